@@ -1,0 +1,14 @@
+"""ALiBi (Attention with Linear Biases, arXiv 2108.12409) for any array library.
+
+The core says what ALiBi is: its slopes, its bias, and the attention that every backend must agree with. It needs NumPy
+and array-api-compat alone and works on the arrays of any library that follows the array API standard.
+"""
+
+from alibi_core._attention import attention
+from alibi_core._bias import bias, bias_from_positions, key_bias
+from alibi_core._call import AttentionCall
+from alibi_core._slopes import slopes
+
+__version__ = "0.1.0"
+
+__all__ = ["AttentionCall", "attention", "bias", "bias_from_positions", "key_bias", "slopes"]

@@ -1,0 +1,310 @@
+"""The bias: ``-slopes * distance``, and -inf where a query must not look."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from alibi_core import _checks
+from alibi_core._namespace import (
+    arange,
+    asarray,
+    astype,
+    computes_eagerly_without_gradients,
+    device_of,
+    namespace_of,
+)
+from alibi_core._slopes import slope_values
+from alibi_core._typing import Array, Device, DType, Namespace
+
+
+def bias(
+    slopes: int | Array,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    q_offset: int | None = None,
+    is_causal: bool = True,
+    future_slopes: Array | None = None,
+    allow_negative_slopes: bool = False,
+    xp: Namespace | None = None,
+    dtype: DType | None = None,
+    device: Device | None = None,
+) -> Any:
+    """Return the ALiBi bias of every query and key: ``-slopes[h] * |q_offset + i - j|``, -inf where masked.
+
+    Three queries over five keys, slope 1, causal (the default offset aligns the last query with the last key)::
+
+        -2   -1    0  -inf -inf
+        -3   -2   -1    0  -inf
+        -4   -3   -2   -1    0
+
+    and five queries over three keys, where the first two queries have nothing to attend to::
+
+        -inf -inf -inf
+        -inf -inf -inf
+          0  -inf -inf
+         -1    0  -inf
+         -2   -1    0
+
+    Distances are integers, the product is formed in float32 (float64 for a float64 result) and rounded once to
+    ``dtype``. The same arguments give the same bits in every array library, eager or compiled.
+
+    Args:
+        slopes: ``[num_heads]`` or ``[batch, num_heads]``, or an int for that many canonical slopes.
+        q_len: Number of queries, in tokens.
+        kv_len: Number of keys, in tokens. Default ``q_len``.
+        q_offset: Position of the first query, in tokens; the first key has position 0. Default ``kv_len - q_len``.
+        is_causal: Mask keys after the query.
+        future_slopes: With ``is_causal=False``, the slopes for keys after the query, of the shape of ``slopes``.
+            Default ``slopes``, which is symmetric; zeros give the form that clamps future distances to 0.
+        allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
+        xp: Array namespace of the result. Default that of ``slopes``, else NumPy.
+        dtype: Floating dtype of the result. Default that of ``slopes``, else float32.
+        device: Device of the result. Default that of ``slopes``.
+
+    Returns:
+        ``[num_heads, q_len, kv_len]`` (or ``[batch, num_heads, q_len, kv_len]``) array. In float16 a distance
+        penalty beyond 65504 rounds to -inf.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind, or arrays of two libraries meet.
+        ValueError: If a length is negative, slopes are negative, not finite or misshapen, or ``future_slopes`` is
+            given for causal attention.
+
+    Example:
+        >>> import numpy as np
+        >>> bias(np.array([0.5]), 2, 3).tolist()
+        [[[-0.5, 0.0, -inf], [-1.0, -0.5, 0.0]]]
+
+    References:
+        Press, Smith, Lewis, "Train Short, Test Long", section 3, arXiv 2108.12409.
+    """
+    q_len = _checks.non_negative_int("q_len", q_len)
+    kv_len = q_len if kv_len is None else _checks.non_negative_int("kv_len", kv_len)
+    q_offset = kv_len - q_len if q_offset is None else _checks.integer("q_offset", q_offset)
+    xp, slopes, future_slopes, dtype, device = _resolve(
+        slopes, future_slopes, is_causal, allow_negative_slopes, xp=xp, dtype=dtype, device=device
+    )
+    relative = relative_positions(xp, arange(xp, q_len, device) + q_offset, arange(xp, kv_len, device))
+    visible = relative <= 0 if is_causal else None
+    return astype(xp, linear_bias(xp, slopes, future_slopes, relative, visible), dtype)
+
+
+def bias_from_positions(
+    slopes: int | Array,
+    q_positions: Array,
+    kv_positions: Array,
+    *,
+    q_segment_ids: Array | None = None,
+    kv_segment_ids: Array | None = None,
+    is_causal: bool = True,
+    future_slopes: Array | None = None,
+    allow_negative_slopes: bool = False,
+    dtype: DType | None = None,
+) -> Any:
+    """Return the ALiBi bias between explicit positions: ``-slopes[h] * |q_positions[i] - kv_positions[j]|``.
+
+    For packed sequences and padded batches, whose positions restart, and for anything else that knows its positions
+    better than its lengths. A key is masked (-inf) when it lies after the query (if causal) or when its segment id
+    differs from the query's.
+
+    Args:
+        slopes: ``[num_heads]`` or ``[..., num_heads]``, or an int for that many canonical slopes.
+        q_positions: ``[..., q_len]`` integers, in tokens.
+        kv_positions: ``[..., kv_len]`` integers, in tokens. Leading axes broadcast.
+        q_segment_ids: ``[..., q_len]`` integers. Both ids are given, or neither.
+        kv_segment_ids: ``[..., kv_len]`` integers.
+        is_causal: Mask keys at later positions than the query.
+        future_slopes: As for :func:`bias`.
+        allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
+        dtype: Floating dtype of the result. Default that of ``slopes``, else float32.
+
+    Returns:
+        ``[..., num_heads, q_len, kv_len]`` array, on the device of ``q_positions``.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind, or arrays of two libraries meet.
+        ValueError: If shapes do not fit, or for what :func:`bias` raises it.
+
+    Example:
+        Two sequences of two tokens, packed:
+
+        >>> import numpy as np
+        >>> positions, ids = np.array([0, 1, 0, 1]), np.array([0, 0, 1, 1])
+        >>> slopes = np.array([0.5])
+        >>> bias_from_positions(slopes, positions, positions, q_segment_ids=ids, kv_segment_ids=ids)[0].tolist()
+        [[0.0, -inf, -inf, -inf], [-0.5, 0.0, -inf, -inf], [-inf, -inf, 0.0, -inf], [-inf, -inf, -0.5, 0.0]]
+    """
+    if (q_segment_ids is None) != (kv_segment_ids is None):
+        raise ValueError("q_segment_ids and kv_segment_ids must be given together, got one of them")
+    named = {"q_positions": q_positions, "kv_positions": kv_positions}
+    if q_segment_ids is not None and kv_segment_ids is not None:
+        named |= {"q_segment_ids": q_segment_ids, "kv_segment_ids": kv_segment_ids}
+    for name, array in named.items():
+        _checks.array(name, array)
+    xp = namespace_of(*named.values())
+    for name, array in named.items():
+        if _checks.integer_array(xp, name, array).ndim < 1:
+            raise ValueError(f"{name} must have at least one axis (length), got shape {tuple(array.shape)}")
+    device = device_of(xp, q_positions)
+    xp, placed, future, dtype, _ = _resolve(
+        slopes, future_slopes, is_causal, allow_negative_slopes, xp=xp, dtype=dtype, device=device
+    )
+    batch = _leading_shape({name: array.shape[:-1] for name, array in named.items()} | {"slopes": placed.shape[:-1]})
+    if q_segment_ids is not None and kv_segment_ids is not None:
+        _checks.broadcastable("q_segment_ids", q_segment_ids.shape, (*batch, q_positions.shape[-1]), "..., q_len")
+        _checks.broadcastable("kv_segment_ids", kv_segment_ids.shape, (*batch, kv_positions.shape[-1]), "..., kv_len")
+    relative = with_head_axis(relative_positions(xp, q_positions, kv_positions))
+    visible = relative <= 0 if is_causal else None
+    if q_segment_ids is not None and kv_segment_ids is not None:
+        same = with_head_axis(q_segment_ids[..., :, None] == kv_segment_ids[..., None, :])
+        visible = same if visible is None else visible & same
+    return astype(xp, linear_bias(xp, placed, future, relative, visible), dtype)
+
+
+def key_bias(
+    slopes: int | Array,
+    kv_len: int,
+    *,
+    allow_negative_slopes: bool = False,
+    xp: Namespace | None = None,
+    dtype: DType | None = None,
+    device: Device | None = None,
+) -> Any:
+    """Return the key-only form of the causal bias: ``slopes[h] * (j - (kv_len - 1))``.
+
+    Softmax ignores what is constant along a row, so under a causal mask this one row a head gives the same attention
+    as the full bias. It is 0 at the last key, so that it is precise where attention is. It says nothing about
+    masking, and it is wrong for symmetric attention.
+
+    Args:
+        slopes: ``[num_heads]`` or ``[batch, num_heads]``, or an int for that many canonical slopes.
+        kv_len: Number of keys, in tokens.
+        allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
+        xp: Array namespace of the result. Default that of ``slopes``, else NumPy.
+        dtype: Floating dtype of the result. Default that of ``slopes``, else float32.
+        device: Device of the result. Default that of ``slopes``.
+
+    Returns:
+        ``[num_heads, 1, kv_len]`` (or ``[batch, num_heads, 1, kv_len]``) array.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind, or arrays of two libraries meet.
+        ValueError: If the length is negative, or slopes are negative, not finite or misshapen.
+
+    Example:
+        >>> key_bias(1, 4).tolist()
+        [[[-0.01171875, -0.0078125, -0.00390625, 0.0]]]
+    """
+    kv_len = _checks.non_negative_int("kv_len", kv_len)
+    xp, slopes, _, dtype, device = _resolve(
+        slopes, None, True, allow_negative_slopes, xp=xp, dtype=dtype, device=device
+    )
+    relative = (arange(xp, kv_len, device) - (kv_len - 1))[None, :]  # [1, kv_len]
+    return astype(xp, linear_bias(xp, slopes, None, relative, None), dtype)
+
+
+def relative_positions(xp: Namespace, q_positions: Any, kv_positions: Any) -> Any:
+    """Return ``kv_positions[j] - q_positions[i]``, ``[..., q_len, kv_len]``: negative for keys before the query."""
+    return _signed(xp, kv_positions)[..., None, :] - _signed(xp, q_positions)[..., :, None]
+
+
+def _signed(xp: Namespace, positions: Any) -> Any:
+    """Return positions in a type that holds their differences: int64 stays, all else becomes int32."""
+    return positions if str(positions.dtype).rpartition(".")[2] == "int64" else astype(xp, positions, xp.int32)
+
+
+def linear_bias(xp: Namespace, slopes: Any, future_slopes: Any | None, relative: Any, visible: Any | None) -> Any:
+    """Return ``-slopes * |relative|``, with -inf where ``visible`` is False, in the dtype of ``slopes``.
+
+    Args:
+        xp: The arrays' namespace.
+        slopes: ``[..., num_heads]``, in the dtype the product is to be formed in.
+        future_slopes: As ``slopes``, for ``relative > 0``; None to use ``slopes`` there too.
+        relative: Integers that broadcast against ``[..., num_heads, q_len, kv_len]``.
+        visible: Booleans that do, or None where nothing is masked.
+    """
+    rates = slopes[..., None, None]  # [..., num_heads, 1, 1]
+    if future_slopes is not None:
+        rates = xp.where(relative > 0, future_slopes[..., None, None], rates)
+    reach = astype(xp, -xp.abs(relative), slopes.dtype)
+    if visible is None:
+        return rates * reach
+    zero, minus_inf = (asarray(xp, x, slopes.dtype, device_of(xp, relative)) for x in (0.0, float("-inf")))
+    if computes_eagerly_without_gradients(xp) and bool(xp.all(rates > 0)):
+        # One pass over the large array in place of two. Not for slopes of 0 (0 * inf) nor where a gradient with
+        # respect to the slopes would multiply by this infinity.
+        return rates * xp.where(visible, reach, minus_inf)
+    result = rates * xp.where(visible, reach, zero)
+    result += xp.where(visible, zero, minus_inf)
+    return result
+
+
+def _resolve(
+    slopes: Any,
+    future_slopes: Any | None,
+    is_causal: bool,
+    allow_negative: bool,
+    *,
+    xp: Namespace | None,
+    dtype: DType | None,
+    device: Device | None,
+) -> tuple[Namespace, Any, Any | None, DType, Device | None]:
+    """Check slopes and place them: namespace, slopes and future slopes in the product's dtype, result dtype, device."""
+    _checks.boolean("is_causal", is_causal)
+    if is_causal and future_slopes is not None:
+        raise ValueError("future_slopes must be None when is_causal=True (there are no future keys); got an array")
+    given = {"slopes": slopes, "future_slopes": future_slopes}
+    arrays = {name: value for name, value in given.items() if value is not None and not _checks.is_int(value)}
+    for name, value in arrays.items():
+        _checks.array(name, value)
+    xp = namespace_of(*arrays.values(), xp=xp)
+    for name, value in arrays.items():
+        if _checks.floating_array(xp, name, value).ndim < 1 or value.shape[-1] < 1:
+            raise ValueError(
+                f"{name} must have shape (..., num_heads) with at least one head, got {tuple(value.shape)}"
+            )
+        _checks.slopes_values(name, value, allow_negative=allow_negative)
+    if dtype is None:
+        dtype = next((value.dtype for value in arrays.values()), xp.float32)
+    _checks.floating_dtype(xp, "dtype", dtype)
+    if device is None:
+        device = next((device_of(xp, value) for value in arrays.values()), None)
+    working = working_dtype(xp, dtype)
+    resolved = place_slopes(xp, slopes, working, device)
+    if future_slopes is None:
+        return xp, resolved, None, dtype, device
+    future = place_slopes(xp, future_slopes, working, device)
+    if future.shape != resolved.shape:
+        raise ValueError(
+            f"future_slopes must have the shape of slopes, {tuple(resolved.shape)}, got {tuple(future.shape)}"
+        )
+    return xp, resolved, future, dtype, device
+
+
+def working_dtype(xp: Namespace, dtype: DType) -> DType:
+    """Return the dtype that products and softmax statistics are formed in for a result of ``dtype``."""
+    return xp.float64 if dtype == xp.float64 else xp.float32
+
+
+def place_slopes(xp: Namespace, slopes: Any, dtype: DType, device: Device | None) -> Any:
+    """Return slopes as an array of ``dtype``: canonical ones for an int, the given ones otherwise."""
+    if not _checks.is_int(slopes):
+        return astype(xp, slopes, dtype)
+    return asarray(xp, slope_values(slopes), dtype, device)
+
+
+def with_head_axis(array: Any) -> Any:
+    return array[..., None, :, :]
+
+
+def _leading_shape(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Broadcast leading axes, with an error that names every array."""
+    result: list[int] = [1] * max(len(shape) for shape in shapes.values())
+    for shape in shapes.values():
+        for axis, n in enumerate(reversed(shape), start=1):
+            if n != 1 and result[-axis] not in (1, n):
+                listed = ", ".join(f"{name} {tuple(s)}" for name, s in shapes.items())
+                raise ValueError(f"leading axes must broadcast, got {listed}")
+            result[-axis] = n if result[-axis] == 1 else result[-axis]
+    return tuple(result)

@@ -1,0 +1,303 @@
+"""One attention call: every argument checked, every default filled in, for any backend and any layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from alibi_core import _checks
+from alibi_core._bias import linear_bias, place_slopes, relative_positions, with_head_axis, working_dtype
+from alibi_core._namespace import arange, asarray, device_of, namespace_of
+from alibi_core._typing import Array, Device, DType, Namespace
+
+HEADS_FIRST = ("heads", "length", "head_dim")
+LENGTH_FIRST = ("length", "heads", "head_dim")
+TENSORS = ("query", "key", "value")
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The arguments of one attention call, checked and resolved: *what* is to be computed.
+
+    A backend makes one with :meth:`check` and decides how to compute it. All lengths, positions and windows are in
+    tokens; arrays are of the namespace ``xp``; axes are heads-first whatever the layout of the tensors was.
+    """
+
+    xp: Namespace
+    batch: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    dtype: DType  # of query, key, value and the result
+    working_dtype: DType  # of products, softmax statistics and the bias: float32, or float64 for float64
+    device: Device | None
+    slopes: Any  # [num_heads] or [*batch, num_heads], working_dtype
+    future_slopes: Any | None  # likewise; None means slopes
+    is_causal: bool
+    q_offset: Any  # int, or an integer array [] or [*batch]
+    q_segment_ids: Any | None  # [..., q_len]
+    kv_segment_ids: Any | None  # [..., kv_len]
+    window_size: int | None
+    mask: Any | None  # booleans that broadcast to [*batch, num_heads, q_len, kv_len]
+    scale: float
+    tolerance: float | None
+
+    @classmethod
+    def check(
+        cls,
+        query: Array,
+        key: Array,
+        value: Array,
+        slopes: int | Array | None = None,
+        *,
+        is_causal: bool = True,
+        future_slopes: Array | None = None,
+        q_offset: int | Array | None = None,
+        segment_ids: Array | tuple[Array, Array] | None = None,
+        window_size: int | None = None,
+        mask: Array | None = None,
+        scale: float | None = None,
+        tolerance: float | None = None,
+        allow_negative_slopes: bool = False,
+        layout: tuple[str, str, str] = HEADS_FIRST,
+        xp: Namespace | None = None,
+    ) -> AttentionCall:
+        """Check the arguments of an attention function and fill in its defaults.
+
+        Args:
+            query: ``[*batch, *layout]``.
+            key: As ``query``, with ``num_kv_heads`` heads and its own length.
+            value: As ``key``.
+            slopes, is_causal, future_slopes, q_offset, segment_ids, window_size, mask, scale, tolerance,
+            allow_negative_slopes: As for :func:`alibi_core.attention`.
+            layout: Order of the last three axes, ``HEADS_FIRST`` or ``LENGTH_FIRST``.
+            xp: The namespace the arrays must belong to; default, whichever they belong to.
+
+        Raises:
+            TypeError: If an argument is of the wrong kind, dtypes or namespaces differ.
+            ValueError: If a value or a shape is wrong.
+        """
+        q_ids, kv_ids = _pair(segment_ids)
+        arrays = _arrays(
+            {"query": query, "key": key, "value": value, "slopes": slopes, "future_slopes": future_slopes}
+            | {"q_offset": q_offset, "segment_ids": q_ids, "segment_ids of keys": kv_ids, "mask": mask}
+        )
+        xp = namespace_of(*arrays.values(), xp=xp)
+        sizes = _tensor_sizes(xp, query, key, value, layout)
+        batch, dtype = sizes["batch"], query.dtype
+        device = _common_device(xp, arrays)
+        working = working_dtype(xp, dtype)
+        _checks.boolean("is_causal", is_causal)
+        _checks.boolean("allow_negative_slopes", allow_negative_slopes)
+        if is_causal and future_slopes is not None:
+            raise ValueError("future_slopes must be None when is_causal=True (there are no future keys); got an array")
+        placed = [
+            None if given is None else _slopes(xp, name, given, sizes, allow_negative_slopes, working, device)
+            for name, given in (
+                ("slopes", sizes["num_heads"] if slopes is None else slopes),
+                ("future_slopes", future_slopes),
+            )
+        ]
+        q_segment_ids, kv_segment_ids = _segment_ids(xp, segment_ids, sizes)
+        if window_size is not None:
+            _checks.non_negative_int("window_size", window_size)
+        if mask is not None:
+            scores = (*batch, sizes["num_heads"], sizes["q_len"], sizes["kv_len"])
+            axes = ", ".join([*_batch_axes(batch), "num_heads", "q_len", "kv_len"])
+            _checks.broadcastable("mask", _checks.bool_array(xp, "mask", mask).shape, scores, axes)
+        return cls(
+            xp=xp,
+            **sizes,
+            dtype=dtype,
+            working_dtype=working,
+            device=device,
+            slopes=placed[0],
+            future_slopes=placed[1],
+            is_causal=bool(is_causal),
+            q_offset=_q_offset(xp, q_offset, sizes),
+            q_segment_ids=q_segment_ids,
+            kv_segment_ids=kv_segment_ids,
+            window_size=window_size,
+            mask=mask,
+            scale=_checks.real_number("scale", sizes["head_dim"] ** -0.5 if scale is None else scale),
+            tolerance=None if tolerance is None else _checks.non_negative_number("tolerance", tolerance),
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute: no scores, so a result of zeros."""
+        return 0 in (*self.batch, self.q_len, self.kv_len)
+
+    @property
+    def every_query_attends(self) -> bool:
+        """Whether each query is known, from the arguments' shapes alone, to have a key to attend to."""
+        if self.mask is not None or not isinstance(self.q_offset, int) or self.is_empty:
+            return False
+        own_key = self.q_offset >= 0 and self.q_offset + self.q_len <= self.kv_len
+        if self.q_segment_ids is not None:
+            return own_key and self.q_segment_ids is self.kv_segment_ids and self.q_offset == 0
+        if self.window_size is not None:
+            return own_key
+        return self.q_offset >= 0 or not self.is_causal
+
+    def positions(self) -> tuple[Any, Any]:
+        """Return the positions of queries, ``[q_len]`` or ``[*batch, q_len]``, and keys, ``[kv_len]``; int32."""
+        queries, keys = (arange(self.xp, n, self.device) for n in (self.q_len, self.kv_len))
+        offset = self.q_offset if isinstance(self.q_offset, int) else self.q_offset[..., None]
+        return offset + queries, keys
+
+    def visible(self, relative: Any) -> Any | None:
+        """Return where a query may look, from key minus query positions; None where it may look everywhere.
+
+        Args:
+            relative: ``[..., 1, q_len, kv_len]`` or ``[q_len, kv_len]``, integers.
+
+        Returns:
+            Booleans that broadcast to ``[*batch, num_heads, q_len, kv_len]``.
+        """
+        rules = []
+        if self.is_causal:
+            rules.append(relative <= 0)
+        if self.window_size is not None:
+            rules.append(self.xp.abs(relative) <= self.window_size)
+        if self.q_segment_ids is not None and self.kv_segment_ids is not None:
+            rules.append(with_head_axis(self.q_segment_ids[..., :, None] == self.kv_segment_ids[..., None, :]))
+        if self.mask is not None:
+            rules.append(self.mask)
+        visible = None
+        for rule in rules:
+            visible = rule if visible is None else visible & rule
+        return visible
+
+    def bias(self) -> tuple[Any, Any | None]:
+        """Return the dense bias, masks included, in a form that no softmax turns into NaN.
+
+        Returns:
+            bias: ``[..., num_heads, q_len, kv_len]`` in ``working_dtype``: ``-slopes * distance``, -inf where masked,
+                but 0 along a row that is masked as a whole.
+            attends: ``[..., q_len, 1]`` booleans that broadcast against the result, False for such rows, whose result
+                must be replaced by zeros; None if there are none.
+        """
+        relative = relative_positions(self.xp, *self.positions())
+        if relative.ndim > 2:
+            relative = with_head_axis(relative)
+        visible = self.visible(relative)
+        if visible is None or self.every_query_attends:
+            return linear_bias(self.xp, self.slopes, self.future_slopes, relative, visible), None
+        attends = self.xp.any(visible, axis=-1, keepdims=True)
+        blank_rows_open = visible | ~attends
+        bias = linear_bias(self.xp, self.slopes, self.future_slopes, relative, blank_rows_open)
+        zero = asarray(self.xp, 0.0, self.working_dtype, self.device)
+        return self.xp.where(attends, bias, zero), attends
+
+
+def _batch_axes(batch: tuple[int, ...]) -> list[str]:
+    return ["batch"] if len(batch) == 1 else [f"batch{axis}" for axis in range(len(batch))]
+
+
+def _pair(segment_ids: Any) -> tuple[Any, Any]:
+    if not isinstance(segment_ids, tuple | list):
+        return segment_ids, segment_ids
+    if len(segment_ids) != 2:
+        raise ValueError(f"segment_ids must be one array or a pair (queries, keys), got {len(segment_ids)} arrays")
+    return segment_ids[0], segment_ids[1]
+
+
+def _arrays(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that are arrays, having checked that those which must be are."""
+    may_be_int = ("slopes", "future_slopes", "q_offset")
+    return {
+        name: _checks.array(name, value)
+        for name, value in arguments.items()
+        if not (name in may_be_int and _checks.is_int(value)) and not (value is None and name not in TENSORS)
+    }
+
+
+def _common_device(xp: Namespace, arrays: dict[str, Any]) -> Device | None:
+    devices = {name: device_of(xp, array) for name, array in arrays.items()}
+    for name, device in devices.items():
+        if device != devices["query"]:
+            raise ValueError(f"{name} must be on the device of query, {devices['query']}, got {device}")
+    return devices["query"]
+
+
+def _tensor_sizes(xp: Namespace, query: Any, key: Any, value: Any, layout: tuple[str, str, str]) -> dict[str, Any]:
+    tensors = {"query": query, "key": key, "value": value}
+    shapes = {name: tuple(_checks.floating_array(xp, name, tensor).shape) for name, tensor in tensors.items()}
+    axes = "[..., " + ", ".join(layout) + "]"
+    for name, shape in shapes.items():
+        if len(shape) < 3:
+            raise ValueError(f"{name} must have axes {axes}, got shape {shape}")
+    if len({str(tensor.dtype) for tensor in tensors.values()}) > 1:
+        listed = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
+        raise TypeError(f"query, key and value must have one dtype, got {listed}")
+    if shapes["key"] != shapes["value"]:
+        raise ValueError(f"value must have the shape of key, {shapes['key']} {axes}, got {shapes['value']}")
+    q, kv = (dict(zip(layout, shapes[name][-3:], strict=True)) for name in ("query", "key"))
+    batch = shapes["query"][:-3]
+    if shapes["key"][:-3] != batch:
+        raise ValueError(f"key must have the batch axes of query, {batch}, got {shapes['key'][:-3]}")
+    if kv["head_dim"] != q["head_dim"]:
+        raise ValueError(f"key must have the head_dim of query, {q['head_dim']}, got {kv['head_dim']}")
+    if q["head_dim"] < 1:
+        raise ValueError(f"head_dim must be at least 1, got query of shape {shapes['query']} {axes}")
+    if q["heads"] < 1 or kv["heads"] < 1 or q["heads"] % kv["heads"]:
+        raise ValueError(f"num_kv_heads must divide num_heads, got {kv['heads']} (key) and {q['heads']} (query)")
+    return {
+        "batch": batch,
+        "num_heads": q["heads"],
+        "num_kv_heads": kv["heads"],
+        "q_len": q["length"],
+        "kv_len": kv["length"],
+        "head_dim": q["head_dim"],
+    }
+
+
+def _slopes(
+    xp: Namespace,
+    name: str,
+    slopes: Any,
+    sizes: dict[str, Any],
+    allow_negative: bool,
+    dtype: DType,
+    device: Device | None,
+) -> Any:
+    if _checks.is_int(slopes):
+        if _checks.positive_int(name, slopes) != sizes["num_heads"]:
+            raise ValueError(f"{name} must count the heads of query, {sizes['num_heads']}, got {slopes}")
+    else:
+        _checks.slopes_shape(name, _checks.floating_array(xp, name, slopes), sizes["num_heads"], sizes["batch"])
+        _checks.slopes_values(name, slopes, allow_negative=allow_negative)
+    return place_slopes(xp, slopes, dtype, device)
+
+
+def _segment_ids(xp: Namespace, segment_ids: Any, sizes: dict[str, Any]) -> tuple[Any, Any]:
+    if segment_ids is None:
+        return None, None
+    is_pair = isinstance(segment_ids, tuple | list)
+    if not is_pair and sizes["q_len"] != sizes["kv_len"]:
+        raise ValueError(
+            f"segment_ids must be a pair (queries, keys) when q_len, {sizes['q_len']}, and kv_len, "
+            f"{sizes['kv_len']}, differ; got one array"
+        )
+    pair = _pair(segment_ids)
+    for name, ids, length in zip(("q_len", "kv_len"), pair, (sizes["q_len"], sizes["kv_len"]), strict=True):
+        shape = tuple(_checks.integer_array(xp, "segment_ids", ids).shape)
+        axes = ", ".join([*_batch_axes(sizes["batch"]), name])
+        _checks.broadcastable("segment_ids", shape, (*sizes["batch"], length), axes)
+        if not shape or shape[-1] != length:
+            raise ValueError(f"segment_ids must end in the axis {name}, {length}, got shape {shape}")
+    return pair
+
+
+def _q_offset(xp: Namespace, q_offset: Any, sizes: dict[str, Any]) -> Any:
+    if q_offset is None:
+        return sizes["kv_len"] - sizes["q_len"]
+    if _checks.is_int(q_offset):
+        return q_offset if isinstance(q_offset, int) else int(q_offset)
+    shape = tuple(_checks.integer_array(xp, "q_offset", q_offset).shape)
+    if shape not in ((), sizes["batch"]):
+        raise ValueError(f"q_offset must have shape () or {sizes['batch']} (batch), got {shape}")
+    return q_offset

@@ -1,0 +1,140 @@
+"""Argument checks. Each raises "{argument} must {rule}, got {value}" before anything is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from alibi_core._namespace import host_values, lacks_float64, library_name
+from alibi_core._typing import DType, Namespace
+
+
+def is_int(value: Any) -> bool:
+    """Whether ``value`` is a Python or NumPy integer; bool does not count."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def integer(name: str, value: Any) -> int:
+    if not is_int(value):
+        raise TypeError(f"{name} must be an integer, got {_shown(value)}")
+    return value  # type: ignore[no-any-return]  # not int(value): torch.compile may hold a symbol here
+
+
+def positive_int(name: str, value: Any) -> int:
+    if integer(name, value) < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return value  # type: ignore[no-any-return]
+
+
+def non_negative_int(name: str, value: Any) -> int:
+    if integer(name, value) < 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+    return value  # type: ignore[no-any-return]
+
+
+def real_number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} must be a real number, got {_shown(value)}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+    return float(value)
+
+
+def positive_number(name: str, value: Any) -> float:
+    if real_number(name, value) <= 0:
+        raise ValueError(f"{name} must be positive, got {value}")
+    return float(value)
+
+
+def non_negative_number(name: str, value: Any) -> float:
+    if real_number(name, value) < 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+    return float(value)
+
+
+def boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {_shown(value)}")
+    return bool(value)
+
+
+def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {_shown(value)}")
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return value
+
+
+def array(name: str, value: Any) -> Any:
+    """Check that ``value`` looks like an array; its library is checked by ``namespace_of``."""
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise TypeError(f"{name} must be an array, got {_shown(value)}")
+    return value
+
+
+def floating_dtype(xp: Namespace, name: str, dtype: DType) -> DType:
+    try:
+        is_floating = xp.isdtype(dtype, "real floating")
+    except Exception:
+        is_floating = False
+    if not is_floating:
+        raise TypeError(f"{name} must be a real floating dtype of {library_name(xp)}, got {dtype!r}")
+    if "float64" in str(dtype) and lacks_float64(xp):
+        raise TypeError(f"{name} must be a dtype that JAX has enabled, got float64; set jax_enable_x64 first")
+    return dtype
+
+
+def floating_array(xp: Namespace, name: str, value: Any) -> Any:
+    if not xp.isdtype(array(name, value).dtype, "real floating"):
+        raise TypeError(f"{name} must have a real floating dtype, got {value.dtype}")
+    return value
+
+
+def integer_array(xp: Namespace, name: str, value: Any) -> Any:
+    if not xp.isdtype(array(name, value).dtype, "integral"):
+        raise TypeError(f"{name} must have an integer dtype, got {value.dtype}")
+    return value
+
+
+def bool_array(xp: Namespace, name: str, value: Any) -> Any:
+    if not xp.isdtype(array(name, value).dtype, "bool"):
+        raise TypeError(f"{name} must be boolean (True where a query may attend), got {value.dtype}")
+    return value
+
+
+def slopes_shape(name: str, slopes: Any, num_heads: int, batch: tuple[int, ...] = ()) -> None:
+    """Check for ``[num_heads]`` or ``[*batch, num_heads]``."""
+    shape = tuple(slopes.shape)
+    if shape not in ((num_heads,), (*batch, num_heads)):
+        batched = f" or {(*batch, num_heads)} (batch, num_heads)" if batch else ""
+        raise ValueError(f"{name} must have shape {(num_heads,)} (num_heads){batched}, got {shape}")
+
+
+def slopes_values(name: str, slopes: Any, *, allow_negative: bool) -> None:
+    """Check for finite, non-negative numbers, where the values can be seen without waiting for them."""
+    values = host_values(slopes)
+    if values is None:
+        return
+    if not np.all(np.isfinite(values)):
+        raise ValueError(f"{name} must be finite, got {values.tolist()}")
+    if not allow_negative and np.any(values < 0):
+        raise ValueError(
+            f"{name} must not be negative (the bias is -slopes * distance), got {values.tolist()}; "
+            "pass allow_negative_slopes=True if far keys are meant to be rewarded"
+        )
+
+
+def broadcastable(name: str, shape: tuple[int, ...], target: tuple[int, ...], axes: str) -> None:
+    """Check that ``shape`` broadcasts to ``target``, whose axes are called ``axes`` in the message."""
+    padded = (1,) * (len(target) - len(shape)) + tuple(shape)
+    if len(shape) > len(target) or any(n not in (1, m) for n, m in zip(padded, target, strict=True)):
+        raise ValueError(f"{name} must broadcast to {target} ({axes}), got {tuple(shape)}")
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return f"{shown if len(shown) <= 40 else shown[:37] + '...'} ({type(value).__name__})"

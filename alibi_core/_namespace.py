@@ -1,0 +1,131 @@
+"""Array namespaces: finding them, and the few places where they differ from the standard.
+
+Everything that is special to one library is in this module. The rest of the core is written against the array API
+standard (data-apis.org/array-api) alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import array_api_compat
+import numpy as np
+
+from alibi_core._typing import Array, Device, DType, Namespace
+
+
+def namespace_of(*arrays: Array | None, xp: Namespace | None = None) -> Namespace:
+    """Return the array API namespace of ``arrays`` (NumPy if there are none), wrapped where its library needs it.
+
+    Args:
+        *arrays: Arrays of one library; None is passed over.
+        xp: The namespace the caller asked for, as the user imported it (``torch``, ``jax.numpy``, ...), or None.
+
+    Raises:
+        TypeError: If an argument is no array, if the arrays belong to different libraries, or if they do not belong
+            to ``xp``.
+    """
+    found = [_namespace_of_one(array) for array in arrays if array is not None]
+    if xp is not None:
+        found.insert(0, _namespace_of_one(xp.asarray(0)))
+    names = sorted({library_name(namespace) for namespace in found})
+    if len(names) > 1:
+        raise TypeError(f"arrays must belong to one array namespace, got {' and '.join(names)}; convert them to one")
+    return found[0] if found else _namespace_of_one(np.asarray(0))
+
+
+def _namespace_of_one(array: Any) -> Namespace:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        # array_namespace would do, but it is cached, which torch.compile warns about when it traces through.
+        import array_api_compat.torch as namespace
+
+        return namespace
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise TypeError(f"argument must be an array of an array API library, got {type(array).__name__}")
+    return array_api_compat.array_namespace(array)
+
+
+def library_name(xp: Namespace) -> str:
+    """Return the name its users know a namespace by: ``torch``, ``jax.numpy``, ``mlx.core``, ..."""
+    return str(xp.__name__).removeprefix("array_api_compat.")
+
+
+def _is_mlx(xp: Namespace) -> bool:
+    return library_name(xp) == "mlx.core"
+
+
+def _is_jax(xp: Namespace) -> bool:
+    return library_name(xp) == "jax.numpy"
+
+
+def device_of(xp: Namespace, array: Any) -> Device | None:
+    """Return the device that new arrays need to combine with ``array``; None where the library sees to that itself."""
+    # JAX moves uncommitted arrays by itself (and a traced array has no device); MLX has one memory for all.
+    if _is_mlx(xp) or _is_jax(xp):
+        return None
+    if library_name(xp) == "torch":
+        return array.device  # as array_api_compat.device does, but without its cache, which torch.compile warns of
+    return array_api_compat.device(array)
+
+
+def asarray(xp: Namespace, values: Any, dtype: DType, device: Device | None) -> Any:
+    """``xp.asarray`` that leaves the device out when there is none to state."""
+    return xp.asarray(values, dtype=dtype, **_placement(xp, device))
+
+
+def arange(xp: Namespace, stop: int, device: Device | None) -> Any:
+    """Return ``[0, 1, ..., stop - 1]`` as int32, the one integer type that every library has by default."""
+    return xp.arange(0, stop, 1, dtype=xp.int32, **_placement(xp, device))
+
+
+def _placement(xp: Namespace, device: Device | None) -> dict[str, Device]:
+    if device is not None and _is_mlx(xp):
+        raise ValueError(f"device must be None with MLX, whose arrays live in one memory, got {device}")
+    return {} if device is None else {"device": device}
+
+
+def astype(xp: Namespace, array: Any, dtype: DType) -> Any:
+    """``xp.astype``, without a copy where the dtype is right already."""
+    return array if array.dtype == dtype else xp.astype(array, dtype)
+
+
+def lacks_float64(xp: Namespace) -> bool:
+    """Whether ``xp`` names a float64 that it would quietly turn into float32 (JAX without ``jax_enable_x64``)."""
+    return _is_jax(xp) and "float64" not in xp.__array_namespace_info__().dtypes(kind="real floating")
+
+
+def computes_eagerly_without_gradients(xp: Namespace) -> bool:
+    """Whether each operation makes a full array at once and none is ever differentiated: NumPy."""
+    return library_name(xp) == "numpy"
+
+
+def host_values(array: Any) -> np.ndarray[Any, Any] | None:
+    """Return a small array's values as NumPy float64, or None if they cannot be had at once and for free.
+
+    None stands for: traced (``jax.jit``, ``torch.compile``, ``mx.compile``, ``vmap``), lazy (Dask), or on an
+    accelerator, where reading would make the host wait. Argument checks that need values pass over such arrays.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        if torch.compiler.is_compiling() or array.device.type != "cpu":
+            return None
+        array = array.detach().double()
+    elif _is_lazy_or_far(array):
+        return None
+    try:
+        return np.asarray(array.tolist() if hasattr(array, "tolist") else array, dtype=np.float64)
+    except Exception:
+        return None
+
+
+def _is_lazy_or_far(array: Any) -> bool:
+    if array_api_compat.is_dask_array(array) or array_api_compat.is_cupy_array(array):
+        return True
+    if not array_api_compat.is_jax_array(array):
+        return False
+    try:
+        return any(device.platform != "cpu" for device in array.devices())
+    except Exception:
+        return True
