@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from alibi_core._call import AttentionCall
-from alibi_core._namespace import asarray, astype
+from alibi_core._namespace import asarray, astype, times
 from alibi_core._typing import Array, Namespace
 
 
@@ -92,7 +92,8 @@ def dense_attention(call: AttentionCall, query: Any, key: Any, value: Any) -> An
     query = _split_heads(xp, astype(xp, query, call.working_dtype), call.num_kv_heads, group)
     key, value = (astype(xp, x, call.working_dtype)[..., :, None, :, :] for x in (key, value))
     bias, attends = call.bias()
-    scores = xp.matmul(query, xp.matrix_transpose(key)) * call.scale + _split_heads(xp, bias, call.num_kv_heads, group)
+    scores = times(xp, xp.matmul(query, xp.matrix_transpose(key)), call.scale)
+    scores = scores + _split_heads(xp, bias, call.num_kv_heads, group)
     result = xp.matmul(_softmax(xp, scores), value)
     result = xp.reshape(result, (*call.batch, call.num_heads, call.q_len, call.head_dim))
     if attends is not None:
@@ -101,7 +102,7 @@ def dense_attention(call: AttentionCall, query: Any, key: Any, value: Any) -> An
 
 
 def _softmax(xp: Namespace, scores: Any) -> Any:
-    if scores.shape[-1] == 0:  # no keys: there is no maximum to take, and nothing to weigh
+    if 0 in scores.shape:  # there is no maximum to take, and nothing to weigh
         return scores
     weights = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
     return weights / xp.sum(weights, axis=-1, keepdims=True)

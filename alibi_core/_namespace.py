@@ -12,6 +12,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
+from alibi_core._mlx import MLXNamespace
 from alibi_core._typing import Array, Device, DType, Namespace
 
 
@@ -28,7 +29,7 @@ def namespace_of(*arrays: Array | None, xp: Namespace | None = None) -> Namespac
     """
     found = [_namespace_of_one(array) for array in arrays if array is not None]
     if xp is not None:
-        found.insert(0, _namespace_of_one(xp.asarray(0)))
+        found.insert(0, MLXNamespace(xp) if _is_mlx(xp) else _namespace_of_one(xp.asarray(0)))
     names = sorted({library_name(namespace) for namespace in found})
     if len(names) > 1:
         raise TypeError(f"arrays must belong to one array namespace, got {' and '.join(names)}; convert them to one")
@@ -44,7 +45,8 @@ def _namespace_of_one(array: Any) -> Namespace:
         return namespace
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         raise TypeError(f"argument must be an array of an array API library, got {type(array).__name__}")
-    return array_api_compat.array_namespace(array)
+    namespace = array_api_compat.array_namespace(array)
+    return MLXNamespace(namespace) if _is_mlx(namespace) else namespace
 
 
 def library_name(xp: Namespace) -> str:
@@ -89,6 +91,12 @@ def _placement(xp: Namespace, device: Device | None) -> dict[str, Device]:
 def astype(xp: Namespace, array: Any, dtype: DType) -> Any:
     """``xp.astype``, without a copy where the dtype is right already."""
     return array if array.dtype == dtype else xp.astype(array, dtype)
+
+
+def times(xp: Namespace, array: Any, factor: float) -> Any:
+    """``array * factor``, to the precision of ``array``."""
+    # MLX 0.29 rounds a Python number to float32, whatever it meets.
+    return array * (asarray(xp, factor, array.dtype, None) if _is_mlx(xp) else factor)
 
 
 def lacks_float64(xp: Namespace) -> bool:

@@ -1,0 +1,13 @@
+"""ALiBi attention, layers and models for PyTorch."""
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("alibi_torch needs PyTorch; install with pip install 'alibi-core[torch]'") from error
+
+from alibi_torch._attention import attention
+from alibi_torch._bias import AlibiBias
+from alibi_torch._cache import KVCache
+from alibi_torch._layer import AlibiAttention
+
+__all__ = ["AlibiAttention", "AlibiBias", "KVCache", "attention"]

@@ -1,0 +1,64 @@
+"""The bias as a module that keeps the last one it built."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import alibi_core
+
+
+class AlibiBias(nn.Module):
+    """Builds the ALiBi bias, and builds it anew only when lengths, dtype or device change.
+
+    For models that add a bias to scores of their own. :func:`alibi_torch.attention` needs none.
+
+    Args:
+        num_heads: How many heads.
+        is_causal: Mask keys after the query. Otherwise the bias is symmetric.
+        slopes: ``[num_heads]`` slopes, not negative. Default: those of ``scheme``.
+        scheme: As for :func:`alibi_core.slopes`; must be left alone when ``slopes`` are given.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If the slopes are misshapen, negative or not finite, or given together with a scheme.
+
+    Example:
+        >>> AlibiBias(2, slopes=torch.tensor([1.0, 0.5]))(2, 3)
+        tensor([[[-1.0000,  0.0000,    -inf],
+                 [-2.0000, -1.0000,  0.0000]],
+        <BLANKLINE>
+                [[-0.5000,  0.0000,    -inf],
+                 [-1.0000, -0.5000,  0.0000]]])
+    """
+
+    def __init__(
+        self, num_heads: int, *, is_causal: bool = True, slopes: Tensor | None = None, scheme: str | None = None
+    ) -> None:
+        super().__init__()
+        if slopes is None:
+            slopes = alibi_core.slopes(num_heads, scheme="canonical" if scheme is None else scheme, xp=torch)
+        elif scheme is not None:
+            raise ValueError(f"scheme must be None when slopes are given, got {scheme!r}")
+        self.shape = alibi_core._layer.LayerShape.check(num_heads, num_heads, is_causal=is_causal, slopes=slopes)
+        self.is_causal = is_causal
+        self.register_buffer("slopes", slopes, persistent=False)
+        self._key: tuple[object, ...] | None = None
+        self._bias: Tensor | None = None
+
+    def forward(self, q_len: int, kv_len: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the bias of ``q_len`` queries over ``kv_len`` keys (default ``q_len``), ends aligned.
+
+        Args:
+            q_len: Queries, in tokens.
+            kv_len: Keys, in tokens.
+            dtype: Default that of the slopes.
+
+        Returns:
+            ``[num_heads, q_len, kv_len]`` on the device of the slopes; do not change it in place.
+        """
+        key = (q_len, kv_len, dtype, self.slopes.dtype, self.slopes.device, self.slopes._version)
+        if self._bias is None or key != self._key:
+            self._bias = alibi_core.bias(self.slopes, q_len, kv_len, is_causal=self.is_causal, dtype=dtype)
+            self._key = key
+        return self._bias

@@ -1,0 +1,154 @@
+"""Cases for Hypothesis: small frozen descriptions, from whose seed NumPy makes the arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from tests.frameworks import Framework
+from tests.oracle import Attention, Rules, penalties
+
+FORMS = ("causal", "symmetric", "asymmetric", "clamped")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Axis sizes; mostly distinct primes, so that swapped axes cannot pass."""
+
+    batch: int
+    num_kv_heads: int
+    group: int  # query heads a key/value head
+    lengths: tuple[int, int]  # queries, keys
+    head_dim: int
+
+
+# A compiler takes its time over each new shape, so the quick profiles draw from a few.
+SIZES = (
+    Sizes(1, 1, 1, (1, 1), 1),
+    Sizes(2, 3, 1, (7, 7), 5),
+    Sizes(1, 3, 2, (7, 7), 8),
+    Sizes(2, 1, 2, (5, 11), 3),
+    Sizes(2, 3, 2, (11, 5), 3),
+    Sizes(1, 5, 1, (1, 13), 2),
+)
+SQUARE = Sizes(2, 3, 2, (7, 7), 5)
+ANY_SIZES = st.builds(
+    Sizes,
+    batch=st.integers(1, 3),
+    num_kv_heads=st.integers(1, 4),
+    group=st.integers(1, 3),
+    lengths=st.tuples(st.integers(1, 17), st.integers(1, 17)),
+    head_dim=st.integers(1, 11),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem: the sizes, the form, and a seed for the values."""
+
+    sizes: Sizes
+    form: str
+    q_offset: int | None
+    window_size: int | None
+    is_packed: bool
+    is_masked: bool
+    slopes_per_batch: bool
+    seed: int
+
+    def with_tensors(self, **tensors: np.ndarray) -> Case:
+        """Return the case with other queries, keys or values, whatever their lengths."""
+        arrays = self.arrays | tensors
+        lengths = arrays["query"].shape[2], arrays["key"].shape[2]
+        case = dataclasses.replace(self, sizes=dataclasses.replace(self.sizes, lengths=lengths))
+        case.__dict__["arrays"] = arrays  # where cached_property keeps its value
+        return case
+
+    @cached_property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Query, key, value, cotangent and slopes; each slope 0 now and then, each magnitude now and then large."""
+        rng = np.random.default_rng(self.seed)
+        size, heads = self.sizes, self.num_heads
+        q_len, kv_len = size.lengths
+        slopes = rng.choice([0.0, 2.0**-16, 0.0625, 0.3, 1.0], size=(size.batch, heads))
+        query, key, value, cotangent = (
+            rng.standard_normal((size.batch, h, n, size.head_dim)) * rng.choice([0.25, 1.0, 4.0])
+            for h, n in ((heads, q_len), (size.num_kv_heads, kv_len), (size.num_kv_heads, kv_len), (heads, q_len))
+        )
+        return {
+            "query": query,
+            "key": key,
+            "value": value,
+            "cotangent": cotangent,
+            "slopes": slopes if self.slopes_per_batch else slopes[0],
+        }
+
+    @property
+    def num_heads(self) -> int:
+        return self.sizes.num_kv_heads * self.sizes.group
+
+    @property
+    def scale(self) -> float:
+        return self.sizes.head_dim**-0.5
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of ``attention``, as NumPy arrays."""
+        rng = np.random.default_rng(self.seed + 1)
+        q_len, kv_len = self.sizes.lengths
+        arguments: dict[str, Any] = {}
+        if self.form != "causal":
+            arguments["is_causal"] = False
+        if self.form in ("asymmetric", "clamped"):
+            future = rng.choice([0.0, 0.125, 0.7], size=self.num_heads)
+            arguments["future_slopes"] = (future if self.form == "asymmetric" else future * 0).astype(np.float32)
+        if self.q_offset is not None:
+            arguments["q_offset"] = self.q_offset
+        if self.window_size is not None:
+            arguments["window_size"] = self.window_size
+        if self.is_packed:
+            ids = np.sort(rng.integers(0, 3, size=(self.sizes.batch, max(q_len, kv_len))), axis=-1).astype(np.int32)
+            arguments["segment_ids"] = ids if q_len == kv_len else (ids[:, :q_len], ids[:, :kv_len])
+        if self.is_masked:
+            arguments["mask"] = rng.random((self.sizes.batch, 1, q_len, kv_len)) < 0.6
+        return arguments
+
+    def rules(self, slopes: np.ndarray) -> Rules:
+        """Return the same, defaults filled in, for the oracle."""
+        arguments = dict(self.arguments)
+        ids = arguments.pop("segment_ids", None)
+        q_ids, kv_ids = ids if isinstance(ids, tuple) else (ids, ids)
+        arguments.setdefault("q_offset", self.sizes.lengths[1] - self.sizes.lengths[0])
+        return Rules(slopes, q_segment_ids=q_ids, kv_segment_ids=kv_ids, **arguments)
+
+    def exact(self, framework: Framework, dtype: str) -> Attention:
+        """Return the problem in float64, on inputs as they are once rounded to ``dtype``."""
+        tensors = {
+            name: framework.numpy(framework.array(self.arrays[name], dtype)) for name in ("query", "key", "value")
+        }
+        slopes = self.arrays["slopes"] if dtype == "float64" else self.arrays["slopes"].astype(np.float32)
+        bias = penalties(self.rules(slopes), self.sizes.batch, self.num_heads, *self.sizes.lengths)
+        return Attention(**tensors, bias=bias, scale=self.scale, dtype=dtype)
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, forms: tuple[str, ...] = FORMS, sizes: Sizes | None = None, plain: bool = False) -> Case:
+    """Draw a case, of the given sizes if any; a plain one has full, aligned rows: no offset, window, segments, mask."""
+    if sizes is None:
+        is_thorough = settings.default.max_examples > 100
+        sizes = draw(ANY_SIZES if is_thorough else st.sampled_from(SIZES))
+    return Case(
+        sizes=sizes,
+        form=draw(st.sampled_from(forms)),
+        q_offset=None if plain else draw(st.none() | st.integers(-3, 13)),
+        window_size=None if plain else draw(st.none() | st.integers(0, 6)),
+        is_packed=not plain and draw(st.booleans()),
+        is_masked=not plain and draw(st.booleans()),
+        slopes_per_batch=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+    )

@@ -1,0 +1,15 @@
+"""Hypothesis profiles: ``quick`` by default, ``ci`` (the same draws every time) in CI, ``thorough`` on demand.
+
+Choose one with ``HYPOTHESIS_PROFILE=thorough``.
+"""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# A first call in JAX or torch.compile compiles: there is no deadline that means anything.
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.differing_executors]}
+settings.register_profile("quick", max_examples=20, **_COMMON)
+settings.register_profile("ci", max_examples=20, derandomize=True, print_blob=True, **_COMMON)
+settings.register_profile("thorough", max_examples=400, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "quick"))

@@ -1,0 +1,179 @@
+"""Frameworks and backends behind one face: NumPy arrays in, NumPy arrays out.
+
+A framework that is not installed shows up as a skipped test that names it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+@dataclass(frozen=True)
+class Framework:
+    """An array namespace and how values get in and out of it."""
+
+    name: str
+    module: str
+
+    @property
+    def xp(self) -> Any:
+        return importlib.import_module(self.module)
+
+    def array(self, values: Any, dtype: str | None = None) -> Any:
+        """Return ``values`` as an array of this framework, floating ones rounded to ``dtype``."""
+        values = np.asarray(values)
+        if values.dtype == np.float64 and dtype != "float64":
+            values = values.astype(np.float32)
+        array = self.xp.from_array(values) if self.name == "dask" else self.xp.asarray(values)
+        return array if dtype is None else self.cast(array, dtype)
+
+    def cast(self, array: Any, dtype: str) -> Any:
+        target = getattr(self.xp, dtype)
+        if self.name == "torch":
+            return array.to(target)
+        return self.xp.astype(array, target) if self.name == "array_api_strict" else array.astype(target)
+
+    def numpy(self, array: Any) -> np.ndarray:
+        """Return an array's values as NumPy float64 (exact), or as they are if they are no floats."""
+        if self.name == "torch":
+            array = array.detach()
+        if "bfloat16" in str(array.dtype):
+            array = self.cast(array, "float32")
+        result = np.asarray(array)
+        return result.astype(np.float64) if result.dtype.kind == "f" else result
+
+    def bits(self, array: Any) -> np.ndarray:
+        """Return a float32 array's bits."""
+        assert "float32" in str(array.dtype), array.dtype
+        result = np.asarray(array.detach() if self.name == "torch" else array)
+        return np.ascontiguousarray(result).view(np.int32)
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` through the framework's compiler (as it is, where there is none)."""
+        if self.name == "torch":
+            import torch
+
+            return torch.compile(function, fullgraph=True, dynamic=False)
+        if self.name == "jax":
+            import jax
+
+            return jax.jit(function)
+        return self.xp.compile(function) if self.name == "mlx" else function
+
+
+NUMPY = Framework("numpy", "numpy")
+STRICT = Framework("array_api_strict", "array_api_strict")
+TORCH = Framework("torch", "torch")
+JAX = Framework("jax", "jax.numpy")
+MLX = Framework("mlx", "mlx.core")
+DASK = Framework("dask", "dask.array")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of attention, in its framework. Tensors are heads-first here, whatever its layout is."""
+
+    framework: Framework
+    module: str
+    implementation: str | None
+
+    @property
+    def name(self) -> str:
+        return (
+            f"{self.module}[{self.implementation}]" if self.implementation else f"{self.module}[{self.framework.name}]"
+        )
+
+    @property
+    def is_length_first(self) -> bool:
+        return self.module == "alibi_jax"
+
+    def function(self, **arguments: Any) -> Callable[..., Any]:
+        """Return the backend's ``attention`` as a function of query, key, value and slopes."""
+        attention = importlib.import_module(self.module).attention
+        if self.implementation is not None:
+            arguments["implementation"] = self.implementation
+        return functools.partial(attention, **arguments)
+
+    def layout(self, tensor: Any) -> Any:
+        """Swap between heads-first and the backend's layout."""
+        return np.swapaxes(tensor, 1, 2) if self.is_length_first else tensor
+
+    def attention(self, query: Any, key: Any, value: Any, slopes: Any = None, *, dtype: str, **arguments: Any) -> Any:
+        """Return attention as float64 NumPy, having checked that dtype and type of the result are the query's."""
+        array = self.framework.array
+        tensors = [array(self.layout(x), dtype) for x in (query, key, value)]
+        placed = {name: self._place(value) for name, value in arguments.items()}
+        slopes = None if slopes is None else array(slopes, "float64" if dtype == "float64" else "float32")
+        result = self.function(**placed)(*tensors, slopes)
+        assert result.dtype == tensors[0].dtype, f"{result.dtype} from {tensors[0].dtype}"
+        assert type(result) is type(tensors[0]), f"{type(result)} from {type(tensors[0])}"
+        return self.layout(self.framework.numpy(result))
+
+    def gradients(
+        self, tensors: dict[str, np.ndarray], cotangent: np.ndarray, *, dtype: str, **arguments: Any
+    ) -> dict[str, np.ndarray]:
+        """Return the gradients of ``sum(attention * cotangent)`` by query, key, value and slopes."""
+        placed = {
+            name: self.framework.array(x if name == "slopes" else self.layout(x), dtype) for name, x in tensors.items()
+        }
+        weight = self.framework.array(self.layout(cotangent), dtype)
+        function = self.function(**{name: self._place(value) for name, value in arguments.items()})
+        gradients = _GRADIENTS[self.framework.name](function, list(placed.values()), weight)
+        values = dict(zip(tensors, map(self.framework.numpy, gradients), strict=True))
+        return {name: x if name == "slopes" else self.layout(x) for name, x in values.items()}
+
+    def _place(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self._place(x) for x in value)
+        return self.framework.array(value) if isinstance(value, np.ndarray) else value
+
+
+def _torch_gradients(function: Callable[..., Any], tensors: list[Any], weight: Any) -> Any:
+    import torch
+
+    for tensor in tensors:
+        tensor.requires_grad_()
+    return torch.autograd.grad((function(*tensors) * weight).sum(), tensors)
+
+
+def _jax_gradients(function: Callable[..., Any], tensors: list[Any], weight: Any) -> Any:
+    import jax
+
+    return jax.grad(lambda *x: (function(*x) * weight).sum(), argnums=tuple(range(len(tensors))))(*tensors)
+
+
+def _mlx_gradients(function: Callable[..., Any], tensors: list[Any], weight: Any) -> Any:
+    import mlx.core as mx
+
+    return mx.grad(lambda *x: (function(*x) * weight).sum(), argnums=list(range(len(tensors))))(*tensors)
+
+
+_GRADIENTS = {"torch": _torch_gradients, "jax": _jax_gradients, "mlx": _mlx_gradients}
+
+_BACKENDS = [
+    *(Backend(framework, "alibi_core", None) for framework in (NUMPY, STRICT, TORCH, JAX, MLX, DASK)),
+    *(Backend(TORCH, "alibi_torch", name) for name in ("sdpa", "dense")),
+    *(Backend(JAX, "alibi_jax", name) for name in ("xla", "dense")),
+    *(Backend(MLX, "alibi_mlx", name) for name in ("fast", "dense")),
+]
+
+
+def _param(item: Any, name: str, framework: Framework) -> Any:
+    module = framework.module.partition(".")[0]
+    missing = importlib.util.find_spec(module) is None
+    return pytest.param(item, id=name, marks=pytest.mark.skipif(missing, reason=f"{module} is not installed"))
+
+
+FRAMEWORKS = [_param(f, f.name, f) for f in (NUMPY, STRICT, TORCH, JAX, MLX, DASK)]
+COMPILERS = [_param(f, f.name, f) for f in (TORCH, JAX, MLX)]
+BACKENDS = [_param(b, b.name, b.framework) for b in _BACKENDS]
+LAYER_BACKENDS = [_param(b, b.name, b.framework) for b in _BACKENDS if b.module != "alibi_core"]
+DIFFERENTIABLE = [_param(b, b.name, b.framework) for b in _BACKENDS if b.framework.name in _GRADIENTS]
