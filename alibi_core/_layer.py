@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alibi_core import _checks
-from alibi_core._namespace import asarray, astype, host_values
+from alibi_core._namespace import asarray, astype, host_values, namespace_of
 from alibi_core._slopes import slope_values
 from alibi_core._typing import Device, Namespace
 
@@ -66,7 +66,8 @@ class LayerShape:
             raise ValueError("future_slopes must be None when learnable_slopes=True, whose slopes serve both sides")
         for name, given in (("slopes", slopes), ("future_slopes", future_slopes)):
             if given is not None:
-                _checks.slopes_shape(name, _checks.array(name, given), num_heads)
+                _checks.array(name, given)
+                _checks.slopes_shape(name, _checks.floating_array(namespace_of(given), name, given), num_heads)
                 _checks.slopes_values(name, given, allow_negative=False)
         values = None if slopes is None else host_values(slopes)
         if learnable_slopes and values is not None and (values == 0).any():

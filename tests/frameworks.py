@@ -32,7 +32,8 @@ class Framework:
         values = np.asarray(values)
         if values.dtype == np.float64 and dtype != "float64":
             values = values.astype(np.float32)
-        array = self.xp.from_array(values) if self.name == "dask" else self.xp.asarray(values)
+        make = {"dask": "from_array", "mlx": "array"}.get(self.name, "asarray")  # MLX has had asarray since 0.30 only
+        array = getattr(self.xp, make)(values)
         return array if dtype is None else self.cast(array, dtype)
 
     def cast(self, array: Any, dtype: str) -> Any:
@@ -61,6 +62,7 @@ class Framework:
         if self.name == "torch":
             import torch
 
+            torch._dynamo.reset()  # or it counts the many functions compiled here as one compiled too often
             return torch.compile(function, fullgraph=True, dynamic=False)
         if self.name == "jax":
             import jax

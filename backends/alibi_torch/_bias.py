@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import alibi_core
+from alibi_core._layer import LayerShape
+from alibi_torch._slopes import KeepsSlopes
 
 
-class AlibiBias(nn.Module):
+class AlibiBias(KeepsSlopes):
     """Builds the ALiBi bias, and builds it anew only when lengths, dtype or device change.
 
     For models that add a bias to scores of their own. :func:`alibi_torch.attention` needs none.
@@ -37,14 +39,14 @@ class AlibiBias(nn.Module):
     ) -> None:
         super().__init__()
         if slopes is None:
-            slopes = alibi_core.slopes(num_heads, scheme="canonical" if scheme is None else scheme, xp=torch)
+            chosen = "canonical" if scheme is None else scheme
+            slopes = alibi_core.slopes(num_heads, scheme=chosen, xp=torch, device="cpu")
         elif scheme is not None:
             raise ValueError(f"scheme must be None when slopes are given, got {scheme!r}")
-        self.shape = alibi_core._layer.LayerShape.check(num_heads, num_heads, is_causal=is_causal, slopes=slopes)
+        LayerShape.check(num_heads, num_heads, is_causal=is_causal, slopes=slopes)
         self.is_causal = is_causal
-        self.register_buffer("slopes", slopes, persistent=False)
-        self._key: tuple[object, ...] | None = None
-        self._bias: Tensor | None = None
+        self.register_slopes("slopes", slopes.detach().cpu(), slopes.device)
+        self._built: tuple[Tensor, tuple[object, ...], Tensor] | None = None  # slopes, key, bias
 
     def forward(self, q_len: int, kv_len: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
         """Return the bias of ``q_len`` queries over ``kv_len`` keys (default ``q_len``), ends aligned.
@@ -57,8 +59,9 @@ class AlibiBias(nn.Module):
         Returns:
             ``[num_heads, q_len, kv_len]`` on the device of the slopes; do not change it in place.
         """
-        key = (q_len, kv_len, dtype, self.slopes.dtype, self.slopes.device, self.slopes._version)
-        if self._bias is None or key != self._key:
-            self._bias = alibi_core.bias(self.slopes, q_len, kv_len, is_causal=self.is_causal, dtype=dtype)
-            self._key = key
-        return self._bias
+        # In the key, too: a bias made in inference mode could not be used in training.
+        key = (q_len, kv_len, dtype, self.slopes.device, torch.is_inference_mode_enabled())
+        if self._built is None or self._built[0] is not self.slopes or self._built[1] != key:
+            bias = alibi_core.bias(self.slopes, q_len, kv_len, is_causal=self.is_causal, dtype=dtype)
+            self._built = self.slopes, key, bias
+        return self._built[2]

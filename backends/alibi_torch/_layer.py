@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import array_api_compat.torch as xp
 import torch
@@ -12,9 +12,10 @@ from alibi_core._checks import one_of
 from alibi_core._layer import LayerShape
 from alibi_torch._attention import IMPLEMENTATIONS, attention
 from alibi_torch._cache import KVCache
+from alibi_torch._slopes import KeepsSlopes
 
 
-class AlibiAttention(nn.Module):
+class AlibiAttention(KeepsSlopes):
     """Multi-head self-attention whose only notion of position is ALiBi.
 
     Parameters are ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` (``nn.Linear``), under the same names in every
@@ -29,8 +30,8 @@ class AlibiAttention(nn.Module):
         head_dim: Features a head. Default ``embed_dim // num_heads``.
         bias: Give the four projections a bias term.
         is_causal: Decoder (True) or encoder (False).
-        slopes: ``[num_heads]`` slopes. Default: the canonical ones. A tensor-parallel shard passes its slice of the
-            global ones, ``alibi_core.slopes(n, xp=torch)[first:last]``.
+        slopes: ``[num_heads]`` slopes, a PyTorch or NumPy array. Default: the canonical ones. A tensor-parallel shard
+            passes its slice of the global ones, ``alibi_core.slopes(n)[first:last]``.
         future_slopes: ``[num_heads]`` slopes for keys after the query, for an asymmetric encoder.
         learnable_slopes: Train the slopes, starting from ``slopes``.
         window_size: Mask keys farther than this many tokens.
@@ -61,8 +62,8 @@ class AlibiAttention(nn.Module):
         head_dim: int | None = None,
         bias: bool = False,
         is_causal: bool = True,
-        slopes: Tensor | None = None,
-        future_slopes: Tensor | None = None,
+        slopes: Any | None = None,
+        future_slopes: Any | None = None,
         learnable_slopes: bool = False,
         window_size: int | None = None,
         dropout: float = 0.0,
@@ -93,12 +94,15 @@ class AlibiAttention(nn.Module):
         self.out_proj = nn.Linear(shape.num_heads * shape.head_dim, embed_dim, **factory)
         self.dropout = nn.Dropout(dropout)
 
-        initial = shape.fixed_slopes(xp, slopes, device).detach().to(self.q_proj.weight.device)
-        self.log_slopes = nn.Parameter(initial.log()) if learnable_slopes else None
-        self.register_buffer("slopes", None if learnable_slopes else initial, persistent=False)
-        if future_slopes is not None:
-            future_slopes = future_slopes.detach().float().to(self.q_proj.weight.device)
-        self.register_buffer("future_slopes", future_slopes, persistent=False)
+        place = self.q_proj.weight.device
+        given, future = (
+            None if x is None else torch.as_tensor(x, dtype=torch.float32, device="cpu").detach()
+            for x in (slopes, future_slopes)
+        )
+        initial = shape.fixed_slopes(xp, given, "cpu")
+        self.log_slopes = nn.Parameter(initial.log().to(place)) if learnable_slopes else None
+        self.register_slopes("slopes", None if learnable_slopes else initial, place)
+        self.register_slopes("future_slopes", future, place)
 
     def forward(
         self,
@@ -163,14 +167,3 @@ class AlibiAttention(nn.Module):
         """Return the sizes, for ``print(module)``."""
         sizes = f"embed_dim={self.shape.embed_dim}, num_heads={self.shape.num_heads}"
         return f"{sizes}, num_kv_heads={self.shape.num_kv_heads}, is_causal={self.is_causal}"
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AlibiAttention:
-        """Follow moves between devices, but keep the slopes in float32 when the module is cast (``.half()``, ...)."""
-        kept = {name: getattr(self, name) for name in ("slopes", "future_slopes", "log_slopes")}
-        kept = {name: tensor.detach() for name, tensor in kept.items() if tensor is not None}
-        super()._apply(fn, recurse)
-        for name, before in kept.items():
-            after = getattr(self, name)
-            if after.dtype != before.dtype and not before.is_meta:
-                after.data = before.to(after.device)
-        return self

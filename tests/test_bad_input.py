@@ -1,0 +1,333 @@
+"""Bad input: every function says what is wrong, and how to mend it, before it computes anything."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import alibi_core
+from tests.frameworks import BACKENDS, FRAMEWORKS, JAX, LAYER_BACKENDS, MLX, NUMPY, TORCH, Backend, Framework
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Arguments that must be refused. Arrays are NumPy's here; the test moves them into the framework."""
+
+    arguments: dict[str, Any]
+    error: type[Exception]
+    message: str
+    is_about_values: bool = False  # Dask's are not known before they are computed, so no check can look at them
+
+    def id(self) -> str:
+        return "-".join(self.arguments) + "-" + "".join(c for c in self.message[:40] if c.isalnum() or c == " ")
+
+
+def floats(*shape: int) -> np.ndarray:
+    return np.ones(shape, dtype=np.float32)
+
+
+def slopes_of(*values: float) -> np.ndarray:
+    return np.asarray(values, dtype=np.float32)
+
+
+def ints(*shape: int) -> np.ndarray:
+    return np.zeros(shape, dtype=np.int32)
+
+
+def bools(*shape: int) -> np.ndarray:
+    return np.ones(shape, dtype=bool)
+
+
+# Query [2, 6, 5, 8], key and value [2, 3, 7, 8] unless replaced; heads first, whatever the backend's layout.
+ATTENTION = [
+    Bad({"query": [1.0]}, TypeError, "query must be an array"),
+    Bad({"key": None}, TypeError, "key must be an array"),
+    Bad({"query": ints(2, 6, 5, 8)}, TypeError, "query must have a real floating dtype, got .*int32"),
+    Bad({"value": np.ones((2, 3, 7, 8), np.complex64)}, TypeError, "value must have a real floating dtype"),
+    Bad({"query": floats(5, 8)}, ValueError, r"query must have axes \[.*heads.*\], got shape \(5, 8\)"),
+    Bad({"query": floats(3, 6, 5, 8)}, ValueError, r"key must have the batch axes of query, \(3,\), got \(2,\)"),
+    Bad({"query": floats(2, 6, 5, 4)}, ValueError, "key must have the head_dim of query, 4, got 8"),
+    Bad({"query": floats(2, 4, 5, 8)}, ValueError, "num_kv_heads must divide num_heads, got 3 .* and 4"),
+    Bad({"key": floats(2, 3, 4, 8)}, ValueError, "value must have the shape of key"),
+    Bad({"value": floats(2, 3, 7, 4)}, ValueError, "value must have the shape of key"),
+    Bad({"slopes": 5}, ValueError, "slopes must count the heads of query, 6, got 5"),
+    Bad({"slopes": 0}, ValueError, "slopes must be at least 1, got 0"),
+    Bad({"slopes": True}, TypeError, "slopes must be an array"),
+    Bad({"slopes": [0.5] * 6}, TypeError, "slopes must be an array"),
+    Bad({"slopes": ints(6)}, TypeError, "slopes must have a real floating dtype"),
+    Bad({"slopes": floats(3)}, ValueError, r"slopes must have shape \(6,\).*, got \(3,\)"),
+    Bad({"slopes": floats(3, 6)}, ValueError, r"slopes must have shape \(6,\).* or \(2, 6\).*, got \(3, 6\)"),
+    Bad(
+        {"slopes": slopes_of(1, 1, -1, 1, 1, 1)},
+        ValueError,
+        "slopes must not be negative .* allow_negative_slopes",
+        is_about_values=True,
+    ),
+    Bad({"slopes": slopes_of(1, 1, NAN, 1, 1, 1)}, ValueError, "slopes must be finite", is_about_values=True),
+    Bad({"slopes": slopes_of(1, 1, np.inf, 1, 1, 1)}, ValueError, "slopes must be finite", is_about_values=True),
+    Bad({"future_slopes": floats(6)}, ValueError, "future_slopes must be None when is_causal=True"),
+    Bad({"is_causal": False, "future_slopes": floats(5)}, ValueError, r"future_slopes must have shape \(6,\)"),
+    Bad(
+        {"is_causal": False, "future_slopes": -floats(6)},
+        ValueError,
+        "future_slopes must not be negative",
+        is_about_values=True,
+    ),
+    Bad({"is_causal": 1}, TypeError, "is_causal must be True or False, got 1"),
+    Bad({"q_offset": 1.0}, TypeError, "q_offset must be an array|q_offset must be an integer"),
+    Bad({"q_offset": True}, TypeError, "q_offset must be an array|q_offset must be an integer"),
+    Bad({"q_offset": floats(2)}, TypeError, "q_offset must have an integer dtype"),
+    Bad({"q_offset": ints(3)}, ValueError, r"q_offset must have shape \(\) or \(2,\)"),
+    Bad({"segment_ids": ints(2, 7)}, ValueError, "segment_ids must be a pair .* when q_len, 5, and kv_len, 7, differ"),
+    Bad({"segment_ids": (ints(2, 5),) * 3}, ValueError, "segment_ids must be one array or a pair .*, got 3"),
+    Bad({"segment_ids": (ints(2, 5), ints(2, 6))}, ValueError, r"segment_ids must broadcast to \(2, 7\)"),
+    Bad({"segment_ids": (ints(2, 5), ints(2, 1))}, ValueError, "segment_ids must end in the axis kv_len, 7"),
+    Bad({"segment_ids": (floats(2, 5), floats(2, 7))}, TypeError, "segment_ids must have an integer dtype"),
+    Bad({"window_size": -1}, ValueError, "window_size must not be negative, got -1"),
+    Bad({"window_size": 2.5}, TypeError, "window_size must be an integer, got 2.5"),
+    Bad({"window_size": True}, TypeError, "window_size must be an integer, got True"),
+    Bad({"mask": floats(5, 7)}, TypeError, "mask must be boolean"),
+    Bad(
+        {"mask": bools(4, 7)}, ValueError, r"mask must broadcast to \(2, 6, 5, 7\) \(batch, num_heads, q_len, kv_len\)"
+    ),
+    Bad({"mask": bools(1, 2, 6, 5, 7)}, ValueError, "mask must broadcast to"),
+    Bad({"scale": NAN}, ValueError, "scale must be finite"),
+    Bad({"scale": "1"}, TypeError, "scale must be a real number"),
+    Bad({"allow_negative_slopes": "yes"}, TypeError, "allow_negative_slopes must be True or False"),
+]
+BACKEND_ONLY = [
+    Bad({"tolerance": -1e-3}, ValueError, "tolerance must not be negative"),
+    Bad({"tolerance": NAN}, ValueError, "tolerance must be finite"),
+    Bad({"tolerance": "tight"}, TypeError, "tolerance must be a real number"),
+    Bad({"implementation": "fastest"}, ValueError, "implementation must be one of .*'dense', got 'fastest'"),
+    Bad({"implementation": 3}, TypeError, "implementation must be a string"),
+]
+
+
+def refuse(bad: Bad, call: Callable[[], Any]) -> None:
+    with pytest.raises(bad.error, match=bad.message):
+        call()
+
+
+def refusals(items: list[Any], table: list[Bad]) -> list[Any]:
+    """Return the pairs of backends or frameworks and the rows of a table that apply to them."""
+    return [
+        pytest.param(*item.values, bad, id=f"{item.id}-{bad.id()}", marks=item.marks)
+        for item in items
+        for bad in table
+        if not (bad.is_about_values and "dask" in item.id)
+    ]
+
+
+def placed(framework: Framework, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(placed(framework, x) for x in value)
+    return framework.array(value) if isinstance(value, np.ndarray) else value
+
+
+def call_attention(backend: Backend, changes: dict[str, Any]) -> Any:
+    tensors = {"query": floats(2, 6, 5, 8), "key": floats(2, 3, 7, 8), "value": floats(2, 3, 7, 8)}
+    arguments = tensors | changes
+    for name in tensors:
+        if isinstance(arguments[name], np.ndarray) and arguments[name].ndim == 4:
+            arguments[name] = backend.layout(arguments[name])
+    placed_arguments = {name: placed(backend.framework, value) for name, value in arguments.items()}
+    attention = importlib.import_module(backend.module).attention
+    return attention(**placed_arguments)
+
+
+@pytest.mark.parametrize(("backend", "bad"), refusals(BACKENDS, ATTENTION))
+def test_attention_refuses(backend: Backend, bad: Bad) -> None:
+    chosen = {"implementation": backend.implementation} if backend.implementation else {}
+    refuse(bad, lambda: call_attention(backend, chosen | bad.arguments))
+
+
+@pytest.mark.parametrize("backend", LAYER_BACKENDS)
+@pytest.mark.parametrize("bad", BACKEND_ONLY, ids=Bad.id)
+def test_backends_refuse(backend: Backend, bad: Bad) -> None:
+    refuse(bad, lambda: call_attention(backend, bad.arguments))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_takes_what_the_table_is_a_change_of(backend: Backend) -> None:
+    call_attention(backend, {"slopes": slopes_of(1, 1, -1, 1, 1, 1), "allow_negative_slopes": True})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_refuses_arrays_of_another_library(backend: Backend) -> None:
+    stranger = TORCH if backend.framework is NUMPY else NUMPY
+    function, array = importlib.import_module(backend.module).attention, backend.framework.array
+    arguments = {"query": floats(1, 3, 3, 4), "key": floats(1, 3, 3, 4), "value": floats(1, 3, 3, 4)}
+    arguments |= {"slopes": floats(3), "mask": bools(3, 3)}
+    for name, values in arguments.items():
+        mixed = {other: array(x) for other, x in arguments.items()} | {name: stranger.array(values)}
+        with pytest.raises(TypeError, match=r"arrays must belong to one array namespace, got \S+ and \S+"):
+            function(**mixed)
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.values[0].framework not in (JAX, MLX)])
+def test_attention_refuses_tensors_of_two_dtypes(backend: Backend) -> None:
+    tensors = {name: backend.framework.array(floats(1, 3, 3, 4)) for name in ("query", "key", "value")}
+    tensors["key"] = backend.framework.array(np.ones((1, 3, 3, 4)), "float64")
+    with pytest.raises(TypeError, match="query, key and value must have one dtype, got query .*float32, key .*float64"):
+        importlib.import_module(backend.module).attention(**tensors)
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.values[0].framework in (TORCH, JAX, MLX)])
+def test_attention_refuses_tensors_of_two_precisions(backend: Backend) -> None:
+    tensors = {name: backend.framework.array(floats(1, 3, 3, 4), "float16") for name in ("query", "key", "value")}
+    tensors["value"] = backend.framework.array(floats(1, 3, 3, 4), "bfloat16")
+    with pytest.raises(TypeError, match="query, key and value must have one dtype, got .*float16, value .*bfloat16"):
+        importlib.import_module(backend.module).attention(**tensors)
+
+
+def test_attention_refuses_tensors_on_another_device() -> None:
+    torch = pytest.importorskip("torch")
+    for name in ("key", "slopes", "mask"):
+        tensors = {"query": torch.ones(1, 3, 2, 4), "key": torch.ones(1, 3, 2, 4), "value": torch.ones(1, 3, 2, 4)}
+        tensors |= {"slopes": torch.ones(3), "mask": torch.ones(2, 2, dtype=torch.bool)}
+        tensors[name] = tensors[name].to("meta")
+        with pytest.raises(ValueError, match=f"{name} must be on the device of query, cpu, got meta"):
+            alibi_core.attention(**tensors)
+
+
+SLOPES = [
+    Bad({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
+    Bad({"num_heads": -3}, ValueError, "num_heads must be at least 1, got -3"),
+    Bad({"num_heads": True}, TypeError, "num_heads must be an integer, got True"),
+    Bad({"num_heads": 8.0}, TypeError, "num_heads must be an integer, got 8.0"),
+    Bad({"num_heads": "8"}, TypeError, "num_heads must be an integer"),
+    Bad({"scheme": "paper"}, ValueError, "scheme must be one of 'canonical', 'geometric', 'linear', got 'paper'"),
+    Bad({"scheme": None}, TypeError, "scheme must be a string"),
+    Bad({"bias_max": 0}, ValueError, "bias_max must be positive, got 0"),
+    Bad({"bias_max": -8.0}, ValueError, "bias_max must be positive"),
+    Bad({"bias_max": NAN}, ValueError, "bias_max must be finite"),
+    Bad({"bias_max": "8"}, TypeError, "bias_max must be a real number"),
+    Bad({"bias_max": 16, "scheme": "linear"}, ValueError, "bias_max must be left at 8 with scheme 'linear'"),
+    Bad({"dtype": np.int32}, TypeError, "dtype must be a real floating dtype"),
+    Bad({"dtype": 3}, TypeError, "dtype must be a real floating dtype"),
+]
+
+
+@pytest.mark.parametrize(("framework", "bad"), refusals(FRAMEWORKS, SLOPES))
+def test_slopes_refuses(framework: Framework, bad: Bad) -> None:
+    refuse(bad, lambda: alibi_core.slopes(**({"num_heads": 8, "xp": framework.xp} | bad.arguments)))
+
+
+COMMON_BIAS = [
+    Bad({"slopes": 0}, ValueError, "num_heads must be at least 1, got 0"),
+    Bad({"slopes": False}, TypeError, "slopes must be an array"),
+    Bad({"slopes": (0.5, 0.25)}, TypeError, "slopes must be an array"),
+    Bad({"slopes": ints(3)}, TypeError, "slopes must have a real floating dtype"),
+    Bad({"slopes": floats()}, ValueError, r"slopes must have shape \(\.\.\., num_heads\)"),
+    Bad({"slopes": floats(0)}, ValueError, r"slopes must have shape \(\.\.\., num_heads\)"),
+    Bad({"slopes": slopes_of(0.5, -0.5)}, ValueError, "slopes must not be negative", is_about_values=True),
+    Bad({"slopes": slopes_of(0.5, NAN)}, ValueError, "slopes must be finite", is_about_values=True),
+]
+FUTURE = [
+    Bad({"is_causal": None}, TypeError, "is_causal must be True or False"),
+    Bad({"future_slopes": floats(2)}, ValueError, "future_slopes must be None when is_causal=True"),
+    Bad({"is_causal": False, "future_slopes": floats(3)}, ValueError, r"future_slopes must have the shape of slopes"),
+    Bad(
+        {"is_causal": False, "future_slopes": -floats(2)},
+        ValueError,
+        "future_slopes must not be negative",
+        is_about_values=True,
+    ),
+]
+KV_LEN = [
+    Bad({"kv_len": -1}, ValueError, "kv_len must not be negative"),
+    Bad({"kv_len": False}, TypeError, "kv_len must be an integer, got False"),
+    Bad({"dtype": np.int64}, TypeError, "dtype must be a real floating dtype"),
+]
+LENGTHS = [
+    *KV_LEN,
+    Bad({"q_len": -1}, ValueError, "q_len must not be negative, got -1"),
+    Bad({"q_len": 2.0}, TypeError, "q_len must be an integer, got 2.0"),
+    Bad({"q_len": True}, TypeError, "q_len must be an integer, got True"),
+    Bad({"q_offset": 0.5}, TypeError, "q_offset must be an integer, got 0.5"),
+]
+
+
+@pytest.mark.parametrize(("framework", "bad"), refusals(FRAMEWORKS, COMMON_BIAS + FUTURE + LENGTHS))
+def test_bias_refuses(framework: Framework, bad: Bad) -> None:
+    arguments = {"slopes": floats(2), "q_len": 3} | bad.arguments
+    refuse(bad, lambda: alibi_core.bias(**{name: placed(framework, x) for name, x in arguments.items()}))
+
+
+@pytest.mark.parametrize(("framework", "bad"), refusals(FRAMEWORKS, COMMON_BIAS + KV_LEN))
+def test_key_bias_refuses(framework: Framework, bad: Bad) -> None:
+    arguments = {"slopes": floats(2), "kv_len": 3} | bad.arguments
+    refuse(bad, lambda: alibi_core.key_bias(**{name: placed(framework, x) for name, x in arguments.items()}))
+
+
+POSITIONS = [
+    Bad({"q_positions": [0, 1]}, TypeError, "q_positions must be an array"),
+    Bad({"q_positions": floats(3)}, TypeError, "q_positions must have an integer dtype"),
+    Bad({"kv_positions": bools(3)}, TypeError, "kv_positions must have an integer dtype"),
+    Bad({"kv_positions": ints()}, ValueError, "kv_positions must have at least one axis"),
+    Bad(
+        {"q_positions": ints(2, 3), "kv_positions": ints(4, 3)},
+        ValueError,
+        r"leading axes must broadcast, got .*\(2,\)",
+    ),
+    Bad({"slopes": floats(4, 2), "q_positions": ints(3, 3)}, ValueError, "leading axes must broadcast"),
+    Bad({"q_segment_ids": ints(3)}, ValueError, "q_segment_ids and kv_segment_ids must be given together"),
+    Bad({"q_segment_ids": ints(3), "kv_segment_ids": ints(4)}, ValueError, "kv_segment_ids must broadcast to"),
+    Bad({"q_segment_ids": floats(3), "kv_segment_ids": ints(3)}, TypeError, "q_segment_ids must have an integer dtype"),
+]
+
+
+@pytest.mark.parametrize(("framework", "bad"), refusals(FRAMEWORKS, COMMON_BIAS + FUTURE + POSITIONS))
+def test_bias_from_positions_refuses(framework: Framework, bad: Bad) -> None:
+    arguments = {"slopes": floats(2), "q_positions": ints(3), "kv_positions": ints(3)} | bad.arguments
+    refuse(bad, lambda: alibi_core.bias_from_positions(**{name: placed(framework, x) for name, x in arguments.items()}))
+
+
+def test_a_bias_in_two_libraries_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match="arrays must belong to one array namespace, got numpy and torch"):
+        alibi_core.bias(np.ones(2), 3, xp=torch)
+    with pytest.raises(TypeError, match="arrays must belong to one array namespace, got numpy and torch"):
+        alibi_core.bias_from_positions(np.ones(2), torch.arange(3), torch.arange(3))
+
+
+def test_mlx_is_refused_a_device() -> None:
+    mx = pytest.importorskip("mlx.core")
+    with pytest.raises(ValueError, match="device must be None with MLX"):
+        alibi_core.bias(2, 3, xp=mx, device="gpu")
+
+
+LAYER = [
+    Bad({"embed_dim": 0}, ValueError, "embed_dim must be at least 1"),
+    Bad({"embed_dim": 24.0}, TypeError, "embed_dim must be an integer"),
+    Bad({"num_heads": True}, TypeError, "num_heads must be an integer"),
+    Bad({"num_heads": 5}, ValueError, "num_heads must divide embed_dim, 24, got 5"),
+    Bad({"num_kv_heads": 4}, ValueError, "num_kv_heads must divide num_heads, 6, got 4"),
+    Bad({"head_dim": 0}, ValueError, "head_dim must be at least 1"),
+    Bad({"slopes": floats(5)}, ValueError, r"slopes must have shape \(6,\)"),
+    Bad({"slopes": -floats(6)}, ValueError, "slopes must not be negative", is_about_values=True),
+    Bad({"slopes": floats(6) * 0, "learnable_slopes": True}, ValueError, "slopes must be positive to be learned"),
+    Bad({"future_slopes": floats(6)}, ValueError, "future_slopes must be None when is_causal=True"),
+    Bad({"window_size": -2}, ValueError, "window_size must not be negative"),
+    Bad({"dropout": 1.0}, ValueError, r"dropout must be in \[0, 1\), got 1.0"),
+    Bad({"dropout": NAN}, ValueError, "dropout must be finite"),
+    Bad({"implementation": "fastest"}, ValueError, "implementation must be one of"),
+    Bad({"is_causal": 0}, TypeError, "is_causal must be True or False"),
+]
+
+
+@pytest.mark.parametrize("backend", [b for b in LAYER_BACKENDS if b.values[0].implementation == "dense"])
+@pytest.mark.parametrize("bad", LAYER, ids=Bad.id)
+def test_layers_refuse(backend: Backend, bad: Bad) -> None:
+    from tests.layers import make_layer
+
+    arguments = {name: placed(backend.framework, x) for name, x in ({"num_heads": 6} | bad.arguments).items()}
+    refuse(bad, lambda: make_layer(backend.framework.name, **({"embed_dim": 24} | arguments)))

@@ -1,0 +1,275 @@
+"""What only the PyTorch backend has: compilation, autocast, module idioms, its cache, and the bias module."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import alibi_core  # noqa: E402
+import alibi_torch  # noqa: E402
+from alibi_torch import AlibiAttention, AlibiBias, KVCache  # noqa: E402
+
+IMPLEMENTATIONS = ["sdpa", "dense"]
+
+
+def tensors(*lengths: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
+    """Return query, key and value, ``[2, 6 or 3, length, 8]``."""
+    generator = torch.Generator().manual_seed(seed)
+    q_len, kv_len = lengths if len(lengths) == 2 else lengths * 2
+    shapes = [(2, 6, q_len, 8), (2, 3, kv_len, 8), (2, 3, kv_len, 8)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_gradcheck_in_float64(implementation: str, is_causal: bool) -> None:
+    inputs = [x[:1, : 2 - (i > 0)].clone().requires_grad_() for i, x in enumerate(tensors(3, 5, dtype=torch.float64))]
+    slopes = torch.tensor([0.3, 0.05], dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(3, 5, dtype=torch.bool)
+    mask[1] = False  # a query that may look nowhere
+
+    def function(*x: torch.Tensor) -> torch.Tensor:
+        return alibi_torch.attention(*x, is_causal=is_causal, mask=mask, implementation=implementation)
+
+    assert torch.autograd.gradcheck(function, (*inputs, slopes))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"is_causal": False}, {"q_offset": -1, "window_size": 3}, {"mask": torch.ones(5, 7, dtype=torch.bool).tril()}],
+    ids=["causal", "symmetric", "window", "mask"],
+)
+def test_attention_compiles_whole(implementation: str, arguments: dict[str, object]) -> None:
+    torch._dynamo.reset()
+    slopes = alibi_core.slopes(6, xp=torch)
+
+    def function(*x: torch.Tensor) -> torch.Tensor:
+        return alibi_torch.attention(*x, slopes, implementation=implementation, **arguments)
+
+    inputs = tensors(5, 7)
+    compiled = torch.compile(function, fullgraph=True)(*inputs)
+    torch.testing.assert_close(compiled, function(*inputs), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("learnable_slopes", [False, True])
+def test_layer_compiles_whole_with_its_gradients(learnable_slopes: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = AlibiAttention(24, 6, num_kv_heads=2, learnable_slopes=learnable_slopes)
+    x = torch.randn(2, 7, 24)
+    eager = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
+    compiled = torch.autograd.grad(torch.compile(layer, fullgraph=True)(x).square().sum(), list(layer.parameters()))
+    for actual, expected in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_exports_for_fake_tensors() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        query, key, value = (torch.empty(shape) for shape in ((2, 6, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)))
+        assert alibi_torch.attention(query, key, value, torch.ones(6)).shape == (2, 6, 5, 8)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_attention_maps_over_the_batch(implementation: str) -> None:
+    query, key, value = tensors(5, 7)
+    slopes = torch.rand(2, 6)
+
+    def one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return alibi_torch.attention(q, k, v, s, implementation=implementation)
+
+    mapped = torch.func.vmap(one)(query, key, value, slopes)
+    together = alibi_torch.attention(query, key, value, slopes, implementation=implementation)
+    torch.testing.assert_close(mapped, together, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_autocast_leaves_the_bias_alone(implementation: str) -> None:
+    # 3000 tokens away, bfloat16 could not tell neighbouring keys apart at this slope.
+    query = torch.zeros(1, 1, 1, 4)
+    value = torch.tensor([0.0, 1.0]).repeat(32)[None, None, :, None].expand(1, 1, 64, 4)
+    arguments = {"q_offset": 3000, "implementation": implementation}
+    slopes = torch.tensor([0.3])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = alibi_torch.attention(query, value * 0, value, slopes, **arguments)
+    expected = alibi_torch.attention(query, value * 0, value, slopes, **arguments)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_layer_runs_under_autocast() -> None:
+    torch.manual_seed(0)
+    layer, x = AlibiAttention(24, 6), torch.randn(2, 7, 24)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = layer(x)
+    assert result.dtype == torch.bfloat16
+    torch.testing.assert_close(result.float(), layer(x), rtol=0, atol=2**-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_strided_inputs_are_fine(implementation: str) -> None:
+    query, key, value = tensors(7)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value)]
+    assert not strided[0].is_contiguous()
+    expected = alibi_torch.attention(query, key, value, implementation=implementation)
+    torch.testing.assert_close(alibi_torch.attention(*strided, implementation=implementation), expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+def test_any_number_of_batch_axes(implementation: str, batch: tuple[int, ...]) -> None:
+    flat = [torch.randn(6, *x.shape[1:]) for x in tensors(5, 7)]
+    if batch:
+        shaped = [x.reshape(*batch, *x.shape[1:]) for x in flat]
+        result = alibi_torch.attention(*shaped, implementation=implementation).flatten(0, 1)
+        expected = alibi_torch.attention(*flat, implementation=implementation)
+    else:
+        result = alibi_torch.attention(*(x[0] for x in flat), implementation=implementation)
+        expected = alibi_torch.attention(*flat, implementation=implementation)[0]
+    torch.testing.assert_close(result, expected, rtol=0, atol=2e-6)
+
+
+# --- The layer as a module -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("learnable_slopes", [False, True])
+@pytest.mark.parametrize("cast", [lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.half().float()])
+def test_slopes_stay_float32_when_the_layer_is_cast(learnable_slopes: bool, cast: object) -> None:
+    model = torch.nn.Sequential(AlibiAttention(24, 12, learnable_slopes=learnable_slopes))
+    name = "log_slopes" if learnable_slopes else "slopes"
+    before = getattr(model[0], name).detach().clone()
+    after = getattr(cast(model)[0], name)
+    assert after.dtype == torch.float32
+    assert torch.equal(after, before)
+    assert isinstance(after, torch.nn.Parameter) == learnable_slopes
+
+
+def test_only_parameters_are_saved() -> None:
+    names = ["k_proj.weight", "out_proj.weight", "q_proj.weight", "v_proj.weight"]
+    assert sorted(AlibiAttention(24, 6).state_dict()) == names
+    assert sorted(AlibiAttention(24, 6, learnable_slopes=True).state_dict()) == sorted([*names, "log_slopes"])
+
+
+def test_layer_survives_copying_pickling_and_other_devices() -> None:
+    torch.manual_seed(0)
+    layer, x = AlibiAttention(24, 6, slopes=torch.rand(6)), torch.randn(2, 5, 24)
+    expected = layer(x)
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    for other in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
+        assert torch.equal(other(x), expected)
+    assert layer.to("meta").slopes.device.type == "meta"
+
+
+def test_a_layer_made_on_meta_comes_to_life_with_its_slopes() -> None:
+    source, x = AlibiAttention(24, 12), torch.randn(2, 5, 24)
+    with torch.device("meta"):
+        layer = AlibiAttention(24, 12)
+    layer = layer.to_empty(device="cpu")
+    layer.load_state_dict(source.state_dict())
+    assert torch.equal(layer(x), source(x))
+
+
+def test_learnable_slopes_learn_and_stay_positive() -> None:
+    torch.manual_seed(0)
+    layer = AlibiAttention(24, 6, learnable_slopes=True)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=10.0)
+    before = layer.log_slopes.detach().clone()
+    layer(torch.randn(2, 5, 24)).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(layer.log_slopes, before)
+    assert (layer.log_slopes.exp() > 0).all()
+
+
+def test_dropout_acts_only_in_training() -> None:
+    layer, x = AlibiAttention(24, 6, dropout=0.5), torch.randn(2, 50, 24)
+    zeros = (layer(x) == 0).float().mean()
+    assert 0.4 < zeros < 0.6
+    assert (layer.eval()(x) != 0).all()
+
+
+def test_layer_takes_numpy_slopes_and_other_dtypes() -> None:
+    layer = AlibiAttention(24, 4, slopes=alibi_core.slopes(12)[8:], dtype=torch.bfloat16)
+    np.testing.assert_array_equal(layer.slopes.numpy(), alibi_core.slopes(12)[8:])
+    assert layer(torch.randn(2, 5, 24, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+# --- The cache -----------------------------------------------------------------------------------------------------
+
+
+def test_cache_appends_in_place() -> None:
+    cache = KVCache(2, 3, 10, 8)
+    storage = cache.key.data_ptr()
+    for step in range(1, 4):
+        key, value = torch.full((2, 3, 2, 8), float(step)), torch.full((2, 3, 2, 8), -float(step))
+        keys, values = cache.append(key, value)
+        assert keys.data_ptr() == storage
+        assert cache.length == keys.shape[2] == values.shape[2] == 2 * step
+        assert torch.equal(keys[:, :, -2:], key)
+        assert torch.equal(values[:, :, -2:], value)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (torch.ones(3, 3, 2, 8), r"key must have shape \(2, 3, 2, 8\) .* got \(3, 3, 2, 8\)"),
+        (torch.ones(2, 3, 2, 4), r"key must have shape \(2, 3, 2, 8\)"),
+        (torch.ones(2, 3, 2, 8, dtype=torch.float16), "key must be torch.float32 on cpu .* got torch.float16"),
+        (torch.ones(2, 3, 2, 8, device="meta"), "key must be torch.float32 on cpu .* on meta"),
+        (torch.ones(2, 3, 11, 8), "cache must have room for 11 more tokens, got max_length 10 with 0 in use"),
+    ],
+    ids=["batch", "head_dim", "dtype", "device", "full"],
+)
+def test_cache_refuses(key: torch.Tensor, message: str) -> None:
+    cache = KVCache(2, 3, 10, 8)
+    with pytest.raises(ValueError, match=message):
+        cache.append(key, torch.ones(2, 3, key.shape[2], 8))
+    assert cache.length == 0
+
+
+def test_cache_refuses_sizes_that_are_none() -> None:
+    with pytest.raises(ValueError, match="max_length must be at least 1, got 0"):
+        AlibiAttention(24, 6).make_cache(2, 0)
+    with pytest.raises(TypeError, match="batch_size must be an integer, got 2.0"):
+        AlibiAttention(24, 6).make_cache(2.0, 5)
+
+
+# --- The bias module -----------------------------------------------------------------------------------------------
+
+
+def test_bias_module_gives_the_cores_bias_and_keeps_it() -> None:
+    module = AlibiBias(6, is_causal=False)
+    first = module(5, 7)
+    np.testing.assert_array_equal(first.numpy(), alibi_core.bias(6, 5, 7, is_causal=False))
+    assert module(5, 7) is first
+    assert module(7, 7).shape == (6, 7, 7)
+
+
+def test_bias_module_notices_every_change() -> None:
+    module = AlibiBias(6)
+    assert module(5, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert module(5, dtype=torch.float64).dtype == torch.float64
+    with torch.inference_mode():
+        assert module(5).is_inference()
+    assert not module(5).is_inference()
+    assert module.half()(5).dtype == torch.float32  # the slopes stay float32
+    assert module.to("meta")(5).device.type == "meta"
+    module = AlibiBias(2)
+    module(3)
+    module.slopes = torch.ones(2)
+    assert module(3)[0, 2, 0] == -2
+
+
+def test_bias_module_knows_linear_slopes_and_refuses_two_kinds() -> None:
+    assert AlibiBias(3, scheme="linear").slopes.tolist() == pytest.approx([0.05, 0.275, 0.5])
+    with pytest.raises(ValueError, match="scheme must be None when slopes are given"):
+        AlibiBias(2, slopes=torch.ones(2), scheme="linear")
+    with pytest.raises(ValueError, match=r"slopes must have shape \(2,\)"):
+        AlibiBias(2, slopes=torch.ones(3))
