@@ -1,0 +1,50 @@
+# make demo    see it work: agreement of all installed frameworks, then "train short, test long" with its picture
+# make test    the whole suite        make test ARGS='-k bias'        HYPOTHESIS_PROFILE=thorough make test
+# make lint    ruff and mypy
+# make bench   speed and memory, against peers
+# Each sets up .venv by itself, with the versions of constraints.txt.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+OUT ?= out
+
+.PHONY: demo test lint format bench build clean
+.DEFAULT_GOAL := test
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python must be 3.11 or newer, got " + sys.version.split()[0] + "; name another with make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --editable '.[all,dev]'
+	@touch $@
+
+$(VENV)/ready-bench: $(VENV)/ready
+	$(PIP) --editable '.[bench]'
+	@touch $@
+
+demo: $(VENV)/ready
+	$(RUN) -m benchmarks.agreement
+	$(RUN) -m benchmarks.extrapolation --quick --output $(OUT)/extrapolation
+
+# One thread a worker: two workers with two threads each only get in each other's way.
+test: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --maxprocesses 8 $(ARGS)
+
+lint: $(VENV)/ready
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: $(VENV)/ready
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+bench: $(VENV)/ready-bench
+	$(RUN) -m benchmarks.bias --output $(OUT)
+
+build: $(VENV)/ready
+	$(RUN) -m build
+
+clean:
+	rm -rf $(VENV) $(OUT) dist .hypothesis .pytest_cache .mypy_cache .ruff_cache
