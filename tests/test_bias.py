@@ -104,6 +104,30 @@ def test_canonical_bias_and_key_bias_have_the_same_bits_compiled(framework: Fram
     np.testing.assert_array_equal(framework.bits(key_only), NUMPY.bits(alibi_core.key_bias(12, 7)))
 
 
+@pytest.mark.parametrize("framework", COMPILERS)
+def test_bias_from_positions_has_the_same_bits_compiled(framework: Framework) -> None:
+    rng = np.random.default_rng(5)
+    arrays = [SLOPES, rng.integers(0, 50, (2, 5), np.int32), rng.integers(0, 50, (2, 7), np.int32)]
+    arrays += [rng.integers(0, 2, (2, n), np.int32) for n in (5, 7)]
+
+    def function(slopes: Any, q_positions: Any, kv_positions: Any, q_ids: Any, kv_ids: Any) -> Any:
+        return alibi_core.bias_from_positions(
+            slopes, q_positions, kv_positions, q_segment_ids=q_ids, kv_segment_ids=kv_ids
+        )
+
+    actual = framework.compiled(function)(*map(framework.array, arrays))
+    np.testing.assert_array_equal(framework.bits(actual), NUMPY.bits(function(*arrays)))
+
+
+@pytest.mark.parametrize("framework", COMPILERS)
+def test_reference_attention_compiles(framework: Framework) -> None:
+    rng = np.random.default_rng(6)
+    arrays = [rng.standard_normal((2, h, n, 5)) for h, n in ((6, 5), (3, 7), (3, 7))]
+    actual = framework.compiled(alibi_core.attention)(*map(framework.array, arrays))
+    expected = alibi_core.attention(*(x.astype(np.float32).astype(np.float64) for x in arrays))
+    np.testing.assert_allclose(framework.numpy(actual), expected, rtol=0, atol=2e-6)
+
+
 def test_bias_has_the_same_bits_under_vmap() -> None:
     jax = pytest.importorskip("jax")
     torch = pytest.importorskip("torch")

@@ -21,6 +21,13 @@ LOW_PRECISION = [
     if backend.values[0].framework.name in ("torch", "jax", "mlx")
 ]
 
+FLOAT64 = [
+    backend
+    for backend in BACKENDS
+    if backend.values[0].framework.name
+    in ("numpy", "array_api_strict", "torch", "dask")  # MLX and JAX: their own files
+]
+
 
 def attend(backend: Backend, case: Case, dtype: str = "float32", **changes: object) -> np.ndarray:
     """Return ``backend``'s answer to ``case``, some of its arrays or arguments changed."""
@@ -42,6 +49,12 @@ def test_attention_is_exact_to_rounding(backend: Backend, case: Case) -> None:
 @given(case=cases())
 def test_low_precision_attention_is_exact_to_its_rounding(backend: Backend, dtype: str, case: Case) -> None:
     assert_within(attend(backend, case, dtype), exact(backend, case, dtype))
+
+
+@pytest.mark.parametrize("backend", FLOAT64)
+@given(case=cases())
+def test_float64_attention_is_exact_to_its_rounding(backend: Backend, case: Case) -> None:
+    assert_within(attend(backend, case, "float64"), exact(backend, case, "float64"))
 
 
 @pytest.mark.parametrize(("backend", "dtype"), LOW_PRECISION)

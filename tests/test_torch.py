@@ -234,6 +234,15 @@ def test_cache_refuses(key: torch.Tensor, message: str) -> None:
     assert cache.length == 0
 
 
+def test_cache_follows_autocast() -> None:
+    torch.manual_seed(0)
+    layer, x = AlibiAttention(24, 6), torch.randn(2, 7, 24)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        cache = layer.make_cache(2, 7)
+        decoded = torch.cat([layer(x[:, i : i + 1], cache=cache) for i in range(7)], dim=1)
+        torch.testing.assert_close(decoded, layer(x), rtol=0, atol=2**-6)
+
+
 def test_cache_refuses_sizes_that_are_none() -> None:
     with pytest.raises(ValueError, match="max_length must be at least 1, got 0"):
         AlibiAttention(24, 6).make_cache(2, 0)

@@ -152,15 +152,19 @@ class AlibiAttention(KeepsSlopes):
         return self.dropout(self.out_proj(attended.transpose(1, 2).flatten(2)))
 
     def make_cache(self, batch_size: int, max_length: int) -> KVCache:
-        """Return an empty cache for ``batch_size`` sequences of up to ``max_length`` tokens."""
+        """Return an empty cache for ``batch_size`` sequences of up to ``max_length`` tokens.
+
+        Its dtype is that of the keys to come: the parameters', or autocast's where the cache is made under autocast.
+        """
         weight = self.k_proj.weight
+        place = weight.device.type
         return KVCache(
             batch_size,
             self.shape.num_kv_heads,
             max_length,
             self.shape.head_dim,
             device=weight.device,
-            dtype=weight.dtype,
+            dtype=torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else weight.dtype,
         )
 
     def extra_repr(self) -> str:
