@@ -8,6 +8,16 @@ except ModuleNotFoundError as error:
 from alibi_torch._attention import attention
 from alibi_torch._bias import AlibiBias
 from alibi_torch._cache import KVCache
+from alibi_torch._language_model import AlibiLanguageModel
 from alibi_torch._layer import AlibiAttention
+from alibi_torch._transformer import AlibiConfig, AlibiTransformer
 
-__all__ = ["AlibiAttention", "AlibiBias", "KVCache", "attention"]
+__all__ = [
+    "AlibiAttention",
+    "AlibiBias",
+    "AlibiConfig",
+    "AlibiLanguageModel",
+    "AlibiTransformer",
+    "KVCache",
+    "attention",
+]

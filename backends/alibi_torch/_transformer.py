@@ -1,0 +1,162 @@
+"""A transformer whose only sense of position is ALiBi, and a language model on top of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from alibi_core import _checks
+from alibi_torch._layer import AlibiAttention
+
+
+@dataclass(frozen=True)
+class AlibiConfig:
+    """The shape of an ALiBi transformer.
+
+    Args:
+        num_layers: Number of blocks, each an attention layer and a feed-forward layer.
+        d_model: Features a token.
+        num_heads: Attention heads; must divide ``d_model``.
+        max_len: Length the model is trained at, in tokens. A record, never a limit: longer inputs are what ALiBi is
+            for.
+        dropout: Probability, while training, that a feature of a layer's output is dropped; at least 0, below 1.
+        causal: True for a decoder, whose tokens see those before them; False for an encoder with symmetric bias.
+        expansion_factor: Width of the feed-forward layers, in multiples of ``d_model``.
+        num_kv_heads: Key and value heads; must divide ``num_heads``. Default ``num_heads``.
+        bias: Whether the attention layers' projections add a bias vector.
+
+    Raises:
+        TypeError: If a field is of the wrong kind.
+        ValueError: If a value is out of range or does not divide what it must.
+
+    Example:
+        >>> AlibiConfig(num_layers=2, causal=False).head_dim
+        32
+    """
+
+    num_layers: int = 6
+    d_model: int = 256
+    num_heads: int = 8
+    max_len: int = 256
+    dropout: float = 0.1
+    causal: bool = True
+    expansion_factor: int = 1
+    num_kv_heads: int | None = None
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "d_model", "num_heads", "max_len", "expansion_factor"):
+            _checks.positive_int(name, getattr(self, name))
+        for name in ("causal", "bias"):
+            _checks.boolean(name, getattr(self, name))
+        if not 0 <= _checks.real_number("dropout", self.dropout) < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+        if self.d_model % self.num_heads:
+            raise ValueError(f"d_model must be a multiple of num_heads ({self.num_heads}), got {self.d_model}")
+        if self.num_kv_heads is not None and self.num_heads % _checks.positive_int("num_kv_heads", self.num_kv_heads):
+            raise ValueError(f"num_kv_heads must divide num_heads ({self.num_heads}), got {self.num_kv_heads}")
+
+    @property
+    def head_dim(self) -> int:
+        """Features a head."""
+        return self.d_model // self.num_heads
+
+
+AttentionFactory = Callable[[AlibiConfig], nn.Module]
+
+
+def alibi_attention(config: AlibiConfig) -> AlibiAttention:
+    """Return the attention layer that ``config`` describes, its scores scaled by ``head_dim ** -0.5``."""
+    return AlibiAttention(
+        config.d_model,
+        config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        bias=config.bias,
+        is_causal=config.causal,
+        dropout=config.dropout,
+    )
+
+
+class AlibiTransformer(nn.Module):
+    """Transform vectors into vectors by pre-norm blocks of ALiBi attention, then a final norm.
+
+    Nothing else in the model knows of positions, so it takes inputs of any length: longer ones than
+    ``config.max_len`` are the point.
+
+    Args:
+        config: Shape of the model.
+        attention: Makes each block's attention layer, a module called as ``layer(x, mask=..., segment_ids=...,
+            cache=...)``. Default ``alibi_torch.AlibiAttention``.
+
+    Example:
+        >>> import torch
+        >>> model = AlibiTransformer(AlibiConfig(num_layers=1))
+        >>> model(torch.randn(8, 100, 256)).shape
+        torch.Size([8, 100, 256])
+
+    References:
+        Press, Smith, Lewis: Train Short, Test Long (arXiv 2108.12409). Xiong et al.: On Layer Normalization in the
+        Transformer Architecture (arXiv 2002.04745), for pre-norm.
+    """
+
+    def __init__(self, config: AlibiConfig, *, attention: AttentionFactory | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.blocks = nn.ModuleList(Block(config, attention or alibi_attention) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.d_model)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        caches: Sequence[Any] | None = None,
+    ) -> Tensor:
+        """Return ``x`` transformed.
+
+        Args:
+            x: ``[batch, length, d_model]``.
+            mask: Booleans that broadcast to ``[batch, num_heads, length, kv_len]``, True where a query may attend.
+            segment_ids: ``[batch, length]`` integers; tokens attend only where theirs are equal.
+            caches: One key-value cache a block, as :meth:`make_caches` returns them.
+
+        Returns:
+            ``[batch, length, d_model]``, of the dtype of ``x``.
+
+        Raises:
+            ValueError: If ``x`` has another shape, or there is not one cache a block.
+        """
+        if x.ndim != 3 or x.shape[-1] != self.config.d_model:
+            raise ValueError(f"x must have shape (batch, length, d_model {self.config.d_model}), got {tuple(x.shape)}")
+        if caches is not None and len(caches) != len(self.blocks):
+            raise ValueError(f"caches must be one a block ({len(self.blocks)}), got {len(caches)}")
+        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
+            x = block(x, mask=mask, segment_ids=segment_ids, cache=cache)
+        return self.norm(x)
+
+    def make_caches(self, batch_size: int, max_length: int) -> list[Any]:
+        """Return an empty key-value cache for each block, with room for ``max_length`` tokens a sequence."""
+        return [block.attention.make_cache(batch_size, max_length) for block in self.blocks]
+
+
+class Block(nn.Module):
+    """Add to each token what attention finds among the others, then what a feed-forward layer makes of that."""
+
+    def __init__(self, config: AlibiConfig, attention: AttentionFactory) -> None:
+        super().__init__()
+        hidden = config.expansion_factor * config.d_model
+        self.attention_norm = nn.LayerNorm(config.d_model)
+        self.attention = attention(config)
+        self.feed_forward_norm = nn.LayerNorm(config.d_model)
+        self.feed_forward = nn.Sequential(
+            nn.Linear(config.d_model, hidden), nn.GELU(), nn.Linear(hidden, config.d_model), nn.Dropout(config.dropout)
+        )
+
+    def forward(self, x: Tensor, *, mask: Tensor | None, segment_ids: Tensor | None, cache: Any | None) -> Tensor:
+        """Return ``x``, ``[batch, length, d_model]``, with both layers' contributions added."""
+        x = x + self.attention(self.attention_norm(x), mask=mask, segment_ids=segment_ids, cache=cache)
+        return x + self.feed_forward(self.feed_forward_norm(x))
