@@ -1,0 +1,19 @@
+"""ALiBi attention for JAX, and layers for Flax."""
+
+try:
+    import flax as _flax  # noqa: F401
+    import jax as _jax  # noqa: F401
+    import safetensors as _safetensors  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"alibi_jax needs JAX, Flax and safetensors, and found no {error.name}; "
+        "install with pip install 'alibi-core[jax]'"
+    ) from error
+
+from alibi_jax._attention import attention
+from alibi_jax._attention_fn import attention_fn
+from alibi_jax._cache import KVCache
+from alibi_jax._layer import AlibiAttention
+from alibi_jax._weights import load_weights, save_weights
+
+__all__ = ["AlibiAttention", "KVCache", "attention", "attention_fn", "load_weights", "save_weights"]
