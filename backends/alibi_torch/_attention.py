@@ -100,6 +100,8 @@ def _sdpa(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Ten
     if query.device.type != "cpu":
         # Only the CPU kernels take a float32 bias beside low-precision tensors; elsewhere it would be rounded to them.
         query, key, value = (x.to(call.working_dtype) for x in (query, key, value))
+    # The fused CPU kernel takes a mask of as many axes as the tensors have, and no fewer.
+    bias = bias.reshape((1,) * (query.ndim - bias.ndim) + bias.shape)
     result = F.scaled_dot_product_attention(
         query, key, value, attn_mask=bias, scale=call.scale, enable_gqa=call.num_kv_heads != call.num_heads
     )

@@ -1,0 +1,127 @@
+"""Runs the benchmark from the command line; see the package's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from tqdm import tqdm
+
+import benchmarks.extrapolation
+from benchmarks.extrapolation.corpus import Corpus, standard_library, text_file
+from benchmarks.extrapolation.evaluation import Held, evaluate
+from benchmarks.extrapolation.figure import draw
+from benchmarks.extrapolation.models import METHODS, build
+from benchmarks.extrapolation.report import Results
+from benchmarks.extrapolation.settings import FULL, QUICK, Settings
+from benchmarks.extrapolation.training import train
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return its exit status: 0, or 1 if a loss is not finite."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    settings = _settings(options)
+    try:
+        torch.empty(0, device=options.device)
+        corpus = _corpus(options.text, settings)
+        options.output.mkdir(parents=True, exist_ok=True)
+        results = Results.start(settings, corpus, options.seed, options.device, options.full)
+        if options.resume:
+            results.take_over(options.output / "results.json")
+    except (OSError, RuntimeError, AssertionError, ValueError) as error:  # AssertionError: PyTorch built without CUDA
+        parser.error(str(error))
+
+    started = time.perf_counter()
+    for method in options.methods:
+        if method not in results.methods:
+            results.methods[method] = _measure(method, corpus, settings, options)
+            results.seconds += results.methods[method]["seconds"]
+            results.save(options.output / "results.json")  # after each method, so that --resume has something to find
+    console = Console()
+    results.show(console, options.methods)
+    draw(results, options.methods, options.output / "extrapolation.png")
+    console.print(
+        f"{time.perf_counter() - started:.0f} s; written to {options.output}/: results.json, extrapolation.png"
+    )
+    if not results.all_finite:
+        print("a loss is not finite; lower the learning rate, or report it if ALiBi's alone is not", file=sys.stderr)
+    return 0 if results.all_finite else 1
+
+
+def _measure(method: str, corpus: Corpus, settings: Settings, options: argparse.Namespace) -> dict[str, object]:
+    """Train and evaluate one model."""
+    model = build(method, settings.model, options.seed).to(options.device)
+    started = time.perf_counter()
+    in_terminal = sys.stderr.isatty()
+    with tqdm(total=settings.steps + 2 * len(settings.lengths), desc=f"{method:10}", disable=None, leave=False) as bar:
+
+        def on_step(step: int, loss: float) -> None:
+            bar.set_postfix_str(f"training, {loss:.3f} nats", refresh=False)
+            bar.update()
+            if not in_terminal and (step % max(1, settings.steps // 5) == 0 or step == settings.steps):
+                seconds = time.perf_counter() - started
+                print(f"{method:10} step {step}/{settings.steps}  loss {loss:.3f}  {seconds:.0f} s", flush=True)
+
+        def on_length(protocol: str, length: int) -> None:
+            bar.set_postfix_str(f"{protocol} at {length}", refresh=False)
+            bar.update()
+
+        training_loss = train(model, corpus.training, settings, options.seed, on_step)
+        trained = time.perf_counter()
+        found = evaluate(model, Held.of(corpus.held_out, settings), settings, on_length)
+    return found | {
+        "training_loss": training_loss,
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "training_seconds": trained - started,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def _corpus(text: Path | None, settings: Settings) -> Corpus:
+    most, least = settings.longest + settings.scored, 2 * settings.longest
+    return standard_library(settings.corpus_bytes, most) if text is None else text_file(text, most, least)
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    given = {name: getattr(options, name) for name in ("train_length", "steps") if getattr(options, name) is not None}
+    return replace(FULL if options.full else QUICK, **given)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.extrapolation",
+        description=benchmarks.extrapolation.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="small models: about two minutes on two cores (default)")
+    size.add_argument("--full", action="store_true", help="larger models, longer inputs: about half an hour")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="any text; default Python's standard library")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD",
+                        help=f"which to compare, of {', '.join(METHODS)} (default all)")  # fmt: skip
+    parser.add_argument("--train-length", type=_positive, metavar="BYTES", help="length of the training pieces")
+    parser.add_argument("--steps", type=_positive, help="training steps")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the text (default 0)")
+    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, mps, ...")
+    parser.add_argument("--output", type=Path, default=Path("out/extrapolation"), metavar="DIR",
+                        help="where results.json and extrapolation.png go (default %(default)s)")  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="keep the methods that DIR/results.json has already")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

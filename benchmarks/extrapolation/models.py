@@ -1,0 +1,116 @@
+"""Four language models that differ in how they know positions, and in nothing else."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from alibi_torch._language_model import AlibiLanguageModel
+from alibi_torch._transformer import AlibiConfig
+from benchmarks.extrapolation.settings import VOCAB_SIZE
+
+METHODS = ("alibi", "sinusoidal", "rotary", "none")
+BASE = 10_000.0  # of the wavelengths, in both papers
+
+
+def build(method: str, config: AlibiConfig, seed: int) -> AlibiLanguageModel:
+    """Return an untrained model. Those of one seed start from the same weights, whatever the method.
+
+    Args:
+        method: One of ``METHODS``.
+        config: Shape of the model.
+        seed: Of the weights.
+    """
+    torch.manual_seed(seed)
+    if method == "alibi":
+        return AlibiLanguageModel(config, VOCAB_SIZE)
+    if method == "sinusoidal":
+        return SinusoidalLanguageModel(config, VOCAB_SIZE, attention=CausalAttention)
+    return AlibiLanguageModel(config, VOCAB_SIZE, attention=partial(CausalAttention, rotary=method == "rotary"))
+
+
+class SinusoidalLanguageModel(AlibiLanguageModel):
+    """Add the encoding of each absolute position to the token's embedding.
+
+    Embeddings have unit variance by then (they are multiplied by ``sqrt(d_model)``, as in the paper), and sines and
+    cosines a mean square of one half, so neither drowns the other.
+    """
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return embeddings with positions added, ``[batch, length, d_model]``."""
+        return super().embed(tokens) + sinusoids(tokens.shape[1], self.config.d_model).to(tokens.device)
+
+
+class CausalAttention(nn.Module):
+    """Multi-head causal attention without a bias, with the parameters that ``AlibiAttention`` has.
+
+    Args:
+        config: Shape of the model.
+        rotary: Rotate queries and keys by their positions.
+    """
+
+    def __init__(self, config: AlibiConfig, *, rotary: bool = False) -> None:
+        super().__init__()
+        self.head_dim, self.rotary = config.head_dim, rotary
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            nn.Linear(config.d_model, config.d_model, bias=config.bias) for _ in range(4)
+        )
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, *, mask: None = None, segment_ids: None = None, cache: None = None) -> Tensor:
+        """Attend within ``x``, ``[batch, length, d_model]``; the benchmark needs no more than that."""
+        if not mask is segment_ids is cache is None:
+            raise NotImplementedError("mask, segment_ids and cache must be None in a baseline of this benchmark")
+        query, key, value = (
+            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [batch, heads, length, head_dim]
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.rotary:
+            query, key = rotate(query), rotate(key)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.dropout(self.out_proj(attended.transpose(1, 2).flatten(2)))
+
+
+def sinusoids(length: int, d_model: int) -> Tensor:
+    """Return ``sin(p / BASE**(2i / d_model))`` in features ``2i`` and its cosine in ``2i + 1``, for position ``p``.
+
+    Returns:
+        ``[length, d_model]``, float32.
+
+    References:
+        Vaswani et al., "Attention Is All You Need", section 3.5, arXiv 1706.03762.
+    """
+    angles = _angles(0, length, d_model)
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2).float()
+
+
+def rotate(x: Tensor, first: int = 0) -> Tensor:
+    """Turn each pair of features by an angle that grows with the position, ``p / BASE**(2i / head_dim)``.
+
+    Pair ``i`` is features ``i`` and ``i + head_dim / 2``. A query's product with a key then depends on the difference
+    of their positions alone.
+
+    Args:
+        x: ``[..., length, head_dim]``.
+        first: Position of the first vector.
+
+    References:
+        Su et al., "RoFormer", section 3.2.2, arXiv 2104.09864.
+    """
+    angles = _angles(first, x.shape[-2], x.shape[-1])
+    cos, sin = angles.cos().to(x.device, x.dtype), angles.sin().to(x.device, x.dtype)
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+
+def _angles(first: int, length: int, features: int) -> Tensor:
+    """Return ``[length, features / 2]`` angles in radians.
+
+    In float64, since float32 is off by 1e-3 at position 16,384, and on the CPU, since not every device has float64.
+    """
+    positions = torch.arange(first, first + length, dtype=torch.float64)
+    rates = BASE ** -(torch.arange(0, features, 2, dtype=torch.float64) / features)
+    return positions[:, None] * rates

@@ -1,0 +1,70 @@
+"""What one run of the benchmark does: sizes of the model, of its training, and of what is scored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from alibi_torch._transformer import AlibiConfig
+
+MULTIPLES = (1, 2, 4, 8, 16)
+VOCAB_SIZE = 256  # bytes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that the methods share. Lengths are in tokens, which are bytes."""
+
+    train_length: int = 128
+    num_layers: int = 3
+    d_model: int = 128
+    num_heads: int = 8
+    expansion_factor: int = 2
+    batch_size: int = 16
+    steps: int = 300
+    learning_rate: float = 3e-3  # at its peak, after the warmup
+    warmup: int = 30  # steps; at most a tenth of them
+    corpus_bytes: int = 4_000_000  # read at most so much of the standard library
+    scored: int = 16_384  # held-out tokens scored on non-overlapping segments
+    slid: int = 2_048  # so many of them, spread evenly, are scored on sliding windows too
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths to evaluate at."""
+        return tuple(multiple * self.train_length for multiple in MULTIPLES)
+
+    @property
+    def longest(self) -> int:
+        """The longest of them."""
+        return self.lengths[-1]
+
+    @property
+    def stride(self) -> int:
+        """How far a sliding window moves, so that every token it scores has three quarters of it as context."""
+        return max(1, self.train_length // 4)
+
+    @property
+    def model(self) -> AlibiConfig:
+        """The shape of the models. Training is too short for dropout to help."""
+        return AlibiConfig(
+            num_layers=self.num_layers,
+            d_model=self.d_model,
+            num_heads=self.num_heads,
+            max_len=self.train_length,
+            dropout=0.0,
+            expansion_factor=self.expansion_factor,
+        )
+
+
+QUICK = Settings()
+FULL = Settings(
+    train_length=256,
+    num_layers=4,
+    d_model=192,
+    expansion_factor=4,
+    steps=600,
+    learning_rate=2e-3,
+    warmup=60,
+    corpus_bytes=16_000_000,
+    scored=65_536,
+    slid=4_096,
+)
