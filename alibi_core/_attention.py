@@ -40,9 +40,9 @@ def attention(
             Default ``slopes`` (symmetric); zeros give the clamped form.
         q_offset: Position of the first query, in tokens, one for all or one for each batch entry; the first key has
             position 0. Default ``kv_len - q_len``, which aligns the last query with the last key.
-        segment_ids: ``[..., length]`` integers for packed sequences: a query sees the keys of its own id. Ids of one
-            sequence stand together, so that distances within it are what they would be alone. A pair ``(queries,
-            keys)`` where the two differ.
+        segment_ids: ``[..., length]`` integers for packed sequences: a query sees the keys of its own id. Distances are
+            counted along the row: within a sequence whose ids stand together they are what they would be alone. A pair
+            ``(queries, keys)`` where queries are only some of the row's tokens.
         window_size: Mask keys farther than this many tokens.
         mask: Booleans, True where a query may look, that broadcast to ``[..., num_heads, q_len, kv_len]``.
         scale: Factor of the scores. Default ``head_dim ** -0.5``. The bias is not scaled.

@@ -11,6 +11,7 @@ from alibi_core._namespace import (
     astype,
     computes_eagerly_without_gradients,
     device_of,
+    lacks_64_bits,
     namespace_of,
 )
 from alibi_core._slopes import slope_values
@@ -82,12 +83,15 @@ def bias(
     q_len = _checks.non_negative_int("q_len", q_len)
     kv_len = q_len if kv_len is None else _checks.non_negative_int("kv_len", kv_len)
     q_offset = kv_len - q_len if q_offset is None else _checks.integer("q_offset", q_offset)
+    _checks.positions_fit(q_offset, q_len, kv_len)
+    is_positive = _checks.is_int(slopes) and future_slopes is None
     xp, slopes, future_slopes, dtype, device = _resolve(
         slopes, future_slopes, is_causal, allow_negative_slopes, xp=xp, dtype=dtype, device=device
     )
     relative = relative_positions(xp, arange(xp, q_len, device) + q_offset, arange(xp, kv_len, device))
     visible = relative <= 0 if is_causal else None
-    return astype(xp, linear_bias(xp, slopes, future_slopes, relative, visible), dtype)
+    bias = linear_bias(xp, slopes, future_slopes, relative, visible, is_positive=is_positive)
+    return astype(xp, bias, dtype)
 
 
 def bias_from_positions(
@@ -111,7 +115,8 @@ def bias_from_positions(
     Args:
         slopes: ``[num_heads]`` or ``[..., num_heads]``, or an int for that many canonical slopes.
         q_positions: ``[..., q_len]`` integers, in tokens.
-        kv_positions: ``[..., kv_len]`` integers, in tokens. Leading axes broadcast.
+        kv_positions: ``[..., kv_len]`` integers, in tokens. Leading axes broadcast. Distances must fit into int32, or
+            into int64 where positions are of a type that needs it and the library has one.
         q_segment_ids: ``[..., q_len]`` integers. Both ids are given, or neither.
         kv_segment_ids: ``[..., kv_len]`` integers.
         is_causal: Mask keys at later positions than the query.
@@ -147,6 +152,11 @@ def bias_from_positions(
         if _checks.integer_array(xp, name, array).ndim < 1:
             raise ValueError(f"{name} must have at least one axis (length), got shape {tuple(array.shape)}")
     device = device_of(xp, q_positions)
+    if device_of(xp, kv_positions) != device:
+        raise ValueError(
+            f"kv_positions must be on the device of q_positions, {device}, got {device_of(xp, kv_positions)}"
+        )
+    is_positive = _checks.is_int(slopes) and future_slopes is None
     xp, placed, future, dtype, _ = _resolve(
         slopes, future_slopes, is_causal, allow_negative_slopes, xp=xp, dtype=dtype, device=device
     )
@@ -159,7 +169,7 @@ def bias_from_positions(
     if q_segment_ids is not None and kv_segment_ids is not None:
         same = with_head_axis(q_segment_ids[..., :, None] == kv_segment_ids[..., None, :])
         visible = same if visible is None else visible & same
-    return astype(xp, linear_bias(xp, placed, future, relative, visible), dtype)
+    return astype(xp, linear_bias(xp, placed, future, relative, visible, is_positive=is_positive), dtype)
 
 
 def key_bias(
@@ -197,6 +207,7 @@ def key_bias(
         [[[-0.01171875, -0.0078125, -0.00390625, 0.0]]]
     """
     kv_len = _checks.non_negative_int("kv_len", kv_len)
+    _checks.positions_fit(0, 0, kv_len)
     xp, slopes, _, dtype, device = _resolve(
         slopes, None, True, allow_negative_slopes, xp=xp, dtype=dtype, device=device
     )
@@ -210,12 +221,22 @@ def relative_positions(xp: Namespace, q_positions: Any, kv_positions: Any) -> An
 
 
 def _signed(xp: Namespace, positions: Any) -> Any:
-    """Return positions in a type that holds their differences: int64 stays, all else becomes int32."""
-    return positions if str(positions.dtype).rpartition(".")[2] == "int64" else astype(xp, positions, xp.int32)
+    """Return positions in a type that holds their differences, if the library has one that does."""
+    needs_int64 = str(positions.dtype).rpartition(".")[2] in ("int64", "uint32", "uint64")
+    return astype(xp, positions, xp.int64 if needs_int64 and not lacks_64_bits(xp) else xp.int32)
 
 
-def linear_bias(xp: Namespace, slopes: Any, future_slopes: Any | None, relative: Any, visible: Any | None) -> Any:
-    """Return ``-slopes * |relative|``, with -inf where ``visible`` is False, in the dtype of ``slopes``.
+def linear_bias(
+    xp: Namespace,
+    slopes: Any,
+    future_slopes: Any | None,
+    relative: Any,
+    visible: Any | None,
+    *,
+    nearest: Any | None = None,
+    is_positive: bool = False,
+) -> Any:
+    """Return ``-slopes * (|relative| - nearest)``, with -inf where ``visible`` is False, in the dtype of ``slopes``.
 
     Args:
         xp: The arrays' namespace.
@@ -223,15 +244,18 @@ def linear_bias(xp: Namespace, slopes: Any, future_slopes: Any | None, relative:
         future_slopes: As ``slopes``, for ``relative > 0``; None to use ``slopes`` there too.
         relative: Integers that broadcast against ``[..., num_heads, q_len, kv_len]``.
         visible: Booleans that do, or None where nothing is masked.
+        nearest: Integers that do, to count distances from; None for 0.
+        is_positive: Whether the slopes are known to be positive constants.
     """
     rates = slopes[..., None, None]  # [..., num_heads, 1, 1]
     if future_slopes is not None:
         rates = xp.where(relative > 0, future_slopes[..., None, None], rates)
-    reach = astype(xp, -xp.abs(relative), slopes.dtype)
+    reach = -xp.abs(relative) if nearest is None else nearest - xp.abs(relative)
+    reach = astype(xp, reach, slopes.dtype)
     if visible is None:
         return rates * reach
     zero, minus_inf = (asarray(xp, x, slopes.dtype, device_of(xp, relative)) for x in (0.0, float("-inf")))
-    if computes_eagerly_without_gradients(xp) and bool(xp.all(rates > 0)):
+    if is_positive or (computes_eagerly_without_gradients(xp) and bool(xp.all(rates > 0))):
         # One pass over the large array in place of two. Not for slopes of 0 (0 * inf) nor where a gradient with
         # respect to the slopes would multiply by this infinity.
         return rates * xp.where(visible, reach, minus_inf)
@@ -252,6 +276,7 @@ def _resolve(
 ) -> tuple[Namespace, Any, Any | None, DType, Device | None]:
     """Check slopes and place them: namespace, slopes and future slopes in the product's dtype, result dtype, device."""
     _checks.boolean("is_causal", is_causal)
+    _checks.boolean("allow_negative_slopes", allow_negative)
     if is_causal and future_slopes is not None:
         raise ValueError("future_slopes must be None when is_causal=True (there are no future keys); got an array")
     given = {"slopes": slopes, "future_slopes": future_slopes}
@@ -268,14 +293,17 @@ def _resolve(
     if dtype is None:
         dtype = next((value.dtype for value in arrays.values()), xp.float32)
     _checks.floating_dtype(xp, "dtype", dtype)
-    if device is None:
-        device = next((device_of(xp, value) for value in arrays.values()), None)
+    for name, value in arrays.items():
+        place = device_of(xp, value)
+        device = place if device is None else device
+        if place is not None and str(place) != str(device):
+            raise ValueError(f"{name} must be on the device of the result, {device}, got {place}")
     working = working_dtype(xp, dtype)
     resolved = place_slopes(xp, slopes, working, device)
     if future_slopes is None:
         return xp, resolved, None, dtype, device
     future = place_slopes(xp, future_slopes, working, device)
-    if future.shape != resolved.shape:
+    if tuple(future.shape) not in (tuple(resolved.shape), tuple(resolved.shape[-1:])):
         raise ValueError(
             f"future_slopes must have the shape of slopes, {tuple(resolved.shape)}, got {tuple(future.shape)}"
         )

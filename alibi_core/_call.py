@@ -102,7 +102,7 @@ class AttentionCall:
         ]
         q_segment_ids, kv_segment_ids = _segment_ids(xp, segment_ids, sizes)
         if window_size is not None:
-            _checks.non_negative_int("window_size", window_size)
+            window_size = min(_checks.non_negative_int("window_size", window_size), _checks.MAX_POSITION)
         if mask is not None:
             scores = (*batch, sizes["num_heads"], sizes["q_len"], sizes["kv_len"])
             axes = ", ".join([*_batch_axes(batch), "num_heads", "q_len", "kv_len"])
@@ -121,7 +121,7 @@ class AttentionCall:
             kv_segment_ids=kv_segment_ids,
             window_size=window_size,
             mask=mask,
-            scale=_checks.real_number("scale", sizes["head_dim"] ** -0.5 if scale is None else scale),
+            scale=sizes["head_dim"] ** -0.5 if scale is None else _checks.real_number("scale", scale),
             tolerance=None if tolerance is None else _checks.non_negative_number("tolerance", tolerance),
         )
 
@@ -131,21 +131,25 @@ class AttentionCall:
         return 0 in (*self.batch, self.q_len, self.kv_len)
 
     @property
+    def _has_offset_array(self) -> bool:
+        return not _checks.is_int(self.q_offset)
+
+    @property
     def every_query_attends(self) -> bool:
         """Whether each query is known, from the arguments' shapes alone, to have a key to attend to."""
-        if self.mask is not None or not isinstance(self.q_offset, int) or self.is_empty:
+        if self.mask is not None or self._has_offset_array or self.is_empty:
             return False
-        own_key = self.q_offset >= 0 and self.q_offset + self.q_len <= self.kv_len
+        own_key: bool = self.q_offset >= 0 and self.q_offset + self.q_len <= self.kv_len
         if self.q_segment_ids is not None:
-            return own_key and self.q_segment_ids is self.kv_segment_ids and self.q_offset == 0
+            return own_key and self.q_segment_ids is self.kv_segment_ids  # so q_len is kv_len, and the offset 0
         if self.window_size is not None:
             return own_key
-        return self.q_offset >= 0 or not self.is_causal
+        return not self.is_causal or bool(self.q_offset >= 0)
 
     def positions(self) -> tuple[Any, Any]:
         """Return the positions of queries, ``[q_len]`` or ``[*batch, q_len]``, and keys, ``[kv_len]``; int32."""
         queries, keys = (arange(self.xp, n, self.device) for n in (self.q_len, self.kv_len))
-        offset = self.q_offset if isinstance(self.q_offset, int) else self.q_offset[..., None]
+        offset = self.q_offset[..., None] if self._has_offset_array else self.q_offset
         return offset + queries, keys
 
     def visible(self, relative: Any) -> Any | None:
@@ -172,25 +176,47 @@ class AttentionCall:
         return visible
 
     def bias(self) -> tuple[Any, Any | None]:
-        """Return the dense bias, masks included, in a form that no softmax turns into NaN.
+        """Return the dense bias, masks included, in a form that no softmax turns into NaN or loses digits to.
 
         Returns:
-            bias: ``[..., num_heads, q_len, kv_len]`` in ``working_dtype``: ``-slopes * distance``, -inf where masked,
-                but 0 along a row that is masked as a whole.
+            bias: ``[..., num_heads, q_len, kv_len]`` in ``working_dtype``: ``-slopes * distance`` plus a constant a
+                row, -inf where masked, but 0 along a row that is masked as a whole.
             attends: ``[..., q_len, 1]`` booleans that broadcast against the result, False for such rows, whose result
                 must be replaced by zeros; None if there are none.
         """
-        relative = relative_positions(self.xp, *self.positions())
+        xp = self.xp
+        q_positions, kv_positions = self.positions()
+        relative = relative_positions(xp, q_positions, kv_positions)
+        # How far the keys as a whole are, where a query stands outside of them: [..., q_len, 1].
+        beyond = q_positions - (self.kv_len - 1)
+        outside = xp.where(q_positions < 0, -q_positions, xp.where(beyond > 0, beyond, xp.zeros_like(beyond)))
+        nearest = outside[..., :, None]
         if relative.ndim > 2:
-            relative = with_head_axis(relative)
+            relative, nearest = with_head_axis(relative), with_head_axis(nearest)
         visible = self.visible(relative)
         if visible is None or self.every_query_attends:
-            return linear_bias(self.xp, self.slopes, self.future_slopes, relative, visible), None
-        attends = self.xp.any(visible, axis=-1, keepdims=True)
-        blank_rows_open = visible | ~attends
-        bias = linear_bias(self.xp, self.slopes, self.future_slopes, relative, blank_rows_open)
-        zero = asarray(self.xp, 0.0, self.working_dtype, self.device)
-        return self.xp.where(attends, bias, zero), attends
+            return linear_bias(xp, self.slopes, self.future_slopes, relative, visible, nearest=nearest), None
+        attends = xp.any(visible, axis=-1, keepdims=True)
+        if (self.mask is not None or self.q_segment_ids is not None) and not self.is_empty:
+            nearest = self._nearest_visible(relative, visible, attends)
+        bias = linear_bias(xp, self.slopes, self.future_slopes, relative, visible, nearest=nearest)
+        return xp.where(attends, bias, asarray(xp, 0.0, self.working_dtype, self.device)), attends
+
+    def _nearest_visible(self, relative: Any, visible: Any, attends: Any) -> Any:
+        """Return the distance of each query's nearest visible key, ``[..., q_len, 1]``, to count distances from.
+
+        Softmax ignores what is constant along a row, but where all keys are far, float32 would spend its digits on it.
+        """
+        xp = self.xp
+        distance = xp.abs(relative)
+        far, none = (asarray(xp, x, distance.dtype, self.device) for x in (_checks.MAX_POSITION, 0))
+        nearest = xp.where(attends, xp.min(xp.where(visible, distance, far), axis=-1, keepdims=True), none)
+        if self.future_slopes is None:
+            return nearest
+        # With slopes of two kinds in a row no one distance is worth the same everywhere.
+        both = xp.any(visible & (relative < 0), axis=-1, keepdims=True)
+        both = both & xp.any(visible & (relative > 0), axis=-1, keepdims=True)
+        return xp.where(both, none, nearest)
 
 
 def _batch_axes(batch: tuple[int, ...]) -> list[str]:
@@ -208,6 +234,9 @@ def _pair(segment_ids: Any) -> tuple[Any, Any]:
 def _arrays(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that are arrays, having checked that those which must be are."""
     may_be_int = ("slopes", "future_slopes", "q_offset")
+    q_offset = arguments["q_offset"]
+    if isinstance(q_offset, bool | float):
+        raise TypeError(f"q_offset must be an integer or an integer array, got {q_offset}")
     return {
         name: _checks.array(name, value)
         for name, value in arguments.items()
@@ -294,10 +323,13 @@ def _segment_ids(xp: Namespace, segment_ids: Any, sizes: dict[str, Any]) -> tupl
 
 def _q_offset(xp: Namespace, q_offset: Any, sizes: dict[str, Any]) -> Any:
     if q_offset is None:
-        return sizes["kv_len"] - sizes["q_len"]
+        q_offset = sizes["kv_len"] - sizes["q_len"]
     if _checks.is_int(q_offset):
-        return q_offset if isinstance(q_offset, int) else int(q_offset)
+        q_offset = _checks.integer("q_offset", q_offset)
+        _checks.positions_fit(q_offset, sizes["q_len"], sizes["kv_len"])
+        return q_offset
     shape = tuple(_checks.integer_array(xp, "q_offset", q_offset).shape)
     if shape not in ((), sizes["batch"]):
-        raise ValueError(f"q_offset must have shape () or {sizes['batch']} (batch), got {shape}")
+        batch = f" or {sizes['batch']} (batch)" if sizes["batch"] else ""
+        raise ValueError(f"q_offset must have shape (){batch}, got {shape}")
     return q_offset

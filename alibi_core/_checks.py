@@ -2,43 +2,60 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from alibi_core._namespace import host_values, lacks_float64, library_name
+from alibi_core._namespace import host_values, lacks_64_bits, library_name
 from alibi_core._typing import DType, Namespace
+
+MAX_POSITION = 2**31 - 1  # positions are int32, the one integer type that every library has by default
 
 
 def is_int(value: Any) -> bool:
-    """Whether ``value`` is a Python or NumPy integer; bool does not count."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    """Whether ``value`` is an integer of Python, of NumPy, or a symbolic one of ``torch.export``; bool is none."""
+    if isinstance(value, bool):
+        return False
+    torch = sys.modules.get("torch")
+    return isinstance(value, int | np.integer) or (torch is not None and isinstance(value, torch.SymInt))
 
 
 def integer(name: str, value: Any) -> int:
+    """Return ``value`` as Python's int (or the symbol that torch.compile holds for one)."""
     if not is_int(value):
         raise TypeError(f"{name} must be an integer, got {_shown(value)}")
-    return value  # type: ignore[no-any-return]  # not int(value): torch.compile may hold a symbol here
+    return int(value) if isinstance(value, np.integer) else value
 
 
 def positive_int(name: str, value: Any) -> int:
-    if integer(name, value) < 1:
+    number = integer(name, value)
+    if number < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
-    return value  # type: ignore[no-any-return]
+    return number
 
 
 def non_negative_int(name: str, value: Any) -> int:
-    if integer(name, value) < 0:
+    number = integer(name, value)
+    if number < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
-    return value  # type: ignore[no-any-return]
+    return number
+
+
+def positions_fit(q_offset: int, q_len: int, kv_len: int) -> None:
+    """Check that no position and no distance leaves int32, where it would wrap around unnoticed."""
+    if abs(q_offset) + q_len + kv_len > MAX_POSITION:
+        raise ValueError(
+            f"q_offset and lengths must stay within {MAX_POSITION} tokens, got q_offset {q_offset}, q_len {q_len}, "
+            f"kv_len {kv_len}"
+        )
 
 
 def real_number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a real number, got {_shown(value)}")
-    if not math.isfinite(value):
+    if not -sys.float_info.max <= value <= sys.float_info.max:  # not math.isfinite, which torch.compile cannot trace
         raise ValueError(f"{name} must be finite, got {value}")
     return float(value)
 
@@ -83,7 +100,7 @@ def floating_dtype(xp: Namespace, name: str, dtype: DType) -> DType:
         is_floating = False
     if not is_floating:
         raise TypeError(f"{name} must be a real floating dtype of {library_name(xp)}, got {dtype!r}")
-    if "float64" in str(dtype) and lacks_float64(xp):
+    if "float64" in str(dtype) and lacks_64_bits(xp):
         raise TypeError(f"{name} must be a dtype that JAX has enabled, got float64; set jax_enable_x64 first")
     return dtype
 
@@ -102,7 +119,10 @@ def integer_array(xp: Namespace, name: str, value: Any) -> Any:
 
 def bool_array(xp: Namespace, name: str, value: Any) -> Any:
     if not xp.isdtype(array(name, value).dtype, "bool"):
-        raise TypeError(f"{name} must be boolean (True where a query may attend), got {value.dtype}")
+        raise TypeError(
+            f"{name} must be boolean (True where a query may attend), got {value.dtype}; "
+            f"of an additive one, {name} == 0 makes it"
+        )
     return value
 
 

@@ -40,6 +40,7 @@ class LayerShape:
         learnable_slopes: bool = False,
         window_size: int | None = None,
         dropout: float = 0.0,
+        bias: bool = False,
     ) -> LayerShape:
         """Check a layer's arguments and fill in its sizes.
 
@@ -60,6 +61,7 @@ class LayerShape:
         _checks.positive_int("head_dim", head_dim)
         _checks.boolean("is_causal", is_causal)
         _checks.boolean("learnable_slopes", learnable_slopes)
+        _checks.boolean("bias", bias)
         if is_causal and future_slopes is not None:
             raise ValueError("future_slopes must be None when is_causal=True (there are no future keys); got an array")
         if learnable_slopes and future_slopes is not None:
@@ -70,7 +72,7 @@ class LayerShape:
                 _checks.slopes_shape(name, _checks.floating_array(namespace_of(given), name, given), num_heads)
                 _checks.slopes_values(name, given, allow_negative=False)
         values = None if slopes is None else host_values(slopes)
-        if learnable_slopes and values is not None and (values == 0).any():
+        if learnable_slopes and values is not None and (values.astype("float32") == 0).any():
             raise ValueError(f"slopes must be positive to be learned (as logarithms), got {values.tolist()}")
         if window_size is not None:
             _checks.non_negative_int("window_size", window_size)
@@ -78,14 +80,15 @@ class LayerShape:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         return cls(embed_dim, num_heads, num_kv_heads, head_dim)
 
-    def check_input(self, x: Any) -> None:
-        """Check that a layer's input is ``[batch, length, embed_dim]``.
+    def check_input(self, x: Any, xp: Namespace) -> None:
+        """Check that a layer's input is ``[batch, length, embed_dim]``, floating, of the layer's array library.
 
         Raises:
-            TypeError: If it is no array.
+            TypeError: If it is not such an array.
             ValueError: If it has another shape.
         """
-        shape = tuple(_checks.array("x", x).shape)
+        _checks.floating_array(namespace_of(_checks.array("x", x), xp=xp), "x", x)
+        shape = tuple(x.shape)
         if len(shape) != 3 or shape[-1] != self.embed_dim:
             raise ValueError(f"x must have shape (batch, length, {self.embed_dim}), got {shape}")
 

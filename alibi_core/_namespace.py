@@ -27,13 +27,18 @@ def namespace_of(*arrays: Array | None, xp: Namespace | None = None) -> Namespac
         TypeError: If an argument is no array, if the arrays belong to different libraries, or if they do not belong
             to ``xp``.
     """
+    if xp is not None and not (hasattr(xp, "asarray") or hasattr(xp, "array")):
+        raise TypeError(f"xp must be an array namespace such as numpy, torch or jax.numpy, got {xp!r}")
     found = [_namespace_of_one(array) for array in arrays if array is not None]
-    if xp is not None:
-        found.insert(0, MLXNamespace(xp) if _is_mlx(xp) else _namespace_of_one(xp.asarray(0)))
-    names = sorted({library_name(namespace) for namespace in found})
+    names = {library_name(namespace) for namespace in found} | (set() if xp is None else {library_name(xp)})
     if len(names) > 1:
-        raise TypeError(f"arrays must belong to one array namespace, got {' and '.join(names)}; convert them to one")
-    return found[0] if found else _namespace_of_one(np.asarray(0))
+        listed = " and ".join(sorted(names))
+        raise TypeError(f"arrays must belong to one array namespace, got {listed}; convert them to one")
+    if found:
+        return found[0]
+    if xp is not None and _is_mlx(xp):
+        return MLXNamespace(xp)
+    return _namespace_of_one((np if xp is None else xp).asarray(0))
 
 
 def _namespace_of_one(array: Any) -> Namespace:
@@ -99,8 +104,8 @@ def times(xp: Namespace, array: Any, factor: float) -> Any:
     return array * (asarray(xp, factor, array.dtype, None) if _is_mlx(xp) else factor)
 
 
-def lacks_float64(xp: Namespace) -> bool:
-    """Whether ``xp`` names a float64 that it would quietly turn into float32 (JAX without ``jax_enable_x64``)."""
+def lacks_64_bits(xp: Namespace) -> bool:
+    """Whether ``xp`` names 64-bit types that it would quietly make 32-bit ones (JAX without ``jax_enable_x64``)."""
     return _is_jax(xp) and "float64" not in xp.__array_namespace_info__().dtypes(kind="real floating")
 
 
@@ -112,8 +117,9 @@ def computes_eagerly_without_gradients(xp: Namespace) -> bool:
 def host_values(array: Any) -> np.ndarray[Any, Any] | None:
     """Return a small array's values as NumPy float64, or None if they cannot be had at once and for free.
 
-    None stands for: traced (``jax.jit``, ``torch.compile``, ``mx.compile``, ``vmap``), lazy (Dask), or on an
-    accelerator, where reading would make the host wait. Argument checks that need values pass over such arrays.
+    None stands for: traced (``jax.jit``, ``torch.compile``, ``mx.compile``, ``vmap``), a Dask graph, or on an
+    accelerator, where reading would make the host wait. Argument checks that need values pass over such arrays. An MLX
+    array does not tell whether it is still to be computed: then it is computed here.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import operator
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -49,7 +50,8 @@ def slopes(
         device: Device of the result, as ``xp.asarray`` takes it.
 
     Returns:
-        ``[num_heads]`` array of ``dtype`` on ``device``.
+        ``[num_heads]`` array of ``dtype`` on ``device``, all positive but for what a large ``bias_max`` makes smaller
+        than the dtype can hold.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -75,15 +77,16 @@ def slopes(
 
 def slope_values(num_heads: int, *, scheme: str = "canonical", bias_max: float = 8.0) -> list[float]:
     """Return the slopes as Python floats; arguments and errors as for :func:`slopes`."""
-    _checks.positive_int("num_heads", num_heads)
+    num_heads = _checks.positive_int("num_heads", num_heads)
     _checks.one_of("scheme", scheme, SCHEMES)
-    _checks.positive_number("bias_max", bias_max)
+    bias_max = _checks.positive_number("bias_max", bias_max)
     if scheme == "linear" and bias_max != 8:
         raise ValueError(f"bias_max must be left at 8 with scheme 'linear', which does not use it, got {bias_max}")
-    return list(_constant_slope_values(int(num_heads), scheme, float(bias_max)))
+    # Of numbers that torch.compile holds as symbols, these two functions make constants; int and float do not.
+    return list(_constant_slope_values(operator.index(num_heads), scheme, bias_max.as_integer_ratio()))
 
 
-def _constant_slope_values(num_heads: int, scheme: str, bias_max: float) -> tuple[float, ...]:
+def _constant_slope_values(num_heads: int, scheme: str, bias_max: tuple[int, int]) -> tuple[float, ...]:
     return _slope_values(num_heads, scheme, bias_max)
 
 
@@ -93,11 +96,11 @@ _constant_slope_values._dynamo_marked_constant = True  # type: ignore[attr-defin
 
 
 @lru_cache(maxsize=256)
-def _slope_values(num_heads: int, scheme: str, bias_max: float) -> tuple[float, ...]:
+def _slope_values(num_heads: int, scheme: str, bias_max: tuple[int, int]) -> tuple[float, ...]:
     if scheme == "linear":
         step = Fraction(45, 100) / max(num_heads - 1, 1)
         return tuple(float(Fraction(5, 100) + step * head) for head in range(num_heads))
-    b = Fraction(bias_max)
+    b = Fraction(*bias_max)
     if scheme == "geometric":
         return tuple(_exp2(-b * (head + 1) / num_heads) for head in range(num_heads))
     p = 1 << (num_heads.bit_length() - 1)

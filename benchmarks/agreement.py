@@ -59,7 +59,7 @@ def errors(backend: Backend, case: Case, exact: Attention, dtype: str) -> tuple[
 
 def main() -> int:
     """Print the table; return 0 if all agree."""
-    cases = [Case(SIZES, form, None, None, False, False, False, seed=7) for form in FORMS]
+    cases = [Case(SIZES, form, None, None, None, None, False, seed=7) for form in FORMS]
     frameworks, backends = (
         [parameter.values[0] for parameter in parameters if not parameter.marks[0].args[0]]  # marked to skip: missing
         for parameters in (FRAMEWORKS, BACKENDS)

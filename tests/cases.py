@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.frameworks import Framework
 from tests.oracle import Attention, Rules, penalties
 
+FAR, PER_BATCH = 1_000_000, -1_000_000
 FORMS = ("causal", "symmetric", "asymmetric", "clamped")
 
 
@@ -54,10 +55,10 @@ class Case:
 
     sizes: Sizes
     form: str
-    q_offset: int | None
+    q_offset: int | None  # None for the default, FAR for one far beyond the keys, PER_BATCH for an array of several
     window_size: int | None
-    is_packed: bool
-    is_masked: bool
+    packing: str | None
+    masking: str | None
     slopes_per_batch: bool
     seed: int
 
@@ -75,7 +76,8 @@ class Case:
         rng = np.random.default_rng(self.seed)
         size, heads = self.sizes, self.num_heads
         q_len, kv_len = size.lengths
-        slopes = rng.choice([0.0, 2.0**-16, 0.0625, 0.3, 1.0], size=(size.batch, heads))
+        # Representable in float32, so that even far from the diagonal the oracle's float64 products are exact.
+        slopes = rng.choice(np.float32([0.0, 2.0**-16, 0.0625, 0.3, 1.0]), size=(size.batch, heads)).astype(np.float64)
         query, key, value, cotangent = (
             rng.standard_normal((size.batch, h, n, size.head_dim)) * rng.choice([0.25, 1.0, 4.0])
             for h, n in ((heads, q_len), (size.num_kv_heads, kv_len), (size.num_kv_heads, kv_len), (heads, q_len))
@@ -105,17 +107,25 @@ class Case:
         if self.form != "causal":
             arguments["is_causal"] = False
         if self.form in ("asymmetric", "clamped"):
-            future = rng.choice([0.0, 0.125, 0.7], size=self.num_heads)
-            arguments["future_slopes"] = (future if self.form == "asymmetric" else future * 0).astype(np.float32)
-        if self.q_offset is not None:
+            future = rng.choice([0.0, 0.125, 0.7], size=(self.sizes.batch, self.num_heads)).astype(np.float32)
+            future = future if self.slopes_per_batch else future[0]
+            arguments["future_slopes"] = future if self.form == "asymmetric" else future * 0
+        if self.q_offset == PER_BATCH:
+            arguments["q_offset"] = rng.integers(-4, 14, self.sizes.batch, np.int32)
+        elif self.q_offset is not None:
             arguments["q_offset"] = self.q_offset
         if self.window_size is not None:
             arguments["window_size"] = self.window_size
-        if self.is_packed:
-            ids = np.sort(rng.integers(0, 3, size=(self.sizes.batch, max(q_len, kv_len))), axis=-1).astype(np.int32)
-            arguments["segment_ids"] = ids if q_len == kv_len else (ids[:, :q_len], ids[:, :kv_len])
-        if self.is_masked:
-            arguments["mask"] = rng.random((self.sizes.batch, 1, q_len, kv_len)) < 0.6
+        if self.packing is not None:
+            ids = np.sort(rng.integers(0, 3, size=(self.sizes.batch, q_len + kv_len)), axis=-1).astype(np.int32)
+            if self.packing == "one row":
+                ids = ids[0]
+            is_one_array = self.packing == "same" and q_len == kv_len
+            arguments["segment_ids"] = ids[:, :q_len] if is_one_array else (ids[..., :q_len], ids[..., -kv_len:])
+        if self.masking is not None:
+            batch, heads = self.sizes.batch, self.num_heads
+            shape = {"by head": (heads, q_len, kv_len), "by key": (batch, 1, 1, kv_len)}.get(self.masking)
+            arguments["mask"] = rng.random(shape or (batch, 1, q_len, kv_len)) < 0.6
         return arguments
 
     def rules(self, slopes: np.ndarray) -> Rules:
@@ -145,10 +155,10 @@ def cases(draw: st.DrawFn, *, forms: tuple[str, ...] = FORMS, sizes: Sizes | Non
     return Case(
         sizes=sizes,
         form=draw(st.sampled_from(forms)),
-        q_offset=None if plain else draw(st.none() | st.integers(-3, 13)),
+        q_offset=None if plain else draw(st.none() | st.integers(-3, 13) | st.sampled_from([FAR, PER_BATCH])),
         window_size=None if plain else draw(st.none() | st.integers(0, 6)),
-        is_packed=not plain and draw(st.booleans()),
-        is_masked=not plain and draw(st.booleans()),
+        packing=None if plain else draw(st.sampled_from([None, None, "same", "pair", "one row"])),
+        masking=None if plain else draw(st.sampled_from([None, None, "by query", "by key", "by head"])),
         slopes_per_batch=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )

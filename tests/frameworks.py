@@ -122,15 +122,22 @@ class Backend:
     def gradients(
         self, tensors: dict[str, np.ndarray], cotangent: np.ndarray, *, dtype: str, **arguments: Any
     ) -> dict[str, np.ndarray]:
-        """Return the gradients of ``sum(attention * cotangent)`` by query, key, value and slopes."""
+        """Return the gradients of ``sum(attention * cotangent)`` by ``tensors``, named as the arguments they are."""
         placed = {
-            name: self.framework.array(x if name == "slopes" else self.layout(x), dtype) for name, x in tensors.items()
+            name: self.framework.array(x, "float64" if dtype == "float64" else "float32")
+            if "slopes" in name
+            else self.framework.array(self.layout(x), dtype)
+            for name, x in tensors.items()
         }
         weight = self.framework.array(self.layout(cotangent), dtype)
-        function = self.function(**{name: self._place(value) for name, value in arguments.items()})
+        attention = self.function(**{name: self._place(value) for name, value in arguments.items()})
+
+        def function(*tensors: Any) -> Any:
+            return attention(**dict(zip(placed, tensors, strict=True)))
+
         gradients = _GRADIENTS[self.framework.name](function, list(placed.values()), weight)
         values = dict(zip(tensors, map(self.framework.numpy, gradients), strict=True))
-        return {name: x if name == "slopes" else self.layout(x) for name, x in values.items()}
+        return {name: x if "slopes" in name else self.layout(x) for name, x in values.items()}
 
     def _place(self, value: Any) -> Any:
         if isinstance(value, tuple):

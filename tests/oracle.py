@@ -17,10 +17,10 @@ class Rules:
     """The arguments that say which key counts how much, with every default filled in by the test."""
 
     slopes: np.ndarray
-    q_offset: int
+    q_offset: int | np.ndarray  # one for all, or [batch]
     is_causal: bool = True
     future_slopes: np.ndarray | None = None
-    q_segment_ids: np.ndarray | None = None  # [batch, q_len]
+    q_segment_ids: np.ndarray | None = None  # [q_len] or [batch, q_len]
     kv_segment_ids: np.ndarray | None = None
     window_size: int | None = None
     mask: np.ndarray | None = None  # broadcasts to [batch, heads, q_len, kv_len]
@@ -32,13 +32,18 @@ def penalties(rules: Rules, batch: int, heads: int, q_len: int, kv_len: int) -> 
     slopes = np.broadcast_to(rules.slopes, (batch, heads))
     future = slopes if rules.future_slopes is None else np.broadcast_to(rules.future_slopes, (batch, heads))
     mask = None if rules.mask is None else np.broadcast_to(rules.mask, result.shape)
+    offsets = np.broadcast_to(rules.q_offset, (batch,))
+    q_ids, kv_ids = (
+        None if ids is None else np.broadcast_to(ids, (batch, ids.shape[-1]))
+        for ids in (rules.q_segment_ids, rules.kv_segment_ids)
+    )
     for b, h, i, j in np.ndindex(*result.shape):
-        ahead = j - (rules.q_offset + i)  # how many tokens the key lies after the query
+        ahead = int(j - (offsets[b] + i))  # how many tokens the key lies after the query
         if rules.is_causal and ahead > 0:
             continue
         if rules.window_size is not None and abs(ahead) > rules.window_size:
             continue
-        if rules.q_segment_ids is not None and rules.q_segment_ids[b, i] != rules.kv_segment_ids[b, j]:
+        if q_ids is not None and q_ids[b, i] != kv_ids[b, j]:
             continue
         if mask is not None and not mask[b, h, i, j]:
             continue
@@ -84,8 +89,14 @@ class Attention:
         return np.stack([self.value[:, h // self.group] for h in range(self.query.shape[1])], axis=1)
 
     @property
+    def _highest(self) -> np.ndarray:
+        """The bias of each row's best-placed key, ``[batch, heads, q_len, 1]``; 0 where there is none."""
+        highest = self.bias.max(axis=-1, keepdims=True, initial=-np.inf)
+        return np.where(np.isfinite(highest), highest, 0.0)
+
+    @property
     def weights(self) -> np.ndarray:
-        scores = self.scale * np.einsum("bhid,bhjd->bhij", self.query, self.keys) + self.bias
+        scores = self.scale * np.einsum("bhid,bhjd->bhij", self.query, self.keys) + (self.bias - self._highest)
         result = np.zeros_like(scores)
         for index in np.ndindex(*scores.shape[:3]):
             row = scores[index]
@@ -96,12 +107,16 @@ class Attention:
 
     @property
     def _score_error(self) -> np.ndarray:
-        """How far a row's scores may be off, ``[batch, heads, q_len, 1]``."""
-        u = min(U32, UNIT_ROUNDOFF[self.dtype]) if self.dtype == "float64" else U32
-        head_dim = self.query.shape[-1]
+        """How far a row's scores may be off, ``[batch, heads, q_len, 1]``, but for what is constant along the row.
+
+        Softmax ignores that, so a bias need not be exact in itself: its differences along the row must be.
+        """
+        u = UNIT_ROUNDOFF[self.dtype] if self.dtype == "float64" else U32
+        visible = np.isfinite(self.bias)
+        falls = np.where(visible, self._highest - np.where(visible, self.bias, 0), 0)
         products = self.scale * np.einsum("bhid,bhjd->bhij", np.abs(self.query), np.abs(self.keys))
-        sizes = (head_dim + 3) * products + 3 * np.where(np.isfinite(self.bias), np.abs(self.bias), 0)
-        return u * np.where(np.isfinite(self.bias), sizes, 0).max(axis=-1, keepdims=True, initial=0)
+        sizes = (self.query.shape[-1] + 3) * products + 3 * falls
+        return u * np.where(visible, sizes, 0).max(axis=-1, keepdims=True, initial=0)
 
     @property
     def _weight_error(self) -> np.ndarray:

@@ -81,8 +81,9 @@ ATTENTION = [
         is_about_values=True,
     ),
     Bad({"is_causal": 1}, TypeError, "is_causal must be True or False, got 1"),
-    Bad({"q_offset": 1.0}, TypeError, "q_offset must be an array|q_offset must be an integer"),
-    Bad({"q_offset": True}, TypeError, "q_offset must be an array|q_offset must be an integer"),
+    Bad({"q_offset": 1.0}, TypeError, "q_offset must be an integer or an integer array, got 1.0"),
+    Bad({"q_offset": True}, TypeError, "q_offset must be an integer or an integer array, got True"),
+    Bad({"q_offset": 2**31}, ValueError, "q_offset and lengths must stay within 2147483647 tokens"),
     Bad({"q_offset": floats(2)}, TypeError, "q_offset must have an integer dtype"),
     Bad({"q_offset": ints(3)}, ValueError, r"q_offset must have shape \(\) or \(2,\)"),
     Bad({"segment_ids": ints(2, 7)}, ValueError, "segment_ids must be a pair .* when q_len, 5, and kv_len, 7, differ"),
@@ -209,6 +210,7 @@ SLOPES = [
     Bad({"bias_max": 0}, ValueError, "bias_max must be positive, got 0"),
     Bad({"bias_max": -8.0}, ValueError, "bias_max must be positive"),
     Bad({"bias_max": NAN}, ValueError, "bias_max must be finite"),
+    Bad({"bias_max": 10**400}, ValueError, "bias_max must be finite"),
     Bad({"bias_max": "8"}, TypeError, "bias_max must be a real number"),
     Bad({"bias_max": 16, "scheme": "linear"}, ValueError, "bias_max must be left at 8 with scheme 'linear'"),
     Bad({"dtype": np.int32}, TypeError, "dtype must be a real floating dtype"),
@@ -232,6 +234,7 @@ COMMON_BIAS = [
     Bad({"slopes": slopes_of(0.5, NAN)}, ValueError, "slopes must be finite", is_about_values=True),
 ]
 FUTURE = [
+    Bad({"allow_negative_slopes": "yes"}, TypeError, "allow_negative_slopes must be True or False"),
     Bad({"is_causal": None}, TypeError, "is_causal must be True or False"),
     Bad({"future_slopes": floats(2)}, ValueError, "future_slopes must be None when is_causal=True"),
     Bad({"is_causal": False, "future_slopes": floats(3)}, ValueError, r"future_slopes must have the shape of slopes"),
@@ -321,7 +324,28 @@ LAYER = [
     Bad({"dropout": NAN}, ValueError, "dropout must be finite"),
     Bad({"implementation": "fastest"}, ValueError, "implementation must be one of"),
     Bad({"is_causal": 0}, TypeError, "is_causal must be True or False"),
+    Bad({"bias": "no"}, TypeError, "bias must be True or False"),
 ]
+
+
+@pytest.mark.parametrize("xp", ["torch", 5, np.linalg])
+def test_what_is_no_namespace_is_refused(xp: Any) -> None:
+    with pytest.raises(TypeError, match="xp must be an array namespace such as numpy, torch or jax.numpy"):
+        alibi_core.bias(2, 3, xp=xp)
+
+
+def test_a_bias_on_two_devices_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    slopes, positions = torch.ones(2), torch.arange(3)
+    far = {name: x.to("meta") for name, x in (("slopes", slopes), ("positions", positions))}
+    with pytest.raises(ValueError, match="slopes must be on the device of the result, meta, got cpu"):
+        alibi_core.bias(slopes, 3, device="meta")
+    with pytest.raises(ValueError, match="future_slopes must be on the device of the result, cpu, got meta"):
+        alibi_core.bias(slopes, 3, is_causal=False, future_slopes=far["slopes"])
+    with pytest.raises(ValueError, match="slopes must be on the device of the result, meta, got cpu"):
+        alibi_core.bias_from_positions(slopes, far["positions"], far["positions"])
+    with pytest.raises(ValueError, match="kv_positions must be on the device of q_positions, cpu, got meta"):
+        alibi_core.bias_from_positions(slopes, positions, far["positions"])
 
 
 @pytest.mark.parametrize("backend", [b for b in LAYER_BACKENDS if b.values[0].implementation == "dense"])

@@ -203,6 +203,23 @@ def test_positions_of_any_integer_type_are_subtracted_without_wrapping(dtype: st
     np.testing.assert_array_equal(actual, [[[-100, 0], [0, -100]]])
 
 
+def test_positions_beyond_int32_are_refused_rather_than_wrapped() -> None:
+    for arguments in ({"q_offset": 2**31}, {"q_offset": -(2**40)}):
+        with pytest.raises(ValueError, match="q_offset and lengths must stay within 2147483647 tokens"):
+            alibi_core.bias(np.ones(1), 2, 2, **arguments)
+    with pytest.raises(ValueError, match="must stay within"):
+        alibi_core.key_bias(np.ones(1), 2**31)
+    far = np.asarray([2**32 - 1], dtype=np.uint32)
+    np.testing.assert_array_equal(alibi_core.bias_from_positions(np.ones(1), far, far * 0), [[[-(2.0**32 - 1)]]])
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int16, np.uint64])
+def test_lengths_and_offsets_may_be_numpy_integers_of_any_kind(kind: type) -> None:
+    expected = alibi_core.bias(3, 5, 3)
+    np.testing.assert_array_equal(alibi_core.bias(kind(3), kind(5), kind(3)), expected)
+    np.testing.assert_array_equal(alibi_core.bias(3, 5, 3, q_offset=np.int8(-2)), expected)
+
+
 def test_int64_positions_beyond_int32_keep_their_differences() -> None:
     far = np.asarray([2**40, 2**40 + 1])
     np.testing.assert_array_equal(alibi_core.bias_from_positions(np.asarray([1.0]), far, far), [[[0, -INF], [-1, 0]]])

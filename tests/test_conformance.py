@@ -76,10 +76,39 @@ def test_gradients_are_exact_to_rounding(backend: Backend, case: Case) -> None:
     assert_gradients(backend, case, "float32")
 
 
+@pytest.mark.parametrize(("backend", "dtype"), [x for x in LOW_PRECISION if x.values[0].module != "alibi_core"])
+@given(case=cases())
+def test_low_precision_gradients_are_exact_to_their_rounding(backend: Backend, dtype: str, case: Case) -> None:
+    assert_gradients(backend, case, dtype)
+
+
+@pytest.mark.parametrize("backend", DIFFERENTIABLE)
+@given(case=cases(forms=("asymmetric",)))
+def test_gradients_of_both_kinds_of_slopes_add_up(backend: Backend, case: Case) -> None:
+    # With the same slopes on both sides, moving both moves the symmetric form's slopes.
+    slopes = case.arrays["slopes"].astype(np.float32)
+    arguments = {name: value for name, value in case.arguments.items() if name != "future_slopes"}
+    symmetric = dataclasses.replace(case, form="symmetric")
+    tensors = {name: case.arrays[name] for name in ("query", "key", "value")}
+    cotangent = case.arrays["cotangent"]
+    by_past = backend.gradients(tensors | {"slopes": slopes}, cotangent, dtype="float32", **arguments)["slopes"]
+    both = {"slopes": slopes, "future_slopes": slopes}
+    past, future = (backend.gradients(tensors | both, cotangent, dtype="float32", **arguments)[name] for name in both)
+    budget = gradient_answers(backend, symmetric, "float32")["slopes"].budget
+    assert np.all(np.abs(past + future - by_past) <= 3 * budget)
+    if case.sizes.lengths == (7, 7) and not case.slopes_per_batch and len(arguments) == 1:
+        assert np.abs(future).max() > 0
+
+
 def assert_gradients(backend: Backend, case: Case, dtype: str) -> None:
-    problem = case.exact(backend.framework, dtype)
     tensors = {name: case.arrays[name] for name in ("query", "key", "value", "slopes")}
     actual = backend.gradients(tensors, case.arrays["cotangent"], dtype=dtype, **case.arguments)
+    for name, answer in gradient_answers(backend, case, dtype).items():
+        assert_within(actual[name], answer)
+
+
+def gradient_answers(backend: Backend, case: Case, dtype: str) -> dict[str, Answer]:
+    problem = case.exact(backend.framework, dtype)
     ones = dataclasses.replace(case.rules(np.ones(case.num_heads)), future_slopes=None)
     if "future_slopes" in case.arguments:  # the slopes then count backwards only
         ones = dataclasses.replace(ones, future_slopes=np.zeros(case.num_heads))
@@ -91,8 +120,7 @@ def assert_gradients(backend: Backend, case: Case, dtype: str) -> None:
         expected["slopes"] = Answer(
             by_batch.value.sum(axis=0), by_batch.budget.sum(axis=0) * (1 + case.sizes.batch * 2**-20)
         )
-    for name, answer in expected.items():
-        assert_within(actual[name], answer)
+    return expected
 
 
 def test_the_oracles_gradients_are_those_of_finite_differences() -> None:
@@ -130,6 +158,22 @@ def test_decoding_in_steps_equals_prefill(backend: Backend, case: Case, steps: i
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@given(case=cases(forms=("causal",), sizes=SQUARE))
+def test_decoding_equals_prefill_with_windows_segments_and_masks(backend: Backend, case: Case) -> None:
+    case = dataclasses.replace(case, q_offset=None, packing="same" if case.packing else None)
+    a, arguments, answer = case.arrays, case.arguments, exact(backend, case)
+    for start, end in ((0, 4), (4, 7)):
+        seen = {"query": a["query"][:, :, start:end], "key": a["key"][:, :, :end], "value": a["value"][:, :, :end]}
+        if "segment_ids" in arguments:
+            ids = arguments["segment_ids"]
+            seen["segment_ids"] = (ids[:, start:end], ids[:, :end])
+        if "mask" in arguments:
+            seen["mask"] = np.broadcast_to(arguments["mask"], (2, 6, 7, 7))[:, :, start:end, :end].copy()
+        rows = slice(None), slice(None), slice(start, end)
+        assert_within(attend(backend, case, **seen), Answer(answer.value[rows], answer.budget[rows]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @given(case=cases(sizes=SQUARE))
 def test_a_shard_of_heads_equals_the_slice(backend: Backend, case: Case) -> None:
     a, answer = case.arrays, exact(backend, case)
@@ -137,7 +181,9 @@ def test_a_shard_of_heads_equals_the_slice(backend: Backend, case: Case) -> None
     shard = {"query": a["query"][:, heads], "key": a["key"][:, kv], "value": a["value"][:, kv]}
     shard["slopes"] = a["slopes"][..., heads]
     if "future_slopes" in case.arguments:
-        shard["future_slopes"] = case.arguments["future_slopes"][heads]
+        shard["future_slopes"] = case.arguments["future_slopes"][..., heads]
+    if case.masking == "by head":
+        shard["mask"] = case.arguments["mask"][heads]
     assert_within(attend(backend, case, **shard), Answer(answer.value[:, heads], answer.budget[:, heads]))
 
 
@@ -190,7 +236,7 @@ def test_symmetric_attention_commutes_with_reversal(backend: Backend, case: Case
 @given(case=cases())
 def test_slopes_of_zero_equal_no_bias(backend: Backend, case: Case) -> None:
     none = np.zeros_like(case.arrays["slopes"])
-    changes = {"future_slopes": np.zeros(case.num_heads, np.float32)} if "future_slopes" in case.arguments else {}
+    changes = {"future_slopes": case.arguments["future_slopes"] * 0} if "future_slopes" in case.arguments else {}
     problem = case.exact(backend.framework, "float32")
     plain = dataclasses.replace(problem, bias=np.where(np.isfinite(problem.bias), 0.0, -np.inf))
     assert_within(attend(backend, case, slopes=none, **changes), plain.output)
@@ -239,17 +285,6 @@ def test_gradients_of_nothing_are_zeros(backend: Backend, lengths: tuple[int, in
     tensors = {"query": query, "key": key, "value": key, "slopes": np.ones(3)}
     for name, gradient in backend.gradients(tensors, query, dtype="float32").items():
         np.testing.assert_array_equal(gradient, np.zeros_like(tensors[name]))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_offsets_may_differ_by_batch_entry(backend: Backend) -> None:
-    rng = np.random.default_rng(3)
-    query, key, value = (rng.standard_normal((2, 3, n, 5)) for n in (2, 7, 7))
-    together = backend.attention(query, key, value, dtype="float32", q_offset=np.asarray([1, 4], dtype=np.int32))
-    for entry, offset in enumerate((1, 4)):
-        one = slice(entry, entry + 1)
-        alone = backend.attention(query[one], key[one], value[one], dtype="float32", q_offset=offset)
-        np.testing.assert_allclose(together[one], alone, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

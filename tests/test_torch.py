@@ -69,7 +69,45 @@ def test_layer_compiles_whole_with_its_gradients(learnable_slopes: bool) -> None
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_attention_exports_for_fake_tensors() -> None:
+def test_one_compiled_function_serves_varying_sizes() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(alibi_torch.attention, fullgraph=True)
+    for heads, q_len, head_dim, scale in ((2, 3, 8, 0.5), (4, 5, 16, 0.25), (6, 7, 24, 0.125)):
+        query, key, value = torch.randn(3, 2, heads, q_len, head_dim).unbind()
+        expected = alibi_torch.attention(query, key, value, scale=scale)
+        torch.testing.assert_close(compiled(query, key, value, scale=scale), expected, rtol=0, atol=2e-6)
+
+
+def test_core_functions_compile_with_dynamic_lengths() -> None:
+    torch._dynamo.reset()
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        bias = alibi_core.bias(12, x.shape[0], x.shape[1], xp=torch)
+        return bias, alibi_core.slopes(x.shape[0], xp=torch)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True)
+    for shape in ((3, 7), (5, 11), (5, 13)):
+        for actual, expected in zip(compiled(torch.zeros(shape)), function(torch.zeros(shape)), strict=True):
+            assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_layer_exports_with_a_dynamic_length(strict: bool) -> None:
+    torch._dynamo.reset()
+    layer = AlibiAttention(24, 6)
+    length = torch.export.Dim("length", min=2, max=64)
+    exported = torch.export.export(layer, (torch.randn(2, 7, 24),), dynamic_shapes=({1: length},), strict=strict)
+    x = torch.randn(2, 11, 24)
+    torch.testing.assert_close(exported.module()(x), layer(x), rtol=0, atol=2e-6)
+
+
+def test_attention_and_layer_run_on_meta() -> None:
+    query, key, value = torch.ones(3, 1, 2, 3, 4, device="meta").unbind()
+    assert alibi_torch.attention(query, key, value).device.type == "meta"
+    assert AlibiAttention(24, 6, device="meta")(torch.ones(2, 5, 24, device="meta")).shape == (2, 5, 24)
+
+
+def test_attention_runs_on_fake_tensors() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -177,6 +215,38 @@ def test_a_layer_made_on_meta_comes_to_life_with_its_slopes() -> None:
     assert torch.equal(layer(x), source(x))
 
 
+def test_a_layer_made_on_meta_takes_assigned_weights() -> None:
+    source, x = AlibiAttention(24, 12, slopes=torch.rand(12)), torch.randn(2, 5, 24)
+    layer = torch.nn.Sequential(AlibiAttention(24, 12, slopes=source.slopes, device="meta"))
+    layer.load_state_dict(torch.nn.Sequential(source).state_dict(), assign=True)
+    assert torch.equal(layer(x), source(x))
+
+
+@pytest.mark.parametrize("make", [torch.ones, lambda n: np.ones(n, np.float32)])
+def test_a_layer_shares_no_memory_with_the_slopes_it_was_given(make: object) -> None:
+    slopes = make(6)
+    layer, bias = AlibiAttention(24, 6, slopes=slopes), AlibiBias(6, slopes=slopes)
+    slopes *= 9
+    assert layer.slopes.tolist() == bias.slopes.tolist() == [1.0] * 6
+
+
+def test_a_layer_takes_slopes_of_any_strides_and_rights() -> None:
+    slopes = alibi_core.slopes(6)[::-1]
+    slopes.flags.writeable = False
+    assert AlibiAttention(24, 6, slopes=slopes).slopes.tolist() == slopes.tolist()
+
+
+def test_training_goes_on_after_a_cast() -> None:
+    torch.manual_seed(0)
+    layer = AlibiAttention(24, 6, learnable_slopes=True)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.randn(2, 5, 24)).square().sum().backward()
+    layer.to(torch.bfloat16)
+    assert layer.log_slopes.grad.dtype == torch.float32
+    layer(torch.randn(2, 5, 24, dtype=torch.bfloat16)).square().sum().backward()
+    optimizer.step()
+
+
 def test_learnable_slopes_learn_and_stay_positive() -> None:
     torch.manual_seed(0)
     layer = AlibiAttention(24, 6, learnable_slopes=True)
@@ -243,6 +313,28 @@ def test_cache_follows_autocast() -> None:
         torch.testing.assert_close(decoded, layer(x), rtol=0, atol=2**-6)
 
 
+def test_a_refused_call_leaves_the_cache_as_it_was() -> None:
+    layer, x = AlibiAttention(24, 6), torch.randn(2, 3, 24)
+    cache = layer.make_cache(2, 10)
+    layer(x, cache=cache)
+    with pytest.raises(ValueError, match="mask must broadcast"):
+        layer(x, mask=torch.ones(5, 5, dtype=torch.bool), cache=cache)
+    assert cache.length == 3
+
+
+def test_what_is_no_cache_or_no_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match="cache must be an alibi_torch.KVCache, got tuple"):
+        AlibiAttention(24, 6)(torch.randn(2, 3, 24), cache=(1, 2))
+    with pytest.raises(TypeError, match="key must be a tensor of four axes"):
+        KVCache(2, 3, 10, 8).append([1.0], [1.0])
+    with pytest.raises(TypeError, match="dtype must be a real floating dtype"):
+        KVCache(2, 3, 10, 8, dtype=torch.int32)
+    with pytest.raises(TypeError, match="arrays must belong to one array namespace, got numpy and torch"):
+        AlibiAttention(24, 6)(np.zeros((2, 3, 24), np.float32))
+    with pytest.raises(TypeError, match="x must have a real floating dtype"):
+        AlibiAttention(24, 6)(torch.zeros(2, 3, 24, dtype=torch.int32))
+
+
 def test_cache_refuses_sizes_that_are_none() -> None:
     with pytest.raises(ValueError, match="max_length must be at least 1, got 0"):
         AlibiAttention(24, 6).make_cache(2, 0)
@@ -274,6 +366,20 @@ def test_bias_module_notices_every_change() -> None:
     module(3)
     module.slopes = torch.ones(2)
     assert module(3)[0, 2, 0] == -2
+
+
+def test_bias_module_compiles() -> None:
+    torch._dynamo.reset()
+    module = AlibiBias(4)
+    assert torch.equal(torch.compile(module, fullgraph=True)(5), module(5))
+
+
+@pytest.mark.parametrize("length", [True, 3.0])
+def test_bias_module_takes_no_lengths_that_equal_integers(length: object) -> None:
+    module = AlibiBias(2)
+    module(1), module(3)
+    with pytest.raises(TypeError, match="q_len must be an integer"):
+        module(length)
 
 
 def test_bias_module_knows_linear_slopes_and_refuses_two_kinds() -> None:

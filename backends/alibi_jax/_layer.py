@@ -90,6 +90,7 @@ class AlibiAttention(nnx.Module):
             learnable_slopes=learnable_slopes,
             window_size=window_size,
             dropout=dropout,
+            bias=bias,
         )
         if implementation is not None:
             _checks.one_of("implementation", implementation, IMPLEMENTATIONS)
@@ -98,7 +99,7 @@ class AlibiAttention(nnx.Module):
                 _checks.floating_dtype(jnp, name, jnp.dtype(given))
         self.is_causal, self.window_size, self.implementation = is_causal, window_size, implementation
         self.dtype, self.param_dtype = dtype, param_dtype
-        options = {"use_bias": _checks.boolean("bias", bias), "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        options = {"use_bias": bias, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.q_proj = nnx.Linear(embed_dim, shape.num_heads * shape.head_dim, **options)
         self.k_proj = nnx.Linear(embed_dim, shape.num_kv_heads * shape.head_dim, **options)
         self.v_proj = nnx.Linear(embed_dim, shape.num_kv_heads * shape.head_dim, **options)
@@ -151,7 +152,7 @@ class AlibiAttention(nnx.Module):
             TypeError: If an argument is of the wrong kind.
             ValueError: If a shape is wrong, the cache is full or does not fit, or a layer that is not causal gets one.
         """
-        self.shape.check_input(x)
+        self.shape.check_input(x, jnp)
         query, key, value = (
             y.reshape(*y.shape[:2], -1, self.shape.head_dim)  # [batch, length, heads, head_dim]
             for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x))

@@ -75,6 +75,7 @@ class AlibiAttention(nn.Module):
             learnable_slopes=learnable_slopes,
             window_size=window_size,
             dropout=dropout,
+            bias=bias,
         )
         if implementation is not None:
             one_of("implementation", implementation, IMPLEMENTATIONS)
@@ -124,25 +125,31 @@ class AlibiAttention(nn.Module):
             TypeError: If an argument is of the wrong kind.
             ValueError: If a shape is wrong, the cache does not fit, or the layer is not causal and gets a cache.
         """
-        self.shape.check_input(x)
+        self.shape.check_input(x, mx)
         query, key, value = (
             mx.unflatten(proj(x), -1, (-1, self.shape.head_dim)).swapaxes(1, 2)  # [batch, heads, length, head_dim]
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
+        held = None if cache is None else getattr(cache, "offset", None)
         if cache is not None:
             key, value = self._with_cached(cache, key, value)
-        attended = attention(
-            query,
-            key,
-            value,
-            self.slopes,
-            is_causal=self.is_causal,
-            future_slopes=self._future_slopes,
-            segment_ids=segment_ids,
-            window_size=self.window_size,
-            mask=mask,
-            implementation=self.implementation,
-        )
+        try:
+            attended = attention(
+                query,
+                key,
+                value,
+                self.slopes,
+                is_causal=self.is_causal,
+                future_slopes=self._future_slopes,
+                segment_ids=segment_ids,
+                window_size=self.window_size,
+                mask=mask,
+                implementation=self.implementation,
+            )
+        except Exception:
+            if cache is not None:
+                cache.offset = held  # a call that was refused leaves no tokens behind
+            raise
         return self.dropout(self.out_proj(mx.flatten(attended.swapaxes(1, 2), -2)))
 
     def make_cache(self, batch_size: int | None = None, max_length: int | None = None) -> KVCache:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import array_api_compat.torch as xp
 import torch
 import torch.nn.functional as F
@@ -89,10 +92,16 @@ def attention(
         xp=xp,
     )
     # Autocast would round the bias to its own low precision. Whatever it had to cast, it has cast before.
-    with torch.autocast(query.device.type, enabled=False):
+    with _no_autocast(query.device.type):
         if chosen == "dense" or call.is_empty:  # nothing to compute, but the gradient's graph is to be whole
             return dense_attention(call, query, key, value)
         return _sdpa(call, query, key, value)
+
+
+def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
+    if not torch.amp.is_autocast_available(device_type):  # on the meta device, for one
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def _sdpa(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -102,9 +111,8 @@ def _sdpa(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Ten
         query, key, value = (x.to(call.working_dtype) for x in (query, key, value))
     # The fused CPU kernel takes a mask of as many axes as the tensors have, and no fewer.
     bias = bias.reshape((1,) * (query.ndim - bias.ndim) + bias.shape)
-    result = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=bias, scale=call.scale, enable_gqa=call.num_kv_heads != call.num_heads
-    )
+    grouped = {"enable_gqa": True} if call.num_kv_heads != call.num_heads else {}
+    result = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=call.scale, **grouped)
     if attends is not None:
         result = torch.where(attends, result, 0.0)
     return result.to(call.dtype)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 import alibi_core
+from alibi_core._checks import non_negative_int
 from alibi_core._layer import LayerShape
-from alibi_torch._slopes import KeepsSlopes
+from alibi_torch._slopes import KeepsSlopes, host_copy
 
 
 class AlibiBias(KeepsSlopes):
@@ -18,7 +21,8 @@ class AlibiBias(KeepsSlopes):
     Args:
         num_heads: How many heads.
         is_causal: Mask keys after the query. Otherwise the bias is symmetric.
-        slopes: ``[num_heads]`` slopes, not negative. Default: those of ``scheme``.
+        slopes: ``[num_heads]`` slopes, a PyTorch or NumPy array, not negative; used as float32. Default: those of
+            ``scheme``.
         scheme: As for :func:`alibi_core.slopes`; must be left alone when ``slopes`` are given.
 
     Raises:
@@ -35,7 +39,7 @@ class AlibiBias(KeepsSlopes):
     """
 
     def __init__(
-        self, num_heads: int, *, is_causal: bool = True, slopes: Tensor | None = None, scheme: str | None = None
+        self, num_heads: int, *, is_causal: bool = True, slopes: Any | None = None, scheme: str | None = None
     ) -> None:
         super().__init__()
         if slopes is None:
@@ -45,7 +49,8 @@ class AlibiBias(KeepsSlopes):
             raise ValueError(f"scheme must be None when slopes are given, got {scheme!r}")
         LayerShape.check(num_heads, num_heads, is_causal=is_causal, slopes=slopes)
         self.is_causal = is_causal
-        self.register_slopes("slopes", slopes.detach().cpu(), slopes.device)
+        place = slopes.device if isinstance(slopes, Tensor) else torch.get_default_device()
+        self.register_slopes("slopes", host_copy(slopes), place)
         self._built: tuple[Tensor, tuple[object, ...], Tensor] | None = None  # slopes, key, bias
 
     def forward(self, q_len: int, kv_len: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -59,6 +64,11 @@ class AlibiBias(KeepsSlopes):
         Returns:
             ``[num_heads, q_len, kv_len]`` on the device of the slopes; do not change it in place.
         """
+        non_negative_int("q_len", q_len)  # True and 1.0 would pass for 1 in the key
+        if kv_len is not None:
+            non_negative_int("kv_len", kv_len)
+        if torch.compiler.is_compiling():  # a compiled function keeps nothing: it makes the bias part of other loops
+            return alibi_core.bias(self.slopes, q_len, kv_len, is_causal=self.is_causal, dtype=dtype)
         # In the key, too: a bias made in inference mode could not be used in training.
         key = (q_len, kv_len, dtype, self.slopes.device, torch.is_inference_mode_enabled())
         if self._built is None or self._built[0] is not self.slopes or self._built[1] != key:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
-from alibi_core._checks import positive_int
+from alibi_core._checks import floating_dtype, positive_int
 
 
 class KVCache:
@@ -33,6 +34,8 @@ class KVCache:
             positive_int("max_length", max_length),
             positive_int("head_dim", head_dim),
         )
+        if dtype is not None:
+            floating_dtype(xp, "dtype", dtype)
         self.key, self.value = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         self.length = 0
 
@@ -53,10 +56,13 @@ class KVCache:
             :meth:`append`, as far as gradients are concerned; decode under ``torch.no_grad()``.
 
         Raises:
+            TypeError: If an argument is no tensor of four axes.
             ValueError: If the cache is full, or holds another batch, dtype or device.
         """
         batch_size, num_kv_heads, max_length, head_dim = self.key.shape
         for name, tensor in (("key", key), ("value", value)):
+            if not isinstance(tensor, Tensor) or tensor.ndim != 4:
+                raise TypeError(f"{name} must be a tensor of four axes, got {getattr(tensor, 'shape', tensor)}")
             if (tensor.dtype, tensor.device) != (self.key.dtype, self.key.device):
                 raise ValueError(
                     f"{name} must be {self.key.dtype} on {self.key.device} as the cache is, "

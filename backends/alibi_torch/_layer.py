@@ -12,7 +12,7 @@ from alibi_core._checks import one_of
 from alibi_core._layer import LayerShape
 from alibi_torch._attention import IMPLEMENTATIONS, attention
 from alibi_torch._cache import KVCache
-from alibi_torch._slopes import KeepsSlopes
+from alibi_torch._slopes import KeepsSlopes, host_copy
 
 
 class AlibiAttention(KeepsSlopes):
@@ -83,6 +83,7 @@ class AlibiAttention(KeepsSlopes):
             learnable_slopes=learnable_slopes,
             window_size=window_size,
             dropout=dropout,
+            bias=bias,
         )
         if implementation is not None:
             one_of("implementation", implementation, IMPLEMENTATIONS)
@@ -95,10 +96,7 @@ class AlibiAttention(KeepsSlopes):
         self.dropout = nn.Dropout(dropout)
 
         place = self.q_proj.weight.device
-        given, future = (
-            None if x is None else torch.as_tensor(x, dtype=torch.float32, device="cpu").detach()
-            for x in (slopes, future_slopes)
-        )
+        given, future = (None if x is None else host_copy(x) for x in (slopes, future_slopes))
         initial = shape.fixed_slopes(xp, given, "cpu")
         self.log_slopes = nn.Parameter(initial.log().to(place)) if learnable_slopes else None
         self.register_slopes("slopes", None if learnable_slopes else initial, place)
@@ -109,7 +107,7 @@ class AlibiAttention(KeepsSlopes):
         x: Tensor,
         *,
         mask: Tensor | None = None,
-        segment_ids: Tensor | None = None,
+        segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         """Attend within ``x``, or from ``x`` to the tokens in ``cache`` and ``x``.
@@ -118,7 +116,8 @@ class AlibiAttention(KeepsSlopes):
             x: ``[batch, length, embed_dim]``.
             mask: Booleans, True where a query may look, that broadcast to ``[batch, num_heads, length, kv_len]``,
                 where ``kv_len`` counts the cached tokens too.
-            segment_ids: ``[batch, length]`` integers, for packed sequences.
+            segment_ids: ``[batch, length]`` integers, for packed sequences; with a cache, a pair (of ``x``, of all
+                tokens).
             cache: From :meth:`make_cache`; the tokens of ``x`` are appended to it. Causal layers only.
 
         Returns:
@@ -128,27 +127,36 @@ class AlibiAttention(KeepsSlopes):
             TypeError: If an argument is of the wrong kind.
             ValueError: If a shape is wrong, the cache does not fit, or the layer is not causal and gets a cache.
         """
-        self.shape.check_input(x)
+        self.shape.check_input(x, xp)
         query, key, value = (
             proj(x).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)  # [batch, heads, length, head_dim]
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
+        held = 0
         if cache is not None:
             if not self.is_causal:
                 raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
+            if not isinstance(cache, KVCache):
+                raise TypeError(f"cache must be an alibi_torch.KVCache, got {type(cache).__name__}; see make_cache")
+            held = cache.length
             key, value = cache.append(key, value)
-        attended = attention(
-            query,
-            key,
-            value,
-            self.slopes if self.log_slopes is None else self.log_slopes.exp(),
-            is_causal=self.is_causal,
-            future_slopes=self.future_slopes,
-            segment_ids=segment_ids,
-            window_size=self.window_size,
-            mask=mask,
-            implementation=self.implementation,
-        )
+        try:
+            attended = attention(
+                query,
+                key,
+                value,
+                self.slopes if self.log_slopes is None else self.log_slopes.exp(),
+                is_causal=self.is_causal,
+                future_slopes=self.future_slopes,
+                segment_ids=segment_ids,
+                window_size=self.window_size,
+                mask=mask,
+                implementation=self.implementation,
+            )
+        except Exception:
+            if cache is not None:
+                cache.length = held  # a call that was refused leaves no tokens behind
+            raise
         return self.dropout(self.out_proj(attended.transpose(1, 2).flatten(2)))
 
     def make_cache(self, batch_size: int, max_length: int) -> KVCache:

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 
+def host_copy(slopes: Any) -> Tensor:
+    """Return a PyTorch or NumPy array as float32 on the CPU (or on ``meta``), sharing no memory with it."""
+    if isinstance(slopes, Tensor):
+        place = "meta" if slopes.is_meta else "cpu"
+        return slopes.detach().to(place, torch.float32, copy=True)
+    return torch.from_numpy(np.array(slopes, dtype=np.float32)).clone()
+
+
 class KeepsSlopes(nn.Module):
-    """A module whose slopes follow it between devices, but not to low precision, and come to life after ``meta``.
+    """A module whose slopes follow it between devices, but not to another precision, and come to life after ``meta``.
 
     A slope rounded to bfloat16 is off by up to 0.4 %, which over thousands of tokens is whole units of bias.
     """
 
     def register_slopes(self, name: str, slopes: Tensor | None, device: torch.device) -> None:
-        """Register fixed slopes, made on the CPU, as a buffer on ``device`` that is not saved."""
-        self._host_slopes: dict[str, Tensor | None] = {**getattr(self, "_host_slopes", {}), name: slopes}
-        self.register_buffer(name, None if slopes is None else slopes.to(device), persistent=False)
+        """Register fixed slopes, as :func:`host_copy` returns them, as a buffer on ``device`` that is not saved."""
+        if not hasattr(self, "_host_slopes"):
+            self._host_slopes: dict[str, Tensor | None] = {}
+            self.register_load_state_dict_post_hook(_revive)
+        self._host_slopes[name] = slopes
+        self.register_buffer(name, None if slopes is None else slopes.to(device, copy=True), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         names = [*self._host_slopes, "log_slopes"]
@@ -28,7 +40,19 @@ class KeepsSlopes(nn.Module):
             moved = getattr(self, name)
             host = self._host_slopes.get(name)
             if kept.is_meta and host is not None:
-                moved.data = host.to(moved.device)  # a checkpoint that is loaded now brings no fixed slopes
+                moved.data = host.to(moved.device, copy=True)  # to_empty left it without values
             elif moved.dtype != kept.dtype:
+                gradient = moved.grad
+                moved.grad = None
                 moved.data = kept.to(moved.device)
+                moved.grad = None if gradient is None else gradient.to(kept.dtype)
         return self
+
+
+def _revive(module: KeepsSlopes, incompatible_keys: object) -> None:
+    """Give fixed slopes, which no state dict holds, their values where one was loaded over ``meta`` parameters."""
+    place = next((parameter.device for parameter in module.parameters() if not parameter.is_meta), None)
+    for name, host in module._host_slopes.items():
+        slopes = getattr(module, name)
+        if place is not None and slopes is not None and slopes.is_meta and host is not None and not host.is_meta:
+            setattr(module, name, host.to(place, copy=True))
