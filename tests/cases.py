@@ -70,6 +70,12 @@ class Case:
         case.__dict__["arrays"] = arrays  # where cached_property keeps its value
         return case
 
+    def with_arguments(self, form: str, arguments: dict[str, Any]) -> Case:
+        """Return the case with these arguments of ``attention`` in place of those it would draw."""
+        case = dataclasses.replace(self, form=form)
+        case.__dict__["arguments"] = arguments
+        return case
+
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
         """Query, key, value, cotangent and slopes; each slope 0 now and then, each magnitude now and then large."""
