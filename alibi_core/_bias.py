@@ -90,7 +90,7 @@ def bias(
     )
     relative = relative_positions(xp, arange(xp, q_len, device) + q_offset, arange(xp, kv_len, device))
     visible = relative <= 0 if is_causal else None
-    bias = linear_bias(xp, slopes, future_slopes, relative, visible, is_positive=is_positive)
+    bias = linear_bias(xp, slopes, future_slopes, relative, visible, is_causal=is_causal, is_positive=is_positive)
     return astype(xp, bias, dtype)
 
 
@@ -169,7 +169,8 @@ def bias_from_positions(
     if q_segment_ids is not None and kv_segment_ids is not None:
         same = with_head_axis(q_segment_ids[..., :, None] == kv_segment_ids[..., None, :])
         visible = same if visible is None else visible & same
-    return astype(xp, linear_bias(xp, placed, future, relative, visible, is_positive=is_positive), dtype)
+    bias = linear_bias(xp, placed, future, relative, visible, is_causal=is_causal, is_positive=is_positive)
+    return astype(xp, bias, dtype)
 
 
 def key_bias(
@@ -212,7 +213,7 @@ def key_bias(
         slopes, None, True, allow_negative_slopes, xp=xp, dtype=dtype, device=device
     )
     relative = (arange(xp, kv_len, device) - (kv_len - 1))[None, :]  # [1, kv_len]
-    return astype(xp, linear_bias(xp, slopes, None, relative, None), dtype)
+    return astype(xp, linear_bias(xp, slopes, None, relative, None, is_causal=True), dtype)
 
 
 def relative_positions(xp: Namespace, q_positions: Any, kv_positions: Any) -> Any:
@@ -233,6 +234,7 @@ def linear_bias(
     relative: Any,
     visible: Any | None,
     *,
+    is_causal: bool,
     nearest: Any | None = None,
     is_positive: bool = False,
 ) -> Any:
@@ -244,14 +246,15 @@ def linear_bias(
         future_slopes: As ``slopes``, for ``relative > 0``; None to use ``slopes`` there too.
         relative: Integers that broadcast against ``[..., num_heads, q_len, kv_len]``.
         visible: Booleans that do, or None where nothing is masked.
+        is_causal: Whether ``visible`` is False wherever ``relative > 0``.
         nearest: Integers that do, to count distances from; None for 0.
         is_positive: Whether the slopes are known to be positive constants.
     """
     rates = slopes[..., None, None]  # [..., num_heads, 1, 1]
     if future_slopes is not None:
         rates = xp.where(relative > 0, future_slopes[..., None, None], rates)
-    reach = -xp.abs(relative) if nearest is None else nearest - xp.abs(relative)
-    reach = astype(xp, reach, slopes.dtype)
+    reach = relative if is_causal else -xp.abs(relative)  # what is ahead is to be masked anyway: a pass saved
+    reach = astype(xp, reach if nearest is None else reach + nearest, slopes.dtype)
     if visible is None:
         return rates * reach
     zero, minus_inf = (asarray(xp, x, slopes.dtype, device_of(xp, relative)) for x in (0.0, float("-inf")))

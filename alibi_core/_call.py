@@ -195,12 +195,16 @@ class AttentionCall:
             relative, nearest = with_head_axis(relative), with_head_axis(nearest)
         visible = self.visible(relative)
         if visible is None or self.every_query_attends:
-            return linear_bias(xp, self.slopes, self.future_slopes, relative, visible, nearest=nearest), None
+            return self._linear_bias(relative, visible, nearest), None
         attends = xp.any(visible, axis=-1, keepdims=True)
         if (self.mask is not None or self.q_segment_ids is not None) and not self.is_empty:
             nearest = self._nearest_visible(relative, visible, attends)
-        bias = linear_bias(xp, self.slopes, self.future_slopes, relative, visible, nearest=nearest)
+        bias = self._linear_bias(relative, visible, nearest)
         return xp.where(attends, bias, asarray(xp, 0.0, self.working_dtype, self.device)), attends
+
+    def _linear_bias(self, relative: Any, visible: Any | None, nearest: Any) -> Any:
+        slopes, future_slopes = self.slopes, self.future_slopes
+        return linear_bias(self.xp, slopes, future_slopes, relative, visible, is_causal=self.is_causal, nearest=nearest)
 
     def _nearest_visible(self, relative: Any, visible: Any, attends: Any) -> Any:
         """Return the distance of each query's nearest visible key, ``[..., q_len, 1]``, to count distances from.

@@ -1,0 +1,163 @@
+"""Who builds a dense bias: this library in four array libraries, and the builders of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+import alibi_core
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Library:
+    """An array library: its namespace, what waits for a result, and what compiles a function if it has that."""
+
+    xp: Any
+    finish: Callable[[Any], Any] = lambda array: array
+    compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+
+    def fill(self, shape: tuple[int, ...]) -> Any:
+        """Return a float32 array filled with a number that no allocator has ready."""
+        return self.finish(self.xp.full(shape, -1.0, dtype=self.xp.float32))
+
+
+@cache
+def library(name: str) -> Library:
+    """Import a library by the name of its namespace."""
+    if name == "torch":
+        import torch
+
+        return Library(torch)
+    if name == "jax.numpy":
+        import jax
+
+        return Library(jax.numpy, jax.block_until_ready, jax.jit)
+    if name == "mlx.core":
+        import mlx.core as mx
+
+        mx.set_cache_limit(0)  # a fill must not be handed the memory of the last bias, nor the other way round
+
+        def finish(array: Any) -> Any:
+            mx.eval(array)
+            return array
+
+        return Library(mx, finish, mx.compile)
+    return Library(np)
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Something that builds a dense bias.
+
+    Attributes:
+        library: The namespace it builds in.
+        prepare: Takes heads and length (imports, and whatever is not part of building) and returns the call to time.
+        masked: The same, of the call that also masks what is causally hidden.
+    """
+
+    name: str
+    library: str
+    prepare: Callable[[int, int], Call]
+    masked: Callable[[int, int], Call] | None = None
+    note: str = ""
+
+
+def _ours(name: str, num_heads: int, length: int) -> Call:
+    lib = library(name)
+    return lambda: lib.finish(alibi_core.bias(num_heads, length, xp=lib.xp))
+
+
+def _ours_compiled(name: str, num_heads: int, length: int) -> Call:
+    lib = library(name)
+    # Slopes are an argument: all that is constant in a compiled function may be computed before it is called.
+    slopes = alibi_core.slopes(num_heads, xp=lib.xp)
+    function = lib.compile(lambda slopes: alibi_core.bias(slopes, length))
+    return lambda: lib.finish(function(slopes))
+
+
+LIBRARIES = {"NumPy": "numpy", "PyTorch": "torch", "MLX": "mlx.core", "JAX": "jax.numpy"}
+JUDGED = ("NumPy", "PyTorch")
+OURS = (
+    *(Builder(name, module, partial(_ours, module)) for name, module in LIBRARIES.items()),
+    Builder("MLX, compiled", "mlx.core", partial(_ours_compiled, "mlx.core")),
+    Builder("JAX, compiled", "jax.numpy", partial(_ours_compiled, "jax.numpy")),
+)
+
+
+def _bloom(num_heads: int, length: int) -> Call:
+    import torch
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+    everything = torch.ones(1, length, dtype=torch.int64)  # BLOOM's padding mask, without padding
+    return lambda: build_alibi_tensor(everything, num_heads, torch.float32)
+
+
+def _mpt(num_heads: int, length: int) -> Call:
+    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+    return lambda: build_mpt_alibi_tensor(num_heads, length)
+
+
+def _x_transformers(num_heads: int, length: int) -> Call:
+    from x_transformers.x_transformers import AlibiPositionalBias
+
+    return lambda: AlibiPositionalBias(num_heads)(length, length)  # a new one, since each keeps the bias it has built
+
+
+def _mlx_nn(num_heads: int, length: int) -> Call:
+    from mlx.nn import ALiBi
+
+    finish = library("mlx.core").finish
+    return lambda: finish(ALiBi.create_alibi_matrix(length, length, num_heads))
+
+
+def _broadcast(rows: Callable[[int, int], Call], num_heads: int, length: int) -> Call:
+    build = rows(num_heads, length)
+    return lambda: build().expand(num_heads, length, length).contiguous()
+
+
+def _masked(bias: Callable[[int, int], Call], name: str, num_heads: int, length: int) -> Call:
+    build, lib = bias(num_heads, length), library(name)
+    build_mask = {
+        "torch": lambda: lib.xp.full((length, length), -lib.xp.inf).triu(1),
+        "mlx.core": lambda: lib.xp.triu(lib.xp.full((length, length), -lib.xp.inf), 1),
+    }[name]
+    return lambda: lib.finish(build() + build_mask())
+
+
+PEERS = (
+    Builder(
+        "BLOOM",
+        "torch",
+        partial(_broadcast, _bloom),
+        partial(_masked, _bloom, "torch"),
+        note="transformers, build_alibi_tensor: a row a head, broadcast and copied; no mask",
+    ),
+    Builder(
+        "MPT",
+        "torch",
+        partial(_broadcast, _mpt),
+        partial(_masked, _mpt, "torch"),
+        note="transformers, build_mpt_alibi_tensor: a row a head, broadcast and copied; no mask",
+    ),
+    Builder(
+        "x-transformers",
+        "torch",
+        _x_transformers,
+        partial(_masked, _x_transformers, "torch"),
+        note="AlibiPositionalBias: symmetric; no mask",
+    ),
+    Builder(
+        "mlx.nn.ALiBi",
+        "mlx.core",
+        _mlx_nn,
+        partial(_masked, _mlx_nn, "mlx.core"),
+        note="create_alibi_matrix: symmetric; no mask",
+    ),
+)

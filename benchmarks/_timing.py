@@ -1,0 +1,233 @@
+"""What the benchmarks share: times in pairs, peak memory, the machine, and results as a table and as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+MET, MISSED, NOT_MEASURED, NOT_JUDGED = "met", "missed", "not measured", "not judged"
+_STYLES = {MET: "green", MISSED: "bold red", NOT_MEASURED: "red"}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A candidate beside a baseline: seconds or bytes of both, and their ratio.
+
+    Attributes:
+        group: The question this is part of the answer to.
+        bar: What the ratio has to be below; None where it is there for information.
+        values: Of candidate and baseline, medians; None, like the ratio, if not measured.
+        lowest: The smallest ratio of a pair.
+        highest: The largest.
+        note: What is special about it, or why it was not measured.
+    """
+
+    group: str
+    candidate: str
+    baseline: str
+    unit: str
+    bar: float | None = None
+    values: tuple[float, float] | None = None
+    ratio: float | None = None
+    lowest: float | None = None
+    highest: float | None = None
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        """What was measured, in a line."""
+        ratio = "" if self.ratio is None else f", ratio {self.ratio:.2f}"
+        return f"{self.group}: {self.candidate} against {self.baseline}{ratio}"
+
+    def verdict(self, judged: bool) -> str:
+        """Return whether the bar is met, or why that cannot be said; nothing where there is no bar."""
+        if self.bar is None:
+            return ""
+        if self.ratio is None:
+            return NOT_MEASURED
+        if not judged:
+            return NOT_JUDGED
+        return MET if self.ratio < self.bar else MISSED
+
+    def timed(self, candidate: Callable[[], Any], baseline: Callable[[], Any], pairs: int) -> Measurement:
+        """Return this with both timed: one call each to warm up, then pairs whose order alternates.
+
+        A machine that is slower for a while is so for both of a pair, so that the ratios tell more than the times.
+        The time to free a result is not counted.
+        """
+        gc.collect()
+        for function in (candidate, baseline):
+            _seconds(function)
+        times = []
+        for index in range(pairs):
+            if index % 2:
+                second = _seconds(baseline)
+                times.append((_seconds(candidate), second))
+            else:
+                times.append((_seconds(candidate), _seconds(baseline)))
+        ratios = [ours / theirs for ours, theirs in times]
+        medians = tuple(statistics.median(column) for column in zip(*times, strict=True))
+        return replace(
+            self,
+            values=(medians[0], medians[1]),
+            ratio=statistics.median(ratios),
+            lowest=min(ratios),
+            highest=max(ratios),
+        )
+
+    def weighed(self, peak: int, result: int) -> Measurement:
+        """Return this with a peak of memory beside the size of what was made, in bytes."""
+        ratio = peak / result
+        return replace(self, values=(peak, result), ratio=ratio, lowest=ratio, highest=ratio)
+
+
+def _seconds(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    result = function()
+    elapsed = time.perf_counter() - start
+    del result
+    return elapsed
+
+
+def peak_growth(function: str, *arguments: Any) -> int:
+    """Return by how many bytes memory grows, at its peak, during a call in a process of its own.
+
+    Args:
+        function: ``module:name`` of a function that prepares (imports, warms up) and returns the call to be measured.
+        *arguments: Its arguments, as JSON can carry them.
+    """
+    code = "import sys, json; from benchmarks import _timing; print(_timing._growth(*json.loads(sys.argv[1])))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps([function, *arguments])],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, ["", *sys.path]))},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{function} must run in a process of its own, got {done.stderr.strip()[-2000:]}")
+    return int(done.stdout.split()[-1])
+
+
+def _growth(function: str, *arguments: Any) -> int:
+    module, name = function.split(":")
+    call = getattr(importlib.import_module(module), name)(*arguments)
+    gc.collect()
+    # Forget the peak of the imports. Where this is not allowed that peak counts too: an overestimate.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before, _ = _memory()
+    result = call()
+    _, peak = _memory()
+    del result
+    return peak - before
+
+
+def _memory() -> tuple[int, int]:
+    """Return resident memory and its peak, in bytes; both are the peak on systems without /proc."""
+    try:
+        # Not getrusage: on Linux its peak is inherited from the parent process.
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        sizes = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("VmRSS", "VmHWM"))}
+        return int(sizes["VmRSS"]) * 1024, int(sizes["VmHWM"]) * 1024
+    except FileNotFoundError:
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak *= 1 if sys.platform == "darwin" else 1024
+        return peak, peak
+
+
+def machine() -> dict[str, Any]:
+    """Describe the machine by what matters for speed, and by nothing that tells whose it is."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        cpu = platform.processor()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+    return {"system": platform.system(), "architecture": platform.machine(), "cpu": cpu, "cores": cores, "load": load}
+
+
+def versions(*distributions: str) -> dict[str, str]:
+    """Return the versions of Python and of those distributions that are installed."""
+    found = {"python": platform.python_version()}
+    for name in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def as_json(measurements: Sequence[Measurement], judged: bool) -> list[dict[str, Any]]:
+    """Return measurements with their verdicts, as JSON can carry them."""
+    return [asdict(each) | {"verdict": each.verdict(judged)} for each in measurements]
+
+
+def write_json(path: Path, results: dict[str, Any]) -> None:
+    """Write results, floats to five significant digits, and make the folder if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_rounded(results), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    return value
+
+
+def show(console: Console, measurements: Sequence[Measurement], judged: bool) -> None:
+    """Print one table a group, and the notes under it."""
+    for group in dict.fromkeys(each.group for each in measurements):
+        table = Table(title=group, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in ("candidate", "baseline"):
+            table.add_column(column)
+        for column in ("1st", "2nd", "ratio", "range", "bar", ""):
+            table.add_column(column, justify="right", no_wrap=True)
+        members = [each for each in measurements if each.group == group]
+        for each in members:
+            verdict = each.verdict(judged).replace(NOT_JUDGED, "")
+            table.add_row(each.candidate, each.baseline, *_cells(each), f"[{_STYLES.get(verdict, 'none')}]{verdict}[/]")
+        console.print(table)
+        for note in dict.fromkeys(f"{each.baseline}: {each.note}" for each in members if each.note):
+            console.print(f"  {note}", style="dim", highlight=False, soft_wrap=True)
+    if not judged:
+        console.print("Bars are judged at full size only.")
+
+
+def _cells(measured: Measurement) -> list[str]:
+    bar = "" if measured.bar is None else f"< {measured.bar:g}"
+    if measured.values is None or measured.ratio is None:
+        return ["", "", "", "", bar]
+    spread = f"{measured.lowest:.2f}-{measured.highest:.2f}" if measured.lowest != measured.highest else ""
+    return [*(_quantity(value, measured.unit) for value in measured.values), f"{measured.ratio:.2f}", spread, bar]
+
+
+def _quantity(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return f"{value / 2**20:,.0f} MiB"
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.0f} ms" if value >= 1e-2 else f"{value * 1e6:.0f} us"
