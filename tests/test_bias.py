@@ -259,20 +259,23 @@ def test_the_device_is_that_of_the_slopes_or_the_one_asked_for() -> None:
     assert alibi_core.bias_from_positions(3, positions, positions).device.type == "meta"
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("num_heads", [1, 3, 8])
 @pytest.mark.parametrize("kv_len", [1, 7, 300])
-def test_key_only_form_equals_distance_form_under_causal_softmax(num_heads: int, kv_len: int) -> None:
-    rng = np.random.default_rng(kv_len)
-    scores = rng.standard_normal((num_heads, kv_len, kv_len))
+def test_key_only_form_equals_distance_form_under_causal_softmax(
+    framework: Framework, num_heads: int, kv_len: int
+) -> None:
+    scores = np.random.default_rng(kv_len).standard_normal((num_heads, kv_len, kv_len))
 
     def softmax(x: np.ndarray) -> np.ndarray:
         e = np.exp(x - x.max(axis=-1, keepdims=True))
         return e / e.sum(axis=-1, keepdims=True)
 
-    full = alibi_core.bias(num_heads, kv_len, dtype=np.float64)
-    key_only = np.where(np.isfinite(full), alibi_core.key_bias(num_heads, kv_len, dtype=np.float64), -np.inf)
-    # Scores and key-only bias are below 300 in size, so a sum of them is off by less than 2**-53 * 600.
-    np.testing.assert_allclose(softmax(scores + key_only), softmax(scores + full), rtol=4 * 600 * 2.0**-53, atol=1e-300)
+    full = framework.numpy(alibi_core.bias(num_heads, kv_len, xp=framework.xp))
+    key_only = framework.numpy(alibi_core.key_bias(num_heads, kv_len, xp=framework.xp))
+    key_only = np.where(np.isfinite(full), key_only, -np.inf)
+    # Each is off by half a unit of float32, of numbers below kv_len; so is each weight, numerator and denominator.
+    np.testing.assert_allclose(softmax(scores + key_only), softmax(scores + full), rtol=8 * kv_len * 2.0**-24)
 
 
 # --- Numbers written out by hand, from the texts people learn ALiBi from -------------------------------------------
