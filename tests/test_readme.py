@@ -1,4 +1,4 @@
-"""The README's examples run, in order, as one session."""
+"""The README's examples run, in order, each on what the ones before it left."""
 
 from __future__ import annotations
 
