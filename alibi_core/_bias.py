@@ -278,10 +278,8 @@ def _resolve(
     device: Device | None,
 ) -> tuple[Namespace, Any, Any | None, DType, Device | None]:
     """Check slopes and place them: namespace, slopes and future slopes in the product's dtype, result dtype, device."""
-    _checks.boolean("is_causal", is_causal)
+    _checks.direction(is_causal, future_slopes)
     _checks.boolean("allow_negative_slopes", allow_negative)
-    if is_causal and future_slopes is not None:
-        raise ValueError("future_slopes must be None when is_causal=True (there are no future keys); got an array")
     given = {"slopes": slopes, "future_slopes": future_slopes}
     arrays = {name: value for name, value in given.items() if value is not None and not _checks.is_int(value)}
     for name, value in arrays.items():

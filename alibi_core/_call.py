@@ -89,10 +89,8 @@ class AttentionCall:
         batch, dtype = sizes["batch"], query.dtype
         device = _common_device(xp, arrays)
         working = working_dtype(xp, dtype)
-        _checks.boolean("is_causal", is_causal)
+        _checks.direction(is_causal, future_slopes)
         _checks.boolean("allow_negative_slopes", allow_negative_slopes)
-        if is_causal and future_slopes is not None:
-            raise ValueError("future_slopes must be None when is_causal=True (there are no future keys); got an array")
         placed = [
             None if given is None else _slopes(xp, name, given, sizes, allow_negative_slopes, working, device)
             for name, given in (

@@ -78,6 +78,12 @@ def boolean(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def direction(is_causal: Any, future_slopes: Any | None) -> None:
+    """Check ``is_causal``, and that slopes for keys to come are given only where such keys are seen."""
+    if boolean("is_causal", is_causal) and future_slopes is not None:
+        raise ValueError("future_slopes must be None when is_causal=True (there are no future keys); got an array")
+
+
 def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string, got {_shown(value)}")

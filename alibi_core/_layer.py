@@ -49,8 +49,8 @@ class LayerShape:
             ValueError: If sizes do not divide, a probability or length is out of range, slopes are misshapen,
                 negative or not finite, or slopes of 0 are to be learned.
         """
-        _checks.positive_int("embed_dim", embed_dim)
-        _checks.positive_int("num_heads", num_heads)
+        embed_dim = _checks.positive_int("embed_dim", embed_dim)
+        num_heads = _checks.positive_int("num_heads", num_heads)
         num_kv_heads = num_heads if num_kv_heads is None else _checks.positive_int("num_kv_heads", num_kv_heads)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads, {num_heads}, got {num_kv_heads}")
@@ -58,12 +58,10 @@ class LayerShape:
             if embed_dim % num_heads:
                 raise ValueError(f"num_heads must divide embed_dim, {embed_dim}, got {num_heads}; or give head_dim")
             head_dim = embed_dim // num_heads
-        _checks.positive_int("head_dim", head_dim)
-        _checks.boolean("is_causal", is_causal)
+        head_dim = _checks.positive_int("head_dim", head_dim)
+        _checks.direction(is_causal, future_slopes)
         _checks.boolean("learnable_slopes", learnable_slopes)
         _checks.boolean("bias", bias)
-        if is_causal and future_slopes is not None:
-            raise ValueError("future_slopes must be None when is_causal=True (there are no future keys); got an array")
         if learnable_slopes and future_slopes is not None:
             raise ValueError("future_slopes must be None when learnable_slopes=True, whose slopes serve both sides")
         for name, given in (("slopes", slopes), ("future_slopes", future_slopes)):

@@ -146,6 +146,12 @@ def test_an_encoder_refuses_a_cache(name: str, x: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_sizes_may_be_numpy_integers_too_small_for_their_products(name: str) -> None:
+    layer = make_layer(name, embed_dim=np.uint8(30), num_heads=np.uint8(20), head_dim=np.uint8(20))
+    assert apply(name, layer, np.zeros((1, 2, 30), np.float32)).shape == (1, 2, 30)
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [(2, 11), (2, 11, 29), (1, 2, 11, 30)])
 def test_input_of_another_shape_is_refused(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"x must have shape \(batch, length, 30\)"):
