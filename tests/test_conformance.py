@@ -269,6 +269,14 @@ def test_a_query_that_may_look_nowhere_gives_zeros(backend: Backend, arguments: 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window_size", [2**31, 2**70])
+def test_a_window_wider_than_any_row_is_none(backend: Backend, window_size: int) -> None:
+    query, key, value = np.random.default_rng(5).standard_normal((3, 1, 3, 7, 5))
+    windowed = backend.attention(query, key, value, dtype="float32", window_size=window_size)
+    np.testing.assert_array_equal(windowed, backend.attention(query, key, value, dtype="float32"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("lengths", [(0, 5), (3, 0), (0, 0)])
 @pytest.mark.parametrize("batch", [0, 2])
 def test_nothing_in_gives_zeros_of_the_right_shape_out(backend: Backend, lengths: tuple[int, int], batch: int) -> None:

@@ -138,6 +138,17 @@ def test_a_cache_that_is_full_or_of_another_batch_is_refused(name: str, x: np.nd
         layer(FRAMEWORK[name].array(x), cache=cache)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name.id != "jax"])  # JAX's cache is not changed in place
+def test_a_refused_call_leaves_the_cache_as_it_was(name: str, x: np.ndarray, tmp_path: Path) -> None:
+    layer, framework = layer_with_weights(name, {}, tmp_path), FRAMEWORK[name]
+    cache, first, rest = layer.make_cache(2, 20), framework.array(x[:, :4]), framework.array(x[:, 4:])
+    layer(first, cache=cache)
+    with pytest.raises(ValueError, match="mask must broadcast"):
+        layer(rest, mask=framework.array(np.ones((5, 5), dtype=bool)), cache=cache)
+    output, budget = expected_output({}, x.astype(np.float64))
+    assert np.all(np.abs(framework.numpy(layer(rest, cache=cache)) - output[:, 4:]) <= budget[:, 4:])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_encoder_refuses_a_cache(name: str, x: np.ndarray) -> None:
     causal, encoder = (make_layer(name, **SIZES, is_causal=is_causal) for is_causal in (True, False))
