@@ -131,7 +131,9 @@ class Attention:
         value = np.einsum("bhij,bhjd->bhid", w, self.values)
         size = np.einsum("bhij,bhjd->bhid", w, np.abs(self.values))
         relative = self._weight_error + self.key.shape[2] * u + UNIT_ROUNDOFF[self.dtype]
-        return Answer(value, relative * size + _smallest(self.dtype))
+        # A tiny weight is off by half the spacing of subnormal numbers rather than by a share of itself.
+        underflow = np.einsum("bhij,bhjd->bhid", np.isfinite(self.bias) * 1.0, np.abs(self.values))
+        return Answer(value, relative * size + (1 + underflow) * _smallest(self.dtype))
 
     def gradients(self, cotangent: np.ndarray, distances: np.ndarray) -> dict[str, Answer]:
         """Return the gradients of ``sum(output * cotangent)`` by query, key, value and slopes ``[batch, heads]``.
@@ -150,7 +152,9 @@ class Attention:
         # A weight enters twice; then d_weights, the mean, their difference and product, and the sum at the end.
         relative = 3 * self._weight_error + (2 * head_dim + kv_len * 2 + q_len * self.group + 16) * U32
         relative = relative + 4 * UNIT_ROUNDOFF[self.dtype]
-        size = relative * size
+        # So are tiny weights, which the products below carry on, and the two products that are stored, where tiny.
+        tiny = _smallest(self.dtype) * np.isfinite(self.bias)
+        size = relative * size + tiny * (2 + d_weights_size + d_weights_size.sum(axis=-1, keepdims=True))
 
         def per_kv_head(x: np.ndarray) -> np.ndarray:
             return x.reshape(x.shape[0], -1, self.group, *x.shape[2:]).sum(axis=2)
@@ -163,7 +167,7 @@ class Attention:
             ],
             "value": [
                 per_kv_head(np.einsum("bhij,bhid->bhjd", *x))
-                for x in ((w, cotangent), (w * relative, np.abs(cotangent)))
+                for x in ((w, cotangent), (w * relative + tiny, np.abs(cotangent)))
             ],
             "slopes": [-(d_scores * distances).sum(axis=(2, 3)), (size * np.abs(distances)).sum(axis=(2, 3))],
         }
