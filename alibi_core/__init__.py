@@ -7,8 +7,20 @@ and array-api-compat alone and works on the arrays of any library that follows t
 from alibi_core._attention import attention
 from alibi_core._bias import bias, bias_from_positions, key_bias
 from alibi_core._call import AttentionCall
+from alibi_core._horizon import KeyRanges, ScoreBounds, horizon, key_ranges
 from alibi_core._slopes import slopes
 
 __version__ = "0.1.0"
 
-__all__ = ["AttentionCall", "attention", "bias", "bias_from_positions", "key_bias", "slopes"]
+__all__ = [
+    "AttentionCall",
+    "KeyRanges",
+    "ScoreBounds",
+    "attention",
+    "bias",
+    "bias_from_positions",
+    "horizon",
+    "key_bias",
+    "key_ranges",
+    "slopes",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from alibi_core import _checks
@@ -129,13 +129,14 @@ class AttentionCall:
         return 0 in (*self.batch, self.q_len, self.kv_len)
 
     @property
-    def _has_offset_array(self) -> bool:
+    def has_offset_array(self) -> bool:
+        """Whether the offset is an array, whose values are not to be waited for."""
         return not _checks.is_int(self.q_offset)
 
     @property
     def every_query_attends(self) -> bool:
         """Whether each query is known, from the arguments' shapes alone, to have a key to attend to."""
-        if self.mask is not None or self._has_offset_array or self.is_empty:
+        if self.mask is not None or self.has_offset_array or self.is_empty:
             return False
         own_key: bool = self.q_offset >= 0 and self.q_offset + self.q_len <= self.kv_len
         if self.q_segment_ids is not None:
@@ -147,8 +148,69 @@ class AttentionCall:
     def positions(self) -> tuple[Any, Any]:
         """Return the positions of queries, ``[q_len]`` or ``[*batch, q_len]``, and keys, ``[kv_len]``; int32."""
         queries, keys = (arange(self.xp, n, self.device) for n in (self.q_len, self.kv_len))
-        offset = self.q_offset[..., None] if self._has_offset_array else self.q_offset
+        offset = self.q_offset[..., None] if self.has_offset_array else self.q_offset
         return offset + queries, keys
+
+    def nearest_keys(self) -> Any:
+        """Return how far the nearest key that each query may look at is, in tokens; -1 for a query that has none.
+
+        int32, ``[q_len]``, or with the axes ``[..., num_heads or 1, q_len]`` before it that it varies along. Only where
+        there are a mask or segments does it take time and memory in proportion to ``q_len * kv_len``.
+        """
+        xp = self.xp
+        positions, keys = self.positions()
+        none = asarray(xp, -1, xp.int32, self.device)
+        if self.mask is None and self.q_segment_ids is None:
+            nearest = self._outside(positions)
+            hidden = positions < 0 if self.is_causal else xp.zeros_like(positions, dtype=xp.bool)
+            if self.window_size is not None:
+                hidden = hidden | (nearest > self.window_size)
+            nearest = xp.where(hidden if self.kv_len else hidden | True, none, nearest)
+            return nearest[..., None, :] if self.has_offset_array else nearest
+        relative = relative_positions(xp, positions, keys)
+        relative = with_head_axis(relative) if relative.ndim > 2 else relative
+        visible = self.visible(relative)
+        far = asarray(xp, _checks.MAX_POSITION, xp.int32, self.device)
+        nearest = xp.min(xp.where(visible, xp.abs(relative), far), axis=-1)
+        return xp.where(nearest == far, none, nearest)
+
+    def tile(self, *, batch: slice, heads: slice, queries: slice, keys: slice) -> AttentionCall:
+        """Return the part of this call that concerns some batch entries, heads, queries and keys.
+
+        Its slopes, masks and positions are those of the whole, so that its :meth:`bias` is a tile of the whole one (but
+        for a constant along each row, where distances are counted from the nearest key of the tile).
+
+        Args:
+            batch: Along the one batch axis, which the call must have.
+            heads: Query heads. They must use whole groups, or lie within one.
+            queries: From ``start`` to ``stop``, both given, as in all of these.
+            keys: Likewise.
+        """
+
+        def cut(array: Any, *axes: slice | None) -> Any:
+            if array is None:
+                return None
+            array = array[(None,) * (len(axes) - array.ndim)] if array.ndim < len(axes) else array
+            sizes = zip(axes, array.shape, strict=True)
+            return array[tuple(slice(None) if axis is None or n == 1 else axis for axis, n in sizes)]
+
+        num_heads = heads.stop - heads.start
+        group = self.num_heads // self.num_kv_heads
+        shift = queries.start - keys.start
+        return replace(
+            self,
+            batch=(batch.stop - batch.start,),
+            num_heads=num_heads,
+            num_kv_heads=max(1, num_heads // group),
+            q_len=queries.stop - queries.start,
+            kv_len=keys.stop - keys.start,
+            slopes=cut(self.slopes, batch, heads),
+            future_slopes=cut(self.future_slopes, batch, heads),
+            q_offset=(cut(self.q_offset, batch) if self.has_offset_array else self.q_offset) + shift,
+            q_segment_ids=cut(self.q_segment_ids, batch, queries),
+            kv_segment_ids=cut(self.kv_segment_ids, batch, keys),
+            mask=cut(self.mask, batch, heads, queries, keys),
+        )
 
     def visible(self, relative: Any) -> Any | None:
         """Return where a query may look, from key minus query positions; None where it may look everywhere.
@@ -185,10 +247,7 @@ class AttentionCall:
         xp = self.xp
         q_positions, kv_positions = self.positions()
         relative = relative_positions(xp, q_positions, kv_positions)
-        # How far the keys as a whole are, where a query stands outside of them: [..., q_len, 1].
-        beyond = q_positions - (self.kv_len - 1)
-        outside = xp.where(q_positions < 0, -q_positions, xp.where(beyond > 0, beyond, xp.zeros_like(beyond)))
-        nearest = outside[..., :, None]
+        nearest = self._outside(q_positions)[..., :, None]  # [..., q_len, 1]
         if relative.ndim > 2:
             relative, nearest = with_head_axis(relative), with_head_axis(nearest)
         visible = self.visible(relative)
@@ -199,6 +258,11 @@ class AttentionCall:
             nearest = self._nearest_visible(relative, visible, attends)
         bias = self._linear_bias(relative, visible, nearest)
         return xp.where(attends, bias, asarray(xp, 0.0, self.working_dtype, self.device)), attends
+
+    def _outside(self, positions: Any) -> Any:
+        """Return how far the keys as a whole are from each position, 0 among them."""
+        beyond = positions - (self.kv_len - 1)
+        return self.xp.where(positions < 0, -positions, self.xp.where(beyond > 0, beyond, self.xp.zeros_like(beyond)))
 
     def _linear_bias(self, relative: Any, visible: Any | None, nearest: Any) -> Any:
         slopes, future_slopes = self.slopes, self.future_slopes
