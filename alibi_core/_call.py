@@ -160,12 +160,14 @@ class AttentionCall:
         xp = self.xp
         positions, keys = self.positions()
         none = asarray(xp, -1, xp.int32, self.device)
-        if self.mask is None and self.q_segment_ids is None:
+        if (self.mask is None and self.q_segment_ids is None) or self.kv_len == 0:
             nearest = self._outside(positions)
-            hidden = positions < 0 if self.is_causal else xp.zeros_like(positions, dtype=xp.bool)
             if self.window_size is not None:
-                hidden = hidden | (nearest > self.window_size)
-            nearest = xp.where(hidden if self.kv_len else hidden | True, none, nearest)
+                nearest = xp.where(nearest > self.window_size, none, nearest)
+            if self.is_causal:
+                nearest = xp.where(positions < 0, none, nearest)
+            if self.kv_len == 0:
+                nearest = none + xp.zeros_like(nearest)
             return nearest[..., None, :] if self.has_offset_array else nearest
         relative = relative_positions(xp, positions, keys)
         relative = with_head_axis(relative) if relative.ndim > 2 else relative

@@ -209,10 +209,10 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> Ke
 
     slopes = call.slopes[..., None]
     future_slopes = slopes if call.future_slopes is None else call.future_slopes[..., None]
-    first = xp.zeros_like(lowest) + xp.zeros_like(bounds.excess, dtype=lowest.dtype)
+    first = xp.zeros_like(lowest) + astype(xp, xp.zeros_like(bounds.excess), xp.int32)
     stop = first + call.kv_len
     past = future = first + ENDLESS
-    if tolerance > 0:
+    if side > 0:
         past = _tokens(xp, reach(xp, slopes, bounds.excess, side))
         weight = _block_weights(call, bounds) - math.log(side)
         behind = _nonnegative(xp, lowest[..., :, None] - kv_ends)
@@ -220,7 +220,7 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> Ke
     if call.is_causal:
         past_stop = highest + 1
         stop, future = _least(xp, stop, past_stop), first * 0 + 1
-    elif tolerance > 0:
+    elif side > 0:
         future = _tokens(xp, reach(xp, future_slopes, bounds.excess, side))
         ahead = _nonnegative(xp, kv_starts - highest[..., :, None])
         dropped = _blocks_to_drop(
@@ -236,7 +236,8 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> Ke
     first = _most(xp, first, _most(xp, lowest, -ENDLESS) - past + 1)
     stop = _most(xp, _least(xp, stop, _least(xp, highest, ENDLESS - 1) + future), 0)
     first = _least(xp, first, stop)
-    return KeyRanges(bounds.q_block, first, stop, past, future)
+    # An offset of 64 bits has made them so.
+    return KeyRanges(bounds.q_block, *(astype(xp, x, xp.int32) for x in (first, stop, past, future)))
 
 
 def _block_weights(call: AttentionCall, bounds: ScoreBounds) -> Any:
@@ -266,7 +267,7 @@ def _blocks_to_drop(xp: Namespace, weights: Any, slopes: Any, distance: Any, blo
     logarithms = xp.where(slopes < 0, endless, logarithms)
     # exp of what is far above 1 need not be exact, and must not overflow. A NaN compares as too heavy.
     total = xp.cumulative_sum(xp.exp(_least(xp, logarithms, 1.0)), axis=-1)
-    return xp.sum(astype(xp, total <= 1, xp.int32), axis=-1, dtype=xp.int32)
+    return astype(xp, xp.sum(astype(xp, total <= 1, xp.int32), axis=-1), xp.int32)
 
 
 def _blocks_of_segments(call: AttentionCall, bounds: ScoreBounds) -> tuple[Any, Any]:

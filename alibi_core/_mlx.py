@@ -42,6 +42,12 @@ class MLXNamespace:
     def matrix_transpose(self, array: Any) -> Any:
         return self._core.swapaxes(array, -1, -2)
 
+    def flip(self, array: Any, *, axis: int) -> Any:
+        return self._core.take(array, self._core.arange(array.shape[axis] - 1, -1, -1), axis=axis)
+
+    def cumulative_sum(self, array: Any, *, axis: int) -> Any:
+        return self._core.cumsum(array, axis=axis)
+
     def exp(self, array: Any) -> Any:
         # MLX computes the exponential of float64 in float32, up to 0.32 at least; its power is exact.
         if array.dtype != self._core.float64:

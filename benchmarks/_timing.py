@@ -19,9 +19,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+try:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError:  # a machine lent for its accelerator may lack it: the tables are plainer there
+    Console = None
 
 MET, MISSED, NOT_MEASURED, NOT_JUDGED = "met", "missed", "not measured", "not judged"
 _STYLES = {MET: "green", MISSED: "bold red", NOT_MEASURED: "red"}
@@ -29,11 +32,13 @@ _STYLES = {MET: "green", MISSED: "bold red", NOT_MEASURED: "red"}
 
 @dataclass(frozen=True)
 class Measurement:
-    """A candidate beside a baseline: seconds or bytes of both, and their ratio.
+    """A candidate beside a baseline: seconds, bytes or errors of both, and their ratio.
 
     Attributes:
         group: The question this is part of the answer to.
         bar: What the ratio has to be below; None where it is there for information.
+        faster: Whether the ratio is how many times faster the candidate is (the baseline's seconds over the
+            candidate's), and the bar what it has to be at least.
         values: Of candidate and baseline, medians; None, like the ratio, if not measured.
         lowest: The smallest ratio of a pair.
         highest: The largest.
@@ -50,6 +55,7 @@ class Measurement:
     lowest: float | None = None
     highest: float | None = None
     note: str = ""
+    faster: bool = False
 
     @property
     def name(self) -> str:
@@ -65,25 +71,41 @@ class Measurement:
             return NOT_MEASURED
         if not judged:
             return NOT_JUDGED
-        return MET if self.ratio < self.bar else MISSED
+        return MET if (self.ratio >= self.bar if self.faster else self.ratio < self.bar) else MISSED
 
-    def timed(self, candidate: Callable[[], Any], baseline: Callable[[], Any], pairs: int) -> Measurement:
+    def timed(
+        self,
+        candidate: Callable[[], Any],
+        baseline: Callable[[], Any],
+        pairs: int,
+        *,
+        clock: Callable[[Callable[[], Any]], float] | None = None,
+        warm_up: bool = True,
+    ) -> Measurement:
         """Return this with both timed: one call each to warm up, then pairs whose order alternates.
 
         A machine that is slower for a while is so for both of a pair, so that the ratios tell more than the times.
         The time to free a result is not counted.
+
+        Args:
+            candidate: What is measured.
+            baseline: What it is compared with.
+            pairs: How many calls of each.
+            clock: Returns the seconds that a call takes; default, those of the processor's clock.
+            warm_up: False where both are known to be warm.
         """
+        seconds = clock or _seconds
         gc.collect()
-        for function in (candidate, baseline):
-            _seconds(function)
+        for function in (candidate, baseline) if warm_up else ():
+            seconds(function)
         times = []
         for index in range(pairs):
             if index % 2:
-                second = _seconds(baseline)
-                times.append((_seconds(candidate), second))
+                second = seconds(baseline)
+                times.append((seconds(candidate), second))
             else:
-                times.append((_seconds(candidate), _seconds(baseline)))
-        ratios = [ours / theirs for ours, theirs in times]
+                times.append((seconds(candidate), seconds(baseline)))
+        ratios = [theirs / ours if self.faster else ours / theirs for ours, theirs in times]
         medians = tuple(statistics.median(column) for column in zip(*times, strict=True))
         return replace(
             self,
@@ -93,8 +115,8 @@ class Measurement:
             highest=max(ratios),
         )
 
-    def weighed(self, peak: int, result: int) -> Measurement:
-        """Return this with a peak of memory beside the size of what was made, in bytes."""
+    def weighed(self, peak: float, result: float) -> Measurement:
+        """Return this with a peak of memory beside the size of what was made, in bytes; or an error beside another."""
         ratio = peak / result
         return replace(self, values=(peak, result), ratio=ratio, lowest=ratio, highest=ratio)
 
@@ -114,7 +136,21 @@ def peak_growth(function: str, *arguments: Any) -> int:
         function: ``module:name`` of a function that prepares (imports, warms up) and returns the call to be measured.
         *arguments: Its arguments, as JSON can carry them.
     """
-    code = "import sys, json; from benchmarks import _timing; print(_timing._growth(*json.loads(sys.argv[1])))"
+    return int(run_alone(function, *arguments)["peak"])
+
+
+def run_alone(function: str, *arguments: Any) -> dict[str, Any]:
+    """Return what a call in a process of its own costs, and what it found.
+
+    Args:
+        function: ``module:name`` of a function that prepares (imports, warms up) and returns the call to be measured;
+            or that and a function that, afterwards, takes the call's result and returns what there is to say of it.
+        *arguments: Its arguments, as JSON can carry them.
+
+    Returns:
+        ``peak``: by how many bytes memory grew; ``seconds``; and ``found``, as JSON can carry it.
+    """
+    code = "import sys, json; from benchmarks import _timing; _timing._alone(*json.loads(sys.argv[1]))"
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps([function, *arguments])],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, ["", *sys.path]))},
@@ -124,21 +160,24 @@ def peak_growth(function: str, *arguments: Any) -> int:
     )
     if done.returncode:
         raise RuntimeError(f"{function} must run in a process of its own, got {done.stderr.strip()[-2000:]}")
-    return int(done.stdout.split()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
-def _growth(function: str, *arguments: Any) -> int:
+def _alone(function: str, *arguments: Any) -> None:
     module, name = function.split(":")
-    call = getattr(importlib.import_module(module), name)(*arguments)
+    prepared = getattr(importlib.import_module(module), name)(*arguments)
+    call, examine = prepared if isinstance(prepared, tuple) else (prepared, lambda result: None)
     gc.collect()
     # Forget the peak of the imports. Where this is not allowed that peak counts too: an overestimate.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before, _ = _memory()
+    start = time.perf_counter()
     result = call()
+    seconds = time.perf_counter() - start
     _, peak = _memory()
-    del result
-    return peak - before
+    print(json.dumps({"peak": peak - before, "seconds": seconds, "found": examine(result)}))
 
 
 def _memory() -> tuple[int, int]:
@@ -198,8 +237,10 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def show(console: Console, measurements: Sequence[Measurement], judged: bool) -> None:
-    """Print one table a group, and the notes under it."""
+def show(console: Console | None, measurements: Sequence[Measurement], judged: bool) -> None:
+    """Print one table a group, and the notes under it; without a console (without rich), a plainer one."""
+    if console is None:
+        return _show_plainly(measurements, judged)
     for group in dict.fromkeys(each.group for each in measurements):
         table = Table(title=group, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
         for column in ("candidate", "baseline"):
@@ -211,14 +252,33 @@ def show(console: Console, measurements: Sequence[Measurement], judged: bool) ->
             verdict = each.verdict(judged).replace(NOT_JUDGED, "")
             table.add_row(each.candidate, each.baseline, *_cells(each), f"[{_STYLES.get(verdict, 'none')}]{verdict}[/]")
         console.print(table)
-        for note in dict.fromkeys(f"{each.baseline}: {each.note}" for each in members if each.note):
+        for note in _notes(members):
             console.print(f"  {note}", style="dim", highlight=False, soft_wrap=True)
     if not judged:
         console.print("Bars are judged at full size only.")
 
 
+def _show_plainly(measurements: Sequence[Measurement], judged: bool) -> None:
+    for group in dict.fromkeys(each.group for each in measurements):
+        print(f"\n{group}")
+        members = [each for each in measurements if each.group == group]
+        for each in members:
+            verdict = each.verdict(judged).replace(NOT_JUDGED, "")
+            print("  " + "  ".join(filter(None, (each.candidate, "|", each.baseline, "|", *_cells(each), verdict))))
+        for note in _notes(members):
+            print(f"  {note}")
+    if not judged:
+        print("Bars are judged at full size only.")
+
+
+def _notes(members: Sequence[Measurement]) -> list[str]:
+    # What is special is the contestant: the baseline where we are compared with others, else the candidate.
+    subjects = ((each.candidate if each.faster else each.baseline, each.note) for each in members if each.note)
+    return list(dict.fromkeys(f"{subject}: {note}" for subject, note in subjects))
+
+
 def _cells(measured: Measurement) -> list[str]:
-    bar = "" if measured.bar is None else f"< {measured.bar:g}"
+    bar = "" if measured.bar is None else f"{'>=' if measured.faster else '<'} {measured.bar:g}"
     if measured.values is None or measured.ratio is None:
         return ["", "", "", "", bar]
     spread = f"{measured.lowest:.2f}-{measured.highest:.2f}" if measured.lowest != measured.highest else ""
@@ -228,6 +288,8 @@ def _cells(measured: Measurement) -> list[str]:
 def _quantity(value: float, unit: str) -> str:
     if unit == "bytes":
         return f"{value / 2**20:,.0f} MiB"
+    if unit == "error":
+        return f"{value:.1e}"
     if value >= 1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.0f} ms" if value >= 1e-2 else f"{value * 1e6:.0f} us"

@@ -1,0 +1,330 @@
+"""Tiles of attention, computed by PyTorch's own fused CPU kernels.
+
+The kernel takes a float bias, and gives the logarithm of each softmax's denominator beside the result; its backward
+takes that logarithm. So the backward pass of a query may see its keys in any pieces: each piece's part of the gradients
+follows from the logarithm over all keys.
+"""
+
+from __future__ import annotations
+
+import math
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from alibi_core import AttentionCall
+from alibi_torch._tile_plan import Job
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+PART_ELEMENTS = 2**22  # in what a kernel call allocates for its results, about
+
+
+def forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: Iterable[Job]) -> tuple[Tensor, Tensor]:
+    """Compute the jobs that make up a call.
+
+    Returns:
+        The result, ``[batch, num_heads, q_len, head_dim]``, and the logarithm of each query's softmax denominator,
+        ``[batch, num_heads, q_len]``, infinite for a query that sees nothing.
+    """
+    result = torch.empty(query.shape, dtype=query.dtype)
+    logsumexp = torch.empty(query.shape[:-1], dtype=call.working_dtype)
+    biases = Biases(call)
+    for job in jobs:
+        bias, attends = biases.of(job)
+        for part in _parts(job, job.rows * call.head_dim):
+            out, lse = _forward(
+                queries_of(query, part),
+                keys_of(key, part, call),
+                keys_of(value, part, call),
+                0.0,
+                False,
+                attn_mask=bias,
+                scale=call.scale,
+            )
+            if attends is not None:
+                out = torch.where(attends, out, 0.0)
+                lse = torch.where(attends[..., 0], lse, math.inf)
+            queries_of(result, part).copy_(out)
+            queries_of(logsumexp, part).copy_(lse)
+    return result, logsumexp
+
+
+def queries_of(tensor: Tensor, job: Job) -> Tensor:
+    """Return a job's queries, or what is shaped like them: ``[batch entries or tiles, heads, rows, ...]``, a view."""
+    if job.tiles == 1:
+        return tensor[job.batch, job.heads, job.queries]
+    part = tensor[job.batch.start, job.heads]
+    return _windows(part, job, job.q_start, job.rows)
+
+
+def keys_of(tensor: Tensor, job: Job, call: AttentionCall) -> Tensor:
+    """Return a job's keys, or values: ``[batch entries or tiles, heads, kv_len, ...]``, a view; tiles may overlap."""
+    group = call.num_heads // call.num_kv_heads
+    num_heads = job.heads.stop - job.heads.start
+    heads = slice(job.heads.start // group, (job.heads.stop - 1) // group + 1)
+    if job.tiles == 1:
+        return tensor[job.batch, heads, job.keys].expand(-1, num_heads, -1, -1)
+    windows = _windows(tensor[job.batch.start, heads], job, job.kv_start, job.kv_len)
+    return windows.expand(-1, num_heads, -1, -1)
+
+
+def _windows(tensor: Tensor, job: Job, start: int, length: int) -> Tensor:
+    """Return ``tiles`` stretches of ``[heads, length, ...]``, each ``rows`` after the one before."""
+    (head, token), rest = tensor.stride()[:2], tensor.stride()[2:]
+    size = (job.tiles, tensor.shape[0], length, *tensor.shape[2:])
+    return tensor.as_strided(size, (job.rows * token, head, token, *rest), tensor.storage_offset() + start * token)
+
+
+def _parts(job: Job, elements: int) -> Iterator[Job]:
+    """Yield a job as jobs of so few tiles that results of ``elements`` a tile and head stay small."""
+    step = max(1, PART_ELEMENTS // (elements * (job.heads.stop - job.heads.start)))
+    step = step - step % 2 if step > 2 else step  # even, for two threads or more
+    for tile in range(0, job.tiles, step):
+        yield replace(
+            job,
+            q_start=job.q_start + tile * job.rows,
+            kv_start=job.kv_start + tile * job.rows,
+            tiles=min(step, job.tiles - tile),
+        )
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of a call's result by its inputs: tensors of the shapes of the inputs."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    slopes: Tensor  # [batch, num_heads]; zeros if they were not asked for
+    future_slopes: Tensor
+
+
+def backward(
+    call: AttentionCall,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    result: Tensor,
+    logsumexp: Tensor,
+    jobs: Iterable[Job],
+    *,
+    by_slopes: bool,
+) -> Gradients:
+    """Return the gradients of ``sum(result * grad)``, the slopes' only if asked for."""
+    grads = Gradients(
+        torch.empty(query.shape, dtype=query.dtype),
+        torch.zeros(key.shape, dtype=key.dtype),
+        torch.zeros(key.shape, dtype=key.dtype),
+        torch.zeros(call.batch[0], call.num_heads, dtype=torch.float64),
+        torch.zeros(call.batch[0], call.num_heads, dtype=torch.float64),
+    )
+    biases = Biases(call)
+    for entries, some_jobs in itertools.groupby(jobs, lambda job: (job.batch.start, job.batch.stop)):
+        batch = slice(*entries)
+        # A key's gradient is a sum over tiles, to be rounded once, at the end.
+        in_place = key.dtype == call.working_dtype
+        sums = [x[batch] if in_place else x[batch].to(call.working_dtype) for x in (grads.key, grads.value)]
+        for job in some_jobs:
+            bias, _ = biases.of(job)
+            for part in _parts(job, 2 * job.kv_len * call.head_dim):
+                tile = Tile(
+                    *(queries_of(x, part) for x in (grad, query, result, logsumexp)),
+                    *(keys_of(x, part, call) for x in (key, value)),
+                    bias,
+                    call.scale,
+                )
+                if by_slopes:
+                    by_query, by_key, by_value = _with_slopes(call, part, tile, grads)
+                else:
+                    by_query, by_key, by_value = tile.gradients()
+                queries_of(grads.query, part).copy_(by_query)
+                local = replace(part, batch=slice(part.batch.start - batch.start, part.batch.stop - batch.start))
+                for total, addend in zip(sums, (by_key, by_value), strict=True):
+                    _add_to_keys(total, local, addend, call)
+        if not in_place:
+            grads.key[batch], grads.value[batch] = sums
+    return grads
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What the gradients of tiles follow from. All are ``[batch entries or tiles, heads, rows or kv_len, ...]``."""
+
+    grad: Tensor
+    query: Tensor
+    result: Tensor
+    logsumexp: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor
+    scale: float
+
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients by query, key and value."""
+        pieces = torch.get_num_threads()
+        length = self.key.shape[2] // pieces
+        # The kernel works on different entries and heads in parallel, and on nothing else.
+        if self.query.shape[0] > 1 or self.query.shape[1] >= pieces or length < 64:
+            return self._kernel()
+        even = pieces * length
+        by_query, by_key, by_value = self._in_pieces(pieces, length)._kernel()
+        by_query = by_query.sum(dim=0, keepdim=True, dtype=self.logsumexp.dtype)
+        by_key, by_value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (by_key, by_value))
+        if even < self.key.shape[2]:
+            more = self.keys(slice(even, self.key.shape[2]))._kernel()
+            by_query = by_query + more[0]
+            by_key, by_value = (torch.cat(x, dim=2) for x in ((by_key, more[1]), (by_value, more[2])))
+        return by_query, by_key, by_value
+
+    def keys(self, some: slice) -> Tile:
+        """Return the tile of these of its keys."""
+        return replace(
+            self, key=self.key[:, :, some], value=self.value[:, :, some], bias=self.bias[..., some]
+        )
+
+    def _with_features(self, features: Tensor) -> Tile:
+        """Return the tile with further features ``[kv_len, n]`` of the keys, that no score takes part in."""
+        n = features.shape[-1]
+        tensors = {x: F.pad(getattr(self, x), (0, n)) for x in ("grad", "query", "result", "value")}
+        more = features.expand(*self.key.shape[:2], -1, -1)
+        return replace(self, **tensors, key=torch.cat([self.key, more], dim=-1))
+
+    def _score_gradients(self) -> Tensor:
+        """Return the gradient by each score, ``[..., rows, kv_len]``."""
+        scores = self.query @ self.key.mT * self.scale + self.bias
+        weights = torch.exp(scores - self.logsumexp[..., None])
+        mean = (self.grad * self.result).sum(dim=-1, keepdim=True)
+        return weights * (self.grad @ self.value.mT - mean)
+
+    def _in_pieces(self, pieces: int, length: int) -> Tile:
+        """Return the same queries several times, each with its own stretch of the keys."""
+
+        def stretches(x: Tensor, axis: int) -> Tensor:
+            return x[0].narrow(axis, 0, pieces * length).unflatten(axis, (pieces, length)).movedim(axis, 0)
+
+        def repeated(x: Tensor) -> Tensor:
+            return x.expand(pieces, *x.shape[1:])
+
+        return Tile(
+            *(repeated(x) for x in (self.grad, self.query, self.result, self.logsumexp)),
+            *(stretches(x, 1) for x in (self.key, self.value)),
+            stretches(self.bias, 2),
+            self.scale,
+        )
+
+    def _kernel(self) -> tuple[Tensor, Tensor, Tensor]:
+        tensors = self.grad, self.query, self.key, self.value, self.result, self.logsumexp
+        return _backward(*tensors, 0.0, False, attn_mask=self.bias, scale=self.scale)
+
+
+def _with_slopes(call: AttentionCall, job: Job, tile: Tile, grads: Gradients) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients by query, key and value, and add those by slopes to ``grads``.
+
+    A slope's gradient is minus the sum of distance times the score's gradient. A gradient by a query is the sum over
+    keys of the score's gradient times the key: of two more features of the keys, 1 and their distance from a given
+    position, it makes the sums that are needed. Among the keys between the tile's first and last query, where distance
+    is no linear function, scores are spelt out.
+    """
+    wide = replace(
+        tile,
+        **{name: getattr(tile, name).to(call.working_dtype) for name in ("grad", "result", "key", "value")},
+        query=tile.query.to(call.working_dtype) * call.scale,
+        scale=1.0,
+    )
+    lowest = job.q_start + call.q_offset
+    edges = [min(max(n, 0), job.kv_len) for n in (lowest - job.kv_start, lowest + job.rows - job.kv_start)]
+    positions = torch.arange(job.kv_start, job.kv_start + job.kv_len)
+    q_positions = torch.arange(lowest, lowest + job.rows)
+    by_query = torch.zeros_like(wide.query)
+    by_key, by_value = (torch.zeros(*x.shape, dtype=x.dtype) for x in (wide.key, wide.value))
+    past, future = (torch.zeros(*wide.query.shape[:-1], dtype=torch.float64) for _ in range(2))
+    sides = [(slice(0, edges[0]), past, 1), (slice(edges[1], job.kv_len), future, -1)]
+    for some, total, sign in sides:
+        if some.start == some.stop:
+            continue
+        origin = int(positions[some][-1 if sign > 0 else 0])  # the key of this side that is nearest to the queries
+        away = sign * (origin - positions[some]).to(call.working_dtype)
+        features = torch.stack([away, torch.ones_like(away)], dim=-1)
+        parts = wide.keys(some)._with_features(features).gradients()
+        by_query += parts[0][..., :-2]
+        by_key[:, :, some], by_value[:, :, some] = (x[..., :-2] for x in parts[1:])
+        total += parts[0][..., -2]
+        if some.stop - some.start < job.kv_len:  # or the sum of the score's gradients is zero
+            total += sign * (q_positions - origin) * parts[0][..., -1].double()
+    some = slice(*edges)
+    if some.start < some.stop:
+        parts = wide.keys(some).gradients()
+        by_query += parts[0]
+        by_key[:, :, some], by_value[:, :, some] = parts[1:]
+        by_score = wide.keys(some)._score_gradients()
+        ahead = (positions[some] - q_positions[:, None]).to(by_score.dtype)
+        past += (by_score * (-ahead).clamp(min=0)).sum(dim=-1)
+        future += (by_score * ahead.clamp(min=0)).sum(dim=-1)
+    # Tiles of one sequence, or one of each batch entry: [tiles or entries, heads, rows].
+    entries = slice(None) if job.tiles == 1 else slice(0, 1)
+    for total, gradient in ((past, grads.slopes), (future, grads.future_slopes)):
+        by_entry = total.sum(dim=-1) if job.tiles == 1 else total.sum(dim=(0, -1))[None]
+        gradient[job.batch, job.heads] -= by_entry[entries]
+    return by_query * call.scale, by_key, by_value
+
+
+def _add_to_keys(total: Tensor, job: Job, addend: Tensor, call: AttentionCall) -> None:
+    """Add a job's part of the gradients by keys, ``[batch entries or tiles, heads, kv_len, head_dim]``."""
+    if call.num_heads > call.num_kv_heads:
+        addend = addend.sum(dim=1, keepdim=True, dtype=total.dtype)  # these heads share their keys
+    group = call.num_heads // call.num_kv_heads
+    heads = slice(job.heads.start // group, (job.heads.stop - 1) // group + 1)
+    if job.tiles == 1:
+        total[job.batch, heads, job.keys] += addend
+        return
+    # Neighbouring tiles overlap, but the keys at one place in each, `rows` long, do not.
+    for start in range(0, job.kv_len, job.rows):
+        some = addend[:, :, start : start + job.rows]
+        windows = _windows(total[job.batch.start, heads], job, job.kv_start + start, some.shape[2])
+        windows += some
+
+
+class Biases:
+    """The biases of jobs. One that depends on distance alone is kept, and cut to size, while jobs ask for the like."""
+
+    def __init__(self, call: AttentionCall) -> None:
+        self._call = call
+        self._by_distance = call.mask is None and call.q_segment_ids is None and not call.has_offset_array
+        self._key: tuple[int, ...] = ()
+        self._kept = torch.empty(0)
+        self._back = 0  # tokens before the first query that the kept bias covers
+
+    def of(self, job: Job) -> tuple[Tensor, Tensor | None]:
+        """Return a job's bias, ``[batch entries or 1, heads, rows, kv_len]``, and where its queries see something.
+
+        Where is ``[..., rows, 1]``; None for everywhere.
+        """
+        call = self._call
+        if not self._by_distance or not self._is_inside(job):
+            tile = call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
+            bias, attends = tile.bias()
+            return _four_axes(bias), None if attends is None else _four_axes(attends)
+        back = job.q_start + call.q_offset - job.kv_start
+        ahead = job.kv_len - back
+        batch = (0, 0) if call.slopes.ndim == 1 else (job.batch.start, job.batch.stop)
+        key = (*batch, job.heads.start, job.heads.stop, job.rows, ahead)
+        if key != self._key or back > self._back:
+            tile = call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
+            self._key, self._back, self._kept = key, back, _four_axes(tile.bias()[0])
+        return self._kept[..., self._back - back :], None
+
+    def _is_inside(self, job: Job) -> bool:
+        """Whether each query's own key is among the job's, so that distances are counted from 0."""
+        lowest = job.q_start + self._call.q_offset
+        return job.kv_start <= lowest and lowest + job.rows <= job.kv_start + job.kv_len
+
+
+def _four_axes(tensor: Tensor) -> Tensor:
+    return tensor.reshape((1,) * (4 - tensor.ndim) + tensor.shape)

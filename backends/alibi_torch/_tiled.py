@@ -1,0 +1,247 @@
+"""Attention on the CPU in tiles inside the horizon, as operators that autograd and torch.compile know."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import array_api_compat.torch as xp
+import torch
+from torch import Tensor
+
+from alibi_core import AttentionCall
+from alibi_core._bias import working_dtype
+from alibi_core._horizon import UNIT_ROUNDOFF
+from alibi_torch import _tile_kernels
+from alibi_torch._tile_plan import KeyNorms, jobs
+
+
+def tiled_attention(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None = None
+) -> Tensor:
+    """Compute ``call``, on tensors ``[*batch, heads, length, head_dim]`` of the CPU, without its bias or its scores.
+
+    Keys that are proved, from the norms of queries and keys, to weigh less than the tolerance together are left out.
+
+    Args:
+        call: What to compute.
+        query: As checked for ``call``.
+        key: Likewise.
+        value: Likewise.
+        norms: Bounds of the norms of keys, where they are known; else all keys are read once to measure them.
+    """
+    flat = _with_one_batch_axis(call)
+    tensors = [x.reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key, value)]
+    result, _ = _attend(
+        *tensors,
+        flat.slopes,
+        flat.future_slopes,
+        flat.q_offset if flat.has_offset_array else None,
+        flat.q_segment_ids,
+        # One tensor for both says that each query sees its own key.
+        None if flat.kv_segment_ids is flat.q_segment_ids else flat.kv_segment_ids,
+        flat.mask,
+        None if norms is None else norms.values,
+        0 if norms is None else norms.block,
+        0 if flat.has_offset_array else flat.q_offset,
+        flat.is_causal,
+        flat.window_size,
+        flat.scale,
+        tolerance_of(call),
+    )
+    return result.reshape(query.shape)
+
+
+def tolerance_of(call: AttentionCall) -> float:
+    """Return the share of softmax weight that may be left out: what was asked for, or the dtype's rounding error."""
+    if call.tolerance is not None:
+        return call.tolerance
+    return UNIT_ROUNDOFF[str(call.dtype).removeprefix("torch.")]
+
+
+def _with_one_batch_axis(call: AttentionCall) -> AttentionCall:
+    batch = call.batch
+    if len(batch) == 1:
+        return call
+    entries = 1
+    for n in batch:
+        entries *= n
+
+    def flat(array: Any, *rest: int) -> Any:
+        """Merge the batch axes of an array with axes ``[*batch, *rest]``, or fewer, or of length 1."""
+        if array is None or array.ndim <= len(rest):
+            return array
+        lead = array.shape[: array.ndim - len(rest)]
+        tail = array.shape[array.ndim - len(rest) :]
+        if all(n == 1 for n in lead):
+            return array.reshape(1, *tail) if batch else array
+        return array.expand(*batch, *tail).reshape(entries, *tail)
+
+    tail = 0, 0, 0
+    q_ids = flat(call.q_segment_ids, 0)
+    return replace(
+        call,
+        batch=(entries,),
+        slopes=flat(call.slopes, 0),
+        future_slopes=flat(call.future_slopes, 0),
+        q_offset=flat(call.q_offset) if call.has_offset_array else call.q_offset,
+        q_segment_ids=q_ids,
+        kv_segment_ids=q_ids if call.kv_segment_ids is call.q_segment_ids else flat(call.kv_segment_ids, 0),
+        mask=flat(call.mask, *tail),
+    )
+
+
+# --- The operators -------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("alibi::attention", mutates_args=())
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Tensor,
+    future_slopes: Tensor | None,
+    q_offsets: Tensor | None,
+    q_segment_ids: Tensor | None,
+    kv_segment_ids: Tensor | None,
+    mask: Tensor | None,
+    key_norms: Tensor | None,
+    norms_block: int,
+    q_offset: int,
+    is_causal: bool,
+    window_size: int | None,
+    scale: float,
+    tolerance: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the result, ``[batch, num_heads, q_len, head_dim]``, and each softmax's log-sum-exp."""
+    rules = q_offsets, q_segment_ids, kv_segment_ids, mask, q_offset, is_causal, window_size, scale
+    call = _call(query, key, slopes, future_slopes, *rules)
+    query, key, value = (_last_axis_dense(x) for x in (query, key, value))
+    norms = None if key_norms is None else KeyNorms(key_norms, norms_block)
+    planned = jobs(call, query, key, tolerance, norms)
+    return _tile_kernels.forward(call, query, key, value, planned)
+
+
+@_attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    dtype = working_dtype(xp, query.dtype)
+    return query.new_empty(query.shape), query.new_empty(query.shape[:-1], dtype=dtype)
+
+
+@torch.library.custom_op("alibi::attention_backward", mutates_args=())
+def _attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    result: Tensor,
+    logsumexp: Tensor,
+    slopes: Tensor,
+    future_slopes: Tensor | None,
+    q_offsets: Tensor | None,
+    q_segment_ids: Tensor | None,
+    kv_segment_ids: Tensor | None,
+    mask: Tensor | None,
+    key_norms: Tensor | None,
+    norms_block: int,
+    q_offset: int,
+    is_causal: bool,
+    window_size: int | None,
+    scale: float,
+    tolerance: float,
+    by_slopes: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients by query, key, value, slopes and future slopes (zeros if ``by_slopes`` is False)."""
+    rules = q_offsets, q_segment_ids, kv_segment_ids, mask, q_offset, is_causal, window_size, scale
+    call = _call(query, key, slopes, future_slopes, *rules)
+    grad, query, key, value = (_last_axis_dense(x) for x in (grad, query, key, value))
+    norms = None if key_norms is None else KeyNorms(key_norms, norms_block)
+    planned = jobs(call, query, key, tolerance, norms)
+    grads = _tile_kernels.backward(
+        call, grad, query, key, value, result, logsumexp, planned, by_slopes=by_slopes
+    )
+    past, future = grads.slopes, grads.future_slopes
+    if future_slopes is None and not is_causal:
+        past = past + future
+    like = slopes if future_slopes is None else future_slopes
+    by_past, by_future = (
+        (x.sum(dim=0) if of.ndim == 1 else x).to(of.dtype) for x, of in ((past, slopes), (future, like))
+    )
+    return grads.query, grads.key, grads.value, by_past, by_future
+
+
+@_attend_backward.register_fake
+def _(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    result: Tensor,
+    logsumexp: Tensor,
+    slopes: Tensor,
+    future_slopes: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    future = slopes if future_slopes is None else future_slopes
+    return tuple(x.new_empty(x.shape) for x in (query, key, value, slopes, future))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, slopes, future_slopes, *rest = inputs
+    tensors, numbers = rest[:5], rest[5:]
+    ctx.save_for_backward(query, key, value, *output, slopes, future_slopes, *tensors)
+    ctx.numbers = numbers
+    ctx.by_slopes = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    grads = _attend_backward(grad, *ctx.saved_tensors, *ctx.numbers, ctx.by_slopes)
+    wanted = (x if needed else None for x, needed in zip(grads, ctx.needs_input_grad[:5], strict=True))
+    return (*wanted, *(None for _ in range(11)))
+
+
+torch.library.register_autograd("alibi::attention", _differentiate, setup_context=_setup)
+
+
+def _call(
+    query: Tensor,
+    key: Tensor,
+    slopes: Tensor,
+    future_slopes: Tensor | None,
+    q_offsets: Tensor | None,
+    q_segment_ids: Tensor | None,
+    kv_segment_ids: Tensor | None,
+    mask: Tensor | None,
+    q_offset: int,
+    is_causal: bool,
+    window_size: int | None,
+    scale: float,
+) -> AttentionCall:
+    """Return the checked call that an operator's arguments were made of."""
+    return AttentionCall(
+        xp=xp,
+        batch=(query.shape[0],),
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        q_len=query.shape[2],
+        kv_len=key.shape[2],
+        head_dim=query.shape[3],
+        dtype=query.dtype,
+        working_dtype=working_dtype(xp, query.dtype),
+        device=query.device,
+        slopes=slopes,
+        future_slopes=future_slopes,
+        is_causal=is_causal,
+        q_offset=q_offset if q_offsets is None else q_offsets,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=q_segment_ids if kv_segment_ids is None else kv_segment_ids,
+        window_size=window_size,
+        mask=mask,
+        scale=scale,
+        tolerance=None,
+    )
+
+
+def _last_axis_dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
