@@ -134,6 +134,7 @@ class ScoreBounds:
         own_scores: Any,
         key_norms: Any,
         nearest: Any,
+        lower: Any | None = None,
         *,
         q_block: int,
         kv_block: int,
@@ -148,6 +149,8 @@ class ScoreBounds:
             key_norms: ``[..., num_heads, kv_len]``, or fewer columns, each a bound for ``kv_block`` keys. A vector may
                 have been subtracted from all keys, here and in ``own_scores``: softmax does not notice.
             nearest: From :meth:`AttentionCall.nearest_keys`.
+            lower: ``[..., num_heads, q_len]``: lower bounds of the queries' log-sum-exps that are known besides, such
+                as :func:`log_sum_exp_of_mean`; -inf where there is none.
             q_block: Queries in a block.
             kv_block: Keys in a block.
         """
@@ -159,8 +162,12 @@ class ScoreBounds:
         largest = xp.max(key_norms, axis=-1, keepdims=True)
         bound = q_norms * largest
         slopes = call.slopes if call.future_slopes is None else xp.maximum(call.slopes, call.future_slopes)
-        lowest = -bound - slopes[..., None] * astype(xp, nearest, slopes.dtype)
-        anchors = xp.where(nearest == 0, own_scores, lowest) - rounding * bound
+        # Of a query far from all keys only differences of distances count, and those are rounded a dozen times.
+        lowest = -bound - slopes[..., None] * astype(xp, nearest, slopes.dtype) * (1 + 2.0**-20)
+        anchors = xp.where(nearest == 0, own_scores, lowest)
+        if lower is not None:
+            anchors = _most(xp, anchors, lower)
+        anchors = anchors - rounding * bound
         # A query without keys needs none: nothing exceeds its anchor.
         anchors = xp.where(nearest < 0, asarray(xp, math.inf, anchors.dtype, call.device), anchors)
         return cls(
@@ -227,8 +234,12 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> Ke
             xp, xp.flip(weight, axis=-1), future_slopes[..., None], xp.flip(ahead, axis=-1), bounds.kv_block
         )
         stop = _least(xp, stop, (kv_blocks - dropped) * bounds.kv_block)
+    # All keys of a query that is ENDLESS tokens or more from them are still within an endless reach.
+    past = _most(xp, past, xp.where(past < ENDLESS, past, highest + 1))
+    future = _most(xp, future, xp.where(future < ENDLESS, future, call.kv_len - lowest))
     if call.window_size is not None:
-        past, future = (_least(xp, x, call.window_size + 1) for x in (past, future))
+        within = min(call.window_size, _checks.MAX_POSITION - 1) + 1
+        past, future = (_least(xp, x, within) for x in (past, future))
     if call.q_segment_ids is not None:
         blocks = _blocks_of_segments(call, bounds)
         first = _most(xp, first, blocks[0] * bounds.kv_block)
@@ -238,6 +249,15 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> Ke
     first = _least(xp, first, stop)
     # An offset of 64 bits has made them so.
     return KeyRanges(bounds.q_block, *(astype(xp, x, xp.int32) for x in (first, stop, past, future)))
+
+
+def log_sum_exp_of_mean(slopes: Any, mean_score: Any, mean_distance: Any, count: int) -> Any:
+    """Return what the log-sum-exp of a query is at least, from the mean of its scores with ``count`` visible keys.
+
+    The exponential is convex: a sum is not less than ``count`` times the exponential of the mean. Where scores are
+    about alike, that is far more than the query's score with its own key, and horizons are shorter by as much.
+    """
+    return mean_score - slopes * mean_distance + math.log(count)
 
 
 def _block_weights(call: AttentionCall, bounds: ScoreBounds) -> Any:

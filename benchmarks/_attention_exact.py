@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 SCORES_AT_ONCE = 2**24  # 128 MiB in float64
+MOST_HEADS = 32  # of a batch, all its entries counted, that are recomputed
 
 
 def canonical_slopes(num_heads: int) -> np.ndarray:
@@ -68,50 +69,81 @@ def attend(
 
 @dataclass(frozen=True)
 class Error:
-    """How far something is from what it should be: the worst element, and all of them relative to their size."""
+    """How far something is from what it should be.
+
+    Attributes:
+        worst: Of all elements.
+        relative: Of everything, as a part of its size.
+        by_row: The same of each row, root mean square. Rows count alike: without positions the first rows, averages of
+            few values, are so much larger than the others that ``relative`` says little but of them.
+    """
 
     worst: float
     relative: float
+    by_row: float
 
     @classmethod
-    def between(cls, pairs: Iterator[tuple[np.ndarray, np.ndarray]]) -> Error:
-        """Compare arrays with exact ones."""
-        worst = squares = size = 0.0
-        for found, exact in pairs:
-            difference = found - exact
-            worst = np.fmax(worst, np.max(np.abs(difference))) if np.all(np.isfinite(found)) else np.inf
-            squares, size = squares + np.sum(difference**2), size + np.sum(exact**2)
-        relative = np.sqrt(squares / size) if np.isfinite(worst) else np.inf
-        return cls(float(worst), float(relative))
+    def between(cls, pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> Error:
+        """Compare arrays ``[rows, head_dim]`` with exact ones."""
+        found, exact = (np.concatenate(arrays) for arrays in zip(*pairs, strict=True))
+        if not np.all(np.isfinite(found)):
+            return cls(np.inf, np.inf, np.inf)
+        errors, sizes = (np.sum(x**2, axis=-1) for x in (found - exact, exact))
+        rows = errors[sizes > 0] / sizes[sizes > 0]
+        return cls(
+            worst=float(np.max(np.abs(found - exact))),
+            relative=float(np.sqrt(np.sum(errors) / np.sum(sizes))),
+            by_row=float(np.sqrt(np.mean(rows))),
+        )
 
 
-def error_of_rows(
-    found: Any,
-    tensors: tuple[Any, Any, Any],
-    rows: np.ndarray,
-    as_float64: Callable[[Any], np.ndarray],
-    *,
-    has_bias: bool = True,
-) -> Error:
-    """Return the error of a result at some queries of each head, recomputed over all their keys.
+@dataclass(frozen=True)
+class Reference:
+    """Exact results of some queries of some heads, computed once and compared with many times.
 
-    Args:
-        found: ``[batch, num_heads, q_len, head_dim]``.
-        tensors: Query, key and value, likewise; the queries are the last tokens.
+    Attributes:
         rows: Indices of queries, increasing.
-        as_float64: Makes a NumPy array of a piece of a tensor.
-        has_bias: False for attention without positions.
+        exact: By batch entry and head, ``[rows, head_dim]``.
     """
 
-    def pairs() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    rows: np.ndarray
+    exact: dict[tuple[int, int], np.ndarray]
+    as_float64: Callable[[Any], np.ndarray]
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Sequence[Any],
+        rows: np.ndarray,
+        as_float64: Callable[[Any], np.ndarray],
+        *,
+        grad: Any = None,
+        has_bias: bool = True,
+    ) -> Reference:
+        """Compute results, or where ``grad`` is given gradients of the query, over all keys of each query.
+
+        Args:
+            tensors: Query, key and value, ``[batch, num_heads, length, head_dim]``; the queries are the last tokens.
+            rows: Indices of queries, increasing.
+            as_float64: Makes a NumPy array of a piece of a tensor.
+            grad: The gradient of the result.
+            has_bias: False for attention without positions.
+        """
         batch, num_heads, q_len, _ = tensors[0].shape
         slopes = canonical_slopes(num_heads) * has_bias
         positions = rows + tensors[1].shape[2] - q_len
-        for entry, head in np.ndindex(batch, num_heads):
-            query, key, value = (as_float64(x[entry, head]) for x in tensors)
-            yield as_float64(found[entry, head])[rows], attend(query[rows], key, value, slopes[head], positions).result
+        places = list(np.ndindex(batch, num_heads))
+        exact = {}
+        for entry, head in places[:: -(-len(places) // MOST_HEADS)]:
+            query, key, value = (as_float64(x[entry, head]) for x in tensors[:3])
+            chosen = None if grad is None else as_float64(grad[entry, head])[rows]
+            found = attend(query[rows], key, value, slopes[head], positions, chosen)
+            exact[entry, head] = found.result if grad is None else found.query_grad
+        return cls(rows, exact, as_float64)
 
-    return Error.between(pairs())
+    def error(self, found: Any) -> Error:
+        """Return how far a result (or gradient), ``[batch, num_heads, q_len, head_dim]``, is from the exact one."""
+        return Error.between((self.as_float64(found[place])[self.rows], exact) for place, exact in self.exact.items())
 
 
 def errors_of_gradients(
@@ -125,7 +157,7 @@ def errors_of_gradients(
         exact = attend(*arrays[:3], canonical_slopes(num_heads)[head], np.arange(length), arrays[3])
         for index, name in enumerate(pairs):
             pairs[name].append((as_float64(found[index][entry, head]), getattr(exact, f"{name}_grad")))
-    return {name: Error.between(iter(each)) for name, each in pairs.items()}
+    return {name: Error.between(each) for name, each in pairs.items()}
 
 
 def sample(length: int, count: int) -> np.ndarray:

@@ -7,7 +7,7 @@ just those pairs, as fast each, and planned for free, would reach it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from alibi_core._horizon import UNIT_ROUNDOFF
 FINEST_BLOCK, MOST_BLOCKS = 64, 1024  # tokens; blocks of one head, since planning takes their square
 
 
-def tile_limit(tensors: tuple[Any, Any, Any], dtype: str, as_float64: Callable[[Any], np.ndarray]) -> float:
+def tile_limit(tensors: Sequence[Any], dtype: str, as_float64: Callable[[Any], np.ndarray]) -> float:
     """Return the tile limit of the default tolerance.
 
     Args:

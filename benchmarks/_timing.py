@@ -27,6 +27,7 @@ except ModuleNotFoundError:  # a machine lent for its accelerator may lack it: t
     Console = None
 
 MET, MISSED, NOT_MEASURED, NOT_JUDGED = "met", "missed", "not measured", "not judged"
+WIDTH = 120  # of tables that go to a file
 _STYLES = {MET: "green", MISSED: "bold red", NOT_MEASURED: "red"}
 
 
@@ -94,7 +95,7 @@ class Measurement:
             clock: Returns the seconds that a call takes; default, those of the processor's clock.
             warm_up: False where both are known to be warm.
         """
-        seconds = clock or _seconds
+        seconds = clock or seconds_of
         gc.collect()
         for function in (candidate, baseline) if warm_up else ():
             seconds(function)
@@ -121,7 +122,8 @@ class Measurement:
         return replace(self, values=(peak, result), ratio=ratio, lowest=ratio, highest=ratio)
 
 
-def _seconds(function: Callable[[], Any]) -> float:
+def seconds_of(function: Callable[[], Any]) -> float:
+    """Return how long a call takes, without freeing its result."""
     start = time.perf_counter()
     result = function()
     elapsed = time.perf_counter() - start
@@ -195,6 +197,14 @@ def _memory() -> tuple[int, int]:
         return peak, peak
 
 
+def available_memory() -> int:
+    """Return how much memory a process can still take, in bytes; all there is, on systems without /proc."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def machine() -> dict[str, Any]:
     """Describe the machine by what matters for speed, and by nothing that tells whose it is."""
     try:
@@ -237,6 +247,13 @@ def _rounded(value: Any) -> Any:
     return value
 
 
+def console() -> Console | None:
+    """Return where tables go, None without rich."""
+    if Console is None:
+        return None
+    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
+
+
 def show(console: Console | None, measurements: Sequence[Measurement], judged: bool) -> None:
     """Print one table a group, and the notes under it; without a console (without rich), a plainer one."""
     if console is None:
@@ -272,8 +289,11 @@ def _show_plainly(measurements: Sequence[Measurement], judged: bool) -> None:
 
 
 def _notes(members: Sequence[Measurement]) -> list[str]:
-    # What is special is the contestant: the baseline where we are compared with others, else the candidate.
-    subjects = ((each.candidate if each.faster else each.baseline, each.note) for each in members if each.note)
+    # What is special is the other: the baseline, except where others are candidates too, and where it is no contestant.
+    noted = [each for each in members if each.note]
+    subjects = (
+        (each.candidate if each.faster or each.unit != "seconds" else each.baseline, each.note) for each in noted
+    )
     return list(dict.fromkeys(f"{subject}: {note}" for subject, note in subjects))
 
 

@@ -14,7 +14,7 @@ import alibi_core  # noqa: E402
 import alibi_torch  # noqa: E402
 from alibi_torch import AlibiAttention, AlibiBias, KVCache  # noqa: E402
 
-IMPLEMENTATIONS = ["sdpa", "dense"]
+IMPLEMENTATIONS = ["tiled", "sdpa", "dense"]
 
 
 def tensors(*lengths: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from alibi_core import AttentionCall
 from alibi_core._attention import dense_attention
-from alibi_core._checks import one_of
-
-IMPLEMENTATIONS = ("sdpa", "dense")
+from alibi_core._checks import non_negative_number, one_of
+from alibi_torch._choice import IMPLEMENTATIONS, choose
+from alibi_torch._tile_plan import KeyNorms
+from alibi_torch._tiled import tiled_attention
 
 
 def attention(
@@ -31,6 +32,7 @@ def attention(
     mask: Tensor | None = None,
     scale: float | None = None,
     tolerance: float | None = None,
+    max_key_norm: float | Tensor | None = None,
     allow_negative_slopes: bool = False,
     implementation: str | None = None,
 ) -> Tensor:
@@ -38,6 +40,9 @@ def attention(
 
     Differentiable in ``query``, ``key``, ``value``, ``slopes`` and ``future_slopes``. Bias and softmax are float32
     (float64 for float64 inputs), also under autocast. A query that may look nowhere gives zeros.
+
+    Keys that are proved, from the norms of queries and keys, to weigh no more than ``tolerance`` together are not
+    computed: the further a sequence reaches beyond the heads' horizons, the larger their share.
 
     Args:
         query: ``[batch, num_heads, q_len, head_dim]``, floating. Any number of batch axes, none included.
@@ -53,11 +58,14 @@ def attention(
         window_size: Mask keys farther than this many tokens.
         mask: Booleans, True where a query may look, that broadcast to ``[batch, num_heads, q_len, kv_len]``.
         scale: Factor of the scores. Default ``head_dim ** -0.5``. The bias is not scaled.
-        tolerance: The share of softmax weight that an implementation may leave out. Both implementations here leave
-            out nothing, so they meet any.
+        tolerance: The share of softmax weight that may be left out, which moves the result by at most ``2 * tolerance
+            * max|value|``. Default: the rounding error of the dtype. 0 computes every score.
+        max_key_norm: What no key's norm exceeds, as the caller vouches: a number, or a ``[batch, num_kv_heads]``
+            tensor. It saves ``"tiled"`` from reading all keys to find out, which a few queries may not be worth.
         allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
-        implementation: ``"sdpa"`` (the default) hands the bias to ``scaled_dot_product_attention``; ``"dense"`` spells
-            out the scores, for comparison. The one named runs, or the call raises.
+        implementation: ``"tiled"`` (CPU), ``"flex"`` (FlexAttention, for CUDA), ``"sdpa"``
+            (``scaled_dot_product_attention`` with the bias as its mask) or ``"dense"`` (whole scores, for comparison).
+            The one named runs, or the call raises. Default: what :func:`explain` says.
 
     Returns:
         ``[batch, num_heads, q_len, head_dim]``, of the dtype and on the device of ``query``.
@@ -65,6 +73,7 @@ def attention(
     Raises:
         TypeError: If an argument is of the wrong kind, or dtypes or array libraries are mixed.
         ValueError: If a value, shape or device is wrong.
+        NotImplementedError: If the implementation named cannot run the call; the message names those that can.
 
     Example:
         >>> query, key, value = torch.randn(3, 2, 8, 5, 16).unbind()
@@ -74,7 +83,8 @@ def attention(
     References:
         Press, Smith, Lewis, "Train Short, Test Long", section 3, arXiv 2108.12409.
     """
-    chosen = "sdpa" if implementation is None else one_of("implementation", implementation, IMPLEMENTATIONS)
+    if implementation is not None:
+        one_of("implementation", implementation, IMPLEMENTATIONS)
     call = AttentionCall.check(
         query,
         key,
@@ -91,11 +101,41 @@ def attention(
         allow_negative_slopes=allow_negative_slopes,
         xp=xp,
     )
+    norms = None if max_key_norm is None else norms_of(call, max_key_norm)
+    return run(call, query, key, value, implementation, norms)
+
+
+def run(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, implementation: str | None, norms: KeyNorms | None
+) -> Tensor:
+    """Compute a checked call by the implementation named, or by the one that suits it."""
+    if call.is_empty:  # nothing to compute, but the gradient's graph is to be whole
+        return dense_attention(call, query, key, value)
+    chosen = choose(call, query, key, value, implementation)
     # Autocast would round the bias to its own low precision. Whatever it had to cast, it has cast before.
     with _no_autocast(query.device.type):
-        if chosen == "dense" or call.is_empty:  # nothing to compute, but the gradient's graph is to be whole
-            return dense_attention(call, query, key, value)
-        return _sdpa(call, query, key, value)
+        if chosen == "tiled":
+            return tiled_attention(call, query, key, value, norms)
+        if chosen == "flex":
+            from alibi_torch._flex import flex_attention  # not before it is used: it brings the compiler with it
+
+            return flex_attention(call, query, key, value)
+        return (dense_attention if chosen == "dense" else _sdpa)(call, query, key, value)
+
+
+def norms_of(call: AttentionCall, max_key_norm: float | Tensor) -> KeyNorms:
+    """Return what the caller vouches for, checked, in the form that a plan takes."""
+    if isinstance(max_key_norm, Tensor):
+        shape, known = tuple(max_key_norm.shape), (*call.batch, call.num_kv_heads)
+        if shape != known or not max_key_norm.is_floating_point():
+            raise ValueError(
+                f"max_key_norm must be a number or a floating tensor of shape {known} (batch, num_kv_heads), "
+                f"got {max_key_norm.dtype} of shape {shape}"
+            )
+        values = max_key_norm.detach().reshape(-1, call.num_kv_heads, 1)
+    else:
+        values = torch.full((1, 1, 1), non_negative_number("max_key_norm", max_key_norm), device=call.device)
+    return KeyNorms(values, max(call.kv_len, 1))
 
 
 def _no_autocast(device_type: str) -> AbstractContextManager[Any]:

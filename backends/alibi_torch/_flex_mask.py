@@ -105,7 +105,8 @@ def _measure(call: AttentionCall, query: Tensor, key: Tensor) -> ScoreBounds:
     positions, _ = call.positions()  # [q_len] or [batch, q_len]
     own = positions.clamp(0, call.kv_len - 1).long().expand(query.shape[0], call.q_len)
     own_keys = key.gather(2, own[:, None, :, None].expand(-1, call.num_kv_heads, -1, call.head_dim))
-    own_scores = (query.unflatten(1, (call.num_kv_heads, group)) * own_keys[:, :, None]).sum(-1).flatten(1, 2)
+    grouped = query.reshape(-1, call.num_kv_heads, group, call.q_len, call.head_dim)
+    own_scores = (grouped * own_keys[:, :, None]).sum(-1).flatten(1, 2)
     return ScoreBounds.of_tokens(
         call,
         query.norm(dim=-1) * abs(call.scale),

@@ -7,8 +7,8 @@ follows from the logarithm over all keys.
 
 from __future__ import annotations
 
-import math
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_torch._tile_plan import Job
+from alibi_torch._tile_plan import FEW, Job
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -25,7 +25,9 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 PART_ELEMENTS = 2**22  # in what a kernel call allocates for its results, about
 
 
-def forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: Iterable[Job]) -> tuple[Tensor, Tensor]:
+def forward(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: Iterable[Job]
+) -> tuple[Tensor, Tensor]:
     """Compute the jobs that make up a call.
 
     Returns:
@@ -34,14 +36,15 @@ def forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs
     """
     result = torch.empty(query.shape, dtype=query.dtype)
     logsumexp = torch.empty(query.shape[:-1], dtype=call.working_dtype)
+    dtype = compute_dtype(call)
     biases = Biases(call)
-    for job in jobs:
+    for job in in_order(jobs):
         bias, attends = biases.of(job)
         for part in _parts(job, job.rows * call.head_dim):
             out, lse = _forward(
-                queries_of(query, part),
-                keys_of(key, part, call),
-                keys_of(value, part, call),
+                queries_of(query, part).to(dtype),
+                keys_of(key, part, call, dtype),
+                keys_of(value, part, call, dtype),
                 0.0,
                 False,
                 attn_mask=bias,
@@ -55,6 +58,11 @@ def forward(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs
     return result, logsumexp
 
 
+def in_order(jobs: Iterable[Job]) -> list[Job]:
+    """Return jobs in an order in which a bias serves as many as it can."""
+    return sorted(jobs, key=lambda job: (job.batch.start, job.heads.start, job.heads.stop, job.rows, -job.back))
+
+
 def queries_of(tensor: Tensor, job: Job) -> Tensor:
     """Return a job's queries, or what is shaped like them: ``[batch entries or tiles, heads, rows, ...]``, a view."""
     if job.tiles == 1:
@@ -63,15 +71,21 @@ def queries_of(tensor: Tensor, job: Job) -> Tensor:
     return _windows(part, job, job.q_start, job.rows)
 
 
-def keys_of(tensor: Tensor, job: Job, call: AttentionCall) -> Tensor:
+def keys_of(tensor: Tensor, job: Job, call: AttentionCall, dtype: torch.dtype) -> Tensor:
     """Return a job's keys, or values: ``[batch entries or tiles, heads, kv_len, ...]``, a view; tiles may overlap."""
     group = call.num_heads // call.num_kv_heads
-    num_heads = job.heads.stop - job.heads.start
     heads = slice(job.heads.start // group, (job.heads.stop - 1) // group + 1)
-    if job.tiles == 1:
-        return tensor[job.batch, heads, job.keys].expand(-1, num_heads, -1, -1)
-    windows = _windows(tensor[job.batch.start, heads], job, job.kv_start, job.kv_len)
-    return windows.expand(-1, num_heads, -1, -1)
+    span = slice(job.kv_start, job.kv_start + (job.tiles - 1) * job.rows + job.kv_len)
+    keys = tensor[job.batch, heads, span].to(dtype)
+    if job.tiles > 1:
+        keys = _windows(keys[0], job, 0, job.kv_len)
+    return keys.expand(-1, job.heads.stop - job.heads.start, -1, -1)
+
+
+def compute_dtype(call: AttentionCall) -> torch.dtype:
+    """Return the dtype to compute in: where the kernel is slow in that of the tensors, a part is cast at a time."""
+    is_slow = call.dtype == torch.float16 or (call.dtype == torch.bfloat16 and call.q_len <= FEW)
+    return torch.float32 if is_slow else call.dtype
 
 
 def _windows(tensor: Tensor, job: Job, start: int, length: int) -> Tensor:
@@ -94,17 +108,6 @@ def _parts(job: Job, elements: int) -> Iterator[Job]:
         )
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """Of a call's result by its inputs: tensors of the shapes of the inputs."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    slopes: Tensor  # [batch, num_heads]; zeros if they were not asked for
-    future_slopes: Tensor
-
-
 def backward(
     call: AttentionCall,
     grad: Tensor,
@@ -116,41 +119,42 @@ def backward(
     jobs: Iterable[Job],
     *,
     by_slopes: bool,
-) -> Gradients:
-    """Return the gradients of ``sum(result * grad)``, the slopes' only if asked for."""
-    grads = Gradients(
-        torch.empty(query.shape, dtype=query.dtype),
-        torch.zeros(key.shape, dtype=key.dtype),
-        torch.zeros(key.shape, dtype=key.dtype),
-        torch.zeros(call.batch[0], call.num_heads, dtype=torch.float64),
-        torch.zeros(call.batch[0], call.num_heads, dtype=torch.float64),
-    )
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of ``sum(result * grad)`` by query, key, value, slopes and future slopes.
+
+    Those by slopes are ``[batch, num_heads]``, for the keys on one side of the query each, and zeros unless asked for.
+    """
+    query_grad = torch.empty(query.shape, dtype=query.dtype)
+    key_grad, value_grad = (torch.zeros(key.shape, dtype=key.dtype) for _ in range(2))
+    slope_grads = torch.zeros(2, call.batch[0], call.num_heads, dtype=torch.float64)
+    dtype = compute_dtype(call)
     biases = Biases(call)
-    for entries, some_jobs in itertools.groupby(jobs, lambda job: (job.batch.start, job.batch.stop)):
+    for entries, some_jobs in itertools.groupby(in_order(jobs), lambda job: (job.batch.start, job.batch.stop)):
         batch = slice(*entries)
         # A key's gradient is a sum over tiles, to be rounded once, at the end.
         in_place = key.dtype == call.working_dtype
-        sums = [x[batch] if in_place else x[batch].to(call.working_dtype) for x in (grads.key, grads.value)]
+        sums = [x[batch] if in_place else x[batch].to(call.working_dtype) for x in (key_grad, value_grad)]
         for job in some_jobs:
             bias, _ = biases.of(job)
             for part in _parts(job, 2 * job.kv_len * call.head_dim):
                 tile = Tile(
-                    *(queries_of(x, part) for x in (grad, query, result, logsumexp)),
-                    *(keys_of(x, part, call) for x in (key, value)),
+                    *(queries_of(x, part).to(dtype) for x in (grad, query, result)),
+                    queries_of(logsumexp, part),
+                    *(keys_of(x, part, call, dtype) for x in (key, value)),
                     bias,
                     call.scale,
                 )
                 if by_slopes:
-                    by_query, by_key, by_value = _with_slopes(call, part, tile, grads)
+                    by_query, by_key, by_value = _with_slopes(call, part, tile, slope_grads)
                 else:
                     by_query, by_key, by_value = tile.gradients()
-                queries_of(grads.query, part).copy_(by_query)
+                queries_of(query_grad, part).copy_(by_query)
                 local = replace(part, batch=slice(part.batch.start - batch.start, part.batch.stop - batch.start))
                 for total, addend in zip(sums, (by_key, by_value), strict=True):
                     _add_to_keys(total, local, addend, call)
         if not in_place:
-            grads.key[batch], grads.value[batch] = sums
-    return grads
+            key_grad[batch], value_grad[batch] = sums
+    return query_grad, key_grad, value_grad, slope_grads[0], slope_grads[1]
 
 
 @dataclass(frozen=True)
@@ -185,9 +189,7 @@ class Tile:
 
     def keys(self, some: slice) -> Tile:
         """Return the tile of these of its keys."""
-        return replace(
-            self, key=self.key[:, :, some], value=self.value[:, :, some], bias=self.bias[..., some]
-        )
+        return replace(self, key=self.key[:, :, some], value=self.value[:, :, some], bias=self.bias[..., some])
 
     def _with_features(self, features: Tensor) -> Tile:
         """Return the tile with further features ``[kv_len, n]`` of the keys, that no score takes part in."""
@@ -224,8 +226,8 @@ class Tile:
         return _backward(*tensors, 0.0, False, attn_mask=self.bias, scale=self.scale)
 
 
-def _with_slopes(call: AttentionCall, job: Job, tile: Tile, grads: Gradients) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients by query, key and value, and add those by slopes to ``grads``.
+def _with_slopes(call: AttentionCall, job: Job, tile: Tile, slope_grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients by query, key and value, and add those by slopes.
 
     A slope's gradient is minus the sum of distance times the score's gradient. A gradient by a query is the sum over
     keys of the score's gradient times the key: of two more features of the keys, 1 and their distance from a given
@@ -269,7 +271,7 @@ def _with_slopes(call: AttentionCall, job: Job, tile: Tile, grads: Gradients) ->
         future += (by_score * ahead.clamp(min=0)).sum(dim=-1)
     # Tiles of one sequence, or one of each batch entry: [tiles or entries, heads, rows].
     entries = slice(None) if job.tiles == 1 else slice(0, 1)
-    for total, gradient in ((past, grads.slopes), (future, grads.future_slopes)):
+    for total, gradient in zip((past, future), slope_grads, strict=True):
         by_entry = total.sum(dim=-1) if job.tiles == 1 else total.sum(dim=(0, -1))[None]
         gradient[job.batch, job.heads] -= by_entry[entries]
     return by_query * call.scale, by_key, by_value
@@ -292,14 +294,17 @@ def _add_to_keys(total: Tensor, job: Job, addend: Tensor, call: AttentionCall) -
 
 
 class Biases:
-    """The biases of jobs. One that depends on distance alone is kept, and cut to size, while jobs ask for the like."""
+    """The biases of jobs. One that depends on distance alone is kept, and cut to size, while jobs ask for the like.
+
+    So jobs of the same heads should come one after the other, those with the most keys first.
+    """
 
     def __init__(self, call: AttentionCall) -> None:
         self._call = call
-        self._by_distance = call.mask is None and call.q_segment_ids is None and not call.has_offset_array
+        self._by_distance = call.mask is None and call.q_segment_ids is None
         self._key: tuple[int, ...] = ()
         self._kept = torch.empty(0)
-        self._back = 0  # tokens before the first query that the kept bias covers
+        self._back = 0  # keys before the first query's own that the kept bias covers
 
     def of(self, job: Job) -> tuple[Tensor, Tensor | None]:
         """Return a job's bias, ``[batch entries or 1, heads, rows, kv_len]``, and where its queries see something.
@@ -307,23 +312,30 @@ class Biases:
         Where is ``[..., rows, 1]``; None for everywhere.
         """
         call = self._call
-        if not self._by_distance or not self._is_inside(job):
+        back = job.back + call.q_offset
+        # Each query's own key is among the job's, so that distances are counted from 0.
+        is_inside = back >= 0 and back + job.rows <= job.kv_len
+        if not (self._by_distance and is_inside):
             tile = call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
             bias, attends = tile.bias()
             return _four_axes(bias), None if attends is None else _four_axes(attends)
-        back = job.q_start + call.q_offset - job.kv_start
-        ahead = job.kv_len - back
         batch = (0, 0) if call.slopes.ndim == 1 else (job.batch.start, job.batch.stop)
-        key = (*batch, job.heads.start, job.heads.stop, job.rows, ahead)
+        key = (*batch, job.heads.start, job.heads.stop, job.rows, job.kv_len - back)
         if key != self._key or back > self._back:
-            tile = call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
-            self._key, self._back, self._kept = key, back, _four_axes(tile.bias()[0])
+            self._key, self._back, self._kept = key, back, self._toeplitz(job, back)
         return self._kept[..., self._back - back :], None
 
-    def _is_inside(self, job: Job) -> bool:
-        """Whether each query's own key is among the job's, so that distances are counted from 0."""
-        lowest = job.q_start + self._call.q_offset
-        return job.kv_start <= lowest and lowest + job.rows <= job.kv_start + job.kv_len
+    def _toeplitz(self, job: Job, back: int) -> Tensor:
+        """Return the bias of a tile that is constant along its diagonals: each row is the next one, shifted."""
+        width = job.kv_len + job.rows - 1
+        tile = self._call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
+        last = replace(tile, q_len=1, kv_len=width, q_offset=back + job.rows - 1)
+        row = _four_axes(last.bias()[0])  # [batch entries or 1, heads, 1, width]
+        copies = row.expand(-1, -1, job.rows, -1).contiguous()
+        # One element less than a row apart, rows move one to the right each.
+        batch, head, step, _ = copies.stride()
+        size = (*copies.shape[:3], job.kv_len)
+        return copies.as_strided(size, (batch, head, step - 1, 1), job.rows - 1)
 
 
 def _four_axes(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -11,14 +12,17 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall, KeyRanges, ScoreBounds, key_ranges
-from alibi_core._horizon import by_block
+from alibi_core._horizon import by_block, log_sum_exp_of_mean
 
 SHORT = 1024  # keys; so few are attended to whole, for all batch entries and heads at once
 FEW = 16  # queries; so few are decoding steps, where calls cost more than scores
 ROWS = (64, 256)  # queries in a tile: at least, at most
 BIAS_ELEMENTS = 2**22  # in the bias of one call, at most (but for a single head)
+KV_BLOCK = 128  # keys, at least, that one bound of their norms is held for
 BLOCKS = 512  # of queries or of keys, that score bounds are held for, at most
 PART_ELEMENTS = 2**20  # of queries or keys measured at a time
+_FIELDS = ("first", "stop", "past", "future")  # of KeyRanges
+
 CALL_SCORES = 15_000  # as many scores take as long as a kernel call's overhead
 
 
@@ -37,6 +41,11 @@ class Job:
     tiles: int
     kv_start: int
     kv_len: int
+
+    @property
+    def back(self) -> int:
+        """How many keys come before the place of the first query's own, were the offset 0."""
+        return self.q_start - self.kv_start
 
     @property
     def queries(self) -> slice:
@@ -58,8 +67,11 @@ class KeyNorms:
 
 
 def jobs(call: AttentionCall, query: Tensor, key: Tensor, tolerance: float, norms: KeyNorms | None) -> Iterator[Job]:
-    """Yield the jobs that make up ``call``, whose tensors are ``[batch, heads, length, head_dim]``."""
-    if call.kv_len <= SHORT and not call.has_offset_array:
+    """Yield the jobs that make up ``call``, whose offset is an int.
+
+    Query and key are ``[batch, heads, length, head_dim]``.
+    """
+    if call.kv_len <= SHORT:
         yield from _short_jobs(call)
         return
     for index in range(call.batch[0]):
@@ -92,29 +104,31 @@ def needed_keys(
         bounds = ScoreBounds(q_block, call.kv_len, blocks, blocks, blocks, blocks, zeros)
     else:
         bounds = _measure(call, query, key, norms, q_block)
-    # One head at a time: the plan of all could take more memory than the attention itself.
-    parts = [_ranges_of_head(call, bounds, head, tolerance) for head in range(call.num_heads)]
-    fields = ("first", "stop", "past", "future")
-    whole = {name: np.concatenate([getattr(part, name)[0].numpy() for part in parts]) for name in fields}
+    # A few heads at a time: the plan of all could take more memory than the attention itself.
+    step = max(1, PART_ELEMENTS // (bounds.excess.shape[-1] * bounds.key_norm.shape[-1]))
+    heads = (slice(head, min(head + step, call.num_heads)) for head in range(0, call.num_heads, step))
+    parts = [_ranges_of_heads(call, bounds, some, tolerance) for some in heads]
+    whole = {name: np.concatenate([getattr(part, name)[0].numpy() for part in parts]) for name in _FIELDS}
     return KeyRanges(q_block, **whole)
 
 
-def _ranges_of_head(call: AttentionCall, bounds: ScoreBounds, head: int, tolerance: float) -> KeyRanges:
-    heads = slice(head, head + 1)
+def _ranges_of_heads(call: AttentionCall, bounds: ScoreBounds, heads: slice, tolerance: float) -> KeyRanges:
     part = call.tile(batch=slice(0, 1), heads=heads, queries=slice(0, call.q_len), keys=slice(0, call.kv_len))
     names = ("excess", "anchor", "q_least", "q_most", "key_norm")
     return key_ranges(part, replace(bounds, **{name: getattr(bounds, name)[:, heads] for name in names}), tolerance)
 
 
-def _measure(
-    call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None, q_block: int
-) -> ScoreBounds:
+def _measure(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None, q_block: int) -> ScoreBounds:
     """Measure queries and keys, a part at a time, so that no copy of either is ever whole."""
     group = call.num_heads // call.num_kv_heads
     statistics = call.working_dtype
     centre = None
-    if norms is None:
-        kv_block = max(128, -(-call.kv_len // BLOCKS // 64) * 64)
+    if norms is None and call.q_len <= FEW:
+        norms = KeyNorms(measured_norms(key), 1)
+        kv_block = max(KV_BLOCK, -(-call.kv_len // BLOCKS // 64) * 64)
+        key_norms = by_block(call.xp, norms.values, kv_block).amax(dim=-1).to(statistics)
+    elif norms is None:
+        kv_block = max(KV_BLOCK, -(-call.kv_len // BLOCKS // 64) * 64)
         # Softmax does not notice a vector taken from every key; without their mean they are smaller.
         centre = key.mean(dim=2, keepdim=True, dtype=statistics)  # [1, num_kv_heads, 1, head_dim]
         parts = [
@@ -143,9 +157,62 @@ def _measure(
         own_scores * call.scale,
         key_norms.repeat_interleave(group, dim=1),
         _nearest_keys(call),
+        _lower_bounds(call, query, key, centre),
         q_block=q_block,
         kv_block=kv_block,
     )
+
+
+def measured_norms(key: Tensor) -> Tensor:
+    """Return what the norms of keys ``[..., head_dim]`` are at most, in one pass and in their own dtype's precision."""
+    finfo = torch.finfo(key.dtype)
+    return (
+        torch.linalg.vector_norm(key, dim=-1).to(torch.promote_types(key.dtype, torch.float32)) * (1 + 2 * finfo.eps)
+        + finfo.tiny
+    )
+
+
+def _lower_bounds(call: AttentionCall, query: Tensor, key: Tensor, centre: Tensor | None) -> Tensor | None:
+    """Return lower bounds of log-sum-exps, ``[1, num_heads, q_len]``, each from the mean of the keys some way back."""
+    if call.mask is not None or call.q_segment_ids is not None or call.q_len <= FEW:
+        return None  # not known to be visible, or not worth it
+    if call.q_offset < 0 or call.q_offset + call.q_len > call.kv_len or call.slopes.min() < 0:
+        return None
+    group = call.num_heads // call.num_kv_heads
+    bounds = torch.full((1, call.num_heads, call.q_len), -torch.inf, dtype=call.working_dtype)
+    slopes = call.slopes.expand(1, -1)[0].tolist()
+    for head, slope in enumerate(slopes):
+        # Their number grows with count, their weight falls with slope * distance: the best is between.
+        count = 2 ** round(math.log2(min(max(0.7 / max(slope, 1e-6), 1), 512)))
+        visible = call.window_size is None or 2 * count <= call.window_size
+        if count < 16 or not visible:
+            continue
+        middle = None if centre is None else centre[0, head // group]
+        _bound_by_means(call, bounds[0, head], query[0, head], key[0, head // group], middle, slope, count)
+    return bounds
+
+
+def _bound_by_means(
+    call: AttentionCall, bounds: Tensor, query: Tensor, key: Tensor, middle: Tensor | None, slope: float, count: int
+) -> None:
+    """Write one head's bounds: of each query, from the last ``count`` keys that end where a block of queries begins."""
+    before = call.q_offset // count  # blocks of keys that end at or before the first query
+    shift = call.q_offset % count
+    skipped = count if before == 0 else 0  # queries without such a block
+    for start in range(skipped, call.q_len, max(count, PART_ELEMENTS // call.head_dim // count * count)):
+        queries = query[start : start + max(count, PART_ELEMENTS // call.head_dim // count * count)]
+        blocks = -(-len(queries) // count)
+        kv_start = shift + (start // count + before - 1) * count
+        keys = key[kv_start : kv_start + blocks * count].to(call.working_dtype)
+        means = keys.unflatten(0, (blocks, count)).mean(dim=1)  # [blocks, head_dim]
+        means = means if middle is None else means - middle
+        queries = queries.to(call.working_dtype)
+        whole = len(queries) // count * count
+        scores = torch.bmm(queries[:whole].unflatten(0, (-1, count)), means[: whole // count, :, None]).flatten()
+        if whole < len(queries):
+            scores = torch.cat([scores, queries[whole:] @ means[-1]])
+        distance = torch.arange(len(queries)) % count + (count + 1) / 2
+        bounds[start : start + len(queries)] = log_sum_exp_of_mean(slope, scores * call.scale, distance, count)
 
 
 def _parts(length: int, elements: int) -> Iterator[slice]:
@@ -220,8 +287,7 @@ def _seen(call: AttentionCall, q_start: int, rows: int) -> tuple[int, int]:
 def _head_jobs(call: AttentionCall, ranges: KeyRanges, head: int, index: int) -> list[Job]:
     """Return the jobs of one head of one batch entry."""
     first, stop, past, future = (getattr(ranges, name)[head].astype(np.int64) for name in _FIELDS)
-    typical = int(np.median(stop - first))
-    rows = _rows(call, typical)
+    rows = _rows(call, int(np.median(stop - first)) - min(ranges.q_block, call.q_len))
     starts = np.arange(0, call.q_len, rows)
     counts = np.minimum(rows, call.q_len - starts)
     block = starts // ranges.q_block
@@ -244,9 +310,6 @@ def _head_jobs(call: AttentionCall, ranges: KeyRanges, head: int, index: int) ->
         result.append(job)
         tile = last
     return result
-
-
-_FIELDS = ("first", "stop", "past", "future")
 
 
 def _rows(call: AttentionCall, width: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import Tensor
 from alibi_core import AttentionCall
 from alibi_core._bias import working_dtype
 from alibi_core._horizon import UNIT_ROUNDOFF
-from alibi_torch import _tile_kernels
-from alibi_torch._tile_plan import KeyNorms, jobs
+from alibi_torch import _tile_kernels, _tiled_vmap
+from alibi_torch._tile_plan import KeyNorms, entry_of, jobs
 
 
 def tiled_attention(
@@ -117,9 +118,14 @@ def _attend(
     rules = q_offsets, q_segment_ids, kv_segment_ids, mask, q_offset, is_causal, window_size, scale
     call = _call(query, key, slopes, future_slopes, *rules)
     query, key, value = (_last_axis_dense(x) for x in (query, key, value))
-    norms = None if key_norms is None else KeyNorms(key_norms, norms_block)
-    planned = jobs(call, query, key, tolerance, norms)
-    return _tile_kernels.forward(call, query, key, value, planned)
+
+    def attend(call: AttentionCall, batch: slice) -> tuple[Tensor, Tensor]:
+        tensors = [x[batch] for x in (query, key, value)]
+        planned = jobs(call, *tensors[:2], tolerance, _norms(key_norms, norms_block, batch))
+        return _tile_kernels.forward(call, *tensors, planned)
+
+    parts = [attend(*part) for part in _parts(call)]
+    return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
 @_attend.register_fake
@@ -155,19 +161,22 @@ def _attend_backward(
     rules = q_offsets, q_segment_ids, kv_segment_ids, mask, q_offset, is_causal, window_size, scale
     call = _call(query, key, slopes, future_slopes, *rules)
     grad, query, key, value = (_last_axis_dense(x) for x in (grad, query, key, value))
-    norms = None if key_norms is None else KeyNorms(key_norms, norms_block)
-    planned = jobs(call, query, key, tolerance, norms)
-    grads = _tile_kernels.backward(
-        call, grad, query, key, value, result, logsumexp, planned, by_slopes=by_slopes
-    )
-    past, future = grads.slopes, grads.future_slopes
+
+    def differentiate(call: AttentionCall, batch: slice) -> tuple[Tensor, ...]:
+        tensors = [x[batch] for x in (grad, query, key, value, result, logsumexp)]
+        planned = jobs(call, *tensors[1:3], tolerance, _norms(key_norms, norms_block, batch))
+        return _tile_kernels.backward(call, *tensors, planned, by_slopes=by_slopes)
+
+    parts = [differentiate(*part) for part in _parts(call)]
+    joined = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
+    *by_inputs, past, future = joined
     if future_slopes is None and not is_causal:
         past = past + future
     like = slopes if future_slopes is None else future_slopes
     by_past, by_future = (
         (x.sum(dim=0) if of.ndim == 1 else x).to(of.dtype) for x, of in ((past, slopes), (future, like))
     )
-    return grads.query, grads.key, grads.value, by_past, by_future
+    return *by_inputs, by_past, by_future
 
 
 @_attend_backward.register_fake
@@ -201,7 +210,8 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ..
     return (*wanted, *(None for _ in range(11)))
 
 
-torch.library.register_autograd("alibi::attention", _differentiate, setup_context=_setup)
+_attend.register_autograd(_differentiate, setup_context=_setup)
+_tiled_vmap.register(_attend, _attend_backward)
 
 
 def _call(
@@ -241,6 +251,21 @@ def _call(
         scale=scale,
         tolerance=None,
     )
+
+
+def _parts(call: AttentionCall) -> Iterator[tuple[AttentionCall, slice]]:
+    """Yield a call, or one for each batch entry where each has its own offset, and the entries concerned."""
+    if not call.has_offset_array:
+        yield call, slice(None)
+        return
+    for index in range(call.batch[0]):
+        yield entry_of(call, index), slice(index, index + 1)
+
+
+def _norms(key_norms: Tensor | None, block: int, batch: slice) -> KeyNorms | None:
+    if key_norms is None:
+        return None
+    return KeyNorms(key_norms if key_norms.shape[0] == 1 else key_norms[batch], block)
 
 
 def _last_axis_dense(tensor: Tensor) -> Tensor:

@@ -1,0 +1,53 @@
+"""Which implementation runs a call, and why another does not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from alibi_core import AttentionCall
+
+IMPLEMENTATIONS = ("tiled", "flex", "sdpa", "dense")  # the first that can run a call is the default
+
+
+def choose(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, implementation: str | None) -> str:
+    """Return the implementation that is to run: the one named, else the first that can run the call.
+
+    Raises:
+        NotImplementedError: If the one named cannot.
+    """
+    if implementation is None:
+        return next(name for name in IMPLEMENTATIONS if refusal(name, call, query, key, value) is None)
+    reason = refusal(implementation, call, query, key, value)
+    if reason is not None:
+        able = [repr(name) for name in IMPLEMENTATIONS if refusal(name, call, query, key, value) is None]
+        raise NotImplementedError(f"implementation {implementation!r} {reason}; {' and '.join(able)} can run this call")
+    return implementation
+
+
+def refusal(name: str, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Return why an implementation cannot run a call, as the rest of a sentence that begins with its name."""
+    device = query.device.type
+    if name == "tiled" and device not in ("cpu", "meta"):
+        return f"runs on the CPU alone, got {device}"
+    if name == "flex":
+        return _refusal_of_flex(call, query, key, value)
+    return None
+
+
+def _refusal_of_flex(call: AttentionCall, *tensors: Tensor) -> str | None:
+    device = tensors[0].device.type
+    if device not in ("cuda", "cpu"):
+        return f"runs on cuda and cpu, got {device}"
+    if call.dtype == torch.float64:
+        return "must be given float32, float16 or bfloat16, got torch.float64"
+    if device == "cpu" and needs_gradients(*tensors, call.slopes, call.future_slopes):
+        return "has no gradients on a CPU"
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        return "cannot be mapped or differentiated by torch.func"
+    return None
+
+
+def needs_gradients(*tensors: Tensor | None) -> bool:
+    """Whether autograd is to record what is done with any of these."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

@@ -1,0 +1,144 @@
+"""What the attention benchmark measures, at which sizes, and what is expected of each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one attention call."""
+
+    num_heads: int
+    head_dim: int
+    length: int
+    dtype: str
+    batch: int = 1
+
+    @property
+    def dims(self) -> tuple[int, int, int, int]:
+        return self.batch, self.num_heads, self.length, self.head_dim
+
+    @property
+    def heads(self) -> str:
+        """All but the length, in words."""
+        return f"{self.num_heads} heads of {self.head_dim}, {self.dtype}"
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Of the query, the key, the value or the result."""
+        return math.prod(self.dims) * self.element_bytes
+
+    @property
+    def element_bytes(self) -> int:
+        return {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+
+    @property
+    def scores(self) -> int:
+        """How many a dense attention computes."""
+        return self.batch * self.num_heads * self.length**2
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A shape to time: how many pairs, of ours and of a peer, and how much faster ours has to be.
+
+    Attributes:
+        backward: Whether to time forward with backward too.
+        peer_pairs: 0 to leave the peers out.
+        bars: Of forward, and of forward with backward; None where there is none.
+        warm_up: False where the baseline takes so long that what its first call does besides is no part of it.
+    """
+
+    shape: Shape
+    pairs: int
+    peer_pairs: int
+    bars: tuple[float | None, float | None] = (None, None)
+    backward: bool = True
+    warm_up: bool = True
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """One query over many keys: the shape of the keys, pairs, and the bars with a cache and without."""
+
+    shape: Shape
+    pairs: int
+    cached_bar: float | None = None
+    bare_bar: float | None = None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """All of one run.
+
+    Attributes:
+        timed: Shapes whose forward and backward passes are timed; the first one's heads are those of the picture.
+        weighed: The shape whose extra memory is measured.
+        weighed_bars: MiB allowed, of a forward and of a backward pass.
+        exact: The shape whose error is measured.
+        worst_bar: The worst error allowed in float32.
+        relative_bar: In low precision, of the relative error of rows, over that of attention without positions.
+        longest: A shape that nothing quadratic could be computed of; None to leave it out.
+        checked: A small shape, of which all gradients and everyone's results are compared with float64.
+        rows: Queries a head that are recomputed in float64 at each shape that is timed.
+    """
+
+    timed: tuple[Timed, ...]
+    decoding: Decoding
+    weighed: Shape
+    exact: Shape
+    checked: Shape
+    longest: Shape | None
+    weighed_bars: tuple[float, float] | None = None
+    worst_bar: float = 4e-6
+    relative_bar: float = 1.1
+    rows: int = 16
+
+
+def _shape(length: int) -> Shape:
+    return Shape(8, 64, length, "float32")
+
+
+CPU = Sizes(
+    timed=(
+        Timed(_shape(2048), 25, 5, (1.0, 1.0)),
+        Timed(_shape(8192), 9, 3, (2.0, 2.0)),
+        Timed(_shape(16_384), 5, 3, (3.5, 3.0)),
+        Timed(_shape(65_536), 3, 1, (10.0, 8.0), warm_up=False),
+        Timed(Shape(32, 128, 8192, "float32"), 5, 1, (2.2, None), backward=False),
+    ),
+    decoding=Decoding(Shape(32, 128, 65_536, "bfloat16"), 15, cached_bar=20.0, bare_bar=1.0),
+    weighed=_shape(65_536),
+    exact=_shape(8192),
+    checked=_shape(2048),
+    longest=Shape(4, 64, 2**20, "float32"),
+    weighed_bars=(64.0, 192.0),
+)
+CUDA = Sizes(
+    timed=tuple(
+        Timed(Shape(32, 128, length, "bfloat16"), pairs, 5, (bar, bar))
+        for length, pairs, bar in ((4096, 25, 1.0), (16_384, 15, 3.0), (65_536, 7, 8.0))
+    ),
+    decoding=Decoding(Shape(32, 128, 131_072, "bfloat16", batch=8), 25, cached_bar=10.0),
+    weighed=Shape(32, 128, 65_536, "bfloat16"),
+    exact=_shape(8192),
+    checked=_shape(2048),
+    longest=None,
+)
+QUICK = Sizes(
+    timed=(
+        Timed(Shape(8, 16, 256, "float32"), 3, 0, (1.0, 1.0)),
+        Timed(Shape(8, 16, 512, "float32"), 3, 1, (1.0, 1.0)),
+        Timed(Shape(4, 32, 256, "float32"), 3, 0, (1.0, None), backward=False),
+    ),
+    decoding=Decoding(Shape(8, 32, 1024, "bfloat16"), 3, cached_bar=1.0, bare_bar=1.0),
+    weighed=Shape(8, 16, 512, "float32"),
+    exact=Shape(8, 16, 512, "float32"),
+    checked=Shape(8, 16, 512, "float32"),
+    longest=Shape(4, 16, 4096, "float32"),
+    weighed_bars=(64.0, 192.0),
+)

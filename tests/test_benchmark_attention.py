@@ -1,0 +1,323 @@
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("rich")
+pytest.importorskip("torch")
+
+import torch
+
+import alibi_core
+import alibi_torch
+from benchmarks import _attention_peers, _attention_sections, _attention_torch, _timing, attention
+from benchmarks._attention_exact import Error, Reference, attend, canonical_slopes, errors_of_gradients, sample
+from benchmarks._attention_limit import tile_limit
+from benchmarks._attention_numerics import Run, check
+from benchmarks._attention_sizes import QUICK, Shape, Timed
+from benchmarks._attention_torch import Torch
+from benchmarks._timing import Measurement
+
+FASTER = Measurement("group", "ours", "theirs", "seconds", bar=2.0, faster=True)
+SHAPE = Shape(4, 8, 37, "float64")
+
+
+def as_float64(tensor):
+    return tensor.detach().double().numpy()
+
+
+@pytest.fixture
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(4, 1, 4, 37, 8, generator=generator, dtype=torch.float64).unbind()
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """No peers: what they warn of is theirs."""
+    monkeypatch.setattr(Torch, "peers", ())
+
+
+# --- Times faster ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ratio", "verdict"), [(1.99, "missed"), (2.0, "met"), (float("nan"), "missed")])
+def test_a_bar_of_times_faster_is_a_lower_one(ratio, verdict):
+    assert replace(FASTER, ratio=ratio).verdict(True) == verdict
+
+
+def test_times_faster_are_the_baselines_seconds_over_ours():
+    taken = {"ours": iter([1.0, 2.0, 1.0]), "theirs": iter([3.0, 2.0, 2.0])}
+    done = FASTER.timed(lambda: "ours", lambda: "theirs", 3, clock=lambda call: next(taken[call()]), warm_up=False)
+    assert (done.ratio, done.lowest, done.highest, done.values) == (2.0, 1.0, 3.0, (1.0, 2.0))
+
+
+def test_without_rich_the_table_is_plain_text(monkeypatch, capsys):
+    monkeypatch.setattr(_timing, "Console", None)
+    done = replace(FASTER, ratio=2.5, lowest=2.0, highest=3.0, values=(0.1, 0.25), note="something")
+    _timing.show(_timing.console(), [done], True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "",
+        "group",
+        "  ours  |  theirs  |  100 ms  250 ms  2.50  2.00-3.00  >= 2  met",
+        "  ours: something",
+    ]
+
+
+def test_what_runs_alone_may_be_examined_after_its_peak_is_known():
+    done = _timing.run_alone("tests.test_benchmark_attention:examined", 7)
+    assert done["found"] == [7, 8]
+    assert done["seconds"] >= 0
+
+
+def examined(number):
+    return lambda: number, lambda result: [result, number + 1]
+
+
+# --- What others are compared with ------------------------------------------------------------------------------------
+
+
+def test_exact_attention_and_gradients_are_those_of_autograd(tensors):
+    query, key, value, grad = (x.clone().requires_grad_() for x in tensors)
+    result = alibi_torch.attention(query, key, value, implementation="dense")
+    gradients = torch.autograd.grad(result, (query, key, value), grad)
+    rows = sample(37, 5)
+    # Four heads have slopes that are powers of two, so float64 differs by its own rounding alone.
+    assert Reference.of(tensors, rows, as_float64).error(result).worst < 1e-14
+    assert Reference.of(tensors, rows, as_float64, grad=grad).error(gradients[0]).worst < 1e-14
+    errors = errors_of_gradients(gradients, tensors[:3], grad, as_float64)
+    assert max(error.worst for error in errors.values()) < 1e-13
+
+
+def test_exact_attention_without_positions_and_of_the_last_query(tensors):
+    query, key, value, _ = tensors
+    plain = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    every = np.arange(37)
+    assert Reference.of(tensors, every, as_float64, has_bias=False).error(plain).worst < 1e-14
+    last = Reference.of((query[:, :, -1:], key, value), np.arange(1), as_float64)
+    whole = Reference.of(tensors, np.array([36]), as_float64)
+    for place, exact in last.exact.items():
+        np.testing.assert_allclose(exact, whole.exact[place], rtol=1e-14)
+
+
+def test_exact_attention_is_that_of_loops():
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 5, 4))
+    for i, result in enumerate(attend(query, key, value, 0.25, np.arange(5)).result):
+        weights = [np.exp(query[i] @ key[j] / 2 - 0.25 * (i - j)) for j in range(i + 1)]
+        expected = sum(weight * value[j] for j, weight in enumerate(weights)) / sum(weights)
+        np.testing.assert_allclose(result, expected, rtol=1e-13)
+
+
+def test_chunks_of_queries_add_up(monkeypatch):
+    arrays = np.random.default_rng(0).standard_normal((4, 23, 4))
+    whole = attend(*arrays[:3], 0.5, np.arange(23), arrays[3])
+    monkeypatch.setattr("benchmarks._attention_exact.SCORES_AT_ONCE", 23 * 5)
+    parts = attend(*arrays[:3], 0.5, np.arange(23), arrays[3])
+    for name in ("result", "query_grad", "key_grad", "value_grad"):
+        np.testing.assert_allclose(getattr(parts, name), getattr(whole, name), rtol=1e-12, atol=1e-14)
+
+
+def test_slopes_of_the_exact_attention_are_the_librarys():
+    for num_heads in (1, 4, 8, 32):
+        np.testing.assert_array_equal(canonical_slopes(num_heads), alibi_core.slopes(num_heads))
+
+
+def test_errors():
+    exact = np.array([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]])
+    found = exact + np.array([[0, 0], [0.03, 0.04], [0, 0]])
+    error = Error.between([(found, exact)])
+    assert error.worst == pytest.approx(0.04)
+    assert error.relative == pytest.approx(0.05 / np.hypot(5, 0.5))
+    assert error.by_row == pytest.approx(0.1 / np.sqrt(2))  # where there is nothing, nothing is relative to it
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_is_infinitely_wrong(bad):
+    error = Error.between([(np.array([[1.0, bad]]), np.ones((1, 2))), (np.ones((1, 2)), np.ones((1, 2)))])
+    assert error == Error(np.inf, np.inf, np.inf)
+
+
+# --- The tile limit ---------------------------------------------------------------------------------------------------
+
+
+def test_tile_limit_counts_the_pairs_that_the_core_needs():
+    generator = torch.Generator().manual_seed(0)
+    tensors = torch.randn(3, 1, 2, 3000, 8, generator=generator).unbind()
+    limit = tile_limit(tensors, "float32", as_float64)
+    # Slopes 1/16 and 1/256. For the first, a reach of some hundred tokens leaves less than a third of the causal half.
+    assert 1.5 < limit < 4
+    assert tile_limit(tensors, "bfloat16", as_float64) > limit  # a larger tolerance
+    query, key, value = tensors
+    huge = key.clone()
+    huge[:, :, 0] = 1e6  # every query may have to see that
+    assert tile_limit((query, huge, value), "float32", as_float64) == 1
+    assert tile_limit((query[:, :, -1:], key, value), "float32", as_float64) > 1
+
+
+# --- The contestants --------------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_flex_attention_are_those_of_the_predicate():
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    ours = _attention_peers._causal_blocks(640, torch.device("cpu"))
+    theirs = create_block_mask(lambda b, h, q, k: q >= k, None, None, 640, 640, device="cpu")
+    np.testing.assert_array_equal(ours.to_dense(), theirs.to_dense())
+    np.testing.assert_array_equal(ours.kv_num_blocks, theirs.kv_num_blocks)
+    np.testing.assert_array_equal(ours.full_kv_num_blocks, theirs.full_kv_num_blocks)
+
+
+def test_a_peer_that_does_not_fit_or_fails_is_told_and_the_run_goes_on(monkeypatch):
+    def fail(*_):
+        raise ValueError("no such thing\nat all")
+
+    dense = _attention_peers.PEERS[0]
+    monkeypatch.setattr(Torch, "peers", (dense, replace(dense, name="failing", prepare=fail)))
+    timed = (Timed(Shape(2, 8, 32, "float32"), 1, 1),)
+    run = Run(Torch("cpu"), replace(QUICK, timed=timed))
+    monkeypatch.setattr(Torch, "free_bytes", lambda self: 2**40)
+    found = list(_attention_sections.passes(run, False))
+    assert [each.ratio is None for each in found] == [False, False, True]
+    assert found[2].note == "not measured, ValueError: no such thing"
+    monkeypatch.setattr(Torch, "free_bytes", lambda self: 0)
+    found = list(_attention_sections.passes(run, True))
+    assert found[1].ratio is None
+    assert found[1].note.startswith("left out, it needs ")
+    assert not run.wrong
+
+
+def test_memory_that_is_the_result_or_a_gradient_is_not_extra(monkeypatch):
+    shape, grown = Shape(2, 8, 32, "float32"), 100_000
+    monkeypatch.setattr(_timing, "peak_growth", lambda *_: grown)
+    tensor = 2 * 8 * 32 * 4
+    assert [Torch("cpu").extra_bytes(shape, backward) for backward in (False, True)] == [
+        grown - tensor,
+        grown - 4 * tensor,
+    ]
+
+
+# --- The program ------------------------------------------------------------------------------------------------------
+
+
+def test_quick_run_checks_times_and_draws_everything(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.attention", "--quick", "--device", "cpu", "--output", str(tmp_path)],
+        cwd=Path(attention.__file__).parents[1],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, ["", *sys.path])), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "attention-torch-cpu.json").read_text(encoding="utf-8"))
+    expected = {"benchmark": "attention", "backend": "torch", "device": "cpu", "quick": True, "passed": True}
+    assert {key: results[key] for key in expected} == expected
+    assert results["sections"] == ["accuracy", "forward", "backward", "decode", "memory", "million"]
+    assert results["versions"].keys() >= {"alibi-core", "torch"}
+    for measured in results["measurements"]:
+        if measured["ratio"] is None:
+            assert measured["note"]  # why not
+        else:
+            assert measured["lowest"] <= measured["ratio"] <= measured["highest"]
+            assert measured["verdict"] == ("" if measured["bar"] is None else "not judged")
+    assert {each["pass"] for each in results["limits"]} >= {"forward", "forward and backward"}
+    assert all(each["tile_limit"] >= 1 for each in results["limits"])
+    for curves in results["curves"].values():
+        assert [length for length, _ in curves["alibi_torch"]] == [256, 512]
+        assert [length for length, _ in curves["tile limit"]] == [256, 512]
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "attention-torch-cpu.png").stat().st_size > 10_000
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("what", ["result", "gradient"])
+def test_what_is_wrong_fails_and_is_named_before_anything_is_timed(what, tmp_path, monkeypatch, capsys):
+    right = alibi_torch.attention
+
+    def wrong(query, key, value):
+        if what == "result":
+            return right(query, key, value) * 1.001
+        result = right(query, key.detach(), value)  # so that keys get none
+        return result + 0 * key.sum()
+
+    monkeypatch.setattr(_attention_torch.alibi_torch, "attention", wrong)
+    assert attention.main(["--quick", "--device", "cpu", "--output", str(tmp_path)]) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("wrong: ")]
+    name = "alibi_torch, 8 heads" if what == "result" else "alibi_torch, gradient of key, 8 heads"
+    assert lines[0].startswith(f"wrong: {name}")
+    results = json.loads((tmp_path / "attention-torch-cpu.json").read_text(encoding="utf-8"))
+    assert results["passed"] is False
+    assert results["measurements"] == []
+
+
+def test_a_peer_that_is_not_alibi_is_named(monkeypatch):
+    plain = replace(_attention_peers.PEERS[0], name="no ALiBi", prepare=_attention_torch._without_positions)
+    monkeypatch.setattr(Torch, "peers", (plain,))
+    run = Run(Torch("cpu"), QUICK)
+    check(run)
+    assert [line.split(",")[0] for line in run.wrong] == ["no ALiBi"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_wrong_number_at_a_shape_is_not_timed(monkeypatch):
+    run = Run(Torch("cpu"), replace(QUICK, timed=(Timed(Shape(2, 8, 64, "float32"), 1, 1, (1.0, 1.0)),)))
+    wrong = replace(run.backend.contestant(), prepare=_attention_torch._without_positions)
+    monkeypatch.setattr(Torch, "contestant", lambda self: wrong)
+    for backward in (False, True):
+        (found,) = _attention_sections.passes(run, backward)
+        assert found.verdict(True) == "not measured"
+        assert found.note == "not timed, its numbers are wrong"
+    assert len(run.wrong) == 2
+
+
+def test_a_bar_that_is_missed_or_was_not_measured_fails_and_is_named(tmp_path, monkeypatch, capsys):
+    found = [replace(FASTER, ratio=r, lowest=r, highest=r, values=(r, 1.0)) for r in (2.5, 1.5)] + [FASTER]
+    monkeypatch.setattr(attention, "check", lambda run: None)
+    monkeypatch.setattr(attention, "SECTIONS", {"forward": lambda run: iter(found)})
+    arguments = ["--device", "cpu", "--output", str(tmp_path)]
+    assert attention.main(arguments) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "missed: group: ours against theirs, ratio 1.50",
+        "not measured: group: ours against theirs",
+    ]
+    found[1:] = []
+    assert attention.main(arguments) == 0
+
+
+def test_a_section_that_runs_out_of_memory_fails_and_the_others_are_kept(tmp_path, monkeypatch, capsys):
+    def fails(run):
+        raise RuntimeError("out of memory")
+
+    kept = replace(FASTER, ratio=3.0, lowest=3.0, highest=3.0, values=(1.0, 3.0))
+    monkeypatch.setattr(attention, "check", lambda run: None)
+    monkeypatch.setattr(attention, "SECTIONS", {"memory": fails, "forward": lambda run: iter([kept])})
+    assert attention.main(["--device", "cpu", "--output", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.splitlines() == ["wrong: memory: RuntimeError: out of memory"]
+    results = json.loads((tmp_path / "attention-torch-cpu.json").read_text(encoding="utf-8"))
+    assert [each["ratio"] for each in results["measurements"]] == [3.0]
+
+
+@pytest.mark.usefixtures("alone")
+def test_sections_can_be_picked(tmp_path, capsys):
+    arguments = ["--quick", "--device", "cpu", "--output", str(tmp_path)]
+    assert attention.main([*arguments, "--only", "decode,accuracy"]) == 0
+    results = json.loads((tmp_path / "attention-torch-cpu.json").read_text(encoding="utf-8"))
+    assert results["sections"] == ["accuracy", "decode"]
+    assert {each["unit"] for each in results["measurements"]} == {"error", "seconds"}
+    assert not (tmp_path / "attention-torch-cpu.png").exists()
+    with pytest.raises(SystemExit):
+        attention.main([*arguments, "--only", "speed"])
+    assert "must be of accuracy, forward, backward, decode, memory, million, got speed" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_named(capsys):
+    with pytest.raises(SystemExit):
+        attention.main(["--quick", "--device", "cuda"])
+    assert "--device must be one that there is, got cuda" in capsys.readouterr().err
