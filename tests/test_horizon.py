@@ -347,6 +347,11 @@ class Scene:
         return KeyRanges(q_block, *function(*(place(framework, x) for x in arrays)))
 
 
+def with_slope(scene: Scene, slope: float) -> Scene:
+    scene.arguments["slopes"] = np.full(scene.heads, slope, np.float32)
+    return scene
+
+
 def place(framework: Framework, value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(place(framework, x) for x in value)
@@ -428,6 +433,20 @@ def test_plan_of_norms_by_block_is_that_of_norms_by_token(scene: Scene, toleranc
         other = scene.plan(16, kv_block, tolerance, measured=scene.measured | {"key_norms": np.stack(blocks, axis=-1)})
         expected = values(scene.plan(16, kv_block, tolerance))
         assert all(np.array_equal(x, expected[name]) for name, x in values(other).items())
+
+
+@pytest.mark.parametrize("form", ["causal", "symmetric"])
+@pytest.mark.parametrize("kv_block", [1, 16, 100])
+def test_plan_allows_for_the_rounding_of_what_is_measured(form: str, kv_block: int) -> None:
+    # All scores are 1e7, and each number measured is off by what a float32 sum may be, to the worse side.
+    scene = with_slope(Scene((1, 1, 1), (100, 100), form, scale=1.0), 1.0)
+    one = np.eye(HEAD_DIM, dtype=np.float32)[0]
+    scene.arrays["query"][:], scene.arrays["key"][:], scene.arrays["centre"][:] = one, 1e7 * one, 0
+    norm, product = 1 - (HEAD_DIM / 2 + 2) * 2.0**-24, 1 + HEAD_DIM * 2.0**-24
+    factors = {"q_norms": norm, "key_norms": norm, "own_scores": product}
+    measured = {name: (x * np.float64(factors[name])).astype(np.float32) for name, x in scene.measured.items()}
+    lost = np.where(kept(scene, scene.plan(4, kv_block, 0.01, measured=measured)), 0, scene.weights).sum(axis=-1)
+    assert lost.max() <= 0.01
 
 
 @pytest.mark.parametrize("tolerance", [0.5, 1.0, 7.0])
@@ -537,11 +556,6 @@ def closed_form(scene: Scene, tolerance: float) -> float:
         wide = (most - own - math.log(tolerance * -math.expm1(-slope))) / slope
         pairs += min(i + 1, math.ceil(wide))
     return pairs
-
-
-def with_slope(scene: Scene, slope: float) -> Scene:
-    scene.arguments["slopes"] = np.full(scene.heads, slope, np.float32)
-    return scene
 
 
 @pytest.mark.parametrize("slope", [0.3, 0.5, 1.0])

@@ -75,7 +75,7 @@ CASES: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
 }
 TABLE = [pytest.param(*case, id=name) for name, case in CASES.items()]
 # Each takes seconds to compile.
-COMPILED = ("129", "asymmetric", "offset by batch", "symmetric window", "segments", "mask by head", "masked rows")
+COMPILED = ("asymmetric", "symmetric window", "pair of segments", "mask by head")
 
 
 def tensors(
@@ -289,6 +289,21 @@ def test_only_slopes_may_learn() -> None:
     assert_near({"result": result.detach(), "slopes": gradient}, {k: expected[k] for k in ("result", "slopes")}, 2e-5)
 
 
+@pytest.mark.usefixtures("kernel_with_gradients")
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+def test_any_number_of_batch_axes(batch: tuple[int, ...]) -> None:
+    inputs = tensors((140, 140), batch=batch)
+    arguments: dict[str, Any] = {"q_offset": 0, "slopes": SLOPES.expand(*batch, HEADS)}
+    if batch:
+        arguments |= {
+            "q_offset": torch.arange(6).reshape(2, 3),
+            "segment_ids": torch.arange(140).reshape(1, 1, 140) // torch.tensor([[[50]], [[70]]]),
+            "mask": torch.arange(140) % torch.tensor([3, 4, 5])[:, None, None, None] > 0,
+        }
+    result = flex_attention(check(*inputs, **arguments), *inputs)
+    assert_near({"result": result}, reference(inputs, **arguments), roundoff=4e-6)
+
+
 # --- The compiled kernel -------------------------------------------------------------------------------------------
 
 
@@ -304,15 +319,19 @@ def test_the_compiled_kernel_is_exact_to_rounding(name: str) -> None:
 
 
 def test_a_tolerance_is_kept_to() -> None:
-    inputs = tensors((1000, 1000))
-    exact, near = (flex_attention(check(*inputs, tolerance=t), *inputs) for t in (0.0, 0.05))
-    assert 0 < (near - exact).abs().max() <= 2 * 0.05 * inputs[2].abs().max()
+    inputs = [0.5 * x for x in tensors((500, 500))]
+    calls = [check(*inputs, tolerance=t) for t in (2.0**-24, 0.01)]
+    every, some = (sum(map(torch.Tensor.sum, visited(plan(call, *inputs[:2])))) for call in calls)
+    assert some < every
+    near = flex_attention(calls[1], *inputs)
+    exact = reference(inputs)["result"]
+    assert (near - exact).abs().max() <= 2 * 0.01 * inputs[2].abs().max() + 4e-6
 
 
 def test_varying_lengths_share_a_kernel() -> None:
     torch._dynamo.reset()
     _flex._compiled.cache_clear()
-    lengths = [(n, n) for n in (130, 200, 300, 411, 512)] + [(1, n) for n in (130, 200, 300, 411, 512)]
+    lengths = [(n, n) for n in (130, 200, 300, 411, 512)]
     compilations = []
     for sizes in lengths:
         inputs = tensors(sizes, heads=(2, 2))
@@ -320,31 +339,18 @@ def test_varying_lengths_share_a_kernel() -> None:
         result = flex_attention(check(*inputs, SLOPES[:2]), *inputs)
         compilations.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         assert_near({"result": result}, reference(inputs, slopes=SLOPES[:2]), roundoff=4e-6)
-    assert sum(compilations) <= 4
+    assert sum(compilations) <= 2
 
 
-@pytest.mark.parametrize("batch", [(), (2, 3)])
-def test_any_number_of_batch_axes(batch: tuple[int, ...]) -> None:
-    inputs = tensors((140, 140), batch=batch)
-    arguments: dict[str, Any] = {"q_offset": 0, "slopes": SLOPES.expand(*batch, HEADS)}
-    if batch:
-        arguments |= {
-            "q_offset": torch.arange(6).reshape(2, 3),
-            "segment_ids": torch.arange(140).reshape(1, 1, 140) // torch.tensor([[[50]], [[70]]]),
-            "mask": torch.arange(140) % torch.tensor([3, 4, 5])[:, None, None, None] > 0,
-        }
-    result = flex_attention(check(*inputs, **arguments), *inputs)
-    assert_near({"result": result}, reference(inputs, **arguments), roundoff=4e-6)
-
-
-def test_it_is_traced_into_what_the_caller_compiles() -> None:
+@pytest.mark.parametrize(("backend", "tolerance"), [("aot_eager", None), ("inductor", 0.0)])
+def test_it_is_traced_into_what_the_caller_compiles(backend: str, tolerance: float | None) -> None:
     torch._dynamo.reset()
     inputs = tensors((140, 140))
 
     def function(*inputs: torch.Tensor) -> torch.Tensor:
-        return 2 * flex_attention(check(*inputs), *inputs)
+        return 2 * flex_attention(check(*inputs, tolerance=tolerance), *inputs)
 
-    result = torch.compile(function, fullgraph=True)(*inputs)
+    result = torch.compile(function, fullgraph=True, backend=backend)(*inputs)
     assert_near({"result": result / 2}, reference(inputs), roundoff=4e-6)
 
 

@@ -8,6 +8,7 @@ except ModuleNotFoundError as error:
 from alibi_torch._attention import attention
 from alibi_torch._bias import AlibiBias
 from alibi_torch._cache import KVCache
+from alibi_torch._evicting_cache import EvictingKVCache
 from alibi_torch._language_model import AlibiLanguageModel
 from alibi_torch._layer import AlibiAttention
 from alibi_torch._transformer import AlibiConfig, AlibiTransformer
@@ -18,6 +19,7 @@ __all__ = [
     "AlibiConfig",
     "AlibiLanguageModel",
     "AlibiTransformer",
+    "EvictingKVCache",
     "KVCache",
     "attention",
 ]

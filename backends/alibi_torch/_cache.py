@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
+from alibi_core import AttentionCall
 from alibi_core._checks import floating_dtype, positive_int
+from alibi_torch._attention import run
+from alibi_torch._tile_plan import KeyNorms, measured_norms
+
+BLOCK = 128  # keys that one bound of their norms is kept for
 
 
 class KVCache:
-    """A key/value cache of fixed capacity that appends in place.
+    """A key/value cache of fixed capacity that appends in place, and keeps what the horizon needs to know of keys.
 
     Attributes:
         key: ``[batch_size, num_kv_heads, max_length, head_dim]``; the first ``length`` positions are in use.
         value: Likewise.
+        key_norms: ``[batch_size, num_kv_heads, blocks]``, float32: a bound of the norms of each 128 keys.
         length: Tokens held.
     """
 
@@ -37,6 +45,8 @@ class KVCache:
         if dtype is not None:
             floating_dtype(xp, "dtype", dtype)
         self.key, self.value = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        statistics = torch.promote_types(self.key.dtype, torch.float32)
+        self.key_norms = torch.zeros(*shape[:2], -(-max_length // BLOCK), device=device, dtype=statistics)
         self.length = 0
 
     @property
@@ -59,22 +69,8 @@ class KVCache:
             TypeError: If an argument is no tensor of four axes.
             ValueError: If the cache is full, or holds another batch, dtype or device.
         """
-        batch_size, num_kv_heads, max_length, head_dim = self.key.shape
-        for name, tensor in (("key", key), ("value", value)):
-            if not isinstance(tensor, Tensor) or tensor.ndim != 4:
-                raise TypeError(f"{name} must be a tensor of four axes, got {getattr(tensor, 'shape', tensor)}")
-            if (tensor.dtype, tensor.device) != (self.key.dtype, self.key.device):
-                raise ValueError(
-                    f"{name} must be {self.key.dtype} on {self.key.device} as the cache is, "
-                    f"got {tensor.dtype} on {tensor.device}"
-                )
-            expected = (batch_size, num_kv_heads, key.shape[2], head_dim)
-            if tuple(tensor.shape) != expected:
-                raise ValueError(
-                    f"{name} must have shape {expected} (batch_size, num_kv_heads, length, head_dim) to fit the cache, "
-                    f"got {tuple(tensor.shape)}"
-                )
-        end = self.length + key.shape[2]
+        check_appended(key, value, self.key)
+        end, max_length = self.length + key.shape[2], self.max_length
         if end > max_length:
             raise ValueError(
                 f"cache must have room for {key.shape[2]} more tokens, got max_length {max_length} with "
@@ -82,5 +78,66 @@ class KVCache:
             )
         self.key[:, :, self.length : end] = key
         self.value[:, :, self.length : end] = value
+        norms = measured_norms(key.detach())
+        blocks = torch.arange(self.length, end, device=norms.device) // BLOCK
+        self.key_norms.scatter_reduce_(2, blocks.expand_as(norms), norms, "amax")
         self.length = end
         return self.key[:, :, :end], self.value[:, :, :end]
+
+    def attend(
+        self,
+        query: Tensor,
+        slopes: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        segment_ids: tuple[Tensor, Tensor] | None = None,
+        window_size: int | None = None,
+        scale: float | None = None,
+        tolerance: float | None = None,
+        implementation: str | None = None,
+    ) -> Tensor:
+        """Return the causal attention of the last tokens held over all tokens held.
+
+        It equals :func:`alibi_torch.attention` on the tensors that :meth:`append` returned, but need not read all keys
+        to find out how large they are.
+
+        Args:
+            query: ``[batch_size, num_heads, q_len, head_dim]``, of the last ``q_len`` tokens.
+            slopes: As for :func:`alibi_torch.attention`, like all the rest.
+            mask: Over all tokens held, likewise.
+            segment_ids: A pair (queries, all tokens held).
+            window_size: In tokens.
+            scale: Factor of the scores.
+            tolerance: The share of softmax weight that may be left out.
+            implementation: As there.
+
+        Returns:
+            ``[batch_size, num_heads, q_len, head_dim]``.
+        """
+        rules: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size}
+        key, value = self.key[:, :, : self.length], self.value[:, :, : self.length]
+        call = AttentionCall.check(query, key, value, slopes, scale=scale, tolerance=tolerance, xp=xp, **rules)
+        norms = KeyNorms(self.key_norms[:, :, : -(-self.length // BLOCK)], BLOCK)
+        return run(call, query, key, value, implementation, norms)
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens but the first ``length``."""
+        self.length = min(self.length, length)
+
+
+def check_appended(key: Tensor, value: Tensor, like: Tensor) -> None:
+    """Check that keys and values fit those that a cache holds, in all but their number."""
+    batch_size, num_kv_heads, _, head_dim = like.shape
+    for name, tensor in (("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor) or tensor.ndim != 4:
+            raise TypeError(f"{name} must be a tensor of four axes, got {getattr(tensor, 'shape', tensor)}")
+        if (tensor.dtype, tensor.device) != (like.dtype, like.device):
+            raise ValueError(
+                f"{name} must be {like.dtype} on {like.device} as the cache is, got {tensor.dtype} on {tensor.device}"
+            )
+        expected = (batch_size, num_kv_heads, key.shape[2], head_dim)
+        if tuple(tensor.shape) != expected:
+            raise ValueError(
+                f"{name} must have shape {expected} (batch_size, num_kv_heads, length, head_dim) to fit the cache, "
+                f"got {tuple(tensor.shape)}"
+            )

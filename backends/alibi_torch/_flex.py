@@ -72,6 +72,7 @@ def flex_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tenso
                 moved, moved_auxiliary = run(kind, *tensors)
                 tangent = _tangent(result, auxiliary.lse, moved, moved_auxiliary.lse)
             result = result + ((slopes - slopes.detach())[..., None, None] * tangent).to(result.dtype)
+    result = _stored(result)
     return result[..., : call.q_len, : call.head_dim].reshape(shape)
 
 
@@ -200,8 +201,11 @@ def _distance_origin(call: AttentionCall, q_padding: int) -> Tensor | None:
     return F.pad(nearest, (0, q_padding)).expand(*call.batch, call.num_heads, call.q_len + q_padding)
 
 
-def _stored(tensor: Tensor | None) -> Tensor | None:
-    """Return a tensor that lies in memory even where the caller is compiled for a CPU."""
+def _stored(tensor: Any) -> Any:
+    """Return a tensor that lies in memory, as the compiler's template for CPUs (2.13) wants it.
+
+    It takes no captured tensor that is still to be computed, and nothing that is to be computed from its result.
+    """
     if tensor is None or tensor.device.type != "cpu" or not torch.compiler.is_compiling():
         return tensor
     return _copied(tensor)
@@ -209,7 +213,7 @@ def _stored(tensor: Tensor | None) -> Tensor | None:
 
 @torch.library.custom_op("alibi::copied", mutates_args=())
 def _copied(tensor: Tensor) -> Tensor:
-    """Copy: the compiler's template for CPUs (2.13) takes no captured tensor that it has still to compute itself."""
+    """Copy, as an operator that the compiler does not look into."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

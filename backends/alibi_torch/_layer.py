@@ -8,10 +8,11 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 
-from alibi_core._checks import one_of
+from alibi_core._checks import boolean, one_of
 from alibi_core._layer import LayerShape
 from alibi_torch._attention import IMPLEMENTATIONS, attention
 from alibi_torch._cache import KVCache
+from alibi_torch._evicting_cache import EvictingKVCache
 from alibi_torch._slopes import KeepsSlopes, host_copy
 
 
@@ -132,47 +133,62 @@ class AlibiAttention(KeepsSlopes):
             proj(x).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)  # [batch, heads, length, head_dim]
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        held = 0
-        if cache is not None:
-            if not self.is_causal:
-                raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
-            if not isinstance(cache, KVCache):
-                raise TypeError(f"cache must be an alibi_torch.KVCache, got {type(cache).__name__}; see make_cache")
-            held = cache.length
-            key, value = cache.append(key, value)
-        try:
-            attended = attention(
-                query,
-                key,
-                value,
-                self.slopes if self.log_slopes is None else self.log_slopes.exp(),
-                is_causal=self.is_causal,
-                future_slopes=self.future_slopes,
-                segment_ids=segment_ids,
-                window_size=self.window_size,
-                mask=mask,
-                implementation=self.implementation,
-            )
-        except Exception:
-            if cache is not None:
-                cache.length = held  # a call that was refused leaves no tokens behind
-            raise
+        slopes = self.slopes if self.log_slopes is None else self.log_slopes.exp()
+        rules: dict[str, Any] = {"segment_ids": segment_ids, "window_size": self.window_size, "mask": mask}
+        rules["implementation"] = self.implementation
+        if cache is None:
+            direction: dict[str, Any] = {"is_causal": self.is_causal, "future_slopes": self.future_slopes}
+            attended = attention(query, key, value, slopes, **direction, **rules)
+        else:
+            attended = self._attend_to(cache, query, key, value, slopes, rules)
         return self.dropout(self.out_proj(attended.transpose(1, 2).flatten(2)))
 
-    def make_cache(self, batch_size: int, max_length: int) -> KVCache:
+    def _attend_to(
+        self, cache: KVCache, query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, rules: dict[str, Any]
+    ) -> Tensor:
+        if not self.is_causal:
+            raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"cache must be an alibi_torch.KVCache, got {type(cache).__name__}; see make_cache")
+        held = cache.length
+        cache.append(key, value)
+        try:
+            return cache.attend(query, slopes, **rules)
+        except Exception:
+            cache.truncate(held)  # a call that was refused leaves no tokens behind
+            raise
+
+    def make_cache(
+        self, batch_size: int, max_length: int, *, evict: bool = False, max_query_norm: float | None = None
+    ) -> KVCache:
         """Return an empty cache for ``batch_size`` sequences of up to ``max_length`` tokens.
 
         Its dtype is that of the keys to come: the parameters', or autocast's where the cache is made under autocast.
+
+        Args:
+            batch_size: Sequences.
+            max_length: Tokens that the cache can hold.
+            evict: Let heads drop the keys that their horizons prove to be of no weight to any query to come.
+            max_query_norm: With ``evict``, what no query's norm will exceed; the layer refuses one that does.
         """
         weight = self.k_proj.weight
         place = weight.device.type
-        return KVCache(
-            batch_size,
-            self.shape.num_kv_heads,
-            max_length,
-            self.shape.head_dim,
+        sizes = batch_size, self.shape.num_kv_heads, max_length, self.shape.head_dim
+        dtype = torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else weight.dtype
+        if not boolean("evict", evict):
+            if max_query_norm is not None:
+                raise ValueError(f"max_query_norm must be None without evict=True, got {max_query_norm}")
+            return KVCache(*sizes, device=weight.device, dtype=dtype)
+        if max_query_norm is None:
+            raise ValueError("max_query_norm must be given with evict=True: it decides which keys may be dropped")
+        slopes = self.slopes if self.log_slopes is None else self.log_slopes.exp()
+        return EvictingKVCache(
+            *sizes,
+            slopes=slopes,
+            max_query_norm=max_query_norm,
+            window_size=self.window_size,
             device=weight.device,
-            dtype=torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else weight.dtype,
+            dtype=dtype,
         )
 
     def extra_repr(self) -> str:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_torch._tile_plan import FEW, Job
+from alibi_torch._tile_plan import Job
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -36,7 +36,8 @@ def forward(
     """
     result = torch.empty(query.shape, dtype=query.dtype)
     logsumexp = torch.empty(query.shape[:-1], dtype=call.working_dtype)
-    dtype = compute_dtype(call)
+    # In low precision the kernel would round the weights to it, and is no faster: a part at a time is cast.
+    dtype = call.working_dtype
     biases = Biases(call)
     for job in in_order(jobs):
         bias, attends = biases.of(job)
@@ -82,12 +83,6 @@ def keys_of(tensor: Tensor, job: Job, call: AttentionCall, dtype: torch.dtype) -
     return keys.expand(-1, job.heads.stop - job.heads.start, -1, -1)
 
 
-def compute_dtype(call: AttentionCall) -> torch.dtype:
-    """Return the dtype to compute in: where the kernel is slow in that of the tensors, a part is cast at a time."""
-    is_slow = call.dtype == torch.float16 or (call.dtype == torch.bfloat16 and call.q_len <= FEW)
-    return torch.float32 if is_slow else call.dtype
-
-
 def _windows(tensor: Tensor, job: Job, start: int, length: int) -> Tensor:
     """Return ``tiles`` stretches of ``[heads, length, ...]``, each ``rows`` after the one before."""
     (head, token), rest = tensor.stride()[:2], tensor.stride()[2:]
@@ -127,7 +122,8 @@ def backward(
     query_grad = torch.empty(query.shape, dtype=query.dtype)
     key_grad, value_grad = (torch.zeros(key.shape, dtype=key.dtype) for _ in range(2))
     slope_grads = torch.zeros(2, call.batch[0], call.num_heads, dtype=torch.float64)
-    dtype = compute_dtype(call)
+    # Where the kernel is slow in the dtype of the tensors, a part at a time is cast.
+    dtype = call.dtype if call.dtype == torch.bfloat16 else call.working_dtype
     biases = Biases(call)
     for entries, some_jobs in itertools.groupby(in_order(jobs), lambda job: (job.batch.start, job.batch.stop)):
         batch = slice(*entries)

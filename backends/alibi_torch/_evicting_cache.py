@@ -1,0 +1,261 @@
+"""A cache that forgets the keys that no query to come can need."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import array_api_compat.torch as xp
+import torch
+from torch import Tensor
+
+from alibi_core import AttentionCall, horizon
+from alibi_core._checks import non_negative_number, positive_number
+from alibi_core._horizon import LARGEST_TOLERANCE, UNIT_ROUNDOFF
+from alibi_torch._attention import run
+from alibi_torch._cache import KVCache, check_appended
+from alibi_torch._tile_plan import FEW, measured_norms
+
+ROOM = 64  # tokens, at least, that a group of heads makes room for at a time
+
+
+class EvictingKVCache(KVCache):
+    """A key/value cache whose heads keep no more keys than their horizons allow.
+
+    Let no query's norm exceed ``Q``. When a key ``j`` is dropped, before the token at position ``p`` is appended, no key
+    so far exceeds some norm ``K``, and ``j`` is at least ``w`` tokens before the last of them, ``p - 1``. To any query
+    from then on, the scaled score of ``j`` is at most ``scale * Q * K``, that of the key at ``p - 1`` at least minus
+    that, and ``j`` is at least ``w`` tokens further away. So all keys dropped together weigh at most
+    ``exp(2 * scale * Q * K) * exp(-slope * w) / (1 - exp(-slope))`` times that key, which is what
+    :func:`alibi_core.horizon` makes as small as the tolerance. Keys dropped at another time are bounded by another such
+    key, and the keys that bound do not weigh more than all: the share left out never exceeds the tolerance, whatever
+    keys are to come.
+
+    Heads of similar slopes share their storage. The keys of all tokens appended at once are kept until the next are.
+
+    Attributes:
+        length: Tokens appended.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_kv_heads: int,
+        max_length: int,
+        head_dim: int,
+        *,
+        slopes: Tensor,
+        max_query_norm: float,
+        scale: float | None = None,
+        window_size: int | None = None,
+        tolerance: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Make an empty cache.
+
+        Args:
+            batch_size: Sequences.
+            num_kv_heads: Key/value heads.
+            max_length: Tokens that a head may hold at a time. Sequences may go on for longer where horizons are shorter.
+            head_dim: Features a head.
+            slopes: ``[num_heads]``. Heads whose slope is not positive keep everything.
+            max_query_norm: What no query's norm will exceed. A query that does is refused.
+            scale: Factor of the scores. Default ``head_dim ** -0.5``.
+            window_size: Keys farther than this many tokens are masked.
+            tolerance: The share of softmax weight that may be left out. Default the rounding error of ``dtype``.
+            device: Where keys and values live.
+            dtype: Theirs.
+        """
+        super().__init__(batch_size, num_kv_heads, 1, head_dim, device=device, dtype=dtype)
+        self._max_length = max_length
+        self._slopes = slopes.detach()
+        self._max_query_norm = positive_number("max_query_norm", max_query_norm)
+        self._scale = head_dim**-0.5 if scale is None else scale
+        self._window_size = window_size
+        if tolerance is None:
+            tolerance = UNIT_ROUNDOFF[str(self.key.dtype).removeprefix("torch.")]
+        # One half is for what is dropped, the other for what the attention over the rest leaves out.
+        self._tolerance = min(non_negative_number("tolerance", tolerance), LARGEST_TOLERANCE) / 2
+        self._largest_norms = [0.0] * num_kv_heads
+        self._evicted = 0  # the position up to which queries would miss keys
+        self._groups = self._grouped(slopes.detach().cpu().double())
+
+    def _grouped(self, slopes: Tensor) -> list[_Group]:
+        """Return one group for the key/value heads whose least slope is the same power of 2, but for a factor below 2."""
+        num_kv_heads = self.key.shape[1]
+        least = slopes.reshape(num_kv_heads, -1).amin(dim=1).tolist()
+        members: dict[int | None, list[int]] = {}
+        for head, slope in enumerate(least):
+            members.setdefault(math.frexp(slope)[1] if slope > 0 else None, []).append(head)
+        empty = self.key[:, :, :0]
+        return [_Group(heads, min(least[h] for h in heads), empty[:, heads], empty[:, heads]) for heads in members.values()]
+
+    @property
+    def max_length(self) -> int:
+        """Capacity of a head, in tokens."""
+        return self._max_length
+
+    @property
+    def kept(self) -> list[int]:
+        """Tokens that each key/value head holds."""
+        counts = {head: group.count for group in self._groups for head in group.heads}
+        return [counts[head] for head in sorted(counts)]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of keys and values, room for more included."""
+        return sum(x.nbytes for group in self._groups for x in (group.key, group.value))
+
+    def append(self, key: Tensor, value: Tensor) -> None:  # type: ignore[override]
+        """Drop what no query of these tokens, or later ones, can need, and store their keys and values.
+
+        Args:
+            key: ``[batch_size, num_kv_heads, new, head_dim]``.
+            value: Likewise.
+
+        Raises:
+            TypeError: If an argument is no tensor of four axes.
+            ValueError: If a head would hold more than ``max_length`` tokens, or the cache holds another batch, dtype or
+                device.
+        """
+        check_appended(key, value, self.key)
+        new = key.shape[2]
+        needs = [min(group.count, self._reach(group)) for group in self._groups]
+        if max(needs) + new > self._max_length:
+            raise ValueError(
+                f"cache must have room for {new} more tokens, got max_length {self._max_length} with {max(needs)} in "
+                "use; make it longer with make_cache"
+            )
+        for group, need in zip(self._groups, needs, strict=True):
+            if group.make_room(need, new):
+                self._evicted = self.length
+            group.add(key[:, group.heads], value[:, group.heads])
+        norms = measured_norms(key.detach()).amax(dim=(0, 2)).tolist() if new and key.shape[0] else []
+        for head, norm in enumerate(norms):
+            self._largest_norms[head] = max(self._largest_norms[head], norm) if norm == norm else math.inf
+        self.length += new
+
+    def _reach(self, group: _Group) -> int:
+        """Return how many of the last keys so far may matter to queries that are to come."""
+        largest = max(self._largest_norms[head] for head in group.heads)
+        score_range = 2 * abs(self._scale) * self._max_query_norm * largest
+        reach = self.length
+        if group.slope > 0 and math.isfinite(score_range):
+            slope = torch.tensor([group.slope], dtype=torch.float64)
+            reach = min(reach, horizon(slope, score_range, tolerance=self._tolerance).item())
+        return int(reach if self._window_size is None else min(reach, self._window_size))
+
+    def attend(  # type: ignore[override]
+        self,
+        query: Tensor,
+        slopes: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        segment_ids: tuple[Tensor, Tensor] | None = None,
+        window_size: int | None = None,
+        implementation: str | None = None,
+    ) -> Tensor:
+        """Return the causal attention of the last tokens appended over all tokens so far.
+
+        Args:
+            query: ``[batch_size, num_heads, q_len, head_dim]``.
+            slopes: None, or what the cache was made for.
+            mask: None: a key that hides another from a query cannot tell that the other no longer matters.
+            segment_ids: None, likewise.
+            window_size: None, or what the cache was made for.
+            implementation: As for :func:`alibi_torch.attention`.
+
+        Returns:
+            ``[batch_size, num_heads, q_len, head_dim]``.
+
+        Raises:
+            ValueError: If a query's norm exceeds ``max_query_norm``, if keys that a query needs have been dropped, or if
+                slopes or masks are not those that the cache was made for.
+        """
+        self._check_attend(query, slopes, mask, segment_ids, window_size)
+        result = torch.empty_like(query)
+        share = len(self._slopes) // self.key.shape[1]  # query heads a key/value head
+        rules: dict[str, Any] = {"window_size": self._window_size, "scale": self._scale}
+        # Few queries are not worth a second look: what is kept is about what they need.
+        rules["tolerance"] = 0.0 if query.shape[2] <= FEW else self._tolerance
+        for group in self._groups:
+            heads = [head * share + i for head in group.heads for i in range(share)]
+            key, value = group.held
+            part = query[:, heads]
+            call = AttentionCall.check(part, key, value, self._slopes[heads], xp=xp, **rules)
+            result[:, heads] = run(call, part, key, value, implementation, None)
+        return result
+
+    def _check_attend(self, query: Tensor, slopes: Any, mask: Any, segment_ids: Any, window_size: int | None) -> None:
+        for name, given in (("mask", mask), ("segment_ids", segment_ids)):
+            if given is not None:
+                raise ValueError(f"{name} must be None with a cache that evicts; make it with evict=False")
+        if slopes is not None and slopes is not self._slopes and not torch.equal(slopes.to(self._slopes), self._slopes):
+            raise ValueError("slopes must be those that the cache was made for; make a new one")
+        if window_size is not None and window_size != self._window_size:
+            raise ValueError(f"window_size must be what the cache was made for, {self._window_size}, got {window_size}")
+        if self.length - query.shape[2] < self._evicted:
+            raise ValueError(
+                f"query must be of the {self.length - self._evicted} last tokens, whose keys are all held, "
+                f"got q_len {query.shape[2]}"
+            )
+        largest = torch.linalg.vector_norm(query.detach().double(), dim=-1).amax().item() if query.numel() else 0.0
+        if not largest <= self._max_query_norm:
+            raise ValueError(
+                f"query must have norms of at most max_query_norm, {self._max_query_norm:g}, for which keys are kept, "
+                f"got {largest:g}; make the cache with a larger one"
+            )
+
+    def truncate(self, length: int) -> None:
+        """Forget the last tokens, so that ``length`` remain.
+
+        Raises:
+            ValueError: If keys that then were among the last have been dropped.
+        """
+        if length < self._evicted:
+            raise ValueError(f"length must be at least {self._evicted}, before which keys were dropped, got {length}")
+        for group in self._groups:
+            group.count -= max(self.length - length, 0)
+        self.length = min(self.length, length)
+
+
+@dataclass
+class _Group:
+    """The keys and values of some heads: the last ``count`` tokens, in order, with room for more behind them."""
+
+    heads: list[int]
+    slope: float  # the least
+    key: Tensor
+    value: Tensor
+    count: int = 0
+
+    @property
+    def held(self) -> tuple[Tensor, Tensor]:
+        return self.key[:, :, : self.count], self.value[:, :, : self.count]
+
+    def make_room(self, need: int, new: int) -> bool:
+        """Make room for ``new`` tokens beside the last ``need``, and return whether others were dropped for it."""
+        room = self.key.shape[2]
+        wanted = need + new + max(ROOM, (need + new) // 4)
+        if self.count + new <= room <= 4 * wanted:
+            return False
+        kept = [x[:, :, self.count - need : self.count] for x in (self.key, self.value)]
+        if wanted <= room <= 4 * wanted:
+            for tensor, last in zip((self.key, self.value), kept, strict=True):
+                tensor[:, :, :need] = last.clone()  # they overlap
+        else:
+            self.key, self.value = (torch.cat([x, _zeros(x, wanted - need)], dim=2) for x in kept)
+        dropped, self.count = self.count > need, need
+        return dropped
+
+    def add(self, key: Tensor, value: Tensor) -> None:
+        end = self.count + key.shape[2]
+        self.key[:, :, self.count : end] = key
+        self.value[:, :, self.count : end] = value
+        self.count = end
+
+
+def _zeros(like: Tensor, length: int) -> Tensor:
+    return like.new_zeros(*like.shape[:2], length, like.shape[3])
