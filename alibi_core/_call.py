@@ -154,7 +154,7 @@ class AttentionCall:
     def nearest_keys(self) -> Any:
         """Return how far the nearest key that each query may look at is, in tokens; -1 for a query that has none.
 
-        int32, ``[q_len]``, or with the axes ``[..., num_heads or 1, q_len]`` before it that it varies along. Only where
+        int32 (int64 where the offset is), ``[q_len]``, or with the axes ``[..., num_heads or 1, q_len]`` before it that it varies along. Only where
         there are a mask or segments does it take time and memory in proportion to ``q_len * kv_len``.
         """
         xp = self.xp

@@ -18,7 +18,7 @@ import numpy as np
 from alibi_core import _checks
 from alibi_core._bias import place_slopes, with_head_axis, working_dtype
 from alibi_core._call import AttentionCall
-from alibi_core._namespace import arange, asarray, astype, device_of, namespace_of
+from alibi_core._namespace import arange, asarray, astype, device_of, namespace_of, running_sum
 from alibi_core._typing import Array, Namespace
 
 # Of the dtypes of queries and keys: the unit roundoff, below which a change is lost in the result's own rounding.
@@ -286,7 +286,7 @@ def _blocks_to_drop(xp: Namespace, weights: Any, slopes: Any, distance: Any, blo
     logarithms = weights - slopes * astype(xp, distance, slopes.dtype) + xp.log(keys)
     logarithms = xp.where(slopes < 0, endless, logarithms)
     # exp of what is far above 1 need not be exact, and must not overflow. A NaN compares as too heavy.
-    total = xp.cumulative_sum(xp.exp(_least(xp, logarithms, 1.0)), axis=-1)
+    total = running_sum(xp, xp.exp(_least(xp, logarithms, 1.0)))
     return astype(xp, xp.sum(astype(xp, total <= 1, xp.int32), axis=-1), xp.int32)
 
 

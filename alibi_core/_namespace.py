@@ -98,6 +98,13 @@ def astype(xp: Namespace, array: Any, dtype: DType) -> Any:
     return array if array.dtype == dtype else xp.astype(array, dtype)
 
 
+def running_sum(xp: Namespace, array: Any) -> Any:
+    """Return the cumulative sum along the last axis."""
+    if library_name(xp) == "torch":
+        return xp.cumsum(array, dim=-1)  # as array_api_compat does, but without its cache, which torch.compile warns of
+    return xp.cumulative_sum(array, axis=-1)
+
+
 def times(xp: Namespace, array: Any, factor: float) -> Any:
     """``array * factor``, to the precision of ``array``."""
     # MLX 0.29 rounds a Python number to float32, whatever it meets.

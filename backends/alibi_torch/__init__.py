@@ -9,6 +9,7 @@ from alibi_torch._attention import attention
 from alibi_torch._bias import AlibiBias
 from alibi_torch._cache import KVCache
 from alibi_torch._evicting_cache import EvictingKVCache
+from alibi_torch._explain import Explanation, explain
 from alibi_torch._language_model import AlibiLanguageModel
 from alibi_torch._layer import AlibiAttention
 from alibi_torch._transformer import AlibiConfig, AlibiTransformer
@@ -20,6 +21,8 @@ __all__ = [
     "AlibiLanguageModel",
     "AlibiTransformer",
     "EvictingKVCache",
+    "Explanation",
     "KVCache",
     "attention",
+    "explain",
 ]

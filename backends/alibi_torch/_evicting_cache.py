@@ -23,14 +23,14 @@ ROOM = 64  # tokens, at least, that a group of heads makes room for at a time
 class EvictingKVCache(KVCache):
     """A key/value cache whose heads keep no more keys than their horizons allow.
 
-    Let no query's norm exceed ``Q``. When a key ``j`` is dropped, before the token at position ``p`` is appended, no key
-    so far exceeds some norm ``K``, and ``j`` is at least ``w`` tokens before the last of them, ``p - 1``. To any query
-    from then on, the scaled score of ``j`` is at most ``scale * Q * K``, that of the key at ``p - 1`` at least minus
-    that, and ``j`` is at least ``w`` tokens further away. So all keys dropped together weigh at most
+    Let no query's norm exceed ``Q``. When a key ``j`` is dropped, before the token at position ``p`` is appended, no
+    key so far exceeds some norm ``K``, and ``j`` is at least ``w`` tokens before the last of them, ``p - 1``. To any
+    query from then on, the scaled score of ``j`` is at most ``scale * Q * K``, that of the key at ``p - 1`` at least
+    minus that, and ``j`` is at least ``w`` tokens further away. So all keys dropped together weigh at most
     ``exp(2 * scale * Q * K) * exp(-slope * w) / (1 - exp(-slope))`` times that key, which is what
-    :func:`alibi_core.horizon` makes as small as the tolerance. Keys dropped at another time are bounded by another such
-    key, and the keys that bound do not weigh more than all: the share left out never exceeds the tolerance, whatever
-    keys are to come.
+    :func:`alibi_core.horizon` makes as small as the tolerance. Keys dropped at another time are bounded by another
+    such key, and the keys that bound do not weigh more than all: the share left out never exceeds the tolerance,
+    whatever keys are to come.
 
     Heads of similar slopes share their storage. The keys of all tokens appended at once are kept until the next are.
 
@@ -58,7 +58,7 @@ class EvictingKVCache(KVCache):
         Args:
             batch_size: Sequences.
             num_kv_heads: Key/value heads.
-            max_length: Tokens that a head may hold at a time. Sequences may go on for longer where horizons are shorter.
+            max_length: Tokens that a head may hold at a time. Sequences may be longer where horizons are shorter.
             head_dim: Features a head.
             slopes: ``[num_heads]``. Heads whose slope is not positive keep everything.
             max_query_norm: What no query's norm will exceed. A query that does is refused.
@@ -83,14 +83,16 @@ class EvictingKVCache(KVCache):
         self._groups = self._grouped(slopes.detach().cpu().double())
 
     def _grouped(self, slopes: Tensor) -> list[_Group]:
-        """Return one group for the key/value heads whose least slope is the same power of 2, but for a factor below 2."""
+        """Return groups of the key/value heads whose least slopes are within a factor of 2."""
         num_kv_heads = self.key.shape[1]
         least = slopes.reshape(num_kv_heads, -1).amin(dim=1).tolist()
         members: dict[int | None, list[int]] = {}
         for head, slope in enumerate(least):
             members.setdefault(math.frexp(slope)[1] if slope > 0 else None, []).append(head)
         empty = self.key[:, :, :0]
-        return [_Group(heads, min(least[h] for h in heads), empty[:, heads], empty[:, heads]) for heads in members.values()]
+        return [
+            _Group(heads, min(least[h] for h in heads), empty[:, heads], empty[:, heads]) for heads in members.values()
+        ]
 
     @property
     def max_length(self) -> int:
@@ -171,8 +173,8 @@ class EvictingKVCache(KVCache):
             ``[batch_size, num_heads, q_len, head_dim]``.
 
         Raises:
-            ValueError: If a query's norm exceeds ``max_query_norm``, if keys that a query needs have been dropped, or if
-                slopes or masks are not those that the cache was made for.
+            ValueError: If a query's norm exceeds ``max_query_norm``, if keys that a query needs have been dropped, or
+                if slopes or masks are not those that the cache was made for.
         """
         self._check_attend(query, slopes, mask, segment_ids, window_size)
         result = torch.empty_like(query)

@@ -35,7 +35,7 @@ def block_mask(
         seq_lengths: Of the queries and keys that the kernel is to be given, tokens; padded, perhaps.
         backward: Whether the kernel for gradients is to run, which reads the blocks by keys.
     """
-    first, stop = _needed_blocks(call, query, key)
+    first, stop = needed_blocks(call, query, key)
     q_blocks, kv_blocks = (-(-n // BLOCK) for n in (call.q_len, call.kv_len))
     step = torch.arange(kv_blocks, dtype=torch.int32, device=query.device)
 
@@ -78,7 +78,7 @@ def sees_own_key(call: AttentionCall) -> bool:
     return bool(call.q_offset >= 0 and call.q_offset + call.q_len <= call.kv_len)
 
 
-def _needed_blocks(call: AttentionCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+def needed_blocks(call: AttentionCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first block of keys that each block of queries needs, and the one after the last.
 
     int32, ``[batch or 1, num_heads or 1, q_blocks]``.

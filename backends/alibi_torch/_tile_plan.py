@@ -99,8 +99,8 @@ def needed_keys(
     """Return the core's plan for one batch entry, as NumPy arrays ``[num_heads, q_blocks]``."""
     q_block = max(ROWS[1], -(-call.q_len // BLOCKS // ROWS[1]) * ROWS[1])
     if tolerance == 0:  # nothing to measure
-        zeros = torch.zeros(1, call.num_heads, 1)
-        blocks = torch.zeros(1, call.num_heads, -(-call.q_len // q_block))
+        zeros = torch.zeros(1, call.num_heads, 1, device=call.device)
+        blocks = torch.zeros(1, call.num_heads, -(-call.q_len // q_block), device=call.device)
         bounds = ScoreBounds(q_block, call.kv_len, blocks, blocks, blocks, blocks, zeros)
     else:
         bounds = _measure(call, query, key, norms, q_block)
@@ -108,7 +108,7 @@ def needed_keys(
     step = max(1, PART_ELEMENTS // (bounds.excess.shape[-1] * bounds.key_norm.shape[-1]))
     heads = (slice(head, min(head + step, call.num_heads)) for head in range(0, call.num_heads, step))
     parts = [_ranges_of_heads(call, bounds, some, tolerance) for some in heads]
-    whole = {name: np.concatenate([getattr(part, name)[0].numpy() for part in parts]) for name in _FIELDS}
+    whole = {name: np.concatenate([getattr(part, name)[0].cpu().numpy() for part in parts]) for name in _FIELDS}
     return KeyRanges(q_block, **whole)
 
 
@@ -139,7 +139,7 @@ def _measure(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | 
     else:
         kv_block = norms.block
         key_norms = norms.values.to(statistics).expand(-1, call.num_kv_heads, -1)
-    q_norms = torch.empty(1, call.num_heads, call.q_len, dtype=statistics)
+    q_norms = torch.empty(1, call.num_heads, call.q_len, dtype=statistics, device=call.device)
     own_scores = torch.zeros_like(q_norms)
     for part in _parts(call.q_len, call.num_heads * call.head_dim):
         queries = query[:, :, part].to(statistics)
@@ -179,7 +179,7 @@ def _lower_bounds(call: AttentionCall, query: Tensor, key: Tensor, centre: Tenso
     if call.q_offset < 0 or call.q_offset + call.q_len > call.kv_len or call.slopes.min() < 0:
         return None
     group = call.num_heads // call.num_kv_heads
-    bounds = torch.full((1, call.num_heads, call.q_len), -torch.inf, dtype=call.working_dtype)
+    bounds = torch.full((1, call.num_heads, call.q_len), -torch.inf, dtype=call.working_dtype, device=call.device)
     slopes = call.slopes.expand(1, -1)[0].tolist()
     for head, slope in enumerate(slopes):
         # Their number grows with count, their weight falls with slope * distance: the best is between.
@@ -211,7 +211,7 @@ def _bound_by_means(
         scores = torch.bmm(queries[:whole].unflatten(0, (-1, count)), means[: whole // count, :, None]).flatten()
         if whole < len(queries):
             scores = torch.cat([scores, queries[whole:] @ means[-1]])
-        distance = torch.arange(len(queries)) % count + (count + 1) / 2
+        distance = torch.arange(len(queries), device=call.device) % count + (count + 1) / 2
         bounds[start : start + len(queries)] = log_sum_exp_of_mean(slope, scores * call.scale, distance, count)
 
 
@@ -224,7 +224,7 @@ def _parts(length: int, elements: int) -> Iterator[slice]:
 def _nearest_keys(call: AttentionCall) -> Tensor:
     """Return ``call.nearest_keys()``, without ever holding something of ``q_len * kv_len``."""
     if call.every_query_attends and 0 <= call.q_offset <= call.kv_len - call.q_len:
-        return torch.zeros(call.q_len, dtype=torch.int32)
+        return torch.zeros(call.q_len, dtype=torch.int32, device=call.device)
     if call.mask is None and call.q_segment_ids is None:
         return call.nearest_keys()
     if call.q_segment_ids is None and call.mask.shape[-2] == 1:

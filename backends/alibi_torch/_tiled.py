@@ -31,7 +31,7 @@ def tiled_attention(
         value: Likewise.
         norms: Bounds of the norms of keys, where they are known; else all keys are read once to measure them.
     """
-    flat = _with_one_batch_axis(call)
+    flat = with_one_batch_axis(call)
     tensors = [x.reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key, value)]
     result, _ = _attend(
         *tensors,
@@ -60,7 +60,7 @@ def tolerance_of(call: AttentionCall) -> float:
     return UNIT_ROUNDOFF[str(call.dtype).removeprefix("torch.")]
 
 
-def _with_one_batch_axis(call: AttentionCall) -> AttentionCall:
+def with_one_batch_axis(call: AttentionCall) -> AttentionCall:
     batch = call.batch
     if len(batch) == 1:
         return call

@@ -1,0 +1,155 @@
+"""What a call would do, and why."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import array_api_compat.torch as xp
+import numpy as np
+import torch
+from torch import Tensor
+
+from alibi_core import AttentionCall
+from alibi_core._checks import one_of
+from alibi_core._horizon import ENDLESS
+from alibi_torch._choice import IMPLEMENTATIONS, choose, refusal
+from alibi_torch._tile_plan import entry_of, jobs, needed_keys
+from alibi_torch._tiled import tolerance_of, with_one_batch_axis
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call of :func:`alibi_torch.attention` would do. Printed, it is a few lines of text.
+
+    Attributes:
+        implementation: The one that would run.
+        refusals: Why others cannot run the call, by name.
+        tolerance: The share of softmax weight that may be left out.
+        error_bound: How far that can move an element of the result, beside rounding: ``2 * tolerance * max|value|``.
+        horizons: ``[batch, num_heads]`` float64, tokens: how far back a query of the head looks at most. Infinite where
+            it looks at every key.
+        scores_visible: Pairs of queries and keys that causality and the window leave, over batch entries and heads.
+        scores_computed: Pairs that the implementation computes; more than are visible where tiles straddle an edge.
+    """
+
+    implementation: str
+    refusals: dict[str, str]
+    tolerance: float
+    error_bound: float
+    horizons: Tensor
+    scores_visible: int
+    scores_computed: int
+
+    @property
+    def share(self) -> float:
+        """Scores computed, as a part of those visible."""
+        return self.scores_computed / max(self.scores_visible, 1)
+
+    def __str__(self) -> str:
+        lines = [f"implementation: {self.implementation}"]
+        lines += [f"  not {name}: it {reason}" for name, reason in self.refusals.items()]
+        lines.append(f"tolerance: {self.tolerance:.3g}, which moves the result by at most {self.error_bound:.3g}")
+        lines.append(
+            f"scores: {self.scores_computed:,} computed, {self.share:.1%} of the {self.scores_visible:,} visible"
+        )
+        shown = [f"{x:.0f}" if math.isfinite(x) else "all" for x in self.horizons.amax(dim=0).tolist()]
+        return "\n".join([*lines, f"horizons, in tokens, of the heads: {' '.join(shown)}"])
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: int | Tensor | None = None,
+    *,
+    implementation: str | None = None,
+    **arguments: Any,
+) -> Explanation:
+    """Say which implementation a call of :func:`alibi_torch.attention` would use, and what it would compute.
+
+    It measures the tensors as the call would, but attends to nothing.
+
+    Args:
+        query: As for :func:`alibi_torch.attention`, like all arguments.
+        key: Likewise.
+        value: Likewise.
+        slopes: Likewise.
+        implementation: Likewise.
+        **arguments: Likewise.
+
+    Returns:
+        The explanation.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As the call would.
+
+    Example:
+        >>> query, key, value = torch.zeros(3, 1, 2, 8, 4).unbind()
+        >>> print(explain(query, key, value, tolerance=0.0))
+        implementation: tiled
+        tolerance: 0, which moves the result by at most 0
+        scores: 128 computed, 177.8% of the 72 visible
+        horizons, in tokens, of the heads: all all
+    """
+    if implementation is not None:
+        one_of("implementation", implementation, IMPLEMENTATIONS)
+    arguments.pop("max_key_norm", None)  # it saves a measurement, and changes no result
+    call = AttentionCall.check(query, key, value, slopes, xp=xp, **arguments)
+    chosen = choose(call, query, key, value, implementation)
+    reasons = {name: refusal(name, call, query, key, value) for name in IMPLEMENTATIONS}
+    tolerance = tolerance_of(call) if chosen in ("tiled", "flex") else 0.0
+    flat = with_one_batch_axis(call)
+    with torch.no_grad():
+        tensors = [x.detach().reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key)]
+        count = 0 if call.is_empty else flat.batch[0]
+        entries = [_entry(flat, index, *tensors, tolerance, chosen) for index in range(count)]
+        largest = max(abs(x.item()) for x in torch.aminmax(value.detach())) if count else 0.0
+    none = torch.zeros(0, call.num_heads, dtype=torch.float64)
+    return Explanation(
+        implementation=chosen,
+        refusals={name: reason for name, reason in reasons.items() if reason is not None},
+        tolerance=tolerance,
+        error_bound=2 * tolerance * largest,
+        horizons=torch.stack([x[0] for x in entries]) if entries else none,
+        scores_visible=sum(x[1] for x in entries),
+        scores_computed=sum(x[2] for x in entries),
+    )
+
+
+def _entry(
+    flat: AttentionCall, index: int, query: Tensor, key: Tensor, tolerance: float, chosen: str
+) -> tuple[Tensor, int, int]:
+    """Return the horizons ``[num_heads]`` of one batch entry, and the scores that are visible and computed in it."""
+    call = entry_of(flat, index)
+    tensors = query[index : index + 1], key[index : index + 1]
+    ranges = needed_keys(call, *tensors, tolerance)
+    reach = torch.from_numpy(ranges.past).amax(dim=1).double()
+    # A key further back than all keys are is none.
+    horizons = torch.where(reach >= min(ENDLESS, call.kv_len + max(call.q_offset, 0)), math.inf, reach)
+    if chosen == "tiled":
+        planned = jobs(call, *tensors, tolerance, None)
+        computed = sum((x.heads.stop - x.heads.start) * x.tiles * x.rows * x.kv_len for x in planned)
+    elif chosen == "flex":
+        computed = _in_blocks(replace(call, tolerance=tolerance), *tensors)
+    else:
+        computed = call.num_heads * call.q_len * call.kv_len
+    return horizons, call.num_heads * _visible(call), computed
+
+
+def _visible(call: AttentionCall) -> int:
+    """Return how many pairs of a query and a key causality and the window leave, a head."""
+    window = 2**40 if call.window_size is None else call.window_size
+    positions = np.arange(call.q_len, dtype=np.int64) + call.q_offset
+    first = np.clip(positions - window, 0, call.kv_len)
+    stop = np.clip(positions + (1 if call.is_causal else window + 1), 0, call.kv_len)
+    return int((stop - first).clip(0).sum())
+
+
+def _in_blocks(call: AttentionCall, query: Tensor, key: Tensor) -> int:
+    from alibi_torch._flex_mask import BLOCK, needed_blocks  # not before it is used: it brings the compiler with it
+
+    first, stop = needed_blocks(call, query, key)
+    blocks = (stop - first).expand(1, call.num_heads, -1)
+    return int(blocks.sum()) * BLOCK * BLOCK
