@@ -154,8 +154,9 @@ class AttentionCall:
     def nearest_keys(self) -> Any:
         """Return how far the nearest key that each query may look at is, in tokens; -1 for a query that has none.
 
-        int32 (int64 where the offset is), ``[q_len]``, or with the axes ``[..., num_heads or 1, q_len]`` before it that it varies along. Only where
-        there are a mask or segments does it take time and memory in proportion to ``q_len * kv_len``.
+        int32 (int64 where the offset is), ``[q_len]``, or with the axes ``[..., num_heads or 1, q_len]`` before it that
+        it varies along. Only where there are a mask or segments does it take time and memory in proportion to
+        ``q_len * kv_len``.
         """
         xp = self.xp
         positions, keys = self.positions()
@@ -292,7 +293,7 @@ def _batch_axes(batch: tuple[int, ...]) -> list[str]:
 
 
 def _pair(segment_ids: Any) -> tuple[Any, Any]:
-    if not isinstance(segment_ids, tuple | list):
+    if not isinstance(segment_ids, (tuple, list)):
         return segment_ids, segment_ids
     if len(segment_ids) != 2:
         raise ValueError(f"segment_ids must be one array or a pair (queries, keys), got {len(segment_ids)} arrays")
@@ -303,7 +304,7 @@ def _arrays(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that are arrays, having checked that those which must be are."""
     may_be_int = ("slopes", "future_slopes", "q_offset")
     q_offset = arguments["q_offset"]
-    if isinstance(q_offset, bool | float):
+    if isinstance(q_offset, (bool, float)):
         raise TypeError(f"q_offset must be an integer or an integer array, got {q_offset}")
     return {
         name: _checks.array(name, value)
@@ -373,7 +374,7 @@ def _slopes(
 def _segment_ids(xp: Namespace, segment_ids: Any, sizes: dict[str, Any]) -> tuple[Any, Any]:
     if segment_ids is None:
         return None, None
-    is_pair = isinstance(segment_ids, tuple | list)
+    is_pair = isinstance(segment_ids, (tuple, list))
     if not is_pair and sizes["q_len"] != sizes["kv_len"]:
         raise ValueError(
             f"segment_ids must be a pair (queries, keys) when q_len, {sizes['q_len']}, and kv_len, "

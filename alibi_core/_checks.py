@@ -11,6 +11,8 @@ import numpy as np
 from alibi_core._namespace import host_values, lacks_64_bits, library_name
 from alibi_core._typing import DType, Namespace
 
+# isinstance takes tuples of types throughout, not unions: torch.compile of PyTorch 2.9 cannot trace those.
+
 MAX_POSITION = 2**31 - 1  # positions are int32, the one integer type that every library has by default
 
 
@@ -19,7 +21,7 @@ def is_int(value: Any) -> bool:
     if isinstance(value, bool):
         return False
     torch = sys.modules.get("torch")
-    return isinstance(value, int | np.integer) or (torch is not None and isinstance(value, torch.SymInt))
+    return isinstance(value, (int, np.integer)) or (torch is not None and isinstance(value, torch.SymInt))
 
 
 def integer(name: str, value: Any) -> int:
@@ -53,7 +55,7 @@ def positions_fit(q_offset: int, q_len: int, kv_len: int) -> None:
 
 
 def real_number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name} must be a real number, got {_shown(value)}")
     if not -sys.float_info.max <= value <= sys.float_info.max:  # not math.isfinite, which torch.compile cannot trace
         raise ValueError(f"{name} must be finite, got {value}")
@@ -73,7 +75,7 @@ def non_negative_number(name: str, value: Any) -> float:
 
 
 def boolean(name: str, value: Any) -> bool:
-    if not isinstance(value, bool | np.bool_):
+    if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, got {_shown(value)}")
     return bool(value)
 

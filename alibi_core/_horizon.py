@@ -58,7 +58,7 @@ def horizon(
 
     Example:
         >>> horizon(8, 14.0).tolist()
-        [64.0, 129.0, 262.0, 534.0, 1091.0, 2227.0, 4543.0, 9262.0]
+        [64.0, 129.0, 263.0, 536.0, 1092.0, 2228.0, 4543.0, 9263.0]
 
     References:
         Press, Smith, Lewis, "Train Short, Test Long", section 3, arXiv 2108.12409, for the slopes; the bound is this

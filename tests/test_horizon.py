@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -831,6 +832,7 @@ LIBRARY_SCENES = [
     Scene((1, 2, 2), (70, 70), "asymmetric", "aligned", packing="sorted", masking="by head", slopes="mixed", seed=3),
     Scene((2, 1, 2), (33, 70), "clamped", "shifted", q_offset="array", window_size=2**40, masking="by key", seed=4),
     Scene((2, 1, 1), (64, 64), "causal", "no queries", q_offset=70, packing="one row", window_size=5, seed=5),
+    Scene((2, 1, 2), (70, 70), "symmetric", "outlier", seed=6),  # where blocks know more than tokens, on both sides
 ]
 
 
@@ -842,6 +844,19 @@ def assert_same_plan(actual: dict[str, np.ndarray], expected: dict[str, np.ndarr
         assert np.all(np.abs(actual[name] - expected[name]) <= unit * (expected[name] < ENDLESS)), name
     differing = sum(int((actual[name] != expected[name]).sum()) for name in FIELDS)
     assert differing <= 0.02 * sum(x.size for x in expected.values())
+
+
+class Traced(Framework):
+    """PyTorch, whose compiler traces but generates no code, which would take it longer than all the rest here."""
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        import torch
+
+        torch._dynamo.reset()
+        return torch.compile(function, fullgraph=True, dynamic=False, backend="eager")
+
+
+TRACED = Traced("torch", "torch")
 
 
 def in_libraries(items: list[Any], scenes: dict[Framework, list[Scene]]) -> list[Any]:
@@ -865,6 +880,13 @@ def test_plan_is_the_same_in_every_library(framework: Framework, scene: Scene) -
 def test_plan_compiles(framework: Framework, scene: Scene) -> None:
     actual = scene.plan(16, 16, 0.01, framework, compiled=True)
     assert_same_plan(values(actual, framework), values(scene.plan(16, 16, 0.01)), 16)
+
+
+def test_plan_is_traced_in_one_piece_by_torch() -> None:
+    pytest.importorskip("torch")
+    scene = LIBRARY_SCENES[2]
+    actual = scene.plan(16, 16, 0.01, TRACED, compiled=True)
+    assert_same_plan(values(actual, TRACED), values(scene.plan(16, 16, 0.01)), 16)
 
 
 def run_without_values(torch: Any, device: str) -> None:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core._checks import floating_dtype, positive_int
+from alibi_core._checks import floating_dtype, non_negative_int, one_of, positive_int
 from alibi_torch._attention import run
-from alibi_torch._tile_plan import KeyNorms, measured_norms
+from alibi_torch._choice import IMPLEMENTATIONS
+from alibi_torch._tile_plan import KeyNorms
 
 BLOCK = 128  # keys that one bound of their norms is kept for
 
@@ -46,7 +47,7 @@ class KVCache:
             floating_dtype(xp, "dtype", dtype)
         self.key, self.value = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         statistics = torch.promote_types(self.key.dtype, torch.float32)
-        self.key_norms = torch.zeros(*shape[:2], -(-max_length // BLOCK), device=device, dtype=statistics)
+        self.key_norms = torch.zeros(*shape[:2], -(-shape[2] // BLOCK), device=device, dtype=statistics)
         self.length = 0
 
     @property
@@ -78,7 +79,7 @@ class KVCache:
             )
         self.key[:, :, self.length : end] = key
         self.value[:, :, self.length : end] = value
-        norms = measured_norms(key.detach())
+        norms = norm_bounds(key.detach())
         blocks = torch.arange(self.length, end, device=norms.device) // BLOCK
         self.key_norms.scatter_reduce_(2, blocks.expand_as(norms), norms, "amax")
         self.length = end
@@ -114,6 +115,8 @@ class KVCache:
         Returns:
             ``[batch_size, num_heads, q_len, head_dim]``.
         """
+        if implementation is not None:
+            one_of("implementation", implementation, IMPLEMENTATIONS)
         rules: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size}
         key, value = self.key[:, :, : self.length], self.value[:, :, : self.length]
         call = AttentionCall.check(query, key, value, slopes, scale=scale, tolerance=tolerance, xp=xp, **rules)
@@ -122,7 +125,16 @@ class KVCache:
 
     def truncate(self, length: int) -> None:
         """Forget all tokens but the first ``length``."""
-        self.length = min(self.length, length)
+        self.length = min(self.length, non_negative_int("length", length))
+
+
+def norm_bounds(key: Tensor) -> Tensor:
+    """Return what no norm of keys ``[..., head_dim]`` exceeds, however the sums of squares are rounded."""
+    statistics = torch.promote_types(key.dtype, torch.float32)
+    finfo, head_dim = torch.finfo(statistics), key.shape[-1]
+    norms = torch.linalg.vector_norm(key, dim=-1, dtype=statistics)
+    # Each addition may round down, and the square of what is tiny may vanish.
+    return norms * (1 + (head_dim + 2) * finfo.eps) + (head_dim * finfo.tiny) ** 0.5
 
 
 def check_appended(key: Tensor, value: Tensor, like: Tensor) -> None:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall, horizon
-from alibi_core._checks import non_negative_number, positive_number
+from alibi_core._checks import non_negative_int, one_of, positive_int, positive_number
 from alibi_core._horizon import LARGEST_TOLERANCE, UNIT_ROUNDOFF
 from alibi_torch._attention import run
-from alibi_torch._cache import KVCache, check_appended
-from alibi_torch._tile_plan import FEW, measured_norms
+from alibi_torch._cache import KVCache, check_appended, norm_bounds
+from alibi_torch._choice import IMPLEMENTATIONS
+from alibi_torch._tile_plan import FEW
 
 ROOM = 64  # tokens, at least, that a group of heads makes room for at a time
 
@@ -60,27 +61,38 @@ class EvictingKVCache(KVCache):
             num_kv_heads: Key/value heads.
             max_length: Tokens that a head may hold at a time. Sequences may be longer where horizons are shorter.
             head_dim: Features a head.
-            slopes: ``[num_heads]``. Heads whose slope is not positive keep everything.
+            slopes: ``[num_heads]``, not negative. Heads whose slope is 0 keep everything.
             max_query_norm: What no query's norm will exceed. A query that does is refused.
             scale: Factor of the scores. Default ``head_dim ** -0.5``.
             window_size: Keys farther than this many tokens are masked.
             tolerance: The share of softmax weight that may be left out. Default the rounding error of ``dtype``.
             device: Where keys and values live.
             dtype: Theirs.
+
+        Raises:
+            TypeError: If an argument is of the wrong kind.
+            ValueError: If a value or a shape is wrong.
         """
         super().__init__(batch_size, num_kv_heads, 1, head_dim, device=device, dtype=dtype)
-        self._max_length = max_length
-        self._slopes = slopes.detach()
+        self._max_length = positive_int("max_length", max_length)
+        if not isinstance(slopes, Tensor) or slopes.ndim != 1:
+            raise TypeError(f"slopes must be a tensor of one axis, got {getattr(slopes, 'shape', slopes)}")
+        self._rules: dict[str, Any] = {"window_size": window_size, "scale": scale}
+        query = self.key.new_zeros(self.key.shape[0], len(slopes), *self.key.shape[2:])
+        call = AttentionCall.check(query, self.key, self.value, slopes, tolerance=tolerance, xp=xp, **self._rules)
+        # A copy, as the horizons are of these: a layer may change its own in place.
+        self._slopes = call.slopes.detach().clone()
         self._max_query_norm = positive_number("max_query_norm", max_query_norm)
-        self._scale = head_dim**-0.5 if scale is None else scale
+        self._scale = call.scale
         self._window_size = window_size
         if tolerance is None:
             tolerance = UNIT_ROUNDOFF[str(self.key.dtype).removeprefix("torch.")]
         # One half is for what is dropped, the other for what the attention over the rest leaves out.
-        self._tolerance = min(non_negative_number("tolerance", tolerance), LARGEST_TOLERANCE) / 2
-        self._largest_norms = [0.0] * num_kv_heads
+        self._tolerance = min(tolerance, LARGEST_TOLERANCE) / 2
+        self._largest_norms = [0.0] * self.key.shape[1]
+        self._before = 0, self._largest_norms  # the length before the last tokens, and the norms then
         self._evicted = 0  # the position up to which queries would miss keys
-        self._groups = self._grouped(slopes.detach().cpu().double())
+        self._groups = self._grouped(self._slopes.cpu().double())
 
     def _grouped(self, slopes: Tensor) -> list[_Group]:
         """Return groups of the key/value heads whose least slopes are within a factor of 2."""
@@ -131,12 +143,13 @@ class EvictingKVCache(KVCache):
                 "use; make it longer with make_cache"
             )
         for group, need in zip(self._groups, needs, strict=True):
-            if group.make_room(need, new):
+            if group.make_room(need, new, self._max_length):
                 self._evicted = self.length
             group.add(key[:, group.heads], value[:, group.heads])
-        norms = measured_norms(key.detach()).amax(dim=(0, 2)).tolist() if new and key.shape[0] else []
-        for head, norm in enumerate(norms):
-            self._largest_norms[head] = max(self._largest_norms[head], norm) if norm == norm else math.inf
+        self._before = self.length, self._largest_norms
+        norms = norm_bounds(key.detach()).amax(dim=(0, 2)).tolist() if new else [0.0] * key.shape[1]
+        pairs = zip(self._largest_norms, norms, strict=True)
+        self._largest_norms = [max(known, norm) if norm == norm else math.inf for known, norm in pairs]
         self.length += new
 
     def _reach(self, group: _Group) -> int:
@@ -173,20 +186,22 @@ class EvictingKVCache(KVCache):
             ``[batch_size, num_heads, q_len, head_dim]``.
 
         Raises:
+            TypeError: If an argument is of the wrong kind.
             ValueError: If a query's norm exceeds ``max_query_norm``, if keys that a query needs have been dropped, or
-                if slopes or masks are not those that the cache was made for.
+                if shapes, slopes or masks are not those that the cache was made for.
         """
+        if implementation is not None:
+            one_of("implementation", implementation, IMPLEMENTATIONS)
         self._check_attend(query, slopes, mask, segment_ids, window_size)
         result = torch.empty_like(query)
         share = len(self._slopes) // self.key.shape[1]  # query heads a key/value head
-        rules: dict[str, Any] = {"window_size": self._window_size, "scale": self._scale}
         # Few queries are not worth a second look: what is kept is about what they need.
-        rules["tolerance"] = 0.0 if query.shape[2] <= FEW else self._tolerance
+        tolerance = 0.0 if query.shape[2] <= FEW else self._tolerance
         for group in self._groups:
             heads = [head * share + i for head in group.heads for i in range(share)]
             key, value = group.held
             part = query[:, heads]
-            call = AttentionCall.check(part, key, value, self._slopes[heads], xp=xp, **rules)
+            call = AttentionCall.check(part, key, value, self._slopes[heads], tolerance=tolerance, xp=xp, **self._rules)
             result[:, heads] = run(call, part, key, value, implementation, None)
         return result
 
@@ -194,7 +209,9 @@ class EvictingKVCache(KVCache):
         for name, given in (("mask", mask), ("segment_ids", segment_ids)):
             if given is not None:
                 raise ValueError(f"{name} must be None with a cache that evicts; make it with evict=False")
-        if slopes is not None and slopes is not self._slopes and not torch.equal(slopes.to(self._slopes), self._slopes):
+        given = self._slopes if slopes is None else slopes
+        call = AttentionCall.check(query, self.key, self.value, given, xp=xp)
+        if not torch.equal(call.slopes, self._slopes):
             raise ValueError("slopes must be those that the cache was made for; make a new one")
         if window_size is not None and window_size != self._window_size:
             raise ValueError(f"window_size must be what the cache was made for, {self._window_size}, got {window_size}")
@@ -216,11 +233,14 @@ class EvictingKVCache(KVCache):
         Raises:
             ValueError: If keys that then were among the last have been dropped.
         """
+        non_negative_int("length", length)
         if length < self._evicted:
             raise ValueError(f"length must be at least {self._evicted}, before which keys were dropped, got {length}")
         for group in self._groups:
             group.count -= max(self.length - length, 0)
         self.length = min(self.length, length)
+        if self.length <= self._before[0]:
+            self._largest_norms = self._before[1]  # what a refused call brought widens no horizon
 
 
 @dataclass
@@ -237,10 +257,10 @@ class _Group:
     def held(self) -> tuple[Tensor, Tensor]:
         return self.key[:, :, : self.count], self.value[:, :, : self.count]
 
-    def make_room(self, need: int, new: int) -> bool:
+    def make_room(self, need: int, new: int, most: int) -> bool:
         """Make room for ``new`` tokens beside the last ``need``, and return whether others were dropped for it."""
         room = self.key.shape[2]
-        wanted = need + new + max(ROOM, (need + new) // 4)
+        wanted = min(need + new + max(ROOM, (need + new) // 4), most)
         if self.count + new <= room <= 4 * wanted:
             return False
         kept = [x[:, :, self.count - need : self.count] for x in (self.key, self.value)]

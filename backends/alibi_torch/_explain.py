@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,8 +15,9 @@ from torch import Tensor
 from alibi_core import AttentionCall
 from alibi_core._checks import one_of
 from alibi_core._horizon import ENDLESS
+from alibi_torch._attention import attention, norms_of
 from alibi_torch._choice import IMPLEMENTATIONS, choose, refusal
-from alibi_torch._tile_plan import entry_of, jobs, needed_keys
+from alibi_torch._tile_plan import KeyNorms, entry_of, jobs, needed_keys
 from alibi_torch._tiled import tolerance_of, with_one_batch_axis
 
 
@@ -28,8 +30,8 @@ class Explanation:
         refusals: Why others cannot run the call, by name.
         tolerance: The share of softmax weight that may be left out.
         error_bound: How far that can move an element of the result, beside rounding: ``2 * tolerance * max|value|``.
-        horizons: ``[batch, num_heads]`` float64, tokens: how far back a query of the head looks at most. Infinite where
-            it looks at every key.
+        horizons: ``[batch, num_heads]`` float64, tokens: the distance from which on no query of the head needs a key
+            behind it. Infinite where one needs every key.
         scores_visible: Pairs of queries and keys that causality and the window leave, over batch entries and heads.
         scores_computed: Pairs that the implementation computes; more than are visible where tiles straddle an edge.
     """
@@ -54,7 +56,8 @@ class Explanation:
         lines.append(
             f"scores: {self.scores_computed:,} computed, {self.share:.1%} of the {self.scores_visible:,} visible"
         )
-        shown = [f"{x:.0f}" if math.isfinite(x) else "all" for x in self.horizons.amax(dim=0).tolist()]
+        farthest = self.horizons.amax(dim=0).tolist() if len(self.horizons) else []
+        shown = [f"{x:.0f}" if math.isfinite(x) else "all" for x in farthest] or ["none"]
         return "\n".join([*lines, f"horizons, in tokens, of the heads: {' '.join(shown)}"])
 
 
@@ -84,6 +87,7 @@ def explain(
 
     Raises:
         TypeError, ValueError, NotImplementedError: As the call would.
+        ValueError: If the tensors hold no values to measure, on the ``meta`` device.
 
     Example:
         >>> query, key, value = torch.zeros(3, 1, 2, 8, 4).unbind()
@@ -95,18 +99,25 @@ def explain(
     """
     if implementation is not None:
         one_of("implementation", implementation, IMPLEMENTATIONS)
-    arguments.pop("max_key_norm", None)  # it saves a measurement, and changes no result
+    inspect.signature(attention).bind(query, key, value, **arguments)  # refuses what is no argument of the call
+    max_key_norm = arguments.pop("max_key_norm", None)
     call = AttentionCall.check(query, key, value, slopes, xp=xp, **arguments)
-    chosen = choose(call, query, key, value, implementation)
+    known = None if max_key_norm is None else norms_of(call, max_key_norm)
+    # Nothing to compute needs no implementation that is able to.
+    chosen = "dense" if call.is_empty else choose(call, query, key, value, implementation)
+    if query.is_meta:
+        raise ValueError("query, key and value must hold values, which are measured; got tensors on meta")
     reasons = {name: refusal(name, call, query, key, value) for name in IMPLEMENTATIONS}
     tolerance = tolerance_of(call) if chosen in ("tiled", "flex") else 0.0
     flat = with_one_batch_axis(call)
-    with torch.no_grad():
-        tensors = [x.detach().reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key)]
-        count = 0 if call.is_empty else flat.batch[0]
-        entries = [_entry(flat, index, *tensors, tolerance, chosen) for index in range(count)]
-        largest = max(abs(x.item()) for x in torch.aminmax(value.detach())) if count else 0.0
-    none = torch.zeros(0, call.num_heads, dtype=torch.float64)
+    entries = []
+    largest = 0.0
+    if not call.is_empty:
+        with torch.no_grad():
+            tensors = [x.detach().reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key)]
+            entries = [_entry(flat, index, *tensors, tolerance, chosen, known) for index in range(flat.batch[0])]
+            largest = max(abs(x.item()) for x in torch.aminmax(value.detach()))
+    none = torch.zeros(math.prod(call.batch), call.num_heads, dtype=torch.float64)
     return Explanation(
         implementation=chosen,
         refusals={name: reason for name, reason in reasons.items() if reason is not None},
@@ -119,17 +130,27 @@ def explain(
 
 
 def _entry(
-    flat: AttentionCall, index: int, query: Tensor, key: Tensor, tolerance: float, chosen: str
+    flat: AttentionCall,
+    index: int,
+    query: Tensor,
+    key: Tensor,
+    tolerance: float,
+    chosen: str,
+    known: KeyNorms | None,
 ) -> tuple[Tensor, int, int]:
     """Return the horizons ``[num_heads]`` of one batch entry, and the scores that are visible and computed in it."""
     call = entry_of(flat, index)
     tensors = query[index : index + 1], key[index : index + 1]
-    ranges = needed_keys(call, *tensors, tolerance)
+    norms = None
+    if known is not None and chosen == "tiled":  # which alone saves itself the measurement
+        own = index if known.values.shape[0] > 1 else 0
+        norms = replace(known, values=known.values[own : own + 1])
+    ranges = needed_keys(call, *tensors, tolerance, norms)
     reach = torch.from_numpy(ranges.past).amax(dim=1).double()
-    # A key further back than all keys are is none.
-    horizons = torch.where(reach >= min(ENDLESS, call.kv_len + max(call.q_offset, 0)), math.inf, reach)
+    # No key is further back than the first is from the last query.
+    horizons = torch.where(reach >= min(ENDLESS, call.q_offset + call.q_len), math.inf, reach)
     if chosen == "tiled":
-        planned = jobs(call, *tensors, tolerance, None)
+        planned = jobs(call, *tensors, tolerance, norms)
         computed = sum((x.heads.stop - x.heads.start) * x.tiles * x.rows * x.kv_len for x in planned)
     elif chosen == "flex":
         computed = _in_blocks(replace(call, tolerance=tolerance), *tensors)

@@ -107,11 +107,12 @@ def _measure(call: AttentionCall, query: Tensor, key: Tensor) -> ScoreBounds:
     own_keys = key.gather(2, own[:, None, :, None].expand(-1, call.num_kv_heads, -1, call.head_dim))
     grouped = query.reshape(-1, call.num_kv_heads, group, call.q_len, call.head_dim)
     own_scores = (grouped * own_keys[:, :, None]).sum(-1).flatten(1, 2)
+    key_norms = key.norm(dim=-1)[:, :, None].expand(-1, -1, group, -1)
     return ScoreBounds.of_tokens(
         call,
         query.norm(dim=-1) * abs(call.scale),
         own_scores * call.scale,
-        key.norm(dim=-1).repeat_interleave(group, dim=1),
+        key_norms.reshape(-1, call.num_heads, call.kv_len),
         nearest_keys(call),
         q_block=BLOCK,
         kv_block=BLOCK,
