@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -213,6 +214,37 @@ class AttentionCall:
             q_segment_ids=cut(self.q_segment_ids, batch, queries),
             kv_segment_ids=cut(self.kv_segment_ids, batch, keys),
             mask=cut(self.mask, batch, heads, queries, keys),
+        )
+
+    def with_one_batch_axis(self) -> AttentionCall:
+        """Return this call with its batch axes as one; what is the same for all entries stays without, or of length 1.
+
+        Tensors are to be reshaped by the caller, to ``[call.batch[0], ...]``.
+        """
+        xp, batch = self.xp, self.batch
+        if len(batch) == 1:
+            return self
+
+        def merged(array: Any, axes: int) -> Any:
+            """Merge the axes before the last ``axes`` ones."""
+            if array is None or array.ndim <= axes:
+                return array
+            own = array.shape[array.ndim - axes :]
+            if all(n == 1 for n in array.shape[: array.ndim - axes]):
+                return xp.reshape(array, (1, *own))
+            return xp.reshape(xp.broadcast_to(array, (*batch, *own)), (math.prod(batch), *own))
+
+        q_ids = merged(self.q_segment_ids, 1)
+        return replace(
+            self,
+            batch=(math.prod(batch),),
+            slopes=merged(self.slopes, 1),
+            future_slopes=merged(self.future_slopes, 1),
+            q_offset=merged(self.q_offset, 0) if self.has_offset_array else self.q_offset,
+            q_segment_ids=q_ids,
+            # One array for both tells that each query's own key is visible.
+            kv_segment_ids=q_ids if self.kv_segment_ids is self.q_segment_ids else merged(self.kv_segment_ids, 1),
+            mask=merged(self.mask, 3),
         )
 
     def visible(self, relative: Any) -> Any | None:

@@ -10,6 +10,7 @@ Nothing here assumes anything of the data: a key of huge norm, wherever it is, w
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,13 @@ UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, 
 
 LARGEST_TOLERANCE = 0.5  # so that the key that a bound is measured by is never left out
 ENDLESS = 2**30  # tokens; what is further, or infinite, counts as this, so that int32 holds a position plus a reach
+
+
+def tolerance_of(call: AttentionCall) -> float:
+    """Return the share of softmax weight that may be left out: what was asked for, or the dtype's rounding error."""
+    if call.tolerance is not None:
+        return call.tolerance
+    return next(u for name, u in UNIT_ROUNDOFF.items() if re.search(rf"\b{name}\b", str(call.dtype)))
 
 
 def horizon(

@@ -14,6 +14,7 @@ import array_api_compat.torch as xp  # noqa: E402
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
+import alibi_torch  # noqa: E402
 from alibi_core import AttentionCall  # noqa: E402
 from alibi_core._attention import dense_attention  # noqa: E402
 from alibi_torch import _flex  # noqa: E402
@@ -195,7 +196,6 @@ def emulated(
 def kernel_with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calls run on the CPU by an emulation of the kernels that has gradients."""
     monkeypatch.setattr(_flex, "_kernel", lambda *_: emulated)
-    monkeypatch.setattr(_flex, "_check_supported", lambda *_, **__: None)
 
 
 # --- The block mask ------------------------------------------------------------------------------------------------
@@ -360,22 +360,20 @@ def test_it_is_traced_into_what_the_caller_compiles() -> None:
 
 def test_what_the_kernels_cannot_do_is_refused() -> None:
     inputs = tensors((5, 5))
-    for changed in ("query", "slopes"):
-        changes = {"query": inputs[0], "slopes": SLOPES}
-        changes[changed] = changes[changed].clone().requires_grad_()
-        call = check(changes["query"], *inputs[1:], changes["slopes"])
-        with pytest.raises(NotImplementedError, match='no gradients on a CPU; use "tiled", "sdpa" or "dense"'):
-            flex_attention(call, changes["query"], *inputs[1:])
+    for changed in (0, 3):
+        arguments = [*inputs, SLOPES]
+        arguments[changed] = arguments[changed].clone().requires_grad_()
+        with pytest.raises(NotImplementedError, match="no gradients on a CPU; 'tiled' and 'sdpa' and 'dense' can run"):
+            alibi_torch.attention(*arguments, implementation="flex")
     for dtype, device, message in ((torch.float64, "cpu", "got torch.float64"), (torch.float32, "meta", "got meta")):
-        inputs = [x.to(device, dtype) for x in tensors((5, 5))]
-        with pytest.raises(NotImplementedError, match=message + '; use "sdpa" or "dense"'):
-            flex_attention(check(*inputs, SLOPES.to(device)), *inputs)
+        arguments = [x.to(device, dtype) for x in inputs]
+        with pytest.raises(NotImplementedError, match=message + "; 'tiled' and 'sdpa' and 'dense' can run"):
+            alibi_torch.attention(*arguments, implementation="flex")
 
 
 def test_mapping_is_refused() -> None:
-    inputs = tensors((5, 5))
-    with pytest.raises(NotImplementedError, match='torch.func; use batch axes and autograd, "sdpa" or "dense"'):
-        torch.func.vmap(lambda *x: flex_attention(check(*x), *x))(*inputs)
+    with pytest.raises(NotImplementedError, match=r"by torch\.func; 'tiled' and 'sdpa' and 'dense' can run this call"):
+        torch.func.vmap(lambda *x: alibi_torch.attention(*x, implementation="flex"))(*tensors((5, 5)))
 
 
 # --- CUDA ----------------------------------------------------------------------------------------------------------

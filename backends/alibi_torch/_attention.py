@@ -61,7 +61,7 @@ def attention(
         tolerance: The share of softmax weight that may be left out, which moves the result by at most ``2 * tolerance
             * max|value|``. Default: the rounding error of the dtype. 0 computes every score.
         max_key_norm: What no key's norm exceeds, as the caller vouches: a number, or a ``[batch, num_kv_heads]``
-            tensor. It saves ``"tiled"`` from reading all keys to find out, which a few queries may not be worth.
+            tensor. It saves reading all keys to find out, which a few queries may not be worth.
         allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
         implementation: ``"tiled"`` (CPU), ``"flex"`` (FlexAttention, for CUDA), ``"sdpa"``
             (``scaled_dot_product_attention`` with the bias as its mask) or ``"dense"`` (whole scores, for comparison).
@@ -119,7 +119,7 @@ def run(
         if chosen == "flex":
             from alibi_torch._flex import flex_attention  # not before it is used: it brings the compiler with it
 
-            return flex_attention(call, query, key, value)
+            return flex_attention(call, query, key, value, norms)
         return (dense_attention if chosen == "dense" else _sdpa)(call, query, key, value)
 
 

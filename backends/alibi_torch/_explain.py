@@ -14,11 +14,10 @@ from torch import Tensor
 
 from alibi_core import AttentionCall
 from alibi_core._checks import one_of
-from alibi_core._horizon import ENDLESS
+from alibi_core._horizon import ENDLESS, tolerance_of
 from alibi_torch._attention import attention, norms_of
 from alibi_torch._choice import IMPLEMENTATIONS, choose, refusal
 from alibi_torch._tile_plan import KeyNorms, entry_of, jobs, needed_keys
-from alibi_torch._tiled import tolerance_of, with_one_batch_axis
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def explain(
         raise ValueError("query, key and value must hold values, which are measured; got tensors on meta")
     reasons = {name: refusal(name, call, query, key, value) for name in IMPLEMENTATIONS}
     tolerance = tolerance_of(call) if chosen in ("tiled", "flex") else 0.0
-    flat = with_one_batch_axis(call)
+    flat = call.with_one_batch_axis()
     entries = []
     largest = 0.0
     if not call.is_empty:

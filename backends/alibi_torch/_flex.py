@@ -16,7 +16,9 @@ from torch.nn.attention.flex_attention import AuxRequest
 from torch.nn.attention.flex_attention import flex_attention as attend
 
 from alibi_core import AttentionCall
+from alibi_torch._choice import needs_gradients
 from alibi_torch._flex_mask import BLOCK, block_mask, nearest_keys, sees_own_key
+from alibi_torch._tile_plan import KeyNorms
 
 LEAST_HEAD_DIM = 16  # of the kernels for GPUs, whose matrix units take no fewer
 SHORT = 128  # queries; fewer have a kernel of their own, which divides the keys among many multiprocessors
@@ -25,24 +27,23 @@ RECOMPILE_LIMIT = 64  # of one kernel: sizes of 1, lengths that vary, tensors wi
 Mod = Callable[..., Tensor]
 
 
-def flex_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def flex_attention(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None = None
+) -> Tensor:
     """Compute a call by FlexAttention, compiled once for each kind of call.
 
     Args:
-        call: Checked, and not empty.
+        call: Checked, not empty, and not refused (see ``_choice``).
         query: ``[*batch, num_heads, q_len, head_dim]``, float32, float16 or bfloat16.
         key: ``[*batch, num_kv_heads, kv_len, head_dim]``.
         value: Of the shape of ``key``.
+        norms: Bounds of the norms of keys, where they are known; else all keys are read once to measure them.
 
     Returns:
         ``[*batch, num_heads, q_len, head_dim]``, of the dtype of ``query``.
-
-    Raises:
-        NotImplementedError: For what the kernels cannot do: other devices, float64, gradients on a CPU, ``vmap``.
     """
-    learns = _needs_gradients(call.slopes, call.future_slopes)
-    backward = _needs_gradients(query, key, value)
-    _check_supported(query, key, value, gradients=learns or backward)
+    learns = needs_gradients(call.slopes, call.future_slopes)
+    backward = needs_gradients(query, key, value)
     shape, call = query.shape, one_batch_axis(call)
     query, key, value = (x.reshape(*call.batch, *x.shape[-3:]) for x in (query, key, value))
     # In the backward kernels (2.9 to 2.13) the rows past the last query hold whatever a masked load leaves behind, as
@@ -52,7 +53,7 @@ def flex_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tenso
     width = max(0, LEAST_HEAD_DIM - call.head_dim) if query.device.type != "cpu" else 0
     score_mods, mask_mod = mods(call, q_padding, kv_padding)
     lengths = call.q_len + q_padding, call.kv_len + kv_padding
-    mask = block_mask(call, query, key, mask_mod, seq_lengths=lengths, backward=backward)
+    mask = block_mask(call, query, key, mask_mod, norms, seq_lengths=lengths, backward=backward)
     query = F.pad(query, (0, width, 0, q_padding)) if width or q_padding else query
     key, value = (F.pad(x, (0, width, 0, kv_padding)) if width or kv_padding else x for x in (key, value))
 
@@ -78,25 +79,22 @@ def flex_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tenso
 
 def one_batch_axis(call: AttentionCall) -> AttentionCall:
     """Return a call with exactly one batch axis, along which its arrays lie whole (but for a mask that is shared)."""
-    batch, size = call.batch, math.prod(call.batch)
+    call = call.with_one_batch_axis()
+    (size,) = call.batch
 
     def whole(array: Any, *rest: int) -> Any:
-        return None if array is None else array.expand(*batch, *rest).reshape(size, *rest)
+        return None if array is None else array.expand(size, *rest)
 
     q_ids = whole(call.q_segment_ids, call.q_len)
-    # One array for both tells that each query's own key is visible.
-    is_same = call.kv_segment_ids is call.q_segment_ids
+    is_same = call.kv_segment_ids is call.q_segment_ids  # which tells that each query's own key is visible
     mask = call.mask
     if mask is not None:
-        mask = mask.reshape((1,) * (len(batch) + 3 - mask.ndim) + tuple(mask.shape))
-        is_shared = all(n == 1 for n in mask.shape[:-3])
-        mask = mask.reshape(1, *mask.shape[-3:]) if is_shared else whole(mask, *mask.shape[-3:])
+        mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
     return replace(
         call,
-        batch=(size,),
         slopes=whole(call.slopes, call.num_heads),
         future_slopes=whole(call.future_slopes, call.num_heads),
-        q_offset=whole(call.q_offset, *()).to(torch.int32) if call.has_offset_array else call.q_offset,
+        q_offset=whole(call.q_offset).to(torch.int32) if call.has_offset_array else call.q_offset,
         q_segment_ids=q_ids,
         kv_segment_ids=q_ids if is_same else whole(call.kv_segment_ids, call.kv_len),
         mask=mask,
@@ -233,25 +231,6 @@ def _tangent(result: Tensor, lse: Tensor, moved: Tensor, moved_lse: Tensor) -> T
     # Where no key has a distance, and where there are no keys at all.
     share = torch.where(torch.isfinite(moved_lse) & torch.isfinite(lse), moved_lse - lse, -math.inf)
     return torch.exp(share)[..., None] * (result.float() - moved.float())
-
-
-def _needs_gradients(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-def _check_supported(*tensors: Tensor, gradients: bool) -> None:
-    device, dtype = tensors[0].device.type, tensors[0].dtype
-    problem = None
-    if device not in ("cuda", "cpu"):
-        problem = f'runs on cuda and cpu, got {device}; use "sdpa" or "dense"'
-    elif dtype == torch.float64:
-        problem = 'must be given float32, float16 or bfloat16, got torch.float64; use "sdpa" or "dense"'
-    elif device == "cpu" and gradients:
-        problem = 'has no gradients on a CPU; use "tiled", "sdpa" or "dense"'
-    elif not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
-        problem = 'cannot be mapped or differentiated by torch.func; use batch axes and autograd, "sdpa" or "dense"'
-    if problem is not None:
-        raise NotImplementedError(f'implementation "flex" {problem}')
 
 
 def _kernel(call: AttentionCall, query: Tensor, kind: str, is_padded: bool) -> Callable[..., Any]:

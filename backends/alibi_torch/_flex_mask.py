@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from alibi_core import AttentionCall, ScoreBounds, key_ranges
-from alibi_core._horizon import UNIT_ROUNDOFF
+from alibi_core._horizon import tolerance_of
+from alibi_torch._tile_plan import KeyNorms
 
 BLOCK = 128  # queries, and keys, in a block: the kernels' own tiles all divide it
 
@@ -19,6 +20,7 @@ def block_mask(
     query: Tensor,
     key: Tensor,
     mask_mod: Callable[..., Tensor],
+    norms: KeyNorms | None = None,
     *,
     seq_lengths: tuple[int, int],
     backward: bool,
@@ -32,10 +34,11 @@ def block_mask(
         query: ``[batch, num_heads, q_len, head_dim]``.
         key: ``[batch, num_kv_heads, kv_len, head_dim]``.
         mask_mod: Whether a query may see a key, for the blocks where that varies.
+        norms: Bounds of the norms of keys, where they are known.
         seq_lengths: Of the queries and keys that the kernel is to be given, tokens; padded, perhaps.
         backward: Whether the kernel for gradients is to run, which reads the blocks by keys.
     """
-    first, stop = needed_blocks(call, query, key)
+    first, stop = needed_blocks(call, query, key, norms)
     q_blocks, kv_blocks = (-(-n // BLOCK) for n in (call.q_len, call.kv_len))
     step = torch.arange(kv_blocks, dtype=torch.int32, device=query.device)
 
@@ -78,44 +81,50 @@ def sees_own_key(call: AttentionCall) -> bool:
     return bool(call.q_offset >= 0 and call.q_offset + call.q_len <= call.kv_len)
 
 
-def needed_blocks(call: AttentionCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+def needed_blocks(
+    call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the first block of keys that each block of queries needs, and the one after the last.
 
     int32, ``[batch or 1, num_heads or 1, q_blocks]``.
     """
-    tolerance = UNIT_ROUNDOFF[str(query.dtype).removeprefix("torch.")] if call.tolerance is None else call.tolerance
+    tolerance = tolerance_of(call)
     if tolerance == 0:  # nothing to measure
         q_blocks, kv_blocks = (
             query.new_zeros(1, 1, -(-n // BLOCK), dtype=torch.float32) for n in (call.q_len, call.kv_len)
         )
         bounds = ScoreBounds(BLOCK, BLOCK, q_blocks, q_blocks, q_blocks, q_blocks, kv_blocks)
     else:
-        bounds = _measure(call, query.detach(), key.detach())
+        bounds = _measure(call, query.detach(), key.detach(), norms)
     ranges = key_ranges(call, bounds, tolerance)
     first = torch.div(ranges.first, BLOCK, rounding_mode="floor")
     stop = torch.div(ranges.stop + (BLOCK - 1), BLOCK, rounding_mode="floor")
     return first, torch.where(ranges.first < ranges.stop, stop, first)
 
 
-def _measure(call: AttentionCall, query: Tensor, key: Tensor) -> ScoreBounds:
-    query, key = query.float(), key.float()
-    # Softmax does not notice a vector taken from every key; without their mean they are smaller.
-    key = key - key.mean(dim=-2, keepdim=True)
+def _measure(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> ScoreBounds:
     group = call.num_heads // call.num_kv_heads
     positions, _ = call.positions()  # [q_len] or [batch, q_len]
     own = positions.clamp(0, call.kv_len - 1).long().expand(query.shape[0], call.q_len)
-    own_keys = key.gather(2, own[:, None, :, None].expand(-1, call.num_kv_heads, -1, call.head_dim))
+    own_keys = key.gather(2, own[:, None, :, None].expand(-1, call.num_kv_heads, -1, call.head_dim)).float()
+    query = query.float()
+    if norms is None:
+        # Softmax does not notice a vector taken from every key; without their mean they are smaller.
+        centre = key.mean(dim=-2, keepdim=True, dtype=torch.float32)
+        key_norms, kv_block = (key.float() - centre).norm(dim=-1), BLOCK
+        own_keys = own_keys - centre
+    else:
+        key_norms, kv_block = norms.values.float().expand(call.batch[0], call.num_kv_heads, -1), norms.block
     grouped = query.reshape(-1, call.num_kv_heads, group, call.q_len, call.head_dim)
     own_scores = (grouped * own_keys[:, :, None]).sum(-1).flatten(1, 2)
-    key_norms = key.norm(dim=-1)[:, :, None].expand(-1, -1, group, -1)
     return ScoreBounds.of_tokens(
         call,
         query.norm(dim=-1) * abs(call.scale),
         own_scores * call.scale,
-        key_norms.reshape(-1, call.num_heads, call.kv_len),
+        key_norms.repeat_interleave(group, dim=1),
         nearest_keys(call),
         q_block=BLOCK,
-        kv_block=BLOCK,
+        kv_block=kv_block,
     )
 
 

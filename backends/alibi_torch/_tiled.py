@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import array_api_compat.torch as xp
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from alibi_core import AttentionCall
 from alibi_core._bias import working_dtype
-from alibi_core._horizon import UNIT_ROUNDOFF
+from alibi_core._horizon import tolerance_of
 from alibi_torch import _tile_kernels, _tiled_vmap
 from alibi_torch._tile_plan import KeyNorms, entry_of, jobs
 
@@ -31,7 +30,7 @@ def tiled_attention(
         value: Likewise.
         norms: Bounds of the norms of keys, where they are known; else all keys are read once to measure them.
     """
-    flat = with_one_batch_axis(call)
+    flat = call.with_one_batch_axis()
     tensors = [x.reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key, value)]
     result, _ = _attend(
         *tensors,
@@ -51,45 +50,6 @@ def tiled_attention(
         tolerance_of(call),
     )
     return result.reshape(query.shape)
-
-
-def tolerance_of(call: AttentionCall) -> float:
-    """Return the share of softmax weight that may be left out: what was asked for, or the dtype's rounding error."""
-    if call.tolerance is not None:
-        return call.tolerance
-    return UNIT_ROUNDOFF[str(call.dtype).removeprefix("torch.")]
-
-
-def with_one_batch_axis(call: AttentionCall) -> AttentionCall:
-    batch = call.batch
-    if len(batch) == 1:
-        return call
-    entries = 1
-    for n in batch:
-        entries *= n
-
-    def flat(array: Any, *rest: int) -> Any:
-        """Merge the batch axes of an array with axes ``[*batch, *rest]``, or fewer, or of length 1."""
-        if array is None or array.ndim <= len(rest):
-            return array
-        lead = array.shape[: array.ndim - len(rest)]
-        tail = array.shape[array.ndim - len(rest) :]
-        if all(n == 1 for n in lead):
-            return array.reshape(1, *tail) if batch else array
-        return array.expand(*batch, *tail).reshape(entries, *tail)
-
-    tail = 0, 0, 0
-    q_ids = flat(call.q_segment_ids, 0)
-    return replace(
-        call,
-        batch=(entries,),
-        slopes=flat(call.slopes, 0),
-        future_slopes=flat(call.future_slopes, 0),
-        q_offset=flat(call.q_offset) if call.has_offset_array else call.q_offset,
-        q_segment_ids=q_ids,
-        kv_segment_ids=q_ids if call.kv_segment_ids is call.q_segment_ids else flat(call.kv_segment_ids, 0),
-        mask=flat(call.mask, *tail),
-    )
 
 
 # --- The operators -------------------------------------------------------------------------------------------------
