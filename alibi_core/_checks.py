@@ -57,6 +57,8 @@ def positions_fit(q_offset: int, q_len: int, kv_len: int) -> None:
 def real_number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name} must be a real number, got {_shown(value)}")
+    if isinstance(value, np.floating):
+        value = float(value)  # or what it is compared with would be rounded to its precision
     if not -sys.float_info.max <= value <= sys.float_info.max:  # not math.isfinite, which torch.compile cannot trace
         raise ValueError(f"{name} must be finite, got {value}")
     return float(value)

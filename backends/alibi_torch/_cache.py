@@ -12,7 +12,7 @@ from alibi_core import AttentionCall
 from alibi_core._checks import floating_dtype, non_negative_int, one_of, positive_int
 from alibi_torch._attention import run
 from alibi_torch._choice import IMPLEMENTATIONS
-from alibi_torch._tile_plan import KeyNorms
+from alibi_torch._tile_plan import KeyNorms, norm_bounds
 
 BLOCK = 128  # keys that one bound of their norms is kept for
 
@@ -126,15 +126,6 @@ class KVCache:
     def truncate(self, length: int) -> None:
         """Forget all tokens but the first ``length``."""
         self.length = min(self.length, non_negative_int("length", length))
-
-
-def norm_bounds(key: Tensor) -> Tensor:
-    """Return what no norm of keys ``[..., head_dim]`` exceeds, however the sums of squares are rounded."""
-    statistics = torch.promote_types(key.dtype, torch.float32)
-    finfo, head_dim = torch.finfo(statistics), key.shape[-1]
-    norms = torch.linalg.vector_norm(key, dim=-1, dtype=statistics)
-    # Each addition may round down, and the square of what is tiny may vanish.
-    return norms * (1 + (head_dim + 2) * finfo.eps) + (head_dim * finfo.tiny) ** 0.5
 
 
 def check_appended(key: Tensor, value: Tensor, like: Tensor) -> None:

@@ -14,9 +14,9 @@ from alibi_core import AttentionCall, horizon
 from alibi_core._checks import non_negative_int, one_of, positive_int, positive_number
 from alibi_core._horizon import LARGEST_TOLERANCE, UNIT_ROUNDOFF
 from alibi_torch._attention import run
-from alibi_torch._cache import KVCache, check_appended, norm_bounds
+from alibi_torch._cache import KVCache, check_appended
 from alibi_torch._choice import IMPLEMENTATIONS
-from alibi_torch._tile_plan import FEW
+from alibi_torch._tile_plan import FEW, norm_bounds
 
 ROOM = 64  # tokens, at least, that a group of heads makes room for at a time
 

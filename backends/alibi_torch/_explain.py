@@ -140,10 +140,7 @@ def _entry(
     """Return the horizons ``[num_heads]`` of one batch entry, and the scores that are visible and computed in it."""
     call = entry_of(flat, index)
     tensors = query[index : index + 1], key[index : index + 1]
-    norms = None
-    if known is not None and chosen == "tiled":  # which alone saves itself the measurement
-        own = index if known.values.shape[0] > 1 else 0
-        norms = replace(known, values=known.values[own : own + 1])
+    norms = None if known is None else known.of_entries(slice(index, index + 1))
     ranges = needed_keys(call, *tensors, tolerance, norms)
     reach = torch.from_numpy(ranges.past).amax(dim=1).double()
     # No key is further back than the first is from the last query.
@@ -152,7 +149,7 @@ def _entry(
         planned = jobs(call, *tensors, tolerance, norms)
         computed = sum((x.heads.stop - x.heads.start) * x.tiles * x.rows * x.kv_len for x in planned)
     elif chosen == "flex":
-        computed = _in_blocks(replace(call, tolerance=tolerance), *tensors)
+        computed = _in_blocks(replace(call, tolerance=tolerance), *tensors, norms)
     else:
         computed = call.num_heads * call.q_len * call.kv_len
     return horizons, call.num_heads * _visible(call), computed
@@ -167,9 +164,9 @@ def _visible(call: AttentionCall) -> int:
     return int((stop - first).clip(0).sum())
 
 
-def _in_blocks(call: AttentionCall, query: Tensor, key: Tensor) -> int:
+def _in_blocks(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> int:
     from alibi_torch._flex_mask import BLOCK, needed_blocks  # not before it is used: it brings the compiler with it
 
-    first, stop = needed_blocks(call, query, key)
+    first, stop = needed_blocks(call, query, key, norms)
     blocks = (stop - first).expand(1, call.num_heads, -1)
     return int(blocks.sum()) * BLOCK * BLOCK

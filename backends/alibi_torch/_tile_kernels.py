@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_torch._tile_plan import Job
+from alibi_torch._tile_plan import BIAS_ELEMENTS, Job
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -38,8 +38,9 @@ def forward(
     logsumexp = torch.empty(query.shape[:-1], dtype=call.working_dtype)
     # In low precision the kernel would round the weights to it, and is no faster: a part at a time is cast.
     dtype = call.working_dtype
-    biases = Biases(call)
-    for job in in_order(jobs):
+    jobs = in_order(jobs)
+    biases = Biases(call, jobs)
+    for job in jobs:
         bias, attends = biases.of(job)
         for part in _parts(job, job.rows * call.head_dim):
             out, lse = _forward(
@@ -121,11 +122,13 @@ def backward(
     """
     query_grad = torch.empty(query.shape, dtype=query.dtype)
     key_grad, value_grad = (torch.zeros(key.shape, dtype=key.dtype) for _ in range(2))
-    slope_grads = torch.zeros(2, call.batch[0], call.num_heads, dtype=torch.float64)
+    # Two tensors, not one: what an operator returns must not share memory.
+    slope_grads = [torch.zeros(call.batch[0], call.num_heads, dtype=torch.float64) for _ in range(2)]
     # Where the kernel is slow in the dtype of the tensors, a part at a time is cast.
     dtype = call.dtype if call.dtype == torch.bfloat16 else call.working_dtype
-    biases = Biases(call)
-    for entries, some_jobs in itertools.groupby(in_order(jobs), lambda job: (job.batch.start, job.batch.stop)):
+    jobs = in_order(jobs)
+    biases = Biases(call, jobs)
+    for entries, some_jobs in itertools.groupby(jobs, lambda job: (job.batch.start, job.batch.stop)):
         batch = slice(*entries)
         # A key's gradient is a sum over tiles, to be rounded once, at the end.
         in_place = key.dtype == call.working_dtype
@@ -150,7 +153,7 @@ def backward(
                     _add_to_keys(total, local, addend, call)
         if not in_place:
             key_grad[batch], value_grad[batch] = sums
-    return query_grad, key_grad, value_grad, slope_grads[0], slope_grads[1]
+    return query_grad, key_grad, value_grad, *slope_grads
 
 
 @dataclass(frozen=True)
@@ -222,7 +225,7 @@ class Tile:
         return _backward(*tensors, 0.0, False, attn_mask=self.bias, scale=self.scale)
 
 
-def _with_slopes(call: AttentionCall, job: Job, tile: Tile, slope_grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _with_slopes(call: AttentionCall, job: Job, tile: Tile, slope_grads: list[Tensor]) -> tuple[Tensor, ...]:
     """Return the gradients by query, key and value, and add those by slopes.
 
     A slope's gradient is minus the sum of distance times the score's gradient. A gradient by a query is the sum over
@@ -295,42 +298,64 @@ class Biases:
     So jobs of the same heads should come one after the other, those with the most keys first.
     """
 
-    def __init__(self, call: AttentionCall) -> None:
+    def __init__(self, call: AttentionCall, jobs: Iterable[Job]) -> None:
         self._call = call
         self._by_distance = call.mask is None and call.q_segment_ids is None
+        self._alike: dict[tuple[int, ...], tuple[int, int, int]] = {}  # kind: first head, the one after the last, back
+        for job in filter(self._is_toeplitz, jobs):
+            heads = job.heads.start, job.heads.stop
+            first, stop, back = self._alike.get(self._kind(job), (*heads, 0))
+            widest = min(first, heads[0]), max(stop, heads[1]), max(back, self._back_of(job))
+            self._alike[self._kind(job)] = widest
         self._key: tuple[int, ...] = ()
         self._kept = torch.empty(0)
-        self._back = 0  # keys before the first query's own that the kept bias covers
+        self._heads = slice(0, 0)  # that the kept bias covers
+        self._back = 0  # keys before the first query's own that it covers
 
     def of(self, job: Job) -> tuple[Tensor, Tensor | None]:
         """Return a job's bias, ``[batch entries or 1, heads, rows, kv_len]``, and where its queries see something.
 
         Where is ``[..., rows, 1]``; None for everywhere.
         """
-        call = self._call
-        back = job.back + call.q_offset
-        # Each query's own key is among the job's, so that distances are counted from 0.
-        is_inside = back >= 0 and back + job.rows <= job.kv_len
-        if not (self._by_distance and is_inside):
-            tile = call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
+        if not self._is_toeplitz(job):
+            tile = self._call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
             bias, attends = tile.bias()
             return _four_axes(bias), None if attends is None else _four_axes(attends)
-        batch = (0, 0) if call.slopes.ndim == 1 else (job.batch.start, job.batch.stop)
-        key = (*batch, job.heads.start, job.heads.stop, job.rows, job.kv_len - back)
-        if key != self._key or back > self._back:
-            self._key, self._back, self._kept = key, back, self._toeplitz(job, back)
-        return self._kept[..., self._back - back :], None
+        key, back = self._kind(job), self._back_of(job)
+        covered = self._heads.start <= job.heads.start and job.heads.stop <= self._heads.stop
+        if key != self._key or back > self._back or not covered:
+            # At once for all heads that ask for the like, if that is not too much.
+            first, stop, most = self._alike[key]
+            if (stop - first) * job.rows * (most + job.rows) > BIAS_ELEMENTS:
+                first, stop, most = job.heads.start, job.heads.stop, back
+            self._key, self._heads, self._back = key, slice(first, stop), most
+            self._kept = self._toeplitz(replace(job, heads=self._heads), most, most + job.kv_len - back)
+        first = self._heads.start
+        return self._kept[:, job.heads.start - first : job.heads.stop - first, :, self._back - back :], None
 
-    def _toeplitz(self, job: Job, back: int) -> Tensor:
+    def _is_toeplitz(self, job: Job) -> bool:
+        """Whether bias depends on distance alone, and each query's own key is among the job's, to count it from."""
+        back = self._back_of(job)
+        return self._by_distance and back >= 0 and back + job.rows <= job.kv_len
+
+    def _back_of(self, job: Job) -> int:
+        return job.back + self._call.q_offset
+
+    def _kind(self, job: Job) -> tuple[int, ...]:
+        """Return what must be the same for biases to be parts of one."""
+        batch = (0, 0) if self._call.slopes.ndim == 1 else (job.batch.start, job.batch.stop)
+        return (*batch, job.rows, job.kv_len - self._back_of(job))
+
+    def _toeplitz(self, job: Job, back: int, kv_len: int) -> Tensor:
         """Return the bias of a tile that is constant along its diagonals: each row is the next one, shifted."""
-        width = job.kv_len + job.rows - 1
+        width = kv_len + job.rows - 1
         tile = self._call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
         last = replace(tile, q_len=1, kv_len=width, q_offset=back + job.rows - 1)
         row = _four_axes(last.bias()[0])  # [batch entries or 1, heads, 1, width]
         copies = row.expand(-1, -1, job.rows, -1).contiguous()
         # One element less than a row apart, rows move one to the right each.
         batch, head, step, _ = copies.stride()
-        size = (*copies.shape[:3], job.kv_len)
+        size = (*copies.shape[:3], kv_len)
         return copies.as_strided(size, (batch, head, step - 1, 1), job.rows - 1)
 
 

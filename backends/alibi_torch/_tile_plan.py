@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall, KeyRanges, ScoreBounds, key_ranges
+from alibi_core._checks import MAX_POSITION
 from alibi_core._horizon import by_block, log_sum_exp_of_mean
 
 SHORT = 1024  # keys; so few are attended to whole, for all batch entries and heads at once
@@ -23,6 +24,7 @@ BLOCKS = 512  # of queries or of keys, that score bounds are held for, at most
 PART_ELEMENTS = 2**20  # of queries or keys measured at a time
 _FIELDS = ("first", "stop", "past", "future")  # of KeyRanges
 
+WORTHWHILE = 20  # what slope times distance must be, at least, for keys to be left out, about
 CALL_SCORES = 15_000  # as many scores take as long as a kernel call's overhead
 
 
@@ -65,6 +67,10 @@ class KeyNorms:
     values: Tensor
     block: int  # keys that each column bounds
 
+    def of_entries(self, batch: slice) -> KeyNorms:
+        """Return what is known of these batch entries."""
+        return self if len(self.values) == 1 else replace(self, values=self.values[batch])
+
 
 def jobs(call: AttentionCall, query: Tensor, key: Tensor, tolerance: float, norms: KeyNorms | None) -> Iterator[Job]:
     """Yield the jobs that make up ``call``, whose offset is an int.
@@ -76,7 +82,9 @@ def jobs(call: AttentionCall, query: Tensor, key: Tensor, tolerance: float, norm
         return
     for index in range(call.batch[0]):
         entry = entry_of(call, index)
-        ranges = needed_keys(entry, query[index : index + 1], key[index : index + 1], tolerance, norms)
+        one = slice(index, index + 1)
+        known = None if norms is None else norms.of_entries(one)
+        ranges = needed_keys(entry, query[one], key[one], tolerance, known)
         by_head = [_head_jobs(entry, ranges, head, index) for head in range(call.num_heads)]
         yield from _shared(by_head, call.num_heads // call.num_kv_heads)
 
@@ -124,7 +132,7 @@ def _measure(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | 
     statistics = call.working_dtype
     centre = None
     if norms is None and call.q_len <= FEW:
-        norms = KeyNorms(measured_norms(key), 1)
+        norms = KeyNorms(norm_bounds(key, key.dtype), 1)
         kv_block = max(KV_BLOCK, -(-call.kv_len // BLOCKS // 64) * 64)
         key_norms = by_block(call.xp, norms.values, kv_block).amax(dim=-1).to(statistics)
     elif norms is None:
@@ -163,13 +171,20 @@ def _measure(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | 
     )
 
 
-def measured_norms(key: Tensor) -> Tensor:
-    """Return what the norms of keys ``[..., head_dim]`` are at most, in one pass and in their own dtype's precision."""
-    finfo = torch.finfo(key.dtype)
-    return (
-        torch.linalg.vector_norm(key, dim=-1).to(torch.promote_types(key.dtype, torch.float32)) * (1 + 2 * finfo.eps)
-        + finfo.tiny
-    )
+def norm_bounds(key: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return what no norm of keys ``[..., head_dim]`` exceeds, however sums of squares are rounded: float32 or float64.
+
+    Args:
+        key: Keys.
+        dtype: What to measure them in. Default float32 or more; in a low precision of their own it is far faster.
+    """
+    statistics = torch.promote_types(key.dtype, torch.float32)
+    dtype = statistics if dtype is None else dtype
+    head_dim = key.shape[-1]
+    # Each addition may round down, the result too, and the square of what is tiny may vanish.
+    rounding = (head_dim + 2) * torch.finfo(statistics).eps + 2 * torch.finfo(dtype).eps
+    vanishing = (head_dim * torch.finfo(statistics).tiny) ** 0.5 + torch.finfo(dtype).tiny
+    return torch.linalg.vector_norm(key, dim=-1, dtype=dtype).to(statistics) * (1 + rounding) + vanishing
 
 
 def _lower_bounds(call: AttentionCall, query: Tensor, key: Tensor, centre: Tensor | None) -> Tensor | None:
@@ -185,7 +200,8 @@ def _lower_bounds(call: AttentionCall, query: Tensor, key: Tensor, centre: Tenso
         # Their number grows with count, their weight falls with slope * distance: the best is between.
         count = 2 ** round(math.log2(min(max(0.7 / max(slope, 1e-6), 1), 512)))
         visible = call.window_size is None or 2 * count <= call.window_size
-        if count < 16 or not visible:
+        # Of steep heads it would shorten little, of those that reach farther than the sequence nothing.
+        if count < 16 or slope * call.kv_len < WORTHWHILE or not visible:
             continue
         middle = None if centre is None else centre[0, head // group]
         _bound_by_means(call, bounds[0, head], query[0, head], key[0, head // group], middle, slope, count)
@@ -242,16 +258,14 @@ def _nearest_of_masked_keys(call: AttentionCall) -> Tensor:
     """Return the same for a mask that is one for all queries, as padding is: from running maxima."""
     queries, keys = call.positions()
     shown = call.mask.expand(*call.mask.shape[:-1], call.kv_len)[:, :, 0]  # [1, heads or 1, kv_len]
-    never = -(2**30)
-    before = torch.cummax(torch.where(shown, keys, never), dim=-1).values
-    after = -torch.cummax(torch.where(shown, -keys, never).flip(-1), dim=-1).values.flip(-1)
     inside = queries.clamp(0, call.kv_len - 1).long()
-    past = queries - torch.where(queries >= 0, before[..., inside], never)
-    nearest = past
+    before = torch.cummax(torch.where(shown, keys, -1), dim=-1).values[..., inside]
+    nearest = torch.where((queries >= 0) & (before >= 0), queries - before, MAX_POSITION)  # farther than any key is
     if not call.is_causal:
-        future = torch.where(queries < call.kv_len, after[..., inside], -never) - queries
-        nearest = torch.minimum(past, future)
-    limit = 2**29 if call.window_size is None else min(call.window_size, 2**29)
+        after = torch.cummin(torch.where(shown, keys, MAX_POSITION).flip(-1), dim=-1).values.flip(-1)[..., inside]
+        is_ahead = (queries < call.kv_len) & (after < MAX_POSITION)
+        nearest = torch.minimum(nearest, torch.where(is_ahead, after - queries, MAX_POSITION))
+    limit = MAX_POSITION - 1 if call.window_size is None else min(call.window_size, MAX_POSITION - 1)
     return torch.where(nearest <= limit, nearest, -1).to(torch.int32)
 
 

@@ -81,7 +81,8 @@ def _attend(
 
     def attend(call: AttentionCall, batch: slice) -> tuple[Tensor, Tensor]:
         tensors = [x[batch] for x in (query, key, value)]
-        planned = jobs(call, *tensors[:2], tolerance, _norms(key_norms, norms_block, batch))
+        known = None if key_norms is None else KeyNorms(key_norms, norms_block).of_entries(batch)
+        planned = jobs(call, *tensors[:2], tolerance, known)
         return _tile_kernels.forward(call, *tensors, planned)
 
     parts = [attend(*part) for part in _parts(call)]
@@ -124,7 +125,8 @@ def _attend_backward(
 
     def differentiate(call: AttentionCall, batch: slice) -> tuple[Tensor, ...]:
         tensors = [x[batch] for x in (grad, query, key, value, result, logsumexp)]
-        planned = jobs(call, *tensors[1:3], tolerance, _norms(key_norms, norms_block, batch))
+        known = None if key_norms is None else KeyNorms(key_norms, norms_block).of_entries(batch)
+        planned = jobs(call, *tensors[1:3], tolerance, known)
         return _tile_kernels.backward(call, *tensors, planned, by_slopes=by_slopes)
 
     parts = [differentiate(*part) for part in _parts(call)]
@@ -170,7 +172,14 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ..
     return (*wanted, *(None for _ in range(11)))
 
 
+def _refuse_to_differentiate(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError(
+        "implementation 'tiled' has no second derivatives; attention with implementation='dense' has them"
+    )
+
+
 _attend.register_autograd(_differentiate, setup_context=_setup)
+_attend_backward.register_autograd(_refuse_to_differentiate)
 _tiled_vmap.register(_attend, _attend_backward)
 
 
@@ -220,12 +229,6 @@ def _parts(call: AttentionCall) -> Iterator[tuple[AttentionCall, slice]]:
         return
     for index in range(call.batch[0]):
         yield entry_of(call, index), slice(index, index + 1)
-
-
-def _norms(key_norms: Tensor | None, block: int, batch: slice) -> KeyNorms | None:
-    if key_norms is None:
-        return None
-    return KeyNorms(key_norms if key_norms.shape[0] == 1 else key_norms[batch], block)
 
 
 def _last_axis_dense(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from alibi_core import _checks
+from alibi_torch._cache import KVCache
 from alibi_torch._layer import AlibiAttention
 
 
@@ -134,8 +135,14 @@ class AlibiTransformer(nn.Module):
             raise ValueError(f"x must have shape (batch, length, d_model {self.config.d_model}), got {tuple(x.shape)}")
         if caches is not None and len(caches) != len(self.blocks):
             raise ValueError(f"caches must be one a block ({len(self.blocks)}), got {len(caches)}")
-        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
-            x = block(x, mask=mask, segment_ids=segment_ids, cache=cache)
+        held = [(cache, cache.length) for cache in caches or () if isinstance(cache, KVCache)]
+        try:
+            for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
+                x = block(x, mask=mask, segment_ids=segment_ids, cache=cache)
+        except Exception:
+            for cache, length in held:
+                cache.truncate(length)  # what one block refused is not to stay in the caches of those before it
+            raise
         return self.norm(x)
 
     def make_caches(self, batch_size: int, max_length: int, **options: Any) -> list[Any]:

@@ -1,0 +1,1016 @@
+"""Tiled attention on the CPU: tiles so small that little cases have many, and rows longer than horizons."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+import array_api_compat.torch as xp  # noqa: E402
+
+import alibi_torch  # noqa: E402
+from alibi_core import AttentionCall  # noqa: E402
+from alibi_torch import _tile_kernels, _tile_plan, _tiled  # noqa: E402
+from alibi_torch._tile_plan import Job, KeyNorms, jobs  # noqa: E402
+from benchmarks import _timing  # noqa: E402
+from tests.cases import SIZES, Case, Sizes, cases  # noqa: E402
+from tests.frameworks import TORCH, Backend  # noqa: E402
+from tests.oracle import UNIT_ROUNDOFF, Answer, Attention, Rules, assert_within, penalties  # noqa: E402
+from tests.test_conformance import gradient_answers  # noqa: E402
+
+TILED = Backend(TORCH, "alibi_torch", "tiled")
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+TOLERANCES = (0.3, 0.01, 1e-4, 2.0**-24)
+STEEP = np.asarray([4.0, 1.0, 0.3, 0.0625, 2.0**-16, 0.0], np.float32)
+
+FAST = settings(max_examples=max(10, settings.default.max_examples // 2))
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The sizes that decide how a call is cut up, in place of those of the modules."""
+
+    rows: tuple[int, int] = (2, 4)
+    few: int = 1
+    blocks: int = 3
+    bias_elements: int = 2**22
+    plan_elements: int = 2**20
+    kernel_elements: int = 2**22
+    call_scores: int = 0
+    short: int = 0
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        constants = {"SHORT": self.short, "FEW": self.few, "ROWS": self.rows, "KV_BLOCK": 1, "BLOCKS": self.blocks}
+        constants |= {"BIAS_ELEMENTS": self.bias_elements, "CALL_SCORES": self.call_scores, "WORTHWHILE": 0}
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in constants.items():
+                patch.setattr(_tile_plan, name, value)
+                if hasattr(_tile_kernels, name):
+                    patch.setattr(_tile_kernels, name, value)
+            patch.setattr(_tile_plan, "PART_ELEMENTS", self.plan_elements)
+            patch.setattr(_tile_kernels, "PART_ELEMENTS", self.kernel_elements)
+            yield
+
+
+TILINGS = st.builds(
+    Tiling,
+    rows=st.sampled_from([(1, 1), (1, 4), (2, 4), (4, 4), (2, 16)]),
+    few=st.sampled_from([1, 1, 3]),
+    blocks=st.sampled_from([1, 3, 512]),
+    bias_elements=st.sampled_from([1, 24, 100, 2**22]),
+    plan_elements=st.sampled_from([1, 40, 2**20]),
+    kernel_elements=st.sampled_from([1, 300, 2**22]),
+    call_scores=st.sampled_from([0, 20, 10**9]),
+    short=st.sampled_from([0, 0, 0, 1024]),
+)
+# Long enough for keys in several blocks, 64 each at least, and for horizons to end within the row.
+LONGER = (Sizes(2, 2, 2, (150, 150), 4), Sizes(1, 3, 1, (70, 200), 3), Sizes(2, 1, 2, (201, 90), 5))
+LONGER += (Sizes(1, 2, 3, (2, 260), 4),)
+LONGER_CASES = st.sampled_from(LONGER).flatmap(lambda sizes: cases(sizes=sizes))
+MANY_RUNS = Tiling(call_scores=10**9)
+
+
+# --- The same laws as for all implementations, in many tiles -------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(case=cases(), tiling=TILINGS, tolerance=st.sampled_from([None, 0.0]))
+def test_many_tiles_are_exact_with_their_gradients(
+    dtype: str, case: Case, tiling: Tiling, tolerance: float | None
+) -> None:
+    with tiling.applied():
+        assert_exact(case, dtype, tolerance)
+
+
+@FAST
+@given(case=LONGER_CASES, tiling=TILINGS, tolerance=st.sampled_from([None, 0.0]))
+def test_several_blocks_of_keys_are_exact_with_their_gradients(
+    case: Case, tiling: Tiling, tolerance: float | None
+) -> None:
+    with tiling.applied():
+        assert_exact(case, tolerance=tolerance)
+
+
+@given(case=cases(forms=("asymmetric",)), tiling=TILINGS)
+def test_gradients_of_both_kinds_of_slopes_add_up(case: Case, tiling: Tiling) -> None:
+    slopes = case.arrays["slopes"].astype(np.float32)
+    arguments = {name: value for name, value in case.arguments.items() if name != "future_slopes"}
+    tensors, cotangent = {name: case.arrays[name] for name in ("query", "key", "value")}, case.arrays["cotangent"]
+    both = {"slopes": slopes, "future_slopes": slopes}
+    with tiling.applied():
+        together = TILED.gradients(tensors | {"slopes": slopes}, cotangent, dtype="float32", **arguments)["slopes"]
+        found = TILED.gradients(tensors | both, cotangent, dtype="float32", **arguments)
+    budget = gradient_answers(TILED, case.with_arguments("symmetric", arguments), "float32")["slopes"].budget
+    assert np.all(np.abs(found["slopes"] + found["future_slopes"] - together) <= 3 * budget)
+
+
+@FAST
+@given(case=LONGER_CASES, tiling=TILINGS, threads=st.sampled_from([2, 3]))
+@example(
+    case=Case(Sizes(1, 1, 1, (3, 260), 4), "symmetric", 120, None, None, None, False, 1), tiling=Tiling(), threads=3
+)
+def test_threads_change_nothing_but_rounding(case: Case, tiling: Tiling, threads: int) -> None:
+    with tiling.applied(), num_threads(threads):
+        assert_exact(case)
+
+
+@given(case=cases())
+def test_fast_penalties_are_the_oracles(case: Case) -> None:
+    rules = case.rules(case.arrays["slopes"])
+    shape = case.sizes.batch, case.num_heads, *case.sizes.lengths
+    np.testing.assert_array_equal(fast_penalties(rules, *shape), penalties(rules, *shape))
+
+
+# --- The guarantee -------------------------------------------------------------------------------------------------
+
+
+def outlier(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> None:
+    """Make the first key of huge norm: who sees it attends to nothing else, or not to it at all."""
+    key[:, :, 0] = 1000.0
+    key[:, 1:, -1] = -300.0
+
+
+def sinks(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> None:
+    """Make queries alike, and the first keys point their way."""
+    query[...] = 3 + query / 10
+    key[:, :, :4] = 2.0
+
+
+def equal_keys(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> None:
+    key[...] = key[:, :, :1]
+
+
+def no_queries(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> None:
+    query[...] = 0
+
+
+def no_keys(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> None:
+    key[...] = 0
+
+
+def shifted(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> None:
+    key += 20.0
+
+
+def opposed(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> None:
+    """Let every key but those around the middle score low, the query's own too."""
+    query[...] = 2 + query / 10
+    key[...] = -2
+    middle = key.shape[2] // 2
+    key[:, :, middle : middle + 3] = 1
+
+
+def fading(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> None:
+    """Let keys and queries grow towards the beginning, and values be nothing but at the far end."""
+    key *= np.linspace(3, 0, key.shape[2])[:, None]
+    query *= np.linspace(3, 0, query.shape[2])[:, None]
+    value[:, :, key.shape[2] // 3 :] = 0
+
+
+DATA = {f.__name__: f for f in (outlier, sinks, equal_keys, no_queries, no_keys, shifted, opposed, fading)}
+
+
+@given(
+    case=st.sampled_from(LONGER + SIZES).flatmap(lambda sizes: cases(sizes=sizes)),
+    data=st.sampled_from(sorted(DATA)),
+    tiling=TILINGS,
+    tolerance=st.sampled_from(TOLERANCES),
+    sign=st.sampled_from([1, 1, -1]),
+    dtype=st.sampled_from(["float32", "float64", "bfloat16"]),
+)
+def test_no_more_is_left_out_than_the_tolerance(
+    case: Case, data: str, tiling: Tiling, tolerance: float, sign: int, dtype: str
+) -> None:
+    case = hostile(case, data, sign)
+    with tiling.applied():
+        result = attend(case, dtype, tolerance=tolerance)
+    assert_within(result, within_tolerance(exact(case, dtype).output, case, tolerance))
+
+
+@pytest.mark.parametrize("data", sorted(DATA))
+def test_no_more_is_left_out_of_long_rows(data: str) -> None:
+    index = sorted(DATA).index(data)
+    lengths = ((1100, 1100), (257, 1400), (1300, 1100), (1024, 1025))[index % 4]
+    form = ("causal", "causal", "symmetric", "asymmetric", "clamped")[index % 5]
+    packing = "one row" if index == 6 else None
+    sizes = Sizes(1, 2, 2, lengths, 6)
+    case = hostile(
+        Case(sizes, form, None, None, packing, None, index % 2 == 0, seed=index), data, -1 if index == 5 else 1
+    )
+    answer = exact(case, "float32").output
+    for tolerance in TOLERANCES:
+        assert_within(attend(case, "float32", tolerance=tolerance), within_tolerance(answer, case, tolerance))
+
+
+@pytest.mark.parametrize("form", ["causal", "asymmetric"])
+def test_long_rows_are_exact_with_their_gradients(form: str) -> None:
+    case = Case(Sizes(1, 1, 4, (1090, 1090), 6), form, None, None, None, None, False, seed=1)
+    steep = STEEP[[1, 2, 3, 5]].astype(np.float64)
+    assert_exact(with_arrays(case, slopes=steep))
+
+
+def test_a_window_and_padding_in_long_rows() -> None:
+    case = Case(Sizes(2, 2, 1, (1100, 1100), 4), "symmetric", None, None, None, None, False, seed=2)
+    mask = np.ones((2, 1, 1, 1100), dtype=bool)
+    mask[1, ..., :600] = mask[0, ..., 1000:] = mask[0, ..., 30:40] = False
+    assert_exact(case.with_arguments("symmetric", {"is_causal": False, "mask": mask, "window_size": 70}))
+
+
+@pytest.mark.parametrize("q_offset", [2**29 - 50, 2**29 + 50, 2**30, 2**30 + 77, 2**31 - 10_000])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_masked_keys_far_from_all_queries_count(q_offset: int, is_causal: bool) -> None:
+    case = Case(Sizes(1, 2, 1, (7, 7), 4), "causal", None, None, None, None, False, seed=3)
+    mask = np.ones((1, 1, 1, 7), dtype=bool)
+    mask[..., [0, 2, 6]] = False
+    for sign in (1,) if is_causal else (1, -1):
+        far = case.with_arguments("", {"is_causal": is_causal, "mask": mask, "q_offset": sign * q_offset})
+        far = with_arrays(far, slopes=np.asarray([0.0, 0.5]))
+        with Tiling().applied():
+            assert_within(attend(far, "float32"), exact(far, "float32").output)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_what_is_not_finite_is_seen_from_afar(number: float) -> None:
+    query, key, value = tensors((64, 64))
+    key[:, :, 3] = number
+    with Tiling().applied():
+        result = tiled(query, key, value, torch.full((4,), 8.0))
+    dense = alibi_torch.attention(query, key, value, torch.full((4,), 8.0), implementation="dense")
+    assert torch.equal(torch.isfinite(result[:, :, 4:]), torch.isfinite(dense[:, :, 4:]))
+    assert not torch.isfinite(dense).all()
+
+
+# --- What is computed ----------------------------------------------------------------------------------------------
+
+
+@given(case=cases(), tiling=TILINGS, tolerance=st.sampled_from([0.0, 2.0**-24]))
+def test_each_query_is_in_one_job_that_has_all_it_may_see(case: Case, tiling: Tiling, tolerance: float) -> None:
+    batch, heads, (q_len, kv_len) = case.sizes.batch, case.num_heads, case.sizes.lengths
+    if isinstance(case.arguments.get("q_offset"), np.ndarray):
+        case = case.with_arguments(case.form, case.arguments | {"q_offset": 1})
+    with tiling.applied():
+        planned = list(jobs(*planning(case), tolerance, None))
+    computed = np.zeros((batch, heads, q_len, kv_len), dtype=int)
+    times = np.zeros((batch, heads, q_len), dtype=int)
+    for job, tile in ((x, tile) for x in planned for tile in range(x.tiles)):
+        start, kv_start = job.q_start + tile * job.rows, job.kv_start + tile * job.rows
+        assert 0 <= start < start + job.rows <= q_len
+        assert 0 <= kv_start < kv_start + job.kv_len <= kv_len
+        assert job.tiles == 1 or job.batch.stop - job.batch.start == 1
+        times[job.batch, job.heads, start : start + job.rows] += 1
+        computed[job.batch, job.heads, start : start + job.rows, kv_start : kv_start + job.kv_len] = 1
+    assert np.all(times == 1)
+    if tolerance == 0:
+        visible = np.isfinite(penalties(case.rules(case.arrays["slopes"]), batch, heads, q_len, kv_len))
+        assert np.all(computed[visible] == 1)
+
+
+def test_no_job_is_larger_than_it_may_be() -> None:
+    query, key, value = tensors((64, 64))
+    call = AttentionCall.check(query, key, value, torch.zeros(4), xp=xp)
+    for limit in (300, 2000, 10**6):
+        with Tiling(rows=(4, 16), bias_elements=limit).applied():
+            sizes = [(x.heads.stop - x.heads.start, x.rows * x.kv_len) for x in jobs(call, query, key, 2.0**-24, None)]
+        assert all(heads == 1 or heads * bias <= limit for heads, bias in sizes)
+    assert max(heads for heads, _ in sizes) == 2  # those of a group
+
+
+def test_horizons_save_work() -> None:
+    length, rows = 4096, _tile_plan.ROWS[0]
+    query, key, value = tensors((length, length), batch=1)
+    slopes = torch.tensor([1.0, 0.25, 2.0**-6, 0.0])
+    call = AttentionCall.check(query, key, value, slopes, xp=xp)
+    planned = {tolerance: list(jobs(call, query, key, tolerance, None)) for tolerance in (0.3, 2.0**-24, 0.0)}
+    by_tolerance = {tolerance: pairs_by_head(some) for tolerance, some in planned.items()}
+    triangle = length * (length + 1) // 2
+    for default, loose, whole in zip(*(by_tolerance[x] for x in (2.0**-24, 0.3, 0.0)), strict=True):
+        assert loose <= default <= whole
+        assert whole >= triangle
+    steepest, steep, _, flat = by_tolerance[2.0**-24]
+    # A score exceeds another by 2 * scale * |query| * |key|, 12 or so, and the logarithm of 2**-24 is -17.
+    assert steepest <= length * (60 + 2 * rows)
+    assert steep <= length * (4 * 60 + 3 * rows)
+    assert flat >= triangle
+    # Runs of tiles in one call each: not a call for every tile.
+    assert len([job for job in planned[2.0**-24] if job.heads.start == 0]) < 10
+
+
+def test_heads_alike_share_calls() -> None:
+    query, key, value = tensors((128, 128), batch=1, heads=(4, 4))
+    query, key = query[:, :1].expand(-1, 4, -1, -1), key[:, :1].expand(-1, 4, -1, -1)
+    call = AttentionCall.check(query, key, value, torch.full((4,), 0.5), xp=xp)
+    with Tiling(rows=(8, 8)).applied():
+        assert all(job.heads == slice(0, 4) for job in jobs(call, query, key, 0.01, None))
+
+
+def test_a_tolerance_of_zero_leaves_nothing_out() -> None:
+    length = 1400
+    query, key, value = torch.zeros(1, 1, length, 4), torch.zeros(1, 1, length, 4), torch.zeros(1, 1, length, 4)
+    value[:, :, 0] = 2.0**100  # far away, it weighs exp(-35)
+    last = {x: tiled(query, key, value, torch.tensor([0.025]), tolerance=x)[0, 0, -1, 0].item() for x in (0.0, 2e-8)}
+    assert last[2e-8] == 0
+    weight = np.exp(-0.025 * np.arange(length)[::-1].astype(np.float64))
+    assert last[0.0] == pytest.approx(weight[0] / weight.sum() * 2.0**100, rel=1e-4)
+
+
+# --- Few queries, and norms that are known -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("q_len", [1, 2, 15, 16, 17])
+@pytest.mark.parametrize("data", ["outlier", "sinks", "opposed", "fading"])
+def test_a_few_queries_over_many_keys(q_len: int, data: str) -> None:
+    form = "causal" if q_len % 2 else "asymmetric"
+    case = Case(Sizes(2, 2, 2, (q_len, 2500), 4), form, None if q_len > 2 else 2300, None, None, None, True, seed=q_len)
+    case = hostile(case, data, 1)
+    norms = np.linalg.norm(np.float32(case.arrays["key"]), axis=-1).max(axis=-1) * (1 + 2.0**-20)
+    answer = exact(case, "float32").output
+    for tolerance in (None, 0.01):
+        expected = answer if tolerance is None else within_tolerance(answer, case, tolerance)
+        for known in (None, norms.astype(np.float32), float(norms.max())):
+            assert_within(attend(case, "float32", tolerance=tolerance, max_key_norm=known), expected)
+
+
+@pytest.mark.parametrize("by_mapping", [False, True])
+def test_each_batch_entry_has_its_own_norms(by_mapping: bool) -> None:
+    query, key, value = tensors((64, 64))
+    key[1, :, 3] = 90.0
+    norms = key.norm(dim=-1).amax(dim=-1) * (1 + 2**-20)
+    slopes = torch.tensor([1.0, 0.5, 0.25, 0.1])
+
+    def one(*x: torch.Tensor) -> torch.Tensor:
+        return tiled(*x[:3], slopes, max_key_norm=x[3])
+
+    expected = alibi_torch.attention(query, key, value, slopes, implementation="dense")
+    with Tiling().applied():
+        result = (torch.func.vmap(one) if by_mapping else one)(query, key, value, norms)
+        offsets = torch.zeros(2, dtype=torch.int32)
+        by_offset = tiled(query, key, value, slopes, max_key_norm=norms, q_offset=offsets)
+    torch.testing.assert_close(result, expected, rtol=0, atol=4e-6)
+    torch.testing.assert_close(by_offset, expected, rtol=0, atol=4e-6)
+
+
+@given(
+    case=st.sampled_from(LONGER + SIZES).flatmap(lambda sizes: cases(sizes=sizes)),
+    data=st.sampled_from(sorted(DATA)),
+    tiling=TILINGS,
+    block=st.sampled_from([1, 3, 64]),
+    tolerance=st.sampled_from(TOLERANCES),
+)
+def test_norms_by_block_leave_out_no_more(case: Case, data: str, tiling: Tiling, block: int, tolerance: float) -> None:
+    case = hostile(case, data, 1)
+    call, query, key = planning(case)
+    value = TORCH.array(case.arrays["value"], "float32")
+    kv_len = case.sizes.lengths[1]
+    norms = torch.nn.functional.pad(key.norm(dim=-1) * (1 + 2**-20), (0, -kv_len % block))
+    known = KeyNorms(norms.unflatten(-1, (-1, block)).amax(dim=-1), block)
+    with tiling.applied():
+        result = _tiled.tiled_attention(replace(call, tolerance=tolerance), query, key, value, known)
+    assert_within(TORCH.numpy(result), within_tolerance(exact(case, "float32").output, case, tolerance))
+
+
+@pytest.mark.parametrize("number", [0.0, 1e30])
+def test_any_norm_that_is_no_less_will_do(number: float) -> None:
+    query, key, value = tensors((64, 64))
+    key = key * 0 if number == 0 else key
+    with Tiling().applied():
+        result = tiled(query, key, value, max_key_norm=number)
+    torch.testing.assert_close(
+        result, alibi_torch.attention(query, key, value, implementation="dense"), rtol=0, atol=2e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("norm", "error", "message"),
+    [
+        (-1.0, ValueError, "max_key_norm must .* got -1.0"),
+        (float("nan"), ValueError, "max_key_norm must"),
+        (float("inf"), ValueError, "max_key_norm must be finite"),
+        ("1", TypeError, "max_key_norm must"),
+        (torch.ones(2), ValueError, r"max_key_norm must be .* of shape \(2, 2\) \(batch, num_kv_heads\), got .*\(2,\)"),
+        (torch.ones(2, 4), ValueError, r"max_key_norm must be .* of shape \(2, 2\)"),
+        (torch.ones(2, 2, dtype=torch.int32), ValueError, "max_key_norm must be .* floating .* got torch.int32"),
+    ],
+)
+def test_bad_norms_are_refused(norm: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        tiled(*tensors((5, 7)), max_key_norm=norm)
+
+
+@pytest.mark.parametrize("tolerance", [-1e-9, float("nan"), float("-inf")])
+def test_bad_tolerances_are_refused(tolerance: float) -> None:
+    with pytest.raises(ValueError, match="tolerance must"):
+        tiled(*tensors((5, 7)), tolerance=tolerance)
+
+
+def test_who_can_run_a_call_is_named() -> None:
+    with pytest.raises(NotImplementedError, match="'flex' .* 'tiled' and 'sdpa' and 'dense' can run this call"):
+        alibi_torch.attention(*tensors((5, 7), dtype=torch.float64), implementation="flex")
+    with pytest.raises(ValueError, match="implementation must be .* got 'tile'"):
+        alibi_torch.attention(*tensors((5, 7)), implementation="tile")
+
+
+# --- As operators of PyTorch ---------------------------------------------------------------------------------------
+
+OFFSETS = torch.tensor([3, -2], dtype=torch.int32)
+IDS = torch.tensor([0, 0, 0, 1, 1, 2, 2], dtype=torch.int32)
+MASK = torch.rand(2, 1, 7, 11, generator=torch.Generator().manual_seed(7)) < 0.7
+VARIANTS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "symmetric": {"is_causal": False, "window_size": 3},
+    "asymmetric": {"is_causal": False, "future_slopes": torch.tensor([0.5, 0.0, 0.1, 1.0]), "mask": MASK},
+    "by entry": {
+        "slopes": torch.rand(2, 4),
+        "future_slopes": torch.rand(2, 4),
+        "is_causal": False,
+        "q_offset": OFFSETS,
+    },
+    "segments": {"segment_ids": (IDS, torch.cat([IDS, IDS[:4]])), "max_key_norm": 10.0},
+}
+
+
+def arguments_of(variant: str, dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Return query, key, value and slopes, and the other arguments."""
+    arguments = dict(VARIANTS[variant])
+    slopes = arguments.pop("slopes", torch.tensor([1.0, 0.3, 0.0625, 0.0]))
+    if "future_slopes" in arguments:
+        arguments["future_slopes"] = arguments["future_slopes"].to(dtype)
+    return [*tensors((7, 11), dtype=dtype), slopes.to(dtype)], arguments
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[tuple[Any, tuple[Any, ...]]]]:
+    """Collect the operators of this backend that are called, and their arguments."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    calls = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function.namespace == "alibi":
+                calls.append((function, args))
+            return function(*args, **(kwargs or {}))
+
+    with Recorder():
+        yield calls
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_operators_are_what_they_say(variant: str, dtype: torch.dtype) -> None:
+    inputs, arguments = arguments_of(variant, dtype)
+    inputs = [x.requires_grad_() for x in inputs]
+    arguments = arguments | {x: arguments[x].requires_grad_() for x in ("future_slopes",) if x in arguments}
+    with Tiling().applied():
+        with recorded() as calls:
+            tiled(*inputs, **arguments).sum().backward()
+        names = [str(function) for function, _ in calls]
+        assert names == ["alibi.attention.default", "alibi.attention_backward.default"]
+        checks = ["test_schema", "test_faketensor"] if dtype == torch.float64 else None
+        for function, args in calls:
+            args = [
+                x.detach().clone().requires_grad_(x.is_floating_point() and function is calls[0][0])
+                if isinstance(x, torch.Tensor)
+                else x
+                for x in args
+            ]
+            torch.library.opcheck(function, tuple(args), **({"test_utils": checks} if checks else {}))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradcheck_through_many_tiles(variant: str) -> None:
+    inputs, arguments = arguments_of(variant, torch.float64)
+    future = arguments.pop("future_slopes", None)
+    inputs = [x.clone().requires_grad_() for x in (*inputs, *([] if future is None else [future]))]
+
+    def function(*x: torch.Tensor) -> torch.Tensor:
+        return tiled(*x[:4], **({"future_slopes": x[4]} if len(x) > 4 else {}), allow_negative_slopes=True, **arguments)
+
+    with Tiling(call_scores=30).applied():
+        assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compiles_whole_with_its_gradients(variant: str) -> None:
+    torch._dynamo.reset()
+    inputs, arguments = arguments_of(variant)
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    weight = torch.randn(2, 4, 7, 5)
+
+    def function(*x: torch.Tensor) -> torch.Tensor:
+        return (tiled(*x, **arguments) * weight).sum()
+
+    with Tiling().applied():
+        eager = torch.autograd.grad(function(*inputs), inputs)
+        compiled = torch.autograd.grad(torch.compile(function, fullgraph=True)(*inputs), inputs)
+    for actual, expected in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6)
+
+
+def test_one_compiled_function_serves_varying_lengths() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(tiled, fullgraph=True, dynamic=True)
+    for lengths in ((7, 11), (13, 13), (5, 64)):
+        inputs = [x.requires_grad_() for x in tensors(lengths)]
+        slopes = torch.tensor([1.0, 0.3, 0.0625, 0.0], requires_grad=True)
+        with Tiling().applied():
+            found, expected = (f(*inputs, slopes, is_causal=False) for f in (compiled, tiled))
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            grads = [torch.autograd.grad(x.square().sum(), (*inputs, slopes)) for x in (found, expected)]
+        for one, other in zip(*grads, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
+
+
+class Attend(torch.nn.Module):
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return tiled(query, key, value)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_exports_with_dynamic_lengths(strict: bool) -> None:
+    torch._dynamo.reset()
+    shapes = tuple({2: torch.export.Dim(name, min=2, max=4096)} for name in ("q_len", "kv_len", "kv_len"))
+    exported = torch.export.export(Attend(), tuple(tensors((7, 11))), dynamic_shapes=shapes, strict=strict)
+    for lengths in ((5, 13), (40, 1100)):
+        inputs = tensors(lengths)
+        torch.testing.assert_close(exported.module()(*inputs), tiled(*inputs), rtol=0, atol=0)
+
+
+# --- torch.func ----------------------------------------------------------------------------------------------------
+
+# What is mapped, along which axis, beside query, key and value: names and arguments of one entry of the batch.
+MAPPED: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "tensors alone": ({}, {}),
+    "slopes": ({"slopes": 1}, {"is_causal": False}),
+    "both slopes": ({"slopes": 0, "future_slopes": 0}, {"is_causal": False}),
+    "future slopes alone": ({"future_slopes": 0}, {"is_causal": False, "slopes": torch.tensor([1.0, 0.3, 0.1, 0.0])}),
+    "mask": ({"mask": 0}, {}),
+    "offset": ({"q_offset": 0}, {"is_causal": False}),
+    "segments of keys": ({"segment_ids": 0}, {}),
+    "shared rules": ({}, {"mask": MASK[0], "future_slopes": torch.rand(4), "is_causal": False}),
+}
+
+
+def mapped_arguments(name: str, size: int = 3) -> tuple[dict[str, torch.Tensor], dict[str, int], dict[str, Any]]:
+    """Return all arguments that are mapped, along which axes, and those that are not."""
+    generator = torch.Generator().manual_seed(11)
+    dims, shared = MAPPED[name]
+    values = {
+        "slopes": torch.rand(size, 4, generator=generator),
+        "future_slopes": torch.rand(size, 4, generator=generator),
+        "mask": torch.rand(size, 4, 7, 11, generator=generator) < 0.6,
+        "q_offset": torch.tensor([0, 4, 9]),
+        "segment_ids": torch.randint(0, 2, (size, 18), generator=generator).sort(dim=-1).values,
+    }
+    heads = {"query": (4, 7, 5), "key": (2, 11, 5), "value": (2, 11, 5)}
+    mapped = {x: torch.randn(size, *shape, generator=generator) for x, shape in heads.items()}
+    mapped |= {x: values[x].movedim(0, dim) for x, dim in dims.items()}
+    return mapped, {"query": 0, "key": 0, "value": 0} | dims, shared
+
+
+def call_by_name(names: tuple[str, ...], shared: dict[str, Any], implementation: str) -> Callable[..., torch.Tensor]:
+    def function(*x: torch.Tensor) -> torch.Tensor:
+        arguments = dict(zip(names, x, strict=True)) | shared
+        if "segment_ids" in arguments:
+            ids = arguments["segment_ids"]
+            arguments["segment_ids"] = ids[..., :7], ids[..., 7:]
+        return alibi_torch.attention(**arguments, implementation=implementation)
+
+    return function
+
+
+@pytest.mark.parametrize("name", MAPPED)
+@pytest.mark.parametrize("tiling", [Tiling(), Tiling(short=1024)], ids=["tiles", "short"])
+def test_maps_with_gradients(name: str, tiling: Tiling) -> None:
+    mapped, dims, shared = mapped_arguments(name)
+    names = tuple(mapped)
+    differentiable = tuple(i for i, x in enumerate(mapped.values()) if x.is_floating_point())
+    in_dims = tuple(dims.values())
+    entries = [tuple(x.select(dims[n], i) for n, x in mapped.items()) for i in range(3)]
+    weight = torch.randn(4, 7, 5, generator=torch.Generator().manual_seed(1))
+
+    def loss(implementation: str) -> Callable[..., torch.Tensor]:
+        function = call_by_name(names, shared, implementation)
+        return lambda *x: (function(*x) * weight).sum()
+
+    def losses(*x: torch.Tensor) -> torch.Tensor:
+        return torch.func.vmap(loss("tiled"), in_dims)(*x).sum()
+
+    dense = [torch.func.grad(loss("dense"), differentiable)(*x) for x in entries]
+    expected = [torch.stack(column) for column in zip(*dense, strict=True)]
+    with tiling.applied():
+        result = torch.func.vmap(call_by_name(names, shared, "tiled"), in_dims)(*mapped.values())
+        mapped_grads = torch.func.vmap(torch.func.grad(loss("tiled"), differentiable), in_dims)(*mapped.values())
+        grads_of_mapped = torch.func.grad(losses, differentiable)(*mapped.values())
+    results = torch.stack([call_by_name(names, shared, "dense")(*x) for x in entries])
+    torch.testing.assert_close(result, results, rtol=0, atol=2e-6)
+    for index, one, other, right in zip(differentiable, mapped_grads, grads_of_mapped, expected, strict=True):
+        torch.testing.assert_close(one, right, rtol=1e-5, atol=4e-6)
+        torch.testing.assert_close(other.movedim(in_dims[index], 0), right, rtol=1e-5, atol=4e-6)
+
+
+def test_maps_with_shared_tensors_and_within_a_batch() -> None:
+    query, key, value = tensors((7, 11))
+    queries = torch.randn(3, *query.shape)
+    slopes = torch.rand(2, 4)
+    shared = torch.tensor([0.7, 0.2, 0.1, 0.0])
+
+    def loss(implementation: str, q: torch.Tensor, k: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return alibi_torch.attention(q, k, value, s, implementation=implementation).square().sum()
+
+    for s in (slopes, shared):  # of each entry, and of all
+        with Tiling().applied():
+            grads = torch.func.vmap(torch.func.grad(loss, (1, 2, 3)), (None, 0, None, None))("tiled", queries, key, s)
+        expected = [torch.func.grad(loss, (1, 2, 3))("dense", q, key, s) for q in queries]
+        for actual, right in zip(grads, map(torch.stack, zip(*expected, strict=True)), strict=True):
+            torch.testing.assert_close(actual, right, rtol=1e-4, atol=1e-5)
+
+
+def test_maps_twice() -> None:
+    query, key, value = (torch.randn(2, 3, h, n, 5) for h, n in ((4, 7), (2, 11), (2, 11)))
+    slopes = torch.rand(3, 4)
+    with Tiling().applied():
+        result = torch.func.vmap(torch.func.vmap(tiled), (0, 0, 0, None))(query, key, value, slopes)
+    expected = torch.stack(
+        [alibi_torch.attention(*x, slopes, implementation="dense") for x in zip(query, key, value, strict=True)]
+    )
+    torch.testing.assert_close(result, expected, rtol=0, atol=2e-6)
+
+
+# --- Memory: strides, aliases, growth ------------------------------------------------------------------------------
+
+STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "every other token": lambda x: torch.stack([x, x + 9], dim=3).flatten(2, 3)[:, :, ::2],
+    "last axis not dense": lambda x: torch.stack([x, x + 9], dim=-1)[..., 0],
+    "a slice": lambda x: torch.nn.functional.pad(x, (3, 2, 1, 4, 1, 1))[:, 1:-1, 1:-4, 3:-2],
+    "by columns": lambda x: x.mT.contiguous().mT,
+}
+EXPANDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "one head": lambda x: x[:, :1].expand(-1, x.shape[1], -1, -1),
+    "one entry": lambda x: x[:1].expand(2, -1, -1, -1),
+    "one token": lambda x: x[:, :, :1].expand(-1, -1, x.shape[2], -1),
+    "one number": lambda x: x[:1, :1, :1, :1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("layout", [*STRIDES, *EXPANDED])
+@pytest.mark.parametrize("tiling", [MANY_RUNS, Tiling(short=1024)], ids=["tiles", "short"])
+def test_strides_change_nothing(layout: str, tiling: Tiling) -> None:
+    change = (STRIDES | EXPANDED)[layout]
+    changed = [change(x) for x in tensors((32, 40))]
+    weight = change(torch.randn(2, 4, 32, 5))
+    assert not all(x.is_contiguous() for x in changed)
+    slopes = torch.tensor([1.0, 0.3, 0.0625, 0.0])
+
+    def gradients(inputs: list[torch.Tensor], weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        inputs = [x.detach().requires_grad_() for x in (*inputs, slopes)]
+        result = tiled(*inputs)
+        return result, *torch.autograd.grad(result, inputs, weight)
+
+    with tiling.applied():
+        actual = gradients(changed, weight)
+        expected = gradients([x.contiguous() for x in changed], weight.contiguous())
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+def test_masks_and_slopes_of_any_strides() -> None:
+    query, key, value = tensors((7, 11))
+    mask = (torch.rand(11, 7, 1, 2) < 0.7).permute(3, 2, 1, 0).expand(2, 4, 7, 11)
+    slopes = torch.rand(4, 2).T
+    with Tiling().applied():
+        result = tiled(query, key, value, slopes, mask=mask)
+        assert torch.equal(result, tiled(query, key, value, slopes.contiguous(), mask=mask.contiguous()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_returned_shares_memory(variant: str, dtype: torch.dtype) -> None:
+    inputs, arguments = arguments_of(variant, dtype)
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    if "future_slopes" in arguments:
+        arguments["future_slopes"] = arguments["future_slopes"].clone().requires_grad_()
+        inputs.append(arguments["future_slopes"])
+    for tiling in (Tiling(), Tiling(short=1024)):
+        with tiling.applied():
+            result = tiled(*inputs[:4], **arguments)
+            grads = torch.autograd.grad(result.sum(), inputs)
+        assert result.is_contiguous()
+        storages = [x.untyped_storage().data_ptr() for x in (result, *grads, *inputs)]
+        assert len(set(storages)) == len(storages)
+        for one, of in zip(grads, inputs, strict=True):
+            assert one.dtype == of.dtype
+            assert one.shape == of.shape
+
+
+def long_attention(length: int, is_causal: bool, masked: bool) -> Callable[[], object]:
+    query, key, value = (x.requires_grad_() for x in tensors((length, length), batch=1, head_dim=16))
+    slopes = torch.tensor([1.0, 0.5, 0.125, 2.0**-6], requires_grad=True)
+    mask = (torch.arange(length) > 9)[None, None, None] if masked else None
+    warm = [x[:, :, :1100].detach().requires_grad_() for x in (query, key, value)]
+    tiled(*warm, slopes).sum().backward()
+    return lambda: tiled(query, key, value, slopes, is_causal=is_causal, mask=mask).sum().backward()
+
+
+@pytest.mark.parametrize(("is_causal", "masked"), [(True, False), (False, True)])
+def test_memory_grows_with_the_length_alone(is_causal: bool, masked: bool) -> None:
+    length = 16_384
+    peak = _timing.peak_growth("tests.test_torch_tiled:long_attention", length, is_causal, masked)
+    scores = 4 * 4 * length**2  # bytes
+    assert peak < 150 * 2**20 < scores / 20
+
+
+# --- Autograd ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wanted", [x for n in (1, 2) for x in itertools.combinations(range(5), n)])
+def test_gradients_of_some_inputs_only(wanted: tuple[int, ...]) -> None:
+    inputs, arguments = arguments_of("asymmetric")
+    inputs = [*inputs, arguments.pop("future_slopes")]
+
+    def gradients(wanted: tuple[int, ...]) -> list[torch.Tensor | None]:
+        some = [x.clone().requires_grad_(i in wanted) for i, x in enumerate(inputs)]
+        tiled(*some[:4], future_slopes=some[4], **arguments).square().sum().backward()
+        return [x.grad for x in some]
+
+    with Tiling().applied():
+        found, every = gradients(wanted), gradients(tuple(range(5)))
+    for index, (one, other) in enumerate(zip(found, every, strict=True)):
+        if index in wanted:  # those by queries, keys and values are computed another way where slopes are wanted too
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=4e-6)
+        else:
+            assert one is None
+
+
+@pytest.mark.parametrize("lengths", [(7, 11), (1100, 1100)])
+def test_two_runs_are_the_same_to_the_bit(lengths: tuple[int, int]) -> None:
+    def run() -> tuple[torch.Tensor, ...]:
+        inputs = [x.requires_grad_() for x in (*tensors(lengths), torch.tensor([1.0, 0.3, 0.0625, 0.0]))]
+        result = tiled(*inputs)
+        return result, *torch.autograd.grad(result.square().sum(), inputs)
+
+    for threads in (1, 3):
+        with num_threads(threads):
+            for one, other in zip(run(), run(), strict=True):
+                assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("by", ["query", "slopes"])
+def test_second_derivatives_are_refused(by: str) -> None:
+    inputs = dict(zip(("query", "key", "value", "slopes"), arguments_of("causal")[0], strict=True))
+    inputs[by] = inputs[by].requires_grad_()
+    grad = torch.autograd.grad(tiled(**inputs).square().sum(), inputs[by], create_graph=True)[0]
+    with pytest.raises(NotImplementedError, match="'tiled' has no second derivatives; .*'dense'"):
+        grad.sum().backward()
+
+
+def test_what_refuses_second_derivatives_is_right_about_who_has_them() -> None:
+    query, key, value = tensors((7, 11))
+    query.requires_grad_()
+    result = alibi_torch.attention(query, key, value, implementation="dense")
+    grad = torch.autograd.grad(result.square().sum(), query, create_graph=True)[0]
+    assert torch.isfinite(torch.autograd.grad(grad.sum(), query)[0]).all()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoints(use_reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    inputs = [x.requires_grad_() for x in arguments_of("causal")[0]]
+    with Tiling().applied():
+        again = checkpoint(tiled, *inputs, use_reentrant=use_reentrant)
+        for one, other in zip(
+            torch.autograd.grad(tiled(*inputs).sum(), inputs),
+            gradients_by_backward(again.sum(), inputs),
+            strict=True,
+        ):
+            assert torch.equal(one, other)
+
+
+def test_inference_mode_and_no_grad() -> None:
+    inputs = [x.requires_grad_() for x in arguments_of("causal")[0]]
+    with Tiling().applied():
+        expected = tiled(*inputs)
+        with torch.inference_mode():
+            result = tiled(*inputs)
+            own = tiled(*(x.clone() for x in inputs))
+        with torch.no_grad():
+            plain = tiled(*inputs)
+    assert result.is_inference()
+    assert not plain.requires_grad
+    assert torch.equal(result, expected)
+    assert torch.equal(own, expected)
+    assert torch.equal(plain, expected)
+
+
+def test_autocast_leaves_tiles_alone() -> None:
+    inputs = [x.requires_grad_() for x in arguments_of("causal")[0]]
+    with Tiling().applied():
+        expected = tiled(*inputs)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            result = tiled(*inputs)
+            grads = torch.autograd.grad(result.sum(), inputs)
+        for one, other in zip(grads, torch.autograd.grad(expected.sum(), inputs), strict=True):
+            assert torch.equal(one, other)
+    assert result.dtype == torch.float32
+    assert torch.equal(result, expected)
+
+
+def test_a_default_device_or_dtype_changes_nothing() -> None:
+    inputs = [x.requires_grad_() for x in arguments_of("causal")[0]]
+    with Tiling().applied():
+        expected = torch.autograd.grad(tiled(*inputs, tolerance=0.0).sum(), inputs)
+        with torch.device("meta"):
+            on_meta = torch.autograd.grad(tiled(*inputs, tolerance=0.0).sum(), inputs)
+        torch.set_default_dtype(torch.float64)
+        try:
+            in_float64 = torch.autograd.grad(tiled(*inputs, tolerance=0.0).sum(), inputs)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for right, *others in zip(expected, on_meta, in_float64, strict=True):
+        for other in others:
+            assert other.device.type == "cpu"
+            assert torch.equal(other, right)
+
+
+def test_gradients_on_meta_have_shapes() -> None:
+    inputs = [x.to("meta").requires_grad_() for x in arguments_of("causal")[0]]
+    for one, of in zip(torch.autograd.grad(tiled(*inputs).sum(), inputs), inputs, strict=True):
+        assert one.shape == of.shape
+        assert one.device.type == "meta"
+
+
+# --- Helpers -------------------------------------------------------------------------------------------------------
+
+
+def tiled(*tensors: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    return alibi_torch.attention(*tensors, implementation="tiled", **arguments)
+
+
+def tensors(
+    lengths: tuple[int, int],
+    *,
+    batch: int = 2,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 5,
+    dtype: torch.dtype = torch.float32,
+) -> list[torch.Tensor]:
+    """Return query, key and value, ``[batch, heads, length, head_dim]``."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    q_len, kv_len = lengths
+    shapes = [(batch, h, n, head_dim) for h, n in ((heads[0], q_len), (heads[1], kv_len), (heads[1], kv_len))]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+@contextlib.contextmanager
+def num_threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def gradients_by_backward(loss: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    loss.backward()
+    return [x.grad for x in inputs]
+
+
+def attend(case: Case, dtype: str, **changes: Any) -> np.ndarray:
+    arrays = {name: case.arrays[name] for name in ("query", "key", "value", "slopes")}
+    return TILED.attention(**arrays, dtype=dtype, **(case.arguments | changes))
+
+
+def with_arrays(case: Case, **arrays: np.ndarray) -> Case:
+    """Return the case with other tensors or slopes, but with the arguments that it has."""
+    changed = case.with_tensors(**arrays)
+    changed.__dict__["arguments"] = case.arguments
+    return changed
+
+
+def hostile(case: Case, data: str, sign: int) -> Case:
+    """Return the case with such data, with steep slopes among its own, and maybe with a negative one."""
+    tensors = {name: case.arrays[name].copy() for name in ("query", "key", "value")}
+    DATA[data](**tensors)
+    slopes = np.resize(np.roll(STEEP, case.seed), case.arrays["slopes"].shape).astype(np.float64)
+    if sign < 0:
+        slopes[..., -1] = -0.125
+        case = case.with_arguments(case.form, case.arguments | {"allow_negative_slopes": True})
+    return with_arrays(case, **tensors, slopes=slopes)
+
+
+def planning(case: Case) -> tuple[AttentionCall, torch.Tensor, torch.Tensor]:
+    """Return what jobs are made of."""
+    query, key, value = (TORCH.array(case.arrays[name], "float32") for name in ("query", "key", "value"))
+    arguments = {name: TILED._place(value) for name, value in case.arguments.items()}
+    call = AttentionCall.check(query, key, value, TORCH.array(case.arrays["slopes"], "float32"), **arguments, xp=xp)
+    return call, query, key
+
+
+def pairs_by_head(planned: list[Job]) -> list[int]:
+    """Return how many scores are computed of each head, and entry."""
+    heads = max(job.heads.stop for job in planned)
+    return [
+        sum(job.tiles * job.rows * job.kv_len for job in planned if job.heads.start <= head < job.heads.stop)
+        for head in range(heads)
+    ]
+
+
+def rules_of(case: Case, slopes: np.ndarray) -> Rules:
+    arguments = {name: value for name, value in case.arguments.items() if name != "allow_negative_slopes"}
+    return case.with_arguments(case.form, arguments).rules(slopes)
+
+
+def fast_penalties(rules: Rules, batch: int, heads: int, q_len: int, kv_len: int) -> np.ndarray:
+    """Return what :func:`tests.oracle.penalties` does, of long rows in less time."""
+    offsets = np.broadcast_to(rules.q_offset, (batch,))[:, None, None, None]
+    ahead = np.arange(kv_len) - (offsets + np.arange(q_len)[:, None])
+    past = np.broadcast_to(rules.slopes, (batch, heads))[..., None, None].astype(np.float64)
+    future = past if rules.future_slopes is None else np.broadcast_to(rules.future_slopes, (batch, heads))
+    future = np.reshape(future, (batch, heads, 1, 1)).astype(np.float64)
+    visible = np.ones((batch, heads, q_len, kv_len), dtype=bool)
+    if rules.is_causal:
+        visible &= ahead <= 0
+    if rules.window_size is not None:
+        visible &= np.abs(ahead) <= rules.window_size
+    if rules.q_segment_ids is not None:
+        ids = (np.broadcast_to(x, (batch, x.shape[-1])) for x in (rules.q_segment_ids, rules.kv_segment_ids))
+        q_ids, kv_ids = ids
+        visible &= (q_ids[:, :, None] == kv_ids[:, None, :])[:, None]
+    if rules.mask is not None:
+        visible &= rules.mask
+    return np.where(visible, -np.where(ahead > 0, future, past) * np.abs(ahead), -np.inf)
+
+
+def exact(case: Case, dtype: str) -> Attention:
+    """Return ``case.exact``, of long rows in less time."""
+    tensors = {name: TORCH.numpy(TORCH.array(case.arrays[name], dtype)) for name in ("query", "key", "value")}
+    rules = rules_of(case, case.arrays["slopes"])
+    bias = fast_penalties(rules, case.sizes.batch, case.num_heads, *case.sizes.lengths)
+    return Attention(**tensors, bias=bias, scale=case.scale, dtype=dtype)
+
+
+def within_tolerance(answer: Answer, case: Case, tolerance: float) -> Answer:
+    """Return an answer that may be off by what a share of the weight can move, besides rounding."""
+    largest = np.abs(case.arrays["value"]).max(axis=(2, 3), keepdims=True) * 1.01  # as they are once rounded
+    return Answer(answer.value, answer.budget + 2 * tolerance * largest.repeat(case.sizes.group, axis=1))
+
+
+def assert_exact(case: Case, dtype: str = "float32", tolerance: float | None = None) -> None:
+    """Assert that result and gradients of a case are exact to rounding, and to the tolerance."""
+    problem = exact(case, dtype)
+    share = UNIT_ROUNDOFF[dtype] if tolerance is None else tolerance
+    assert_within(attend(case, dtype, tolerance=tolerance), within_tolerance(problem.output, case, share))
+    rules = rules_of(case, np.ones(case.num_heads))
+    if rules.future_slopes is not None:  # slopes then count backwards only
+        rules = replace(rules, future_slopes=np.zeros(case.num_heads))
+    distances = -fast_penalties(rules, case.sizes.batch, case.num_heads, *case.sizes.lengths)
+    distances = np.where(np.isfinite(distances), distances, 0)
+    cotangent = TORCH.numpy(TORCH.array(case.arrays["cotangent"], dtype))
+    expected, left_out = problem.gradients(cotangent, distances), moved_by(share, problem, cotangent, distances)
+    expected = {name: Answer(x.value, x.budget + left_out[name]) for name, x in expected.items()}
+    if case.arrays["slopes"].ndim == 1:
+        by_entry = expected["slopes"]
+        rounding = 1 + case.sizes.batch * 2**-20
+        expected["slopes"] = Answer(by_entry.value.sum(axis=0), by_entry.budget.sum(axis=0) * rounding)
+    inputs = {name: case.arrays[name] for name in ("query", "key", "value", "slopes")}
+    arguments = case.arguments | {"tolerance": tolerance}
+    actual = TILED.gradients(inputs, case.arrays["cotangent"], dtype=dtype, **arguments)
+    for name, answer in expected.items():
+        assert_within(actual[name], answer)
+
+
+def moved_by(
+    share: float, problem: Attention, cotangent: np.ndarray, distances: np.ndarray
+) -> dict[str, np.ndarray | float]:
+    """Return by how much gradients may move where this share of each row's weight is left out, at most.
+
+    Weights w then move by 2 * share in all, along a row. A score's gradient is w * (d - mean), where d, the weight's
+    gradient, and their mean are of size D at most: along a row they move by 2 * share * 2 D, and w times the mean's
+    move, by another 2 * share * D.
+    """
+    d_weights = np.abs(np.einsum("bhid,bhjd->bhij", cotangent, problem.values))
+    by_row = 6.1 * share * np.where(np.isfinite(problem.bias), d_weights, 0).max(axis=-1)  # [batch, heads, q_len]
+    largest_key = np.abs(problem.keys).max(axis=2, keepdims=True)
+
+    def per_kv_head(x: np.ndarray) -> np.ndarray:
+        return x.reshape(x.shape[0], -1, problem.group, *x.shape[2:]).sum(axis=2)
+
+    by_key = (by_row[..., None] * np.abs(problem.query)).sum(axis=2, keepdims=True)
+    return {
+        "query": problem.scale * by_row[..., None] * largest_key,
+        "key": problem.scale * per_kv_head(by_key),
+        "value": per_kv_head(2.1 * share * np.abs(cotangent).sum(axis=2, keepdims=True)),
+        "slopes": (by_row * distances.max(axis=-1)).sum(axis=-1),
+    }
