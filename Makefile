@@ -42,6 +42,7 @@ format: $(VENV)/ready
 
 bench: $(VENV)/ready-bench
 	$(RUN) -m benchmarks.bias --output $(OUT)
+	$(RUN) -m benchmarks.attention --output $(OUT)
 
 build: $(VENV)/ready
 	$(RUN) -m build

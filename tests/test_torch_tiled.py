@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
@@ -114,14 +114,15 @@ def test_gradients_of_both_kinds_of_slopes_add_up(case: Case, tiling: Tiling) ->
     assert np.all(np.abs(found["slopes"] + found["future_slopes"] - together) <= 3 * budget)
 
 
-@FAST
-@given(case=LONGER_CASES, tiling=TILINGS, threads=st.sampled_from([2, 3]))
-@example(
-    case=Case(Sizes(1, 1, 1, (3, 260), 4), "symmetric", 120, None, None, None, False, 1), tiling=Tiling(), threads=3
-)
-def test_threads_change_nothing_but_rounding(case: Case, tiling: Tiling, threads: int) -> None:
-    with tiling.applied(), num_threads(threads):
-        assert_exact(case)
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("form", ["causal", "asymmetric"])
+@pytest.mark.parametrize("lengths", [(3, 260), (40, 200)])
+def test_threads_change_nothing_but_rounding(threads: int, form: str, lengths: tuple[int, int]) -> None:
+    # A single head of a single tile: threads share its keys, of which there are a few more than a multiple.
+    case = Case(Sizes(1, 1, 1, lengths, 4), form, lengths[1] // 2, None, None, None, False, seed=4)
+    case = with_arrays(case, slopes=np.asarray([2.0**-5]))
+    with Tiling(rows=(64, 256)).applied(), num_threads(threads):
+        assert_exact(case, tolerance=0.0)
 
 
 @given(case=cases())
@@ -443,8 +444,8 @@ def arguments_of(variant: str, dtype: torch.dtype = torch.float32) -> tuple[list
     arguments = dict(VARIANTS[variant])
     slopes = arguments.pop("slopes", torch.tensor([1.0, 0.3, 0.0625, 0.0]))
     if "future_slopes" in arguments:
-        arguments["future_slopes"] = arguments["future_slopes"].to(dtype)
-    return [*tensors((7, 11), dtype=dtype), slopes.to(dtype)], arguments
+        arguments["future_slopes"] = arguments["future_slopes"].to(dtype).clone()
+    return [*tensors((7, 11), dtype=dtype), slopes.to(dtype).clone()], arguments
 
 
 @contextlib.contextmanager
@@ -681,7 +682,7 @@ def test_strides_change_nothing(layout: str, tiling: Tiling) -> None:
         actual = gradients(changed, weight)
         expected = gradients([x.contiguous() for x in changed], weight.contiguous())
     for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
 
 
 def test_masks_and_slopes_of_any_strides() -> None:
@@ -763,6 +764,17 @@ def test_two_runs_are_the_same_to_the_bit(lengths: tuple[int, int]) -> None:
         with num_threads(threads):
             for one, other in zip(run(), run(), strict=True):
                 assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_second_derivatives_are_refused_in_torch_func(transform: Callable[..., Any]) -> None:
+    query, key, value = tensors((7, 11))
+
+    def loss(query: torch.Tensor) -> torch.Tensor:
+        return tiled(query, key, value).square().sum()
+
+    with pytest.raises(NotImplementedError, match="'tiled' has no second derivatives; .*'dense'"):
+        transform(lambda x: torch.func.grad(loss)(x).sum())(query)
 
 
 @pytest.mark.parametrize("by", ["query", "slopes"])

@@ -32,7 +32,8 @@ def tiled_attention(
     """
     flat = call.with_one_batch_axis()
     tensors = [x.reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key, value)]
-    result, _ = _attend(
+    mapped = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    result, _ = (_Attention.apply if mapped else _attend)(
         *tensors,
         flat.slopes,
         flat.future_slopes,
@@ -129,7 +130,8 @@ def _attend_backward(
         planned = jobs(call, *tensors[1:3], tolerance, known)
         return _tile_kernels.backward(call, *tensors, planned, by_slopes=by_slopes)
 
-    parts = [differentiate(*part) for part in _parts(call)]
+    with torch.autocast("cpu", enabled=False):  # gradients may be asked for where it is on
+        parts = [differentiate(*part) for part in _parts(call)]
     joined = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
     *by_inputs, past, future = joined
     if future_slopes is None and not is_causal:
@@ -166,8 +168,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    grads = _attend_backward(grad, *ctx.saved_tensors, *ctx.numbers, ctx.by_slopes)
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor, backward: Any = _attend_backward) -> tuple[Tensor | None, ...]:
+    grads = backward(grad, *ctx.saved_tensors, *ctx.numbers, ctx.by_slopes)
     wanted = (x if needed else None for x, needed in zip(grads, ctx.needs_input_grad[:5], strict=True))
     return (*wanted, *(None for _ in range(11)))
 
@@ -181,6 +183,40 @@ def _refuse_to_differentiate(ctx: Any, *grads: Tensor) -> None:
 _attend.register_autograd(_differentiate, setup_context=_setup)
 _attend_backward.register_autograd(_refuse_to_differentiate)
 _tiled_vmap.register(_attend, _attend_backward)
+
+
+class _Attention(torch.autograd.Function):
+    """The operator with its gradients, for torch.func: it refuses those that are registered for an operator."""
+
+    generate_vmap_rule = True  # from those of the operators
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return _attend(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _setup(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _differentiate(ctx, *grads, _AttentionBackward.apply)
+
+
+class _AttentionBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return _attend_backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        _refuse_to_differentiate(ctx, *grads)
 
 
 def _call(
