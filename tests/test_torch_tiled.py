@@ -136,8 +136,8 @@ def test_fast_penalties_are_the_oracles(case: Case) -> None:
 
 
 def outlier(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> None:
-    """Make the first key of huge norm: who sees it attends to nothing else, or not to it at all."""
-    key[:, :, 0] = 1000.0
+    """Make some heads' first key of huge norm: who sees it attends to nothing else, or not to it at all."""
+    key[:, :1, 0] = 1000.0
     key[:, 1:, -1] = -300.0
 
 
@@ -160,6 +160,8 @@ def no_keys(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> None:
 
 
 def shifted(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> None:
+    """Add a vector to all keys that every query points along: softmax does not notice."""
+    query[...] = 1 + query / 10
     key += 20.0
 
 
@@ -220,6 +222,19 @@ def test_no_more_is_left_out_of_long_rows(data: str) -> None:
         assert_within(attend(case, "float32", tolerance=tolerance), within_tolerance(answer, case, tolerance))
 
 
+@pytest.mark.parametrize("factor", [-8.0, 16.0])
+@pytest.mark.parametrize("data", ["opposed", "stripes"])
+def test_no_more_is_left_out_of_large_scores(factor: float, data: str) -> None:
+    case = hostile(Case(LONGER[0], "causal", None, None, None, None, True, seed=8), data, 1)
+    small = {name: case.arrays[name] * 0.25 for name in ("query", "key")}
+    case = with_arrays(case, **small)
+    scaled = with_arrays(case, query=case.arrays["query"] * factor)
+    for tolerance in TOLERANCES:
+        with Tiling(blocks=512).applied():
+            result = attend(case, "float32", scale=case.scale * factor, tolerance=tolerance)
+        assert_within(result, within_tolerance(exact(scaled, "float32").output, case, tolerance))
+
+
 @pytest.mark.parametrize("form", ["causal", "asymmetric"])
 def test_long_rows_are_exact_with_their_gradients(form: str) -> None:
     case = Case(Sizes(1, 1, 4, (1090, 1090), 6), form, None, None, None, None, False, seed=1)
@@ -232,6 +247,44 @@ def test_a_window_and_padding_in_long_rows() -> None:
     mask = np.ones((2, 1, 1, 1100), dtype=bool)
     mask[1, ..., :600] = mask[0, ..., 1000:] = mask[0, ..., 30:40] = False
     assert_exact(case.with_arguments("symmetric", {"is_causal": False, "mask": mask, "window_size": 70}))
+
+
+SPANS = {
+    "within tiles": ([10, 33], [10, 33]),
+    "at tiles": ([16, 40], [16, 40]),
+    "of one token": ([20, 21, 22], [20, 21, 22]),
+    "of queries": ([15, 30], []),
+    "of keys": ([], [17, 31]),
+    "apart": ([10, 30], [18, 38]),
+}
+
+
+@pytest.mark.parametrize("call_scores", [0, 10**9])
+@pytest.mark.parametrize("ids", [(0, 1, 2, 3), (0, 1, 0, 1), (3, 2, 1, 0)], ids=str)
+@pytest.mark.parametrize("spans", SPANS)
+def test_runs_of_tiles_end_at_segments(spans: str, ids: tuple[int, ...], call_scores: int) -> None:
+    # A window makes neighbouring tiles alike, but for segments.
+    case = Case(Sizes(1, 2, 1, (64, 64), 4), "causal", None, None, None, None, False, seed=5)
+    segment_ids = tuple(np.asarray(ids)[(np.arange(64)[:, None] >= np.asarray(x)).sum(axis=1)] for x in SPANS[spans])
+    arguments = {"segment_ids": segment_ids, "window_size": 5}
+    packed = with_arrays(case.with_arguments("causal", arguments), slopes=np.asarray([0.0, 0.25]))
+    with Tiling(rows=(4, 4), call_scores=call_scores).applied():
+        assert_exact(packed, tolerance=0.0)
+        assert_exact(packed)
+
+
+@pytest.mark.parametrize("call_scores", [0, 10**9])
+@pytest.mark.parametrize("holes", [[0, 1, 2], [19, 20], [33], [63], [10, 23, 47, 48, 49, 50, 51, 52, 53]], ids=str)
+@pytest.mark.parametrize("form", ["causal", "symmetric"])
+def test_runs_of_tiles_end_at_masked_keys(holes: list[int], form: str, call_scores: int) -> None:
+    case = Case(Sizes(1, 2, 1, (64, 64), 4), form, None, None, None, None, False, seed=6)
+    mask = ~np.isin(np.arange(64), holes)[None, None, None]
+    arrays = {"slopes": np.asarray([4.0, 0.25]), "query": case.arrays["query"] / 8}
+    for arguments in ({"mask": mask}, {"mask": mask, "window_size": 5}):
+        masked = case.with_arguments(form, case.arguments | arguments)
+        masked.__dict__["arrays"] = case.arrays
+        with Tiling(rows=(4, 4), call_scores=call_scores).applied():
+            assert_exact(with_arrays(masked, **arrays))
 
 
 @pytest.mark.parametrize("q_offset", [2**29 - 50, 2**29 + 50, 2**30, 2**30 + 77, 2**31 - 10_000])
@@ -377,9 +430,25 @@ def test_horizons_save_work() -> None:
 def test_heads_alike_share_calls() -> None:
     query, key, value = tensors((128, 128), batch=1, heads=(4, 4))
     query, key = query[:, :1].expand(-1, 4, -1, -1), key[:, :1].expand(-1, 4, -1, -1)
-    call = AttentionCall.check(query, key, value, torch.full((4,), 0.5), xp=xp)
-    with Tiling(rows=(8, 8)).applied():
-        assert all(job.heads == slice(0, 4) for job in jobs(call, query, key, 0.01, None))
+
+    def planned(*slopes: float) -> list[Job]:
+        call = AttentionCall.check(query, key, value, torch.tensor(slopes), xp=xp)
+        with Tiling(rows=(8, 8)).applied():
+            return list(jobs(call, query, key, 0.01, None))
+
+    assert all(job.heads == slice(0, 4) for job in planned(0.5, 0.5, 0.5, 0.5))
+    apart = planned(4.0, 0.0, 4.0, 4.0)
+    assert any(job.heads == slice(2, 4) for job in apart)
+    for head in range(4):
+        assert sum(job.tiles * job.rows for job in apart if job.heads.start <= head < job.heads.stop) == 128
+
+
+def test_a_last_tile_of_fewer_rows_is_a_call_of_its_own() -> None:
+    query, key, value = tensors((7, 20), batch=1)
+    call = AttentionCall.check(query, key, value, torch.ones(4), q_offset=6, window_size=2, xp=xp)
+    with MANY_RUNS.applied():
+        planned = list(jobs(call, query, key, 0.0, None))
+    assert {(job.q_start, job.rows, job.tiles) for job in planned} == {(0, 2, 3), (6, 1, 1)}
 
 
 def test_a_tolerance_of_zero_leaves_nothing_out() -> None:
