@@ -116,7 +116,7 @@ def test_gradients_of_both_kinds_of_slopes_add_up(case: Case, tiling: Tiling) ->
 
 @pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize("form", ["causal", "asymmetric"])
-@pytest.mark.parametrize("lengths", [(3, 260), (40, 200)])
+@pytest.mark.parametrize("lengths", [(3, 402), (3, 400), (40, 260)])
 def test_threads_change_nothing_but_rounding(threads: int, form: str, lengths: tuple[int, int]) -> None:
     # A single head of a single tile: threads share its keys, of which there are a few more than a multiple.
     case = Case(Sizes(1, 1, 1, lengths, 4), form, lengths[1] // 2, None, None, None, False, seed=4)
@@ -184,7 +184,7 @@ def stripes(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> None:
     """Let scores be high and low by turns of 32 keys, and rise in the end."""
     query[...] = 2 + query / 10
     turns = np.arange(key.shape[2]) // 32
-    key += np.where(turns % 2, -1.0, 1.0)[:, None] + turns[:, None] / 8
+    key[...] = key / 100 + np.where(turns % 2, -1.0, 1.0)[:, None] + turns[:, None] / 8
 
 
 DATA = {f.__name__: f for f in (outlier, sinks, equal_keys, no_queries, no_keys, shifted, opposed, fading, stripes)}
@@ -270,10 +270,11 @@ def test_runs_of_tiles_end_at_segments(spans: str, ids: tuple[int, ...], call_sc
     packed = with_arrays(case.with_arguments("causal", arguments), slopes=np.asarray([0.0, 0.25]))
     steep = case.with_arguments("causal", {"segment_ids": segment_ids})
     steep = with_arrays(steep, slopes=np.asarray([4.0, 4.0]), query=case.arrays["query"] * 2)
-    with Tiling(rows=(4, 4), blocks=512, call_scores=call_scores).applied():
-        assert_exact(packed, tolerance=0.0)
-        assert_exact(packed)
-        assert_exact(steep)
+    for blocks in (3, 512):
+        with Tiling(rows=(4, 4), blocks=blocks, call_scores=call_scores).applied():
+            assert_exact(packed, tolerance=0.0)
+            assert_exact(packed)
+            assert_exact(steep)
 
 
 @pytest.mark.parametrize("call_scores", [0, 10**9])
@@ -288,6 +289,26 @@ def test_runs_of_tiles_end_at_masked_keys(holes: list[int], form: str, call_scor
         masked.__dict__["arrays"] = case.arrays
         with Tiling(rows=(4, 4), blocks=512, call_scores=call_scores).applied():
             assert_exact(with_arrays(masked, **arrays))
+
+
+@pytest.mark.parametrize("rule", ["mask", "segment_ids"])
+def test_a_run_of_tiles_is_not_widened_to_what_is_hidden(rule: str) -> None:
+    # From 56 on, queries care for key 37 alone, for as long as it is within the horizon; those before for no key. Were
+    # all alike to one call, the hidden key 33 at the same place before query 52 would hide key 37 from query 56.
+    query, key, value = np.zeros((1, 1, 64, 1)), np.full((1, 1, 64, 1), -1.0), np.full((1, 1, 64, 1), -1.0)
+    query[:, :, 56:] = 10
+    key[:, :, 37] = value[:, :, 37] = 1
+    places = np.arange(64)
+    hidden = {"mask": (places != 33)[None, None, None], "segment_ids": (places >= 34).astype(np.int32)[None]}
+    case = Case(Sizes(1, 1, 1, (64, 64), 1), "causal", None, None, None, None, False, seed=0)
+    case = case.with_arguments("causal", {rule: hidden[rule]})
+    case = with_arrays(case, query=query, key=key, value=value, slopes=np.asarray([1.0]))
+    answer = within_tolerance(exact(case, "float32").output, case, 0.3)
+    for call_scores in (0, 10**9):
+        with Tiling(rows=(4, 4), blocks=512, call_scores=call_scores).applied():
+            ranges = {job.q_start: job.kv_start for job in jobs(*planning(case), 0.3, None)}
+            assert 34 <= ranges[56] <= 37  # or this says nothing
+            assert_within(attend(case, "float32", tolerance=0.3), answer)
 
 
 @pytest.mark.parametrize("q_offset", [2**29 - 50, 2**29 + 50, 2**30, 2**30 + 77, 2**31 - 10_000])
@@ -329,7 +350,20 @@ def test_masked_keys_far_from_all_queries_count(q_offset: int, is_causal: bool) 
     sign=1,
 )
 def test_lower_bounds_of_denominators_are_lower(case: Case, data: str, tiling: Tiling, sign: int) -> None:
-    case = without_offsets_by_entry(hostile(case, data, sign))
+    assert_lower_bounds(without_offsets_by_entry(hostile(case, data, sign)), tiling)
+
+
+@pytest.mark.parametrize("shown", [0, 1])
+def test_lower_bounds_count_no_hidden_keys(shown: int) -> None:
+    case = hostile(Case(LONGER[0], "causal", None, None, None, None, slopes_per_batch=False, seed=4), "stripes", 1)
+    visible = np.arange(150) // 32 % 2 == shown
+    for rule, hidden in (("mask", visible[None, None, None]), ("segment_ids", visible[None].astype(np.int32))):
+        masked = case.with_arguments("causal", {rule: hidden})
+        masked.__dict__["arrays"] = case.arrays
+        assert_lower_bounds(masked, Tiling())
+
+
+def assert_lower_bounds(case: Case, tiling: Tiling) -> None:
     problem, (call, query, key) = exact(case, "float32"), planning(case)
     middle = key.mean(dim=2, keepdim=True)
     scores = np.einsum("bhid,bhjd->bhij", problem.query, problem.keys - TORCH.numpy(middle).repeat(problem.group, 1))
@@ -408,6 +442,13 @@ def test_no_job_is_larger_than_it_may_be() -> None:
             sizes = [(x.heads.stop - x.heads.start, x.rows * x.kv_len) for x in jobs(call, query, key, 2.0**-24, None)]
         assert all(heads == 1 or heads * bias <= limit for heads, bias in sizes)
     assert max(heads for heads, _ in sizes) == 2  # those of a group
+    query, key, value = tensors((64, 64), batch=11)
+    call = AttentionCall.check(query, key, value, torch.zeros(11, 4), xp=xp)
+    for limit in (300, 2000, 4 * 64 * 64, 10**6):
+        with Tiling(rows=(4, 16), bias_elements=limit, short=1024).applied():
+            planned = list(jobs(call, query, key, 2.0**-24, None))
+        biases = [(x.heads.stop - x.heads.start) * (x.batch.stop - x.batch.start) for x in planned]
+        assert all(n == 1 or n * x.rows * x.kv_len <= limit for n, x in zip(biases, planned, strict=True))
 
 
 def test_horizons_save_work() -> None:
