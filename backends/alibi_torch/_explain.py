@@ -4,60 +4,20 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import array_api_compat.torch as xp
-import numpy as np
 import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall
 from alibi_core._checks import one_of
+from alibi_core._explanation import Explanation, visible_pairs
 from alibi_core._horizon import ENDLESS, tolerance_of
 from alibi_torch._attention import attention, norms_of
 from alibi_torch._choice import IMPLEMENTATIONS, choose, refusal
 from alibi_torch._tile_plan import KeyNorms, entry_of, jobs, needed_keys
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What a call of :func:`alibi_torch.attention` would do. Printed, it is a few lines of text.
-
-    Attributes:
-        implementation: The one that would run.
-        refusals: Why others cannot run the call, by name.
-        tolerance: The share of softmax weight that may be left out.
-        error_bound: How far that can move an element of the result, beside rounding: ``2 * tolerance * max|value|``.
-        horizons: ``[batch, num_heads]`` float64, tokens: the distance from which on no query of the head needs a key
-            behind it. Infinite where one needs every key.
-        scores_visible: Pairs of queries and keys that causality and the window leave, over batch entries and heads.
-        scores_computed: Pairs that the implementation computes; more than are visible where tiles straddle an edge.
-    """
-
-    implementation: str
-    refusals: dict[str, str]
-    tolerance: float
-    error_bound: float
-    horizons: Tensor
-    scores_visible: int
-    scores_computed: int
-
-    @property
-    def share(self) -> float:
-        """Scores computed, as a part of those visible."""
-        return self.scores_computed / max(self.scores_visible, 1)
-
-    def __str__(self) -> str:
-        lines = [f"implementation: {self.implementation}"]
-        lines += [f"  not {name}: it {reason}" for name, reason in self.refusals.items()]
-        lines.append(f"tolerance: {self.tolerance:.3g}, which moves the result by at most {self.error_bound:.3g}")
-        lines.append(
-            f"scores: {self.scores_computed:,} computed, {self.share:.1%} of the {self.scores_visible:,} visible"
-        )
-        farthest = self.horizons.amax(dim=0).tolist() if len(self.horizons) else []
-        shown = [f"{x:.0f}" if math.isfinite(x) else "all" for x in farthest] or ["none"]
-        return "\n".join([*lines, f"horizons, in tokens, of the heads: {' '.join(shown)}"])
 
 
 def explain(
@@ -152,16 +112,7 @@ def _entry(
         computed = _in_blocks(replace(call, tolerance=tolerance), *tensors, norms)
     else:
         computed = call.num_heads * call.q_len * call.kv_len
-    return horizons, call.num_heads * _visible(call), computed
-
-
-def _visible(call: AttentionCall) -> int:
-    """Return how many pairs of a query and a key causality and the window leave, a head."""
-    window = 2**40 if call.window_size is None else call.window_size
-    positions = np.arange(call.q_len, dtype=np.int64) + call.q_offset
-    first = np.clip(positions - window, 0, call.kv_len)
-    stop = np.clip(positions + (1 if call.is_causal else window + 1), 0, call.kv_len)
-    return int((stop - first).clip(0).sum())
+    return horizons, call.num_heads * visible_pairs(call), computed
 
 
 def _in_blocks(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> int:
