@@ -10,6 +10,11 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 OUT ?= out
 
+# The TPU's compiler is installed for the tests; where there is no accelerator, JAX need not look for one.
+ifeq (,$(wildcard /dev/accel* /dev/vfio /dev/nvidiactl))
+export JAX_PLATFORMS ?= cpu
+endif
+
 .PHONY: demo test lint format bench build clean
 .DEFAULT_GOAL := test
 

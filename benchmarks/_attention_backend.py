@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ class Contestant:
         bytes_needed: Takes a shape: how much memory a pass takes beyond its arguments.
         backward_on: Devices on which it has a backward pass.
         note: How it is called.
+        is_dense: Whether it computes the scores of keys after the query, too, only to mask them.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Contestant:
     bytes_needed: Callable[[Shape], int] = lambda shape: 0
     backward_on: tuple[str, ...] = ("cpu", "cuda")
     note: str = ""
+    is_dense: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Decode:
         bare: The attention function, which has to measure them.
         baseline: Attention without positions.
         with_row: The same with ALiBi's one row of biases a head.
+        baseline_name: What the baseline is called.
+        row_name: And what ``with_row`` is.
     """
 
     tensors: tuple[Any, Any, Any]
@@ -48,10 +52,12 @@ class Decode:
     bare: Call
     baseline: Call
     with_row: Call
+    baseline_name: str = "SDPA, no positions"
+    row_name: str = "SDPA, a row of biases"
 
 
 class Backend(Protocol):
-    """A library on one kind of device. Tensors are ``[batch, num_heads, length, head_dim]``.
+    """A library on one kind of device. Tensors are ``[batch, num_heads, length, head_dim]``, or look as if they were.
 
     Attributes:
         name: As on the command line.
@@ -95,7 +101,16 @@ class Backend(Protocol):
         """Fill a layer's cache and return who attends to it with one query."""
 
     def extra_bytes(self, shape: Shape, backward: bool) -> int:
-        """Return the peak memory of a pass of ours beyond its arguments, its result and its gradients."""
+        """Return the peak memory of a pass of ours beyond its arguments, its result and its gradients.
+
+        Asked where the sizes have no ``weighed_share``.
+        """
+
+    def weights(self, shape: Shape, backward: bool) -> Iterator[tuple[str, int, int]]:
+        """Yield how it was found, that peak, and the peak of the baseline.
+
+        Asked where the sizes have a ``weighed_share``.
+        """
 
     def longest(self, shape: Shape, rows: int) -> dict[str, float]:
         """Return what a very long forward pass costs, and the errors of so many of its rows a head.

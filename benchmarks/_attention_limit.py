@@ -1,8 +1,8 @@
 """The tile limit: how much faster attention could be at best by leaving out the keys that need not be read.
 
-It is the number of pairs of a query and a key that causal attention without positions computes, over the number within
-the key ranges that the core proves to be needed, block by block of queries, for the same data. A kernel that computed
-just those pairs, as fast each, and planned for free, would reach it.
+It is the number of pairs of a query and a key that attention without positions computes (the causal half, or all where
+it is dense), over the number within the key ranges that the core proves to be needed, block by block of queries,
+for the same data. A kernel that computed just those pairs, as fast each, and planned for free, would reach it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from alibi_core._horizon import UNIT_ROUNDOFF
 FINEST_BLOCK, MOST_BLOCKS = 64, 1024  # tokens; blocks of one head, since planning takes their square
 
 
-def tile_limit(tensors: Sequence[Any], dtype: str, as_float64: Callable[[Any], np.ndarray]) -> float:
+def tile_limit(
+    tensors: Sequence[Any], dtype: str, as_float64: Callable[[Any], np.ndarray], is_dense: bool = False
+) -> float:
     """Return the tile limit of the default tolerance.
 
     Args:
         tensors: Query, key and value, ``[batch, num_heads, length, head_dim]``; the queries are the last tokens.
         dtype: Theirs, by name.
         as_float64: Makes a NumPy array of a piece of a tensor.
+        is_dense: Whether attention without positions computes the scores of keys after the query, too.
     """
     shapes = [tuple(x.shape) for x in tensors]
     # A call reads the shapes of tensors alone, and these take no memory.
@@ -38,8 +41,8 @@ def tile_limit(tensors: Sequence[Any], dtype: str, as_float64: Callable[[Any], n
         own = np.sum(query * key[-q_len:], axis=-1)
         part = replace(call, batch=(1,), num_heads=1, num_kv_heads=1, slopes=call.slopes[head : head + 1])
         needed += _pairs(part, query, own, key, block, UNIT_ROUNDOFF[dtype])
-    everything = batch * num_heads * int(np.sum(np.arange(call.kv_len - q_len + 1, call.kv_len + 1)))
-    return everything / needed
+    causal = int(np.sum(np.arange(call.kv_len - q_len + 1, call.kv_len + 1)))
+    return batch * num_heads * (q_len * call.kv_len if is_dense else causal) / needed
 
 
 def _pairs(

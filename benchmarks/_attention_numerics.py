@@ -105,7 +105,7 @@ def accuracy(run: Run) -> Iterator[Measurement]:
     error = _error(backend, backend.contestant(), tensors, every)
     empty = Measurement(group, f"{backend.ours}, float32, worst", f"{sizes.worst_bar:g}", "error", 1.0)
     yield empty.weighed(error.worst, sizes.worst_bar)
-    for dtype in ("bfloat16", "float16"):
+    for dtype in sizes.low_precision:
         run.report(f"error of {dtype}")
         shape = replace(sizes.exact, dtype=dtype)
         tensors = backend.tensors(shape)

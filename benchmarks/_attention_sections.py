@@ -36,13 +36,15 @@ def passes(run: Run, backward: bool) -> Iterator[Measurement]:
         if size.warm_up:
             plain_call()
         ours = replace(empty, candidate=f"{backend.ours}, {shape.length:,}", bar=size.bars[backward])
-        yield _ours(run, size, tensors, reference, plain_call, ours)
+        yield _ours(run, size, tensors, reference, plain_call, ours, plain.is_dense)
         for peer in backend.peers if size.peer_pairs else ():
             run.report(f"{kind}, {shape.heads}, {shape.length:,} tokens: {peer.name}")
             yield _peer(run, size, peer, tensors, reference, plain_call, empty)
 
 
-def _ours(run: Run, size: Timed, tensors: Any, reference: Reference, plain: Any, empty: Measurement) -> Measurement:
+def _ours(
+    run: Run, size: Timed, tensors: Any, reference: Reference, plain: Any, empty: Measurement, is_dense: bool
+) -> Measurement:
     backend, shape, backward = run.backend, size.shape, tensors[3] is not None
     kind = PASSES[backward]
     subject = f"{backend.ours}, {kind}, {shape.heads}, {shape.length:,} tokens"
@@ -58,7 +60,7 @@ def _ours(run: Run, size: Timed, tensors: Any, reference: Reference, plain: Any,
         run.wrong.append(f"{subject}: {reason(failure)}")
         return replace(empty, note=reason(failure))
     limit = next((each["tile_limit"] for each in run.limits if each["shape"] == asdict(shape)), None)
-    limit = limit or tile_limit(tensors[:3], shape.dtype, backend.as_float64)
+    limit = limit or tile_limit(tensors[:3], shape.dtype, backend.as_float64, is_dense)
     run.plot(kind, backend.ours, shape, done.ratio)
     run.plot(kind, "tile limit", shape, limit)
     return replace(done, note=run.note_limit(kind, shape, limit, done.ratio))
@@ -78,7 +80,7 @@ def _peer(
     try:
         call = backend.prepare(peer, tensors, backward)
         result = call()
-        if not backward:  # gradients of what is right are PyTorch's own
+        if not backward:  # gradients of what is right are the framework's own
             error = reference.error(result).relative
             run.numerics[f"{peer.name}, {kind}, {shape.heads}, {shape.length:,} tokens"] = error
             if error > max(PEERS_LIMIT, OURS_LIMIT * UNIT_ROUNDOFF[shape.dtype]):
@@ -100,12 +102,12 @@ def decode(run: Run) -> Iterator[Measurement]:
     group = (
         f"Times faster than attention with no positions, one query over {shape.length:,} keys: batch {shape.batch}, "
     )
-    empty = Measurement(group + shape.heads, "", "SDPA, no positions", "seconds", faster=True)
+    empty = Measurement(group + shape.heads, "", found.baseline_name, "seconds", faster=True)
     reference = Reference.of(found.tensors, np.arange(1), backend.as_float64)
     for name, call, bar in (
         (f"{backend.ours}, the layer's cache", found.cached, size.cached_bar),
         (f"{backend.ours}, attention", found.bare, size.bare_bar),
-        ("SDPA, a row of biases", found.with_row, None),
+        (found.row_name, found.with_row, None),
     ):
         this = replace(empty, candidate=name, bar=bar)
         if call is None:
@@ -133,6 +135,13 @@ def memory(run: Run) -> Iterator[Measurement]:
     )
     for backward, kind in PASSES.items():
         run.report(f"memory, {kind}")
+        if sizes.weighed_share is not None:
+            for how, ours, theirs in backend.weights(sizes.weighed, backward):
+                empty = Measurement(
+                    group, f"{backend.ours}, {kind}, {how}", "no positions", "bytes", sizes.weighed_share
+                )
+                yield empty.weighed(ours, theirs)
+            continue
         extra = backend.extra_bytes(sizes.weighed, backward)
         allowed = sizes.weighed_bars[backward] * MIB if sizes.weighed_bars else sizes.weighed.tensor_bytes
         baseline = "what is allowed" if sizes.weighed_bars else "the query"

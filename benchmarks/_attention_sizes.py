@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MIB = 2**20
 
@@ -79,7 +79,9 @@ class Sizes:
         timed: Shapes whose forward and backward passes are timed; the first one's heads are those of the picture.
         weighed: The shape whose extra memory is measured.
         weighed_bars: MiB allowed, of a forward and of a backward pass.
+        weighed_share: In place of those, the share allowed of what attention without positions takes.
         exact: The shape whose error is measured.
+        low_precision: Dtypes in which it is measured besides float32.
         worst_bar: The worst error allowed in float32.
         relative_bar: In low precision, of the relative error of rows, over that of attention without positions.
         longest: A shape that nothing quadratic could be computed of; None to leave it out.
@@ -94,9 +96,14 @@ class Sizes:
     checked: Shape
     longest: Shape | None
     weighed_bars: tuple[float, float] | None = None
+    weighed_share: float | None = None
+    low_precision: tuple[str, ...] = ("bfloat16", "float16")
     worst_bar: float = 4e-6
     relative_bar: float = 1.1
     rows: int = 16
+
+
+# --- PyTorch --------------------------------------------------------------------------------------------------------
 
 
 def _shape(length: int) -> Shape:
@@ -142,3 +149,43 @@ QUICK = Sizes(
     longest=Shape(4, 16, 4096, "float32"),
     weighed_bars=(64.0, 192.0),
 )
+
+# --- JAX ------------------------------------------------------------------------------------------------------------
+
+# Attention without positions is dense on the CPU: with gradients it takes 13 GB at 8,192 tokens, four times that at
+# 16,384. So there is nothing to compare with beyond, and memory is judged against what it takes.
+LOW_ON_CPU = ("bfloat16",)  # XLA on a CPU refuses float16's products, with positions or without
+JAX_CPU = Sizes(
+    timed=(
+        Timed(_shape(1024), 25, 5),
+        Timed(_shape(2048), 15, 5),
+        Timed(_shape(4096), 9, 3),
+        Timed(_shape(8192), 5, 1, (5.0, 5.0)),
+        Timed(Shape(32, 128, 2048, "float32"), 5, 1, backward=False),
+    ),
+    decoding=Decoding(Shape(32, 128, 65_536, "bfloat16"), 9),
+    weighed=_shape(8192),
+    exact=_shape(8192),
+    checked=_shape(2048),
+    longest=None,  # not offered: a dense bias of 2**20 tokens has 2**40 elements a head
+    weighed_share=0.1,
+    low_precision=LOW_ON_CPU,
+)
+JAX_CUDA = Sizes(
+    timed=(
+        Timed(Shape(32, 128, 4096, "bfloat16"), 25, 5, (1.0, None)),
+        Timed(Shape(32, 128, 16_384, "bfloat16"), 15, 5, (2.0, None)),
+    ),
+    decoding=Decoding(Shape(32, 128, 131_072, "bfloat16", batch=8), 25),
+    weighed=Shape(32, 128, 65_536, "bfloat16"),
+    exact=_shape(8192),
+    checked=_shape(2048),
+    longest=None,
+)
+JAX_QUICK = replace(
+    QUICK, longest=Shape(4, 16, 1024, "float32"), weighed_bars=None, weighed_share=0.1, low_precision=LOW_ON_CPU
+)
+
+# By backend, and at full size by device.
+FULL = {"torch": {"cpu": CPU, "cuda": CUDA}, "jax": {"cpu": JAX_CPU, "cuda": JAX_CUDA}}
+SMALL = {"torch": QUICK, "jax": JAX_QUICK}

@@ -4,6 +4,7 @@ Choose one with ``HYPOTHESIS_PROFILE=thorough``.
 """
 
 import os
+from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
@@ -13,3 +14,7 @@ settings.register_profile("quick", max_examples=20, **_COMMON)
 settings.register_profile("ci", max_examples=20, derandomize=True, print_blob=True, **_COMMON)
 settings.register_profile("thorough", max_examples=400, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "quick"))
+
+# Where the TPU's compiler is installed but no accelerator is, JAX would look for one, at length, and say that it found none.
+if not [path for pattern in ("accel*", "vfio", "nvidiactl") for path in Path("/dev").glob(pattern)]:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -170,7 +170,7 @@ _GRADIENTS = {"torch": _torch_gradients, "jax": _jax_gradients, "mlx": _mlx_grad
 _BACKENDS = [
     *(Backend(framework, "alibi_core", None) for framework in (NUMPY, STRICT, TORCH, JAX, MLX, DASK)),
     *(Backend(TORCH, "alibi_torch", name) for name in ("tiled", "sdpa", "dense")),
-    *(Backend(JAX, "alibi_jax", name) for name in ("xla", "dense")),
+    *(Backend(JAX, "alibi_jax", name) for name in ("tiled", "dense")),
     *(Backend(MLX, "alibi_mlx", name) for name in ("fast", "dense")),
 ]
 

@@ -19,7 +19,7 @@ from benchmarks import _attention_peers, _attention_sections, _attention_torch, 
 from benchmarks._attention_exact import Error, Reference, attend, canonical_slopes, errors_of_gradients, sample
 from benchmarks._attention_limit import tile_limit
 from benchmarks._attention_numerics import Run, check
-from benchmarks._attention_sizes import QUICK, Shape, Timed
+from benchmarks._attention_sizes import QUICK, Decoding, Shape, Timed
 from benchmarks._attention_torch import Torch
 from benchmarks._timing import Measurement
 
@@ -159,6 +159,7 @@ def test_tile_limit_counts_the_pairs_that_the_core_needs():
     huge[:, :, 0] = 1e6  # every query may have to see that
     assert tile_limit((query, huge, value), "float32", as_float64) == 1
     assert tile_limit((query[:, :, -1:], key, value), "float32", as_float64) > 1
+    assert tile_limit((query, huge, value), "float32", as_float64, is_dense=True) == pytest.approx(2, rel=1e-3)
 
 
 # --- The contestants --------------------------------------------------------------------------------------------------
@@ -203,36 +204,103 @@ def test_memory_that_is_the_result_or_a_gradient_is_not_extra(monkeypatch):
     ]
 
 
+# --- JAX --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def jax_cpu():
+    pytest.importorskip("alibi_jax")
+    from benchmarks._attention_jax import Jax
+
+    return Jax("cpu")
+
+
+def test_arrays_of_jax_look_as_if_heads_came_first(jax_cpu):
+    shape = Shape(3, 5, 7, "bfloat16", batch=2)
+    *tensors, grad = jax_cpu.tensors(shape, backward=True)
+    for tensor in (*tensors, grad):
+        assert (tensor.shape, tensor.array.shape) == (shape.dims, (2, 7, 3, 5))
+        np.testing.assert_array_equal(jax_cpu.as_float64(tensor[1, 2]), np.asarray(tensor.array, np.float64)[1, :, 2])
+    assert jax_cpu.tensors(shape)[3] is None
+
+
+def test_contestants_in_jax_compute_what_they_say(jax_cpu):
+    tensors = jax_cpu.tensors(Shape(4, 8, 37, "float32"), backward=True)
+    every = np.arange(37)
+    plain = jax_cpu.baseline(tensors, False)
+    for contestant, has_bias in (
+        (jax_cpu.contestant(), True),
+        *((peer, True) for peer in jax_cpu.peers),
+        (plain, False),
+    ):
+        result = jax_cpu.prepare(contestant, tensors, False)()
+        reference = Reference.of(tensors, every, as_float64=jax_cpu.as_float64, has_bias=has_bias)
+        assert reference.error(result).relative < 2**-20
+        if has_bias:
+            gradients = jax_cpu.prepare(contestant, tensors, True)()
+            errors = errors_of_gradients(gradients, tensors[:3], tensors[3], jax_cpu.as_float64)
+            assert max(error.relative for error in errors.values()) < 2**-20
+
+
+def test_who_answers_one_query_in_jax(jax_cpu):
+    found = jax_cpu.decode(Decoding(Shape(4, 8, 37, "float32"), 1))
+    for call, has_bias in ((found.cached, True), (found.bare, True), (found.with_row, True), (found.baseline, False)):
+        reference = Reference.of(found.tensors, np.arange(1), jax_cpu.as_float64, has_bias=has_bias)
+        assert reference.error(call()).relative < 2**-20
+
+
+def test_memory_in_jax_is_that_of_scores_which_the_baseline_holds(jax_cpu, monkeypatch):
+    shape, grown = Shape(2, 8, 256, "float32"), iter([300_000, 900_000])
+    monkeypatch.setattr(_timing, "peak_growth", lambda *_: next(grown))
+    tensor = shape.tensor_bytes
+    measured, planned = jax_cpu.weights(shape, True)
+    assert measured == ("measured", 300_000 - 4 * tensor, 900_000 - 4 * tensor)
+    assert planned[2] >= 4 * shape.scores
+    assert planned[1] == jax_cpu.extra_bytes(shape, True)
+
+
 # --- The program ------------------------------------------------------------------------------------------------------
 
 
-def test_quick_run_checks_times_and_draws_everything(tmp_path):
+def quick_run(backend, output):
+    """Run all sections on small shapes, in a process as from a command line, and return the results."""
+    command = [sys.executable, "-m", "benchmarks.attention", "--backend", backend, "--quick", "--device", "cpu"]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.attention", "--quick", "--device", "cpu", "--output", str(tmp_path)],
+        [*command, "--output", str(output)],
         cwd=Path(attention.__file__).parents[1],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, ["", *sys.path])), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "attention-torch-cpu.json").read_text(encoding="utf-8"))
-    expected = {"benchmark": "attention", "backend": "torch", "device": "cpu", "quick": True, "passed": True}
+    return json.loads((output / f"attention-{backend}-cpu.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_quick_run_checks_times_and_draws_everything(backend, tmp_path):
+    if backend == "jax":
+        pytest.importorskip("alibi_jax")
+    results = quick_run(backend, tmp_path)
+    expected = {"benchmark": "attention", "backend": backend, "device": "cpu", "quick": True, "passed": True}
     assert {key: results[key] for key in expected} == expected
     assert results["sections"] == ["accuracy", "forward", "backward", "decode", "memory", "million"]
-    assert results["versions"].keys() >= {"alibi-core", "torch"}
+    assert results["versions"].keys() >= {"alibi-core", backend}
     for measured in results["measurements"]:
         if measured["ratio"] is None:
             assert measured["note"]  # why not
         else:
             assert measured["lowest"] <= measured["ratio"] <= measured["highest"]
             assert measured["verdict"] == ("" if measured["bar"] is None else "not judged")
+    if backend == "jax":  # what is measured in a process of its own, of attention that holds all its scores
+        weighed = [each for each in results["measurements"] if each["candidate"].endswith(", measured")]
+        assert [each["values"][1] > 4 * QUICK.weighed.scores for each in weighed] == [True, True]
     assert {each["pass"] for each in results["limits"]} >= {"forward", "forward and backward"}
     assert all(each["tile_limit"] >= 1 for each in results["limits"])
     for curves in results["curves"].values():
-        assert [length for length, _ in curves["alibi_torch"]] == [256, 512]
+        assert [length for length, _ in curves[f"alibi_{backend}"]] == [256, 512]
         assert [length for length, _ in curves["tile limit"]] == [256, 512]
     pytest.importorskip("matplotlib")
-    assert (tmp_path / "attention-torch-cpu.png").stat().st_size > 10_000
+    assert (tmp_path / f"attention-{backend}-cpu.png").stat().st_size > 10_000
 
 
 @pytest.mark.usefixtures("alone")

@@ -25,7 +25,7 @@ import alibi_core  # noqa: E402
 import alibi_jax  # noqa: E402
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 3, 5
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "dense"])
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["tiled", "dense"])
 SLOPES = np.asarray([0.5, 0.25, 0.3, 0.0, 1.0, 2.0**-8], np.float32)
 FUTURE = np.asarray([0.1, 0.7, 0.0, 0.3, 0.5, 2.0], np.float32)
 
@@ -234,7 +234,7 @@ def test_traced_values_of_static_arguments_are_refused_by_name(name: str, value:
         ({"slopes": jnp.ones(5)}, r"slopes must have shape \(6,\) \(num_heads\) or \(2, 6\) \(batch, num_heads\)"),
         ({"mask": jnp.ones((2, 7, 6, 11), bool)}, r"mask must broadcast to \(2, 6, 7, 11\)"),
         ({"q_offset": jnp.zeros(3, jnp.int32)}, r"q_offset must have shape \(\) or \(2,\) \(batch\), got \(3,\)"),
-        ({"implementation": "pallas"}, "implementation must be one of 'xla', 'dense', got 'pallas'"),
+        ({"implementation": "pallas"}, "implementation must be one of 'tpu', 'tiled', 'dense', got 'pallas'"),
     ],
 )
 def test_wrong_shapes_are_refused_while_tracing(arguments: dict[str, Any], message: str) -> None:
@@ -271,12 +271,6 @@ def test_float64_is_exact_to_its_own_rounding(implementation: str | None) -> Non
     result = attend(*map(jnp.asarray, qkv), jnp.asarray(slopes))
     assert result.dtype == jnp.float64
     assert_within(np.asarray(result), exact(*qkv, rules=Rules(slopes, q_offset=4), dtype="float64"))
-
-
-@pytest.mark.usefixtures("x64")
-def test_float64_is_refused_where_it_would_lose_its_precision() -> None:
-    with pytest.raises(NotImplementedError, match="use 'dense'"):
-        alibi_jax.attention(*(jnp.asarray(x, jnp.float64) for x in tensors()), implementation="xla")
 
 
 @pytest.mark.usefixtures("x64")
@@ -409,7 +403,7 @@ def test_dropout_acts_on_the_output_while_training() -> None:
     [
         ({"slopes": jnp.ones(5)}, r"slopes must have shape \(6,\)"),
         ({"learnable_slopes": True}, "slopes must be positive to be learned"),  # one of SLOPES is 0
-        ({"implementation": "cudnn"}, "implementation must be one of 'xla', 'dense', got 'cudnn'"),
+        ({"implementation": "cudnn"}, "implementation must be one of 'tpu', 'tiled', 'dense', got 'cudnn'"),
         ({"future_slopes": FUTURE}, "future_slopes must be None when is_causal=True"),
     ],
 )
@@ -488,7 +482,7 @@ def test_decoding_equals_prefill(decode: Callable[..., Any], window_size: int | 
     assert_within(np.asarray(output, np.float64), rows(answer, 0, PROMPT))
     output, cache = decode(layer, jnp.asarray(x[:, PROMPT:]), cache)
     assert_within(np.asarray(output, np.float64), rows(answer, PROMPT, TOTAL))
-    assert (int(cache.length), cache.length.dtype, cache.key.shape) == (TOTAL, jnp.int32, (2, MAX_LENGTH, 3, 5))
+    assert (int(cache.length), cache.length.dtype, cache.key.shape) == (TOTAL, jnp.int32, (2, 3, MAX_LENGTH, 5))
 
 
 @pytest.mark.usefixtures("x64")
@@ -542,10 +536,10 @@ def test_an_overflow_that_cannot_be_seen_poisons_all_that_follows(decode: Callab
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda layer: layer.make_cache(3, 9), r"cache.key must have shape \(2, 9, 3, 5\).*got \(3, 9, 3, 5\)"),
+        (lambda layer: layer.make_cache(3, 9), r"cache.key must have shape \(2, 3, 9, 5\).*got \(3, 3, 9, 5\)"),
         (
             lambda layer: make_layer(num_kv_heads=6).make_cache(2, 9),
-            r"cache.key must have shape \(2, 9, 3, 5\).*got \(2, 9, 6, 5\)",
+            r"cache.key must have shape \(2, 3, 9, 5\).*got \(2, 6, 9, 5\)",
         ),
         (
             lambda layer: make_layer(param_dtype=jnp.bfloat16).make_cache(2, 9),

@@ -10,10 +10,23 @@ except ModuleNotFoundError as error:
         "install with pip install 'alibi-core[jax]'"
     ) from error
 
+from alibi_core._explanation import Explanation
 from alibi_jax._attention import attention
 from alibi_jax._attention_fn import attention_fn
 from alibi_jax._cache import KVCache
+from alibi_jax._explain import explain
 from alibi_jax._layer import AlibiAttention
+from alibi_jax._tpu_shape import TPU
 from alibi_jax._weights import load_weights, save_weights
 
-__all__ = ["AlibiAttention", "KVCache", "attention", "attention_fn", "load_weights", "save_weights"]
+__all__ = [
+    "TPU",
+    "AlibiAttention",
+    "Explanation",
+    "KVCache",
+    "attention",
+    "attention_fn",
+    "explain",
+    "load_weights",
+    "save_weights",
+]

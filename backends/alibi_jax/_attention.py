@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
 from alibi_core import AttentionCall
 from alibi_core._attention import dense_attention
 from alibi_core._call import LENGTH_FIRST
-from alibi_core._checks import one_of
-
-IMPLEMENTATIONS = ("xla", "dense")
+from alibi_jax._choice import Implementation, checked
+from alibi_jax._operands import take_apart
+from alibi_jax._sharded import attend
 
 
 def attention(
@@ -28,20 +30,23 @@ def attention(
     scale: float | None = None,
     tolerance: float | None = None,
     allow_negative_slopes: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Return ALiBi attention, ``softmax(scale * query @ key.T - slopes * distance) @ value``, over visible keys.
 
-    Works under ``jax.jit``, ``jax.vmap``, ``jax.grad`` (also of ``slopes`` and ``future_slopes``) and
-    ``jax.checkpoint``. Arrays may be traced; ``is_causal``, ``window_size``, ``scale``, ``tolerance``,
-    ``allow_negative_slopes`` and ``implementation`` are Python values. The sign of traced slopes goes unchecked.
+    Memory is in proportion to the lengths, also with gradients, and keys too far away to matter are left out: they
+    are proved, from norms of queries and keys, to weigh no more than ``tolerance`` together.
+
+    Works under ``jax.jit``, ``jax.vmap``, ``jax.grad`` (also of ``slopes`` and ``future_slopes``; first derivatives, in
+    reverse mode), ``jax.checkpoint`` and ``jax.shard_map``, and divides batch and heads as arrays are sharded. Arrays
+    may be traced; ``is_causal``, ``window_size``, ``scale``, ``tolerance``, ``allow_negative_slopes`` and
+    ``implementation`` are Python values. The sign of traced slopes goes unchecked.
 
     Bias and softmax are float32 (float64 for float64 inputs), whatever the dtype of the tensors. A query that may look
     nowhere gives zeros.
 
     Args:
-        query: ``[batch, q_len, num_heads, head_dim]``, floating. Any number of batch axes, none included; several are
-            folded into one for ``"xla"``.
+        query: ``[batch, q_len, num_heads, head_dim]``, floating. Any number of batch axes, none included.
         key: ``[batch, kv_len, num_kv_heads, head_dim]``; ``num_kv_heads`` divides ``num_heads``, and query head ``h``
             reads key/value head ``h // (num_heads // num_kv_heads)``.
         value: Of the shape of ``key``.
@@ -56,12 +61,13 @@ def attention(
         mask: Booleans, True where a query may look, that broadcast to ``[batch, num_heads, q_len, kv_len]``. Heads
             come before lengths here, as in every mask of JAX.
         scale: Factor of the scores. Default ``head_dim ** -0.5``. The bias is not scaled.
-        tolerance: The share of softmax weight that an implementation may leave out. Both implementations here leave
-            out nothing, so they meet any.
+        tolerance: The share of softmax weight that may be left out, which moves the result by at most ``2 * tolerance *
+            max|value|``. Default: the dtype's rounding error, 2**-24 for float32. With 0 nothing is left out.
         allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
-        implementation: ``"xla"`` hands a dense bias to ``jax.nn.dot_product_attention``; ``"dense"`` spells out the
-            scores in the tensors' working precision. Default ``"xla"``, but ``"dense"`` for float64, because JAX's
-            function takes every softmax in float32. The one named runs, or the call raises.
+        implementation: ``"tpu"``, or :class:`TPU` with options, is a kernel for TPUs; ``"tiled"`` runs anywhere,
+            tile by tile; ``"dense"`` spells out all scores, and has derivatives of any order. Default: the kernel on a
+            TPU, if it can run the call, else ``"tiled"``. The one named runs, or the call raises, when it is
+            compiled; :func:`explain` tells why.
 
     Returns:
         ``[batch, q_len, num_heads, head_dim]``, of the dtype of ``query``.
@@ -70,7 +76,8 @@ def attention(
         TypeError: If an argument is of the wrong kind (a traced array where a Python value is asked for, say), or
             dtypes or array libraries are mixed.
         ValueError: If a value or shape is wrong.
-        NotImplementedError: If ``implementation="xla"`` is asked for with float64.
+        NotImplementedError: If the implementation asked for cannot run the call; where second or forward-mode
+            derivatives are asked of another than ``"dense"``.
 
     Example:
         A slope of ln 2 halves the weight with each step back:
@@ -100,29 +107,38 @@ def attention(
         layout=LENGTH_FIRST,
         xp=jnp,
     )
-    if implementation is None:
-        implementation = "dense" if call.dtype == jnp.float64 else "xla"
-    if one_of("implementation", implementation, IMPLEMENTATIONS) == "dense":
-        heads_first = (jnp.swapaxes(x, -3, -2) for x in (query, key, value))
-        return jnp.swapaxes(dense_attention(call, *heads_first), -3, -2)
-    if call.dtype == jnp.float64:
-        raise NotImplementedError(
-            "implementation 'xla' must not be used for float64 (jax.nn.dot_product_attention takes its softmax in "
-            "float32); use 'dense', the default for float64"
-        )
-    return _xla(call, query, key, value)
+    return run(call, query, key, value, checked(implementation))
 
 
-def _xla(call: AttentionCall, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    if call.is_empty:  # JAX's softmax refuses an axis without keys
+def run(
+    call: AttentionCall,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    implementation: Implementation | None,
+    key_norms: jax.Array | None = None,
+) -> jax.Array:
+    """Compute a call that is checked.
+
+    Args:
+        call: The call.
+        query: As for :func:`attention`.
+        key: Likewise.
+        value: Likewise.
+        implementation: Likewise.
+        key_norms: ``[batch, num_kv_heads, blocks]``: what no norm of each 128 keys exceeds. Then key and value are a
+            cache's, ``[batch, num_kv_heads, kv_len, head_dim]``. Default: norms are measured.
+    """
+    if call.is_empty:
         return jnp.zeros_like(query)
-    bias, attends = call.bias()
-    if len(call.batch) > 1 and bias.ndim > 3:  # its batch axes, if it has any, must fold as those of the tensors do
-        bias = jnp.broadcast_to(bias, (*call.batch, *bias.shape[-3:]))
-    tensors = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value, bias))  # one batch axis each
-    # The bias stays float32 beside low-precision tensors: JAX adds it to float32 scores.
-    result = jax.nn.dot_product_attention(*tensors, scale=call.scale, implementation="xla").reshape(query.shape)
-    if attends is None:
-        return result
-    attends = attends if attends.ndim > 2 else attends[None]  # [..., 1 or num_heads, q_len, 1]
-    return jnp.where(jnp.swapaxes(attends, -3, -2), result, 0)
+    is_cache = key_norms is not None
+    if implementation == "dense":
+        query, *others = (jnp.swapaxes(x, -3, -2) for x in (query, key, value))
+        return jnp.swapaxes(dense_attention(call, query, *((key, value) if is_cache else others)), -3, -2)
+    rules, operands = take_apart(call, query, key, value)
+    rules = replace(rules, kv_heads_first=is_cache)
+    return _attend(rules, implementation, operands._replace(key_norms=key_norms)).reshape(query.shape)
+
+
+# Outside of jax.jit, too, it is compiled as one: tiles are loops.
+_attend = jax.jit(attend, static_argnums=(0, 1))

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from alibi_core._checks import broadcastable, one_of
-from alibi_jax._attention import IMPLEMENTATIONS, attention
+from alibi_core._checks import broadcastable
+from alibi_jax._attention import attention
+from alibi_jax._choice import Implementation, checked
 
 
 def attention_fn(
@@ -19,7 +20,7 @@ def attention_fn(
     future_slopes: jax.Array | None = None,
     window_size: int | None = None,
     scale: float | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Callable[..., jax.Array]:
     """Return a function that puts ALiBi into ``nn.MultiHeadDotProductAttention(attention_fn=...)``.
 
@@ -57,8 +58,7 @@ def attention_fn(
         >>> layer.init_with_output(jax.random.key(0), jnp.ones((1, 3, 8)))[0].shape
         (1, 3, 8)
     """
-    if implementation is not None:
-        one_of("implementation", implementation, IMPLEMENTATIONS)
+    checked(implementation)
     slopes, future_slopes = (None if given is None else jnp.asarray(given) for given in (slopes, future_slopes))
     always_causal = is_causal
 

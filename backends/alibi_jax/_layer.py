@@ -11,8 +11,9 @@ from flax import nnx
 
 from alibi_core import _checks
 from alibi_core._layer import LayerShape
-from alibi_jax._attention import IMPLEMENTATIONS, attention
-from alibi_jax._cache import KVCache, append, empty_cache
+from alibi_jax._attention import attention
+from alibi_jax._cache import KVCache, append, attend, empty_cache
+from alibi_jax._choice import Implementation, checked
 
 
 class AlibiAttention(nnx.Module):
@@ -73,7 +74,7 @@ class AlibiAttention(nnx.Module):
         learnable_slopes: bool = False,
         window_size: int | None = None,
         dropout: float = 0.0,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
@@ -92,8 +93,7 @@ class AlibiAttention(nnx.Module):
             dropout=dropout,
             bias=bias,
         )
-        if implementation is not None:
-            _checks.one_of("implementation", implementation, IMPLEMENTATIONS)
+        checked(implementation)
         for name, given in (("dtype", dtype), ("param_dtype", param_dtype)):
             if given is not None:
                 _checks.floating_dtype(jnp, name, jnp.dtype(given))
@@ -157,26 +157,17 @@ class AlibiAttention(nnx.Module):
             y.reshape(*y.shape[:2], -1, self.shape.head_dim)  # [batch, length, heads, head_dim]
             for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         )
-        q_offset, fits = None, None
-        if cache is not None:
+        arguments = {"segment_ids": segment_ids, "window_size": self.window_size, "mask": mask}
+        fits = None
+        if cache is None:
+            arguments |= {"is_causal": self.is_causal, "future_slopes": self.future_slopes}
+            attended = attention(query, key, value, self.slopes, implementation=self.implementation, **arguments)
+        else:
             if not self.is_causal:
                 raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
             longer, fits = append(cache, key, value)
-            q_offset, cache = cache.length, longer
-            key, value = cache.key, cache.value
-        attended = attention(
-            query,
-            key,
-            value,
-            self.slopes,
-            is_causal=self.is_causal,
-            future_slopes=self.future_slopes,
-            q_offset=q_offset,
-            segment_ids=segment_ids,
-            window_size=self.window_size,
-            mask=mask,
-            implementation=self.implementation,
-        )
+            attended = attend(longer, query, self.slopes, cache.length, self.implementation, **arguments)
+            cache = longer
         output = self.out_proj(attended.reshape(*x.shape[:2], -1))
         if self.dropout is not None:
             output = self.dropout(output)

@@ -1,0 +1,45 @@
+"""What differs among the versions of JAX that the package allows."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+
+
+def shaped_as(array: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return the type of an array that varies over the mesh axes that ``array``, a type itself, varies over."""
+    nowhere = jax.sharding.PartitionSpec(*(None,) * len(shape))
+    return array.update(shape=shape, dtype=dtype, sharding=array.sharding.update(spec=nowhere), weak_type=False)
+
+
+def local(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Return what a Pallas kernel returns: to say that it varies over no mesh axis is required inside ``shard_map``."""
+    if "manual_axis_type" in inspect.signature(jax.ShapeDtypeStruct).parameters:  # since JAX 0.10
+        return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.core.ShapedArray((), dtype).manual_axis_type)
+    return jax.ShapeDtypeStruct(shape, dtype, vma=frozenset())
+
+
+def _varying(array: Any) -> frozenset[Any]:
+    """Return the mesh axes that an array varies over, inside ``jax.shard_map``."""
+    kind = jax.typeof(array)
+    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
+
+
+def varying_alike(tree: Any) -> Any:
+    """Return arrays that all vary over the mesh axes of ``jax.shard_map`` that any of them varies over.
+
+    The derivative of this is what sums the gradients of what devices share, such as slopes.
+    """
+    axes = frozenset().union(*(_varying(x) for x in jax.tree.leaves(tree)))
+
+    def vary(array: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - _varying(array)))
+        if not missing:
+            return array
+        if hasattr(jax.lax, "pcast"):
+            return jax.lax.pcast(array, missing, to="varying")
+        return jax.lax.pvary(array, missing)
+
+    return jax.tree.map(vary, tree)

@@ -1,0 +1,58 @@
+"""ALiBi attention as a TPU kernel: both passes, from a call's operands to its results."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from alibi_jax._operands import Operands, Rules
+from alibi_jax._tpu_backward import backward_of_keys, backward_of_queries
+from alibi_jax._tpu_forward import forward as forward_kernel
+from alibi_jax._tpu_shape import TPU, KernelShape
+from alibi_jax._tpu_tables import by_head, by_token, inputs_of, queries_of_keys
+
+
+def forward(
+    rules: Rules, operands: Operands, options: TPU, *, with_log_sum_exps: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the result, ``[batch, q_len, num_heads, head_dim]``, and log-sum-exps for the backward pass or None."""
+    shape = KernelShape.of(rules, operands, options)
+    result, log_sum_exps = forward_kernel(shape, inputs_of(rules, operands, shape), with_log_sum_exps)
+    if log_sum_exps is not None:
+        log_sum_exps = log_sum_exps.reshape(shape.batch, shape.num_heads, -1)[..., : shape.q_len]
+    return by_token(result, shape.num_heads, shape.q_len), log_sum_exps
+
+
+def backward(
+    rules: Rules,
+    operands: Operands,
+    result: jax.Array,
+    log_sum_exps: jax.Array,
+    cotangent: jax.Array,
+    options: TPU,
+    *,
+    slopes_too: bool,
+) -> tuple[jax.Array | None, ...]:
+    """Return the gradients of query, key, value, and ``[batch, num_heads]`` of slopes and future slopes, or None."""
+    shape = KernelShape.of(rules, operands, options)
+    inputs = inputs_of(rules, operands, shape)
+    delta = jnp.sum(cotangent.astype(jnp.float32) * result.astype(jnp.float32), axis=-1)  # [batch, q_len, num_heads]
+    statistics = jnp.stack([log_sum_exps, jnp.swapaxes(delta, 1, 2)], axis=2)  # [batch, num_heads, 2, q_len]
+    # A query that is not there sees nothing.
+    padding = shape.q_blocks * shape.q_block - shape.q_len
+    statistics = jnp.pad(statistics, ((0, 0), (0, 0), (0, 0), (0, padding)), constant_values=jnp.inf)
+    statistics = jnp.where(statistics == jnp.inf, jnp.asarray([[jnp.inf], [0.0]]), statistics)
+    statistics = statistics.reshape(-1, *statistics.shape[2:])
+    cotangents = by_head(cotangent.astype(operands.query.dtype), shape.q_blocks * shape.q_block)
+    turned = queries_of_keys(inputs.table, shape)
+    d_key, d_value = backward_of_keys(shape, inputs, turned, statistics, cotangents)
+    d_query, *parts = backward_of_queries(shape, inputs, statistics, cotangents, slopes_too)
+    behind, ahead = (x.sum(axis=(1, 2)).reshape(shape.batch, shape.num_heads) for x in parts) if parts else (None, None)
+    has_two = operands.future_slopes is not None
+    return (
+        by_token(d_query, shape.num_heads, shape.q_len),
+        by_token(d_key, shape.num_kv_heads, shape.kv_len),
+        by_token(d_value, shape.num_kv_heads, shape.kv_len),
+        behind if behind is None or has_two else behind + ahead,
+        ahead if has_two else None,
+    )

@@ -1,0 +1,288 @@
+"""The TPU kernel's backward pass: one kernel for the gradients of keys and values, one for those of queries.
+
+Each computes the weights again, from the scores and the forward pass's log-sum-exps. In the first, programs are blocks
+of keys that walk over the blocks of queries that need them, and scores have keys along their rows, queries along their
+columns; the second goes the forward pass's way.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from alibi_jax._compatible import local
+from alibi_jax._tpu_blocks import (
+    FIELDS,
+    LOG2_E,
+    OFFSET,
+    Bias,
+    Branch,
+    Place,
+    bias_of,
+    branches,
+    column_of,
+    distances,
+    lanes,
+    own_positions,
+    product,
+    walk,
+)
+from alibi_jax._tpu_shape import LANES, KernelShape
+from alibi_jax._tpu_tables import Inputs
+
+LOG_SUM_EXP, DELTA = 0, 1  # rows of the statistics
+
+
+def backward_of_keys(
+    shape: KernelShape, inputs: Inputs, turned: jax.Array, statistics: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the gradients of keys and values, ``[batch * num_kv_heads, padded kv_len, head_dim]``.
+
+    Args:
+        shape: Of the kernel.
+        inputs: As of the forward pass.
+        turned: Which blocks of queries each block of keys needs, from ``queries_of_keys``.
+        statistics: ``[batch * num_heads, 2, padded q_len]`` float32: log-sum-exps, and the sums of cotangent times
+            result.
+        cotangent: ``[batch * num_heads, padded q_len, head_dim]``.
+    """
+    batch_heads, _, head_dim = inputs.key.shape
+    of_block = pl.BlockSpec((1, shape.kv_block, head_dim), lambda n, j, _: (n, j, 0))
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+
+    def in_smem(array: jax.Array, by_query_head: bool) -> pl.BlockSpec:
+        index = (lambda n, j, r: (n * shape.group + r, 0, 0)) if by_query_head else (lambda n, j, r: (n, 0, 0))
+        return pl.BlockSpec((1, 1, array.shape[-1]), index, memory_space=pltpu.SMEM)
+
+    ids = []
+    if shape.has_segments:
+        ids = [in_hbm, pl.BlockSpec((1, 1, shape.kv_block), lambda n, j, r: (jax.lax.div(n, shape.num_kv_heads), 0, j))]
+    scratch = {
+        "query_buffer": pltpu.VMEM((2, shape.q_block, head_dim), inputs.query.dtype),
+        "cotangent_buffer": pltpu.VMEM((2, shape.q_block, head_dim), cotangent.dtype),
+        "statistics_buffer": pltpu.VMEM((2, 2, shape.q_block), jnp.float32),
+        "ids_buffer": pltpu.VMEM((2, 1, shape.q_block if shape.has_segments else LANES), jnp.int32),
+        "semaphores": pltpu.SemaphoreType.DMA((4, 2)),
+        "turn": pltpu.SMEM((1,), jnp.int32),
+        "d_key": pltpu.VMEM((shape.kv_block, head_dim), jnp.float32),
+        "d_value": pltpu.VMEM((shape.kv_block, head_dim), jnp.float32),
+    }
+    return pl.pallas_call(
+        partial(_kernel_of_keys, shape, tuple(scratch)),
+        grid=(batch_heads, shape.kv_blocks, shape.group),
+        in_specs=[
+            *(in_smem(turned, False), in_smem(inputs.table, True), in_smem(inputs.slopes, True)),
+            *(of_block, of_block, in_hbm, in_hbm, in_hbm),
+            *ids,
+        ],
+        out_specs=[of_block, of_block],
+        out_shape=[local(x.shape, x.dtype) for x in (inputs.key, inputs.value)],
+        scratch_shapes=list(scratch.values()),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=shape.vmem_limit
+        ),
+        interpret=shape.interpret,
+        name="alibi_backward_of_keys",
+    )(
+        *(turned, inputs.table, inputs.slopes),
+        *(inputs.key, inputs.value, inputs.query, cotangent, statistics),
+        *inputs.segment_ids,
+    )
+
+
+def _kernel_of_keys(shape: KernelShape, names: tuple[str, ...], *refs: Any) -> None:
+    turned, table, slopes, key, value, query, cotangent, statistics, *refs = refs
+    q_ids, kv_ids, *refs = refs if shape.has_segments else (None, None, *refs)
+    out_key, out_value, *refs = refs  # [1, kv_block, head_dim]
+    scratch = dict(zip(names, refs, strict=True))
+    n, block, member = (pl.program_id(axis) for axis in range(3))
+    item = block * shape.group + member
+    first, stop, *following = (turned[0, 0, 2 * item + field] for field in range(4))
+
+    @pl.when(member == 0)
+    def _() -> None:
+        for name in ("d_key", "d_value"):
+            scratch[name][...] = jnp.zeros_like(scratch[name])
+
+    def copies(of_query: Any, slot: Any, of_next: bool) -> list[Any]:
+        at = pl.ds(pl.multiple_of(of_query * shape.q_block, LANES), shape.q_block)
+        # The next program is of the next head that shares these keys, or of the first with the next block of keys.
+        own = member if not of_next else jnp.where(member + 1 == shape.group, 0, member + 1)
+        head = n * shape.group + own
+        parts = [
+            (query.at[head, at], scratch["query_buffer"]),
+            (cotangent.at[head, at], scratch["cotangent_buffer"]),
+            (statistics.at[head, :, at], scratch["statistics_buffer"]),
+        ]
+        if shape.has_segments:
+            parts.append((q_ids.at[jax.lax.div(n, shape.num_kv_heads), :, at], scratch["ids_buffer"]))
+        return [
+            pltpu.make_async_copy(part, buffer.at[slot], scratch["semaphores"].at[index, slot])
+            for index, (part, buffer) in enumerate(parts)
+        ]
+
+    def visit(of_query: Any, slot: Any) -> None:
+        q_start = table[0, 0, table.shape[-1] + OFFSET] + of_query * shape.q_block
+        needed, end, base = (table[0, 0, FIELDS * of_query + field] for field in range(FIELDS))
+        place = Place(q_start, block * shape.kv_block, base)
+        limits = needed * shape.kv_block, jnp.minimum(end * shape.kv_block, shape.kv_len) - 1
+        own = own_positions(shape, place, limits, (1, shape.q_block), 1)
+
+        def attend(branch: Branch) -> None:
+            same = None
+            if shape.has_segments:
+                same = lanes(column_of(kv_ids[0]), shape.q_block) == scratch["ids_buffer"][slot]
+            bias = bias_of(shape, branch, place, (slopes[0, 0, 0], slopes[0, 0, 1]), own, same, 1)
+            queries, cotangents = scratch["query_buffer"][slot], scratch["cotangent_buffer"][slot]
+            rows = scratch["statistics_buffer"][slot]  # [2, q_block]
+            scores = product(key[0], queries, (1, 1))  # [kv_block, q_block]
+            weights = _weights(shape, scores, bias, rows[LOG_SUM_EXP : LOG_SUM_EXP + 1])
+            scratch["d_value"][...] += product(weights.astype(cotangents.dtype), cotangents, (1, 0))
+            d_weights = product(value[0], cotangents, (1, 1))
+            d_scores = weights * (d_weights - rows[DELTA : DELTA + 1])
+            scratch["d_key"][...] += product(d_scores.astype(queries.dtype), queries, (1, 0))
+
+        for branch in branches(shape, place):
+            pl.when(branch.applies)(partial(attend, branch))
+
+    walk(first, stop, tuple(following), item == 0, scratch["turn"], copies, visit)
+
+    @pl.when(member == shape.group - 1)
+    def _() -> None:
+        out_key[0] = (scratch["d_key"][...] * shape.scale).astype(out_key.dtype)
+        out_value[0] = scratch["d_value"][...].astype(out_value.dtype)
+
+
+def backward_of_queries(
+    shape: KernelShape, inputs: Inputs, statistics: jax.Array, cotangent: jax.Array, slopes_too: bool
+) -> tuple[jax.Array, ...]:
+    """Return the gradient of queries, ``[batch * num_heads, padded q_len, head_dim]``.
+
+    With ``slopes_too`` also, for keys behind and for keys ahead, ``[batch * num_heads, 1, LANES * q_blocks]`` float32
+    each, whose sums are the gradients of the slopes.
+    """
+    batch_heads, _, head_dim = inputs.query.shape
+    of_block = pl.BlockSpec((1, shape.q_block, head_dim), lambda n, i: (n, i, 0))
+    of_rows = pl.BlockSpec((1, 2, shape.q_block), lambda n, i: (n, 0, i))
+    of_parts = pl.BlockSpec((1, 1, LANES), lambda n, i: (n, 0, i))
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    in_smem = [
+        pl.BlockSpec((1, 1, x.shape[-1]), lambda n, i: (n, 0, 0), memory_space=pltpu.SMEM)
+        for x in (inputs.table, inputs.slopes)
+    ]
+    ids = []
+    if shape.has_segments:
+        ids = [pl.BlockSpec((1, 1, shape.q_block), lambda n, i: (jax.lax.div(n, shape.num_heads), 0, i)), in_hbm]
+    row = (shape.q_block, LANES)
+    scratch = {
+        "key_buffer": pltpu.VMEM((2, shape.kv_block, head_dim), inputs.key.dtype),
+        "value_buffer": pltpu.VMEM((2, shape.kv_block, head_dim), inputs.value.dtype),
+        "ids_buffer": pltpu.VMEM((2, 1, shape.kv_block if shape.has_segments else LANES), jnp.int32),
+        "semaphores": pltpu.SemaphoreType.DMA((3, 2)),
+        "turn": pltpu.SMEM((1,), jnp.int32),
+        "own": pltpu.VMEM(row, jnp.float32),
+        "log_sum_exp": pltpu.VMEM(row, jnp.float32),
+        "delta": pltpu.VMEM(row, jnp.float32),
+        "d_query": pltpu.VMEM((shape.q_block, head_dim), jnp.float32),
+    }
+    out_shape = [local(inputs.query.shape, inputs.query.dtype)]
+    if slopes_too:
+        scratch |= {name: pltpu.VMEM((shape.q_block, LANES), jnp.float32) for name in ("behind", "ahead")}
+        out_shape += [local((batch_heads, 1, LANES * shape.q_blocks), jnp.float32)] * 2
+    return pl.pallas_call(
+        partial(_kernel_of_queries, shape, slopes_too, tuple(scratch)),
+        grid=(batch_heads, shape.q_blocks),
+        in_specs=[*in_smem, of_block, of_block, of_rows, in_hbm, in_hbm, *ids],
+        out_specs=[of_block, of_parts, of_parts][: len(out_shape)],
+        out_shape=out_shape,
+        scratch_shapes=list(scratch.values()),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=shape.vmem_limit
+        ),
+        interpret=shape.interpret,
+        name="alibi_backward_of_queries",
+    )(
+        *(inputs.table, inputs.slopes, inputs.query, cotangent, statistics, inputs.key, inputs.value),
+        *inputs.segment_ids,
+    )
+
+
+def _kernel_of_queries(shape: KernelShape, slopes_too: bool, names: tuple[str, ...], *refs: Any) -> None:
+    table, slopes, query, cotangent, statistics, key, value, *refs = refs
+    q_ids, kv_ids, *refs = refs if shape.has_segments else (None, None, *refs)
+    out_query, *refs = refs  # [1, q_block, head_dim]
+    out_slopes, refs = (refs[:2], refs[2:]) if slopes_too else ([], refs)  # [1, 1, LANES] each
+    scratch = dict(zip(names, refs, strict=True))
+    n, block = pl.program_id(0), pl.program_id(1)
+    first, stop, base = (table[0, 0, FIELDS * block + field] for field in range(FIELDS))
+    following = tuple(table[0, 0, FIELDS * (block + 1) + field] for field in range(2))
+    q_start = table[0, 0, table.shape[-1] + OFFSET] + block * shape.q_block
+    limits = first * shape.kv_block, jnp.minimum(stop * shape.kv_block, shape.kv_len) - 1
+    scratch["own"][...] = own_positions(shape, Place(q_start, 0, base), limits, (shape.q_block, LANES), 0)
+    for name, row in (("log_sum_exp", LOG_SUM_EXP), ("delta", DELTA)):
+        scratch[name][...] = column_of(statistics[0, row : row + 1])
+    for name in ("d_query", "behind", "ahead") if slopes_too else ("d_query",):
+        scratch[name][...] = jnp.zeros_like(scratch[name])
+
+    def copies(of_keys: Any, slot: Any, of_next: bool) -> list[Any]:
+        at = pl.ds(pl.multiple_of(of_keys * shape.kv_block, LANES), shape.kv_block)
+        parts = [
+            (key.at[jax.lax.div(n, shape.group), at], scratch["key_buffer"]),
+            (value.at[jax.lax.div(n, shape.group), at], scratch["value_buffer"]),
+        ]
+        if shape.has_segments:
+            parts.append((kv_ids.at[jax.lax.div(n, shape.num_heads), :, at], scratch["ids_buffer"]))
+        return [
+            pltpu.make_async_copy(part, buffer.at[slot], scratch["semaphores"].at[index, slot])
+            for index, (part, buffer) in enumerate(parts)
+        ]
+
+    def visit(of_keys: Any, slot: Any) -> None:
+        place = Place(q_start, of_keys * shape.kv_block, base)
+
+        def attend(branch: Branch) -> None:
+            same = None
+            if shape.has_segments:
+                same = lanes(column_of(q_ids[0]), shape.kv_block) == scratch["ids_buffer"][slot]
+            own = scratch["own"][...]
+            bias = bias_of(shape, branch, place, (slopes[0, 0, 0], slopes[0, 0, 1]), own, same, 0)
+            keys = scratch["key_buffer"][slot]
+            scores = product(query[0], keys, (1, 1))  # [q_block, kv_block]
+            weights = _weights(shape, scores, bias, scratch["log_sum_exp"][...])
+            d_weights = product(cotangent[0], scratch["value_buffer"][slot], (1, 1))
+            d_scores = weights * (d_weights - lanes(scratch["delta"][...], shape.kv_block))
+            scratch["d_query"][...] += product(d_scores.astype(keys.dtype), keys, (1, 0))
+            if slopes_too:
+                behind = distances(shape, place, own, 0)
+                if branch.side != "future":
+                    scratch["behind"][...] -= _by_lane(d_scores * jnp.maximum(behind, 0))
+                if branch.side != "past" and not shape.is_causal:
+                    scratch["ahead"][...] += _by_lane(d_scores * jnp.minimum(behind, 0))
+
+        for branch in branches(shape, place):
+            pl.when(branch.applies)(partial(attend, branch))
+
+    walk(first, stop, following, block == 0, scratch["turn"], copies, visit)
+    out_query[0] = (scratch["d_query"][...] * shape.scale).astype(out_query.dtype)
+    for out, name in zip(out_slopes, ("behind", "ahead"), strict=False):
+        out[0] = jnp.sum(scratch[name][...], axis=0, keepdims=True)
+
+
+def _weights(shape: KernelShape, scores: Any, bias: Bias, log_sum_exps: Any) -> Any:
+    """Return what softmax made of scores; ``log_sum_exps`` is a row, or ``[q_block, LANES]``."""
+    logits = scores * (shape.scale * LOG2_E) + bias.keys
+    subtracted = log_sum_exps if bias.queries is None else log_sum_exps - bias.queries
+    if subtracted.shape[0] > 1:
+        subtracted = lanes(subtracted, shape.kv_block)
+    weights = jnp.exp2(logits - subtracted)
+    return weights if bias.visible is None else jnp.where(bias.visible, weights, 0.0)
+
+
+def _by_lane(array: Any) -> Any:
+    """Return the sums over all blocks of ``LANES`` columns."""
+    return sum((array[:, at : at + LANES] for at in range(LANES, array.shape[1], LANES)), start=array[:, :LANES])

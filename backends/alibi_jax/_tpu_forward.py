@@ -1,0 +1,166 @@
+"""The TPU kernel's forward pass: one program a block of queries, which walks over the blocks of keys it needs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from alibi_jax._compatible import local
+from alibi_jax._tpu_blocks import (
+    FIELDS,
+    HIDDEN,
+    LOG2_E,
+    OFFSET,
+    Bias,
+    Branch,
+    Place,
+    bias_of,
+    branches,
+    column_of,
+    lanes,
+    own_positions,
+    product,
+    walk,
+)
+from alibi_jax._tpu_shape import LANES, KernelShape
+from alibi_jax._tpu_tables import Inputs
+
+
+def forward(shape: KernelShape, inputs: Inputs, with_log_sum_exps: bool) -> tuple[jax.Array, jax.Array | None]:
+    """Return the result ``[batch * num_heads, padded q_len, head_dim]`` and its rows' log-sum-exps.
+
+    These are ``[batch * num_heads, 1, padded q_len]`` float32, in powers of two, of logits as the kernels form them;
+    +inf for a query that sees no key. None unless they are asked for: they take memory.
+    """
+    batch_heads, q_padded, head_dim = inputs.query.shape
+    of_block = pl.BlockSpec((1, shape.q_block, head_dim), lambda n, i: (n, i, 0))
+    of_rows = pl.BlockSpec((1, 1, shape.q_block), lambda n, i: (n, 0, i))
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    in_smem = [
+        pl.BlockSpec((1, 1, x.shape[-1]), lambda n, i: (n, 0, 0), memory_space=pltpu.SMEM)
+        for x in (inputs.table, inputs.slopes)
+    ]
+    ids = []
+    if shape.has_segments:
+        ids = [pl.BlockSpec((1, 1, shape.q_block), lambda n, i: (jax.lax.div(n, shape.num_heads), 0, i)), in_hbm]
+    row = (shape.q_block, LANES)
+    scratch = {
+        "key_buffer": pltpu.VMEM((2, shape.kv_block, head_dim), inputs.key.dtype),
+        "value_buffer": pltpu.VMEM((2, shape.kv_block, head_dim), inputs.value.dtype),
+        "ids_buffer": pltpu.VMEM((2, 1, shape.kv_block if shape.has_segments else LANES), jnp.int32),
+        "semaphores": pltpu.SemaphoreType.DMA((3, 2)),
+        "turn": pltpu.SMEM((1,), jnp.int32),
+        "own": pltpu.VMEM(row, jnp.float32),
+        "largest": pltpu.VMEM(row, jnp.float32),
+        "total": pltpu.VMEM(row, jnp.float32),
+        "sums": pltpu.VMEM((shape.q_block, head_dim), jnp.float32),
+    }
+    out_shape = [local(inputs.query.shape, inputs.query.dtype)]
+    if with_log_sum_exps:
+        out_shape.append(local((batch_heads, 1, q_padded), jnp.float32))
+    result, *rest = pl.pallas_call(
+        partial(_kernel, shape, with_log_sum_exps, tuple(scratch)),
+        grid=(batch_heads, shape.q_blocks),
+        in_specs=[*in_smem, of_block, in_hbm, in_hbm, *ids],
+        out_specs=[of_block, of_rows][: len(out_shape)],
+        out_shape=out_shape,
+        scratch_shapes=list(scratch.values()),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=shape.vmem_limit
+        ),
+        interpret=shape.interpret,
+        name="alibi_forward",
+    )(inputs.table, inputs.slopes, inputs.query, inputs.key, inputs.value, *inputs.segment_ids)
+    return result, rest[0] if rest else None
+
+
+def _kernel(shape: KernelShape, with_log_sum_exps: bool, names: tuple[str, ...], *refs: Any) -> None:
+    table, slopes, query, key, value, *refs = refs  # [1, 1, ...] SMEM; [1, q_block, head_dim]; HBM, whole, twice
+    q_ids, kv_ids, *refs = refs if shape.has_segments else (None, None, *refs)  # [1, 1, q_block]; HBM, whole
+    result, *refs = refs  # [1, q_block, head_dim]
+    log_sum_exps, *refs = refs if with_log_sum_exps else (None, *refs)  # [1, 1, q_block]
+    scratch = dict(zip(names, refs, strict=True))
+    largest, total, sums = scratch["largest"], scratch["total"], scratch["sums"]
+    n, block = pl.program_id(0), pl.program_id(1)
+    first, stop, base = (table[0, 0, FIELDS * block + field] for field in range(FIELDS))
+    following = tuple(table[0, 0, FIELDS * (block + 1) + field] for field in range(2))
+
+    q_start = table[0, 0, table.shape[-1] + OFFSET] + block * shape.q_block
+
+    limits = first * shape.kv_block, jnp.minimum(stop * shape.kv_block, shape.kv_len) - 1
+    scratch["own"][...] = own_positions(shape, Place(q_start, 0, base), limits, (shape.q_block, LANES), 0)
+    largest[...] = jnp.full_like(largest, HIDDEN)
+    total[...] = jnp.zeros_like(total)
+    sums[...] = jnp.zeros_like(sums)
+
+    def copies(kv: Any, slot: Any, of_next: bool) -> list[Any]:
+        at = pl.ds(pl.multiple_of(kv * shape.kv_block, LANES), shape.kv_block)
+        parts = [
+            (key.at[jax.lax.div(n, shape.group), at], scratch["key_buffer"]),
+            (value.at[jax.lax.div(n, shape.group), at], scratch["value_buffer"]),
+        ]
+        if shape.has_segments:
+            parts.append((kv_ids.at[jax.lax.div(n, shape.num_heads), :, at], scratch["ids_buffer"]))
+        return [
+            pltpu.make_async_copy(part, buffer.at[slot], scratch["semaphores"].at[index, slot])
+            for index, (part, buffer) in enumerate(parts)
+        ]
+
+    def visit(kv: Any, slot: Any) -> None:
+        place = Place(q_start, kv * shape.kv_block, base)
+
+        def attend(branch: Branch) -> None:
+            same = None
+            if shape.has_segments:
+                same = lanes(column_of(q_ids[0]), shape.kv_block) == scratch["ids_buffer"][slot]
+            bias = bias_of(shape, branch, place, (slopes[0, 0, 0], slopes[0, 0, 1]), scratch["own"][...], same, 0)
+            scores = product(query[0], scratch["key_buffer"][slot], (1, 1))  # [q_block, kv_block]
+            _accumulate(shape, scores, scratch["value_buffer"][slot], bias, largest, total, sums)
+
+        for branch in branches(shape, place):
+            pl.when(branch.applies)(partial(attend, branch))
+
+    walk(first, stop, following, block == 0, scratch["turn"], copies, visit)
+
+    weight = jnp.broadcast_to(jnp.sum(total[...], axis=1)[:, None], total.shape)
+    sees = weight > 0
+    result[0] = (sums[...] / lanes(jnp.where(sees, weight, 1.0), sums.shape[1])).astype(result.dtype)
+    if log_sum_exps is not None:
+        logarithms = jnp.where(sees, largest[...] + jnp.log2(jnp.where(sees, weight, 1.0)), jnp.inf)
+        log_sum_exps[0] = logarithms.T[:1]
+
+
+def _accumulate(shape: KernelShape, scores: Any, value: Any, bias: Bias, largest: Any, total: Any, sums: Any) -> None:
+    """Add one block of keys to the running softmax.
+
+    Args:
+        shape: Of the kernel.
+        scores: ``[q_block, kv_block]`` float32.
+        value: ``[kv_block, head_dim]``.
+        bias: Of the block.
+        largest: ``[q_block, LANES]``: the largest logit so far, in each lane.
+        total: Likewise: weights so far, a part of them in each lane.
+        sums: ``[q_block, head_dim]``: weighted values so far.
+    """
+    logits = scores * (shape.scale * LOG2_E) + bias.keys
+    if bias.visible is not None:
+        logits = jnp.where(bias.visible, logits, HIDDEN)
+    before = largest[...]
+    most = jnp.max(logits, axis=1)[:, None]
+    if bias.queries is not None:
+        most = most + bias.queries
+    now = jnp.maximum(before, most)  # [q_block, LANES]
+    subtracted = now if bias.queries is None else now - bias.queries
+    weights = jnp.exp2(logits - lanes(subtracted, shape.kv_block))
+    if bias.visible is not None:
+        weights = jnp.where(bias.visible, weights, 0.0)  # in a row that has seen nothing yet, all logits are HIDDEN
+    decay = jnp.exp2(before - now)
+    parts = (weights[:, at : at + LANES] for at in range(0, shape.kv_block, LANES))
+    total[...] = total[...] * decay + sum(parts, start=jnp.zeros_like(total))
+    largest[...] = now
+    sums[...] = sums[...] * lanes(decay, sums.shape[1]) + product(weights.astype(value.dtype), value, (1, 0))
