@@ -15,6 +15,6 @@ settings.register_profile("ci", max_examples=20, derandomize=True, print_blob=Tr
 settings.register_profile("thorough", max_examples=400, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "quick"))
 
-# Where the TPU's compiler is installed but no accelerator is, JAX would look for one, at length, and say that it found none.
-if not [path for pattern in ("accel*", "vfio", "nvidiactl") for path in Path("/dev").glob(pattern)]:
+# Where the TPU's compiler is installed but no accelerator is, JAX would look for one and say at length that there is none.
+if not any(any(Path("/dev").glob(pattern)) for pattern in ("accel*", "vfio", "nvidiactl")):
     os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -105,6 +105,6 @@ def test_public_names_are_documented(package: str) -> None:
     if importlib.util.find_spec(FRAMEWORK_OF[package]) is None:
         pytest.skip(f"{FRAMEWORK_OF[package]} is not installed")
     module = importlib.import_module(package)
-    assert module.__all__ == sorted(module.__all__)
+    assert module.__all__ == sorted(module.__all__, key=lambda name: (not name.isupper(), name))
     for name in module.__all__:
         assert getattr(module, name).__doc__, name

@@ -41,7 +41,7 @@ def backward(
     # A query that is not there sees nothing.
     padding = shape.q_blocks * shape.q_block - shape.q_len
     statistics = jnp.pad(statistics, ((0, 0), (0, 0), (0, 0), (0, padding)), constant_values=jnp.inf)
-    statistics = jnp.where(statistics == jnp.inf, jnp.asarray([[jnp.inf], [0.0]]), statistics)
+    statistics = jnp.where(statistics == jnp.inf, jnp.asarray([[jnp.inf], [0.0]], jnp.float32), statistics)
     statistics = statistics.reshape(-1, *statistics.shape[2:])
     cotangents = by_head(cotangent.astype(operands.query.dtype), shape.q_blocks * shape.q_block)
     turned = queries_of_keys(inputs.table, shape)

@@ -30,6 +30,7 @@ from alibi_jax._tpu_blocks import (
     lanes,
     own_positions,
     product,
+    quotient,
     walk,
 )
 from alibi_jax._tpu_shape import LANES, KernelShape
@@ -61,7 +62,7 @@ def backward_of_keys(
 
     ids = []
     if shape.has_segments:
-        ids = [in_hbm, pl.BlockSpec((1, 1, shape.kv_block), lambda n, j, r: (jax.lax.div(n, shape.num_kv_heads), 0, j))]
+        ids = [in_hbm, pl.BlockSpec((1, 1, shape.kv_block), lambda n, j, r: (quotient(n, shape.num_kv_heads), 0, j))]
     scratch = {
         "query_buffer": pltpu.VMEM((2, shape.q_block, head_dim), inputs.query.dtype),
         "cotangent_buffer": pltpu.VMEM((2, shape.q_block, head_dim), cotangent.dtype),
@@ -120,7 +121,7 @@ def _kernel_of_keys(shape: KernelShape, names: tuple[str, ...], *refs: Any) -> N
             (statistics.at[head, :, at], scratch["statistics_buffer"]),
         ]
         if shape.has_segments:
-            parts.append((q_ids.at[jax.lax.div(n, shape.num_kv_heads), :, at], scratch["ids_buffer"]))
+            parts.append((q_ids.at[quotient(n, shape.num_kv_heads), :, at], scratch["ids_buffer"]))
         return [
             pltpu.make_async_copy(part, buffer.at[slot], scratch["semaphores"].at[index, slot])
             for index, (part, buffer) in enumerate(parts)
@@ -177,7 +178,7 @@ def backward_of_queries(
     ]
     ids = []
     if shape.has_segments:
-        ids = [pl.BlockSpec((1, 1, shape.q_block), lambda n, i: (jax.lax.div(n, shape.num_heads), 0, i)), in_hbm]
+        ids = [pl.BlockSpec((1, 1, shape.q_block), lambda n, i: (quotient(n, shape.num_heads), 0, i)), in_hbm]
     row = (shape.q_block, LANES)
     scratch = {
         "key_buffer": pltpu.VMEM((2, shape.kv_block, head_dim), inputs.key.dtype),
@@ -232,11 +233,11 @@ def _kernel_of_queries(shape: KernelShape, slopes_too: bool, names: tuple[str, .
     def copies(of_keys: Any, slot: Any, of_next: bool) -> list[Any]:
         at = pl.ds(pl.multiple_of(of_keys * shape.kv_block, LANES), shape.kv_block)
         parts = [
-            (key.at[jax.lax.div(n, shape.group), at], scratch["key_buffer"]),
-            (value.at[jax.lax.div(n, shape.group), at], scratch["value_buffer"]),
+            (key.at[quotient(n, shape.group), at], scratch["key_buffer"]),
+            (value.at[quotient(n, shape.group), at], scratch["value_buffer"]),
         ]
         if shape.has_segments:
-            parts.append((kv_ids.at[jax.lax.div(n, shape.num_heads), :, at], scratch["ids_buffer"]))
+            parts.append((kv_ids.at[quotient(n, shape.num_heads), :, at], scratch["ids_buffer"]))
         return [
             pltpu.make_async_copy(part, buffer.at[slot], scratch["semaphores"].at[index, slot])
             for index, (part, buffer) in enumerate(parts)

@@ -69,7 +69,7 @@ def walk(
         start(following[0], turn, True)
 
     def step(block: Any, _: None) -> None:
-        slot = jax.lax.rem(turn + block - first, 2)
+        slot = jax.lax.rem(turn + block - first, jnp.int32(2))
 
         @pl.when(block + 1 < stop)
         def _() -> None:
@@ -84,7 +84,7 @@ def walk(
         visit(block, slot)
 
     jax.lax.fori_loop(first, stop, step, None)
-    turn_ref[0] = jax.lax.rem(turn + jnp.maximum(stop - first, 0), 2)
+    turn_ref[0] = jax.lax.rem(turn + jnp.maximum(stop - first, 0), jnp.int32(2))
 
 
 class Place(NamedTuple):
@@ -196,6 +196,11 @@ def _visible(shape: KernelShape, place: Place, q_axis: int, ids: Any) -> Any:
         distance = behind - shift
         visible &= (distance if shape.is_causal else jnp.abs(distance)) <= shape.window_size
     return visible if ids is None else visible & ids
+
+
+def quotient(number: Any, divisor: int) -> Any:
+    """Return ``number // divisor`` of what is not negative: int32 whatever is enabled, without asking for a sign."""
+    return jax.lax.div(number, jnp.int32(divisor))
 
 
 def column_of(row: Any) -> Any:

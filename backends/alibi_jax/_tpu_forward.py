@@ -25,6 +25,7 @@ from alibi_jax._tpu_blocks import (
     lanes,
     own_positions,
     product,
+    quotient,
     walk,
 )
 from alibi_jax._tpu_shape import LANES, KernelShape
@@ -47,7 +48,7 @@ def forward(shape: KernelShape, inputs: Inputs, with_log_sum_exps: bool) -> tupl
     ]
     ids = []
     if shape.has_segments:
-        ids = [pl.BlockSpec((1, 1, shape.q_block), lambda n, i: (jax.lax.div(n, shape.num_heads), 0, i)), in_hbm]
+        ids = [pl.BlockSpec((1, 1, shape.q_block), lambda n, i: (quotient(n, shape.num_heads), 0, i)), in_hbm]
     row = (shape.q_block, LANES)
     scratch = {
         "key_buffer": pltpu.VMEM((2, shape.kv_block, head_dim), inputs.key.dtype),
@@ -101,11 +102,11 @@ def _kernel(shape: KernelShape, with_log_sum_exps: bool, names: tuple[str, ...],
     def copies(kv: Any, slot: Any, of_next: bool) -> list[Any]:
         at = pl.ds(pl.multiple_of(kv * shape.kv_block, LANES), shape.kv_block)
         parts = [
-            (key.at[jax.lax.div(n, shape.group), at], scratch["key_buffer"]),
-            (value.at[jax.lax.div(n, shape.group), at], scratch["value_buffer"]),
+            (key.at[quotient(n, shape.group), at], scratch["key_buffer"]),
+            (value.at[quotient(n, shape.group), at], scratch["value_buffer"]),
         ]
         if shape.has_segments:
-            parts.append((kv_ids.at[jax.lax.div(n, shape.num_heads), :, at], scratch["ids_buffer"]))
+            parts.append((kv_ids.at[quotient(n, shape.num_heads), :, at], scratch["ids_buffer"]))
         return [
             pltpu.make_async_copy(part, buffer.at[slot], scratch["semaphores"].at[index, slot])
             for index, (part, buffer) in enumerate(parts)
