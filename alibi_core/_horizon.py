@@ -294,7 +294,7 @@ def _blocks_to_drop(xp: Namespace, weights: Any, slopes: Any, distance: Any, blo
     logarithms = weights - slopes * astype(xp, distance, slopes.dtype) + xp.log(keys)
     logarithms = xp.where(slopes < 0, endless, logarithms)
     # exp of what is far above 1 need not be exact, and must not overflow. A NaN compares as too heavy.
-    total = running_sum(xp, xp.exp(_least(xp, logarithms, 1.0)))
+    total = running_sum(xp, xp.exp(_least(xp, logarithms, one)))
     return astype(xp, xp.sum(astype(xp, total <= 1, xp.int32), axis=-1), xp.int32)
 
 

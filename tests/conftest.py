@@ -15,6 +15,6 @@ settings.register_profile("ci", max_examples=20, derandomize=True, print_blob=Tr
 settings.register_profile("thorough", max_examples=400, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "quick"))
 
-# Where the TPU's compiler is installed but no accelerator is, JAX would look for one and say at length that there is none.
+# Where the TPU's compiler is installed but no accelerator is, JAX would look for one, and complain at length.
 if not any(any(Path("/dev").glob(pattern)) for pattern in ("accel*", "vfio", "nvidiactl")):
     os.environ.setdefault("JAX_PLATFORMS", "cpu")

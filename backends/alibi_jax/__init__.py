@@ -15,11 +15,13 @@ from alibi_jax._attention import attention
 from alibi_jax._attention_fn import attention_fn
 from alibi_jax._cache import KVCache
 from alibi_jax._explain import explain
+from alibi_jax._gpu import GPU
 from alibi_jax._layer import AlibiAttention
 from alibi_jax._tpu_shape import TPU
 from alibi_jax._weights import load_weights, save_weights
 
 __all__ = [
+    "GPU",
     "TPU",
     "AlibiAttention",
     "Explanation",

@@ -16,12 +16,16 @@ from alibi_core import AttentionCall
 from alibi_core._call import LENGTH_FIRST
 from alibi_core._explanation import Explanation, visible_pairs
 from alibi_core._horizon import ENDLESS
+from alibi_jax import _gpu, _tpu_shape
 from alibi_jax._attention import attention
 from alibi_jax._choice import IMPLEMENTATIONS, Implementation, Target, checked, choose, name_of, refusal
+from alibi_jax._gpu import GPU
 from alibi_jax._operands import Operands, Rules, take_apart
 from alibi_jax._plan import needed_keys, ranges_of
 from alibi_jax._tiles import jobs_of, sizes_of
-from alibi_jax._tpu_shape import TPU, KernelShape
+from alibi_jax._tpu_shape import TPU
+
+SHAPES = {TPU: _tpu_shape.KernelShape, GPU: _gpu.KernelShape}
 
 
 def explain(
@@ -73,7 +77,7 @@ def explain(
     reasons = {name: refusal(name, target, operands) for name in IMPLEMENTATIONS if name != name_of(chosen)}
     if chosen == "dense":
         rules = replace(rules, tolerance=0.0)
-    tile = chosen.q_block if isinstance(chosen, TPU) else 1
+    tile = getattr(chosen, "q_block", 1)
     reach = jax.jit(lambda operands: ranges_of(rules, operands, max(tile, 128), 128).past)
     past = np.asarray(reach(operands)).max(axis=2).astype(np.float64)
     flat = call.with_one_batch_axis()
@@ -97,28 +101,21 @@ def _platform(array: jax.Array) -> str:
 
 
 def _scores_computed(chosen: Implementation, rules: Rules, operands: Operands, together: bool) -> int:
-    if isinstance(chosen, TPU):
-        return visited_blocks(rules, operands, chosen) * math.prod(_block(rules, operands, chosen))
-    if chosen == "tiled":
-        sizes = sizes_of(rules, operands, together=together)
-        blocks = jax.jit(jobs_of, static_argnums=(0, 2))(rules, operands, sizes).blocks  # [steps, lanes]
-        return (
-            int(np.max(np.asarray(blocks, np.int64), axis=1).sum())
-            * sizes.lanes
-            * math.prod(sizes.part[x] for x in "bhgqk")
-        )
+    if isinstance(chosen, tuple(SHAPES)):
+        shape = SHAPES[type(chosen)].of(rules, operands, chosen)
+        return visited_blocks(rules, operands, chosen) * shape.q_block * shape.kv_block
     batch, q_len, num_heads, _ = operands.query.shape
-    return batch * num_heads * q_len * operands.key.shape[1]
+    if chosen == "dense":
+        return batch * num_heads * q_len * operands.key.shape[1]
+    sizes = sizes_of(rules, operands, together=together)
+    blocks = jax.jit(jobs_of, static_argnums=(0, 2))(rules, operands, sizes).blocks  # [steps, lanes]
+    steps = int(np.max(np.asarray(blocks, np.int64), axis=1).sum())  # each with as many blocks as its widest job
+    return steps * sizes.lanes * math.prod(sizes.part[x] for x in "bhgqk")
 
 
-def _block(rules: Rules, operands: Operands, options: TPU) -> tuple[int, int]:
-    shape = KernelShape.of(rules, operands, options)
-    return shape.q_block, shape.kv_block
-
-
-def visited_blocks(rules: Rules, operands: Operands, options: TPU) -> int:
-    """Return how many blocks of scores the TPU kernel's forward pass computes, over batch entries and heads."""
-    q_block, kv_block = _block(rules, operands, options)
-    plan = jax.jit(partial(needed_keys, rules, q_tile=q_block, kv_tile=kv_block))
+def visited_blocks(rules: Rules, operands: Operands, options: TPU | GPU) -> int:
+    """Return how many blocks of scores a kernel's forward pass computes, over batch entries and heads."""
+    shape = SHAPES[type(options)].of(rules, operands, options)
+    plan = jax.jit(partial(needed_keys, rules, q_tile=shape.q_block, kv_tile=shape.kv_block))
     first, stop = (np.asarray(x, np.int64) for x in plan(operands))
-    return int(np.where(first < stop, -(-stop // kv_block) - first // kv_block, 0).sum())
+    return int(np.where(first < stop, -(-stop // shape.kv_block) - first // shape.kv_block, 0).sum())

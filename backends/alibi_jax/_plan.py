@@ -57,8 +57,9 @@ def _of_tiles(call: AttentionCall, ranges: KeyRanges, q_tile: int) -> Needed:
     offset = call.q_offset[:, None, None] if call.has_offset_array else call.q_offset
     lowest = starts + offset
     highest = jnp.minimum(starts + q_tile, call.q_len) - 1 + offset
-    first = jnp.maximum(first, lowest - past + 1)
-    stop = jnp.minimum(stop, highest + future)
+    # The larger of first and lowest - past + 1, and the smaller of stop and highest + future, which int32 may not hold.
+    first = lowest + jnp.maximum(first - lowest, 1 - past)
+    stop = highest + jnp.minimum(stop - highest, future)
     if call.mask is not None and call.mask.shape[-2] == 1:  # of the first and last that padding leaves
         shown = jnp.broadcast_to(call.mask, (*call.mask.shape[:3], call.kv_len))  # [batch or 1, heads or 1, 1, kv_len]
         some = jnp.any(shown, axis=-1)

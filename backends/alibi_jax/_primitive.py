@@ -15,11 +15,14 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from alibi_jax import _tiled, _tpu
+from alibi_jax import _gpu, _tiled, _tpu
 from alibi_jax._choice import Implementation, Target, choose
 from alibi_jax._compatible import shaped_as
+from alibi_jax._gpu import GPU
 from alibi_jax._operands import Operands, Rules
 from alibi_jax._tpu_shape import TPU
+
+KERNELS = {TPU: _tpu, GPU: _gpu}
 
 
 def forward(
@@ -59,8 +62,8 @@ def backward(
 
 def _run_forward(target: Target, *leaves: Any, with_log_sum_exps: bool, **parameters: Any) -> list[Any]:
     rules, operands, chosen = _parts(target, leaves, **parameters)
-    if isinstance(chosen, TPU):
-        results = _tpu.forward(rules, operands, chosen, with_log_sum_exps=with_log_sum_exps)
+    if type(chosen) in KERNELS:
+        results = KERNELS[type(chosen)].forward(rules, operands, chosen, with_log_sum_exps=with_log_sum_exps)
     else:
         results = _tiled.forward(rules, operands, together=_together(target))
     return list(results[: 1 + with_log_sum_exps])
@@ -68,8 +71,8 @@ def _run_forward(target: Target, *leaves: Any, with_log_sum_exps: bool, **parame
 
 def _run_backward(target: Target, *leaves: Any, slopes_too: bool, **parameters: Any) -> list[Any]:
     rules, operands, chosen = _parts(target, leaves[3:], **parameters)
-    if isinstance(chosen, TPU):
-        gradients = _tpu.backward(rules, operands, *leaves[:3], chosen, slopes_too=slopes_too)
+    if type(chosen) in KERNELS:
+        gradients = KERNELS[type(chosen)].backward(rules, operands, *leaves[:3], chosen, slopes_too=slopes_too)
     else:
         together = _together(target)
         gradients = _tiled.backward(rules, operands, *leaves[:3], slopes_too=slopes_too, together=together)

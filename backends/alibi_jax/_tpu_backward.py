@@ -20,6 +20,7 @@ from alibi_jax._tpu_blocks import (
     FIELDS,
     LOG2_E,
     OFFSET,
+    ZERO,
     Bias,
     Branch,
     Place,
@@ -281,7 +282,7 @@ def _weights(shape: KernelShape, scores: Any, bias: Bias, log_sum_exps: Any) -> 
     if subtracted.shape[0] > 1:
         subtracted = lanes(subtracted, shape.kv_block)
     weights = jnp.exp2(logits - subtracted)
-    return weights if bias.visible is None else jnp.where(bias.visible, weights, 0.0)
+    return weights if bias.visible is None else jnp.where(bias.visible, weights, ZERO)
 
 
 def _by_lane(array: Any) -> Any:

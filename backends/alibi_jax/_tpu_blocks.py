@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from alibi_jax._tpu_shape import LANES, KernelShape
 
 LOG2_E = 1.4426950408889634
-HIDDEN = -1e30  # the score of a masked key: finite, so that differences of two are no NaN
+# Numbers that are float32 also where float64 is enabled, which the kernels' compiler lacks.
+HIDDEN = np.float32(-1e30)  # the score of a masked key: finite, so that differences of two are no NaN
+ZERO, ONE = np.float32(0), np.float32(1)
 FIELDS = 3  # of a block of queries in a table: first block of keys, the one after the last, base
 OFFSET = -1  # of a table: where the position of the first query stands
 

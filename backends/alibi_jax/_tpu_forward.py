@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -16,6 +17,8 @@ from alibi_jax._tpu_blocks import (
     HIDDEN,
     LOG2_E,
     OFFSET,
+    ONE,
+    ZERO,
     Bias,
     Branch,
     Place,
@@ -130,9 +133,9 @@ def _kernel(shape: KernelShape, with_log_sum_exps: bool, names: tuple[str, ...],
 
     weight = jnp.broadcast_to(jnp.sum(total[...], axis=1)[:, None], total.shape)
     sees = weight > 0
-    result[0] = (sums[...] / lanes(jnp.where(sees, weight, 1.0), sums.shape[1])).astype(result.dtype)
+    result[0] = (sums[...] / lanes(jnp.where(sees, weight, ONE), sums.shape[1])).astype(result.dtype)
     if log_sum_exps is not None:
-        logarithms = jnp.where(sees, largest[...] + jnp.log2(jnp.where(sees, weight, 1.0)), jnp.inf)
+        logarithms = jnp.where(sees, largest[...] + jnp.log2(jnp.where(sees, weight, ONE)), np.float32(jnp.inf))
         log_sum_exps[0] = logarithms.T[:1]
 
 
@@ -159,7 +162,7 @@ def _accumulate(shape: KernelShape, scores: Any, value: Any, bias: Bias, largest
     subtracted = now if bias.queries is None else now - bias.queries
     weights = jnp.exp2(logits - lanes(subtracted, shape.kv_block))
     if bias.visible is not None:
-        weights = jnp.where(bias.visible, weights, 0.0)  # in a row that has seen nothing yet, all logits are HIDDEN
+        weights = jnp.where(bias.visible, weights, ZERO)  # in a row that has seen nothing yet, all logits are HIDDEN
     decay = jnp.exp2(before - now)
     parts = (weights[:, at : at + LANES] for at in range(0, shape.kv_block, LANES))
     total[...] = total[...] * decay + sum(parts, start=jnp.zeros_like(total))
