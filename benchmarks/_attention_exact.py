@@ -145,6 +145,19 @@ class Reference:
         """Return how far a result (or gradient), ``[batch, num_heads, q_len, head_dim]``, is from the exact one."""
         return Error.between((self.as_float64(found[place])[self.rows], exact) for place, exact in self.exact.items())
 
+    def rounding(self, dtype: str) -> Error:
+        """Return the error of the exact result once rounded to a dtype of 16 bits: no result has less."""
+        return Error.between((rounded(exact, dtype), exact) for exact in self.exact.values())
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Return float64 values rounded to ``float16`` or ``bfloat16``, ties to even (by way of float32)."""
+    if dtype == "float16":
+        return values.astype(np.float16).astype(np.float64)
+    bits = values.astype(np.float32).view(np.uint32)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return bits.astype(np.uint32).view(np.float32).astype(np.float64)
+
 
 def errors_of_gradients(
     found: Sequence[Any], tensors: Sequence[Any], grad: Any, as_float64: Callable[[Any], np.ndarray]

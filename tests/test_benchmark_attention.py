@@ -15,7 +15,7 @@ import torch
 
 import alibi_core
 import alibi_torch
-from benchmarks import _attention_peers, _attention_sections, _attention_torch, _timing, attention
+from benchmarks import _attention_exact, _attention_peers, _attention_sections, _attention_torch, _timing, attention
 from benchmarks._attention_exact import Error, Reference, attend, canonical_slopes, errors_of_gradients, sample
 from benchmarks._attention_limit import tile_limit
 from benchmarks._attention_numerics import Run, check
@@ -389,3 +389,12 @@ def test_a_device_that_is_not_there_is_named(capsys):
     with pytest.raises(SystemExit):
         attention.main(["--quick", "--device", "cuda"])
     assert "--device must be one that there is, got cuda" in capsys.readouterr().err
+
+
+def test_rounding_is_that_of_the_dtype() -> None:
+    torch = pytest.importorskip("torch")
+    values = np.random.default_rng(0).standard_normal(1000) * 10.0 ** np.arange(-3, 5).repeat(125)
+    values[:2] = 1 + 2.0**-9, 1 + 3 * 2.0**-9  # halfway between two numbers of bfloat16
+    for dtype in ("bfloat16", "float16"):
+        expected = torch.from_numpy(values).float().to(getattr(torch, dtype)).double().numpy()
+        np.testing.assert_array_equal(_attention_exact.rounded(np.float64(np.float32(values)), dtype), expected)
