@@ -48,6 +48,8 @@ format: $(VENV)/ready
 bench: $(VENV)/ready-bench
 	$(RUN) -m benchmarks.bias --output $(OUT)
 	$(RUN) -m benchmarks.attention --output $(OUT)
+	$(RUN) -m benchmarks.attention --backend jax --output $(OUT)
+	$(RUN) -m benchmarks.tpu_static --output $(OUT)
 
 build: $(VENV)/ready
 	$(RUN) -m build
