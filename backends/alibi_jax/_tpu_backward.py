@@ -34,6 +34,7 @@ from alibi_jax._tpu_blocks import (
     quotient,
     walk,
 )
+from alibi_jax._tpu_rows import layout, walk_over_keys
 from alibi_jax._tpu_shape import LANES, KernelShape
 from alibi_jax._tpu_tables import Inputs
 
@@ -169,37 +170,20 @@ def backward_of_queries(
     each, whose sums are the gradients of the slopes.
     """
     batch_heads, _, head_dim = inputs.query.shape
-    of_block = pl.BlockSpec((1, shape.q_block, head_dim), lambda n, i: (n, i, 0))
     of_rows = pl.BlockSpec((1, 2, shape.q_block), lambda n, i: (n, 0, i))
     of_parts = pl.BlockSpec((1, 1, LANES), lambda n, i: (n, 0, i))
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    in_smem = [
-        pl.BlockSpec((1, 1, x.shape[-1]), lambda n, i: (n, 0, 0), memory_space=pltpu.SMEM)
-        for x in (inputs.table, inputs.slopes)
-    ]
-    ids = []
-    if shape.has_segments:
-        ids = [pl.BlockSpec((1, 1, shape.q_block), lambda n, i: (quotient(n, shape.num_heads), 0, i)), in_hbm]
-    row = (shape.q_block, LANES)
-    scratch = {
-        "key_buffer": pltpu.VMEM((2, shape.kv_block, head_dim), inputs.key.dtype),
-        "value_buffer": pltpu.VMEM((2, shape.kv_block, head_dim), inputs.value.dtype),
-        "ids_buffer": pltpu.VMEM((2, 1, shape.kv_block if shape.has_segments else LANES), jnp.int32),
-        "semaphores": pltpu.SemaphoreType.DMA((3, 2)),
-        "turn": pltpu.SMEM((1,), jnp.int32),
-        "own": pltpu.VMEM(row, jnp.float32),
-        "log_sum_exp": pltpu.VMEM(row, jnp.float32),
-        "delta": pltpu.VMEM(row, jnp.float32),
-        "d_query": pltpu.VMEM((shape.q_block, head_dim), jnp.float32),
-    }
+    of_tables, of_block, in_hbm, of_ids, scratch = layout(shape, inputs)
+    of_lanes = pltpu.VMEM((shape.q_block, LANES), jnp.float32)
+    scratch |= {"log_sum_exp": of_lanes, "delta": of_lanes}
+    scratch["d_query"] = pltpu.VMEM((shape.q_block, head_dim), jnp.float32)
     out_shape = [local(inputs.query.shape, inputs.query.dtype)]
     if slopes_too:
-        scratch |= {name: pltpu.VMEM((shape.q_block, LANES), jnp.float32) for name in ("behind", "ahead")}
+        scratch |= {"behind": of_lanes, "ahead": of_lanes}
         out_shape += [local((batch_heads, 1, LANES * shape.q_blocks), jnp.float32)] * 2
     return pl.pallas_call(
         partial(_kernel_of_queries, shape, slopes_too, tuple(scratch)),
         grid=(batch_heads, shape.q_blocks),
-        in_specs=[*in_smem, of_block, of_block, of_rows, in_hbm, in_hbm, *ids],
+        in_specs=[*of_tables, of_block, of_block, of_rows, in_hbm, in_hbm, *of_ids],
         out_specs=[of_block, of_parts, of_parts][: len(out_shape)],
         out_shape=out_shape,
         scratch_shapes=list(scratch.values()),
@@ -220,56 +204,25 @@ def _kernel_of_queries(shape: KernelShape, slopes_too: bool, names: tuple[str, .
     out_query, *refs = refs  # [1, q_block, head_dim]
     out_slopes, refs = (refs[:2], refs[2:]) if slopes_too else ([], refs)  # [1, 1, LANES] each
     scratch = dict(zip(names, refs, strict=True))
-    n, block = pl.program_id(0), pl.program_id(1)
-    first, stop, base = (table[0, 0, FIELDS * block + field] for field in range(FIELDS))
-    following = tuple(table[0, 0, FIELDS * (block + 1) + field] for field in range(2))
-    q_start = table[0, 0, table.shape[-1] + OFFSET] + block * shape.q_block
-    limits = first * shape.kv_block, jnp.minimum(stop * shape.kv_block, shape.kv_len) - 1
-    scratch["own"][...] = own_positions(shape, Place(q_start, 0, base), limits, (shape.q_block, LANES), 0)
     for name, row in (("log_sum_exp", LOG_SUM_EXP), ("delta", DELTA)):
         scratch[name][...] = column_of(statistics[0, row : row + 1])
     for name in ("d_query", "behind", "ahead") if slopes_too else ("d_query",):
         scratch[name][...] = jnp.zeros_like(scratch[name])
 
-    def copies(of_keys: Any, slot: Any, of_next: bool) -> list[Any]:
-        at = pl.ds(pl.multiple_of(of_keys * shape.kv_block, LANES), shape.kv_block)
-        parts = [
-            (key.at[quotient(n, shape.group), at], scratch["key_buffer"]),
-            (value.at[quotient(n, shape.group), at], scratch["value_buffer"]),
-        ]
-        if shape.has_segments:
-            parts.append((kv_ids.at[quotient(n, shape.num_heads), :, at], scratch["ids_buffer"]))
-        return [
-            pltpu.make_async_copy(part, buffer.at[slot], scratch["semaphores"].at[index, slot])
-            for index, (part, buffer) in enumerate(parts)
-        ]
+    def attend(branch: Branch, place: Place, bias: Bias, keys: Any, values: Any) -> None:
+        scores = product(query[0], keys, (1, 1))  # [q_block, kv_block]
+        weights = _weights(shape, scores, bias, scratch["log_sum_exp"][...])
+        d_weights = product(cotangent[0], values, (1, 1))
+        d_scores = weights * (d_weights - lanes(scratch["delta"][...], shape.kv_block))
+        scratch["d_query"][...] += product(d_scores.astype(keys.dtype), keys, (1, 0))
+        if slopes_too:
+            behind = distances(shape, place, scratch["own"][...], 0)
+            if branch.side != "future":
+                scratch["behind"][...] -= _by_lane(d_scores * jnp.maximum(behind, 0))
+            if branch.side != "past" and not shape.is_causal:
+                scratch["ahead"][...] += _by_lane(d_scores * jnp.minimum(behind, 0))
 
-    def visit(of_keys: Any, slot: Any) -> None:
-        place = Place(q_start, of_keys * shape.kv_block, base)
-
-        def attend(branch: Branch) -> None:
-            same = None
-            if shape.has_segments:
-                same = lanes(column_of(q_ids[0]), shape.kv_block) == scratch["ids_buffer"][slot]
-            own = scratch["own"][...]
-            bias = bias_of(shape, branch, place, (slopes[0, 0, 0], slopes[0, 0, 1]), own, same, 0)
-            keys = scratch["key_buffer"][slot]
-            scores = product(query[0], keys, (1, 1))  # [q_block, kv_block]
-            weights = _weights(shape, scores, bias, scratch["log_sum_exp"][...])
-            d_weights = product(cotangent[0], scratch["value_buffer"][slot], (1, 1))
-            d_scores = weights * (d_weights - lanes(scratch["delta"][...], shape.kv_block))
-            scratch["d_query"][...] += product(d_scores.astype(keys.dtype), keys, (1, 0))
-            if slopes_too:
-                behind = distances(shape, place, own, 0)
-                if branch.side != "future":
-                    scratch["behind"][...] -= _by_lane(d_scores * jnp.maximum(behind, 0))
-                if branch.side != "past" and not shape.is_causal:
-                    scratch["ahead"][...] += _by_lane(d_scores * jnp.minimum(behind, 0))
-
-        for branch in branches(shape, place):
-            pl.when(branch.applies)(partial(attend, branch))
-
-    walk(first, stop, following, block == 0, scratch["turn"], copies, visit)
+    walk_over_keys(shape, table, slopes, (key, value), (q_ids, kv_ids), scratch, attend)
     out_query[0] = (scratch["d_query"][...] * shape.scale).astype(out_query.dtype)
     for out, name in zip(out_slopes, ("behind", "ahead"), strict=False):
         out[0] = jnp.sum(scratch[name][...], axis=0, keepdims=True)

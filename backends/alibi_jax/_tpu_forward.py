@@ -13,24 +13,17 @@ from jax.experimental.pallas import tpu as pltpu
 
 from alibi_jax._compatible import local
 from alibi_jax._tpu_blocks import (
-    FIELDS,
     HIDDEN,
     LOG2_E,
-    OFFSET,
     ONE,
     ZERO,
     Bias,
     Branch,
     Place,
-    bias_of,
-    branches,
-    column_of,
     lanes,
-    own_positions,
     product,
-    quotient,
-    walk,
 )
+from alibi_jax._tpu_rows import layout, walk_over_keys
 from alibi_jax._tpu_shape import LANES, KernelShape
 from alibi_jax._tpu_tables import Inputs
 
@@ -42,35 +35,17 @@ def forward(shape: KernelShape, inputs: Inputs, with_log_sum_exps: bool) -> tupl
     +inf for a query that sees no key. None unless they are asked for: they take memory.
     """
     batch_heads, q_padded, head_dim = inputs.query.shape
-    of_block = pl.BlockSpec((1, shape.q_block, head_dim), lambda n, i: (n, i, 0))
     of_rows = pl.BlockSpec((1, 1, shape.q_block), lambda n, i: (n, 0, i))
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    in_smem = [
-        pl.BlockSpec((1, 1, x.shape[-1]), lambda n, i: (n, 0, 0), memory_space=pltpu.SMEM)
-        for x in (inputs.table, inputs.slopes)
-    ]
-    ids = []
-    if shape.has_segments:
-        ids = [pl.BlockSpec((1, 1, shape.q_block), lambda n, i: (quotient(n, shape.num_heads), 0, i)), in_hbm]
-    row = (shape.q_block, LANES)
-    scratch = {
-        "key_buffer": pltpu.VMEM((2, shape.kv_block, head_dim), inputs.key.dtype),
-        "value_buffer": pltpu.VMEM((2, shape.kv_block, head_dim), inputs.value.dtype),
-        "ids_buffer": pltpu.VMEM((2, 1, shape.kv_block if shape.has_segments else LANES), jnp.int32),
-        "semaphores": pltpu.SemaphoreType.DMA((3, 2)),
-        "turn": pltpu.SMEM((1,), jnp.int32),
-        "own": pltpu.VMEM(row, jnp.float32),
-        "largest": pltpu.VMEM(row, jnp.float32),
-        "total": pltpu.VMEM(row, jnp.float32),
-        "sums": pltpu.VMEM((shape.q_block, head_dim), jnp.float32),
-    }
+    of_tables, of_block, in_hbm, of_ids, scratch = layout(shape, inputs)
+    scratch |= {name: pltpu.VMEM((shape.q_block, LANES), jnp.float32) for name in ("largest", "total")}
+    scratch["sums"] = pltpu.VMEM((shape.q_block, head_dim), jnp.float32)
     out_shape = [local(inputs.query.shape, inputs.query.dtype)]
     if with_log_sum_exps:
         out_shape.append(local((batch_heads, 1, q_padded), jnp.float32))
     result, *rest = pl.pallas_call(
         partial(_kernel, shape, with_log_sum_exps, tuple(scratch)),
         grid=(batch_heads, shape.q_blocks),
-        in_specs=[*in_smem, of_block, in_hbm, in_hbm, *ids],
+        in_specs=[*of_tables, of_block, in_hbm, in_hbm, *of_ids],
         out_specs=[of_block, of_rows][: len(out_shape)],
         out_shape=out_shape,
         scratch_shapes=list(scratch.values()),
@@ -90,47 +65,15 @@ def _kernel(shape: KernelShape, with_log_sum_exps: bool, names: tuple[str, ...],
     log_sum_exps, *refs = refs if with_log_sum_exps else (None, *refs)  # [1, 1, q_block]
     scratch = dict(zip(names, refs, strict=True))
     largest, total, sums = scratch["largest"], scratch["total"], scratch["sums"]
-    n, block = pl.program_id(0), pl.program_id(1)
-    first, stop, base = (table[0, 0, FIELDS * block + field] for field in range(FIELDS))
-    following = tuple(table[0, 0, FIELDS * (block + 1) + field] for field in range(2))
-
-    q_start = table[0, 0, table.shape[-1] + OFFSET] + block * shape.q_block
-
-    limits = first * shape.kv_block, jnp.minimum(stop * shape.kv_block, shape.kv_len) - 1
-    scratch["own"][...] = own_positions(shape, Place(q_start, 0, base), limits, (shape.q_block, LANES), 0)
     largest[...] = jnp.full_like(largest, HIDDEN)
     total[...] = jnp.zeros_like(total)
     sums[...] = jnp.zeros_like(sums)
 
-    def copies(kv: Any, slot: Any, of_next: bool) -> list[Any]:
-        at = pl.ds(pl.multiple_of(kv * shape.kv_block, LANES), shape.kv_block)
-        parts = [
-            (key.at[quotient(n, shape.group), at], scratch["key_buffer"]),
-            (value.at[quotient(n, shape.group), at], scratch["value_buffer"]),
-        ]
-        if shape.has_segments:
-            parts.append((kv_ids.at[quotient(n, shape.num_heads), :, at], scratch["ids_buffer"]))
-        return [
-            pltpu.make_async_copy(part, buffer.at[slot], scratch["semaphores"].at[index, slot])
-            for index, (part, buffer) in enumerate(parts)
-        ]
+    def attend(branch: Branch, place: Place, bias: Bias, keys: Any, values: Any) -> None:
+        scores = product(query[0], keys, (1, 1))  # [q_block, kv_block]
+        _accumulate(shape, scores, values, bias, largest, total, sums)
 
-    def visit(kv: Any, slot: Any) -> None:
-        place = Place(q_start, kv * shape.kv_block, base)
-
-        def attend(branch: Branch) -> None:
-            same = None
-            if shape.has_segments:
-                same = lanes(column_of(q_ids[0]), shape.kv_block) == scratch["ids_buffer"][slot]
-            bias = bias_of(shape, branch, place, (slopes[0, 0, 0], slopes[0, 0, 1]), scratch["own"][...], same, 0)
-            scores = product(query[0], scratch["key_buffer"][slot], (1, 1))  # [q_block, kv_block]
-            _accumulate(shape, scores, scratch["value_buffer"][slot], bias, largest, total, sums)
-
-        for branch in branches(shape, place):
-            pl.when(branch.applies)(partial(attend, branch))
-
-    walk(first, stop, following, block == 0, scratch["turn"], copies, visit)
-
+    walk_over_keys(shape, table, slopes, (key, value), (q_ids, kv_ids), scratch, attend)
     weight = jnp.broadcast_to(jnp.sum(total[...], axis=1)[:, None], total.shape)
     sees = weight > 0
     result[0] = (sums[...] / lanes(jnp.where(sees, weight, ONE), sums.shape[1])).astype(result.dtype)
