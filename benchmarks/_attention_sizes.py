@@ -167,7 +167,7 @@ JAX_CPU = Sizes(
     weighed=_shape(8192),
     exact=_shape(8192),
     checked=_shape(2048),
-    longest=None,  # not offered: a dense bias of 2**20 tokens has 2**40 elements a head
+    longest=None,  # not measured yet
     weighed_share=0.1,
     low_precision=LOW_ON_CPU,
 )

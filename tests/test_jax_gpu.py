@@ -30,8 +30,9 @@ from alibi_jax._operands import Operands, Rules, take_apart  # noqa: E402
 from alibi_jax._plan import NORM_BLOCK, needed_keys  # noqa: E402
 from tests.cases import Case, Sizes, cases  # noqa: E402
 from tests.frameworks import JAX, Backend  # noqa: E402
-from tests.oracle import Answer, assert_within, penalties  # noqa: E402
+from tests.oracle import assert_within  # noqa: E402
 from tests.test_conformance import gradient_answers  # noqa: E402
+from tests.test_jax_tiled import by_future_slopes, plain, with_arrays  # noqa: E402
 
 BACKEND = Backend(JAX, "alibi_jax", None)
 SMALL = GPU(16, 16, interpret=True)
@@ -92,25 +93,6 @@ def assert_exact(case: Case, dtype: str = "float32", options: GPU = SMALL) -> No
     assert (gradients[4] is None) == ("future_slopes" not in case.arguments)
     if gradients[4] is not None:
         assert_within(JAX.numpy(gradients[4]), by_future_slopes(case, dtype))
-
-
-def by_future_slopes(case: Case, dtype: str) -> Answer:
-    ahead = dataclasses.replace(case.rules(np.zeros(case.num_heads)), future_slopes=np.ones(case.num_heads))
-    distances = -penalties(ahead, case.sizes.batch, case.num_heads, *case.sizes.lengths)
-    cotangent = JAX.numpy(JAX.array(case.arrays["cotangent"], dtype))
-    return case.exact(JAX, dtype).gradients(cotangent, np.where(np.isfinite(distances), distances, 0))["slopes"]
-
-
-def plain(sizes: Sizes, form: str = "causal", seed: int = 3, **arguments: Any) -> Case:
-    case = Case(sizes, form, None, None, None, None, slopes_per_batch=False, seed=seed)
-    return case.with_arguments(form, case.arguments | arguments)
-
-
-def with_arrays(case: Case, **arrays: np.ndarray) -> Case:
-    """Return the case with some arrays in place of its own, arguments kept."""
-    changed = case.with_tensors(**arrays)
-    changed.__dict__["arguments"] = case.arguments
-    return changed
 
 
 def by_key(case: Case) -> Case:

@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from alibi_core import _checks
-from alibi_core._checks import MAX_POSITION
+from alibi_jax._kernels import both_slopes, by_slopes, first_positions, row_products
 from alibi_jax._operands import Operands, Rules, kv_axis
 from alibi_jax._plan import needed_keys
-from alibi_jax._tpu_blocks import LOG2_E
 
 SMALLEST = 16  # rows and columns of a matrix that Triton multiplies, at least
 WIDEST = 256  # head_dim, at most: wider rows leave no room for a tile
@@ -201,33 +200,26 @@ def backward(
     inputs = inputs_of(rules, operands, whole)
     inputs = inputs._replace(table=_finer(inputs.table, whole, shape))
     cotangent = cotangent.astype(operands.query.dtype)
-    delta = jnp.sum(cotangent.astype(jnp.float32) * result.astype(jnp.float32), axis=-1)  # [batch, q_len, num_heads]
-    rows = _gpu_backward.Rows(cotangent, log_sum_exps, jnp.swapaxes(delta, 1, 2))
+    rows = _gpu_backward.Rows(cotangent, log_sum_exps, row_products(cotangent, result))
     d_key, d_value = _gpu_backward.backward_of_keys(shape, inputs, rows)
     d_query, *parts = _gpu_backward.backward_of_queries(shape, inputs, rows, slopes_too)
     behind, ahead = jnp.moveaxis(parts[0].sum(axis=2), -1, 0) if parts else (None, None)
-    has_two = operands.future_slopes is not None
     return (
         d_query,
         d_key,
         d_value,
-        behind if behind is None or has_two else behind + ahead,
-        ahead if has_two else None,
+        *by_slopes(operands, behind, ahead),
     )
 
 
 def inputs_of(rules: Rules, operands: Operands, shape: KernelShape) -> Inputs:
     """Return what the kernels read: no tensor is copied."""
     heads = shape.batch, shape.num_heads
-    offset = rules.q_offset if rules.q_offset is not None else operands.q_offset
-    # Farther from all keys than this it makes no difference, and the last tile's positions must fit.
-    most = MAX_POSITION - 2 * (shape.q_tiles * shape.q_block + shape.kv_tiles * shape.kv_block)
-    offset = jnp.clip(jnp.asarray(offset, jnp.int32), -most, most).reshape(-1, 1, 1)
+    tokens = shape.q_tiles * shape.q_block + shape.kv_tiles * shape.kv_block
+    offset = first_positions(rules, operands, tokens)
     starts = offset + jnp.arange(shape.q_tiles, dtype=jnp.int32) * shape.q_block
     needed = needed_keys(rules, operands, shape.q_block, shape.kv_block)
     columns = [jnp.broadcast_to(x.astype(jnp.int32), (*heads, shape.q_tiles)) for x in (*needed, starts)]
-    future_slopes = operands.slopes if operands.future_slopes is None else operands.future_slopes
-    slopes = jnp.stack([jnp.broadcast_to(x, heads) for x in (operands.slopes, future_slopes)], axis=-1)
     q_ids, kv_ids, shown = operands.q_segment_ids, operands.kv_segment_ids, None
     if q_ids is not None:
         kv_ids = q_ids if kv_ids is None else kv_ids
@@ -237,7 +229,7 @@ def inputs_of(rules: Rules, operands: Operands, shape: KernelShape) -> Inputs:
         shown = jnp.broadcast_to(operands.mask[:, 0, 0], (operands.mask.shape[0], shape.kv_len)).astype(jnp.int8)
     return Inputs(
         table=jnp.stack(columns, axis=-1),
-        slopes=slopes.astype(jnp.float32) * LOG2_E,
+        slopes=both_slopes(operands),
         query=operands.query,
         key=operands.key,
         value=operands.value,

@@ -32,7 +32,8 @@ from alibi_jax._gpu_forward import (
     store_rows,
     walk,
 )
-from alibi_jax._tpu_blocks import LOG2_E, product
+from alibi_jax._kernels import LOG2_E
+from alibi_jax._tpu_blocks import product
 
 if TYPE_CHECKING:
     from alibi_jax._gpu import Inputs, KernelShape

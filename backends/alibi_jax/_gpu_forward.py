@@ -23,7 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from alibi_jax._compatible import local
-from alibi_jax._tpu_blocks import LOG2_E, product
+from alibi_jax._kernels import LOG2_E
+from alibi_jax._tpu_blocks import product
 
 if TYPE_CHECKING:
     from alibi_jax._gpu import Inputs, KernelShape

@@ -86,6 +86,7 @@ def _bounds(rules: Rules, operands: Operands, call: AttentionCall, q_block: int,
         kv_block = _multiple(kv_tile, call.kv_len)
         norms = norm_bounds(key.astype(call.working_dtype) - centre)
         norms = norms if rules.kv_heads_first else jnp.swapaxes(norms, 1, 2)  # [batch, num_kv_heads, kv_len]
+        norms = by_block(jnp, norms, kv_block).max(axis=-1)
     else:
         centre = jnp.zeros((1, 1, 1, 1), call.working_dtype)
         kv_block, norms = NORM_BLOCK, operands.key_norms.astype(call.working_dtype)
@@ -93,8 +94,6 @@ def _bounds(rules: Rules, operands: Operands, call: AttentionCall, q_block: int,
         if coarser > kv_block:
             norms = by_block(jnp, norms, coarser // kv_block).max(axis=-1)
             kv_block = coarser
-    if norms.shape[-1] == call.kv_len and kv_block > 1:
-        norms = by_block(jnp, norms, kv_block).max(axis=-1)
     own_keys = _at_own_positions(call, key, axis).astype(call.working_dtype) - centre
     own_keys = jnp.swapaxes(own_keys, 1, 2) if rules.kv_heads_first else own_keys  # [batch, q_len, num_kv_heads, ...]
     by_group = query.reshape(*query.shape[:2], call.num_kv_heads, group, call.head_dim).astype(call.working_dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from alibi_jax._kernels import by_slopes, row_products
 from alibi_jax._operands import Operands, Rules
 from alibi_jax._tpu_backward import backward_of_keys, backward_of_queries
 from alibi_jax._tpu_forward import forward as forward_kernel
@@ -36,8 +37,7 @@ def backward(
     """Return the gradients of query, key, value, and ``[batch, num_heads]`` of slopes and future slopes, or None."""
     shape = KernelShape.of(rules, operands, options)
     inputs = inputs_of(rules, operands, shape)
-    delta = jnp.sum(cotangent.astype(jnp.float32) * result.astype(jnp.float32), axis=-1)  # [batch, q_len, num_heads]
-    statistics = jnp.stack([log_sum_exps, jnp.swapaxes(delta, 1, 2)], axis=2)  # [batch, num_heads, 2, q_len]
+    statistics = jnp.stack([log_sum_exps, row_products(cotangent, result)], axis=2)  # [batch, num_heads, 2, q_len]
     # A query that is not there sees nothing.
     padding = shape.q_blocks * shape.q_block - shape.q_len
     statistics = jnp.pad(statistics, ((0, 0), (0, 0), (0, 0), (0, padding)), constant_values=jnp.inf)
@@ -48,11 +48,9 @@ def backward(
     d_key, d_value = backward_of_keys(shape, inputs, turned, statistics, cotangents)
     d_query, *parts = backward_of_queries(shape, inputs, statistics, cotangents, slopes_too)
     behind, ahead = (x.sum(axis=(1, 2)).reshape(shape.batch, shape.num_heads) for x in parts) if parts else (None, None)
-    has_two = operands.future_slopes is not None
     return (
         by_token(d_query, shape.num_heads, shape.q_len),
         by_token(d_key, shape.num_kv_heads, shape.kv_len),
         by_token(d_value, shape.num_kv_heads, shape.kv_len),
-        behind if behind is None or has_two else behind + ahead,
-        ahead if has_two else None,
+        *by_slopes(operands, behind, ahead),
     )

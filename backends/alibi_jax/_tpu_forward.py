@@ -12,9 +12,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from alibi_jax._compatible import local
+from alibi_jax._kernels import LOG2_E
 from alibi_jax._tpu_blocks import (
     HIDDEN,
-    LOG2_E,
     ONE,
     ZERO,
     Bias,

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from alibi_core._checks import MAX_POSITION
+from alibi_jax._kernels import both_slopes, first_positions
 from alibi_jax._operands import Operands, Rules, kv_axis
 from alibi_jax._plan import needed_keys
-from alibi_jax._tpu_blocks import LOG2_E
+from alibi_jax._tpu_blocks import FIELDS
 from alibi_jax._tpu_shape import KernelShape
 
 PAIRS = 2**22  # of blocks that are looked at together
@@ -30,10 +30,8 @@ class Inputs(NamedTuple):
 def inputs_of(rules: Rules, operands: Operands, shape: KernelShape) -> Inputs:
     """Return what the kernels read."""
     heads = shape.batch, shape.num_heads
-    offset = rules.q_offset if rules.q_offset is not None else operands.q_offset
-    # Farther from all keys than this it makes no difference, and the last block's positions must fit.
-    most = MAX_POSITION - 2 * (shape.q_blocks * shape.q_block + shape.kv_blocks * shape.kv_block)
-    offset = jnp.clip(jnp.asarray(offset, jnp.int32), -most, most).reshape(-1, 1, 1)
+    tokens = shape.q_blocks * shape.q_block + shape.kv_blocks * shape.kv_block
+    offset = first_positions(rules, operands, tokens)
     needed = needed_keys(rules, operands, shape.q_block, shape.kv_block)
     starts = offset + jnp.arange(shape.q_blocks, dtype=jnp.int32) * shape.q_block
     base = jnp.clip(starts, needed.first, jnp.maximum(needed.stop - 1, needed.first))
@@ -44,11 +42,9 @@ def inputs_of(rules: Rules, operands: Operands, shape: KernelShape) -> Inputs:
     blocks = jnp.stack(columns, axis=-1).reshape(*heads, -1)
     ends = jnp.zeros((*heads, len(columns)), jnp.int32)  # no blocks are needed by what follows the last
     table = jnp.concatenate([blocks, ends, jnp.broadcast_to(offset, (*heads, 1))], axis=-1)
-    future_slopes = operands.slopes if operands.future_slopes is None else operands.future_slopes
-    slopes = jnp.stack([jnp.broadcast_to(x, heads) for x in (operands.slopes, future_slopes)], axis=-1)
     return Inputs(
         table=table.reshape(-1, 1, table.shape[-1]),
-        slopes=slopes.reshape(-1, 1, 2) * LOG2_E,
+        slopes=both_slopes(operands).reshape(-1, 1, 2),
         query=by_head(operands.query, shape.q_blocks * shape.q_block),
         key=by_head(operands.key, shape.kv_blocks * shape.kv_block, kv_axis(rules)),
         value=by_head(operands.value, shape.kv_blocks * shape.kv_block, kv_axis(rules)),
@@ -76,7 +72,7 @@ def queries_of_keys(table: jax.Array, shape: KernelShape) -> jax.Array:
         ``[batch * num_kv_heads, 1, 2 * (kv_blocks * group + 1)]`` int32: the first block and the one after the last,
         for each block of keys and each of the heads that share it, in this order.
     """
-    blocks = table[:, 0, : 3 * shape.q_blocks].reshape(-1, shape.q_blocks, 3)
+    blocks = table[:, 0, : FIELDS * shape.q_blocks].reshape(-1, shape.q_blocks, FIELDS)
     index, keys = (jnp.arange(n, dtype=jnp.int32) for n in (shape.q_blocks, shape.kv_blocks))
 
     def of_head(blocks: jax.Array) -> jax.Array:
