@@ -108,6 +108,15 @@ def running_sum(xp: Namespace, array: Any) -> Any:
     return xp.cumulative_sum(array, axis=-1)
 
 
+def running_max(xp: Namespace, array: Any) -> Any:
+    """Return the largest so far along the last axis, which the standard has no function for."""
+    if library_name(xp) == "torch":
+        return xp.cummax(array, dim=-1).values
+    if library_name(xp) == "numpy":
+        return np.maximum.accumulate(array, axis=-1)
+    raise NotImplementedError(f"running_max must be given arrays of numpy or torch, got {library_name(xp)}")
+
+
 def times(xp: Namespace, array: Any, factor: float) -> Any:
     """``array * factor``, to the precision of ``array``."""
     # MLX 0.29 rounds a Python number to float32, whatever it meets.

@@ -19,8 +19,10 @@ import array_api_compat.torch as xp  # noqa: E402
 
 import alibi_torch  # noqa: E402
 from alibi_core import AttentionCall  # noqa: E402
+from alibi_core._jobs import Job, TileSizes, entry_of  # noqa: E402
+from alibi_core._nearest import nearest_keys  # noqa: E402
 from alibi_torch import _tile_kernels, _tile_plan, _tiled  # noqa: E402
-from alibi_torch._tile_plan import Job, KeyNorms, jobs  # noqa: E402
+from alibi_torch._tile_plan import KeyNorms, jobs  # noqa: E402
 from benchmarks import _timing  # noqa: E402
 from tests.cases import SIZES, Case, Sizes, cases  # noqa: E402
 from tests.frameworks import TORCH, Backend  # noqa: E402
@@ -50,13 +52,11 @@ class Tiling:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        constants = {"SHORT": self.short, "FEW": self.few, "ROWS": self.rows, "KV_BLOCK": 1, "BLOCKS": self.blocks}
-        constants |= {"BIAS_ELEMENTS": self.bias_elements, "CALL_SCORES": self.call_scores, "WORTHWHILE": 0}
+        sizes = TileSizes(self.rows, self.bias_elements, self.call_scores, self.few)
+        constants = {"SIZES": sizes, "SHORT": self.short, "KV_BLOCK": 1, "BLOCKS": self.blocks, "WORTHWHILE": 0}
         with pytest.MonkeyPatch.context() as patch:
             for name, value in constants.items():
                 patch.setattr(_tile_plan, name, value)
-                if hasattr(_tile_kernels, name):
-                    patch.setattr(_tile_kernels, name, value)
             patch.setattr(_tile_plan, "PART_ELEMENTS", self.plan_elements)
             patch.setattr(_tile_kernels, "PART_ELEMENTS", self.kernel_elements)
             yield
@@ -372,7 +372,7 @@ def assert_lower_bounds(case: Case, tiling: Tiling) -> None:
     with tiling.applied():
         for index in range(case.sizes.batch):
             one = slice(index, index + 1)
-            bounds = _tile_plan._lower_bounds(_tile_plan.entry_of(call, index), query[one], key[one], middle[one])
+            bounds = _tile_plan._lower_bounds(entry_of(call, index), query[one], key[one], middle[one])
             if bounds is not None:
                 rounding = 2.0**-20 * (1 + np.abs(np.where(np.isfinite(scores), scores, 0)).max())
                 assert np.all(TORCH.numpy(bounds)[0] <= actual[index] + rounding)
@@ -394,8 +394,8 @@ def test_nearest_keys_are_the_calls_own(case: Case, tiling: Tiling) -> None:
     call = planning(without_offsets_by_entry(case))[0]
     with tiling.applied():
         for index in range(case.sizes.batch):
-            entry = _tile_plan.entry_of(call, index)
-            found, expected = _tile_plan._nearest_keys(entry), entry.nearest_keys()
+            entry = entry_of(call, index)
+            found, expected = nearest_keys(entry, _tile_plan.PART_ELEMENTS), entry.nearest_keys()
             assert torch.equal(*torch.broadcast_tensors(found, expected))
 
 
@@ -452,7 +452,7 @@ def test_no_job_is_larger_than_it_may_be() -> None:
 
 
 def test_horizons_save_work() -> None:
-    length, rows = 4096, _tile_plan.ROWS[0]
+    length, rows = 4096, _tile_plan.SIZES.rows[0]
     query, key, value = tensors((length, length), batch=1)
     slopes = torch.tensor([1.0, 0.25, 2.0**-6, 0.0])
     call = AttentionCall.check(query, key, value, slopes, xp=xp)

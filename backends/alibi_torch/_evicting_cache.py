@@ -16,7 +16,7 @@ from alibi_core._horizon import LARGEST_TOLERANCE, UNIT_ROUNDOFF
 from alibi_torch._attention import run
 from alibi_torch._cache import KVCache, check_appended
 from alibi_torch._choice import IMPLEMENTATIONS
-from alibi_torch._tile_plan import FEW, norm_bounds
+from alibi_torch._tile_plan import SIZES, norm_bounds
 
 ROOM = 64  # tokens, at least, that a group of heads makes room for at a time
 
@@ -196,7 +196,7 @@ class EvictingKVCache(KVCache):
         result = torch.empty_like(query)
         share = len(self._slopes) // self.key.shape[1]  # query heads a key/value head
         # Few queries are not worth a second look: what is kept is about what they need.
-        tolerance = 0.0 if query.shape[2] <= FEW else self._tolerance
+        tolerance = 0.0 if query.shape[2] <= SIZES.few else self._tolerance
         for group in self._groups:
             heads = [head * share + i for head in group.heads for i in range(share)]
             key, value = group.held

@@ -15,9 +15,10 @@ from alibi_core import AttentionCall
 from alibi_core._checks import one_of
 from alibi_core._explanation import Explanation, visible_pairs
 from alibi_core._horizon import ENDLESS, tolerance_of
+from alibi_core._jobs import entry_of
 from alibi_torch._attention import attention, norms_of
 from alibi_torch._choice import IMPLEMENTATIONS, choose, refusal
-from alibi_torch._tile_plan import KeyNorms, entry_of, jobs, needed_keys
+from alibi_torch._tile_plan import KeyNorms, jobs, needed_keys
 
 
 def explain(

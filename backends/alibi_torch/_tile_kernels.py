@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_torch._tile_plan import BIAS_ELEMENTS, Job
+from alibi_core._jobs import Job
+from alibi_torch import _tile_plan
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -326,7 +327,7 @@ class Biases:
         if key != self._key or back > self._back or not covered:
             # At once for all heads that ask for the like, if that is not too much.
             first, stop, most = self._alike[key]
-            if (stop - first) * job.rows * (most + job.rows) > BIAS_ELEMENTS:
+            if (stop - first) * job.rows * (most + job.rows) > _tile_plan.SIZES.bias_elements:
                 first, stop, most = job.heads.start, job.heads.stop, back
             self._key, self._heads, self._back = key, slice(first, stop), most
             self._kept = self._toeplitz(replace(job, heads=self._heads), most, most + job.kv_len - back)

@@ -12,8 +12,9 @@ from torch import Tensor
 from alibi_core import AttentionCall
 from alibi_core._bias import working_dtype
 from alibi_core._horizon import tolerance_of
+from alibi_core._jobs import entry_of
 from alibi_torch import _tile_kernels, _tiled_vmap
-from alibi_torch._tile_plan import KeyNorms, entry_of, jobs
+from alibi_torch._tile_plan import KeyNorms, jobs
 
 
 def tiled_attention(
