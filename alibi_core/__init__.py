@@ -7,6 +7,7 @@ and array-api-compat alone and works on the arrays of any library that follows t
 from alibi_core._attention import attention
 from alibi_core._bias import bias, bias_from_positions, key_bias
 from alibi_core._call import AttentionCall
+from alibi_core._fold import fold, fold_error_bound, fold_size
 from alibi_core._horizon import KeyRanges, ScoreBounds, horizon, key_ranges
 from alibi_core._slopes import slopes
 
@@ -19,6 +20,9 @@ __all__ = [
     "attention",
     "bias",
     "bias_from_positions",
+    "fold",
+    "fold_error_bound",
+    "fold_size",
     "horizon",
     "key_bias",
     "key_ranges",

@@ -1,0 +1,324 @@
+"""Folding: causal ALiBi as a few more features of query and key, for attention kernels that take no bias.
+
+Softmax ignores what is constant along a row, so under a causal mask ``-slope * (i - j)`` may as well be
+``slope * (j - c)`` with any ``c``: a product of something of the query's head and something of the key. Both factors
+have more digits than a low-precision feature holds, so each is written as a sum of *limbs* that do fit, one feature
+for each pair of limbs. All that is inexact then is the kernel's own float32 sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from alibi_core import _checks
+from alibi_core._bias import place_slopes, working_dtype
+from alibi_core._call import AttentionCall
+from alibi_core._namespace import arange, asarray, astype, device_of, host_values, namespace_of, times
+from alibi_core._typing import Array, DType, Namespace
+
+# Significant bits of a limb. In this order the first name that fits is right, though bfloat16 has two.
+BITS = {"float64": 53, "float32": 24, "bfloat16": 8, "float16": 11}
+
+LARGEST_FLOAT16 = 65504.0
+FLOAT16_POSITION_LIMBS = 2  # with a third, the first would have to be so large that it overflows
+LARGEST_EXPONENT = 63  # of slope / scale, as a power of two
+
+
+def fold(
+    query: Array,
+    key: Array,
+    slopes: int | Array | None = None,
+    *,
+    scale: float | None = None,
+    head_dim: int | None = None,
+) -> tuple[Any, Any]:
+    """Return query and key with features appended by which any causal attention kernel computes ALiBi.
+
+    With the returned pair, ``scale * query @ key.T`` is what it was before plus ``slopes * (j - c)`` for key ``j``;
+    ``c`` is the same for all keys, so softmax under a causal mask makes of it ALiBi attention. Hand the kernel the
+    ``scale`` used here, not the default for the new size, and the value as it is. Three queries and three keys, slope
+    2, scale 1, float32::
+
+        query  q0 | 2      key  k0 | -1      scores  q0.k0 - 2  q0.k1  q0.k2 + 2
+               q1 | 2           k1 |  0              q1.k0 - 2  q1.k1  q1.k2 + 2
+               q2 | 2           k2 |  1              q2.k0 - 2  q2.k1  q2.k2 + 2
+
+    (but that a power of two moves from one factor to the other). Features are exact in their dtype, bit for bit the
+    same in every library, and so are their products in float32 if the dtype is narrower; :func:`fold_error_bound` says
+    what a kernel's sums add. Symmetric attention cannot be folded.
+
+    Not every kernel will do. Products must have the tensors' own precision: float32 tensors do not survive TF32, nor
+    the passes in bfloat16 that TPUs make of them by default. Scores must stay in float32: attention that is not fused
+    often stores them in the dtype, bias and all. And it is scores that must be scaled: a kernel that scales queries
+    instead, in their dtype, rounds the limbs. If the scale is all it multiplies by (and not ``log2(e)`` too), powers of
+    two do no harm: multiply the query by the scale beforehand, and let the scale be 1, both here and there.
+
+    Args:
+        query: ``[..., num_heads, q_len, d]`` of float16, bfloat16, float32 or float64.
+        key: ``[..., num_kv_heads, kv_len, d]`` of the same dtype. ``num_kv_heads`` divides ``num_heads``.
+        slopes: ``[num_heads]`` or ``[..., num_heads]``, of any sign, or an int for that many canonical slopes. Default:
+            the canonical slopes. In float16 at most 255 times the scale.
+        scale: Factor of the scores, not 0. Default ``d ** -0.5``.
+        head_dim: Size to fill up to with zeros, for kernels that have only some sizes. Default: what is needed,
+            ``d + fold_size(kv_len, dtype)``.
+
+    Returns:
+        ``[..., num_heads, q_len, head_dim]`` and ``[..., num_kv_heads, kv_len, head_dim]``, of the dtype and on the
+        device of ``query``. Gradients by query, key and slopes are those of attention with a bias.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind, or dtypes or array libraries are mixed.
+        ValueError: If a value or shape is wrong, ``head_dim`` is too small, or ``kv_len`` exceeds 8390656 in float16.
+
+    Example:
+        >>> import numpy as np
+        >>> query, key = fold(np.ones((1, 3, 1)), np.ones((1, 3, 1)), np.asarray([2.0]))
+        >>> (query @ np.swapaxes(key, 1, 2))[0].tolist()
+        [[-1.0, 1.0, 3.0], [-1.0, 1.0, 3.0], [-1.0, 1.0, 3.0]]
+
+    References:
+        Press, Smith, Lewis, "Train Short, Test Long", section 3, arXiv 2108.12409, for the bias; Wu et al.,
+        "FlashBias", arXiv 2505.12044, for biases of low rank as features. The limbs are this library's own.
+    """
+    for name, tensor in (("query", query), ("key", key)):
+        _checks.array(name, tensor)
+    namespace_of(query, key)  # or two libraries' dtypes would be compared
+    if query.dtype != key.dtype:
+        raise TypeError(f"key must have the dtype of query, {query.dtype}, got {key.dtype}")
+    call = AttentionCall.check(query, key, key, slopes, scale=scale, allow_negative_slopes=True)
+    if call.scale == 0:
+        raise ValueError("scale must not be 0 (slopes are divided by it), got 0")
+    xp, size = call.xp, call.head_dim + fold_size(call.kv_len, call.dtype)
+    head_dim = size if head_dim is None else _checks.positive_int("head_dim", head_dim)
+    if head_dim < size:
+        raise ValueError(
+            f"head_dim must be at least {size} ({call.head_dim} features of query and {size - call.head_dim} for "
+            f"positions), got {head_dim}"
+        )
+    exponents = _exponents(call.dtype, call.kv_len)
+    _check_range(call, slopes, max(x for x, _ in exponents.values()))
+    rates = _split_rates(xp, times(xp, call.slopes, 1 / call.scale), call.dtype)
+    digits = [astype(xp, x, call.working_dtype) for x in _split_positions(call)]
+    for_query = xp.stack([rates[i] * 2.0**x for (i, _), (x, _) in exponents.items()], axis=-1)  # [..., num_heads, n]
+    for_key = xp.stack([digits[j] * 2.0**y for (_, j), (_, y) in exponents.items()], axis=-1)  # [kv_len, n]
+    return (
+        _append(call, query, for_query[..., None, :], head_dim),
+        _append(call, key, for_key, head_dim),
+    )
+
+
+def fold_size(kv_len: int, dtype: DType) -> int:
+    """Return how many features :func:`fold` appends: 1 in float32, and 3, 6 or 9 in narrower types.
+
+    ======== ===================== ======================= ====================
+    features bfloat16              float16                 float32
+    ======== ===================== ======================= ====================
+    1                                                      to 16,777,217 keys
+    2                                                      beyond
+    3        to 257 keys           to 2,049 keys
+    6        to 131,328 keys       to 8,390,656 keys
+    9        to 67,239,680 keys
+    ======== ===================== ======================= ====================
+
+    Args:
+        kv_len: Number of keys, in tokens.
+        dtype: Floating dtype of query and key, of any library, or its name.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If ``kv_len`` is negative, or too long for float16.
+
+    Example:
+        >>> fold_size(4096, "bfloat16"), fold_size(2048, "float16"), fold_size(4096, "float32")
+        (6, 3, 1)
+    """
+    return _num_rate_limbs(dtype) * _num_position_limbs(kv_len, dtype)
+
+
+def fold_error_bound(slopes: int | Array, kv_len: int, *, head_dim: int, dtype: DType, q_len: int | None = None) -> Any:
+    """Return how far folding may move a score, in units of the scaled score: ``c * |slopes| * kv_len * 2**-24``.
+
+    Proved for any data, and for a kernel that adds products in float32 in any order (float64 for float64, where
+    ``2**-53`` is in the place of ``2**-24``). What a sum of as many products is off by without positions comes on top:
+    ``(head_dim + features + 2) * 2**-24 * scale * sum|query * key|``. Kernels that add the new products last, or add in
+    blocks, are many times better than this bound: rounding errors seldom all have one sign.
+
+    Derivation, with ``u = 2**-24``, ``P`` the largest ``|j - c|``, and ``n = head_dim + features`` products:
+
+    1. The rate ``slope / scale`` is ``slope`` times ``1 / scale``, both factors and the product rounded to float32: a
+       relative error of at most ``3 u``. Its limbs, and those of positions, then leave nothing out. So the new products
+       have the sum ``slope / scale * (j - c)``, to ``3 u`` of it. (Float16 alone leaves something out, of slopes below
+       ``2**-15 * scale``: bits below its smallest number, at most ``2**-24`` of each feature. Those are not covered.)
+    2. Adding ``n`` numbers in any order gives their sum to ``(n - 1) u`` times the sum of their sizes (Jeannerod and
+       Rump 2013; filling zeros add no error). Limbs of mixed signs are larger than what they sum up to: of a rate, by
+       a factor of at most ``1 + 2**(2 - bits)``, and of positions together at most ``P + 2 * (the largest value of all
+       position limbs but the first)``.
+    3. Products in float32 and wider are themselves rounded: ``u`` times the same sizes. Narrower ones are exact.
+    4. The kernel rounds ``scale`` and multiplies by it: ``2 u`` times the sum, which is no larger than the sizes.
+
+    Args:
+        slopes: ``[..., num_heads]``, or an int for that many canonical slopes.
+        kv_len: Number of keys, in tokens.
+        head_dim: Features of query and key before folding.
+        dtype: Floating dtype of query and key, of any library, or its name.
+        q_len: Number of queries, in tokens. Default: any. For long rows with as many queries as keys the bound is half
+            as large, since positions are then counted from the middle.
+
+    Returns:
+        Array of the shape, library and device of ``slopes``, float32 (float64 if they are).
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value or shape is wrong.
+
+    Example:
+        >>> bound = fold_error_bound(8, 4096, head_dim=64, dtype="bfloat16", q_len=4096)  # slopes 2**-1 ... 2**-8
+        >>> [f"{x:.1e}" for x in bound.tolist()]
+        ['5.7e-03', '2.8e-03', '1.4e-03', '7.1e-04', '3.6e-04', '1.8e-04', '8.9e-05', '4.4e-05']
+
+    References:
+        Jeannerod, Rump, "Improved error bounds for inner products in floating-point arithmetic", SIAM J. Matrix Anal.
+        Appl. 34 (2013), proposition 3.1.
+    """
+    head_dim = _checks.positive_int("head_dim", head_dim)
+    features = fold_size(kv_len, dtype)
+    q_len = 1 if q_len is None else _checks.non_negative_int("q_len", q_len)
+    bits = _bits(dtype)
+    roundoff = 2.0**-53 if bits == 53 else 2.0**-24
+    arrays: list[Any] = [] if _checks.is_int(slopes) else [_checks.array("slopes", slopes)]
+    xp = namespace_of(*arrays)
+    if arrays:
+        if _checks.floating_array(xp, "slopes", arrays[0]).ndim < 1:
+            raise ValueError("slopes must have shape (..., num_heads), got ()")
+        _checks.slopes_values("slopes", slopes, allow_negative=True)
+    working = working_dtype(xp, arrays[0].dtype) if arrays else xp.float32
+    placed = place_slopes(xp, slopes, working, device_of(xp, arrays[0]) if arrays else None)
+    centre = _centre(q_len, kv_len)
+    farthest = max(centre, kv_len - 1 - centre)
+    lower_limbs = sum(2 ** (bits + (bits + 1) * j) for j in range(_num_position_limbs(kv_len, dtype) - 1))
+    sizes = (1 + 2.0 ** (2 - bits)) * (farthest + 2 * lower_limbs)
+    additions, multiplications = head_dim + features - 1, 2 + (bits >= 24)
+    bound = ((additions + multiplications) * sizes + 3 * farthest) * roundoff
+    return times(xp, xp.abs(placed), bound * (1 + 2.0**-16))  # for terms of second order, and the rounding of this
+
+
+def _bits(dtype: DType) -> int:
+    """Return how many significant bits numbers of a dtype have."""
+    bits = next((bits for name, bits in BITS.items() if name in str(dtype)), None)
+    if bits is None:
+        raise TypeError(f"dtype must be one of {', '.join(BITS)}, got {dtype!r}")
+    return bits
+
+
+def _num_rate_limbs(dtype: DType) -> int:
+    # Each limb but the first adds one bit more than it holds: its sign is free. Of 24 bits, 8 + 9 + 9 hold all, but
+    # 11 + 12 do not.
+    bits = _bits(dtype)
+    return 1 if bits >= 24 else 3
+
+
+def _num_position_limbs(kv_len: int, dtype: DType) -> int:
+    """Return how many limbs hold each integer up to ``kv_len - 1`` in size."""
+    kv_len, bits = _checks.non_negative_int("kv_len", kv_len), _bits(dtype)
+    _checks.positions_fit(0, 0, kv_len)
+    limbs, largest = 1, kv_len - 1
+    while largest > 2**bits:
+        limbs, largest = limbs + 1, (largest + 2**bits) >> (bits + 1)
+    if bits == BITS["float16"] and limbs > FLOAT16_POSITION_LIMBS:
+        raise ValueError(f"kv_len must be at most 8390656 to be folded in float16, got {kv_len}; bfloat16 has no limit")
+    return limbs
+
+
+def _centre(q_len: int, kv_len: int) -> int:
+    """Return the position that others are counted from.
+
+    Where sums are large, they are rounded coarsely. Weight is near a query's own position ``i``, so ``|i - c|`` is what
+    should be small: ``c`` is the middle of the queries, if the last of them is at the last key. That is the middle of
+    the keys in training, which halves the largest of all sums, and the last key in decoding, where what matters is
+    then next to 0 however many keys there are.
+    """
+    return max(kv_len - 1 - min(q_len, kv_len) // 2, 0)
+
+
+def _exponents(dtype: DType, kv_len: int) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return, for each pair of a rate's and a position's limb, the powers of two that query and key hold them by.
+
+    Limbs are kept as whole numbers of like size, so the pair ``(i, j)`` needs ``2**((bits + 1) * (j - i))`` besides. A
+    key's limb, from 1 to ``2**bits``, can take between ``2**-14`` and ``2**4`` without leaving float16's normal
+    numbers. The query takes the rest, ``2**4`` if it can: that keeps rates from ``2**-16`` on from losing digits to
+    subnormal numbers, and rates up to 255 from overflow.
+    """
+    step = _bits(dtype) + 1
+    pairs = {}
+    for i in range(_num_rate_limbs(dtype)):
+        for j in range(_num_position_limbs(kv_len, dtype)):
+            both = step * (j - i)
+            of_key = min(max(both - 4, -14), 4)
+            pairs[i, j] = both - of_key, of_key
+    return pairs
+
+
+def _check_range(call: AttentionCall, slopes: Any, exponent: int) -> None:
+    """Check that no feature of the query overflows, where slopes can be seen without waiting for them."""
+    values = host_values(call.slopes if slopes is None or _checks.is_int(slopes) else slopes)
+    largest = 2.0**LARGEST_EXPONENT
+    if _bits(call.dtype) == BITS["float16"]:
+        largest = LARGEST_FLOAT16 / 2**exponent
+    limit = largest * abs(call.scale)
+    if values is not None and values.size and abs(values).max() > limit:
+        raise ValueError(
+            f"slopes must be at most {limit:.4g} in size to be folded in {call.dtype}, got {values.tolist()}"
+        )
+
+
+def _split_rates(xp: Namespace, rates: Any, dtype: DType) -> list[Any]:
+    """Return limbs of ``rates``, limb ``i`` times ``2**((bits + 1) * i)``, whose sum has the gradient of ``rates``.
+
+    Rounding to the dtype and subtracting would be the same, but compilers may leave out a conversion there and back,
+    and automatic differentiation sees rounding by conversion as no rounding at all. ``round`` is kept by all, and its
+    gradient is zero, by all. So the gradient is left with the remainder, which is 0, and goes back into the first limb.
+    """
+    bits, count = _bits(dtype), _num_rate_limbs(dtype)
+    if count == 1:
+        return [rates]
+    exponents = range(-LARGEST_EXPONENT, LARGEST_EXPONENT + 1)
+    below, above = (
+        asarray(xp, [2.0 ** (sign * e) for e in exponents], rates.dtype, device_of(xp, rates)) for sign in (1, -1)
+    )
+    reached = xp.abs(rates)[..., None] >= below
+    power = xp.max(xp.where(reached, below, below[:1]), axis=-1)  # the largest power of two not above the rate
+    inverse = xp.min(xp.where(reached, above, above[:1]), axis=-1)
+    unit = power * 2.0 ** (1 - bits)
+    limbs, rest = [], rates * inverse * 2.0 ** (bits - 1)  # 2**(bits - 1) <= rest < 2**bits
+    for i in range(count):
+        rest = rest if i == 0 else rest * 2.0 ** (bits + 1)  # -2**bits <= rest <= 2**bits
+        digit = xp.round(rest)
+        rest = rest - digit
+        limbs.append(digit * unit)
+    limbs[0] = limbs[0] + rest * unit * 2.0 ** (-(bits + 1) * (count - 1))
+    return limbs
+
+
+def _split_positions(call: AttentionCall) -> list[Any]:
+    """Return limbs of ``j - c`` as integers from ``-2**bits`` to ``2**bits``, ``[kv_len]`` each, lowest first."""
+    bits = _bits(call.dtype)
+    rest = arange(call.xp, call.kv_len, call.device) - _centre(call.q_len, call.kv_len)
+    limbs = []
+    for _ in range(_num_position_limbs(call.kv_len, call.dtype) - 1):
+        higher = (rest + 2**bits) >> (bits + 1)
+        limbs.append(rest - (higher << (bits + 1)))
+        rest = higher
+    return [*limbs, rest]
+
+
+def _append(call: AttentionCall, tensor: Any, features: Any, head_dim: int) -> Any:
+    """Return ``tensor`` with ``features``, which broadcast to it but for their number, and zeros up to ``head_dim``."""
+    xp, leading = call.xp, tensor.shape[:-1]
+    # Broadcast first: the gradient of that is a sum over all tokens, which is to be formed in float32.
+    features = astype(xp, xp.broadcast_to(features, (*leading, features.shape[-1])), call.dtype)
+    parts = [tensor, features]
+    missing = head_dim - tensor.shape[-1] - features.shape[-1]
+    if missing:
+        zero = asarray(xp, 0.0, call.dtype, call.device)
+        parts.append(xp.broadcast_to(zero, (*leading, missing)))
+    return xp.concat(parts, axis=-1)
