@@ -171,7 +171,7 @@ _BACKENDS = [
     *(Backend(framework, "alibi_core", None) for framework in (NUMPY, STRICT, TORCH, JAX, MLX, DASK)),
     *(Backend(TORCH, "alibi_torch", name) for name in ("tiled", "sdpa", "dense")),
     *(Backend(JAX, "alibi_jax", name) for name in ("tiled", "dense")),
-    *(Backend(MLX, "alibi_mlx", name) for name in ("fast", "dense")),
+    *(Backend(MLX, "alibi_mlx", name) for name in ("tiled", "dense")),
 ]
 
 

@@ -15,10 +15,10 @@ from mlx.utils import tree_flatten  # noqa: E402
 import alibi_core  # noqa: E402
 import alibi_mlx  # noqa: E402
 from alibi_core._namespace import namespace_of  # noqa: E402
-from alibi_mlx import AlibiAttention, KVCache, _cache, attention  # noqa: E402
+from alibi_mlx import AlibiAttention, attention  # noqa: E402
 from tests.oracle import Attention, Rules, assert_within, penalties  # noqa: E402
 
-IMPLEMENTATIONS = ("fast", "dense")
+IMPLEMENTATIONS = ("tiled", "dense")
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, HEAD_DIM = 2, 6, 3, 5, 11, 7
 EMBED_DIM = 13
 U32 = 2.0**-24
@@ -134,16 +134,16 @@ def test_arrays_of_other_libraries_are_refused():
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_fast_refuses_float64_and_names_dense():
+def test_tiled_refuses_float64_and_names_dense():
     query, key, value = (x.astype(mx.float64) for x in tensors(BATCH))
-    with pytest.raises(NotImplementedError, match="use 'dense'"):
-        attention(query, key, value, implementation="fast")
+    with pytest.raises(NotImplementedError, match="'dense' can run this call"):
+        attention(query, key, value, implementation="tiled")
 
 
 def test_unknown_implementations_are_refused():
-    with pytest.raises(ValueError, match="implementation must be one of 'fast', 'dense', got 'flash'"):
+    with pytest.raises(ValueError, match="implementation must be one of 'tiled', 'folded', 'dense', got 'flash'"):
         attention(*tensors(BATCH), implementation="flash")
-    with pytest.raises(ValueError, match="implementation must be one of 'fast', 'dense', got 'flash'"):
+    with pytest.raises(ValueError, match="implementation must be one of 'tiled', 'folded', 'dense', got 'flash'"):
         AlibiAttention(12, 3, implementation="flash")
 
 
@@ -165,14 +165,14 @@ def test_float64_attention_is_float64_by_default():
 def test_low_precision_rounds_inputs_and_result_but_nothing_between(dtype):
     # Far keys: 1009 and its neighbours are the same number in bfloat16, and slope 0.5 would make them one weight.
     low = [x.astype(dtype) for x in tensors(BATCH)]
-    slopes, arguments = mx.full((HEADS,), 0.5), {"q_offset": 1009, "implementation": "fast"}
+    slopes, arguments = mx.full((HEADS,), 0.5), {"q_offset": 1009, "implementation": "tiled"}
     expected = attention(*(x.astype(mx.float32) for x in low), slopes, **arguments)
     assert np.array_equal(numpy(attention(*low, slopes, **arguments)), numpy(expected.astype(dtype)))
 
 
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3), (0,), (2, 0)])
 @pytest.mark.parametrize("given", ["nothing", "slopes", "q_offset", "mask"])
-def test_fast_takes_any_batch_axes(batch, given):
+def test_tiled_takes_any_batch_axes(batch, given):
     query, key, value = tensors(*batch)
     arguments = {
         "nothing": {},
@@ -180,9 +180,9 @@ def test_fast_takes_any_batch_axes(batch, given):
         "q_offset": {"q_offset": mx.zeros(batch, mx.int32) - 2},
         "mask": {"mask": normal(*batch[1:], 1, Q_LEN, KV_LEN, seed=5) > 0},  # one for all of the first batch axis
     }[given]
-    fast, dense = (attention(query, key, value, implementation=i, **arguments) for i in IMPLEMENTATIONS)
-    assert fast.shape == query.shape
-    assert_close(fast, dense)
+    tiled, dense = (attention(query, key, value, implementation=i, **arguments) for i in IMPLEMENTATIONS)
+    assert tiled.shape == query.shape
+    assert_close(tiled, dense)
 
 
 # Transformations
@@ -373,6 +373,13 @@ def test_compiled_layer_equals_eager():
     assert_close(mx.compile(layer)(x), layer(x), terms=HEADS * HEAD_DIM)
 
 
+def test_left_padding_changes_nothing():
+    layer, x, padding = layer_of(), normal(1, Q_LEN, EMBED_DIM), 3
+    padded = mx.concatenate([normal(1, padding, EMBED_DIM, seed=9), x], axis=1)
+    mask = (mx.arange(padding + Q_LEN) >= padding)[None, None, None, :]
+    assert_close(layer(padded, mask=mask)[:, padding:], layer(x), terms=HEADS * HEAD_DIM)
+
+
 def test_dropout_acts_only_in_training():
     layer, x = layer_of(dropout=0.5), normal(BATCH, Q_LEN, EMBED_DIM)
     layer.eval()
@@ -440,119 +447,6 @@ def test_layer_refuses_wrong_input():
         layer_of()(mx.zeros((2, 5, 11)))
 
 
-# The cache
-
-
-class ForeignCache:
-    """The least that has the protocol; ``size`` makes it drop old tokens, as a rotating cache does."""
-
-    def __init__(self, size=None):
-        self.keys = self.values = None
-        self.offset, self.size = 0, size
-
-    def update_and_fetch(self, keys, values):
-        if self.keys is not None:
-            keys, values = mx.concatenate([self.keys, keys], axis=2), mx.concatenate([self.values, values], axis=2)
-        self.offset = keys.shape[2]
-        if self.size is not None:
-            keys, values = keys[:, :, -self.size :], values[:, :, -self.size :]
-        self.keys, self.values = keys, values
-        return keys, values
-
-
-@pytest.mark.parametrize("make_cache", [lambda layer: layer.make_cache(BATCH, KV_LEN), lambda layer: ForeignCache()])
-def test_decoding_in_steps_equals_one_call(monkeypatch, make_cache):
-    monkeypatch.setattr(_cache, "STEP", 3)  # small, so that it grows, within a call and between calls
-    layer, x = layer_of(window_size=7), normal(BATCH, KV_LEN, EMBED_DIM)
-    cache, outputs, start = make_cache(layer), [], 0
-    for length in (5, 1, 1, 4):
-        outputs.append(layer(x[:, start : start + length], cache=cache))
-        start += length
-        assert cache.offset == start
-    assert_close(mx.concatenate(outputs, axis=1), layer(x), terms=HEADS * HEAD_DIM)
-
-
-def test_masks_and_segments_cover_the_cached_tokens():
-    layer, x = layer_of(), normal(BATCH, 7, EMBED_DIM)
-    ids = mx.array([[0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1, 1]])
-    mask = mx.array([[False, False, True, True, True, True, True], [True] * 7])[:, None, None, :]
-    for arguments, later in (
-        ({"segment_ids": ids}, {"segment_ids": (ids[:, 5:], ids)}),
-        ({"mask": mask}, {"mask": mask}),
-    ):
-        cache = layer.make_cache()
-        layer(x[:, :5], cache=cache)
-        decoded = layer(x[:, 5:], cache=cache, **later)
-        # What the earlier queries were shown does not change keys and values.
-        assert_close(decoded, layer(x, **arguments)[:, 5:], terms=HEADS * HEAD_DIM)
-
-
-def test_left_padding_changes_nothing():
-    layer, x, padding = layer_of(), normal(1, Q_LEN, EMBED_DIM), 3
-    padded = mx.concatenate([normal(1, padding, EMBED_DIM, seed=9), x], axis=1)
-    mask = (mx.arange(padding + Q_LEN) >= padding)[None, None, None, :]
-    assert_close(layer(padded, mask=mask)[:, padding:], layer(x), terms=HEADS * HEAD_DIM)
-
-
-def test_cache_grows_in_steps_up_to_its_maximum(monkeypatch):
-    monkeypatch.setattr(_cache, "STEP", 5)
-    cache, capacities = KVCache(max_length=12), []
-    for new in (3, 1, 1, 2, 4, 1):
-        tokens = normal(BATCH, KV_HEADS, new, HEAD_DIM)
-        cache.update_and_fetch(tokens, tokens)
-        capacities.append(cache.keys.shape[2])
-    assert capacities == [5, 5, 5, 10, 12, 12]
-
-
-def test_cache_state_can_be_taken_and_put_back():
-    layer, x = layer_of(), normal(BATCH, 7, EMBED_DIM)
-    cache, other = layer.make_cache(), layer.make_cache()
-    assert cache.state == ()
-    layer(x[:, :5], cache=cache)
-    mx.eval(cache.state)
-    assert [array.shape for array in cache.state] == [(BATCH, KV_HEADS, 5, HEAD_DIM)] * 2
-    other.state = cache.state
-    expected = numpy(layer(x[:, 5:], cache=cache))
-    assert np.array_equal(numpy(layer(x[:, 5:], cache=other)), expected)
-    cache.state = tuple(array[:, :, :5] for array in cache.state)  # take the last tokens back
-    assert np.array_equal(numpy(layer(x[:, 5:], cache=cache)), expected)
-
-
-def test_full_cache_raises_and_keeps_what_it_holds():
-    layer, x = layer_of(), normal(BATCH, 7, EMBED_DIM)
-    cache = layer.make_cache(max_length=6)
-    layer(x[:, :5], cache=cache)
-    with pytest.raises(ValueError, match="room for 2 more tokens, got max_length 6 with 5 in use"):
-        layer(x[:, 5:], cache=cache)
-    assert cache.offset == 5
-    assert_close(layer(x[:, 5:6], cache=cache), layer(x)[:, 5:6], terms=HEADS * HEAD_DIM)
-
-
-def test_cache_refuses_what_does_not_fit():
-    layer, x = layer_of(), normal(BATCH, Q_LEN, EMBED_DIM)
-    with pytest.raises(ValueError, match=r"shape \(5, 3, 5, 7\) \(batch, .* got mlx.core.float32 of shape \(2, 3, 5,"):
-        layer(x, cache=layer.make_cache(batch_size=5))
-    cache = layer.make_cache()
-    layer(x, cache=cache)
-    with pytest.raises(ValueError, match=r"shape \(2, 3, 5, 7\) .* shape \(1, 3, 5, 7\)"):
-        layer(x[:1], cache=cache)
-    layer.set_dtype(mx.float16)
-    with pytest.raises(ValueError, match=r"keys must be mlx.core.float32 .*got mlx.core.float16"):
-        layer(x.astype(mx.float16), cache=cache)
-    with pytest.raises(ValueError, match="max_length must be at least 1, got 0"):
-        layer.make_cache(max_length=0)
-
-
-def test_layer_refuses_caches_it_cannot_use():
-    x = normal(BATCH, Q_LEN, EMBED_DIM)
-    with pytest.raises(ValueError, match="cache must be None when is_causal=False"):
-        layer_of(is_causal=False)(x, cache=KVCache())
-    with pytest.raises(ValueError, match="cache must return every key in order"):
-        layer_of()(x, cache=ForeignCache(size=3))
-    with pytest.raises(TypeError, match="cache must have offset and update_and_fetch, as KVCache has, got list"):
-        layer_of()(x, cache=[KVCache()])
-
-
 # The package
 
 
@@ -568,4 +462,5 @@ def test_importing_the_core_does_not_import_mlx():
 
 
 def test_public_names():
-    assert sorted(alibi_mlx.__all__) == ["AlibiAttention", "KVCache", "attention"]
+    models = ["AlibiAttention", "AlibiConfig", "AlibiLanguageModel", "AlibiTransformer", "EvictingKVCache", "KVCache"]
+    assert sorted(alibi_mlx.__all__) == [*models, "attention"]

@@ -1,12 +1,24 @@
-"""ALiBi attention and its layer for MLX."""
+"""ALiBi attention, layers and models for MLX."""
 
 try:
     import mlx.core as _mlx  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("alibi_mlx needs MLX; install with pip install 'alibi-core[mlx]'") from error
 
+from alibi_core._config import AlibiConfig
 from alibi_mlx._attention import attention
 from alibi_mlx._cache import KVCache
+from alibi_mlx._evicting_cache import EvictingKVCache
+from alibi_mlx._language_model import AlibiLanguageModel
 from alibi_mlx._layer import AlibiAttention
+from alibi_mlx._transformer import AlibiTransformer
 
-__all__ = ["AlibiAttention", "KVCache", "attention"]
+__all__ = [
+    "AlibiAttention",
+    "AlibiConfig",
+    "AlibiLanguageModel",
+    "AlibiTransformer",
+    "EvictingKVCache",
+    "KVCache",
+    "attention",
+]

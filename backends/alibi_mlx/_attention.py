@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
 import mlx.core as mx
 
 from alibi_core import AttentionCall
 from alibi_core._attention import dense_attention
-from alibi_core._checks import one_of
-
-IMPLEMENTATIONS = ("fast", "dense")
+from alibi_core._checks import boolean, one_of
+from alibi_core._horizon import tolerance_of
+from alibi_core._jobs import Job
+from alibi_mlx import _plan, _tile_kernels
+from alibi_mlx._folded import folded_attention
+from alibi_mlx._functions import Jobs, Method, attend
+from alibi_mlx._norms import KeyNorms
+from alibi_mlx._routes import IMPLEMENTATIONS, choose
 
 
 def attention(
@@ -28,14 +31,18 @@ def attention(
     scale: float | None = None,
     tolerance: float | None = None,
     allow_negative_slopes: bool = False,
+    training: bool = False,
     implementation: str | None = None,
 ) -> mx.array:
     """Return ALiBi attention, ``softmax(scale * query @ key.T - slopes * distance) @ value``, over visible keys.
 
-    Differentiable in ``query``, ``key``, ``value``, ``slopes`` and ``future_slopes``; works under ``mx.vmap`` and
-    ``mx.compile``, but not with ``shapeless=True``, which would go on with the distances of the first lengths. Bias and
-    softmax are float32 (float64 for float64 inputs, which MLX has on the CPU). A query that may look nowhere gives
-    zeros.
+    Differentiable in ``query``, ``key``, ``value``, ``slopes`` and ``future_slopes``, in memory that grows with the
+    lengths alone, forwards and backwards; no bias of ``q_len * kv_len`` is ever held. Keys that are proved to weigh
+    less than the tolerance together are left out. To prove it, the call evaluates query and key where there are more
+    than 1,024 keys; ``tolerance=0`` leaves it lazy. Under ``mx.compile`` and ``mx.vmap`` nothing can be read, so all
+    visible keys are computed. ``mx.compile`` with ``shapeless=True`` would go on with the distances of the first
+    lengths. Bias and softmax are float32 (float64 for float64 inputs, which MLX has on the CPU). A query that may look
+    nowhere gives zeros.
 
     Args:
         query: ``[batch, num_heads, q_len, head_dim]``, floating. Any number of batch axes, none included.
@@ -51,11 +58,14 @@ def attention(
         window_size: Mask keys farther than this many tokens.
         mask: Booleans, True where a query may look, that broadcast to ``[batch, num_heads, q_len, kv_len]``.
         scale: Factor of the scores. Default ``head_dim ** -0.5``. The bias is not scaled.
-        tolerance: The share of softmax weight that an implementation may leave out. Both implementations here leave
-            out nothing, so they meet any.
+        tolerance: The share of softmax weight that may be left out, which moves the result by at most ``2 * tolerance
+            * max|value|``. Default: the rounding error of the dtype. 0 computes every score.
         allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
-        implementation: ``"fast"`` hands the bias to ``mx.fast.scaled_dot_product_attention``; ``"dense"`` spells out
-            the scores. Default ``"fast"``, and ``"dense"`` for float64. The one named runs, or the call raises.
+        training: Whether gradients are going to be asked for. They are right in either case, but on a GPU what is best
+            without them may not be with them.
+        implementation: ``"tiled"`` (blocks of queries against the keys inside their horizons), ``"folded"`` (causal:
+            one call of MLX's kernel, ALiBi being further features of query and key) or ``"dense"`` (whole scores, for
+            comparison, and for float64). The one named runs, or the call raises. Default: what :func:`explain` says.
 
     Returns:
         ``[batch, num_heads, q_len, head_dim]``, of the dtype of ``query``.
@@ -63,7 +73,7 @@ def attention(
     Raises:
         TypeError: If an argument is of the wrong kind, or dtypes or array libraries are mixed.
         ValueError: If a value or shape is wrong.
-        NotImplementedError: If ``"fast"`` is named for float64.
+        NotImplementedError: If the implementation named cannot run the call; the message names those that can.
 
     Example:
         >>> query, key, value = mx.random.normal((3, 2, 8, 5, 16))
@@ -90,26 +100,45 @@ def attention(
         allow_negative_slopes=allow_negative_slopes,
         xp=mx,
     )
-    if chosen is None:
-        chosen = "dense" if call.dtype == mx.float64 else "fast"
-    if chosen == "dense":
+    return run(call, query, key, value, chosen, None, training=boolean("training", training))
+
+
+def run(
+    call: AttentionCall,
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    implementation: str | None,
+    norms: KeyNorms | None,
+    *,
+    training: bool = False,
+) -> mx.array:
+    """Compute a checked call by the implementation named, or by the one that suits it.
+
+    Args:
+        call: What to compute.
+        query: As checked for ``call``.
+        key: Likewise.
+        value: Likewise.
+        implementation: Its name, or None.
+        norms: Bounds of the norms of keys, where they are known; else all keys are read once to measure them.
+        training: Whether gradients are going to be asked for.
+    """
+    if call.is_empty:
         return dense_attention(call, query, key, value)
-    if call.dtype == mx.float64:
-        raise NotImplementedError(
-            "implementation 'fast' cannot compute in float64 (MLX takes its scale and exponential in float32); "
-            "use 'dense', or float32"
-        )
-    return _fast(call, query, key, value)
+    route = choose(call, implementation, training)
+    if route.implementation == "dense":
+        return dense_attention(call, query, key, value)
+    flat = call.with_one_batch_axis()
+    tensors = (x.reshape(*flat.batch, *x.shape[-3:]) for x in (query, key, value))
 
+    def plan(call: AttentionCall, query: mx.array, key: mx.array) -> list[Job]:
+        # The norms are of these keys: of a longer batch, which mx.vmap makes, they are measured.
+        return _plan.jobs(call, query, key, tolerance_of(call), norms if call.batch == flat.batch else None)
 
-def _fast(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array) -> mx.array:
-    bias, attends = call.bias()
-    batch_size = math.prod(call.batch)  # MLX wants one batch axis, whatever there were
-    # In float32, because MLX rounds the bias to the dtype of the result.
-    tensors = (x.reshape(batch_size, *x.shape[-3:]).astype(mx.float32) for x in (query, key, value))
-    if bias.ndim > 3:
-        bias = mx.broadcast_to(bias, (*call.batch, *bias.shape[-3:])).reshape(batch_size, *bias.shape[-3:])
-    result = mx.fast.scaled_dot_product_attention(*tensors, scale=call.scale, mask=bias).reshape(query.shape)
-    if attends is not None:
-        result = mx.where(attends, result, 0.0)
-    return result.astype(call.dtype)
+    def forward(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, jobs: Jobs) -> mx.array:
+        if route.implementation == "folded":
+            return folded_attention(call, query, key, value, route.head_dim)
+        return _tile_kernels.forward(call, query, key, value, jobs(), route.head_dim)
+
+    return attend(flat, *tensors, Method(forward, plan)).reshape(query.shape)

@@ -7,11 +7,12 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core._checks import is_int, one_of
+from alibi_core._checks import boolean, is_int, one_of
 from alibi_core._layer import LayerShape
 from alibi_core._namespace import namespace_of
 from alibi_mlx._attention import IMPLEMENTATIONS, attention
 from alibi_mlx._cache import KVCache
+from alibi_mlx._evicting_cache import EvictingKVCache
 
 
 class AlibiAttention(nn.Module):
@@ -130,37 +131,75 @@ class AlibiAttention(nn.Module):
             mx.unflatten(proj(x), -1, (-1, self.shape.head_dim)).swapaxes(1, 2)  # [batch, heads, length, head_dim]
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        held = None if cache is None else getattr(cache, "offset", None)
-        if cache is not None:
-            key, value = self._with_cached(cache, key, value)
-        try:
-            attended = attention(
-                query,
-                key,
-                value,
-                self.slopes,
-                is_causal=self.is_causal,
-                future_slopes=self._future_slopes,
-                segment_ids=segment_ids,
-                window_size=self.window_size,
-                mask=mask,
-                implementation=self.implementation,
-            )
-        except Exception:
-            if cache is not None:
-                cache.offset = held  # a call that was refused leaves no tokens behind
-            raise
+        rules: dict[str, Any] = {"segment_ids": segment_ids, "window_size": self.window_size, "mask": mask}
+        rules["implementation"] = self.implementation
+        if cache is None:
+            direction: dict[str, Any] = {"is_causal": self.is_causal, "future_slopes": self._future_slopes}
+            attended = attention(query, key, value, self.slopes, training=self.training, **direction, **rules)
+        elif not self.is_causal:
+            raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
+        elif isinstance(cache, (KVCache, EvictingKVCache)):
+            attended = self._attend_to(cache, query, key, value, rules)
+        else:
+            attended = self._attend_to_foreign(cache, query, key, value, rules)
         return self.dropout(self.out_proj(mx.flatten(attended.swapaxes(1, 2), -2)))
 
-    def make_cache(self, batch_size: int | None = None, max_length: int | None = None) -> KVCache:
-        """Return an empty cache, for any number of sequences and tokens unless they are given."""
-        return KVCache(batch_size=batch_size, max_length=max_length)
+    def make_cache(
+        self,
+        batch_size: int | None = None,
+        max_length: int | None = None,
+        *,
+        evict: bool = False,
+        max_query_norm: float | None = None,
+    ) -> KVCache | EvictingKVCache:
+        """Return an empty cache, for any number of sequences and tokens unless they are given.
 
-    def _with_cached(self, cache: Any, key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
-        if not self.is_causal:
-            raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
+        Args:
+            batch_size: Sequences.
+            max_length: Tokens that the cache can hold.
+            evict: Let heads drop the keys that their horizons prove to be of no weight to any query to come.
+            max_query_norm: With ``evict``, what no query's norm will exceed; one that does gives an error, or NaN and
+                an error later, as :class:`alibi_mlx.EvictingKVCache` says.
+        """
+        if not boolean("evict", evict):
+            if max_query_norm is not None:
+                raise ValueError(f"max_query_norm must be None without evict=True, got {max_query_norm}")
+            return KVCache(batch_size=batch_size, max_length=max_length)
+        if max_query_norm is None:
+            raise ValueError("max_query_norm must be given with evict=True: it decides which keys may be dropped")
+        return EvictingKVCache(
+            slopes=self.slopes,
+            max_query_norm=max_query_norm,
+            batch_size=batch_size,
+            max_length=max_length,
+            window_size=self.window_size,
+        )
+
+    def _attend_to(
+        self,
+        cache: KVCache | EvictingKVCache,
+        query: mx.array,
+        key: mx.array,
+        value: mx.array,
+        rules: dict[str, Any],
+    ) -> mx.array:
+        held = cache.offset
+        if isinstance(cache, KVCache):
+            cache.update_and_fetch(key, value)
+        else:
+            cache.append(key, value)
+        try:
+            return cache.attend(query, self.slopes, **rules)
+        except Exception:
+            cache.trim(cache.offset - held)  # a call that was refused leaves no tokens behind
+            raise
+
+    def _attend_to_foreign(
+        self, cache: Any, query: mx.array, key: mx.array, value: mx.array, rules: dict[str, Any]
+    ) -> mx.array:
         if not hasattr(cache, "update_and_fetch") or not hasattr(cache, "offset"):
             raise TypeError(f"cache must have offset and update_and_fetch, as KVCache has, got {type(cache).__name__}")
+        held = cache.offset
         key, value = cache.update_and_fetch(key, value)
         # Distances are counted from the last key back: the cache must not have dropped, moved or encoded any.
         if not isinstance(key, mx.array) or not is_int(cache.offset) or cache.offset != key.shape[-2]:
@@ -168,7 +207,11 @@ class AlibiAttention(nn.Module):
                 "cache must return every key in order, as KVCache does (rotating, quantized and batched caches of "
                 f"mlx-lm do not), got {type(cache).__name__} with offset {cache.offset}"
             )
-        return key, value
+        try:
+            return attention(query, key, value, self.slopes, **rules)
+        except Exception:
+            cache.offset = held
+            raise
 
     def __setitem__(self, name: str, value: Any) -> None:
         # However a module is cast, the new parameters come in here. Slopes of low precision would be off by a percent

@@ -1,0 +1,32 @@
+"""What differs between versions of MLX."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+
+def has_kernels_for_72_and_96() -> bool:
+    """Whether attention over blocks of queries has fused Metal kernels for head sizes 72 and 96, which came late."""
+    return version() >= (0, 32, 4)
+
+
+def can_force_fused() -> bool:
+    """Whether ``mx.fast.scaled_dot_product_attention`` has the argument ``force_fused``."""
+    return version() >= (0, 32, 4)
+
+
+def scales_scores_in_float32() -> bool:
+    """Whether the fused Metal kernel multiplies scores by the scale, not queries, whose dtype may be narrow."""
+    return version() >= (0, 31, 0)
+
+
+def padded(array: mx.array, axis: int, before: int, after: int) -> mx.array:
+    """Return ``mx.pad`` along one axis. MLX 0.29 has it, but ``mx.vmap`` there does not know it."""
+    zeros = [mx.zeros((*array.shape[:axis], n, *array.shape[axis:][1:]), array.dtype) for n in (before, after)]
+    pieces = [x for x in (zeros[0], array, zeros[1]) if x.shape[axis] > 0]
+    return mx.concatenate(pieces, axis=axis) if len(pieces) > 1 else array
+
+
+def version() -> tuple[int, ...]:
+    """Return MLX's version, without what follows its numbers."""
+    return tuple(int(part) for part in mx.__version__.split(".")[:3] if part.isdigit())

@@ -1,0 +1,134 @@
+"""A transformer whose only sense of position is ALiBi."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+from alibi_core._config import AlibiConfig
+from alibi_mlx._cache import KVCache
+from alibi_mlx._evicting_cache import EvictingKVCache
+from alibi_mlx._layer import AlibiAttention
+
+AttentionFactory = Callable[[AlibiConfig], nn.Module]
+
+
+def alibi_attention(config: AlibiConfig) -> AlibiAttention:
+    """Return the attention layer that ``config`` describes, its scores scaled by ``head_dim ** -0.5``."""
+    return AlibiAttention(
+        config.d_model,
+        config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        bias=config.bias,
+        is_causal=config.causal,
+        dropout=config.dropout,
+    )
+
+
+class AlibiTransformer(nn.Module):
+    """Transform vectors into vectors by pre-norm blocks of ALiBi attention, then a final norm.
+
+    Nothing else in the model knows of positions, so it takes inputs of any length: longer ones than
+    ``config.max_len`` are the point. Parameters have the names that they have in PyTorch, so that a state dict saved
+    as safetensors loads with ``load_weights``, and back.
+
+    Args:
+        config: Shape of the model.
+        attention: Makes each block's attention layer, a module called as ``layer(x, mask=..., segment_ids=...,
+            cache=...)``. Default ``alibi_mlx.AlibiAttention``.
+
+    Example:
+        >>> model = AlibiTransformer(AlibiConfig(num_layers=1))
+        >>> model(mx.random.normal((8, 100, 256))).shape
+        (8, 100, 256)
+
+    References:
+        Press, Smith, Lewis: Train Short, Test Long (arXiv 2108.12409). Xiong et al.: On Layer Normalization in the
+        Transformer Architecture (arXiv 2002.04745), for pre-norm.
+    """
+
+    def __init__(self, config: AlibiConfig, *, attention: AttentionFactory | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.blocks = [Block(config, attention or alibi_attention) for _ in range(config.num_layers)]
+        self.norm = nn.LayerNorm(config.d_model)
+
+    def __call__(
+        self,
+        x: mx.array,
+        *,
+        mask: mx.array | None = None,
+        segment_ids: mx.array | tuple[mx.array, mx.array] | None = None,
+        caches: Sequence[Any] | None = None,
+    ) -> mx.array:
+        """Return ``x`` transformed.
+
+        Args:
+            x: ``[batch, length, d_model]``.
+            mask: Booleans that broadcast to ``[batch, num_heads, length, kv_len]``, True where a query may attend.
+            segment_ids: ``[batch, length]`` integers; tokens attend only where theirs are equal. With caches, a pair
+                (of ``x``, of all tokens).
+            caches: One key-value cache a block, as :meth:`make_caches` returns them.
+
+        Returns:
+            ``[batch, length, d_model]``.
+
+        Raises:
+            ValueError: If ``x`` has another shape, or there is not one cache a block.
+        """
+        if x.ndim != 3 or x.shape[-1] != self.config.d_model:
+            raise ValueError(f"x must have shape (batch, length, d_model {self.config.d_model}), got {x.shape}")
+        if caches is not None and len(caches) != len(self.blocks):
+            raise ValueError(f"caches must be one a block ({len(self.blocks)}), got {len(caches)}")
+        held = [(cache, cache.offset) for cache in caches or () if isinstance(cache, (KVCache, EvictingKVCache))]
+        try:
+            for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
+                x = block(x, mask=mask, segment_ids=segment_ids, cache=cache)
+        except Exception:
+            for cache, offset in held:
+                cache.trim(cache.offset - offset)  # what one block refused is not to stay in those before it
+            raise
+        return self.norm(x)
+
+    def make_caches(self, batch_size: int | None = None, max_length: int | None = None, **options: Any) -> list[Any]:
+        """Return an empty key-value cache for each block, for any number of sequences and tokens unless they are given.
+
+        Options are those of the attention layers' ``make_cache``.
+        """
+        return [block.attention.make_cache(batch_size, max_length, **options) for block in self.blocks]
+
+
+class Block(nn.Module):
+    """Add to each token what attention finds among the others, then what a feed-forward layer makes of that."""
+
+    def __init__(self, config: AlibiConfig, attention: AttentionFactory) -> None:
+        super().__init__()
+        hidden = config.expansion_factor * config.d_model
+        self.attention_norm = nn.LayerNorm(config.d_model)
+        self.attention = attention(config)
+        self.feed_forward_norm = nn.LayerNorm(config.d_model)
+        # A list, not nn.Sequential, which would put a "layers" into the names that PyTorch does not have.
+        self.feed_forward = [
+            nn.Linear(config.d_model, hidden),
+            nn.GELU(),
+            nn.Linear(hidden, config.d_model),
+            nn.Dropout(config.dropout),
+        ]
+
+    def __call__(
+        self,
+        x: mx.array,
+        *,
+        mask: mx.array | None,
+        segment_ids: mx.array | tuple[mx.array, mx.array] | None,
+        cache: Any | None,
+    ) -> mx.array:
+        """Return ``x``, ``[batch, length, d_model]``, with both layers' contributions added."""
+        x = x + self.attention(self.attention_norm(x), mask=mask, segment_ids=segment_ids, cache=cache)
+        y = self.feed_forward_norm(x)
+        for layer in self.feed_forward:
+            y = layer(y)
+        return x + y
