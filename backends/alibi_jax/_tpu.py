@@ -43,13 +43,18 @@ def backward(
     statistics = jnp.pad(statistics, ((0, 0), (0, 0), (0, 0), (0, padding)), constant_values=jnp.inf)
     statistics = jnp.where(statistics == jnp.inf, jnp.asarray([[jnp.inf], [0.0]], jnp.float32), statistics)
     statistics = statistics.reshape(-1, *statistics.shape[2:])
+    # One thing after the other, so that few tensors are in memory together: what is read as it was given, then copied
+    # with its heads first, then a kernel whose result is on its way before the next one starts.
+    statistics, cotangent = jax.lax.optimization_barrier((statistics, cotangent))
     cotangents = by_head(cotangent.astype(operands.query.dtype), shape.q_blocks * shape.q_block)
     turned = queries_of_keys(inputs.table, shape)
-    d_key, d_value = backward_of_keys(shape, inputs, turned, statistics, cotangents)
     d_query, *parts = backward_of_queries(shape, inputs, statistics, cotangents, slopes_too)
+    d_query = by_token(d_query, shape.num_heads, shape.q_len)
+    d_query, cotangents = jax.lax.optimization_barrier((d_query, cotangents))
+    d_key, d_value = backward_of_keys(shape, inputs, turned, statistics, cotangents)
     behind, ahead = (x.sum(axis=(1, 2)).reshape(shape.batch, shape.num_heads) for x in parts) if parts else (None, None)
     return (
-        by_token(d_query, shape.num_heads, shape.q_len),
+        d_query,
         by_token(d_key, shape.num_kv_heads, shape.kv_len),
         by_token(d_value, shape.num_kv_heads, shape.kv_len),
         *by_slopes(operands, behind, ahead),

@@ -89,6 +89,8 @@ def backward_of_keys(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=shape.vmem_limit
         ),
+        # A block's gradients may take the place of its keys and values, which no other block's programs read.
+        input_output_aliases={3: 0, 4: 1},
         interpret=shape.interpret,
         name="alibi_backward_of_keys",
     )(

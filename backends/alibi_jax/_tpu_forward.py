@@ -52,6 +52,9 @@ def forward(shape: KernelShape, inputs: Inputs, with_log_sum_exps: bool) -> tupl
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=shape.vmem_limit
         ),
+        # A block of the result may take the place of its queries, which no other program reads and, without a backward
+        # pass, nothing else does either.
+        input_output_aliases={} if with_log_sum_exps else {2: 0},
         interpret=shape.interpret,
         name="alibi_forward",
     )(inputs.table, inputs.slopes, inputs.query, inputs.key, inputs.value, *inputs.segment_ids)
