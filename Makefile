@@ -49,6 +49,7 @@ bench: $(VENV)/ready-bench
 	$(RUN) -m benchmarks.bias --output $(OUT)
 	$(RUN) -m benchmarks.attention --output $(OUT)
 	$(RUN) -m benchmarks.attention --backend jax --output $(OUT)
+	$(RUN) -m benchmarks.attention --backend mlx --output $(OUT)
 	$(RUN) -m benchmarks.tpu_static --output $(OUT)
 
 build: $(VENV)/ready

@@ -122,8 +122,28 @@ def jobs_of_entry(call: AttentionCall, ranges: KeyRanges, index: int, sizes: Til
         index: Which entry it is.
         sizes: Of tiles.
     """
-    by_head = [_head_jobs(call, ranges, head, index, sizes) for head in range(call.num_heads)]
+    if call.q_len <= sizes.few:
+        by_head = _few_jobs(call, ranges, index)
+    else:
+        by_head = [_head_jobs(call, ranges, head, index, sizes) for head in range(call.num_heads)]
     yield from _shared(by_head, call.num_heads // call.num_kv_heads, sizes.bias_elements)
+
+
+def _few_jobs(call: AttentionCall, ranges: KeyRanges, index: int) -> list[list[Job]]:
+    """Return one job a head of one batch entry: with so few queries, what is not attention takes the time."""
+    first, stop, past, future = (getattr(ranges, name)[:, 0].astype(np.int64) for name in FIELDS)
+    first = np.maximum(first, call.q_offset - past + 1)
+    stop = np.minimum(stop, call.q_offset + call.q_len - 1 + future)
+    nothing = first >= stop
+    first, stop = np.where(nothing, 0, first), np.where(nothing, 1, stop)
+    # About the same widths become the same, so that one call serves several heads.
+    widths = np.exp2(np.ceil(np.log2(np.maximum(stop - first, 16)) * 2) / 2).astype(np.int64)
+    first = np.maximum(stop - widths, 0)
+    batch = slice(index, index + 1)
+    return [
+        [Job(batch, slice(head, head + 1), 0, call.q_len, 1, begin, end - begin)]
+        for head, (begin, end) in enumerate(zip(first.tolist(), stop.tolist(), strict=True))
+    ]
 
 
 def _head_jobs(call: AttentionCall, ranges: KeyRanges, head: int, index: int, sizes: TileSizes) -> list[Job]:
@@ -138,8 +158,6 @@ def _head_jobs(call: AttentionCall, ranges: KeyRanges, head: int, index: int, si
     stop = np.minimum(stop[block], lowest + counts - 1 + future[block])
     nothing = first >= stop
     first, stop = np.where(nothing, 0, first), np.where(nothing, 1, stop)
-    if call.q_len <= sizes.few:
-        first = _rounded_out(first, stop)
     alike = _untouched(call, starts, counts, first, stop) & (counts == rows)
     may_widen = call.mask is None and call.q_segment_ids is None
     columns = [x.tolist() for x in (alike, lowest, first, stop)]
@@ -166,13 +184,6 @@ def _rows(call: AttentionCall, width: int, sizes: TileSizes) -> int:
     while rows > sizes.few and rows * (width + rows) > sizes.bias_elements:
         rows //= 2
     return min(rows, call.q_len)
-
-
-def _rounded_out(first: Ints, stop: Ints) -> Ints:
-    """Return where to begin so that heads of about the same width have the same, and one call serves them."""
-    widths = np.exp2(np.ceil(np.log2(np.maximum(stop - first, 16)) * 2) / 2).astype(np.int64)
-    begins: Ints = np.maximum(stop - widths, 0)
-    return begins
 
 
 def _untouched(call: AttentionCall, starts: Ints, counts: Ints, first: Ints, stop: Ints) -> Ints:

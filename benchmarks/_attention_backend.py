@@ -28,7 +28,7 @@ class Contestant:
     name: str
     prepare: Callable[..., Any]
     bytes_needed: Callable[[Shape], int] = lambda shape: 0
-    backward_on: tuple[str, ...] = ("cpu", "cuda")
+    backward_on: tuple[str, ...] = ("cpu", "cuda", "metal")
     note: str = ""
     is_dense: bool = False
 
@@ -61,9 +61,9 @@ class Backend(Protocol):
 
     Attributes:
         name: As on the command line.
-        device: ``"cpu"`` or ``"cuda"``.
+        device: ``"cpu"``, ``"cuda"`` or ``"metal"``.
         ours: The name of what is measured.
-        peers: Others who compute ALiBi attention.
+        peers: Others who compute ALiBi attention; the first, with a dense bias.
         distributions: Whose versions belong to the results.
     """
 
@@ -103,17 +103,19 @@ class Backend(Protocol):
     def extra_bytes(self, shape: Shape, backward: bool) -> int:
         """Return the peak memory of a pass of ours beyond its arguments, its result and its gradients.
 
-        Asked where the sizes have no ``weighed_share``.
+        Asked where the sizes have no ``weighed_shares``.
         """
 
-    def weights(self, shape: Shape, backward: bool) -> Iterator[tuple[str, int, int]]:
-        """Yield how it was found, that peak, and the peak of the baseline.
+    def weights(self, shape: Shape, backward: bool) -> Iterator[tuple[str, int, int, str]]:
+        """Yield how it was found, that peak, the peak of another, and what that other is called.
 
-        Asked where the sizes have a ``weighed_share``.
+        Asked where the sizes have ``weighed_shares``.
         """
 
     def longest(self, shape: Shape, rows: int) -> dict[str, float]:
         """Return what a very long forward pass costs, and the errors of so many of its rows a head.
+
+        Asked where the sizes have such a shape.
 
         Returns:
             ``seconds``, ``extra`` bytes, and the errors of ``_attention_exact.Error``.

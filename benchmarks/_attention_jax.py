@@ -162,19 +162,19 @@ class Jax:
         tensors = self.tensors(shape, backward)
         return _planned(this_library(), tensors, backward)
 
-    def weights(self, shape: Shape, backward: bool) -> Iterator[tuple[str, int, int]]:
-        """Yield how it was found, that memory, and the baseline's: measured, on the CPU, and planned by XLA."""
+    def weights(self, shape: Shape, backward: bool) -> Iterator[tuple[str, int, int, str]]:
+        """Yield how it was found, that memory, and the baseline's and its name: measured, on the CPU, and planned."""
         if self.device == "cpu":
             subject = "benchmarks._attention_jax:peak_subject"
             peaks = [_timing.peak_growth(subject, asdict(shape), backward, is_ours) for is_ours in (True, False)]
             # What is made during the call, and is not extra: the result and, going backward, three gradients.
             made = shape.tensor_bytes * (4 if backward else 1)
-            yield "measured", peaks[0] - made, peaks[1] - made
+            yield "measured", peaks[0] - made, peaks[1] - made, "no positions"
         tensors = self.tensors(shape, backward)
-        yield (
-            "planned",
-            *(_planned(each, tensors, backward) for each in (this_library(), self.baseline(tensors, backward))),
+        ours, theirs = (
+            _planned(each, tensors, backward) for each in (this_library(), self.baseline(tensors, backward))
         )
+        yield "planned", ours, theirs, "no positions"
 
     def longest(self, shape: Shape, rows: int) -> dict[str, Any]:
         """Return what a very long forward pass costs, ``seconds`` and ``extra`` bytes, and its errors.

@@ -36,7 +36,9 @@ def passes(run: Run, backward: bool) -> Iterator[Measurement]:
         if size.warm_up:
             plain_call()
         ours = replace(empty, candidate=f"{backend.ours}, {shape.length:,}", bar=size.bars[backward])
-        yield _ours(run, size, tensors, reference, plain_call, ours, plain.is_dense)
+        yield (done := _ours(run, size, tensors, reference, plain_call, ours, plain.is_dense))
+        if size.dense_bars[backward] is not None:
+            yield _beside_dense(run, size, tensors, replace(done, bar=size.dense_bars[backward]))
         for peer in backend.peers if size.peer_pairs else ():
             run.report(f"{kind}, {shape.heads}, {shape.length:,} tokens: {peer.name}")
             yield _peer(run, size, peer, tensors, reference, plain_call, empty)
@@ -64,6 +66,19 @@ def _ours(
     run.plot(kind, backend.ours, shape, done.ratio)
     run.plot(kind, "tile limit", shape, limit)
     return replace(done, note=run.note_limit(kind, shape, limit, done.ratio))
+
+
+def _beside_dense(run: Run, size: Timed, tensors: Any, ours: Measurement) -> Measurement:
+    """Time ours beside the peer with a dense bias, unless ours was not timed beside the baseline."""
+    backend, shape, backward = run.backend, size.shape, tensors[3] is not None
+    dense = backend.peers[0]
+    run.report(f"{PASSES[backward]}, {shape.heads}, {shape.length:,} tokens: ours beside {dense.name}")
+    group = f"Times faster than {dense.name}, {PASSES[backward]}: {shape.heads}"
+    beside = replace(ours, group=group, baseline=dense.name)
+    if ours.ratio is None:
+        return beside
+    calls = (backend.prepare(each, tensors, backward) for each in (backend.contestant(), dense))
+    return replace(beside.timed(*calls, size.pairs, clock=backend.seconds), note="")
 
 
 def _peer(
@@ -125,25 +140,26 @@ def decode(run: Run) -> Iterator[Measurement]:
             limit = tile_limit([x[:1] for x in found.tensors], shape.dtype, backend.as_float64)
             done = replace(done, note=run.note_limit("one query", shape, limit, done.ratio))
         yield done
+        if call is found.cached and size.row_bar is not None:
+            group = empty.group.replace("no positions", "a row of biases")
+            beside = replace(this, group=group, baseline=found.row_name, bar=size.row_bar)
+            yield beside.timed(call, found.with_row, size.pairs, clock=backend.seconds)
 
 
 def memory(run: Run) -> Iterator[Measurement]:
     """The peak of memory beyond arguments, results and gradients."""
     backend, sizes = run.backend, run.sizes
-    group = (
-        f"Peak memory beyond arguments, result and gradients, {sizes.weighed.heads}, {sizes.weighed.length:,} tokens"
-    )
     for backward, kind in PASSES.items():
         run.report(f"memory, {kind}")
-        if sizes.weighed_share is not None:
-            for how, ours, theirs in backend.weights(sizes.weighed, backward):
-                empty = Measurement(
-                    group, f"{backend.ours}, {kind}, {how}", "no positions", "bytes", sizes.weighed_share
-                )
-                yield empty.weighed(ours, theirs)
+        shape = sizes.weighed_backward if backward and sizes.weighed_backward else sizes.weighed
+        group = f"Peak memory beyond arguments, result and gradients, {shape.heads}, {shape.length:,} tokens"
+        if sizes.weighed_shares is not None:
+            bar = sizes.weighed_shares[backward]
+            for how, ours, theirs, name in backend.weights(shape, backward):
+                yield Measurement(group, f"{backend.ours}, {kind}, {how}", name, "bytes", bar).weighed(ours, theirs)
             continue
-        extra = backend.extra_bytes(sizes.weighed, backward)
-        allowed = sizes.weighed_bars[backward] * MIB if sizes.weighed_bars else sizes.weighed.tensor_bytes
+        extra = backend.extra_bytes(shape, backward)
+        allowed = sizes.weighed_bars[backward] * MIB if sizes.weighed_bars else shape.tensor_bytes
         baseline = "what is allowed" if sizes.weighed_bars else "the query"
         empty = Measurement(group, f"{backend.ours}, {kind}", baseline, "bytes", sizes.weighed_bars and 1.0)
         yield empty.weighed(extra, allowed)

@@ -50,6 +50,7 @@ class Timed:
         backward: Whether to time forward with backward too.
         peer_pairs: 0 to leave the peers out.
         bars: Of forward, and of forward with backward; None where there is none.
+        dense_bars: The same beside the first of the peers, who has a dense bias; not timed beside it where None.
         warm_up: False where the baseline takes so long that what its first call does besides is no part of it.
     """
 
@@ -57,18 +58,23 @@ class Timed:
     pairs: int
     peer_pairs: int
     bars: tuple[float | None, float | None] = (None, None)
+    dense_bars: tuple[float | None, float | None] = (None, None)
     backward: bool = True
     warm_up: bool = True
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """One query over many keys: the shape of the keys, pairs, and the bars with a cache and without."""
+    """One query over many keys: the shape of the keys, pairs, and the bars with a cache and without.
+
+    ``row_bar`` is that of the cache beside attention with a row of biases; not timed beside it where None.
+    """
 
     shape: Shape
     pairs: int
     cached_bar: float | None = None
     bare_bar: float | None = None
+    row_bar: float | None = None
 
 
 @dataclass(frozen=True)
@@ -78,8 +84,9 @@ class Sizes:
     Attributes:
         timed: Shapes whose forward and backward passes are timed; the first one's heads are those of the picture.
         weighed: The shape whose extra memory is measured.
+        weighed_backward: Going backward, where that is another.
         weighed_bars: MiB allowed, of a forward and of a backward pass.
-        weighed_share: In place of those, the share allowed of what attention without positions takes.
+        weighed_shares: In place of those, the shares allowed of what others take.
         exact: The shape whose error is measured.
         low_precision: Dtypes in which it is measured besides float32.
         worst_bar: The worst error allowed in float32.
@@ -96,7 +103,8 @@ class Sizes:
     checked: Shape
     longest: Shape | None
     weighed_bars: tuple[float, float] | None = None
-    weighed_share: float | None = None
+    weighed_shares: tuple[float, float] | None = None
+    weighed_backward: Shape | None = None
     low_precision: tuple[str, ...] = ("bfloat16", "float16")
     worst_bar: float = 4e-6
     relative_bar: float = 1.1
@@ -168,7 +176,7 @@ JAX_CPU = Sizes(
     exact=_shape(8192),
     checked=_shape(2048),
     longest=None,  # not measured yet
-    weighed_share=0.1,
+    weighed_shares=(0.1, 0.1),
     low_precision=LOW_ON_CPU,
 )
 JAX_CUDA = Sizes(
@@ -183,9 +191,51 @@ JAX_CUDA = Sizes(
     longest=None,
 )
 JAX_QUICK = replace(
-    QUICK, longest=Shape(4, 16, 1024, "float32"), weighed_bars=None, weighed_share=0.1, low_precision=LOW_ON_CPU
+    QUICK, longest=Shape(4, 16, 1024, "float32"), weighed_bars=None, weighed_shares=(0.1, 0.1), low_precision=LOW_ON_CPU
+)
+
+# --- MLX ------------------------------------------------------------------------------------------------------------
+
+# On the CPU MLX computes on one core, and whole scores but for ours: 8,192 tokens take 30 seconds without positions.
+MLX_CPU = Sizes(
+    timed=(
+        Timed(_shape(1024), 9, 3),
+        Timed(_shape(2048), 5, 2, (None, 2.5), (None, 2.5)),
+        Timed(_shape(4096), 3, 1, (4.0, None), (4.0, None), backward=False),
+        Timed(_shape(8192), 1, 0, backward=False, warm_up=False),
+    ),
+    decoding=Decoding(Shape(32, 128, 32_768, "float32"), 9, cached_bar=8.0, row_bar=8.0),
+    weighed=_shape(4096),
+    weighed_backward=_shape(2048),
+    exact=_shape(4096),
+    checked=_shape(1024),
+    longest=None,
+    weighed_shares=(0.1, 0.25),
+)
+MLX_METAL = Sizes(  # not run yet, so there are no bars
+    timed=tuple(
+        Timed(Shape(32, 128, length, "bfloat16"), pairs, 5) for length, pairs in ((2048, 25), (4096, 15), (16_384, 9))
+    ),
+    decoding=Decoding(Shape(32, 128, 32_768, "bfloat16"), 25),
+    weighed=Shape(32, 128, 16_384, "bfloat16"),
+    exact=_shape(4096),
+    checked=_shape(2048),
+    longest=None,
+)
+MLX_QUICK = replace(
+    QUICK,
+    timed=(QUICK.timed[0], replace(QUICK.timed[1], dense_bars=(1.0, 1.0)), QUICK.timed[2]),
+    decoding=replace(QUICK.decoding, row_bar=1.0),
+    longest=None,
+    weighed_bars=None,
+    weighed_shares=(0.1, 0.25),
+    weighed_backward=Shape(8, 16, 256, "float32"),
 )
 
 # By backend, and at full size by device.
-FULL = {"torch": {"cpu": CPU, "cuda": CUDA}, "jax": {"cpu": JAX_CPU, "cuda": JAX_CUDA}}
-SMALL = {"torch": QUICK, "jax": JAX_QUICK}
+FULL = {
+    "torch": {"cpu": CPU, "cuda": CUDA},
+    "jax": {"cpu": JAX_CPU, "cuda": JAX_CUDA},
+    "mlx": {"cpu": MLX_CPU, "metal": MLX_METAL},
+}
+SMALL = {"torch": QUICK, "jax": JAX_QUICK, "mlx": MLX_QUICK}

@@ -6,15 +6,15 @@ at each shape some queries' are, before anything is timed. Then, in sections tha
   accuracy  the worst error in float32, and in low precision the error relative to that of attention without positions;
   forward   times faster than attention without positions (on a GPU, the fastest there is), with the tile limit: how
             much faster it could be at best by leaving out keys that are proved not to matter. Peers, for
-            information: a dense bias and, in PyTorch, FlexAttention and the eager attention of BLOOM, where they fit
-            in memory;
+            information: a dense bias and, in PyTorch, FlexAttention and the eager attention of BLOOM, in MLX its
+            module nn.ALiBi, where they fit in memory. In MLX a dense bias has bars of its own;
   backward  the same of forward and backward together;
   decode    one query over many keys, those of a layer's cache, which knows their norms, and without it;
   memory    the peak beyond arguments, result and gradients, in a process of its own; in JAX what XLA plans, too;
   million   a forward pass over 1,048,576 tokens, with sampled rows recomputed over all keys (PyTorch on the CPU).
 
 The exit status is 1 if a number is wrong or, at full size, if a bar is not met. About 20 minutes on two cores;
-JAX's own attention is dense on the CPU, so its lengths end at 8,192 tokens.
+JAX's own attention and MLX's are dense on the CPU, so their lengths end at 8,192 tokens.
 """
 
 from __future__ import annotations
@@ -37,8 +37,12 @@ from benchmarks._attention_sizes import FULL, SMALL, Sizes
 from benchmarks._timing import MET, Measurement
 
 # Where each is: a benchmarks._attention_backend.Backend that takes a device, or None for the best there is.
-BACKENDS = {"torch": "benchmarks._attention_torch:Torch", "jax": "benchmarks._attention_jax:Jax"}
-DEVICES = ("cpu", "cuda")
+BACKENDS = {
+    "torch": "benchmarks._attention_torch:Torch",
+    "jax": "benchmarks._attention_jax:Jax",
+    "mlx": "benchmarks._attention_mlx:Mlx",
+}
+DEVICES = ("cpu", "cuda", "metal")
 VERSIONS = ("numpy", "array-api-compat")
 
 
@@ -136,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--backend", choices=BACKENDS, default="torch", help="whose attention (default %(default)s)")
-    parser.add_argument("--device", choices=DEVICES, help="default cuda where there is a GPU, else cpu")
+    parser.add_argument("--device", choices=DEVICES, help="default the GPU's where there is one, else cpu")
     parser.add_argument("--quick", action="store_true", help="small shapes: checks numbers, judges no speed")
     parser.add_argument("--only", type=_sections, default=list(SECTIONS), metavar="SECTION,...",
                         help=f"of {', '.join(SECTIONS)} (default all)")  # fmt: skip

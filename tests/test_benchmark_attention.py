@@ -254,9 +254,114 @@ def test_memory_in_jax_is_that_of_scores_which_the_baseline_holds(jax_cpu, monke
     monkeypatch.setattr(_timing, "peak_growth", lambda *_: next(grown))
     tensor = shape.tensor_bytes
     measured, planned = jax_cpu.weights(shape, True)
-    assert measured == ("measured", 300_000 - 4 * tensor, 900_000 - 4 * tensor)
+    assert measured == ("measured", 300_000 - 4 * tensor, 900_000 - 4 * tensor, "no positions")
     assert planned[2] >= 4 * shape.scores
     assert planned[1] == jax_cpu.extra_bytes(shape, True)
+
+
+# --- MLX --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mlx_cpu():
+    pytest.importorskip("alibi_mlx")
+    mx = pytest.importorskip("mlx.core")
+    from benchmarks._attention_mlx import Mlx
+
+    before = mx.default_device()
+    yield Mlx("cpu")
+    mx.set_default_device(before)
+
+
+def test_contestants_in_mlx_compute_what_they_say(mlx_cpu):
+    tensors = mlx_cpu.tensors(Shape(4, 8, 37, "float32", batch=2), backward=True)
+    assert mlx_cpu.tensors(Shape(4, 8, 37, "float32"))[3] is None
+    every = np.arange(37)
+    for contestant, has_bias in (
+        (mlx_cpu.contestant(), True),
+        *((peer, True) for peer in mlx_cpu.peers),
+        (mlx_cpu.baseline(tensors, False), False),
+    ):
+        result = mlx_cpu.prepare(contestant, tensors, False)()
+        assert result.shape == (2, 4, 37, 8)
+        reference = Reference.of(tensors, every, as_float64=mlx_cpu.as_float64, has_bias=has_bias)
+        assert reference.error(result).relative < 2**-20
+        if has_bias:
+            gradients = mlx_cpu.prepare(contestant, tensors, True)()
+            errors = errors_of_gradients(gradients, tensors[:3], tensors[3], mlx_cpu.as_float64)
+            assert max(error.relative for error in errors.values()) < 2**-20
+
+
+def test_who_answers_one_query_in_mlx(mlx_cpu):
+    found = mlx_cpu.decode(Decoding(Shape(4, 8, 37, "float32"), 1))
+    for call, has_bias in ((found.cached, True), (found.bare, True), (found.with_row, True), (found.baseline, False)):
+        reference = Reference.of(found.tensors, np.arange(1), mlx_cpu.as_float64, has_bias=has_bias)
+        assert reference.error(call()).relative < 2**-20
+
+
+def test_a_lazy_call_in_mlx_is_timed_with_its_evaluation(mlx_cpu):
+    import mlx.core as mx
+
+    tensors = mlx_cpu.tensors(Shape(8, 64, 512, "float32"), backward=True)
+    for backward in (False, True):
+        for contestant in (mlx_cpu.contestant(), *mlx_cpu.peers, mlx_cpu.baseline(tensors, backward)):
+            call = mlx_cpu.prepare(contestant, tensors, backward)
+            before = mx.get_active_memory()
+            result = call()
+            # What is not evaluated holds no memory: the result, or three gradients.
+            assert mx.get_active_memory() - before >= (3 if backward else 1) * 8 * 64 * 512 * 4
+            del result
+
+
+def test_memory_in_mlx_is_that_of_scores_which_the_others_hold(mlx_cpu):
+    shape = Shape(8, 16, 512, "float32")
+    for backward in (False, True):
+        dense, plain = mlx_cpu.weights(shape, backward)
+        assert [dense[3], plain[3]] == ["mx.fast, dense mask", "mx.fast, no positions"]
+        for how, ours, theirs, _ in (dense, plain):
+            assert how == "by MLX's count"
+            assert 0 < ours < 2 * theirs
+            # Scores in float32, once at least; the mask, of their size, is an argument and no extra.
+            assert 4 * shape.scores <= theirs < (5 if backward else 2) * 4 * shape.scores
+
+
+def test_memory_in_mlx_that_is_a_mask_the_result_or_a_gradient_is_not_extra(mlx_cpu):
+    import mlx.core as mx
+
+    shape, made = Shape(2, 64, 2048, "float32"), 12 * 2**20  # tensors of 1 MiB
+
+    def prepare(query, key, value):
+        mask = mx.zeros(2**20)
+        mx.eval(mask)
+
+        def attend(query, key, value):
+            held = mx.ones(made // 4)  # 12 MiB, given back before the result is there
+            mx.eval(held)
+            return query + key + value + mask[0]
+
+        return attend
+
+    for backward in (False, True):
+        extra = mlx_cpu._extra(replace(mlx_cpu.contestant(), prepare=prepare), shape, backward)
+        assert extra == pytest.approx(made - (4 if backward else 1) * 2**20, abs=2**18)
+
+
+def test_a_wrong_number_in_mlx_is_beside_nothing_timed(mlx_cpu, monkeypatch):
+    from benchmarks._attention_mlx_peers import without_positions
+    from benchmarks._attention_sizes import MLX_QUICK
+
+    timed = (Timed(Shape(2, 8, 64, "float32"), 1, 0, (1.0, 1.0), (1.0, 1.0)),)
+    run = Run(mlx_cpu, replace(MLX_QUICK, timed=timed))
+    right = list(_attention_sections.passes(run, False))
+    assert [each.baseline for each in right] == ["mx.fast, no positions", "mx.fast, dense mask"]
+    assert not run.wrong
+    wrong = replace(mlx_cpu.contestant(), prepare=without_positions(True).prepare)
+    monkeypatch.setattr(type(mlx_cpu), "contestant", lambda self: wrong)
+    for backward in (False, True):
+        found = list(_attention_sections.passes(run, backward))
+        assert [each.verdict(True) for each in found] == ["not measured", "not measured"]
+        assert {each.note for each in found} == {"not timed, its numbers are wrong"}
+    assert len(run.wrong) == 2
 
 
 # --- The program ------------------------------------------------------------------------------------------------------
@@ -276,10 +381,9 @@ def quick_run(backend, output):
     return json.loads((output / f"attention-{backend}-cpu.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize("backend", ["torch", "jax", "mlx"])
 def test_quick_run_checks_times_and_draws_everything(backend, tmp_path):
-    if backend == "jax":
-        pytest.importorskip("alibi_jax")
+    pytest.importorskip(f"alibi_{backend}")
     results = quick_run(backend, tmp_path)
     expected = {"benchmark": "attention", "backend": backend, "device": "cpu", "quick": True, "passed": True}
     assert {key: results[key] for key in expected} == expected
@@ -294,6 +398,14 @@ def test_quick_run_checks_times_and_draws_everything(backend, tmp_path):
     if backend == "jax":  # what is measured in a process of its own, of attention that holds all its scores
         weighed = [each for each in results["measurements"] if each["candidate"].endswith(", measured")]
         assert [each["values"][1] > 4 * QUICK.weighed.scores for each in weighed] == [True, True]
+    if backend == "mlx":  # bars beside a dense bias, too: of both passes, of one query, and of memory
+        barred = [each for each in results["measurements"] if each["bar"] is not None and each["ratio"] is not None]
+        beside = [(each["baseline"], each["unit"]) for each in barred]
+        assert beside.count(("mx.fast, dense mask", "seconds")) == 2
+        assert beside.count(("mx.fast, a row of biases", "seconds")) == 1
+        assert beside.count(("mx.fast, dense mask", "bytes")) == 2
+        weighed = [each["group"].rpartition(", ")[2] for each in barred if each["unit"] == "bytes"]
+        assert weighed == ["512 tokens", "512 tokens", "256 tokens", "256 tokens"]
     assert {each["pass"] for each in results["limits"]} >= {"forward", "forward and backward"}
     assert all(each["tile_limit"] >= 1 for each in results["limits"])
     for curves in results["curves"].values():

@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -183,6 +184,32 @@ def test_tiled_takes_any_batch_axes(batch, given):
     tiled, dense = (attention(query, key, value, implementation=i, **arguments) for i in IMPLEMENTATIONS)
     assert tiled.shape == query.shape
     assert_close(tiled, dense)
+
+
+def test_streams_may_differ():
+    query, key, value = tensors(BATCH)
+    streams = [mx.new_stream(mx.cpu) for _ in range(3)]
+    moved = []
+    for stream, x in zip(streams, (query, key, value), strict=True):
+        with mx.stream(stream):
+            moved.append(x + 0)
+    assert_close(attention(*moved), attention(query, key, value, implementation="dense"))
+
+
+def test_what_another_thread_has_yet_to_compute_is_refused_by_name():
+    made = []
+    thread = threading.Thread(target=lambda: made.append(mx.random.normal((1, 2, 1100, 4)) + 0))
+    thread.start()
+    thread.join()
+    query = key = mx.random.normal((1, 2, 1100, 4))
+    try:
+        mx.eval(made[0] + 0)
+        expected = attention(query, made[0], made[0], implementation="dense")
+    except RuntimeError:  # since some version between 0.29 and 0.32
+        with pytest.raises(ValueError, match="key must be computed on a stream of this thread"):
+            attention(query, made[0], key)
+    else:
+        assert_close(attention(query, made[0], made[0]), expected, terms=1100)
 
 
 # Transformations
@@ -463,4 +490,4 @@ def test_importing_the_core_does_not_import_mlx():
 
 def test_public_names():
     models = ["AlibiAttention", "AlibiConfig", "AlibiLanguageModel", "AlibiTransformer", "EvictingKVCache", "KVCache"]
-    assert sorted(alibi_mlx.__all__) == [*models, "attention"]
+    assert sorted(alibi_mlx.__all__) == sorted([*models, "Explanation", "attention", "explain"])

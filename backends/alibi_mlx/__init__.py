@@ -6,9 +6,11 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("alibi_mlx needs MLX; install with pip install 'alibi-core[mlx]'") from error
 
 from alibi_core._config import AlibiConfig
+from alibi_core._explanation import Explanation
 from alibi_mlx._attention import attention
 from alibi_mlx._cache import KVCache
 from alibi_mlx._evicting_cache import EvictingKVCache
+from alibi_mlx._explain import explain
 from alibi_mlx._language_model import AlibiLanguageModel
 from alibi_mlx._layer import AlibiAttention
 from alibi_mlx._transformer import AlibiTransformer
@@ -19,6 +21,8 @@ __all__ = [
     "AlibiLanguageModel",
     "AlibiTransformer",
     "EvictingKVCache",
+    "Explanation",
     "KVCache",
     "attention",
+    "explain",
 ]

@@ -138,7 +138,7 @@ def run(
 
     def forward(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, jobs: Jobs) -> mx.array:
         if route.implementation == "folded":
-            return folded_attention(call, query, key, value, route.head_dim)
+            return folded_attention(call, query, key, value, route.head_dim, fused=route.fused)
         return _tile_kernels.forward(call, query, key, value, jobs(), route.head_dim)
 
     return attend(flat, *tensors, Method(forward, plan)).reshape(query.shape)

@@ -15,11 +15,6 @@ def can_force_fused() -> bool:
     return version() >= (0, 32, 4)
 
 
-def scales_scores_in_float32() -> bool:
-    """Whether the fused Metal kernel multiplies scores by the scale, not queries, whose dtype may be narrow."""
-    return version() >= (0, 31, 0)
-
-
 def padded(array: mx.array, axis: int, before: int, after: int) -> mx.array:
     """Return ``mx.pad`` along one axis. MLX 0.29 has it, but ``mx.vmap`` there does not know it."""
     zeros = [mx.zeros((*array.shape[:axis], n, *array.shape[axis:][1:]), array.dtype) for n in (before, after)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import mlx.core as mx
 
 from alibi_core import AttentionCall, fold
-from alibi_mlx._compatible import can_force_fused, padded
+from alibi_mlx._compatible import padded
 
 
 def folded_attention(
-    call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, head_dim: int, *, force_fused: bool = False
+    call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, head_dim: int, *, fused: bool
 ) -> mx.array:
     """Compute a call whose last query is at the last key.
 
@@ -19,20 +19,18 @@ def folded_attention(
         key: ``[batch, num_kv_heads, kv_len, head_dim]``.
         value: Likewise.
         head_dim: What MLX's kernel is to be given; at least ``alibi_core.fold_size`` features more.
-        force_fused: Raise where no fused kernel takes it.
+        fused: Make MLX take its fused kernel, in the dtype of the tensors; else all is computed in float32.
 
     Returns:
         ``[batch, num_heads, q_len, head_dim]``, of the dtype of ``query``.
     """
     long_query, long_key = fold(query, key, call.slopes, scale=call.scale, head_dim=head_dim)
     tensors = [long_query, long_key, padded(value, 3, 0, head_dim - call.head_dim)]
-    on_gpu = mx.default_device().type == mx.gpu
-    if not on_gpu:
-        # Metal's kernels keep scores in float32, which is what makes the products of limbs exact; MLX on the CPU would
-        # round scores to the dtype of the tensors.
+    # Fused kernels keep scores in float32, which is what makes the products of limbs exact. MLX takes them by itself,
+    # but not where gradients are traced, for want of theirs; ours are not its. Its other path, the only one on the CPU,
+    # would round scores to the dtype of the tensors.
+    forced = {"force_fused": True} if fused else {}
+    if not fused:
         tensors = [x.astype(mx.float32) for x in tensors]
-    # Where gradients are traced, MLX would not take the fused kernel by itself, for want of its gradients: ours are
-    # not its.
-    forced = {"force_fused": True} if force_fused or (on_gpu and can_force_fused()) else {}
     out = mx.fast.scaled_dot_product_attention(*tensors, scale=call.scale, mask="causal", **forced)
     return out[..., : call.head_dim].astype(call.dtype)

@@ -54,18 +54,37 @@ def jobs(call: AttentionCall, query: mx.array, key: mx.array, tolerance: float, 
     return list(itertools.chain.from_iterable(planned))
 
 
-def on_host(call: AttentionCall, *tensors: mx.array) -> AttentionCall | None:
-    """Return the call with its arrays in NumPy; None if they, or these tensors, cannot be read for now."""
+def on_host(call: AttentionCall, query: mx.array, key: mx.array) -> AttentionCall | None:
+    """Return the call with its arrays in NumPy; None if they, or query and key, cannot be read for now.
+
+    Raises:
+        ValueError: If one is still to be computed by another thread.
+    """
     names = ("slopes", "future_slopes", "q_offset", "q_segment_ids", "kv_segment_ids", "mask")
     arrays = {name: getattr(call, name) for name in names if isinstance(getattr(call, name), mx.array)}
-    try:
-        mx.eval(*tensors, *arrays.values())
-    except ValueError:  # of mx.compile and mx.vmap
-        return None
+    for name, array in ({"query": query, "key": key} | arrays).items():
+        if not _evaluated(name, array):
+            return None
     read = {name: np.asarray(array) for name, array in arrays.items()}
     if call.kv_segment_ids is call.q_segment_ids and call.q_segment_ids is not None:
         read["kv_segment_ids"] = read["q_segment_ids"]  # one array for both tells that each query sees its own key
     return replace(call, xp=xp, working_dtype=np.dtype(np.float32), **read)
+
+
+def _evaluated(name: str, array: mx.array) -> bool:
+    """Evaluate an array and return True; False if it has no value, under ``mx.compile`` or ``mx.vmap``."""
+    try:
+        mx.eval(array)
+    except ValueError:
+        return False
+    except RuntimeError as error:
+        if "in current thread" not in str(error):
+            raise
+        raise ValueError(
+            f"{name} must be computed on a stream of this thread, got one that another thread has yet to compute; call "
+            "mx.eval on it there"
+        ) from error
+    return True
 
 
 def plans(

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from alibi_core import AttentionCall, fold_error_bound, fold_size
 from alibi_core._namespace import host_values
-from alibi_mlx._compatible import has_kernels_for_72_and_96, scales_scores_in_float32
+from alibi_mlx._compatible import can_force_fused, has_kernels_for_72_and_96
 
 IMPLEMENTATIONS = ("tiled", "folded", "dense")
 
@@ -62,9 +62,11 @@ class Row:
 
 # The first row that fits holds. On Metal, fused kernels exist for some head sizes, which others are filled up to; MLX
 # itself takes the others' unfused path, also from 192 on. Folding needs 6 features of low precision up to these many
-# keys, and computes all scores there are; beyond, leaving out what is past the horizons saves more. It has not been
-# run on Metal: the table follows MLX's sources.
+# keys, and computes all scores there are; beyond, leaving out what is past the horizons saves more. It needs the newer
+# versions, which can be made to take the fused kernel while gradients are traced: the unfused path rounds scores. The
+# table has not been run on Metal; it follows MLX's sources.
 _DECODE, _BLOCKS = (1, FEW), (FEW + 1, ENDLESS)
+FUSED_FOR_FEW, FUSED_FOR_BLOCKS = (64, 96, 128, 192, 256), (64, 72, 80, 96, 128, 192, 256)  # head sizes, if forced
 _FOLDED_KEYS = 8192
 ROUTES = (
     Row(mx.cpu, ANY, (1, ENDLESS), ENDLESS, (1, ENDLESS), None, "tiled", None),
@@ -72,11 +74,11 @@ ROUTES = (
     Row(mx.gpu, ANY, _DECODE, ENDLESS, (65, 96), None, "tiled", 96),
     Row(mx.gpu, ANY, _DECODE, ENDLESS, (97, 128), None, "tiled", 128),
     Row(mx.gpu, ANY, _DECODE, ENDLESS, (129, ENDLESS), None, "tiled", None),
-    Row(mx.gpu, LOW, _BLOCKS, _FOLDED_KEYS, (1, 58), False, "folded", 64),
+    Row(mx.gpu, LOW, _BLOCKS, _FOLDED_KEYS, (1, 58), False, "folded", 64, newer=True),
     Row(mx.gpu, LOW, _BLOCKS, _FOLDED_KEYS, (59, 66), False, "folded", 72, newer=True),
-    Row(mx.gpu, LOW, _BLOCKS, _FOLDED_KEYS, (59, 74), False, "folded", 80),
+    Row(mx.gpu, LOW, _BLOCKS, _FOLDED_KEYS, (67, 74), False, "folded", 80, newer=True),
     Row(mx.gpu, LOW, _BLOCKS, _FOLDED_KEYS, (75, 90), False, "folded", 96, newer=True),
-    Row(mx.gpu, LOW, _BLOCKS, _FOLDED_KEYS, (75, 122), False, "folded", 128),
+    Row(mx.gpu, LOW, _BLOCKS, _FOLDED_KEYS, (91, 122), False, "folded", 128, newer=True),
     Row(mx.gpu, ANY, _BLOCKS, ENDLESS, (1, 64), None, "tiled", 64),
     Row(mx.gpu, ANY, _BLOCKS, ENDLESS, (65, 72), None, "tiled", 72, newer=True),
     Row(mx.gpu, ANY, _BLOCKS, ENDLESS, (65, 80), None, "tiled", 80),
@@ -88,10 +90,17 @@ ROUTES = (
 
 @dataclass(frozen=True)
 class Route:
-    """How a call runs: the implementation, and the head size that MLX's kernel is given."""
+    """How a call runs.
+
+    Attributes:
+        implementation: What computes it.
+        head_dim: The head size that MLX's kernel is given.
+        fused: Whether it must be a fused kernel, for what it is given in low precision is exact in no other.
+    """
 
     implementation: str
     head_dim: int
+    fused: bool = False
 
 
 def choose(call: AttentionCall, implementation: str | None, training: bool = False) -> Route:
@@ -110,10 +119,21 @@ def choose(call: AttentionCall, implementation: str | None, training: bool = Fal
     for row in ROUTES:
         asked_for = implementation in (None, row.implementation)
         if asked_for and row.fits(call, training) and refusal(row.implementation, call) is None:
-            return Route(row.implementation, row.padded or call.head_dim)
+            folded_on_gpu = row.implementation == "folded" and row.device == mx.gpu
+            return Route(row.implementation, row.padded or call.head_dim, folded_on_gpu)
     if implementation == "folded":
-        return Route("folded", call.head_dim + fold_size(call.kv_len, call.dtype))
+        return _folded_by_name(call)
     return Route(implementation or "dense", call.head_dim)
+
+
+def _folded_by_name(call: AttentionCall) -> Route:
+    """Return how to fold what the table would not: by a fused kernel if there is one, else in float32."""
+    needed = call.head_dim + fold_size(call.kv_len, call.dtype)
+    sizes = FUSED_FOR_FEW if call.q_len <= FEW else FUSED_FOR_BLOCKS
+    fused = next((size for size in sizes if size >= needed), None)
+    if mx.default_device().type == mx.gpu and can_force_fused() and fused is not None:
+        return Route("folded", fused, fused=True)
+    return Route("folded", needed)
 
 
 def refusal(name: str, call: AttentionCall) -> str | None:
@@ -130,8 +150,6 @@ def _refusal_of_folded(call: AttentionCall) -> str | None:
         return "takes no mask, segment_ids or window_size"
     if call.has_offset_array or call.q_offset != call.kv_len - call.q_len or call.q_offset < 0:
         return "must have the last query at the last key, and no query before the first"
-    if mx.default_device().type == mx.gpu and not scales_scores_in_float32():
-        return "needs MLX 0.31 or later on a GPU, which before rounds the features that it multiplies"
     slopes = host_values(call.slopes)
     if slopes is None:
         return "must be able to read the slopes, to bound its error"

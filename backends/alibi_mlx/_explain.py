@@ -1,0 +1,98 @@
+"""What a call would do, and why."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from alibi_core import AttentionCall
+from alibi_core._checks import boolean, one_of
+from alibi_core._explanation import Explanation, visible_pairs
+from alibi_core._horizon import ENDLESS, tolerance_of
+from alibi_core._jobs import entry_of
+from alibi_mlx import _plan
+from alibi_mlx._attention import attention
+from alibi_mlx._routes import IMPLEMENTATIONS, choose, refusal
+
+
+def explain(
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    slopes: int | mx.array | None = None,
+    *,
+    implementation: str | None = None,
+    training: bool = False,
+    **arguments: Any,
+) -> Explanation:
+    """Say which implementation a call of :func:`alibi_mlx.attention` would use, and what it would compute.
+
+    It evaluates the tensors and measures them, also where they are so short that the call would not, but attends to
+    nothing. It answers for MLX's default device.
+
+    Args:
+        query: As for :func:`alibi_mlx.attention`, like all arguments.
+        key: Likewise.
+        value: Likewise.
+        slopes: Likewise.
+        implementation: Likewise.
+        training: Likewise.
+        **arguments: Likewise.
+
+    Returns:
+        The explanation, its horizons in NumPy.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As the call would.
+        ValueError: Under ``mx.compile`` and ``mx.vmap``, where there are no values to measure.
+
+    Example:
+        >>> query, key, value = mx.zeros((3, 1, 2, 8, 4))
+        >>> print(explain(query, key, value, tolerance=0.0, implementation="tiled"))
+        implementation: tiled
+        tolerance: 0, which moves the result by at most 0
+        scores: 128 computed, 177.8% of the 72 visible
+        horizons, in tokens, of the heads: all all
+    """
+    if implementation is not None:
+        one_of("implementation", implementation, IMPLEMENTATIONS)
+    inspect.signature(attention).bind(query, key, value, **arguments)  # refuses what is no argument of the call
+    call = AttentionCall.check(query, key, value, slopes, xp=mx, **arguments)
+    boolean("training", training)
+    if call.is_empty:
+        return Explanation("dense", {}, 0.0, 0.0, np.zeros((math.prod(call.batch), call.num_heads)), 0, 0)
+    route = choose(call, implementation, training)
+    refusals = {name: refusal(name, call) for name in IMPLEMENTATIONS}
+    tolerance = tolerance_of(call) if route.implementation == "tiled" else 0.0
+    flat = call.with_one_batch_axis()
+    query, key = (x.reshape(*flat.batch, *x.shape[-3:]) for x in (query, key))
+    host = _plan.on_host(flat, query, key)
+    if host is None:
+        raise ValueError("query and key must hold values, which are measured; got traced arrays")
+    entries = [entry_of(host, index) for index in range(host.batch[0])]
+    planned = zip(entries, _plan.plans(entries, query, key, tolerance), strict=True)
+    computed = math.prod(flat.batch) * call.num_heads * call.q_len * call.kv_len
+    if route.implementation == "tiled":
+        jobs = _plan.jobs(flat, query, key, tolerance, None)
+        sizes = ((len(range(flat.batch[0])[x.batch]), x.heads.stop - x.heads.start, x) for x in jobs)
+        computed = sum(entries * heads * x.tiles * x.rows * x.kv_len for entries, heads, x in sizes)
+    return Explanation(
+        implementation=route.implementation,
+        refusals={name: reason for name, reason in refusals.items() if reason is not None},
+        tolerance=tolerance,
+        error_bound=2 * tolerance * mx.abs(value).max().item() if tolerance else 0.0,
+        horizons=np.stack([_horizons(entry, ranges.past) for entry, ranges in planned]),
+        scores_visible=call.num_heads * sum(visible_pairs(entry) for entry in entries),
+        scores_computed=computed,
+    )
+
+
+def _horizons(entry: AttentionCall, past: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return how far back the heads of a batch entry look, from the reach of their queries, ``[num_heads, blocks]``."""
+    reach = past.max(axis=1).astype(np.float64)
+    # No key is further back than the first is from the last query.
+    return np.where(reach >= min(ENDLESS, entry.q_offset + entry.q_len), math.inf, reach)
