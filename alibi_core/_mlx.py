@@ -42,6 +42,13 @@ class MLXNamespace:
     def matrix_transpose(self, array: Any) -> Any:
         return self._core.swapaxes(array, -1, -2)
 
+    def matmul(self, one: Any, other: Any) -> Any:
+        if one.size and other.size:
+            return self._core.matmul(one, other)
+        # MLX on the CPU, up to 0.32 at least, frees memory that it still writes to where a product has no rows.
+        batch = np.broadcast_shapes(one.shape[:-2], other.shape[:-2])
+        return self._core.zeros((*batch, one.shape[-2], other.shape[-1]), dtype=one.dtype)
+
     def flip(self, array: Any, *, axis: int) -> Any:
         return self._core.take(array, self._core.arange(array.shape[axis] - 1, -1, -1), axis=axis)
 

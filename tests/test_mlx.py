@@ -212,6 +212,18 @@ def test_what_another_thread_has_yet_to_compute_is_refused_by_name():
         assert_close(attention(query, made[0], made[0]), expected, terms=1100)
 
 
+@pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
+def test_no_queries_and_many_keys(implementation):
+    # MLX crashes now and then in a product that has no rows.
+    key = normal(2, 3, 200, 5)
+    for _ in range(50):
+        query = mx.zeros((2, 6, 0, 5))
+        result = attention(query, key, key, implementation=implementation)
+        gradient = mx.grad(lambda key: attention(query, key, key, implementation=implementation).sum())(key)  # noqa: B023
+        assert result.shape == (2, 6, 0, 5)
+        assert not mx.any(gradient)
+
+
 # Transformations
 
 

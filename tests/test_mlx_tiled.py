@@ -130,6 +130,41 @@ def test_runs_of_tiles_end_at_segments(spans: str, ids: tuple[int, ...], call_sc
         assert_exact(steep)
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+def test_gradients_of_slopes_know_no_rounded_result(dtype: mx.Dtype) -> None:
+    # Values around 8: the gradients of a row's scores are differences of what is nearly the same.
+    rng = np.random.default_rng(0)
+    query, key, value, cotangent = (mx.array(rng.standard_normal((1, 2, 256, 16)), mx.float32) for _ in range(4))
+    tensors = [x.astype(dtype) for x in (query, key, value + 8)]
+    weight, slopes = cotangent.astype(dtype).astype(mx.float32), mx.array([0.5, 0.004])
+
+    def gradient(implementation: str) -> np.ndarray:
+        def loss(slopes: mx.array) -> mx.array:
+            return (attention(*tensors, slopes, implementation=implementation).astype(mx.float32) * weight).sum()
+
+        return np.asarray(mx.grad(loss)(slopes))
+
+    # Both in float32 until the end, whatever the dtype: off by its roundoff times the sum of what cancels, 256 rows of
+    # values of 8 by a mean distance of 100, which is some thousand times the gradient.
+    np.testing.assert_allclose(gradient("tiled"), gradient("dense"), rtol=2e-3)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_gradients_of_slopes_are_the_same_however_far_all_keys_are(sign: int) -> None:
+    query, key, value = (mx.array(x, mx.float32) for x in np.random.default_rng(0).standard_normal((3, 1, 2, 8, 16)))
+
+    def gradient(q_offset: int) -> np.ndarray:
+        def loss(slopes: mx.array) -> mx.array:
+            attended = attention(query, key, value, slopes, is_causal=False, q_offset=q_offset)
+            return (attended * query).sum()
+
+        return np.asarray(mx.grad(loss)(mx.array([0.5, 0.125])))
+
+    assert np.any(gradient(sign * 20))
+    for q_offset in (10**4, 10**6, 10**8):
+        assert np.array_equal(gradient(sign * q_offset), gradient(sign * 20))
+
+
 # --- The guarantee -------------------------------------------------------------------------------------------------
 
 

@@ -42,13 +42,19 @@ class Biases:
     def distances(self, job: Job) -> tuple[mx.array, mx.array | None]:
         """Return how far keys are before the query, and how far after it: tokens, float32, 0 on the other side.
 
+        Where all are on one side, they are counted from the nearest: the gradients of a row's scores have the sum 0,
+        and a large distance would take the digits of what they differ in.
+
         ``[rows, kv_len]``, or ``[batch entries, 1, rows, kv_len]``. The second is None where no key after is seen.
         """
         tile = self._call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
-        ahead = relative_positions(tile.xp, *tile.positions()).astype(mx.float32)
-        ahead = ahead if ahead.ndim == 2 else ahead[:, None]
-        future = None if self._call.is_causal else mx.maximum(ahead, 0)
-        return mx.maximum(-ahead, 0), future
+        q_positions, kv_positions = tile.positions()
+        ahead = relative_positions(tile.xp, q_positions, kv_positions)
+        outside = mx.maximum(mx.maximum(-q_positions, q_positions - (tile.kv_len - 1)), 0)[..., None]
+        if ahead.ndim > 2:
+            ahead, outside = ahead[:, None], outside[:, None]
+        past, future = (mx.maximum(x - outside, 0).astype(mx.float32) for x in (-ahead, ahead))
+        return past, None if self._call.is_causal else future
 
     def _is_toeplitz(self, job: Job) -> bool:
         """Whether bias depends on distance alone, and each query's own key is among the job's, to count it from."""

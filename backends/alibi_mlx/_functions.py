@@ -40,7 +40,7 @@ class Method:
 def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, method: Method) -> mx.array:
     """Return attention, differentiable in memory that grows with the lengths alone.
 
-    Nothing is kept for the backward pass but the arguments and the result: scores are computed anew.
+    Nothing is kept for the backward pass but the arguments: scores are computed anew.
 
     Args:
         call: With one batch axis.
@@ -67,7 +67,7 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
         query, key, value, *arrays = primals
         this = _with_arrays(call, names, arrays)
         once = replace(method, jobs=jobs)
-        *by_tensors, past, future = _gradients(this, query, key, value, result, grad, once)
+        *by_tensors, past, future = _gradients(this, query, key, value, grad, once)
         by_slopes = {"slopes": past, "future_slopes": future}
         if this.future_slopes is None:
             by_slopes["slopes"] = past + future
@@ -87,7 +87,6 @@ def _gradients(
     query: mx.array,
     key: mx.array,
     value: mx.array,
-    result: mx.array,
     grad: mx.array,
     method: Method,
 ) -> tuple[mx.array, ...]:
@@ -96,17 +95,17 @@ def _gradients(
 
     @mx.custom_function
     def function(*operands: mx.array) -> tuple[mx.array, ...]:
-        query, key, value, result, grad, *arrays = operands
+        query, key, value, grad, *arrays = operands
         this = _with_arrays(call, names, arrays)
-        return _tile_kernels.backward(this, (query, key, value), result, grad, method.jobs(this, query, key))
+        return _tile_kernels.backward(this, (query, key, value), grad, method.jobs(this, query, key))
 
     @function.vmap
     def mapped(operands: Any, axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
-        size, longer, tensors = _as_longer_batch(call, names, operands, axes, 5)
+        size, longer, tensors = _as_longer_batch(call, names, operands, axes, 4)
         grads = _gradients(longer, *tensors, method)
         return tuple(x.reshape(size, *call.batch, *x.shape[1:]) for x in grads), (0,) * len(grads)
 
-    return tuple(function(query, key, value, result, grad, *(getattr(call, name) for name in names)))
+    return tuple(function(query, key, value, grad, *(getattr(call, name) for name in names)))
 
 
 def _names(call: AttentionCall) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Tiles of attention and their gradients, by MLX's own operations.
 
 Going forward each tile is one call of ``mx.fast.scaled_dot_product_attention``. A tile holds all keys that its queries
-need, so that going backward its softmax is computed anew, and nothing is kept between the two but the result.
+need, so that going backward its softmax is computed anew, and nothing is kept between the two.
 """
 
 from __future__ import annotations
@@ -61,11 +61,10 @@ def forward(
 def backward(
     call: AttentionCall,
     tensors: tuple[mx.array, mx.array, mx.array],
-    result: mx.array,
     grad: mx.array,
     jobs: Iterable[Job],
 ) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
-    """Return the gradients of ``sum(result * grad)`` by query, key, value, slopes and future slopes.
+    """Return the gradients of ``sum(attention * grad)`` by query, key, value, slopes and future slopes.
 
     Those by slopes are ``[batch, num_heads]``, for the keys on one side of the query each.
     """
@@ -79,15 +78,17 @@ def backward(
         bias, attends = biases.of(job)
         distances = biases.distances(job)
         for part in _parts(job, 2 * call.head_dim):
-            queries, outs, grads = (_float32(queries_of(x, part)) for x in (query, result, grad))
+            queries, grads = (_float32(queries_of(x, part)) for x in (query, grad))
             keys, values = (_float32(keys_of(x, part, call)) for x in (key, value))
             if attends is not None:
                 grads = mx.where(attends, grads, 0.0)
             queries, grads = (_after(x, before) for x in (queries * call.scale, grads))
             # [batch entries or tiles, heads, rows, kv_len]; the heads of a job share their keys or are ungrouped
             weights = _softmax(queries @ for_scores(keys, part).swapaxes(-1, -2) + bias)
-            mean = mx.sum(grads * outs, axis=-1, keepdims=True)
-            by_score = weights * (grads @ for_scores(values, part).swapaxes(-1, -2) - mean)
+            by_weight = grads @ for_scores(values, part).swapaxes(-1, -2)
+            # Not from the result: it was rounded to the dtype of the tensors, which slopes' gradients do not forgive.
+            mean = mx.sum(weights * by_weight, axis=-1, keepdims=True)
+            by_score = weights * (by_weight - mean)
             by_queries = ((by_score @ keys) * call.scale).astype(query.dtype)
             put_queries(by_query, part, by_queries)
             before = [
