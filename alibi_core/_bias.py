@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from alibi_core import _checks
+from alibi_core._contracts import Contract
 from alibi_core._namespace import (
     arange,
     asarray,
@@ -27,6 +28,7 @@ def bias(
     is_causal: bool = True,
     future_slopes: Array | None = None,
     allow_negative_slopes: bool = False,
+    contract: str = "exact",
     xp: Namespace | None = None,
     dtype: DType | None = None,
     device: Device | None = None,
@@ -50,6 +52,20 @@ def bias(
     Distances are integers, the product is formed in float32 (float64 for a float64 result) and rounded once to
     ``dtype``. The same arguments give the same bits in every array library, eager or compiled.
 
+    A model trained with another bias needs that one. With ``contract``, what is finite here is bit for bit what
+    ``transformers`` adds to the model's scores, given the slopes of :func:`slopes`:
+
+    - ``"bloom"``: ``slopes[h] * j`` in float32, rounded to ``dtype``, the model's;
+    - ``"falcon"``: ``slopes[h] * j`` with slopes, ``j`` and product rounded to bfloat16 (so that from 256 on, positions
+      share numbers), then cast to ``dtype``, the model's. The model divides this and the product of query and key by
+      ``sqrt(head_dim)``: divide the result, or ``slopes``, for scores that are scaled already. Division by 8 is exact;
+    - ``"mpt"``: ``slopes[h] * (j - (kv_len - 1))`` in float32, added to scores of any dtype. Padding counts as text;
+    - ``"geometric"``: as ``"exact"``, with slopes by the rule of the paper's text.
+
+    BLOOM and Falcon count from the first key that is no padding: :func:`bias_from_positions` does where some is. Where
+    -inf stands here, the models have the least number of their dtype, which weighs as little next to any visible key.
+    Falcon in ``transformers`` 5.23 with ``attn_implementation="eager"`` adds all this twice; its default, "sdpa", once.
+
     Args:
         slopes: ``[num_heads]`` or ``[batch, num_heads]``, or an int for that many canonical slopes.
         q_len: Number of queries, in tokens.
@@ -59,37 +75,52 @@ def bias(
         future_slopes: With ``is_causal=False``, the slopes for keys after the query, of the shape of ``slopes``.
             Default ``slopes``, which is symmetric; zeros give the form that clamps future distances to 0.
         allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
+        contract: Whose bias: ``"exact"`` (as above), or ``"bloom"``, ``"falcon"``, ``"mpt"`` or ``"geometric"``, with
+            which ``slopes`` must be the number of heads; the first three of these are causal.
         xp: Array namespace of the result. Default that of ``slopes``, else NumPy.
-        dtype: Floating dtype of the result. Default that of ``slopes``, else float32.
+        dtype: Floating dtype of the result. Default that of ``slopes``, else float32; float32 alone with ``"mpt"``.
         device: Device of the result. Default that of ``slopes``.
 
     Returns:
         ``[num_heads, q_len, kv_len]`` (or ``[batch, num_heads, q_len, kv_len]``) array. In float16 a distance
-        penalty beyond 65504 rounds to -inf.
+        penalty beyond 65504 rounds to -inf, and a reward (of ``"bloom"`` or ``"falcon"``) to inf.
 
     Raises:
         TypeError: If an argument is of the wrong kind, or arrays of two libraries meet.
         ValueError: If a length is negative, slopes are negative, not finite or misshapen, or ``future_slopes`` is
-            given for causal attention.
+            given for causal attention, or if the contract is unknown or does not go with the other arguments.
 
     Example:
         >>> import numpy as np
         >>> bias(np.array([0.5]), 2, 3).tolist()
         [[[-0.5, 0.0, -inf], [-1.0, -0.5, 0.0]]]
+        >>> bias(8, 2, 3, contract="bloom")[0].tolist()
+        [[0.0, 0.5, -inf], [0.0, 0.5, 1.0]]
 
     References:
-        Press, Smith, Lewis, "Train Short, Test Long", section 3, arXiv 2108.12409.
+        Press, Smith, Lewis, "Train Short, Test Long", section 3, arXiv 2108.12409. Contracts: ``transformers`` 5.23,
+        ``build_alibi_tensor`` and the attention of BLOOM, Falcon and MPT.
     """
+    rule = Contract.check(
+        contract,
+        slopes,
+        is_causal=is_causal,
+        future_slopes=future_slopes,
+        allow_negative_slopes=allow_negative_slopes,
+    )
     q_len = _checks.non_negative_int("q_len", q_len)
     kv_len = q_len if kv_len is None else _checks.non_negative_int("kv_len", kv_len)
     q_offset = kv_len - q_len if q_offset is None else _checks.integer("q_offset", q_offset)
     _checks.positions_fit(q_offset, q_len, kv_len)
     is_positive = _checks.is_int(slopes) and future_slopes is None
     xp, slopes, future_slopes, dtype, device = _resolve(
-        slopes, future_slopes, is_causal, allow_negative_slopes, xp=xp, dtype=dtype, device=device
+        slopes, future_slopes, is_causal, allow_negative_slopes, rule, xp=xp, dtype=dtype, device=device
     )
-    relative = relative_positions(xp, arange(xp, q_len, device) + q_offset, arange(xp, kv_len, device))
+    kv_positions = arange(xp, kv_len, device)
+    relative = relative_positions(xp, arange(xp, q_len, device) + q_offset, kv_positions)
     visible = relative <= 0 if is_causal else None
+    if rule.is_key_only:
+        return _masked(xp, _contract_row(xp, rule, slopes, kv_positions, dtype), visible)
     bias = linear_bias(xp, slopes, future_slopes, relative, visible, is_causal=is_causal, is_positive=is_positive)
     return astype(xp, bias, dtype)
 
@@ -104,6 +135,7 @@ def bias_from_positions(
     is_causal: bool = True,
     future_slopes: Array | None = None,
     allow_negative_slopes: bool = False,
+    contract: str = "exact",
     dtype: DType | None = None,
 ) -> Any:
     """Return the ALiBi bias between explicit positions: ``-slopes[h] * |q_positions[i] - kv_positions[j]|``.
@@ -122,6 +154,9 @@ def bias_from_positions(
         is_causal: Mask keys at later positions than the query.
         future_slopes: As for :func:`bias`.
         allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
+        contract: As for :func:`bias`. BLOOM and Falcon count positions by the padding mask (1 for text, 0 for padding),
+            ``(cumsum(mask) - 1) * mask``, and the mask serves as segment ids. Not ``"mpt"``, which counts columns:
+            its bias is :func:`bias`'s with any padding.
         dtype: Floating dtype of the result. Default that of ``slopes``, else float32.
 
     Returns:
@@ -139,7 +174,27 @@ def bias_from_positions(
         >>> slopes = np.array([0.5])
         >>> bias_from_positions(slopes, positions, positions, q_segment_ids=ids, kv_segment_ids=ids)[0].tolist()
         [[0.0, -inf, -inf, -inf], [-0.5, 0.0, -inf, -inf], [-inf, -inf, 0.0, -inf], [-inf, -inf, -0.5, 0.0]]
+
+        A token of padding before two of text, for BLOOM:
+
+        >>> mask = np.array([0, 1, 1])
+        >>> positions = (mask.cumsum() - 1) * mask
+        >>> contract = {"q_segment_ids": mask, "kv_segment_ids": mask, "contract": "bloom"}
+        >>> bias_from_positions(8, positions, positions, **contract)[0].tolist()
+        [[0.0, -inf, -inf], [-inf, 0.0, -inf], [-inf, 0.0, 0.5]]
     """
+    rule = Contract.check(
+        contract,
+        slopes,
+        is_causal=is_causal,
+        future_slopes=future_slopes,
+        allow_negative_slopes=allow_negative_slopes,
+    )
+    if rule.counts_from == "last key":
+        raise ValueError(
+            f"contract must be one that knows positions, got {contract!r}, which counts columns; bias takes it, with "
+            "any padding"
+        )
     if (q_segment_ids is None) != (kv_segment_ids is None):
         raise ValueError("q_segment_ids and kv_segment_ids must be given together, got one of them")
     named = {"q_positions": q_positions, "kv_positions": kv_positions}
@@ -158,7 +213,7 @@ def bias_from_positions(
         )
     is_positive = _checks.is_int(slopes) and future_slopes is None
     xp, placed, future, dtype, _ = _resolve(
-        slopes, future_slopes, is_causal, allow_negative_slopes, xp=xp, dtype=dtype, device=device
+        slopes, future_slopes, is_causal, allow_negative_slopes, rule, xp=xp, dtype=dtype, device=device
     )
     batch = _leading_shape({name: array.shape[:-1] for name, array in named.items()} | {"slopes": placed.shape[:-1]})
     if q_segment_ids is not None and kv_segment_ids is not None:
@@ -169,6 +224,8 @@ def bias_from_positions(
     if q_segment_ids is not None and kv_segment_ids is not None:
         same = with_head_axis(q_segment_ids[..., :, None] == kv_segment_ids[..., None, :])
         visible = same if visible is None else visible & same
+    if rule.is_key_only:
+        return _masked(xp, _contract_row(xp, rule, placed, kv_positions, dtype), visible)
     bias = linear_bias(xp, placed, future, relative, visible, is_causal=is_causal, is_positive=is_positive)
     return astype(xp, bias, dtype)
 
@@ -178,6 +235,7 @@ def key_bias(
     kv_len: int,
     *,
     allow_negative_slopes: bool = False,
+    contract: str = "exact",
     xp: Namespace | None = None,
     dtype: DType | None = None,
     device: Device | None = None,
@@ -192,8 +250,10 @@ def key_bias(
         slopes: ``[num_heads]`` or ``[batch, num_heads]``, or an int for that many canonical slopes.
         kv_len: Number of keys, in tokens.
         allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
+        contract: As for :func:`bias`. ``"bloom"`` and ``"falcon"`` are 0 at the first key instead. MPT's with another
+            ``bias_max`` is the exact form of its slopes, ``key_bias(slopes(n, bias_max=b, contract="mpt"), kv_len)``.
         xp: Array namespace of the result. Default that of ``slopes``, else NumPy.
-        dtype: Floating dtype of the result. Default that of ``slopes``, else float32.
+        dtype: Floating dtype of the result. Default that of ``slopes``, else float32; float32 alone with ``"mpt"``.
         device: Device of the result. Default that of ``slopes``.
 
     Returns:
@@ -201,19 +261,35 @@ def key_bias(
 
     Raises:
         TypeError: If an argument is of the wrong kind, or arrays of two libraries meet.
-        ValueError: If the length is negative, or slopes are negative, not finite or misshapen.
+        ValueError: If the length is negative, slopes are negative, not finite or misshapen, or the contract is unknown
+            or does not go with the other arguments.
 
     Example:
         >>> key_bias(1, 4).tolist()
         [[[-0.01171875, -0.0078125, -0.00390625, 0.0]]]
     """
+    rule = Contract.check(contract, slopes, allow_negative_slopes=allow_negative_slopes)
     kv_len = _checks.non_negative_int("kv_len", kv_len)
     _checks.positions_fit(0, 0, kv_len)
     xp, slopes, _, dtype, device = _resolve(
-        slopes, None, True, allow_negative_slopes, xp=xp, dtype=dtype, device=device
+        slopes, None, True, allow_negative_slopes, rule, xp=xp, dtype=dtype, device=device
     )
+    if rule.is_key_only:
+        return _contract_row(xp, rule, slopes, arange(xp, kv_len, device), dtype)
     relative = (arange(xp, kv_len, device) - (kv_len - 1))[None, :]  # [1, kv_len]
     return astype(xp, linear_bias(xp, slopes, None, relative, None, is_causal=True), dtype)
+
+
+def _contract_row(xp: Namespace, rule: Contract, slopes: Any, kv_positions: Any, dtype: DType) -> Any:
+    """Return a key-only contract's bias of every key, ``[..., num_heads, 1, kv_len]``, in the dtype the model adds."""
+    kv_positions = _signed(xp, kv_positions)
+    counts = kv_positions - (kv_positions.shape[-1] - 1) if rule.counts_from == "last key" else kv_positions
+    return astype(xp, rule.row(xp, slopes, counts), dtype)
+
+
+def _masked(xp: Namespace, row: Any, visible: Any) -> Any:
+    """Return ``row`` for every query, -inf where it is not visible."""
+    return xp.where(visible, row, asarray(xp, float("-inf"), row.dtype, device_of(xp, row)))
 
 
 def relative_positions(xp: Namespace, q_positions: Any, kv_positions: Any) -> Any:
@@ -272,6 +348,7 @@ def _resolve(
     future_slopes: Any | None,
     is_causal: bool,
     allow_negative: bool,
+    rule: Contract,
     *,
     xp: Namespace | None,
     dtype: DType | None,
@@ -293,14 +370,14 @@ def _resolve(
         _checks.slopes_values(name, value, allow_negative=allow_negative)
     if dtype is None:
         dtype = next((value.dtype for value in arrays.values()), xp.float32)
-    _checks.floating_dtype(xp, "dtype", dtype)
+    rule.check_dtype(xp, _checks.floating_dtype(xp, "dtype", dtype))
     for name, value in arrays.items():
         place = device_of(xp, value)
         device = place if device is None else device
         if place is not None and str(place) != str(device):
             raise ValueError(f"{name} must be on the device of the result, {device}, got {place}")
-    working = working_dtype(xp, dtype)
-    resolved = place_slopes(xp, slopes, working, device)
+    working = xp.float32 if rule.is_key_only else working_dtype(xp, dtype)
+    resolved = place_slopes(xp, slopes, working, device, contract=rule.name)
     if future_slopes is None:
         return xp, resolved, None, dtype, device
     future = place_slopes(xp, future_slopes, working, device)
@@ -316,11 +393,11 @@ def working_dtype(xp: Namespace, dtype: DType) -> DType:
     return xp.float64 if dtype == xp.float64 else xp.float32
 
 
-def place_slopes(xp: Namespace, slopes: Any, dtype: DType, device: Device | None) -> Any:
-    """Return slopes as an array of ``dtype``: canonical ones for an int, the given ones otherwise."""
+def place_slopes(xp: Namespace, slopes: Any, dtype: DType, device: Device | None, *, contract: str = "exact") -> Any:
+    """Return slopes as an array of ``dtype``: a contract's (or the canonical ones) for an int, else those given."""
     if not _checks.is_int(slopes):
         return astype(xp, slopes, dtype)
-    return asarray(xp, slope_values(slopes), dtype, device)
+    return asarray(xp, slope_values(slopes, contract=contract), dtype, device)
 
 
 def with_head_axis(array: Any) -> Any:

@@ -96,7 +96,7 @@ def fold(
             f"positions), got {head_dim}"
         )
     exponents = _exponents(call.dtype, call.kv_len)
-    _check_range(call, slopes, max(x for x, _ in exponents.values()))
+    _check_range(call, slopes)
     rates = _split_rates(xp, times(xp, call.slopes, 1 / call.scale), call.dtype)
     digits = [astype(xp, x, call.working_dtype) for x in _split_positions(call)]
     for_query = xp.stack([rates[i] * 2.0**x for (i, _), (x, _) in exponents.items()], axis=-1)  # [..., num_heads, n]
@@ -258,13 +258,18 @@ def _exponents(dtype: DType, kv_len: int) -> dict[tuple[int, int], tuple[int, in
     return pairs
 
 
-def _check_range(call: AttentionCall, slopes: Any, exponent: int) -> None:
-    """Check that no feature of the query overflows, where slopes can be seen without waiting for them."""
-    values = host_values(call.slopes if slopes is None or _checks.is_int(slopes) else slopes)
+def largest_slope(call: AttentionCall) -> float:
+    """Return the largest size that a slope may have, lest a feature of the query overflows."""
     largest = 2.0**LARGEST_EXPONENT
     if _bits(call.dtype) == BITS["float16"]:
-        largest = LARGEST_FLOAT16 / 2**exponent
-    limit = largest * abs(call.scale)
+        largest = LARGEST_FLOAT16 / 2 ** max(x for x, _ in _exponents(call.dtype, call.kv_len).values())
+    return largest * abs(call.scale)
+
+
+def _check_range(call: AttentionCall, slopes: Any) -> None:
+    """Check that no feature of the query overflows, where slopes can be seen without waiting for them."""
+    values = host_values(call.slopes if slopes is None or _checks.is_int(slopes) else slopes)
+    limit = largest_slope(call)
     if values is not None and values.size and abs(values).max() > limit:
         raise ValueError(
             f"slopes must be at most {limit:.4g} in size to be folded in {call.dtype}, got {values.tolist()}"

@@ -8,11 +8,13 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from alibi_core import _checks
+from alibi_core import _checks, _contracts
 from alibi_core._namespace import asarray, astype, namespace_of
 from alibi_core._typing import Device, DType, Namespace
 
 SCHEMES = ("canonical", "geometric", "linear")
+
+FLOAT32_BITS, BFLOAT16_BITS = 24, 8  # significant bits, the hidden one among them
 
 _DECIMAL = decimal.Context(prec=60, Emin=-999_999, Emax=999_999, traps=[])  # 60 digits: far beyond float64's 17
 
@@ -22,6 +24,7 @@ def slopes(
     *,
     scheme: str = "canonical",
     bias_max: float = 8.0,
+    contract: str = "exact",
     xp: Namespace | None = None,
     dtype: DType | None = None,
     device: Device | None = None,
@@ -40,11 +43,26 @@ def slopes(
 
     Under tensor parallelism a shard of heads takes its slopes from the *global* count: ``slopes(n)[first:last]``.
 
+    Models trained with slopes that are rounded otherwise need theirs. With ``contract`` these are, each step rounded
+    to nearest in float32:
+
+    - ``"bloom"``: the powers ``1, 2, ...`` of ``2**(-8 / p)``, then those ``1, 3, ...`` of ``2**(-8 / (2p))``. As
+      the base is rounded before, they are off by up to 11 units in the last place (of 128 heads);
+    - ``"falcon"``: BLOOM's, rounded to bfloat16. Its models divide them, like the scores, by ``sqrt(head_dim)``;
+    - ``"mpt"``: ``1 / 2**(b (h+1) / n')`` for ``n'`` the next power of two, those with odd ``h`` first, cut to ``n``;
+    - ``"geometric"``: ``scheme="geometric"`` by another name, which :func:`bias` knows too.
+
+    Up to 128 heads, BLOOM's and MPT's are bit for bit what ``transformers`` computes where ``powf`` rounds correctly.
+    Vectorised, PyTorch's ``pow`` does not: there one BLOOM slope of 16, 32 or 128 may be a unit in the last place off,
+    which one depending on the processor.
+
     Args:
         num_heads: How many heads, at least 1.
         scheme: One of ``"canonical"``, ``"geometric"``, ``"linear"``.
         bias_max: ``b`` above, the negated log2 of the smallest of the first ``p`` slopes. Must be left alone when
-            ``scheme="linear"``, where it has no meaning.
+            ``scheme="linear"`` and contracts ``"bloom"`` and ``"falcon"``, where it has no meaning.
+        contract: Whose slopes: ``"exact"`` (the scheme's), ``"bloom"``, ``"falcon"``, ``"mpt"`` or ``"geometric"``,
+            with which ``scheme`` must be left alone.
         xp: Array namespace of the result. Default NumPy.
         dtype: Floating dtype of the result. Default float32.
         device: Device of the result, as ``xp.asarray`` takes it.
@@ -55,18 +73,21 @@ def slopes(
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If a number is out of range or the scheme is unknown.
+        ValueError: If a number is out of range, or scheme or contract are unknown or do not go together.
 
     Example:
         >>> slopes(8).tolist()
         [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625]
         >>> slopes(3).tolist()
         [0.0625, 0.00390625, 0.25]
+        >>> slopes(16)[-1].item() * 2**8, slopes(16, contract="bloom")[-1].item() * 2**8
+        (1.0, 0.9999997019767761)
 
     References:
-        Press, Smith, Lewis, "Train Short, Test Long", section 3 and its public code, arXiv 2108.12409.
+        Press, Smith, Lewis, "Train Short, Test Long", section 3 and its public code, arXiv 2108.12409. Contracts:
+        ``transformers`` 5.23, ``build_alibi_tensor`` of BLOOM and Falcon and ``build_mpt_alibi_tensor``.
     """
-    values = slope_values(num_heads, scheme=scheme, bias_max=bias_max)
+    values = slope_values(num_heads, scheme=scheme, bias_max=bias_max, contract=contract)
     xp = namespace_of(xp=xp)
     dtype = xp.float32 if dtype is None else _checks.floating_dtype(xp, "dtype", dtype)
     if dtype == xp.float64:
@@ -75,15 +96,22 @@ def slopes(
     return astype(xp, asarray(xp, values, xp.float32, device), dtype)
 
 
-def slope_values(num_heads: int, *, scheme: str = "canonical", bias_max: float = 8.0) -> list[float]:
+def slope_values(
+    num_heads: int, *, scheme: str = "canonical", bias_max: float = 8.0, contract: str = "exact"
+) -> list[float]:
     """Return the slopes as Python floats; arguments and errors as for :func:`slopes`."""
     num_heads = _checks.positive_int("num_heads", num_heads)
     _checks.one_of("scheme", scheme, SCHEMES)
     bias_max = _checks.positive_number("bias_max", bias_max)
+    rule = _contracts.named(contract)
+    if rule.scheme is not None and scheme != "canonical":
+        raise ValueError(f"scheme must be left at 'canonical' with contract {contract!r}, got {scheme!r}")
+    if bias_max != 8 and not rule.takes_bias_max:
+        raise ValueError(f"bias_max must be left at 8 with contract {contract!r}, which has none, got {bias_max}")
     if scheme == "linear" and bias_max != 8:
         raise ValueError(f"bias_max must be left at 8 with scheme 'linear', which does not use it, got {bias_max}")
     # Of numbers that torch.compile holds as symbols, these two functions make constants; int and float do not.
-    return list(_constant_slope_values(operator.index(num_heads), scheme, bias_max.as_integer_ratio()))
+    return list(_constant_slope_values(operator.index(num_heads), rule.scheme or scheme, bias_max.as_integer_ratio()))
 
 
 def _constant_slope_values(num_heads: int, scheme: str, bias_max: tuple[int, int]) -> tuple[float, ...]:
@@ -103,13 +131,56 @@ def _slope_values(num_heads: int, scheme: str, bias_max: tuple[int, int]) -> tup
     b = Fraction(*bias_max)
     if scheme == "geometric":
         return tuple(_exp2(-b * (head + 1) / num_heads) for head in range(num_heads))
+    if scheme == "mpt":
+        return _mpt_slopes(num_heads, b)
+    if scheme in ("bloom", "falcon"):
+        bits = FLOAT32_BITS if scheme == "bloom" else BFLOAT16_BITS
+        return tuple(_rounded(Fraction(slope), bits) for slope in _bloom_slopes(num_heads))
     p = 1 << (num_heads.bit_length() - 1)
     first = [-b * (head + 1) / p for head in range(p)]
     between = [-b * (2 * head + 1) / (2 * p) for head in range(num_heads - p)]
     return tuple(_exp2(exponent) for exponent in first + between)
 
 
+def _bloom_slopes(num_heads: int) -> list[float]:
+    p = 1 << (num_heads.bit_length() - 1)
+    base, between = (Fraction(_rounded(_power_of_two(Fraction(-8, n)), FLOAT32_BITS)) for n in (p, 2 * p))
+    powers = [base ** (head + 1) for head in range(p)] + [between ** (2 * head + 1) for head in range(num_heads - p)]
+    return [_rounded(power, FLOAT32_BITS) for power in powers]
+
+
+def _mpt_slopes(num_heads: int, bias_max: Fraction) -> tuple[float, ...]:
+    above = 1 << (num_heads - 1).bit_length()
+    step = Fraction(_rounded(bias_max / above, FLOAT32_BITS))
+    exponents = [Fraction(_rounded(step * (head + 1), FLOAT32_BITS)) for head in range(above)]
+    slopes = [_reciprocal_of_power(exponent) for exponent in exponents]
+    return tuple(slopes if above == num_heads else (slopes[1::2] + slopes[0::2])[:num_heads])
+
+
+def _reciprocal_of_power(exponent: Fraction) -> float:
+    if exponent >= 128:
+        return 0.0  # the power is infinite in float32
+    return _rounded(1 / Fraction(_rounded(_power_of_two(exponent), FLOAT32_BITS)), FLOAT32_BITS)
+
+
+def _rounded(number: Fraction, bits: int) -> float:
+    """Return a positive number rounded to ``bits`` significant bits, to even between two."""
+    exponent = number.numerator.bit_length() - number.denominator.bit_length()
+    exponent -= number < Fraction(2) ** exponent  # 2**exponent <= number < 2**(exponent + 1)
+    unit = Fraction(2) ** (exponent + 1 - bits)
+    return float(round(number / unit) * unit)
+
+
 def _exp2(exponent: Fraction) -> float:
     """Return ``2**exponent`` correctly rounded to float64, with no help from the platform's ``pow``."""
+    return float(_decimal_power_of_two(exponent))
+
+
+def _power_of_two(exponent: Fraction) -> Fraction:
+    """Return ``2**exponent`` to 60 digits."""
+    return Fraction(_decimal_power_of_two(exponent))
+
+
+def _decimal_power_of_two(exponent: Fraction) -> decimal.Decimal:
     power = _DECIMAL.divide(decimal.Decimal(exponent.numerator), decimal.Decimal(exponent.denominator))
-    return float(_DECIMAL.power(decimal.Decimal(2), power))
+    return _DECIMAL.power(decimal.Decimal(2), power)

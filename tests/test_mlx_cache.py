@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -153,6 +155,16 @@ LONG = Stream((127, 1, 1, 128, 129, 3))
 
 
 # --- The cache that keeps everything -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_caches_can_be_copied(copied: Any) -> None:
+    key = mx.random.normal((1, 2, 5, 8))
+    full, evicting = KVCache(), EvictingKVCache(slopes=mx.array([1.0, 0.5]), max_query_norm=10.0)
+    full.update_and_fetch(key, key)
+    evicting.append(key, key)
+    for cache in (full, evicting):
+        assert mx.array_equal(copied(cache).attend(key), cache.attend(key))
 
 
 @given(STREAMS, st.booleans(), st.sampled_from([None, "mask", "segments"]))

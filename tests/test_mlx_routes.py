@@ -229,6 +229,11 @@ OF_FOLDED = [
     ({"q_offset": 1}, "must have the last query at the last key, and no query before the first"),
     ({"q_offset": mx.array([0])}, "must have the last query at the last key, and no query before the first"),
     ({"kv_len": 30}, "must have the last query at the last key, and no query before the first"),
+    ({"scale": 0.0}, "must have a scale that is not 0"),
+    (
+        {"q_len": 9, "slopes": mx.array([4.5, 1.0]), "scale": 0.001},
+        r"must have slopes of at most 4\.094, or features overflow in float16",
+    ),
     (
         {"kv_len": 4000, "slopes": mx.array([0.1, 8.0])},
         "could move a score by 2.8e-01, more than 4.9e-04, at so many keys",

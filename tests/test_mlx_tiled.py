@@ -230,6 +230,14 @@ def test_norms_by_block_leave_out_no_more(case: Case, data: str, tiling: Tiling,
     assert_within(result, within_tolerance(exact(case, "float32").output, case, tolerance))
 
 
+@pytest.mark.parametrize("number", [3e38, -1e30])
+def test_huge_keys_are_seen_from_afar_without_a_warning(number: float) -> None:
+    query, key, value = (mx.ones((1, 1, 1500, 4)) for _ in range(3))
+    key[0, 0, 3, 1], value[0, 0, 3] = number, 7.0
+    dense, tiled = (attention(query, key, value, mx.array([1.0]), implementation=x) for x in ("dense", "tiled"))
+    np.testing.assert_allclose(np.asarray(tiled), np.asarray(dense), atol=2e-6)
+
+
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 def test_what_is_not_finite_is_seen_from_afar(number: float) -> None:
     query, key, value = (mx.zeros((1, 1, 1500, 4)) for _ in range(3))

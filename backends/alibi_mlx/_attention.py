@@ -39,9 +39,10 @@ def attention(
     Differentiable in ``query``, ``key``, ``value``, ``slopes`` and ``future_slopes``, in memory that grows with the
     lengths alone, forwards and backwards; no bias of ``q_len * kv_len`` is ever held. Keys that are proved to weigh
     less than the tolerance together are left out. To prove it, the call evaluates query and key where there are more
-    than 1,024 keys; ``tolerance=0`` leaves it lazy. Under ``mx.compile`` and ``mx.vmap`` nothing can be read, so all
-    visible keys are computed. ``mx.compile`` with ``shapeless=True`` would go on with the distances of the first
-    lengths. Bias and softmax are float32 (float64 for float64 inputs, which MLX has on the CPU). A query that may look
+    than 1,024 keys; ``tolerance=0`` leaves it lazy. ``mx.vmap`` makes a longer batch. Under ``mx.compile``
+    nothing can be read, so all visible keys are computed; it refuses ``shapeless=True``.
+
+    Bias and softmax are float32 (float64 for float64 inputs, which MLX has on the CPU). A query that may look
     nowhere gives zeros.
 
     Args:

@@ -80,7 +80,7 @@ class EvictingKVCache:
         checks.floating_array(namespace_of(xp=mx), "slopes", slopes)
         checks.slopes_values("slopes", slopes, allow_negative=False)
         self._slopes = _on_host(slopes)  # a copy, as the horizons are of these
-        self._slopes_dtype = slopes.dtype
+        self._slopes_dtype = str(slopes.dtype).rpartition(".")[2]  # a name, for dtypes cannot be copied
         self._max_query_norm = checks.positive_number("max_query_norm", max_query_norm)
         self.batch_size = None if batch_size is None else checks.positive_int("batch_size", batch_size)
         self.max_length = None if max_length is None else checks.positive_int("max_length", max_length)
@@ -172,7 +172,7 @@ class EvictingKVCache:
             _Group(
                 heads,
                 min(least[head] for head in heads),
-                mx.array(by_kv_head[heads].reshape(-1), dtype=self._slopes_dtype),
+                mx.array(by_kv_head[heads].reshape(-1), dtype=getattr(mx, self._slopes_dtype)),
                 *(mx.zeros((keys.shape[0], len(heads), 0, head_dim), keys.dtype) for _ in range(2)),
             )
             for heads in members.values()

@@ -1,7 +1,7 @@
 """Which keys the queries need, from what is measured of them, and so which rectangles of scores to compute.
 
 Arrays are measured lazily, in MLX; the few numbers that come of it are read, and the plan is made of them in NumPy.
-Where nothing can be read, under ``mx.compile`` and ``mx.vmap``, shapes alone decide: then no horizon is known.
+Where nothing can be read, under ``mx.compile``, shapes alone decide: then no horizon is known.
 """
 
 from __future__ import annotations
@@ -103,12 +103,11 @@ def plans(
         for index, entry in enumerate(entries)
     ]
     mx.eval(measured)
-    return [
-        _plan(
-            entry, _bounds(entry, {name: np.asarray(x)[None] for name, x in each.items()}, q_block, kv_block), tolerance
-        )
-        for entry, each in zip(entries, measured, strict=True)
-    ]
+    read = [{name: np.asarray(x)[None] for name, x in each.items()} for each in measured]
+    # Where the sums are infinite, and NumPy would say so, all keys are needed: comparisons see to that.
+    with np.errstate(all="ignore"):
+        bounds = [_bounds(entry, each, q_block, kv_block) for entry, each in zip(entries, read, strict=True)]
+        return [_plan(entry, each, tolerance) for entry, each in zip(entries, bounds, strict=True)]
 
 
 def _of_entry(norms: KeyNorms, index: int) -> mx.array:
@@ -156,10 +155,7 @@ def _plan(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> KeyRang
 def _ranges_of_heads(call: AttentionCall, bounds: ScoreBounds, heads: slice, tolerance: float) -> KeyRanges:
     part = call.tile(batch=slice(0, 1), heads=heads, queries=slice(0, call.q_len), keys=slice(0, call.kv_len))
     names = ("excess", "anchor", "q_least", "q_most", "key_norm")
-    # Where the sums are infinite, and NumPy would say so, all keys are needed: comparisons see to that.
-    with np.errstate(all="ignore"):
-        of_heads = {name: getattr(bounds, name)[:, heads] for name in names}
-        return key_ranges(part, replace(bounds, **of_heads), tolerance)
+    return key_ranges(part, replace(bounds, **{name: getattr(bounds, name)[:, heads] for name in names}), tolerance)
 
 
 # --- What is measured, of one batch entry -------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from alibi_core import AttentionCall, fold_error_bound, fold_size
+from alibi_core._fold import largest_slope
 from alibi_core._namespace import host_values
 from alibi_mlx._compatible import can_force_fused, has_kernels_for_72_and_96
 
@@ -153,8 +154,12 @@ def _refusal_of_folded(call: AttentionCall) -> str | None:
     slopes = host_values(call.slopes)
     if slopes is None:
         return "must be able to read the slopes, to bound its error"
+    if call.scale == 0:
+        return "must have a scale that is not 0, by which slopes are divided"
     dtype = str(call.dtype).rpartition(".")[2]
     error = fold_error_bound(slopes, call.kv_len, head_dim=call.head_dim, dtype=dtype, q_len=call.q_len).max()
     if not error <= FOLD_LIMITS[call.dtype]:
         return f"could move a score by {error:.1e}, more than {FOLD_LIMITS[call.dtype]:.1e}, at so many keys"
+    if abs(slopes).max() > largest_slope(call):
+        return f"must have slopes of at most {largest_slope(call):.4g}, or features overflow in {dtype}"
     return None

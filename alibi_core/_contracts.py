@@ -1,0 +1,127 @@
+"""Contracts: how families of trained models form their bias, for whoever needs a checkpoint's own numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from alibi_core import _checks
+from alibi_core._namespace import asarray, astype, device_of
+from alibi_core._typing import Array, DType, Namespace
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What one family of models takes for its bias.
+
+    Attributes:
+        name: As users pass it.
+        scheme: The rule of its slopes; None for whichever the caller names.
+        counts_from: What a key's bias is a multiple of: its distance from the query, its position (counted from the
+            first key), or its position less that of the last key. Softmax cannot tell the three apart, rounding can.
+        multiplies_in_bfloat16: Whether position and product are rounded to bfloat16; else the product is float32's.
+        is_always_float32: Whether the bias stays float32 in models of lower precision.
+        takes_bias_max: Whether its slopes depend on ``bias_max``.
+    """
+
+    name: str
+    scheme: str | None
+    counts_from: Literal["query", "first key", "last key"]
+    multiplies_in_bfloat16: bool = False
+    is_always_float32: bool = False
+    takes_bias_max: bool = True
+
+    @property
+    def is_key_only(self) -> bool:
+        return self.counts_from != "query"
+
+    @classmethod
+    def check(
+        cls,
+        name: str,
+        slopes: int | Array,
+        *,
+        is_causal: bool = True,
+        future_slopes: Array | None = None,
+        allow_negative_slopes: bool = False,
+    ) -> Contract:
+        """Return the contract called ``name``, having checked that it goes with the other arguments of a bias."""
+        contract = named(name)
+        if contract.scheme is None:
+            return contract
+        if not _checks.is_int(slopes):
+            raise ValueError(
+                f"slopes must be the number of heads with contract {name!r}, whose slopes they are, got "
+                f"{type(slopes).__name__}"
+            )
+        if _checks.boolean("allow_negative_slopes", allow_negative_slopes):
+            raise ValueError(f"allow_negative_slopes must be False with contract {name!r}, got True")
+        if contract.is_key_only and not _checks.boolean("is_causal", is_causal):
+            raise ValueError(f"is_causal must be True with contract {name!r}, whose models are causal, got False")
+        if future_slopes is not None:
+            raise ValueError(f"future_slopes must be None with contract {name!r}, got {type(future_slopes).__name__}")
+        return contract
+
+    def check_dtype(self, xp: Namespace, dtype: DType) -> None:
+        """Check that models of this family add a bias of ``dtype``."""
+        if self.is_always_float32 and dtype != xp.float32:
+            raise ValueError(
+                f"dtype must be float32 with contract {self.name!r}, whose models add a float32 bias whatever dtype "
+                f"they have, got {dtype}"
+            )
+
+    def row(self, xp: Namespace, slopes: Any, counts: Any) -> Any:
+        """Return the bias of every key, ``[..., num_heads, 1, kv_len]`` in float32.
+
+        Args:
+            xp: The arrays' namespace.
+            slopes: ``[num_heads]``, float32.
+            counts: ``[..., kv_len]`` integers, counted as ``counts_from`` says.
+        """
+        rates = slopes[:, None, None]  # [num_heads, 1, 1]
+        counts = astype(xp, counts, xp.float32)[..., None, None, :]  # [..., 1, 1, kv_len]
+        return _product_in_bfloat16(xp, rates, counts) if self.multiplies_in_bfloat16 else rates * counts
+
+
+_CONTRACTS = {
+    contract.name: contract
+    for contract in (
+        Contract("exact", None, "query"),
+        Contract("geometric", "geometric", "query"),
+        Contract("bloom", "bloom", "first key", takes_bias_max=False),
+        Contract("falcon", "falcon", "first key", multiplies_in_bfloat16=True, takes_bias_max=False),
+        Contract("mpt", "mpt", "last key", is_always_float32=True),
+    )
+}
+
+
+def named(name: str) -> Contract:
+    """Return the contract called ``name``, or raise an error that lists all."""
+    return _CONTRACTS[_checks.one_of("contract", name, tuple(_CONTRACTS))]
+
+
+def _product_in_bfloat16(xp: Namespace, rates: Any, counts: Any) -> Any:
+    """Return ``bfloat16(rates * bfloat16(counts))`` as float32, for whole ``counts`` and ``rates`` that bfloat16 holds.
+
+    Conversion to bfloat16 and back would do, but compilers leave that out, and NumPy has no bfloat16. So both are
+    rounded as whole numbers of their last place, which ``round`` takes to even in every library.
+    """
+    power, inverse = _power_below(xp, counts, range(32))
+    counts = xp.round(counts * inverse * 2.0**7)  # bfloat16's 8 bits as a whole number, at most 2**8 in size
+    rate_power, rate_inverse = _power_below(xp, rates, range(-32, 32))
+    product = counts * (rates * rate_inverse)  # exact, of 16 bits; below 2**9 in size, so its last place is 1 or 2
+    product = xp.where(xp.abs(product) < 2**8, xp.round(product), xp.round(product * 0.5) * 2.0)
+    return product * (power * 2.0**-7 * rate_power)
+
+
+def _power_below(xp: Namespace, values: Any, exponents: range) -> tuple[Any, Any]:
+    """Return the largest power of two not above the size of ``values``, and its inverse.
+
+    Of powers with ``exponents`` only: of what is smaller than those, the least.
+    """
+    powers, inverses = (
+        asarray(xp, [2.0 ** (sign * e) for e in exponents], values.dtype, device_of(xp, values)) for sign in (1, -1)
+    )
+    reached = xp.abs(values)[..., None] >= powers
+    power = xp.max(xp.where(reached, powers, powers[:1]), axis=-1)
+    return power, xp.min(xp.where(reached, inverses, inverses[:1]), axis=-1)
