@@ -18,6 +18,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 from jax.sharding import Mesh, PartitionSpec  # noqa: E402
 
+import alibi_jax  # noqa: E402
 from alibi_core import AttentionCall  # noqa: E402
 from alibi_core._call import LENGTH_FIRST  # noqa: E402
 from alibi_jax import _tiled, _tiles  # noqa: E402
@@ -184,6 +185,26 @@ def test_many_tiles_are_exact_with_their_gradients(
 def test_rows_longer_than_horizons_are_exact_with_their_gradients(case: Case, rows: int, together: bool) -> None:
     with Tiling(rows=rows, keys=24).applied():
         assert_exact(in_long_rows(case), together=together)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("form", [{}, {"is_causal": False}], ids=str)
+def test_gradients_of_slopes_know_no_rounded_result(dtype: Any, form: dict[str, Any]) -> None:
+    # Values around 8: the gradients of a row's scores are differences of what is nearly the same.
+    rng = np.random.default_rng(0)
+    query, key, value, weight = (jnp.asarray(x, jnp.float32) for x in rng.standard_normal((4, 1, 256, 2, 16)))
+    tensors, weight = [x.astype(dtype) for x in (query, key, value + 8)], weight.astype(dtype).astype(jnp.float32)
+
+    def gradient(implementation: str) -> jax.Array:
+        def loss(slopes: jax.Array) -> jax.Array:
+            result = alibi_jax.attention(*tensors, slopes, implementation=implementation, **form)
+            return (result.astype(jnp.float32) * weight).sum()
+
+        return jax.jit(jax.grad(loss))(jnp.asarray([0.5, 0.004]))
+
+    # Both in float32 until the end, whatever the dtype: off by its roundoff times the sum of what cancels, 256 rows of
+    # values of 8 by a mean distance of 100, which is some thousand times the gradient.
+    np.testing.assert_allclose(gradient("tiled"), gradient("dense"), rtol=2e-3)
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -66,11 +66,17 @@ def backward(
     """
     sizes = sizes_of(rules, operands, together=together)
     tensors = Tensors(rules, operands, sizes, result, log_sum_exps, cotangent)
+    jobs = jobs_of(rules, operands, sizes)
     with _precision(operands):
+        by_kv_head = tensors.by_kv_head(result, 2)
+        if slopes_too and result.dtype != tensors.dtype:
+            # A score's gradient is a difference from a mean that follows from the result. Rounded to the dtype, that is
+            # off by as much in all scores of a row, which their distances multiply.
+            by_kv_head, _ = forward_in_tiles(tensors, jobs, tensors.dtype)
         found = backward_in_tiles(
             tensors,
-            jobs_of(rules, operands, sizes),
-            tensors.by_kv_head(result, 2),
+            jobs,
+            by_kv_head,
             tensors.by_kv_head(log_sum_exps, 1),
             tensors.by_kv_head(cotangent, 2),
             slopes_too=slopes_too,

@@ -240,6 +240,11 @@ def _with_slopes(call: AttentionCall, job: Job, tile: Tile, slope_grads: list[Te
         query=tile.query.to(call.working_dtype) * call.scale,
         scale=1.0,
     )
+    if call.dtype != call.working_dtype:
+        # A score's gradient is a difference from a mean that follows from the result. Rounded to the dtype, that is off
+        # by as much in all scores of a row, which their distances multiply.
+        exact, _ = _forward(wide.query, wide.key, wide.value, 0.0, False, attn_mask=wide.bias, scale=1.0)
+        wide = replace(wide, result=exact)
     lowest = job.q_start + call.q_offset
     edges = [min(max(n, 0), job.kv_len) for n in (lowest - job.kv_start, lowest + job.rows - job.kv_start)]
     positions = torch.arange(job.kv_start, job.kv_start + job.kv_len)
