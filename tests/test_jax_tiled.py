@@ -187,15 +187,19 @@ def test_rows_longer_than_horizons_are_exact_with_their_gradients(case: Case, ro
         assert_exact(in_long_rows(case), together=together)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda x: x.__name__)
+KERNELS = (alibi_jax.TPU(interpret=True, q_block=128, kv_block=128), alibi_jax.GPU(interpret=True))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("form", [{}, {"is_causal": False}], ids=str)
-def test_gradients_of_slopes_know_no_rounded_result(dtype: Any, form: dict[str, Any]) -> None:
+@pytest.mark.parametrize("implementation", ["tiled", *KERNELS], ids=["tiled", "tpu", "gpu"])
+def test_gradients_of_slopes_know_no_rounded_result(implementation: Any, dtype: Any, form: dict[str, Any]) -> None:
     # Values around 8: the gradients of a row's scores are differences of what is nearly the same.
     rng = np.random.default_rng(0)
     query, key, value, weight = (jnp.asarray(x, jnp.float32) for x in rng.standard_normal((4, 1, 256, 2, 16)))
     tensors, weight = [x.astype(dtype) for x in (query, key, value + 8)], weight.astype(dtype).astype(jnp.float32)
 
-    def gradient(implementation: str) -> jax.Array:
+    def gradient(implementation: Any) -> jax.Array:
         def loss(slopes: jax.Array) -> jax.Array:
             result = alibi_jax.attention(*tensors, slopes, implementation=implementation, **form)
             return (result.astype(jnp.float32) * weight).sum()
@@ -204,7 +208,7 @@ def test_gradients_of_slopes_know_no_rounded_result(dtype: Any, form: dict[str, 
 
     # Both in float32 until the end, whatever the dtype: off by its roundoff times the sum of what cancels, 256 rows of
     # values of 8 by a mean distance of 100, which is some thousand times the gradient.
-    np.testing.assert_allclose(gradient("tiled"), gradient("dense"), rtol=2e-3)
+    np.testing.assert_allclose(gradient(implementation), gradient("dense"), rtol=2e-3)
 
 
 @pytest.mark.parametrize("together", [False, True])

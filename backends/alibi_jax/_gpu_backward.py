@@ -93,22 +93,29 @@ def _kernel_of_queries(shape: KernelShape, *refs: Any) -> None:
         d_query, *of_slopes = sums
         d_query = d_query + product(d_scores.astype(key.dtype), key, (1, 0))
         if of_slopes:
-            behind, ahead = of_slopes
+            behind, ahead, mean_behind, mean_ahead, slip = of_slopes
             distance = tile.distance(keys)
             if side != "future":
-                behind = behind - jnp.sum(d_scores * jnp.maximum(distance, 0), axis=1)
+                past = jnp.maximum(distance, 0)
+                behind = behind - jnp.sum(d_scores * past, axis=1)
+                mean_behind = mean_behind + jnp.sum(weights * past, axis=1)
             if side != "past" and not shape.is_causal:
-                ahead = ahead + jnp.sum(d_scores * jnp.minimum(distance, 0), axis=1)
-            of_slopes = [behind, ahead]
+                future = jnp.minimum(distance, 0)
+                ahead = ahead + jnp.sum(d_scores * future, axis=1)
+                mean_ahead = mean_ahead - jnp.sum(weights * future, axis=1)
+            of_slopes = [behind, ahead, mean_behind, mean_ahead, slip + jnp.sum(d_scores, axis=1)]
         return d_query, *of_slopes
 
     zeros = jnp.zeros((shape.q_block,), jnp.float32)
-    start = jnp.zeros((shape.q_block, shape.width), jnp.float32), *(zeros, zeros)[: 2 * len(out_slopes)]
+    start = jnp.zeros((shape.q_block, shape.width), jnp.float32), *[zeros] * (5 * len(out_slopes))
     d_query, *of_slopes = walk(shape, *tile.spans(), visit, start)
     store_rows(shape, out, d_query * shape.scale, tile.is_there)
     for ref in out_slopes:
-        for index, part in enumerate(of_slopes):
-            ref[index] = jnp.sum(part)
+        # The gradients of a row's scores have the sum 0, but for what delta, from a result that was rounded, is off by.
+        # All of them are off by that much of their weights, and distances make the most of it.
+        behind, ahead, mean_behind, mean_ahead, slip = of_slopes
+        ref[0] = jnp.sum(behind + slip * mean_behind)
+        ref[1] = jnp.sum(ahead + slip * mean_ahead)
 
 
 # --- By keys --------------------------------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ from alibi_jax._tpu_shape import LANES, KernelShape
 from alibi_jax._tpu_tables import Inputs
 
 LOG_SUM_EXP, DELTA = 0, 1  # rows of the statistics
+# Of each query, some in each lane: score gradients times distances, weights times distances, and score gradients alone.
+SLOPE_SUMS = ("behind", "ahead", "mean_behind", "mean_ahead", "slip")
 
 
 def backward_of_keys(
@@ -180,7 +182,7 @@ def backward_of_queries(
     scratch["d_query"] = pltpu.VMEM((shape.q_block, head_dim), jnp.float32)
     out_shape = [local(inputs.query.shape, inputs.query.dtype)]
     if slopes_too:
-        scratch |= {"behind": of_lanes, "ahead": of_lanes}
+        scratch |= dict.fromkeys(SLOPE_SUMS, of_lanes)
         out_shape += [local((batch_heads, 1, LANES * shape.q_blocks), jnp.float32)] * 2
     return pl.pallas_call(
         partial(_kernel_of_queries, shape, slopes_too, tuple(scratch)),
@@ -208,7 +210,7 @@ def _kernel_of_queries(shape: KernelShape, slopes_too: bool, names: tuple[str, .
     scratch = dict(zip(names, refs, strict=True))
     for name, row in (("log_sum_exp", LOG_SUM_EXP), ("delta", DELTA)):
         scratch[name][...] = column_of(statistics[0, row : row + 1])
-    for name in ("d_query", "behind", "ahead") if slopes_too else ("d_query",):
+    for name in ("d_query", *SLOPE_SUMS) if slopes_too else ("d_query",):
         scratch[name][...] = jnp.zeros_like(scratch[name])
 
     def attend(branch: Branch, place: Place, bias: Bias, keys: Any, values: Any) -> None:
@@ -219,15 +221,24 @@ def _kernel_of_queries(shape: KernelShape, slopes_too: bool, names: tuple[str, .
         scratch["d_query"][...] += product(d_scores.astype(keys.dtype), keys, (1, 0))
         if slopes_too:
             behind = distances(shape, place, scratch["own"][...], 0)
+            scratch["slip"][...] += _by_lane(d_scores)
             if branch.side != "future":
-                scratch["behind"][...] -= _by_lane(d_scores * jnp.maximum(behind, 0))
+                past = jnp.maximum(behind, 0)
+                scratch["behind"][...] -= _by_lane(d_scores * past)
+                scratch["mean_behind"][...] += _by_lane(weights * past)
             if branch.side != "past" and not shape.is_causal:
-                scratch["ahead"][...] += _by_lane(d_scores * jnp.minimum(behind, 0))
+                future = jnp.minimum(behind, 0)
+                scratch["ahead"][...] += _by_lane(d_scores * future)
+                scratch["mean_ahead"][...] -= _by_lane(weights * future)
 
     walk_over_keys(shape, table, slopes, (key, value), (q_ids, kv_ids), scratch, attend)
     out_query[0] = (scratch["d_query"][...] * shape.scale).astype(out_query.dtype)
-    for out, name in zip(out_slopes, ("behind", "ahead"), strict=False):
-        out[0] = jnp.sum(scratch[name][...], axis=0, keepdims=True)
+    if slopes_too:
+        # The gradients of a row's scores have the sum 0, but for what delta, from a result that was rounded, is off by.
+        # All of them are off by that much of their weights, and distances make the most of it.
+        slip = jnp.broadcast_to(jnp.sum(scratch["slip"][...], axis=1)[:, None], scratch["slip"].shape)
+        for out, name in zip(out_slopes, ("behind", "ahead"), strict=True):
+            out[0] = jnp.sum(scratch[name][...] + slip * scratch[f"mean_{name}"][...], axis=0, keepdims=True)
 
 
 def _weights(shape: KernelShape, scores: Any, bias: Bias, log_sum_exps: Any) -> Any:
