@@ -52,7 +52,8 @@ def draw(curves: Curves, ours: str, subtitle: str, path: Path) -> None:
         _label(ax, sorted({length for points in found.values() for length, _ in points}))
         for length, ratio in found.get(ours, ()):
             text = f"{ratio:.2f}x" if ratio < 2 else f"{ratio:.1f}x"
-            above = 1 <= ratio < 2  # where below is the line at 1
+            bound = dict(found.get(LIMIT, ())).get(length, ratio + 1)
+            above = 1 <= ratio < 2 or ratio >= bound  # where below is the line at 1, or the limit
             ax.annotate(text, (length, ratio), xytext=(0, 7 if above else -15), textcoords="offset points", ha="center",
                         color=OURS["color"], fontsize=9, zorder=5)  # fmt: skip
     axes[0, 0].set_ylabel("times faster than attention with no positions")
