@@ -24,7 +24,6 @@ from benchmarks._attention_torch import Torch
 from benchmarks._timing import Measurement
 
 FASTER = Measurement("group", "ours", "theirs", "seconds", bar=2.0, faster=True)
-SHAPE = Shape(4, 8, 37, "float64")
 
 
 def as_float64(tensor):

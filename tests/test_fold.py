@@ -49,11 +49,6 @@ def attend(scores: np.ndarray, value: np.ndarray, q_offset: int) -> np.ndarray:
     return weights @ np.repeat(value, heads // value.shape[-3], axis=-3).astype(scores.dtype)
 
 
-def sizes_of_products(query: np.ndarray, key: np.ndarray, scale: float) -> np.ndarray:
-    group = query.shape[-3] // key.shape[-3]
-    return abs(scale) * (np.abs(query) @ np.swapaxes(np.repeat(np.abs(key), group, axis=-3), -1, -2))
-
-
 # --- The features ---------------------------------------------------------------------------------------------------
 
 
