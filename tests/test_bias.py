@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import alibi_core
+from alibi_core.conformance._oracle import Rules, penalties
 from tests.frameworks import COMPILERS, FRAMEWORKS, NUMPY, Framework
-from tests.oracle import Rules, penalties
 
 INF = float("inf")
 SLOPES = np.asarray([0.0, 2.0**-16, 0.01, 0.3, 0.70710678, 3.0], dtype=np.float32)

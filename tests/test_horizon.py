@@ -15,9 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from alibi_core import AttentionCall, KeyRanges, ScoreBounds, horizon, key_ranges
-from tests.cases import Case, Sizes, cases
+from alibi_core.conformance._cases import Case, Sizes, cases
+from alibi_core.conformance._oracle import Attention, Rules, penalties
 from tests.frameworks import COMPILERS, DASK, FRAMEWORKS, JAX, MLX, NUMPY, STRICT, TORCH, Framework
-from tests.oracle import Attention, Rules, penalties
 from tests.test_bad_input import NAN, Bad, bools, floats, ints, refusals, refuse
 
 HEAD_DIM = 5

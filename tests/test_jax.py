@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.oracle import Answer, Attention, Rules, assert_within, penalties
+from alibi_core.conformance._oracle import Answer, Attention, Rules, assert_within, penalties
 
 jax = pytest.importorskip("jax")
 nnx = pytest.importorskip("flax.nnx")

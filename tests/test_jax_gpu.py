@@ -24,15 +24,14 @@ import jax.numpy as jnp  # noqa: E402
 
 from alibi_core import AttentionCall  # noqa: E402
 from alibi_core._call import LENGTH_FIRST  # noqa: E402
+from alibi_core.conformance._cases import Case, Sizes, cases  # noqa: E402
+from alibi_core.conformance._oracle import assert_within  # noqa: E402
 from alibi_jax import _gpu, _gpu_backward  # noqa: E402
 from alibi_jax._gpu import GPU, KernelShape, inputs_of, refusal  # noqa: E402
 from alibi_jax._operands import Operands, Rules, take_apart  # noqa: E402
 from alibi_jax._plan import NORM_BLOCK, needed_keys  # noqa: E402
-from tests.cases import Case, Sizes, cases  # noqa: E402
 from tests.frameworks import JAX, Backend  # noqa: E402
-from tests.oracle import assert_within  # noqa: E402
-from tests.test_conformance import gradient_answers  # noqa: E402
-from tests.test_jax_tiled import by_future_slopes, plain, with_arrays  # noqa: E402
+from tests.test_jax_tiled import plain  # noqa: E402
 
 BACKEND = Backend(JAX, "alibi_jax", None)
 SMALL = GPU(16, 16, interpret=True)
@@ -81,18 +80,18 @@ def assert_exact(case: Case, dtype: str = "float32", options: GPU = SMALL) -> No
     assert (sums.shape, sums.dtype) == ((case.sizes.batch, case.num_heads, case.sizes.lengths[0]), jnp.float32)
     for gradient, tensor in zip(gradients, operands[:3], strict=False):
         assert (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype)
-    problem = case.exact(JAX, dtype)
+    problem = case.exact(dtype)
     assert_within(BACKEND.layout(JAX.numpy(result)), problem.output)
     np.testing.assert_array_equal(JAX.numpy(sums) == np.inf, ~np.isfinite(problem.bias).any(axis=-1))
     by_entry = dataclasses.replace(case, slopes_per_batch=True)  # so that gradients by slopes are not summed
     by_entry.__dict__.update(arrays=case.arrays, arguments=case.arguments)
-    answers = gradient_answers(BACKEND, by_entry, dtype)
+    answers = by_entry.gradients(dtype)
     for name, gradient in zip(TENSORS, gradients[:3], strict=True):
         assert_within(BACKEND.layout(JAX.numpy(gradient)), answers[name])
     assert_within(JAX.numpy(gradients[3]), answers["slopes"])
     assert (gradients[4] is None) == ("future_slopes" not in case.arguments)
     if gradients[4] is not None:
-        assert_within(JAX.numpy(gradients[4]), by_future_slopes(case, dtype))
+        assert_within(JAX.numpy(gradients[4]), answers["future_slopes"])
 
 
 def by_key(case: Case) -> Case:
@@ -124,7 +123,7 @@ def test_it_is_exact_with_its_gradients(case: Case, dtype: str) -> None:
 @example(case=plain(LONGER[0], "asymmetric", window_size=40), blocks=(16, 16))
 def test_many_tiles_are_exact_with_their_gradients(case: Case, blocks: tuple[int, int]) -> None:
     slopes = np.resize(np.float32([1.0, 0.3, 4.0, 0.0]), case.arrays["slopes"].shape).astype(np.float64)
-    assert_exact(with_arrays(by_key(case), slopes=slopes), options=GPU(*blocks, interpret=True))
+    assert_exact(by_key(case).with_arrays(slopes=slopes), options=GPU(*blocks, interpret=True))
 
 
 @pytest.mark.parametrize(
@@ -132,17 +131,17 @@ def test_many_tiles_are_exact_with_their_gradients(case: Case, blocks: tuple[int
     [("causal", 2**31 - 128), ("causal", 128 - 2**31), ("asymmetric", 2**31 - 128), ("asymmetric", 128 - 2**31)],
 )
 def test_queries_far_from_all_keys(form: str, q_offset: int) -> None:
-    case = with_arrays(plain(LONGER[0], form, q_offset=q_offset), slopes=np.asarray([1.0, 0.3, 2.0**-16, 0.0]))
+    case = plain(LONGER[0], form, q_offset=q_offset).with_arrays(slopes=np.asarray([1.0, 0.3, 2.0**-16, 0.0]))
     rules, operands = operands_of(case)
     result, _ = forward((rules, SMALL), operands)
-    assert_within(BACKEND.layout(JAX.numpy(result)), case.exact(JAX, "float32").output)
+    assert_within(BACKEND.layout(JAX.numpy(result)), case.exact("float32").output)
 
 
 def test_padding_far_from_queries_costs_no_digits() -> None:
     # All keys but the first few are hidden; distances are counted from those.
     mask = np.arange(64) < 5
     case = plain(LONGER[1], "symmetric", q_offset=5000, mask=mask[None, None, None])
-    assert_exact(with_arrays(case, slopes=np.asarray([1.0, 0.3, 4.0])))
+    assert_exact(case.with_arrays(slopes=np.asarray([1.0, 0.3, 4.0])))
 
 
 def test_queries_that_see_nothing_have_no_part_in_anything() -> None:
@@ -159,7 +158,7 @@ def test_queries_that_see_nothing_have_no_part_in_anything() -> None:
 @pytest.mark.parametrize("size", [1e4, 1e36])
 def test_large_numbers_do_no_more_harm_than_to_the_dense_computation(size: float) -> None:
     case = plain(LONGER[0])
-    case = with_arrays(case, value=np.sign(case.arrays["value"]) * size)
+    case = case.with_arrays(value=np.sign(case.arrays["value"]) * size)
     rules, operands = operands_of(case)
     result, _ = forward((rules, SMALL), operands)
     assert np.isfinite(result).all()
@@ -167,7 +166,7 @@ def test_large_numbers_do_no_more_harm_than_to_the_dense_computation(size: float
 
 
 def test_negative_slopes() -> None:
-    assert_exact(with_arrays(plain(LONGER[0]), slopes=np.asarray([-0.5, 0.3, -2.0, 0.0])))
+    assert_exact(plain(LONGER[0]).with_arrays(slopes=np.asarray([-0.5, 0.3, -2.0, 0.0])))
 
 
 def test_one_row_of_a_head_is_wider_than_the_power_of_two_before() -> None:
@@ -181,7 +180,7 @@ def test_the_backward_pass_takes_smaller_tiles(form: str) -> None:
     rules, operands = operands_of(case)
     shape = KernelShape.of(rules, operands, GPU())
     assert (shape.q_block, shape.of_backward.q_block) == (128, 64)
-    assert_exact(with_arrays(case, slopes=np.asarray([1.0, 0.1])), options=GPU(interpret=True))
+    assert_exact(case.with_arrays(slopes=np.asarray([1.0, 0.1])), options=GPU(interpret=True))
 
 
 # --- What it reads -------------------------------------------------------------------------------------------------

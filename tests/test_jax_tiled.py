@@ -21,13 +21,12 @@ from jax.sharding import Mesh, PartitionSpec  # noqa: E402
 import alibi_jax  # noqa: E402
 from alibi_core import AttentionCall  # noqa: E402
 from alibi_core._call import LENGTH_FIRST  # noqa: E402
+from alibi_core.conformance._cases import SIZES, Case, Sizes, cases  # noqa: E402
+from alibi_core.conformance._oracle import UNIT_ROUNDOFF, Answer, assert_within  # noqa: E402
 from alibi_jax import _tiled, _tiles  # noqa: E402
 from alibi_jax._operands import Operands, Rules, take_apart  # noqa: E402
 from alibi_jax._plan import NORM_BLOCK, needed_keys  # noqa: E402
-from tests.cases import SIZES, Case, Sizes, cases  # noqa: E402
 from tests.frameworks import JAX, Backend  # noqa: E402
-from tests.oracle import UNIT_ROUNDOFF, Answer, assert_within, penalties  # noqa: E402
-from tests.test_conformance import gradient_answers  # noqa: E402
 
 BACKEND = Backend(JAX, "alibi_jax", None)
 # A compiler is at work in each example.
@@ -101,20 +100,20 @@ def assert_exact(case: Case, dtype: str = "float32", tolerance: float | None = N
     )
     for gradient, tensor in zip(gradients, operands[:3], strict=False):
         assert (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype)
-    problem = case.exact(JAX, dtype)
+    problem = case.exact(dtype)
     slack = left_out(case, rules.tolerance)
     assert_within(BACKEND.layout(JAX.numpy(result)), widened(problem.output, slack["result"]))
     sees = np.isfinite(problem.bias).any(axis=-1)
     np.testing.assert_array_equal(JAX.numpy(sums) == np.inf, ~sees)
     by_entry = dataclasses.replace(case, slopes_per_batch=True)  # so that gradients by slopes are not summed
     by_entry.__dict__.update(arrays=case.arrays, arguments=case.arguments)
-    answers = gradient_answers(BACKEND, by_entry, dtype)
+    answers = by_entry.gradients(dtype)
     for name, gradient in zip(("query", "key", "value"), gradients[:3], strict=True):
         assert_within(BACKEND.layout(JAX.numpy(gradient)), widened(answers[name], slack[name]))
     assert_within(JAX.numpy(gradients[3]), widened(answers["slopes"], slack["slopes"]))
     assert (gradients[4] is None) == ("future_slopes" not in case.arguments)
     if gradients[4] is not None:
-        assert_within(JAX.numpy(gradients[4]), widened(by_future_slopes(case, dtype), slack["slopes"]))
+        assert_within(JAX.numpy(gradients[4]), widened(answers["future_slopes"], slack["slopes"]))
 
 
 def widened(answer: Answer, slack: float) -> Answer:
@@ -131,29 +130,15 @@ def left_out(case: Case, tolerance: float) -> dict[str, float]:
     return {name: tolerance * share for name, share in shares.items()}
 
 
-def by_future_slopes(case: Case, dtype: str) -> Answer:
-    ahead = dataclasses.replace(case.rules(np.zeros(case.num_heads)), future_slopes=np.ones(case.num_heads))
-    distances = -penalties(ahead, case.sizes.batch, case.num_heads, *case.sizes.lengths)
-    cotangent = JAX.numpy(JAX.array(case.arrays["cotangent"], dtype))
-    return case.exact(JAX, dtype).gradients(cotangent, np.where(np.isfinite(distances), distances, 0))["slopes"]
-
-
 def plain(sizes: Sizes, form: str = "causal", seed: int = 3, **arguments: Any) -> Case:
     case = Case(sizes, form, None, None, None, None, slopes_per_batch=False, seed=seed)
     return case.with_arguments(form, case.arguments | arguments)
 
 
-def with_arrays(case: Case, **arrays: np.ndarray) -> Case:
-    """Return the case with some arrays in place of its own, arguments kept."""
-    changed = case.with_tensors(**arrays)
-    changed.__dict__["arguments"] = case.arguments
-    return changed
-
-
 def in_long_rows(case: Case) -> Case:
     """Give a case slopes steep enough for horizons to end within its rows, and one of 0."""
     slopes = np.resize(np.float32([1.0, 0.3, 4.0, 0.0]), case.arrays["slopes"].shape).astype(np.float64)
-    return with_arrays(case, slopes=slopes)
+    return case.with_arrays(slopes=slopes)
 
 
 # --- Exact, in many tiles ------------------------------------------------------------------------------------------
@@ -223,7 +208,7 @@ def test_distances_are_counted_from_the_nearest_key(q_offset: int, is_masked: bo
     case = plain(SIZES[3], "symmetric", q_offset=q_offset, **({"mask": mask[None, None, None]} if is_masked else {}))
     # So steep that a rounded product of slope and distance would be off by much.
     with Tiling().applied():
-        assert_exact(with_arrays(case, slopes=np.asarray([1.7, 0.3], np.float32).astype(np.float64)))
+        assert_exact(case.with_arrays(slopes=np.asarray([1.7, 0.3], np.float32).astype(np.float64)))
 
 
 def test_distances_are_counted_from_the_nearest_key_that_is_not_hidden() -> None:
@@ -232,9 +217,9 @@ def test_distances_are_counted_from_the_nearest_key_that_is_not_hidden() -> None
     key, value = np.zeros((2, 1, 8, 400, 1))
     key[0, :, 0, 0], value[..., 0, :], value[..., 1, :] = slopes, 1, -1
     case = plain(Sizes(1, 8, 1, (1, 400), 1), mask=(np.arange(400) < 2)[None, None, None])
-    case = with_arrays(case, query=np.ones((1, 8, 1, 1)), key=key, value=value, slopes=slopes)
+    case = case.with_arrays(query=np.ones((1, 8, 1, 1)), key=key, value=value, slopes=slopes)
     result, _ = forward(*operands_of(case))
-    assert_within(BACKEND.layout(JAX.numpy(result)), case.exact(JAX, "float32").output)
+    assert_within(BACKEND.layout(JAX.numpy(result)), case.exact("float32").output)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 33])
@@ -243,7 +228,7 @@ def test_lengths_about_those_of_tiles(length: int) -> None:
     with Tiling(rows=16, keys=16).applied():
         rules, operands = operands_of(case)
         result, _ = forward(rules, operands)
-    assert_within(BACKEND.layout(JAX.numpy(result)), case.exact(JAX, "float32").output)
+    assert_within(BACKEND.layout(JAX.numpy(result)), case.exact("float32").output)
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -285,10 +270,10 @@ def test_no_more_is_left_out_than_the_tolerance(change: Any, tolerance: float) -
     case = in_long_rows(plain(LONGER[0], "symmetric" if change is first_keys_first else "causal"))
     arrays = {name: case.arrays[name].copy() for name in ("query", "key")}
     change(**arrays)
-    case = with_arrays(case, **arrays)
+    case = case.with_arrays(**arrays)
     with Tiling(rows=16, keys=16).applied():
         result, _ = forward(*operands_of(case, tolerance=tolerance))
-    answer = case.exact(JAX, "float32").output
+    answer = case.exact("float32").output
     most = np.abs(case.arrays["value"]).max(axis=(2, 3)).repeat(case.sizes.group, axis=1)[:, :, None, None]
     assert_within(BACKEND.layout(JAX.numpy(result)), Answer(answer.value, answer.budget + 2 * tolerance * most))
 

@@ -24,13 +24,13 @@ import jax.numpy as jnp  # noqa: E402
 from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 
 import alibi_jax  # noqa: E402
+from alibi_core.conformance._cases import FAR, FORMS, PER_BATCH, Case, Sizes, cases  # noqa: E402
+from alibi_core.conformance._oracle import Answer, assert_within, penalties  # noqa: E402
 from alibi_jax import TPU  # noqa: E402
 from alibi_jax._tpu_backward import backward_of_keys, backward_of_queries  # noqa: E402
 from alibi_jax._tpu_forward import forward  # noqa: E402
 from alibi_jax._tpu_shape import KernelShape  # noqa: E402
 from alibi_jax._tpu_tables import Inputs, by_head, queries_of_keys  # noqa: E402
-from tests.cases import FAR, FORMS, PER_BATCH, Case, Sizes, cases  # noqa: E402
-from tests.oracle import Answer, assert_within, penalties  # noqa: E402
 from tests.tpu_cases import (  # noqa: E402
     INTERPRETED,
     STEEP,

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from alibi_core.conformance._oracle import Attention, Rules, penalties
 from tests.frameworks import COMPILERS
 from tests.layers import FRAMEWORK, apply, decode, load, make_layer, save
-from tests.oracle import Attention, Rules, penalties
 
 NAMES = [pytest.param(f.values[0].name, id=f.id, marks=f.marks) for f in COMPILERS]
 SIZES = {"embed_dim": 30, "num_heads": 6}

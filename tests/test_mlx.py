@@ -16,8 +16,8 @@ from mlx.utils import tree_flatten  # noqa: E402
 import alibi_core  # noqa: E402
 import alibi_mlx  # noqa: E402
 from alibi_core._namespace import namespace_of  # noqa: E402
+from alibi_core.conformance._oracle import Attention, Rules, assert_within, penalties  # noqa: E402
 from alibi_mlx import AlibiAttention, attention  # noqa: E402
-from tests.oracle import Attention, Rules, assert_within, penalties  # noqa: E402
 
 IMPLEMENTATIONS = ("tiled", "dense")
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, HEAD_DIM = 2, 6, 3, 5, 11, 7

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
+from alibi_core.conformance._oracle import UNIT_ROUNDOFF, Answer, Attention, assert_within  # noqa: E402
 from alibi_mlx import AlibiAttention, EvictingKVCache, KVCache, _cache, _evicting_cache, _plan, attention  # noqa: E402
-from tests.oracle import UNIT_ROUNDOFF, Answer, Attention, assert_within  # noqa: E402
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 5
 SCALE = HEAD_DIM**-0.5

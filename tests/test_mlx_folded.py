@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,16 +10,15 @@ from hypothesis import strategies as st
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 import alibi_core  # noqa: E402
+from alibi_core.conformance._cases import SIZES, Case, Sizes, cases  # noqa: E402
+from alibi_core.conformance._oracle import Answer, assert_within  # noqa: E402
 from alibi_mlx import _folded, attention  # noqa: E402
 from alibi_mlx._routes import FOLD_LIMITS  # noqa: E402
 from tests import tiles  # noqa: E402
-from tests.cases import SIZES, Case, Sizes, cases  # noqa: E402
 from tests.frameworks import MLX, Backend  # noqa: E402
-from tests.oracle import Answer, assert_within  # noqa: E402
 
 FOLDED = Backend(MLX, "alibi_mlx", "folded")
 LOW = ("float16", "bfloat16")
-exact = functools.partial(tiles.exact, FOLDED)
 # With the last query at the last key, and none before the first.
 ALIGNED = (*(size for size in SIZES if size.lengths[0] <= size.lengths[1]), Sizes(1, 2, 3, (40, 300), 16))
 
@@ -40,7 +37,7 @@ def moved(case: Case, dtype: str, answer: Answer) -> Answer:
 @pytest.mark.parametrize("dtype", LOW)
 @given(case=st.sampled_from(ALIGNED).flatmap(lambda sizes: cases(sizes=sizes, forms=("causal",), plain=True)))
 def test_it_is_exact_to_rounding_with_its_gradients(dtype: str, case: Case) -> None:
-    assert_within(tiles.attend(FOLDED, case, dtype), moved(case, dtype, exact(case, dtype).output))
+    assert_within(tiles.attend(FOLDED, case, dtype), moved(case, dtype, case.exact(dtype).output))
     # The gradients are those of tiles. What went into them of the result was rounded to the dtype, as its budget says.
     tiles.assert_exact(FOLDED, case, dtype)
 

@@ -18,21 +18,24 @@ mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 import alibi_core  # noqa: E402
 from alibi_core import AttentionCall  # noqa: E402
 from alibi_core._jobs import TileSizes  # noqa: E402
+from alibi_core.conformance._cases import (  # noqa: E402
+    LONGER,
+    SIZES,
+    Case,
+    Sizes,
+    cases,
+)
+from alibi_core.conformance._data import DATA, STEEP  # noqa: E402
+from alibi_core.conformance._oracle import assert_within  # noqa: E402
 from alibi_mlx import _plan, _tile_kernels, attention  # noqa: E402
 from alibi_mlx._norms import KeyNorms, norm_bounds  # noqa: E402
 from tests import tiles  # noqa: E402
-from tests.cases import SIZES, Case, Sizes, cases  # noqa: E402
 from tests.frameworks import MLX, Backend  # noqa: E402
-from tests.oracle import assert_within  # noqa: E402
 from tests.tiles import (  # noqa: E402
-    DATA,
-    LONGER,
     LONGER_CASES,
     SPANS,
-    STEEP,
     TOLERANCES,
     hostile,
-    with_arrays,
     within_tolerance,
 )
 
@@ -42,7 +45,6 @@ FAST = settings(max_examples=max(10, settings.default.max_examples // 2))
 
 attend = functools.partial(tiles.attend, TILED)
 assert_exact = functools.partial(tiles.assert_exact, TILED)
-exact = functools.partial(tiles.exact, TILED)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def test_several_blocks_of_keys_are_exact_with_their_gradients(
 def test_long_rows_are_exact_with_their_gradients(form: str) -> None:
     case = Case(Sizes(1, 1, 4, (1090, 1090), 6), form, None, None, None, None, False, seed=1)
     steep = STEEP[[1, 2, 4, 6]].astype(np.float64)
-    assert_exact(with_arrays(case, slopes=steep))
+    assert_exact(case.with_arrays(slopes=steep))
 
 
 def test_a_window_and_padding_in_long_rows() -> None:
@@ -125,7 +127,7 @@ def test_runs_of_tiles_end_at_segments(spans: str, ids: tuple[int, ...], call_sc
     case = Case(Sizes(1, 2, 1, (64, 64), 4), "causal", None, None, None, None, False, seed=5)
     segment_ids = tuple(np.asarray(ids)[(np.arange(64)[:, None] >= np.asarray(x)).sum(axis=1)] for x in SPANS[spans])
     case = case.with_arguments("causal", {"segment_ids": segment_ids})
-    steep = with_arrays(case, slopes=np.asarray([4.0, 4.0]), query=case.arrays["query"] * 2)
+    steep = case.with_arrays(slopes=np.asarray([4.0, 4.0]), query=case.arrays["query"] * 2)
     with Tiling(rows=(4, 4), blocks=512, call_scores=call_scores).applied():
         assert_exact(steep)
 
@@ -182,7 +184,7 @@ def test_no_more_is_left_out_than_the_tolerance(
     case = hostile(case, data, sign)
     with tiling.applied():
         result = attend(case, dtype, tolerance=tolerance)
-    assert_within(result, within_tolerance(exact(case, dtype).output, case, tolerance))
+    assert_within(result, within_tolerance(case.exact(dtype).output, case, tolerance))
 
 
 @pytest.mark.parametrize("data", sorted(DATA))
@@ -195,7 +197,7 @@ def test_no_more_is_left_out_of_long_rows(data: str) -> None:
     case = hostile(
         Case(sizes, form, None, None, packing, None, index % 2 == 0, seed=index), data, -1 if index == 5 else 1
     )
-    answer = exact(case, "float32").output
+    answer = case.exact("float32").output
     for tolerance in TOLERANCES:
         assert_within(attend(case, "float32", tolerance=tolerance), within_tolerance(answer, case, tolerance))
 
@@ -204,7 +206,7 @@ def test_no_more_is_left_out_of_long_rows(data: str) -> None:
 @pytest.mark.parametrize("data", ["outlier", "sinks", "opposed", "fading"])
 def test_a_few_queries_over_many_keys(q_len: int, data: str) -> None:
     case = hostile(Case(Sizes(2, 2, 3, (q_len, 1500), 6), "causal", None, None, None, None, False, 11), data, 1)
-    answer = exact(case, "float32").output
+    answer = case.exact("float32").output
     for tolerance in TOLERANCES:
         assert_within(attend(case, "float32", tolerance=tolerance), within_tolerance(answer, case, tolerance))
 
@@ -227,7 +229,7 @@ def test_norms_by_block_leave_out_no_more(case: Case, data: str, tiling: Tiling,
         from alibi_mlx._attention import run
 
         result = MLX.numpy(run(call, query, key, value, "tiled", norms))
-    assert_within(result, within_tolerance(exact(case, "float32").output, case, tolerance))
+    assert_within(result, within_tolerance(case.exact("float32").output, case, tolerance))
 
 
 @pytest.mark.parametrize("number", [3e38, -1e30])

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 import alibi_torch  # noqa: E402
+from alibi_core.conformance._oracle import UNIT_ROUNDOFF, Answer, Attention, assert_within  # noqa: E402
 from alibi_torch import (  # noqa: E402
     AlibiAttention,
     AlibiConfig,
@@ -29,7 +30,6 @@ from alibi_torch import (  # noqa: E402
     _tile_plan,
 )
 from alibi_torch._language_model import AlibiLanguageModel  # noqa: E402
-from tests.oracle import UNIT_ROUNDOFF, Answer, Attention, assert_within  # noqa: E402
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 4

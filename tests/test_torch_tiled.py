@@ -22,24 +22,25 @@ import alibi_torch  # noqa: E402
 from alibi_core import AttentionCall  # noqa: E402
 from alibi_core._jobs import Job, TileSizes, entry_of  # noqa: E402
 from alibi_core._nearest import nearest_keys  # noqa: E402
+from alibi_core.conformance._cases import (  # noqa: E402
+    LONGER,
+    SIZES,
+    Case,
+    Sizes,
+    cases,
+)
+from alibi_core.conformance._data import DATA, STEEP  # noqa: E402
+from alibi_core.conformance._oracle import assert_within, penalties  # noqa: E402
 from alibi_torch import _tile_kernels, _tile_plan, _tiled  # noqa: E402
 from alibi_torch._tile_plan import KeyNorms, jobs  # noqa: E402
 from benchmarks import _timing  # noqa: E402
 from tests import tiles  # noqa: E402
-from tests.cases import SIZES, Case, Sizes, cases  # noqa: E402
 from tests.frameworks import TORCH, Backend  # noqa: E402
-from tests.oracle import assert_within, penalties  # noqa: E402
-from tests.test_conformance import gradient_answers  # noqa: E402
 from tests.tiles import (  # noqa: E402
-    DATA,
-    LONGER,
     LONGER_CASES,
     SPANS,
-    STEEP,
     TOLERANCES,
-    fast_penalties,
     hostile,
-    with_arrays,
     within_tolerance,
 )
 
@@ -87,7 +88,6 @@ TILINGS = st.builds(
 )
 attend = functools.partial(tiles.attend, TILED)
 assert_exact = functools.partial(tiles.assert_exact, TILED)
-exact = functools.partial(tiles.exact, TILED)
 MANY_RUNS = Tiling(call_scores=10**9)
 
 
@@ -138,7 +138,7 @@ def test_gradients_of_both_kinds_of_slopes_add_up(case: Case, tiling: Tiling) ->
     with tiling.applied():
         together = TILED.gradients(tensors | {"slopes": slopes}, cotangent, dtype="float32", **arguments)["slopes"]
         found = TILED.gradients(tensors | both, cotangent, dtype="float32", **arguments)
-    budget = gradient_answers(TILED, case.with_arguments("symmetric", arguments), "float32")["slopes"].budget
+    budget = case.with_arguments("symmetric", arguments).gradients("float32")["slopes"].budget
     assert np.all(np.abs(found["slopes"] + found["future_slopes"] - together) <= 3 * budget)
 
 
@@ -148,16 +148,9 @@ def test_gradients_of_both_kinds_of_slopes_add_up(case: Case, tiling: Tiling) ->
 def test_threads_change_nothing_but_rounding(threads: int, form: str, lengths: tuple[int, int]) -> None:
     # A single head of a single tile: threads share its keys, of which there are a few more than a multiple.
     case = Case(Sizes(1, 1, 1, lengths, 4), form, lengths[1] // 2, None, None, None, False, seed=4)
-    case = with_arrays(case, slopes=np.asarray([2.0**-5]))
+    case = case.with_arrays(slopes=np.asarray([2.0**-5]))
     with Tiling(rows=(64, 256)).applied(), num_threads(threads):
         assert_exact(case, tolerance=0.0)
-
-
-@given(case=cases())
-def test_fast_penalties_are_the_oracles(case: Case) -> None:
-    rules = case.rules(case.arrays["slopes"])
-    shape = case.sizes.batch, case.num_heads, *case.sizes.lengths
-    np.testing.assert_array_equal(fast_penalties(rules, *shape), penalties(rules, *shape))
 
 
 # --- The guarantee -------------------------------------------------------------------------------------------------
@@ -177,7 +170,7 @@ def test_no_more_is_left_out_than_the_tolerance(
     case = hostile(case, data, sign)
     with tiling.applied():
         result = attend(case, dtype, tolerance=tolerance)
-    assert_within(result, within_tolerance(exact(case, dtype).output, case, tolerance))
+    assert_within(result, within_tolerance(case.exact(dtype).output, case, tolerance))
 
 
 @pytest.mark.parametrize("data", sorted(DATA))
@@ -190,7 +183,7 @@ def test_no_more_is_left_out_of_long_rows(data: str) -> None:
     case = hostile(
         Case(sizes, form, None, None, packing, None, index % 2 == 0, seed=index), data, -1 if index == 5 else 1
     )
-    answer = exact(case, "float32").output
+    answer = case.exact("float32").output
     for tolerance in TOLERANCES:
         assert_within(attend(case, "float32", tolerance=tolerance), within_tolerance(answer, case, tolerance))
 
@@ -200,19 +193,19 @@ def test_no_more_is_left_out_of_long_rows(data: str) -> None:
 def test_no_more_is_left_out_of_large_scores(factor: float, data: str) -> None:
     case = hostile(Case(LONGER[0], "causal", None, None, None, None, True, seed=8), data, 1)
     small = {name: case.arrays[name] * 0.25 for name in ("query", "key")}
-    case = with_arrays(case, **small)
-    scaled = with_arrays(case, query=case.arrays["query"] * factor)
+    case = case.with_arrays(**small)
+    scaled = case.with_arrays(query=case.arrays["query"] * factor)
     for tolerance in TOLERANCES:
         with Tiling(blocks=512).applied():
             result = attend(case, "float32", scale=case.scale * factor, tolerance=tolerance)
-        assert_within(result, within_tolerance(exact(scaled, "float32").output, case, tolerance))
+        assert_within(result, within_tolerance(scaled.exact("float32").output, case, tolerance))
 
 
 @pytest.mark.parametrize("form", ["causal", "asymmetric"])
 def test_long_rows_are_exact_with_their_gradients(form: str) -> None:
     case = Case(Sizes(1, 1, 4, (1090, 1090), 6), form, None, None, None, None, False, seed=1)
     steep = STEEP[[1, 2, 4, 6]].astype(np.float64)
-    assert_exact(with_arrays(case, slopes=steep))
+    assert_exact(case.with_arrays(slopes=steep))
 
 
 def test_a_window_and_padding_in_long_rows() -> None:
@@ -230,9 +223,9 @@ def test_runs_of_tiles_end_at_segments(spans: str, ids: tuple[int, ...], call_sc
     case = Case(Sizes(1, 2, 1, (64, 64), 4), "causal", None, None, None, None, False, seed=5)
     segment_ids = tuple(np.asarray(ids)[(np.arange(64)[:, None] >= np.asarray(x)).sum(axis=1)] for x in SPANS[spans])
     arguments = {"segment_ids": segment_ids, "window_size": 5}
-    packed = with_arrays(case.with_arguments("causal", arguments), slopes=np.asarray([0.0, 0.25]))
+    packed = case.with_arguments("causal", arguments).with_arrays(slopes=np.asarray([0.0, 0.25]))
     steep = case.with_arguments("causal", {"segment_ids": segment_ids})
-    steep = with_arrays(steep, slopes=np.asarray([4.0, 4.0]), query=case.arrays["query"] * 2)
+    steep = steep.with_arrays(slopes=np.asarray([4.0, 4.0]), query=case.arrays["query"] * 2)
     for blocks in (3, 512):
         with Tiling(rows=(4, 4), blocks=blocks, call_scores=call_scores).applied():
             assert_exact(packed, tolerance=0.0)
@@ -251,7 +244,7 @@ def test_runs_of_tiles_end_at_masked_keys(holes: list[int], form: str, call_scor
         masked = case.with_arguments(form, case.arguments | arguments)
         masked.__dict__["arrays"] = case.arrays
         with Tiling(rows=(4, 4), blocks=512, call_scores=call_scores).applied():
-            assert_exact(with_arrays(masked, **arrays))
+            assert_exact(masked.with_arrays(**arrays))
 
 
 @pytest.mark.parametrize("rule", ["mask", "segment_ids"])
@@ -265,8 +258,8 @@ def test_a_run_of_tiles_is_not_widened_to_what_is_hidden(rule: str) -> None:
     hidden = {"mask": (places != 33)[None, None, None], "segment_ids": (places >= 34).astype(np.int32)[None]}
     case = Case(Sizes(1, 1, 1, (64, 64), 1), "causal", None, None, None, None, False, seed=0)
     case = case.with_arguments("causal", {rule: hidden[rule]})
-    case = with_arrays(case, query=query, key=key, value=value, slopes=np.asarray([1.0]))
-    answer = within_tolerance(exact(case, "float32").output, case, 0.3)
+    case = case.with_arrays(query=query, key=key, value=value, slopes=np.asarray([1.0]))
+    answer = within_tolerance(case.exact("float32").output, case, 0.3)
     for call_scores in (0, 10**9):
         with Tiling(rows=(4, 4), blocks=512, call_scores=call_scores).applied():
             ranges = {job.q_start: job.kv_start for job in jobs(*planning(case), 0.3, None)}
@@ -282,9 +275,9 @@ def test_masked_keys_far_from_all_queries_count(q_offset: int, is_causal: bool) 
     mask[..., [0, 2, 6]] = False
     for sign in (1,) if is_causal else (1, -1):
         far = case.with_arguments("", {"is_causal": is_causal, "mask": mask, "q_offset": sign * q_offset})
-        far = with_arrays(far, slopes=np.asarray([0.0, 0.5]))
+        far = far.with_arrays(slopes=np.asarray([0.0, 0.5]))
         with Tiling().applied():
-            assert_within(attend(far, "float32"), exact(far, "float32").output)
+            assert_within(attend(far, "float32"), far.exact("float32").output)
 
 
 @given(case=LONGER_CASES, data=st.sampled_from(sorted(DATA)), tiling=TILINGS, sign=st.sampled_from([1, 1, -1]))
@@ -327,7 +320,7 @@ def test_lower_bounds_count_no_hidden_keys(shown: int) -> None:
 
 
 def assert_lower_bounds(case: Case, tiling: Tiling) -> None:
-    problem, (call, query, key) = exact(case, "float32"), planning(case)
+    problem, (call, query, key) = case.exact("float32"), planning(case)
     middle = key.mean(dim=2, keepdim=True)
     scores = np.einsum("bhid,bhjd->bhij", problem.query, problem.keys - TORCH.numpy(middle).repeat(problem.group, 1))
     scores = scores * problem.scale + problem.bias
@@ -478,7 +471,7 @@ def test_a_few_queries_over_many_keys(q_len: int, data: str) -> None:
     case = Case(Sizes(2, 2, 2, (q_len, 2500), 4), form, None if q_len > 2 else 2300, None, None, None, True, seed=q_len)
     case = hostile(case, data, 1)
     norms = np.linalg.norm(np.float32(case.arrays["key"]), axis=-1).max(axis=-1) * (1 + 2.0**-20)
-    answer = exact(case, "float32").output
+    answer = case.exact("float32").output
     for tolerance in (None, 0.01):
         expected = within_tolerance(answer, case, 2.0**-24 if tolerance is None else tolerance)
         for known in (None, norms.astype(np.float32), float(norms.max())):
@@ -520,7 +513,7 @@ def test_norms_by_block_leave_out_no_more(case: Case, data: str, tiling: Tiling,
     known = KeyNorms(norms.unflatten(-1, (-1, block)).amax(dim=-1), block)
     with tiling.applied():
         result = _tiled.tiled_attention(replace(call, tolerance=tolerance), query, key, value, known)
-    assert_within(TORCH.numpy(result), within_tolerance(exact(case, "float32").output, case, tolerance))
+    assert_within(TORCH.numpy(result), within_tolerance(case.exact("float32").output, case, tolerance))
 
 
 @pytest.mark.parametrize("number", [0.0, 1e30])

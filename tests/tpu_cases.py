@@ -13,14 +13,14 @@ import numpy as np
 import alibi_jax
 from alibi_core import AttentionCall
 from alibi_core._call import LENGTH_FIRST
+from alibi_core.conformance._cases import Case, Sizes
+from alibi_core.conformance._oracle import UNIT_ROUNDOFF, Answer, Attention, assert_within
 from alibi_jax._operands import Operands, Rules, take_apart
 from alibi_jax._plan import Needed, needed_keys
 from alibi_jax._tpu_shape import TPU, KernelShape
 from alibi_jax._tpu_tables import Inputs, inputs_of, queries_of_keys
 from tests import oracle
-from tests.cases import Case, Sizes
 from tests.frameworks import JAX
-from tests.oracle import UNIT_ROUNDOFF, Answer, Attention, assert_within
 
 INTERPRETED = TPU(128, 128, interpret=True)
 TENSORS = ("query", "key", "value")
