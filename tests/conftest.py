@@ -4,8 +4,10 @@ Choose one with ``HYPOTHESIS_PROFILE=thorough``.
 """
 
 import os
+import time
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A first call in JAX or torch.compile compiles: there is no deadline that means anything.
@@ -18,3 +20,15 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.enviro
 # Where the TPU's compiler is installed but no accelerator is, JAX would look for one, and complain at length.
 if not any(any(Path("/dev").glob(pattern)) for pattern in ("accel*", "vfio", "nvidiactl")):
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+@pytest.fixture(scope="session")
+def alibi_profile() -> str:
+    """The conformance kit's profile that goes with Hypothesis's."""
+    return "thorough" if settings().max_examples > 100 else "quick"
+
+
+@pytest.fixture(scope="session")
+def alibi_seed() -> int:
+    """The same draws every time in CI; reports name the seed."""
+    return 0 if settings().derandomize else time.time_ns() % 10**6

@@ -51,6 +51,10 @@ class Framework:
         result = np.asarray(array)
         return result.astype(np.float64) if result.dtype.kind == "f" else result
 
+    def numpy32(self, array: Any) -> np.ndarray:
+        """Return an array's values as NumPy has them: float32, for bfloat16 too."""
+        return self.numpy(array).astype(np.float64 if "float64" in str(array.dtype) else np.float32)
+
     def bits(self, array: Any) -> np.ndarray:
         """Return a float32 array's bits."""
         assert "float32" in str(array.dtype), array.dtype

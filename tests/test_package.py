@@ -19,9 +19,12 @@ FRAMEWORK_OF = {"alibi_core": "numpy", "alibi_torch": "torch", "alibi_jax": "jax
 FRAMEWORKS = {"torch", "jax", "mlx", "flax", "tensorflow"}
 
 
+def folder_of(package: str) -> Path:
+    return ROOT / package if package == "alibi_core" else ROOT / "backends" / package
+
+
 def source_files(package: str) -> list[Path]:
-    folder = ROOT / package if package == "alibi_core" else ROOT / "backends" / package
-    return sorted(folder.rglob("*.py"))
+    return sorted(folder_of(package).rglob("*.py"))
 
 
 def imported(path: Path) -> set[str]:
@@ -53,7 +56,22 @@ def run(code: str) -> str:
 
 def test_importing_the_core_loads_no_framework() -> None:
     loaded = run("import alibi_core, sys; alibi_core.bias(8, 4); print(*sys.modules)").split()
+    assert not (FRAMEWORKS | {"hypothesis", "rich"}) & {name.partition(".")[0] for name in loaded}
+    assert "alibi_core.conformance" not in loaded
+
+
+def test_the_conformance_kit_loads_no_framework_and_the_plugin_no_kit() -> None:
+    loaded = run("import alibi_core.conformance, sys; print(*sys.modules)").split()
     assert not FRAMEWORKS & {name.partition(".")[0] for name in loaded}
+    loaded = run("import alibi_core._pytest_plugin, sys; print(*sys.modules)").split()
+    assert "hypothesis" not in loaded
+
+
+def test_a_missing_extra_of_the_command_is_named() -> None:
+    code = "import sys; sys.modules['hypothesis'] = None; from alibi_core._command import main; sys.exit(main([]))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == "alibi-core needs hypothesis; install with pip install 'alibi-core[conformance]'\n"
 
 
 def test_importing_the_core_takes_well_under_a_second() -> None:
@@ -85,7 +103,7 @@ def test_the_wheel_holds_exactly_four_packages(tmp_path: Path) -> None:
     for package in FRAMEWORK_OF:
         assert f"{package}/py.typed" in names
         assert {name for name in names if name.startswith(f"{package}/") and name.endswith(".py")} == {
-            f"{package}/{path.relative_to(path.parent)}" for path in source_files(package)
+            f"{package}/{path.relative_to(folder_of(package))}" for path in source_files(package)
         }
 
 
@@ -100,9 +118,9 @@ def test_doctests_of_the_package_run(package: str) -> None:
     assert sum(result.attempted for result in results) > 0
 
 
-@pytest.mark.parametrize("package", FRAMEWORK_OF)
+@pytest.mark.parametrize("package", [*FRAMEWORK_OF, "alibi_core.conformance"])
 def test_public_names_are_documented(package: str) -> None:
-    if importlib.util.find_spec(FRAMEWORK_OF[package]) is None:
+    if package in FRAMEWORK_OF and importlib.util.find_spec(FRAMEWORK_OF[package]) is None:
         pytest.skip(f"{FRAMEWORK_OF[package]} is not installed")
     module = importlib.import_module(package)
     assert module.__all__ == sorted(module.__all__, key=lambda name: (not name.isupper(), name))

@@ -1,0 +1,8 @@
+"""``python -m alibi_core`` is the command ``alibi-core``."""
+
+import sys
+
+from alibi_core._command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

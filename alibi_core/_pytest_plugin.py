@@ -1,0 +1,62 @@
+"""A pytest plugin: the laws of ALiBi as tests of an adapter.
+
+A test that asks for the fixture ``alibi_law`` becomes one test for each law, of the adapter that the fixture
+``alibi_adapter``, which is yours, returns::
+
+    @pytest.fixture
+    def alibi_adapter():
+        return MyAdapter()
+
+    def test_my_kernel_is_alibi(alibi_law):
+        alibi_law()
+
+A law that the adapter does not offer is skipped, and the reason says why. ``alibi_profile`` and ``alibi_seed`` are
+fixtures, too: override them for other than quick checks of the same cases each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make one test for each law, unless the test itself says which."""
+    chosen = any("alibi_law" in str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize"))
+    if "alibi_law" in metafunc.fixturenames and not chosen:
+        from alibi_core.conformance import LAWS
+
+        metafunc.parametrize("alibi_law", [law.name for law in LAWS], indirect=True)
+
+
+@pytest.fixture(scope="session")
+def alibi_profile() -> str:
+    """How thorough checks are."""
+    return "quick"
+
+
+@pytest.fixture(scope="session")
+def alibi_seed() -> int:
+    """Of the cases that are drawn."""
+    return 0
+
+
+@pytest.fixture
+def alibi_law(
+    request: pytest.FixtureRequest, alibi_adapter: Any, alibi_profile: str, alibi_seed: int
+) -> Callable[[], None]:
+    """Hold the adapter of the fixture ``alibi_adapter`` to one law."""
+    from alibi_core.conformance import check
+
+    def hold() -> None:
+        __tracebackhide__ = True
+        report = check(alibi_adapter, laws=[request.param], profile=alibi_profile, seed=alibi_seed)
+        (law,) = report.laws
+        if law.status == "not offered":
+            pytest.skip(law.reason)
+        if law.status != "passed":
+            pytest.fail(str(report), pytrace=False)
+
+    return hold

@@ -1,0 +1,40 @@
+"""Is it ALiBi? Laws that any implementation can be held to, and what one does instead that breaks them.
+
+An *adapter* shows an implementation to the kit, NumPy arrays in and out; :func:`check` holds it to the laws:
+
+>>> import numpy as np
+>>> from alibi_core import conformance
+>>> class Mine:
+...     def bias(self, num_heads, q_len, kv_len, is_causal):
+...         slopes = 2.0 ** (-8 * np.arange(1, num_heads + 1) / num_heads)
+...         back = np.arange(q_len)[:, None] + kv_len - q_len - np.arange(kv_len)
+...         return np.where(back < 0, -np.inf, -slopes[:, None, None] * back).astype(np.float32)
+>>> report = conformance.check(Mine())
+>>> report.passed
+False
+"""
+
+from alibi_core.conformance._adapter import FEATURES, Adapter
+from alibi_core.conformance._backend import installed_adapters, numpy_adapters
+from alibi_core.conformance._check import check
+from alibi_core.conformance._golden import GoldenError, GoldenReport, check_golden, golden_results, write_golden
+from alibi_core.conformance._laws import LAWS
+from alibi_core.conformance._report import Counterexample, Diagnosis, LawReport, Report
+
+__all__ = [
+    "FEATURES",
+    "LAWS",
+    "Adapter",
+    "Counterexample",
+    "Diagnosis",
+    "GoldenError",
+    "GoldenReport",
+    "LawReport",
+    "Report",
+    "check",
+    "check_golden",
+    "golden_results",
+    "installed_adapters",
+    "numpy_adapters",
+    "write_golden",
+]

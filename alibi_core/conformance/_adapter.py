@@ -1,0 +1,158 @@
+"""Adapters: how an implementation of ALiBi, in whatever language, shows itself to the kit."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from alibi_core import _checks, _contracts
+from alibi_core.conformance._oracle import UNIT_ROUNDOFF
+
+FUNCTIONS = ("slopes", "bias", "attention", "attention_grad", "decode_step")
+
+# What an attention may offer beyond causal rows of as many queries as keys; and what it is recognised by.
+FEATURES = {
+    "lengths": "more or fewer queries than keys",
+    "offset": "q_offset other than kv_len - q_len",
+    "batch_offsets": "q_offset as an array [batch]",
+    "far": "positions so far from all keys that the bias itself would lose its digits",
+    "symmetric": "is_causal=False",
+    "asymmetric": "future_slopes with is_causal=False",
+    "grouped": "fewer key/value heads than query heads",
+    "window": "window_size",
+    "segments": "segment_ids, a pair of arrays [batch, q_len] and [batch, kv_len]",
+    "mask": "mask, booleans [batch or 1, num_heads or 1, q_len or 1, kv_len]",
+    "batch_slopes": "slopes [batch, num_heads]",
+    "scale": "scale",
+    "nowhere": "zeros for a query that may look nowhere",
+    "empty": "lengths of 0",
+    "slope_gradients": "the gradient of slopes",
+}
+_PARAMETERS = {
+    "offset": "q_offset",
+    "symmetric": "is_causal",
+    "asymmetric": "future_slopes",
+    "window": "window_size",
+    "segments": "segment_ids",
+    "mask": "mask",
+    "scale": "scale",
+}
+_BASE = ("slopes", "grad_output", "is_causal", "q_offset")
+# What nothing in a signature tells, and what is wrong rather than refused by those who do not mean to offer it.
+_TO_DECLARE = {"batch_offsets", "far", "batch_slopes"}
+
+
+class Adapter(Protocol):
+    """An implementation, as the kit sees it: any object with any of these functions.
+
+    Arrays are NumPy's, both ways, heads first: query ``[batch, num_heads, q_len, head_dim]``, key and value
+    ``[batch, num_kv_heads, kv_len, head_dim]``, slopes ``[num_heads]``. They have the adapter's ``dtype``; what is
+    bfloat16, which NumPy lacks, comes as float32 that bfloat16 holds. Slopes are float32 (float64 in float64).
+
+    Attributes, all of which may be missing:
+        name: In reports. Default, that of its class or module.
+        dtype: ``"float32"`` (default), ``"float64"``, ``"float16"`` or ``"bfloat16"``.
+        contract: What it means to be: ``"exact"`` (default), ``"geometric"``, ``"bloom"``, ``"falcon"`` or ``"mpt"``.
+        features: Which of ``FEATURES`` it offers. If missing, they are found out: by the names of the parameters of
+            ``attention``, and by whether a call raises. If given, a call that raises fails.
+        tolerance: Share of a query's weight that it may leave out. Default, the rounding error of its dtype.
+    """
+
+    def slopes(self, num_heads: int) -> Any:
+        """Return ``[num_heads]``."""
+
+    def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Any:
+        """Return ``[num_heads, q_len, kv_len]``, -inf (or nearly) where masked; the last query is at the last key."""
+
+    def attention(self, query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int) -> Any:
+        """Return ``[batch, num_heads, q_len, head_dim]``.
+
+        Parameters ``future_slopes``, ``window_size``, ``segment_ids``, ``mask`` and ``scale`` are passed, by name, to
+        one that has them and offers the feature, in cases that need them. One without ``slopes`` has its contract's.
+        """
+
+    def attention_grad(
+        self, query: Any, key: Any, value: Any, slopes: Any, grad_output: Any, is_causal: bool, q_offset: int
+    ) -> Any:
+        """Return the gradients of ``sum(attention * grad_output)``: ``{"query": ..., "key": ..., ...}`` or a tuple."""
+
+    def decode_step(self, query: Any, key: Any, value: Any, slopes: Any, cache: Any) -> Any:
+        """Append a few tokens to a sequence: return their causal attention to all so far, and the cache to pass next.
+
+        ``cache`` is None at the beginning, then whatever was returned.
+        """
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An adapter, checked and resolved.
+
+    Attributes:
+        adapter: The object itself.
+        name, dtype, contract, tolerance: As declared, or their defaults.
+        declared: The features it declares; None if they are to be found out.
+        functions: Its functions, by name.
+    """
+
+    adapter: Any
+    name: str
+    dtype: str
+    contract: str
+    tolerance: float
+    declared: frozenset[str] | None
+    functions: Mapping[str, Callable[..., Any]]
+
+    @classmethod
+    def of(cls, adapter: Any) -> Offer:
+        """Resolve an adapter.
+
+        Raises:
+            TypeError: If it offers no function, or an attribute is of the wrong kind.
+            ValueError: If an attribute has an unknown value.
+        """
+        if isinstance(adapter, Offer):
+            return adapter
+        functions = {name: getattr(adapter, name) for name in FUNCTIONS if callable(getattr(adapter, name, None))}
+        if not functions:
+            raise TypeError(f"adapter must have one of the functions {', '.join(FUNCTIONS)}, got {adapter!r}")
+        default = getattr(adapter, "__name__", type(adapter).__name__)
+        name = getattr(adapter, "name", default)
+        if not isinstance(name, str):
+            raise TypeError(f"name of an adapter must be a string, got {type(name).__name__}")
+        dtype = _checks.one_of("dtype", getattr(adapter, "dtype", "float32"), tuple(UNIT_ROUNDOFF))
+        contract = _contracts.named(getattr(adapter, "contract", "exact")).name
+        declared = getattr(adapter, "features", None)
+        if declared is not None:
+            if isinstance(declared, str):
+                raise TypeError(f"features must be a collection of strings, got the string {declared!r}")
+            declared = frozenset(_checks.one_of("features", feature, tuple(FEATURES)) for feature in declared)
+        tolerance = getattr(adapter, "tolerance", None)
+        tolerance = UNIT_ROUNDOFF[dtype] if tolerance is None else _checks.non_negative_number("tolerance", tolerance)
+        return cls(adapter, name, dtype, contract, tolerance, declared, functions)
+
+    @property
+    def possible(self) -> frozenset[str]:
+        """The features it declares, or those worth trying, if it declares none."""
+        if self.declared is not None:
+            return self.declared
+        found = set(FEATURES) - _TO_DECLARE
+        found -= {feature for feature, parameter in _PARAMETERS.items() if not self.takes("attention", parameter)}
+        return frozenset(found)
+
+    def takes(self, function: str, parameter: str) -> bool:
+        """Return whether a function has a parameter of that name."""
+        if function not in self.functions:
+            return False
+        try:
+            parameters = inspect.signature(self.functions[function]).parameters
+        except (TypeError, ValueError):  # of built-in functions there may be none to be had
+            return True
+        takes_any = any(x.kind == x.VAR_KEYWORD for x in parameters.values())
+        return parameter in parameters or (takes_any and (self.declared is not None or parameter in _BASE))
+
+    @property
+    def has_slopes(self) -> bool:
+        """Whether its attention takes slopes, rather than having those of its contract."""
+        return self.takes("attention", "slopes") or self.takes("decode_step", "slopes")

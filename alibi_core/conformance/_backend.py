@@ -1,0 +1,171 @@
+"""Attention functions of array libraries as adapters: their arrays inside, NumPy's outside."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import alibi_core
+from alibi_core.conformance._adapter import FEATURES
+from alibi_core.conformance._oracle import Values
+
+ENTRY_POINTS = "alibi_core.conformance"
+
+
+@dataclass(frozen=True)
+class Library:
+    """How arrays get into an array library and out, and how it differentiates.
+
+    Attributes:
+        xp: The namespace.
+        array: Makes NumPy values an array of the dtype that is called so, or of their own for None.
+        numpy: Makes an array NumPy's: bfloat16, which NumPy lacks, float32.
+        gradients: Returns the gradients of ``sum(function(*arrays) * weight)``; None where there are none.
+    """
+
+    xp: Any
+    array: Callable[[Values, str | None], Any]
+    numpy: Callable[[Any], Values]
+    gradients: Callable[[Callable[..., Any], Sequence[Any], Any], Sequence[Any]] | None = None
+
+
+class BackendAdapter:
+    """An attention function with the arguments of this library's backends, as an adapter.
+
+    Args:
+        name: In reports.
+        library: Of the function's arrays.
+        attention: ``attention(query, key, value, slopes, **arguments)``.
+        dtype: Of the adapter.
+        length_first: Whether its tensors are ``[batch, length, heads, head_dim]``.
+        cached: Makes a decoding step: ``cached(query, key, value, slopes, cache)`` returns ``(output, cache)``, heads
+            first, for sequences of at most ``MAX_LENGTH`` tokens. Default, none.
+    """
+
+    MAX_LENGTH = 64
+
+    def __init__(
+        self,
+        name: str,
+        library: Library,
+        attention: Callable[..., Any],
+        *,
+        dtype: str = "float32",
+        length_first: bool = False,
+        cached: Callable[..., tuple[Any, Any]] | None = None,
+    ) -> None:
+        self.name, self.dtype, self.features = name, dtype, frozenset(FEATURES)
+        self._library, self._attention, self._length_first = library, attention, length_first
+        if library.gradients is not None:
+            self.attention_grad = self._attention_grad
+        if cached is not None:
+            self._cached = cached
+            self.decode_step = self._decode_step
+
+    def slopes(self, num_heads: int) -> Values:
+        """Return the core's slopes, made in the library."""
+        xp = self._library.xp
+        dtype = xp.float64 if self.dtype == "float64" else xp.float32
+        return self._library.numpy(alibi_core.slopes(num_heads, xp=xp, dtype=dtype))
+
+    def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Values:
+        """Return the core's bias, made in the library."""
+        xp = self._library.xp
+        dtype = xp.float64 if self.dtype == "float64" else xp.float32
+        bias = alibi_core.bias(num_heads, q_len, kv_len, is_causal=is_causal, xp=xp, dtype=dtype)
+        return self._library.numpy(bias)
+
+    def attention(self, query: Values, key: Values, value: Values, slopes: Values, **arguments: Any) -> Values:
+        """Return the function's result."""
+        tensors = [self._tensor(x) for x in (query, key, value)]
+        others = self._arguments(query, key, arguments)
+        return self._result(self._attention(*tensors, self._place(slopes), **others), tensors[0])
+
+    def _attention_grad(
+        self,
+        query: Values,
+        key: Values,
+        value: Values,
+        slopes: Values,
+        *,
+        grad_output: Values,
+        **arguments: Any,
+    ) -> dict[str, Values]:
+        """Return the library's gradients."""
+        others = self._arguments(query, key, arguments)
+        inputs = {name: self._tensor(x) for name, x in (("query", query), ("key", key), ("value", value))}
+        inputs["slopes"] = self._place(slopes)
+        if "future_slopes" in others:
+            inputs["future_slopes"] = others.pop("future_slopes")
+
+        def function(*arrays: Any) -> Any:
+            return self._attention(**dict(zip(inputs, arrays, strict=True)), **others)
+
+        assert self._library.gradients is not None
+        found = self._library.gradients(function, list(inputs.values()), self._tensor(grad_output))
+        results = {}
+        for (name, given), gradient in zip(inputs.items(), found, strict=True):
+            values = self._library.numpy(gradient) if "slopes" in name else self._result(gradient, given)
+            results[name] = values
+        return results
+
+    def _decode_step(self, query: Values, key: Values, value: Values, slopes: Values, cache: Any) -> tuple[Values, Any]:
+        """Return what the library's cache attends to."""
+        tensors = [self._library.array(x, self.dtype) for x in (query, key, value)]
+        result, cache = self._cached(*tensors, self._place(slopes), cache)
+        return self._library.numpy(result), cache
+
+    def _tensor(self, values: Values) -> Any:
+        return self._library.array(np.swapaxes(values, 1, 2) if self._length_first else values, self.dtype)
+
+    def _result(self, result: Any, like: Any) -> Values:
+        if result.dtype != like.dtype:
+            raise TypeError(f"{result.dtype} came of {like.dtype}")
+        values = self._library.numpy(result)
+        return np.swapaxes(values, 1, 2) if self._length_first else values
+
+    def _place(self, values: Any) -> Any:
+        if isinstance(values, tuple):
+            return tuple(self._place(x) for x in values)
+        return self._library.array(values, None) if isinstance(values, np.ndarray) else values
+
+    def _arguments(self, query: Values, key: Values, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments in the library's arrays; those that have their default value are left to it."""
+        defaults = {"is_causal": True, "q_offset": key.shape[2] - query.shape[2]}
+        placed = {}
+        for name, value in arguments.items():
+            if name in defaults and not isinstance(value, np.ndarray) and value == defaults[name]:
+                continue
+            placed[name] = self._place(value)
+        return placed
+
+
+def installed_adapters(*, dtypes: Iterable[str] | None = ("float32",)) -> list[Any]:
+    """Return the adapters of every installed backend, and of other packages that register some.
+
+    A package registers a function without arguments that returns adapters, as an entry point of the group
+    ``alibi_core.conformance``. One whose framework is not installed is left out.
+
+    Args:
+        dtypes: Of the adapters to return; None for all.
+    """
+    adapters: list[Any] = []
+    for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda x: x.name):
+        try:
+            make = entry.load()
+        except ModuleNotFoundError:
+            continue
+        adapters += make()
+    return [x for x in adapters if dtypes is None or getattr(x, "dtype", "float32") in set(dtypes)]
+
+
+def numpy_adapters() -> list[BackendAdapter]:
+    """Return the core's reference on NumPy arrays."""
+    library = Library(np, lambda values, dtype: np.asarray(values, dtype), np.asarray)
+    return [
+        BackendAdapter("alibi_core", library, alibi_core.attention, dtype=dtype) for dtype in ("float32", "float64")
+    ]

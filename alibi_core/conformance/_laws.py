@@ -1,0 +1,398 @@
+"""The laws of ALiBi: each a family of cases in which an implementation must be exact to rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+import alibi_core
+from alibi_core._slopes import slope_values
+from alibi_core.conformance._caller import TENSORS, CallError
+from alibi_core.conformance._cases import FORMS, LONGER, PER_BATCH, Case, Sizes, kit_cases
+from alibi_core.conformance._data import DATA
+from alibi_core.conformance._oracle import UNIT_ROUNDOFF, Answer, Rules, penalties
+from alibi_core.conformance._trial import Trial
+
+# Few, for compilers take their time over each; in most, each axis has a length of its own.
+PLAIN = (Sizes(1, 1, 1, (1, 1), 1), Sizes(2, 3, 1, (7, 7), 5))
+UNEQUAL = (Sizes(2, 2, 1, (5, 11), 3), Sizes(1, 5, 1, (1, 13), 2), Sizes(2, 3, 1, (11, 5), 3))
+GROUPED = (Sizes(1, 3, 2, (7, 7), 8), Sizes(2, 1, 2, (7, 7), 3))
+UNEQUAL_GROUPED = (Sizes(2, 3, 2, (5, 11), 3),)
+
+
+@dataclass(frozen=True)
+class Law:
+    """A family of cases.
+
+    Attributes:
+        name: As reports call it.
+        statement: What is true of an implementation that passes.
+        function: Of the adapter; it is held to the law if it offers this, and
+        needs: these features.
+        check: Raises if the law is broken.
+    """
+
+    name: str
+    statement: str
+    function: str
+    needs: frozenset[str]
+    check: Callable[[Trial], None]
+
+
+def law(function: str, *needs: str) -> Callable[[Callable[[Trial], None]], Law]:
+    """Make a check a law, with the name of the check, and with its docstring for a statement."""
+
+    def made(check: Callable[[Trial], None]) -> Law:
+        return Law(check.__name__, (check.__doc__ or "").rstrip("."), function, frozenset(needs), check)
+
+    return made
+
+
+# --- Slopes and bias --------------------------------------------------------------------------------------------------
+
+
+@law("slopes")
+def slopes(trial: Trial) -> None:
+    """Slopes are those of the contract, for 1 to 128 heads."""
+    for num_heads in range(1, 129):
+        actual = trial.caller.slopes(num_heads)
+        exact = np.asarray(slope_values(num_heads, contract=trial.offer.contract))
+        trial.compare("slopes", f"num_heads={num_heads}", actual, Answer(exact, exact * slopes_error(trial)))
+
+
+def slopes_error(trial: Trial) -> float:
+    """Return how far slopes may be off, relatively.
+
+    A power is off by a unit in the last place or so, and storing it by another. Exponents that are no dyadic numbers
+    are rounded before, by as much as ``u`` times their size, at most 8; so are BLOOM's bases, but in one way.
+    """
+    u = UNIT_ROUNDOFF["float64" if trial.offer.dtype == "float64" and trial.offer.contract == "exact" else "float32"]
+    return (4 + 8 * math.log(2) * (trial.offer.contract == "geometric")) * u
+
+
+def bias_answer(trial: Trial, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Answer:
+    """Return the exact bias: slopes, their product with the distance, and its storage may be rounded."""
+    contract = trial.offer.contract
+    if contract in ("exact", "geometric"):
+        rules = Rules(np.asarray(slope_values(num_heads, contract=contract)), kv_len - q_len, is_causal)
+        exact = penalties(rules, 1, num_heads, q_len, kv_len)[0]
+    else:
+        exact = np.asarray(alibi_core.bias(num_heads, q_len, kv_len, contract=contract), np.float64)
+    relative = slopes_error(trial) + 2 * UNIT_ROUNDOFF[trial.offer.dtype]
+    return Answer(exact, np.where(np.isfinite(exact), np.abs(exact) * relative, 0))
+
+
+def check_bias(trial: Trial, *, is_causal: bool) -> None:
+    sizes = st.sampled_from([1, 2, 3, 8, 12]), st.integers(1, 17), st.integers(1, 17)
+
+    def body(drawn: tuple[int, int, int]) -> None:
+        num_heads, q_len, kv_len = drawn
+        q_len = q_len if "lengths" in trial.features else kv_len
+        actual = trial.caller.bias(num_heads, q_len, kv_len, is_causal)
+        answer = bias_answer(trial, num_heads, q_len, kv_len, is_causal)
+        inputs = f"num_heads={num_heads}, q_len={q_len}, kv_len={kv_len}, is_causal={is_causal}"
+        trial.compare("bias", inputs, actual, answer)
+
+    body((3, 300, 300))  # long enough for positions that are rounded
+    trial.for_all(st.tuples(*sizes), body)
+
+
+@law("bias")
+def causal_bias(trial: Trial) -> None:
+    """The causal bias is minus slope times distance, and minus infinity ahead."""
+    check_bias(trial, is_causal=True)
+
+
+@law("bias", "symmetric")
+def symmetric_bias(trial: Trial) -> None:
+    """The symmetric bias is minus slope times distance on both sides."""
+    check_bias(trial, is_causal=False)
+
+
+# --- Attention, feature by feature ------------------------------------------------------------------------------------
+
+
+def check_attention(trial: Trial, sizes: tuple[Sizes, ...], *uses: str, forms: tuple[str, ...] = ("causal",)) -> None:
+    """Hold attention to cases of these sizes and forms that use these features, so far as they are offered."""
+    if "lengths" in uses and "lengths" in trial.features:
+        sizes = (*sizes, *UNEQUAL)
+    offered = frozenset(uses) & trial.features
+    trial.for_all(kit_cases(sizes, forms=forms, uses=offered), trial.attention)
+
+
+def plain(sizes: Sizes, form: str = "causal", seed: int = 0, data: str = "normal", **features: Any) -> Case:
+    """Return a case that uses no features but these: few draws need not come across each."""
+    rest = {"q_offset": None, "window_size": None, "packing": None, "masking": None, "slopes_per_batch": False}
+    return Case(sizes, form, seed=seed, data=data, **(rest | features))
+
+
+def both_directions(trial: Trial) -> tuple[str, ...]:
+    return ("causal", "symmetric") if "symmetric" in trial.features else ("causal",)
+
+
+@law("attention")
+def causal(trial: Trial) -> None:
+    """Causal attention is exact to rounding."""
+    check_attention(trial, PLAIN)
+
+
+@law("attention", "lengths")
+def lengths(trial: Trial) -> None:
+    """The last query is at the last key, however many there are of each."""
+    trial.for_all(kit_cases(UNEQUAL), trial.attention)
+
+
+@law("attention", "offset")
+def offset(trial: Trial) -> None:
+    """A query's position is q_offset plus its index."""
+    check_attention(trial, PLAIN, "offset", "lengths", "batch_offsets", "far")
+    if "batch_offsets" in trial.features:
+        trial.attention(plain(PLAIN[1], q_offset=PER_BATCH))
+    if "lengths" in trial.features:  # 0 is an offset like any other
+        trial.attention(plain(UNEQUAL[0], q_offset=0))
+
+
+@law("attention", "symmetric")
+def symmetric(trial: Trial) -> None:
+    """Without a causal mask, distance counts on both sides alike."""
+    check_attention(trial, PLAIN, "lengths", forms=("symmetric",))
+
+
+@law("attention", "symmetric", "asymmetric")
+def asymmetric(trial: Trial) -> None:
+    """Keys to come have slopes of their own, which may be 0."""
+    check_attention(trial, PLAIN, "lengths", forms=("asymmetric", "clamped"))
+
+
+@law("attention", "grouped")
+def grouped(trial: Trial) -> None:
+    """Query head h reads key/value head h // (num_heads // num_kv_heads)."""
+    trial.for_all(kit_cases(GROUPED), trial.attention)
+
+
+@law("attention", "window")
+def window(trial: Trial) -> None:
+    """Keys farther away than window_size are hidden, on either side, and no others."""
+    check_attention(trial, PLAIN, "window", forms=both_directions(trial))
+
+
+@law("attention", "segments")
+def segments(trial: Trial) -> None:
+    """A query sees the keys of its own segment, and no others."""
+    check_attention(trial, PLAIN, "segments", "lengths", forms=both_directions(trial))
+
+
+@law("attention", "mask")
+def mask(trial: Trial) -> None:
+    """What is hidden by a mask counts nothing, however large, and what is not, is not moved."""
+    check_attention(trial, PLAIN, "mask", "lengths", forms=both_directions(trial))
+    # A key that scores 30,000 or so more than others, and is hidden.
+    case = plain(PLAIN[1])
+    query, key = case.arrays["query"] + 16, case.arrays["key"].copy()
+    shown = np.ones((2, 1, 1, 7), dtype=bool)
+    key[:, :, 3], shown[..., 3] = 1000, False
+    trial.attention(case.with_arguments("causal", {"mask": shown}).with_arrays(query=query, key=key))
+
+
+@law("attention", "batch_slopes")
+def batch_slopes(trial: Trial) -> None:
+    """Each batch entry has slopes of its own."""
+    check_attention(trial, PLAIN, "batch_slopes")
+
+
+@law("attention", "scale")
+def scale(trial: Trial) -> None:
+    """Scores are multiplied by the scale, and the bias is not."""
+    check_attention(trial, PLAIN, "scale")
+
+
+@law("attention")
+def combined(trial: Trial) -> None:
+    """All that is offered works together."""
+    sizes = PLAIN + UNEQUAL * ("lengths" in trial.features) + GROUPED * ("grouped" in trial.features)
+    sizes += UNEQUAL_GROUPED * ({"lengths", "grouped"} <= trial.features)
+    trial.for_all(kit_cases(sizes, forms=forms_of(trial), uses=trial.features), trial.attention, share=2)
+    # All axes alike, for those who tell them by their lengths.
+    trial.attention(plain(Sizes(3, 3, 1, (3, 3), 3), masking="by head" if "mask" in trial.features else None))
+
+
+def forms_of(trial: Trial) -> tuple[str, ...]:
+    """Return the forms of attention that are offered."""
+    forms = FORMS if "asymmetric" in trial.features else FORMS[:2]
+    return forms if "symmetric" in trial.features else FORMS[:1]
+
+
+# --- Attention where it is hard ---------------------------------------------------------------------------------------
+
+
+def long_sizes(trial: Trial) -> tuple[Sizes, ...]:
+    found = [x for x in LONGER if x.lengths[0] == x.lengths[1] or "lengths" in trial.features]
+    return (Sizes(2, 3, 1, (150, 150), 4), *(x for x in found if x.group == 1 or "grouped" in trial.features))
+
+
+@law("attention")
+def long(trial: Trial) -> None:
+    """Rows of several blocks are exact, whichever keys weigh most, and however far away those are."""
+    uses = trial.features & {"offset", "segments"}
+    cases = kit_cases(long_sizes(trial), forms=forms_of(trial), uses=uses, data=("normal", *DATA))
+    for name in DATA:
+        trial.attention(plain(long_sizes(trial)[0], data=name))
+    for sizes in long_sizes(trial)[1:]:
+        trial.attention(plain(sizes))
+    if "segments" in trial.features:  # some queries see nothing of the first blocks
+        trial.attention(plain(long_sizes(trial)[0], packing="same"))
+    # All scores are around -200: a weight underflows, unless it is taken relative to the row's highest.
+    case = plain(long_sizes(trial)[0])
+    trial.attention(case.with_arrays(query=case.arrays["query"] / 10 + 10, key=case.arrays["key"] / 10 - 10))
+    trial.for_all(cases, trial.attention)
+
+
+@law("attention")
+def precision(trial: Trial) -> None:
+    """A step of the bias counts at any distance: positions, distances and bias have float32's digits at least."""
+    for seed in range(2):
+        trial.attention(plain(Sizes(1, 3, 1, (600, 600), 2), seed=seed, data="no_queries"))
+    # Scores rise by 0.30078125, a number that bfloat16 holds, with each token back, and the bias falls by 0.3.
+    case = plain(Sizes(1, 1, 1, (600, 600), 4))
+    back = np.arange(600.0)[:, None]
+    key = np.concatenate([-(back // 256) * 256, -(back % 256), back * 0, back * 0], axis=1)
+    halves = np.repeat(back // 300, 4, axis=1)
+    tensors = {"query": np.full((1, 1, 600, 4), 2 * 0.30078125), "key": key[None, None], "value": halves[None, None]}
+    trial.attention(case.with_arrays(**tensors, slopes=np.asarray([np.float32(0.3)], np.float64)))
+    if {"lengths", "offset"} <= trial.features:
+        # Neighbours among far keys weigh the same if a step of the bias is lost, where exp(1/2) should be between.
+        value = np.resize([0.0, 1.0], 4096)[None, None, :, None]
+        tensors = {"query": np.zeros((1, 1, 1, 1)), "key": value * 0, "value": value}
+        far = plain(Sizes(1, 1, 1, (1, 4096), 1)).with_arguments("causal", {"q_offset": 40_000})
+        trial.attention(far.with_arrays(**tensors, slopes=np.asarray([0.5])))
+
+
+@law("attention", "nowhere")
+def nowhere(trial: Trial) -> None:
+    """A query that may look nowhere gives zeros."""
+    cases: list[tuple[dict[str, Any], Sizes]] = []
+    if "offset" in trial.features:
+        cases.append(({"q_offset": -9}, PLAIN[1]))
+    if "mask" in trial.features:
+        shown = np.ones((2, 1, 7, 7), dtype=bool)
+        shown[0, :, 3] = shown[1] = False
+        cases.append(({"mask": shown}, PLAIN[1]))
+    if "lengths" in trial.features:
+        cases.append(({}, UNEQUAL[2]))
+    for arguments, sizes in cases:
+        case = Case(sizes, "causal", None, None, None, None, False, seed=1).with_arguments("causal", arguments)
+        trial.attention(case, nowhere=True)
+
+
+@law("attention", "empty")
+def empty(trial: Trial) -> None:
+    """Where there are no queries or no keys, there is nothing, or zeros, of the right shape."""
+    for q_len, kv_len in ((0, 0), (0, 5), (3, 0)):
+        if q_len == kv_len or "lengths" in trial.features:
+            case = Case(Sizes(2, 3, 1, (q_len, kv_len), 5), "causal", None, None, None, None, False, seed=0)
+            trial.attention(case, nowhere=True)
+
+
+@law("attention")
+def independent(trial: Trial) -> None:
+    """No call depends on those before it: not on their slopes, their form or their data."""
+
+    def body(cases: tuple[Case, Case]) -> None:
+        for case in (*cases, cases[0]):
+            trial.attention(case)
+
+    uses = trial.features & {"window", "scale", "offset"}
+    # Of the same sizes always, and sizes that no other law has.
+    cases = kit_cases((Sizes(2, 3, 1, (9, 9), 4),), forms=forms_of(trial), uses=uses)
+    trial.for_all(st.tuples(cases, cases), body)
+
+
+# --- Gradients --------------------------------------------------------------------------------------------------------
+
+
+def gradient_cases(trial: Trial) -> Any:
+    sizes = PLAIN[1:] + UNEQUAL[:1] * ("lengths" in trial.features) + GROUPED[:1] * ("grouped" in trial.features)
+    return kit_cases(sizes, forms=forms_of(trial), uses=trial.features - {"empty", "far"})
+
+
+def check_gradients(trial: Trial, names: tuple[str, ...]) -> None:
+    trial.for_all(gradient_cases(trial), lambda case: trial.gradients(case, names))
+    for form in forms_of(trial):
+        trial.for_all(st.just(plain(PLAIN[1], form)), lambda case: trial.gradients(case, names))
+
+
+@law("attention_grad")
+def gradients(trial: Trial) -> None:
+    """The gradients of query, key and value are exact to rounding."""
+    check_gradients(trial, TENSORS)
+
+
+@law("attention_grad", "slope_gradients")
+def slope_gradients(trial: Trial) -> None:
+    """The gradients of slopes, on both sides, are exact to rounding."""
+    check_gradients(trial, ("slopes", "future_slopes"))
+
+
+@law("attention_grad")
+def long_gradients(trial: Trial) -> None:
+    """So are all gradients in rows of several blocks."""
+    cases = kit_cases(long_sizes(trial), forms=forms_of(trial), uses=frozenset(), data=("normal", *DATA))
+    names = (*TENSORS, "slopes", "future_slopes") if "slope_gradients" in trial.features else TENSORS
+    for name in DATA:
+        trial.for_all(st.just(plain(long_sizes(trial)[0], data=name)), lambda case: trial.gradients(case, names))
+    trial.for_all(cases, lambda case: trial.gradients(case, names), share=0.5)
+
+
+# --- Decoding ---------------------------------------------------------------------------------------------------------
+
+
+@law("decode_step")
+def decoding(trial: Trial) -> None:
+    """Decoding in steps equals attention to the whole, and sequences do not get into each other."""
+
+    def body(drawn: tuple[Case, int, list[int]]) -> None:
+        case, other_seed, steps = drawn
+        both = [trial.fitted(x) for x in (case, dataclasses.replace(case, seed=other_seed))]
+        tolerance = trial.offer.tolerance
+        streams: list[tuple[Case, Answer, Any]] = [(x, trial.exact(x).output_without(tolerance), None) for x in both]
+        start = 0
+        for step in steps:
+            end = min(start + step, case.sizes.lengths[1])
+            for n, (stream, answer, cache) in enumerate(streams):
+                tensors = {name: stream.arrays[name][:, :, start:end] for name in TENSORS}
+                actual, cache = trial.caller.decode_step(tensors, stream.arrays["slopes"], cache)
+                streams[n] = stream, answer, cache
+                rows = Answer(answer.value[:, :, start:end], answer.budget[:, :, start:end])
+                inputs = f"{stream}, tokens {start} to {end - 1} of sequence {n}, steps of {steps}"
+                trial.compare("decode_step", inputs, actual, rows, stream, f"tokens {start}:{end}")
+            start = end
+
+    cases = kit_cases((Sizes(2, 3, 1, (7, 7), 5), *(GROUPED[:1] if "grouped" in trial.features else ())))
+    steps = st.sampled_from([[7], [3, 4], [4, 3], [3, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
+    trial.for_all(st.tuples(cases, st.integers(0, 2**16), steps), body)
+    body((plain(Sizes(2, 3, 1, (7, 7), 5)), 1, [2, 3, 2]))
+
+
+# --- Conduct ----------------------------------------------------------------------------------------------------------
+
+
+@law("any")
+def conduct(trial: Trial) -> None:
+    """Calls leave their inputs as they are, and return NumPy arrays of the declared dtype."""
+    for offence in trial.caller.offences.values():
+        raise CallError("returned", offence)
+
+
+LAWS = (
+    *(slopes, causal_bias, symmetric_bias),
+    *(causal, lengths, offset, symmetric, asymmetric, grouped, window, segments, mask, batch_slopes, scale, combined),
+    *(long, precision, nowhere, empty, independent),
+    *(gradients, slope_gradients, long_gradients),
+    *(decoding, conduct),
+)

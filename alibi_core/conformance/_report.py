@@ -1,0 +1,205 @@
+"""What came of a check: per law passed, failed or not offered, with a counterexample and what was done instead."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from alibi_core.conformance._caller import CallError, DepartureError, Evidence
+
+Status = Literal["passed", "failed", "not offered", "not run"]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What an implementation does instead.
+
+    Attributes:
+        key: A short, stable name for it.
+        sentence: In words, with the remedy where it is not plain.
+    """
+
+    key: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Counterexample:
+    """The smallest case that was found to break a law.
+
+    Attributes:
+        function: Of the adapter.
+        inputs: In words: sizes, arguments, and the seed of the values.
+        problem: What is wrong with the result.
+        at: Index of the element that is farthest off, relative to its budget.
+        expected: What it should be, and
+        actual: what it is.
+        budget: How far rounding may move it.
+    """
+
+    function: str
+    inputs: str
+    problem: str
+    at: tuple[int, ...] | None = None
+    expected: float | None = None
+    actual: float | None = None
+    budget: float | None = None
+
+    @classmethod
+    def of(cls, error: DepartureError | CallError) -> Counterexample:
+        """Return what an error shows."""
+        if isinstance(error, CallError):
+            return cls(str(error).partition(" ")[0], error.inputs, str(error))
+        return _of_evidence(error.evidence)
+
+    def __str__(self) -> str:
+        where = "" if self.at is None else f" at {list(self.at)}: {self.actual!r}, expected {self.expected!r}"
+        within = "" if self.budget is None else f" within {self.budget:.2g}"
+        return f"{self.problem}{where}{within}; {self.inputs}" if self.inputs else f"{self.problem}{where}{within}"
+
+
+def _of_evidence(evidence: Evidence) -> Counterexample:
+    name = f"{evidence.function}, {evidence.part}" if evidence.part else evidence.function
+    if evidence.actual is None or evidence.expected is None:
+        return Counterexample(name, evidence.inputs, evidence.remark)
+    expected, budget = evidence.expected.value, evidence.expected.budget
+    finite = np.isfinite(expected) & np.isfinite(evidence.actual)
+    same = np.where(finite, True, evidence.actual == expected)
+    distance = np.abs(np.where(finite, evidence.actual, 0) - np.where(finite, expected, 0))
+    excess = np.where(same, distance / np.maximum(budget, np.finfo(np.float64).tiny), np.inf)
+    worst = np.unravel_index(int(excess.argmax()), excess.shape)
+    problem = evidence.remark or f"off by {excess[worst]:.3g} times what rounding explains"
+    at = tuple(int(x) for x in worst)
+    numbers = (float(expected[worst]), float(evidence.actual[worst]), float(budget[worst]))
+    return Counterexample(name, evidence.inputs, problem, at, *numbers)
+
+
+@dataclass(frozen=True)
+class LawReport:
+    """What came of one law.
+
+    Attributes:
+        name: The law's.
+        statement: What it says.
+        status: ``"passed"``, ``"failed"``, ``"not offered"`` or ``"not run"``.
+        reason: Why it was not offered or not run.
+        calls: How many calls of the adapter were made.
+        share: The largest part of an error budget that a passing case used up.
+        seconds: That it took.
+        counterexample: The smallest, of a law that failed.
+        diagnoses: What the implementation does instead.
+    """
+
+    name: str
+    statement: str
+    status: Status
+    reason: str = ""
+    calls: int = 0
+    share: float = 0.0
+    seconds: float = 0.0
+    counterexample: Counterexample | None = None
+    diagnoses: tuple[Diagnosis, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON takes it."""
+        known: dict[str, Any] = _plain(asdict(self))
+        return known
+
+    @classmethod
+    def from_dict(cls, known: dict[str, Any]) -> LawReport:
+        """Return what :meth:`to_dict` was of."""
+        example = known["counterexample"]
+        if example is not None:
+            numbers = {name: _number(example[name]) for name in ("expected", "actual", "budget")}
+            example = example | numbers | {"at": None if example["at"] is None else tuple(example["at"])}
+            example = Counterexample(**example)
+        diagnoses = tuple(Diagnosis(**x) for x in known["diagnoses"])
+        return cls(**known | {"counterexample": example, "diagnoses": diagnoses})
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of all laws.
+
+    Attributes:
+        name, dtype, contract: Of the adapter.
+        features: What it was found, or declared, to offer.
+        profile, seed: Of the check.
+        laws: One report each.
+        seconds: That the check took.
+        crash: How the process ended in which it was checked, if it did not end well.
+    """
+
+    name: str
+    dtype: str
+    contract: str
+    features: tuple[str, ...]
+    profile: str
+    seed: int
+    laws: tuple[LawReport, ...]
+    seconds: float = 0.0
+    crash: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is what it means to be: at least one law passed, none failed, and none was left out."""
+        statuses = {law.status for law in self.laws}
+        return "passed" in statuses and not statuses & {"failed", "not run"} and not self.crash
+
+    @property
+    def exit_status(self) -> int:
+        """0 if it passed, else 1."""
+        return 0 if self.passed else 1
+
+    @property
+    def failed(self) -> tuple[LawReport, ...]:
+        """The laws that are broken."""
+        return tuple(law for law in self.laws if law.status == "failed")
+
+    @property
+    def diagnoses(self) -> tuple[Diagnosis, ...]:
+        """All that is done instead, each said once."""
+        return tuple(dict.fromkeys(x for law in self.laws for x in law.diagnoses))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON takes it."""
+        known: dict[str, Any] = _plain(asdict(self))
+        return {"passed": self.passed} | known
+
+    def to_json(self) -> str:
+        """Return the report as JSON."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, known: dict[str, Any]) -> Report:
+        """Return the report that :meth:`to_dict` was of."""
+        others = {name: x for name, x in known.items() if name not in ("passed", "laws", "features")}
+        laws = tuple(LawReport.from_dict(law) for law in known["laws"])
+        return cls(**others, laws=laws, features=tuple(known["features"]))
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}, {self.dtype}, contract {self.contract}: {'passed' if self.passed else 'FAILED'}"]
+        lines += [f"  crashed: {self.crash}"] if self.crash else []
+        for law in self.laws:
+            more = f" ({law.reason})" if law.reason else ""
+            lines.append(f"  {law.status:<12}{law.name}: {law.statement}{more}")
+            if law.counterexample is not None:
+                lines.append(f"    {law.counterexample}")
+        lines += [f"  diagnosis: {x.sentence}" for x in self.diagnoses]
+        return "\n".join(lines)
+
+
+def _number(value: float | str | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return the same with words for numbers that JSON lacks."""
+    if isinstance(value, dict):
+        return {name: _plain(x) for name, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(x) for x in value]
+    return str(value) if isinstance(value, float) and not np.isfinite(value) else value

@@ -1,0 +1,64 @@
+"""This backend's implementations as adapters of :mod:`alibi_core.conformance`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alibi_core.conformance._backend import BackendAdapter, Library
+from alibi_torch._attention import attention
+from alibi_torch._cache import KVCache
+
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+
+
+def adapters(device: str = "cpu") -> list[BackendAdapter]:
+    """Return an adapter for each implementation and dtype.
+
+    Args:
+        device: Where they compute. On ``"cuda"``, ``"flex"`` is one of them, and ``"tiled"`` is not.
+    """
+    names = ("tiled", "sdpa", "dense") if device == "cpu" else ("flex", "sdpa", "dense")
+    return [_adapter(name, dtype, device) for name in names for dtype in DTYPES]
+
+
+def _adapter(implementation: str, dtype: str, device: str) -> BackendAdapter:
+    def array(values: Any, dtype: str | None) -> Tensor:
+        tensor = torch.from_numpy(np.array(values)).to(device)  # a copy, for what is a view has strides
+        return tensor if dtype is None else tensor.to(getattr(torch, dtype))
+
+    return BackendAdapter(
+        f"alibi_torch[{implementation}]",
+        Library(torch, array, _numpy, _gradients),
+        functools.partial(attention, implementation=implementation),
+        dtype=dtype,
+        cached=functools.partial(_decode_step, implementation),
+    )
+
+
+def _numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _gradients(function: Callable[..., Tensor], tensors: Sequence[Tensor], weight: Tensor) -> Sequence[Tensor]:
+    for tensor in tensors:
+        tensor.requires_grad_()
+    return torch.autograd.grad(function(*tensors), tensors, weight)
+
+
+@torch.no_grad()
+def _decode_step(
+    implementation: str, query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, cache: KVCache | None
+) -> tuple[Tensor, KVCache]:
+    if cache is None:
+        batch, heads, _, head_dim = key.shape
+        sizes = (batch, heads, BackendAdapter.MAX_LENGTH, head_dim)
+        cache = KVCache(*sizes, dtype=key.dtype, device=key.device)
+    cache.append(key, value)
+    return cache.attend(query, slopes, implementation=implementation), cache
