@@ -13,6 +13,7 @@ from alibi_core import _checks
 from alibi_core.conformance._adapter import FEATURES, Offer
 from alibi_core.conformance._caller import Caller, CallError, DepartureError
 from alibi_core.conformance._cases import Case, Sizes
+from alibi_core.conformance._diagnosis import diagnose
 from alibi_core.conformance._laws import LAWS, Law
 from alibi_core.conformance._report import Counterexample, Diagnosis, LawReport, Report
 from alibi_core.conformance._trial import Trial
@@ -167,7 +168,5 @@ def _diagnosed(
     found = [Diagnosis(x.kind, str(x)) for x in errors if isinstance(x, CallError)]
     evidence = [x.evidence for x in errors if isinstance(x, DepartureError)]
     if evidence and not caller.hung:
-        from alibi_core.conformance._diagnosis import diagnose
-
         found += diagnose(caller, function, features, evidence)
     return tuple(dict.fromkeys(found))

@@ -218,6 +218,8 @@ def combined(trial: Trial) -> None:
     sizes = PLAIN + UNEQUAL * ("lengths" in trial.features) + GROUPED * ("grouped" in trial.features)
     sizes += UNEQUAL_GROUPED * ({"lengths", "grouped"} <= trial.features)
     trial.for_all(kit_cases(sizes, forms=forms_of(trial), uses=trial.features), trial.attention, share=2)
+    if {"grouped", "mask"} <= trial.features:
+        trial.attention(plain(GROUPED[0], masking="by head"))
     # All axes alike, for those who tell them by their lengths.
     trial.attention(plain(Sizes(3, 3, 1, (3, 3), 3), masking="by head" if "mask" in trial.features else None))
 

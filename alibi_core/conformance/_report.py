@@ -69,7 +69,8 @@ def _of_evidence(evidence: Evidence) -> Counterexample:
     finite = np.isfinite(expected) & np.isfinite(evidence.actual)
     same = np.where(finite, True, evidence.actual == expected)
     distance = np.abs(np.where(finite, evidence.actual, 0) - np.where(finite, expected, 0))
-    excess = np.where(same, distance / np.maximum(budget, np.finfo(np.float64).tiny), np.inf)
+    with np.errstate(over="ignore"):  # where there is no budget, any distance is infinitely much
+        excess = np.where(same, distance / np.maximum(budget, np.finfo(np.float64).tiny), np.inf)
     worst = np.unravel_index(int(excess.argmax()), excess.shape)
     problem = evidence.remark or f"off by {excess[worst]:.3g} times what rounding explains"
     at = tuple(int(x) for x in worst)

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 
 import hypothesis
 import numpy as np
-from hypothesis import HealthCheck, Phase, assume, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.errors import UnsatisfiedAssumption
 
 import alibi_core
 from alibi_core import _contracts
@@ -106,7 +105,7 @@ class Trial:
                 body(case)
             except DepartureError as error:
                 return error
-            except (CallError, UnsatisfiedAssumption):
+            except CallError:
                 continue
         return None
 
@@ -143,7 +142,8 @@ class Trial:
         """Hold the adapter's gradients of these inputs to a case."""
         case = self.fitted(case)
         problem = self.exact(case)
-        assume("nowhere" in self.features or bool(np.isfinite(problem.bias).any(axis=-1).all()))
+        if "nowhere" not in self.features and not np.isfinite(problem.bias).any(axis=-1).all():
+            return
         actual = self.caller.gradients(case)
         answers = case.gradients(self.offer.dtype, self.offer.tolerance, problem=problem)
         for name in (x for x in names if x in answers and (self.offer.has_slopes or "slopes" not in x)):

@@ -1,0 +1,10 @@
+"""Diagnosis: what an implementation does in place of ALiBi, in words.
+
+A *reading* says how an implementation may read ALiBi, and computes what comes of it; a *departure* is one change of a
+reading, with its name. The diagnosis calls the adapter on probes and searches for the fewest departures that explain
+all that it sees.
+"""
+
+from alibi_core.conformance._diagnosis._diagnose import diagnose
+
+__all__ = ["diagnose"]
