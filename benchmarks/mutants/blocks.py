@@ -1,0 +1,237 @@
+"""Mistakes of kernels: blocks of keys, the online softmax, and horizons beyond which keys are dropped."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from benchmarks.mutants._mutant import mutant
+from benchmarks.mutants.reference import Array, Blockwise, Call
+
+BLOCK = "block|tail|last keys|tile|partial|multiple"
+
+
+@mutant("long", expected=BLOCK + "|drop")
+class LastBlockDropped(Blockwise):
+    """The last keys, which fill no block, are left out, where there are full blocks before them."""
+
+    def output(self, call: Call) -> Array:
+        kept = max(call.lengths[1] // self.block_size * self.block_size, min(self.block_size, call.lengths[1]))
+        return super().output(first_keys(call, kept))
+
+
+def first_keys(call: Call, count: int) -> Call:
+    """Return a call without the keys after the first ``count``."""
+    ids, mask = call.segment_ids, call.mask
+    return dataclasses.replace(
+        call,
+        key=call.key[:, :, :count],
+        value=call.value[:, :, :count],
+        segment_ids=None if ids is None else (ids[0], ids[1][:, :count]),
+        mask=None if mask is None else mask[..., :count],
+    )
+
+
+@mutant("symmetric", "combined", expected="pad|" + BLOCK)
+class PaddingCounted(Blockwise):
+    """The last block is padded with zeros, which count as keys where nothing but the causal mask hides them."""
+
+    def output(self, call: Call) -> Array:
+        missing = -call.lengths[1] % self.block_size
+        if call.segment_ids is not None or call.mask is not None:
+            return super().output(call)
+        widths = ((0, 0), (0, 0), (0, missing), (0, 0))
+        return super().output(dataclasses.replace(call, key=np.pad(call.key, widths), value=np.pad(call.value, widths)))
+
+
+@mutant("long", expected=BLOCK + "|drop|first 64")
+class KeyBlocksOfTopLeftQueries(Blockwise):
+    """Blocks of keys are read up to the query's own index, not position: keys after that are missing."""
+
+    def output(self, call: Call) -> Array:
+        if not call.is_causal:
+            return super().output(call)
+        blocks = -(-call.lengths[0] // self.block_size)
+        return super().output(first_keys(call, blocks * self.block_size))
+
+
+@mutant("long", expected=BLOCK + "|causal|offset|q_offset|drop")
+class KeyBlocksRoundedDown(Blockwise):
+    """The number of blocks that a causal row needs is rounded down, so that the block on the diagonal is missing."""
+
+    def output(self, call: Call) -> Array:
+        if not call.is_causal:
+            return super().output(call)
+        reached = int(call.q_offset.max(initial=0)) + call.lengths[0]
+        return super().output(first_keys(call, max(reached // self.block_size, 1) * self.block_size))
+
+
+@mutant("long", expected="rescal|correct|maximum|online|running|block", is_diagnosable=False)
+class SumOfValuesNotRescaled(Blockwise):
+    """When a later block has a higher score, the sum of values is not scaled down."""
+
+    def updated(self, highest: Array, total: Array, result: Array, scores: Array, values: Array) -> tuple[Array, ...]:
+        new, new_total, new_result = super().updated(highest, total, result, scores, values)
+        base = np.where(np.isfinite(new), new, 0)
+        return new, new_total, new_result + result * (1 - np.exp(highest - base))
+
+
+@mutant("long", expected="rescal|correct|maximum|online|running|block|denominator", is_diagnosable=False)
+class SumOfWeightsNotRescaled(Blockwise):
+    """When a later block has a higher score, the sum of weights is not scaled down."""
+
+    def updated(self, highest: Array, total: Array, result: Array, scores: Array, values: Array) -> tuple[Array, ...]:
+        new, new_total, new_result = super().updated(highest, total, result, scores, values)
+        base = np.where(np.isfinite(new), new, 0)
+        return new, new_total + total * (1 - np.exp(highest - base)), new_result
+
+
+@mutant("long", expected="nan|infin", is_diagnosable=False)
+class NanAfterAHiddenBlock(Blockwise):
+    """A row whose first block is all hidden has minus infinity for a maximum, and is NaN for good."""
+
+    def output(self, call: Call) -> Array:
+        sees = self.visible(call).any(axis=-1, keepdims=True)
+        return np.where(sees, super().output(call), 0)
+
+    def updated(self, highest: Array, total: Array, result: Array, scores: Array, values: Array) -> tuple[Array, ...]:
+        new = np.maximum(highest, scores.max(axis=-1, keepdims=True))
+        with np.errstate(invalid="ignore"):
+            correction, weights = np.exp(highest - new), np.exp(scores - new)
+        correction = np.where(np.isneginf(highest) & np.isfinite(new), 0, correction)
+        return new, total * correction + weights.sum(axis=-1, keepdims=True), result * correction + weights @ values
+
+
+@mutant("long", expected="maximum|underflow|initial", is_diagnosable=False)
+class MaximumBeginsWithZero(Blockwise):
+    """The running maximum begins with 0: rows whose scores are all far below it come to nothing."""
+
+    def beginning(self, call: Call) -> tuple[Array, Array, Array]:
+        highest, total, result = super().beginning(call)
+        return np.zeros_like(highest), total, result
+
+
+@mutant("causal", expected="extra|\\+ ?1|denominator|softmax1|off.by.one|sink|sum to|add up to")
+class OneMoreInTheDenominator(Blockwise):
+    """The denominator has one more, as if there were a sink (softmax1)."""
+
+    def beginning(self, call: Call) -> tuple[Array, Array, Array]:
+        highest, total, result = super().beginning(call)
+        return np.zeros_like(highest), np.ones_like(total), result
+
+
+@mutant("causal", expected="normali[sz]|divi|denominator|sum to|add up to|last block|denominator")
+class NotNormalised(Blockwise):
+    """The sum of values is not divided by the sum of weights."""
+
+    def output(self, call: Call) -> Array:
+        scores, values = self.scores(call), self.grouped(call, call.value)
+        return self.updated(*self.beginning(call), scores, values)[2] if call.lengths[1] else super().output(call)
+
+
+@mutant("nowhere", expected="nan")
+class DividedByAnEmptySum(Blockwise):
+    """A row that sees nothing is divided by the sum of its weights, which is 0."""
+
+    def output(self, call: Call) -> Array:
+        sees = self.visible(call).any(axis=-1, keepdims=True)
+        return np.where(sees, super().output(call), np.nan)
+
+
+# --- Horizons ---------------------------------------------------------------------------------------------------------
+
+
+class _Horizon(Blockwise):
+    """Keys farther away than the horizon are dropped: this is right, the mutants are not."""
+
+    tolerance = 2.0**-24
+
+    def horizon(self, call: Call, gap: Array, slopes: Array) -> Array:
+        """Return for each row from which distance keys weigh ``tolerance`` together, ``[batch, heads, q_len, 1]``.
+
+        Args:
+            call: The call.
+            gap: How much higher than the row's own key another may score, at most.
+            slopes: ``[batch, heads, 1, 1]``.
+        """
+        with np.errstate(divide="ignore"):
+            return (gap + np.log(1 / (self.tolerance * -np.expm1(-slopes)))) / slopes
+
+    def masked(self, call: Call, scores: Array) -> Array:
+        scores = super().masked(call, scores)
+        q_len, kv_len = call.lengths
+        if not call.is_causal or q_len != kv_len or call.q_offset.any() or self.has_more(call):
+            return scores
+        query, key = call.query.astype(np.float64), self.grouped(call, call.key).astype(np.float64)
+        reach = np.linalg.norm(query, axis=-1) * np.linalg.norm(key, axis=-1).max(axis=-1, initial=0, keepdims=True)
+        gap = abs(call.scale) * reach - call.scale * (query * key).sum(axis=-1)
+        horizon = self.horizon(call, gap[..., None], self.by_head(call, call.slopes).astype(np.float64))
+        return np.where(-self.ahead(call) < horizon, scores, -np.inf)
+
+    def has_more(self, call: Call) -> bool:
+        return any(x is not None for x in (call.window_size, call.segment_ids, call.mask))
+
+
+@mutant(
+    "long",
+    expected="horizon|(far|distant).*(drop|left out|ignor)|(drop|left out|cut).*(far|distant|keys)",
+    is_diagnosable=False,
+)
+class HorizonTooShort(_Horizon):
+    """The horizon is a tenth too short."""
+
+    def horizon(self, call: Call, gap: Array, slopes: Array) -> Array:
+        return 0.9 * super().horizon(call, gap, slopes)
+
+
+@mutant(
+    "long",
+    expected="horizon|(far|distant).*(drop|left out|ignor)|(drop|left out|cut).*(far|distant|keys)",
+    is_diagnosable=False,
+)
+class HorizonOfTheMeanSlope(_Horizon):
+    """All heads have the horizon of the mean slope."""
+
+    def horizon(self, call: Call, gap: Array, slopes: Array) -> Array:
+        return super().horizon(call, gap, np.broadcast_to(slopes.mean(axis=1, keepdims=True), slopes.shape))
+
+
+@mutant(
+    "long",
+    expected="horizon|(far|distant).*(drop|left out|ignor)|(drop|left out|cut).*(far|distant|keys)",
+    is_diagnosable=False,
+)
+class HorizonOfTheFirstHead(_Horizon):
+    """All heads have the horizon of the first."""
+
+    def horizon(self, call: Call, gap: Array, slopes: Array) -> Array:
+        return super().horizon(call, gap, slopes[:, :1])
+
+
+@mutant(
+    "long",
+    expected="horizon|(far|distant).*(drop|left out|ignor)|(drop|left out|cut).*(far|distant|keys)",
+    is_diagnosable=False,
+)
+class HorizonBlindToScores(_Horizon):
+    """The horizon follows from the slope alone, as if all scores were alike."""
+
+    def horizon(self, call: Call, gap: Array, slopes: Array) -> Array:
+        return super().horizon(call, np.zeros_like(gap), slopes)
+
+
+@mutant("causal", expected="nan|zero|slope (of )?0", is_diagnosable=False)
+class HorizonOfNoSlopeIsNan(_Horizon):
+    """The horizon of a slope of 0 is 0 / 0, and nothing is less than that."""
+
+    def horizon(self, call: Call, gap: Array, slopes: Array) -> Array:
+        return np.where(slopes == 0, np.nan, super().horizon(call, gap, slopes))
+
+
+@mutant("long", expected="last key|horizon|window|far|distan|drop|left out|fixed|256")
+class FixedHorizon(Blockwise):
+    """Keys more than 128 tokens back are dropped in all heads, steep or not."""
+
+    def masked(self, call: Call, scores: Array) -> Array:
+        return np.where(-self.ahead(call) <= 128, super().masked(call, scores), -np.inf)

@@ -1,0 +1,170 @@
+"""Mistakes of caches: decoding in steps, and tables kept from one call to the next."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from benchmarks.mutants._mutant import mutant
+from benchmarks.mutants.reference import Array, Call, Reference
+
+
+@mutant("decoding", expected="no bias|bias.*(lost|missing|ignor|absent|left out|0)|without.*bias")
+class BiasLostInDecoding(Reference):
+    """Decoding has no bias (keras-hub)."""
+
+    def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
+        return super().decode_step(query, key, value, slopes * 0, cache)
+
+
+@mutant("decoding", expected="no bias|bias.*(lost|missing|ignor|absent|left out|0)|without.*bias|later|after the first")
+class BiasLostAfterTheFirstStep(Reference):
+    """Decoding has no bias after the first step, the prefill."""
+
+    def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
+        return super().decode_step(query, key, value, slopes * (cache is None), cache)
+
+
+@mutant("decoding", expected="off by one|one (token|position|key|too|step)|shift|by 1|\\+ ?1")
+class DecodingOneTooFar(Reference):
+    """The new tokens are one position too far, and see one too many of themselves."""
+
+    def decode_offset(self, query: Array, keys: Array) -> int:
+        return super().decode_offset(query, keys) + 1
+
+
+@mutant("decoding", expected="off by one|one (token|position|key|too|step)|shift|by 1|- ?1", is_diagnosable=False)
+class DecodingOneShort(Reference):
+    """The new tokens are one position short, and do not see themselves."""
+
+    def decode_offset(self, query: Array, keys: Array) -> int:
+        return super().decode_offset(query, keys) - 1
+
+
+@mutant("decoding", expected="restart|from 0|at 0|beginning|again|q_offset|first key|position")
+class DecodingRestartsAtZero(Reference):
+    """The positions of each step begin with 0 again."""
+
+    def decode_offset(self, query: Array, keys: Array) -> int:
+        return 0
+
+
+@mutant("decoding", expected="chunk|causal|to come|ahead|future|step|one another|each other")
+class ChunkNotCausal(Reference):
+    """The tokens of one step all see one another."""
+
+    def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
+        _, (keys, values) = super().decode_step(query, key, value, slopes, cache)
+        mask = np.ones((1, 1, query.shape[2], keys.shape[2]), dtype=bool)
+        offset = self.decode_offset(query, keys)
+        return self.attention(query, keys, values, slopes, False, offset, mask=mask), (keys, values)
+
+
+@mutant("decoding", expected="last|chunk|same position|one position|step", is_diagnosable=False)
+class ChunkAtOnePosition(Reference):
+    """All tokens of one step have the position of the last."""
+
+    def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
+        _, (keys, values) = super().decode_step(query, key, value, slopes, cache)
+        outputs = [
+            self.attention(query[:, :, i : i + 1], keys, values, slopes, True, keys.shape[2] - 1)
+            for i in range(query.shape[2])
+        ]
+        return np.concatenate(outputs, axis=2), (keys, values)
+
+
+@mutant("decoding", expected="shared|sequence|each other|state|another|one cache")
+class CacheSharedBetweenSequences(Reference):
+    """There is one cache in the layer, which a new sequence empties, and two at a time spoil."""
+
+    kept: Any = None
+
+    def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
+        output, self.kept = super().decode_step(query, key, value, slopes, None if cache is None else self.kept)
+        return output, True
+
+
+@mutant(
+    "decoding", expected="forget|window|at most|capacity|evict|oldest|first keys|limit|drop|lost", is_diagnosable=False
+)
+class CacheOfFiveTokens(Reference):
+    """The cache holds the last five tokens."""
+
+    def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
+        output, kept = super().decode_step(query, key, value, slopes, cache)
+        return output, tuple(x[:, :, -5:] for x in kept)
+
+
+@mutant("decoding", expected="last|overwrit|only|one token|first|dropp|lost|forg", is_diagnosable=False)
+class CacheKeepsOneTokenOfAStep(Reference):
+    """Of the tokens of one step, only the last is kept in the cache."""
+
+    def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
+        output, (keys, values) = super().decode_step(query, key, value, slopes, cache)
+        before = keys.shape[2] - key.shape[2]
+        kept = [*range(before), keys.shape[2] - 1] if cache is not None else [*range(keys.shape[2])]
+        return output, (keys[:, :, kept], values[:, :, kept])
+
+
+@mutant("decoding", expected="twice|duplicat|again|double", is_diagnosable=False)
+class NewTokensCachedTwice(Reference):
+    """After the first step the new tokens are in the cache already, and appended again."""
+
+    def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
+        output, kept = super().decode_step(query, key, value, slopes, cache)
+        return output, tuple(np.concatenate([x, x[:, :, -1:]], axis=2) for x in kept)
+
+
+# --- Tables that are kept ---------------------------------------------------------------------------------------------
+
+
+class _Kept(Reference):
+    """Keeps what it computed from call to call."""
+
+    def __init__(self) -> None:
+        self.kept: dict[Any, Array] = {}
+
+
+@mutant("independent", expected="earlier|previous|cache|stale|kept|state|before|remember|first call")
+class TableByLengths(_Kept):
+    """The bias is kept from call to call by its shape alone, whatever slopes, direction and offset."""
+
+    def raw_bias(self, call: Call) -> Array:
+        key = (call.query.shape[:2], call.lengths)
+        return self.kept.setdefault(key, super().raw_bias(call))
+
+
+@mutant("independent", expected="earlier|previous|cache|stale|kept|state|before|remember|first call")
+class TableBlindToDirection(_Kept):
+    """The bias is kept from call to call, whatever the direction: hidden keys stay hidden, and others in sight."""
+
+    def visible_by_causality(self, call: Call) -> Array | bool:
+        key = (call.query.shape[0], call.lengths, call.q_offset.tobytes())
+        return self.kept.setdefault(key, np.asarray(super().visible_by_causality(call)))
+
+
+@mutant(
+    "independent", expected="earlier|previous|cache|stale|kept|state|before|remember|first call", is_diagnosable=False
+)
+class ScaleOfTheFirstCall(_Kept):
+    """A kernel is compiled with the scale of the first call of these shapes."""
+
+    def products(self, call: Call) -> Array:
+        key = (call.query.shape, call.key.shape)
+        scale = float(self.kept.setdefault(key, np.asarray(call.scale)))
+        return super().products(dataclasses.replace(call, scale=scale))
+
+
+@mutant(
+    "independent", expected="earlier|previous|cache|stale|kept|state|before|remember|first call", is_diagnosable=False
+)
+class WindowOfTheFirstCall(_Kept):
+    """A block mask is kept from call to call by the lengths, whatever the window."""
+
+    def visible_by_window(self, call: Call) -> Array | bool:
+        if call.window_size is None:
+            return True
+        key = (call.query.shape[0], call.lengths, call.q_offset.tobytes())
+        return self.kept.setdefault(key, np.asarray(super().visible_by_window(call)))
