@@ -1,0 +1,153 @@
+"""Who is looked at: the package, in which precisions, and what it means to be."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+LOW = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An implementation in a package that may be installed.
+
+    Attributes:
+        name: In the table.
+        package: The distribution that it comes in.
+        adapter: Which module of this package has its adapter, and which of its kinds that is.
+        dtypes: The precisions that it is run in.
+        contract: What it means to be, besides exact.
+        bias_max: What it is configured with.
+        note: What a reader should know who reads no code.
+    """
+
+    name: str
+    package: str
+    adapter: tuple[str, str]
+    dtypes: tuple[str, ...] = LOW
+    contract: str = "exact"
+    bias_max: int = 8
+    note: str = ""
+
+    @property
+    def version(self) -> str | None:
+        """The version that is installed; None if none is."""
+        try:
+            return metadata.version(self.package)
+        except metadata.PackageNotFoundError:
+            return None
+
+    def make(self, dtype: str, contract: str) -> Any:
+        """Return an adapter.
+
+        Raises:
+            ImportError: If the package, or what it needs, is not installed.
+        """
+        module, kind = self.adapter
+        adapter = importlib.import_module(f"benchmarks.ecosystem.{module}").make(kind, dtype, contract)
+        adapter.name = self.name
+        return adapter
+
+
+SUBJECTS = (
+    Subject(
+        "BLOOM",
+        "transformers",
+        ("_transformers", "Bloom"),
+        contract="bloom",
+        note="Counts from the first key, casts the bias to the model's dtype and adds it to scores of that dtype.",
+    ),
+    Subject(
+        "Falcon, sdpa",
+        "transformers",
+        ("_transformers", "Falcon"),
+        contract="falcon",
+        note="Rounds slopes, positions and product to bfloat16 in every dtype, and divides the bias by sqrt(head_dim).",
+    ),
+    Subject(
+        "Falcon, eager",
+        "transformers",
+        ("_transformers", "FalconEager"),
+        contract="falcon",
+        note="Adds its bias twice: with the mask, and with the scores. Its default, sdpa, adds it once.",
+    ),
+    Subject(
+        "MPT",
+        "transformers",
+        ("_transformers", "Mpt"),
+        contract="mpt",
+        note="Counts from the last key, in float32 whatever the model's dtype.",
+    ),
+    Subject(
+        "MPT, bias_max 16",
+        "transformers",
+        ("_transformers", "MptBiasMax16"),
+        contract="mpt",
+        bias_max=16,
+        note="Configured with alibi_bias_max=16 it has the slopes of 8: the model does not pass the option on.",
+    ),
+    Subject(
+        "x-transformers",
+        "x-transformers",
+        ("_x_transformers", "eager"),
+        note="Query head h reads key/value head h % num_kv_heads, where others have h // (num_heads // num_kv_heads). "
+        "Slopes, distances and bias are rounded to the model's dtype.",
+    ),
+    Subject(
+        "x-transformers, flash",
+        "x-transformers",
+        ("_x_transformers", "flash"),
+        note="The same bias as the mask of PyTorch's scaled_dot_product_attention.",
+    ),
+    Subject(
+        "keras-hub",
+        "keras-hub",
+        ("_keras", ""),
+        note="AlibiBias in its BloomAttention. Counts from the last key; slopes, positions and bias are rounded to the "
+        "compute dtype.",
+    ),
+    Subject(
+        "mlx.nn.ALiBi",
+        "mlx",
+        ("_mlx", ""),
+        dtypes=("float32", "float16", "bfloat16"),
+        note="Slopes, distances and bias are rounded to the dtype of the scores.",
+    ),
+    Subject(
+        "attention-gym",
+        "attn-gym",
+        ("_flex", "gym"),
+        contract="geometric",
+        note="generate_alibi_bias in eager FlexAttention, which computes scores in float32. The bias is signed: "
+        "without a causal mask, keys ahead gain.",
+    ),
+    Subject(
+        "FlexAttention's example",
+        "torch",
+        ("_flex", "example"),
+        note="The score_mod of the text that introduced FlexAttention, with slopes of the caller's. Signed likewise.",
+    ),
+    Subject(
+        "FlexAttention's first example",
+        "torch",
+        ("_flex", "first example"),
+        note="The same text had slope * (query - key) at first, which rewards distance; copies of it are still about.",
+    ),
+    Subject(
+        "curated-transformers",
+        "curated-transformers",
+        ("_others", "curated"),
+        note="Counts from the last key if causal, by distance if not; slopes, distances and bias are rounded to the "
+        "model's dtype.",
+    ),
+    Subject(
+        "labml-nn",
+        "labml-nn",
+        ("_others", "labml"),
+        dtypes=("float32",),
+        note="Counts from 1 at the first key, in float32.",
+    ),
+)
