@@ -1,6 +1,7 @@
 # make demo    see it work: agreement of all installed frameworks, then "train short, test long" with its picture
 # make test    the whole suite        make test ARGS='-k bias'        HYPOTHESIS_PROFILE=thorough make test
 # make lint    ruff and mypy
+# make check   the conformance kit: is every installed backend ALiBi?
 # make bench   speed and memory, against peers
 # Each sets up .venv by itself, with the versions of constraints.txt.
 
@@ -15,7 +16,7 @@ ifeq (,$(wildcard /dev/accel* /dev/vfio /dev/nvidiactl))
 export JAX_PLATFORMS ?= cpu
 endif
 
-.PHONY: demo test lint format bench build clean
+.PHONY: demo test check lint format bench build clean
 .DEFAULT_GOAL := test
 
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -36,6 +37,9 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --maxprocesses 8 $(ARGS)
 
+check: $(VENV)/ready
+	$(RUN) -m alibi_core conformance $(ARGS)
+
 lint: $(VENV)/ready
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -54,6 +58,8 @@ bench: $(VENV)/ready-bench
 
 build: $(VENV)/ready
 	$(RUN) -m build
+	$(RUN) -m alibi_core golden write dist/golden-vectors
+	cd dist && ../$(RUN) -m zipfile --create alibi-golden-vectors.zip golden-vectors
 
 clean:
 	rm -rf $(VENV) $(OUT) dist .hypothesis .pytest_cache .mypy_cache .ruff_cache

@@ -90,8 +90,10 @@ def _conformance(options: argparse.Namespace) -> int:
     if unknown:
         known = ", ".join(law.name for law in LAWS)
         raise _UnusableError(f"--law must be one of {known}, got {min(unknown)!r}")
-    if options.seed < 0 or not options.time_limit > 0:
-        raise _UnusableError("--seed must not be negative, and --time-limit must be positive")
+    if options.seed < 0 or not 0 < options.time_limit < 1e6:
+        raise _UnusableError("--seed must not be negative, and --time-limit must be positive, below a million seconds")
+    if options.json is not None:
+        Path(options.json).touch()  # to be refused before anything is checked
     if options.golden is not None:
         read_golden(options.golden)  # to be refused before anything is checked
     registered = sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name)
@@ -116,7 +118,7 @@ def _conformance(options: argparse.Namespace) -> int:
         if len(outcomes) == 1 or not outcome.passed:
             console.print(details(outcome, every_law=len(outcomes) == 1))
     for outcome in missing:
-        console.print(f"Not installed, so not checked: {outcome.source} ({outcome.missing}).", markup=False)
+        console.print(f"Not checked: {outcome.source} ({outcome.missing}).", markup=False)
     _write_json(options.json, {"passed": all(x.passed for x in outcomes), "reports": [x.to_dict() for x in outcomes]})
     if not outcomes:
         raise _UnusableError("there is no adapter to check" + (" of that dtype" if options.dtype else ""))

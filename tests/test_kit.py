@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import alibi_core
 from alibi_core import _command
 from alibi_core.conformance import FEATURES, LAWS, Report, check, installed_adapters
 from alibi_core.conformance._worker import load
@@ -91,6 +92,57 @@ def test_functions_classes_and_modules_are_adapters() -> None:
     pytest.importorskip("torch")
     assert {adapter.name for adapter in load(source)} >= {"alibi_torch[tiled]", "alibi_torch[dense]"}
     assert isinstance(load("tests.test_kit:Right")[0], Right)
+
+
+def steps_of(query: Any, key: Any, value: Any, slopes: Any, cache: Any) -> Any:
+    if cache is not None:
+        key, value = (np.concatenate([seen, x], axis=2) for seen, x in zip(cache, (key, value), strict=True))
+    if query.shape[1] != key.shape[1]:
+        raise ValueError("as many key/value heads as query heads, please")
+    return Right().attention(query, key, value, slopes, True, key.shape[2] - query.shape[2]), (key, value)
+
+
+def test_what_decoding_offers_is_found_out_by_itself() -> None:
+    assert check(only(decode_step=steps_of), laws=["decoding"]).passed
+    assert check(only(decode_step=steps_of, attention=Right().attention), laws=["decoding"]).passed
+
+
+def test_a_bias_alone_has_laws_of_its_own() -> None:
+    def bias(num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Any:
+        back = np.arange(q_len)[:, None] + kv_len - q_len - np.arange(kv_len)
+        slopes = np.asarray(alibi_core.slopes(num_heads))[:, None, None]
+        return np.where((back < 0) & is_causal, -np.inf, -slopes * np.abs(back)).astype(np.float32)
+
+    report = check(only(bias=bias))
+    assert {law.name for law in report.laws if law.status == "passed"} == {"causal_bias", "symmetric_bias", "conduct"}
+    report = check(only(bias=lambda num_heads, q_len, kv_len: bias(num_heads, q_len, kv_len, True)))
+    assert {law.name for law in report.laws if law.status == "passed"} == {"causal_bias", "conduct"}
+
+
+def test_slopes_of_the_papers_own_code_pass_in_float64() -> None:
+    def papers(num_heads: int) -> list[float]:
+        if num_heads & (num_heads - 1) == 0:
+            start = 2 ** (-(2 ** -(np.log2(num_heads) - 3)))
+            return [start * start**i for i in range(num_heads)]
+        below = 2 ** int(np.log2(num_heads))
+        return papers(below) + papers(2 * below)[0::2][: num_heads - below]
+
+    for dtype in ("float32", "float64"):
+        adapter = only(slopes=lambda n, dtype=dtype: np.asarray(papers(n), dtype), dtype=dtype)
+        assert check(adapter, laws=["slopes"]).passed
+
+
+def test_arguments_go_by_position_where_they_must() -> None:
+    def attention(query: Any, key: Any, value: Any, slopes: Any, is_causal: Any, q_offset: Any, /) -> Any:
+        return Right().attention(query, key, value, slopes, is_causal, q_offset)
+
+    assert check(only(attention=attention), laws=["causal", "symmetric", "offset"]).passed
+    starred = only(attention=lambda *arguments: Right().attention(*arguments))
+    assert check(starred, laws=["causal", "symmetric", "offset"]).passed
+
+
+def test_results_of_the_other_byte_order_are_read() -> None:
+    assert check(misbehaving(lambda result, query: result.astype(">f4")), laws=["causal", "conduct"]).passed
 
 
 @pytest.mark.parametrize(
@@ -209,6 +261,34 @@ def test_a_call_that_hangs_is_given_up() -> None:
     assert report.laws[1].status == "not run"
 
 
+class Unreadable:
+    dtype, shape = np.dtype(np.float32), (2, 3, 7, 5)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("not to be converted without being asked")
+
+
+class SpeechlessError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_results_and_errors_that_cannot_be_read_are_reported() -> None:
+    report = check(misbehaving(lambda result, query: Unreadable()), laws=["causal"])
+    assert "which NumPy cannot read" in report.diagnoses[0].sentence
+
+    def speechless(result: Any, query: Any) -> Any:
+        raise SpeechlessError
+
+    report = check(misbehaving(speechless), laws=["causal"])
+    assert "raised SpeechlessError: (its message cannot be had)" in report.diagnoses[0].sentence
+
+
+def test_the_users_own_settings_of_numpy_change_nothing() -> None:
+    with np.errstate(all="raise"):
+        assert check(Right(), laws=["causal", "long", "mask"]).passed
+
+
 def test_an_answer_that_changes_from_call_to_call_fails() -> None:
     rng = np.random.default_rng(0)
     adapter = misbehaving(lambda result, query: result * np.float32(1 + 0.1 * rng.random()))
@@ -221,7 +301,8 @@ def test_an_answer_that_changes_from_call_to_call_fails() -> None:
 def signed(query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int) -> Any:
     back = (np.arange(query.shape[2])[:, None] + q_offset - np.arange(key.shape[2])).astype(np.float32)
     scores = query @ key.swapaxes(-1, -2) / np.float32(query.shape[-1] ** 0.5) - slopes[:, None, None] * back
-    weights = np.where((back < 0) & is_causal, 0, np.exp(scores - scores.max(axis=-1, keepdims=True)))
+    scores = np.where((back < 0) & is_causal, -np.inf, scores)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-1e30).clip(-1e30))
     total = weights.sum(axis=-1, keepdims=True)
     return (weights / np.where(total > 0, total, 1) @ value).astype(np.float32)
 
@@ -276,8 +357,17 @@ class Signed:
     attention = staticmethod(signed)
 
 
+class Leaves(Right):
+    def attention(self, query, key, value, slopes, is_causal, q_offset):
+        os._exit(0)
+
+
 def several():
-    return [Dies(), Right()]
+    return [Dies(), Leaves(), Right()]
+
+
+def leaves():
+    raise SystemExit(0)
 
 
 not_one = 3
@@ -309,17 +399,21 @@ def test_a_process_that_dies_is_reported_and_the_next_adapter_checked(
 ) -> None:
     assert _command.main(["conformance", "--adapter", "my_adapters:several", "--json", "report.json"]) == 1
     assert "It crashed: the process ended with signal" in capsys.readouterr().out
-    first, second = json.loads((adapters / "report.json").read_text())["reports"]
-    assert "signal 6" in first["report"]["crash"]
-    assert (first["passed"], second["passed"]) == (False, True)
+    dead, left, right = json.loads((adapters / "report.json").read_text())["reports"]
+    assert "signal 6" in dead["report"]["crash"]
+    assert "the process ended with exit status 0" in left["report"]["crash"]
+    assert [x["passed"] for x in (dead, left, right)] == [False, False, True]
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--adapter", "my_adapters:not_one"], 1, "adapter must have one of the functions"),
-        (["--adapter", "my_adapters:missing"], 1, "has no attribute 'missing'"),
+        (["--adapter", "my_adapters:not_one"], 2, "adapter must have one of the functions"),
+        (["--adapter", "my_adapters:missing"], 2, "has no attribute 'missing'"),
         (["--adapter", "no_such_module:x"], 2, "No module named 'no_such_module'"),
+        (["--adapter", "my_adapters:leaves"], 2, "SystemExit: 0"),
+        (["--time-limit", "inf"], 2, "--time-limit must be positive"),
+        (["--json", "nowhere/report.json"], 2, "nowhere/report.json"),
         (["--law", "windows"], 2, "--law must be one of slopes, causal_bias"),
         (["--seed", "-1"], 2, "--seed must not be negative"),
         (["--adapter", "my_adapters:Signed", "--dtype", "float64"], 2, "there is no adapter to check of that dtype"),

@@ -45,7 +45,9 @@ def looped_output(problem: Attention) -> np.ndarray:
     result = np.zeros(problem.query.shape)
     for b, h, i in np.ndindex(*problem.query.shape[:3]):
         kv_head = h // problem.group
-        scores = problem.scale * problem.key[b, kv_head] @ problem.query[b, h, i] + problem.bias[b, h, i]
+        bias = problem.bias[b, h, i]
+        bias = bias - max(bias.max(), -1e30)  # or a bias of far keys would round their scores
+        scores = problem.scale * problem.key[b, kv_head] @ problem.query[b, h, i] + bias
         if np.isfinite(scores).any():
             weights = np.exp(scores - scores.max())
             result[b, h, i] = weights / weights.sum() @ problem.value[b, kv_head]

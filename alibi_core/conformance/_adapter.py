@@ -69,6 +69,8 @@ class Adapter(Protocol):
     def attention(self, query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int) -> Any:
         """Return ``[batch, num_heads, q_len, head_dim]``.
 
+        Query, key and value are passed by position, the rest by name.
+
         Parameters ``future_slopes``, ``window_size``, ``segment_ids``, ``mask`` and ``scale`` are passed, by name, to
         one that has them and offers the feature, in cases that need them. One without ``slopes`` has its contract's.
         """
@@ -138,21 +140,38 @@ class Offer:
         if self.declared is not None:
             return self.declared
         found = set(FEATURES) - _TO_DECLARE
-        found -= {feature for feature, parameter in _PARAMETERS.items() if not self.takes("attention", parameter)}
+        judged = next((x for x in ("attention", "attention_grad", "bias") if x in self.functions), "decode_step")
+        found -= {feature for feature, parameter in _PARAMETERS.items() if not self.takes(judged, parameter)}
         return frozenset(found)
 
     def takes(self, function: str, parameter: str) -> bool:
         """Return whether a function has a parameter of that name."""
         if function not in self.functions:
             return False
-        try:
-            parameters = inspect.signature(self.functions[function]).parameters
-        except (TypeError, ValueError):  # of built-in functions there may be none to be had
+        parameters = _parameters(self.functions[function])
+        if parameters is None:
             return True
-        takes_any = any(x.kind == x.VAR_KEYWORD for x in parameters.values())
+        takes_any = any(x.kind in (x.VAR_KEYWORD, x.VAR_POSITIONAL) for x in parameters.values())
         return parameter in parameters or (takes_any and (self.declared is not None or parameter in _BASE))
+
+    def arranged(self, function: str, options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return options as further arguments by position, for a function that takes them no other way, and by name."""
+        parameters = _parameters(self.functions[function]) or {}
+        kinds = {x.kind for x in parameters.values()}
+        by_position = [name for name, x in parameters.items() if x.kind == x.POSITIONAL_ONLY and name in options]
+        if inspect.Parameter.VAR_POSITIONAL in kinds and inspect.Parameter.VAR_KEYWORD not in kinds:
+            by_position += [name for name in (*_BASE, "cache") if name in options and name not in parameters]
+        return [options[name] for name in by_position], {k: x for k, x in options.items() if k not in by_position}
 
     @property
     def has_slopes(self) -> bool:
         """Whether its attention takes slopes, rather than having those of its contract."""
-        return self.takes("attention", "slopes") or self.takes("decode_step", "slopes")
+        return any(self.takes(function, "slopes") for function in ("attention", "attention_grad", "decode_step"))
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """Return a function's parameters; None for one that does not tell, as built-in functions may."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None

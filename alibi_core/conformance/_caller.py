@@ -161,20 +161,27 @@ class Caller:
             raise CallError("returned", f"{name} returned {type(result).__name__}, expected a NumPy array")
         if not isinstance(result, np.ndarray):
             self.offences.setdefault(f"{name} type", f"{name} returned {type(result).__name__}, expected a NumPy array")
-        if tuple(result.shape) != shape:
-            raise CallError("returned", f"{name} returned shape {tuple(result.shape)}, expected {shape}")
-        dtype, is_rounded = str(result.dtype), name in ("attention", "decode_step") or "attention_grad" in name
+        try:
+            values, found = np.asarray(result), tuple(result.shape)
+        except Exception as error:  # arrays of other libraries may refuse, in whatever way
+            what = f"{type(result).__name__}, which NumPy cannot read"
+            raise CallError("returned", f"{name} returned {what}: {_first_line(error)}") from None
+        if found != shape:
+            raise CallError("returned", f"{name} returned shape {found}, expected {shape}")
+        dtype = getattr(result.dtype, "name", str(result.dtype))  # a NumPy dtype's name leaves out the byte order
+        is_rounded = name in ("attention", "decode_step") or "attention_grad" in name
         expected = self._dtypes(is_slopes=slopes or not is_rounded)
         if dtype not in ("float16", "bfloat16", "float32", "float64"):
             raise CallError("returned", f"{name} returned {dtype}, expected {' or '.join(expected)}")
         if dtype not in expected:
             sentence = f"{name} returned {dtype}, expected {' or '.join(expected)}"
             self.offences.setdefault(f"{name} dtype", sentence)
-        return np.asarray(result).astype(np.float64)
+        return values.astype(np.float64)
 
     def _dtypes(self, *, is_slopes: bool) -> tuple[str, ...]:
         if is_slopes:  # a bias and slopes are best in float32, whatever dtype the tensors have
-            return ("float64",) if self.offer.dtype == "float64" else ("float32", self.offer.dtype)[:2]
+            best = "float64" if self.offer.dtype == "float64" else "float32"
+            return tuple(dict.fromkeys((best, self.offer.dtype)))
         own = {"float16": ("float16", "float32"), "bfloat16": ("float32", "bfloat16")}
         return own.get(self.offer.dtype, (self.offer.dtype,))
 
@@ -187,7 +194,8 @@ class Caller:
         inputs = {**dict(zip(TENSORS, arrays, strict=False)), **options}
         inputs = {key: x for key, x in inputs.items() if key != "cache"}
         before = {key: _copies(x) for key, x in inputs.items()}
-        result = self._within_limit(name, lambda: self.offer.functions[name](*arrays, **options))
+        more, named = self.offer.arranged(name, options)
+        result = self._within_limit(name, lambda: self.offer.functions[name](*arrays, *more, **named))
         if self._last is not None and not _are_equal(_copies(self._last[1]), self._last[2]):
             self.offences.setdefault(f"{name} buffer", f"the next call overwrote what {self._last[0]} returned")
         self._last = (name, result, _copies(result)) if isinstance(result, np.ndarray) else None
@@ -226,7 +234,10 @@ def _work(tasks: queue.SimpleQueue[Any], results: queue.SimpleQueue[Any]) -> Non
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
+    try:
+        text = str(error).strip()
+    except Exception:
+        return "(its message cannot be had)"
     return text.splitlines()[0][:200] if text else "(no message)"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -63,8 +65,10 @@ def check(
     seed = _checks.non_negative_int("seed", seed)
     chosen = LAWS if laws is None else [_law(name) for name in laws]
     start = time.monotonic()
-    caller = Caller(offer, _checks.positive_number("time_limit", time_limit))
-    try:
+    caller = Caller(offer, _checks.positive_number("time_limit", min(time_limit, threading.TIMEOUT_MAX)))
+    # The exact answers underflow as they should, whatever the user's NumPy makes of that; the adapter's thread has its
+    # own settings.
+    with np.errstate(all="ignore"), contextlib.closing(caller):
         features, refusals = _features(caller)
         trials = {law.name: Trial(caller, features, examples, seed) for law in chosen}
         reports: list[LawReport] = []
@@ -82,8 +86,6 @@ def check(
             found = _diagnosed(caller, function, features, [error for _, error in broken])
             for index, _ in broken:
                 reports[index] = replace(reports[index], diagnoses=found)
-    finally:
-        caller.close()
     seconds = time.monotonic() - start
     ordered = tuple(sorted(features))
     return Report(offer.name, offer.dtype, offer.contract, ordered, profile, seed, tuple(reports), seconds)
@@ -123,14 +125,22 @@ def _features(caller: Caller) -> tuple[frozenset[str], dict[str, str]]:
     """
     offer, refusals = caller.offer, {}
     possible = offer.possible
-    if "attention" not in offer.functions or offer.declared is not None:
+    if offer.declared is not None:
         return possible, {feature: f"not declared: {feature}" for feature in set(FEATURES) - possible}
     refusals = {feature: f"attention has no parameter for {FEATURES[feature]}" for feature in set(FEATURES) - possible}
     found = set(possible)
     trial = Trial(caller, possible, 1, 0)
+    judged = next((x for x in ("attention", "attention_grad", "bias") if x in offer.functions), None)
     for feature in sorted(possible & set(_PROBES)):
+        case = trial.fitted(_PROBES[feature])
+        (q_len, kv_len), is_causal = case.sizes.lengths, case.arguments.get("is_causal", True)
         try:
-            caller.attention(trial.fitted(_PROBES[feature]))
+            if judged == "attention":
+                caller.attention(case)
+            elif judged == "attention_grad":
+                caller.gradients(case)
+            elif judged == "bias" and kv_len > 0:
+                caller.bias(case.num_heads, q_len, kv_len, is_causal)
         except CallError as error:
             if error.kind == "raised":
                 found.discard(feature)

@@ -6,7 +6,7 @@ Shapes: query ``[batch, heads, q_len, head_dim]``, key and value ``[batch, kv_he
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -91,7 +91,8 @@ class Attention:
     bias: Values
     scale: float
     dtype: str
-    reach: Values | None = None  # [batch, heads, 1, 1], how large a bias may be, if not counted from the nearest key
+    # How large a bias may be, [batch, heads, 1, 1], if it is not counted from the nearest key.
+    reach: Values | None = field(default=None, kw_only=True)
 
     @property
     def group(self) -> int:

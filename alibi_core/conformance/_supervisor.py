@@ -46,7 +46,7 @@ class Outcome:
         source: Where it is from.
         report: What came of the laws; None if nothing could be checked.
         golden: What came of the golden vectors, as JSON has it.
-        missing: The module that is not installed, if that is why.
+        missing: Why there is no adapter to be had, if that is so: a module that is not installed, for one.
     """
 
     source: str
@@ -98,6 +98,7 @@ class _Seen:
     """What a worker has told so far."""
 
     count: int = 1
+    done: bool = False
     missing: str = ""
     crash: str = ""
     words: str = ""
@@ -106,10 +107,8 @@ class _Seen:
     laws: tuple[LawReport, ...] = ()
 
     def take(self, event: dict[str, Any]) -> None:
-        self.count = event.get("count", self.count)
-        self.missing = event.get("missing", "")
-        if "unusable" in event:
-            self.crash = event["unusable"]
+        self.count, self.done = event.get("count", self.count), "done" in event
+        self.missing = event.get("missing", self.missing)
         if "about" in event:
             self.about, self.laws = event["about"], ()
         if "law" in event:
@@ -157,7 +156,7 @@ def _events(source: str, settings: Settings, first: int, path: Path, seen: _Seen
         finally:
             process.kill()
             process.wait()
-    if process.returncode != 0 and not seen.crash:
+    if not seen.done and not seen.crash:
         last = errors.read_text(errors="replace").strip().splitlines()[-1:]
         how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit status {process.returncode}"
         seen.crash = f"the process ended with {how}{': ' + last[0] if last else ''}"

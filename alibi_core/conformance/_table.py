@@ -64,7 +64,7 @@ def details(outcome: Outcome, *, every_law: bool) -> Group:
         parts.append(Text(f"It crashed: {report.crash}", style="bold red"))
     parts += [Text(f"→ {x.sentence}", style="bold") for x in report.diagnoses]
     if outcome.golden is not None and not outcome.golden["passed"]:
-        failed = [case["case"] for case in outcome.golden["cases"] if case["status"] == "failed"]
+        failed = [case["id"] for case in outcome.golden["cases"] if case["status"] == "failed"]
         parts.append(Text(f"Golden vectors that it misses: {', '.join(failed)}", style="bold red"))
     return Group(*parts)
 

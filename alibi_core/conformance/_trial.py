@@ -68,7 +68,7 @@ class Trial:
                 body(drawn)
             except (DepartureError, CallError) as error:
                 if isinstance(error, CallError):
-                    error.inputs = str(drawn)
+                    error.inputs = ", then ".join(map(str, drawn)) if isinstance(drawn, tuple) else str(drawn)
                 if not failures:
                     since = time.monotonic()
                 if not self.caller.hung or not failures:

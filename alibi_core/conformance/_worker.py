@@ -59,10 +59,8 @@ def main(request: dict[str, Any]) -> None:
     sys.path.insert(0, os.getcwd())
     try:
         offers = [Offer.of(adapter) for adapter in load(request["source"])]
-    except Exception as error:
-        # An extra that is not installed is no fault; any other module that cannot be found is one of the source's own.
-        kind = "missing" if isinstance(error, ModuleNotFoundError) else "unusable"
-        tell(**{kind: f"{type(error).__name__}: {error}"})
+    except (Exception, SystemExit) as error:
+        tell(missing=f"{type(error).__name__}: {error}", done=True)
         return
     offers = [offer for offer in offers if not request["dtypes"] or offer.dtype in request["dtypes"]]
     tell(count=len(offers))
@@ -79,6 +77,7 @@ def main(request: dict[str, Any]) -> None:
                 golden_results(offer, request["golden"], Path(results) / "results", time_limit=request["time_limit"])
                 golden = check_golden(request["golden"], Path(results) / "results").to_dict()
         tell(report=report.to_dict(), golden=golden)
+    tell(done=True)
 
 
 def _beat(events: Path) -> None:
