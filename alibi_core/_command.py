@@ -33,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (GoldenError, OSError, _UnusableError) as error:
         print(f"alibi-core: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("alibi-core: interrupted", file=sys.stderr)
+        return 130
     return status
 
 

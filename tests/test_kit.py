@@ -358,6 +358,8 @@ class Signed:
 
 
 class Leaves(Right):
+    name = "[/red] leaves"
+
     def attention(self, query, key, value, slopes, is_causal, q_offset):
         os._exit(0)
 
@@ -480,7 +482,7 @@ def test_the_plugin_makes_a_test_of_each_law(pytester: pytest.Pytester, monkeypa
     outcomes = result.parseoutcomes()
     assert sum(outcomes.values()) == 2 * len(LAWS) + 1
     assert outcomes["passed"] > 15
-    result.stdout.fnmatch_lines(["*test_mine*symmetric*signed*FAILED*", "*Future keys are rewarded*"])
+    result.stdout.fnmatch_lines(["*test_mine*signed-symmetric*FAILED*", "*Future keys are rewarded*"])
     result.stdout.no_fnmatch_line("*Traceback*")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from alibi_core.conformance._report import LawReport, Report
 
@@ -77,10 +79,10 @@ def supervised(source: str, settings: Settings, console: Console) -> Iterator[Ou
     first, count = 0, 1
     while first < count:
         seen = _Seen()
-        with tempfile.TemporaryDirectory() as folder, console.status(f"{source} …") as status:
+        with tempfile.TemporaryDirectory() as folder, console.status(escape(f"{source} …")) as status:
             for event in _events(source, settings, first, Path(folder) / "events", seen):
                 seen.take(event)
-                status.update(seen.words)
+                status.update(escape(seen.words))
                 if "report" in event:
                     yield Outcome(source, Report.from_dict(event["report"]), event["golden"])
                     first += 1
@@ -141,7 +143,8 @@ def _events(source: str, settings: Settings, first: int, path: Path, seen: _Seen
     command = [sys.executable, "-m", "alibi_core.conformance._worker", json.dumps(request)]
     errors = path.with_name("stderr")
     with errors.open("w") as stderr, path.open(encoding="utf-8") as file:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
+        storage = os.environ | {"HYPOTHESIS_STORAGE_DIRECTORY": str(path.with_name("hypothesis"))}  # leave no litter
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, env=storage)
         try:
             while True:
                 ended = process.poll() is not None

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import hypothesis
 import numpy as np
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis import strategies as st
 
 import alibi_core
@@ -83,6 +83,7 @@ class Trial:
             deadline=None,
             phases=(Phase.generate, Phase.shrink),
             report_multiple_bugs=False,
+            verbosity=Verbosity.quiet,
             suppress_health_check=list(HealthCheck),
         )(hypothesis.seed(self.seed)(hypothesis.given(strategy)(test)))
         try:

@@ -85,7 +85,7 @@ class SlopesOfBothSidesSwapped(Reference):
         return np.where(self.ahead(call) > 0, future, self.by_head(call, past))
 
 
-@mutant("asymmetric", expected="0|zero|clamp|ignor", is_diagnosable=False)
+@mutant("asymmetric", expected="0|zero|clamp|ignor")
 class FutureSlopesOfZeroAreNone(Reference):
     """Slopes of keys to come that are all 0 count as not given, and the form is symmetric."""
 

@@ -67,7 +67,7 @@ class KeyBlocksRoundedDown(Blockwise):
         return super().output(first_keys(call, max(reached // self.block_size, 1) * self.block_size))
 
 
-@mutant("long", expected="rescal|correct|maximum|online|running|block", is_diagnosable=False)
+@mutant("long", expected="rescal|correct|maximum|online|running|block")
 class SumOfValuesNotRescaled(Blockwise):
     """When a later block has a higher score, the sum of values is not scaled down."""
 
@@ -77,7 +77,7 @@ class SumOfValuesNotRescaled(Blockwise):
         return new, new_total, new_result + result * (1 - np.exp(highest - base))
 
 
-@mutant("long", expected="rescal|correct|maximum|online|running|block|denominator", is_diagnosable=False)
+@mutant("long", expected="rescal|correct|maximum|online|running|block|denominator")
 class SumOfWeightsNotRescaled(Blockwise):
     """When a later block has a higher score, the sum of weights is not scaled down."""
 
@@ -87,7 +87,7 @@ class SumOfWeightsNotRescaled(Blockwise):
         return new, new_total + total * (1 - np.exp(highest - base)), new_result
 
 
-@mutant("long", expected="nan|infin", is_diagnosable=False)
+@mutant("long", expected="nan|infin")
 class NanAfterAHiddenBlock(Blockwise):
     """A row whose first block is all hidden has minus infinity for a maximum, and is NaN for good."""
 

@@ -66,7 +66,7 @@ class LengthFirstOut(_Changed):
         return output.swapaxes(1, 2)
 
 
-@mutant("causal", expected="nan", is_diagnosable=False)
+@mutant("causal", expected="nan")
 class NanOut(_Changed):
     """A division by zero makes results NaN where the output should be 0."""
 

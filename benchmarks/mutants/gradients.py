@@ -82,7 +82,7 @@ class SlopeGradientScaled(Reference):
         return np.asarray(call.scale, self.working_dtype) * super().grad_slopes(call, grad_scores, distances)
 
 
-@mutant("slope_gradients", expected="bfloat16|bf16", is_diagnosable=False)
+@mutant("slope_gradients", expected="bfloat16|bf16")
 class SlopeGradientFromBfloat16(Reference):
     """The gradient of slopes is summed up from gradients of scores that were rounded to bfloat16."""
 
@@ -168,7 +168,7 @@ class CausalMaskLostInBackward(Reference):
         return super().grad_scores(call, self.weights(free), grad_output)
 
 
-@mutant("gradients", expected="interleav|modulo|%|wrong heads|tiled?", is_diagnosable=False)
+@mutant("gradients", expected="interleav|modulo|%|wrong heads|tiled?")
 class KeyGradientOfGroupsInterleaved(Reference):
     """The gradients of keys and values are summed over the wrong heads, as if groups were interleaved."""
 
@@ -187,7 +187,7 @@ class LastBlockDroppedInBackward(Reference):
         return np.concatenate([gradient[:, :, :kept], 0 * gradient[:, :, kept:]], axis=2)
 
 
-@mutant("long_gradients", expected="overflow|infin|\\bmax|nan", is_diagnosable=False)
+@mutant("long_gradients", expected="overflow|infin|\\bmax|nan")
 class NoMaximumInBackward(Reference):
     """The backward pass computes exp(score) without the row's maximum, and overflows."""
 
@@ -198,7 +198,7 @@ class NoMaximumInBackward(Reference):
             return super().grad_scores(call, again / np.where(total > 0, total, 1), grad_output)
 
 
-@mutant("gradients", expected="nan", is_diagnosable=False)
+@mutant("gradients", expected="nan")
 class NanGradientWhereNothingIsSeen(Reference):
     """The gradient of a row that sees nothing is NaN."""
 

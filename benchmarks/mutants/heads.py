@@ -21,9 +21,7 @@ class GroupsInterleaved(Reference):
         return np.tile(x, (1, call.group, 1, 1))
 
 
-@mutant(
-    "grouped", expected="head 0|first (key/value |kv )?head|always.*head|one (key/value )?head", is_diagnosable=False
-)
+@mutant("grouped", expected="head 0|first (key/value |kv )?head|always.*head|one (key/value )?head")
 class AlwaysTheFirstKvHead(Reference):
     """All query heads read the first key/value head, as if there were only one."""
 
@@ -46,7 +44,7 @@ class MaskByKvHead(Reference):
 # --- Axes -------------------------------------------------------------------------------------------------------------
 
 
-@mutant("causal", expected="batch", is_diagnosable=False)
+@mutant("causal", expected="batch")
 class BatchEntriesSwapped(Reference):
     """Batch entries come back in reverse."""
 
@@ -54,7 +52,7 @@ class BatchEntriesSwapped(Reference):
         return super().output(call)[::-1]
 
 
-@mutant("causal", expected="heads? .*(come|return|output|swap|exchang)|(output|result).*heads", is_diagnosable=False)
+@mutant("causal", expected="heads? .*(come|return|output|swap|exchang)|(output|result).*heads")
 class HeadsReversed(Reference):
     """Heads come back in reverse."""
 

@@ -85,7 +85,7 @@ class NegativeOffsetsClamped(Reference):
         return super().q_positions(moved(call, np.maximum(call.q_offset, 0)))
 
 
-@mutant("offset", expected="q_offset.*(0|zero)|0 .*default|bottom.right|kv_len - q_len|ignor", is_diagnosable=False)
+@mutant("offset", expected="q_offset.*(0|zero)|0 .*default|bottom.right|kv_len - q_len|ignor")
 class OffsetZeroIsNone(Reference):
     """An offset of 0 counts as not given: ``q_offset or kv_len - q_len``."""
 
@@ -94,7 +94,7 @@ class OffsetZeroIsNone(Reference):
         return super().q_positions(moved(call, np.where(call.q_offset == 0, default, call.q_offset)))
 
 
-@mutant("offset", expected="q_offset.*twice|twice", is_diagnosable=False)
+@mutant("offset", expected="q_offset.*twice|twice")
 class OffsetCountedTwice(Reference):
     """Positions are given with their offset, and it is added to them again."""
 
@@ -153,7 +153,6 @@ class PositionsInInt16(Reference):
     "precision",
     "offset",
     expected="clip|limit|clamp|at most|\\bmax|beyond|capp|table|satur|2047|2048",
-    is_diagnosable=False,
 )
 class DistancesOfATable(Reference):
     """The bias comes from a table of 2048 distances, and what is farther away counts as the farthest of them."""

@@ -43,7 +43,7 @@ class PositionsInFloat16(_PositionsRounded):
             return np.minimum(x.astype(np.float16), 65504).astype(np.float32)
 
 
-@mutant("precision", expected="distance.*" + FP16, is_diagnosable=False)
+@mutant("precision", expected="distance.*" + FP16)
 class DistancesInFloat16(Reference):
     """Distances are exact integers, which float16 rounds beyond 2048."""
 
@@ -68,7 +68,7 @@ class BiasInBfloat16(Reference):
         return self.raw_bias(call)
 
 
-@mutant("precision", expected="bias.*" + BF16, is_diagnosable=False)
+@mutant("precision", expected="bias.*" + BF16)
 class BiasInBfloat16WithItsModel(Reference):
     """In a bfloat16 model, the bias is rounded too, before it is added to scores (BLOOM, keras-hub)."""
 
@@ -79,7 +79,7 @@ class BiasInBfloat16WithItsModel(Reference):
         return to_bfloat16(self.raw_bias(call).astype(np.float32))
 
 
-@mutant("precision", expected="bias.*" + FP16, is_diagnosable=False)
+@mutant("precision", expected="bias.*" + FP16)
 class BiasInFloat16WithItsModel(Reference):
     """In a float16 model, the bias is rounded too, before it is added to scores (TransformerEngine)."""
 
@@ -154,7 +154,7 @@ class ProductsOverflowFloat16(Reference):
             return raw.astype(np.float16).astype(np.float32) * np.float32(call.scale)
 
 
-@mutant("long", expected="overflow|infin|\\bmax", is_diagnosable=False)
+@mutant("long", expected="overflow|infin|\\bmax")
 class NoMaximumSubtracted(Reference):
     """Weights are exp(score), without the row's maximum subtracted, and overflow."""
 

@@ -28,7 +28,6 @@ class GeometricSlopes(Reference):
     "slopes",
     "causal_bias",
     expected="index|off by one|too early|too steep|from 0|starts? (at|with)|shift",
-    is_diagnosable=False,
 )
 class SlopesFromIndexZero(Reference):
     """Slopes begin with 1: their index counts from 0."""
@@ -42,7 +41,6 @@ class SlopesFromIndexZero(Reference):
     "slopes",
     "causal_bias",
     expected="index|off by one|too late|too flat|from 2|starts? (at|with)|shift",
-    is_diagnosable=False,
 )
 class SlopesFromIndexTwo(Reference):
     """Slopes begin one index late."""
@@ -81,7 +79,6 @@ class SlopesOfTheNextPowerOfTwo(Reference):
     "slopes",
     "causal_bias",
     expected="padd|multiple|of more heads|other (number|count)|rounded up|truncat|cut",
-    is_diagnosable=False,
 )
 class SlopesOfPaddedHeads(Reference):
     """Slopes are the first of those of a number of heads padded to a multiple of 8 (TensorRT-LLM)."""
@@ -166,7 +163,7 @@ class GivenSlopesIgnored(Reference):
         return super().by_head(call, self.slopes(call.query.shape[1]))
 
 
-@mutant("causal", "combined", expected="shard|local|repeat|first (half|slopes|heads)", is_diagnosable=False)
+@mutant("causal", "combined", expected="shard|local|repeat|first (half|slopes|heads)")
 class ShardsTakeTheFirstSlopes(Reference):
     """Of two shards of heads each takes the first slopes instead of its own (Megatron-DeepSpeed)."""
 
@@ -205,7 +202,6 @@ class SlopesFlattenedTheWrongWay(Reference):
     "causal",
     "combined",
     expected="previous|next|neighbou?r|shift|off by one|another head|index|roll",
-    is_diagnosable=False,
 )
 class SlopeOfTheNextHead(Reference):
     """Head h takes the slope of head h + 1: heads are counted from 1."""

@@ -111,7 +111,7 @@ class WindowIgnored(_Window):
         return np.ones_like(self.ahead(call), dtype=bool)
 
 
-@mutant("window", expected="window.*(0|zero|ignor|no window)", is_diagnosable=False)
+@mutant("window", expected="window.*(0|zero|ignor|no window)")
 class WindowZeroIsNone(_Window):
     """A window of 0 counts as none: ``if window_size``."""
 
@@ -160,7 +160,7 @@ class FirstEntrysSegmentsForAll(Reference):
         return (q_ids[:1, :, None] == kv_ids[:1, None, :])[:, None]
 
 
-@mutant("segments", expected="segment.*(quer|pair|same|keys)|quer.*segment", is_diagnosable=False)
+@mutant("segments", expected="segment.*(quer|pair|same|keys)|quer.*segment")
 class SegmentsOfKeysForQueries(Reference):
     """Queries have the segments of the last keys, whatever their own ids say."""
 
@@ -202,7 +202,7 @@ class MaskAdded(Reference):
         return scores if call.mask is None else scores + call.mask.astype(scores.dtype)
 
 
-@mutant("mask", expected="mask.*(after|renormal|denominator|sum)|renormal|after.*softmax", is_diagnosable=False)
+@mutant("mask", expected="mask.*(after|renormal|denominator|sum)|renormal|after.*softmax")
 class MaskedAfterSoftmax(Reference):
     """What the mask hides is left out after the softmax, in whose denominator it counts."""
 
@@ -230,7 +230,7 @@ class FirstEntrysMaskForAll(Reference):
         return call.mask[:1] if call.mask is not None and call.mask.ndim == 4 else super().visible_by_mask(call)
 
 
-@mutant("mask", expected="mask.*(finite|weak|large|-?10|hidden)|not hidden|finite", is_diagnosable=False)
+@mutant("mask", expected="mask.*(finite|weak|large|-?10|hidden)|not hidden|finite")
 class MaskOfMinusTen(Reference):
     """What the mask hides has its score lowered by 10, which is little besides large scores."""
 

@@ -23,6 +23,7 @@ DECODING = (
         "previous keys forgotten", "New tokens see one another alone: the cache is not used.", {"keys": ("own step", 0)}
     ),
     *(x for x in ATTENTION if not x.is_noisy),
+    *(x for x in ATTENTION if x.changes.get("noise", ("",))[0] in ("scores", "all scores")),
 )
 
 
@@ -72,6 +73,8 @@ def observations(caller: Caller, features: frozenset[str]) -> list[Observation]:
     """Decode sequences and return what came of all steps, the plainest first."""
     case = decoding_case(caller)
     found = decoded(caller, decoding_case(caller, one_hot=True)) + decoded(caller, case)
+    large = filled(case, case.arrays | {"query": 60 * case.arrays["query"]}, {})
+    found += decoded(caller, large)  # scores of which rounding leaves much
     found += decoded(caller, case, (1, 1, 1, 1, 1, 1, 1, 1)) + decoded(caller, case, (2, 3, 3))
     if "grouped" in features:
         found += decoded(caller, decoding_case(caller, group=2))

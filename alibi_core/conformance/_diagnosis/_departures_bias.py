@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from alibi_core.conformance._diagnosis._departure import BLOCKS, make
 
+FAR_AWAY = "float32 scores far away"
+
 FACTORS = [
     make("bias lost", "There is no bias: all distances count the same.", factor=0.0),
     make(
@@ -96,6 +98,11 @@ DISTANCES = [
         distance=("symmetric", 0),
     ),
     make(
+        "future slopes of 0 ignored",
+        "future_slopes that are all 0 are ignored, as if not given: keys on both sides have the slopes of the past.",
+        distance=("symmetric where 0", 0),
+    ),
+    make(
         "future slopes swapped",
         "Slopes and future_slopes are swapped: past keys have the future's.",
         distance=("swapped", 0),
@@ -137,6 +144,14 @@ DISTANCES = [
             ("distance clipped", "clipped", "Distances are clipped at {}: keys farther away are penalised no more."),
         )
     ),
+    *(
+        make(
+            "distance clipped",
+            f"Distances are clipped at {n}: keys farther away are penalised no more.",
+            distance=("clipped", n),
+        )
+        for n in (127, 255, 511, 512, 1023, 1024, 2047, 2048, 4095)
+    ),
 ]
 
 _LOW = ("bfloat16", "float16")
@@ -173,19 +188,20 @@ ROUNDINGS = [
         rounding=("bias", "float32"),
     ),
     *(
-        make(f"{dtype} {what}", sentence.format(dtype), noisy=True, rounding=(kind, dtype))
+        make(f"{dtype} {what}", sentence.format(dtype), noisy=True, noise=(kind, dtype))
         for dtype in _LOW
         for what, kind, sentence in (
-            ("scores", "scores", "Scores are rounded to {}: keep them in float32 until the softmax is done."),
+            ("scores", "scores", "Scores are rounded to {} before the softmax: keep them in float32."),
+            ("scores", "all scores", "Scores are rounded to {} before the softmax: keep them in float32."),
             (
                 "products",
                 "products",
-                "Products of query and key are rounded to {} before the bias is added: keep them in float32.",
+                "Scores are rounded to {} before the softmax, and before the bias is added: keep them in float32.",
             ),
             (
                 "products, unscaled",
                 "unscaled products",
-                "Products of query and key are rounded to {} before they are scaled: keep them in float32.",
+                "Scores are rounded to {} before the softmax, and before they are scaled: keep them in float32.",
             ),
             ("weights", "weights", "Weights are rounded to {} before they meet the values."),
             ("inputs", "inputs", "Queries, keys and values are rounded to {}."),
@@ -196,13 +212,13 @@ ROUNDINGS = [
         "tf32 inputs",
         "Queries, keys and values are rounded to TensorFloat-32: ask for products in full precision.",
         noisy=True,
-        rounding=("inputs", "tf32"),
+        noise=("inputs", "tf32"),
     ),
     make(
-        "float32 scores far away",
+        FAR_AWAY,
         "The bias is added to the scores in float32 at its full size, and they lose their digits far away: "
         "count distances from the row's nearest key.",
         noisy=True,
-        rounding=("scores", "float32"),
+        noise=("scores", "float32"),
     ),
 ]

@@ -82,6 +82,12 @@ _SLOPES = [
         "The gradient of slopes is multiplied by log2(e): it is that of scores in base 2.",
         slope_gradient="log2 e",
     ),
+    Departure(
+        "slope gradient of bfloat16 scores",
+        "The gradient of slopes is summed from gradients of scores that are rounded to bfloat16: keep them in float32.",
+        {"slope_gradient": "from bfloat16"},
+        is_noisy=True,
+    ),
     _make("slope gradient doubled", "The gradient of slopes is twice what it should be.", slope_gradient="doubled"),
     _make("slope gradient halved", "The gradient of slopes is half of what it should be.", slope_gradient="halved"),
 ]
@@ -164,6 +170,12 @@ _SIDES = [
         grouping="last",
     ),
     _make(
+        "group's gradients interleaved",
+        "Gradients of key and value are summed over the wrong query heads, as if groups were interleaved: those of "
+        "key/value head h are h * group to h * group + group - 1.",
+        grouping="interleaved",
+    ),
+    _make(
         "group's mean gradient",
         "Gradients of key and value are averaged over the group's query heads instead of summed.",
         grouping="mean",
@@ -174,4 +186,5 @@ GRADIENTS = (
     *_SLOPES,
     *_SIDES,
     *(x for x in _departures.ATTENTION if not x.is_noisy),
+    *(x for x in _departures.ATTENTION if x.changes.get("noise", ("",))[0] in ("scores", "all scores")),
 )

@@ -58,6 +58,13 @@ OFFSETS = [
         parts=False,
     ),
     *_aligned(
+        "offset 0 as none",
+        "bottom right for 0",
+        "{} aligned to the bottom right where q_offset is 0: 0 counts as not given.",
+        parts=False,
+    ),
+    *_aligned("q_offset doubled", "twice", "{} placed by twice q_offset: it is added twice.", parts=False),
+    *_aligned(
         "offset kv_len", "kv_len", "{} placed as if it came after all keys: its own tokens count twice.", parts=False
     ),
 ]
@@ -99,6 +106,11 @@ MASKS = [
         "The window is one key too short: distances up to window_size are to be seen, window_size included.",
         window="one less",
     ),
+    make(
+        "window 0 as none",
+        "A window_size of 0 is ignored, as if no window were given: it lets the query's own position be seen.",
+        window="0 is none",
+    ),
     make("window one more", "The window is one key too long.", window="one more"),
     make("window halved", "window_size is divided by two: it is the reach of each side, not the sum.", window="half"),
     make("window doubled", "The window reaches twice as far as window_size.", window="twice"),
@@ -128,6 +140,11 @@ MASKS = [
         segments="keys' ids for queries",
     ),
     make(
+        "segments of last keys",
+        "Queries have the segments of the last keys, not those of their own ids.",
+        segments="last keys' ids for queries",
+    ),
+    make(
         "segments of queries only",
         "Keys are given the ids of queries: their own are ignored.",
         segments="queries' ids for keys",
@@ -144,6 +161,20 @@ MASKS = [
         segments="positions restart in keys",
     ),
     make("mask ignored", "mask is ignored.", mask="ignored"),
+    make(
+        "mask after softmax",
+        "The mask is applied after the softmax, in whose sum hidden keys count.",
+        mask="after softmax",
+    ),
+    *(
+        make(
+            "mask finite",
+            f"What the mask hides is not hidden: its score is lowered by {number}, which large scores outweigh. Use "
+            "minus infinity.",
+            mask=f"minus {number}",
+        )
+        for number in (10, 100, 1000, 10_000)
+    ),
     make("mask inverted", "mask is inverted: True must let a key be seen.", mask="inverted"),
     make("mask added", "mask is added to the scores as numbers 0 and 1: turn False into minus infinity.", mask="added"),
     make(

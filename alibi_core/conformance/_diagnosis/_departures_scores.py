@@ -70,6 +70,32 @@ SCORES = [
         softmax="hidden counted",
     ),
     make("hidden scores 0", "Hidden keys have score 0 instead of minus infinity.", softmax="hidden score 0"),
+    *(
+        make(key, sentence.format(n), softmax=f"{kind} {n}")
+        for n in BLOCKS
+        for key, kind, sentence in (
+            (
+                "values not rescaled",
+                "values never rescaled",
+                "The online softmax does not rescale its sum of values when a later block of {} keys scores higher.",
+            ),
+            (
+                "denominator not rescaled",
+                "sum never rescaled",
+                "The online softmax does not rescale its denominator when a later block of {} keys scores higher.",
+            ),
+        )
+    ),
+    make(
+        "heads come back reversed",
+        "Heads come back in reversed order: each head's output is at another's place.",
+        order="heads reversed",
+    ),
+    make(
+        "batch comes back reversed",
+        "Batch entries come back in reversed order: each one's output is at another's place.",
+        order="batch reversed",
+    ),
     make("last key missing", "The last key never takes part.", keys=("not last", 1)),
     make("first key missing", "The first key never takes part.", keys=("first block", 1)),
     *(

@@ -33,7 +33,8 @@ SLOPES = [
     ),
     make(
         "next power of two",
-        "Slopes are the first of those for the next power of two of heads.",
+        "Slopes are the first of those for more heads than there are: for the next power of two, or a number "
+        "padded to a multiple.",
         slopes="of the next power of two",
     ),
     make(
@@ -54,6 +55,17 @@ SLOPES = [
         "next head's slope",
         "Each head has the slope of the next one: the head index is off by one.",
         slopes="of the next head",
+    ),
+    make(
+        "next head's slope, cut",
+        "Each head has the slope of the next one, the last its own: the head index is off by one.",
+        slopes="of the next head but the last",
+    ),
+    make(
+        "first half's slopes",
+        "Heads of the second half repeat the slopes of the first: each shard of heads takes the first slopes. Pass "
+        "slopes(num_heads)[shard].",
+        slopes="of the first half",
     ),
     make(
         "previous head's slope",

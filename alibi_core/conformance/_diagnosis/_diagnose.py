@@ -12,12 +12,13 @@ import numpy as np
 from alibi_core.conformance._caller import Caller, Evidence
 from alibi_core.conformance._diagnosis import _bias, _decoding, _departures, _gradients
 from alibi_core.conformance._diagnosis._departure import Departure
+from alibi_core.conformance._diagnosis._departures_bias import FAR_AWAY
 from alibi_core.conformance._diagnosis._departures_gradients import FORWARD_RIGHT, GRADIENTS
 from alibi_core.conformance._diagnosis._measure import described, estimates, like_rounding
 from alibi_core.conformance._diagnosis._observation import Observation
 from alibi_core.conformance._diagnosis._probes import long_probes, make_case, observe, observed_failures, short_probes
 from alibi_core.conformance._diagnosis._readings import Reading
-from alibi_core.conformance._diagnosis._search import Search, contract_that_explains
+from alibi_core.conformance._diagnosis._search import Search, contract_that_explains, rounded_scores
 from alibi_core.conformance._diagnosis._slopes import diagnose_slopes
 from alibi_core.conformance._diagnosis._state import stale
 from alibi_core.conformance._oracle import UNIT_ROUNDOFF
@@ -42,12 +43,15 @@ def diagnose(
         "slopes": lambda: _told(diagnose_slopes(caller)),
         "bias": lambda: _of_bias(caller, features),
         "attention": lambda: _of_attention(caller, features, failures),
-        "attention_grad": lambda: _of_gradients(caller, features),
-        "decode_step": lambda: _of_decoding(caller, features),
+        "attention_grad": lambda: _of_gradients(caller, features, failures),
+        "decode_step": lambda: _of_decoding(caller, features, failures),
     }
     try:
         with np.errstate(all="ignore"):
-            return diagnosed[function]() or list(_measured(failures))
+            found = diagnosed[function]()
+            if "far" not in features:  # then a bias may be counted from any token of the row
+                found = [x for x in found if x.key != FAR_AWAY]
+            return found or list(_measured(failures))
     except Exception as error:  # whatever an adapter returns, the rest of a report is worth having
         return [Diagnosis("unexplained", f"The diagnosis itself failed: {type(error).__name__}: {error}")]
 
@@ -80,7 +84,9 @@ def _of_attention(caller: Caller, features: frozenset[str], failures: Sequence[E
     kept = stale(caller, features, lambda _: base)
     if kept:
         observations = list(_of_lengths_of_their_own(observations))
-    search = Search(_departures.ATTENTION, base, estimates, time.thread_time() + SECONDS)
+    # Under a causal mask alone, no form of the bias says anything of future keys.
+    catalogue = [x for x in _departures.ATTENTION if "symmetric" in features or x.key != "signed"]
+    search = Search(catalogue, base, estimates, time.thread_time() + SECONDS)
     observations += found if not kept else []
     if not contract_that_explains(search, observations, _departures.CONTRACTS):
         search.run(observations)
@@ -108,7 +114,7 @@ def _of_lengths_of_their_own(observations: Iterable[Observation]) -> Iterator[Ob
             yield observation
 
 
-def _of_gradients(caller: Caller, features: frozenset[str]) -> list[Diagnosis]:
+def _of_gradients(caller: Caller, features: frozenset[str], failures: Sequence[Evidence]) -> list[Diagnosis]:
     cases = _gradients.gradient_probes(caller, features)
     has_slopes = "slope_gradients" in features
     observations = _made(_gradients.observe_gradients(caller, x, slopes=has_slopes) for x in cases)
@@ -123,12 +129,14 @@ def _of_gradients(caller: Caller, features: frozenset[str]) -> list[Diagnosis]:
     ]
     is_recomputed = any(x.departure.key == FORWARD_RIGHT for x in search.found)
     result = [x for x in told(search) if x.key != FORWARD_RIGHT]
+    if failures and not (result or missing):
+        return _told(rounded_scores(search, observations))
     if is_recomputed:
         result = [dataclasses.replace(x, sentence=f"In the gradients alone: {x.sentence}") for x in result]
     return missing + result
 
 
-def _of_decoding(caller: Caller, features: frozenset[str]) -> list[Diagnosis]:
+def _of_decoding(caller: Caller, features: frozenset[str], failures: Sequence[Evidence]) -> list[Diagnosis]:
     offer = caller.offer
     base = base_reading(offer.contract, offer.dtype, has_slopes=offer.has_slopes)
     mixed = _decoding.mixed_up(caller, lambda _: base)
@@ -140,7 +148,8 @@ def _of_decoding(caller: Caller, features: frozenset[str]) -> list[Diagnosis]:
         search.run(observations)
     if search.unexplained:
         mixed = _decoding.mixed_up(caller, lambda x: search.reading(search.found, x))
-    return _told(mixed) + told(search, silent=bool(mixed))
+    result = _told(mixed) + told(search, silent=bool(mixed))
+    return result or (_told(rounded_scores(search, observations)) if failures else [])
 
 
 def _of_bias(caller: Caller, features: frozenset[str]) -> list[Diagnosis]:
@@ -176,10 +185,12 @@ def base_reading(contract: str, dtype: str, *, has_slopes: bool) -> Reading:
 def told(search: Search, *, silent: bool = False) -> list[Diagnosis]:
     """Return what a search found, and, unless silent, what was measured where it found nothing."""
     result = [x for x in _told(x.told for x in search.found) if not x.key.startswith(_departures.FUTURE_RIGHT.key)]
-    if search.unexplained and not silent:
-        observation = search.unexplained[0]
+    rest = [x for x in search.unexplained if not x.is_noise_of(search.reading(search.found, x))]
+    if rest and not silent:
+        observation = rest[0]
         sentences = described(observation, search.reading(search.found, observation))
-        result.append(Diagnosis("unexplained", " ".join(sentences)))
+        is_nan = any("is NaN" in x for x in sentences)
+        result.append(Diagnosis("NaN" if is_nan else "unexplained", " ".join(sentences)))
     return result
 
 

@@ -60,6 +60,8 @@ def gradient_probes(caller: Caller, features: frozenset[str]) -> Iterator[Case]:
         return make_case(offer, *arguments, **options)
 
     yield make()
+    yield make(size=8.0)  # scores of which rounding leaves much
+    yield make(size=60.0)  # scores whose exponentials overflow
     if "scale" in features:
         yield make(scale=0.2)
     if "batch_slopes" in features and offer.has_slopes:

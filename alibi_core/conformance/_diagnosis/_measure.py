@@ -12,6 +12,7 @@ from alibi_core.conformance._diagnosis._observation import Observation
 from alibi_core.conformance._diagnosis._readings import Reading
 from alibi_core.conformance._oracle import Values
 
+LARGEST = 88.0  # of scores whose exponentials float32 holds
 LEAST = 1e-30  # weights below this are not relied upon
 
 
@@ -177,7 +178,7 @@ def described(observation: Observation, reading: Reading) -> list[str]:
     for name, actual in observation.results.items():
         if name in answers:
             answer = answers[name]
-            error = np.abs(actual - answer.value)
+            error = np.where(actual == answer.value, 0, np.abs(actual - answer.value))
             bad = ~(error <= answer.budget + observation.leeway.get(name, 0.0))
             if bad.any():
                 sentences.append(_where(name, bad, error, answer.value, observation))
@@ -198,9 +199,11 @@ def _where(name: str, bad: Values, error: Values, value: Values, observation: Ob
         if places.size < bad.shape[axis]:
             parts.append(f"{one if places.size == 1 else many} {_listed(places)} of {bad.shape[axis]}")
     where = " of " + ", ".join(parts) if parts else ""
-    what = "The output" if name == "output" else f"The gradient of {name}"
+    what = f"The {name}" if name in ("output", "bias") else f"The gradient of {name}"
     if np.isnan(error[bad]).any() or not finite.size:
-        return f"{what}{where} is not a number where it should be one."
+        overflows = np.abs(observation.inputs.scale * observation.inputs.products).max(initial=0) > LARGEST
+        why = ": exponentials of large scores overflow, for the row's maximum is not subtracted" if overflows else ""
+        return f"{what}{where} is NaN where it should be a number{why}."
     largest = float(finite.max())
     share = largest / max(float(np.abs(value).max(initial=0)), 1e-300)
     dtype = like_rounding(share)

@@ -14,6 +14,7 @@ from alibi_core.conformance._diagnosis._reading_inputs import Inputs
 from alibi_core.conformance._diagnosis._readings import Reading
 from alibi_core.conformance._oracle import UNIT_ROUNDOFF, Answer, Values
 
+MOST_NOISE = 6  # times the largest error of rounding sums once: other sums may be rounded too
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -88,7 +89,7 @@ class Observation:
                 answer = answers[name]
                 if actual.shape != answer.value.shape or np.any(np.isnan(actual) != np.isnan(answer.value)):
                     return float("inf")
-                allowed = answer.budget + self.leeway.get(name, 0.0) + 3 * noise[name]
+                allowed = answer.budget + self.leeway.get(name, 0.0) + MOST_NOISE * noise[name]
                 value = _overflowed(answer.value)
                 ratio = np.where(actual == value, 0, np.abs(actual - value)) / allowed
                 ratio = np.where(np.isnan(actual) | (self.unseen if name == "output" else False), 0, ratio)
@@ -126,12 +127,46 @@ class Observation:
                 total += float(np.nan_to_num(x, nan=0.7, posinf=0.3, neginf=0.1).ravel() @ _mix(x.size))
             return float(f"{total:.10g}")
 
+    def is_like_noise(self, reading: Any) -> bool:
+        """Return whether the error is of the size of what a noisy reading rounds."""
+        error, noise = self._error_and_noise(reading)
+        return noise / 4 <= error <= 4 * noise
+
+    def is_noise_of(self, reading: Any) -> bool:
+        """Return whether the reading is noisy, and the error no larger than such."""
+        if not reading.is_noisy:
+            return False
+        error, noise = self._error_and_noise(reading)
+        return error <= 8 * noise
+
+    def noise_share(self, reading: Any) -> float:
+        """Return how large what a noisy reading rounds is, relative to all results."""
+        return self._error_and_noise(reading)[1] / max(_mean_size(self.results), 1e-300)
+
+    def lacks_noise(self, reading: Any) -> bool:
+        """Return whether what a noisy reading rounds would be seen here, and is not."""
+        error, noise = self._error_and_noise(reading)
+        return error < noise / 4 and noise > _mean_size({x: y.budget for x, y in self.answers(reading).items()})
+
+    def _error_and_noise(self, reading: Any) -> tuple[float, float]:
+        with np.errstate(all="ignore"):
+            exact, noisy = self.answers(reading.without_noise), self.answers(reading)
+            results = {name: x for name, x in self.results.items() if name in exact}
+            error = _mean_size({name: x - exact[name].value for name, x in results.items()})
+            return error, _mean_size({name: noisy[name].value - exact[name].value for name in results})
+
     def distance(self, reading: Reading) -> float:
         """Return the root of the mean squared error, of all results together."""
         with np.errstate(all="ignore"):
             answers = self.answers(reading)
             errors = [np.ravel(self.results[name] - x.value) for name, x in answers.items() if name in self.results]
             return float(np.sqrt(np.nanmean(np.concatenate(errors) ** 2)))
+
+
+def _mean_size(values: Mapping[str, Values]) -> float:
+    """Return the root of the mean square."""
+    together = np.concatenate([np.ravel(x) for x in values.values()])
+    return float(np.sqrt(np.nanmean(together**2))) if together.size else 0.0
 
 
 def _overflowed(values: Values) -> Values:

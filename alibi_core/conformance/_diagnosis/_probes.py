@@ -134,7 +134,7 @@ def short_probes(offer: Offer, features: frozenset[str]) -> Iterator[Case]:
     if "offset" in features:
         yield make((5, 11) if "lengths" in features else (7, 7), q_offset=3)
         yield make((1, 9) if "lengths" in features else (7, 7), q_offset=4)
-        yield make((5, 11) if "lengths" in features else (7, 7), q_offset=20)
+        yield from (make((5, 11) if "lengths" in features else (7, 7), q_offset=x) for x in (0, 20, 3003, 40_000))
     if "batch_offsets" in features:
         yield make((5, 11) if "lengths" in features else (7, 7), q_offset=np.asarray([2, 9], np.int32))
     if {"batch_offsets", "symmetric"} <= features:
@@ -165,6 +165,7 @@ def _masked_probes(features: frozenset[str], make: Callable[..., Case]) -> Itera
     for form in forms:
         if "window" in features:
             yield make((13, 13), form=form, window_size=3)
+            yield make((5, 5), form=form, window_size=0)
         if "segments" in features:
             ids = np.asarray([[0, 0, 0, 1, 1, 2, 2], [3, 3, 5, 5, 5, 5, 0]], np.int32)
             yield make(form=form, segment_ids=(ids, ids))

@@ -9,7 +9,7 @@ import numpy as np
 
 from alibi_core.conformance._diagnosis._reading_inputs import SLOPES, Inputs
 from alibi_core.conformance._diagnosis._readings import Reading
-from alibi_core.conformance._oracle import Answer, Values
+from alibi_core.conformance._oracle import Answer, Values, rounded
 
 # What slopes may be, and the gradient still be that of what is given: each head's comes from one place.
 _TRACED = ("given", "reversed", "of the next head", "of the previous head", "by kv head", "by kv head, tiled")
@@ -32,6 +32,17 @@ class GradientReading(Reading):
     grouping: str = "sum"
     mean: str = "given"
     slope_gradient: str = "given"
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether it rounds sums, whose order it cannot know."""
+        return super().is_noisy or self.slope_gradient.startswith("from ")
+
+    @property
+    def without_noise(self) -> GradientReading:
+        """The same without rounding."""
+        slopes = "given" if self.slope_gradient.startswith("from ") else self.slope_gradient
+        return dataclasses.replace(self, noise=("nothing", "float64"), slope_gradient=slopes)
 
     def gradients(self, inputs: Inputs, cotangent: Values, *, shares_slopes: bool) -> dict[str, Answer]:
         """Return gradients by name, and how far rounding may move them."""
@@ -67,7 +78,7 @@ class GradientReading(Reading):
         return Answer(scale * answer[0], abs(scale) * answer[1])
 
     def _grouped(self, x: Values, inputs: Inputs) -> Values:
-        if self.heads == "interleaved":
+        if self.heads == "interleaved" or self.grouping == "interleaved":
             groups = x.reshape(x.shape[0], inputs.group, inputs.num_kv_heads, *x.shape[2:]).swapaxes(1, 2)
         else:
             groups = x.reshape(x.shape[0], inputs.num_kv_heads, inputs.group, *x.shape[2:])
@@ -78,6 +89,8 @@ class GradientReading(Reading):
         sides = {"slopes": (1.0, 1.0 if inputs.future_slopes is None else 0.0)}
         if inputs.future_slopes is not None:
             sides["future_slopes"] = (0.0, 1.0)
+        if self.slope_gradient.startswith("from "):
+            d_scores = rounded(d_scores, self.slope_gradient.split()[-1])
         result = {}
         for name, (past, future) in sides.items():
             one = np.ones_like(inputs.slopes)

@@ -33,10 +33,23 @@ def softmax(scores: Values, kind: str) -> Values:
     if kind == "not normalised":
         return np.asarray(np.exp(np.minimum(scores, 700)))
     weights = np.exp(scores - highest)
+    if kind.startswith(("values never rescaled", "sum never rescaled")):
+        unscaled = _never_rescaled(scores, int(kind.split()[-1]))
+        one, other = (unscaled, weights) if kind.startswith("values") else (weights, unscaled)
+        total = other.sum(axis=-1, keepdims=True)
+        return np.asarray(one / np.where(total > 0, total, 1.0))
     total = weights.sum(axis=axis, keepdims=True)
     if kind == "one more":
         total = total + np.exp(np.minimum(-highest, 700))
     return np.asarray(weights / np.where(total > 0, total, 1.0))
+
+
+def _never_rescaled(scores: Values, size: int) -> Values:
+    """Return exponentials of scores less the largest of all blocks of keys so far, their own included."""
+    kv_len = scores.shape[-1]
+    ends = np.minimum((np.arange(kv_len) // size + 1) * size, kv_len) - 1
+    highest = np.maximum.accumulate(scores, axis=-1)[..., ends]
+    return np.asarray(np.exp(scores - np.where(np.isfinite(highest), highest, 0.0)))
 
 
 def side_slopes(kind: str, past: Values, future: Values) -> tuple[Values, Values]:
@@ -47,6 +60,7 @@ def side_slopes(kind: str, past: Values, future: Values) -> tuple[Values, Values
         "clamped": (past, future * 0),
         "past clamped": (past * 0, future),
         "symmetric": (past, past),
+        "symmetric where 0": (past, future if np.any(future) else past),
         "swapped": (future, past),
         "future slope for all": (future, future),
     }
@@ -66,6 +80,8 @@ def is_in_order(kind: str, number: int, ahead: Values, columns: Values, q_len: i
 
 def is_in_window(kind: str, ahead: Values, size: int) -> Values:
     """Return which keys the window shows."""
+    if kind == "0 is none" and size == 0:
+        return np.ones_like(ahead, dtype=bool)
     widths = {"one less": size - 1, "one more": size + 1, "half": size // 2, "twice": 2 * size}
     width = widths.get(kind, size)
     if kind == "past side only":
@@ -84,6 +100,8 @@ def is_in_segment(kind: str, q_ids: Values, kv_ids: Values) -> Values:
         q_ids, kv_ids = q_ids[:1], kv_ids[:1]
     if kind == "keys' ids for queries":
         q_ids = np.resize(kv_ids.T, (q_len, kv_ids.shape[0])).T
+    if kind == "last keys' ids for queries" and q_len <= kv_len:
+        q_ids = kv_ids[:, kv_len - q_len :]
     if kind == "queries' ids for keys":
         kv_ids = np.resize(q_ids.T, (kv_len, q_ids.shape[0])).T
     one, other = q_ids[:, None, :, None], kv_ids[:, None, None, :]

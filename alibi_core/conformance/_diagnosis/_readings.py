@@ -23,6 +23,8 @@ from alibi_core.conformance._diagnosis._reading_parts import (
 )
 from alibi_core.conformance._oracle import SMALLEST, U32, UNIT_ROUNDOFF, Answer, Values, rounded
 
+VISIBLE_MASKS = ("ignored", "added", "multiplied", "after softmax")  # that hide no score
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -34,7 +36,8 @@ class Reading:
         slope_dtype: What slopes are rounded to.
         factor: What the bias is multiplied by, a number or one of ``FACTORS``.
         distance: The law of distance, and its number if it has one.
-        rounding: What is rounded on the way, and to which dtype.
+        rounding: What of the bias is rounded, and to which dtype.
+        noise: Which sums, whose order cannot be known, are rounded, and to which dtype.
         bias_offset, causal_offset, window_offset: Where the first query stands for each of these, of ``OFFSETS``.
         causal: How the causal mask is taken, and its number if it has one.
         window, segments, mask: How these arguments are taken.
@@ -43,6 +46,7 @@ class Reading:
         softmax: How weights come from scores.
         keys: Which keys take part, and a number.
         nowhere: What a query gets that may look nowhere.
+        order: In which order heads, or batch entries, come back.
         future: Whether future slopes are treated like slopes, or are right where those are not.
     """
 
@@ -52,6 +56,7 @@ class Reading:
     factor: float | str = 1.0
     distance: tuple[str, float] = ("absolute", 0)
     rounding: tuple[str, str] = ("nothing", "float64")
+    noise: tuple[str, str] = ("nothing", "float64")
     bias_offset: str = "given"
     causal_offset: str = "given"
     window_offset: str = "given"
@@ -64,6 +69,7 @@ class Reading:
     softmax: str = "given"
     keys: tuple[str, float] = ("all", 0)
     nowhere: str = "zeros"
+    order: str = "given"
     future: str = "like slopes"
 
     def attention(self, case: Case, dtype: str) -> Values:
@@ -86,12 +92,14 @@ class Reading:
         return self._output(weights, self._by_query_head(inputs.value, inputs))
 
     def _output(self, weights: Values, value: Values) -> Values:
-        if self.rounding[0] == "weights":
-            weights = rounded(weights, self.rounding[1])
+        if self.noise[0] == "weights":
+            weights = rounded(weights, self.noise[1])
         output = weights @ value
         if self.nowhere == "NaN":
             output = np.where(weights.any(axis=-1, keepdims=True), output, np.nan)
-        return rounded(output, self.rounding[1]) if self.rounding[0] == "output" else np.asarray(output)
+        if self.order != "given":
+            output = output[:, ::-1] if self.order == "heads reversed" else output[::-1]
+        return rounded(output, self.noise[1]) if self.noise[0] == "output" else np.asarray(output)
 
     def kept_bias(self, inputs: Inputs) -> Values:
         """Return the bias, from what was computed before if there is that."""
@@ -111,25 +119,27 @@ class Reading:
         highest = np.where(visible, bias, -np.inf).max(axis=-1, keepdims=True)
         lowest = np.where(visible, bias, np.inf).min(axis=-1, keepdims=True)
         spread = np.where(np.isfinite(highest), highest - lowest, 0.0)
+        if self.distance[0] in LAWS:  # which, other than distances, cannot be counted from the nearest key
+            spread = np.maximum(spread, np.where(np.isfinite(lowest), -lowest, 0.0))
         scores = (inputs.head_dim + 3) * abs(self._scale(inputs)) * inputs.product_size + 3 * spread
         return np.asarray(4 * u * scores + (4 * inputs.kv_len + 16) * u + 4 * UNIT_ROUNDOFF[inputs.dtype])
 
     @property
     def is_noisy(self) -> bool:
         """Whether it rounds sums, whose order it cannot know."""
-        return self.rounding[0] in ("scores", "products", "unscaled products", "weights", "inputs", "output")
+        return self.noise[0] != "nothing"
 
     @property
     def without_noise(self) -> Reading:
         """The same without rounding."""
-        return dataclasses.replace(self, rounding=("nothing", "float64"))
+        return dataclasses.replace(self, noise=("nothing", "float64"))
 
     def prepared(self, inputs: Inputs) -> Inputs:
         """Return the inputs as they are once read: padded, rounded, by other heads."""
         if self.keys[0] == "padded":
             inputs = inputs.padded(int(self.keys[1]))
-        if self.rounding[0] == "inputs":
-            query, key, value = (low(x, self.rounding[1]) for x in (inputs.query, inputs.key, inputs.value))
+        if self.noise[0] == "inputs":
+            query, key, value = (low(x, self.noise[1]) for x in (inputs.query, inputs.key, inputs.value))
             inputs = dataclasses.replace(inputs, query=query, key=key, value=value, _kept={})
         return inputs
 
@@ -222,7 +232,7 @@ class Reading:
             result = result & is_in_window(self.window, ahead, inputs.window_size)
         if inputs.ids is not None and self.segments != "ignored":
             result = result & is_in_segment(self.segments, *inputs.ids)
-        if inputs.mask is not None and self.mask not in ("ignored", "added", "multiplied"):
+        if inputs.mask is not None and self.mask not in VISIBLE_MASKS and not self.mask.startswith("minus"):
             result = result & taken_mask(self.mask, inputs.mask)
         if self.keys[0] not in ("all", "padded"):
             result = result & self._takes_part(inputs, ahead, columns)
@@ -264,16 +274,19 @@ class Reading:
             products = inputs.products
         else:
             products = inputs.query @ self._by_query_head(inputs.key, inputs).swapaxes(-1, -2)
-        if self.rounding[0] == "unscaled products":
-            products = rounded(products, self.rounding[1])
+        noise, dtype = self.noise
+        if noise in ("unscaled products", "all scores"):
+            products = rounded(products, dtype)
         result: Values = self._scale(inputs) * products
-        if self.rounding[0] == "products":
-            result = rounded(result, self.rounding[1])
+        if noise in ("products", "all scores"):
+            result = rounded(result, dtype)
         result = result * np.exp(bias) if self.softmax == "bias as a factor" else result + bias
+        if inputs.mask is not None and self.mask.startswith("minus"):
+            result = result - float(self.mask.split()[1]) * ~inputs.mask
         if inputs.mask is not None and self.mask in ("added", "multiplied"):
             result = result + inputs.mask if self.mask == "added" else result * inputs.mask
-        if self.rounding[0] == "scores":
-            result = rounded(result, self.rounding[1])
+        if noise in ("scores", "all scores"):
+            result = rounded(result, dtype)
         return result * np.log(2) if self.softmax == "base 2" else result
 
     def weights(self, inputs: Inputs) -> Values:
@@ -289,6 +302,8 @@ class Reading:
         weights = softmax(counted, self.softmax)
         if self.softmax == "hidden counted":
             weights = weights * visible
+        if self.mask == "after softmax" and inputs.mask is not None:
+            weights = weights * inputs.mask
         if self.nowhere not in ("zeros", "NaN"):
             nowhere = ~visible.any(axis=-1, keepdims=True)
             if nowhere.any():

@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from alibi_core.conformance._diagnosis._departure import Departure
 from alibi_core.conformance._diagnosis._observation import Observation
+from alibi_core.conformance._oracle import UNIT_ROUNDOFF
 
+LOW = ("bfloat16", "float16")
 LONGEST = 2.0  # seconds for the pairs of one observation
 MOST_ALIKE = 64  # how many pairs of departures that look alike are told apart
 MOST_CANDIDATES = 40  # of those that explain a stage, how many are compared on all others
@@ -18,10 +22,16 @@ MOST_CANDIDATES = 40  # of those that explain a stage, how many are compared on 
 
 @dataclass(frozen=True)
 class Finding:
-    """A departure, and where it holds: everywhere, or in calls of which something is true."""
+    """A departure, and where it holds: everywhere, or in calls of which something is true, or is not."""
 
     departure: Departure
     condition: str | None = None
+    exceptions: frozenset[str] = frozenset()
+
+    def holds(self, observation: Observation) -> bool:
+        """Return whether it is about this observation."""
+        is_excepted = bool(self.exceptions & observation.conditions)
+        return not is_excepted and (self.condition is None or self.condition in observation.conditions)
 
     @property
     def told(self) -> Departure:
@@ -79,7 +89,7 @@ class Search:
         """Return how this observation is read, given what was found."""
         reading = self.base
         for finding in found:
-            if finding.condition is None or finding.condition in observation.conditions:
+            if finding.holds(observation):
                 reading = finding.departure.applied(reading)
         return reading
 
@@ -89,33 +99,84 @@ class Search:
 
     def _next(self, observation: Observation, later: Sequence[Observation]) -> Findings | None:
         known = frozenset().union(*(x.conditions for x in self.explained)) if self.explained else frozenset()
-        places: Places = [None, *sorted(observation.conditions - known)]
+        places: Places = [None, *sorted(observation.conditions, key=lambda x: (x in known, x))]
         current = self.reading(self.found, observation)
         measured = [observation, *(x for x in later if x.conditions <= observation.conditions | {"long", "lengths"})]
         estimated = [x for o in measured for x in self.estimates(o, self.reading(self.found, o))]
         departures = [*self.catalogue, *estimated]
         candidates: list[Findings] = []
-        noisy: list[tuple[float, Findings]] = []
+        noisy: list[Findings] = []
+        # What is not much better than nothing explains nothing.
+        before = observation.excess(current)
+        most = min(1.0, before / 2)
         for departure in departures:
             reading = departure.applied(current)
             if reading == current or not observation.tells(reading) or time.thread_time() > self.deadline:
                 continue
-            excess = observation.excess(reading)
-            if excess > 1:
-                continue
-            found = [f for f in self._placed((departure,), places) if self._keeps_explained(f)]
+            if departure.key == "signed" and current.is_noisy and "symmetric" not in observation.conditions:
+                continue  # what rounding hides of the bias says nothing of future keys
             if departure.is_noisy:
-                noisy += [(observation.distance(reading), f) for f in found]
-            else:
-                candidates += found
-        if candidates:
-            return self._best(candidates, observation, later)
-        distance = observation.distance(current)
-        noisy = [(x, f) for x, f in noisy if x < distance / 2]
+                noisy += self._noisy((departure,), observation, later)
+            elif observation.excess(reading) <= most and (
+                np.isinf(before) or observation.distance(reading) <= 0.9 * observation.distance(current)
+            ):
+                candidates += [f for f in self._placed((departure,), places) if self._keeps_explained(f)]
+        candidates += self._with_exceptions(observation, places)
+        best = self._best(candidates, observation, later) if candidates else None
+        if best is not None and not noisy:
+            return best
+        if observation.dtype in LOW and (current.is_noisy or not noisy):
+            noisy += self._noisy_pairs(departures, observation, later)
         if noisy:
             near = (observation, *later[:2])
-            return min(noisy, key=lambda x: sum(o.distance(self.reading(x[1], o)) for o in near))[1]
-        return self._pair(observation, later, departures, places)
+            rounded = min(noisy, key=lambda f: sum(o.distance(self.reading(f, o)) for o in near))
+            if best is None or self._missed(rounded, later) < self._missed(best, later):
+                return rounded
+        return best or self._pair(observation, later, departures, places)
+
+    def _noisy(
+        self, departures: tuple[Departure, ...], observation: Observation, later: Sequence[Observation]
+    ) -> list[Findings]:
+        """Return what is found with these departures, that round sums, if the error is like what they leave."""
+        found = (*self.found, *(Finding(x) for x in departures))
+        reading = self.reading(found, observation)
+        if observation.excess(reading) > 1 or not self._keeps_explained(found):
+            return []
+        is_reproduced = observation.distance(reading) < observation.distance(self.reading(self.found, observation)) / 2
+        is_likely = reading.noise[1] == observation.dtype
+        if not is_reproduced and not (is_likely and observation.is_like_noise(reading)):
+            return []
+        others = [x for x in (*self.explained, *later) if x.conditions <= observation.conditions | {"long", "lengths"}]
+        return [] if any(x.lacks_noise(self.reading(found, x)) for x in others) else [found]
+
+    def _noisy_pairs(
+        self, departures: Sequence[Departure], observation: Observation, later: Sequence[Observation]
+    ) -> list[Findings]:
+        """Return what rounding of the bias explains together with that of scores, both to the dtype of all else."""
+        dtype = observation.dtype
+        found: list[Findings] = []
+        for one in departures:
+            if one.changes.get("rounding", ("", ""))[1] != dtype:
+                continue
+            for other in departures:
+                if other.changes.get("noise") in (("scores", dtype), ("all scores", dtype)):
+                    found += self._noisy((one, other), observation, later)
+        return found
+
+    def _with_exceptions(self, observation: Observation, places: Places) -> list[Findings]:
+        """Return what was found, if it need but not hold in calls of which something is true."""
+        result = []
+        for place in places:
+            for finding in self.found:
+                if place is not None and finding.holds(observation):
+                    limited = replace(finding, exceptions=finding.exceptions | {place})
+                    found = tuple(limited if x is finding else x for x in self.found)
+                    if self.explains(found, observation) and self._keeps_explained(found):
+                        result.append(found)
+        return result
+
+    def _missed(self, found: Findings, observations: Sequence[Observation]) -> int:
+        return sum(not self.explains(found, x) for x in observations)
 
     def _pair(
         self, observation: Observation, later: Sequence[Observation], departures: Sequence[Departure], places: Places
@@ -162,10 +223,12 @@ class Search:
         """Return those that explain most of what is to come; of these the simplest, and the closest here."""
 
         def badness(found: Findings) -> tuple[Any, ...]:
-            unexplained = sum(not self.explains(found, x) for x in (*later, *self.unexplained))
+            unexplained = self._missed(found, (*later, *self.unexplained))
             is_bounded = sum(x.condition is not None for x in found)
-            distance = observation.excess(self.reading(found, observation))
-            return unexplained, is_bounded, round(4 * distance)
+            reading = self.reading(found, observation)
+            is_other_dtype = reading.rounding[1] not in ("float64", observation.dtype)
+            excess, distance = observation.excess(reading), observation.distance(reading)
+            return unexplained, is_bounded, round(4 * excess), is_other_dtype, float(f"{distance:.1g}")
 
         best, least = candidates[0], badness(candidates[0])
         for found in candidates[1 : 2 * MOST_CANDIDATES]:
@@ -188,6 +251,23 @@ def _compatible(ones: Sequence[Departure], others: Sequence[Departure]) -> tuple
         if not one.changes.keys() & other.changes.keys():
             return one, other
     return None
+
+
+def rounded_scores(search: Search, observations: Sequence[Observation]) -> list[Departure]:
+    """Return whether scores are rounded, where that alone is too little in each observation to be told from the rest.
+
+    Errors grow with scores then, as nothing else does: those looked at are the two where rounding would show most.
+    """
+    for departure in search.catalogue:
+        if departure.changes.get("noise", ("", ""))[0] != "scores":
+            continue
+        reading = departure.applied(search.base)
+        shown = [x for x in observations if x.dtype in LOW and x.dtype == reading.noise[1]]
+        most = sorted((x.noise_share(reading), index) for index, x in enumerate(shown))[-2:]
+        is_clear = all(x > UNIT_ROUNDOFF[shown[index].dtype] for x, index in most)
+        if len(most) == 2 and is_clear and all(shown[index].is_like_noise(reading) for _, index in most):
+            return [departure]
+    return []
 
 
 def contract_that_explains(search: Search, observations: Sequence[Observation], contracts: Iterable[Departure]) -> bool:

@@ -37,6 +37,10 @@ def _of_bias_max(bias_max: float, scheme: str) -> tuple[str, Rule]:
     return f"Slopes are {scheme} ones of bias_max {bias_max:g}.", lambda n: _scheme(n, scheme, bias_max)
 
 
+def _of_padded(multiple: int) -> Rule:
+    return lambda n: _scheme(-(-n // multiple) * multiple)[:n]
+
+
 RULES: Mapping[str, tuple[str, Rule]] = {
     "canonical slopes": ("Slopes are the canonical ones.", _scheme),
     "geometric slopes": (
@@ -81,6 +85,21 @@ RULES: Mapping[str, tuple[str, Rule]] = {
         "For head counts that are no power of two, slopes are the first of those for the next power of two.",
         lambda n: _scheme(_power_above(n))[:n],
     ),
+    **{
+        f"slopes of heads padded to {multiple}": (
+            f"Slopes are the first of those for the number of heads padded to a multiple of {multiple}.",
+            _of_padded(multiple),
+        )
+        for multiple in (4, 8, 16, 32)
+    },
+    "canonical slopes from 1": (
+        "Slopes of the largest power of two of heads start at 1: the head index is off by one.",
+        lambda n: _shifted(n, 0),
+    ),
+    "canonical slopes one head on": (
+        "Slopes of the largest power of two of heads start one head too far on: the head index is off by one.",
+        lambda n: _shifted(n, 2),
+    ),
     "all in between": (
         "Beyond the largest power of two, slopes are the first of twice as many, instead of every other one.",
         _with_all_between,
@@ -107,6 +126,11 @@ RULES: Mapping[str, tuple[str, Rule]] = {
     "equal slopes": ("All heads have the first slope.", lambda n: np.full(n, _scheme(n)[0])),
     "harmonic slopes": ("Slopes are 1 / (h+1).", lambda n: 1 / np.arange(1, n + 1)),
 }
+
+
+def _shifted(n: int, first: int) -> Values:
+    p = _power_below(n)
+    return np.concatenate([2.0 ** (-8 * np.arange(first, p + first) / p), _scheme(n)[p:]])
 
 
 def _from_one(n: int) -> Values:
