@@ -199,16 +199,9 @@ class Case:
         """
         tensors = {name: rounded(self.arrays[name], dtype) for name in ("query", "key", "value")}
         slopes = rounded(self.arrays["slopes"], "float64" if dtype == "float64" else "float32")
-        bias = penalties(self.rules(slopes), self.sizes.batch, self.num_heads, *self.sizes.lengths)
-        reach = self._reach(slopes) if counted_from_anywhere else None
-        return Attention(**tensors, bias=bias, scale=self.scale, dtype=dtype, reach=reach)
-
-    def _reach(self, slopes: Values) -> Values:
-        """Return how large a bias may be, ``[batch, heads, 1, 1]``: slope times all tokens from first to last."""
-        (q_len, kv_len), offsets = self.sizes.lengths, self.rules(slopes).q_offset
-        tokens = max(kv_len, int(np.max(offsets)) + q_len) - min(0, int(np.min(offsets)))
-        steepest = np.maximum(slopes, self.arguments.get("future_slopes", 0))
-        return np.asarray(np.broadcast_to(steepest, (self.sizes.batch, self.num_heads))[..., None, None] * tokens)
+        rules, shape = self.rules(slopes), (self.sizes.batch, self.num_heads, *self.sizes.lengths)
+        reach = rules.reach(*shape) if counted_from_anywhere else None
+        return Attention(**tensors, bias=penalties(rules, *shape), scale=self.scale, dtype=dtype, reach=reach)
 
     def gradients(self, dtype: str, share: float = 0.0, *, problem: Attention | None = None) -> dict[str, Answer]:
         """Return the exact gradients by query, key, value and both kinds of slopes.

@@ -1,4 +1,10 @@
-"""The laws of ALiBi: each a family of cases in which an implementation must be exact to rounding."""
+"""The laws of ALiBi: each a family of cases in which an implementation must be exact to rounding.
+
+Laws of a single feature (``causal``, ``lengths``, ``symmetric``, ``asymmetric``, ``grouped``, ``segments``,
+``batch_slopes``, ``scale``, ``nowhere``) find little that ``combined`` would not. They are apart so that a report says
+which feature is wrong and which are right, from counterexamples that have nothing else in them; and ``independent`` is
+there to say so where the mistake is not in a call but between two.
+"""
 
 from __future__ import annotations
 

@@ -47,6 +47,13 @@ class Rules:
     window_size: int | None = None
     mask: Values | None = None  # broadcasts to [batch, heads, q_len, kv_len]
 
+    def reach(self, batch: int, heads: int, q_len: int, kv_len: int) -> Values:
+        """Return how large a bias may be that is counted from whichever token of the row, ``[batch, heads, 1, 1]``."""
+        offsets = [0, *np.ravel(self.q_offset).tolist()]
+        tokens = max(kv_len, max(offsets) + q_len) - min(offsets)
+        steepest = self.slopes if self.future_slopes is None else np.maximum(self.slopes, self.future_slopes)
+        return np.asarray(np.broadcast_to(steepest, (batch, heads))[..., None, None].astype(np.float64) * tokens)
+
 
 def penalties(rules: Rules, batch: int, heads: int, q_len: int, kv_len: int) -> Values:
     """Return the bias ``[batch, heads, q_len, kv_len]``, -inf where masked."""

@@ -109,14 +109,20 @@ def _contract_biases() -> Iterator[GoldenCase]:
 
 def _attention(problem: Problem) -> GoldenCase:
     tensors = {"cotangent" if name == "grad_output" else name: x for name, x in problem.tensors.items()}
-    expected = attention_results(tensors, problem.rules, problem.resolved_scale)
+    expected = attention_results(tensors, problem.rules, problem.resolved_scale, reach=_reach(problem))
     return _case("attention", problem, expected, problem.tensors)
 
 
 def _decode(problem: Problem, steps: tuple[int, ...]) -> GoldenCase:
     tensors = {name: x for name, x in problem.tensors.items() if name != "grad_output"}
-    expected = attention_results(tensors, problem.rules, problem.resolved_scale)
+    expected = attention_results(tensors, problem.rules, problem.resolved_scale, reach=_reach(problem))
     return _case("decode", problem, expected, tensors, steps=list(steps))
+
+
+def _reach(problem: Problem) -> Values | None:
+    """Return how large a bias may be: where positions are not far, it may be counted from any token of the row."""
+    far = "far" in problem.features
+    return None if far else problem.rules.reach(problem.sizes.batch, problem.num_heads, *problem.sizes.lengths)
 
 
 def _case(

@@ -52,16 +52,19 @@ class _Sum:
         return _Sum(*(function(x) for x in (self.value, self.by_score, self.by_size, self.tiny)))
 
 
-def attention_results(tensors: dict[str, Values], rules: Rules, scale: float) -> dict[str, Expected]:
+def attention_results(
+    tensors: dict[str, Values], rules: Rules, scale: float, *, reach: Values | None = None
+) -> dict[str, Expected]:
     """Return the output and, of ``sum(output * cotangent)``, the gradients, named as golden files name them.
 
     Args:
         tensors: ``query``, ``key``, ``value`` and, for gradients, ``cotangent``, in numbers that every dtype holds.
         rules: Slopes and the rest, in numbers that float32 holds.
         scale: Of the scores.
+        reach: How large a bias may be, if it need not be counted from the nearest key, ``[batch, heads, 1, 1]``.
     """
     with decimal.localcontext(CONTEXT):
-        return _attention_results(tensors, rules, Decimal(scale))
+        return _attention_results(tensors, rules, Decimal(scale), reach)
 
 
 def default_scale(head_dim: int) -> float:
@@ -69,7 +72,9 @@ def default_scale(head_dim: int) -> float:
     return float(CONTEXT.divide(ONE, CONTEXT.sqrt(Decimal(head_dim))))
 
 
-def _attention_results(tensors: dict[str, Values], rules: Rules, scale: Decimal) -> dict[str, Expected]:
+def _attention_results(
+    tensors: dict[str, Values], rules: Rules, scale: Decimal, reach: Values | None
+) -> dict[str, Expected]:
     (batch, heads, q_len, head_dim), (kv_heads, kv_len) = tensors["query"].shape, tensors["key"].shape[1:3]
     group = heads // kv_heads
     query = decimals(tensors["query"])
@@ -81,7 +86,8 @@ def _attention_results(tensors: dict[str, Values], rules: Rules, scale: Decimal)
     seen = decimals(visible)
 
     weights = softmax(scale * products(query, key) - falls, visible)
-    score_sizes = (head_dim + 3) * scale * products(abs(query), abs(key)) + 3 * falls
+    sizes = falls if reach is None else np.maximum(falls, decimals(reach))
+    score_sizes = (head_dim + 3) * scale * products(abs(query), abs(key)) + 3 * sizes
     score_error = largest(seen * score_sizes)[..., None]
     by_weight = _Sum(weights, score_error * weights, weights, seen)
     results = {"output": _expected(_products(by_weight, value), _output_errors(kv_len))}

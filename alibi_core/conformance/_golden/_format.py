@@ -78,6 +78,7 @@ cases that the program offers but could not compute. `alibi_core.conformance.che
 
 ## Where the budgets come from
 
-From the standard model of rounding, for scores and sums in float32 (float64 for float64) and tensors in the dtype.
+From the standard model of rounding, for scores and sums in float32 (float64 for float64) and tensors in the dtype. The
+bias may be counted from any token of the row, except where positions are far: there only from near the query's keys.
 Where sums are float16's or bfloat16's own, results miss these budgets.
 """
