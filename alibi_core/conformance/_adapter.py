@@ -135,13 +135,17 @@ class Offer:
         return cls(adapter, name, dtype, contract, tolerance, declared, functions)
 
     @property
+    def judged(self) -> str:
+        """The function whose parameters and calls tell what it offers."""
+        return next((x for x in ("attention", "attention_grad", "bias") if x in self.functions), "decode_step")
+
+    @property
     def possible(self) -> frozenset[str]:
         """The features it declares, or those worth trying, if it declares none."""
         if self.declared is not None:
             return self.declared
         found = set(FEATURES) - _TO_DECLARE
-        judged = next((x for x in ("attention", "attention_grad", "bias") if x in self.functions), "decode_step")
-        found -= {feature for feature, parameter in _PARAMETERS.items() if not self.takes(judged, parameter)}
+        found -= {feature for feature, parameter in _PARAMETERS.items() if not self.takes(self.judged, parameter)}
         return frozenset(found)
 
     def takes(self, function: str, parameter: str) -> bool:

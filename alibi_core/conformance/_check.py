@@ -130,16 +130,15 @@ def _features(caller: Caller) -> tuple[frozenset[str], dict[str, str]]:
     refusals = {feature: f"attention has no parameter for {FEATURES[feature]}" for feature in set(FEATURES) - possible}
     found = set(possible)
     trial = Trial(caller, possible, 1, 0)
-    judged = next((x for x in ("attention", "attention_grad", "bias") if x in offer.functions), None)
     for feature in sorted(possible & set(_PROBES)):
         case = trial.fitted(_PROBES[feature])
         (q_len, kv_len), is_causal = case.sizes.lengths, case.arguments.get("is_causal", True)
         try:
-            if judged == "attention":
+            if offer.judged == "attention":
                 caller.attention(case)
-            elif judged == "attention_grad":
+            elif offer.judged == "attention_grad":
                 caller.gradients(case)
-            elif judged == "bias" and kv_len > 0:
+            elif offer.judged == "bias" and kv_len > 0:
                 caller.bias(case.num_heads, q_len, kv_len, is_causal)
         except CallError as error:
             if error.kind == "raised":
