@@ -44,6 +44,7 @@ class AttentionCall:
     mask: Any | None  # booleans that broadcast to [*batch, num_heads, q_len, kv_len]
     scale: float
     tolerance: float | None
+    key_bias: Any | None = None  # [num_heads, kv_len] or [*batch, num_heads, kv_len], added to the linear bias
 
     @classmethod
     def check(
@@ -214,6 +215,7 @@ class AttentionCall:
             q_segment_ids=cut(self.q_segment_ids, batch, queries),
             kv_segment_ids=cut(self.kv_segment_ids, batch, keys),
             mask=cut(self.mask, batch, heads, queries, keys),
+            key_bias=cut(self.key_bias, batch, heads, keys),
         )
 
     def with_one_batch_axis(self) -> AttentionCall:
@@ -245,6 +247,7 @@ class AttentionCall:
             # One array for both tells that each query's own key is visible.
             kv_segment_ids=q_ids if self.kv_segment_ids is self.q_segment_ids else merged(self.kv_segment_ids, 1),
             mask=merged(self.mask, 3),
+            key_bias=merged(self.key_bias, 2),
         )
 
     def visible(self, relative: Any) -> Any | None:
@@ -274,8 +277,8 @@ class AttentionCall:
         """Return the dense bias, masks included, in a form that no softmax turns into NaN or loses digits to.
 
         Returns:
-            bias: ``[..., num_heads, q_len, kv_len]`` in ``working_dtype``: ``-slopes * distance`` plus a constant a
-                row, -inf where masked, but 0 along a row that is masked as a whole.
+            bias: ``[..., num_heads, q_len, kv_len]`` in ``working_dtype``: ``-slopes * distance``, what is added to a
+                key's, and a constant a row; -inf where masked, but 0 along a row that is masked as a whole.
             attends: ``[..., q_len, 1]`` booleans that broadcast against the result, False for such rows, whose result
                 must be replaced by zeros; None if there are none.
         """
@@ -301,7 +304,8 @@ class AttentionCall:
 
     def _linear_bias(self, relative: Any, visible: Any | None, nearest: Any) -> Any:
         slopes, future_slopes = self.slopes, self.future_slopes
-        return linear_bias(self.xp, slopes, future_slopes, relative, visible, is_causal=self.is_causal, nearest=nearest)
+        bias = linear_bias(self.xp, slopes, future_slopes, relative, visible, is_causal=self.is_causal, nearest=nearest)
+        return bias if self.key_bias is None else bias + self.key_bias[..., None, :]
 
     def _nearest_visible(self, relative: Any, visible: Any, attends: Any) -> Any:
         """Return the distance of each query's nearest visible key, ``[..., q_len, 1]``, to count distances from.

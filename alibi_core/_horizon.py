@@ -176,6 +176,9 @@ class ScoreBounds:
         if lower is not None:
             anchors = _most(xp, anchors, lower)
         anchors = anchors - rounding * bound
+        if call.key_bias is not None and call.kv_len > 0:  # which may help any key, and harm that of the anchor
+            spread = xp.max(call.key_bias, axis=-1) - xp.min(call.key_bias, axis=-1)
+            anchors = anchors - spread[..., None]
         # A query without keys needs none: nothing exceeds its anchor.
         anchors = xp.where(nearest < 0, asarray(xp, math.inf, anchors.dtype, call.device), anchors)
         return cls(

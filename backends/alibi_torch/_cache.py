@@ -127,6 +127,18 @@ class KVCache:
         """Forget all tokens but the first ``length``."""
         self.length = min(self.length, non_negative_int("length", length))
 
+    def select_batch(self, indices: Tensor) -> None:
+        """Keep the sequences at ``indices`` of the batch axis, in that order; one may be asked for repeatedly.
+
+        Beam search does so, as its candidates fall behind or branch.
+
+        Args:
+            indices: ``[batch_size]`` integers, for a batch size that may be another than before.
+        """
+        indices = indices.to(self.key.device)
+        self.key, self.value = (x.index_select(0, indices) for x in (self.key, self.value))
+        self.key_norms = self.key_norms.index_select(0, indices)
+
 
 def check_appended(key: Tensor, value: Tensor, like: Tensor) -> None:
     """Check that keys and values fit those that a cache holds, in all but their number."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import array_api_compat.torch as xp
@@ -51,6 +52,7 @@ class EvictingKVCache(KVCache):
         scale: float | None = None,
         window_size: int | None = None,
         tolerance: float | None = None,
+        key_bias: Callable[[Tensor], Tensor] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -66,6 +68,8 @@ class EvictingKVCache(KVCache):
             scale: Factor of the scores. Default ``head_dim ** -0.5``.
             window_size: Keys farther than this many tokens are masked.
             tolerance: The share of softmax weight that may be left out. Default the rounding error of ``dtype``.
+            key_bias: What is added to the bias of the keys at positions ``[n]``: a function that returns it,
+                ``[num_heads, n]``. So models keep the bias that a rule of their own rounds.
             device: Where keys and values live.
             dtype: Theirs.
 
@@ -85,6 +89,7 @@ class EvictingKVCache(KVCache):
         self._max_query_norm = positive_number("max_query_norm", max_query_norm)
         self._scale = call.scale
         self._window_size = window_size
+        self._key_bias = key_bias
         if tolerance is None:
             tolerance = UNIT_ROUNDOFF[str(self.key.dtype).removeprefix("torch.")]
         # One half is for what is dropped, the other for what the attention over the rest leaves out.
@@ -156,6 +161,9 @@ class EvictingKVCache(KVCache):
         """Return how many of the last keys so far may matter to queries that are to come."""
         largest = max(self._largest_norms[head] for head in group.heads)
         score_range = 2 * abs(self._scale) * self._max_query_norm * largest
+        if self._key_bias is not None and group.count > 0:
+            least, most = torch.aminmax(self._added_to(group), dim=-1)
+            score_range += (most - least).amax().item()
         reach = self.length
         if group.slope > 0 and math.isfinite(score_range):
             slope = torch.tensor([group.slope], dtype=torch.float64)
@@ -194,16 +202,27 @@ class EvictingKVCache(KVCache):
             one_of("implementation", implementation, IMPLEMENTATIONS)
         self._check_attend(query, slopes, mask, segment_ids, window_size)
         result = torch.empty_like(query)
-        share = len(self._slopes) // self.key.shape[1]  # query heads a key/value head
         # Few queries are not worth a second look: what is kept is about what they need.
         tolerance = 0.0 if query.shape[2] <= SIZES.few else self._tolerance
         for group in self._groups:
-            heads = [head * share + i for head in group.heads for i in range(share)]
+            heads = self._query_heads(group)
             key, value = group.held
             part = query[:, heads]
             call = AttentionCall.check(part, key, value, self._slopes[heads], tolerance=tolerance, xp=xp, **self._rules)
+            if self._key_bias is not None:
+                call = replace(call, key_bias=self._added_to(group))
             result[:, heads] = run(call, part, key, value, implementation, None)
         return result
+
+    def _query_heads(self, group: _Group) -> list[int]:
+        share = len(self._slopes) // self.key.shape[1]  # query heads a key/value head
+        return [head * share + i for head in group.heads for i in range(share)]
+
+    def _added_to(self, group: _Group) -> Tensor:
+        """Return what is added to the bias of the keys that a group holds, ``[heads, count]``."""
+        assert self._key_bias is not None  # or it would not be asked for
+        positions = torch.arange(self.length - group.count, self.length, device=self.key.device)
+        return self._key_bias(positions)[self._query_heads(group)].to(self._slopes.dtype)
 
     def _check_attend(self, query: Tensor, slopes: Any, mask: Any, segment_ids: Any, window_size: int | None) -> None:
         for name, given in (("mask", mask), ("segment_ids", segment_ids)):
@@ -226,6 +245,12 @@ class EvictingKVCache(KVCache):
                 f"query must have norms of at most max_query_norm, {self._max_query_norm:g}, for which keys are kept, "
                 f"got {largest:g}; make the cache with a larger one"
             )
+
+    def select_batch(self, indices: Tensor) -> None:
+        """Keep the sequences at ``indices`` of the batch axis, as :meth:`KVCache.select_batch`."""
+        super().select_batch(indices)
+        for group in self._groups:
+            group.key, group.value = (x.index_select(0, indices.to(x.device)) for x in (group.key, group.value))
 
     def truncate(self, length: int) -> None:
         """Forget the last tokens, so that ``length`` remain.

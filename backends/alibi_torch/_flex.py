@@ -98,6 +98,7 @@ def one_batch_axis(call: AttentionCall) -> AttentionCall:
         q_segment_ids=q_ids,
         kv_segment_ids=q_ids if is_same else whole(call.kv_segment_ids, call.kv_len),
         mask=mask,
+        key_bias=whole(call.key_bias, call.num_heads, call.kv_len),
     )
 
 
@@ -134,8 +135,9 @@ def mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[dict[str
         mask = F.pad(mask, filling, value=False) if any(filling) else mask
         mask = mask.expand(*call.batch, call.num_heads, call.q_len + q_padding, call.kv_len + kv_padding)
 
-    slopes, future_slopes, offset, nearest, kv_len, q_ids, kv_ids, mask = (
-        _stored(x) for x in (slopes, future_slopes, offset, nearest, kv_len, q_ids, kv_ids, mask)
+    added = None if call.key_bias is None else F.pad(call.key_bias, (0, kv_padding))
+    slopes, future_slopes, offset, nearest, kv_len, q_ids, kv_ids, mask, added = (
+        _stored(x) for x in (slopes, future_slopes, offset, nearest, kv_len, q_ids, kv_ids, mask, added)
     )
 
     def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,7 +150,10 @@ def mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[dict[str
         rate = slopes[b, h]
         if future_slopes is not None:
             rate = torch.where(relative > 0, future_slopes[b, h], rate)
-        return score - rate * distance, distance, relative
+        score = score - rate * distance
+        if added is not None:
+            score = score + added[b, h, kv_idx]
+        return score, distance, relative
 
     def bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return biased(score, b, h, q_idx, kv_idx)[0]
@@ -238,6 +243,7 @@ def _kernel(call: AttentionCall, query: Tensor, kind: str, is_padded: bool) -> C
     if torch.compiler.is_compiling():
         return attend
     rules = (call.is_causal, call.window_size, call.mask is None, call.q_segment_ids is None, is_padded)
+    rules += (call.key_bias is None,)
     sizes = (call.num_heads, call.num_kv_heads, query.shape[-1], call.scale, call.q_len < SHORT)
     return _compiled(query.device.type, query.dtype, kind, call.future_slopes is None, rules, sizes)
 

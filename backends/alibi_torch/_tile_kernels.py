@@ -23,6 +23,7 @@ from alibi_torch import _tile_plan
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+FEATURES = 16  # a multiple of these suits the kernels
 PART_ELEMENTS = 2**22  # in what a kernel call allocates for its results, about
 
 
@@ -40,19 +41,16 @@ def forward(
     # In low precision the kernel would round the weights to it, and is no faster: a part at a time is cast.
     dtype = call.working_dtype
     jobs = in_order(jobs)
-    biases = Biases(call, jobs)
+    biases = Biases(replace(call, key_bias=None), jobs)
     for job in jobs:
         bias, attends = biases.of(job)
         for part in _parts(job, job.rows * call.head_dim):
-            out, lse = _forward(
-                queries_of(query, part).to(dtype),
-                keys_of(key, part, call, dtype),
-                keys_of(value, part, call, dtype),
-                0.0,
-                False,
-                attn_mask=bias,
-                scale=call.scale,
-            )
+            tensors = queries_of(query, part).to(dtype), *(keys_of(x, part, call, dtype) for x in (key, value))
+            whole = bias
+            if call.key_bias is not None:
+                whole, *tensors = _with_key_bias(call, part, bias, *tensors)
+            out, lse = _forward(*tensors, 0.0, False, attn_mask=whole, scale=call.scale)
+            out = out[..., : call.head_dim]
             if attends is not None:
                 out = torch.where(attends, out, 0.0)
                 lse = torch.where(attends[..., 0], lse, math.inf)
@@ -125,10 +123,10 @@ def backward(
     key_grad, value_grad = (torch.zeros(key.shape, dtype=key.dtype) for _ in range(2))
     # Two tensors, not one: what an operator returns must not share memory.
     slope_grads = [torch.zeros(call.batch[0], call.num_heads, dtype=torch.float64) for _ in range(2)]
-    # Where the kernel is slow in the dtype of the tensors, a part at a time is cast.
-    dtype = call.dtype if call.dtype == torch.bfloat16 else call.working_dtype
+    # Where the kernel is slow in the dtype of the tensors, a part at a time is cast; a bias is rounded to none.
+    dtype = call.dtype if call.dtype == torch.bfloat16 and call.key_bias is None else call.working_dtype
     jobs = in_order(jobs)
-    biases = Biases(call, jobs)
+    biases = Biases(replace(call, key_bias=None), jobs)
     for entries, some_jobs in itertools.groupby(jobs, lambda job: (job.batch.start, job.batch.stop)):
         batch = slice(*entries)
         # A key's gradient is a sum over tiles, to be rounded once, at the end.
@@ -144,10 +142,13 @@ def backward(
                     bias,
                     call.scale,
                 )
+                if call.key_bias is not None:
+                    tile = tile.with_key_bias(call, part)
                 if by_slopes:
                     by_query, by_key, by_value = _with_slopes(call, part, tile, slope_grads)
                 else:
                     by_query, by_key, by_value = tile.gradients()
+                by_query, by_key, by_value = (x[..., : call.head_dim] for x in (by_query, by_key, by_value))
                 queries_of(query_grad, part).copy_(by_query)
                 local = replace(part, batch=slice(part.batch.start - batch.start, part.batch.stop - batch.start))
                 for total, addend in zip(sums, (by_key, by_value), strict=True):
@@ -191,6 +192,13 @@ class Tile:
         """Return the tile of these of its keys."""
         return replace(self, key=self.key[:, :, some], value=self.value[:, :, some], bias=self.bias[..., some])
 
+    def with_key_bias(self, call: AttentionCall, job: Job) -> Tile:
+        """Return the tile with what a job's keys have added to their bias."""
+        bias, query, key, value = _with_key_bias(call, job, self.bias, self.query, self.key, self.value)
+        wider = query.shape[-1] - self.query.shape[-1]
+        grad, result = (F.pad(x, (0, wider)) for x in (self.grad, self.result))
+        return replace(self, grad=grad, query=query, result=result, key=key, value=value, bias=bias)
+
     def _with_features(self, features: Tensor) -> Tile:
         """Return the tile with further features ``[kv_len, n]`` of the keys, that no score takes part in."""
         n = features.shape[-1]
@@ -224,6 +232,27 @@ class Tile:
     def _kernel(self) -> tuple[Tensor, Tensor, Tensor]:
         tensors = self.grad, self.query, self.key, self.value, self.result, self.logsumexp
         return _backward(*tensors, 0.0, False, attn_mask=self.bias, scale=self.scale)
+
+
+def _with_key_bias(
+    call: AttentionCall, job: Job, bias: Tensor, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return a bias, queries, keys and values that make of a job the scores with what its keys have added.
+
+    Of a few queries it is added to the bias. Else it becomes a feature of the keys, so that the bias stays one that
+    depends on distance alone, which many tiles share.
+    """
+    span = slice(job.kv_start, job.kv_start + (job.tiles - 1) * job.rows + job.kv_len)
+    added = call.key_bias.expand(call.batch[0], -1, -1)[job.batch, job.heads, span]
+    if job.tiles > 1:
+        added = _windows(added[0], job, 0, job.kv_len)  # [tiles, heads, kv_len]
+    if job.rows <= _tile_plan.SIZES.few or call.scale == 0:
+        return bias + added[:, :, None, :], query, key, value
+    more = FEATURES - query.shape[-1] % FEATURES
+    query, key, value = (F.pad(x, (0, more)) for x in (query, key, value))
+    query[..., call.head_dim] = 1.0
+    key[..., call.head_dim] = added / call.scale
+    return bias, query, key, value
 
 
 def _with_slopes(call: AttentionCall, job: Job, tile: Tile, slope_grads: list[Tensor]) -> tuple[Tensor, ...]:

@@ -43,6 +43,7 @@ def tiled_attention(
         # One tensor for both says that each query sees its own key.
         None if flat.kv_segment_ids is flat.q_segment_ids else flat.kv_segment_ids,
         flat.mask,
+        flat.key_bias,
         None if norms is None else norms.values,
         0 if norms is None else norms.block,
         0 if flat.has_offset_array else flat.q_offset,
@@ -68,6 +69,7 @@ def _attend(
     q_segment_ids: Tensor | None,
     kv_segment_ids: Tensor | None,
     mask: Tensor | None,
+    key_bias: Tensor | None,
     key_norms: Tensor | None,
     norms_block: int,
     q_offset: int,
@@ -77,7 +79,7 @@ def _attend(
     tolerance: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the result, ``[batch, num_heads, q_len, head_dim]``, and each softmax's log-sum-exp."""
-    rules = q_offsets, q_segment_ids, kv_segment_ids, mask, q_offset, is_causal, window_size, scale
+    rules = q_offsets, q_segment_ids, kv_segment_ids, mask, key_bias, q_offset, is_causal, window_size, scale
     call = _call(query, key, slopes, future_slopes, *rules)
     query, key, value = (_last_axis_dense(x) for x in (query, key, value))
 
@@ -111,6 +113,7 @@ def _attend_backward(
     q_segment_ids: Tensor | None,
     kv_segment_ids: Tensor | None,
     mask: Tensor | None,
+    key_bias: Tensor | None,
     key_norms: Tensor | None,
     norms_block: int,
     q_offset: int,
@@ -121,7 +124,7 @@ def _attend_backward(
     by_slopes: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients by query, key, value, slopes and future slopes (zeros if ``by_slopes`` is False)."""
-    rules = q_offsets, q_segment_ids, kv_segment_ids, mask, q_offset, is_causal, window_size, scale
+    rules = q_offsets, q_segment_ids, kv_segment_ids, mask, key_bias, q_offset, is_causal, window_size, scale
     call = _call(query, key, slopes, future_slopes, *rules)
     grad, query, key, value = (_last_axis_dense(x) for x in (grad, query, key, value))
 
@@ -162,7 +165,7 @@ def _(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, slopes, future_slopes, *rest = inputs
-    tensors, numbers = rest[:5], rest[5:]
+    tensors, numbers = rest[:6], rest[6:]
     ctx.save_for_backward(query, key, value, *output, slopes, future_slopes, *tensors)
     ctx.numbers = numbers
     ctx.by_slopes = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
@@ -172,7 +175,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor, backward: Any = _attend_backward) -> tuple[Tensor | None, ...]:
     grads = backward(grad, *ctx.saved_tensors, *ctx.numbers, ctx.by_slopes)
     wanted = (x if needed else None for x, needed in zip(grads, ctx.needs_input_grad[:5], strict=True))
-    return (*wanted, *(None for _ in range(11)))
+    return (*wanted, *(None for _ in range(12)))
 
 
 def _refuse_to_differentiate(ctx: Any, *grads: Tensor) -> None:
@@ -229,6 +232,7 @@ def _call(
     q_segment_ids: Tensor | None,
     kv_segment_ids: Tensor | None,
     mask: Tensor | None,
+    key_bias: Tensor | None,
     q_offset: int,
     is_causal: bool,
     window_size: int | None,
@@ -256,6 +260,7 @@ def _call(
         mask=mask,
         scale=scale,
         tolerance=None,
+        key_bias=key_bias,
     )
 
 

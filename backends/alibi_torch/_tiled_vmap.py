@@ -10,7 +10,7 @@ from torch import Tensor
 # Axes of an operator's tensors besides the batch axis, in their order.
 INPUTS = {"query": 3, "key": 3, "value": 3}
 RULES = {"slopes": 1, "future_slopes": 1, "q_offsets": 0, "q_segment_ids": 1, "kv_segment_ids": 1, "mask": 3}
-RULES |= {"key_norms": 2}
+RULES |= {"key_bias": 2, "key_norms": 2}
 OF_FORWARD = (*INPUTS.values(), *RULES.values())
 OF_BACKWARD = (3, *INPUTS.values(), 3, 2, *RULES.values())
 

@@ -1,0 +1,125 @@
+"""What is added to the bias of single keys, and caches that hold other sequences than before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import array_api_compat.torch as xp
+import pytest
+import torch
+
+from alibi_core import AttentionCall, slopes
+from alibi_torch import EvictingKVCache, KVCache, attention
+from alibi_torch._attention import run
+
+HEADS, KV_HEADS, HEAD_DIM = 6, 3, 16
+
+
+def arguments_of(q_len: int, kv_len: int, dtype: torch.dtype, *, seed: int = 0) -> list[torch.Tensor]:
+    """Return query, key, value and what is added to each key's bias."""
+    torch.manual_seed(seed)
+    query = torch.randn(2, HEADS, q_len, HEAD_DIM)
+    key, value = torch.randn(2, 2, KV_HEADS, kv_len, HEAD_DIM)
+    added = 3 * torch.randn(2, HEADS, kv_len)
+    added[:, :, 5] = 40.0  # a key that matters to all after it
+    return [query.to(dtype), key.to(dtype), value.to(dtype), added.to(torch.promote_types(dtype, torch.float32))]
+
+
+def result_of(implementation: str, tensors: list[torch.Tensor], **rules: object) -> torch.Tensor:
+    *tensors, added = tensors
+    call = AttentionCall.check(*tensors, slopes(HEADS, xp=xp), xp=xp, **rules)
+    return run(replace(call, key_bias=added), *tensors, implementation, None)
+
+
+def by_hand(tensors: list[torch.Tensor], mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute the attention in float64 from its definition."""
+    query, key, value, added = (x.double() for x in tensors)
+    key, value = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (key, value))
+    q_len, kv_len = query.shape[2], key.shape[2]
+    distance = torch.arange(kv_len - q_len, kv_len)[:, None] - torch.arange(kv_len)
+    scores = query @ key.mT * HEAD_DIM**-0.5 - slopes(HEADS, xp=xp).double()[:, None, None] * distance
+    visible = distance >= 0 if mask is None else (distance >= 0) & mask
+    scores = torch.where(visible, scores + added[:, :, None], -torch.inf)
+    return torch.nan_to_num(scores.softmax(dim=-1)) @ value
+
+
+@pytest.mark.parametrize("implementation", ["tiled", "sdpa", "dense"])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(40, 40), (1300, 1300), (7, 1500), (1, 2000), (200, 1400)])
+def test_added_bias(implementation: str, q_len: int, kv_len: int) -> None:
+    tensors = arguments_of(q_len, kv_len, torch.float32)
+    # The largest score is about 50: of that, float32 has 2**-18 left, which weights are wrong by, twice.
+    assert torch.allclose(result_of(implementation, tensors).double(), by_hand(tensors), rtol=0, atol=2.0**-16)
+
+
+def test_added_bias_with_padding() -> None:
+    tensors = arguments_of(1200, 1200, torch.float32)
+    mask = (torch.arange(1200) >= torch.tensor([[0], [300]]))[:, None, None, :]
+    actual = result_of("tiled", tensors, mask=mask)
+    assert torch.allclose(actual.double(), by_hand(tensors, mask), rtol=0, atol=2.0**-16)
+
+
+def test_added_bias_in_flex_attention() -> None:
+    tensors = arguments_of(200, 200, torch.float32)
+    assert torch.allclose(result_of("flex", tensors).double(), by_hand(tensors), rtol=0, atol=2.0**-16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [50, 1200])
+def test_gradients_under_an_added_bias(dtype: torch.dtype, length: int) -> None:
+    *tensors, added = arguments_of(length, length, dtype)
+    grad = torch.randn(2, HEADS, length, HEAD_DIM)
+    doubles = [x.double().requires_grad_() for x in tensors]
+    expected = torch.autograd.grad((by_hand([*doubles, added]) * grad).sum(), doubles)
+    inputs = [x.requires_grad_() for x in tensors]
+    actual = torch.autograd.grad((result_of("tiled", [*inputs, added]) * grad).sum(), inputs)
+    # Rounded once to the dtype; in low precision the result that they follow from has been rounded before.
+    tolerance = 2.0**-14 if dtype == torch.float32 else 2.0**-6
+    for one, other in zip(actual, expected, strict=True):
+        assert (one - other).abs().max() <= tolerance * other.abs().max()
+
+
+def test_a_cache_that_evicts_keeps_what_an_added_bias_makes_matter() -> None:
+    query, key, value, _ = arguments_of(1600, 1600, torch.float32)
+    added = torch.linspace(0, 9, 1600).remainder(1.0).expand(HEADS, -1)  # nothing to all: a saw of height 1
+    options = {"slopes": slopes(HEADS, xp=xp), "max_query_norm": 12.0}
+    cache = EvictingKVCache(2, KV_HEADS, 2000, HEAD_DIM, key_bias=lambda positions: added[:, positions], **options)
+    parts = []
+    for start in range(0, 1600, 200):
+        piece = slice(start, start + 200)
+        cache.append(key[:, :, piece], value[:, :, piece])
+        parts.append(cache.attend(query[:, :, piece]))
+    expected = by_hand([query, key, value, added[None]])
+    assert torch.allclose(torch.cat(parts, dim=2).double(), expected, rtol=0, atol=2.0**-18)
+    assert min(cache.kept) < 1600
+
+
+def test_an_added_bias_widens_what_a_cache_keeps() -> None:
+    kept = []
+    for height in (0.0, 40.0):
+        cache = EvictingKVCache(
+            1,
+            1,
+            2000,
+            HEAD_DIM,
+            slopes=torch.tensor([0.5]),
+            max_query_norm=1.0,
+            key_bias=lambda positions, height=height: (positions % 2 * height)[None],
+        )
+        for _ in range(20):
+            cache.append(*torch.ones(2, 1, 1, 50, HEAD_DIM))
+        kept.append(cache.kept[0])
+    assert kept[1] > kept[0]
+
+
+@pytest.mark.parametrize("evict", [False, True])
+def test_selected_sequences(evict: bool) -> None:
+    query, key, value, _ = arguments_of(30, 30, torch.float32)
+    rates = slopes(HEADS, xp=xp)
+    options = {"slopes": rates, "max_query_norm": 20.0} if evict else {}
+    cache = (EvictingKVCache if evict else KVCache)(2, KV_HEADS, 40, HEAD_DIM, **options)
+    cache.append(key[:, :, :29], value[:, :, :29])
+    indices = torch.tensor([1, 1, 0])
+    cache.select_batch(indices)
+    cache.append(key[indices, :, 29:], value[indices, :, 29:])
+    actual = cache.attend(query[indices, :, 29:])
+    assert torch.allclose(actual, attention(query, key, value)[indices, :, 29:], atol=1e-6)
