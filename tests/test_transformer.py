@@ -36,6 +36,7 @@ def test_config_has_the_customary_defaults():
     fields = {"num_layers": 6, "d_model": 256, "num_heads": 8, "max_len": 256, "dropout": 0.1, "causal": True}
     assert {name: getattr(config, name) for name in fields} == fields
     assert config.expansion_factor == 1
+    assert (config.hidden_dim, dataclasses.replace(config, feed_forward_dim=300).hidden_dim) == (256, 300)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.num_layers = 2
 
@@ -59,6 +60,16 @@ def test_config_has_the_customary_defaults():
         ("num_kv_heads", 3, ValueError, r"num_kv_heads must divide num_heads \(8\), got 3"),
         ("num_kv_heads", 0, ValueError, "num_kv_heads must be at least 1, got 0"),
         ("bias", None, TypeError, "bias must be True or False, got None"),
+        ("norm_bias", 1, TypeError, "norm_bias must be True or False, got 1"),
+        ("block", "post_norm", ValueError, "block must be one of 'sequential', .*, got 'post_norm'"),
+        ("activation", "relu", ValueError, "activation must be one of 'gelu', 'gelu_tanh', got 'relu'"),
+        ("feed_forward_dim", 0, ValueError, "feed_forward_dim must be at least 1, got 0"),
+        ("norm_epsilon", 0.0, ValueError, "norm_epsilon must be positive, got 0.0"),
+        ("scale", -1.0, ValueError, "scale must be positive, got -1.0"),
+        ("clip_qkv", 0, ValueError, "clip_qkv must be positive, got 0"),
+        ("slopes", [0.5] * 8, TypeError, "slopes must be a tuple of numbers, got list"),
+        ("slopes", (0.5,), ValueError, r"slopes must be one a head \(8\), got 1"),
+        ("slopes", (-0.5,) * 8, ValueError, "slopes must not be negative, got -0.5"),
     ],
 )
 def test_config_refuses(name, value, error, message):
@@ -136,8 +147,18 @@ def test_attention_factory_replaces_attention_alone():
     torch.testing.assert_close(model(x)[:, order], model(x[:, order]))  # no token hears of another
 
 
-def test_gradients_reach_every_weight():
-    model = AlibiLanguageModel(dataclasses.replace(SMALL, bias=True), VOCAB_SIZE)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"block": "parallel", "activation": "gelu_tanh", "embedding_norm": True, "tied_head": False},
+        {"block": "shared_norm", "feed_forward_bias": False, "scale": 0.3, "clip_qkv": 0.5},
+        {"block": "normed_residual", "norm_bias": False, "slopes": (0.1,) * 7, "scale_embedding": False},
+    ],
+    ids=lambda changes: changes.get("block", "sequential"),
+)
+def test_gradients_reach_every_weight(changes):
+    model = AlibiLanguageModel(dataclasses.replace(SMALL, bias=True, **changes), VOCAB_SIZE)
     tokens = torch.randint(VOCAB_SIZE, (2, 13))
     nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
     # A key's bias adds the same to every score of a row, so its gradient is 0 but for rounding.

@@ -10,25 +10,33 @@ except ModuleNotFoundError as error:
         "install with pip install 'alibi-core[jax]'"
     ) from error
 
+from alibi_core._config import AlibiConfig
 from alibi_core._explanation import Explanation
 from alibi_jax._attention import attention
 from alibi_jax._attention_fn import attention_fn
 from alibi_jax._cache import KVCache
+from alibi_jax._checkpoint import load_checkpoint
 from alibi_jax._explain import explain
 from alibi_jax._gpu import GPU
+from alibi_jax._language_model import AlibiLanguageModel
 from alibi_jax._layer import AlibiAttention
 from alibi_jax._tpu_shape import TPU
+from alibi_jax._transformer import AlibiTransformer
 from alibi_jax._weights import load_weights, save_weights
 
 __all__ = [
     "GPU",
     "TPU",
     "AlibiAttention",
+    "AlibiConfig",
+    "AlibiLanguageModel",
+    "AlibiTransformer",
     "Explanation",
     "KVCache",
     "attention",
     "attention_fn",
     "explain",
+    "load_checkpoint",
     "load_weights",
     "save_weights",
 ]

@@ -9,6 +9,7 @@ from alibi_core._config import AlibiConfig
 from alibi_core._explanation import Explanation
 from alibi_mlx._attention import attention
 from alibi_mlx._cache import KVCache
+from alibi_mlx._checkpoint import load_checkpoint
 from alibi_mlx._evicting_cache import EvictingKVCache
 from alibi_mlx._explain import explain
 from alibi_mlx._language_model import AlibiLanguageModel
@@ -25,4 +26,5 @@ __all__ = [
     "KVCache",
     "attention",
     "explain",
+    "load_checkpoint",
 ]

@@ -10,7 +10,7 @@ from mlx import nn
 
 from alibi_core import _checks
 from alibi_core._config import AlibiConfig
-from alibi_mlx._transformer import AlibiTransformer, AttentionFactory
+from alibi_mlx._transformer import AlibiTransformer, AttentionFactory, layer_norm
 
 
 class AlibiLanguageModel(nn.Module):
@@ -18,6 +18,7 @@ class AlibiLanguageModel(nn.Module):
 
     One matrix embeds the tokens and reads out the logits. Its entries start with a variance of ``1 / d_model``, which
     gives logits of unit variance; embeddings are multiplied by ``sqrt(d_model)``, which gives them the same.
+    ``config`` may ask for another matrix to read out with, for embeddings as they are, or for their layer norm.
 
     Args:
         config: Shape of the model; must be causal.
@@ -44,7 +45,11 @@ class AlibiLanguageModel(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(_checks.positive_int("vocab_size", vocab_size), config.d_model)
         self.embedding.weight = mx.random.normal(self.embedding.weight.shape, scale=config.d_model**-0.5)
+        if config.embedding_norm:
+            self.embedding_norm = layer_norm(config)
         self.transformer = AlibiTransformer(config, attention=attention)
+        if not config.tied_head:
+            self.head = nn.Linear(config.d_model, vocab_size, bias=False)
 
     def __call__(
         self,
@@ -67,11 +72,14 @@ class AlibiLanguageModel(nn.Module):
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Return what the transformer is given for ``tokens``: ``[batch, length, d_model]``."""
-        return self.embedding(tokens) * self.config.d_model**0.5
+        x = self.embedding(tokens)
+        if self.config.scale_embedding:
+            x = x * self.config.d_model**0.5
+        return self.embedding_norm(x) if self.config.embedding_norm else x
 
     def read_out(self, hidden: mx.array) -> mx.array:
         """Return the logits, ``[..., vocab_size]``, of the transformer's output, ``[..., d_model]``."""
-        return self.embedding.as_linear(hidden)
+        return self.embedding.as_linear(hidden) if self.config.tied_head else self.head(hidden)
 
     def generate(
         self, tokens: mx.array, max_new_tokens: int, *, temperature: float = 0.0, key: mx.array | None = None

@@ -17,19 +17,55 @@ AttentionFactory = Callable[[AlibiConfig], nn.Module]
 
 
 def alibi_attention(config: AlibiConfig) -> AlibiAttention:
-    """Return the attention layer that ``config`` describes, its scores scaled by ``head_dim ** -0.5``."""
-    return AlibiAttention(
-        config.d_model,
-        config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        bias=config.bias,
-        is_causal=config.causal,
-        dropout=config.dropout,
-    )
+    """Return the attention layer that ``config`` describes."""
+    return finished(AlibiAttention(**attention_options(config)), config)
+
+
+def attention_options(config: AlibiConfig) -> dict[str, Any]:
+    """Return the arguments of the attention layer that ``config`` describes."""
+    return {
+        "embed_dim": config.d_model,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "bias": config.bias,
+        "is_causal": config.causal,
+        "slopes": None if config.slopes is None else mx.array(config.slopes, mx.float32),
+        "dropout": config.dropout,
+    }
+
+
+def finished(layer: AlibiAttention, config: AlibiConfig) -> AlibiAttention:
+    """Return an attention layer with projections that clip and scale as ``config`` says, if it does."""
+    if config.clip_qkv is not None or config.scale is not None:
+        for name, factor in (("q_proj", config.query_factor), ("k_proj", 1.0), ("v_proj", 1.0)):
+            out_features, in_features = getattr(layer, name).weight.shape
+            options = {"bias": config.bias, "clip": config.clip_qkv, "factor": factor}
+            setattr(layer, name, Projection(in_features, out_features, **options))
+    return layer
+
+
+class Projection(nn.Linear):
+    """A linear layer whose output is clipped to ``clip`` on either side of 0, then multiplied by ``factor``."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, clip: float | None, factor: float) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.clip, self.factor = clip, factor
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return ``x``, ``[..., in_features]``, projected to ``[..., out_features]``."""
+        y = super().__call__(x)
+        if self.clip is not None:
+            y = mx.clip(y, -self.clip, self.clip)
+        return y if self.factor == 1 else y * self.factor
+
+
+def layer_norm(config: AlibiConfig) -> nn.LayerNorm:
+    """Return a layer norm as ``config`` describes it."""
+    return nn.LayerNorm(config.d_model, eps=config.norm_epsilon, bias=config.norm_bias)
 
 
 class AlibiTransformer(nn.Module):
-    """Transform vectors into vectors by pre-norm blocks of ALiBi attention, then a final norm.
+    """Transform vectors into vectors by blocks of ALiBi attention, each on normed input, then a final norm.
 
     Nothing else in the model knows of positions, so it takes inputs of any length: longer ones than
     ``config.max_len`` are the point. Parameters have the names that they have in PyTorch, so that a state dict saved
@@ -54,7 +90,7 @@ class AlibiTransformer(nn.Module):
         super().__init__()
         self.config = config
         self.blocks = [Block(config, attention or alibi_attention) for _ in range(config.num_layers)]
-        self.norm = nn.LayerNorm(config.d_model)
+        self.norm = layer_norm(config)
 
     def __call__(
         self,
@@ -102,19 +138,20 @@ class AlibiTransformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Add to each token what attention finds among the others, then what a feed-forward layer makes of that."""
+    """Add to each token what attention finds among the others, and what a feed-forward layer makes of that."""
 
     def __init__(self, config: AlibiConfig, attention: AttentionFactory) -> None:
         super().__init__()
-        hidden = config.expansion_factor * config.d_model
-        self.attention_norm = nn.LayerNorm(config.d_model)
+        self.kind, hidden = config.block, config.hidden_dim
+        self.attention_norm = layer_norm(config)
         self.attention = attention(config)
-        self.feed_forward_norm = nn.LayerNorm(config.d_model)
+        if self.kind != "shared_norm":
+            self.feed_forward_norm = layer_norm(config)
         # A list, not nn.Sequential, which would put a "layers" into the names that PyTorch does not have.
         self.feed_forward = [
-            nn.Linear(config.d_model, hidden),
-            nn.GELU(),
-            nn.Linear(hidden, config.d_model),
+            nn.Linear(config.d_model, hidden, bias=config.feed_forward_bias),
+            nn.GELU("precise" if config.activation == "gelu_tanh" else "none"),
+            nn.Linear(hidden, config.d_model, bias=config.feed_forward_bias),
             nn.Dropout(config.dropout),
         ]
 
@@ -127,8 +164,17 @@ class Block(nn.Module):
         cache: Any | None,
     ) -> mx.array:
         """Return ``x``, ``[batch, length, d_model]``, with both layers' contributions added."""
-        x = x + self.attention(self.attention_norm(x), mask=mask, segment_ids=segment_ids, cache=cache)
-        y = self.feed_forward_norm(x)
+        normed = self.attention_norm(x)
+        attended = self.attention(normed, mask=mask, segment_ids=segment_ids, cache=cache)
+        if self.kind == "shared_norm":
+            return x + attended + self._fed_forward(normed)
+        if self.kind == "parallel":
+            return x + attended + self._fed_forward(self.feed_forward_norm(x))
+        x = (normed if self.kind == "normed_residual" else x) + attended
+        normed = self.feed_forward_norm(x)
+        return (normed if self.kind == "normed_residual" else x) + self._fed_forward(normed)
+
+    def _fed_forward(self, x: mx.array) -> mx.array:
         for layer in self.feed_forward:
-            y = layer(y)
-        return x + y
+            x = layer(x)
+        return x

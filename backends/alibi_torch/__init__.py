@@ -1,5 +1,8 @@
 """ALiBi attention, layers and models for PyTorch."""
 
+import importlib
+from typing import Any
+
 try:
     import torch as _torch  # noqa: F401
 except ModuleNotFoundError as error:
@@ -8,6 +11,7 @@ except ModuleNotFoundError as error:
 from alibi_torch._attention import attention
 from alibi_torch._bias import AlibiBias
 from alibi_torch._cache import KVCache
+from alibi_torch._checkpoint import load_checkpoint
 from alibi_torch._evicting_cache import EvictingKVCache
 from alibi_torch._explain import Explanation, explain
 from alibi_torch._language_model import AlibiLanguageModel
@@ -25,4 +29,12 @@ __all__ = [
     "KVCache",
     "attention",
     "explain",
+    "load_checkpoint",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``alibi_torch.transformers`` when it is asked for: it needs more than PyTorch."""
+    if name == "transformers":
+        return importlib.import_module("alibi_torch.transformers")
+    raise AttributeError(f"module 'alibi_torch' has no attribute {name!r}")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alibi_core import _checks
-from alibi_torch._transformer import AlibiConfig, AlibiTransformer, AttentionFactory
+from alibi_torch._transformer import AlibiConfig, AlibiTransformer, AttentionFactory, layer_norm
 
 
 class AlibiLanguageModel(nn.Module):
@@ -18,6 +18,7 @@ class AlibiLanguageModel(nn.Module):
 
     One matrix embeds the tokens and reads out the logits. Its entries start with a variance of ``1 / d_model``, which
     gives logits of unit variance; embeddings are multiplied by ``sqrt(d_model)``, which gives them the same.
+    ``config`` may ask for another matrix to read out with, for embeddings as they are, or for their layer norm.
 
     Args:
         config: Shape of the model; must be causal.
@@ -44,7 +45,11 @@ class AlibiLanguageModel(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(_checks.positive_int("vocab_size", vocab_size), config.d_model)
         nn.init.normal_(self.embedding.weight, std=config.d_model**-0.5)
+        if config.embedding_norm:
+            self.embedding_norm = layer_norm(config)
         self.transformer = AlibiTransformer(config, attention=attention)
+        if not config.tied_head:
+            self.head = nn.Linear(config.d_model, vocab_size, bias=False)
 
     def forward(
         self,
@@ -67,11 +72,14 @@ class AlibiLanguageModel(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return what the transformer is given for ``tokens``: ``[batch, length, d_model]``."""
-        return self.embedding(tokens) * self.config.d_model**0.5
+        x = self.embedding(tokens)
+        if self.config.scale_embedding:
+            x = x * self.config.d_model**0.5
+        return self.embedding_norm(x) if self.config.embedding_norm else x
 
     def read_out(self, hidden: Tensor) -> Tensor:
         """Return the logits, ``[..., vocab_size]``, of the transformer's output, ``[..., d_model]``."""
-        return F.linear(hidden, self.embedding.weight)
+        return F.linear(hidden, self.embedding.weight if self.config.tied_head else self.head.weight)
 
     @torch.no_grad()
     def generate(

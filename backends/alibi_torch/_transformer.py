@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from alibi_core._config import AlibiConfig
@@ -15,19 +16,55 @@ AttentionFactory = Callable[[AlibiConfig], nn.Module]
 
 
 def alibi_attention(config: AlibiConfig) -> AlibiAttention:
-    """Return the attention layer that ``config`` describes, its scores scaled by ``head_dim ** -0.5``."""
-    return AlibiAttention(
-        config.d_model,
-        config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        bias=config.bias,
-        is_causal=config.causal,
-        dropout=config.dropout,
-    )
+    """Return the attention layer that ``config`` describes."""
+    return finished(AlibiAttention(**attention_options(config)), config)
+
+
+def attention_options(config: AlibiConfig) -> dict[str, Any]:
+    """Return the arguments of the attention layer that ``config`` describes."""
+    return {
+        "embed_dim": config.d_model,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "bias": config.bias,
+        "is_causal": config.causal,
+        "slopes": None if config.slopes is None else np.asarray(config.slopes, np.float32),
+        "dropout": config.dropout,
+    }
+
+
+def finished(layer: AlibiAttention, config: AlibiConfig) -> AlibiAttention:
+    """Return an attention layer with projections that clip and scale as ``config`` says, if it does."""
+    if config.clip_qkv is not None or config.scale is not None:
+        for name, factor in (("q_proj", config.query_factor), ("k_proj", 1.0), ("v_proj", 1.0)):
+            before = getattr(layer, name)
+            options = {"bias": config.bias, "clip": config.clip_qkv, "factor": factor}
+            setattr(layer, name, Projection(before.in_features, before.out_features, **options))
+    return layer
+
+
+class Projection(nn.Linear):
+    """A linear layer whose output is clipped to ``clip`` on either side of 0, then multiplied by ``factor``."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, clip: float | None, factor: float) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.clip, self.factor = clip, factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x``, ``[..., in_features]``, projected to ``[..., out_features]``."""
+        y = super().forward(x)
+        if self.clip is not None:
+            y = y.clamp(-self.clip, self.clip)
+        return y if self.factor == 1 else y * self.factor
+
+
+def layer_norm(config: AlibiConfig) -> nn.LayerNorm:
+    """Return a layer norm as ``config`` describes it."""
+    return nn.LayerNorm(config.d_model, eps=config.norm_epsilon, bias=config.norm_bias)
 
 
 class AlibiTransformer(nn.Module):
-    """Transform vectors into vectors by pre-norm blocks of ALiBi attention, then a final norm.
+    """Transform vectors into vectors by blocks of ALiBi attention, each on normed input, then a final norm.
 
     Nothing else in the model knows of positions, so it takes inputs of any length: longer ones than
     ``config.max_len`` are the point.
@@ -52,7 +89,7 @@ class AlibiTransformer(nn.Module):
         super().__init__()
         self.config = config
         self.blocks = nn.ModuleList(Block(config, attention or alibi_attention) for _ in range(config.num_layers))
-        self.norm = nn.LayerNorm(config.d_model)
+        self.norm = layer_norm(config)
 
     def forward(
         self,
@@ -99,19 +136,30 @@ class AlibiTransformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Add to each token what attention finds among the others, then what a feed-forward layer makes of that."""
+    """Add to each token what attention finds among the others, and what a feed-forward layer makes of that."""
 
     def __init__(self, config: AlibiConfig, attention: AttentionFactory) -> None:
         super().__init__()
-        hidden = config.expansion_factor * config.d_model
-        self.attention_norm = nn.LayerNorm(config.d_model)
+        self.kind, hidden = config.block, config.hidden_dim
+        self.attention_norm = layer_norm(config)
         self.attention = attention(config)
-        self.feed_forward_norm = nn.LayerNorm(config.d_model)
+        if self.kind != "shared_norm":
+            self.feed_forward_norm = layer_norm(config)
         self.feed_forward = nn.Sequential(
-            nn.Linear(config.d_model, hidden), nn.GELU(), nn.Linear(hidden, config.d_model), nn.Dropout(config.dropout)
+            nn.Linear(config.d_model, hidden, bias=config.feed_forward_bias),
+            nn.GELU("tanh" if config.activation == "gelu_tanh" else "none"),
+            nn.Linear(hidden, config.d_model, bias=config.feed_forward_bias),
+            nn.Dropout(config.dropout),
         )
 
     def forward(self, x: Tensor, *, mask: Tensor | None, segment_ids: Tensor | None, cache: Any | None) -> Tensor:
         """Return ``x``, ``[batch, length, d_model]``, with both layers' contributions added."""
-        x = x + self.attention(self.attention_norm(x), mask=mask, segment_ids=segment_ids, cache=cache)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        normed = self.attention_norm(x)
+        attended = self.attention(normed, mask=mask, segment_ids=segment_ids, cache=cache)
+        if self.kind == "shared_norm":
+            return x + attended + self.feed_forward(normed)
+        if self.kind == "parallel":
+            return x + attended + self.feed_forward(self.feed_forward_norm(x))
+        x = (normed if self.kind == "normed_residual" else x) + attended
+        normed = self.feed_forward_norm(x)
+        return (normed if self.kind == "normed_residual" else x) + self.feed_forward(normed)

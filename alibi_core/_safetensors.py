@@ -1,0 +1,129 @@
+"""Tensors of safetensors files as NumPy arrays, read one at a time, with every length checked first."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_HEADER = 100_000_000  # bytes, as the format's own reader has it
+
+# The dtypes that are read, by their names in the format. NumPy has no bfloat16: its bits are a float32's upper half.
+_NUMPY_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor is, and what it is.
+
+    Attributes:
+        path: Its file.
+        dtype: As the format calls it, ``"F32"`` or ``"BF16"``, say.
+        shape: Its shape.
+        offset: Its first byte in the file.
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    def read(self) -> Any:
+        """Return its values as an array of its own, bfloat16 as float32."""
+        stored = np.memmap(self.path, _NUMPY_DTYPES[self.dtype], mode="r", offset=self.offset, shape=self.shape)
+        if self.dtype == "BF16":
+            return (stored.astype(np.uint32) << 16).view(np.float32)
+        return np.array(stored)
+
+
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a model, by name, from one file or as many as an index lists.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If a file is cut short or not what it should be, or holds tensors of no floating dtype.
+    """
+    if (directory / WHOLE).is_file():
+        return _header(directory / WHOLE)
+    if not (directory / INDEX).is_file():
+        raise FileNotFoundError(
+            f"{directory} must hold {WHOLE} or {INDEX}; weights of another format become that with "
+            "transformers' model.save_pretrained(directory)"
+        )
+    places = read_json(directory / INDEX).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ValueError(
+            f"{directory / INDEX} must map tensors to files under 'weight_map', got {type(places).__name__}"
+        )
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(set(places.values())):
+        if Path(file).name != file:
+            raise ValueError(f"{directory / INDEX} must name files of its own directory, got {file!r}")
+        tensors |= _header(directory / file)
+    absent = [name for name, file in places.items() if name not in tensors or tensors[name].path.name != file]
+    if absent:
+        raise ValueError(f"{directory} must hold the tensors where its index says, got {some(absent)} missing")
+    return tensors
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path.parent} must hold {path.name}, as save_pretrained writes it") from None
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON, got {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def some(names: list[str]) -> str:
+    """Return a list of names, cut short where it is long."""
+    return f"{names[:4]}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _header(path: Path) -> dict[str, StoredTensor]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent} must hold {path.name}, which its index names")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER):
+            raise _damaged(path, f"{size} bytes, too few for its header")
+        try:
+            entries = json.loads(file.read(length))
+            tensors = {name: _stored(path, 8 + length, e) for name, e in entries.items() if name != "__metadata__"}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise _damaged(path, "a header that cannot be read") from None
+    end = max((entry["data_offsets"][1] for name, entry in entries.items() if name in tensors), default=0)
+    if size != 8 + length + end:
+        raise _damaged(path, f"{size} bytes where its header tells of {8 + length + end}")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NUMPY_DTYPES:
+            raise ValueError(
+                f"{name} in {path} must be of dtype {', '.join(_NUMPY_DTYPES)}, got {tensor.dtype}; "
+                "save a quantized model in floating point first"
+            )
+        start, stop = entries[name]["data_offsets"]
+        if stop - start != math.prod(tensor.shape) * np.dtype(_NUMPY_DTYPES[tensor.dtype]).itemsize:
+            raise _damaged(path, f"{stop - start} bytes for {name} of {tensor.dtype} and shape {tensor.shape}")
+    return tensors
+
+
+def _stored(path: Path, data: int, entry: dict[str, Any]) -> StoredTensor:
+    start, stop = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if not all(type(number) is int and number >= 0 for number in (start, stop, *shape)):
+        raise ValueError
+    return StoredTensor(path, str(entry["dtype"]), shape, data + start)
+
+
+def _damaged(path: Path, found: str) -> ValueError:
+    return ValueError(f"{path} must be a whole safetensors file, got {found}; copy or download it again")
