@@ -1,0 +1,228 @@
+"""Keys and values of the tokens so far: in the caches of transformers, and in one that knows ALiBi."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
+
+from alibi_torch._cache import BLOCK, KVCache
+from alibi_torch._tile_plan import SIZES, KeyNorms, norm_bounds
+from alibi_torch.transformers._rules import Rules
+
+ROOM = 256  # tokens, at least, that a growing cache makes room for at a time
+
+
+def extended(cache: Any, layer_idx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, rules: Rules) -> Tensor:
+    """Append keys and values of further tokens to a cache, and return the attention of those tokens over all."""
+    if isinstance(cache, AlibiCache):
+        return cache.layers[layer_idx].attend(query, key, value, mask, rules)
+    past = cache.get_seq_length(layer_idx)
+    if torch.compiler.is_compiling():  # a tensor, in a cache of fixed size, stays one
+        past = past.clone() if isinstance(past, Tensor) else past
+        keys, values = cache.update(key, value, layer_idx)
+        return rules.attend(query, keys, values, mask, past, None)
+    past = int(past)
+    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    known = _KnownNorms.of(layer, past)
+    keys, values = cache.update(key, value, layer_idx)
+    keys, values = (x[:, :, : past + key.shape[2]] for x in (keys, values))
+    norms = None
+    if query.shape[2] <= SIZES.few:  # of more queries the plan takes better bounds by itself
+        known = known.with_keys(keys)
+        known.keep(cache.layers[layer_idx])
+        norms = known.norms
+    return rules.attend(query, keys, values, mask, past, norms)
+
+
+def check_cache(cache: Any) -> None:
+    """Check that a cache is of a kind whose keys are those of all tokens, in order.
+
+    Raises:
+        TypeError: If it is not.
+    """
+    if isinstance(cache, AlibiCache):
+        return
+    kinds = [type(layer) for layer in getattr(cache, "layers", [])] or [
+        getattr(cache, "layer_class_to_replicate", None)
+    ]
+    others = [getattr(kind, "__name__", kind) for kind in kinds if kind not in (DynamicLayer, StaticLayer)]
+    if not isinstance(cache, Cache) or others:
+        found = type(cache).__name__ + (f" with {others[0]}" if others and isinstance(cache, Cache) else "")
+        raise TypeError(
+            "past_key_values must be a DynamicCache, a StaticCache or an alibi_torch.transformers.AlibiCache, got "
+            f"{found}; use one of those, or undo with restore"
+        )
+
+
+class _KnownNorms:
+    """Bounds of the norms of keys in a layer of transformers' caches, as long as nobody else changes its keys."""
+
+    def __init__(self) -> None:
+        self.values: Tensor | None = None  # [batch, num_kv_heads, blocks]
+        self.length = 0
+        self._keys: Any = lambda: None
+        self._version = -1
+
+    @classmethod
+    def of(cls, layer: Any, past: int) -> _KnownNorms:
+        """Return what is known of a layer's first ``past`` keys."""
+        known = getattr(layer, "alibi_norms", None)
+        if isinstance(known, cls) and known.length == past and known._is_of(layer):
+            return known
+        return cls()
+
+    def with_keys(self, keys: Tensor) -> _KnownNorms:
+        """Return what is known once a layer holds these keys, having measured those that are new."""
+        batch, heads, length, _ = keys.shape
+        blocks = -(-length // BLOCK)
+        with torch.no_grad():
+            new = norm_bounds(keys[:, :, self.length :])
+            values = new.new_zeros(batch, heads, blocks)
+            if self.values is not None:
+                values[..., : self.values.shape[-1]] = self.values
+            index = torch.arange(self.length, length, device=new.device) // BLOCK
+            values.scatter_reduce_(2, index.expand_as(new), new, "amax")
+        known = _KnownNorms()
+        known.values, known.length = values, length
+        return known
+
+    def keep(self, layer: Any) -> None:
+        """Remember this for the next tokens."""
+        if layer.keys.is_inference():  # whose changes cannot be told
+            return
+        self._keys, self._version = weakref.ref(layer.keys), layer.keys._version
+        layer.alibi_norms = self
+
+    @property
+    def norms(self) -> KeyNorms | None:
+        return None if self.values is None else KeyNorms(self.values, BLOCK)
+
+    def _is_of(self, layer: Any) -> bool:
+        return self._keys() is layer.keys and layer.keys._version == self._version
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _KnownNorms, ()  # a copy's keys are others
+
+
+class AlibiCache(Cache):
+    """A cache for an accelerated model that appends in place and keeps what the horizon needs to know of keys.
+
+    Unlike a ``DynamicCache`` it does not copy all keys at each token, and unlike a ``StaticCache`` it need not know how
+    many there will be. The model takes it as ``past_key_values``, and so does its ``generate``.
+
+    Args:
+        model: The accelerated model.
+        evict: Let heads drop the keys that their horizons prove to be of no weight to any query to come, whatever the
+            tokens are. Batches must be without padding. How long queries can be follows from the model's weights.
+
+    Raises:
+        ValueError: If the model is not accelerated.
+
+    Example:
+        >>> from transformers import BloomConfig, BloomForCausalLM
+        >>> from alibi_torch.transformers import accelerate
+        >>> model = BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=4)).eval()
+        >>> cache = AlibiCache(accelerate(model))
+        >>> tokens = model.generate(torch.tensor([[7, 8, 9]]), past_key_values=cache, max_new_tokens=2)
+        >>> cache.get_seq_length()
+        4
+    """
+
+    def __init__(self, model: Any, *, evict: bool = False) -> None:
+        from alibi_torch.transformers._accelerate import attention_modules
+        from alibi_torch.transformers._evicting_layer import EvictingLayer
+        from alibi_torch.transformers._norms import most_of_queries
+
+        modules = attention_modules(model)
+        if evict:
+            super().__init__(layers=[EvictingLayer(m.alibi_rules, most_of_queries(model, m)) for m in modules])
+        else:
+            super().__init__(layers=[AlibiLayer() for _ in modules])
+
+
+class AlibiLayer(CacheLayerMixin):
+    """The keys and values of one layer, with room for more behind them."""
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store: KVCache | None = None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, rules: Rules) -> Tensor:
+        """Append keys and values, and return the attention of their tokens over all."""
+        past = self.get_seq_length()
+        keys, values = self.update(key, value)
+        norms = None
+        if self.store is not None and query.shape[2] <= SIZES.few:
+            norms = KeyNorms(self.store.key_norms[:, :, : -(-self.store.length // BLOCK)], BLOCK)
+        return rules.attend(query, keys, values, mask, past, norms)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Make room for the first tokens."""
+        self.store = self._empty(key_states, key_states.shape[2])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values, and return those of all tokens."""
+        if self.store is None:
+            self.lazy_initialization(key_states)
+        store = self.store
+        assert store is not None  # made just now
+        if store.length + key_states.shape[2] > store.max_length:
+            held = store.key[:, :, : store.length], store.value[:, :, : store.length]
+            self.store = self._empty(key_states, store.length + key_states.shape[2])
+            self.store.append(*held)
+            store = self.store
+        return store.append(key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many tokens there will be with further ones, and the position of the first."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return how many tokens there are."""
+        return 0 if self.store is None else self.store.length
+
+    def get_max_length(self) -> int:
+        """Return -1: there is room for any number."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # as transformers before 5.14 calls it
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.store, self.is_initialized = None, False
+
+    def crop(self, max_length: int) -> None:
+        """Forget the last ``-max_length`` tokens, or all but the first ``max_length``."""
+        if self.store is not None:
+            self.store.truncate(
+                max(self.store.length + max_length, 0) if max_length < 0 else max_length or self.store.length
+            )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep these entries of the batch."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these entries of the batch."""
+        if self.store is not None:
+            self.store.select_batch(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each entry of the batch."""
+        if self.store is not None:
+            batch = torch.arange(self.store.key.shape[0], device=self.store.key.device)
+            self.store.select_batch(batch.repeat_interleave(repeats))
+
+    def _empty(self, key: Tensor, length: int) -> KVCache:
+        batch_size, num_kv_heads, _, head_dim = key.shape
+        room = length + max(ROOM, length // 4)
+        return KVCache(batch_size, num_kv_heads, room, head_dim, device=key.device, dtype=key.dtype)

@@ -1,0 +1,155 @@
+"""The attention modules of transformers, their attention computed by this library. Projections stay theirs."""
+
+from __future__ import annotations
+
+import math
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.bloom.modeling_bloom import BloomAttention, build_alibi_tensor
+from transformers.models.falcon.modeling_falcon import FalconAttention
+from transformers.models.mpt.modeling_mpt import MptAttention
+
+from alibi_torch.transformers._caches import extended
+from alibi_torch.transformers._rules import Rules
+
+
+class Accelerated:
+    """What the attention modules below have in common.
+
+    Attributes:
+        alibi_rules: What the module computes.
+    """
+
+    alibi_rules: Rules
+    layer_idx: int | None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, cache: Any) -> Tensor:
+        """Return the attention of ``[batch, heads, length, head_dim]``, heads merged: ``[batch, q_len, features]``."""
+        if cache is None:
+            result = self.alibi_rules.attend(query, key, value, mask, 0, None)
+        else:
+            result = extended(cache, self.layer_idx, query, key, value, mask, self.alibi_rules)
+        return result.transpose(1, 2).flatten(2)
+
+    def check_dropout(self, probability: float, training: bool) -> None:
+        """Check that no attention weight is to be dropped."""
+        if training and probability > 0:
+            raise ValueError(
+                f"dropout of attention weights must be 0 in training, got {probability}, as no weights are stored; set "
+                "it to 0 in the config the model is made with, or undo with restore"
+            )
+
+
+class AcceleratedBloomAttention(Accelerated, BloomAttention):
+    """BLOOM's attention module."""
+
+    @staticmethod
+    def rules(module: BloomAttention, config: Any, contract: str) -> Rules:
+        """Return what a module computes."""
+        if module.pretraining_tp > 1 and module.slow_but_exact:
+            raise ValueError(
+                "slow_but_exact must be False in the config, got True: it splits sums as training on "
+                f"{module.pretraining_tp} devices did, which is not kept up here"
+            )
+        check_sizes(module.query_key_value, module.num_heads * 3 * module.head_dim, module.num_heads)
+        weight = module.dense.weight
+        text = torch.ones(1, 2, dtype=torch.long, device="cpu" if weight.is_meta else weight.device)
+        # A power of two numbers may be a unit in the last place off, and which one depends on the processor.
+        own = build_alibi_tensor(text, module.num_heads, torch.float32)[:, 0, 1]
+        return Rules.of("bloom", contract, module.num_heads, module.inv_norm_factor, model_slopes=own)
+
+    def forward(
+        self, hidden_states: Tensor, residual: Tensor, alibi: Any, attention_mask: Any, layer_past: Any = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        """Return what the model's own does, but no weights."""
+        self.check_dropout(self.attention_dropout.p, self.training)
+        query, key, value = self._reshape(self.query_key_value(hidden_states))
+        output = self.dense(self.attend(query, key, value, attention_mask, layer_past))
+        return residual + F.dropout(output, p=self.hidden_dropout, training=self.training), None
+
+
+class AcceleratedMptAttention(Accelerated, MptAttention):
+    """MPT's attention module."""
+
+    @staticmethod
+    def rules(module: MptAttention, config: Any, contract: str) -> Rules:
+        """Return what a module computes."""
+        own = config.attn_config
+        for name, wanted in (("alibi", True), ("prefix_lm", False), ("qk_ln", False), ("attn_uses_sequence_id", False)):
+            if getattr(own, name) != wanted:
+                raise ValueError(f"attn_config.{name} must be {wanted} for a model to be accelerated, got {not wanted}")
+        check_sizes(module.Wqkv, 3 * module.n_heads * module.head_dim, module.n_heads)
+        return Rules.of("mpt", contract, module.n_heads, module.softmax_scale, bias_max=own.alibi_bias_max)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_bias: Any,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """Return what the model's own does, but no weights."""
+        self.check_dropout(self.attn_dropout_p, self.training)
+        mixed = self.Wqkv(hidden_states)
+        if self.clip_qkv:
+            mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+        query, key, value = (
+            x.unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2) for x in mixed.chunk(3, dim=2)
+        )
+        return self.out_proj(self.attend(query, key, value, attention_mask, past_key_values)), None
+
+
+class AcceleratedFalconAttention(Accelerated, FalconAttention):
+    """Falcon's attention module. Key/value heads that queries share are cached once, not once for each query head."""
+
+    @staticmethod
+    def rules(module: FalconAttention, config: Any, contract: str) -> Rules:
+        """Return what a module computes."""
+        # Eager, the model adds its bias to the scores and to the mask both.
+        additions = {"sdpa": 1, "eager": 2}.get(config._attn_implementation)
+        if additions is None:
+            raise ValueError(
+                "attn_implementation must be 'sdpa' or 'eager' for a Falcon model with ALiBi, got "
+                f"{config._attn_implementation!r}"
+            )
+        shared = 2 * module.num_kv_heads
+        check_sizes(module.query_key_value, (module.num_heads + shared) * module.head_dim, module.num_heads)
+        divisor = math.sqrt(module.head_dim)
+        scale = module.inv_norm_factor
+        return Rules.of("falcon", contract, module.num_heads, scale, bias_divisor=divisor, additions=additions)
+
+    def forward(
+        self, hidden_states: Tensor, alibi: Any, attention_mask: Any, layer_past: Any = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        """Return what the model's own does, but no weights."""
+        self.check_dropout(self.attention_dropout.p, self.training)
+        fused = self.query_key_value(hidden_states)
+        fused = fused.unflatten(-1, (self.num_kv_heads, -1, self.head_dim))  # the last queries, then a key and a value
+        query, key, value = fused[..., :-2, :].flatten(2, 3), fused[..., -2, :], fused[..., -1, :]
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        return self.dense(self.attend(query, key, value, attention_mask, layer_past)), None
+
+
+def check_sizes(projection: Any, features: int, num_heads: int) -> None:
+    """Check that a module holds all of its heads, not some that a tensor-parallel plan left it."""
+    weight = projection.weight
+    # What quantization leaves of a weight has a shape of its own.
+    held = weight.shape[0] if weight.is_floating_point() else projection.out_features
+    if held != features:
+        raise ValueError(
+            f"projection of queries, keys and values must have {features} rows for its {num_heads} heads, got {held}; "
+            "slopes are those of all heads: change the model before it is split"
+        )
+
+
+def become(module: Any, kind: type) -> None:
+    """Make a module one of another class, its state kept."""
+    module.__class__ = kind
+    # Hooks for several devices replace `forward` and keep the one before.
+    if isinstance(vars(module).get("_old_forward"), MethodType):
+        module._old_forward = MethodType(kind.forward, module)

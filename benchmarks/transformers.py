@@ -1,0 +1,277 @@
+"""How much faster are BLOOM and MPT of transformers with their attention computed by this library?
+
+Random weights at the shapes of real models. Numbers come first: logits beside the model's own in float32 and in
+float64, and greedy tokens for many prompts. Then, in pairs whose order alternates:
+
+  bloom    two layers of BLOOM-560m's shape, a forward pass over 8,192 tokens;
+  mpt      one layer of MPT-7B's shape, 4,096 tokens; and that layer's attention without its projections, which are most
+           of its work and stay the model's own;
+  decode   64 tokens after 8,192, two layers of BLOOM-560m's shape, in the model's usual cache and in AlibiCache.
+
+The peak of memory is taken in a process of its own. The exit status is 1 if a number is wrong or, at full size, if a
+bar is not met. About 25 minutes on two cores, most of it for the models' own attention; 17 GiB of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import BloomConfig, BloomForCausalLM, BloomModel, DynamicCache, MptConfig, MptModel
+from transformers.utils import logging
+
+import alibi_core
+from alibi_torch.transformers import AlibiCache, accelerate, restore
+from benchmarks import _timing
+from benchmarks._timing import MET, Measurement
+
+SECTIONS = ("bloom", "mpt", "decode")
+VERSIONS = ("numpy", "torch", "transformers")
+OURS, THEIRS = "accelerated", "eager"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured.
+
+    Attributes:
+        bloom: Tokens of BLOOM's forward pass, and before those decoded.
+        mpt: Tokens of MPT's.
+        decoded: Tokens that are decoded.
+        pairs: Of calls that are timed.
+        checked: Tokens whose logits are compared with float64.
+        prompts: That greedy tokens are compared for.
+        steps: Greedy tokens of each.
+        narrow: By what the widths of the models are divided.
+    """
+
+    bloom: int
+    mpt: int
+    decoded: int
+    pairs: int
+    checked: int
+    prompts: int
+    steps: int
+    narrow: int
+
+
+FULL = Sizes(bloom=8192, mpt=4096, decoded=64, pairs=3, checked=1500, prompts=20, steps=200, narrow=1)
+SMALL = Sizes(bloom=300, mpt=200, decoded=3, pairs=1, checked=100, prompts=2, steps=5, narrow=8)
+
+
+def bloom_config(narrow: int, **options: Any) -> BloomConfig:
+    """Return the shape of BLOOM-560m, of two layers and few words: embeddings are not what is measured."""
+    return BloomConfig(vocab_size=1000, hidden_size=1024 // narrow, n_head=16, n_layer=2, **options)
+
+
+def mpt_config(narrow: int, length: int) -> MptConfig:
+    """Return the shape of MPT-7B, of one layer and few words."""
+    return MptConfig(vocab_size=1000, d_model=4096 // narrow, n_heads=32, n_layers=1, max_seq_len=length)
+
+
+def model_of(kind: str, narrow: int, length: int) -> Any:
+    """Return a model with random weights."""
+    torch.manual_seed(0)
+    return (BloomModel(bloom_config(narrow)) if kind == "bloom" else MptModel(mpt_config(narrow, length))).eval()
+
+
+def tokens_of(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 1000, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def forward(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the last hidden state."""
+    return model(tokens, use_cache=False).last_hidden_state
+
+
+def prepared_forward(kind: str, narrow: int, length: int, accelerated: bool) -> Callable[[], Any]:
+    """Return a forward pass, for a process of its own."""
+    model, tokens = model_of(kind, narrow, length), tokens_of(1, length)
+    if accelerated:
+        accelerate(model)
+    forward(model, tokens[:, :64])
+    return lambda: forward(model, tokens)
+
+
+# --- Numbers --------------------------------------------------------------------------------------------------------
+
+
+def check_numbers(sizes: Sizes) -> tuple[dict[str, Any], list[str]]:
+    """Return what was compared, and what is wrong."""
+    found: dict[str, Any] = {}
+    wrong = []
+    for kind in ("bloom", "mpt"):
+        model, tokens = (
+            model_of(kind, max(sizes.narrow, 4 if kind == "mpt" else 1), sizes.checked),
+            tokens_of(1, sizes.checked),
+        )
+        theirs, exact = forward(model, tokens), forward(copy.deepcopy(model).double(), tokens)
+        ours = forward(accelerate(model), tokens)
+        own, apart = ((x.double() - y.double()).abs().max().item() for x, y in ((theirs, exact), (ours, theirs)))
+        found[kind] = {"eager's own error": own, "apart from eager": apart, "ratio": apart / own}
+        if not apart <= 4 * own:
+            wrong.append(f"{kind}: apart from eager by {apart:.1e}, whose own error is {own:.1e}")
+    torch.manual_seed(1)
+    model = BloomForCausalLM(bloom_config(sizes.narrow, initializer_range=0.1)).eval()
+    options = {"max_new_tokens": sizes.steps, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    equal = 0
+    for seed in range(sizes.prompts):
+        prompt = tokens_of(1, 16, seed)
+        theirs = model.generate(prompt, **options)
+        ours = accelerate(model).generate(prompt, **options)
+        restore(model)
+        equal += torch.equal(ours, theirs)
+    found["greedy"] = {"prompts": sizes.prompts, "tokens of each": sizes.steps, "prompts with equal tokens": equal}
+    if equal < sizes.prompts:
+        wrong.append(f"greedy tokens: equal for {equal} of {sizes.prompts} prompts")
+    return found, wrong
+
+
+# --- Sections -------------------------------------------------------------------------------------------------------
+
+
+def of_forward(kind: str, length: int, sizes: Sizes, bars: tuple[float, float]) -> Iterator[Measurement]:
+    """Measure a forward pass, and its memory."""
+    what = {"bloom": "BLOOM-560m, 2 layers", "mpt": "MPT-7B, 1 layer"}[kind]
+    group = f"{what}, forward, {length:,} tokens"
+    theirs, tokens = model_of(kind, sizes.narrow, length), tokens_of(1, length)
+    ours = accelerate(copy.deepcopy(theirs))
+    measured = Measurement(group, OURS, THEIRS, "seconds", bar=bars[0], faster=True)
+    yield measured.timed(lambda: forward(ours, tokens), lambda: forward(theirs, tokens), sizes.pairs)
+    peaks = [
+        _timing.peak_growth("benchmarks.transformers:prepared_forward", kind, sizes.narrow, length, accelerated)
+        for accelerated in (True, False)
+    ]
+    yield Measurement(group, f"{OURS}, peak memory", THEIRS, "bytes", bar=bars[1]).weighed(*peaks)
+
+
+def of_attention(length: int, sizes: Sizes) -> Iterator[Measurement]:
+    """Measure MPT's attention without its projections."""
+    theirs, tokens = model_of("mpt", sizes.narrow, length), tokens_of(1, length)
+    for name in ("Wqkv", "out_proj"):
+        setattr(theirs.blocks[0].attn, name, _Repeated(3) if name == "Wqkv" else torch.nn.Identity())
+    theirs.blocks[0].ffn = _Nothing()
+    theirs.blocks[0].attn.Wqkv.weight = theirs.wte.weight.new_zeros(3 * theirs.hidden_size, 1)
+    ours = accelerate(copy.deepcopy(theirs))
+    group = f"MPT-7B, 1 layer, forward, {length:,} tokens"
+    measured = Measurement(group, f"{OURS}, no projections", THEIRS, "seconds", faster=True)
+    yield measured.timed(lambda: forward(ours, tokens), lambda: forward(theirs, tokens), sizes.pairs)
+
+
+class _Repeated(torch.nn.Module):
+    """Stands in for a projection to several tensors, at no cost."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x] * self.times, dim=-1)
+
+
+class _Nothing(torch.nn.Module):
+    """Stands in for the layer after attention."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return residual
+
+
+def of_decoding(sizes: Sizes) -> Iterator[Measurement]:
+    """Measure decoding after a long text."""
+    theirs, tokens = model_of("bloom", sizes.narrow, sizes.bloom), tokens_of(1, sizes.bloom)
+    ours = accelerate(copy.deepcopy(theirs))
+    group = f"BLOOM-560m, 2 layers, decode {sizes.decoded} after {sizes.bloom:,} tokens"
+    with torch.no_grad():
+        filled = DynamicCache(config=theirs.config)
+        ours(tokens, past_key_values=filled)
+
+    def filled_like(cache: Any) -> Any:
+        """Return a cache with the same keys and values, or, of a kind that forgets some, with what it would hold."""
+        if isinstance(cache, DynamicCache):
+            return copy.deepcopy(filled)
+        with torch.no_grad():
+            for piece in tokens.split(1024, dim=1):
+                ours(piece, past_key_values=cache)
+        return cache
+
+    caches = {
+        f"{OURS}, DynamicCache": (lambda: DynamicCache(config=theirs.config), 2.0),
+        f"{OURS}, AlibiCache": (lambda: AlibiCache(ours), None),
+        f"{OURS}, AlibiCache that evicts": (lambda: AlibiCache(ours, evict=True), None),
+    }
+    for name, (make, bar) in caches.items():
+        held = [filled_like(make()) for _ in range(sizes.pairs + 1)]
+        plain = [filled_like(filled) for _ in range(sizes.pairs + 1)]
+        measured = Measurement(group, name, f"{THEIRS}, DynamicCache", "seconds", bar=bar, faster=True)
+        yield measured.timed(
+            lambda held=held: decode(ours, tokens, held.pop(), sizes.decoded),
+            lambda plain=plain: decode(theirs, tokens, plain.pop(), sizes.decoded),
+            sizes.pairs,
+        )
+
+
+@torch.no_grad()
+def decode(model: Any, tokens: torch.Tensor, cache: Any, steps: int) -> None:
+    """Take further tokens one at a time."""
+    for step in range(steps):
+        model(tokens[:, step : step + 1], past_key_values=cache)
+
+
+def measure(sections: Sequence[str], sizes: Sizes) -> Iterator[Measurement]:
+    """Yield what the sections measure."""
+    if "bloom" in sections:
+        yield from of_forward("bloom", sizes.bloom, sizes, (6.0, 0.25))
+    if "mpt" in sections:
+        yield from of_forward("mpt", sizes.mpt, sizes, (3.0, 0.5))
+        yield from of_attention(sizes.mpt, sizes)
+    if "decode" in sections:
+        yield from of_decoding(sizes)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.transformers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="small shapes: checks numbers, judges no speed")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections (default all)")
+    where = "where transformers.json goes (default benchmarks/results, with --quick or --only out)"
+    parser.add_argument("--output", type=Path, metavar="DIR", help=where)
+    options = parser.parse_args(arguments)
+    logging.set_verbosity_error()
+    machine = _timing.machine()
+    sizes = SMALL if options.quick else FULL
+    numerics, wrong = check_numbers(sizes)
+    measurements = [] if wrong else list(measure(options.only, sizes))
+    judged = not options.quick
+    _timing.show(_timing.console(), measurements, judged)
+    missed = [each for each in measurements if judged and each.verdict(judged) not in ("", MET)]
+    is_whole = judged and options.only == list(SECTIONS)
+    path = (options.output or (Path(__file__).parent / "results" if is_whole else Path("out"))) / "transformers.json"
+    results = {
+        "benchmark": "transformers",
+        "quick": options.quick,
+        "passed": not wrong and not missed,
+        "machine": machine | {"threads": torch.get_num_threads()},
+        "versions": {"alibi-core": alibi_core.__version__} | _timing.versions(*VERSIONS),
+        "numerics": numerics,
+        "measurements": _timing.as_json(measurements, judged),
+    }
+    _timing.write_json(path, results)
+    print(f"Written to {path}; the load of the machine was {machine['load']} at the start.")
+    for line in [f"wrong: {line}" for line in wrong] + [f"{each.verdict(judged)}: {each.name}" for each in missed]:
+        print(line, file=sys.stderr)
+    return 1 if wrong or missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,660 @@
+"""BLOOM, MPT and Falcon of transformers, accelerated, against themselves."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    BloomForSequenceClassification,
+    BloomModel,
+    DynamicCache,
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2Model,
+    MptConfig,
+    MptForCausalLM,
+    StaticCache,
+)
+
+from alibi_torch.transformers import AlibiCache, accelerate, restore
+
+transformers.logging.set_verbosity_error()
+
+VOCABULARY = 97
+
+
+def bloom(**options: Any) -> Any:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 60, "n_layer": 2, "n_head": 6}
+    return BloomForCausalLM(BloomConfig(**sizes | options))
+
+
+def mpt(**options: Any) -> Any:
+    sizes = {"vocab_size": VOCABULARY, "d_model": 60, "n_heads": 6, "n_layers": 2, "max_seq_len": 2048}
+    return MptForCausalLM(MptConfig(**sizes | options))
+
+
+def falcon(implementation: str = "sdpa", **options: Any) -> Any:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = FalconConfig(alibi=True, **sizes | options)
+    config._attn_implementation = implementation
+    return FalconForCausalLM(config)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "bloom": bloom,
+    "bloom, post-norm residual": lambda: bloom(apply_residual_connection_post_layernorm=True, n_head=4),
+    "mpt": mpt,
+    "mpt, clipped and scaled": lambda: mpt(attn_config={"clip_qkv": 0.7, "softmax_scale": 0.4}, n_heads=4),
+    "falcon": falcon,
+    "falcon, eager": lambda: falcon("eager"),
+    "falcon, grouped": lambda: falcon(new_decoder_architecture=True, num_kv_heads=2),
+    "falcon, grouped, eager": lambda: falcon("eager", new_decoder_architecture=True, num_kv_heads=2),
+    "falcon, all heads": lambda: falcon(multi_query=False, parallel_attn=False),
+}
+FAMILIES = ("bloom", "mpt", "falcon")
+
+
+def model_of(name: str, seed: int = 0) -> Any:
+    """Return a model whose weights are so large that attention is no mere mean."""
+    torch.manual_seed(seed)
+    model = MODELS[name]().eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+        else:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def tokens_of(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def logits_of(model: Any, tokens: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens, **arguments).logits
+
+
+def assert_like_eager(actual: torch.Tensor, model: Any, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+    """Assert that logits are as near to a model's own as its own are to those it has in float64, but for a factor."""
+    arguments = {} if mask is None else {"attention_mask": mask}
+    shown = torch.ones(tokens.shape, dtype=torch.bool) if mask is None else mask.bool()
+    expected, exact = logits_of(model, tokens, **arguments), copy.deepcopy(model).double()
+    # One row after the other, without padding, which makes NaN of BLOOM and MPT in float64.
+    rows = zip(tokens, expected, actual, shown, strict=True)
+    own, apart = 0.0, 0.0
+    for row, of_model, of_library, text in rows:
+        own = max(own, (of_model[text] - logits_of(exact, row[text][None])[0]).abs().max().item())
+        apart = max(apart, (of_library - of_model)[text].abs().max().item())
+    assert own > 0
+    assert apart <= 4 * own, f"{apart:.2e}, its own error is {own:.2e}"
+
+
+def padding(*lengths: int, total: int, side: str) -> torch.Tensor:
+    mask = torch.zeros(len(lengths), total, dtype=torch.long)
+    for row, length in zip(mask, lengths, strict=True):
+        row[total - length :] = side == "left"
+        row[:length] |= int(side == "right")
+        if side == "left":
+            row[: total - length] = 0
+    return mask
+
+
+# --- Numbers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_the_models_own(name: str) -> None:
+    model, tokens = model_of(name), tokens_of(2, 150)
+    actual = logits_of(accelerate(copy.deepcopy(model)), tokens)
+    assert_like_eager(actual, model, tokens)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon", "falcon, eager"])
+def test_logits_are_the_models_own_where_keys_are_left_out(name: str) -> None:
+    model, tokens = model_of(name), tokens_of(1, 1500)
+    assert_like_eager(logits_of(accelerate(copy.deepcopy(model)), tokens), model, tokens)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_as_near_to_the_models_numbers_as_the_model(name: str, dtype: torch.dtype) -> None:
+    # Its numbers: its weights and its bias, rounded as in this precision, the rest computed in float64.
+    model, tokens = model_of(name).to(dtype), tokens_of(1, 300)
+    exact = copy.deepcopy(model).double()
+    with rounded_bias(exact, dtype):
+        expected = logits_of(exact, tokens)
+    own, apart = ((logits_of(x, tokens) - expected).abs().max() for x in (model, accelerate(copy.deepcopy(model))))
+    assert apart <= 1.5 * own, f"{apart:.2e}, its own error is {own:.2e}"
+
+
+class rounded_bias:  # noqa: N801 - a context manager
+    """Lets a model in float64 form the bias that it has in a low precision."""
+
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        self.module = __import__(type(model).__module__, fromlist=["build"])
+        self.dtype = dtype
+
+    def __enter__(self) -> None:
+        self.own = {x: getattr(self.module, x) for x in ("build_alibi_tensor",) if hasattr(self.module, x)}
+        for name, build in self.own.items():
+
+            def rounded(mask: Any, num_heads: int, dtype: Any, build: Any = build) -> Any:
+                return build(mask, num_heads, self.dtype).to(dtype)
+
+            setattr(self.module, name, rounded)
+
+    def __exit__(self, *_: Any) -> None:
+        for name, build in self.own.items():
+            setattr(self.module, name, build)
+
+
+def test_the_exact_contract_is_the_papers() -> None:
+    # Of slopes that are powers of two BLOOM's bias is exact too; of others it is not.
+    tokens = tokens_of(1, 60)
+    model = bloom(n_head=4, hidden_size=64).eval()
+    expected = logits_of(model, tokens)
+    assert torch.allclose(logits_of(accelerate(model, contract="exact"), tokens), expected, atol=1e-5)
+    model = model_of("falcon")
+    by_model, by_paper = (
+        logits_of(accelerate(copy.deepcopy(model), contract=contract), tokens_of(1, 600))
+        for contract in ("model", "exact")
+    )
+    assert (by_model - by_paper).abs().max() > 1e-3  # bfloat16 positions
+
+
+def test_the_exact_contract_knows_what_mpt_was_trained_with() -> None:
+    model = mpt(attn_config={"alibi_bias_max": 16}).eval()
+    layers = accelerate(model, contract="exact").transformer.blocks
+    assert layers[0].attn.alibi_rules.slopes[0] == pytest.approx(2.0**-4)
+    restore(model)
+    # transformers' own knows 8 alone
+    assert accelerate(model).transformer.blocks[0].attn.alibi_rules.slopes[0] == pytest.approx(2.0**-2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(name: str, side: str) -> None:
+    model, tokens = model_of(name), tokens_of(3, 70)
+    mask = padding(70, 41, 1, total=70, side=side)
+    actual = logits_of(accelerate(copy.deepcopy(model)), tokens, attention_mask=mask)
+    assert actual.isfinite().all()
+    assert_like_eager(actual, model, tokens, mask)
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon"])
+def test_padding_of_rows_so_long_that_keys_are_left_out(name: str) -> None:
+    model, tokens = model_of(name), tokens_of(2, 1300)
+    mask = padding(1300, 1100, total=1300, side="left")
+    actual = logits_of(accelerate(copy.deepcopy(model)), tokens, attention_mask=mask)
+    assert_like_eager(actual, model, tokens, mask)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_sequences_are_what_they_are_alone(name: str, dtype: torch.dtype) -> None:
+    model, lengths = accelerate(model_of(name).to(dtype)), (30, 1, 45)
+    tokens = tokens_of(2, sum(lengths))
+    position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = logits_of(model, tokens, position_ids=position_ids, use_cache=False)
+    alone = torch.cat([logits_of(model, x) for x in tokens.split(lengths, dim=1)], dim=1)
+    # The same numbers; but a kernel call of other shapes adds in another order.
+    assert torch.allclose(packed, alone, atol=64 * torch.finfo(dtype).eps * alone.abs().max().item())
+    assert not torch.allclose(packed, logits_of(model, tokens), atol=0.1)
+
+
+def test_lengths_that_mpt_refuses() -> None:
+    model, tokens = mpt(max_seq_len=32, n_heads=4, d_model=64).eval(), tokens_of(1, 80)
+    longer = mpt(max_seq_len=80, n_heads=4, d_model=64).eval()
+    longer.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError):
+        model(tokens)
+    assert torch.allclose(logits_of(accelerate(model), tokens), logits_of(longer, tokens), atol=1e-5)
+
+
+# --- Decoding -------------------------------------------------------------------------------------------------------
+
+CACHES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "dynamic": lambda model: {},
+    "static": lambda model: {"cache_implementation": "static"},
+    "alibi": lambda model: {"past_key_values": AlibiCache(model)},
+    "evicting": lambda model: {"past_key_values": AlibiCache(model, evict=True)},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20},
+    "beams": {"do_sample": False, "num_beams": 3},
+}
+
+
+def generated(model: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+    torch.manual_seed(5)
+    return model.generate(tokens, use_cache=True, pad_token_id=0, eos_token_id=None, **options)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon", "falcon, grouped, eager"])
+@pytest.mark.parametrize("way", WAYS)
+def test_generate(name: str, way: str) -> None:
+    model, tokens = model_of(name), tokens_of(2, 20)
+    mask = padding(20, 13, total=20, side="left")
+    for some in ({}, {"attention_mask": mask}):
+        options = WAYS[way] | some | {"max_new_tokens": 12}
+        expected = generated(model, tokens, **options)
+        accelerate(model)
+        for kind, cache in CACHES.items():
+            if kind == "evicting" and some:
+                continue  # takes no padding
+            actual = generated(model, tokens, **options, **cache(model))
+            assert torch.equal(actual, expected), kind
+        restore(model)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("name", ["bloom", "falcon"])
+def test_decoding_a_long_text_in_pieces(name: str, kind: str) -> None:
+    model, tokens = model_of(name), tokens_of(1, 1200)
+    exact = copy.deepcopy(model).double()
+    accelerate(model)
+    pieces = (1100, 1, 1, 60, 1, 37)
+    cache = CACHES[kind](model).get("past_key_values")
+    if cache is None:
+        static = kind == "static"
+        cache = StaticCache(config=model.config, max_cache_len=1300) if static else DynamicCache(config=model.config)
+    parts = [logits_of(model, x, past_key_values=cache) for x in tokens.split(pieces, dim=1)]
+    assert int(cache.get_seq_length()) == 1200
+    whole = logits_of(exact, tokens)
+    own = (logits_of(restore(model), tokens) - whole).abs().max()
+    assert (torch.cat(parts, dim=1) - whole).abs().max() <= 4 * own
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_keys_are_evicted(name: str) -> None:
+    torch.manual_seed(0)
+    model, tokens = MODELS[name]().eval(), tokens_of(1, 1500)
+    expected = logits_of(model, tokens)
+    cache = AlibiCache(accelerate(model), evict=True)
+    parts = [logits_of(model, x, past_key_values=cache) for x in tokens.split(100, dim=1)]
+    assert torch.allclose(torch.cat(parts, dim=1), expected, atol=1e-5)
+    steepest = cache.layers[0].store.kept[0]
+    assert steepest < (500 if name != "falcon" else 1501)  # all queries of Falcon share one head, the flattest its too
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "alibi"])
+def test_what_others_do_to_a_cache_is_noticed(kind: str) -> None:
+    # Keys are changed between tokens: what was measured of them no longer holds.
+    model = accelerate(model_of("bloom"))
+    tokens = tokens_of(1, 1200)
+    caches = [DynamicCache(config=model.config) if kind == "dynamic" else AlibiCache(model) for _ in range(2)]
+    for cache in caches:
+        logits_of(model, tokens[:, :1100], past_key_values=cache)
+        logits_of(model, tokens[:, 1100:1101], past_key_values=cache)
+        cache.crop(-300)
+    logits_of(model, tokens[:, 801:1100], past_key_values=caches[0])
+    logits_of(model, tokens[:, 801:900], past_key_values=caches[1])
+    logits_of(model, tokens[:, 900:1100], past_key_values=caches[1])
+    one, other = (logits_of(model, tokens[:, 1100:1101], past_key_values=cache) for cache in caches)
+    whole = logits_of(model, tokens[:, :1101])[:, -1:]
+    for actual in (one, other):
+        assert torch.allclose(actual, whole, atol=1e-3)
+
+
+def test_a_layer_whose_keys_grew_huge_behind_its_back() -> None:
+    model, tokens = model_of("bloom"), tokens_of(1, 1200)
+    cache = DynamicCache(config=model.config)
+    accelerate(model)
+    logits_of(model, tokens[:, :1198], past_key_values=cache)
+    logits_of(model, tokens[:, 1198:1199], past_key_values=cache)
+    cache.layers[0].keys[:, :, 3] *= 1000
+    replica = copy.deepcopy(cache)
+    actual = logits_of(model, tokens[:, 1199:], past_key_values=cache)
+    expected = logits_of(restore(model), tokens[:, 1199:], past_key_values=replica)
+    assert torch.allclose(actual, expected, atol=1e-3)
+
+
+def test_caches_are_copied_and_pickled() -> None:
+    model, tokens = accelerate(model_of("bloom")), tokens_of(1, 30)
+    for cache in (DynamicCache(config=model.config), AlibiCache(model), AlibiCache(model, evict=True)):
+        logits_of(model, tokens[:, :29], past_key_values=cache)
+        copies = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache]
+        results = [logits_of(model, tokens[:, 29:], past_key_values=x) for x in copies]
+        assert torch.equal(results[0], results[2])
+        assert torch.equal(results[1], results[2])
+
+
+def test_a_cache_that_is_reset_is_empty() -> None:
+    model, tokens = accelerate(model_of("mpt")), tokens_of(1, 30)
+    for evict in (False, True):
+        cache = AlibiCache(model, evict=evict)
+        first = logits_of(model, tokens, past_key_values=cache)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert torch.equal(logits_of(model, tokens, past_key_values=cache), first)
+
+
+# --- Training -------------------------------------------------------------------------------------------------------
+
+
+def gradients_of(model: Any, tokens: torch.Tensor, **arguments: Any) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(tokens, labels=tokens, use_cache=False, **arguments).loss.backward()
+    return {name: x.grad.clone() for name, x in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon", "falcon, grouped, eager"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_are_the_models_own(name: str, checkpointing: bool) -> None:
+    model, tokens = model_of(name).train(), tokens_of(2, 50)
+    arguments = {"attention_mask": padding(50, 33, total=50, side="right")}
+    expected = gradients_of(model, tokens, **arguments)
+    exact = gradients_of(copy.deepcopy(model).double(), tokens, **arguments)
+    accelerate(model)
+    if checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    actual = gradients_of(model, tokens, **arguments)
+    assert actual.keys() == expected.keys()
+    for parameter, gradient in actual.items():
+        scale = exact[parameter].abs().max()
+        own = ((expected[parameter] - exact[parameter]).abs().max() / scale).clamp(min=2.0**-23)
+        assert (gradient - exact[parameter]).abs().max() / scale <= 8 * own, parameter
+
+
+def test_autocast() -> None:
+    model, tokens = model_of("bloom"), tokens_of(1, 40)
+    expected = logits_of(model, tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        own = logits_of(model, tokens)
+        actual = logits_of(accelerate(model), tokens)
+    assert (actual - expected).abs().max() <= 1.5 * (own - expected).abs().max()
+
+
+def test_dropout_of_weights_is_refused_in_training_alone() -> None:
+    model, tokens = accelerate(bloom(attention_dropout=0.1)), tokens_of(1, 9)
+    logits_of(model.eval(), tokens)
+    with pytest.raises(ValueError, match="dropout of attention weights must be 0 in training, got 0.1"):
+        model.train()(tokens)
+
+
+# --- The rest of the model ------------------------------------------------------------------------------------------
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the number of elements in the largest tensor that any operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.numel())
+        return result
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nothing_is_as_large_as_queries_times_keys(name: str) -> None:
+    model, tokens = accelerate(model_of(name)), tokens_of(1, 1500)
+    with Largest() as largest:
+        logits_of(model, tokens)
+    assert largest.numel < 1500 * 1500 / 4
+    with Largest() as largest:
+        logits_of(restore(model), tokens)
+    assert largest.numel >= 1500 * 1500  # or there would be nothing to see
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_are_saved_as_ever(name: str, tmp_path: Path) -> None:
+    model, tokens = model_of(name), tokens_of(1, 20)
+    names = list(model.state_dict())
+    model.save_pretrained(tmp_path / "before")
+    accelerate(model)
+    assert list(model.state_dict()) == names
+    model.save_pretrained(tmp_path / "after")
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "before" / file).read_bytes() == (tmp_path / "after" / file).read_bytes()
+    loaded = accelerate(type(restore(model)).from_pretrained(tmp_path / "after"))
+    assert torch.equal(logits_of(loaded, tokens), logits_of(accelerate(model), tokens))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_restore_leaves_no_trace(name: str) -> None:
+    model, tokens = model_of(name), tokens_of(1, 20)
+    before = [(type(x), sorted(vars(x))) for x in model.modules()]
+    expected = logits_of(model, tokens)
+    assert restore(accelerate(model)) is model
+    assert [(type(x), sorted(vars(x))) for x in model.modules()] == before
+    assert torch.equal(logits_of(model, tokens), expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_copies_are_accelerated_and_apart(name: str) -> None:
+    model, tokens = accelerate(model_of(name)), tokens_of(1, 20)
+    expected = logits_of(model, tokens)
+    for replica in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        restore(replica)
+        with pytest.raises(ValueError, match="model must be accelerated"):
+            restore(replica)
+        assert torch.equal(logits_of(model, tokens), expected)
+
+
+def test_models_that_share_a_config_are_apart() -> None:
+    config = BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4)
+    model, other = BloomForCausalLM(config).eval(), BloomForCausalLM(config).eval()
+    tokens = tokens_of(1, 20)
+    expected = logits_of(other, tokens)
+    accelerate(model)
+    assert torch.equal(logits_of(other, tokens), expected)
+    assert other(tokens, output_attentions=True).attentions is not None
+
+
+def test_models_without_a_head_and_with_another() -> None:
+    config = BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4, pad_token_id=0, num_labels=3)
+    for kind in (BloomModel, BloomForSequenceClassification):
+        model, tokens = kind(config).eval(), tokens_of(2, 20)
+        with torch.no_grad():
+            expected = model(tokens)[0]
+            assert torch.allclose(accelerate(model)(tokens)[0], expected, atol=1e-5)
+
+
+def test_inside_another_module() -> None:
+    model, tokens = torch.nn.ModuleDict({"language": model_of("mpt")}), tokens_of(1, 20)
+    expected = logits_of(model["language"], tokens)
+    accelerate(model)
+    assert torch.allclose(logits_of(model["language"], tokens), expected, atol=1e-4)
+    restore(model)
+
+
+def test_embeddings_in_place_of_tokens() -> None:
+    model, tokens = model_of("falcon"), tokens_of(1, 20)
+    embeddings = model.get_input_embeddings()(tokens).detach()
+    expected = logits_of(accelerate(model), tokens)
+    assert torch.equal(logits_of(model, None, inputs_embeds=embeddings), expected)
+
+
+def test_layers_on_several_devices(tmp_path: Path) -> None:
+    accelerator = pytest.importorskip("accelerate")
+    model, tokens = model_of("bloom"), tokens_of(1, 20)
+    expected = logits_of(accelerate(copy.deepcopy(model)), tokens)
+    places = {"transformer.word_embeddings": "cpu", "lm_head": "cpu", "transformer.word_embeddings_layernorm": "cpu"}
+    places |= {"transformer.h.0": "cpu", "transformer.h.1": "disk", "transformer.ln_f": "cpu"}
+    options = {"main_device": "cpu", "offload_dir": tmp_path, "force_hooks": True}
+    for before in (True, False):
+        replica = copy.deepcopy(model)
+        if before:
+            accelerate(replica)
+        accelerator.dispatch_model(replica, places, **options)
+        if not before:
+            accelerate(replica)
+        assert torch.equal(logits_of(replica, tokens), expected)
+        actual = generated(replica, tokens, do_sample=False, max_new_tokens=3)
+        assert actual.shape == (1, 23)
+
+
+BLOOMS_ACTIVATION = pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be")
+
+
+@BLOOMS_ACTIVATION
+@pytest.mark.parametrize("name", FAMILIES)
+def test_compiled(name: str) -> None:
+    torch.compiler.reset()
+    model, tokens = accelerate(model_of(name)), tokens_of(2, 33)
+    mask = padding(33, 20, total=33, side="left")
+    compiled = torch.compile(model, backend="aot_eager")
+    for arguments in ({}, {"attention_mask": mask}):
+        expected = logits_of(model, tokens, use_cache=False, **arguments)
+        actual = logits_of(compiled, tokens, use_cache=False, **arguments)
+        shown = arguments.get("attention_mask", torch.ones(2, 33)).bool()
+        assert torch.allclose(actual[shown], expected[shown], atol=1e-4)
+
+
+@BLOOMS_ACTIVATION
+def test_compiled_decoding_in_a_static_cache() -> None:
+    torch.compiler.reset()
+    model, tokens = accelerate(model_of("bloom")), tokens_of(2, 30)
+    compiled = torch.compile(model, backend="aot_eager")
+    caches = [StaticCache(config=model.config, max_cache_len=40) for _ in range(2)]
+    for cache in caches:
+        logits_of(model, tokens[:, :27], past_key_values=cache)
+    for start in range(27, 30):
+        step = tokens[:, start : start + 1]
+        actual, expected = (
+            logits_of(x, step, past_key_values=y) for x, y in zip((compiled, model), caches, strict=True)
+        )
+        assert torch.allclose(actual, expected, atol=1e-4)
+
+
+# --- Bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GPT2Model(GPT2Config(n_layer=1, n_head=2, n_embd=8)), "model must contain a BLOOM, MPT or Falcon"),
+        (lambda: torch.nn.Linear(2, 2), "model must contain a BLOOM, MPT or Falcon"),
+        (
+            lambda: FalconForCausalLM(FalconConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=2)),
+            "alibi=False",
+        ),
+        (lambda: mpt(attn_config={"alibi": False}), "attn_config.alibi must be True"),
+        (lambda: mpt(attn_config={"prefix_lm": True}), "attn_config.prefix_lm must be False"),
+        (lambda: mpt(attn_config={"qk_ln": True}), "attn_config.qk_ln must be False"),
+        (lambda: bloom(slow_but_exact=True, pretraining_tp=2), "slow_but_exact must be False"),
+        (lambda: falcon("flash"), "attn_implementation must be 'sdpa' or 'eager'"),
+        (lambda: accelerate(bloom()), "model must not be accelerated yet; undo with restore"),
+    ],
+)
+def test_models_that_are_refused(make: Callable[[], Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if message.startswith("attn_implementation"):
+        model = falcon()
+        model.config._attn_implementation_internal = "flash_attention_2"
+    else:
+        model = make()
+    before = [type(x) for x in model.modules()]
+    with pytest.raises(ValueError, match=message):
+        accelerate(model)
+    assert [type(x) for x in model.modules()] == before
+
+
+def test_heads_that_a_plan_split_are_refused() -> None:
+    model = bloom()
+    attention = model.transformer.h[1].self_attention
+    attention.query_key_value = torch.nn.Linear(60, 90)
+    with pytest.raises(ValueError, match="must have 180 rows for its 6 heads, got 90"):
+        accelerate(model)
+    assert type(model.transformer.h[0].self_attention).__name__ == "BloomAttention"
+
+
+def test_arguments_that_are_refused() -> None:
+    with pytest.raises(ValueError, match="contract must be one of 'model', 'exact'"):
+        accelerate(bloom(), contract="bloom")
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module"):
+        accelerate("bloom")
+    with pytest.raises(ValueError, match="model must be accelerated"):
+        AlibiCache(bloom())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"output_attentions": True}, "output_attentions must be False.*restore"),
+        ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1], [1, 1, 1, 1, 1]])}, "hole among its tokens"),
+        ({"attention_mask": torch.tensor([[0, 1, 0, 1, 1], [1, 1, 1, 1, 1]])}, "hole among its tokens"),
+        ({"attention_mask": torch.tensor([[0, 1, 0, 1, 0], [1, 1, 1, 1, 1]])}, "hole among its tokens"),
+        ({"attention_mask": torch.ones(2, 1, 5, 5)}, r"attention_mask must be of shape \(2, 5\)"),
+        ({"attention_mask": torch.ones(2, 6)}, r"attention_mask must be of shape \(2, 5\).*got \(2, 6\)"),
+        ({"position_ids": torch.tensor([[0, 1, 3, 4, 5]])}, "position_ids must count up by one, and from 0"),
+        ({"position_ids": torch.tensor([[0, 1, 0, 1, 2]]), "use_cache": True}, "use_cache must be False"),
+    ],
+)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_that_are_refused(name: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        accelerate(model_of(name))(tokens_of(2, 5), **arguments)
+
+
+def test_caches_of_other_kinds_are_refused() -> None:
+    model, tokens = accelerate(bloom()), tokens_of(1, 5)
+    windowed = DynamicCache(config=model.config)
+    windowed.layers = [transformers.cache_utils.DynamicSlidingWindowLayer(4) for _ in range(2)]
+    for cache in (windowed, [(tokens, tokens)]):
+        with pytest.raises(TypeError, match="past_key_values must be a DynamicCache, a StaticCache or an alibi_torch"):
+            model(tokens, past_key_values=cache)
+
+
+def test_evicting_caches_refuse_what_they_cannot_prove() -> None:
+    model, tokens = accelerate(model_of("bloom")), tokens_of(2, 8)
+    mask = padding(8, 3, total=8, side="left")
+    with pytest.raises(ValueError, match="one sequence a row, without padding"):
+        model(tokens, attention_mask=mask, past_key_values=AlibiCache(model, evict=True))
+    cache = AlibiCache(model, evict=True)
+    with pytest.raises(NotImplementedError, match="serves accelerated models alone"):
+        restore(copy.deepcopy(model))(tokens, past_key_values=cache)
+
+
+def test_layers_called_by_themselves_are_refused() -> None:
+    model = accelerate(model_of("bloom"))
+    with pytest.raises(ValueError, match="attention must get its mask through the model"):
+        model.transformer.forward(tokens_of(1, 5))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_queries_are_no_larger_than_the_weights_let_them(name: str) -> None:
+    from alibi_torch.transformers._accelerate import attention_modules
+    from alibi_torch.transformers._norms import most_of_queries
+
+    model, largest = accelerate(model_of(name)), {}
+    for module in attention_modules(model):
+        own = module.attend
+
+        def attend(query: Any, *rest: Any, module: Any = module, own: Any = own) -> Any:
+            largest[module] = query.norm(dim=-1).max().item()
+            return own(query, *rest)
+
+        module.attend = attend
+    logits_of(model, tokens_of(4, 200))
+    for module, norm in largest.items():
+        bound = most_of_queries(model, module)
+        assert norm <= bound < 10 * norm
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_dtypes_that_models_have(name: str) -> None:
+    for dtype, length in itertools.product((torch.float64, torch.bfloat16), (1, 2)):
+        model = accelerate(model_of(name).to(dtype))
+        assert logits_of(model, tokens_of(1, length)).dtype == dtype
