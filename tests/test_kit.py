@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -16,6 +17,9 @@ import pytest
 import alibi_core
 from alibi_core import _command
 from alibi_core.conformance import FEATURES, LAWS, Report, check, installed_adapters
+from alibi_core.conformance._backend import BackendAdapter, Library
+from alibi_core.conformance._cases import FORMS, Case, Sizes
+from alibi_core.conformance._family import Family
 from alibi_core.conformance._worker import load
 
 ROOT = Path(__file__).parent.parent
@@ -321,6 +325,50 @@ def test_the_counterexample_is_small_and_the_diagnosis_names_the_mistake() -> No
     assert abs(example.expected - example.actual) > example.budget
     assert [x.key for x in report.diagnoses] == ["signed"]
     assert "uture keys are rewarded" in report.diagnoses[0].sentence
+
+
+def test_more_values_meet_in_a_design_than_in_random_cases() -> None:
+    sizes = (Sizes(2, 3, 1, (7, 7), 5), Sizes(2, 2, 1, (5, 11), 3), Sizes(1, 3, 2, (7, 7), 8))
+    family = Family(sizes, FORMS, frozenset(FEATURES))
+
+    def met(cases: Any) -> int:
+        names = ("sizes", "form", "q_offset", "window_size", "packing", "masking", "slopes_per_batch", "scaling")
+        pairs = itertools.combinations(names, 2)
+        return len({(*pair, *(getattr(x, name) for name in pair)) for pair in pairs for x in cases})
+
+    counts = {"design": 0, "random": 0}
+    for seed in range(10):
+        design, rng = family.design(20, seed), np.random.default_rng(seed)
+        assert len(design) == 20
+        assert design == family.design(20, seed)
+        random = []
+        for size in (sizes[i] for i in rng.integers(0, 3, 20)):
+            chosen = {name: values[rng.integers(len(values))] for name, values in family.options(size).items()}
+            random.append(Case(size, seed=0, **chosen))
+        counts["design"] += met(design)
+        counts["random"] += met(random)
+    assert counts["design"] > counts["random"]
+    assert family.design(20, 0) != family.design(20, 1)
+    assert len(Family(sizes[:1], FORMS[:2]).design(20, 0)) == 2  # there are no more
+
+
+def test_compilers_have_few_programs_to_make() -> None:
+    programs: set[Any] = set()
+
+    class Recording(BackendAdapter):
+        def attention(self, *tensors: Any, **arguments: Any) -> Any:
+            shapes = [x.shape for x in (*tensors[:3], arguments["slopes"])]
+            options = [
+                (name, x if x is None or isinstance(x, int | float) else "array") for name, x in arguments.items()
+            ]
+            programs.add((*shapes, *options))
+            return super().attention(*tensors, **arguments)
+
+    library = Library(np, lambda values, dtype: np.asarray(values, dtype), np.asarray)
+    report = check(Recording("alibi_core", library, alibi_core.attention))
+    assert report.passed
+    assert sum(x.calls for x in report.laws) > 500
+    assert len(programs) <= 120  # compiling takes 0.2 s or so each, and gradients as long again
 
 
 def test_the_same_seed_gives_the_same_report() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,12 +26,14 @@ class Library:
         array: Makes NumPy values an array of the dtype that is called so, or of their own for None.
         numpy: Makes an array NumPy's: bfloat16, which NumPy lacks, float32.
         gradients: Returns the gradients of ``sum(function(*arrays) * weight)``; None where there are none.
+        compiled: Makes a function one program, where each operation by itself is compiled for each shape.
     """
 
     xp: Any
     array: Callable[[Values, str | None], Any]
     numpy: Callable[[Any], Values]
     gradients: Callable[[Callable[..., Any], Sequence[Any], Any], Sequence[Any]] | None = None
+    compiled: Callable[[Callable[[], Any]], Callable[[], Any]] = lambda function: function
 
 
 class BackendAdapter:
@@ -76,8 +79,9 @@ class BackendAdapter:
         """Return the core's bias, made in the library."""
         xp = self._library.xp
         dtype = xp.float64 if self.dtype == "float64" else xp.float32
-        bias = alibi_core.bias(num_heads, q_len, kv_len, is_causal=is_causal, xp=xp, dtype=dtype)
-        return self._library.numpy(bias)
+        arguments = {"is_causal": is_causal, "xp": xp, "dtype": dtype}
+        function = functools.partial(alibi_core.bias, num_heads, q_len, kv_len, **arguments)
+        return self._library.numpy(self._library.compiled(function)())
 
     def attention(self, query: Values, key: Values, value: Values, slopes: Values, **arguments: Any) -> Values:
         """Return the function's result."""

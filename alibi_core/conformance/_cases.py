@@ -254,32 +254,3 @@ def smaller_cases(case: Case) -> Iterator[Case]:
             sizes = Sizes(batch, kv_heads, group, lengths, head_dim)
             for seed in range(4):
                 yield dataclasses.replace(case, sizes=sizes, seed=seed)
-
-
-@st.composite
-def kit_cases(
-    draw: st.DrawFn,
-    sizes: tuple[Sizes, ...],
-    *,
-    forms: tuple[str, ...] = ("causal",),
-    uses: frozenset[str] = frozenset(),
-    data: tuple[str, ...] = ("normal",),
-) -> Case:
-    """Draw a case of these sizes, forms and data, that uses no features but these (of the kit's ``FEATURES``)."""
-    offsets = st.integers(-3, 13)
-    offsets = st.one_of(offsets, st.just(FAR)) if "far" in uses else offsets
-    offsets = st.one_of(offsets, st.just(PER_BATCH)) if "batch_offsets" in uses else offsets
-    size = draw(st.sampled_from(sizes))
-    packings = ["same", "one row"] if size.lengths[0] == size.lengths[1] else []
-    return Case(
-        sizes=size,
-        form=draw(st.sampled_from(forms)),
-        q_offset=draw(st.one_of(st.none(), offsets, offsets)) if "offset" in uses else None,
-        window_size=draw(st.one_of(st.none(), *2 * [st.integers(0, 6)])) if "window" in uses else None,
-        packing=draw(st.sampled_from([None, "pair", "pair", *packings])) if "segments" in uses else None,
-        masking=draw(st.sampled_from([None, "by query", "by key", "by head"])) if "mask" in uses else None,
-        slopes_per_batch="batch_slopes" in uses and draw(st.booleans()),
-        seed=draw(st.integers(0, 2**16)),
-        data=draw(st.sampled_from(data)),
-        scaling=draw(st.one_of(st.none(), *2 * [st.sampled_from([0.25, 1.0, 2.0**-5])])) if "scale" in uses else None,
-    )

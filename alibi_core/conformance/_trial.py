@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from alibi_core import _contracts
 from alibi_core.conformance._adapter import Offer
 from alibi_core.conformance._caller import Caller, CallError, DepartureError, Evidence
 from alibi_core.conformance._cases import Case, smaller_cases
+from alibi_core.conformance._family import Family
 from alibi_core.conformance._oracle import Answer, Attention, Values
 
 SHRINKING = 8.0  # seconds, after which the smallest counterexample so far has to do
@@ -43,24 +45,58 @@ class Trial:
     share: float = 0.0
 
     @property
+    def is_thorough(self) -> bool:
+        """Whether cases are many, so that it does not matter how long compilers take over them."""
+        return self.examples > 100
+
+    @property
     def offer(self) -> Offer:
         """The adapter, resolved."""
         return self.caller.offer
 
-    def for_all(self, strategy: st.SearchStrategy[Drawn], body: Callable[[Drawn], None], *, share: float = 1) -> None:
+    def for_cases(self, family: Family, body: Callable[[Case], None], *, share: float = 1) -> None:
+        """Run ``body`` on cases of a family, as :meth:`for_all` does: in a quick profile, on those of its design.
+
+        Each case of the design is tried twice in a row, with other data. Once one fails, the smallest one is looked
+        for among all of the family.
+        """
+        if self.is_thorough:
+            return self.for_all(dataclasses.replace(family, is_dense=True).cases(), body, share=share)
+        design = family.design(max(1, round(self.examples * share / 2)), self.seed)
+        numbers = itertools.count()
+
+        def placed(drawn: Case) -> Case:
+            return dataclasses.replace(design[next(numbers) // 2 % len(design)], seed=drawn.seed, data=drawn.data)
+
+        return self.for_all(family.cases(), body, share=share, placed=placed)
+
+    def for_all(
+        self,
+        strategy: st.SearchStrategy[Drawn],
+        body: Callable[[Drawn], None],
+        *,
+        share: float = 1,
+        placed: Callable[[Drawn], Drawn] | None = None,
+    ) -> None:
         """Run ``body`` on what Hypothesis draws; raise the error of the smallest case for which it raises one.
 
         Args:
             strategy: What to draw.
             body: Raises :class:`DepartureError` or :class:`CallError`.
             share: Of the examples that laws have otherwise.
+            placed: What to try in place of what is drawn, as long as nothing has failed. Default, what is drawn.
         """
         failures: list[DepartureError | CallError] = []
         smallest: list[Drawn] = []
+        tried: dict[Drawn, Drawn] = {}  # what was in place of what: to Hypothesis the same draw has to be the same
         since = 0.0
 
         def test(drawn: Drawn) -> None:
             nonlocal since
+            if placed is not None:
+                if not failures and drawn not in tried:
+                    tried[drawn] = placed(drawn)
+                drawn = tried.get(drawn, drawn)
             late = failures and time.monotonic() - since > SHRINKING
             if late and drawn != smallest[-1]:
                 return

@@ -24,8 +24,8 @@ def adapters() -> list[BackendAdapter]:
     return [
         BackendAdapter(
             f"alibi_jax[{name}]",
-            Library(jnp, _array, _numpy, _gradients),
-            functools.partial(attention, implementation=name),
+            Library(jnp, _array, _numpy, _gradients, jax.jit),
+            functools.partial(_attention, name),
             dtype=dtype,
             length_first=True,
             cached=functools.partial(_decode_step, name),
@@ -51,14 +51,36 @@ def _gradients(
     return gradients
 
 
+def _attention(implementation: str, *tensors: jax.Array, **arguments: Any) -> jax.Array:
+    """Attend as one program: each operation by itself would be compiled for each shape."""
+    fixed = {name: x for name, x in arguments.items() if isinstance(x, bool | int | float)}
+    arrays = {name: x for name, x in arguments.items() if name not in fixed}
+    result: jax.Array = _program(implementation, tuple(sorted(fixed.items())))(*tensors, **arrays)
+    return result
+
+
+@functools.cache
+def _program(implementation: str, fixed: tuple[tuple[str, bool | int | float], ...]) -> Callable[..., jax.Array]:
+    """Return attention with these arguments, compiled once for each shape of the others."""
+    return jax.jit(functools.partial(attention, implementation=implementation, **dict(fixed)))
+
+
 def _decode_step(
     implementation: str, query: jax.Array, key: jax.Array, value: jax.Array, slopes: jax.Array, cache: KVCache | None
 ) -> tuple[jax.Array, KVCache]:
-    query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     if cache is None:
-        batch, _, heads, head_dim = key.shape
+        batch, heads, _, head_dim = key.shape
         cache = _cache.empty_cache(batch, BackendAdapter.MAX_LENGTH, heads, head_dim, key.dtype)
-    first = cache.length
-    cache, _ = _cache.append(cache, key, value)
-    result = _cache.attend(cache, query, slopes, first, implementation)
-    return jnp.swapaxes(result, 1, 2), cache
+    result: tuple[jax.Array, KVCache] = _step(implementation, query, key, value, slopes, cache)
+    return result
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _step(
+    implementation: str, query: jax.Array, key: jax.Array, value: jax.Array, slopes: jax.Array, cache: KVCache
+) -> tuple[jax.Array, KVCache]:
+    """Decode as users do, with one program for all steps of as many tokens."""
+    query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    longer, _ = _cache.append(cache, key, value)
+    result = _cache.attend(longer, query, slopes, cache.length, implementation)
+    return jnp.swapaxes(result, 1, 2), longer
