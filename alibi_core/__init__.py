@@ -9,14 +9,19 @@ from alibi_core._bias import bias, bias_from_positions, key_bias
 from alibi_core._call import AttentionCall
 from alibi_core._fold import fold, fold_error_bound, fold_size
 from alibi_core._horizon import KeyRanges, ScoreBounds, horizon, key_ranges
+from alibi_core._shard_plan import Hop, ShardPlan, shard_plan
+from alibi_core._shards import Shards
 from alibi_core._slopes import slopes
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionCall",
+    "Hop",
     "KeyRanges",
     "ScoreBounds",
+    "ShardPlan",
+    "Shards",
     "attention",
     "bias",
     "bias_from_positions",
@@ -26,5 +31,6 @@ __all__ = [
     "horizon",
     "key_bias",
     "key_ranges",
+    "shard_plan",
     "slopes",
 ]

@@ -310,6 +310,8 @@ def _quantity(value: float, unit: str) -> str:
         return f"{value / 2**20:,.0f} MiB"
     if unit == "error":
         return f"{value:.1e}"
+    if unit == "pairs":
+        return f"{value:,.0f}"
     if value >= 1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.0f} ms" if value >= 1e-2 else f"{value * 1e6:.0f} us"

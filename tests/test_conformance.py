@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 import alibi_core
 from alibi_core.conformance import LAWS, installed_adapters
@@ -29,7 +30,9 @@ def in_libraries() -> list[BackendAdapter]:
 
 
 def is_repetition(adapter: Any) -> bool:
-    """Whether it is the core's reference once more, in JAX, which compiles each operation for each shape."""
+    """Whether it adds little to others, and is JAX's, which compiles each case: the core's reference, or float16."""
+    if adapter.name == "alibi_jax[tiled]":
+        return adapter.dtype == "float16" and settings().max_examples <= 100
     return adapter.name == "alibi_core[jax]" or (adapter.name == "alibi_jax[dense]" and adapter.dtype != "float32")
 
 

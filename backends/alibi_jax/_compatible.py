@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ def local(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, vma=frozenset())
 
 
-def _varying(array: Any) -> frozenset[Any]:
+def varying(array: Any) -> frozenset[Any]:
     """Return the mesh axes that an array varies over, inside ``jax.shard_map``."""
     kind = jax.typeof(array)
     return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
@@ -32,14 +33,16 @@ def varying_alike(tree: Any) -> Any:
 
     The derivative of this is what sums the gradients of what devices share, such as slopes.
     """
-    axes = frozenset().union(*(_varying(x) for x in jax.tree.leaves(tree)))
+    axes = frozenset().union(*(varying(x) for x in jax.tree.leaves(tree)))
 
-    def vary(array: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - _varying(array)))
-        if not missing:
-            return array
-        if hasattr(jax.lax, "pcast"):
-            return jax.lax.pcast(array, missing, to="varying")
-        return jax.lax.pvary(array, missing)
+    return jax.tree.map(lambda array: varying_over(array, axes), tree)
 
-    return jax.tree.map(vary, tree)
+
+def varying_over(array: jax.Array, axes: Iterable[Any]) -> jax.Array:
+    """Return an array that varies over these mesh axes, too, inside ``jax.shard_map``."""
+    missing = tuple(sorted(frozenset(axes) - varying(array)))
+    if not missing:
+        return array
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(array, missing, to="varying")
+    return jax.lax.pvary(array, missing)

@@ -24,6 +24,7 @@ class Operands(NamedTuple):
     kv_segment_ids: Any = None  # [batch or 1, kv_len]; None where they are those of the queries
     mask: Any = None  # [batch or 1, num_heads or 1, q_len or 1, kv_len or 1], booleans
     key_norms: Any = None  # [batch or 1, num_kv_heads, blocks of keys], bounds of norms that somebody knows
+    lower: Any = None  # [batch or 1, num_heads, q_len]: log-sum-exps are at least this, as other keys are known to give
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Rules:
     scale: float
     tolerance: float
     kv_heads_first: bool = False  # whether key and value are [batch, num_kv_heads, kv_len, head_dim], as a cache is
+    is_part: bool = False  # whether queries have other keys besides: then distances are counted from the queries alone
 
 
 def kv_axis(rules: Rules) -> int:

@@ -98,12 +98,20 @@ def _bounds(rules: Rules, operands: Operands, call: AttentionCall, q_block: int,
     own_keys = jnp.swapaxes(own_keys, 1, 2) if rules.kv_heads_first else own_keys  # [batch, q_len, num_kv_heads, ...]
     by_group = query.reshape(*query.shape[:2], call.num_kv_heads, group, call.head_dim).astype(call.working_dtype)
     own_scores = jnp.sum(by_group * own_keys[:, :, :, None], axis=-1).reshape(query.shape[:3])
+    q_norms = jnp.swapaxes(norm_bounds(query.astype(call.working_dtype)), 1, 2) * abs(call.scale)
+    lower = operands.lower
+    if lower is not None and operands.key_norms is None:  # it is of scores with the keys as they are
+        centre = centre[:, :, 0] if rules.kv_heads_first else centre[:, 0]  # [batch, num_kv_heads, head_dim]
+        of_centre = jnp.sum(by_group * centre[:, None, :, None], axis=-1).reshape(query.shape[:3])
+        rounding = 2.0**-23 * (call.head_dim + 8) * q_norms * jnp.repeat(norm_bounds(centre), group, axis=1)[..., None]
+        lower = lower - jnp.swapaxes(of_centre, 1, 2) * call.scale - rounding
     return ScoreBounds.of_tokens(
         call,
-        jnp.swapaxes(norm_bounds(query.astype(call.working_dtype)), 1, 2) * abs(call.scale),
+        q_norms,
         jnp.swapaxes(own_scores, 1, 2) * call.scale,
         jnp.repeat(norms, group, axis=1),
         _nearest_keys(call),
+        lower,
         q_block=q_block,
         kv_block=kv_block,
     )

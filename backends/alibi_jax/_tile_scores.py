@@ -48,7 +48,7 @@ class Tensors:
         }
         # Whether the nearest key that a query sees is to be looked for among those that are not hidden.
         is_plain = call.every_query_attends and 0 <= call.q_offset <= call.kv_len - call.q_len
-        self.has_hidden_keys = not (is_plain or (mask is None and ids is None))
+        self.has_hidden_keys = not (rules.is_part or is_plain or (mask is None and ids is None))
 
         # Inside of shard_map, an array's type tells along which axes of devices it varies.
         self._zero = sum(jnp.zeros_like(x, self.dtype, shape=()) for x in jax.tree.leaves((operands, others)))
@@ -110,7 +110,8 @@ class Scores:
         positions = (begin + offset)[:, None] + jnp.arange(tensors.sizes.part["q"], dtype=jnp.int32)
         positions = arranged(positions, "bq", onto)
         last = tensors.sizes.whole["k"] - 1
-        outside = jnp.maximum(jnp.maximum(-positions, positions - last), 0)
+        is_part = tensors.rules.is_part
+        outside = jnp.zeros_like(positions) if is_part else jnp.maximum(jnp.maximum(-positions, positions - last), 0)
         query = tensors.cut("query", places.starts, "bhgqd").astype(tensors.dtype) * tensors.rules.scale
         scores = cls(
             tensors,

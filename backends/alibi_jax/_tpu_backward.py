@@ -236,7 +236,9 @@ def _kernel_of_queries(shape: KernelShape, slopes_too: bool, names: tuple[str, .
     if slopes_too:
         # The gradients of a row's scores have the sum 0, but for what delta, from a result that was rounded, is off by.
         # All of them are off by that much of their weights, and distances make the most of it.
-        slip = jnp.broadcast_to(jnp.sum(scratch["slip"][...], axis=1)[:, None], scratch["slip"].shape)
+        # Of a part of the keys the sum need not be 0.
+        slip = ZERO if shape.is_part else jnp.sum(scratch["slip"][...], axis=1)[:, None]
+        slip = jnp.broadcast_to(slip, scratch["slip"].shape)
         for out, name in zip(out_slopes, ("behind", "ahead"), strict=True):
             out[0] = jnp.sum(scratch[name][...] + slip * scratch[f"mean_{name}"][...], axis=0, keepdims=True)
 

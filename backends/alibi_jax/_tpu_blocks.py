@@ -162,7 +162,7 @@ def own_positions(shape: KernelShape, place: Place, limits: tuple[Any, Any], siz
     """Return the positions of a block's queries, less the base, as float32 of a size, along one of its two axes.
 
     Of a query that stands beyond the keys it needs, the position of the nearest of them: the rest of the way is the
-    same for all.
+    same for all, unless there are other keys besides.
 
     Args:
         shape: Of the kernel.
@@ -172,7 +172,8 @@ def own_positions(shape: KernelShape, place: Place, limits: tuple[Any, Any], siz
         axis: Along which queries are.
     """
     positions = jax.lax.broadcasted_iota(jnp.int32, size, axis) + place.q_start
-    return (jnp.clip(positions, *limits) - place.base).astype(jnp.float32)
+    positions = positions if shape.is_part else jnp.clip(positions, *limits)
+    return (positions - place.base).astype(jnp.float32)
 
 
 def distances(shape: KernelShape, place: Place, own: Any, q_axis: int) -> Any:

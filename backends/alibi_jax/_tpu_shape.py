@@ -65,6 +65,7 @@ class KernelShape:
     has_segments: bool  # or masked keys, which count as a segment of their own
     interpret: bool
     itemsize: int  # bytes
+    is_part: bool = False  # whether queries have other keys besides
 
     @classmethod
     def of(cls, rules: Rules, operands: Operands, options: TPU) -> KernelShape:
@@ -90,6 +91,7 @@ class KernelShape:
             has_segments=operands.q_segment_ids is not None or operands.mask is not None,
             interpret=options.interpret,
             itemsize=jnp.dtype(operands.query.dtype).itemsize,
+            is_part=rules.is_part,
         )
         if shape.vmem_bytes > VMEM_LIMIT:
             raise ValueError(

@@ -1,0 +1,70 @@
+"""Sequence-parallel attention as a differentiable function of its operands."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from alibi_jax._fused import _summed
+from alibi_jax._operands import Operands
+from alibi_jax._parallel_backward import backward
+from alibi_jax._parallel_forward import forward
+from alibi_jax._parallel_ring import Ring, Sums, local_operands
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def ring_attention(ring: Ring, operands: Operands) -> jax.Array:
+    """Return this device's ``[batch, shard_len, num_heads, head_dim]``, of the dtype of the query.
+
+    Args:
+        ring: The setup.
+        operands: Those of this device, along all axes that any of them varies over.
+    """
+    return _result(ring, operands, forward(ring, local_operands(ring, operands))[0])
+
+
+def _result(ring: Ring, operands: Operands, sums: Sums) -> jax.Array:
+    result = ring.join(sums.result)
+    if ring.shards.length < ring.shards.padded_length:
+        tokens = ring.is_token(ring.chunks()).reshape(1, -1, 1, 1)
+        result = jnp.where(tokens, result, 0)
+    return result.astype(operands.query.dtype)
+
+
+def _forward(ring: Ring, operands: Any) -> tuple[jax.Array, Any]:
+    slopes_too = any(x is not None and x.perturbed for x in (operands.slopes, operands.future_slopes))
+    operands = jax.tree.map(lambda x: x.value, operands, is_leaf=lambda x: hasattr(x, "perturbed"))
+    sums, taken = forward(ring, local_operands(ring, operands))
+    result = _result(ring, operands, sums)
+    # A gradient of slopes is a sum of differences from means that follow from the result, times distances: a rounded
+    # one would not do.
+    exact = sums.result if slopes_too else None
+    return result, (operands, result, exact, sums.log_sum_exps, taken, slopes_too or None)
+
+
+def _backward(ring: Ring, kept: Any, cotangent: Any) -> tuple[Operands]:
+    operands, result, exact, log_sum_exps, taken, slopes_too = kept
+    nothing = jax.tree.map(lambda x: None, operands)
+    if isinstance(cotangent, SymbolicZero):
+        return (nothing,)
+    exact = ring.split(result) if exact is None else exact
+    local = local_operands(ring, operands)
+    cotangent = ring.split(cotangent.astype(operands.query.dtype))
+    found = backward(ring, local, Sums(exact, log_sum_exps), taken, cotangent, slopes_too is not None)
+    tensors = {name: ring.join(getattr(found, name)).astype(operands.query.dtype) for name in ("query", "key", "value")}
+    shared = {
+        name: jnp.zeros_like(operand) if gradient is None else _summed(gradient, operand)
+        for name, gradient, operand in (
+            ("slopes", found.slopes, operands.slopes),
+            ("future_slopes", found.future_slopes, operands.future_slopes),
+        )
+        if operand is not None
+    }
+    return (nothing._replace(**tensors, **shared),)
+
+
+ring_attention.defvjp(_forward, _backward, symbolic_zeros=True)
