@@ -195,7 +195,10 @@ def of_decoding(sizes: Sizes) -> Iterator[Measurement]:
     def filled_like(cache: Any) -> Any:
         """Return a cache with the same keys and values, or, of a kind that forgets some, with what it would hold."""
         if isinstance(cache, DynamicCache):
-            return copy.deepcopy(filled)
+            replica = DynamicCache(config=theirs.config)
+            for index, layer in enumerate(filled.layers):
+                replica.update(layer.keys.clone(), layer.values.clone(), index)
+            return replica
         with torch.no_grad():
             for piece in tokens.split(1024, dim=1):
                 ours(piece, past_key_values=cache)

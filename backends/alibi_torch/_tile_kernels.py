@@ -23,7 +23,7 @@ from alibi_torch import _tile_plan
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-FEATURES = 16  # a multiple of these suits the kernels
+FEATURES = 8  # a multiple of these suits the kernels
 PART_ELEMENTS = 2**22  # in what a kernel call allocates for its results, about
 
 

@@ -27,6 +27,8 @@ def extended(cache: Any, layer_idx: Any, query: Tensor, key: Tensor, value: Tens
         return rules.attend(query, keys, values, mask, past, None)
     past = int(past)
     layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    if type(layer) is DynamicLayer:
+        layer.__class__ = GrowingLayer
     known = _KnownNorms.of(layer, past)
     keys, values = cache.update(key, value, layer_idx)
     keys, values = (x[:, :, : past + key.shape[2]] for x in (keys, values))
@@ -49,7 +51,9 @@ def check_cache(cache: Any) -> None:
     kinds = [type(layer) for layer in getattr(cache, "layers", [])] or [
         getattr(cache, "layer_class_to_replicate", None)
     ]
-    others = [getattr(kind, "__name__", kind) for kind in kinds if kind not in (DynamicLayer, StaticLayer)]
+    others = [
+        getattr(kind, "__name__", kind) for kind in kinds if kind not in (DynamicLayer, GrowingLayer, StaticLayer)
+    ]
     if not isinstance(cache, Cache) or others:
         found = type(cache).__name__ + (f" with {others[0]}" if others and isinstance(cache, Cache) else "")
         raise TypeError(
@@ -226,3 +230,50 @@ class AlibiLayer(CacheLayerMixin):
         batch_size, num_kv_heads, _, head_dim = key.shape
         room = length + max(ROOM, length // 4)
         return KVCache(batch_size, num_kv_heads, room, head_dim, device=key.device, dtype=key.dtype)
+
+
+class GrowingLayer(DynamicLayer):
+    """A layer of a ``DynamicCache`` that has room for more behind its keys, so that a token need not copy them all.
+
+    To others it is what it was: ``keys`` and ``values`` are of all tokens, and may be replaced.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values, and return those of all tokens."""
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            self.alibi_room = None
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        room, length = getattr(self, "alibi_room", None), self.get_seq_length()
+        if room is None or not room.follows(self.keys, self.values, length) or length + key_states.shape[2] > room.size:
+            room = _Room(self.keys, self.values, key_states, length)
+        self.alibi_room = room
+        self.keys, self.values = room.append(key_states, value_states, length)
+        return self.keys, self.values
+
+
+class _Room:
+    """Memory for keys and values, some of it in use, by whoever was the last to append to it."""
+
+    def __init__(self, keys: Tensor, values: Tensor, like: Tensor, length: int) -> None:
+        batch, heads, new, _ = like.shape
+        self.size = length + new + max(ROOM, (length + new) // 4)
+        self.tensors = [like.new_empty(batch, heads, self.size, like.shape[3]) for _ in range(2)]
+        for tensor, held in zip(self.tensors, (keys, values), strict=True):
+            if length:
+                tensor[:, :, :length] = held
+        self.used = length
+
+    def follows(self, keys: Tensor, values: Tensor, length: int) -> bool:
+        """Whether these are the first ``length`` tokens in here, and nobody has appended others to them."""
+        starts = [x.data_ptr() for x in self.tensors] == [x.data_ptr() for x in (keys, values)]
+        return starts and self.used == length and keys.shape[:2] == self.tensors[0].shape[:2]
+
+    def append(self, key: Tensor, value: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        end = length + key.shape[2]
+        for tensor, new in zip(self.tensors, (key, value), strict=True):
+            tensor[:, :, length:end] = new
+        self.used = end
+        keys, values = (x[:, :, :end] for x in self.tensors)
+        return keys, values
