@@ -29,8 +29,13 @@ from transformers import (
     MptForCausalLM,
     StaticCache,
 )
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor as build_bloom_tensor
+from transformers.models.falcon.modeling_falcon import build_alibi_tensor as build_falcon_tensor
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from alibi_torch.transformers import AlibiCache, accelerate, restore
+from alibi_torch.transformers._accelerate import attention_modules
+from alibi_torch.transformers._norms import most_of_queries
 
 transformers.logging.set_verbosity_error()
 
@@ -184,6 +189,25 @@ def test_the_exact_contract_knows_what_mpt_was_trained_with() -> None:
     restore(model)
     # transformers' own knows 8 alone
     assert accelerate(model).transformer.blocks[0].attn.alibi_rules.slopes[0] == pytest.approx(2.0**-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon"])
+def test_the_bias_is_what_the_models_own_builder_makes(name: str, dtype: torch.dtype) -> None:
+    model, length = accelerate(model_of(name)), 900
+    rules = attention_modules(model)[0].alibi_rules
+    heads, text = len(rules.slopes), torch.ones(1, length, dtype=torch.long)
+    if name == "mpt":
+        expected = build_mpt_alibi_tensor(heads, length)[:, 0].double()
+    elif name == "bloom":
+        expected = build_bloom_tensor(text, heads, dtype)[:, 0].double()
+    else:
+        expected = (build_falcon_tensor(text, heads, dtype)[:, 0] / 16**0.5).double()
+    slopes = torch.tensor(rules.slopes, dtype=torch.float64)[:, None]
+    actual = slopes * torch.arange(length) + rules.added_to_keys(torch.arange(length), dtype)
+    apart = actual - expected
+    # A constant a head apart; what is added is itself held in float32, or float64.
+    assert (apart - apart[:, :1]).abs().max() <= 2.0**-20 * rules.added_to_keys(torch.arange(length), dtype).abs().max()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -662,9 +686,6 @@ def test_layers_called_by_themselves_are_refused() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_queries_are_no_larger_than_the_weights_let_them(name: str) -> None:
-    from alibi_torch.transformers._accelerate import attention_modules
-    from alibi_torch.transformers._norms import most_of_queries
-
     model, largest = accelerate(model_of(name)), {}
     for module in attention_modules(model):
         own = module.attend

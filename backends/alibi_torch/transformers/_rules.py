@@ -111,19 +111,20 @@ class Rules:
         """Return what the model's rounding adds to the bias of every key, in scores of ``dtype``; None for nothing.
 
         Args:
-            positions: ``[..., kv_len]`` integers, of keys in their sequence.
+            positions: ``[..., kv_len]`` integers, of keys in their sequence, those of all keys so far.
             dtype: Of the model.
 
         Returns:
             ``[..., num_heads, kv_len]``, float32, or float64 for float64.
         """
         rule = named(self.contract)
-        # Counted from the last key, a bias is rounded by much where it is large alone: what weighs nothing.
-        if not rule.is_key_only or rule.counts_from == "last key":
+        if not rule.is_key_only:
             return None
+        if rule.counts_from == "last key":  # far from early queries' own keys, so that these are rounded too
+            positions = positions - positions[..., -1:]
         device, working = positions.device, torch.promote_types(dtype, torch.float32)
         rates = torch.tensor(self.model_slopes, dtype=torch.float32, device=device)
-        rounded = rule.row(xp, rates, positions)[..., 0, :].to(dtype)
+        rounded = rule.row(xp, rates, positions)[..., 0, :].to(working if rule.is_always_float32 else dtype)
         bias = rounded / self.bias_divisor
         if self.additions > 1:  # the others are formed before the scores are rounded to the dtype
             bias = bias + (self.additions - 1) * rounded.to(working) / self.bias_divisor
