@@ -502,4 +502,4 @@ def test_importing_the_core_does_not_import_mlx():
 
 def test_public_names():
     models = ["AlibiAttention", "AlibiConfig", "AlibiLanguageModel", "AlibiTransformer", "EvictingKVCache", "KVCache"]
-    assert sorted(alibi_mlx.__all__) == sorted([*models, "Explanation", "attention", "explain"])
+    assert sorted(alibi_mlx.__all__) == sorted([*models, "Explanation", "attention", "explain", "load_checkpoint"])

@@ -135,9 +135,11 @@ def mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[dict[str
         mask = F.pad(mask, filling, value=False) if any(filling) else mask
         mask = mask.expand(*call.batch, call.num_heads, call.q_len + q_padding, call.kv_len + kv_padding)
 
-    added = None if call.key_bias is None else F.pad(call.key_bias, (0, kv_padding))
-    slopes, future_slopes, offset, nearest, kv_len, q_ids, kv_ids, mask, added = (
-        _stored(x) for x in (slopes, future_slopes, offset, nearest, kv_len, q_ids, kv_ids, mask, added)
+    # The compiler names sizes after the order of what a function captures, which is that of names, and its template for
+    # CPUs (2.13) confuses some of its names: one that sorts last changes none of the others.
+    surplus = None if call.key_bias is None else F.pad(call.key_bias, (0, kv_padding))
+    slopes, future_slopes, offset, nearest, kv_len, q_ids, kv_ids, mask, surplus = (
+        _stored(x) for x in (slopes, future_slopes, offset, nearest, kv_len, q_ids, kv_ids, mask, surplus)
     )
 
     def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,8 +153,8 @@ def mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[dict[str
         if future_slopes is not None:
             rate = torch.where(relative > 0, future_slopes[b, h], rate)
         score = score - rate * distance
-        if added is not None:
-            score = score + added[b, h, kv_idx]
+        if surplus is not None:
+            score = score + surplus[b, h, kv_idx]
         return score, distance, relative
 
     def bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
