@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from alibi_core import _checks
 
@@ -118,3 +121,16 @@ class AlibiConfig:
     def query_factor(self) -> float:
         """What queries are multiplied by, so that a scale of ``head_dim ** -0.5`` comes to ``scale``."""
         return 1.0 if self.scale is None else self.scale * math.sqrt(self.head_dim)
+
+    @property
+    def attention_options(self) -> dict[str, Any]:
+        """The arguments of every backend's ``AlibiAttention``, slopes as a NumPy array."""
+        return {
+            "embed_dim": self.d_model,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "bias": self.bias,
+            "is_causal": self.causal,
+            "slopes": None if self.slopes is None else np.asarray(self.slopes, np.float32),
+            "dropout": self.dropout,
+        }

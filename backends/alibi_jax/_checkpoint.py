@@ -21,7 +21,6 @@ from alibi_core._namespace import namespace_of
 from alibi_jax._cache import KVCache, append
 from alibi_jax._language_model import AlibiLanguageModel
 from alibi_jax._layer import AlibiAttention
-from alibi_jax._transformer import attention_options
 
 
 def load_checkpoint(
@@ -97,7 +96,7 @@ class FalconAttention(AlibiAttention):
     @classmethod
     def made_for(cls, config: AlibiConfig, **options: Any) -> FalconAttention:
         """Return the layer that ``config`` describes."""
-        return cls(**attention_options(config), **options)
+        return cls(**config.attention_options, **options)
 
     def __call__(
         self,

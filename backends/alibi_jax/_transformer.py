@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from alibi_core._config import AlibiConfig
@@ -19,20 +18,7 @@ AttentionFactory = Callable[..., nnx.Module]
 
 def alibi_attention(config: AlibiConfig, **options: Any) -> AlibiAttention:
     """Return the attention layer that ``config`` describes; options are ``dtype``, ``param_dtype`` and ``rngs``."""
-    return finished(AlibiAttention(**attention_options(config), **options), config, **options)
-
-
-def attention_options(config: AlibiConfig) -> dict[str, Any]:
-    """Return the arguments of the attention layer that ``config`` describes."""
-    return {
-        "embed_dim": config.d_model,
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "bias": config.bias,
-        "is_causal": config.causal,
-        "slopes": None if config.slopes is None else np.asarray(config.slopes, np.float32),
-        "dropout": config.dropout,
-    }
+    return finished(AlibiAttention(**config.attention_options, **options), config, **options)
 
 
 def finished(layer: AlibiAttention, config: AlibiConfig, **options: Any) -> AlibiAttention:

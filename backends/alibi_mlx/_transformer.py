@@ -23,15 +23,8 @@ def alibi_attention(config: AlibiConfig) -> AlibiAttention:
 
 def attention_options(config: AlibiConfig) -> dict[str, Any]:
     """Return the arguments of the attention layer that ``config`` describes."""
-    return {
-        "embed_dim": config.d_model,
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "bias": config.bias,
-        "is_causal": config.causal,
-        "slopes": None if config.slopes is None else mx.array(config.slopes, mx.float32),
-        "dropout": config.dropout,
-    }
+    slopes = None if config.slopes is None else mx.array(config.slopes, mx.float32)
+    return config.attention_options | {"slopes": slopes}
 
 
 def finished(layer: AlibiAttention, config: AlibiConfig) -> AlibiAttention:

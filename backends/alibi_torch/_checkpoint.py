@@ -18,7 +18,7 @@ from alibi_torch._attention import run
 from alibi_torch._cache import KVCache
 from alibi_torch._language_model import AlibiLanguageModel
 from alibi_torch._layer import AlibiAttention
-from alibi_torch._transformer import AlibiConfig, attention_options
+from alibi_torch._transformer import AlibiConfig
 
 
 def load_checkpoint(
@@ -80,7 +80,7 @@ class FalconAttention(AlibiAttention):
     @classmethod
     def made_for(cls, config: AlibiConfig) -> FalconAttention:
         """Return the layer that ``config`` describes."""
-        return cls(**attention_options(config))
+        return cls(**config.attention_options)
 
     def forward(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
 from alibi_core._config import AlibiConfig
@@ -17,20 +16,7 @@ AttentionFactory = Callable[[AlibiConfig], nn.Module]
 
 def alibi_attention(config: AlibiConfig) -> AlibiAttention:
     """Return the attention layer that ``config`` describes."""
-    return finished(AlibiAttention(**attention_options(config)), config)
-
-
-def attention_options(config: AlibiConfig) -> dict[str, Any]:
-    """Return the arguments of the attention layer that ``config`` describes."""
-    return {
-        "embed_dim": config.d_model,
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "bias": config.bias,
-        "is_causal": config.causal,
-        "slopes": None if config.slopes is None else np.asarray(config.slopes, np.float32),
-        "dropout": config.dropout,
-    }
+    return finished(AlibiAttention(**config.attention_options), config)
 
 
 def finished(layer: AlibiAttention, config: AlibiConfig) -> AlibiAttention:
