@@ -15,7 +15,7 @@ from benchmarks._timing import run_alone
 
 NAME = "alibi_jax"
 VERSIONS = ("jax", "jaxlib", "libtpu", "numpy")
-TOPOLOGIES = {4: "v5e:2x2", 8: "v5e:2x4", 16: "v5e:4x4"}  # by how many devices they have
+TOPOLOGIES = {4: "v5e:2x2", 8: "v5e:2x4", 16: "v5e:4x4", 256: "v5e:16x16"}  # by how many devices they have
 
 
 def program(

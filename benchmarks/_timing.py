@@ -310,7 +310,7 @@ def _quantity(value: float, unit: str) -> str:
         return f"{value / 2**20:,.0f} MiB"
     if unit == "error":
         return f"{value:.1e}"
-    if unit == "pairs":
+    if unit in ("pairs", "blocks"):
         return f"{value:,.0f}"
     if value >= 1:
         return f"{value:.2f} s"
