@@ -424,6 +424,22 @@ def test_layers_and_embeddings_may_be_shared() -> None:
         assert error(model(tokens).last_hidden_state, result) <= allowed("bert")[torch.float32]
 
 
+class _HandsOn(BertModel):
+    """A model that takes whatever its parent does."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def test_a_subclass_that_hands_its_arguments_on_and_its_hooks_get_them() -> None:
+    model, tokens, seen = made("bert"), tokens_of(2, 25), []
+    wanted = with_alibi(copy.deepcopy(model))(input_ids=tokens).last_hidden_state
+    model.__class__ = _HandsOn
+    with_alibi(model).register_forward_hook(lambda module, args, output: seen.append(args[0] is tokens))
+    assert torch.equal(model(tokens).last_hidden_state, wanted)
+    assert seen == [True]
+
+
 class _OwnAttention(BertSelfAttention):
     pass
 

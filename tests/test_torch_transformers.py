@@ -20,6 +20,7 @@ from transformers import (
     BloomForCausalLM,
     BloomForSequenceClassification,
     BloomModel,
+    BloomPreTrainedModel,
     DynamicCache,
     FalconConfig,
     FalconForCausalLM,
@@ -29,12 +30,14 @@ from transformers import (
     MptForCausalLM,
     StaticCache,
 )
+from transformers.models.bloom.modeling_bloom import BloomAttention
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor as build_bloom_tensor
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as build_falcon_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from alibi_torch.transformers import AlibiCache, accelerate, restore
 from alibi_torch.transformers._accelerate import attention_modules
+from alibi_torch.transformers._caches import GrowingLayer
 from alibi_torch.transformers._norms import most_of_queries
 
 transformers.logging.set_verbosity_error()
@@ -241,6 +244,20 @@ def test_packed_sequences_are_what_they_are_alone(name: str, dtype: torch.dtype)
     assert not torch.allclose(packed, logits_of(model, tokens), atol=0.1)
 
 
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (4, 3)])
+def test_packed_sequences_with_a_mask_too(before: int, after: int) -> None:
+    lengths, total = (20, 1, 30), 51 + before + after
+    text = slice(before, before + 51)
+    mask, position_ids = torch.zeros(2, total, dtype=torch.long), torch.ones(2, total, dtype=torch.long)
+    mask[:, text], position_ids[:, text] = 1, torch.cat([torch.arange(n) for n in lengths])
+    tokens = tokens_of(2, total)
+    for name in FAMILIES:
+        model = accelerate(model_of(name))
+        packed = logits_of(model, tokens, attention_mask=mask, position_ids=position_ids)[:, text]
+        alone = torch.cat([logits_of(model, x) for x in tokens[:, text].split(lengths, dim=1)], dim=1)
+        assert torch.allclose(packed, alone, atol=64 * torch.finfo(torch.float32).eps * alone.abs().max().item())
+
+
 def test_lengths_that_mpt_refuses() -> None:
     model, tokens = mpt(max_seq_len=32, n_heads=4, d_model=64).eval(), tokens_of(1, 80)
     longer = mpt(max_seq_len=80, n_heads=4, d_model=64).eval()
@@ -396,6 +413,37 @@ def test_a_cache_that_is_reset_is_empty() -> None:
         assert torch.equal(logits_of(model, tokens, past_key_values=cache), first)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "alibi", "evicting"])
+def test_a_cache_of_inference_mode_serves_after_it(kind: str) -> None:
+    model, tokens = accelerate(model_of("bloom")), tokens_of(1, 40)
+    cache = CACHES[kind](model).get("past_key_values", DynamicCache(config=model.config))
+    with torch.inference_mode():
+        model(tokens[:, :20], past_key_values=cache)
+        model(tokens[:, 20:30], past_key_values=cache)
+    last = logits_of(model, tokens[:, 30:], past_key_values=cache)
+    assert torch.allclose(last, logits_of(model, tokens)[:, 30:], atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "alibi"])
+def test_gradients_through_a_cache(kind: str) -> None:
+    model, tokens = accelerate(model_of("mpt")), tokens_of(1, 30)
+    results = []
+    for pieces in ([30], [20, 1, 9]):
+        cache = CACHES[kind](model).get("past_key_values", DynamicCache(config=model.config))
+        model.zero_grad()
+        sum(model(x, past_key_values=cache).logits.logsumexp(-1).sum() for x in tokens.split(pieces, dim=1)).backward()
+        results.append(model.transformer.blocks[0].attn.Wqkv.weight.grad.clone())
+    assert torch.allclose(results[1], results[0], atol=1e-5 * results[0].abs().max().item())
+
+
+def test_a_grown_layer_is_compiled_without_a_graph_break() -> None:
+    layer, new = GrowingLayer(), torch.randn(2, 1, 3, 1, 4)
+    for key, value in (new, new):
+        layer.update(key, value)
+    keys, _ = torch.compile(layer.update, backend="eager", fullgraph=True)(*new)
+    assert torch.equal(keys, new[0].repeat(1, 1, 3, 1))
+
+
 # --- Training -------------------------------------------------------------------------------------------------------
 
 
@@ -523,6 +571,96 @@ def test_models_without_a_head_and_with_another() -> None:
             assert torch.allclose(accelerate(model)(tokens)[0], expected, atol=1e-5)
 
 
+class Pooled(BloomPreTrainedModel):
+    """A head that uses the mask itself."""
+
+    def __init__(self, config: BloomConfig) -> None:
+        super().__init__(config)
+        self.transformer = BloomModel(config)
+        self.post_init()
+
+    def forward(self, input_ids: Any, attention_mask: Any) -> torch.Tensor:
+        hidden = self.transformer(input_ids, attention_mask=attention_mask).last_hidden_state
+        return (hidden * attention_mask[..., None]).sum(dim=1) / attention_mask.sum(dim=1, keepdim=True)
+
+
+def test_a_model_around_the_base_keeps_its_mask() -> None:
+    model = Pooled(BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4)).eval()
+    inputs = tokens_of(2, 20), padding(20, 13, total=20, side="right")
+    with torch.no_grad():
+        expected = model(*inputs)
+        assert torch.allclose(accelerate(model)(*inputs), expected, atol=1e-5)
+
+
+class HandsOn(BloomForCausalLM):
+    """A model that takes whatever its parent does."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def test_a_subclass_that_hands_its_arguments_on() -> None:
+    model, tokens = model_of("bloom"), tokens_of(1, 20)
+    position_ids = torch.arange(10).repeat(2)[None]
+    expected = [logits_of(accelerate(copy.deepcopy(model)), tokens, **x) for x in ({}, {"position_ids": position_ids})]
+    model.__class__ = HandsOn
+    accelerate(model)
+    assert torch.equal(logits_of(model, tokens), expected[0])
+    assert torch.equal(logits_of(model, tokens, position_ids=position_ids), expected[1])
+
+
+def test_hooks_of_others_see_what_they_saw() -> None:
+    model, tokens, seen = model_of("falcon"), tokens_of(1, 20), []
+    model.transformer.register_forward_hook(lambda module, args, output: seen.append([x is tokens for x in args]))
+    for x in (model, accelerate(model)):
+        logits_of(x, tokens)
+    assert seen == [[True]] * 2
+
+
+def test_models_that_share_layers() -> None:
+    models = torch.nn.ModuleDict({"one": model_of("bloom"), "other": model_of("bloom")})
+    one, other = models.values()
+    other.transformer.h = one.transformer.h
+    tokens = tokens_of(1, 20)
+    expected = logits_of(one, tokens)
+    accelerate(models)
+    assert torch.allclose(logits_of(other, tokens), expected, atol=1e-4)
+    restore(models)
+    assert torch.equal(logits_of(one, tokens), expected)
+    accelerate(one)
+    restore(other)  # whose layers they are too
+    assert torch.equal(logits_of(restore(one), tokens), expected)
+
+
+def test_restore_leaves_models_beside_it_alone() -> None:
+    config = FalconConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+    models = torch.nn.ModuleDict({"alibi": accelerate(falcon()), "rotary": FalconForCausalLM(config), "bloom": bloom()})
+    restore(models)
+    assert [models[x].transformer.use_alibi for x in ("alibi", "rotary")] == [True, False]
+
+
+class Adapter(torch.nn.Module):
+    """A layer around a linear one that adds to it."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.added = inner, torch.nn.Linear(inner.in_features, inner.out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.added(x)
+
+
+def test_adapters_around_projections() -> None:
+    model, tokens = model_of("bloom"), tokens_of(1, 20)
+    attention = model.transformer.h[1].self_attention
+    attention.query_key_value = Adapter(attention.query_key_value)
+    attention.dense = Adapter(attention.dense)
+    expected = logits_of(model, tokens)
+    assert torch.allclose(logits_of(accelerate(model), tokens), expected, atol=1e-4)
+    with pytest.raises(ValueError, match="must be a plain linear layer.*got Adapter; merge adapters"):
+        AlibiCache(model, evict=True)  # the weights no longer bound queries
+
+
 def test_inside_another_module() -> None:
     model, tokens = torch.nn.ModuleDict({"language": model_of("mpt")}), tokens_of(1, 20)
     expected = logits_of(model["language"], tokens)
@@ -631,6 +769,26 @@ def test_heads_that_a_plan_split_are_refused() -> None:
     assert type(model.transformer.h[0].self_attention).__name__ == "BloomAttention"
 
 
+class Doubled(BloomAttention):
+    """Attention of a user's own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output, weights = super().forward(*args, **kwargs)
+        return 2 * output, weights
+
+
+def test_attention_of_a_users_own_is_refused() -> None:
+    for patched in (False, True):
+        model = bloom()
+        attention = model.transformer.h[1].self_attention
+        if patched:
+            attention.forward = lambda *args, own=attention.forward, **kwargs: own(*args, **kwargs)
+        else:
+            attention.__class__ = Doubled
+        with pytest.raises(ValueError, match="must be that of BloomAttention, got .* with a forward of its own"):
+            accelerate(model)
+
+
 def test_arguments_that_are_refused() -> None:
     with pytest.raises(ValueError, match="contract must be one of 'model', 'exact'"):
         accelerate(bloom(), contract="bloom")
@@ -649,7 +807,9 @@ def test_arguments_that_are_refused() -> None:
         ({"attention_mask": torch.tensor([[0, 1, 0, 1, 0], [1, 1, 1, 1, 1]])}, "hole among its tokens"),
         ({"attention_mask": torch.ones(2, 1, 5, 5)}, r"attention_mask must be of shape \(2, 5\)"),
         ({"attention_mask": torch.ones(2, 6)}, r"attention_mask must be of shape \(2, 5\).*got \(2, 6\)"),
+        ({"attention_mask": torch.zeros(2, 2, 1, 5)}, r"attention_mask must be of shape \(2, 5\)"),
         ({"position_ids": torch.tensor([[0, 1, 3, 4, 5]])}, "position_ids must count up by one, and from 0"),
+        ({"position_ids": torch.arange(4)[None]}, r"position_ids must be of shape \(2, 5\)"),
         ({"position_ids": torch.tensor([[0, 1, 0, 1, 2]]), "use_cache": True}, "use_cache must be False"),
     ],
 )
@@ -674,6 +834,11 @@ def test_evicting_caches_refuse_what_they_cannot_prove() -> None:
     with pytest.raises(ValueError, match="one sequence a row, without padding"):
         model(tokens, attention_mask=mask, past_key_values=AlibiCache(model, evict=True))
     cache = AlibiCache(model, evict=True)
+    other = accelerate(model_of("bloom"), contract="exact")
+    with pytest.raises(ValueError, match="must be a cache of the model as it is accelerated"):
+        other(tokens, past_key_values=cache)
+    with pytest.raises(ValueError, match="model must hold the layers of one accelerated model"):
+        AlibiCache(torch.nn.ModuleList([model, other]))
     with pytest.raises(NotImplementedError, match="serves accelerated models alone"):
         restore(copy.deepcopy(model))(tokens, past_key_values=cache)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -21,6 +20,9 @@ from alibi_torch.transformers._modules import (
     AcceleratedFalconAttention,
     AcceleratedMptAttention,
     become,
+    check_own,
+    positional_names,
+    with_arguments,
 )
 from alibi_torch.transformers._rules import CONTRACTS
 
@@ -51,8 +53,8 @@ def accelerate(model: nn.Module, *, contract: str = "model") -> nn.Module:
 
     Raises:
         TypeError: If it is no PyTorch module.
-        ValueError: If there is no model of these families with ALiBi in it, if it is accelerated already, or if a
-            setting is not supported; the model is then as it was.
+        ValueError: If there is no model of these families with ALiBi in it, if it is accelerated already, if its
+            attention is a subclass's or a patch's own, or if a setting is not supported; the model is then as it was.
 
     Example:
         >>> from transformers import BloomConfig, BloomForCausalLM
@@ -76,7 +78,7 @@ def accelerate(model: nn.Module, *, contract: str = "model") -> nn.Module:
             f"model must contain a BLOOM, MPT or Falcon model of transformers, got {type(model).__name__}; encoders "
             "get ALiBi with with_alibi"
         )
-    planned = []
+    planned = {}
     for base in bases:
         if isinstance(base, FalconModel) and not base.use_alibi:
             raise ValueError(
@@ -84,9 +86,10 @@ def accelerate(model: nn.Module, *, contract: str = "model") -> nn.Module:
             )
         for module in base.modules():
             kind = next((kind for kind in ATTENTION if isinstance(module, kind)), None)
-            if kind is not None:
-                planned.append((module, ATTENTION[kind], ATTENTION[kind].rules(module, base.config, contract)))
-    for module, kind, rules in planned:
+            if kind is not None and module not in planned:  # which bases may share
+                planned[module] = ATTENTION[kind], ATTENTION[kind].rules(module, base.config, contract)
+                check_own(module, kind)
+    for module, (kind, rules) in planned.items():
         module.alibi_class, module.alibi_rules = type(module), rules
         become(module, kind)
     for base in bases:
@@ -109,14 +112,16 @@ def restore(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: If it is not accelerated.
     """
-    for module in attention_modules(model):
+    hooked: list[Any] = [x for x in model.modules() if "alibi_hook" in vars(x)]
+    # Another model that shares these modules may have put them back.
+    for module in attention_modules(model, missing_is_error=not hooked):
         become(module, module.alibi_class)
         del module.alibi_class, module.alibi_rules
-    for outer in (x for x in model.modules() if "alibi_hook" in vars(x)):
+    for outer in hooked:
         outer.alibi_hook.remove()
         del outer.alibi_hook, outer.create_masks_for_generate
-    for base in (x for x in model.modules() if isinstance(x, BASES)):
-        _put_builders_back(base)
+        if isinstance(outer, BASES):
+            _put_builders_back(outer)
     return model
 
 
@@ -135,16 +140,21 @@ def attention_modules(model: Any, *, missing_is_error: bool = True) -> list[Any]
 
 
 class _Prepare:
-    """Puts into a call's mask what its masks and positions say, before the model sees it."""
+    """Puts into a call's mask what its masks and positions say, before the model sees it.
+
+    A model around the base may use the mask itself. So that one is given another in its place only where positions say
+    more than it, as the models do not hand positions on.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.names = tuple(inspect.signature(type(model).forward).parameters)[1:]
+        self.names = positional_names(type(model))
+        self.is_base = isinstance(model, BASES)
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         given = dict(zip(self.names, args, strict=False)) | kwargs
         mask = given.get("attention_mask")
-        if _facts.is_encoded(mask):  # by an outer model
-            return (), given
+        if _facts.is_encoded(mask) and mask.dtype == torch.uint8:  # by an outer model
+            return args, kwargs
         if given.get("output_attentions", None) or (
             given.get("output_attentions") is None and model.config.output_attentions
         ):
@@ -154,31 +164,38 @@ class _Prepare:
             )
         tokens = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
         if not isinstance(tokens, Tensor):
-            return (), given  # which the model refuses
-        cache = given.get("past_key_values")
+            return args, kwargs  # which the model refuses
+        cache, positions = given.get("past_key_values"), given.get("position_ids")
         if cache is not None:
             check_cache(cache)
-        given["attention_mask"] = _encoded(mask, given.get("position_ids"), cache, tokens)
-        if _facts.is_packed(given["attention_mask"]):
+        if mask is not None and (cache is not None or given.get("use_cache")) and torch.compiler.is_compiling():
+            positions = None  # nobody can look at them, and the mask tells of padding
+        changed: dict[str, Any] = {"attention_mask": _encoded(mask, positions, cache, tokens)}
+        if _facts.is_packed(changed["attention_mask"]):
             if given.get("use_cache"):
                 raise ValueError("use_cache must be False where position_ids pack several sequences into a row")
-            given["use_cache"] = False
-        return (), given
+            changed["use_cache"] = False
+        elif not self.is_base:
+            return args, kwargs
+        return with_arguments(self.names, args, kwargs, changed)
 
 
 def _encoded(mask: Any, position_ids: Any, cache: Any, tokens: Tensor) -> Tensor:
     batch, q_len = tokens.shape[:2]
     past = 0 if cache is None else cache.get_seq_length()
+    for name, given in (("attention_mask", mask), ("position_ids", position_ids)):
+        if given is not None and not isinstance(given, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(given).__name__}")
+    of_mask = _facts.nothing(tokens.device)
     if mask is not None:
-        if not isinstance(mask, Tensor):
-            raise TypeError(f"attention_mask must be a tensor, got {type(mask).__name__}")
         longest = -1
         if cache is not None and cache.is_compileable:
             longest = max(cache.get_mask_sizes(q_len, 0)[0], -1)
-        return _facts.of_padding(mask, batch, q_len, past, longest)
-    if isinstance(position_ids, Tensor) and q_len > 1:
-        return _facts.of_positions(position_ids.expand(batch, q_len), batch, past)
-    return _facts.nothing(tokens.device)
+        of_mask = _facts.of_padding(mask, batch, q_len, past, longest)
+    if position_ids is None or q_len < 2:
+        return of_mask
+    text = None if mask is None else mask[:, int(past) : int(past) + q_len] != 0
+    return _facts.of_positions(position_ids, batch, q_len, past, text, of_mask)
 
 
 def _same_mask(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:

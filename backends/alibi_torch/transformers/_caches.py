@@ -142,6 +142,11 @@ class AlibiCache(Cache):
         from alibi_torch.transformers._norms import most_of_queries
 
         modules = attention_modules(model)
+        if [m.layer_idx for m in modules] != list(range(len(modules))):
+            raise ValueError(
+                f"model must hold the layers of one accelerated model, in order, got {len(modules)} that are numbered "
+                f"{[m.layer_idx for m in modules]}; make a cache for each model in it"
+            )
         if evict:
             super().__init__(layers=[EvictingLayer(m.alibi_rules, most_of_queries(model, m)) for m in modules])
         else:
@@ -179,7 +184,7 @@ class AlibiLayer(CacheLayerMixin):
             self.lazy_initialization(key_states)
         store = self.store
         assert store is not None  # made just now
-        if store.length + key_states.shape[2] > store.max_length:
+        if store.length + key_states.shape[2] > store.max_length or is_frozen(store.key):
             held = store.key[:, :, : store.length], store.value[:, :, : store.length]
             self.store = self._empty(key_states, store.length + key_states.shape[2])
             self.store.append(*held)
@@ -240,7 +245,8 @@ class GrowingLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values, and return those of all tokens."""
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+        wants_gradients = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        if wants_gradients or torch.compiler.is_compiling():  # which cannot look where memory lies
             self.alibi_room = None
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
@@ -251,6 +257,11 @@ class GrowingLayer(DynamicLayer):
         self.alibi_room = room
         self.keys, self.values = room.append(key_states, value_states, length)
         return self.keys, self.values
+
+
+def is_frozen(tensor: Tensor) -> bool:
+    """Whether a tensor must not be written to: it is of an inference mode that has ended, or gradients need it."""
+    return tensor.requires_grad or (tensor.is_inference() and not torch.is_inference_mode_enabled())
 
 
 class _Room:
@@ -268,6 +279,8 @@ class _Room:
     def follows(self, keys: Tensor, values: Tensor, length: int) -> bool:
         """Whether these are the first ``length`` tokens in here, and nobody has appended others to them."""
         starts = [x.data_ptr() for x in self.tensors] == [x.data_ptr() for x in (keys, values)]
+        if is_frozen(self.tensors[0]):
+            return False
         return starts and self.used == length and keys.shape[:2] == self.tensors[0].shape[:2]
 
     def append(self, key: Tensor, value: Tensor, length: int) -> tuple[Tensor, Tensor]:

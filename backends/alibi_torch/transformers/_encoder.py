@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from alibi_torch.transformers._encoder_modules import (
     AlibiMegatronBertSelfAttention,
     EncoderAttention,
 )
-from alibi_torch.transformers._modules import become, check_sizes
+from alibi_torch.transformers._modules import become, check_sizes, positional_names, with_arguments
 
 BASES = (BertModel, MegatronBertModel)
 WITH_ALIBI: dict[type, type] = {
@@ -173,7 +172,7 @@ class _Prepare:
     """Puts into a call's mask what its mask and positions say, before the model sees it."""
 
     def __init__(self, base: PreTrainedModel) -> None:
-        self.names = tuple(inspect.signature(type(base).forward).parameters)[1:]
+        self.names = positional_names(type(base))
 
     def __call__(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         given = dict(zip(self.names, args, strict=False)) | kwargs
@@ -187,6 +186,7 @@ class _Prepare:
         if given.get("output_attentions") or (given.get("output_attentions") is None and base.config.output_attentions):
             raise ValueError("output_attentions must be False with ALiBi, as no attention weights are stored, got True")
         tokens = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
-        if isinstance(tokens, Tensor):  # others the model refuses
-            given["attention_mask"] = _rows.encoded(given.get("attention_mask"), given.get("position_ids"), tokens)
-        return (), given
+        if not isinstance(tokens, Tensor):
+            return args, kwargs  # which the model refuses
+        rows = _rows.encoded(given.get("attention_mask"), given.get("position_ids"), tokens)
+        return with_arguments(self.names, args, kwargs, {"attention_mask": rows})

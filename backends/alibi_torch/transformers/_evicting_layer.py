@@ -10,7 +10,7 @@ from torch import Tensor
 
 from alibi_torch._evicting_cache import EvictingKVCache
 from alibi_torch.transformers import _facts
-from alibi_torch.transformers._caches import AlibiLayer
+from alibi_torch.transformers._caches import AlibiLayer, is_frozen
 from alibi_torch.transformers._rules import Rules
 
 NO_LIMIT = 2**31 - 1  # tokens a head
@@ -36,9 +36,17 @@ class EvictingLayer(AlibiLayer):
                 "attention_mask and position_ids must tell of one sequence a row, without padding, with a cache that "
                 "evicts; make it with evict=False"
             )
+        if rules != self.rules:
+            raise ValueError(
+                "past_key_values must be a cache of the model as it is accelerated, got one that evicts by other "
+                "rules; make it with AlibiCache(model, evict=True)"
+            )
         if self.store is None:
             self.lazy_initialization(key)
         assert self.store is not None  # made just now
+        for group in self.store._groups:
+            if is_frozen(group.key):
+                group.key, group.value = group.key.clone(), group.value.clone()
         self.store.append(key, value)
         return self.store.attend(query)
 

@@ -79,21 +79,34 @@ def of_padding(attention_mask: Tensor, batch: int, q_len: int, past: Any, longes
     return _encoded(text, PADDED)
 
 
-def of_positions(position_ids: Tensor, batch: int, past: Any) -> Tensor:
-    """Return what position ids say of sequences packed into rows, encoded.
+def of_positions(
+    position_ids: Tensor, batch: int, q_len: int, past: Any, text: Tensor | None, of_mask: Tensor
+) -> Tensor:
+    """Return what position ids say of sequences packed into rows, encoded; what the mask says if there are none.
 
     Args:
-        position_ids: ``[batch or 1, q_len]``.
+        position_ids: ``[batch or 1, q_len]``; those of padding say nothing.
         batch: Of the call.
+        q_len: Of the call, in tokens.
         past: Tokens in the cache before.
+        text: ``[batch, q_len]`` booleans, False for padding at the ends of a row; None where there is none.
+        of_mask: What the mask says, encoded.
 
     Raises:
-        ValueError: If they neither count up by one nor restart from 0, or restart after tokens in a cache.
+        ValueError: If their shape is wrong, they neither count up by one nor restart from 0, or restart after tokens in
+            a cache.
     """
+    shape = tuple(position_ids.shape)
+    if shape[-1:] != (q_len,) or shape[:-1] not in ((), (1,), (batch,)):
+        raise ValueError(f"position_ids must be of shape ({batch}, {q_len}) (batch, tokens), got {shape}")
+    position_ids = position_ids.expand(batch, q_len)
     starts = F.pad(position_ids.diff(dim=-1) != 1, (1, 0))
+    if text is not None:
+        before = F.pad(text[:, :-1], (1, 0))
+        starts = starts & text & before
     if not torch.compiler.is_compiling():
         if not bool(starts.any()):
-            return nothing(starts.device)
+            return of_mask
         if bool((position_ids[starts] != 0).any()):
             raise ValueError(
                 "position_ids must count up by one, and from 0 where another sequence begins; a batch with padding "
@@ -104,7 +117,9 @@ def of_positions(position_ids: Tensor, batch: int, past: Any) -> Tensor:
                 "position_ids must not restart after tokens in a cache, which do not tell their sequences; "
                 "use one row for each sequence"
             )
-    return _encoded(starts.expand(batch, -1), PACKED)
+    if text is not None:  # nothing sees padding behind it, and padding before is as another sequence
+        starts = starts | (text & ~before)
+    return _encoded(starts, PACKED)
 
 
 def is_encoded(mask: Any) -> bool:

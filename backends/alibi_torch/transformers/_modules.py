@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from types import MethodType
 from typing import Any
@@ -56,8 +57,8 @@ class AcceleratedBloomAttention(Accelerated, BloomAttention):
                 f"{module.pretraining_tp} devices did, which is not kept up here"
             )
         check_sizes(module.query_key_value, module.num_heads * 3 * module.head_dim, module.num_heads)
-        weight = module.dense.weight
-        text = torch.ones(1, 2, dtype=torch.long, device="cpu" if weight.is_meta else weight.device)
+        place = next((x.device for x in module.parameters() if not x.is_meta), torch.device("cpu"))
+        text = torch.ones(1, 2, dtype=torch.long, device=place)
         # A power of two numbers may be a unit in the last place off, and which one depends on the processor.
         own = build_alibi_tensor(text, module.num_heads, torch.float32)[:, 0, 1]
         return Rules.of("bloom", contract, module.num_heads, module.inv_norm_factor, model_slopes=own)
@@ -137,13 +138,27 @@ class AcceleratedFalconAttention(Accelerated, FalconAttention):
 
 def check_sizes(projection: Any, features: int, num_heads: int) -> None:
     """Check that a module holds all of its heads, not some that a tensor-parallel plan left it."""
-    weight = projection.weight
-    # What quantization leaves of a weight has a shape of its own.
-    held = weight.shape[0] if weight.is_floating_point() else projection.out_features
+    weight = getattr(projection, "weight", None)
+    # What quantization leaves of a weight has a shape of its own, and what wraps a layer need not have one.
+    has_rows = isinstance(weight, Tensor) and weight.is_floating_point()
+    held = weight.shape[0] if has_rows else getattr(projection, "out_features", features)
     if held != features:
         raise ValueError(
             f"projection of queries, keys and values must have {features} rows for its {num_heads} heads, got {held}; "
             "slopes are those of all heads: change the model before it is split"
+        )
+
+
+def check_own(module: Any, kind: type) -> None:
+    """Check that a module computes what its kind does, and not what a subclass or a patch makes of it."""
+    names = [name for name, x in vars(kind).items() if callable(x) and name != "__init__"]
+    changed = [name for name in names if getattr(type(module), name) is not getattr(kind, name)]
+    if "forward" in vars(module) and "_old_forward" not in vars(module):  # which hooks for several devices keep
+        changed.append("forward")
+    if changed:
+        raise ValueError(
+            f"attention of the model must be that of {kind.__name__}, got {type(module).__name__} with a "
+            f"{changed[0]} of its own; accelerate first, or leave the model as it is"
         )
 
 
@@ -153,3 +168,21 @@ def become(module: Any, kind: type) -> None:
     # Hooks for several devices replace `forward` and keep the one before.
     if isinstance(vars(module).get("_old_forward"), MethodType):
         module._old_forward = MethodType(kind.forward, module)
+
+
+def positional_names(kind: type) -> tuple[str, ...]:
+    """Return the names of a model's positional arguments; of its parent's, where it hands on whatever it gets."""
+    names: tuple[str, ...] = ()
+    for parent in (x for x in kind.__mro__ if "forward" in vars(x)):
+        parameters = list(inspect.signature(vars(parent)["forward"]).parameters.values())[1:]
+        names = tuple(x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD)
+        if all(x.kind is not x.VAR_POSITIONAL for x in parameters):
+            break
+    return names
+
+
+def with_arguments(names: tuple[str, ...], args: Any, kwargs: Any, changed: dict[str, Any]) -> tuple[Any, Any]:
+    """Return a call's arguments, some of them replaced, in their places, as other hooks may count on those."""
+    changed = dict(changed)
+    args = tuple(changed.pop(name, x) for name, x in zip(names, args, strict=False)) + args[len(names) :]
+    return args, kwargs | changed

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomBlock
-from transformers.models.falcon.modeling_falcon import FalconAttention, FalconDecoderLayer
-from transformers.models.mpt.modeling_mpt import MptBlock
+from transformers.models.falcon.modeling_falcon import FalconAttention, FalconDecoderLayer, FalconLinear
+from transformers.models.mpt.modeling_mpt import MptAttention, MptBlock
 
 ROUNDING = 1.01  # products of low precision are rounded, these singular values too
 
@@ -36,12 +36,22 @@ def most_of_queries(model: nn.Module, module: nn.Module) -> float:
 
 
 def _parts(model: nn.Module, module: Any) -> tuple[Any, Tensor, Tensor | None]:
-    """Return the layer norm before a module's queries, and the weight and bias of its queries."""
+    """Return the layer norm before a module's queries, and the weight and bias of its queries.
+
+    Raises:
+        ValueError: If the weights are not all there is to them.
+    """
+    projection = module.Wqkv if isinstance(module, MptAttention) else module.query_key_value
+    kind = type(projection)
+    if kind not in (nn.Linear, FalconLinear) or projection.weight.is_meta:
+        raise ValueError(
+            "projection of queries must be a plain linear layer whose weights are in memory, for a cache that evicts, "
+            f"got {kind.__name__}; merge adapters, load what is offloaded, or make the cache with evict=False"
+        )
     blocks = (x for x in model.modules() if isinstance(x, (BloomBlock, FalconDecoderLayer, MptBlock)))
     block: Any = next(x for x in blocks if module in x.children())
     if isinstance(block, MptBlock):
-        return block.norm_1, module.Wqkv.weight.chunk(3)[0], None
-    projection = module.query_key_value
+        return block.norm_1, projection.weight.chunk(3)[0], None
     if isinstance(module, FalconAttention):
         norm = block.ln_attn if hasattr(block, "ln_attn") else block.input_layernorm
         groups = module.num_kv_heads
