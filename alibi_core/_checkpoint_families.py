@@ -73,6 +73,13 @@ class Settings:
             raise ValueError(f"{self.place} must say {names[0]}, got no such entry")
         return _checks.positive_int(f"{names[0]} in {self.place}", value)
 
+    def heads(self, width: int, *names: str) -> int:
+        """Return the number of heads, which must divide the width, before anything is computed of every head."""
+        num_heads = self.size(*names)
+        if width % num_heads:
+            raise ValueError(f"{names[0]} in {self.place} must divide the model's width, {width}, got {num_heads}")
+        return num_heads
+
     def switch(self, name: str, *, default: bool) -> bool:
         return _checks.boolean(f"{name} in {self.place}", self.get(name, default=default))
 
@@ -104,8 +111,10 @@ def family_of(values: dict[str, Any], path: Path, contract: str) -> Family:
 
 
 def _bloom(settings: Settings, contract: str) -> Family:
-    num_heads = settings.size("n_head", "num_attention_heads")
     width = settings.size("hidden_size", "n_embed")
+    num_heads = settings.heads(width, "n_head", "num_attention_heads")
+    if settings.switch("slow_but_exact", default=False) and settings.get("pretraining_tp", default=1) != 1:
+        raise settings.refuse("slow_but_exact", "false", "with it transformers leaves out the biases of projections")
     normed = settings.switch("apply_residual_connection_post_layernorm", default=False)
     config = AlibiConfig(
         num_layers=settings.size("n_layer", "num_hidden_layers"),
@@ -147,7 +156,8 @@ def _mpt(settings: Settings, contract: str) -> Family:
         raise settings.refuse("norm_type", "'layernorm' or 'low_precision_layernorm'", "transformers has no other")
     if settings.get("logit_scale", default=None) is not None:
         raise settings.refuse("logit_scale", "null", "transformers leaves it unread; remove it for logits without")
-    num_heads, width = settings.size("n_heads", "num_attention_heads"), settings.size("d_model", "hidden_size")
+    width = settings.size("d_model", "hidden_size")
+    num_heads = settings.heads(width, "n_heads", "num_attention_heads")
     bias_max = attention.number("alibi_bias_max", default=8) if contract == "exact" else 8.0
     scale, clip = attention.get("softmax_scale", default=None), attention.get("clip_qkv", default=None)
     config = AlibiConfig(
@@ -178,8 +188,8 @@ def _mpt(settings: Settings, contract: str) -> Family:
 def _falcon(settings: Settings, contract: str) -> Family:
     if not settings.switch("alibi", default=False):
         raise settings.refuse("alibi", "true", "Falcon models with rotary positions are not loaded")
-    num_heads = settings.size("num_attention_heads", "n_head")
     width = settings.size("hidden_size", "n_embed")
+    num_heads = settings.heads(width, "num_attention_heads", "n_head")
     grouped = settings.switch("new_decoder_architecture", default=False)
     num_kv_heads = 1 if settings.switch("multi_query", default=True) else num_heads
     if grouped:

@@ -77,6 +77,11 @@ class Checkpoint:
             raise FileNotFoundError(f"directory must be one that holds a checkpoint, got {str(path)!r}")
         family = family_of(read_json(path / "config.json"), path / "config.json", contract)
         tensors = stored_tensors(path)
+        if family.config.num_layers > len(tensors):
+            raise ValueError(
+                f"number of layers in {path / 'config.json'} must be that of the checkpoint, which holds "
+                f"{len(tensors)} tensors, got {family.config.num_layers}"
+            )
         # A model without its head is saved without the prefix, BLOOM's own files among them.
         prefix = "" if f"{family.names.embedding}.weight" in tensors else PREFIX
         sources = _sources(family, prefix)
