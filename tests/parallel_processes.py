@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,7 +43,7 @@ from alibi_core.conformance._oracle import (
     rounded,
     summed_over_batch,
 )
-from alibi_torch import AlibiAttention, parallel
+from alibi_torch import AlibiAttention, attention, parallel
 
 WORLD = 4
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -304,6 +305,33 @@ def bytes_sent() -> int:
     return 3
 
 
+def second_derivatives() -> int:
+    """Check that gradients of gradients are those of one process where its attention has any, and refused elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(3, 1, 2, 28, 3, dtype=torch.float64, generator=generator).requires_grad_().unbind()
+    slopes = torch.tensor([0.5, 0.1])
+
+    def of_penalty(attend: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> Any:
+        result = attend(*tensors, slopes, is_causal=False)
+        grads = torch.autograd.grad(result.square().sum(), tensors, create_graph=True)
+        # By results, too, so that second derivatives that were left out would not be missed.
+        return torch.autograd.grad(result.sum() + sum(x.square().sum() for x in grads), tensors)
+
+    expected = of_penalty(partial(attention, implementation="dense"), whole)
+    mine = slice(7 * dist.get_rank(), 7 * dist.get_rank() + 7)
+    local = [x.detach()[:, :, mine].clone().requires_grad_() for x in whole]
+    for bound in (None, 3.0):
+        found = of_penalty(partial(parallel.attention, implementation="dense", score_bound=bound), local)
+        for one, exact in zip(found, expected, strict=True):
+            _alike(one, exact[:, :, mine], exact.abs().max().item())
+    for tensor in local[1:]:
+        result = parallel.attention(*local, slopes, implementation="tiled")
+        (grad,) = torch.autograd.grad(result.square().sum(), tensor, create_graph=True)
+        _raises(NotImplementedError, "no second derivatives",
+                lambda grad=grad: torch.autograd.grad(grad.square().sum(), local, allow_unused=True))  # fmt: skip
+    return 2
+
+
 def heads_and_tokens() -> int:
     """Check a mesh that divides batch, heads and tokens: each process has slopes of the heads that it has."""
     mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), mesh_dim_names=("heads", "tokens"))
@@ -462,6 +490,18 @@ def _raises(kind: type[Exception], message: str, call: Callable[[], Any]) -> Non
     raise AssertionError(f"nothing was raised that says {message!r}")
 
 
+def readme() -> int:
+    """Run the README's example, whose process group there is already."""
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (example,) = (x for x in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "import parallel\n\ndist." in x)
+    assert example.count("\n") <= 10  # lines
+    names: dict[str, Any] = {}
+    with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
+        exec(example, names)
+    assert names["result"].shape == names["query"].shape == (1, 8, 2048, 64)
+    return 1
+
+
 def differences() -> int:
     """Check that all processes refuse what they do not all ask for."""
     rank = dist.get_rank()
@@ -479,14 +519,25 @@ def differences() -> int:
     }
     for message, (given, options) in refused.items():
         _raises(ValueError, message, lambda given=given, options=options: parallel.attention(*given, **options))
-    return len(refused)
+    decoded = parallel.ShardedKVCache(1, 2, 8, 4)
+    decoded.append(*tensors[1:])
+    slopes = torch.full((2,), 1.0 + rank // 3)
+    _raises(ValueError, "and slopes must be the same", lambda: decoded.attend(tensors[0][:, :, -1:], slopes))
+    others = DeviceMesh("cpu", [0, 1])
+    if rank > 1:
+        _raises(ValueError, "a mesh that this process is in", lambda: parallel.attention(*tensors, group=others))
+    return len(refused) + 2
 
 
 def absence() -> int:
-    """Check that who stays away, or dies, is an error for others in the group's timeout, and no hang."""
+    """Check that who stays away, dies or does another thing is an error in the group's timeout, and no hang."""
     rank = dist.get_rank()
-    slow, dying = (dist.new_group(members, timeout=SHORT_TIMEOUT) for members in ([0, 1], [2, 3]))
+    slow, dying, crossed = (dist.new_group(members, timeout=SHORT_TIMEOUT) for members in ([0, 1], [2, 3], [0, 1]))
     tensors = torch.randn(3, 1, 2, 8, 4).unbind()
+    if rank < 2:  # each would take the other's message for that of another call
+        inputs = [x.clone().requires_grad_() for x in tensors]
+        losses = [parallel.attention(*inputs, group=crossed).sum() for _ in range(2)]
+        _raises(RuntimeError, "", lambda: [x.backward() for x in losses[:: 1 - 2 * rank]])
     if rank == 3:
         os._exit(0)
     if rank in (0, 2):
@@ -505,9 +556,11 @@ CHECKS: dict[str, Callable[[], int]] = {
     "bounds that data break": lambda: cases("bounds that data break"),
     "long": lambda: cases("long"),
     "bytes sent": bytes_sent,
+    "second derivatives": second_derivatives,
     "heads and tokens": heads_and_tokens,
     "decoding": decoding,
     "tensor parallelism": tensor_parallel,
+    "readme": readme,
     "differences": differences,
     "absence": absence,  # the last: a process is missing then
 }

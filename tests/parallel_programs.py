@@ -345,7 +345,9 @@ def decoding() -> int:
     spoilt = cache._replace(value=cache.value.at[:, :, :256].set(jnp.nan))
     last = [x[:, prompt : prompt + 1] for x in calm]
     assert np.array_equal(step(cache, *last)[1], step(spoilt, *last)[1])
-    return 7
+    # Of no use after more tokens than there is room for.
+    assert np.all(np.isnan(step(cache, *(x[:, :prompt] for x in calm))[1]))
+    return 8
 
 
 OTHERS = {"decoding": decoding}

@@ -199,6 +199,14 @@ def test_default_slopes_need_to_know_which_heads_a_device_has() -> None:
         ValueError, match="slopes must be given, or head_axis, where query is divided along 'other' too"
     ):
         _inside(functools.partial(parallel.attention, axis_name="tokens"), mesh, *tensors, spec=spec)
+    with pytest.raises(ValueError, match="where query is divided along 'other' too"):  # which nobody can tell here
+        jax.shard_map(
+            functools.partial(parallel.attention, axis_name="tokens"),
+            mesh=mesh,
+            in_specs=(spec,) * 3,
+            out_specs=spec,
+            check_vma=False,
+        )(*tensors)
     found = _inside(
         functools.partial(parallel.attention, axis_name="tokens", head_axis="other"), mesh, *tensors, spec=spec
     )

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import parallelize_module  # noqa: E402
 
 from alibi_core import Shards, shard_plan  # noqa: E402
 from alibi_torch import AlibiAttention, attention, parallel  # noqa: E402
+from alibi_torch._checkpoint import FalconAttention  # noqa: E402
 
 LIMIT = 200  # seconds, after which processes are hanging
 
@@ -72,6 +73,10 @@ def test_processes_send_what_the_plan_says(found: Found) -> None:
     assert passed(found, "bytes sent")
 
 
+def test_second_derivatives_are_right_or_refused(found: Found) -> None:
+    assert passed(found, "second derivatives") == 2
+
+
 def test_heads_may_be_divided_besides_tokens(found: Found) -> None:
     assert passed(found, "heads and tokens")
 
@@ -84,8 +89,12 @@ def test_a_layer_whose_heads_are_divided_is_the_whole_layer(found: Found) -> Non
     assert passed(found, "tensor parallelism") == 6
 
 
+def test_the_example_in_the_readme_runs(found: Found) -> None:
+    assert passed(found, "readme")
+
+
 def test_processes_that_ask_for_different_things_all_refuse(found: Found) -> None:
-    assert passed(found, "differences") == 5
+    assert passed(found, "differences") == 7
 
 
 def test_a_process_that_stays_away_or_dies_is_an_error_and_no_hang(found: Found) -> None:
@@ -153,9 +162,13 @@ def test_meshes_without_such_a_dimension_are_refused_by_name() -> None:
         ({"axis_name": "tokens", "head_axis": "heads"}, r"head_axis must name a dimension of the mesh"),
         ({"axis_name": "tokens", "head_axis": "tokens"}, "axis_name and head_axis must differ, got 'tokens' for both"),
         ({}, "axis_name must name a dimension of a mesh that has several"),
+        (
+            {"group": mesh["tokens"], "head_axis": "tokens"},
+            "head_axis must be None where axis_name is: tokens have the",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
-            _attend(group=mesh, **options)
+            _attend(**{"group": mesh} | options)
     tensors = [x.to("meta") for x in _tensors()]
     with pytest.raises(ValueError, match="query must be on cpu, as the mesh is, got meta"):
         parallel.attention(*tensors, group=mesh, axis_name="tokens")
@@ -202,6 +215,23 @@ def test_caches_refuse_what_does_not_fit() -> None:
         cache.attend(query, torch.ones(2))
     with pytest.raises(TypeError, match="key must be a tensor of four axes"):
         cache.append(key[0], value)
+    with pytest.raises(TypeError, match=r"query must be an array, got \[1.0\]"):
+        cache.attend([1.0])
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("transform", [torch.func.vmap, lambda call: torch.func.grad(lambda x: call(x).sum())])
+def test_functional_transforms_are_refused_before_anything_is_sent(transform: Any) -> None:
+    query, key, value = _tensors()
+    with pytest.raises(NotImplementedError, match="no torch.func transforms"):
+        transform(lambda query: parallel.attention(query, key, value))(query)
+
+
+@pytest.mark.usefixtures("alone")
+def test_compiled_functions_leave_the_call_as_it_is() -> None:
+    tensors = _tensors()
+    compiled = torch.compile(lambda *tensors: parallel.attention(*tensors) + 1, backend="eager")
+    assert torch.equal(compiled(*tensors), parallel.attention(*tensors) + 1)
 
 
 @pytest.mark.usefixtures("alone")
@@ -209,6 +239,8 @@ def test_only_attention_layers_are_divided_by_head() -> None:
     mesh = DeviceMesh("cpu", [0], mesh_dim_names=("heads",))
     with pytest.raises(TypeError, match="module must be an alibi_torch.AlibiAttention, got Linear"):
         parallelize_module(nn.Linear(4, 4), mesh, parallel.TensorParallelAttention())
+    with pytest.raises(TypeError, match="must be an AlibiAttention itself, of no derived class, got FalconAttention"):
+        parallelize_module(FalconAttention(8, 2), mesh, parallel.TensorParallelAttention())
     with pytest.raises(ValueError, match="module must have an alibi_torch.AlibiAttention in it"):
         parallel.tensor_parallel_plan(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="device_mesh must have one dimension"):

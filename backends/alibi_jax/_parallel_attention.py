@@ -112,7 +112,7 @@ def attention(
     for name, array in (("query", query), ("key", key)):
         if _checks.array(name, array).ndim != 4:
             raise ValueError(f"{name} must have shape (batch, shard_len, heads, head_dim), got {array.shape}")
-    given = default_slopes(query, axis_name, head_axis, head_shards) if slopes is None else slopes
+    given = default_slopes(query, key, axis_name, head_axis, head_shards) if slopes is None else slopes
     local, local_future = (
         local_slopes(name, x, query.shape[2], head_axis, head_shards)
         for name, x in (("slopes", given), ("future_slopes", future_slopes))
@@ -187,9 +187,12 @@ def axis_size(axis_name: Any, argument: str = "axis_name") -> int:
         ) from error
 
 
-def default_slopes(query: jax.Array, axis_name: str, head_axis: str | None, head_shards: int) -> Any:
+def default_slopes(query: jax.Array, key: jax.Array, axis_name: str, head_axis: str | None, head_shards: int) -> Any:
     """Return the canonical slopes of all devices' heads, where it is known how many these are."""
-    others = sorted(varying(query) - {axis_name})
+    axes = varying(query)
+    if axis_name not in varying(key):  # as with check_vma=False, where nobody knows along which axes they are divided
+        axes = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    others = sorted(axes - {axis_name})
     if head_axis is None and others:
         raise ValueError(
             f"slopes must be given, or head_axis, where query is divided along {', '.join(map(repr, others))} too, as "

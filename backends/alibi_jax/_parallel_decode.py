@@ -32,7 +32,8 @@ def append(cache: KVCache, key: jax.Array, value: jax.Array, *, axis_name: str) 
         axis_name: The mesh axis that slots are divided along.
 
     Returns:
-        The longer cache. Tokens that do not fit are dropped, though ``length`` counts them.
+        The longer cache. Tokens that do not fit are dropped, though ``length`` counts them, and the cache is of no more
+        use: :func:`decode` returns NaN.
 
     Raises:
         TypeError: If ``cache`` is no cache.
@@ -93,7 +94,8 @@ def decode(
         implementation: ``"tpu"``, :class:`alibi_jax.TPU` or ``"tiled"``; default, as for :func:`alibi_jax.attention`.
 
     Returns:
-        ``[batch, q_len, num_heads, head_dim]``, of the dtype of ``query``, the same on every device along the axis.
+        ``[batch, q_len, num_heads, head_dim]``, of the dtype of ``query``, the same on every device along the axis; NaN
+        if the cache was given more tokens than it has room for.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -106,7 +108,7 @@ def decode(
     if _checks.array("query", query).ndim != 4:
         raise ValueError(f"query must have shape (batch, q_len, num_heads, head_dim), got {query.shape}")
     heads = query.shape[2]
-    given = default_slopes(query, axis_name, head_axis, head_shards) if slopes is None else slopes
+    given = default_slopes(query, cache.key, axis_name, head_axis, head_shards) if slopes is None else slopes
     shard_len = cache.key.shape[2]
     _checks.positions_fit(0, query.shape[1], num_shards * shard_len)
     start = lax.axis_index(axis_name) * shard_len
@@ -150,7 +152,8 @@ def decode(
     weights = jnp.exp(sums - jnp.where(jnp.isneginf(highest), 0, highest))
     weighted = lax.psum(result * jnp.swapaxes(weights, 1, 2)[..., None], axis_name)
     total = jnp.swapaxes(lax.psum(weights, axis_name), 1, 2)[..., None]
-    return (weighted / jnp.where(total == 0, 1, total)).astype(query.dtype)
+    merged = weighted / jnp.where(total == 0, 1, total)
+    return jnp.where(cache.length > num_shards * shard_len, jnp.nan, merged).astype(query.dtype)
 
 
 def _check_cache(cache: Any) -> None:

@@ -23,6 +23,8 @@ from alibi_torch._parallel_halo import Exchange, GatherHalo, Halo, Travelling, a
 from alibi_torch._parallel_reach import needed_tokens
 
 
+# What processes tell each other decides what is computed: torch.compile leaves the call as it is, between its graphs.
+@torch._disable_dynamo
 def attention(
     query: Tensor,
     key: Tensor,
@@ -93,7 +95,7 @@ def attention(
     Raises:
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value, shape or device is wrong, or another than on other processes.
-        NotImplementedError: If the implementation named cannot run the call.
+        NotImplementedError: If the implementation named cannot run the call, or a transform of ``torch.func`` is to.
         RuntimeError: If ``torch.distributed`` was not initialized, or another process does not answer in the group's
             timeout.
 
@@ -107,6 +109,8 @@ def attention(
         Press, Smith, Lewis, "Train Short, Test Long", arXiv 2108.12409; Liu, Zaharia, Abbeel, "Ring Attention with
         Blockwise Transformers", arXiv 2310.01889.
     """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError("parallel.attention has gradients by torch.autograd, and no torch.func transforms")
     place = place_of(group, axis_name, head_axis)
     for name, tensor in (("query", query), ("key", key)):
         if _checks.array(name, tensor).ndim != 4:
@@ -154,7 +158,7 @@ def attention(
             window_size=call.window_size,
             num_kv_heads=call.num_kv_heads,
         )
-    agree(place, query.device, facts_of(call, shards, plan, key, value, implementation))
+    place = agree(place, query.device, facts_of(call, shards, plan, key, value, implementation))
     if call.is_empty:
         return query + key.sum() + value.sum()  # of no elements, but a part of the graph
     exchange, travelling = _exchanged(place, call, shards, plan, query, key, value, share)

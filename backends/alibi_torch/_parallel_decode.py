@@ -12,11 +12,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from alibi_core import AttentionCall
-from alibi_core._checks import non_negative_int, positive_int
+from alibi_core._checks import array, non_negative_int, positive_int
 from alibi_core._horizon import LARGEST_TOLERANCE, reach, tolerance_of
 from alibi_core._slopes import slopes as canonical_slopes
 from alibi_torch._cache import KVCache, check_appended
-from alibi_torch._parallel_group import agree, check_device, local_slopes, place_of
+from alibi_torch._parallel_group import agree, check_device, local_slopes, mark_of, place_of
 from alibi_torch._tile_plan import norm_bounds
 
 
@@ -110,6 +110,7 @@ class ShardedKVCache:
         self.length = min(self.length, non_negative_int("length", length))
         self.local.truncate(max(self.length - self.place.rank * self.local.max_length, 0))
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def attend(
         self,
@@ -138,11 +139,12 @@ class ShardedKVCache:
 
         Raises:
             TypeError: If an argument is of the wrong kind.
-            ValueError: If a value or shape is wrong, or there are more queries than tokens.
+            ValueError: If a value or shape is wrong, there are more queries than tokens, or processes do not ask for
+                the same.
         """
         held = self.local.length
         key, value = self.local.key[:, :, :held], self.local.value[:, :, :held]
-        if query.ndim != 4:
+        if array("query", query).ndim != 4:
             raise ValueError(f"query must have shape (batch, heads, q_len, head_dim), got {tuple(query.shape)}")
         heads, q_len = query.shape[1:3]
         if q_len > self.length:
@@ -169,7 +171,20 @@ class ShardedKVCache:
             result, sums = _part(call, query, key, value, share)
         if self.place.size == 1:
             return result.to(query.dtype)
-        highest = self.place.all_reduced(sums.clone())
+        facts = {
+            "length": self.length,
+            "window_size": call.window_size,
+            "scale": call.scale,
+            "tolerance": call.tolerance,
+        }
+        mark = mark_of(facts | {"slopes": call.slopes.tolist()})
+        reduced = self.place.all_reduced(torch.cat([sums.flatten(), sums.new_tensor([mark, -mark])]))
+        if reduced[-2] != -reduced[-1]:
+            raise ValueError(
+                f"{', '.join(facts)} and slopes must be the same on all processes of the group, got "
+                f"{', '.join(map(str, facts.values()))} and {call.slopes.tolist()} on process {self.place.rank}"
+            )
+        highest = reduced[:-2].view(sums.shape)
         weights = torch.exp(sums - torch.where(highest == -torch.inf, 0.0, highest))[..., None]
         both = self.place.all_reduced(torch.cat([result * weights, weights], dim=-1), dist.ReduceOp.SUM)
         total = both[..., -1:]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from alibi_core import _checks
+
+LARGEST_TAG = 2**24
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Place:
         size: Processes in the group.
         head_shards: Among how many processes heads are divided besides.
         head_rank: Which of these shards this process has.
+        tag: Of the messages of one call, and of its backward pass, so that those of two calls are not mistaken.
     """
 
     group: dist.ProcessGroup
@@ -31,6 +35,7 @@ class Place:
     size: int
     head_shards: int = 1
     head_rank: int = 0
+    tag: int = 0
 
     def all_reduced(self, tensor: Tensor, operation: Any = dist.ReduceOp.MAX) -> Tensor:
         """Return a tensor reduced over the group; the one given may be overwritten."""
@@ -78,17 +83,21 @@ def place_of(group: Any, axis_name: str | None, head_axis: str | None) -> Place:
 
 def _place_in_mesh(mesh: DeviceMesh, axis_name: str | None, head_axis: str | None) -> Place:
     names = tuple(mesh.mesh_dim_names or ())
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"group must be a mesh that this process is in, got {mesh}")
     if axis_name is None:
         if mesh.ndim != 1:
             raise ValueError(f"axis_name must name a dimension of a mesh that has several, {names}, got None")
+        if head_axis is not None:
+            raise ValueError(
+                f"head_axis must be None where axis_name is: tokens have the mesh's only dimension, got {head_axis!r}"
+            )
         return Place(mesh.get_group(), mesh.get_local_rank(), mesh.size())
     for name, axis in (("axis_name", axis_name), ("head_axis", head_axis)):
         if axis is not None and axis not in names:
             raise ValueError(f"{name} must name a dimension of the mesh, {names}, got {axis!r}")
     if axis_name == head_axis:
         raise ValueError(f"axis_name and head_axis must differ, got {axis_name!r} for both")
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"group must be a mesh that this process is in, got {mesh}")
     place = Place(mesh.get_group(axis_name), mesh.get_local_rank(axis_name), mesh.size(names.index(axis_name)))
     if head_axis is None:
         return place
@@ -129,7 +138,10 @@ def local_slopes(name: str, slopes: Any, heads: int, place: Place) -> Any:
     return slopes[place.head_rank * heads :][:heads]
 
 
-def agree(place: Place, device: torch.device, facts: dict[str, Any]) -> None:
+_tags = count()
+
+
+def agree(place: Place, device: torch.device, facts: dict[str, Any]) -> Place:
     """Check that all processes of the group ask for the same; if not, all of them raise.
 
     Args:
@@ -137,18 +149,26 @@ def agree(place: Place, device: torch.device, facts: dict[str, Any]) -> None:
         device: That the group can send from.
         facts: By name, in the same order on all processes; what is compared is ``repr``.
 
+    Returns:
+        The place, with a tag that is the same on all processes, and that no call has had before.
+
     Raises:
         ValueError: If a fact is another elsewhere.
     """
+    global _tags
     if place.size == 1:
-        return
+        return place
     digests = [hashlib.blake2b(repr(fact).encode(), digest_size=8).digest() for fact in facts.values()]
-    mine = torch.tensor([int.from_bytes(x, "little", signed=True) for x in digests], device=device)
+    numbers = [int.from_bytes(x, "little", signed=True) for x in digests]
+    mine = torch.tensor([*numbers, next(_tags)], device=device)
     found = [torch.empty_like(mine) for _ in range(place.size)]
     dist.all_gather(found, mine, group=place.group)
-    differs = torch.stack(found) != found[0]
+    everywhere = torch.stack(found)
+    tag = int(everywhere[:, -1].max())
+    _tags = count(tag + 1)
+    differs = everywhere[:, :-1] != everywhere[0, :-1]
     if not differs.any():
-        return
+        return replace(place, tag=tag % LARGEST_TAG)
     index = int(differs.any(dim=0).nonzero()[0])
     others = differs[:, index].nonzero().flatten().tolist()
     name, fact = list(facts.items())[index]
@@ -156,3 +176,8 @@ def agree(place: Place, device: torch.device, facts: dict[str, Any]) -> None:
         f"{name} must be the same on all processes of the group, got {fact} on process {place.rank} and another than "
         f"on process 0 on {', '.join(map(str, others))}"
     )
+
+
+def mark_of(facts: dict[str, Any]) -> float:
+    """Return a number, which float32 holds, for processes to compare in what they reduce anyway."""
+    return float(int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=3).digest(), "little"))

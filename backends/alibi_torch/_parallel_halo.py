@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from alibi_core import Shards
 from alibi_torch._parallel_group import Place
@@ -133,7 +132,7 @@ class Travelling:
         place = exchange.place
         arriving = {peer: tensors[0].new_empty(size) for peer, size in incoming.items()}
         operations = [
-            dist.P2POp(call, tensor, place.global_rank(peer), place.group)
+            dist.P2POp(call, tensor, place.global_rank(peer), place.group, place.tag)
             for call, messages in ((dist.irecv, arriving), (dist.isend, outgoing))
             for peer, tensor in messages.items()
         ]
@@ -183,7 +182,7 @@ def assembled(
 
 
 class GatherHalo(torch.autograd.Function):
-    """Give each stretch its keys and values; send the gradients of those that came from others back, and add them."""
+    """Give each stretch its keys and values; in the backward pass, send the gradients of these back."""
 
     @staticmethod
     def forward(
@@ -195,14 +194,27 @@ class GatherHalo(torch.autograd.Function):
         return (*keys, *values)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Return the gradients of all processes' results by this one's keys and values."""
-        exchange, (shape, dtype) = ctx.exchange, ctx.like
-        count = len(exchange.stretches)
-        statistics = torch.promote_types(dtype, torch.float32)
         if not grads:  # padding alone
             return None, None, None, None, None
+        return *ReturnHalo.apply(ctx.exchange, *ctx.like, *grads), None, None, None
+
+
+class ReturnHalo(torch.autograd.Function):
+    """Send what belongs to others' keys and values back to them, and add what comes: the transpose of GatherHalo.
+
+    A function of its own, so that second derivatives are right, or refused by what attends, and never left out.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: Exchange, shape: torch.Size, dtype: torch.dtype, *grads: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return what all processes have for this one's keys, and for its values."""
+        ctx.exchange, ctx.dtype = exchange, grads[0].dtype
+        count = len(exchange.stretches)
+        statistics = torch.promote_types(dtype, torch.float32)
         by_stretch = grads[:count], grads[count:]
         totals = [grads[0].new_zeros(shape, dtype=statistics) for _ in by_stretch]
         pairs = list(zip(by_stretch, totals, strict=True))
@@ -221,7 +233,13 @@ class GatherHalo(torch.autograd.Function):
             parts = _parts(totals, pieces, arrived[peer])
             for piece, total in itertools.product(pieces, totals):
                 exchange.held(total, piece).add_(next(parts))
-        return *(total.to(dtype) for total in totals), None, None, None
+        return tuple(total.to(dtype) for total in totals)
+
+    @staticmethod
+    def backward(ctx: Any, by_key: Tensor, by_value: Tensor) -> tuple[Any, ...]:
+        """Return what stretches see of second derivatives by keys and values."""
+        travelling = start(ctx.exchange, (by_key, by_value))
+        return None, None, None, *GatherHalo.apply(by_key, by_value, ctx.exchange, travelling, ctx.dtype)
 
 
 def _shapes(tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> Iterator[tuple[int, ...]]:

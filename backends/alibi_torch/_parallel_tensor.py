@@ -37,6 +37,11 @@ class TensorParallelAttention(ParallelStyle):
             raise TypeError(f"module must be an alibi_torch.AlibiAttention, got {type(module).__name__}")
         if isinstance(module, ShardedAttention):
             raise ValueError("module must have all of its heads, got one whose heads are divided already")
+        if type(module) is not AlibiAttention:
+            # What it computes otherwise would be lost, or know nothing of other processes' heads.
+            raise TypeError(
+                f"module must be an AlibiAttention itself, of no derived class, got {type(module).__name__}"
+            )
         if device_mesh.ndim != 1:
             raise ValueError(
                 f"device_mesh must have one dimension, such as mesh['heads'], got {device_mesh.mesh_dim_names}"
