@@ -1,5 +1,6 @@
 # make demo    see it work: agreement of all installed frameworks, then "train short, test long" with its picture
 # make test    the whole suite        make test ARGS='-k bias'        HYPOTHESIS_PROFILE=thorough make test
+# make test-oldest   the models of transformers again, with the oldest version that is supported
 # make lint    ruff and mypy
 # make check   the conformance kit: is every installed backend ALiBi?
 # make bench   speed and memory, against peers
@@ -8,7 +9,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-PIP := $(RUN) -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+INSTALL := $(RUN) -m pip --disable-pip-version-check install --quiet
+PIP := $(INSTALL) --constraint constraints.txt
 OUT ?= out
 
 # The TPU's compiler is installed for the tests; where there is no accelerator, JAX need not look for one.
@@ -16,7 +18,7 @@ ifeq (,$(wildcard /dev/accel* /dev/vfio /dev/nvidiactl))
 export JAX_PLATFORMS ?= cpu
 endif
 
-.PHONY: demo test check lint format bench build clean
+.PHONY: demo test test-oldest check lint format bench build clean
 .DEFAULT_GOAL := test
 
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -29,6 +31,10 @@ $(VENV)/ready-bench: $(VENV)/ready
 	$(PIP) --editable '.[bench]'
 	@touch $@
 
+$(VENV)/oldest/ready: constraints-oldest.txt $(VENV)/ready
+	$(INSTALL) --no-deps --upgrade --target $(@D) --requirement constraints-oldest.txt
+	@touch $@
+
 demo: $(VENV)/ready
 	$(RUN) -m benchmarks.agreement
 	$(RUN) -m benchmarks.extrapolation --quick --output $(OUT)/extrapolation
@@ -36,6 +42,11 @@ demo: $(VENV)/ready
 # One thread a worker: two workers with two threads each only get in each other's way.
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --maxprocesses 8 $(ARGS)
+
+test-oldest: export PYTHONPATH := $(VENV)/oldest
+test-oldest: $(VENV)/oldest/ready
+	$(RUN) -c 'from transformers import __version__ as found; assert found == "5.4.0", found'
+	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --maxprocesses 8 tests/test_torch_transformers.py tests/test_torch_encoder.py $(ARGS)
 
 check: $(VENV)/ready
 	$(RUN) -m alibi_core conformance $(ARGS)
