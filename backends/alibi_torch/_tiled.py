@@ -180,7 +180,8 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor, backward: Any = _attend_ba
 
 def _refuse_to_differentiate(ctx: Any, *grads: Tensor) -> None:
     raise NotImplementedError(
-        "implementation 'tiled' has no second derivatives; attention with implementation='dense' has them"
+        "implementation 'tiled' has no second derivatives; attention with implementation='dense' has them, and so has "
+        "a model of transformers after alibi_torch.transformers.restore(model)"
     )
 
 
