@@ -189,7 +189,8 @@ def test_gradients_of_slopes_know_no_rounded_result(implementation: Any, dtype: 
             result = alibi_jax.attention(*tensors, slopes, implementation=implementation, **form)
             return (result.astype(jnp.float32) * weight).sum()
 
-        return jax.jit(jax.grad(loss))(jnp.asarray([0.5, 0.004]))
+        options = None if implementation == "dense" else QUICKLY
+        return jax.jit(jax.grad(loss), compiler_options=options)(jnp.asarray([0.5, 0.004]))
 
     # Both in float32 until the end, whatever the dtype: off by its roundoff times the sum of what cancels, 256 rows of
     # values of 8 by a mean distance of 100, which is some thousand times the gradient.
@@ -369,7 +370,8 @@ def test_it_runs_inside_shard_map() -> None:
         return result, *_tiled.backward(rules, operands, result, sums, operands.query, slopes_too=True)[:4]
 
     mapped = jax.shard_map(both, mesh=mesh, in_specs=(specs,), out_specs=(by_entry,) * 5)
-    for actual, expected in zip(jax.jit(mapped)(operands), jax.jit(both)(operands), strict=True):
+    found = [jax.jit(function, compiler_options=QUICKLY)(operands) for function in (mapped, both)]
+    for actual, expected in zip(*found, strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 

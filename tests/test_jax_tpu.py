@@ -33,6 +33,7 @@ from alibi_jax._tpu_shape import KernelShape  # noqa: E402
 from alibi_jax._tpu_tables import Inputs, by_head, queries_of_keys  # noqa: E402
 from tests.tpu_cases import (  # noqa: E402
     INTERPRETED,
+    QUICKLY,
     STEEP,
     answers,
     assert_exact,
@@ -264,21 +265,22 @@ def long_case(form: str, length: int) -> Case:
 
 @pytest.mark.parametrize("form", LONG)
 def test_long_rows_are_exact_and_leave_out_what_is_far(form: str) -> None:
-    case = long_case(form, 1500)
+    case = long_case(form, 1000)
     shape, inputs, *_ = planned(case)
     visits = np.diff(ranges_of(inputs, shape), axis=-1)[..., 0].sum(axis=-1)
-    most = 12 * 13 // 2 if form == "causal" else 12 * 12
+    most = 8 * 9 // 2 if form == "causal" else 8 * 8
     if form != "asymmetric":
         assert visits[0] == most
-        assert visits[2] <= 4 * 12
+        # A row of blocks looks into its own, and into that on either side.
+        assert visits[2] <= (2 if form == "causal" else 3) * 8
     assert_exact(case)
 
 
 def test_a_tolerance_of_zero_leaves_nothing_out() -> None:
-    case = long_case("causal", 1500)
+    case = long_case("causal", 1000)
     shape, inputs, *_ = planned(case, tolerance=0.0)
     visits = np.diff(ranges_of(inputs, shape), axis=-1)[..., 0]
-    np.testing.assert_array_equal(visits, np.broadcast_to(np.arange(12) + 1, visits.shape))
+    np.testing.assert_array_equal(visits, np.broadcast_to(np.arange(8) + 1, visits.shape))
     near, all_of_it = computed(case), computed(case, tolerance=0.0)
     for name, answer in answers(case, "float32", 0.0).items():
         assert_within(all_of_it[name], answer)
@@ -289,7 +291,7 @@ def test_a_tolerance_of_zero_leaves_nothing_out() -> None:
 
 @pytest.mark.parametrize("tolerance", [0.3, 1e-3])
 def test_no_more_is_left_out_than_the_tolerance(tolerance: float) -> None:
-    case = long_case("causal", 1500)
+    case = long_case("causal", 1000)
     tensors = {name: case.arrays[name].copy() for name in ("query", "key", "value")}
     large_and_small(**tensors)
     for each in (case, replaced(case, **tensors)):
@@ -364,17 +366,17 @@ def outside(array: Any, row: int, start: int, stop: int, poison: float = np.nan)
     return jnp.asarray(changed)
 
 
-@functools.partial(jax.jit, static_argnames="shape")
+@functools.partial(jax.jit, static_argnames="shape", compiler_options=QUICKLY)
 def run_forward(shape: KernelShape, inputs: Inputs) -> Any:
     return forward(shape, inputs, True)
 
 
-@functools.partial(jax.jit, static_argnames="shape")
+@functools.partial(jax.jit, static_argnames="shape", compiler_options=QUICKLY)
 def run_backward_of_queries(shape: KernelShape, inputs: Inputs, statistics: Any, cotangent: Any) -> Any:
     return backward_of_queries(shape, inputs, statistics, cotangent, True)
 
 
-run_backward_of_keys = functools.partial(jax.jit, static_argnames="shape")(backward_of_keys)
+run_backward_of_keys = jax.jit(backward_of_keys, static_argnames="shape", compiler_options=QUICKLY)
 
 
 def needing(shape: KernelShape, inputs: Inputs) -> list[tuple[int, int, int, int]]:
@@ -555,6 +557,15 @@ def test_transformations_keep_result_and_gradients(name: str) -> None:
         assert_within(np.asarray(gradient, np.float64), answer)
 
 
+def result_and_gradients(*args: Any) -> Any:
+    """Return the result, and the gradients of the sum of its sines."""
+    result, pull = jax.vjp(attend, *args)
+    return result, pull(jnp.cos(result))
+
+
+compiled_result_and_gradients = jax.jit(result_and_gradients, compiler_options=QUICKLY)
+
+
 @pytest.mark.parametrize("axes", [(0, None, None, None), (None, 1, None, 0), (3, None, 2, 1), (None, None, None, 0)])
 def test_any_operand_may_be_mapped(axes: tuple[int | None, ...]) -> None:
     tensors = list(tensors_of(SMALL, "float32").values())
@@ -562,15 +573,12 @@ def test_any_operand_may_be_mapped(axes: tuple[int | None, ...]) -> None:
         x if axis is None else jnp.stack([x, x * 0.5, x * 2], axis) for x, axis in zip(tensors, axes, strict=True)
     ]
 
-    def loss(*args: Any) -> Any:
-        return jnp.sum(jnp.sin(attend(*args)))
-
-    which = tuple(range(4))
-    values, gradients = jax.vmap(jax.value_and_grad(loss, which), in_axes=axes)(*mapped)
+    vmapped = jax.vmap(result_and_gradients, in_axes=axes)
+    results, gradients = jax.jit(vmapped, compiler_options=QUICKLY)(*mapped)
     for index, factor in enumerate([1.0, 0.5, 2.0]):
         one = [x if axis is None else x * factor for x, axis in zip(tensors, axes, strict=True)]
-        value, expected = jax.value_and_grad(loss, which)(*one)
-        np.testing.assert_allclose(values[index], value, rtol=1e-5)
+        result, expected = compiled_result_and_gradients(*one)
+        np.testing.assert_allclose(results[index], result, rtol=1e-5, atol=1e-6 * float(jnp.abs(result).max()))
         for found, answer in zip(gradients, expected, strict=True):
             np.testing.assert_allclose(found[index], answer, rtol=1e-4, atol=1e-5 * float(jnp.abs(answer).max()))
 

@@ -22,6 +22,7 @@ from alibi_jax._tpu_tables import Inputs, inputs_of, queries_of_keys
 from tests.frameworks import JAX
 
 INTERPRETED = TPU(128, 128, interpret=True)
+QUICKLY = {"xla_backend_optimization_level": 0}  # kernels take seconds to compile, and moments to run
 TENSORS = ("query", "key", "value")
 STEEP = (4.0, 1.0, 0.3, 0.0625, 0.03, 2.0**-16, 0.0)
 
@@ -73,7 +74,7 @@ def tensors_of(case: Case, dtype: str) -> dict[str, jax.Array]:
     return tensors
 
 
-@functools.partial(jax.jit, static_argnames=("rest",))
+@functools.partial(jax.jit, static_argnames=("rest",), compiler_options=QUICKLY)
 def _result_and_gradients(tensors: Any, arrays: Any, cotangent: Any, rest: Any) -> Any:
     def attend(tensors: Any) -> jax.Array:
         return alibi_jax.attention(**tensors, **arrays, **dict(rest))
@@ -129,7 +130,7 @@ def planned(case: Case, dtype: str = "float32", *, tolerance: float | None = Non
     return Plan(KernelShape.of(rules, operands, options), *_inputs(rules, operands, options))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
+@functools.partial(jax.jit, static_argnums=(0, 2), compiler_options=QUICKLY)
 def _inputs(rules: Rules, operands: Operands, options: TPU) -> Any:
     shape = KernelShape.of(rules, operands, options)
     inputs = inputs_of(rules, operands, shape)
