@@ -12,8 +12,8 @@ in bytes at all:
 
   programs  compiled for 16 and for 256 chips, at the full length: bytes sent, and temporaries;
   blocks    of keys, against those that the kernel's own plan visits for random data on one chip;
-  time      of processes that share a sequence on this machine, predicted from the time of one process at another length
-            and the bandwidth between two.
+  time      of processes that share a sequence on this machine, predicted from the time of one thread at another length
+            and the bandwidth between two processes.
 
 What the model leaves out: waiting for memory inside a kernel that its bandwidth would allow, the start of programs, and
 work that other devices wait for. Of our layer nothing overlaps. The full ring that it is compared with (each chip's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -28,6 +29,7 @@ SECTIONS = ("programs", "blocks", "time")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit status: 1 if the model is off by more than it may."""
     options = _parser().parse_args(arguments)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # what plans here; programs are compiled in processes of their own
     machine = _timing.machine()
     layer = Layer()
     all_chips = chips(layer.head_dim)
