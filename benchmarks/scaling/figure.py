@@ -48,10 +48,10 @@ def draw(rows: Sequence[dict[str, Any]], subtitle: str, path: Path) -> None:
         axes[-1].plot(counts, [row[key] / 1e6 for row in found], **style)
     axes[-1].set_ylabel("megabytes")
     _label(axes[-1], counts, "What a chip sends, forward")
-    for ax in axes[:2]:
-        low = min(ax.get_ylim()[0] for ax in axes[: len(names)])
-        high = max(ax.get_ylim()[1] for ax in axes[: len(names)])
-        ax.set_ylim(low, high)
+    timed = axes[: len(names)]
+    limits = [ax.get_ylim() for ax in timed]
+    for ax in timed:
+        ax.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(f"Modelled, not run   |   {subtitle}", x=0.01, ha="left", fontsize=12.5, fontweight="bold")
