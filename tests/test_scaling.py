@@ -18,7 +18,7 @@ from benchmarks.scaling.model import backward, forward, held, parts, ring, ring_
 BLOCK = 16
 LAYER = Layer(length=32_768, heads=4, head_dim=128, score_bound=1.0)
 SLOW = Chip(  # 1,000 cycles a second, one byte a second and link, memory that never waits
-    "slow", 2 * 128**2 * 1000.0, 1, 1, 128, float("inf"), 1e9, 2.0, 1, "",
+    "slow", 2 * 128**2 * 1000.0, 1, 1, 128, float("inf"), 1e9, 2.0, 1,
     {FORWARD: Schedule(100, 7), OF_QUERIES: Schedule(10, 1), OF_KEYS: Schedule(1)}, (Schedule(50), Schedule(150)),
 )  # fmt: skip
 

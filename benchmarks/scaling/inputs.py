@@ -58,7 +58,6 @@ class Chip:
         capacity: Bytes of HBM.
         interconnect: Bytes a second, both directions of all ports together.
         ports: To neighbours.
-        source: Of these.
         kernels: Schedules of our kernels, by name.
         ring: Schedules of splash attention: forward, and all of its (fused) backward pass.
     """
@@ -72,7 +71,6 @@ class Chip:
     capacity: float
     interconnect: float
     ports: int
-    source: str
     kernels: dict[str, Schedule]
     ring: tuple[Schedule, Schedule]
 
@@ -93,9 +91,9 @@ LATENCY = 1e-6  # seconds a link, assumed
 # float32 tensors of a chip's tokens that a program holds beside arguments and results, without and with gradients: read
 # from that for COMPILED chips
 TEMPORARIES, COMPILED = (6.17, 10.06), 16
-_DOCUMENTS = "cloud.google.com/tpu/docs/"
-_V5E = Chip("v5e", 197e12, 1, 4, 128, 819e9, 16e9, 400e9, 4, _DOCUMENTS + "v5e", {}, (Schedule(0), Schedule(0)))
-_V5P = Chip("v5p", 459e12, 2, 4, 128, 2765e9, 95e9, 1200e9, 6, _DOCUMENTS + "v5p", {}, (Schedule(0), Schedule(0)))
+DOCUMENTS = "cloud.google.com/tpu/docs/NAME"  # of each chip, by its name
+_V5E = Chip("v5e", 197e12, 1, 4, 128, 819e9, 16e9, 400e9, 4, {}, (Schedule(0), Schedule(0)))
+_V5P = Chip("v5p", 459e12, 2, 4, 128, 2765e9, 95e9, 1200e9, 6, {}, (Schedule(0), Schedule(0)))
 # Not v6e: its peak would make the clock of two units of 256 x 256 run at 3.5 GHz, so one of these means something else.
 
 
@@ -131,7 +129,6 @@ def table(layer: Layer, all_chips: tuple[Chip, ...]) -> Iterator[tuple[str, tupl
     def each(form: Any) -> tuple[str, ...]:
         return tuple(form(chip) for chip in all_chips)
 
-    documents = _DOCUMENTS + "NAME"
     yield "sequence", (f"{layer.length:,} tokens, batch 1, causal",), "chosen"
     yield "heads", (f"{layer.heads} of {layer.head_dim}, bfloat16, canonical slopes",), "chosen: MPT-7B's"
     yield "score bound", (f"{layer.score_bound:g}",), "as benchmarks.parallel: normal data, trained models"
@@ -141,12 +138,12 @@ def table(layer: Layer, all_chips: tuple[Chip, ...]) -> Iterator[tuple[str, tupl
     yield "latency of a link", (f"{LATENCY * 1e6:g} us",), "assumed"
     held = f"{TEMPORARIES[0]} float32 tensors; {TEMPORARIES[1]} with gradients"
     yield "temporaries", (held,), f"the program compiled for {COMPILED} chips"
-    yield "peak, bfloat16", each(lambda chip: f"{chip.peak / 1e12:g} TFLOP/s"), documents
-    yield "cores x matrix units", each(lambda chip: f"{chip.cores} x {chip.units} of {chip.side}"), documents
+    yield "peak, bfloat16", each(lambda chip: f"{chip.peak / 1e12:g} TFLOP/s"), DOCUMENTS
+    yield "cores x matrix units", each(lambda chip: f"{chip.cores} x {chip.units} of {chip.side}"), DOCUMENTS
     yield "clock", each(lambda chip: f"{chip.clock / 1e9:.2f} GHz"), "peak / (2 * cores * units * side ** 2)"
-    yield "memory", each(lambda chip: f"{chip.capacity / 1e9:g} GB"), documents
-    yield "bandwidth of memory", each(lambda chip: f"{chip.memory / 1e9:g} GB/s"), documents
-    yield "interconnect", each(lambda chip: f"{chip.interconnect / 1e9:g} GB/s, {chip.ports} ports"), documents
+    yield "memory", each(lambda chip: f"{chip.capacity / 1e9:g} GB"), DOCUMENTS
+    yield "bandwidth of memory", each(lambda chip: f"{chip.memory / 1e9:g} GB/s"), DOCUMENTS
+    yield "interconnect", each(lambda chip: f"{chip.interconnect / 1e9:g} GB/s, {chip.ports} ports"), DOCUMENTS
     yield "to one neighbour", each(lambda chip: f"{chip.link / 1e9:g} GB/s"), "interconnect / (2 * ports)"
     for name in KERNELS:
         cells = each(lambda chip, name=name: f"{chip.kernels[name].block:,} + {chip.kernels[name].row:,}")
