@@ -1,0 +1,333 @@
+"""A differential fuzz of gradients, compiled as users compile them: ``python -m tests.fuzz --minutes 20``.
+
+Each problem draws a framework, a call, a dtype, the arguments whose gradients are asked for and the shape of the loss,
+and holds every gradient to the float64 oracle of the conformance kit within its budget. A compiler sees constants where
+a user's program has constants: in a loss that is a sum or a mean, and in arrays that a function closes over.
+
+A failure prints the problem's number: ``--seed NUMBER --count 1`` repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from alibi_core.conformance._cases import FAR, PER_BATCH, Case, Sizes
+from alibi_core.conformance._data import DATA
+from alibi_core.conformance._oracle import UNIT_ROUNDOFF, Answer, rounded, summed_over_batch
+
+TENSORS = ("query", "key", "value")
+# Lengths at which an implementation may change its way, and one more and one less of each.
+THRESHOLDS = (2, 8, 16, 32, 64, 128, 256, 512, 1024, 1280, 2000)
+SCORES = 6_000_000  # batch * heads * q_len * kv_len, at most: the oracle holds some twenty arrays of that size
+LOSSES = ("sum", "mean", "half", "zero", "row", "element", "weighted")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One gradient that a user may ask for.
+
+    Attributes:
+        case: The call.
+        dtype: Of query, key and value.
+        wrt: The arguments whose gradients are asked for.
+        loss: One of ``LOSSES``: what the result becomes before it is differentiated.
+        compiled: Whether the whole function is compiled.
+        closed_over: Whether arguments without gradients are constants of the program.
+        keeps_result: Whether the result is returned beside the gradients.
+        shared: Which slopes are given without a batch axis.
+    """
+
+    case: Case
+    dtype: str
+    wrt: tuple[str, ...]
+    loss: str
+    compiled: bool
+    closed_over: bool
+    keeps_result: bool
+    shared: tuple[str, ...]
+
+    def __str__(self) -> str:
+        how = [self.dtype, f"gradients of {'+'.join(self.wrt)}", self.loss, "compiled" if self.compiled else "eager"]
+        how += ["closed over"] * self.closed_over + ["with the result"] * self.keeps_result
+        how += [f"{name} [heads]" for name in self.shared]
+        return f"{'; '.join(how)}; {self.case}"
+
+    @classmethod
+    def drawn(cls, seed: int, *, compiled: float) -> Problem:
+        """Return problem number ``seed``; a share ``compiled`` of problems is compiled."""
+        rng = np.random.default_rng(seed)
+        case = _case(rng, seed)
+        slopes = ("slopes", "future_slopes") if case.form == "asymmetric" else ("slopes",)
+        shared = tuple(name for name in slopes if rng.random() < 0.7)
+        names = [*TENSORS, *slopes]
+        wrt = tuple(name for name in names if rng.random() < 0.4) or (str(rng.choice(TENSORS)),)
+        return cls(
+            _with_shared(case, shared),
+            dtype=str(rng.choice(DTYPES, p=(0.6, 0.25, 0.15))),
+            wrt=wrt,
+            loss=str(rng.choice(LOSSES)),
+            compiled=bool(rng.random() < compiled),
+            closed_over=bool(rng.random() < 0.3),
+            keeps_result=bool(rng.random() < 0.3),
+            shared=shared,
+        )
+
+    def cotangent(self) -> np.ndarray:
+        """Return the gradient of the loss by the result, ``[batch, heads, q_len, head_dim]``."""
+        shape = self.case.arrays["query"].shape
+        everywhere = {"sum": 1.0, "mean": 1 / np.prod(shape), "half": 0.5}.get(self.loss, 0.0)
+        cotangent = np.full(shape, everywhere)
+        if self.loss == "row":
+            cotangent[:, :, shape[2] // 2] = 1.0
+        if self.loss == "element":
+            cotangent[0, -1, shape[2] // 2, 0] = 1.0
+        return self.case.arrays["cotangent"] if self.loss == "weighted" else cotangent
+
+    def of_result(self, result: Any, weight: Any, length_axis: int) -> Any:
+        """Return the loss of a result of any framework; ``weight`` is what a weighted loss multiplies it by."""
+        row = self.case.sizes.lengths[0] // 2
+        at_row = (slice(None),) * length_axis + (row,)
+        last_head = self.case.num_heads - 1
+        element = (0, last_head, row, 0) if length_axis == 2 else (0, row, last_head, 0)
+        losses: dict[str, Callable[[], Any]] = {
+            "sum": lambda: result.sum(),
+            "mean": lambda: result.mean(),
+            "half": lambda: (result * 0.5).sum(),
+            "zero": lambda: (result * 0.0).sum(),
+            "row": lambda: result[at_row].sum(),
+            "element": lambda: result[element],
+            "weighted": lambda: (result * weight).sum(),
+        }
+        return losses[self.loss]()
+
+    def exact(self) -> dict[str, Answer]:
+        """Return the exact gradients, and the exact result, each with its budget."""
+        case = self.case.with_arrays(cotangent=rounded(self.cotangent(), self.dtype))
+        problem, share = case.exact(self.dtype), UNIT_ROUNDOFF[self.dtype]
+        gradients = case.gradients(self.dtype, share, problem=problem)
+        answers = {
+            name: summed_over_batch(gradients[name]) if name in self.shared else gradients[name] for name in self.wrt
+        }
+        return answers | ({"result": problem.output_without(share)} if self.keeps_result else {})
+
+
+def _case(rng: np.random.Generator, seed: int) -> Case:
+    while True:
+        q_len = max(1, int(rng.choice(THRESHOLDS)) + int(rng.integers(-1, 2)))
+        q_len = int(np.exp(rng.uniform(0, np.log(2000)))) if rng.random() < 0.3 else q_len
+        kv_len = q_len if rng.random() < 0.8 else max(1, int(np.exp(rng.uniform(0, np.log(2000)))))
+        batch, kv_heads, group = (int(rng.choice([1, 1, 2, 3])) for _ in range(3))
+        if batch * kv_heads * group * q_len * kv_len <= SCORES:
+            break
+
+    def sometimes(share: float, values: tuple[Any, ...]) -> Any:
+        return values[rng.integers(len(values))] if rng.random() < share else None
+
+    return Case(
+        Sizes(batch, kv_heads, group, (q_len, kv_len), int(rng.choice([1, 3, 16, 32, 64]))),
+        form=str(rng.choice(["causal", "causal", "symmetric", "asymmetric", "clamped"])),
+        q_offset=sometimes(0.15, (-3, 0, 5, 40, FAR, PER_BATCH)),
+        window_size=sometimes(0.15, (0, 1, 7, 100, 700)),
+        packing=sometimes(0.15, ("same", "pair", "one row")),
+        masking=sometimes(0.15, ("by query", "by key", "by head")),
+        slopes_per_batch=True,
+        seed=seed,
+        data="normal" if rng.random() < 0.7 else str(rng.choice(sorted(DATA))),
+        scaling=sometimes(0.1, (0.25, 1.0, 2.0**-5)),
+    )
+
+
+def _with_shared(case: Case, names: tuple[str, ...]) -> Case:
+    """Return the case with the first batch entry's slopes of these names for all entries."""
+
+    def first(name: str, slopes: np.ndarray) -> np.ndarray:
+        return np.broadcast_to(slopes[:1], slopes.shape) if name in names else slopes
+
+    slopes = first("slopes", case.arrays["slopes"])
+    arguments = case.arguments
+    if "future_slopes" in arguments:
+        arguments = arguments | {"future_slopes": first("future_slopes", arguments["future_slopes"])}
+    return case.with_arguments(case.form, arguments).with_arrays(slopes=slopes)
+
+
+# --- Frameworks -------------------------------------------------------------------------------------------------------
+
+
+def inputs(problem: Problem, array: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a call's arrays by name, tensors, slopes and ``weight`` first, and its other arguments.
+
+    Args:
+        problem: The problem.
+        array: Makes an array of the framework of NumPy values and, for what is rounded, a dtype's name.
+    """
+    case, arguments = problem.case, dict(problem.case.arguments)
+    arrays = {name: array(case.arrays[name], problem.dtype) for name in TENSORS}
+    slopes = {"slopes": case.arrays["slopes"]}
+    if "future_slopes" in arguments:
+        slopes["future_slopes"] = arguments.pop("future_slopes")
+    for name, values in slopes.items():
+        arrays[name] = array(values[0] if name in problem.shared else values, "float32")
+    arrays["weight"] = array(case.arrays["cotangent"], problem.dtype)
+    for name, value in arguments.items():
+        if isinstance(value, tuple):
+            arguments[name] = tuple(array(x) for x in value)
+        elif isinstance(value, np.ndarray):
+            arguments[name] = array(value)
+    return arrays, arguments
+
+
+def of_jax(problem: Problem) -> dict[str, np.ndarray]:
+    import jax
+    import jax.numpy as jnp
+
+    import alibi_jax
+
+    def array(values: np.ndarray, dtype: str | None = None) -> Any:
+        made = jnp.asarray(values, None if dtype is None else jnp.dtype(dtype))
+        return jnp.swapaxes(made, 1, 2) if dtype == problem.dtype and made.ndim == 4 else made
+
+    arrays, arguments = inputs(problem, array)
+    fixed = {name: x for name, x in arrays.items() if name not in problem.wrt}
+
+    def loss(asked: dict[str, Any], others: dict[str, Any]) -> tuple[Any, Any]:
+        given = asked | (fixed if problem.closed_over else others)
+        weight = given.pop("weight")
+        result = alibi_jax.attention(**given, **arguments)
+        value = problem.of_result(result, weight, 1)
+        return (value, result) if problem.keeps_result else value
+
+    function = jax.grad(loss, has_aux=problem.keeps_result)
+    found = (jax.jit(function) if problem.compiled else function)({x: arrays[x] for x in problem.wrt}, fixed)
+    gradients, result = found if problem.keeps_result else (found, None)
+    gradients = gradients | ({} if result is None else {"result": result})
+    found = {name: np.asarray(x.astype(jnp.float32), np.float64) for name, x in gradients.items()}
+    return {name: np.swapaxes(x, 1, 2) if x.ndim == 4 else x for name, x in found.items()}
+
+
+def of_torch(problem: Problem) -> dict[str, np.ndarray]:
+    import torch
+
+    import alibi_torch
+
+    def array(values: np.ndarray, dtype: str | None = None) -> Any:
+        made = torch.from_numpy(np.array(values))
+        return made if dtype is None else made.to(getattr(torch, dtype))
+
+    arrays, arguments = inputs(problem, array)
+    fixed = {name: x for name, x in arrays.items() if name not in problem.wrt}
+
+    def loss(asked: dict[str, Any], others: dict[str, Any]) -> tuple[Any, Any]:
+        given = asked | (fixed if problem.closed_over else others)
+        weight = given.pop("weight")
+        result = alibi_torch.attention(**given, **arguments)
+        return problem.of_result(result, weight, 2), result
+
+    asked = {name: arrays[name].requires_grad_() for name in problem.wrt}
+    if problem.compiled:
+        torch._dynamo.reset()
+    value, result = (torch.compile(loss) if problem.compiled else loss)(asked, fixed)
+    gradients = dict(zip(problem.wrt, torch.autograd.grad(value, list(asked.values())), strict=True))
+    gradients |= {"result": result.detach()} if problem.keeps_result else {}
+    return {name: x.to(torch.float64).numpy() for name, x in gradients.items()}
+
+
+def of_mlx(problem: Problem) -> dict[str, np.ndarray]:
+    import mlx.core as mx
+
+    import alibi_mlx
+
+    def array(values: np.ndarray, dtype: str | None = None) -> Any:
+        made = mx.array(np.asarray(values, np.float32 if np.asarray(values).dtype == np.float64 else None))
+        made = made if dtype is None else made.astype(getattr(mx, dtype))
+        mx.eval(made)  # mx.compile closes over no array that is yet to be computed
+        return made
+
+    arrays, arguments = inputs(problem, array)
+    fixed = {name: x for name, x in arrays.items() if name not in problem.wrt}
+
+    def loss(asked: dict[str, Any], others: dict[str, Any]) -> Any:
+        given = asked | (fixed if problem.closed_over else others)
+        weight = given.pop("weight")
+        result = alibi_mlx.attention(**given, **arguments)
+        return problem.of_result(result, weight, 2), result
+
+    function = mx.value_and_grad(loss)
+    found = (mx.compile(function) if problem.compiled else function)(
+        {x: arrays[x] for x in problem.wrt}, {} if problem.closed_over else fixed
+    )
+    (_, result), gradients = found
+    gradients |= {"result": result} if problem.keeps_result else {}
+    return {name: np.array(x.astype(mx.float32)).astype(np.float64) for name, x in gradients.items()}
+
+
+# Programs take JAX seconds to compile, and PyTorch a minute.
+FRAMEWORKS = {"jax": (of_jax, 0.8), "torch": (of_torch, 0.005), "mlx": (of_mlx, 0.5)}
+
+
+# --- The fuzz ---------------------------------------------------------------------------------------------------------
+
+
+def departures(problem: Problem, gradients: Callable[[Problem], dict[str, np.ndarray]]) -> tuple[list[str], float]:
+    """Return what is wrong with a framework's gradients, and the largest share of a budget that is used up."""
+    exact, actual = problem.exact(), gradients(problem)
+    wrong, most = [], 0.0
+    for name, answer in exact.items():
+        distance = np.abs(actual[name] - answer.value)
+        share = np.divide(distance, answer.budget, out=np.where(distance > 0, np.inf, 0.0), where=answer.budget > 0)
+        used = np.inf if not np.isfinite(actual[name]).all() else float(share.max(initial=0))
+        if not used <= 1:
+            wrong.append(f"{name}: off by {distance.max():.3g}, {used:.3g} times its budget")
+        most = max(most, used)
+    return wrong, most
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--framework", choices=[*FRAMEWORKS, "all"], default="all")
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--count", type=int, help="how many problems, in place of minutes")
+    parser.add_argument("--seed", type=int, default=0, help="of the first problem")
+    options = parser.parse_args()
+    names = list(FRAMEWORKS) if options.framework == "all" else [options.framework]
+    counts, failures, most = collections.Counter[str](), 0, 0.0
+    end, seed = time.monotonic() + 60 * options.minutes, options.seed
+    while seed < options.seed + options.count if options.count else time.monotonic() < end:
+        for name in names:
+            gradients, share = FRAMEWORKS[name]
+            problem = Problem.drawn(seed, compiled=share)
+            try:
+                wrong, used = departures(problem, gradients)
+            except Exception as error:  # one that a call should not raise is a finding, and the next one is wanted too
+                wrong, used = [f"{type(error).__name__}: {str(error)[:300]}"], 0.0
+            counts[name] += 1
+            most = max(most, used)
+            failures += bool(wrong)
+            for sentence in wrong:
+                print(f"WRONG {name} {seed}: {sentence}\n  {problem}", flush=True)
+        seed += 1
+        if seed % 50 == 0:
+            print(f"{seed}: {dict(counts)}, {failures} wrong, at most {most:.2f} of a budget", flush=True)
+            _forget_programs()
+    print(f"seeds {options.seed} to {seed - 1}: {dict(counts)}, {failures} wrong, at most {most:.2f} of a budget")
+    raise SystemExit(failures > 0)
+
+
+def _forget_programs() -> None:
+    """Let go of what was compiled: no problem comes twice."""
+    import jax
+
+    jax.clear_caches()
+    gc.collect()
+
+
+if __name__ == "__main__":
+    main()
