@@ -153,38 +153,47 @@ class ScoreBounds:
             call: The call whose scores these are.
             q_norms: ``[..., num_heads, q_len]``: norms of queries, times the size of the scale.
             own_scores: ``[..., num_heads, q_len]``: the scaled score with the key at the query's position; anything
-                where there is none.
+                where there is none. A score, a norm or a product of norms that is NaN or infinite bounds nothing: then
+                the queries concerned need every key that they may look at.
             key_norms: ``[..., num_heads, kv_len]``, or fewer columns, each a bound for ``kv_block`` keys. A vector may
                 have been subtracted from all keys, here and in ``own_scores``: softmax does not notice.
             nearest: From :meth:`AttentionCall.nearest_keys`.
             lower: ``[..., num_heads, q_len]``: lower bounds of the queries' log-sum-exps that are known besides, such
-                as :func:`log_sum_exp_of_mean`; -inf where there is none.
+                as :func:`log_sum_exp_of_mean`; -inf where there is none, inf for a query that needs no key.
             q_block: Queries in a block.
             kv_block: Keys in a block.
         """
         xp = call.xp
         # How far a float32 score may be from the exact one, as a part of its bound: here and in what was measured.
         rounding = 2.0**-23 * (call.head_dim + 8)
+        # Before any maximum is taken: those of some compilers pass over a NaN.
+        q_norms, key_norms = (_or_endless(xp, x) for x in (q_norms, key_norms))
         if key_norms.shape[-1] == call.kv_len:
             key_norms = xp.max(by_block(xp, key_norms, kv_block), axis=-1)
         largest = xp.max(key_norms, axis=-1, keepdims=True)
-        bound = q_norms * largest
+        bound = _or_endless(xp, q_norms * largest)
+        endless = asarray(xp, math.inf, bound.dtype, call.device)
         slopes = call.slopes if call.future_slopes is None else xp.maximum(call.slopes, call.future_slopes)
         # Of a query far from all keys only differences of distances count, and those are rounded a dozen times.
         lowest = -bound - slopes[..., None] * astype(xp, nearest, slopes.dtype) * (1 + 2.0**-20)
         anchors = xp.where(nearest == 0, own_scores, lowest)
+        needs_none = nearest < 0
         if lower is not None:
             anchors = _most(xp, anchors, lower)
+            needs_none = needs_none | (lower == endless)
         anchors = anchors - rounding * bound
         if call.key_bias is not None and call.kv_len > 0:  # which may help any key, and harm that of the anchor
             spread = xp.max(call.key_bias, axis=-1) - xp.min(call.key_bias, axis=-1)
             anchors = anchors - spread[..., None]
-        # A query without keys needs none: nothing exceeds its anchor.
-        anchors = xp.where(nearest < 0, asarray(xp, math.inf, anchors.dtype, call.device), anchors)
+        # Where bounds are infinite, differences of them are NaN: nothing is known.
+        anchors = xp.where((bound < endless) & (xp.abs(anchors) < endless), anchors, -endless)
+        # Nothing exceeds the anchor of a query that needs no key.
+        excess = xp.where(needs_none, -endless, (1 + rounding) * bound - anchors)
+        anchors = xp.where(needs_none, endless, anchors)
         return cls(
             q_block=q_block,
             kv_block=kv_block,
-            excess=xp.max(by_block(xp, (1 + rounding) * bound - anchors, q_block), axis=-1),
+            excess=xp.max(by_block(xp, excess, q_block), axis=-1),
             anchor=xp.min(by_block(xp, anchors, q_block), axis=-1),
             q_least=xp.min(by_block(xp, q_norms, q_block), axis=-1),
             q_most=xp.max(by_block(xp, q_norms, q_block), axis=-1) * (1 + rounding),
@@ -329,6 +338,12 @@ def _tokens(xp: Namespace, reach: Any) -> Any:
     """Return whole numbers, or infinity, or NaN for what is not known, as int32."""
     endless = asarray(xp, ENDLESS, reach.dtype, device_of(xp, reach))
     return astype(xp, xp.where(reach < endless, reach, endless), xp.int32)
+
+
+def _or_endless(xp: Namespace, sizes: Any) -> Any:
+    """Return sizes, infinity for a NaN."""
+    endless = asarray(xp, math.inf, sizes.dtype, device_of(xp, sizes))
+    return xp.where(sizes < endless, sizes, endless)
 
 
 def _least(xp: Namespace, one: Any, other: Any) -> Any:

@@ -350,7 +350,26 @@ def decoding() -> int:
     return 8
 
 
-OTHERS = {"decoding": decoding}
+def not_finite() -> int:
+    """Check that a NaN in a key reaches every query after it, on all devices."""
+    length, heads, head_dim = 4 * 2048, 2, 4  # so many that XLA's maximum of a shard passes over a NaN
+    mesh = Mesh(np.asarray(jax.devices()[:4]), ("tokens",))
+    random = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(random.normal(size=(1, length, heads, head_dim)), jnp.float32) for _ in range(3))
+    slopes = jnp.asarray([2.0, 0.5])
+
+    @jax.jit
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        return parallel.sharded_attention(mesh, query, key, value, slopes, axis_name="tokens")
+
+    with jax.set_mesh(mesh):
+        found = attend(query, key.at[0, 5, 0].set(np.nan), value)
+        assert np.isnan(found[:, 5:, 0]).all()
+        assert np.isfinite(found[:, :, 1]).all()
+    return 1
+
+
+OTHERS = {"decoding": decoding, "not finite": not_finite}
 
 
 def main(*names: str) -> None:

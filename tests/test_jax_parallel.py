@@ -69,8 +69,9 @@ def test_devices_give_the_exact_answer_and_gradients(name: str) -> None:
     assert found["cases"] >= 3
 
 
-def test_decoding_with_a_divided_cache_is_attention_to_all_of_it() -> None:
-    found = programs()["decoding"]
+@pytest.mark.parametrize("name", ["decoding", "not finite"])
+def test_other_programs_on_several_devices(name: str) -> None:
+    found = programs()[name]
     assert not found["problem"], found["problem"]
 
 

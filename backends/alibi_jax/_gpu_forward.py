@@ -79,7 +79,7 @@ def _kernel(shape: KernelShape, *refs: Any) -> None:
     zeros = jnp.zeros((shape.q_block,), jnp.float32)
     start = zeros + LOWEST, zeros, jnp.zeros((shape.q_block, shape.width), jnp.float32)
     largest, total, mean = walk(shape, *tile.spans(), visit, start)
-    sees = total > 0
+    sees = total != 0  # NaN is not 0
     weight = jnp.where(sees, total, 1.0)
     store_rows(shape, result, mean / weight[:, None], tile.is_there)
     for ref in log_sum_exps:

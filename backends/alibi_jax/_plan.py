@@ -118,9 +118,14 @@ def _bounds(rules: Rules, operands: Operands, call: AttentionCall, q_block: int,
 
 
 def norm_bounds(vectors: jax.Array) -> jax.Array:
-    """Return bounds of the norms of ``[..., head_dim]``, but for rounding: squares of what is tiny may vanish."""
+    """Return bounds of the norms of ``[..., head_dim]``, but for rounding: squares of what is tiny may vanish.
+
+    Infinity where a vector holds a NaN, or where squares overflow. A NaN would not do: of some thousand numbers, XLA's
+    maximum passes over it on the CPU.
+    """
     vanishing = (vectors.shape[-1] * jnp.finfo(vectors.dtype).tiny) ** 0.5
-    return jnp.sqrt(jnp.sum(vectors * vectors, axis=-1)) + vanishing
+    norms = jnp.sqrt(jnp.sum(vectors * vectors, axis=-1)) + vanishing
+    return jnp.where(norms < jnp.inf, norms, jnp.inf)
 
 
 def _at_own_positions(call: AttentionCall, key: jax.Array, axis: int) -> jax.Array:

@@ -63,7 +63,7 @@ def _rows(scores: Scores) -> tuple[jax.Array, jax.Array]:
     full = scores.tensors.full
     start: Any = full(rows, lowest), full(rows, 0), full(query.shape, 0)
     highest, total, mean = lax.fori_loop(0, scores.places.blocks, add, start)
-    attends = total > 0
+    attends = total != 0  # NaN is not 0
     total = jnp.where(attends, total, 1)
     result = mean / total[..., None]  # zeros where no key was added
     return result, jnp.where(attends, highest + jnp.log(total), jnp.inf)

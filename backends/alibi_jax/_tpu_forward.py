@@ -78,7 +78,7 @@ def _kernel(shape: KernelShape, with_log_sum_exps: bool, names: tuple[str, ...],
 
     walk_over_keys(shape, table, slopes, (key, value), (q_ids, kv_ids), scratch, attend)
     weight = jnp.broadcast_to(jnp.sum(total[...], axis=1)[:, None], total.shape)
-    sees = weight > 0
+    sees = weight != 0  # NaN is not 0
     result[0] = (sums[...] / lanes(jnp.where(sees, weight, ONE), sums.shape[1])).astype(result.dtype)
     if log_sum_exps is not None:
         logarithms = jnp.where(sees, largest[...] + jnp.log2(jnp.where(sees, weight, ONE)), np.float32(jnp.inf))
