@@ -11,6 +11,7 @@ from alibi_core import AttentionCall
 from alibi_core._attention import dense_attention
 from alibi_core._call import LENGTH_FIRST
 from alibi_jax._choice import Implementation, checked
+from alibi_jax._materialised import materialised
 from alibi_jax._operands import take_apart
 from alibi_jax._sharded import attend
 
@@ -134,8 +135,11 @@ def run(
         return jnp.zeros_like(query)
     is_cache = key_norms is not None
     if implementation == "dense":
+        query, key, value = (materialised(x) for x in (query, key, value))
         query, *others = (jnp.swapaxes(x, -3, -2) for x in (query, key, value))
-        return jnp.swapaxes(dense_attention(call, query, *((key, value) if is_cache else others)), -3, -2)
+        # Of the result, for the sake of its cotangent.
+        result = materialised(dense_attention(call, query, *((key, value) if is_cache else others)))
+        return jnp.swapaxes(result, -3, -2)
     rules, operands = take_apart(call, query, key, value)
     rules = replace(rules, kv_heads_first=is_cache)
     return _attend(rules, implementation, operands._replace(key_norms=key_norms)).reshape(query.shape)
