@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from alibi_core._call import AttentionCall
@@ -84,8 +85,18 @@ def attention(
     return dense_attention(call, query, key, value)
 
 
-def dense_attention(call: AttentionCall, query: Any, key: Any, value: Any) -> Any:
-    """Compute ``call`` on heads-first tensors, whole score matrix and all, in operations of the standard."""
+def dense_attention(
+    call: AttentionCall, query: Any, key: Any, value: Any, softmax: Callable[[Any], Any] | None = None
+) -> Any:
+    """Compute ``call`` on heads-first tensors, whole score matrix and all, in operations of the standard.
+
+    Args:
+        call: The call.
+        query: ``[..., num_heads, q_len, head_dim]``.
+        key: ``[..., num_kv_heads, kv_len, head_dim]``.
+        value: Of the shape of ``key``.
+        softmax: Along the last axis, where scores are not all -inf. Default: in operations of the standard.
+    """
     xp = call.xp
     group = call.num_heads // call.num_kv_heads
     # queries [..., num_kv_heads, group, q_len, head_dim], keys [..., num_kv_heads, 1, kv_len, head_dim]
@@ -94,7 +105,8 @@ def dense_attention(call: AttentionCall, query: Any, key: Any, value: Any) -> An
     bias, attends = call.bias()
     scores = times(xp, xp.matmul(query, xp.matrix_transpose(key)), call.scale)
     scores = scores + _split_heads(xp, bias, call.num_kv_heads, group)
-    result = xp.matmul(_softmax(xp, scores), value)
+    weights = _softmax(xp, scores) if softmax is None else softmax(scores)
+    result = xp.matmul(weights, value)
     result = xp.reshape(result, (*call.batch, call.num_heads, call.q_len, call.head_dim))
     if attends is not None:
         result = xp.where(attends, result, asarray(xp, 0.0, call.working_dtype, call.device))

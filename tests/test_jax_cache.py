@@ -95,7 +95,9 @@ def test_a_layer_decodes_as_it_reads(implementation: Any) -> None:
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, atol=2e-6)
 
 
-def test_a_cache_can_be_differentiated() -> None:
+# At level 0 the compiler rounds the scores that it compares in two ways, so that none is equal to the maximum.
+@pytest.mark.parametrize("options", [None, QUICKLY], ids=["default", "level 0"])
+def test_a_cache_can_be_differentiated(options: Any) -> None:
     query = tokens(3, HEADS, seed=2)
 
     def loss(implementation: str, query: Any, key: Any, value: Any) -> Any:
@@ -103,7 +105,7 @@ def test_a_cache_can_be_differentiated() -> None:
         return jnp.sum(jnp.sin(attend(cache, query, SLOPES, cache.length - 3, implementation)))
 
     arrays = query, tokens(30), tokens(30, seed=1)
-    gradients = jax.jit(jax.grad(loss, argnums=(1, 2, 3)), static_argnums=0)
+    gradients = jax.jit(jax.grad(loss, argnums=(1, 2, 3)), static_argnums=0, compiler_options=options)
     found, exact = (gradients(name, *arrays) for name in ("tiled", "dense"))
     for one, other in zip(found, exact, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6)

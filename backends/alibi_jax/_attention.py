@@ -11,6 +11,7 @@ from alibi_core import AttentionCall
 from alibi_core._attention import dense_attention
 from alibi_core._call import LENGTH_FIRST
 from alibi_jax._choice import Implementation, checked
+from alibi_jax._materialised import materialised
 from alibi_jax._operands import take_apart
 from alibi_jax._sharded import attend
 
@@ -134,8 +135,13 @@ def run(
         return jnp.zeros_like(query)
     is_cache = key_norms is not None
     if implementation == "dense":
+        query, key, value = (materialised(x) for x in (query, key, value))
         query, *others = (jnp.swapaxes(x, -3, -2) for x in (query, key, value))
-        return jnp.swapaxes(dense_attention(call, query, *((key, value) if is_cache else others)), -3, -2)
+        others = (key, value) if is_cache else others
+        # JAX's softmax takes the maximum for a constant. Its derivative asks which scores are equal to it: none are if
+        # the compiler computes them twice, rounded in two ways, and then it divides by zero.
+        result = dense_attention(call, query, *others, softmax=jax.nn.softmax)
+        return jnp.swapaxes(materialised(result), -3, -2)  # for the sake of its cotangent
     rules, operands = take_apart(call, query, key, value)
     rules = replace(rules, kv_heads_first=is_cache)
     return _attend(rules, implementation, operands._replace(key_norms=key_norms)).reshape(query.shape)

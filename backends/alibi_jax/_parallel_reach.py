@@ -10,6 +10,7 @@ from jax import lax
 
 from alibi_core._horizon import reach
 from alibi_jax._compatible import varying_over
+from alibi_jax._materialised import materialised
 from alibi_jax._operands import Operands
 from alibi_jax._parallel_ring import Ring, key_sizes
 from alibi_jax._plan import norm_bounds
@@ -29,7 +30,8 @@ class Measured(NamedTuple):
         centre, *sizes = key_sizes(ring, local)
         centred, plain = (jnp.repeat(x, group, axis=1)[..., None] for x in sizes)
         query = local.query.astype(local.slopes.dtype)
-        shift = jnp.einsum("bqhd,bhd->bhq", query, jnp.repeat(centre, group, axis=1), precision="highest")
+        centre = materialised(jnp.repeat(centre, group, axis=1))
+        shift = jnp.einsum("bqhd,bhd->bhq", query, centre, precision="highest")
         norms = jnp.swapaxes(norm_bounds(query), 1, 2) * abs(ring.rules.scale)
         rounding = 2.0**-23 * (query.shape[-1] + 8)
         return cls(norms * centred * (1 + rounding), shift * ring.rules.scale, norms * plain * 2 * rounding)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from alibi_jax._materialised import materialised
 from alibi_jax._operands import Operands, Rules, kv_axis
 from alibi_jax._plan import needed_keys
 
@@ -171,8 +172,13 @@ def cut(array: jax.Array, axes: str, sizes: Sizes, starts: dict[str, jax.Array])
     """Return what lanes have of an array with these axes, one after the other along the first one, ``b``.
 
     An axis of length 1 stands for any. Along an axis that a job has as a whole nothing is cut: it may be distributed
-    among devices.
+    among devices. What has features is :func:`materialised`, as it is multiplied with others.
     """
+    part = _cut(array, axes, sizes, starts)
+    return materialised(part) if "d" in axes else part
+
+
+def _cut(array: jax.Array, axes: str, sizes: Sizes, starts: dict[str, jax.Array]) -> jax.Array:
     lengths = _lengths(array, axes, sizes)
     if lengths == array.shape and sizes.lanes == 1:
         return array
