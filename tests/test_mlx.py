@@ -279,20 +279,6 @@ def test_future_slopes_get_their_own_gradient(implementation):
     assert np.all(numpy(mx.grad(total, argnums=1)(slopes, future)) != 0)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("axes", [(0, 0, 0, 0), (None, None, None, 0), (0, None, None, None), (0, 0, 0, None)])
-def test_vmap_equals_a_loop(implementation, axes):
-    n = 3
-    stacked = [*tensors(n, BATCH), mx.abs(normal(n, HEADS, seed=5))]
-    arguments = [x if axis == 0 else x[0] for x, axis in zip(stacked, axes, strict=True)]
-
-    def function(*arguments):
-        return attention(*arguments, implementation=implementation)
-
-    loop = [function(*(x[i] if a == 0 else x for x, a in zip(arguments, axes, strict=True))) for i in range(n)]
-    assert_close(mx.vmap(function, in_axes=axes)(*arguments), mx.stack(loop))
-
-
 # The layer as an MLX module
 
 

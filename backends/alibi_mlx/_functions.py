@@ -71,7 +71,7 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
         by_slopes = {"slopes": past, "future_slopes": future}
         if this.future_slopes is None:
             by_slopes["slopes"] = past + future
-        grads = {n: mx.sum(x, axis=0) if getattr(this, n).ndim == 1 else x for n, x in by_slopes.items() if n in names}
+        grads = {n: _of_shape(getattr(this, n).shape, x) for n, x in by_slopes.items() if n in names}
         return *by_tensors, *(grads.get(name) for name in names)
 
     @function.vmap
@@ -106,6 +106,11 @@ def _gradients(
         return tuple(x.reshape(size, *call.batch, *x.shape[1:]) for x in grads), (0,) * len(grads)
 
     return tuple(function(query, key, value, grad, *(getattr(call, name) for name in names)))
+
+
+def _of_shape(shape: tuple[int, ...], by_entry: mx.array) -> mx.array:
+    """Return gradients of each batch entry, ``[batch, num_heads]``, summed if the entries share what they are of."""
+    return by_entry if by_entry.shape == shape else mx.sum(by_entry, axis=0).reshape(shape)
 
 
 def _names(call: AttentionCall) -> tuple[str, ...]:
