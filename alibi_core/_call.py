@@ -8,7 +8,7 @@ from typing import Any
 
 from alibi_core import _checks
 from alibi_core._bias import linear_bias, place_slopes, relative_positions, with_head_axis, working_dtype
-from alibi_core._namespace import arange, asarray, device_of, namespace_of
+from alibi_core._namespace import arange, asarray, astype, device_of, namespace_of
 from alibi_core._typing import Array, Device, DType, Namespace
 
 HEADS_FIRST = ("heads", "length", "head_dim")
@@ -438,4 +438,4 @@ def _q_offset(xp: Namespace, q_offset: Any, sizes: dict[str, Any]) -> Any:
     if shape not in ((), sizes["batch"]):
         batch = f" or {sizes['batch']} (batch)" if sizes["batch"] else ""
         raise ValueError(f"q_offset must have shape (){batch}, got {shape}")
-    return q_offset
+    return astype(xp, q_offset, xp.int32)

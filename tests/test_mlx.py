@@ -92,6 +92,16 @@ def test_positions_may_be_any_integers(dtype):
     assert np.array_equal(numpy(actual), expected)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize("lengths", [(200, 300), (5, 1100)])
+def test_offsets_may_be_any_integers(lengths, dtype):
+    # Between a tile's first query and its first key are more tokens than some of these types can count.
+    query, key = (normal(2, HEADS, length, HEAD_DIM, seed=length) for length in lengths)
+    offset = mx.array([100, 1])
+    expected = attention(query, key, key, q_offset=offset)
+    assert np.array_equal(numpy(attention(query, key, key, q_offset=offset.astype(getattr(mx, dtype)))), numpy(expected))
+
+
 @pytest.mark.usefixtures("on_cpu")
 def test_float64_slopes_are_not_rounded_to_float32():
     assert np.array_equal(
