@@ -99,7 +99,9 @@ def test_offsets_may_be_any_integers(lengths, dtype):
     query, key = (normal(2, HEADS, length, HEAD_DIM, seed=length) for length in lengths)
     offset = mx.array([100, 1])
     expected = attention(query, key, key, q_offset=offset)
-    assert np.array_equal(numpy(attention(query, key, key, q_offset=offset.astype(getattr(mx, dtype)))), numpy(expected))
+    assert np.array_equal(
+        numpy(attention(query, key, key, q_offset=offset.astype(getattr(mx, dtype)))), numpy(expected)
+    )
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -172,6 +172,8 @@ BOTH_WAYS = {"is_causal": False}
     TILINGS[2],
     set(DIFFERENTIABLE),
 )
+# Query and key can be read, and a plan be made; but its overlapping tiles are of what is mapped.
+@example(Mapping(shapes_of(20, 33), {"value": 1}), TILINGS[0], {"query"})
 # Masks get the axes that they lack, and two rules about who is visible meet.
 @example(Mapping(shapes_of(5, 7, mask=(5, 7)), {"mask": 1}, BOTH_WAYS), TILINGS[1], {"key"})
 @example(Mapping(shapes_of(5, 7, mask=(7,)), {"mask": 1}), TILINGS[1], {"query", "value"})

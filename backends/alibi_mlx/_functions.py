@@ -30,11 +30,11 @@ class Method:
 
     Attributes:
         forward: Takes a call with one batch axis, query, key, value and a function that returns the jobs.
-        jobs: Takes the call, query and key, and returns the tiles that make it up.
+        jobs: Takes the call, query, key and value, and returns the tiles that make it up.
     """
 
     forward: Callable[[AttentionCall, mx.array, mx.array, mx.array, Jobs], mx.array]
-    jobs: Callable[[AttentionCall, mx.array, mx.array], list[Job]]
+    jobs: Callable[[AttentionCall, mx.array, mx.array, mx.array], list[Job]]
 
 
 def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, method: Method) -> mx.array:
@@ -52,15 +52,15 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
     names = _names(call)
     planned: dict[tuple[int, ...], list[Job]] = {}  # once for both passes, and once more for a longer batch
 
-    def jobs(call: AttentionCall, query: mx.array, key: mx.array) -> list[Job]:
+    def jobs(call: AttentionCall, *tensors: mx.array) -> list[Job]:
         if call.batch not in planned:
-            planned[call.batch] = method.jobs(call, query, key)
+            planned[call.batch] = method.jobs(call, *tensors)
         return planned[call.batch]
 
     @mx.custom_function
     def function(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> mx.array:
         this = _with_arrays(call, names, arrays)
-        return method.forward(this, query, key, value, lambda: jobs(this, query, key))
+        return method.forward(this, query, key, value, lambda: jobs(this, query, key, value))
 
     @function.vjp
     def differentiate(primals: Any, grad: mx.array, result: mx.array) -> Any:
@@ -97,7 +97,7 @@ def _gradients(
     def function(*operands: mx.array) -> tuple[mx.array, ...]:
         query, key, value, grad, *arrays = operands
         this = _with_arrays(call, names, arrays)
-        return _tile_kernels.backward(this, (query, key, value), grad, method.jobs(this, query, key))
+        return _tile_kernels.backward(this, (query, key, value), grad, method.jobs(this, query, key, value))
 
     @function.vmap
     def mapped(operands: Any, axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
