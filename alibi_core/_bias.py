@@ -223,7 +223,7 @@ def bias_from_positions(
     visible = relative <= 0 if is_causal else None
     if q_segment_ids is not None and kv_segment_ids is not None:
         same = with_head_axis(q_segment_ids[..., :, None] == kv_segment_ids[..., None, :])
-        visible = same if visible is None else visible & same
+        visible = same if visible is None else xp.logical_and(visible, same)  # as in AttentionCall.visible
     if rule.is_key_only:
         return _masked(xp, _contract_row(xp, rule, placed, kv_positions, dtype), visible)
     bias = linear_bias(xp, placed, future, relative, visible, is_causal=is_causal, is_positive=is_positive)

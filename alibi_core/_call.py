@@ -8,7 +8,7 @@ from typing import Any
 
 from alibi_core import _checks
 from alibi_core._bias import linear_bias, place_slopes, relative_positions, with_head_axis, working_dtype
-from alibi_core._namespace import arange, asarray, device_of, namespace_of
+from alibi_core._namespace import arange, asarray, astype, device_of, namespace_of
 from alibi_core._typing import Array, Device, DType, Namespace
 
 HEADS_FIRST = ("heads", "length", "head_dim")
@@ -195,7 +195,8 @@ class AttentionCall:
         def cut(array: Any, *axes: slice | None) -> Any:
             if array is None:
                 return None
-            array = array[(None,) * (len(axes) - array.ndim)] if array.ndim < len(axes) else array
+            if array.ndim < len(axes):  # reshape, for mx.vmap puts several new axes in the wrong places
+                array = self.xp.reshape(array, (*[1] * (len(axes) - array.ndim), *array.shape))
             sizes = zip(axes, array.shape, strict=True)
             return array[tuple(slice(None) if axis is None or n == 1 else axis for axis, n in sizes)]
 
@@ -270,7 +271,8 @@ class AttentionCall:
             rules.append(self.mask)
         visible = None
         for rule in rules:
-            visible = rule if visible is None else visible & rule
+            # Not `&`: under mx.vmap its result has the shape of the first operand, whatever that of the second.
+            visible = rule if visible is None else self.xp.logical_and(visible, rule)
         return visible
 
     def bias(self) -> tuple[Any, Any | None]:
@@ -319,9 +321,8 @@ class AttentionCall:
         if self.future_slopes is None:
             return nearest
         # With slopes of two kinds in a row no one distance is worth the same everywhere.
-        both = xp.any(visible & (relative < 0), axis=-1, keepdims=True)
-        both = both & xp.any(visible & (relative > 0), axis=-1, keepdims=True)
-        return xp.where(both, none, nearest)
+        sides = [xp.any(xp.logical_and(visible, x), axis=-1, keepdims=True) for x in (relative < 0, relative > 0)]
+        return xp.where(xp.logical_and(*sides), none, nearest)
 
 
 def _batch_axes(batch: tuple[int, ...]) -> list[str]:
@@ -437,4 +438,4 @@ def _q_offset(xp: Namespace, q_offset: Any, sizes: dict[str, Any]) -> Any:
     if shape not in ((), sizes["batch"]):
         batch = f" or {sizes['batch']} (batch)" if sizes["batch"] else ""
         raise ValueError(f"q_offset must have shape (){batch}, got {shape}")
-    return q_offset
+    return astype(xp, q_offset, xp.int32)

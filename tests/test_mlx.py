@@ -92,6 +92,18 @@ def test_positions_may_be_any_integers(dtype):
     assert np.array_equal(numpy(actual), expected)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize("lengths", [(200, 300), (5, 1100)])
+def test_offsets_may_be_any_integers(lengths, dtype):
+    # Between a tile's first query and its first key are more tokens than some of these types can count.
+    query, key = (normal(2, HEADS, length, HEAD_DIM, seed=length) for length in lengths)
+    offset = mx.array([100, 1])
+    expected = attention(query, key, key, q_offset=offset)
+    assert np.array_equal(
+        numpy(attention(query, key, key, q_offset=offset.astype(getattr(mx, dtype)))), numpy(expected)
+    )
+
+
 @pytest.mark.usefixtures("on_cpu")
 def test_float64_slopes_are_not_rounded_to_float32():
     assert np.array_equal(
@@ -277,20 +289,6 @@ def test_future_slopes_get_their_own_gradient(implementation):
     together = mx.grad(lambda s: total(s, s))(slopes)
     assert_close(apart[0] + apart[1], together, terms=BATCH * Q_LEN * KV_LEN)
     assert np.all(numpy(mx.grad(total, argnums=1)(slopes, future)) != 0)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("axes", [(0, 0, 0, 0), (None, None, None, 0), (0, None, None, None), (0, 0, 0, None)])
-def test_vmap_equals_a_loop(implementation, axes):
-    n = 3
-    stacked = [*tensors(n, BATCH), mx.abs(normal(n, HEADS, seed=5))]
-    arguments = [x if axis == 0 else x[0] for x, axis in zip(stacked, axes, strict=True)]
-
-    def function(*arguments):
-        return attention(*arguments, implementation=implementation)
-
-    loop = [function(*(x[i] if a == 0 else x for x, a in zip(arguments, axes, strict=True))) for i in range(n)]
-    assert_close(mx.vmap(function, in_axes=axes)(*arguments), mx.stack(loop))
 
 
 # The layer as an MLX module

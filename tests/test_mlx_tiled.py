@@ -26,8 +26,8 @@ from alibi_core.conformance._cases import (  # noqa: E402
     cases,
 )
 from alibi_core.conformance._data import DATA, STEEP  # noqa: E402
-from alibi_core.conformance._oracle import assert_within  # noqa: E402
-from alibi_mlx import _plan, _tile_kernels, attention  # noqa: E402
+from alibi_core.conformance._oracle import U32, UNIT_ROUNDOFF, assert_within  # noqa: E402
+from alibi_mlx import KVCache, _plan, _tile_kernels, attention  # noqa: E402
 from alibi_mlx._norms import KeyNorms, norm_bounds  # noqa: E402
 from tests import tiles  # noqa: E402
 from tests.frameworks import MLX, Backend  # noqa: E402
@@ -151,6 +151,30 @@ def test_gradients_of_slopes_know_no_rounded_result(dtype: mx.Dtype) -> None:
     np.testing.assert_allclose(gradient("tiled"), gradient("dense"), rtol=2e-3)
 
 
+@pytest.mark.parametrize(("of_keys", "of_values", "drift"), [(30, 0, 0), (30, 30, 0), (100, 100, 0), (30, 100, 60)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_forgive_what_keys_and_values_have_in_common(
+    dtype: str, of_keys: float, of_values: float, drift: float
+) -> None:
+    sizes = Sizes(1, 2, 1, (400, 400), 16)
+    case = Case(sizes, "causal", None, None, None, None, False, seed=3).with_arrays(slopes=np.asarray([0.5, 0.01]))
+    drifting = np.linspace(-drift, drift, 400)[:, None]
+    tensors = {
+        name: case.arrays[name] / case.arrays[name].std() + common
+        for name, common in (("query", 0), ("key", of_keys + drifting), ("value", of_values + drifting))
+    }
+    case = case.with_arrays(**tensors | {"query": tensors["query"] / 4})
+    inputs = {name: case.arrays[name] for name in ("query", "key", "value", "slopes")}
+    tiled, dense = (
+        Backend(MLX, "alibi_mlx", name).gradients(inputs, case.arrays["cotangent"], dtype=dtype)
+        for name in ("tiled", "dense")
+    )
+    for name, answer in case.gradients(dtype).items():
+        ours, theirs = (np.linalg.norm(x[name] - answer.value) for x in (tiled, dense))
+        rounding = (400 * 400 / 2) ** 0.5 * U32  # of so many terms, in float32, each on its own side
+        assert ours <= 2 * theirs + rounding * np.linalg.norm(answer.value), name
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_gradients_of_slopes_are_the_same_however_far_all_keys_are(sign: int) -> None:
     query, key, value = (mx.array(x, mx.float32) for x in np.random.default_rng(0).standard_normal((3, 1, 2, 8, 16)))
@@ -163,7 +187,7 @@ def test_gradients_of_slopes_are_the_same_however_far_all_keys_are(sign: int) ->
         return np.asarray(mx.grad(loss)(mx.array([0.5, 0.125])))
 
     assert np.any(gradient(sign * 20))
-    for q_offset in (10**4, 10**6, 10**8):
+    for q_offset in (10**4, 10**6, 10**8, 2**31 - 20):
         assert np.array_equal(gradient(sign * q_offset), gradient(sign * 20))
 
 
@@ -241,14 +265,68 @@ def test_huge_keys_are_seen_from_afar_without_a_warning(number: float) -> None:
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_what_is_not_finite_is_seen_from_afar(number: float) -> None:
-    query, key, value = (mx.zeros((1, 1, 1500, 4)) for _ in range(3))
-    key[0, 0, 3, 1] = number
-    query = query + 1
-    slopes = mx.array([1.0])
-    dense, tiled = (attention(query, key, value, slopes, implementation=name) for name in ("dense", "tiled"))
-    assert np.array_equal(np.isnan(np.asarray(tiled)), np.isnan(np.asarray(dense)))
-    assert np.isnan(np.asarray(tiled)).any()
+@pytest.mark.parametrize("lengths", [(300, 300), (1, 1100), (17, 1100), (1100, 1100), (40, 4500)], ids=str)
+@pytest.mark.parametrize("place", ["query", "key", "value"])
+def test_what_is_not_finite_makes_no_finite_result_wrong(place: str, lengths: tuple[int, int], number: float) -> None:
+    (q_len, kv_len), slope = lengths, 0.5
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: rng.standard_normal((1, 2, n, 4)).astype(np.float32)
+        for name, n in (("query", q_len), ("key", kv_len), ("value", kv_len))
+    }
+    for at in (0, kv_len // 2, kv_len - 1):
+        broken = {name: x.copy() for name, x in tensors.items()}
+        broken[place][0, 0, min(at, q_len - 1) if place == "query" else at, 1] = number
+        call = functools.partial(attention, *(mx.array(x) for x in broken.values()), mx.array([slope, slope]))
+        cache = KVCache()
+        cache.update_and_fetch(mx.array(broken["key"]), mx.array(broken["value"]))
+        cached = cache.attend(mx.array(broken["query"]), mx.array([slope, slope]))
+        query, key, value = (x[0, 0].astype(np.float64) for x in broken.values())
+        distance = np.arange(kv_len - q_len, kv_len)[:, None] - np.arange(kv_len)
+        with np.errstate(invalid="ignore"):
+            scores = np.where(distance < 0, -np.inf, query @ key.T / 2 - slope * distance)
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        depends = np.isnan(weights).any(axis=-1) | (weights[:, ~np.isfinite(value).all(axis=-1)] > U32).any(axis=-1)
+        expected = weights @ np.where(np.isfinite(value), value, 0)
+        for result in (np.asarray(x) for x in (call(), call(tolerance=0.0), call(implementation="dense"), cached)):
+            finite = np.isfinite(result[0, 0]).all(axis=-1)
+            assert not finite[depends].any()
+            np.testing.assert_allclose(result[0, 0][finite], expected[finite], rtol=0, atol=1e-5)
+            assert np.isfinite(result[0, 1]).all()  # the other head
+            if place == "query":
+                assert finite.sum() == q_len - 1
+
+
+UNMEASURED = {  # queries and keys made of normal ones: their factors, dtype and scale; scores are of ordinary size
+    "squares overflow": (1e-36, lambda key: key * 1e36, "float32", None),
+    "means overflow": (1e-37, lambda key: (np.abs(key) + 1) * 1e37, "float32", None),
+    "the largest": (1e-38, lambda key: np.clip(key, -1, 1) * 3e38, "bfloat16", None),
+    "squares overflow float16": (1e-4, lambda key: np.clip(key * 3e4, -65000, 65000), "float16", None),
+    "squares vanish": (
+        1e6,
+        lambda key: (np.arange(1100)[:, None] < 200) * np.eye(4)[0] * 1e-23 + key * 0,
+        "float32",
+        6e18,
+    ),
+}
+
+
+@pytest.mark.parametrize("q_len", [1, 16, 17, 1100])
+@pytest.mark.parametrize("keys", UNMEASURED)
+def test_keys_that_cannot_be_measured_are_attended_to_whole(keys: str, q_len: int) -> None:
+    factor, of_normal, dtype, scale = UNMEASURED[keys]
+    sizes = Sizes(1, 2, 1, (q_len, 1100), 4)
+    case = Case(sizes, "causal", None, None, None, None, False, seed=1, scaling=scale)
+    query, key = (case.arrays[name] / case.arrays[name].std() for name in ("query", "key"))
+    query = np.abs(query) * np.eye(4)[0] if scale else query
+    case = case.with_arrays(query=query * factor, key=of_normal(key), slopes=np.asarray([0.5, 0.02]))
+    answer = case.exact(dtype).output_without(UNIT_ROUNDOFF[dtype])
+    assert_within(attend(case, dtype), answer)
+    query, key, value = (MLX.array(case.arrays[name], dtype) for name in ("query", "key", "value"))
+    cache = KVCache()
+    cache.update_and_fetch(key, value)
+    assert_within(MLX.numpy(cache.attend(query, MLX.array(case.arrays["slopes"]), scale=scale)), answer)
 
 
 # --- The plan ------------------------------------------------------------------------------------------------------
@@ -256,9 +334,9 @@ def test_what_is_not_finite_is_seen_from_afar(number: float) -> None:
 
 @given(case=cases(), tiling=TILINGS, tolerance=st.sampled_from([0.0, 2.0**-24]))
 def test_each_query_is_in_one_job(case: Case, tiling: Tiling, tolerance: float) -> None:
-    call, query, key, _ = planning(case)
+    call, *tensors = planning(case)
     with tiling.applied():
-        planned = _plan.jobs(call, query, key, tolerance, None)
+        planned = _plan.jobs(call, *tensors, tolerance, None)
     times = np.zeros((case.sizes.batch, case.num_heads, case.sizes.lengths[0]), dtype=int)
     for job in planned:
         times[job.batch, job.heads, job.q_start : job.q_start + job.tiles * job.rows] += 1
@@ -272,7 +350,7 @@ def test_horizons_save_work() -> None:
     query, key = (mx.array(np.random.default_rng(n).standard_normal((1, 8, 4096, 8)), mx.float32) for n in (1, 2))
     call = AttentionCall.check(query, key, key, mx.array(slopes), xp=mx)
     by_head = np.zeros(8)
-    for job in _plan.jobs(call, query, key, 2.0**-24, None):
+    for job in _plan.jobs(call, query, key, key, 2.0**-24, None):
         by_head[job.heads] += job.tiles * job.rows * job.kv_len
     # Twice the norms' product, and the logarithm of what is left out: 36 / slope tokens or so for such data.
     for head in range(5):

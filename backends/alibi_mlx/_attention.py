@@ -38,7 +38,7 @@ def attention(
 
     Differentiable in ``query``, ``key``, ``value``, ``slopes`` and ``future_slopes``, in memory that grows with the
     lengths alone, forwards and backwards; no bias of ``q_len * kv_len`` is ever held. Keys that are proved to weigh
-    less than the tolerance together are left out. To prove it, the call evaluates query and key where there are more
+    less than the tolerance together are left out. To prove it, the call evaluates the tensors where there are more
     than 1,024 keys; ``tolerance=0`` leaves it lazy. ``mx.vmap`` makes a longer batch. Under ``mx.compile``
     nothing can be read, so all visible keys are computed; it refuses ``shapeless=True``.
 
@@ -133,9 +133,9 @@ def run(
     flat = call.with_one_batch_axis()
     tensors = (x.reshape(*flat.batch, *x.shape[-3:]) for x in (query, key, value))
 
-    def plan(call: AttentionCall, query: mx.array, key: mx.array) -> list[Job]:
+    def plan(call: AttentionCall, *tensors: mx.array) -> list[Job]:
         # The norms are of these keys: of a longer batch, which mx.vmap makes, they are measured.
-        return _plan.jobs(call, query, key, tolerance_of(call), norms if call.batch == flat.batch else None)
+        return _plan.jobs(call, *tensors, tolerance_of(call), norms if call.batch == flat.batch else None)
 
     def forward(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, jobs: Jobs) -> mx.array:
         if route.implementation == "folded":

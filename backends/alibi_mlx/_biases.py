@@ -33,10 +33,13 @@ class Biases:
             bias, attends = tile.bias()
             return _four_axes(bias), None if attends is None else _four_axes(attends)
         back = job.back + self._call.q_offset
-        batch = (0, 0) if self._call.slopes.ndim == 1 else (job.batch.start, job.batch.stop)
+        if self._line is None:
+            self._line = self._biases_by_distance()
+        of_each = self._line.shape[0] > 1  # batch entry; else one is for all
+        batch = (job.batch.start, job.batch.stop) if of_each else (0, 1)
         made_of = (*batch, job.heads.start, job.heads.stop, job.rows, job.kv_len, back)
         if made_of not in self._tiles:
-            self._tiles = {made_of: self._toeplitz(job, back)}
+            self._tiles = {made_of: self._toeplitz(job, self._line[slice(*batch), job.heads], back)}
         return self._tiles[made_of], None
 
     def distances(self, job: Job) -> tuple[mx.array, mx.array | None]:
@@ -53,7 +56,8 @@ class Biases:
         outside = mx.maximum(mx.maximum(-q_positions, q_positions - (tile.kv_len - 1)), 0)[..., None]
         if ahead.ndim > 2:
             ahead, outside = ahead[:, None], outside[:, None]
-        past, future = (mx.maximum(x - outside, 0).astype(mx.float32) for x in (-ahead, ahead))
+        # In two steps, for less than 0 counts as 0, and a difference of two offsets need not fit into int32.
+        past, future = (mx.maximum(mx.maximum(x, 0) - outside, 0).astype(mx.float32) for x in (-ahead, ahead))
         return past, None if self._call.is_causal else future
 
     def _is_toeplitz(self, job: Job) -> bool:
@@ -63,12 +67,8 @@ class Biases:
         back = job.back + self._call.q_offset
         return bool(back >= 0 and back + job.rows <= job.kv_len)
 
-    def _toeplitz(self, job: Job, back: int) -> mx.array:
-        """Return the bias of a tile, ``back`` keys before its first query's own."""
-        if self._line is None:
-            self._line = self._biases_by_distance()
-        heads = slice(job.heads.start, job.heads.stop)
-        line = self._line[job.batch if self._line.shape[0] > 1 else slice(0, 1), heads]
+    def _toeplitz(self, job: Job, line: mx.array, back: int) -> mx.array:
+        """Return the bias of a tile, ``back`` keys before its first query's own, from its heads' by distance."""
         # The first row's first key is `back` before its query, and the last row's `rows - 1` further.
         start = self._origin - back - (job.rows - 1)
         width = job.rows + job.kv_len

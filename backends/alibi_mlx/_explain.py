@@ -69,15 +69,15 @@ def explain(
     refusals = {name: refusal(name, call) for name in IMPLEMENTATIONS}
     tolerance = tolerance_of(call) if route.implementation == "tiled" else 0.0
     flat = call.with_one_batch_axis()
-    query, key = (x.reshape(*flat.batch, *x.shape[-3:]) for x in (query, key))
-    host = _plan.on_host(flat, query, key)
+    query, key, value = (x.reshape(*flat.batch, *x.shape[-3:]) for x in (query, key, value))
+    host = _plan.on_host(flat, query=query, key=key)
     if host is None:
         raise ValueError("query and key must hold values, which are measured; got traced arrays")
     entries = [entry_of(host, index) for index in range(host.batch[0])]
     planned = zip(entries, _plan.plans(entries, query, key, tolerance), strict=True)
     computed = math.prod(flat.batch) * call.num_heads * call.q_len * call.kv_len
     if route.implementation == "tiled":
-        jobs = _plan.jobs(flat, query, key, tolerance, None)
+        jobs = _plan.jobs(flat, query, key, value, tolerance, None)
         sizes = ((len(range(flat.batch[0])[x.batch]), x.heads.stop - x.heads.start, x) for x in jobs)
         computed = sum(entries * heads * x.tiles * x.rows * x.kv_len for entries, heads, x in sizes)
     return Explanation(

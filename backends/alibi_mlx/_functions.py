@@ -30,11 +30,11 @@ class Method:
 
     Attributes:
         forward: Takes a call with one batch axis, query, key, value and a function that returns the jobs.
-        jobs: Takes the call, query and key, and returns the tiles that make it up.
+        jobs: Takes the call, query, key and value, and returns the tiles that make it up.
     """
 
     forward: Callable[[AttentionCall, mx.array, mx.array, mx.array, Jobs], mx.array]
-    jobs: Callable[[AttentionCall, mx.array, mx.array], list[Job]]
+    jobs: Callable[[AttentionCall, mx.array, mx.array, mx.array], list[Job]]
 
 
 def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, method: Method) -> mx.array:
@@ -52,15 +52,15 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
     names = _names(call)
     planned: dict[tuple[int, ...], list[Job]] = {}  # once for both passes, and once more for a longer batch
 
-    def jobs(call: AttentionCall, query: mx.array, key: mx.array) -> list[Job]:
+    def jobs(call: AttentionCall, *tensors: mx.array) -> list[Job]:
         if call.batch not in planned:
-            planned[call.batch] = method.jobs(call, query, key)
+            planned[call.batch] = method.jobs(call, *tensors)
         return planned[call.batch]
 
     @mx.custom_function
     def function(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> mx.array:
         this = _with_arrays(call, names, arrays)
-        return method.forward(this, query, key, value, lambda: jobs(this, query, key))
+        return method.forward(this, query, key, value, lambda: jobs(this, query, key, value))
 
     @function.vjp
     def differentiate(primals: Any, grad: mx.array, result: mx.array) -> Any:
@@ -71,7 +71,7 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
         by_slopes = {"slopes": past, "future_slopes": future}
         if this.future_slopes is None:
             by_slopes["slopes"] = past + future
-        grads = {n: mx.sum(x, axis=0) if getattr(this, n).ndim == 1 else x for n, x in by_slopes.items() if n in names}
+        grads = {n: _of_shape(getattr(this, n).shape, x) for n, x in by_slopes.items() if n in names}
         return *by_tensors, *(grads.get(name) for name in names)
 
     @function.vmap
@@ -97,7 +97,7 @@ def _gradients(
     def function(*operands: mx.array) -> tuple[mx.array, ...]:
         query, key, value, grad, *arrays = operands
         this = _with_arrays(call, names, arrays)
-        return _tile_kernels.backward(this, (query, key, value), grad, method.jobs(this, query, key))
+        return _tile_kernels.backward(this, (query, key, value), grad, method.jobs(this, query, key, value))
 
     @function.vmap
     def mapped(operands: Any, axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
@@ -106,6 +106,11 @@ def _gradients(
         return tuple(x.reshape(size, *call.batch, *x.shape[1:]) for x in grads), (0,) * len(grads)
 
     return tuple(function(query, key, value, grad, *(getattr(call, name) for name in names)))
+
+
+def _of_shape(shape: tuple[int, ...], by_entry: mx.array) -> mx.array:
+    """Return gradients of each batch entry, ``[batch, num_heads]``, summed if the entries share what they are of."""
+    return by_entry if by_entry.shape == shape else mx.sum(by_entry, axis=0).reshape(shape)
 
 
 def _names(call: AttentionCall) -> tuple[str, ...]:

@@ -37,13 +37,21 @@ Measured = dict[str, mx.array]
 MX = namespace_of(xp=mx)  # MLX as the core sees it
 
 
-def jobs(call: AttentionCall, query: mx.array, key: mx.array, tolerance: float, norms: KeyNorms | None) -> list[Job]:
+def jobs(
+    call: AttentionCall,
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    tolerance: float,
+    norms: KeyNorms | None,
+) -> list[Job]:
     """Return the jobs that make up ``call``.
 
-    Query and key are ``[batch, heads, length, head_dim]``.
+    Query, key and value are ``[batch, heads, length, head_dim]``. Of values nothing is measured; but where they cannot
+    be read, they are mapped, and mx.vmap does not know the views by which tiles overlap.
     """
     sizes = SIZES[mx.default_device().type]
-    host = None if call.kv_len <= SHORT or tolerance == 0 else on_host(call, query, key)
+    host = None if call.kv_len <= SHORT or tolerance == 0 else on_host(call, query=query, key=key, value=value)
     if host is None:
         return list(plain_jobs(call, sizes))
     entries = [entry_of(host, index) for index in range(host.batch[0])]
@@ -54,15 +62,15 @@ def jobs(call: AttentionCall, query: mx.array, key: mx.array, tolerance: float, 
     return list(itertools.chain.from_iterable(planned))
 
 
-def on_host(call: AttentionCall, query: mx.array, key: mx.array) -> AttentionCall | None:
-    """Return the call with its arrays in NumPy; None if they, or query and key, cannot be read for now.
+def on_host(call: AttentionCall, **tensors: mx.array) -> AttentionCall | None:
+    """Return the call with its arrays in NumPy; None if they, or the tensors, cannot be read for now.
 
     Raises:
         ValueError: If one is still to be computed by another thread.
     """
     names = ("slopes", "future_slopes", "q_offset", "q_segment_ids", "kv_segment_ids", "mask")
     arrays = {name: getattr(call, name) for name in names if isinstance(getattr(call, name), mx.array)}
-    for name, array in ({"query": query, "key": key} | arrays).items():
+    for name, array in (tensors | arrays).items():
         if not _evaluated(name, array):
             return None
     read = {name: np.asarray(array) for name, array in arrays.items()}

@@ -89,6 +89,8 @@ def backward(
             # Not from the result: it was rounded to the dtype of the tensors, which slopes' gradients do not forgive.
             mean = mx.sum(weights * by_weight, axis=-1, keepdims=True)
             by_score = weights * (by_weight - mean)
+            # A row's sum to 0; what rounding leaves is multiplied by what keys, or distances, have in common.
+            by_score = by_score - weights * mx.sum(by_score, axis=-1, keepdims=True)
             by_queries = ((by_score @ keys) * call.scale).astype(query.dtype)
             put_queries(by_query, part, by_queries)
             before = [
