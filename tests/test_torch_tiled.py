@@ -685,92 +685,156 @@ def test_exports_with_dynamic_lengths(strict: bool) -> None:
 
 # --- torch.func ----------------------------------------------------------------------------------------------------
 
-# What is mapped, along which axis, beside query, key and value: names and arguments of one entry of the batch.
-MAPPED: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "tensors alone": ({}, {}),
-    "slopes": ({"slopes": 1}, {"is_causal": False}),
-    "both slopes": ({"slopes": 0, "future_slopes": 0}, {"is_causal": False}),
-    "future slopes alone": ({"future_slopes": 0}, {"is_causal": False, "slopes": torch.tensor([1.0, 0.3, 0.1, 0.0])}),
-    "mask": ({"mask": 0}, {}),
-    "offset": ({"q_offset": 0}, {"is_causal": False}),
-    "segments of keys": ({"segment_ids": 0}, {}),
-    "shared rules": ({}, {"mask": MASK[0], "future_slopes": torch.rand(4), "is_causal": False}),
-}
+# Shorter and longer than what is attended to whole, few queries and more; the shortest in several tiles as well.
+MAPPED_LENGTHS = [(7, 11), (7, 7), (1, 1040), (16, 1040), (17, 1040), (40, 1024), (300, 1025)]
+MAPPED_SIZE = 3
 
 
-def mapped_arguments(name: str, size: int = 3) -> tuple[dict[str, torch.Tensor], dict[str, int], dict[str, Any]]:
-    """Return all arguments that are mapped, along which axes, and those that are not."""
-    generator = torch.Generator().manual_seed(11)
-    dims, shared = MAPPED[name]
-    values = {
-        "slopes": torch.rand(size, 4, generator=generator),
-        "future_slopes": torch.rand(size, 4, generator=generator),
-        "mask": torch.rand(size, 4, 7, 11, generator=generator) < 0.6,
-        "q_offset": torch.tensor([0, 4, 9]),
-        "segment_ids": torch.randint(0, 2, (size, 18), generator=generator).sort(dim=-1).values,
+@dataclass(frozen=True)
+class Mapped:
+    """Arguments of ``attention``, each with or without a batch axis, and each mapped along some axis or shared.
+
+    Attributes:
+        arrays: The arguments that are arrays, the mapped axis included.
+        dims: The axis that is mapped; None for a shared argument.
+        others: The other arguments.
+        tiling: Sizes of tiles; None for those of the module.
+    """
+
+    arrays: dict[str, torch.Tensor]
+    dims: dict[str, int | None]
+    others: dict[str, Any]
+    tiling: Tiling | None
+
+    @property
+    def differentiable(self) -> tuple[int, ...]:
+        floating = (x.is_floating_point() and name != "max_key_norm" for name, x in self.arrays.items())
+        return tuple(i for i, is_one in enumerate(floating) if is_one)
+
+    def entries(self) -> list[tuple[torch.Tensor, ...]]:
+        """Return the arrays of each mapped entry."""
+        return [
+            tuple(x if self.dims[name] is None else x.select(self.dims[name], i) for name, x in self.arrays.items())
+            for i in range(MAPPED_SIZE)
+        ]
+
+    def attention(self, implementation: str) -> Callable[..., torch.Tensor]:
+        """Return attention as a function of the arrays."""
+
+        def function(*x: torch.Tensor) -> torch.Tensor:
+            arguments = dict(zip(self.arrays, x, strict=True)) | self.others
+            if "kv_segment_ids" in arguments:
+                arguments["segment_ids"] = arguments["segment_ids"], arguments.pop("kv_segment_ids")
+            return alibi_torch.attention(**arguments, implementation=implementation)
+
+        return function
+
+
+@st.composite
+def mapped_calls(draw: st.DrawFn) -> Mapped:
+    q_len, kv_len = draw(st.sampled_from(MAPPED_LENGTHS))
+    is_causal = draw(st.booleans())
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    either = [(4,), (2, 4)]
+    shapes: dict[str, list[Any]] = {
+        "query": [(2, 4, q_len, 5)],
+        "key": [(2, 2, kv_len, 5)],
+        "value": [(2, 2, kv_len, 5)],
+        "slopes": either,
+        "future_slopes": [] if is_causal else [None, *either],
+        "max_key_norm": [None, (2, 2)],
     }
-    heads = {"query": (4, 7, 5), "key": (2, 11, 5), "value": (2, 11, 5)}
-    mapped = {x: torch.randn(size, *shape, generator=generator) for x, shape in heads.items()}
-    mapped |= {x: values[x].movedim(0, dim) for x, dim in dims.items()}
-    return mapped, {"query": 0, "key": 0, "value": 0} | dims, shared
+    if draw(st.booleans()):  # or distance alone matters
+        shapes |= {
+            "q_offset": [None, (), (2,)],
+            "segment_ids": [None, (q_len,), (1, q_len), (2, q_len)],
+            "kv_segment_ids": [(kv_len,), (1, kv_len), (2, kv_len), *([None] if q_len == kv_len else [])],
+            "mask": [
+                None,
+                (kv_len,),
+                (q_len, 1),
+                (1, 1, kv_len),
+                (2, 1, 1, kv_len),
+                (1, 4, 1, 1),
+                (2, 4, q_len, kv_len),
+            ],
+        }
+    chosen = {name: draw(st.sampled_from(options), label=name) for name, options in shapes.items() if options}
+    if chosen.get("segment_ids") is None:
+        chosen["kv_segment_ids"] = None
+    chosen = {name: shape for name, shape in chosen.items() if shape is not None}
+    dims = {name: draw(st.sampled_from([None, *range(len(shape) + 1)])) for name, shape in chosen.items()}
+    if all(dim is None for dim in dims.values()):
+        dims[draw(st.sampled_from(sorted(dims)))] = 0
+    arrays = {}
+    for name, shape in chosen.items():
+        size = (*shape[: dims[name]], MAPPED_SIZE, *shape[dims[name] :]) if dims[name] is not None else shape
+        if name in ("query", "key", "value"):
+            arrays[name] = torch.randn(size, generator=generator, dtype=torch.float64)
+        elif "slopes" in name:
+            arrays[name] = 10 ** (-3 * torch.rand(size, generator=generator, dtype=torch.float64))
+        elif name == "q_offset":
+            arrays[name] = kv_len - q_len + torch.randint(-3, 4, size, generator=generator)
+        elif name == "mask":
+            arrays[name] = torch.rand(size, generator=generator) < 0.7
+        elif name == "max_key_norm":
+            arrays[name] = arrays["key"].abs().max() * 5 + torch.zeros(size)
+        else:
+            arrays[name] = torch.randint(0, 2, size, generator=generator)
+    others = {"is_causal": is_causal, "window_size": draw(st.sampled_from([None, 5, 300]))}
+    tiling = draw(st.sampled_from([None, Tiling()])) if kv_len < 20 else None
+    return Mapped(arrays, dims, others, tiling)
 
 
-def call_by_name(names: tuple[str, ...], shared: dict[str, Any], implementation: str) -> Callable[..., torch.Tensor]:
-    def function(*x: torch.Tensor) -> torch.Tensor:
-        arguments = dict(zip(names, x, strict=True)) | shared
-        if "segment_ids" in arguments:
-            ids = arguments["segment_ids"]
-            arguments["segment_ids"] = ids[..., :7], ids[..., 7:]
-        return alibi_torch.attention(**arguments, implementation=implementation)
+@given(case=mapped_calls())
+def test_maps_over_any_arguments_along_any_axes(case: Mapped) -> None:
+    entries, argnums, in_dims = case.entries(), case.differentiable, tuple(case.dims.values())
+    tiled, dense = case.attention("tiled"), case.attention("dense")
+    weight = torch.randn(entries[0][0].shape, dtype=torch.float64)
 
-    return function
+    def loss(*x: torch.Tensor) -> torch.Tensor:
+        return (tiled(*x) * weight).sum()
 
-
-@pytest.mark.parametrize("name", MAPPED)
-@pytest.mark.parametrize("tiling", [Tiling(), Tiling(short=1024)], ids=["tiles", "short"])
-def test_maps_with_gradients(name: str, tiling: Tiling) -> None:
-    mapped, dims, shared = mapped_arguments(name)
-    names = tuple(mapped)
-    differentiable = tuple(i for i, x in enumerate(mapped.values()) if x.is_floating_point())
-    in_dims = tuple(dims.values())
-    entries = [tuple(x.select(dims[n], i) for n, x in mapped.items()) for i in range(3)]
-    weight = torch.randn(4, 7, 5, generator=torch.Generator().manual_seed(1))
-
-    def loss(implementation: str) -> Callable[..., torch.Tensor]:
-        function = call_by_name(names, shared, implementation)
-        return lambda *x: (function(*x) * weight).sum()
-
-    def losses(*x: torch.Tensor) -> torch.Tensor:
-        return torch.func.vmap(loss("tiled"), in_dims)(*x).sum()
-
-    dense = [torch.func.grad(loss("dense"), differentiable)(*x) for x in entries]
-    expected = [torch.stack(column) for column in zip(*dense, strict=True)]
-    with tiling.applied():
-        result = torch.func.vmap(call_by_name(names, shared, "tiled"), in_dims)(*mapped.values())
-        mapped_grads = torch.func.vmap(torch.func.grad(loss("tiled"), differentiable), in_dims)(*mapped.values())
-        grads_of_mapped = torch.func.grad(losses, differentiable)(*mapped.values())
-    results = torch.stack([call_by_name(names, shared, "dense")(*x) for x in entries])
-    torch.testing.assert_close(result, results, rtol=0, atol=2e-6)
-    for index, one, other, right in zip(differentiable, mapped_grads, grads_of_mapped, expected, strict=True):
-        torch.testing.assert_close(one, right, rtol=1e-5, atol=4e-6)
-        torch.testing.assert_close(other.movedim(in_dims[index], 0), right, rtol=1e-5, atol=4e-6)
+    with contextlib.nullcontext() if case.tiling is None else case.tiling.applied():
+        result = torch.func.vmap(tiled, in_dims)(*case.arrays.values())
+        of_entries = torch.func.vmap(torch.func.grad(loss, argnums), in_dims)(*case.arrays.values())
+        of_all = torch.func.grad(lambda *x: torch.func.vmap(loss, in_dims)(*x).sum(), argnums)(*case.arrays.values())
+    expected, expected_grads = [], []
+    for entry in entries:
+        inputs = [entry[i].clone().requires_grad_() for i in argnums]
+        whole = list(entry)
+        for i, x in zip(argnums, inputs, strict=True):
+            whole[i] = x
+        expected.append(dense(*whole))
+        expected_grads.append(torch.autograd.grad((expected[-1] * weight).sum(), inputs))
+    # Float64 throughout: what is not the same call is off by far more. Slopes' gradients add up a thousand distances.
+    close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
+    close(result, torch.stack(expected).detach())
+    for i, one, all_, right in zip(argnums, of_entries, of_all, zip(*expected_grads, strict=True), strict=True):
+        close(one, torch.stack(right))
+        close(all_, sum(right) if in_dims[i] is None else torch.stack(right, dim=in_dims[i]))
 
 
-def test_maps_with_shared_tensors_and_within_a_batch() -> None:
-    query, key, value = tensors((7, 11))
-    queries = torch.randn(3, *query.shape)
-    slopes = torch.rand(2, 4)
-    shared = torch.tensor([0.7, 0.2, 0.1, 0.0])
+@pytest.mark.parametrize("kv_len", [700, 1060])
+@pytest.mark.parametrize("of_entry", ["slopes", "future_slopes"])
+def test_slopes_of_one_kind_may_be_shared(of_entry: str, kv_len: int) -> None:
+    query, key, value = (x.double().requires_grad_() for x in tensors((20, kv_len), heads=(2, 2)))
+    shared, apart = torch.tensor([0.1, 0.05]).double(), torch.tensor([[0.1, 0.05], [0.02, 0.2]]).double()
+    slopes = [x.requires_grad_() for x in ((apart, shared) if of_entry == "slopes" else (shared, apart))]
 
-    def loss(implementation: str, q: torch.Tensor, k: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        return alibi_torch.attention(q, k, value, s, implementation=implementation).square().sum()
+    def attend(implementation: str) -> tuple[torch.Tensor, ...]:
+        result = alibi_torch.attention(
+            *(query, key, value, slopes[0]),
+            future_slopes=slopes[1],
+            is_causal=False,
+            q_offset=kv_len // 2,
+            window_size=256,
+            implementation=implementation,
+        )
+        return result, *torch.autograd.grad(result.square().sum(), [query, key, value, *slopes])
 
-    for s in (slopes, shared):  # of each entry, and of all
-        with Tiling().applied():
-            grads = torch.func.vmap(torch.func.grad(loss, (1, 2, 3)), (None, 0, None, None))("tiled", queries, key, s)
-        expected = [torch.func.grad(loss, (1, 2, 3))("dense", q, key, s) for q in queries]
-        for actual, right in zip(grads, map(torch.stack, zip(*expected, strict=True)), strict=True):
-            torch.testing.assert_close(actual, right, rtol=1e-4, atol=1e-5)
+    for actual, expected in zip(attend("tiled"), attend("dense"), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_maps_twice() -> None:

@@ -378,7 +378,9 @@ class Biases:
 
     def _kind(self, job: Job) -> tuple[int, ...]:
         """Return what must be the same for biases to be parts of one."""
-        batch = (0, 0) if self._call.slopes.ndim == 1 else (job.batch.start, job.batch.stop)
+        slopes = self._call.slopes, self._call.future_slopes
+        is_shared = all(x is None or x.ndim == 1 for x in slopes)
+        batch = (0, 0) if is_shared else (job.batch.start, job.batch.stop)
         return (*batch, job.rows, job.kv_len - self._back_of(job))
 
     def _toeplitz(self, job: Job, back: int, kv_len: int) -> Tensor:
