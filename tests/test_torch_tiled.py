@@ -113,6 +113,37 @@ def test_several_blocks_of_keys_are_exact_with_their_gradients(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("means", [(30, 0), (0, 30), (30, 30), (100, 100), "drifting"], ids=str)
+@pytest.mark.parametrize("length", [512, 1100])
+def test_means_that_keys_or_values_have_in_common_cost_no_digits(
+    length: int, means: tuple[float, float] | str, dtype: torch.dtype
+) -> None:
+    # As those of trained models have: a row's gradients of scores are then differences of what is nearly the same, and
+    # their sum is multiplied by the mean of the keys.
+    generator = torch.Generator().manual_seed(length)
+    query, key, value, cotangent = torch.randn(4, 1, 2, length, 32, generator=generator).unbind()
+    if means == "drifting":
+        ramp = torch.linspace(20, 100, length)[:, None]
+        key, value = key + ramp, value - ramp
+    else:
+        key, value = key + means[0], value + means[1]
+    rounded = [x.to(dtype) for x in (query, key, value, cotangent)]
+
+    def gradients(implementation: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        inputs = [x.to(dtype).requires_grad_() for x in rounded[:3]]
+        result = alibi_torch.attention(*inputs, implementation=implementation)
+        return [x.double() for x in torch.autograd.grad(result, inputs, rounded[3].to(dtype))]
+
+    for right, tiled_one, dense_one in zip(
+        gradients("dense", torch.float64), gradients("tiled", dtype), gradients("dense", dtype), strict=True
+    ):
+        dense_error = (dense_one - right).norm()
+        if dtype == torch.float32:  # where dense's own errors happen to cancel, there are still those of the scores
+            dense_error = dense_error.clamp(min=100 * 2.0**-24 * right.norm())
+        assert (tiled_one - right).norm() <= 2 * dense_error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gradients_of_slopes_know_no_rounded_result(dtype: torch.dtype) -> None:
     # Values around 8: the gradients of a row's scores are differences of what is nearly the same.
     rng = np.random.default_rng(0)

@@ -28,7 +28,7 @@ PART_ELEMENTS = 2**22  # in what a kernel call allocates for its results, about
 
 
 def forward(
-    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: Iterable[Job]
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: Iterable[Job], result_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Compute the jobs that make up a call.
 
@@ -36,7 +36,7 @@ def forward(
         The result, ``[batch, num_heads, q_len, head_dim]``, and the logarithm of each query's softmax denominator,
         ``[batch, num_heads, q_len]``, infinite for a query that sees nothing.
     """
-    result = torch.empty(query.shape, dtype=query.dtype)
+    result = torch.empty(query.shape, dtype=result_dtype)
     logsumexp = torch.empty(query.shape[:-1], dtype=call.working_dtype)
     # In low precision the kernel would round the weights to it, and is no faster: a part at a time is cast.
     dtype = call.working_dtype
@@ -74,10 +74,18 @@ def queries_of(tensor: Tensor, job: Job) -> Tensor:
 
 def keys_of(tensor: Tensor, job: Job, call: AttentionCall, dtype: torch.dtype) -> Tensor:
     """Return a job's keys, or values: ``[batch entries or tiles, heads, kv_len, ...]``, a view; tiles may overlap."""
+    return _by_tile(_span_of(tensor, job, call).to(dtype), job)
+
+
+def _span_of(tensor: Tensor, job: Job, call: AttentionCall) -> Tensor:
+    """Return the keys, or values, of all tiles of a job: ``[batch entries, kv heads, length, ...]``, a view."""
     group = call.num_heads // call.num_kv_heads
     heads = slice(job.heads.start // group, (job.heads.stop - 1) // group + 1)
-    span = slice(job.kv_start, job.kv_start + (job.tiles - 1) * job.rows + job.kv_len)
-    keys = tensor[job.batch, heads, span].to(dtype)
+    return tensor[job.batch, heads, job.kv_start : job.kv_start + (job.tiles - 1) * job.rows + job.kv_len]
+
+
+def _by_tile(keys: Tensor, job: Job) -> Tensor:
+    """Return what :func:`_span_of` gives as ``[batch entries or tiles, heads, kv_len, ...]``, a view."""
     if job.tiles > 1:
         keys = _windows(keys[0], job, 0, job.kv_len)
     return keys.expand(-1, job.heads.stop - job.heads.start, -1, -1)
@@ -123,8 +131,8 @@ def backward(
     key_grad, value_grad = (torch.zeros(key.shape, dtype=key.dtype) for _ in range(2))
     # Two tensors, not one: what an operator returns must not share memory.
     slope_grads = [torch.zeros(call.batch[0], call.num_heads, dtype=torch.float64) for _ in range(2)]
-    # Where the kernel is slow in the dtype of the tensors, a part at a time is cast; a bias is rounded to none.
-    dtype = call.dtype if call.dtype == torch.bfloat16 and call.key_bias is None else call.working_dtype
+    # In low precision the kernel would round the gradients of scores to it, which large keys multiply.
+    dtype = call.working_dtype
     jobs = in_order(jobs)
     biases = Biases(replace(call, key_bias=None), jobs)
     for entries, some_jobs in itertools.groupby(jobs, lambda job: (job.batch.start, job.batch.stop)):
@@ -135,10 +143,13 @@ def backward(
         for job in some_jobs:
             bias, _ = biases.of(job)
             for part in _parts(job, 2 * job.kv_len * call.head_dim):
+                queries = [queries_of(x, part).to(dtype) for x in (grad, query, result)]
+                keys, centre = _centred(_span_of(key, part, call).to(dtype))
                 tile = Tile(
-                    *(queries_of(x, part).to(dtype) for x in (grad, query, result)),
-                    queries_of(logsumexp, part),
-                    *(keys_of(x, part, call, dtype) for x in (key, value)),
+                    *queries,
+                    queries_of(logsumexp, part) - (queries[1] @ centre.mT)[..., 0] * call.scale,
+                    _by_tile(keys, part),
+                    keys_of(value, part, call, dtype),
                     bias,
                     call.scale,
                 )
@@ -156,6 +167,18 @@ def backward(
         if not in_place:
             key_grad[batch], value_grad[batch] = sums
     return query_grad, key_grad, value_grad, *slope_grads
+
+
+def _centred(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys ``[..., kv_len, head_dim]`` without their mean, and that, ``[..., 1, head_dim]``.
+
+    Softmax does not notice. The gradients of a row's scores have the sum 0, but for rounding, which a mean that all
+    keys have in common would multiply in the gradient of the query.
+    """
+    length = keys.shape[-2]
+    centre = keys.new_full((1, length), 1 / length) @ keys  # no sum of large keys, which might overflow
+    centre = torch.where(torch.isfinite(centre), centre, 0.0)
+    return keys - centre, centre
 
 
 @dataclass(frozen=True)
@@ -263,17 +286,7 @@ def _with_slopes(call: AttentionCall, job: Job, tile: Tile, slope_grads: list[Te
     position, it makes the sums that are needed. Among the keys between the tile's first and last query, where distance
     is no linear function, scores are spelt out.
     """
-    wide = replace(
-        tile,
-        **{name: getattr(tile, name).to(call.working_dtype) for name in ("grad", "result", "key", "value")},
-        query=tile.query.to(call.working_dtype) * call.scale,
-        scale=1.0,
-    )
-    if call.dtype != call.working_dtype:
-        # A score's gradient is a difference from a mean that follows from the result. Rounded to the dtype, that is off
-        # by as much in all scores of a row, which their distances multiply.
-        exact, _ = _forward(wide.query, wide.key, wide.value, 0.0, False, attn_mask=wide.bias, scale=1.0)
-        wide = replace(wide, result=exact)
+    wide = replace(tile, query=tile.query * call.scale, scale=1.0)
     lowest = job.q_start + call.q_offset
     edges = [min(max(n, 0), job.kv_len) for n in (lowest - job.kv_start, lowest + job.rows - job.kv_start)]
     positions = torch.arange(job.kv_start, job.kv_start + job.kv_len)
