@@ -143,6 +143,34 @@ def test_means_that_keys_or_values_have_in_common_cost_no_digits(
         assert (tiled_one - right).norm() <= 2 * dense_error
 
 
+@pytest.mark.parametrize("largest", [2.0**14, 2.0**24, 2.0**40])
+@pytest.mark.parametrize("lengths", [(60, 60), (3, 1100), (300, 1100)])
+@pytest.mark.parametrize(
+    "rules", [{}, {"is_causal": False}, {"mask": torch.arange(60) > 20}], ids=["causal", "both", "mask"]
+)
+def test_gradients_where_scores_are_large(rules: dict[str, Any], lengths: tuple[int, int], largest: float) -> None:
+    if "mask" in rules and lengths[1] != 60:
+        rules = {"mask": torch.arange(lengths[1]) > lengths[1] - lengths[0] + 1}  # the first queries see nothing
+    query, key, value = tensors(lengths)
+    query, key = query * largest**0.5, key * largest**0.5
+    slopes = torch.tensor([1.0, 0.3, 0.0625, 0.0])
+
+    def gradients(implementation: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        inputs = [x.to(dtype).requires_grad_() for x in (query, key, value, slopes)]
+        loss = alibi_torch.attention(*inputs, **rules, implementation=implementation).square().sum()
+        # With the gradients of slopes, and without.
+        return *torch.autograd.grad(loss, inputs[:3], retain_graph=True), *torch.autograd.grad(loss, inputs)
+
+    # No more than what the rounding of such scores makes of it in any case, and that of their gradients, which are of
+    # the size of values and cotangents and are multiplied by keys or queries.
+    for right, actual, expected in zip(
+        *(gradients(*x) for x in (("dense", torch.float64), ("tiled", torch.float32), ("dense", torch.float32))),
+        strict=True,
+    ):
+        budget = 4 * (expected - right).abs().max() + 2.0**-13 * right.abs().max() + 2.0**-20 * largest**0.5
+        assert ((actual - right).abs() <= budget).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gradients_of_slopes_know_no_rounded_result(dtype: torch.dtype) -> None:
     # Values around 8: the gradients of a row's scores are differences of what is nearly the same.

@@ -24,6 +24,9 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 FEATURES = 8  # a multiple of these suits the kernels
+# Times 1 / eps: larger scores are rounded so much that their log-sum-exp, rounded as well, makes no weights of them
+# whose sum is 1.
+LARGE_SCORE = 2.0**-14
 PART_ELEMENTS = 2**22  # in what a kernel call allocates for its results, about
 
 
@@ -143,16 +146,14 @@ def backward(
         for job in some_jobs:
             bias, _ = biases.of(job)
             for part in _parts(job, 2 * job.kv_len * call.head_dim):
-                queries = [queries_of(x, part).to(dtype) for x in (grad, query, result)]
-                keys, centre = _centred(_span_of(key, part, call).to(dtype))
                 tile = Tile(
-                    *queries,
-                    queries_of(logsumexp, part) - (queries[1] @ centre.mT)[..., 0] * call.scale,
-                    _by_tile(keys, part),
-                    keys_of(value, part, call, dtype),
+                    *(queries_of(x, part).to(dtype) for x in (grad, query, result)),
+                    queries_of(logsumexp, part),
+                    *(keys_of(x, part, call, dtype) for x in (key, value)),
                     bias,
                     call.scale,
                 )
+                tile = tile.centred(_span_of(key, part, call).to(dtype), part)
                 if call.key_bias is not None:
                     tile = tile.with_key_bias(call, part)
                 if by_slopes:
@@ -169,18 +170,6 @@ def backward(
     return query_grad, key_grad, value_grad, *slope_grads
 
 
-def _centred(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys ``[..., kv_len, head_dim]`` without their mean, and that, ``[..., 1, head_dim]``.
-
-    Softmax does not notice. The gradients of a row's scores have the sum 0, but for rounding, which a mean that all
-    keys have in common would multiply in the gradient of the query.
-    """
-    length = keys.shape[-2]
-    centre = keys.new_full((1, length), 1 / length) @ keys  # no sum of large keys, which might overflow
-    centre = torch.where(torch.isfinite(centre), centre, 0.0)
-    return keys - centre, centre
-
-
 @dataclass(frozen=True)
 class Tile:
     """What the gradients of tiles follow from. All are ``[batch entries or tiles, heads, rows or kv_len, ...]``."""
@@ -193,9 +182,32 @@ class Tile:
     value: Tensor
     bias: Tensor
     scale: float
+    has_large_scores: bool = False
+
+    def centred(self, keys: Tensor, job: Job) -> Tile:
+        """Return the tile with the mean of its keys taken away, which softmax does not notice.
+
+        The gradients of a row's scores have the sum 0, but for rounding, which a mean that all keys have in common
+        would multiply in the gradient of the query.
+
+        Args:
+            keys: Of all tiles of the job, from :func:`_span_of`.
+            job: Whose tile it is.
+        """
+        length = keys.shape[-2]
+        centre = keys.new_full((1, length), 1 / length) @ keys  # no sum of large keys, which might overflow
+        centre = torch.where(torch.isfinite(centre), centre, 0.0)
+        shift = (self.query @ centre.mT)[..., 0] * self.scale
+        sums = torch.where(self.logsumexp == math.inf, 0.0, self.logsumexp)
+        if torch.maximum(sums.abs(), shift.abs()).max() > LARGE_SCORE / torch.finfo(sums.dtype).eps:
+            return replace(self, has_large_scores=True)
+        return replace(self, key=_by_tile(keys - centre, job), logsumexp=self.logsumexp - shift)
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients by query, key and value."""
+        if self.has_large_scores:
+            weights, by_score = self._score_gradients()
+            return by_score @ self.key * self.scale, by_score.mT @ self.query * self.scale, weights.mT @ self.grad
         pieces = torch.get_num_threads()
         length = self.key.shape[2] // pieces
         # The kernel works on different entries and heads in parallel, and on nothing else.
@@ -229,12 +241,17 @@ class Tile:
         more = features.expand(*self.key.shape[:2], -1, -1)
         return replace(self, **tensors, key=torch.cat([self.key, more], dim=-1))
 
-    def _score_gradients(self) -> Tensor:
-        """Return the gradient by each score, ``[..., rows, kv_len]``."""
+    def _score_gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the weight of each key and the gradient by each score, ``[..., rows, kv_len]``."""
         scores = self.query @ self.key.mT * self.scale + self.bias
-        weights = torch.exp(scores - self.logsumexp[..., None])
-        mean = (self.grad * self.result).sum(dim=-1, keepdim=True)
-        return weights * (self.grad @ self.value.mT - mean)
+        by_weight = self.grad @ self.value.mT
+        if self.has_large_scores:
+            weights = torch.where(self.logsumexp[..., None] == math.inf, 0.0, torch.softmax(scores, dim=-1))
+            mean = (weights * by_weight).sum(dim=-1, keepdim=True)
+        else:
+            weights = torch.exp(scores - self.logsumexp[..., None])
+            mean = (self.grad * self.result).sum(dim=-1, keepdim=True)
+        return weights, weights * (by_weight - mean)
 
     def _in_pieces(self, pieces: int, length: int) -> Tile:
         """Return the same queries several times, each with its own stretch of the keys."""
@@ -289,6 +306,8 @@ def _with_slopes(call: AttentionCall, job: Job, tile: Tile, slope_grads: list[Te
     wide = replace(tile, query=tile.query * call.scale, scale=1.0)
     lowest = job.q_start + call.q_offset
     edges = [min(max(n, 0), job.kv_len) for n in (lowest - job.kv_start, lowest + job.rows - job.kv_start)]
+    if tile.has_large_scores:  # which are to be seen together
+        edges = [0, job.kv_len]
     positions = torch.arange(job.kv_start, job.kv_start + job.kv_len)
     q_positions = torch.arange(lowest, lowest + job.rows)
     by_query = torch.zeros_like(wide.query)
@@ -312,7 +331,7 @@ def _with_slopes(call: AttentionCall, job: Job, tile: Tile, slope_grads: list[Te
         parts = wide.keys(some).gradients()
         by_query += parts[0]
         by_key[:, :, some], by_value[:, :, some] = parts[1:]
-        by_score = wide.keys(some)._score_gradients()
+        _, by_score = wide.keys(some)._score_gradients()
         ahead = (positions[some] - q_positions[:, None]).to(by_score.dtype)
         past += (by_score * (-ahead).clamp(min=0)).sum(dim=-1)
         future += (by_score * ahead.clamp(min=0)).sum(dim=-1)
