@@ -414,15 +414,70 @@ def test_nearest_keys_are_the_calls_own(case: Case, tiling: Tiling) -> None:
             assert torch.equal(*torch.broadcast_tensors(found, expected))
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("lengths", [(64, 64), (300, 4200), (2, 4200)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_key_that_is_not_finite_is_seen_by_whoever_may(
+    dtype: torch.dtype, lengths: tuple[int, int], number: float
+) -> None:
+    query, key, value = tensors(lengths, batch=1, heads=(2, 1), dtype=dtype)
+    slopes = torch.full((2,), 8.0)
+    place = lengths[1] - lengths[0] // 2
+    for where in (3, place):
+        spoiled = key.clone()
+        spoiled[:, :, where] = number
+        with Tiling(short=16).applied() if lengths[1] == 64 else contextlib.nullcontext():
+            result = tiled(query, spoiled, value, slopes)
+        dense = alibi_torch.attention(query, spoiled, value, slopes, implementation="dense")
+        sees = torch.arange(lengths[1] - lengths[0], lengths[1]) >= where
+        assert torch.equal(torch.isfinite(result[:, :, sees]), torch.isfinite(dense[:, :, sees]))
+        assert not torch.isfinite(dense[:, :, sees]).all()
+        # Nobody else need be spoiled; and what is finite is right.
+        clean = alibi_torch.attention(query, key, value, slopes, implementation="dense")
+        clean = torch.where(sees[:, None], dense, clean)
+        finite = torch.isfinite(result)
+        torch.testing.assert_close(result[finite], clean[finite], rtol=0, atol=8 * torch.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_what_is_not_finite_is_seen_from_afar(number: float) -> None:
-    query, key, value = tensors((64, 64))
-    key[:, :, 3] = number
-    with Tiling().applied():
-        result = tiled(query, key, value, torch.full((4,), 8.0))
-    dense = alibi_torch.attention(query, key, value, torch.full((4,), 8.0), implementation="dense")
-    assert torch.equal(torch.isfinite(result[:, :, 4:]), torch.isfinite(dense[:, :, 4:]))
-    assert not torch.isfinite(dense).all()
+@pytest.mark.parametrize("q_len", [2, 300])
+def test_a_value_that_is_not_finite_spoils_where_its_key_counts(q_len: int, number: float) -> None:
+    query, key, value = tensors((q_len, 4200), batch=1, heads=(2, 2))
+    slopes, where = torch.tensor([0.5, 0.004]), 4200 - q_len // 2
+    clean = alibi_torch.attention(query, key, value, slopes, implementation="dense")
+    only = torch.zeros(4200, dtype=torch.bool)
+    only[where] = True
+    one_hot = torch.where(only[:, None], 1.0, torch.zeros_like(value))
+    weight = alibi_torch.attention(query, key, one_hot, slopes, implementation="dense")[..., 0]
+    value[:, :, where] = number
+    result = tiled(query, key, value, slopes)
+    assert not torch.isfinite(result[weight > 2.0**-23]).any()
+    finite = torch.isfinite(result)
+    torch.testing.assert_close(result[finite], clean[finite], rtol=0, atol=8e-6)
+
+
+@pytest.mark.parametrize("q_len", [1, 17, 300])
+@pytest.mark.parametrize("case", ["tiny keys", "tiny queries", "huge keys", "huge keys of a known norm", "half"])
+def test_what_cannot_be_measured_is_computed_whole(case: str, q_len: int) -> None:
+    query, key, value = (x.abs() for x in tensors((q_len, 2100), batch=1, heads=(2, 2), head_dim=16))
+    arguments: dict[str, Any] = {}
+    if case.startswith("tiny"):  # whose squares vanish
+        query, key = torch.zeros_like(query), torch.zeros_like(key)
+        query[..., 0], key[:, :, :200, 0] = (1e6, 1e-23) if case == "tiny keys" else (1e-23, 1e6)
+        arguments["scale"] = 6e18
+    elif case == "half":  # whose squares, and whose sums, its dtype does not hold
+        query, key, value = (query * 1e-4).half(), (key * 2e4).clamp(max=6e4).half(), value.half()
+    else:  # whose squares, and whose sums, float32 does not hold
+        query, key = query * 1e-37, key * 1e37 * (1 + torch.arange(2100)[:, None] % 3)
+        arguments = {"max_key_norm": 3e38} if "norm" in case else {}
+    slopes = torch.tensor([0.5, 0.02])
+    result = tiled(query, key, value, slopes, **arguments)
+    arguments.pop("max_key_norm", None)
+    right = alibi_torch.attention(
+        *(x.double() for x in (query, key, value)), slopes, **arguments, implementation="dense"
+    )
+    dense = alibi_torch.attention(query, key, value, slopes, **arguments, implementation="dense")
+    assert (result - right).abs().max() <= 2 * (dense - right).abs().max() + 2 * torch.finfo(value.dtype).eps
 
 
 # --- What is computed ----------------------------------------------------------------------------------------------
@@ -596,6 +651,7 @@ def test_any_norm_that_is_no_less_will_do(number: float) -> None:
         (torch.ones(2), ValueError, r"max_key_norm must be .* of shape \(2, 2\) \(batch, num_kv_heads\), got .*\(2,\)"),
         (torch.ones(2, 4), ValueError, r"max_key_norm must be .* of shape \(2, 2\)"),
         (torch.ones(2, 2, dtype=torch.int32), ValueError, "max_key_norm must be .* floating .* got torch.int32"),
+        (torch.tensor([[1.0, 1.0], [1.0, -1.0]]), ValueError, "max_key_norm must not be negative, got .*-1.0"),
     ],
 )
 def test_bad_norms_are_refused(norm: object, error: type[Exception], message: str) -> None:
@@ -1044,6 +1100,37 @@ def test_second_derivatives_are_refused(by: str) -> None:
     grad = torch.autograd.grad(tiled(**inputs).square().sum(), inputs[by], create_graph=True)[0]
     with pytest.raises(NotImplementedError, match="'tiled' has no second derivatives; .*'dense'"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("by", ["query", "slopes"])
+@pytest.mark.parametrize("way", ["forward_ad", "jvp", "jacfwd"])
+def test_forward_mode_is_dense_or_refused(way: str, by: str) -> None:
+    query, key, value = tensors((7, 11))
+    arguments = {"query": query, "key": key, "value": value, "slopes": torch.tensor([1.0, 0.3, 0.1, 0.0])}
+    point = arguments.pop(by)
+    tangent = torch.randn(point.shape, generator=torch.Generator().manual_seed(2))
+
+    def derivative(implementation: str | None) -> torch.Tensor:
+        def function(x: torch.Tensor) -> torch.Tensor:
+            return alibi_torch.attention(**arguments, **{by: x}, implementation=implementation)
+
+        if way == "forward_ad":
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(point, tangent)
+                return torch.autograd.forward_ad.unpack_dual(function(dual)).tangent
+        if way == "jvp":
+            return torch.func.jvp(function, (point,), (tangent,))[1]
+        return torch.func.jacfwd(lambda t: function(point + t * tangent))(torch.tensor(0.0))
+
+    step = 2.0**-10
+    ends = [
+        alibi_torch.attention(**arguments, **{by: point + x * tangent}, allow_negative_slopes=True)
+        for x in (step, -step)
+    ]
+    torch.testing.assert_close(derivative(None), (ends[0] - ends[1]) / (2 * step), rtol=0, atol=1e-2)
+    for name in ("tiled", "sdpa", "flex"):
+        with pytest.raises(NotImplementedError, match=f"'{name}' has no derivatives in forward mode; 'dense' can run"):
+            derivative(name)
 
 
 def test_what_refuses_second_derivatives_is_right_about_who_has_them() -> None:
