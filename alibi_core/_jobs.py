@@ -87,7 +87,8 @@ def plain_jobs(call: AttentionCall, sizes: TileSizes) -> Iterator[Job]:
     group = call.num_heads // call.num_kv_heads
     at_once = call.num_heads if group == 1 else group
     varies = max(1 if x is None else x.shape[0] for x in (call.mask, call.q_segment_ids, call.kv_segment_ids))
-    varies = max(varies, call.slopes.shape[0] if call.slopes.ndim > 1 else 1)
+    for slopes in (call.slopes, call.future_slopes):
+        varies = max(varies, 1 if slopes is None or slopes.ndim == 1 else slopes.shape[0])
     rows = min(sizes.rows[1], call.q_len)
     while rows > sizes.few and rows * call.kv_len > sizes.bias_elements:
         rows = -(-rows // 2)

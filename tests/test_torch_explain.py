@@ -43,7 +43,7 @@ def counted(*arguments: Any, **rules: Any) -> int:
     scores = []
     compute = _tile_kernels.forward
 
-    def watched(call: Any, query: Tensor, key: Tensor, value: Tensor, planned: Iterator[Any]) -> Any:
+    def watched(call: Any, query: Tensor, key: Tensor, value: Tensor, planned: Iterator[Any], *rest: Any) -> Any:
         done = list(planned)
         for job in done:
             entries, heads = range(call.batch[0])[job.batch], range(call.num_heads)[job.heads]
@@ -51,7 +51,7 @@ def counted(*arguments: Any, **rules: Any) -> int:
                 queries = range(call.q_len)[job.q_start + tile * job.rows :][: job.rows]
                 keys = range(call.kv_len)[job.kv_start + tile * job.rows :][: job.kv_len]
                 scores.append(len(entries) * len(heads) * len(queries) * len(keys))
-        return compute(call, query, key, value, iter(done))
+        return compute(call, query, key, value, iter(done), *rest)
 
     with mock.patch.object(_tile_kernels, "forward", watched):
         attention(*arguments, **rules)

@@ -113,6 +113,65 @@ def test_several_blocks_of_keys_are_exact_with_their_gradients(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("means", [(30, 0), (0, 30), (30, 30), (100, 100), "drifting"], ids=str)
+@pytest.mark.parametrize("length", [512, 1100])
+def test_means_that_keys_or_values_have_in_common_cost_no_digits(
+    length: int, means: tuple[float, float] | str, dtype: torch.dtype
+) -> None:
+    # As those of trained models have: a row's gradients of scores are then differences of what is nearly the same, and
+    # their sum is multiplied by the mean of the keys.
+    generator = torch.Generator().manual_seed(length)
+    query, key, value, cotangent = torch.randn(4, 1, 2, length, 32, generator=generator).unbind()
+    if means == "drifting":
+        ramp = torch.linspace(20, 100, length)[:, None]
+        key, value = key + ramp, value - ramp
+    else:
+        key, value = key + means[0], value + means[1]
+    rounded = [x.to(dtype) for x in (query, key, value, cotangent)]
+
+    def gradients(implementation: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        inputs = [x.to(dtype).requires_grad_() for x in rounded[:3]]
+        result = alibi_torch.attention(*inputs, implementation=implementation)
+        return [x.double() for x in torch.autograd.grad(result, inputs, rounded[3].to(dtype))]
+
+    for right, tiled_one, dense_one in zip(
+        gradients("dense", torch.float64), gradients("tiled", dtype), gradients("dense", dtype), strict=True
+    ):
+        dense_error = (dense_one - right).norm()
+        if dtype == torch.float32:  # where dense's own errors happen to cancel, there are still those of the scores
+            dense_error = dense_error.clamp(min=100 * 2.0**-24 * right.norm())
+        assert (tiled_one - right).norm() <= 2 * dense_error
+
+
+@pytest.mark.parametrize("largest", [2.0**14, 2.0**24, 2.0**40])
+@pytest.mark.parametrize("lengths", [(60, 60), (3, 1100), (300, 1100)])
+@pytest.mark.parametrize(
+    "rules", [{}, {"is_causal": False}, {"mask": torch.arange(60) > 20}], ids=["causal", "both", "mask"]
+)
+def test_gradients_where_scores_are_large(rules: dict[str, Any], lengths: tuple[int, int], largest: float) -> None:
+    if "mask" in rules and lengths[1] != 60:
+        rules = {"mask": torch.arange(lengths[1]) > lengths[1] - lengths[0] + 1}  # the first queries see nothing
+    query, key, value = tensors(lengths)
+    query, key = query * largest**0.5, key * largest**0.5
+    slopes = torch.tensor([1.0, 0.3, 0.0625, 0.0])
+
+    def gradients(implementation: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        inputs = [x.to(dtype).requires_grad_() for x in (query, key, value, slopes)]
+        loss = alibi_torch.attention(*inputs, **rules, implementation=implementation).square().sum()
+        # With the gradients of slopes, and without.
+        return *torch.autograd.grad(loss, inputs[:3], retain_graph=True), *torch.autograd.grad(loss, inputs)
+
+    # No more than what the rounding of such scores makes of it in any case, and that of their gradients, which are of
+    # the size of values and cotangents and are multiplied by keys or queries.
+    for right, actual, expected in zip(
+        *(gradients(*x) for x in (("dense", torch.float64), ("tiled", torch.float32), ("dense", torch.float32))),
+        strict=True,
+    ):
+        budget = 4 * (expected - right).abs().max() + 2.0**-13 * right.abs().max() + 2.0**-20 * largest**0.5
+        assert ((actual - right).abs() <= budget).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gradients_of_slopes_know_no_rounded_result(dtype: torch.dtype) -> None:
     # Values around 8: the gradients of a row's scores are differences of what is nearly the same.
     rng = np.random.default_rng(0)
@@ -355,15 +414,70 @@ def test_nearest_keys_are_the_calls_own(case: Case, tiling: Tiling) -> None:
             assert torch.equal(*torch.broadcast_tensors(found, expected))
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("lengths", [(64, 64), (300, 4200), (2, 4200)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_key_that_is_not_finite_is_seen_by_whoever_may(
+    dtype: torch.dtype, lengths: tuple[int, int], number: float
+) -> None:
+    query, key, value = tensors(lengths, batch=1, heads=(2, 1), dtype=dtype)
+    slopes = torch.full((2,), 8.0)
+    place = lengths[1] - lengths[0] // 2
+    for where in (3, place):
+        spoiled = key.clone()
+        spoiled[:, :, where] = number
+        with Tiling(short=16).applied() if lengths[1] == 64 else contextlib.nullcontext():
+            result = tiled(query, spoiled, value, slopes)
+        dense = alibi_torch.attention(query, spoiled, value, slopes, implementation="dense")
+        sees = torch.arange(lengths[1] - lengths[0], lengths[1]) >= where
+        assert torch.equal(torch.isfinite(result[:, :, sees]), torch.isfinite(dense[:, :, sees]))
+        assert not torch.isfinite(dense[:, :, sees]).all()
+        # Nobody else need be spoiled; and what is finite is right.
+        clean = alibi_torch.attention(query, key, value, slopes, implementation="dense")
+        clean = torch.where(sees[:, None], dense, clean)
+        finite = torch.isfinite(result)
+        torch.testing.assert_close(result[finite], clean[finite], rtol=0, atol=8 * torch.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_what_is_not_finite_is_seen_from_afar(number: float) -> None:
-    query, key, value = tensors((64, 64))
-    key[:, :, 3] = number
-    with Tiling().applied():
-        result = tiled(query, key, value, torch.full((4,), 8.0))
-    dense = alibi_torch.attention(query, key, value, torch.full((4,), 8.0), implementation="dense")
-    assert torch.equal(torch.isfinite(result[:, :, 4:]), torch.isfinite(dense[:, :, 4:]))
-    assert not torch.isfinite(dense).all()
+@pytest.mark.parametrize("q_len", [2, 300])
+def test_a_value_that_is_not_finite_spoils_where_its_key_counts(q_len: int, number: float) -> None:
+    query, key, value = tensors((q_len, 4200), batch=1, heads=(2, 2))
+    slopes, where = torch.tensor([0.5, 0.004]), 4200 - q_len // 2
+    clean = alibi_torch.attention(query, key, value, slopes, implementation="dense")
+    only = torch.zeros(4200, dtype=torch.bool)
+    only[where] = True
+    one_hot = torch.where(only[:, None], 1.0, torch.zeros_like(value))
+    weight = alibi_torch.attention(query, key, one_hot, slopes, implementation="dense")[..., 0]
+    value[:, :, where] = number
+    result = tiled(query, key, value, slopes)
+    assert not torch.isfinite(result[weight > 2.0**-23]).any()
+    finite = torch.isfinite(result)
+    torch.testing.assert_close(result[finite], clean[finite], rtol=0, atol=8e-6)
+
+
+@pytest.mark.parametrize("q_len", [1, 17, 300])
+@pytest.mark.parametrize("case", ["tiny keys", "tiny queries", "huge keys", "huge keys of a known norm", "half"])
+def test_what_cannot_be_measured_is_computed_whole(case: str, q_len: int) -> None:
+    query, key, value = (x.abs() for x in tensors((q_len, 2100), batch=1, heads=(2, 2), head_dim=16))
+    arguments: dict[str, Any] = {}
+    if case.startswith("tiny"):  # whose squares vanish
+        query, key = torch.zeros_like(query), torch.zeros_like(key)
+        query[..., 0], key[:, :, :200, 0] = (1e6, 1e-23) if case == "tiny keys" else (1e-23, 1e6)
+        arguments["scale"] = 6e18
+    elif case == "half":  # whose squares, and whose sums, its dtype does not hold
+        query, key, value = (query * 1e-4).half(), (key * 2e4).clamp(max=6e4).half(), value.half()
+    else:  # whose squares, and whose sums, float32 does not hold
+        query, key = query * 1e-37, key * 1e37 * (1 + torch.arange(2100)[:, None] % 3)
+        arguments = {"max_key_norm": 3e38} if "norm" in case else {}
+    slopes = torch.tensor([0.5, 0.02])
+    result = tiled(query, key, value, slopes, **arguments)
+    arguments.pop("max_key_norm", None)
+    right = alibi_torch.attention(
+        *(x.double() for x in (query, key, value)), slopes, **arguments, implementation="dense"
+    )
+    dense = alibi_torch.attention(query, key, value, slopes, **arguments, implementation="dense")
+    assert (result - right).abs().max() <= 2 * (dense - right).abs().max() + 2 * torch.finfo(value.dtype).eps
 
 
 # --- What is computed ----------------------------------------------------------------------------------------------
@@ -537,6 +651,7 @@ def test_any_norm_that_is_no_less_will_do(number: float) -> None:
         (torch.ones(2), ValueError, r"max_key_norm must be .* of shape \(2, 2\) \(batch, num_kv_heads\), got .*\(2,\)"),
         (torch.ones(2, 4), ValueError, r"max_key_norm must be .* of shape \(2, 2\)"),
         (torch.ones(2, 2, dtype=torch.int32), ValueError, "max_key_norm must be .* floating .* got torch.int32"),
+        (torch.tensor([[1.0, 1.0], [1.0, -1.0]]), ValueError, "max_key_norm must not be negative, got .*-1.0"),
     ],
 )
 def test_bad_norms_are_refused(norm: object, error: type[Exception], message: str) -> None:
@@ -685,92 +800,156 @@ def test_exports_with_dynamic_lengths(strict: bool) -> None:
 
 # --- torch.func ----------------------------------------------------------------------------------------------------
 
-# What is mapped, along which axis, beside query, key and value: names and arguments of one entry of the batch.
-MAPPED: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "tensors alone": ({}, {}),
-    "slopes": ({"slopes": 1}, {"is_causal": False}),
-    "both slopes": ({"slopes": 0, "future_slopes": 0}, {"is_causal": False}),
-    "future slopes alone": ({"future_slopes": 0}, {"is_causal": False, "slopes": torch.tensor([1.0, 0.3, 0.1, 0.0])}),
-    "mask": ({"mask": 0}, {}),
-    "offset": ({"q_offset": 0}, {"is_causal": False}),
-    "segments of keys": ({"segment_ids": 0}, {}),
-    "shared rules": ({}, {"mask": MASK[0], "future_slopes": torch.rand(4), "is_causal": False}),
-}
+# Shorter and longer than what is attended to whole, few queries and more; the shortest in several tiles as well.
+MAPPED_LENGTHS = [(7, 11), (7, 7), (1, 1040), (16, 1040), (17, 1040), (40, 1024), (300, 1025)]
+MAPPED_SIZE = 3
 
 
-def mapped_arguments(name: str, size: int = 3) -> tuple[dict[str, torch.Tensor], dict[str, int], dict[str, Any]]:
-    """Return all arguments that are mapped, along which axes, and those that are not."""
-    generator = torch.Generator().manual_seed(11)
-    dims, shared = MAPPED[name]
-    values = {
-        "slopes": torch.rand(size, 4, generator=generator),
-        "future_slopes": torch.rand(size, 4, generator=generator),
-        "mask": torch.rand(size, 4, 7, 11, generator=generator) < 0.6,
-        "q_offset": torch.tensor([0, 4, 9]),
-        "segment_ids": torch.randint(0, 2, (size, 18), generator=generator).sort(dim=-1).values,
+@dataclass(frozen=True)
+class Mapped:
+    """Arguments of ``attention``, each with or without a batch axis, and each mapped along some axis or shared.
+
+    Attributes:
+        arrays: The arguments that are arrays, the mapped axis included.
+        dims: The axis that is mapped; None for a shared argument.
+        others: The other arguments.
+        tiling: Sizes of tiles; None for those of the module.
+    """
+
+    arrays: dict[str, torch.Tensor]
+    dims: dict[str, int | None]
+    others: dict[str, Any]
+    tiling: Tiling | None
+
+    @property
+    def differentiable(self) -> tuple[int, ...]:
+        floating = (x.is_floating_point() and name != "max_key_norm" for name, x in self.arrays.items())
+        return tuple(i for i, is_one in enumerate(floating) if is_one)
+
+    def entries(self) -> list[tuple[torch.Tensor, ...]]:
+        """Return the arrays of each mapped entry."""
+        return [
+            tuple(x if self.dims[name] is None else x.select(self.dims[name], i) for name, x in self.arrays.items())
+            for i in range(MAPPED_SIZE)
+        ]
+
+    def attention(self, implementation: str) -> Callable[..., torch.Tensor]:
+        """Return attention as a function of the arrays."""
+
+        def function(*x: torch.Tensor) -> torch.Tensor:
+            arguments = dict(zip(self.arrays, x, strict=True)) | self.others
+            if "kv_segment_ids" in arguments:
+                arguments["segment_ids"] = arguments["segment_ids"], arguments.pop("kv_segment_ids")
+            return alibi_torch.attention(**arguments, implementation=implementation)
+
+        return function
+
+
+@st.composite
+def mapped_calls(draw: st.DrawFn) -> Mapped:
+    q_len, kv_len = draw(st.sampled_from(MAPPED_LENGTHS))
+    is_causal = draw(st.booleans())
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    either = [(4,), (2, 4)]
+    shapes: dict[str, list[Any]] = {
+        "query": [(2, 4, q_len, 5)],
+        "key": [(2, 2, kv_len, 5)],
+        "value": [(2, 2, kv_len, 5)],
+        "slopes": either,
+        "future_slopes": [] if is_causal else [None, *either],
+        "max_key_norm": [None, (2, 2)],
     }
-    heads = {"query": (4, 7, 5), "key": (2, 11, 5), "value": (2, 11, 5)}
-    mapped = {x: torch.randn(size, *shape, generator=generator) for x, shape in heads.items()}
-    mapped |= {x: values[x].movedim(0, dim) for x, dim in dims.items()}
-    return mapped, {"query": 0, "key": 0, "value": 0} | dims, shared
+    if draw(st.booleans()):  # or distance alone matters
+        shapes |= {
+            "q_offset": [None, (), (2,)],
+            "segment_ids": [None, (q_len,), (1, q_len), (2, q_len)],
+            "kv_segment_ids": [(kv_len,), (1, kv_len), (2, kv_len), *([None] if q_len == kv_len else [])],
+            "mask": [
+                None,
+                (kv_len,),
+                (q_len, 1),
+                (1, 1, kv_len),
+                (2, 1, 1, kv_len),
+                (1, 4, 1, 1),
+                (2, 4, q_len, kv_len),
+            ],
+        }
+    chosen = {name: draw(st.sampled_from(options), label=name) for name, options in shapes.items() if options}
+    if chosen.get("segment_ids") is None:
+        chosen["kv_segment_ids"] = None
+    chosen = {name: shape for name, shape in chosen.items() if shape is not None}
+    dims = {name: draw(st.sampled_from([None, *range(len(shape) + 1)])) for name, shape in chosen.items()}
+    if all(dim is None for dim in dims.values()):
+        dims[draw(st.sampled_from(sorted(dims)))] = 0
+    arrays = {}
+    for name, shape in chosen.items():
+        size = (*shape[: dims[name]], MAPPED_SIZE, *shape[dims[name] :]) if dims[name] is not None else shape
+        if name in ("query", "key", "value"):
+            arrays[name] = torch.randn(size, generator=generator, dtype=torch.float64)
+        elif "slopes" in name:
+            arrays[name] = 10 ** (-3 * torch.rand(size, generator=generator, dtype=torch.float64))
+        elif name == "q_offset":
+            arrays[name] = kv_len - q_len + torch.randint(-3, 4, size, generator=generator)
+        elif name == "mask":
+            arrays[name] = torch.rand(size, generator=generator) < 0.7
+        elif name == "max_key_norm":
+            arrays[name] = arrays["key"].abs().max() * 5 + torch.zeros(size)
+        else:
+            arrays[name] = torch.randint(0, 2, size, generator=generator)
+    others = {"is_causal": is_causal, "window_size": draw(st.sampled_from([None, 5, 300]))}
+    tiling = draw(st.sampled_from([None, Tiling()])) if kv_len < 20 else None
+    return Mapped(arrays, dims, others, tiling)
 
 
-def call_by_name(names: tuple[str, ...], shared: dict[str, Any], implementation: str) -> Callable[..., torch.Tensor]:
-    def function(*x: torch.Tensor) -> torch.Tensor:
-        arguments = dict(zip(names, x, strict=True)) | shared
-        if "segment_ids" in arguments:
-            ids = arguments["segment_ids"]
-            arguments["segment_ids"] = ids[..., :7], ids[..., 7:]
-        return alibi_torch.attention(**arguments, implementation=implementation)
+@given(case=mapped_calls())
+def test_maps_over_any_arguments_along_any_axes(case: Mapped) -> None:
+    entries, argnums, in_dims = case.entries(), case.differentiable, tuple(case.dims.values())
+    tiled, dense = case.attention("tiled"), case.attention("dense")
+    weight = torch.randn(entries[0][0].shape, dtype=torch.float64)
 
-    return function
+    def loss(*x: torch.Tensor) -> torch.Tensor:
+        return (tiled(*x) * weight).sum()
 
-
-@pytest.mark.parametrize("name", MAPPED)
-@pytest.mark.parametrize("tiling", [Tiling(), Tiling(short=1024)], ids=["tiles", "short"])
-def test_maps_with_gradients(name: str, tiling: Tiling) -> None:
-    mapped, dims, shared = mapped_arguments(name)
-    names = tuple(mapped)
-    differentiable = tuple(i for i, x in enumerate(mapped.values()) if x.is_floating_point())
-    in_dims = tuple(dims.values())
-    entries = [tuple(x.select(dims[n], i) for n, x in mapped.items()) for i in range(3)]
-    weight = torch.randn(4, 7, 5, generator=torch.Generator().manual_seed(1))
-
-    def loss(implementation: str) -> Callable[..., torch.Tensor]:
-        function = call_by_name(names, shared, implementation)
-        return lambda *x: (function(*x) * weight).sum()
-
-    def losses(*x: torch.Tensor) -> torch.Tensor:
-        return torch.func.vmap(loss("tiled"), in_dims)(*x).sum()
-
-    dense = [torch.func.grad(loss("dense"), differentiable)(*x) for x in entries]
-    expected = [torch.stack(column) for column in zip(*dense, strict=True)]
-    with tiling.applied():
-        result = torch.func.vmap(call_by_name(names, shared, "tiled"), in_dims)(*mapped.values())
-        mapped_grads = torch.func.vmap(torch.func.grad(loss("tiled"), differentiable), in_dims)(*mapped.values())
-        grads_of_mapped = torch.func.grad(losses, differentiable)(*mapped.values())
-    results = torch.stack([call_by_name(names, shared, "dense")(*x) for x in entries])
-    torch.testing.assert_close(result, results, rtol=0, atol=2e-6)
-    for index, one, other, right in zip(differentiable, mapped_grads, grads_of_mapped, expected, strict=True):
-        torch.testing.assert_close(one, right, rtol=1e-5, atol=4e-6)
-        torch.testing.assert_close(other.movedim(in_dims[index], 0), right, rtol=1e-5, atol=4e-6)
+    with contextlib.nullcontext() if case.tiling is None else case.tiling.applied():
+        result = torch.func.vmap(tiled, in_dims)(*case.arrays.values())
+        of_entries = torch.func.vmap(torch.func.grad(loss, argnums), in_dims)(*case.arrays.values())
+        of_all = torch.func.grad(lambda *x: torch.func.vmap(loss, in_dims)(*x).sum(), argnums)(*case.arrays.values())
+    expected, expected_grads = [], []
+    for entry in entries:
+        inputs = [entry[i].clone().requires_grad_() for i in argnums]
+        whole = list(entry)
+        for i, x in zip(argnums, inputs, strict=True):
+            whole[i] = x
+        expected.append(dense(*whole))
+        expected_grads.append(torch.autograd.grad((expected[-1] * weight).sum(), inputs))
+    # Float64 throughout: what is not the same call is off by far more. Slopes' gradients add up a thousand distances.
+    close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
+    close(result, torch.stack(expected).detach())
+    for i, one, all_, right in zip(argnums, of_entries, of_all, zip(*expected_grads, strict=True), strict=True):
+        close(one, torch.stack(right))
+        close(all_, sum(right) if in_dims[i] is None else torch.stack(right, dim=in_dims[i]))
 
 
-def test_maps_with_shared_tensors_and_within_a_batch() -> None:
-    query, key, value = tensors((7, 11))
-    queries = torch.randn(3, *query.shape)
-    slopes = torch.rand(2, 4)
-    shared = torch.tensor([0.7, 0.2, 0.1, 0.0])
+@pytest.mark.parametrize("kv_len", [700, 1060])
+@pytest.mark.parametrize("of_entry", ["slopes", "future_slopes"])
+def test_slopes_of_one_kind_may_be_shared(of_entry: str, kv_len: int) -> None:
+    query, key, value = (x.double().requires_grad_() for x in tensors((20, kv_len), heads=(2, 2)))
+    shared, apart = torch.tensor([0.1, 0.05]).double(), torch.tensor([[0.1, 0.05], [0.02, 0.2]]).double()
+    slopes = [x.requires_grad_() for x in ((apart, shared) if of_entry == "slopes" else (shared, apart))]
 
-    def loss(implementation: str, q: torch.Tensor, k: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        return alibi_torch.attention(q, k, value, s, implementation=implementation).square().sum()
+    def attend(implementation: str) -> tuple[torch.Tensor, ...]:
+        result = alibi_torch.attention(
+            *(query, key, value, slopes[0]),
+            future_slopes=slopes[1],
+            is_causal=False,
+            q_offset=kv_len // 2,
+            window_size=256,
+            implementation=implementation,
+        )
+        return result, *torch.autograd.grad(result.square().sum(), [query, key, value, *slopes])
 
-    for s in (slopes, shared):  # of each entry, and of all
-        with Tiling().applied():
-            grads = torch.func.vmap(torch.func.grad(loss, (1, 2, 3)), (None, 0, None, None))("tiled", queries, key, s)
-        expected = [torch.func.grad(loss, (1, 2, 3))("dense", q, key, s) for q in queries]
-        for actual, right in zip(grads, map(torch.stack, zip(*expected, strict=True)), strict=True):
-            torch.testing.assert_close(actual, right, rtol=1e-4, atol=1e-5)
+    for actual, expected in zip(attend("tiled"), attend("dense"), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_maps_twice() -> None:
@@ -921,6 +1100,37 @@ def test_second_derivatives_are_refused(by: str) -> None:
     grad = torch.autograd.grad(tiled(**inputs).square().sum(), inputs[by], create_graph=True)[0]
     with pytest.raises(NotImplementedError, match="'tiled' has no second derivatives; .*'dense'"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("by", ["query", "slopes"])
+@pytest.mark.parametrize("way", ["forward_ad", "jvp", "jacfwd"])
+def test_forward_mode_is_dense_or_refused(way: str, by: str) -> None:
+    query, key, value = tensors((7, 11))
+    arguments = {"query": query, "key": key, "value": value, "slopes": torch.tensor([1.0, 0.3, 0.1, 0.0])}
+    point = arguments.pop(by)
+    tangent = torch.randn(point.shape, generator=torch.Generator().manual_seed(2))
+
+    def derivative(implementation: str | None) -> torch.Tensor:
+        def function(x: torch.Tensor) -> torch.Tensor:
+            return alibi_torch.attention(**arguments, **{by: x}, implementation=implementation)
+
+        if way == "forward_ad":
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(point, tangent)
+                return torch.autograd.forward_ad.unpack_dual(function(dual)).tangent
+        if way == "jvp":
+            return torch.func.jvp(function, (point,), (tangent,))[1]
+        return torch.func.jacfwd(lambda t: function(point + t * tangent))(torch.tensor(0.0))
+
+    step = 2.0**-10
+    ends = [
+        alibi_torch.attention(**arguments, **{by: point + x * tangent}, allow_negative_slopes=True)
+        for x in (step, -step)
+    ]
+    torch.testing.assert_close(derivative(None), (ends[0] - ends[1]) / (2 * step), rtol=0, atol=1e-2)
+    for name in ("tiled", "sdpa", "flex"):
+        with pytest.raises(NotImplementedError, match=f"'{name}' has no derivatives in forward mode; 'dense' can run"):
+            derivative(name)
 
 
 def test_what_refuses_second_derivatives_is_right_about_who_has_them() -> None:

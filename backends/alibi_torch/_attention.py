@@ -13,6 +13,7 @@ from torch import Tensor
 from alibi_core import AttentionCall
 from alibi_core._attention import dense_attention
 from alibi_core._checks import non_negative_number, one_of
+from alibi_core._namespace import host_values
 from alibi_torch._choice import IMPLEMENTATIONS, choose
 from alibi_torch._tile_plan import KeyNorms
 from alibi_torch._tiled import tiled_attention
@@ -38,8 +39,9 @@ def attention(
 ) -> Tensor:
     """Return ALiBi attention, ``softmax(scale * query @ key.mT - slopes * distance) @ value``, over visible keys.
 
-    Differentiable in ``query``, ``key``, ``value``, ``slopes`` and ``future_slopes``. Bias and softmax are float32
-    (float64 for float64 inputs), also under autocast. A query that may look nowhere gives zeros.
+    Differentiable in ``query``, ``key``, ``value``, ``slopes`` and ``future_slopes``; in forward mode by ``"dense"``
+    alone. Bias and softmax are float32 (float64 for float64 inputs), also under autocast. A query that may look nowhere
+    gives zeros.
 
     Keys that are proved, from the norms of queries and keys, to weigh no more than ``tolerance`` together are not
     computed: the further a sequence reaches beyond the heads' horizons, the larger their share.
@@ -132,6 +134,9 @@ def norms_of(call: AttentionCall, max_key_norm: float | Tensor) -> KeyNorms:
                 f"max_key_norm must be a number or a floating tensor of shape {known} (batch, num_kv_heads), "
                 f"got {max_key_norm.dtype} of shape {shape}"
             )
+        known_values = host_values(max_key_norm)
+        if known_values is not None and (known_values < 0).any():
+            raise ValueError(f"max_key_norm must not be negative, got {known_values.tolist()}")
         values = max_key_norm.detach().reshape(-1, call.num_kv_heads, 1)
     else:
         values = torch.full((1, 1, 1), non_negative_number("max_key_norm", max_key_norm), device=call.device)

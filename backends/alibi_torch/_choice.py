@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from alibi_core import AttentionCall
 
@@ -28,6 +29,8 @@ def choose(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, imple
 def refusal(name: str, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Return why an implementation cannot run a call, as the rest of a sentence that begins with its name."""
     device = query.device.type
+    if name != "dense" and _has_tangent(query, key, value, call.slopes, call.future_slopes):
+        return "has no derivatives in forward mode"
     if name == "tiled" and device not in ("cpu", "meta"):
         return f"runs on the CPU alone, got {device}"
     if name == "flex":
@@ -46,6 +49,13 @@ def _refusal_of_flex(call: AttentionCall, *tensors: Tensor) -> str | None:
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         return "cannot be mapped or differentiated by torch.func"
     return None
+
+
+def _has_tangent(*tensors: Tensor | None) -> bool:
+    """Whether forward mode is to carry a derivative by any of these on; PyTorch would drop it at a fused kernel."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def needs_gradients(*tensors: Tensor | None) -> bool:

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from alibi_core import AttentionCall, ScoreBounds, key_ranges
 from alibi_core._horizon import tolerance_of
-from alibi_torch._tile_plan import KeyNorms
+from alibi_torch._tile_plan import KeyNorms, norm_bounds
 
 BLOCK = 128  # queries, and keys, in a block: the kernels' own tiles all divide it
 
@@ -111,7 +111,7 @@ def _measure(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | 
     if norms is None:
         # Softmax does not notice a vector taken from every key; without their mean they are smaller.
         centre = key.mean(dim=-2, keepdim=True, dtype=torch.float32)
-        key_norms, kv_block = (key.float() - centre).norm(dim=-1), BLOCK
+        key_norms, kv_block = norm_bounds(key.float() - centre), BLOCK
         own_keys = own_keys - centre
     else:
         key_norms, kv_block = norms.values.float().expand(call.batch[0], call.num_kv_heads, -1), norms.block
@@ -119,7 +119,7 @@ def _measure(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | 
     own_scores = (grouped * own_keys[:, :, None]).sum(-1).flatten(1, 2)
     return ScoreBounds.of_tokens(
         call,
-        query.norm(dim=-1) * abs(call.scale),
+        norm_bounds(query) * abs(call.scale),
         own_scores * call.scale,
         key_norms.repeat_interleave(group, dim=1),
         nearest_keys(call),

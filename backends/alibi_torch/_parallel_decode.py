@@ -211,9 +211,7 @@ def _part(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, tolera
     """
     rules: tuple[Any, ...] = (call.q_offset, call.is_causal, call.window_size, call.scale, tolerance)
     if query.device.type == "cpu":
-        dtype = call.working_dtype
-        tensors = [x.to(dtype) for x in (query, key, value)]
-        result, sums = torch.ops.alibi.attention(*tensors, call.slopes, *(None,) * 7, 0, *rules)
+        result, sums = torch.ops.alibi.attention(query, key, value, call.slopes, *(None,) * 7, 0, *rules, is_exact=True)
     else:
         result, sums = _dense_part(call, query, key, value)
     # Those of the operator count from the nearest key that there is.

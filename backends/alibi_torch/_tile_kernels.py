@@ -24,11 +24,14 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 FEATURES = 8  # a multiple of these suits the kernels
+# Times 1 / eps: larger scores are rounded so much that their log-sum-exp, rounded as well, makes no weights of them
+# whose sum is 1.
+LARGE_SCORE = 2.0**-14
 PART_ELEMENTS = 2**22  # in what a kernel call allocates for its results, about
 
 
 def forward(
-    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: Iterable[Job]
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: Iterable[Job], result_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Compute the jobs that make up a call.
 
@@ -36,7 +39,7 @@ def forward(
         The result, ``[batch, num_heads, q_len, head_dim]``, and the logarithm of each query's softmax denominator,
         ``[batch, num_heads, q_len]``, infinite for a query that sees nothing.
     """
-    result = torch.empty(query.shape, dtype=query.dtype)
+    result = torch.empty(query.shape, dtype=result_dtype)
     logsumexp = torch.empty(query.shape[:-1], dtype=call.working_dtype)
     # In low precision the kernel would round the weights to it, and is no faster: a part at a time is cast.
     dtype = call.working_dtype
@@ -74,10 +77,18 @@ def queries_of(tensor: Tensor, job: Job) -> Tensor:
 
 def keys_of(tensor: Tensor, job: Job, call: AttentionCall, dtype: torch.dtype) -> Tensor:
     """Return a job's keys, or values: ``[batch entries or tiles, heads, kv_len, ...]``, a view; tiles may overlap."""
+    return _by_tile(_span_of(tensor, job, call).to(dtype), job)
+
+
+def _span_of(tensor: Tensor, job: Job, call: AttentionCall) -> Tensor:
+    """Return the keys, or values, of all tiles of a job: ``[batch entries, kv heads, length, ...]``, a view."""
     group = call.num_heads // call.num_kv_heads
     heads = slice(job.heads.start // group, (job.heads.stop - 1) // group + 1)
-    span = slice(job.kv_start, job.kv_start + (job.tiles - 1) * job.rows + job.kv_len)
-    keys = tensor[job.batch, heads, span].to(dtype)
+    return tensor[job.batch, heads, job.kv_start : job.kv_start + (job.tiles - 1) * job.rows + job.kv_len]
+
+
+def _by_tile(keys: Tensor, job: Job) -> Tensor:
+    """Return what :func:`_span_of` gives as ``[batch entries or tiles, heads, kv_len, ...]``, a view."""
     if job.tiles > 1:
         keys = _windows(keys[0], job, 0, job.kv_len)
     return keys.expand(-1, job.heads.stop - job.heads.start, -1, -1)
@@ -123,8 +134,8 @@ def backward(
     key_grad, value_grad = (torch.zeros(key.shape, dtype=key.dtype) for _ in range(2))
     # Two tensors, not one: what an operator returns must not share memory.
     slope_grads = [torch.zeros(call.batch[0], call.num_heads, dtype=torch.float64) for _ in range(2)]
-    # Where the kernel is slow in the dtype of the tensors, a part at a time is cast; a bias is rounded to none.
-    dtype = call.dtype if call.dtype == torch.bfloat16 and call.key_bias is None else call.working_dtype
+    # In low precision the kernel would round the gradients of scores to it, which large keys multiply.
+    dtype = call.working_dtype
     jobs = in_order(jobs)
     biases = Biases(replace(call, key_bias=None), jobs)
     for entries, some_jobs in itertools.groupby(jobs, lambda job: (job.batch.start, job.batch.stop)):
@@ -142,6 +153,7 @@ def backward(
                     bias,
                     call.scale,
                 )
+                tile = tile.centred(_span_of(key, part, call).to(dtype), part)
                 if call.key_bias is not None:
                     tile = tile.with_key_bias(call, part)
                 if by_slopes:
@@ -170,9 +182,32 @@ class Tile:
     value: Tensor
     bias: Tensor
     scale: float
+    has_large_scores: bool = False
+
+    def centred(self, keys: Tensor, job: Job) -> Tile:
+        """Return the tile with the mean of its keys taken away, which softmax does not notice.
+
+        The gradients of a row's scores have the sum 0, but for rounding, which a mean that all keys have in common
+        would multiply in the gradient of the query.
+
+        Args:
+            keys: Of all tiles of the job, from :func:`_span_of`.
+            job: Whose tile it is.
+        """
+        length = keys.shape[-2]
+        centre = keys.new_full((1, length), 1 / length) @ keys  # no sum of large keys, which might overflow
+        centre = torch.where(torch.isfinite(centre), centre, 0.0)
+        shift = (self.query @ centre.mT)[..., 0] * self.scale
+        sums = torch.where(self.logsumexp == math.inf, 0.0, self.logsumexp)
+        if torch.maximum(sums.abs(), shift.abs()).max() > LARGE_SCORE / torch.finfo(sums.dtype).eps:
+            return replace(self, has_large_scores=True)
+        return replace(self, key=_by_tile(keys - centre, job), logsumexp=self.logsumexp - shift)
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients by query, key and value."""
+        if self.has_large_scores:
+            weights, by_score = self._score_gradients()
+            return by_score @ self.key * self.scale, by_score.mT @ self.query * self.scale, weights.mT @ self.grad
         pieces = torch.get_num_threads()
         length = self.key.shape[2] // pieces
         # The kernel works on different entries and heads in parallel, and on nothing else.
@@ -206,12 +241,17 @@ class Tile:
         more = features.expand(*self.key.shape[:2], -1, -1)
         return replace(self, **tensors, key=torch.cat([self.key, more], dim=-1))
 
-    def _score_gradients(self) -> Tensor:
-        """Return the gradient by each score, ``[..., rows, kv_len]``."""
+    def _score_gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the weight of each key and the gradient by each score, ``[..., rows, kv_len]``."""
         scores = self.query @ self.key.mT * self.scale + self.bias
-        weights = torch.exp(scores - self.logsumexp[..., None])
-        mean = (self.grad * self.result).sum(dim=-1, keepdim=True)
-        return weights * (self.grad @ self.value.mT - mean)
+        by_weight = self.grad @ self.value.mT
+        if self.has_large_scores:
+            weights = torch.where(self.logsumexp[..., None] == math.inf, 0.0, torch.softmax(scores, dim=-1))
+            mean = (weights * by_weight).sum(dim=-1, keepdim=True)
+        else:
+            weights = torch.exp(scores - self.logsumexp[..., None])
+            mean = (self.grad * self.result).sum(dim=-1, keepdim=True)
+        return weights, weights * (by_weight - mean)
 
     def _in_pieces(self, pieces: int, length: int) -> Tile:
         """Return the same queries several times, each with its own stretch of the keys."""
@@ -263,19 +303,11 @@ def _with_slopes(call: AttentionCall, job: Job, tile: Tile, slope_grads: list[Te
     position, it makes the sums that are needed. Among the keys between the tile's first and last query, where distance
     is no linear function, scores are spelt out.
     """
-    wide = replace(
-        tile,
-        **{name: getattr(tile, name).to(call.working_dtype) for name in ("grad", "result", "key", "value")},
-        query=tile.query.to(call.working_dtype) * call.scale,
-        scale=1.0,
-    )
-    if call.dtype != call.working_dtype:
-        # A score's gradient is a difference from a mean that follows from the result. Rounded to the dtype, that is off
-        # by as much in all scores of a row, which their distances multiply.
-        exact, _ = _forward(wide.query, wide.key, wide.value, 0.0, False, attn_mask=wide.bias, scale=1.0)
-        wide = replace(wide, result=exact)
+    wide = replace(tile, query=tile.query * call.scale, scale=1.0)
     lowest = job.q_start + call.q_offset
     edges = [min(max(n, 0), job.kv_len) for n in (lowest - job.kv_start, lowest + job.rows - job.kv_start)]
+    if tile.has_large_scores:  # which are to be seen together
+        edges = [0, job.kv_len]
     positions = torch.arange(job.kv_start, job.kv_start + job.kv_len)
     q_positions = torch.arange(lowest, lowest + job.rows)
     by_query = torch.zeros_like(wide.query)
@@ -299,7 +331,7 @@ def _with_slopes(call: AttentionCall, job: Job, tile: Tile, slope_grads: list[Te
         parts = wide.keys(some).gradients()
         by_query += parts[0]
         by_key[:, :, some], by_value[:, :, some] = parts[1:]
-        by_score = wide.keys(some)._score_gradients()
+        _, by_score = wide.keys(some)._score_gradients()
         ahead = (positions[some] - q_positions[:, None]).to(by_score.dtype)
         past += (by_score * (-ahead).clamp(min=0)).sum(dim=-1)
         future += (by_score * ahead.clamp(min=0)).sum(dim=-1)
@@ -378,7 +410,9 @@ class Biases:
 
     def _kind(self, job: Job) -> tuple[int, ...]:
         """Return what must be the same for biases to be parts of one."""
-        batch = (0, 0) if self._call.slopes.ndim == 1 else (job.batch.start, job.batch.stop)
+        slopes = self._call.slopes, self._call.future_slopes
+        is_shared = all(x is None or x.ndim == 1 for x in slopes)
+        batch = (0, 0) if is_shared else (job.batch.start, job.batch.stop)
         return (*batch, job.rows, job.kv_len - self._back_of(job))
 
     def _toeplitz(self, job: Job, back: int, kv_len: int) -> Tensor:

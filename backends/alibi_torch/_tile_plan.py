@@ -94,7 +94,7 @@ def _measure(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | 
         # Softmax does not notice a vector taken from every key; without their mean they are smaller.
         centre = key.mean(dim=2, keepdim=True, dtype=statistics)  # [1, num_kv_heads, 1, head_dim]
         parts = [
-            torch.linalg.vector_norm(key[:, :, part].to(statistics) - centre, dim=-1)
+            norm_bounds(key[:, :, part].to(statistics) - centre)
             for part in _parts(call.kv_len, call.num_kv_heads * call.head_dim)
         ]
         key_norms = by_block(call.xp, torch.cat(parts, dim=-1), kv_block).amax(dim=-1)
@@ -105,7 +105,7 @@ def _measure(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | 
     own_scores = torch.zeros_like(q_norms)
     for part in _parts(call.q_len, call.num_heads * call.head_dim):
         queries = query[:, :, part].to(statistics)
-        torch.linalg.vector_norm(queries, dim=-1, out=q_norms[:, :, part])
+        q_norms[:, :, part] = norm_bounds(queries)
         # The queries whose positions are those of keys: from `start` on, up to `stop`.
         start, stop = (min(max(n, part.start), part.stop) for n in (-call.q_offset, call.kv_len - call.q_offset))
         if start < stop:
@@ -182,7 +182,9 @@ def _bound_by_means(
         if whole < len(queries):
             scores = torch.cat([scores, queries[whole:] @ means[-1]])
         distance = torch.arange(len(queries), device=call.device) % count + (count + 1) / 2
-        bounds[start : start + len(queries)] = log_sum_exp_of_mean(slope, scores * call.scale, distance, count)
+        found = log_sum_exp_of_mean(slope, scores * call.scale, distance, count)
+        # A sum of large keys may have overflowed, which would bound by infinity.
+        bounds[start : start + len(queries)] = torch.where(torch.isfinite(found), found, -torch.inf)
 
 
 def _parts(length: int, elements: int) -> Iterator[slice]:

@@ -14,6 +14,7 @@ from alibi_core._bias import working_dtype
 from alibi_core._horizon import tolerance_of
 from alibi_core._jobs import entry_of
 from alibi_torch import _tile_kernels, _tiled_vmap
+from alibi_torch._choice import needs_gradients
 from alibi_torch._tile_plan import KeyNorms, jobs
 
 
@@ -51,8 +52,10 @@ def tiled_attention(
         flat.window_size,
         flat.scale,
         tolerance_of(call),
+        # Without gradients there is no use for more digits than those of the dtype.
+        mapped or needs_gradients(*tensors, flat.slopes, flat.future_slopes),
     )
-    return result.reshape(query.shape)
+    return result.reshape(query.shape).to(call.dtype)
 
 
 # --- The operators -------------------------------------------------------------------------------------------------
@@ -77,8 +80,13 @@ def _attend(
     window_size: int | None,
     scale: float,
     tolerance: float,
+    is_exact: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result, ``[batch, num_heads, q_len, head_dim]``, and each softmax's log-sum-exp."""
+    """Return the result, ``[batch, num_heads, q_len, head_dim]``, and each softmax's log-sum-exp.
+
+    Gradients of scores are differences from means that follow from the result: where it is to be differentiated,
+    ``is_exact`` asks for it in the working dtype, as the log-sum-exp is.
+    """
     rules = q_offsets, q_segment_ids, kv_segment_ids, mask, key_bias, q_offset, is_causal, window_size, scale
     call = _call(query, key, slopes, future_slopes, *rules)
     query, key, value = (_last_axis_dense(x) for x in (query, key, value))
@@ -87,7 +95,7 @@ def _attend(
         tensors = [x[batch] for x in (query, key, value)]
         known = None if key_norms is None else KeyNorms(key_norms, norms_block).of_entries(batch)
         planned = jobs(call, *tensors[:2], tolerance, known)
-        return _tile_kernels.forward(call, *tensors, planned)
+        return _tile_kernels.forward(call, *tensors, planned, call.working_dtype if is_exact else call.dtype)
 
     parts = [attend(*part) for part in _parts(call)]
     return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
@@ -95,8 +103,9 @@ def _attend(
 
 @_attend.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    dtype = working_dtype(xp, query.dtype)
-    return query.new_empty(query.shape), query.new_empty(query.shape[:-1], dtype=dtype)
+    dtype, is_exact = working_dtype(xp, query.dtype), rest[-1]
+    result = query.new_empty(query.shape, dtype=dtype if is_exact else query.dtype)
+    return result, query.new_empty(query.shape[:-1], dtype=dtype)
 
 
 @torch.library.custom_op("alibi::attention_backward", mutates_args=())
@@ -165,7 +174,7 @@ def _(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, slopes, future_slopes, *rest = inputs
-    tensors, numbers = rest[:6], rest[6:]
+    tensors, numbers = rest[:6], rest[6:-1]
     ctx.save_for_backward(query, key, value, *output, slopes, future_slopes, *tensors)
     ctx.numbers = numbers
     ctx.by_slopes = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
@@ -175,7 +184,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor, backward: Any = _attend_backward) -> tuple[Tensor | None, ...]:
     grads = backward(grad, *ctx.saved_tensors, *ctx.numbers, ctx.by_slopes)
     wanted = (x if needed else None for x, needed in zip(grads, ctx.needs_input_grad[:5], strict=True))
-    return (*wanted, *(None for _ in range(12)))
+    return (*wanted, *(None for _ in range(13)))
 
 
 def _refuse_to_differentiate(ctx: Any, *grads: Tensor) -> None:
