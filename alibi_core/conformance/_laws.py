@@ -9,6 +9,7 @@ there to say so where the mistake is not in a call but between two.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 import alibi_core
 from alibi_core._slopes import slope_values
 from alibi_core.conformance._caller import TENSORS, CallError
-from alibi_core.conformance._cases import FORMS, LONGER, PER_BATCH, Case, Sizes
+from alibi_core.conformance._cases import COTANGENTS, FORMS, LONGER, PER_BATCH, Case, Sizes
 from alibi_core.conformance._data import DATA
 from alibi_core.conformance._family import SEEDS, Family
 from alibi_core.conformance._oracle import UNIT_ROUNDOFF, Answer, Rules, penalties
@@ -345,6 +346,12 @@ def gradient_cases(trial: Trial) -> Family:
     return Family(sizes, forms_of(trial), trial.features - {"empty", "far"})
 
 
+def all_gradients(trial: Trial) -> tuple[str, ...]:
+    """Return the names of the gradients that are offered."""
+    has_slopes = "slope_gradients" in trial.features and trial.offer.takes("attention_grad", "slopes")
+    return (*TENSORS, "slopes", "future_slopes") if has_slopes else TENSORS
+
+
 def check_gradients(trial: Trial, names: tuple[str, ...]) -> None:
     trial.for_cases(gradient_cases(trial), lambda case: trial.gradients(case, names))
     for form in forms_of(trial):
@@ -366,11 +373,39 @@ def slope_gradients(trial: Trial) -> None:
 @law("attention_grad")
 def long_gradients(trial: Trial) -> None:
     """So are all gradients in rows of several blocks."""
-    family = Family(long_sizes(trial), forms_of(trial), data=("normal", *DATA))
-    names = (*TENSORS, "slopes", "future_slopes") if "slope_gradients" in trial.features else TENSORS
+    family, names = Family(long_sizes(trial), forms_of(trial), data=("normal", *DATA)), all_gradients(trial)
     for name in DATA:
         trial.for_all(st.just(plain(long_sizes(trial)[0], data=name)), lambda case: trial.gradients(case, names))
     trial.for_cases(family, lambda case: trial.gradients(case, names), share=0.5)
+
+
+# Short rows, and some of several blocks, which compilers may treat otherwise.
+ASKED = (Sizes(2, 2, 1, (150, 150), 8), PLAIN[1])
+
+
+@law("attention_grad")
+def cotangents(trial: Trial) -> None:
+    """So are all gradients where grad_output is ones or zeros, or is nothing but one row or one element."""
+    for sizes in ASKED:
+        for cotangent in COTANGENTS:
+            trial.gradients(plain(sizes, seed=trial.seed, cotangent=cotangent), all_gradients(trial))
+
+
+@law("attention_grad", "some_gradients")
+def some_gradients(trial: Trial) -> None:
+    """Gradients are the same whether all are asked for or some, whatever grad_output is."""
+    names = all_gradients(trial)[:4]
+    asked = [*((name,) for name in names), *itertools.combinations(names, 2), TENSORS]
+    for sizes in ASKED:
+        for wrt in asked:
+            for cotangent in COTANGENTS if len(wrt) == 1 else COTANGENTS[1:2]:
+                trial.gradients(plain(sizes, seed=trial.seed, cotangent=cotangent, wrt=wrt), wrt)
+    if "asymmetric" in trial.features and "slopes" in names:
+        for name in ("slopes", "future_slopes"):
+            trial.gradients(plain(PLAIN[1], "asymmetric", seed=trial.seed, wrt=(name,)), (name,))
+    family = gradient_cases(trial)
+    family = dataclasses.replace(family, asked=(*asked, None), cotangents=COTANGENTS)
+    trial.for_cases(family, lambda case: trial.gradients(case, all_gradients(trial)), share=0.5)
 
 
 # --- Decoding ---------------------------------------------------------------------------------------------------------
@@ -429,6 +464,6 @@ LAWS = (
     *(slopes, causal_bias, symmetric_bias),
     *(causal, lengths, offset, symmetric, asymmetric, grouped, window, segments, mask, batch_slopes, scale, combined),
     *(long, precision, nowhere, empty, independent),
-    *(gradients, slope_gradients, long_gradients),
+    *(gradients, slope_gradients, long_gradients, cotangents, some_gradients),
     *(decoding, conduct),
 )
