@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from alibi_core import _checks, _contracts
 from alibi_core.conformance._oracle import UNIT_ROUNDOFF
 
+MOST_TOKENS = 544  # of a sequence that is decoded: beyond powers of two up to 512, and no multiple of usual blocks
 FUNCTIONS = ("slopes", "bias", "attention", "attention_grad", "decode_step")
 
 # What an attention may offer beyond causal rows of as many queries as keys; and what it is recognised by.

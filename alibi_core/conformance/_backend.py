@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import alibi_core
-from alibi_core.conformance._adapter import FEATURES
+from alibi_core.conformance._adapter import FEATURES, MOST_TOKENS
 from alibi_core.conformance._caller import TENSORS
 from alibi_core.conformance._oracle import Values
 
@@ -52,7 +52,7 @@ class BackendAdapter:
             first, for sequences of at most ``MAX_LENGTH`` tokens. Default, none.
     """
 
-    MAX_LENGTH = 64
+    MAX_LENGTH = MOST_TOKENS
 
     def __init__(
         self,

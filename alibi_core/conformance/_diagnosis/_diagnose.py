@@ -115,11 +115,13 @@ def _of_lengths_of_their_own(observations: Iterable[Observation]) -> Iterator[Ob
 
 
 def _of_gradients(caller: Caller, features: frozenset[str], failures: Sequence[Evidence]) -> list[Diagnosis]:
+    offer = caller.offer
+    base = _gradients.base_gradients(offer.contract, offer.dtype, has_slopes=offer.has_slopes)
+    if failures and (found := _gradients.circumstances(caller, failures, base)):
+        return found
     cases = _gradients.gradient_probes(caller, features)
     has_slopes = "slope_gradients" in features
     observations = _made(_gradients.observe_gradients(caller, x, slopes=has_slopes) for x in cases)
-    offer = caller.offer
-    base = _gradients.base_gradients(offer.contract, offer.dtype, has_slopes=offer.has_slopes)
     search = Search(GRADIENTS, base, _no_estimates, time.thread_time() + SECONDS)
     if not contract_that_explains(search, observations, _departures.CONTRACTS):
         search.run(observations)
