@@ -8,11 +8,12 @@ there to say so where the mistake is not in a call but between two.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 import alibi_core
 from alibi_core._slopes import slope_values
 from alibi_core.conformance._adapter import MOST_TOKENS
-from alibi_core.conformance._caller import TENSORS, CallError
+from alibi_core.conformance._caller import TENSORS, CallError, DepartureError
 from alibi_core.conformance._cases import COTANGENTS, FORMS, LONGER, PER_BATCH, Case, Sizes
 from alibi_core.conformance._data import DATA
 from alibi_core.conformance._family import SEEDS, Family
@@ -272,6 +273,64 @@ def long(trial: Trial) -> None:
     trial.for_cases(Family(long_sizes(trial), forms_of(trial), uses, ("normal", *DATA)), trial.attention)
 
 
+# Kernels have other paths, and tables other pages, beyond 8, 16, 32, 64 heads or batch entries, 64, 128, 256 features,
+# 256, 512, 1024, 2048 tokens, and with few queries: some case is beyond each, and few are, for compilers' sake.
+LARGE = (
+    Sizes(9, 9, 1, (20, 20), 72),
+    Sizes(1, 2, 9, (40, 40), 136),
+    Sizes(65, 1, 17, (3, 3), 8),
+    Sizes(1, 65, 1, (9, 9), 264),
+    Sizes(2, 2, 1, (300, 300), 40),
+    Sizes(1, 1, 2, (530, 530), 8),
+    Sizes(1, 2, 1, (1100, 1100), 8),
+    Sizes(2, 1, 3, (3, 1100), 16),
+    Sizes(1, 1, 1, (2100, 2100), 8),
+)
+LARGE_GRADIENTS = (Sizes(9, 3, 3, (20, 20), 72), Sizes(1, 33, 1, (70, 70), 136), Sizes(1, 2, 1, (1100, 1100), 8))
+
+
+def large_cases(trial: Trial, all_sizes: tuple[Sizes, ...]) -> Iterator[Case]:
+    """Yield cases of these sizes, as far as they are offered."""
+    for sizes in all_sizes:
+        if sizes.group > 1 and "grouped" not in trial.features:
+            sizes = dataclasses.replace(sizes, num_kv_heads=sizes.num_kv_heads * sizes.group, group=1)
+        if sizes.lengths[0] == sizes.lengths[1] or "lengths" in trial.features:
+            yield large_case(sizes, trial.seed)
+
+
+def large_case(sizes: Sizes, seed: int, form: str = "causal") -> Case:
+    """Return a case in which no key of some heads is too far away to count, and others have horizons."""
+    case = plain(sizes, form, seed=seed)
+    tensors = {name: case.arrays[name] / case.arrays[name].std() for name in TENSORS}
+    # The penalty of the farthest key is 4 in the first head, and so on; no two heads have the same slope.
+    falls = np.resize([4.0, 0.3 * sizes.lengths[1], 1.0, 0.0], case.num_heads) / sizes.lengths[1]
+    slopes = falls * np.linspace(1, 1.5, case.num_heads)
+    return case.with_arrays(**tensors, slopes=slopes.astype(np.float32).astype(np.float64))
+
+
+def narrowed(trial: Trial, case: Case, body: Callable[[Case], None]) -> None:
+    """Run ``body`` on a large case; if it raises, raise the error of one with a single large axis, if there is one."""
+    try:
+        body(case)
+    except DepartureError:
+        small, sizes = PLAIN[1], case.sizes
+        length = {"lengths": (min(7, sizes.lengths[0]), 7)}
+        for name in ("head_dim", "batch", "num_kv_heads", "group", "lengths"):
+            one = dataclasses.replace(small, **length | {name: getattr(sizes, name)})
+            with contextlib.suppress(CallError):
+                body(large_case(one, case.seed, case.form))
+        raise
+
+
+@law("attention")
+def large(trial: Trial) -> None:
+    """Attention is exact to rounding with many batch entries, heads, features or tokens, too."""
+    for case in large_cases(trial, LARGE):
+        narrowed(trial, case, trial.attention)
+    if "symmetric" in trial.features:
+        narrowed(trial, large_case(LARGE[-3], trial.seed, "symmetric"), trial.attention)
+
+
 @law("attention")
 def precision(trial: Trial) -> None:
     """A step of the bias counts at any distance: positions, distances and bias have float32's digits at least."""
@@ -380,6 +439,13 @@ def long_gradients(trial: Trial) -> None:
     for name in DATA:
         trial.for_all(st.just(plain(long_sizes(trial)[0], data=name)), lambda case: trial.gradients(case, names))
     trial.for_cases(family, lambda case: trial.gradients(case, names), share=0.5)
+
+
+@law("attention_grad")
+def large_gradients(trial: Trial) -> None:
+    """So are all gradients with many batch entries, heads, features or tokens."""
+    for case in large_cases(trial, LARGE_GRADIENTS):
+        narrowed(trial, case, lambda x: trial.gradients(x, all_gradients(trial)))
 
 
 # Short rows, and some of several blocks, which compilers may treat otherwise.
@@ -527,7 +593,7 @@ def conduct(trial: Trial) -> None:
 LAWS = (
     *(slopes, causal_bias, symmetric_bias),
     *(causal, lengths, offset, symmetric, asymmetric, grouped, window, segments, mask, batch_slopes, scale, combined),
-    *(long, precision, nowhere, empty, independent),
-    *(gradients, slope_gradients, long_gradients, cotangents, some_gradients),
+    *(long, large, precision, nowhere, empty, independent),
+    *(gradients, slope_gradients, long_gradients, large_gradients, cotangents, some_gradients),
     *(decoding, long_decoding, conduct),
 )
