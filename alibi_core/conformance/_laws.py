@@ -286,6 +286,7 @@ LARGE = (
     Sizes(2, 1, 3, (3, 1100), 16),
     Sizes(1, 1, 1, (2100, 2100), 8),
 )
+WIDTHS = ("head_dim", "batch", "num_kv_heads", "group")
 LARGE_GRADIENTS = (Sizes(9, 3, 3, (20, 20), 72), Sizes(1, 33, 1, (70, 70), 136), Sizes(1, 2, 1, (1100, 1100), 8))
 
 
@@ -313,10 +314,10 @@ def narrowed(trial: Trial, case: Case, body: Callable[[Case], None]) -> None:
     try:
         body(case)
     except DepartureError:
-        small, sizes = PLAIN[1], case.sizes
-        length = {"lengths": (min(7, sizes.lengths[0]), 7)}
-        for name in ("head_dim", "batch", "num_kv_heads", "group", "lengths"):
-            one = dataclasses.replace(small, **length | {name: getattr(sizes, name)})
+        sizes = case.sizes
+        short = dataclasses.replace(PLAIN[1], lengths=(min(7, sizes.lengths[0]), 7))
+        single = [dataclasses.replace(short, **{name: getattr(sizes, name)}) for name in WIDTHS]
+        for one in (*single, Sizes(1, 1, 1, sizes.lengths, 4)):
             with contextlib.suppress(CallError):
                 body(large_case(one, case.seed, case.form))
         raise

@@ -13,7 +13,7 @@ from benchmarks.mutants.reference import Array, Call, Reference
 
 def beyond(size: int, what: str) -> str:
     """Return what a diagnosis should say."""
-    return rf"\b{size + 1} {what}|more than {size} {what}"
+    return f"more than {size} {what}"
 
 
 # --- Wide heads -------------------------------------------------------------------------------------------------------
@@ -145,53 +145,53 @@ class _Short(Reference):
 
     most = 128
 
-    def masked(self, call: Call, scores: Array) -> Array:
-        scores, (_, kv_len) = super().masked(call, scores), call.lengths
+    def scores(self, call: Call) -> Array:
+        scores, (_, kv_len) = super().scores(call), call.lengths
         missing = kv_len > self.most and (np.arange(kv_len) == (kv_len - 1) // 16 * 16)
         return np.where(missing, -np.inf, scores)
 
 
-@mutant("long", "large", "large_gradients", expected="token", is_diagnosable=False)
+@mutant("long", "large", "large_gradients", expected="more than .* tokens")
 class RowBeyond128(_Short):
     """In rows of more than 128 tokens a key is left out."""
 
 
-@mutant("large", "large_gradients", expected="token", is_diagnosable=False)
+@mutant("large", "large_gradients", expected="more than .* tokens")
 class RowBeyond256(_Short):
     """In rows of more than 256 tokens a key is left out."""
 
     most = 256
 
 
-@mutant("large", "large_gradients", expected="token", is_diagnosable=False)
+@mutant("large", "large_gradients", expected="more than .* tokens")
 class RowBeyond512(_Short):
     """In rows of more than 512 tokens a key is left out."""
 
     most = 512
 
 
-@mutant("large", "large_gradients", expected=beyond(1024, "tokens"), is_diagnosable=False)
+@mutant("large", "large_gradients", expected=beyond(1024, "tokens"))
 class RowBeyond1024(_Short):
     """In rows of more than 1024 tokens a key is left out."""
 
     most = 1024
 
 
-@mutant("large", expected=beyond(2048, "tokens"), is_diagnosable=False)
+@mutant("large", expected=beyond(2048, "tokens"))
 class RowBeyond2048(_Short):
     """In rows of more than 2048 tokens a key is left out."""
 
     most = 2048
 
 
-@mutant("large", expected="few|queries", is_diagnosable=False)
+@mutant("large", expected="more than 1024 tokens")
 class FewQueriesBeyond1024(_Short):
     """Where few queries meet more than 1024 keys, one key is left out."""
 
     most = 1024
 
-    def masked(self, call: Call, scores: Array) -> Array:
-        return super().masked(call, scores) if call.lengths[0] < 16 else Reference.masked(self, call, scores)
+    def scores(self, call: Call) -> Array:
+        return super().scores(call) if call.lengths[0] < 16 else Reference.scores(self, call)
 
 
 # --- Clipped distances ------------------------------------------------------------------------------------------------
@@ -212,14 +212,14 @@ class DistanceClippedAt256(_Clipped):
     """Keys farther than 256 tokens are penalised no more."""
 
 
-@mutant("large", expected="clip", is_diagnosable=False)
+@mutant("large", expected="clip|more than")
 class DistanceClippedAt512(_Clipped):
     """Keys farther than 512 tokens are penalised no more."""
 
     most = 512
 
 
-@mutant("large", expected="clip", is_diagnosable=False)
+@mutant("large", expected="clip|more than")
 class DistanceClippedAt1024(_Clipped):
     """Keys farther than 1024 tokens are penalised no more."""
 
