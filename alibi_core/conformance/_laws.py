@@ -520,7 +520,11 @@ def long_decoding(trial: Trial) -> None:
     usual, recalling = (Sequence.of(trial, x) for x in (plain(sizes, seed=trial.seed), recalled(sizes, trial.seed)))
     rng = random.Random(trial.seed)
     decode(trial, [recalling], [(1,) * MOST_TOKENS])
-    decode(trial, [recalling, usual], [filled_steps((64, 64, 1, 64), rng), filled_steps((100, 1, 17, 100), rng)])
+    decode(
+        trial,
+        [recalling, usual],
+        [filled_steps((64, 64, 1, 64), rng), filled_steps((100, 1, 17, 100, 17, 100, 64, 100, 17), rng)],
+    )
     for _ in range(round(trial.examples / 20)):
         decode(trial, [usual, recalling], [filled_steps((), rng) for _ in range(2)])
 

@@ -151,19 +151,19 @@ class _Short(Reference):
         return np.where(missing, -np.inf, scores)
 
 
-@mutant("long", "large", "large_gradients", expected="more than .* tokens")
+@mutant("long", "large", "large_gradients", expected="more than .* tokens", is_diagnosable=False)
 class RowBeyond128(_Short):
     """In rows of more than 128 tokens a key is left out."""
 
 
-@mutant("large", "large_gradients", expected="more than .* tokens")
+@mutant("large", "large_gradients", expected="more than .* tokens", is_diagnosable=False)
 class RowBeyond256(_Short):
     """In rows of more than 256 tokens a key is left out."""
 
     most = 256
 
 
-@mutant("large", "large_gradients", expected="more than .* tokens")
+@mutant("large", "large_gradients", expected="more than .* tokens", is_diagnosable=False)
 class RowBeyond512(_Short):
     """In rows of more than 512 tokens a key is left out."""
 
@@ -177,7 +177,7 @@ class RowBeyond1024(_Short):
     most = 1024
 
 
-@mutant("large", expected=beyond(2048, "tokens"))
+@mutant("large", expected=beyond(2048, "tokens"), is_diagnosable=False)
 class RowBeyond2048(_Short):
     """In rows of more than 2048 tokens a key is left out."""
 
