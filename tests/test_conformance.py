@@ -19,8 +19,15 @@ from tests.frameworks import _GRADIENTS, BACKENDS, DASK, DIFFERENTIABLE, JAX, ML
 
 def core_adapter(framework: Framework) -> BackendAdapter:
     """Return the core's reference on a library's arrays, which no backend of its own is asked for."""
-    gradients = _GRADIENTS.get(framework.name)
-    library = Library(framework.xp, framework.array, framework.numpy32, gradients)
+    of_tensors = _GRADIENTS.get(framework.name)
+
+    def gradients(function: Any, arguments: Any, wrt: tuple[str, ...], weight: Any) -> Any:
+        def result(*asked: Any) -> Any:
+            return function(**{**arguments, **dict(zip(wrt, asked, strict=True))})
+
+        return of_tensors(result, [arguments[name] for name in wrt], weight)
+
+    library = Library(framework.xp, framework.array, framework.numpy32, gradients if of_tensors else None)
     return BackendAdapter(f"alibi_core[{framework.name}]", library, alibi_core.attention)
 
 

@@ -21,6 +21,7 @@ from alibi_core.conformance._backend import BackendAdapter, Library
 from alibi_core.conformance._cases import FORMS, Case, Sizes
 from alibi_core.conformance._family import Family
 from alibi_core.conformance._worker import load
+from benchmarks.mutants import Reference
 
 ROOT = Path(__file__).parent.parent
 pytest_plugins = ["pytester"]
@@ -109,6 +110,74 @@ def steps_of(query: Any, key: Any, value: Any, slopes: Any, cache: Any) -> Any:
 def test_what_decoding_offers_is_found_out_by_itself() -> None:
     assert check(only(decode_step=steps_of), laws=["decoding"]).passed
     assert check(only(decode_step=steps_of, attention=Right().attention), laws=["decoding"]).passed
+
+
+@pytest.mark.parametrize("features", [None, frozenset(FEATURES)])
+def test_gradients_are_asked_for_as_an_adapter_takes_them(features: Any) -> None:
+    asked = set()
+
+    class Some(Reference):
+        def attention_grad(self, *tensors: Any, wrt: Any = None, **arguments: Any) -> Any:
+            asked.add(wrt)
+            found = super().attention_grad(*tensors, wrt=wrt, **arguments)
+            return found if wrt is None else tuple(found[name] for name in wrt)  # a tuple is in their order
+
+    class All(Reference):
+        def attention_grad(self, *tensors: Any, **arguments: Any) -> Any:
+            assert "wrt" not in arguments
+            return super().attention_grad(*tensors, **arguments)
+
+    laws = ("gradients", "cotangents", "some_gradients")
+    for adapter, status in ((Some(), "passed"), (All(), "not offered")):
+        adapter.features = features  # type: ignore[assignment]
+        report = check(adapter, laws=laws)
+        assert [x.status for x in report.laws] == ["passed", "passed", status], report
+        assert report.laws[2].reason in ("", "attention_grad has no parameter wrt")
+    names = ("query", "key", "value", "slopes")
+    single, pairs = ((name,) for name in names), itertools.combinations(names, 2)
+    assert asked >= {None, *single, *pairs, names[:3]}
+
+
+def test_a_constant_grad_output_is_a_number_to_a_library() -> None:
+    weights = []
+
+    def gradients(function: Any, arguments: Any, wrt: Any, weight: Any) -> Any:
+        weights.append(weight)
+        return [np.zeros_like(arguments[name]) for name in wrt]
+
+    library = Library(np, lambda values, dtype: np.asarray(values, dtype), np.asarray, gradients)
+    adapter = BackendAdapter("alibi_core", library, alibi_core.attention)
+    tensor = np.ones((1, 2, 3, 4), np.float32)
+    for grad_output in (2 * tensor, 0 * tensor, np.arange(24, dtype=np.float32).reshape(tensor.shape)):
+        found = adapter.attention_grad(tensor, tensor, tensor, np.ones(2), grad_output=grad_output, wrt=("key",))
+        assert list(found) == ["key"]
+    assert weights[:2] == [2.0, 0.0]
+    np.testing.assert_array_equal(weights[2], grad_output)
+
+
+def test_decoding_meets_every_page_in_single_steps_and_chunks() -> None:
+    met: dict[tuple[int, str], set[int]] = {}
+    lengths, sizes = set(), set()
+
+    class Recording(Reference):
+        def decode_step(self, query: Any, key: Any, value: Any, slopes: Any, cache: Any) -> Any:
+            start = 0 if cache is None else cache[0].shape[2]
+            end = start + key.shape[2]
+            sizes.add(key.shape)
+            lengths.add(end)
+            for page in (16, 32, 64, 128, 256, 512):
+                if start // page < end // page:
+                    kind = "single" if end == start + 1 else "to its end" if end % page == 0 else "across"
+                    met.setdefault((page, kind), set()).add(start)
+            return super().decode_step(query, key, value, slopes, cache)
+
+    for seed in range(5):
+        met.clear()
+        assert check(Recording(), laws=["long_decoding"], seed=seed).passed
+        assert {(page, kind) for page in (16, 32, 64, 128, 256, 512) for kind in ("single", "across")} <= set(met)
+        assert (64, "to its end") in met
+    assert max(lengths) == BackendAdapter.MAX_LENGTH
+    assert len(sizes) <= 4  # compilers make a program of each
 
 
 def test_a_bias_alone_has_laws_of_its_own() -> None:

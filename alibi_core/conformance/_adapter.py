@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from alibi_core import _checks, _contracts
 from alibi_core.conformance._oracle import UNIT_ROUNDOFF
 
+MOST_TOKENS = 544  # of a sequence that is decoded: beyond powers of two up to 512, and no multiple of usual blocks
 FUNCTIONS = ("slopes", "bias", "attention", "attention_grad", "decode_step")
 
 # What an attention may offer beyond causal rows of as many queries as keys; and what it is recognised by.
@@ -29,6 +30,7 @@ FEATURES = {
     "nowhere": "zeros for a query that may look nowhere",
     "empty": "lengths of 0",
     "slope_gradients": "the gradient of slopes",
+    "some_gradients": "wrt, the names of the arguments whose gradients are asked for",
 }
 _PARAMETERS = {
     "offset": "q_offset",
@@ -78,12 +80,21 @@ class Adapter(Protocol):
     def attention_grad(
         self, query: Any, key: Any, value: Any, slopes: Any, grad_output: Any, is_causal: bool, q_offset: int
     ) -> Any:
-        """Return the gradients of ``sum(attention * grad_output)``: ``{"query": ..., "key": ..., ...}`` or a tuple."""
+        """Return the gradients of ``sum(attention * grad_output)``: ``{"query": ..., "key": ..., ...}`` or a tuple.
+
+        Users seldom ask for all gradients, and a compiler leaves out what nobody asks for. One with a parameter ``wrt``
+        is told which are asked for, ``("query",)`` or ``("key", "value")``; without it, all are. A tuple is in the
+        order of ``wrt``, or else of the parameters. ``wrt`` should have the default None, for all.
+
+        All elements of ``grad_output`` are equal where a loss is the sum or the mean of the result. An implementation
+        that compiles its backward pass should then make ``grad_output`` inside what it compiles, as such a loss does:
+        compilers treat a constant otherwise than an argument.
+        """
 
     def decode_step(self, query: Any, key: Any, value: Any, slopes: Any, cache: Any) -> Any:
-        """Append a few tokens to a sequence: return their causal attention to all so far, and the cache to pass next.
+        """Append some tokens to a sequence: return their causal attention to all so far, and the cache to pass next.
 
-        ``cache`` is None at the beginning, then whatever was returned.
+        ``cache`` is None at the beginning, then whatever was returned. A sequence has 544 tokens at most.
         """
 
 
@@ -142,9 +153,12 @@ class Offer:
     @property
     def possible(self) -> frozenset[str]:
         """The features it declares, or those worth trying, if it declares none."""
+        found = set(FEATURES if self.declared is None else self.declared)
+        if "wrt" not in (_parameters(self.functions.get("attention_grad")) or {}):
+            found.discard("some_gradients")  # which those that take any argument mean not to offer
         if self.declared is not None:
-            return self.declared
-        found = set(FEATURES) - _TO_DECLARE
+            return frozenset(found)
+        found -= _TO_DECLARE
         found -= {feature for feature, parameter in _PARAMETERS.items() if not self.takes(self.judged, parameter)}
         return frozenset(found)
 
@@ -173,8 +187,10 @@ class Offer:
         return any(self.takes(function, "slopes") for function in ("attention", "attention_grad", "decode_step"))
 
 
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+def _parameters(function: Callable[..., Any] | None) -> Mapping[str, inspect.Parameter] | None:
     """Return a function's parameters; None for one that does not tell, as built-in functions may."""
+    if function is None:
+        return None
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):

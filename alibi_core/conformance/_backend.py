@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 import alibi_core
-from alibi_core.conformance._adapter import FEATURES
+from alibi_core.conformance._adapter import FEATURES, MOST_TOKENS
+from alibi_core.conformance._caller import TENSORS
 from alibi_core.conformance._oracle import Values
 
 ENTRY_POINTS = "alibi_core.conformance"
@@ -25,14 +26,16 @@ class Library:
         xp: The namespace.
         array: Makes NumPy values an array of the dtype that is called so, or of their own for None.
         numpy: Makes an array NumPy's: bfloat16, which NumPy lacks, float32.
-        gradients: Returns the gradients of ``sum(function(*arrays) * weight)``; None where there are none.
+        gradients: ``gradients(function, arguments, wrt, weight)`` returns the gradients of
+            ``sum(function(**arguments) * weight)`` by the arguments that ``wrt`` names; None where there are none.
+            Weight is an array, or a number for a constant one, which is to be made where a loss that is a sum makes it.
         compiled: Makes a function one program, where each operation by itself is compiled for each shape.
     """
 
     xp: Any
     array: Callable[[Values, str | None], Any]
     numpy: Callable[[Any], Values]
-    gradients: Callable[[Callable[..., Any], Sequence[Any], Any], Sequence[Any]] | None = None
+    gradients: Callable[[Callable[..., Any], Mapping[str, Any], tuple[str, ...], Any], Sequence[Any]] | None = None
     compiled: Callable[[Callable[[], Any]], Callable[[], Any]] = lambda function: function
 
 
@@ -49,7 +52,7 @@ class BackendAdapter:
             first, for sequences of at most ``MAX_LENGTH`` tokens. Default, none.
     """
 
-    MAX_LENGTH = 64
+    MAX_LENGTH = MOST_TOKENS
 
     def __init__(
         self,
@@ -97,23 +100,20 @@ class BackendAdapter:
         slopes: Values,
         *,
         grad_output: Values,
+        wrt: tuple[str, ...] | None = None,
         **arguments: Any,
     ) -> dict[str, Values]:
         """Return the library's gradients."""
-        others = self._arguments(query, key, arguments)
         inputs = {name: self._tensor(x) for name, x in (("query", query), ("key", key), ("value", value))}
-        inputs["slopes"] = self._place(slopes)
-        if "future_slopes" in others:
-            inputs["future_slopes"] = others.pop("future_slopes")
-
-        def function(*arrays: Any) -> Any:
-            return self._attention(**dict(zip(inputs, arrays, strict=True)), **others)
-
+        inputs |= {"slopes": self._place(slopes), **self._arguments(query, key, arguments)}
+        wrt = wrt or tuple(name for name in (*TENSORS, "slopes", "future_slopes") if name in inputs)
+        is_constant = grad_output.size > 0 and bool((grad_output == grad_output.flat[0]).all())
+        weight = float(grad_output.flat[0]) if is_constant else self._tensor(grad_output)
         assert self._library.gradients is not None
-        found = self._library.gradients(function, list(inputs.values()), self._tensor(grad_output))
+        found = self._library.gradients(self._attention, inputs, wrt, weight)
         results = {}
-        for (name, given), gradient in zip(inputs.items(), found, strict=True):
-            values = self._library.numpy(gradient) if "slopes" in name else self._result(gradient, given)
+        for name, gradient in zip(wrt, found, strict=True):
+            values = self._library.numpy(gradient) if "slopes" in name else self._result(gradient, inputs[name])
             results[name] = values
         return results
 

@@ -102,13 +102,15 @@ class Caller:
     def gradients(self, case: Case) -> dict[str, Values]:
         """Return the adapter's gradients of a case, those that it returns, by name."""
         options = self._options(case, "attention_grad")
+        if case.wrt is not None:
+            options["wrt"] = case.wrt
         options["grad_output"] = self.tensor(case.arrays["cotangent"])
         result = self._call("attention_grad", *self._tensors(case), **options)
         if not isinstance(result, Mapping):
             if not isinstance(result, (tuple, list)):
                 what = type(result).__name__
                 raise CallError("returned", f"attention_grad returned {what}, expected a dict or a tuple of arrays")
-            result = dict(zip((*TENSORS, "slopes", "future_slopes"), result, strict=False))
+            result = dict(zip(case.wrt or (*TENSORS, "slopes", "future_slopes"), result, strict=False))
         shapes = {name: case.arrays[name].shape for name in (*TENSORS, "slopes")}
         shapes |= {name: np.shape(x) for name, x in case.arguments.items() if name == "future_slopes"}
         return {

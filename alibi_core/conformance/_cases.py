@@ -17,6 +17,7 @@ from alibi_core.conformance._oracle import Answer, Attention, Rules, Values, pen
 
 FAR, PER_BATCH = 1_000_000, -1_000_000
 FORMS = ("causal", "symmetric", "asymmetric", "clamped")
+COTANGENTS = ("random", "ones", "zeros", "one row", "one element")
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Case:
     seed: int
     data: str = "normal"  # or the name of one of DATA, with slopes from steep to none
     scaling: float | None = None  # the scale, where it is not the default
+    cotangent: str = "random"  # or another of COTANGENTS
+    wrt: tuple[str, ...] | None = None  # the arguments whose gradients are asked for; None for all
 
     def __str__(self) -> str:
         size, (q_len, kv_len) = self.sizes, self.sizes.lengths
@@ -86,6 +89,8 @@ class Case:
         slopes = self.arrays["slopes"]
         words += [f"slopes {slopes.tolist()}"] if slopes.size <= 8 else []
         words += [f"{self.data} data"] if self.data != "normal" else []
+        words += [f"grad_output of {self.cotangent}"] if self.cotangent != "random" else []
+        words += [f"gradients of {' and '.join(self.wrt)} alone"] if self.wrt is not None else []
         return ", ".join([*words, f"seed {self.seed}"])
 
     def with_tensors(self, **tensors: Values) -> Case:
@@ -124,6 +129,8 @@ class Case:
         if self.data != "normal":
             DATA[self.data](query, key, value)
             slopes = np.resize(np.roll(STEEP, self.seed), slopes.shape).astype(np.float64)
+        if self.cotangent != "random":
+            cotangent = _structured(self.cotangent, cotangent)
         return {
             "query": query,
             "key": key,
@@ -225,6 +232,17 @@ class Case:
             answer = found.pop("slopes")
             answers |= found | {name: answer if self.slopes_per_batch else summed_over_batch(answer)}
         return answers
+
+
+def _structured(kind: str, cotangent: Values) -> Values:
+    """Return a cotangent of which little is not 0, in the middle; or all is 1, or 0."""
+    if kind in ("ones", "zeros"):
+        return np.full_like(cotangent, float(kind == "ones"))
+    kept = np.zeros_like(cotangent)
+    middle = tuple(n // 2 for n in cotangent.shape)
+    place = (..., middle[2], slice(None)) if kind == "one row" else middle
+    kept[place] = cotangent[place]
+    return kept
 
 
 @st.composite

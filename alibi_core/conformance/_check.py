@@ -123,11 +123,13 @@ def _features(caller: Caller) -> tuple[frozenset[str], dict[str, str]]:
 
     What it declares, it offers. Else it offers what its parameters allow and a call does not raise for.
     """
-    offer, refusals = caller.offer, {}
-    possible = offer.possible
+    offer, possible = caller.offer, caller.offer.possible
+    why = "not declared: {0}" if offer.declared is not None else "attention has no parameter for {1}"
+    refusals = {feature: why.format(feature, FEATURES[feature]) for feature in set(FEATURES) - possible}
+    if offer.declared is None or "some_gradients" in offer.declared:
+        refusals |= {"some_gradients": "attention_grad has no parameter wrt"} if "some_gradients" in refusals else {}
     if offer.declared is not None:
-        return possible, {feature: f"not declared: {feature}" for feature in set(FEATURES) - possible}
-    refusals = {feature: f"attention has no parameter for {FEATURES[feature]}" for feature in set(FEATURES) - possible}
+        return possible, refusals
     found = set(possible)
     trial = Trial(caller, possible, 1, 0)
     for feature in sorted(possible & set(_PROBES)):

@@ -34,6 +34,8 @@ class Family:
         forms: Likewise.
         uses: Features.
         data: Names of data.
+        asked: Names of the arguments whose gradients are asked for.
+        cotangents: Names of what ``grad_output`` is.
         is_dense: Whether offsets and windows are of all lengths, for those who try many.
     """
 
@@ -41,6 +43,8 @@ class Family:
     forms: tuple[str, ...] = ("causal",)
     uses: frozenset[str] = frozenset()
     data: tuple[str, ...] = ("normal",)
+    asked: tuple[tuple[str, ...] | None, ...] = (None,)
+    cotangents: tuple[str, ...] = ("random",)
     is_dense: bool = False
 
     def options(self, size: Sizes) -> dict[str, tuple[Any, ...]]:
@@ -56,7 +60,9 @@ class Family:
         }
         options: dict[str, tuple[Any, ...]] = {"form": self.forms}
         options |= {name: (None, *(x if feature in self.uses else ())) for name, (feature, x) in values.items()}
-        return options | {"slopes_per_batch": (False, True) if "batch_slopes" in self.uses else (False,)}
+        options |= {"slopes_per_batch": (False, True) if "batch_slopes" in self.uses else (False,)}
+        gradients = {"wrt": self.asked, "cotangent": self.cotangents}
+        return options | {name: values for name, values in gradients.items() if len(values) > 1}
 
     def cases(self) -> st.SearchStrategy[Case]:
         """Return what draws a case."""
@@ -83,9 +89,12 @@ class Family:
         return Case(size, seed=0, **{name: rng.choice(values) for name, values in self.options(size).items()})
 
 
-_OPTIONS = tuple(x.name for x in dataclasses.fields(Case) if x.name not in ("seed", "data"))
+_OF_GRADIENTS = ("wrt", "cotangent")
+_OPTIONS = tuple(x.name for x in dataclasses.fields(Case) if x.name not in ("seed", "data", *_OF_GRADIENTS))
 
 
 def _pairs(case: Case) -> set[tuple[Any, ...]]:
     """Return what of a case is other than data, two by two."""
-    return set(itertools.combinations([(name, getattr(case, name)) for name in _OPTIONS], 2))
+    options = [(name, getattr(case, name)) for name in _OPTIONS]
+    options += [(name, getattr(case, name)) for name in _OF_GRADIENTS if (case.wrt, case.cotangent) != (None, "random")]
+    return set(itertools.combinations(options, 2))

@@ -8,10 +8,12 @@ there to say so where the mistake is not in a call but between two.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +22,9 @@ from hypothesis import strategies as st
 
 import alibi_core
 from alibi_core._slopes import slope_values
-from alibi_core.conformance._caller import TENSORS, CallError
-from alibi_core.conformance._cases import FORMS, LONGER, PER_BATCH, Case, Sizes
+from alibi_core.conformance._adapter import MOST_TOKENS
+from alibi_core.conformance._caller import TENSORS, CallError, DepartureError
+from alibi_core.conformance._cases import COTANGENTS, FORMS, LONGER, PER_BATCH, Case, Sizes
 from alibi_core.conformance._data import DATA
 from alibi_core.conformance._family import SEEDS, Family
 from alibi_core.conformance._oracle import UNIT_ROUNDOFF, Answer, Rules, penalties
@@ -270,6 +273,63 @@ def long(trial: Trial) -> None:
     trial.for_cases(Family(long_sizes(trial), forms_of(trial), uses, ("normal", *DATA)), trial.attention)
 
 
+# Kernels have other paths, and tables other pages, beyond 8, 16, 32, 64 heads or batch entries, 64, 128, 256 features,
+# 256, 512, 1024, 2048 tokens, and with few queries: some case is beyond each, and few are, for compilers' sake.
+LARGE = (
+    Sizes(9, 9, 1, (20, 20), 72),
+    Sizes(1, 2, 9, (300, 300), 136),
+    Sizes(65, 1, 17, (3, 3), 8),
+    Sizes(1, 65, 1, (9, 9), 264),
+    Sizes(1, 2, 1, (1100, 1100), 8),
+    Sizes(2, 1, 3, (3, 1100), 16),
+    Sizes(1, 1, 1, (2100, 2100), 8),
+)
+WIDTHS = ("head_dim", "batch", "num_kv_heads", "group")
+LARGE_GRADIENTS = (Sizes(9, 3, 11, (20, 20), 136), Sizes(1, 2, 1, (1100, 1100), 8))
+
+
+def large_cases(trial: Trial, all_sizes: tuple[Sizes, ...]) -> Iterator[Case]:
+    """Yield cases of these sizes, as far as they are offered."""
+    for sizes in all_sizes:
+        if sizes.group > 1 and "grouped" not in trial.features:
+            sizes = dataclasses.replace(sizes, num_kv_heads=sizes.num_kv_heads * sizes.group, group=1)
+        if sizes.lengths[0] == sizes.lengths[1] or "lengths" in trial.features:
+            yield large_case(sizes, trial.seed)
+
+
+def large_case(sizes: Sizes, seed: int, form: str = "causal") -> Case:
+    """Return a case in which no key of some heads is too far away to count, and others have horizons."""
+    case = plain(sizes, form, seed=seed)
+    tensors = {name: case.arrays[name] / case.arrays[name].std() for name in TENSORS}
+    # The penalty of the farthest key is 4 in the first head, and so on; no two heads have the same slope.
+    falls = np.resize([4.0, 0.3 * sizes.lengths[1], 1.0, 0.0], case.num_heads) / sizes.lengths[1]
+    slopes = falls * np.linspace(1, 1.5, case.num_heads)
+    return case.with_arrays(**tensors, slopes=slopes.astype(np.float32).astype(np.float64))
+
+
+def narrowed(trial: Trial, case: Case, body: Callable[[Case], None]) -> None:
+    """Run ``body`` on a large case; if it raises, raise the error of one with a single large axis, if there is one."""
+    try:
+        body(case)
+    except DepartureError:
+        sizes = case.sizes
+        short = dataclasses.replace(PLAIN[1], lengths=(min(7, sizes.lengths[0]), 7))
+        single = [dataclasses.replace(short, **{name: getattr(sizes, name)}) for name in WIDTHS]
+        for one in (*single, Sizes(1, 1, 1, sizes.lengths, 4)):
+            with contextlib.suppress(CallError):
+                body(large_case(one, case.seed, case.form))
+        raise
+
+
+@law("attention")
+def large(trial: Trial) -> None:
+    """Attention is exact to rounding with many batch entries, heads, features or tokens, too."""
+    for case in large_cases(trial, LARGE):
+        narrowed(trial, case, trial.attention)
+    if "symmetric" in trial.features:
+        narrowed(trial, large_case(LARGE[-3], trial.seed, "symmetric"), trial.attention)
+
+
 @law("attention")
 def precision(trial: Trial) -> None:
     """A step of the bias counts at any distance: positions, distances and bias have float32's digits at least."""
@@ -345,8 +405,16 @@ def gradient_cases(trial: Trial) -> Family:
     return Family(sizes, forms_of(trial), trial.features - {"empty", "far"})
 
 
+def all_gradients(trial: Trial) -> tuple[str, ...]:
+    """Return the names of the gradients that are offered."""
+    has_slopes = "slope_gradients" in trial.features and trial.offer.takes("attention_grad", "slopes")
+    return (*TENSORS, "slopes", "future_slopes") if has_slopes else TENSORS
+
+
 def check_gradients(trial: Trial, names: tuple[str, ...]) -> None:
-    trial.for_cases(gradient_cases(trial), lambda case: trial.gradients(case, names))
+    # Where some gradients may be asked for, another law tries as many cases again.
+    share = 0.5 if "some_gradients" in trial.features else 1
+    trial.for_cases(gradient_cases(trial), lambda case: trial.gradients(case, names), share=share)
     for form in forms_of(trial):
         trial.for_all(st.just(plain(PLAIN[1], form)), lambda case: trial.gradients(case, names))
 
@@ -366,10 +434,40 @@ def slope_gradients(trial: Trial) -> None:
 @law("attention_grad")
 def long_gradients(trial: Trial) -> None:
     """So are all gradients in rows of several blocks."""
-    family = Family(long_sizes(trial), forms_of(trial), data=("normal", *DATA))
-    names = (*TENSORS, "slopes", "future_slopes") if "slope_gradients" in trial.features else TENSORS
+    family, names = Family(long_sizes(trial), forms_of(trial), data=("normal", *DATA)), all_gradients(trial)
     for name in DATA:
         trial.for_all(st.just(plain(long_sizes(trial)[0], data=name)), lambda case: trial.gradients(case, names))
+    trial.for_cases(family, lambda case: trial.gradients(case, names), share=0.5)
+
+
+@law("attention_grad")
+def large_gradients(trial: Trial) -> None:
+    """So are all gradients with many batch entries, heads, features or tokens."""
+    for case in large_cases(trial, LARGE_GRADIENTS):
+        narrowed(trial, case, lambda x: trial.gradients(x, all_gradients(trial)))
+
+
+ASKED = Sizes(2, 2, 1, (150, 150), 8)  # rows of several blocks, which compilers may treat otherwise than short ones
+
+
+@law("attention_grad")
+def cotangents(trial: Trial) -> None:
+    """All gradients are exact to rounding where grad_output is ones or zeros, or nothing but one row or one element."""
+    for cotangent in COTANGENTS:
+        trial.gradients(plain(ASKED, seed=trial.seed, cotangent=cotangent), all_gradients(trial))
+
+
+@law("attention_grad", "some_gradients")
+def some_gradients(trial: Trial) -> None:
+    """The gradients of some arguments alone are exact to rounding, whatever grad_output is."""
+    names = all_gradients(trial)[:4]
+    asked = (*((name,) for name in names), *itertools.combinations(names, 2), TENSORS)
+    for wrt in asked:
+        for cotangent in ("ones", "random", "one row", "one element") if len(wrt) == 1 else ("ones",):
+            trial.gradients(plain(ASKED, seed=trial.seed, cotangent=cotangent, wrt=wrt), wrt)
+    if "asymmetric" in trial.features and "slopes" in names:
+        trial.gradients(plain(PLAIN[1], "asymmetric", seed=trial.seed, wrt=("future_slopes",)), ("future_slopes",))
+    family = dataclasses.replace(gradient_cases(trial), asked=asked, cotangents=COTANGENTS)
     trial.for_cases(family, lambda case: trial.gradients(case, names), share=0.5)
 
 
@@ -392,27 +490,95 @@ def decodes_groups(trial: Trial) -> bool:
 def decoding(trial: Trial) -> None:
     """Decoding in steps equals attention to the whole, and sequences do not get into each other."""
 
-    def body(drawn: tuple[Case, int, list[int]]) -> None:
+    def body(drawn: tuple[Case, int, tuple[int, ...]]) -> None:
         case, other_seed, steps = drawn
-        both = [trial.fitted(x) for x in (case, dataclasses.replace(case, seed=other_seed))]
-        tolerance = trial.offer.tolerance
-        streams: list[tuple[Case, Answer, Any]] = [(x, trial.exact(x).output_without(tolerance), None) for x in both]
-        start = 0
-        for step in steps:
-            end = min(start + step, case.sizes.lengths[1])
-            for n, (stream, answer, cache) in enumerate(streams):
-                tensors = {name: stream.arrays[name][:, :, start:end] for name in TENSORS}
-                actual, cache = trial.caller.decode_step(tensors, stream.arrays["slopes"], cache)
-                streams[n] = stream, answer, cache
-                rows = Answer(answer.value[:, :, start:end], answer.budget[:, :, start:end])
-                inputs = f"{stream}, tokens {start} to {end - 1} of sequence {n}, steps of {steps}"
-                trial.compare("decode_step", inputs, actual, rows, stream, f"tokens {start}:{end}")
-            start = end
+        both = [Sequence.of(trial, x) for x in (case, dataclasses.replace(case, seed=other_seed))]
+        decode(trial, both, [steps, steps])
 
     cases = Family((PLAIN[1], *(GROUPED[:1] if decodes_groups(trial) else ()))).cases()
-    steps = st.sampled_from([[7], [3, 4], [4, 3], [3, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
+    steps = st.sampled_from([(7,), (3, 4), (4, 3), (3, 1, 1, 1, 1), (1,) * 7])
     trial.for_all(st.tuples(cases, SEEDS, steps), body)
-    body((plain(PLAIN[1]), 1, [1, 3, 3]))
+    body((plain(PLAIN[1]), 1, (1, 3, 3)))
+
+
+# A single step, a few tokens, a page, and a prefill that ends within one. Few, for compilers make a program of each.
+CHUNKS = (17, 64, 100)
+
+
+@law("decode_step")
+def long_decoding(trial: Trial) -> None:
+    """Decoding equals attention to the whole after several hundred tokens, too, however many come at a time."""
+    sizes = (
+        Sizes(1, 2, 2, (MOST_TOKENS, MOST_TOKENS), 32)
+        if decodes_groups(trial)
+        else Sizes(1, 3, 1, (MOST_TOKENS, MOST_TOKENS), 32)
+    )
+    usual, recalling = (Sequence.of(trial, x) for x in (plain(sizes, seed=trial.seed), recalled(sizes, trial.seed)))
+    rng = random.Random(trial.seed)
+    decode(trial, [recalling], [(1,) * MOST_TOKENS])
+    decode(
+        trial,
+        [recalling, usual],
+        [filled_steps((64, 64, 1, 64), rng), filled_steps((100, 1, 17, 100, 17, 100, 64, 100, 17), rng)],
+    )
+    for _ in range(round(trial.examples / 20)):
+        decode(trial, [usual, recalling], [filled_steps((), rng) for _ in range(2)])
+
+
+def recalled(sizes: Sizes, seed: int) -> Case:
+    """Return a sequence whose queries look for a few keys each, near and far, so that none of them can be missed.
+
+    Every 32nd key is the same, and the queries of a head look for one after the other: what is lost or moved is a
+    large part of what is found, also in dtypes of few digits.
+    """
+    case = plain(sizes, seed=seed)
+    (q_len, kv_len), width = sizes.lengths, sizes.head_dim
+    size = 4 * width**0.25  # a product of two, scaled, is 16
+    sought = np.arange(q_len) * 3 + 8 * np.arange(case.num_heads)[:, None]
+    query, key = (size * np.eye(width)[x % width] for x in (sought, np.arange(kv_len)))
+    slopes = np.resize(np.asarray([0, 2**-9, 0.03, 0.4], np.float32), case.num_heads).astype(np.float64)
+    tensors = {name: np.broadcast_to(x, case.arrays[name].shape).copy() for name, x in (("query", query), ("key", key))}
+    return case.with_arrays(**tensors, value=case.arrays["value"], slopes=slopes)
+
+
+def filled_steps(first: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
+    """Return steps that begin like this and go on at random, single ones and chunks, to the most tokens."""
+    steps = list(first)
+    while (rest := MOST_TOKENS - sum(steps)) > 0:
+        chunk = rng.choice((*CHUNKS, 0))
+        steps += [chunk] if 0 < chunk <= rest else [1] * min(rng.randint(1, 20), rest)
+    return tuple(steps)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """What is decoded, and what should come of it."""
+
+    case: Case
+    answer: Answer
+
+    @classmethod
+    def of(cls, trial: Trial, case: Case) -> Sequence:
+        case = trial.fitted(case)
+        return cls(case, trial.exact(case).output_without(trial.offer.tolerance))
+
+
+def decode(trial: Trial, sequences: list[Sequence], steps: list[tuple[int, ...]]) -> None:
+    """Decode sequences in these steps of each, by turns, and hold what comes of each step to the answer."""
+    caches: list[Any] = [None] * len(sequences)
+    for turn, number in itertools.product(range(max(map(len, steps))), range(len(sequences))):
+        sequence, own = sequences[number], steps[number][: turn + 1]
+        if len(own) <= turn:
+            continue
+        start, end = sum(own[:-1]), sum(own)
+        case, part = sequence.case, (..., slice(start, end), slice(None))
+        tensors = {name: case.arrays[name][part] for name in TENSORS}
+        actual, caches[number] = trial.caller.decode_step(tensors, case.arrays["slopes"], caches[number])
+        expected = Answer(sequence.answer.value[part], sequence.answer.budget[part])
+        runs = ((step, len(list(same))) for step, same in itertools.groupby(own))
+        words = " + ".join(f"{count} x {step}" if count > 1 else str(step) for step, count in runs)
+        inputs = f"{case}, tokens {start} to {end - 1} of sequence {number}, in steps of {words}"
+        trial.compare("decode_step", inputs, actual, expected, case, f"tokens {start}:{end}")
 
 
 # --- Conduct ----------------------------------------------------------------------------------------------------------
@@ -428,7 +594,7 @@ def conduct(trial: Trial) -> None:
 LAWS = (
     *(slopes, causal_bias, symmetric_bias),
     *(causal, lengths, offset, symmetric, asymmetric, grouped, window, segments, mask, batch_slopes, scale, combined),
-    *(long, precision, nowhere, empty, independent),
-    *(gradients, slope_gradients, long_gradients),
-    *(decoding, conduct),
+    *(long, large, precision, nowhere, empty, independent),
+    *(gradients, slope_gradients, long_gradients, large_gradients, cotangents, some_gradients),
+    *(decoding, long_decoding, conduct),
 )

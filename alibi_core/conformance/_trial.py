@@ -183,7 +183,8 @@ class Trial:
             return
         actual = self.caller.gradients(case)
         answers = case.gradients(self.offer.dtype, self.offer.tolerance, problem=problem)
-        for name in (x for x in names if x in answers and (self.offer.has_slopes or "slopes" not in x)):
+        names = tuple(x for x in names if x in answers and (case.wrt is None or x in case.wrt))
+        for name in (x for x in names if self.offer.has_slopes or "slopes" not in x):
             if name not in actual:
                 remark = f"attention_grad returned no gradient of {name}"
                 raise DepartureError(Evidence("attention_grad", str(case), None, answers[name], case, name, remark))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from alibi_jax._attention import attention
 from alibi_jax._cache import KVCache
 
 DTYPES = ("float32", "float16", "bfloat16")
+Fixed = tuple[tuple[str, bool | int | float], ...]
 
 
 def adapters() -> list[BackendAdapter]:
@@ -24,7 +25,7 @@ def adapters() -> list[BackendAdapter]:
     return [
         BackendAdapter(
             f"alibi_jax[{name}]",
-            Library(jnp, _array, _numpy, _gradients, jax.jit),
+            Library(jnp, _array, _numpy, functools.partial(_gradients, name), jax.jit),
             functools.partial(_attention, name),
             dtype=dtype,
             length_first=True,
@@ -43,26 +44,60 @@ def _numpy(array: jax.Array) -> np.ndarray[Any, Any]:
     return np.asarray(array.astype(jnp.float32) if array.dtype == jnp.bfloat16 else array)
 
 
-def _gradients(
-    function: Callable[..., jax.Array], arrays: Sequence[jax.Array], weight: jax.Array
-) -> Sequence[jax.Array]:
-    _, pull_back = jax.vjp(function, *arrays)
-    gradients: Sequence[jax.Array] = pull_back(weight)
-    return gradients
-
-
 def _attention(implementation: str, *tensors: jax.Array, **arguments: Any) -> jax.Array:
     """Attend as one program: each operation by itself would be compiled for each shape."""
-    fixed = {name: x for name, x in arguments.items() if isinstance(x, bool | int | float)}
-    arrays = {name: x for name, x in arguments.items() if name not in fixed}
-    result: jax.Array = _program(implementation, tuple(sorted(fixed.items())))(*tensors, **arrays)
+    fixed, arrays = _parted(arguments)
+    result: jax.Array = _program(implementation, fixed)(*tensors, **arrays)
     return result
 
 
+def _gradients(
+    implementation: str,
+    _: Callable[..., jax.Array],
+    arguments: Mapping[str, Any],
+    wrt: tuple[str, ...],
+    weight: jax.Array | float,
+) -> Sequence[jax.Array]:
+    """Differentiate in one program, forward and backward, in which a weight that is a number is a constant."""
+    fixed, arrays = _parted(arguments)
+    asked = [arrays.pop(name) for name in wrt]
+    if isinstance(weight, jax.Array):
+        gradients: Sequence[jax.Array] = _gradient_program(implementation, fixed, wrt)(asked, arrays, weight)
+    else:
+        gradients = _gradient_program(implementation, fixed, wrt, weight)(asked, arrays)
+    return gradients
+
+
+def _parted(arguments: Mapping[str, Any]) -> tuple[Fixed, dict[str, Any]]:
+    """Return the arguments that a program is made for, and those that it is called with."""
+    fixed = {name: x for name, x in arguments.items() if isinstance(x, bool | int | float)}
+    return tuple(sorted(fixed.items())), {name: x for name, x in arguments.items() if name not in fixed}
+
+
 @functools.cache
-def _program(implementation: str, fixed: tuple[tuple[str, bool | int | float], ...]) -> Callable[..., jax.Array]:
+def _program(implementation: str, fixed: Fixed) -> Callable[..., jax.Array]:
     """Return attention with these arguments, compiled once for each shape of the others."""
     return jax.jit(functools.partial(attention, implementation=implementation, **dict(fixed)))
+
+
+@functools.cache
+def _gradient_program(
+    implementation: str, fixed: Fixed, wrt: tuple[str, ...], constant: float | None = None
+) -> Callable[..., Sequence[jax.Array]]:
+    """Return the same for gradients by what ``wrt`` names: of a function of those, the others and the weight."""
+
+    def gradients(
+        asked: Sequence[jax.Array], others: dict[str, Any], weight: jax.Array | None = None
+    ) -> Sequence[jax.Array]:
+        def function(*asked: jax.Array) -> jax.Array:
+            arguments = {**others, **dict(fixed), **dict(zip(wrt, asked, strict=True))}
+            return attention(**arguments, implementation=implementation)
+
+        result, pull_back = jax.vjp(function, *asked)
+        found: Sequence[jax.Array] = pull_back(jnp.full_like(result, constant) if weight is None else weight)
+        return found
+
+    return jax.jit(gradients)
 
 
 def _decode_step(

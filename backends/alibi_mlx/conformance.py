@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -40,8 +40,17 @@ def _numpy(array: mx.array) -> np.ndarray[Any, Any]:
     return np.array(array.astype(mx.float32) if array.dtype == mx.bfloat16 else array)
 
 
-def _gradients(function: Callable[..., mx.array], arrays: Sequence[mx.array], weight: mx.array) -> Sequence[mx.array]:
-    _, gradients = mx.vjp(lambda *x: [function(*x)], list(arrays), [weight])
+def _gradients(
+    function: Callable[..., mx.array], arguments: Mapping[str, Any], wrt: tuple[str, ...], weight: mx.array | float
+) -> Sequence[mx.array]:
+    query = arguments["query"]
+    if not isinstance(weight, mx.array):  # without memory of its own, as the gradient of a sum is
+        weight = mx.broadcast_to(mx.array(weight, query.dtype), query.shape)
+
+    def result(*asked: mx.array) -> list[mx.array]:
+        return [function(**{**arguments, **dict(zip(wrt, asked, strict=True))})]
+
+    _, gradients = mx.vjp(result, [arguments[name] for name in wrt], [weight])
     return gradients
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,10 +46,14 @@ def _numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def _gradients(function: Callable[..., Tensor], tensors: Sequence[Tensor], weight: Tensor) -> Sequence[Tensor]:
-    for tensor in tensors:
-        tensor.requires_grad_()
-    return torch.autograd.grad(function(*tensors), tensors, weight)
+def _gradients(
+    function: Callable[..., Tensor], arguments: Mapping[str, Any], wrt: tuple[str, ...], weight: Tensor | float
+) -> Sequence[Tensor]:
+    asked = [arguments[name].requires_grad_() for name in wrt]
+    result = function(**arguments)
+    if not isinstance(weight, Tensor):  # without memory of its own, as the gradient of a sum is
+        weight = result.new_tensor(weight).expand_as(result)
+    return torch.autograd.grad(result, asked, weight)
 
 
 @torch.no_grad()

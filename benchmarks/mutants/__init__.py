@@ -10,6 +10,7 @@ from benchmarks.mutants import (
     decoding,
     gradients,
     heads,
+    large,
     positions,
     precision,
     slopes,
@@ -18,7 +19,7 @@ from benchmarks.mutants import (
 from benchmarks.mutants._mutant import Mutant
 from benchmarks.mutants.reference import Blockwise, Reference
 
-_MODULES = (slopes, bias, positions, visibility, heads, precision, blocks, gradients, decoding, conduct)
+_MODULES = (slopes, bias, positions, visibility, heads, large, precision, blocks, gradients, decoding, conduct)
 MUTANTS: tuple[Mutant, ...] = tuple(x for module in _MODULES for x in vars(module).values() if isinstance(x, Mutant))
 
 __all__ = ["MUTANTS", "Blockwise", "Mutant", "Reference"]

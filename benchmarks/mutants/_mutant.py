@@ -18,7 +18,8 @@ class Mutant:
         adapter: The class; each trial takes a new object.
         laws: Those by which it ought to be killed, some or all.
         expected: Regular expression of what a diagnosis has to say to be right; it is found in any case of letters.
-        is_diagnosable: Whether the kit names the mistake; where it does not, it says where results are wrong.
+        is_diagnosable: Whether tests hold the kit to naming the mistake; elsewhere it may but say where results are
+            wrong, or take long.
     """
 
     name: str

@@ -228,3 +228,112 @@ class KeysDetached(Reference):
 
     def grad_key(self, call: Call, grad_scores: Array) -> Array:
         return 0 * super().grad_key(call, grad_scores)
+
+
+# --- By what is asked for, and by what of the result counts -----------------------------------------------------------
+
+ASKED_FOR = "asked for"
+
+
+class _Sometimes(Reference):
+    """Gradients that are wrong in some calls only: without the row mean."""
+
+    def is_wrong(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
+        raise NotImplementedError
+
+    def grads(self, call: Call, grad_output: Array, wrt: tuple[str, ...] | None) -> dict[str, Array]:
+        asked = ("query", "key", "value", "slopes", "future_slopes") if wrt is None else wrt
+        self.lacks_mean = self.is_wrong(call, grad_output, asked)
+        return super().grads(call, grad_output, wrt)
+
+    def grad_scores(self, call: Call, weights: Array, grad_output: Array) -> Array:
+        if not self.lacks_mean:
+            return super().grad_scores(call, weights, grad_output)
+        return weights * (grad_output @ self.grouped(call, call.value).swapaxes(-1, -2))
+
+
+@mutant("some_gradients", expected=ASKED_FOR)
+class QueryGradientWrongByItself(_Sometimes):
+    """The gradient of queries is wrong where it alone is asked for."""
+
+    def is_wrong(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
+        return wrt == ("query",)
+
+
+@mutant("some_gradients", expected=ASKED_FOR + ".*(ones|constant)")
+class ConstantCotangentMiscompiled(_Sometimes):
+    """In rows of 64 tokens or more, the gradient of queries or keys alone is wrong where grad_output is constant."""
+
+    def is_wrong(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
+        is_constant = bool((grad_output == grad_output.flat[0]).all())
+        return is_constant and wrt in (("query",), ("key",)) and call.lengths[1] >= 64
+
+
+@mutant("some_gradients", expected=ASKED_FOR)
+class KeyGradientWrongWithoutThatOfValues(_Sometimes):
+    """The gradient of keys is wrong where that of values, which the same kernel computes, is not asked for."""
+
+    def is_wrong(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
+        return "key" in wrt and "value" not in wrt
+
+
+@mutant("some_gradients", expected=ASKED_FOR)
+class MeanLostWithoutSlopeGradients(_Sometimes):
+    """The row mean is computed where the gradient of slopes, for which it was written, is asked for."""
+
+    def is_wrong(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
+        return not any("slopes" in name for name in wrt)
+
+
+@mutant("some_gradients", expected=ASKED_FOR)
+class SlopeGradientWrongByItself(_Sometimes):
+    """The gradient of slopes is wrong where it alone is asked for."""
+
+    def is_wrong(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
+        return all("slopes" in name for name in wrt)
+
+
+@mutant("some_gradients", expected=ASKED_FOR)
+class SlopeGradientWrongWithThatOfQueries(_Sometimes):
+    """Gradients are wrong where those of queries and slopes are asked for, and no others."""
+
+    def is_wrong(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
+        return wrt == ("query", "slopes")
+
+
+@mutant("cotangents", expected="grad_output is (all )?(ones|constant)")
+class ConstantCotangentReadByStrides(Reference):
+    """A constant grad_output, which is one number with strides of 0, is read as if all of it were there."""
+
+    def grads(self, call: Call, grad_output: Array, wrt: tuple[str, ...] | None) -> dict[str, Array]:
+        if (grad_output == grad_output.flat[0]).all():
+            grad_output = grad_output * (np.arange(grad_output.size) == 0).reshape(grad_output.shape)
+        return super().grads(call, grad_output, wrt)
+
+
+@mutant("cotangents", expected="NaN.*grad_output is (all )?zeros")
+class NanGradientOfZeros(Reference):
+    """Gradients are divided by the largest element of grad_output, and multiplied by it in the end."""
+
+    def grads(self, call: Call, grad_output: Array, wrt: tuple[str, ...] | None) -> dict[str, Array]:
+        largest = np.abs(grad_output).max(initial=0)
+        with np.errstate(invalid="ignore"):
+            return {name: x * largest for name, x in super().grads(call, grad_output / largest, wrt).items()}
+
+
+@mutant("cotangents", expected="grad_output is .*one row")
+class BlocksOfQueriesSkipped(Reference):
+    """Blocks of queries are taken to count nothing if their first row has no gradient."""
+
+    def grads(self, call: Call, grad_output: Array, wrt: tuple[str, ...] | None) -> dict[str, Array]:
+        first = np.arange(call.lengths[0]) // 16 * 16
+        counts = (grad_output[:, :, first] != 0).any(axis=-1, keepdims=True)
+        return super().grads(call, grad_output * counts, wrt)
+
+
+@mutant("cotangents", expected="grad_output is .*one element")
+class RowsWithoutFirstFeatureSkipped(Reference):
+    """Rows are taken to have no gradient if that of their first feature is zero."""
+
+    def grads(self, call: Call, grad_output: Array, wrt: tuple[str, ...] | None) -> dict[str, Array]:
+        return super().grads(call, grad_output * (grad_output[..., :1] != 0), wrt)

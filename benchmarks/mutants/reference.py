@@ -98,19 +98,13 @@ class Reference:
         segment_ids: tuple[Array, Array] | None = None,
         mask: Array | None = None,
         scale: float | None = None,
+        wrt: tuple[str, ...] | None = None,
     ) -> dict[str, Array]:
         call = self.call(
             query, key, value, slopes, is_causal, q_offset, future_slopes, window_size, segment_ids, mask, scale
         )
-        grad_output = grad_output.astype(self.working_dtype)
-        weights = self.weights(call)
-        grad_scores = self.grad_scores(call, weights, grad_output)
-        grads = {
-            "query": self.stored(self.grad_query(call, grad_scores)),
-            "key": self.stored(self.grad_key(call, grad_scores)),
-            "value": self.stored(self.grad_value(call, weights, grad_output)),
-        }
-        return grads | self.grad_both_slopes(call, grad_scores)
+        grads = self.grads(call, grad_output.astype(self.working_dtype), wrt)
+        return {name: x for name, x in grads.items() if wrt is None or name in wrt}
 
     def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
         if cache is None:
@@ -230,6 +224,17 @@ class Reference:
         return self.weights(call) @ self.grouped(call, call.value)
 
     # --- Steps of the backward pass -----------------------------------------------------------------------------------
+
+    def grads(self, call: Call, grad_output: Array, wrt: tuple[str, ...] | None) -> dict[str, Array]:
+        """Return all gradients, of which those that ``wrt`` names will be kept."""
+        weights = self.weights(call)
+        grad_scores = self.grad_scores(call, weights, grad_output)
+        grads = {
+            "query": self.stored(self.grad_query(call, grad_scores)),
+            "key": self.stored(self.grad_key(call, grad_scores)),
+            "value": self.stored(self.grad_value(call, weights, grad_output)),
+        }
+        return grads | self.grad_both_slopes(call, grad_scores)
 
     def grad_scores(self, call: Call, weights: Array, grad_output: Array) -> Array:
         grad_weights = grad_output @ self.grouped(call, call.value).swapaxes(-1, -2)

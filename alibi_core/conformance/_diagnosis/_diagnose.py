@@ -19,6 +19,7 @@ from alibi_core.conformance._diagnosis._observation import Observation
 from alibi_core.conformance._diagnosis._probes import long_probes, make_case, observe, observed_failures, short_probes
 from alibi_core.conformance._diagnosis._readings import Reading
 from alibi_core.conformance._diagnosis._search import Search, contract_that_explains, rounded_scores
+from alibi_core.conformance._diagnosis._sizes import TOKENS, WIDTHS, beyond_sizes
 from alibi_core.conformance._diagnosis._slopes import diagnose_slopes
 from alibi_core.conformance._diagnosis._state import stale
 from alibi_core.conformance._oracle import UNIT_ROUNDOFF
@@ -77,6 +78,8 @@ def _of_attention(caller: Caller, features: frozenset[str], failures: Sequence[E
     offer = caller.offer
     if not _is_repeatable(caller):
         return [Diagnosis("not repeatable", "The same call gives different results: something is drawn, or never set.")]
+    if failures and (beyond := beyond_sizes(caller, "attention", features, failures, WIDTHS)):
+        return beyond
     observations = _made(observe(caller, case) for case in short_probes(offer, features))
     observations += _made(observe(caller, case, rows) for case, rows in long_probes(offer, features))
     found = list(observed_failures(failures, offer.dtype, offer.tolerance))[:MOST_FAILURES]
@@ -92,6 +95,10 @@ def _of_attention(caller: Caller, features: frozenset[str], failures: Sequence[E
         search.run(observations)
     if search.unexplained and not kept:
         kept = stale(caller, features, lambda x: search.reading(search.found, x))
+    if failures and not (kept or search.found):
+        beyond = beyond_sizes(caller, "attention", features, failures, TOKENS)
+        if beyond:
+            return beyond
     return _told(kept) + told(search, silent=bool(kept))
 
 
@@ -115,11 +122,15 @@ def _of_lengths_of_their_own(observations: Iterable[Observation]) -> Iterator[Ob
 
 
 def _of_gradients(caller: Caller, features: frozenset[str], failures: Sequence[Evidence]) -> list[Diagnosis]:
+    offer = caller.offer
+    base = _gradients.base_gradients(offer.contract, offer.dtype, has_slopes=offer.has_slopes)
+    if failures and (found := _gradients.circumstances(caller, failures, base)):
+        return found
+    if failures and (found := beyond_sizes(caller, "attention_grad", features, failures, WIDTHS)):
+        return found
     cases = _gradients.gradient_probes(caller, features)
     has_slopes = "slope_gradients" in features
     observations = _made(_gradients.observe_gradients(caller, x, slopes=has_slopes) for x in cases)
-    offer = caller.offer
-    base = _gradients.base_gradients(offer.contract, offer.dtype, has_slopes=offer.has_slopes)
     search = Search(GRADIENTS, base, _no_estimates, time.thread_time() + SECONDS)
     if not contract_that_explains(search, observations, _departures.CONTRACTS):
         search.run(observations)
@@ -130,7 +141,8 @@ def _of_gradients(caller: Caller, features: frozenset[str], failures: Sequence[E
     is_recomputed = any(x.departure.key == FORWARD_RIGHT for x in search.found)
     result = [x for x in told(search) if x.key != FORWARD_RIGHT]
     if failures and not (result or missing):
-        return _told(rounded_scores(search, observations))
+        beyond = beyond_sizes(caller, "attention_grad", features, failures, TOKENS)
+        return beyond or _told(rounded_scores(search, observations))
     if is_recomputed:
         result = [dataclasses.replace(x, sentence=f"In the gradients alone: {x.sentence}") for x in result]
     return missing + result

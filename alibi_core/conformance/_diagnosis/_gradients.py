@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from alibi_core.conformance._caller import Caller, CallError
+from alibi_core.conformance._caller import Caller, CallError, Evidence
 from alibi_core.conformance._cases import Case
 from alibi_core.conformance._diagnosis._observation import Observation, conditions_of
 from alibi_core.conformance._diagnosis._probes import FLAT, STEEP, as_slopes, case_with_slopes, make_case
 from alibi_core.conformance._diagnosis._reading_gradients import GradientReading
 from alibi_core.conformance._oracle import Answer, rounded
+from alibi_core.conformance._report import Diagnosis
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,52 @@ def gradient_probes(caller: Caller, features: frozenset[str]) -> Iterator[Case]:
     if {"nowhere", "lengths"} <= features:
         yield make((9, 5))
     yield make((150, 150), num_heads=2, batch=1, slopes=FLAT)
+
+
+def circumstances(caller: Caller, failures: Sequence[Evidence], base: GradientReading) -> list[Diagnosis]:
+    """Return which gradients are asked for, and what ``grad_output`` is, where nothing else is wrong.
+
+    Nothing, if there is a failure that is no matter of those.
+    """
+    found = []
+    for x in failures:
+        if x.case is None or (x.case.wrt is None and x.case.cotangent == "random"):
+            return []
+
+        def is_right(case: Case) -> bool:
+            observation = observe_gradients(caller, case, slopes=True)
+            return observation is not None and observation.excess(base) <= 1
+
+        whole, random = asked_otherwise(x.case, wrt=None), asked_otherwise(x.case, cotangent="random")
+        if not is_right(asked_otherwise(whole, cotangent="random")):
+            return []
+        by_wrt = x.case.wrt is not None and is_right(whole)
+        by_cotangent = x.case.cotangent != "random" and is_right(random)
+        conditions = []
+        if x.case.wrt is not None and (by_wrt or not by_cotangent):
+            conditions.append(f"no gradients but those of {' and '.join(x.case.wrt)} are asked for")
+        if x.case.cotangent != "random" and (by_cotangent or not by_wrt):
+            conditions.append(f"grad_output is {_WORDS[x.case.cotangent]}")
+        is_nan = x.actual is not None and bool(np.isnan(x.actual).any())
+        sentence = f"The gradient of {x.part} is {'NaN' if is_nan else 'wrong'} where {' and '.join(conditions)}."
+        found.append(Diagnosis("gradients in some calls", sentence))
+    return found
+
+
+_WORDS = {
+    "ones": "all ones",
+    "zeros": "all zeros",
+    "one row": "zero but for one row",
+    "one element": "zero but for one element",
+}
+
+
+def asked_otherwise(case: Case, **changes: Any) -> Case:
+    """Return the case with another ``wrt`` or ``cotangent``."""
+    changed = replace(case, **changes)
+    arrays = case.arrays | {"cotangent": changed.arrays["cotangent"]}
+    changed.__dict__.update(arrays=arrays, arguments=case.arguments)  # where cached_property keeps its values
+    return changed
 
 
 def base_gradients(contract: str, dtype: str, *, has_slopes: bool) -> GradientReading:
