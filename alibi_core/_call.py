@@ -8,6 +8,7 @@ from typing import Any
 
 from alibi_core import _checks
 from alibi_core._bias import linear_bias, place_slopes, relative_positions, with_head_axis, working_dtype
+from alibi_core._mask import check_mask
 from alibi_core._namespace import arange, asarray, device_of, namespace_of
 from alibi_core._typing import Array, Device, DType, Namespace
 
@@ -104,9 +105,8 @@ class AttentionCall:
         if window_size is not None:
             window_size = min(_checks.non_negative_int("window_size", window_size), _checks.MAX_POSITION)
         if mask is not None:
-            scores = (*batch, sizes["num_heads"], sizes["q_len"], sizes["kv_len"])
-            axes = ", ".join([*_batch_axes(batch), "num_heads", "q_len", "kv_len"])
-            _checks.broadcastable("mask", _checks.bool_array(xp, "mask", mask).shape, scores, axes)
+            scores = {name: sizes[name] for name in ("num_heads", "q_len", "kv_len")}
+            check_mask(xp, mask, dict(zip(_batch_axes(batch), batch, strict=True)), scores)
         return cls(
             xp=xp,
             **sizes,

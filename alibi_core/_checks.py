@@ -127,15 +127,6 @@ def integer_array(xp: Namespace, name: str, value: Any) -> Any:
     return value
 
 
-def bool_array(xp: Namespace, name: str, value: Any) -> Any:
-    if not xp.isdtype(array(name, value).dtype, "bool"):
-        raise TypeError(
-            f"{name} must be boolean (True where a query may attend), got {value.dtype}; "
-            f"of an additive one, {name} == 0 makes it"
-        )
-    return value
-
-
 def slopes_shape(name: str, slopes: Any, num_heads: int, batch: tuple[int, ...] = ()) -> None:
     """Check for ``[num_heads]`` or ``[*batch, num_heads]``."""
     shape = tuple(slopes.shape)
@@ -158,10 +149,14 @@ def slopes_values(name: str, slopes: Any, *, allow_negative: bool) -> None:
         )
 
 
+def broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    padded = (1,) * (len(target) - len(shape)) + tuple(shape)
+    return len(shape) <= len(target) and all(n in (1, m) for n, m in zip(padded, target, strict=True))
+
+
 def broadcastable(name: str, shape: tuple[int, ...], target: tuple[int, ...], axes: str) -> None:
     """Check that ``shape`` broadcasts to ``target``, whose axes are called ``axes`` in the message."""
-    padded = (1,) * (len(target) - len(shape)) + tuple(shape)
-    if len(shape) > len(target) or any(n not in (1, m) for n, m in zip(padded, target, strict=True)):
+    if not broadcasts(shape, target):
         raise ValueError(f"{name} must broadcast to {target} ({axes}), got {tuple(shape)}")
 
 
