@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from alibi_core._checks import broadcastable, broadcasts
-from alibi_core._namespace import host_values, library_name
+from alibi_core._namespace import host_values, is_kind, library_name
 from alibi_core._typing import Namespace
 
 _AS_BOOLEANS = {
@@ -37,7 +37,7 @@ def check_mask(xp: Namespace, mask: Any, batch: dict[str, int], scores: dict[str
         batch: Sizes of the batch axes, by name.
         scores: Those of ``num_heads``, ``q_len`` and ``kv_len``.
     """
-    if not xp.isdtype(mask.dtype, "bool"):
+    if not is_kind(xp, mask.dtype, "bool"):
         raise TypeError(f"mask must be boolean (True where a query may look), got {mask.dtype}; {_remedy(xp, mask)}")
     shape, target = tuple(mask.shape), (*batch.values(), *scores.values())
     axes = [*batch, *scores]
