@@ -45,7 +45,9 @@ def attention(
             counted along the row: within a sequence whose ids stand together they are what they would be alone. A pair
             ``(queries, keys)`` where queries are only some of the row's tokens.
         window_size: Mask keys farther than this many tokens.
-        mask: Booleans, True where a query may look, that broadcast to ``[..., num_heads, q_len, kv_len]``.
+        mask: Booleans, True where a query may look, that broadcast to ``[..., num_heads, q_len, kv_len]``. A mask of
+            tokens, ``[batch, kv_len]``, is ``mask[:, None, None, :]``. Where sizes agree so that a mask of two or three
+            axes might be meant as one of ``[batch, kv_len]`` or ``[batch, q_len, kv_len]``, it is refused.
         scale: Factor of the scores. Default ``head_dim ** -0.5``. The bias is not scaled.
         allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
 

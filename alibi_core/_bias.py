@@ -12,8 +12,9 @@ from alibi_core._namespace import (
     astype,
     computes_eagerly_without_gradients,
     device_of,
-    lacks_64_bits,
+    known_device,
     namespace_of,
+    signed,
 )
 from alibi_core._slopes import slope_values
 from alibi_core._typing import Array, Device, DType, Namespace
@@ -222,7 +223,8 @@ def bias_from_positions(
     relative = with_head_axis(relative_positions(xp, q_positions, kv_positions))
     visible = relative <= 0 if is_causal else None
     if q_segment_ids is not None and kv_segment_ids is not None:
-        same = with_head_axis(q_segment_ids[..., :, None] == kv_segment_ids[..., None, :])
+        q_ids, kv_ids = (signed(xp, ids) for ids in (q_segment_ids, kv_segment_ids))  # PyTorch compares no others
+        same = with_head_axis(q_ids[..., :, None] == kv_ids[..., None, :])
         visible = same if visible is None else xp.logical_and(visible, same)  # as in AttentionCall.visible
     if rule.is_key_only:
         return _masked(xp, _contract_row(xp, rule, placed, kv_positions, dtype), visible)
@@ -282,7 +284,7 @@ def key_bias(
 
 def _contract_row(xp: Namespace, rule: Contract, slopes: Any, kv_positions: Any, dtype: DType) -> Any:
     """Return a key-only contract's bias of every key, ``[..., num_heads, 1, kv_len]``, in the dtype the model adds."""
-    kv_positions = _signed(xp, kv_positions)
+    kv_positions = signed(xp, kv_positions)
     counts = kv_positions - (kv_positions.shape[-1] - 1) if rule.counts_from == "last key" else kv_positions
     return astype(xp, rule.row(xp, slopes, counts), dtype)
 
@@ -294,13 +296,7 @@ def _masked(xp: Namespace, row: Any, visible: Any) -> Any:
 
 def relative_positions(xp: Namespace, q_positions: Any, kv_positions: Any) -> Any:
     """Return ``kv_positions[j] - q_positions[i]``, ``[..., q_len, kv_len]``: negative for keys before the query."""
-    return _signed(xp, kv_positions)[..., None, :] - _signed(xp, q_positions)[..., :, None]
-
-
-def _signed(xp: Namespace, positions: Any) -> Any:
-    """Return positions in a type that holds their differences, if the library has one that does."""
-    needs_int64 = str(positions.dtype).rpartition(".")[2] in ("int64", "uint32", "uint64")
-    return astype(xp, positions, xp.int64 if needs_int64 and not lacks_64_bits(xp) else xp.int32)
+    return signed(xp, kv_positions)[..., None, :] - signed(xp, q_positions)[..., :, None]
 
 
 def linear_bias(
@@ -357,29 +353,31 @@ def _resolve(
     """Check slopes and place them: namespace, slopes and future slopes in the product's dtype, result dtype, device."""
     _checks.direction(is_causal, future_slopes)
     _checks.boolean("allow_negative_slopes", allow_negative)
-    given = {"slopes": slopes, "future_slopes": future_slopes}
-    arrays = {name: value for name, value in given.items() if value is not None and not _checks.is_int(value)}
-    for name, value in arrays.items():
-        _checks.array(name, value)
+    given = {"slopes": slopes} | ({} if future_slopes is None else {"future_slopes": future_slopes})
+    arrays = {name: _checks.array(name, value) for name, value in given.items() if not _checks.is_int(value)}
     xp = namespace_of(*arrays.values(), xp=xp)
+    known_device(xp, device)
     for name, value in arrays.items():
         if _checks.floating_array(xp, name, value).ndim < 1 or value.shape[-1] < 1:
             raise ValueError(
                 f"{name} must have shape (..., num_heads) with at least one head, got {tuple(value.shape)}"
             )
-        _checks.slopes_values(name, value, allow_negative=allow_negative)
     if dtype is None:
         dtype = next((value.dtype for value in arrays.values()), xp.float32)
     rule.check_dtype(xp, _checks.floating_dtype(xp, "dtype", dtype))
+    working = xp.float32 if rule.is_key_only else working_dtype(xp, dtype)
+    for name, value in arrays.items():
+        _checks.slopes_values(name, value, allow_negative=allow_negative, working=working)
     for name, value in arrays.items():
         place = device_of(xp, value)
         device = place if device is None else device
         if place is not None and str(place) != str(device):
             raise ValueError(f"{name} must be on the device of the result, {device}, got {place}")
-    working = xp.float32 if rule.is_key_only else working_dtype(xp, dtype)
     resolved = place_slopes(xp, slopes, working, device, contract=rule.name)
     if future_slopes is None:
         return xp, resolved, None, dtype, device
+    if _checks.is_int(future_slopes):
+        _checks.slopes_count("future_slopes", future_slopes, resolved.shape[-1], "")
     future = place_slopes(xp, future_slopes, working, device)
     if tuple(future.shape) not in (tuple(resolved.shape), tuple(resolved.shape[-1:])):
         raise ValueError(

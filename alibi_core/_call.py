@@ -8,7 +8,8 @@ from typing import Any
 
 from alibi_core import _checks
 from alibi_core._bias import linear_bias, place_slopes, relative_positions, with_head_axis, working_dtype
-from alibi_core._namespace import arange, asarray, astype, device_of, namespace_of
+from alibi_core._mask import check_mask
+from alibi_core._namespace import arange, asarray, astype, device_of, floating_name, namespace_of, signed
 from alibi_core._typing import Array, Device, DType, Namespace
 
 HEADS_FIRST = ("heads", "length", "head_dim")
@@ -37,7 +38,7 @@ class AttentionCall:
     slopes: Any  # [num_heads] or [*batch, num_heads], working_dtype
     future_slopes: Any | None  # likewise; None means slopes
     is_causal: bool
-    q_offset: Any  # int, or an integer array [] or [*batch]
+    q_offset: Any  # int, or an int32 array [] or [*batch]
     q_segment_ids: Any | None  # [..., q_len]
     kv_segment_ids: Any | None  # [..., kv_len]
     window_size: int | None
@@ -94,7 +95,7 @@ class AttentionCall:
         _checks.direction(is_causal, future_slopes)
         _checks.boolean("allow_negative_slopes", allow_negative_slopes)
         placed = [
-            None if given is None else _slopes(xp, name, given, sizes, allow_negative_slopes, working, device)
+            None if given is None else _slopes(xp, name, given, sizes, layout, allow_negative_slopes, working, device)
             for name, given in (
                 ("slopes", sizes["num_heads"] if slopes is None else slopes),
                 ("future_slopes", future_slopes),
@@ -102,11 +103,10 @@ class AttentionCall:
         ]
         q_segment_ids, kv_segment_ids = _segment_ids(xp, segment_ids, sizes)
         if window_size is not None:
-            window_size = min(_checks.non_negative_int("window_size", window_size), _checks.MAX_POSITION)
+            window_size = _checks.window(window_size)
         if mask is not None:
-            scores = (*batch, sizes["num_heads"], sizes["q_len"], sizes["kv_len"])
-            axes = ", ".join([*_batch_axes(batch), "num_heads", "q_len", "kv_len"])
-            _checks.broadcastable("mask", _checks.bool_array(xp, "mask", mask).shape, scores, axes)
+            scores = {name: sizes[name] for name in ("num_heads", "q_len", "kv_len")}
+            check_mask(xp, mask, dict(zip(_batch_axes(batch), batch, strict=True)), scores)
         return cls(
             xp=xp,
             **sizes,
@@ -121,7 +121,7 @@ class AttentionCall:
             kv_segment_ids=kv_segment_ids,
             window_size=window_size,
             mask=mask,
-            scale=sizes["head_dim"] ** -0.5 if scale is None else _checks.real_number("scale", scale),
+            scale=sizes["head_dim"] ** -0.5 if scale is None else _scale(scale, working),
             tolerance=None if tolerance is None else _checks.non_negative_number("tolerance", tolerance),
         )
 
@@ -156,7 +156,7 @@ class AttentionCall:
     def nearest_keys(self) -> Any:
         """Return how far the nearest key that each query may look at is, in tokens; -1 for a query that has none.
 
-        int32 (int64 where the offset is), ``[q_len]``, or with the axes ``[..., num_heads or 1, q_len]`` before it that
+        int32, ``[q_len]``, or with the axes ``[..., num_heads or 1, q_len]`` before it that
         it varies along. Only where there are a mask or segments does it take time and memory in proportion to
         ``q_len * kv_len``.
         """
@@ -360,8 +360,8 @@ def _common_device(xp: Namespace, arrays: dict[str, Any]) -> Device | None:
 
 def _tensor_sizes(xp: Namespace, query: Any, key: Any, value: Any, layout: tuple[str, str, str]) -> dict[str, Any]:
     tensors = {"query": query, "key": key, "value": value}
-    shapes = {name: tuple(_checks.floating_array(xp, name, tensor).shape) for name, tensor in tensors.items()}
-    axes = "[..., " + ", ".join(layout) + "]"
+    shapes = {name: tuple(_checks.tensor(xp, name, tensor).shape) for name, tensor in tensors.items()}
+    axes = _axes(layout)
     for name, shape in shapes.items():
         if len(shape) < 3:
             raise ValueError(f"{name} must have axes {axes}, got shape {shape}")
@@ -379,7 +379,9 @@ def _tensor_sizes(xp: Namespace, query: Any, key: Any, value: Any, layout: tuple
     if q["head_dim"] < 1:
         raise ValueError(f"head_dim must be at least 1, got query of shape {shapes['query']} {axes}")
     if q["heads"] < 1 or kv["heads"] < 1 or q["heads"] % kv["heads"]:
-        raise ValueError(f"num_kv_heads must divide num_heads, got {kv['heads']} (key) and {q['heads']} (query)")
+        raise ValueError(
+            f"num_kv_heads must divide num_heads, got {kv['heads']} (key) and {q['heads']} (query) of axes {axes}"
+        )
     return {
         "batch": batch,
         "num_heads": q["heads"],
@@ -395,16 +397,17 @@ def _slopes(
     name: str,
     slopes: Any,
     sizes: dict[str, Any],
+    layout: tuple[str, str, str],
     allow_negative: bool,
     dtype: DType,
     device: Device | None,
 ) -> Any:
     if _checks.is_int(slopes):
-        if _checks.positive_int(name, slopes) != sizes["num_heads"]:
-            raise ValueError(f"{name} must count the heads of query, {sizes['num_heads']}, got {slopes}")
+        _checks.slopes_count(name, slopes, sizes["num_heads"], _axes(layout))
     else:
-        _checks.slopes_shape(name, _checks.floating_array(xp, name, slopes), sizes["num_heads"], sizes["batch"])
-        _checks.slopes_values(name, slopes, allow_negative=allow_negative)
+        _checks.floating_array(xp, name, slopes)
+        _checks.slopes_shape(name, slopes, sizes["num_heads"], sizes["batch"], _axes(layout))
+        _checks.slopes_values(name, slopes, allow_negative=allow_negative, working=dtype)
     return place_slopes(xp, slopes, dtype, device)
 
 
@@ -424,7 +427,10 @@ def _segment_ids(xp: Namespace, segment_ids: Any, sizes: dict[str, Any]) -> tupl
         _checks.broadcastable("segment_ids", shape, (*sizes["batch"], length), axes)
         if not shape or shape[-1] != length:
             raise ValueError(f"segment_ids must end in the axis {name}, {length}, got shape {shape}")
-    return pair
+    if not any("uint" in str(ids.dtype) for ids in pair):
+        return pair
+    queries, keys = (signed(xp, ids) for ids in pair)  # PyTorch neither compares nor casts most unsigned ones
+    return queries, queries if pair[0] is pair[1] else keys  # one array for both still tells that they are the same
 
 
 def _q_offset(xp: Namespace, q_offset: Any, sizes: dict[str, Any]) -> Any:
@@ -438,4 +444,22 @@ def _q_offset(xp: Namespace, q_offset: Any, sizes: dict[str, Any]) -> Any:
     if shape not in ((), sizes["batch"]):
         batch = f" or {sizes['batch']} (batch)" if sizes["batch"] else ""
         raise ValueError(f"q_offset must have shape (){batch}, got {shape}")
-    return astype(xp, q_offset, xp.int32)
+    _checks.positions_fit(0, sizes["q_len"], sizes["kv_len"])
+    # Queries that are farther than int32 can tell count as being as far as that, which moves all keys of a row by the
+    # same distance, if at all, and softmax does not notice. An error would have to wait for the values.
+    farthest = _checks.MAX_POSITION - sizes["q_len"] - sizes["kv_len"]
+    offset = signed(xp, q_offset)
+    if "uint" in str(q_offset.dtype):
+        offset = xp.where(offset < 0, asarray(xp, farthest, offset.dtype, device_of(xp, offset)), offset)
+    return astype(xp, xp.clip(offset, -farthest, farthest), xp.int32)
+
+
+def _scale(scale: Any, working: DType) -> float:
+    number, kind = _checks.real_number("scale", scale), floating_name(working)
+    if abs(number) > _checks.LARGEST[str(kind)]:
+        raise ValueError(f"scale must be finite in {kind}, which scores are computed in, got {scale}")
+    return number
+
+
+def _axes(layout: tuple[str, str, str]) -> str:
+    return f"[..., {', '.join(layout)}]"

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._namespace import host_values, lacks_64_bits, library_name
+from alibi_core._namespace import FLOATING, brief, floating_name, host_values, is_kind, lacks_64_bits, library_name
 from alibi_core._typing import DType, Namespace
 
 # isinstance takes tuples of types throughout, not unions: torch.compile of PyTorch 2.9 cannot trace those.
 
 MAX_POSITION = 2**31 - 1  # positions are int32, the one integer type that every library has by default
+LARGEST = {"float32": float(np.finfo(np.float32).max), "float64": sys.float_info.max}
 
 
 def is_int(value: Any) -> bool:
@@ -34,23 +35,32 @@ def integer(name: str, value: Any) -> int:
 def positive_int(name: str, value: Any) -> int:
     number = integer(name, value)
     if number < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+        raise ValueError(f"{name} must be at least 1, got {brief(value)}")
+    if number > MAX_POSITION:
+        raise ValueError(f"{name} must be at most {MAX_POSITION}, got {brief(value)}")
     return number
 
 
 def non_negative_int(name: str, value: Any) -> int:
     number = integer(name, value)
     if number < 0:
-        raise ValueError(f"{name} must not be negative, got {value}")
+        raise ValueError(f"{name} must not be negative, got {brief(value)}")
     return number
+
+
+def window(value: Any) -> int:
+    """Return ``window_size``, which int32 is to hold: no key is farther than that."""
+    if integer("window_size", value) < 0:
+        raise ValueError(f"window_size must not be negative, got {brief(value)}; None is for no window")
+    return min(integer("window_size", value), MAX_POSITION)
 
 
 def positions_fit(q_offset: int, q_len: int, kv_len: int) -> None:
     """Check that no position and no distance leaves int32, where it would wrap around unnoticed."""
     if abs(q_offset) + q_len + kv_len > MAX_POSITION:
         raise ValueError(
-            f"q_offset and lengths must stay within {MAX_POSITION} tokens, got q_offset {q_offset}, q_len {q_len}, "
-            f"kv_len {kv_len}"
+            f"q_offset and lengths must stay within {MAX_POSITION} tokens, got q_offset {brief(q_offset)}, q_len "
+            f"{brief(q_len)}, kv_len {brief(kv_len)}"
         )
 
 
@@ -60,7 +70,7 @@ def real_number(name: str, value: Any) -> float:
     if isinstance(value, np.floating):
         value = float(value)  # or what it is compared with would be rounded to its precision
     if not -sys.float_info.max <= value <= sys.float_info.max:  # not math.isfinite, which torch.compile cannot trace
-        raise ValueError(f"{name} must be finite, got {value}")
+        raise ValueError(f"{name} must be finite, got {brief(value)}")
     return float(value)
 
 
@@ -85,7 +95,10 @@ def boolean(name: str, value: Any) -> bool:
 def direction(is_causal: Any, future_slopes: Any | None) -> None:
     """Check ``is_causal``, and that slopes for keys to come are given only where such keys are seen."""
     if boolean("is_causal", is_causal) and future_slopes is not None:
-        raise ValueError("future_slopes must be None when is_causal=True (there are no future keys); got an array")
+        raise ValueError(
+            "future_slopes must be None when is_causal=True (there are no future keys), got an array; give "
+            "is_causal=False for attention to keys after the query"
+        )
 
 
 def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
@@ -104,53 +117,80 @@ def array(name: str, value: Any) -> Any:
 
 
 def floating_dtype(xp: Namespace, name: str, dtype: DType) -> DType:
-    try:
-        is_floating = xp.isdtype(dtype, "real floating")
-    except Exception:
-        is_floating = False
-    if not is_floating:
-        raise TypeError(f"{name} must be a real floating dtype of {library_name(xp)}, got {dtype!r}")
+    if not is_kind(xp, dtype, "real floating"):
+        raise TypeError(f"{name} must be a real floating dtype of {library_name(xp)}, got {brief(dtype)}")
+    if floating_name(dtype) is None:
+        raise TypeError(f"{name} must be {_listed(FLOATING)}, got {dtype}")
     if "float64" in str(dtype) and lacks_64_bits(xp):
         raise TypeError(f"{name} must be a dtype that JAX has enabled, got float64; set jax_enable_x64 first")
     return dtype
 
 
 def floating_array(xp: Namespace, name: str, value: Any) -> Any:
-    if not xp.isdtype(array(name, value).dtype, "real floating"):
+    if not is_kind(xp, array(name, value).dtype, "real floating"):
         raise TypeError(f"{name} must have a real floating dtype, got {value.dtype}")
     return value
 
 
+def tensor(xp: Namespace, name: str, value: Any) -> Any:
+    """Check for a floating array of one of the dtypes that attention is computed for."""
+    if floating_name(floating_array(xp, name, value).dtype) is None:
+        raise TypeError(f"{name} must be of dtype {_listed(FLOATING)}, got {value.dtype}; cast it to one of these")
+    return value
+
+
 def integer_array(xp: Namespace, name: str, value: Any) -> Any:
-    if not xp.isdtype(array(name, value).dtype, "integral"):
+    if not is_kind(xp, array(name, value).dtype, "integral"):
         raise TypeError(f"{name} must have an integer dtype, got {value.dtype}")
     return value
 
 
-def bool_array(xp: Namespace, name: str, value: Any) -> Any:
-    if not xp.isdtype(array(name, value).dtype, "bool"):
-        raise TypeError(
-            f"{name} must be boolean (True where a query may attend), got {value.dtype}; "
-            f"of an additive one, {name} == 0 makes it"
-        )
-    return value
+def slopes_shape(name: str, slopes: Any, num_heads: int, batch: tuple[int, ...] = (), axes: str = "") -> None:
+    """Check for ``[num_heads]`` or ``[*batch, num_heads]``.
 
-
-def slopes_shape(name: str, slopes: Any, num_heads: int, batch: tuple[int, ...] = ()) -> None:
-    """Check for ``[num_heads]`` or ``[*batch, num_heads]``."""
+    Args:
+        name: Of the argument.
+        slopes: Array.
+        num_heads: As many as the query has.
+        batch: Sizes of its batch axes.
+        axes: Those of the query, in words: slopes that do not fit may tell that its heads are not where they should be.
+    """
     shape = tuple(slopes.shape)
     if shape not in ((num_heads,), (*batch, num_heads)):
         batched = f" or {(*batch, num_heads)} (batch, num_heads)" if batch else ""
-        raise ValueError(f"{name} must have shape {(num_heads,)} (num_heads){batched}, got {shape}")
+        heads = f"num_heads of query, {axes}" if axes else "num_heads"
+        raise ValueError(f"{name} must have shape {(num_heads,)} ({heads}){batched}, got {shape}")
 
 
-def slopes_values(name: str, slopes: Any, *, allow_negative: bool) -> None:
-    """Check for finite, non-negative numbers, where the values can be seen without waiting for them."""
+def slopes_count(name: str, count: Any, num_heads: int, axes: str) -> None:
+    """Check that an int given for slopes is the number of heads."""
+    if count == num_heads:
+        return
+    if name == "future_slopes":
+        raise ValueError(
+            f"{name} must be an array, or {num_heads} (num_heads) for canonical ones, got {brief(count)}; an array of "
+            "zeros gives the clamped form"
+        )
+    raise ValueError(f"{name} must count the heads of query {axes}, {num_heads}, got {brief(count)}")
+
+
+def slopes_values(name: str, slopes: Any, *, allow_negative: bool, working: DType = "float64") -> None:
+    """Check for numbers that are not negative, where the values can be seen without waiting for them.
+
+    Their products with distances have to be finite in the dtype ``working``, float32 or float64, of any library.
+    """
     values = host_values(slopes)
     if values is None:
         return
     if not np.all(np.isfinite(values)):
         raise ValueError(f"{name} must be finite, got {values.tolist()}")
+    kind = floating_name(working) or "float64"
+    most = LARGEST[kind] / (MAX_POSITION + 1)
+    if np.any(np.abs(values) > most):
+        raise ValueError(
+            f"{name} must be at most {most:.4g} in size, for {kind} to hold their products with distances, got "
+            f"{values.tolist()}"
+        )
     if not allow_negative and np.any(values < 0):
         raise ValueError(
             f"{name} must not be negative (the bias is -slopes * distance), got {values.tolist()}; "
@@ -158,13 +198,20 @@ def slopes_values(name: str, slopes: Any, *, allow_negative: bool) -> None:
         )
 
 
+def broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    padded = (1,) * (len(target) - len(shape)) + tuple(shape)
+    return len(shape) <= len(target) and all(n in (1, m) for n, m in zip(padded, target, strict=True))
+
+
 def broadcastable(name: str, shape: tuple[int, ...], target: tuple[int, ...], axes: str) -> None:
     """Check that ``shape`` broadcasts to ``target``, whose axes are called ``axes`` in the message."""
-    padded = (1,) * (len(target) - len(shape)) + tuple(shape)
-    if len(shape) > len(target) or any(n not in (1, m) for n, m in zip(padded, target, strict=True)):
+    if not broadcasts(shape, target):
         raise ValueError(f"{name} must broadcast to {target} ({axes}), got {tuple(shape)}")
 
 
 def _shown(value: Any) -> str:
-    shown = repr(value)
-    return f"{shown if len(shown) <= 40 else shown[:37] + '...'} ({type(value).__name__})"
+    return f"{brief(value)} ({type(value).__name__})"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"

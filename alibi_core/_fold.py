@@ -13,10 +13,20 @@ from typing import Any
 from alibi_core import _checks
 from alibi_core._bias import place_slopes, working_dtype
 from alibi_core._call import AttentionCall
-from alibi_core._namespace import arange, asarray, astype, device_of, host_values, namespace_of, times
+from alibi_core._namespace import (
+    arange,
+    asarray,
+    astype,
+    brief,
+    device_of,
+    floating_name,
+    host_values,
+    namespace_of,
+    times,
+)
 from alibi_core._typing import Array, DType, Namespace
 
-# Significant bits of a limb. In this order the first name that fits is right, though bfloat16 has two.
+# Significant bits of a limb.
 BITS = {"float64": 53, "float32": 24, "bfloat16": 8, "float16": 11}
 
 LARGEST_FLOAT16 = 65504.0
@@ -204,10 +214,10 @@ def fold_error_bound(slopes: int | Array, kv_len: int, *, head_dim: int, dtype: 
 
 def _bits(dtype: DType) -> int:
     """Return how many significant bits numbers of a dtype have."""
-    bits = next((bits for name, bits in BITS.items() if name in str(dtype)), None)
-    if bits is None:
-        raise TypeError(f"dtype must be one of {', '.join(BITS)}, got {dtype!r}")
-    return bits
+    name = floating_name(dtype)
+    if name is None:
+        raise TypeError(f"dtype must be one of {', '.join(BITS)}, got {brief(dtype)}")
+    return BITS[name]
 
 
 def _num_rate_limbs(dtype: DType) -> int:

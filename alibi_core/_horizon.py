@@ -18,7 +18,7 @@ import numpy as np
 from alibi_core import _checks
 from alibi_core._bias import place_slopes, with_head_axis, working_dtype
 from alibi_core._call import AttentionCall
-from alibi_core._namespace import arange, asarray, astype, device_of, namespace_of, running_sum
+from alibi_core._namespace import arange, asarray, astype, device_of, floating_name, namespace_of, running_sum
 from alibi_core._typing import Array, Namespace
 
 # Of the dtypes of queries and keys: the unit roundoff, below which a change is lost in the result's own rounding.
@@ -32,8 +32,7 @@ def tolerance_of(call: AttentionCall) -> float:
     """Return the share of softmax weight that may be left out: what was asked for, or the dtype's rounding error."""
     if call.tolerance is not None:
         return call.tolerance
-    # In this order the first name that fits is right, though bfloat16 has two.
-    return next(roundoff for name, roundoff in UNIT_ROUNDOFF.items() if name in str(call.dtype))
+    return UNIT_ROUNDOFF[str(floating_name(call.dtype))]
 
 
 def horizon(
@@ -80,15 +79,22 @@ def horizon(
     arrays += [excess] if is_array else []
     xp = namespace_of(*arrays)
     device = device_of(xp, arrays[0]) if arrays else None
+    if is_array and device_of(xp, excess) != device:
+        raise ValueError(f"score_range must be on the device of slopes, {device}, got {device_of(xp, excess)}")
     dtype = xp.float32
     if not _checks.is_int(slopes):
         if _checks.floating_array(xp, "slopes", arrays[0]).ndim < 1:
             raise ValueError("slopes must have shape (..., num_heads), got ()")
-        _checks.slopes_values("slopes", slopes, allow_negative=True)
         dtype = working_dtype(xp, arrays[0].dtype)
+        _checks.slopes_values("slopes", slopes, allow_negative=True, working=dtype)
     placed = place_slopes(xp, slopes, dtype, device)
     if is_array:
         excess = astype(xp, _checks.floating_array(xp, "score_range", excess), dtype)
+        pairs = zip(reversed(excess.shape), reversed(placed.shape), strict=False)
+        if any(n != m and 1 not in (n, m) for n, m in pairs):
+            raise ValueError(
+                f"score_range must broadcast against slopes, {tuple(placed.shape)}, got {tuple(excess.shape)}"
+            )
     return reach(xp, placed, excess, tolerance if is_causal else tolerance / 2)
 
 

@@ -68,12 +68,12 @@ class LayerShape:
             if given is not None:
                 _checks.array(name, given)
                 _checks.slopes_shape(name, _checks.floating_array(namespace_of(given), name, given), num_heads)
-                _checks.slopes_values(name, given, allow_negative=False)
+                _checks.slopes_values(name, given, allow_negative=False, working="float32")
         values = None if slopes is None else host_values(slopes)
         if learnable_slopes and values is not None and (values.astype("float32") == 0).any():
             raise ValueError(f"slopes must be positive to be learned (as logarithms), got {values.tolist()}")
         if window_size is not None:
-            _checks.non_negative_int("window_size", window_size)
+            _checks.window(window_size)
         if not 0 <= _checks.real_number("dropout", dropout) < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         return cls(embed_dim, num_heads, num_kv_heads, head_dim)

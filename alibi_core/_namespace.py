@@ -15,6 +15,8 @@ import numpy as np
 from alibi_core._mlx import MLXNamespace
 from alibi_core._typing import Array, Device, DType, Namespace
 
+FLOATING = ("float64", "float32", "bfloat16", "float16")  # the floating types that are computed with
+
 
 def namespace_of(*arrays: Array | None, xp: Namespace | None = None) -> Namespace:
     """Return the array API namespace of ``arrays`` (NumPy if there are none), wrapped where its library needs it.
@@ -28,7 +30,7 @@ def namespace_of(*arrays: Array | None, xp: Namespace | None = None) -> Namespac
             to ``xp``.
     """
     if xp is not None and not (hasattr(xp, "asarray") or hasattr(xp, "array")):
-        raise TypeError(f"xp must be an array namespace such as numpy, torch or jax.numpy, got {xp!r}")
+        raise TypeError(f"xp must be an array namespace such as numpy, torch or jax.numpy, got {brief(xp)}")
     found = [_namespace_of_one(array) for array in arrays if array is not None]
     names = {library_name(namespace) for namespace in found} | (set() if xp is None else {library_name(xp)})
     if len(names) > 1:
@@ -47,11 +49,24 @@ def _namespace_of_one(array: Any) -> Namespace:
         # array_namespace would do, but it is cached, which torch.compile warns about when it traces through.
         import array_api_compat.torch as namespace
 
+        if array.layout != torch.strided:
+            raise TypeError(f"arrays must be dense, got a tensor of layout {array.layout}; to_dense makes it one")
         return namespace
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         raise TypeError(f"argument must be an array of an array API library, got {type(array).__name__}")
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError("arrays must be plain, got a numpy.ma.MaskedArray, whose mask would be lost; pass its data")
     namespace = array_api_compat.array_namespace(array)
     return MLXNamespace(namespace) if _is_mlx(namespace) else namespace
+
+
+def brief(value: Any) -> str:
+    """Return how a value is shown in a message."""
+    try:
+        shown = str(value) if isinstance(value, (int, np.integer)) else repr(value)
+    except ValueError:  # Python writes out no integers of more than 4,300 digits
+        return "an integer of thousands of digits"
+    return shown if len(shown) <= 40 else f"{shown[:37]}..."
 
 
 def library_name(xp: Namespace) -> str:
@@ -65,6 +80,36 @@ def _is_mlx(xp: Namespace) -> bool:
 
 def _is_jax(xp: Namespace) -> bool:
     return library_name(xp) == "jax.numpy"
+
+
+def is_kind(xp: Namespace, dtype: DType, kind: str) -> bool:
+    """``xp.isdtype``, which is False too of what is no dtype or one outside the standard (JAX's random keys)."""
+    is_dtype = isinstance(dtype, type) or not hasattr(dtype, "dtype")  # PyTorch would take a tensor for its own dtype
+    try:
+        return is_dtype and bool(xp.isdtype(dtype, kind))
+    except Exception:
+        return False
+
+
+def floating_name(dtype: DType) -> str | None:
+    """Return which of the four types a dtype of any library is (or the name of one); None if it is another."""
+    # In this order the first name that fits is right, though bfloat16 has two.
+    shown = str(dtype)
+    name = next((name for name in FLOATING if name in shown), None)
+    if name is None and isinstance(dtype, np.dtype):  # whose other byte order has no name in its string
+        name = next((name for name in FLOATING if name in dtype.name), None)
+    return name
+
+
+def known_device(xp: Namespace, device: Device | None) -> Device | None:
+    """Return ``device``, having checked that the library has it."""
+    if device is not None:
+        placement = _placement(xp, device)
+        try:
+            xp.zeros((0,), **placement)
+        except Exception as error:
+            raise ValueError(f"device must be one that {library_name(xp)} has, got {brief(device)}") from error
+    return device
 
 
 def device_of(xp: Namespace, array: Any) -> Device | None:
@@ -92,13 +137,22 @@ def arange(xp: Namespace, stop: int, device: Device | None) -> Any:
 
 def _placement(xp: Namespace, device: Device | None) -> dict[str, Device]:
     if device is not None and _is_mlx(xp):
-        raise ValueError(f"device must be None with MLX, whose arrays live in one memory, got {device}")
+        raise ValueError(f"device must be None with MLX, whose arrays live in one memory, got {brief(device)}")
     return {} if device is None else {"device": device}
 
 
 def astype(xp: Namespace, array: Any, dtype: DType) -> Any:
     """``xp.astype``, without a copy where the dtype is right already."""
     return array if array.dtype == dtype else xp.astype(array, dtype)
+
+
+def signed(xp: Namespace, integers: Any) -> Any:
+    """Return integers as int32, or as int64 where their type needs it and the library has one.
+
+    Equal ones stay equal, though those of an unsigned type of that size may turn negative.
+    """
+    needs_int64 = str(integers.dtype).rpartition(".")[2] in ("int64", "uint32", "uint64")
+    return astype(xp, integers, xp.int64 if needs_int64 and not lacks_64_bits(xp) else xp.int32)
 
 
 def running_sum(xp: Namespace, array: Any) -> Any:
@@ -142,7 +196,7 @@ def host_values(array: Any) -> np.ndarray[Any, Any] | None:
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
-        if torch.compiler.is_compiling() or array.device.type != "cpu":
+        if torch.compiler.is_compiling() or array.device.type != "cpu" or array.is_complex():
             return None
         array = array.detach().double()
     elif _is_lazy_or_far(array):

@@ -196,7 +196,7 @@ def shard_plan(
     bound = _checks.non_negative_number("score_bound", score_bound)
     tolerance = 2.0**-24 if tolerance is None else _checks.non_negative_number("tolerance", tolerance)
     tolerance = min(tolerance, LARGEST_TOLERANCE)
-    window = None if window_size is None else _checks.non_negative_int("window_size", window_size)
+    window = None if window_size is None else _checks.window(window_size)
     behind = _values("slopes", slopes)
     ahead = behind if future_slopes is None else _values("future_slopes", future_slopes, len(behind))
     num_kv_heads = len(behind) if num_kv_heads is None else _checks.positive_int("num_kv_heads", num_kv_heads)

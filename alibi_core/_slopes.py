@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from alibi_core import _checks, _contracts
-from alibi_core._namespace import asarray, astype, namespace_of
+from alibi_core._namespace import asarray, astype, known_device, namespace_of
 from alibi_core._typing import Device, DType, Namespace
 
 SCHEMES = ("canonical", "geometric", "linear")
@@ -89,6 +89,7 @@ def slopes(
     """
     values = slope_values(num_heads, scheme=scheme, bias_max=bias_max, contract=contract)
     xp = namespace_of(xp=xp)
+    known_device(xp, device)
     dtype = xp.float32 if dtype is None else _checks.floating_dtype(xp, "dtype", dtype)
     if dtype == xp.float64:
         return asarray(xp, values, xp.float64, device)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import alibi_core
-from tests.frameworks import BACKENDS, FRAMEWORKS, JAX, LAYER_BACKENDS, MLX, NUMPY, TORCH, Backend, Framework
+from tests.frameworks import BACKENDS, DASK, FRAMEWORKS, JAX, LAYER_BACKENDS, MLX, NUMPY, TORCH, Backend, Framework
 
 NAN = float("nan")
 
@@ -57,8 +57,7 @@ ATTENTION = [
     Bad({"query": floats(2, 4, 5, 8)}, ValueError, "num_kv_heads must divide num_heads, got 3 .* and 4"),
     Bad({"key": floats(2, 3, 4, 8)}, ValueError, "value must have the shape of key"),
     Bad({"value": floats(2, 3, 7, 4)}, ValueError, "value must have the shape of key"),
-    Bad({"slopes": 5}, ValueError, "slopes must count the heads of query, 6, got 5"),
-    Bad({"slopes": 0}, ValueError, "slopes must be at least 1, got 0"),
+    Bad({"slopes": 5}, ValueError, r"slopes must count the heads of query \[.*heads.*\], 6, got 5"),
     Bad({"slopes": True}, TypeError, "slopes must be an array"),
     Bad({"slopes": [0.5] * 6}, TypeError, "slopes must be an array"),
     Bad({"slopes": ints(6)}, TypeError, "slopes must have a real floating dtype"),
@@ -94,15 +93,25 @@ ATTENTION = [
     Bad({"window_size": -1}, ValueError, "window_size must not be negative, got -1"),
     Bad({"window_size": 2.5}, TypeError, "window_size must be an integer, got 2.5"),
     Bad({"window_size": True}, TypeError, "window_size must be an integer, got True"),
-    Bad({"mask": floats(5, 7)}, TypeError, "mask must be boolean"),
     Bad(
         {"mask": bools(4, 7)}, ValueError, r"mask must broadcast to \(2, 6, 5, 7\) \(batch, num_heads, q_len, kv_len\)"
     ),
     Bad({"mask": bools(1, 2, 6, 5, 7)}, ValueError, "mask must broadcast to"),
+    Bad({"mask": bools()}, ValueError, r"mask must have at least the axis kv_len, got shape \(\)"),
     Bad({"scale": NAN}, ValueError, "scale must be finite"),
     Bad({"scale": "1"}, TypeError, "scale must be a real number"),
     Bad({"allow_negative_slopes": "yes"}, TypeError, "allow_negative_slopes must be True or False"),
 ]
+MASK_VALUES = {  # of masks that are no booleans: what the message tells to make of them, and what it does not
+    "a tokenizer's": (np.asarray([1, 1, 0, 1, 1, 0, 0]), "bool", "== 0"),
+    "ones and zeros of another dtype": (np.asarray([1, 0, 1, 1, 1, 0, 0], np.float32), "bool", "== 0"),
+    "ones": (floats(7), "bool", "== 0"),
+    "additive": (np.asarray([0, 0, -np.inf, 0, 0, 0, -np.inf], np.float32), "mask == 0", "bool"),
+    "additive, finite": (np.asarray([-1e4, 0, 0, 0, 0, 0, -1e4], np.float32), "mask == 0", "bool"),
+    "zeros, which may be either": (floats(7) * 0, "bool.*mask == 0", "slopes"),
+    "a bias": (np.asarray([-6, -5, -4, -3, -2, -1, 0], np.float32), "the only bias is of slopes", "use"),
+    "numbers of sequences": (np.asarray([0, 0, 1, 1, 2, 2, 2]), "are segment_ids", "use"),
+}
 BACKEND_ONLY = [
     Bad({"tolerance": -1e-3}, ValueError, "tolerance must not be negative"),
     Bad({"tolerance": NAN}, ValueError, "tolerance must be finite"),
@@ -148,6 +157,87 @@ def call_attention(backend: Backend, changes: dict[str, Any]) -> Any:
 def test_attention_refuses(backend: Backend, bad: Bad) -> None:
     chosen = {"implementation": backend.implementation} if backend.implementation else {}
     refuse(bad, lambda: call_attention(backend, chosen | bad.arguments))
+
+
+REFERENCES = [b for b in BACKENDS if b.values[0].implementation in (None, "dense")]
+
+
+@pytest.mark.parametrize("backend", [b for b in REFERENCES if b.values[0].framework is not DASK])
+@pytest.mark.parametrize("kind", MASK_VALUES)
+def test_a_mask_that_is_not_boolean_is_refused_with_the_remedy_for_its_values(backend: Backend, kind: str) -> None:
+    values, told, untold = MASK_VALUES[kind]
+    with pytest.raises(TypeError, match=f"mask must be boolean .* got .*; .*{told}") as refused:
+        call_attention(backend, {"mask": values})
+    assert untold not in str(refused.value).partition("; ")[2]
+
+
+@pytest.mark.parametrize("backend", REFERENCES)
+@pytest.mark.parametrize("is_additive", [False, True])
+def test_the_remedy_for_a_mask_makes_the_one_that_was_meant(backend: Backend, is_additive: bool) -> None:
+    visible = np.asarray([True, True, False, True, True, False, True])
+    values = np.where(visible, 0, -np.inf) if is_additive else visible.astype(np.int64)
+    with pytest.raises(TypeError, match="mask must be boolean") as refused:
+        call_attention(backend, {"mask": values})
+    ways = str(refused.value).split("; if it is ")[1:]  # of Dask's values, which cannot be seen, both
+    told = next(way.partition(", use ")[2] for way in ways if way.startswith("0" if is_additive else "1"))
+    framework = backend.framework
+    mask = eval(told, {"mask": placed(framework, values), "xp": framework.xp, "mx": framework.xp})
+    results = (call_attention(backend, {"mask": x}) for x in (mask, visible))
+    np.testing.assert_array_equal(*map(framework.numpy, results))
+
+
+def test_the_values_of_a_traced_mask_are_not_guessed() -> None:
+    jax = pytest.importorskip("jax")
+    tensor, mask = jax.numpy.ones((1, 3, 2, 4)), jax.numpy.ones(2)
+    with pytest.raises(TypeError, match=r"if it is 1 .* use mask.astype\(bool\); if it is 0 .* use mask == 0"):
+        jax.jit(lambda mask: alibi_core.attention(tensor, tensor, tensor, mask=mask))(mask)
+
+
+MASK_AXES = [  # sizes of the scores, the mask's shape, what is told to use, and what if its axes are the aligned ones
+    ((2, 3, 5, 7), (2, 7), "mask[:, None, None, :]", None),
+    ((2, 3, 1, 7), (2, 7), "mask[:, None, None, :]", None),
+    ((5, 3, 5, 7), (5, 7), "mask[:, None, None, :]", "mask[None, None]"),
+    ((5, 3, 5, 5), (5, 5), "mask[:, None, None, :]", "mask[None, None]"),
+    ((2, 3, 5, 7), (2, 5, 7), "mask[:, None]", None),
+    ((2, 3, 5, 7), (2, 1, 7), "mask[:, None]", None),
+    ((3, 3, 5, 7), (3, 5, 7), "mask[:, None]", "mask[None]"),
+    ((3, 3, 5, 7), (3, 1, 7), "mask[:, None]", "mask[None]"),
+    ((2, 4, 3, 5, 7), (2, 4, 7), "mask[:, :, None, None, :]", None),
+    ((2, 3, 4, 5, 7), (2, 3, 5, 7), "mask[:, :, None]", None),
+    ((4, 4, 4, 5, 7), (4, 4, 5, 7), "mask[:, :, None]", "mask[None]"),
+]
+PLAIN_MASK_AXES = [
+    *(((5, 3, 5, 7), shape) for shape in ((7,), (1, 7), (3, 5, 7), (1, 1, 5, 7), (5, 1, 1, 7))),
+    *(((1, 3, 5, 7), shape) for shape in ((5, 7), (1, 7), (1, 5, 7), (3, 1, 7))),
+    *(((5, 5, 7), (5, 7)), ((1, 3, 1, 7), (1, 7)), ((1, 1, 5, 7), (1, 5, 7)), ((3, 4, 4, 5, 7), (4, 4, 5, 7))),
+]
+
+
+def attention_with_mask(sizes: tuple[int, ...], mask: np.ndarray) -> np.ndarray:
+    *leading, q_len, kv_len = sizes
+    query, key, value = (np.random.default_rng(1).standard_normal((*leading, n, 4)) for n in (q_len, kv_len, kv_len))
+    return alibi_core.attention(query, key, value, mask=mask)
+
+
+@pytest.mark.parametrize(("sizes", "shape", "meant", "aligned"), MASK_AXES)
+def test_a_mask_that_may_be_mistaken_is_refused_with_what_it_may_be(
+    sizes: tuple[int, ...], shape: tuple[int, ...], meant: str, aligned: str | None
+) -> None:
+    mask = np.ones(shape, dtype=bool)
+    with pytest.raises(ValueError, match=r"mask must .*, got \(.*use mask\[") as refused:
+        attention_with_mask(sizes, mask)
+    assert f"use {meant}" in str(refused.value)
+    assert ("or mask[" in str(refused.value)) == (aligned is not None)
+    assert aligned is None or f"or {aligned} if" in str(refused.value)
+    for spelled in filter(None, (meant, aligned)):
+        attention_with_mask(sizes, eval(spelled, {"mask": mask}))
+
+
+@pytest.mark.parametrize(("sizes", "shape"), PLAIN_MASK_AXES)
+def test_a_mask_that_cannot_be_mistaken_broadcasts(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    mask = np.random.default_rng(2).random(shape) < 0.7
+    expected = attention_with_mask(sizes, np.broadcast_to(mask, sizes))
+    np.testing.assert_array_equal(attention_with_mask(sizes, mask), expected)
 
 
 @pytest.mark.parametrize("backend", LAYER_BACKENDS)

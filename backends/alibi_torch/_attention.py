@@ -58,7 +58,8 @@ def attention(
             ``kv_len - q_len``.
         segment_ids: ``[batch, length]`` integers for packed sequences, or a pair (queries, keys) of them.
         window_size: Mask keys farther than this many tokens.
-        mask: Booleans, True where a query may look, that broadcast to ``[batch, num_heads, q_len, kv_len]``.
+        mask: Booleans, True where a query may look, that broadcast to ``[batch, num_heads, q_len, kv_len]``: of
+            ``[batch, kv_len]``, ``mask[:, None, None, :]``.
         scale: Factor of the scores. Default ``head_dim ** -0.5``. The bias is not scaled.
         tolerance: The share of softmax weight that may be left out, which moves the result by at most ``2 * tolerance
             * max|value|``. Default: the rounding error of the dtype. 0 computes every score.

@@ -1,0 +1,80 @@
+"""The mask: boolean, and of axes that can be read in one way only.
+
+A mask of integers is refused, plain though the meaning of ones and zeros is: values of traced arrays and of those on an
+accelerator cannot be looked at, so a mask of 0 and -10000, or of the numbers of packed sequences, would be taken for
+one without a word. And float masks of ones and zeros would have to be refused still, for additive ones are floats.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from alibi_core._checks import broadcastable, broadcasts
+from alibi_core._namespace import host_values, is_kind, library_name
+from alibi_core._typing import Namespace
+
+_AS_BOOLEANS = {
+    "torch": "mask.bool()",
+    "mlx.core": "mask.astype(mx.bool_)",
+    "array_api_strict": "xp.astype(mask, xp.bool)",
+}
+_MOST_READ = 2**20  # elements of a mask that are looked at for the sake of a better message
+_HIDDEN = -100  # an additive mask has this or less where nothing is to be seen; a bias begins with less
+
+
+def check_mask(xp: Namespace, mask: Any, batch: dict[str, int], scores: dict[str, int]) -> None:
+    """Check that ``mask`` is boolean, and broadcasts to the scores in no other way than it may be meant.
+
+    Arrays broadcast from the last axis on. Of a mask with batch axes first that lacks some of the others, as a
+    tokenizer's ``[batch, kv_len]`` does, that makes nonsense, in silence where sizes happen to agree.
+
+    Args:
+        xp: The mask's namespace.
+        mask: Array.
+        batch: Sizes of the batch axes, by name.
+        scores: Those of ``num_heads``, ``q_len`` and ``kv_len``.
+    """
+    if not is_kind(xp, mask.dtype, "bool"):
+        raise TypeError(f"mask must be boolean (True where a query may look), got {mask.dtype}; {_remedy(xp, mask)}")
+    shape, target = tuple(mask.shape), (*batch.values(), *scores.values())
+    axes = [*batch, *scores]
+    if not shape:
+        raise ValueError("mask must have at least the axis kv_len, got shape ()")
+    listed = ", ".join(axes)
+    for missing in (2, 1):  # without num_heads and q_len, or without num_heads
+        own = [*batch, *axes[len(batch) + missing :]]
+        as_meant = shape[: len(batch)] + (1,) * missing + shape[len(batch) :]
+        aligned = (1,) * (len(target) - len(shape)) + shape
+        if len(shape) != len(own) or as_meant == aligned or shape[: len(batch)] != target[: len(batch)]:
+            continue
+        if not broadcasts(as_meant, target):
+            continue
+        meant = f"mask[{', '.join([':'] * len(batch) + ['None'] * missing + [':'] * (missing == 2))}]"
+        if not broadcasts(shape, target):
+            raise ValueError(
+                f"mask must broadcast to {target} ({listed}), got {shape}; of axes [{', '.join(own)}], use {meant}"
+            )
+        plain = f"mask[{', '.join(['None'] * (len(target) - len(shape)))}]"
+        raise ValueError(
+            f"mask must have axes that cannot be mistaken, got {shape} for scores of {target} ({listed}); use {meant} "
+            f"if they are [{', '.join(own)}], or {plain} if they are [{', '.join(axes[-len(shape) :])}]"
+        )
+    broadcastable("mask", shape, target, listed)
+
+
+def _remedy(xp: Namespace, mask: Any) -> str:
+    """Return how to make booleans of a mask, by its values where they can be had."""
+    ones = "if it is 1 where a query may look and 0 elsewhere, use "
+    ones += _AS_BOOLEANS.get(library_name(xp), "mask.astype(bool)")
+    additive = "if it is 0 where a query may look and -inf or the like elsewhere, use mask == 0"
+    values = host_values(mask) if math.prod(mask.shape) <= _MOST_READ else None
+    if values is None or not np.any(values):
+        return f"{ones}; {additive}"
+    if np.all((values == 0) | (values == 1)):
+        return ones
+    if np.all((values == 0) | (values <= _HIDDEN)):
+        return additive
+    return "with other numbers it is none: those of packed sequences are segment_ids, and the only bias is of slopes"
