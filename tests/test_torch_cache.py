@@ -234,9 +234,10 @@ def test_decoding_reads_no_key_to_find_out_how_large_it_is() -> None:
     query, key, value = LONG.tensors
     cache = KVCache(2, KV_HEADS, LONG.length, HEAD_DIM)
     cache.append(key, value)
-    unread = mock.patch.object(_tile_plan, "norm_bounds", side_effect=AssertionError)
-    with changed(_tile_plan, SHORT=0), unread:
+    watched = mock.patch.object(_tile_plan, "norm_bounds", side_effect=_tile_plan.norm_bounds)
+    with changed(_tile_plan, SHORT=0), watched as measure:
         cache.attend(query[:, :, -1:], LONG.slopes_tensor)
+    assert {call.args[0].shape[2] for call in measure.call_args_list} == {1}  # the query alone
 
 
 def test_an_unknown_implementation_is_refused() -> None:

@@ -112,6 +112,80 @@ def test_several_blocks_of_keys_are_exact_with_their_gradients(
         assert_exact(case, tolerance=tolerance)
 
 
+NAMES = ("query", "key", "value", "slopes", "future_slopes")
+
+
+def learnable(length: int, is_causal: bool) -> dict[str, torch.Tensor]:
+    query, key, value = tensors((length, length), batch=1, heads=(2, 1))
+    slopes = {"slopes": torch.tensor([0.5, 0.02]), "future_slopes": torch.tensor([0.1, 0.3])}
+    inputs = {"query": query, "key": key, "value": value} | slopes
+    return {name: inputs[name] for name in (NAMES[:4] if is_causal else NAMES)}
+
+
+def cotangents(shape: torch.Size) -> dict[str, torch.Tensor]:
+    """Return cotangents of all kinds; the first is what others are measured by."""
+    ones, row, element = torch.ones(shape), torch.zeros(shape), torch.zeros(shape)
+    row[:, :, shape[2] // 2] = 1
+    element[0, -1, -1, 0] = 1
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    mean = (ones / ones.numel()).mean().expand(shape)
+    return {"noise": noise, "ones": ones, "mean": mean, "zeros": 0 * ones, "row": row, "element": element}
+
+
+def gradients_of(
+    inputs: dict[str, torch.Tensor], wanted: tuple[str, ...], weights: dict[str, torch.Tensor], **arguments: Any
+) -> dict[str, list[torch.Tensor]]:
+    """Return the gradients by those that are wanted, for each weight."""
+    inputs = {name: x.detach().clone().requires_grad_(name in wanted) for name, x in inputs.items()}
+    result = alibi_torch.attention(**inputs, **arguments)
+    by = [inputs[name] for name in wanted]
+    grads = [torch.autograd.grad(result, by, x.to(result.dtype), retain_graph=True) for x in weights.values()]
+    return dict(zip(wanted, map(list, zip(*grads, strict=True)), strict=True))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("length", [1, 2, 16, 17, 64, 127, 1024, 1025])
+def test_each_subset_of_gradients_by_cotangents_of_all_kinds(length: int, is_causal: bool) -> None:
+    inputs = learnable(length, is_causal)
+    weights = cotangents(inputs["query"].shape)
+    doubles = {name: x.double() for name, x in inputs.items()}
+    names = tuple(inputs)
+    right = gradients_of(doubles, names, weights, is_causal=is_causal, implementation="dense")
+    dense = gradients_of(inputs, names, weights, is_causal=is_causal, implementation="dense")
+    subsets = [x for n in range(1, len(names) + 1) for x in itertools.combinations(names, n)]
+    for wanted in subsets if length < 1024 else [*((name,) for name in names), names]:
+        found = gradients_of(inputs, wanted, weights, is_causal=is_causal, implementation="tiled")
+        for name in wanted:
+            for actual, naive, expected, kind in zip(found[name], dense[name], right[name], weights, strict=True):
+                # A constant cotangent's gradients are sums that cancel; their terms are of the size of the cotangent.
+                size = max(1.0, right[name][0].abs().max().item()) * weights[kind].abs().max()
+                budget = 4 * (naive - expected).abs().max() + 2.0**-20 * size + 2.0**-18 * expected.abs().max()
+                assert ((actual - expected).abs() <= budget).all(), (wanted, name, kind)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reduce", "dtype"),
+    [(("query",), "sum", torch.float32), (("key",), "mean", torch.float32), (NAMES, "sum", torch.bfloat16)],
+    ids=str,
+)
+def test_gradients_of_a_compiled_loss(wanted: tuple[str, ...], reduce: str, dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+
+    def loss(*x: torch.Tensor) -> torch.Tensor:
+        result = alibi_torch.attention(*x[:4], future_slopes=x[4], is_causal=False)
+        return getattr(result, reduce)()
+
+    compiled = torch.compile(loss, fullgraph=True)
+    for length in (64, 1025):
+        inputs = learnable(length, is_causal=False)
+        inputs = {name: x if "slopes" in name else x.to(dtype) for name, x in inputs.items()}
+        inputs = {name: x.requires_grad_(name in wanted) for name, x in inputs.items()}
+        by = [inputs[name] for name in wanted]
+        grads = (torch.autograd.grad(f(*inputs.values()), by) for f in (compiled, loss))
+        for actual, expected in zip(*grads, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("means", [(30, 0), (0, 30), (30, 30), (100, 100), "drifting"], ids=str)
 @pytest.mark.parametrize("length", [512, 1100])
