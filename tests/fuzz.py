@@ -178,7 +178,9 @@ def inputs(problem: Problem, array: Callable[..., Any]) -> tuple[dict[str, Any],
         arrays[name] = array(values[0] if name in problem.shared else values, "float32")
     arrays["weight"] = array(case.arrays["cotangent"], problem.dtype)
     for name, value in arguments.items():
-        if isinstance(value, tuple):
+        if name == "mask":
+            arguments[name] = array(value.reshape((1,) * (4 - value.ndim) + value.shape))
+        elif isinstance(value, tuple):
             arguments[name] = tuple(array(x) for x in value)
         elif isinstance(value, np.ndarray):
             arguments[name] = array(value)
