@@ -31,7 +31,7 @@ from tests.frameworks import JAX, Backend  # noqa: E402
 BACKEND = Backend(JAX, "alibi_jax", None)
 # A compiler is at work in each example.
 FEW_EXAMPLES = settings(max_examples=max(8, settings.default.max_examples // 4))
-QUICKLY = {"xla_backend_optimization_level": 0}
+QUICKLY = {"xla_backend_optimization_level": 0}  # for kernels that are interpreted, which are not what users run
 LONGER = (Sizes(2, 2, 2, (150, 150), 4), Sizes(1, 3, 1, (70, 200), 3), Sizes(2, 1, 2, (201, 90), 5))
 
 
@@ -73,7 +73,7 @@ def operands_of(case: Case, dtype: str = "float32", tolerance: float | None = No
 
 
 def forward(rules: Rules, operands: Operands, **options: Any) -> tuple[Any, Any]:
-    compiled = jax.jit(lambda x: _tiled.forward(rules, x, **options), compiler_options=QUICKLY)
+    compiled = jax.jit(lambda x: _tiled.forward(rules, x, **options))
     return compiled(operands)
 
 
@@ -85,7 +85,7 @@ def forward_and_backward(rules: Rules, operands: Operands, cotangent: Any, **opt
         gradients = _tiled.backward(rules, operands, result, sums, cotangent, slopes_too=True, **options)
         return result, sums, *gradients
 
-    return jax.jit(both, compiler_options=QUICKLY)(operands, cotangent)
+    return jax.jit(both)(operands, cotangent)
 
 
 def assert_exact(case: Case, dtype: str = "float32", tolerance: float | None = None, **options: Any) -> None:
@@ -189,7 +189,7 @@ def test_gradients_of_slopes_know_no_rounded_result(implementation: Any, dtype: 
             result = alibi_jax.attention(*tensors, slopes, implementation=implementation, **form)
             return (result.astype(jnp.float32) * weight).sum()
 
-        options = None if implementation == "dense" else QUICKLY
+        options = None if isinstance(implementation, str) else QUICKLY
         return jax.jit(jax.grad(loss), compiler_options=options)(jnp.asarray([0.5, 0.004]))
 
     # Both in float32 until the end, whatever the dtype: off by its roundoff times the sum of what cancels, 256 rows of
@@ -334,7 +334,7 @@ def test_memory_grows_with_the_length(together: bool) -> None:
             result, sums = _tiled.forward(rules, operands, together=together)
             return _tiled.backward(rules, operands, result, sums, operands.query, slopes_too=True, together=together)
 
-        compiled = jax.jit(both, compiler_options=QUICKLY).lower(operands).compile()
+        compiled = jax.jit(both).lower(operands).compile()
         return int(compiled.memory_analysis().temp_size_in_bytes)
 
     short, long = temporaries(16384), temporaries(32768)
@@ -370,7 +370,7 @@ def test_it_runs_inside_shard_map() -> None:
         return result, *_tiled.backward(rules, operands, result, sums, operands.query, slopes_too=True)[:4]
 
     mapped = jax.shard_map(both, mesh=mesh, in_specs=(specs,), out_specs=(by_entry,) * 5)
-    found = [jax.jit(function, compiler_options=QUICKLY)(operands) for function in (mapped, both)]
+    found = [jax.jit(function)(operands) for function in (mapped, both)]
     for actual, expected in zip(*found, strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-5)
 
