@@ -362,9 +362,10 @@ def _resolve(
             raise ValueError(
                 f"{name} must have shape (..., num_heads) with at least one head, got {tuple(value.shape)}"
             )
+    named = "dtype"
     if dtype is None:
-        dtype = next((value.dtype for value in arrays.values()), xp.float32)
-    rule.check_dtype(xp, _checks.floating_dtype(xp, "dtype", dtype))
+        named, dtype = "dtype, by default that of slopes,", next((value.dtype for value in arrays.values()), xp.float32)
+    rule.check_dtype(xp, _checks.floating_dtype(xp, named, dtype))
     working = xp.float32 if rule.is_key_only else working_dtype(xp, dtype)
     for name, value in arrays.items():
         _checks.slopes_values(name, value, allow_negative=allow_negative, working=working)

@@ -9,7 +9,7 @@ from typing import Any
 from alibi_core import _checks
 from alibi_core._bias import linear_bias, place_slopes, relative_positions, with_head_axis, working_dtype
 from alibi_core._mask import check_mask
-from alibi_core._namespace import arange, asarray, astype, device_of, floating_name, namespace_of, signed
+from alibi_core._namespace import arange, asarray, astype, device_of, namespace_of, signed
 from alibi_core._typing import Array, Device, DType, Namespace
 
 HEADS_FIRST = ("heads", "length", "head_dim")
@@ -121,7 +121,7 @@ class AttentionCall:
             kv_segment_ids=kv_segment_ids,
             window_size=window_size,
             mask=mask,
-            scale=sizes["head_dim"] ** -0.5 if scale is None else _scale(scale, working),
+            scale=sizes["head_dim"] ** -0.5 if scale is None else _checks.number_in(working, "scale", scale),
             tolerance=None if tolerance is None else _checks.non_negative_number("tolerance", tolerance),
         )
 
@@ -379,9 +379,8 @@ def _tensor_sizes(xp: Namespace, query: Any, key: Any, value: Any, layout: tuple
     if q["head_dim"] < 1:
         raise ValueError(f"head_dim must be at least 1, got query of shape {shapes['query']} {axes}")
     if q["heads"] < 1 or kv["heads"] < 1 or q["heads"] % kv["heads"]:
-        raise ValueError(
-            f"num_kv_heads must divide num_heads, got {kv['heads']} (key) and {q['heads']} (query) of axes {axes}"
-        )
+        heads = f"{kv['heads']} (key) and {q['heads']} (query)"
+        raise ValueError(f"num_kv_heads must divide num_heads, got {heads}; their axes are {axes}")
     return {
         "batch": batch,
         "num_heads": q["heads"],
@@ -452,13 +451,6 @@ def _q_offset(xp: Namespace, q_offset: Any, sizes: dict[str, Any]) -> Any:
     if "uint" in str(q_offset.dtype):
         offset = xp.where(offset < 0, asarray(xp, farthest, offset.dtype, device_of(xp, offset)), offset)
     return astype(xp, xp.clip(offset, -farthest, farthest), xp.int32)
-
-
-def _scale(scale: Any, working: DType) -> float:
-    number, kind = _checks.real_number("scale", scale), floating_name(working)
-    if abs(number) > _checks.LARGEST[str(kind)]:
-        raise ValueError(f"scale must be finite in {kind}, which scores are computed in, got {scale}")
-    return number
 
 
 def _axes(layout: tuple[str, str, str]) -> str:

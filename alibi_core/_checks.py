@@ -36,6 +36,12 @@ def positive_int(name: str, value: Any) -> int:
     number = integer(name, value)
     if number < 1:
         raise ValueError(f"{name} must be at least 1, got {brief(value)}")
+    return number
+
+
+def size(name: str, value: Any) -> int:
+    """Check for the length of an axis, which some libraries have only 32 bits for."""
+    number = positive_int(name, value)
     if number > MAX_POSITION:
         raise ValueError(f"{name} must be at most {MAX_POSITION}, got {brief(value)}")
     return number
@@ -72,6 +78,14 @@ def real_number(name: str, value: Any) -> float:
     if not -sys.float_info.max <= value <= sys.float_info.max:  # not math.isfinite, which torch.compile cannot trace
         raise ValueError(f"{name} must be finite, got {brief(value)}")
     return float(value)
+
+
+def number_in(working: DType, name: str, value: Any) -> float:
+    """Return ``value`` as a number that is finite in the dtype that is computed in."""
+    number, kind = real_number(name, value), floating_name(working)
+    if abs(number) > LARGEST[str(kind)]:
+        raise ValueError(f"{name} must be finite in {kind}, which is computed in, got {number}")
+    return number
 
 
 def positive_number(name: str, value: Any) -> float:
@@ -158,8 +172,8 @@ def slopes_shape(name: str, slopes: Any, num_heads: int, batch: tuple[int, ...] 
     shape = tuple(slopes.shape)
     if shape not in ((num_heads,), (*batch, num_heads)):
         batched = f" or {(*batch, num_heads)} (batch, num_heads)" if batch else ""
-        heads = f"num_heads of query, {axes}" if axes else "num_heads"
-        raise ValueError(f"{name} must have shape {(num_heads,)} ({heads}){batched}, got {shape}")
+        reminder = f"; query's axes are {axes}" if axes else ""
+        raise ValueError(f"{name} must have shape {(num_heads,)} (num_heads){batched}, got {shape}{reminder}")
 
 
 def slopes_count(name: str, count: Any, num_heads: int, axes: str) -> None:
@@ -171,7 +185,7 @@ def slopes_count(name: str, count: Any, num_heads: int, axes: str) -> None:
             f"{name} must be an array, or {num_heads} (num_heads) for canonical ones, got {brief(count)}; an array of "
             "zeros gives the clamped form"
         )
-    raise ValueError(f"{name} must count the heads of query {axes}, {num_heads}, got {brief(count)}")
+    raise ValueError(f"{name} must count the heads of query, {num_heads}, got {brief(count)}; its axes are {axes}")
 
 
 def slopes_values(name: str, slopes: Any, *, allow_negative: bool, working: DType = "float64") -> None:

@@ -99,7 +99,7 @@ def fold(
     if call.scale == 0:
         raise ValueError("scale must not be 0 (slopes are divided by it), got 0")
     xp, size = call.xp, call.head_dim + fold_size(call.kv_len, call.dtype)
-    head_dim = size if head_dim is None else _checks.positive_int("head_dim", head_dim)
+    head_dim = size if head_dim is None else _checks.size("head_dim", head_dim)
     if head_dim < size:
         raise ValueError(
             f"head_dim must be at least {size} ({call.head_dim} features of query and {size - call.head_dim} for "
@@ -190,7 +190,7 @@ def fold_error_bound(slopes: int | Array, kv_len: int, *, head_dim: int, dtype: 
         Jeannerod, Rump, "Improved error bounds for inner products in floating-point arithmetic", SIAM J. Matrix Anal.
         Appl. 34 (2013), proposition 3.1.
     """
-    head_dim = _checks.positive_int("head_dim", head_dim)
+    head_dim, kv_len = _checks.size("head_dim", head_dim), _checks.non_negative_int("kv_len", kv_len)
     features = fold_size(kv_len, dtype)
     q_len = 1 if q_len is None else _checks.non_negative_int("q_len", q_len)
     bits = _bits(dtype)

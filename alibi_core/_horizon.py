@@ -74,13 +74,12 @@ def horizon(
     _checks.boolean("is_causal", is_causal)
     tolerance = 2.0**-24 if tolerance is None else _checks.non_negative_number("tolerance", tolerance)
     is_array = hasattr(score_range, "shape") and not isinstance(score_range, np.generic)
-    excess: Any = score_range if is_array else _checks.real_number("score_range", score_range)
     arrays: list[Any] = [] if _checks.is_int(slopes) else [_checks.array("slopes", slopes)]
-    arrays += [excess] if is_array else []
+    arrays += [score_range] if is_array else []
     xp = namespace_of(*arrays)
     device = device_of(xp, arrays[0]) if arrays else None
-    if is_array and device_of(xp, excess) != device:
-        raise ValueError(f"score_range must be on the device of slopes, {device}, got {device_of(xp, excess)}")
+    if is_array and device_of(xp, score_range) != device:
+        raise ValueError(f"score_range must be on the device of slopes, {device}, got {device_of(xp, score_range)}")
     dtype = xp.float32
     if not _checks.is_int(slopes):
         if _checks.floating_array(xp, "slopes", arrays[0]).ndim < 1:
@@ -88,8 +87,11 @@ def horizon(
         dtype = working_dtype(xp, arrays[0].dtype)
         _checks.slopes_values("slopes", slopes, allow_negative=True, working=dtype)
     placed = place_slopes(xp, slopes, dtype, device)
-    if is_array:
-        excess = astype(xp, _checks.floating_array(xp, "score_range", excess), dtype)
+    excess: Any = score_range
+    if not is_array:
+        excess = _checks.number_in(dtype, "score_range", score_range)
+    else:
+        excess = astype(xp, _checks.floating_array(xp, "score_range", score_range), dtype)
         pairs = zip(reversed(excess.shape), reversed(placed.shape), strict=False)
         if any(n != m and 1 not in (n, m) for n, m in pairs):
             raise ValueError(

@@ -84,15 +84,21 @@ def _is_jax(xp: Namespace) -> bool:
 
 def is_kind(xp: Namespace, dtype: DType, kind: str) -> bool:
     """``xp.isdtype``, which is False too of what is no dtype or one outside the standard (JAX's random keys)."""
-    is_dtype = isinstance(dtype, type) or not hasattr(dtype, "dtype")  # PyTorch would take a tensor for its own dtype
     try:
-        return is_dtype and bool(xp.isdtype(dtype, kind))
+        return not _is_value(dtype) and bool(xp.isdtype(dtype, kind))
     except Exception:
         return False
 
 
+def _is_value(dtype: DType) -> bool:
+    """Whether a would-be dtype is an array, which PyTorch and string searches take for its dtype, or a number."""
+    return isinstance(dtype, int) or (hasattr(dtype, "dtype") and not isinstance(dtype, type))
+
+
 def floating_name(dtype: DType) -> str | None:
     """Return which of the four types a dtype of any library is (or the name of one); None if it is another."""
+    if _is_value(dtype):
+        return None
     # In this order the first name that fits is right, though bfloat16 has two.
     shown = str(dtype)
     name = next((name for name in FLOATING if name in shown), None)

@@ -9,9 +9,10 @@ from functools import lru_cache
 from typing import Any
 
 from alibi_core import _checks, _contracts
-from alibi_core._namespace import asarray, astype, known_device, namespace_of
+from alibi_core._namespace import asarray, astype, brief, known_device, namespace_of
 from alibi_core._typing import Device, DType, Namespace
 
+MOST_HEADS = 2**20  # each slope takes microseconds of decimal arithmetic
 SCHEMES = ("canonical", "geometric", "linear")
 
 FLOAT32_BITS, BFLOAT16_BITS = 24, 8  # significant bits, the hidden one among them
@@ -102,6 +103,8 @@ def slope_values(
 ) -> list[float]:
     """Return the slopes as Python floats; arguments and errors as for :func:`slopes`."""
     num_heads = _checks.positive_int("num_heads", num_heads)
+    if num_heads > MOST_HEADS:
+        raise ValueError(f"num_heads must be at most {MOST_HEADS}, got {brief(num_heads)}")
     _checks.one_of("scheme", scheme, SCHEMES)
     bias_max = _checks.positive_number("bias_max", bias_max)
     rule = _contracts.named(contract)

@@ -47,21 +47,17 @@ def bools(*shape: int) -> np.ndarray:
 
 # Query [2, 6, 5, 8], key and value [2, 3, 7, 8] unless replaced; heads first, whatever the backend's layout.
 ATTENTION = [
-    Bad({"query": [1.0]}, TypeError, "query must be an array"),
-    Bad({"key": None}, TypeError, "key must be an array"),
-    Bad({"query": ints(2, 6, 5, 8)}, TypeError, "query must have a real floating dtype, got .*int32"),
-    Bad({"value": np.ones((2, 3, 7, 8), np.complex64)}, TypeError, "value must have a real floating dtype"),
     Bad({"query": floats(5, 8)}, ValueError, r"query must have axes \[.*heads.*\], got shape \(5, 8\)"),
     Bad({"query": floats(3, 6, 5, 8)}, ValueError, r"key must have the batch axes of query, \(3,\), got \(2,\)"),
     Bad({"query": floats(2, 6, 5, 4)}, ValueError, "key must have the head_dim of query, 4, got 8"),
-    Bad({"query": floats(2, 4, 5, 8)}, ValueError, "num_kv_heads must divide num_heads, got 3 .* and 4"),
+    Bad(
+        {"query": floats(2, 4, 5, 8)}, ValueError, r"num_kv_heads must divide num_heads, got 3 .* and 4 .* axes are \["
+    ),
+    Bad({"scale": 1e39}, ValueError, "scale must be finite in float32"),
     Bad({"key": floats(2, 3, 4, 8)}, ValueError, "value must have the shape of key"),
     Bad({"value": floats(2, 3, 7, 4)}, ValueError, "value must have the shape of key"),
-    Bad({"slopes": 5}, ValueError, r"slopes must count the heads of query \[.*heads.*\], 6, got 5"),
-    Bad({"slopes": True}, TypeError, "slopes must be an array"),
-    Bad({"slopes": [0.5] * 6}, TypeError, "slopes must be an array"),
-    Bad({"slopes": ints(6)}, TypeError, "slopes must have a real floating dtype"),
-    Bad({"slopes": floats(3)}, ValueError, r"slopes must have shape \(6,\).*, got \(3,\)"),
+    Bad({"slopes": 5}, ValueError, r"slopes must count the heads of query, 6, got 5; its axes are \[.*heads.*\]"),
+    Bad({"slopes": floats(3)}, ValueError, r"slopes must have shape \(6,\) .*, got \(3,\); query's axes are \["),
     Bad({"slopes": floats(3, 6)}, ValueError, r"slopes must have shape \(6,\).* or \(2, 6\).*, got \(3, 6\)"),
     Bad(
         {"slopes": slopes_of(1, 1, -1, 1, 1, 1)},
@@ -71,7 +67,13 @@ ATTENTION = [
     ),
     Bad({"slopes": slopes_of(1, 1, NAN, 1, 1, 1)}, ValueError, "slopes must be finite", is_about_values=True),
     Bad({"slopes": slopes_of(1, 1, np.inf, 1, 1, 1)}, ValueError, "slopes must be finite", is_about_values=True),
-    Bad({"future_slopes": floats(6)}, ValueError, "future_slopes must be None when is_causal=True"),
+    Bad({"slopes": np.full(6, 2e29)}, ValueError, "slopes must be at most 1.585e.29 in size", is_about_values=True),
+    Bad({"future_slopes": floats(6)}, ValueError, "future_slopes must be None when is_causal=True .* is_causal=False"),
+    Bad(
+        {"is_causal": False, "future_slopes": 0},
+        ValueError,
+        "future_slopes must be an array.* zeros gives the clamped",
+    ),
     Bad({"is_causal": False, "future_slopes": floats(5)}, ValueError, r"future_slopes must have shape \(6,\)"),
     Bad(
         {"is_causal": False, "future_slopes": -floats(6)},
@@ -79,28 +81,19 @@ ATTENTION = [
         "future_slopes must not be negative",
         is_about_values=True,
     ),
-    Bad({"is_causal": 1}, TypeError, "is_causal must be True or False, got 1"),
-    Bad({"q_offset": 1.0}, TypeError, "q_offset must be an integer or an integer array, got 1.0"),
-    Bad({"q_offset": True}, TypeError, "q_offset must be an integer or an integer array, got True"),
     Bad({"q_offset": 2**31}, ValueError, "q_offset and lengths must stay within 2147483647 tokens"),
-    Bad({"q_offset": floats(2)}, TypeError, "q_offset must have an integer dtype"),
     Bad({"q_offset": ints(3)}, ValueError, r"q_offset must have shape \(\) or \(2,\)"),
     Bad({"segment_ids": ints(2, 7)}, ValueError, "segment_ids must be a pair .* when q_len, 5, and kv_len, 7, differ"),
     Bad({"segment_ids": (ints(2, 5),) * 3}, ValueError, "segment_ids must be one array or a pair .*, got 3"),
     Bad({"segment_ids": (ints(2, 5), ints(2, 6))}, ValueError, r"segment_ids must broadcast to \(2, 7\)"),
     Bad({"segment_ids": (ints(2, 5), ints(2, 1))}, ValueError, "segment_ids must end in the axis kv_len, 7"),
     Bad({"segment_ids": (floats(2, 5), floats(2, 7))}, TypeError, "segment_ids must have an integer dtype"),
-    Bad({"window_size": -1}, ValueError, "window_size must not be negative, got -1"),
-    Bad({"window_size": 2.5}, TypeError, "window_size must be an integer, got 2.5"),
-    Bad({"window_size": True}, TypeError, "window_size must be an integer, got True"),
+    Bad({"window_size": -1}, ValueError, "window_size must not be negative, got -1; None is for no window"),
     Bad(
         {"mask": bools(4, 7)}, ValueError, r"mask must broadcast to \(2, 6, 5, 7\) \(batch, num_heads, q_len, kv_len\)"
     ),
     Bad({"mask": bools(1, 2, 6, 5, 7)}, ValueError, "mask must broadcast to"),
     Bad({"mask": bools()}, ValueError, r"mask must have at least the axis kv_len, got shape \(\)"),
-    Bad({"scale": NAN}, ValueError, "scale must be finite"),
-    Bad({"scale": "1"}, TypeError, "scale must be a real number"),
-    Bad({"allow_negative_slopes": "yes"}, TypeError, "allow_negative_slopes must be True or False"),
 ]
 MASK_VALUES = {  # of masks that are no booleans: what the message tells to make of them, and what it does not
     "a tokenizer's": (np.asarray([1, 1, 0, 1, 1, 0, 0]), "bool", "== 0"),
@@ -114,10 +107,7 @@ MASK_VALUES = {  # of masks that are no booleans: what the message tells to make
 }
 BACKEND_ONLY = [
     Bad({"tolerance": -1e-3}, ValueError, "tolerance must not be negative"),
-    Bad({"tolerance": NAN}, ValueError, "tolerance must be finite"),
-    Bad({"tolerance": "tight"}, TypeError, "tolerance must be a real number"),
     Bad({"implementation": "fastest"}, ValueError, "implementation must be one of .*'dense', got 'fastest'"),
-    Bad({"implementation": 3}, TypeError, "implementation must be a string"),
 ]
 
 
@@ -292,19 +282,11 @@ def test_attention_refuses_tensors_on_another_device() -> None:
 SLOPES = [
     Bad({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
     Bad({"num_heads": -3}, ValueError, "num_heads must be at least 1, got -3"),
-    Bad({"num_heads": True}, TypeError, "num_heads must be an integer, got True"),
-    Bad({"num_heads": 8.0}, TypeError, "num_heads must be an integer, got 8.0"),
-    Bad({"num_heads": "8"}, TypeError, "num_heads must be an integer"),
+    Bad({"num_heads": 2**21}, ValueError, "num_heads must be at most 1048576, got 2097152"),
     Bad({"scheme": "paper"}, ValueError, "scheme must be one of 'canonical', 'geometric', 'linear', got 'paper'"),
-    Bad({"scheme": None}, TypeError, "scheme must be a string"),
     Bad({"bias_max": 0}, ValueError, "bias_max must be positive, got 0"),
     Bad({"bias_max": -8.0}, ValueError, "bias_max must be positive"),
-    Bad({"bias_max": NAN}, ValueError, "bias_max must be finite"),
-    Bad({"bias_max": 10**400}, ValueError, "bias_max must be finite"),
-    Bad({"bias_max": "8"}, TypeError, "bias_max must be a real number"),
     Bad({"bias_max": 16, "scheme": "linear"}, ValueError, "bias_max must be left at 8 with scheme 'linear'"),
-    Bad({"dtype": np.int32}, TypeError, "dtype must be a real floating dtype"),
-    Bad({"dtype": 3}, TypeError, "dtype must be a real floating dtype"),
 ]
 
 
@@ -315,17 +297,12 @@ def test_slopes_refuses(framework: Framework, bad: Bad) -> None:
 
 COMMON_BIAS = [
     Bad({"slopes": 0}, ValueError, "num_heads must be at least 1, got 0"),
-    Bad({"slopes": False}, TypeError, "slopes must be an array"),
-    Bad({"slopes": (0.5, 0.25)}, TypeError, "slopes must be an array"),
-    Bad({"slopes": ints(3)}, TypeError, "slopes must have a real floating dtype"),
     Bad({"slopes": floats()}, ValueError, r"slopes must have shape \(\.\.\., num_heads\)"),
     Bad({"slopes": floats(0)}, ValueError, r"slopes must have shape \(\.\.\., num_heads\)"),
     Bad({"slopes": slopes_of(0.5, -0.5)}, ValueError, "slopes must not be negative", is_about_values=True),
     Bad({"slopes": slopes_of(0.5, NAN)}, ValueError, "slopes must be finite", is_about_values=True),
 ]
 FUTURE = [
-    Bad({"allow_negative_slopes": "yes"}, TypeError, "allow_negative_slopes must be True or False"),
-    Bad({"is_causal": None}, TypeError, "is_causal must be True or False"),
     Bad({"future_slopes": floats(2)}, ValueError, "future_slopes must be None when is_causal=True"),
     Bad({"is_causal": False, "future_slopes": floats(3)}, ValueError, r"future_slopes must have the shape of slopes"),
     Bad(
@@ -337,15 +314,10 @@ FUTURE = [
 ]
 KV_LEN = [
     Bad({"kv_len": -1}, ValueError, "kv_len must not be negative"),
-    Bad({"kv_len": False}, TypeError, "kv_len must be an integer, got False"),
-    Bad({"dtype": np.int64}, TypeError, "dtype must be a real floating dtype"),
 ]
 LENGTHS = [
     *KV_LEN,
     Bad({"q_len": -1}, ValueError, "q_len must not be negative, got -1"),
-    Bad({"q_len": 2.0}, TypeError, "q_len must be an integer, got 2.0"),
-    Bad({"q_len": True}, TypeError, "q_len must be an integer, got True"),
-    Bad({"q_offset": 0.5}, TypeError, "q_offset must be an integer, got 0.5"),
 ]
 
 
@@ -362,9 +334,6 @@ def test_key_bias_refuses(framework: Framework, bad: Bad) -> None:
 
 
 POSITIONS = [
-    Bad({"q_positions": [0, 1]}, TypeError, "q_positions must be an array"),
-    Bad({"q_positions": floats(3)}, TypeError, "q_positions must have an integer dtype"),
-    Bad({"kv_positions": bools(3)}, TypeError, "kv_positions must have an integer dtype"),
     Bad({"kv_positions": ints()}, ValueError, "kv_positions must have at least one axis"),
     Bad(
         {"q_positions": ints(2, 3), "kv_positions": ints(4, 3)},

@@ -185,7 +185,7 @@ def test_attend_is_attention_over_all_keys(stream: Stream, plans: bool, hidden: 
             cache.update_and_fetch(key[:, :, part], value[:, :, part])
             rules: dict[str, Any] = {"window_size": stream.window_size, "tolerance": stream.tolerance}
             if hidden == "mask":
-                rules["mask"] = mx.array(visible[part, : part.stop])
+                rules["mask"] = mx.array(visible[None, None, part, : part.stop])
             if hidden == "segments":
                 rules["segment_ids"] = tuple(mx.array(np.stack([x] * BATCH)) for x in (ids[part], ids[: part.stop]))
             outputs.append(cache.attend(query[:, :, part], stream.slopes_array, **rules))

@@ -196,7 +196,7 @@ def test_attend_is_attention_over_all_keys(stream: Stream, plans: bool, hidden: 
             cache.append(key[:, :, part], value[:, :, part])
             rules: dict[str, Any] = {}
             if hidden == "mask":
-                rules["mask"] = torch.from_numpy(visible[part, : part.stop])
+                rules["mask"] = torch.from_numpy(visible[None, None, part, : part.stop])
             if hidden == "segments":
                 rules["segment_ids"] = torch.from_numpy(ids[part]), torch.from_numpy(ids[: part.stop])
             rules |= {"window_size": stream.window_size, "tolerance": stream.tolerance}

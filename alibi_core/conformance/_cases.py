@@ -175,7 +175,9 @@ class Case:
             arguments["segment_ids"] = ids[:, :q_len] if is_one_array else (ids[..., :q_len], ids[..., -kv_len:])
         if self.masking is not None:
             batch, heads = self.sizes.batch, self.num_heads
-            shape = {"by head": (heads, q_len, kv_len), "by key": (batch, 1, 1, kv_len)}.get(self.masking)
+            # Where there are as many heads as batch entries, three axes would not tell which of them is meant.
+            of_heads = (*(1,) * (batch == heads), heads, q_len, kv_len)
+            shape = {"by head": of_heads, "by key": (batch, 1, 1, kv_len)}.get(self.masking)
             arguments["mask"] = rng.random(shape or (batch, 1, q_len, kv_len)) < 0.6
         return arguments
 
