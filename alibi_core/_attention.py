@@ -31,7 +31,7 @@ def attention(
     that may look nowhere gives zeros.
 
     Args:
-        query: ``[..., num_heads, q_len, head_dim]``, real floating.
+        query: ``[..., num_heads, q_len, head_dim]`` of float16, bfloat16, float32 or float64.
         key: ``[..., num_kv_heads, kv_len, head_dim]``. ``num_kv_heads`` divides ``num_heads``; query head ``h`` reads
             key/value head ``h // (num_heads // num_kv_heads)``.
         value: Of the shape of ``key``.
@@ -39,8 +39,8 @@ def attention(
         is_causal: Mask keys after the query.
         future_slopes: With ``is_causal=False``, the slopes for keys after the query, shaped as ``slopes`` may be.
             Default ``slopes`` (symmetric); zeros give the clamped form.
-        q_offset: Position of the first query, in tokens, one for all or one for each batch entry; the first key has
-            position 0. Default ``kv_len - q_len``, which aligns the last query with the last key.
+        q_offset: Position of the first query, in tokens, one for all or one for each batch entry, of any integer type;
+            the first key has position 0. Default ``kv_len - q_len``, which aligns the last query with the last key.
         segment_ids: ``[..., length]`` integers for packed sequences: a query sees the keys of its own id. Distances are
             counted along the row: within a sequence whose ids stand together they are what they would be alone. A pair
             ``(queries, keys)`` where queries are only some of the row's tokens.

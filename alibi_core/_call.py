@@ -15,6 +15,7 @@ from alibi_core._typing import Array, Device, DType, Namespace
 HEADS_FIRST = ("heads", "length", "head_dim")
 LENGTH_FIRST = ("length", "heads", "head_dim")
 TENSORS = ("query", "key", "value")
+FARTHEST = 2**30  # tokens that an offset in an array may be from the first key, so that int32 holds positions
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class AttentionCall:
         ]
         q_segment_ids, kv_segment_ids = _segment_ids(xp, segment_ids, sizes)
         if window_size is not None:
-            window_size = _checks.window(window_size)
+            window_size = min(_checks.window(window_size), _checks.MAX_POSITION)
         if mask is not None:
             scores = {name: sizes[name] for name in ("num_heads", "q_len", "kv_len")}
             check_mask(xp, mask, dict(zip(_batch_axes(batch), batch, strict=True)), scores)
@@ -443,14 +444,13 @@ def _q_offset(xp: Namespace, q_offset: Any, sizes: dict[str, Any]) -> Any:
     if shape not in ((), sizes["batch"]):
         batch = f" or {sizes['batch']} (batch)" if sizes["batch"] else ""
         raise ValueError(f"q_offset must have shape (){batch}, got {shape}")
-    _checks.positions_fit(0, sizes["q_len"], sizes["kv_len"])
-    # Queries that are farther than int32 can tell count as being as far as that, which moves all keys of a row by the
-    # same distance, if at all, and softmax does not notice. An error would have to wait for the values.
-    farthest = _checks.MAX_POSITION - sizes["q_len"] - sizes["kv_len"]
+    _checks.positions_fit(FARTHEST, sizes["q_len"], sizes["kv_len"])
+    # A query that is farther counts as being as far as that: all keys of its row move by the same distance, which
+    # softmax does not notice (a window of more than 2**30 tokens would). An error would have to wait for the values.
     offset = signed(xp, q_offset)
     if "uint" in str(q_offset.dtype):
-        offset = xp.where(offset < 0, asarray(xp, farthest, offset.dtype, device_of(xp, offset)), offset)
-    return astype(xp, xp.clip(offset, -farthest, farthest), xp.int32)
+        offset = xp.where(offset < 0, asarray(xp, FARTHEST, offset.dtype, device_of(xp, offset)), offset)
+    return astype(xp, xp.clip(offset, -FARTHEST, FARTHEST), xp.int32)
 
 
 def _axes(layout: tuple[str, str, str]) -> str:

@@ -55,10 +55,10 @@ def non_negative_int(name: str, value: Any) -> int:
 
 
 def window(value: Any) -> int:
-    """Return ``window_size``, which int32 is to hold: no key is farther than that."""
-    if integer("window_size", value) < 0:
+    number = integer("window_size", value)
+    if number < 0:  # as -1 is for no window elsewhere
         raise ValueError(f"window_size must not be negative, got {brief(value)}; None is for no window")
-    return min(integer("window_size", value), MAX_POSITION)
+    return number
 
 
 def positions_fit(q_offset: int, q_len: int, kv_len: int) -> None:

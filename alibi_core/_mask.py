@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from alibi_core._checks import broadcastable, broadcasts
-from alibi_core._namespace import host_values, is_kind, library_name
+from alibi_core._namespace import host_values, is_exporting, is_kind, library_name
 from alibi_core._typing import Namespace
 
 _AS_BOOLEANS = {
@@ -44,7 +44,7 @@ def check_mask(xp: Namespace, mask: Any, batch: dict[str, int], scores: dict[str
     if not shape:
         raise ValueError("mask must have at least the axis kv_len, got shape ()")
     listed = ", ".join(axes)
-    for missing in (2, 1):  # without num_heads and q_len, or without num_heads
+    for missing in () if is_exporting() else (2, 1):  # without num_heads and q_len, or without num_heads
         own = [*batch, *axes[len(batch) + missing :]]
         as_meant = shape[: len(batch)] + (1,) * missing + shape[len(batch) :]
         aligned = (1,) * (len(target) - len(shape)) + shape

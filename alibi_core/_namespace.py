@@ -193,6 +193,12 @@ def computes_eagerly_without_gradients(xp: Namespace) -> bool:
     return library_name(xp) == "numpy"
 
 
+def is_exporting() -> bool:
+    """Whether ``torch.export`` traces, to which a comparison of sizes that may vary is a promise for all of them."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_exporting())
+
+
 def host_values(array: Any) -> np.ndarray[Any, Any] | None:
     """Return a small array's values as NumPy float64, or None if they cannot be had at once and for free.
 

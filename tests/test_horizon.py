@@ -265,7 +265,7 @@ class Scene:
             )
             arguments["segment_ids"] = q_ids, kv_ids[..., :kv_len]
         if self.masking is not None:
-            shapes = {"by head": (heads, q_len, kv_len), "by key": (batch, 1, 1, kv_len), "full": self.score_shape}
+            shapes = {"by head": (1, heads, q_len, kv_len), "by key": (batch, 1, 1, kv_len), "full": self.score_shape}
             shape = shapes.get(self.masking, (batch, 1, q_len, kv_len))
             arguments["mask"] = rng.random(shape) < rng.choice([0.03, 0.5, 0.95])
             if self.masking == "near":  # what is near is hidden, so that what is far weighs all that it can

@@ -96,9 +96,12 @@ def test_layer_exports_with_a_dynamic_length(strict: bool) -> None:
     torch._dynamo.reset()
     layer = AlibiAttention(24, 6)
     length = torch.export.Dim("length", min=2, max=64)
-    exported = torch.export.export(layer, (torch.randn(2, 7, 24),), dynamic_shapes=({1: length},), strict=strict)
+    shapes = {"x": {1: length}, "mask": {0: length, 1: length}}  # without a promise that length and batch differ
+    given = (torch.randn(2, 7, 24),), {"mask": torch.ones(7, 7, dtype=torch.bool)}
+    exported = torch.export.export(layer, *given, dynamic_shapes=shapes, strict=strict)
     x = torch.randn(2, 11, 24)
-    torch.testing.assert_close(exported.module()(x), layer(x), rtol=0, atol=2e-6)
+    mask = torch.rand(x.shape[1], x.shape[1]) < 0.7
+    torch.testing.assert_close(exported.module()(x, mask=mask), layer(x, mask=mask), rtol=0, atol=2e-6)
 
 
 def test_attention_and_layer_run_on_meta() -> None:

@@ -89,7 +89,7 @@ def attention_fn(
                 "weights; drop out features of the module's output instead"
             )
         refused = {
-            "bias": (bias, "call alibi_jax.attention, whose only bias is ALiBi's"),
+            "bias": (bias, "the only bias is ALiBi's; one of 0 and -inf is the mask bias == 0"),
             "precision": (precision, "set it with jax.default_matmul_precision"),
             "module": (module, "call the module with sow_weights=False: no weights are kept"),
             "einsum_dot_general": (einsum_dot_general, "the products cannot be replaced"),

@@ -85,7 +85,7 @@ class EvictingKVCache:
         self.batch_size = None if batch_size is None else checks.positive_int("batch_size", batch_size)
         self.max_length = None if max_length is None else checks.positive_int("max_length", max_length)
         self._given_scale = None if scale is None else checks.real_number("scale", scale)
-        self._window_size = None if window_size is None else checks.non_negative_int("window_size", window_size)
+        self._window_size = None if window_size is None else checks.window(window_size)
         self._given_tolerance = None if tolerance is None else checks.non_negative_number("tolerance", tolerance)
         self._forget()
 
