@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from alibi_core import AttentionCall
+from alibi_core._checks import MAX_POSITION
 from alibi_core._horizon import tolerance_of
 
 
@@ -65,7 +66,9 @@ def take_apart(call: AttentionCall, query: Any, key: Any, value: Any) -> tuple[R
         *(x.reshape(batch, *x.shape[-3:]) for x in (query, key, value)),
         slopes=with_batch_axis(flat.slopes, 1),
         future_slopes=with_batch_axis(flat.future_slopes, 1),
-        q_offset=with_batch_axis(jnp.asarray(offset, jnp.int32), 0) if flat.has_offset_array else None,
+        q_offset=with_batch_axis(_int32(offset, MAX_POSITION - flat.q_len - flat.kv_len), 0)
+        if flat.has_offset_array
+        else None,
         q_segment_ids=with_batch_axis(flat.q_segment_ids, 1),
         kv_segment_ids=None if same_ids else with_batch_axis(flat.kv_segment_ids, 1),
         mask=with_batch_axis(flat.mask, 3),
@@ -78,6 +81,15 @@ def take_apart(call: AttentionCall, query: Any, key: Any, value: Any) -> tuple[R
         tolerance=tolerance_of(flat),
     )
     return rules, operands
+
+
+def _int32(offset: Any, most: int) -> Any:
+    """Return an offset of any integer type as int32: beyond ``most`` tokens from all keys, how far makes no difference.
+
+    What it is compared with has to fit its own type, which may be as short as int8.
+    """
+    kind = jnp.iinfo(offset.dtype)
+    return jnp.clip(offset, max(int(kind.min), -most), min(int(kind.max), most)).astype(jnp.int32)
 
 
 def put_together(rules: Rules, operands: Operands) -> AttentionCall:
