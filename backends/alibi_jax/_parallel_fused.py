@@ -13,7 +13,7 @@ from alibi_jax._fused import _summed
 from alibi_jax._operands import Operands
 from alibi_jax._parallel_backward import backward
 from alibi_jax._parallel_forward import forward
-from alibi_jax._parallel_ring import Ring, local_operands
+from alibi_jax._parallel_ring import Ring, Sums, local_operands
 from alibi_jax._reverse_mode import in_reverse_mode_alone
 
 
