@@ -113,8 +113,9 @@ def reach(xp: Namespace, slopes: Any, excess: Any, tolerance: float) -> Any:
         return endless + xp.zeros_like(slopes * excess)
     rates = xp.where(falls, slopes, one)
     tail = -xp.log(-xp.expm1(-rates)) - math.log(tolerance)
-    tokens = xp.ceil((excess + tail) / rates * (1 + 2.0**-20))  # a little further: the quotient itself is rounded
-    return xp.where(falls, xp.where(tokens <= 0, zero, tokens), endless)
+    heavier = excess + tail  # in logarithms, than may be left out
+    tokens = xp.ceil(heavier / rates * (1 + 2.0**-20))  # a little further: the quotient itself is rounded, perhaps to 0
+    return xp.where(falls, xp.where(heavier <= 0, zero, _most(xp, tokens, one)), endless)
 
 
 @dataclass(frozen=True)

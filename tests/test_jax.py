@@ -851,3 +851,59 @@ def test_a_missing_framework_says_how_to_install_it(missing: str) -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert run.returncode == 1
     assert "install with pip install 'alibi-core[jax]'" in run.stderr.splitlines()[-1]
+
+
+# --- What is too large or not to be had -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["int64", "int8", "uint8", "uint32", "uint64"])
+def test_offsets_of_every_integer_type(kind: str) -> None:
+    query, key, value = (jax.random.normal(jax.random.key(i), (1, n, 2, 4)) for i, n in enumerate((3, 700, 700)))
+    limits = np.iinfo(kind)
+    with jax.enable_x64(True):
+        for offset in (limits.min, limits.min // 2, 100, limits.max // 2 + 3, limits.max):
+            found = alibi_jax.attention(query, key, value, q_offset=jnp.asarray([offset], kind), implementation="tiled")
+            near = int(np.clip(offset, -(2**20), 2**20))  # from far away all distances differ by as much
+            expected = alibi_jax.attention(query, key, value, q_offset=near, implementation="dense")
+            np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_slopes_near_the_largest_number_leave_a_query_its_own_key() -> None:
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 600, 2, 4))
+    found = alibi_jax.attention(query, key, value, jnp.asarray([3e38, 1e30]))
+    np.testing.assert_allclose(found, value, atol=1e-6)
+
+
+@pytest.mark.parametrize("transform", ["jvp", "jit of jvp", "vmap of jvp", "linearize", "jacfwd"])
+def test_forward_mode_is_refused_by_name(transform: str) -> None:
+    x = jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
+
+    def pushed(tangent: jax.Array) -> jax.Array:
+        return jax.jvp(lambda q: alibi_jax.attention(q, x, x), (x,), (tangent,))[1]
+
+    calls = {
+        "jvp": lambda: pushed(x),
+        "jit of jvp": lambda: jax.jit(pushed)(x),
+        "vmap of jvp": lambda: jax.vmap(pushed)(x[None]),
+        "linearize": lambda: jax.linearize(lambda q: alibi_jax.attention(q, x, x), x)[1](x),
+        "jacfwd": lambda: jax.jacfwd(lambda q: alibi_jax.attention(q, x, x))(x),
+    }
+    with pytest.raises(NotImplementedError, match="in reverse mode, alone; implementation='dense' has others"):
+        calls[transform]()
+
+
+def test_reverse_mode_goes_through_every_other_transformation() -> None:
+    x = jax.random.normal(jax.random.key(0), (2, 1, 8, 2, 4))
+
+    def loss(implementation: str, query: jax.Array) -> jax.Array:
+        def attend(query: jax.Array, _: Any) -> tuple[jax.Array, None]:
+            return alibi_jax.attention(query, x[0], x[1], implementation=implementation), None
+
+        return jnp.sum(jax.lax.scan(jax.checkpoint(attend), query, None, length=2)[0] ** 2)
+
+    for outer in (
+        lambda f: jax.jit(jax.vmap(jax.grad(f))),
+        lambda f: jax.grad(lambda query: jnp.sum(jax.vmap(f)(query))),
+    ):
+        found, expected = (outer(functools.partial(loss, name))(x) for name in ("tiled", "dense"))
+        np.testing.assert_allclose(found, expected, atol=1e-5)

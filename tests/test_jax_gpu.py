@@ -68,7 +68,7 @@ def forward_and_backward(static: tuple[Rules, GPU], operands: Operands, cotangen
     rules, options = static
     result, sums = _gpu.forward(rules, operands, options, with_log_sum_exps=True)
     gradients = _gpu.backward(rules, operands, result, sums, cotangent, options, slopes_too=True)
-    return result, sums, *gradients
+    return result.astype(operands.query.dtype), sums, *gradients
 
 
 def assert_exact(case: Case, dtype: str = "float32", options: GPU = SMALL) -> None:

@@ -73,7 +73,8 @@ def operands_of(case: Case, dtype: str = "float32", tolerance: float | None = No
 
 
 def forward(rules: Rules, operands: Operands, **options: Any) -> tuple[Any, Any]:
-    compiled = jax.jit(lambda x: _tiled.forward(rules, x, **options))
+    dtype = operands.query.dtype
+    compiled = jax.jit(lambda x: _tiled.forward(rules, x, dtype, **options))
     return compiled(operands)
 
 
@@ -81,9 +82,9 @@ def forward_and_backward(rules: Rules, operands: Operands, cotangent: Any, **opt
     """Return the result, the log-sum-exps and the five gradients."""
 
     def both(operands: Operands, cotangent: Any) -> tuple[Any, ...]:
-        result, sums = _tiled.forward(rules, operands, **options)
+        result, sums = _tiled.forward(rules, operands, operands.slopes.dtype, **options)
         gradients = _tiled.backward(rules, operands, result, sums, cotangent, slopes_too=True, **options)
-        return result, sums, *gradients
+        return result.astype(operands.query.dtype), sums, *gradients
 
     return jax.jit(both)(operands, cotangent)
 
@@ -195,6 +196,60 @@ def test_gradients_of_slopes_know_no_rounded_result(implementation: Any, dtype: 
     # Both in float32 until the end, whatever the dtype: off by its roundoff times the sum of what cancels, 256 rows of
     # values of 8 by a mean distance of 100, which is some thousand times the gradient.
     np.testing.assert_allclose(gradient(implementation), gradient("dense"), rtol=2e-3)
+
+
+def relative_errors(tensors: list[jax.Array], implementation: Any) -> np.ndarray:
+    """Return how far gradients of query, key and value are from the exact ones: norms, as parts of theirs."""
+    weight = jnp.asarray(np.random.default_rng(1).standard_normal(tensors[0].shape), tensors[0].dtype)
+
+    def gradients(tensors: list[jax.Array], implementation: Any) -> list[jax.Array]:
+        def loss(*tensors: jax.Array) -> jax.Array:
+            result = alibi_jax.attention(*tensors, jnp.asarray([0.5, 0.02]), implementation=implementation)
+            return jnp.sum((result * weight).astype(jnp.float32))
+
+        found = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*tensors)
+        return [x.astype(jnp.float32).ravel() for x in found]
+
+    exact = gradients([x.astype(jnp.float32) for x in tensors], "dense")
+    found = gradients(tensors, implementation)
+    return np.asarray([jnp.linalg.norm(x - y) / jnp.linalg.norm(y) for x, y in zip(found, exact, strict=True)])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    ("implementation", "means"),
+    [("tiled", (30, 30)), ("tiled", (0, 30)), *((kernel, (0, 30)) for kernel in KERNELS)],
+    ids=["tiled, keys and values", "tiled, values", "tpu", "gpu"],
+)
+def test_gradients_where_keys_and_values_have_a_mean(implementation: Any, means: Any, dtype: Any) -> None:
+    if isinstance(implementation, alibi_jax.TPU) and dtype == jnp.float16:
+        pytest.skip("TPUs have no float16")
+    tensors = np.random.default_rng(0).standard_normal((3, 1, 512, 2, 32))
+    tensors = [jnp.asarray(x + mean, dtype) for x, mean in zip(tensors, (0, *means), strict=True)]
+    # Dense is off by the rounding of its results alone, and nothing else may be, beside what float32 is off by. The
+    # kernels round weights and gradients of scores as well, for the sake of the units that multiply them: three
+    # roundings for one.
+    slack = 1.1 if implementation == "tiled" else 3**0.5
+    of_float32 = relative_errors([x.astype(jnp.float32) for x in tensors], implementation)
+    assert np.all(relative_errors(tensors, implementation) <= slack * relative_errors(tensors, "dense") + of_float32)
+    assert np.all(of_float32 < 1e-3)
+
+
+@pytest.mark.parametrize("implementation", ["tiled", *KERNELS], ids=["tiled", "tpu", "gpu"])
+def test_gradients_of_scores_beyond_what_float32_counts(implementation: Any) -> None:
+    # Scores of 1e9 or so: one key has all of the weight, and sums in another order are off by hundreds.
+    query, key, value, weight = np.random.default_rng(0).standard_normal((4, 1, 400, 2, 32))
+    tensors = [jnp.asarray(x, jnp.float32) for x in (1e4 * query, 1e4 * key, value)]
+
+    def loss(*tensors: jax.Array) -> jax.Array:
+        result = alibi_jax.attention(*tensors, jnp.asarray([0.5, 0.02]), implementation=implementation)
+        return jnp.sum(result * jnp.asarray(weight, jnp.float32))
+
+    by_query, by_key, by_value = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*tensors)
+    # What is exactly 0 is a difference of sums of 32 products of up to 16, times a key, or as many queries.
+    assert np.abs(by_query).max() <= 5e4 * 32**-0.5 * 32 * 16 * 2.0**-24
+    assert np.abs(by_key).max() <= 400 * 5e4 * 32**-0.5 * 32 * 16 * 2.0**-24
+    assert np.all(np.abs(np.asarray(by_value)) <= np.abs(weight).sum(axis=1, keepdims=True))
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -331,7 +386,7 @@ def test_memory_grows_with_the_length(together: bool) -> None:
         rules, operands = many_tokens(length, (4, 2))
 
         def both(operands: Operands) -> tuple[Any, ...]:
-            result, sums = _tiled.forward(rules, operands, together=together)
+            result, sums = _tiled.forward(rules, operands, jnp.float32, together=together)
             return _tiled.backward(rules, operands, result, sums, operands.query, slopes_too=True, together=together)
 
         compiled = jax.jit(both).lower(operands).compile()
@@ -366,7 +421,7 @@ def test_it_runs_inside_shard_map() -> None:
     specs = Operands(*(by_entry,) * 3, slopes=whole)
 
     def both(operands: Operands) -> tuple[Any, ...]:
-        result, sums = _tiled.forward(rules, operands)
+        result, sums = _tiled.forward(rules, operands, jnp.float32)
         return result, *_tiled.backward(rules, operands, result, sums, operands.query, slopes_too=True)[:4]
 
     mapped = jax.shard_map(both, mesh=mesh, in_specs=(specs,), out_specs=(by_entry,) * 5)

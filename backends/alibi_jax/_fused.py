@@ -13,20 +13,27 @@ from jax.custom_derivatives import SymbolicZero
 from alibi_jax import _primitive
 from alibi_jax._choice import Implementation
 from alibi_jax._operands import Operands, Rules
+from alibi_jax._reverse_mode import in_reverse_mode_alone
+
+
+def fused_attention(rules: Rules, implementation: Implementation | None, operands: Operands) -> jax.Array:
+    """Return ``[batch, q_len, num_heads, head_dim]``, by an implementation that never holds all scores."""
+    return _attention(rules, implementation, in_reverse_mode_alone(operands))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def fused_attention(rules: Rules, implementation: Implementation | None, operands: Operands) -> jax.Array:
-    """Return ``[batch, q_len, num_heads, head_dim]``, by an implementation that never holds all scores."""
+def _attention(rules: Rules, implementation: Implementation | None, operands: Operands) -> jax.Array:
     return _primitive.forward(rules, operands, implementation, with_log_sum_exps=False)[0]
 
 
 def _forward(rules: Rules, implementation: Implementation | None, operands: Any) -> tuple[jax.Array, Any]:
     slopes_too = any(x is not None and x.perturbed for x in (operands.slopes, operands.future_slopes))
     operands = jax.tree.map(lambda x: x.value, operands, is_leaf=lambda x: hasattr(x, "perturbed"))
-    result, log_sum_exps = _primitive.forward(rules, operands, implementation, with_log_sum_exps=True)
+    exact, log_sum_exps = _primitive.forward(rules, operands, implementation, with_log_sum_exps=True)
+    # A score's gradient is a difference from a mean, which follows from the result. Of a rounded one it is off by as
+    # much in all scores of a row: times what keys, or queries, or distances have in common, that may be anything.
     # Whether slopes are to have a gradient is known now, and has to be told by the structure of what is kept.
-    return result, (operands, result, log_sum_exps, slopes_too or None)
+    return exact.astype(operands.query.dtype), (operands, exact, log_sum_exps, slopes_too or None)
 
 
 def _backward(rules: Rules, implementation: Implementation | None, kept: Any, cotangent: Any) -> tuple[Operands]:
@@ -64,4 +71,4 @@ def _summed(gradient: jax.Array, operand: jax.Array) -> jax.Array:
     return gradient if operand.shape[0] == gradient.shape[0] else jnp.sum(gradient, axis=0, keepdims=True)
 
 
-fused_attention.defvjp(_forward, _backward, symbolic_zeros=True)
+_attention.defvjp(_forward, _backward, symbolic_zeros=True)

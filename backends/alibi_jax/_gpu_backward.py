@@ -245,7 +245,8 @@ def _weights(tile: Tile, keys: Keys, side: str, scores: Any, log_sum_exps: Any) 
     bias, of_queries = tile.bias(keys, side)
     subtracted = log_sum_exps - of_queries
     subtracted = subtracted[:, None] if tile.q_axis == 0 else subtracted[None, :]
-    return jnp.exp2(scores * (tile.shape.scale * LOG2_E) + bias - subtracted)
+    # No weight exceeds 1, but large scores are rounded in another way in each order of summation.
+    return jnp.exp2(jnp.minimum(scores * (tile.shape.scale * LOG2_E) + bias - subtracted, 0))
 
 
 def _of_rows(ref: Any, at: Any, rows: Any, other: float = 0) -> Any:

@@ -37,11 +37,12 @@ def forward(shape: KernelShape, inputs: Inputs, with_log_sum_exps: bool) -> tupl
     """Return the result ``[batch, q_len, num_heads, head_dim]`` and its rows' log-sum-exps.
 
     These are ``[batch, num_heads, q_len]`` float32, in powers of two, of logits as the kernels form them; +inf for a
-    query that sees no key. None unless they are asked for: they take memory.
+    query that sees no key. None unless they are asked for: they take memory. With them, for a backward pass, the result
+    is float32.
     """
     own = at_tile(shape)
     out_specs = [pl.BlockSpec((None, shape.q_block, None, shape.width), lambda i, h, b: (b, own(i), h, 0))]
-    out_shape = [local(inputs.query.shape, inputs.query.dtype)]
+    out_shape = [local(inputs.query.shape, jnp.float32 if with_log_sum_exps else inputs.query.dtype)]
     if with_log_sum_exps:
         out_specs.append(pl.BlockSpec((None, None, shape.q_block), lambda i, h, b: (b, h, own(i))))
         out_shape.append(local((shape.batch, shape.num_heads, shape.q_len), jnp.float32))
@@ -73,8 +74,10 @@ def _kernel(shape: KernelShape, *refs: Any) -> None:
         now = jnp.maximum(largest, jnp.max(logits, axis=1) + of_queries)
         weights = jnp.exp2(logits - (now - of_queries)[:, None])
         decay = jnp.exp2(largest - now)
-        mean = mean * decay[:, None] + product(weights.astype(value.dtype), value, (1, 0))
-        return now, total * decay + jnp.sum(weights, axis=1), mean
+        # Rounded before they are summed, too, or what all values have in common would not come back whole.
+        rounded = weights.astype(value.dtype)
+        mean = mean * decay[:, None] + product(rounded, value, (1, 0))
+        return now, total * decay + jnp.sum(rounded.astype(jnp.float32), axis=1), mean
 
     zeros = jnp.zeros((shape.q_block,), jnp.float32)
     start = zeros + LOWEST, zeros, jnp.zeros((shape.q_block, shape.width), jnp.float32)

@@ -14,9 +14,9 @@ from alibi_jax._operands import Operands
 from alibi_jax._parallel_backward import backward
 from alibi_jax._parallel_forward import forward
 from alibi_jax._parallel_ring import Ring, Sums, local_operands
+from alibi_jax._reverse_mode import in_reverse_mode_alone
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ring_attention(ring: Ring, operands: Operands) -> jax.Array:
     """Return this device's ``[batch, shard_len, num_heads, head_dim]``, of the dtype of the query.
 
@@ -24,6 +24,11 @@ def ring_attention(ring: Ring, operands: Operands) -> jax.Array:
         ring: The setup.
         operands: Those of this device, along all axes that any of them varies over.
     """
+    return _attention(ring, in_reverse_mode_alone(operands))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(ring: Ring, operands: Operands) -> jax.Array:
     return _result(ring, operands, forward(ring, local_operands(ring, operands))[0])
 
 
@@ -39,22 +44,18 @@ def _forward(ring: Ring, operands: Any) -> tuple[jax.Array, Any]:
     slopes_too = any(x is not None and x.perturbed for x in (operands.slopes, operands.future_slopes))
     operands = jax.tree.map(lambda x: x.value, operands, is_leaf=lambda x: hasattr(x, "perturbed"))
     sums, taken = forward(ring, local_operands(ring, operands))
-    result = _result(ring, operands, sums)
-    # A gradient of slopes is a sum of differences from means that follow from the result, times distances: a rounded
-    # one would not do.
-    exact = sums.result if slopes_too else None
-    return result, (operands, result, exact, sums.log_sum_exps, taken, slopes_too or None)
+    # As on one device, a rounded result would not do.
+    return _result(ring, operands, sums), (operands, sums, taken, slopes_too or None)
 
 
 def _backward(ring: Ring, kept: Any, cotangent: Any) -> tuple[Operands]:
-    operands, result, exact, log_sum_exps, taken, slopes_too = kept
+    operands, sums, taken, slopes_too = kept
     nothing = jax.tree.map(lambda x: None, operands)
     if isinstance(cotangent, SymbolicZero):
         return (nothing,)
-    exact = ring.split(result) if exact is None else exact
     local = local_operands(ring, operands)
     cotangent = ring.split(cotangent.astype(operands.query.dtype))
-    found = backward(ring, local, Sums(exact, log_sum_exps), taken, cotangent, slopes_too is not None)
+    found = backward(ring, local, sums, taken, cotangent, slopes_too is not None)
     tensors = {name: ring.join(getattr(found, name)).astype(operands.query.dtype) for name in ("query", "key", "value")}
     shared = {
         name: jnp.zeros_like(operand) if gradient is None else _summed(gradient, operand)
@@ -67,4 +68,4 @@ def _backward(ring: Ring, kept: Any, cotangent: Any) -> tuple[Operands]:
     return (nothing._replace(**tensors, **shared),)
 
 
-ring_attention.defvjp(_forward, _backward, symbolic_zeros=True)
+_attention.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -55,7 +55,7 @@ def part_backward(
     Args:
         rules: Of the part.
         operands: Of the part.
-        result: Of all parts together, in any floating dtype.
+        result: Of all parts together, in the working dtype.
         log_sum_exps: Likewise; +inf for queries that are to be left out.
         cotangent: Of the result, in the dtype of the query.
         implementation: As of the forward pass.

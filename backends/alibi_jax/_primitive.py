@@ -20,6 +20,7 @@ from alibi_jax._choice import Implementation, Target, choose
 from alibi_jax._compatible import shaped_as
 from alibi_jax._gpu import GPU
 from alibi_jax._operands import Operands, Rules
+from alibi_jax._reverse_mode import REVERSE_MODE_ALONE
 from alibi_jax._tpu_shape import TPU
 
 KERNELS = {TPU: _tpu, GPU: _gpu}
@@ -31,8 +32,8 @@ def forward(
     """Return attention's result, and what its backward pass needs besides if asked for.
 
     Returns:
-        ``[batch, q_len, num_heads, head_dim]`` of the query's dtype, and ``[batch, num_heads, q_len]``, known to the
-        backward pass of the same implementation alone.
+        ``[batch, q_len, num_heads, head_dim]`` of the query's dtype, or of the working dtype if a backward pass is to
+        have it; and ``[batch, num_heads, q_len]``, known to the backward pass of the same implementation alone.
     """
     leaves, structure = jax.tree.flatten(operands)  # what is absent is no leaf: the structure tells what is what
     parameters = {"rules": rules, "structure": structure, "implementation": implementation}
@@ -65,7 +66,8 @@ def _run_forward(target: Target, *leaves: Any, with_log_sum_exps: bool, **parame
     if type(chosen) in KERNELS:
         results = KERNELS[type(chosen)].forward(rules, operands, chosen, with_log_sum_exps=with_log_sum_exps)
     else:
-        results = _tiled.forward(rules, operands, together=_together(target))
+        dtype = operands.slopes.dtype if with_log_sum_exps else operands.query.dtype
+        results = _tiled.forward(rules, operands, dtype, together=_together(target))
     return list(results[: 1 + with_log_sum_exps])
 
 
@@ -96,7 +98,8 @@ def _forward_shapes(query: Any, *others: Any, structure: Any, with_log_sum_exps:
     operands = jax.tree.unflatten(structure, (query, *others))
     batch, q_len, num_heads, _ = query.shape
     log_sum_exps = shaped_as(query, (batch, num_heads, q_len), operands.slopes.dtype)
-    return [shaped_as(query, query.shape, query.dtype), log_sum_exps][: 1 + with_log_sum_exps]
+    dtype = log_sum_exps.dtype if with_log_sum_exps else query.dtype
+    return [shaped_as(query, query.shape, dtype), log_sum_exps][: 1 + with_log_sum_exps]
 
 
 def _backward_shapes(*leaves: Any, structure: Any, slopes_too: bool, **_: Any) -> list[Any]:
@@ -169,9 +172,7 @@ def _primitive(name: str, run: Callable[..., list[Any]], shapes: Callable[..., l
         return [x.reshape(size, batch, *x.shape[1:]) for x in results], [0] * len(results)
 
     def differentiated(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(
-            "alibi_jax.attention has first derivatives, in reverse mode, alone; implementation='dense' has others"
-        )
+        raise NotImplementedError(REVERSE_MODE_ALONE)
 
     primitive.def_impl(call)
     primitive.def_abstract_eval(shapes)

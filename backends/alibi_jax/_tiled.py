@@ -7,6 +7,7 @@ heads at once, such as devices that share them.
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import jax
 
@@ -17,24 +18,25 @@ from alibi_jax._tiled_forward import forward_in_tiles
 from alibi_jax._tiles import jobs_of, sizes_of
 
 
-def forward(rules: Rules, operands: Operands, *, together: bool = False) -> tuple[jax.Array, jax.Array]:
+def forward(rules: Rules, operands: Operands, dtype: Any, *, together: bool = False) -> tuple[jax.Array, jax.Array]:
     """Compute attention.
 
     Args:
         rules: Of the call.
         operands: Of a call that is not empty.
+        dtype: Of the result.
         together: Whether every operation is on all batch entries and heads, which then may be distributed among
             devices: loops are over tiles of queries and over the keys that any of the heads needs. Otherwise each head
             has its own range of keys.
 
     Returns:
-        result: ``[batch, q_len, num_heads, head_dim]``, in the dtype of the query.
+        result: ``[batch, q_len, num_heads, head_dim]``.
         log_sum_exps: ``[batch, num_heads, q_len]``, in the working dtype, for :func:`backward`. What they are relative
             to is between the two functions; infinite for a query that sees no key.
     """
     sizes = sizes_of(rules, operands, together=together)
     with _precision(operands):
-        result, log_sum_exps = forward_in_tiles(Tensors(rules, operands, sizes), jobs_of(rules, operands, sizes))
+        result, log_sum_exps = forward_in_tiles(Tensors(rules, operands, sizes), jobs_of(rules, operands, sizes), dtype)
     batch, _, q_len = log_sum_exps.shape[0], *log_sum_exps.shape[2:]
     return result.reshape(operands.query.shape), log_sum_exps.reshape(batch, -1, q_len)
 
@@ -54,9 +56,9 @@ def backward(
     Args:
         rules: Of the call.
         operands: As for :func:`forward`.
-        result: From :func:`forward`, as ``log_sum_exps``, with the same ``together``.
+        result: From :func:`forward`, as ``log_sum_exps``, with the same ``together``; in the working dtype.
         log_sum_exps: ``[batch, num_heads, q_len]``.
-        cotangent: As the result.
+        cotangent: As the result, in any dtype.
         slopes_too: Whether gradients by slopes are asked for.
         together: As for :func:`forward`.
 
@@ -66,17 +68,11 @@ def backward(
     """
     sizes = sizes_of(rules, operands, together=together)
     tensors = Tensors(rules, operands, sizes, result, log_sum_exps, cotangent)
-    jobs = jobs_of(rules, operands, sizes)
     with _precision(operands):
-        by_kv_head = tensors.by_kv_head(result, 2)
-        if slopes_too and result.dtype != tensors.dtype:
-            # A score's gradient is a difference from a mean that follows from the result. Rounded to the dtype, that is
-            # off by as much in all scores of a row, which their distances multiply.
-            by_kv_head, _ = forward_in_tiles(tensors, jobs, tensors.dtype)
         found = backward_in_tiles(
             tensors,
-            jobs,
-            by_kv_head,
+            jobs_of(rules, operands, sizes),
+            tensors.by_kv_head(result, 2),
             tensors.by_kv_head(log_sum_exps, 1),
             tensors.by_kv_head(cotangent, 2),
             slopes_too=slopes_too,

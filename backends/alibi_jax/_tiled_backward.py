@@ -83,7 +83,8 @@ def _add_step(
 
     def add(index: jax.Array, found: dict[str, Any]) -> dict[str, Any]:
         block = scores.block(index)
-        weights = jnp.exp(block.scores - log_sum_exps)
+        # No weight exceeds 1, but scores beyond 2**24 are whole numbers, and not the same in each order of summation.
+        weights = jnp.exp(jnp.minimum(block.scores - log_sum_exps, 0))
         by_weight = row_products(grad, block.value, scores.onto)
         by_score = weights * (by_weight - mean)
         by_score_matrices, weight_matrices = (x.reshape(*x.shape[:3], -1) for x in (by_score, weights))

@@ -14,8 +14,8 @@ from alibi_jax._tiles import Jobs, Places, arranged, put
 RESULT, STATISTICS = AXES["query"], "bhgq"
 
 
-def forward_in_tiles(tensors: Tensors, jobs: Jobs, dtype: Any = None) -> tuple[jax.Array, jax.Array]:
-    """Return the result, of this dtype (default the query's), and the log-sum-exps; axes ``bqhgd`` and ``bhgq``.
+def forward_in_tiles(tensors: Tensors, jobs: Jobs, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the result, of this dtype, and the log-sum-exps; axes ``bqhgd`` and ``bhgq``.
 
     A row's log-sum-exp is that of scores whose distances are counted as :class:`Scores` does; +inf for a query that
     sees no key.
@@ -28,7 +28,7 @@ def forward_in_tiles(tensors: Tensors, jobs: Jobs, dtype: Any = None) -> tuple[j
         found = _rows(Scores.of_step(tensors, places, "bhgqk"))
         return put_rows(out[0], found[0], RESULT, places), put_rows(out[1], found[1], STATISTICS, places)
 
-    result = tensors.full([whole[x] for x in RESULT], 0, dtype or tensors.arrays["query"].dtype)
+    result = tensors.full([whole[x] for x in RESULT], 0, dtype)
     return lax.fori_loop(0, sizes.steps, step, (result, tensors.full([whole[x] for x in STATISTICS], 0)))
 
 

@@ -249,7 +249,8 @@ def _weights(shape: KernelShape, scores: Any, bias: Bias, log_sum_exps: Any) -> 
     subtracted = log_sum_exps if bias.queries is None else log_sum_exps - bias.queries
     if subtracted.shape[0] > 1:
         subtracted = lanes(subtracted, shape.kv_block)
-    weights = jnp.exp2(logits - subtracted)
+    # No weight exceeds 1, but large scores are rounded in another way in each order of summation.
+    weights = jnp.exp2(jnp.minimum(logits - subtracted, ZERO))
     return weights if bias.visible is None else jnp.where(bias.visible, weights, ZERO)
 
 

@@ -32,14 +32,15 @@ def forward(shape: KernelShape, inputs: Inputs, with_log_sum_exps: bool) -> tupl
     """Return the result ``[batch * num_heads, padded q_len, head_dim]`` and its rows' log-sum-exps.
 
     These are ``[batch * num_heads, 1, padded q_len]`` float32, in powers of two, of logits as the kernels form them;
-    +inf for a query that sees no key. None unless they are asked for: they take memory.
+    +inf for a query that sees no key. None unless they are asked for: they take memory. With them, for a backward pass,
+    the result is float32.
     """
     batch_heads, q_padded, head_dim = inputs.query.shape
     of_rows = pl.BlockSpec((1, 1, shape.q_block), lambda n, i: (n, 0, i))
     of_tables, of_block, in_hbm, of_ids, scratch = layout(shape, inputs)
     scratch |= {name: pltpu.VMEM((shape.q_block, LANES), jnp.float32) for name in ("largest", "total")}
     scratch["sums"] = pltpu.VMEM((shape.q_block, head_dim), jnp.float32)
-    out_shape = [local(inputs.query.shape, inputs.query.dtype)]
+    out_shape = [local(inputs.query.shape, jnp.float32 if with_log_sum_exps else inputs.query.dtype)]
     if with_log_sum_exps:
         out_shape.append(local((batch_heads, 1, q_padded), jnp.float32))
     result, *rest = pl.pallas_call(
@@ -110,7 +111,10 @@ def _accumulate(shape: KernelShape, scores: Any, value: Any, bias: Bias, largest
     if bias.visible is not None:
         weights = jnp.where(bias.visible, weights, ZERO)  # in a row that has seen nothing yet, all logits are HIDDEN
     decay = jnp.exp2(before - now)
+    # Rounded before they are summed, too, or what all values have in common would not come back whole.
+    rounded = weights.astype(value.dtype)
+    weights = rounded.astype(jnp.float32)
     parts = (weights[:, at : at + LANES] for at in range(0, shape.kv_block, LANES))
     total[...] = total[...] * decay + sum(parts, start=jnp.zeros_like(total))
     largest[...] = now
-    sums[...] = sums[...] * lanes(decay, sums.shape[1]) + product(weights.astype(value.dtype), value, (1, 0))
+    sums[...] = sums[...] * lanes(decay, sums.shape[1]) + product(rounded, value, (1, 0))
