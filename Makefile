@@ -65,7 +65,7 @@ bench: $(VENV)/ready-bench
 	$(RUN) -m benchmarks.attention --output $(OUT)
 	$(RUN) -m benchmarks.attention --backend jax --output $(OUT)
 	$(RUN) -m benchmarks.attention --backend mlx --output $(OUT)
-	$(RUN) -m benchmarks.tpu_static --output $(OUT)
+	$(RUN) -m benchmarks.research.tpu_static --output $(OUT)
 
 build: $(VENV)/ready
 	$(RUN) -m build

@@ -2,7 +2,7 @@
 
 import sys
 
-from alibi_core._command import main
+from alibi_core._cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from alibi_core._arrays.namespace import asarray, astype, times
+from alibi_core._arrays.typing import Array, Namespace
 from alibi_core._call import AttentionCall
-from alibi_core._namespace import asarray, astype, times
-from alibi_core._typing import Array, Namespace
 
 
 def attention(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from alibi_core import _checks
-from alibi_core._contracts import Contract
-from alibi_core._namespace import (
+from alibi_core._arrays import checks as _checks
+from alibi_core._arrays.namespace import (
     arange,
     asarray,
     astype,
@@ -16,8 +15,9 @@ from alibi_core._namespace import (
     namespace_of,
     signed,
 )
+from alibi_core._arrays.typing import Array, Device, DType, Namespace
+from alibi_core._contracts import Contract
 from alibi_core._slopes import slope_values
-from alibi_core._typing import Array, Device, DType, Namespace
 
 
 def bias(

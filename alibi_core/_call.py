@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from alibi_core import _checks
+from alibi_core._arrays import checks as _checks
+from alibi_core._arrays.namespace import arange, asarray, astype, device_of, namespace_of, signed
+from alibi_core._arrays.typing import Array, Device, DType, Namespace
 from alibi_core._bias import linear_bias, place_slopes, relative_positions, with_head_axis, working_dtype
 from alibi_core._mask import check_mask
-from alibi_core._namespace import arange, asarray, astype, device_of, namespace_of, signed
-from alibi_core._typing import Array, Device, DType, Namespace
 
 HEADS_FIRST = ("heads", "length", "head_dim")
 LENGTH_FIRST = ("length", "heads", "head_dim")

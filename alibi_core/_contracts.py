@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from alibi_core import _checks
-from alibi_core._namespace import asarray, astype, device_of
-from alibi_core._typing import Array, DType, Namespace
+from alibi_core._arrays import checks as _checks
+from alibi_core._arrays.namespace import asarray, astype, device_of
+from alibi_core._arrays.typing import Array, DType, Namespace
 
 
 @dataclass(frozen=True)

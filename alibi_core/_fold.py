@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from alibi_core import _checks
-from alibi_core._bias import place_slopes, working_dtype
-from alibi_core._call import AttentionCall
-from alibi_core._namespace import (
+from alibi_core._arrays import checks as _checks
+from alibi_core._arrays.namespace import (
     arange,
     asarray,
     astype,
@@ -24,7 +22,9 @@ from alibi_core._namespace import (
     namespace_of,
     times,
 )
-from alibi_core._typing import Array, DType, Namespace
+from alibi_core._arrays.typing import Array, DType, Namespace
+from alibi_core._bias import place_slopes, working_dtype
+from alibi_core._call import AttentionCall
 
 # Significant bits of a limb.
 BITS = {"float64": 53, "float32": 24, "bfloat16": 8, "float16": 11}

@@ -8,9 +8,10 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from alibi_core import _checks, _contracts
-from alibi_core._namespace import asarray, astype, brief, known_device, namespace_of
-from alibi_core._typing import Device, DType, Namespace
+from alibi_core import _contracts
+from alibi_core._arrays import checks as _checks
+from alibi_core._arrays.namespace import asarray, astype, brief, known_device, namespace_of
+from alibi_core._arrays.typing import Device, DType, Namespace
 
 MOST_HEADS = 2**20  # each slope takes microseconds of decimal arithmetic
 SCHEMES = ("canonical", "geometric", "linear")

@@ -28,8 +28,8 @@ from transformers.utils import logging
 
 import alibi_core
 from alibi_torch.transformers import AlibiCache, accelerate, restore
-from benchmarks import _timing
-from benchmarks._timing import MET, Measurement
+from benchmarks.harness import timing as _timing
+from benchmarks.harness.timing import MET, Measurement
 
 SECTIONS = ("bloom", "mpt", "decode")
 VERSIONS = ("numpy", "torch", "transformers")

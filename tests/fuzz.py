@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core.conformance._cases import FAR, PER_BATCH, Case, Sizes
-from alibi_core.conformance._data import DATA
-from alibi_core.conformance._oracle import UNIT_ROUNDOFF, Answer, rounded, summed_over_batch
+from alibi_core.conformance._cases.case import FAR, PER_BATCH, Case, Sizes
+from alibi_core.conformance._cases.data import DATA
+from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Answer, rounded, summed_over_batch
 
 TENSORS = ("query", "key", "value")
 # Lengths at which an implementation may change its way, and one more and one less of each.

@@ -16,10 +16,10 @@ False
 
 from alibi_core.conformance._adapter import FEATURES, Adapter
 from alibi_core.conformance._backend import installed_adapters, numpy_adapters
-from alibi_core.conformance._check import check
 from alibi_core.conformance._golden import GoldenError, GoldenReport, check_golden, golden_results, write_golden
 from alibi_core.conformance._laws import LAWS
 from alibi_core.conformance._report import Counterexample, Diagnosis, LawReport, Report
+from alibi_core.conformance._run.check import check
 
 __all__ = [
     "FEATURES",

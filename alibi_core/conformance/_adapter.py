@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from alibi_core import _checks, _contracts
-from alibi_core.conformance._oracle import UNIT_ROUNDOFF
+from alibi_core import _contracts
+from alibi_core._arrays import checks as _checks
+from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF
 
 MOST_TOKENS = 544  # of a sequence that is decoded: beyond powers of two up to 512, and no multiple of usual blocks
 FUNCTIONS = ("slopes", "bias", "attention", "attention_grad", "decode_step")

@@ -15,15 +15,16 @@ import numpy as np
 from alibi_core import AttentionCall
 from alibi_core._call import LENGTH_FIRST
 from alibi_core._explanation import Explanation, visible_pairs
-from alibi_core._horizon import ENDLESS
-from alibi_jax import _gpu, _tpu_shape
+from alibi_core._horizon.ranges import ENDLESS
 from alibi_jax._attention import attention
-from alibi_jax._choice import IMPLEMENTATIONS, Implementation, Target, checked, choose, name_of, refusal
-from alibi_jax._gpu import GPU
-from alibi_jax._operands import Operands, Rules, take_apart
-from alibi_jax._plan import needed_keys, ranges_of
-from alibi_jax._tiles import jobs_of, sizes_of
-from alibi_jax._tpu_shape import TPU
+from alibi_jax._call.operands import Operands, Rules, take_apart
+from alibi_jax._call.plan import needed_keys, ranges_of
+from alibi_jax._dispatch.choice import IMPLEMENTATIONS, Implementation, Target, checked, choose, name_of, refusal
+from alibi_jax._gpu import passes as _gpu
+from alibi_jax._gpu.passes import GPU
+from alibi_jax._tiled.tiles import jobs_of, sizes_of
+from alibi_jax._tpu import shape as _tpu_shape
+from alibi_jax._tpu.shape import TPU
 
 SHAPES = {TPU: _tpu_shape.KernelShape, GPU: _gpu.KernelShape}
 

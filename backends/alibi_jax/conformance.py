@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from alibi_core.conformance._backend import BackendAdapter, Library
-from alibi_jax import _cache
 from alibi_jax._attention import attention
-from alibi_jax._cache import KVCache
+from alibi_jax.caches import _kv_cache as _cache
+from alibi_jax.caches._kv_cache import KVCache
 
 DTYPES = ("float32", "float16", "bfloat16")
 Fixed = tuple[tuple[str, bool | int | float], ...]

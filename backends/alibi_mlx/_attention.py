@@ -5,15 +5,16 @@ from __future__ import annotations
 import mlx.core as mx
 
 from alibi_core import AttentionCall
+from alibi_core._arrays.checks import boolean, one_of
 from alibi_core._attention import dense_attention
-from alibi_core._checks import boolean, one_of
-from alibi_core._horizon import tolerance_of
-from alibi_core._jobs import Job
-from alibi_mlx import _plan, _tile_kernels
-from alibi_mlx._folded import folded_attention
-from alibi_mlx._functions import Jobs, Method, attend
-from alibi_mlx._norms import KeyNorms
-from alibi_mlx._routes import IMPLEMENTATIONS, choose
+from alibi_core._horizon.jobs import Job
+from alibi_core._horizon.ranges import tolerance_of
+from alibi_mlx._dispatch.functions import Jobs, Method, attend
+from alibi_mlx._metal.folded import folded_attention
+from alibi_mlx._metal.routes import IMPLEMENTATIONS, choose
+from alibi_mlx._tiled import kernels as _tile_kernels
+from alibi_mlx._tiled import plan as _plan
+from alibi_mlx._tiled.norms import KeyNorms
 
 
 def attention(

@@ -10,13 +10,13 @@ import mlx.core as mx
 import numpy as np
 
 from alibi_core import AttentionCall
-from alibi_core._checks import boolean, one_of
+from alibi_core._arrays.checks import boolean, one_of
 from alibi_core._explanation import Explanation, visible_pairs
-from alibi_core._horizon import ENDLESS, tolerance_of
-from alibi_core._jobs import entry_of
-from alibi_mlx import _plan
+from alibi_core._horizon.jobs import entry_of
+from alibi_core._horizon.ranges import ENDLESS, tolerance_of
 from alibi_mlx._attention import attention
-from alibi_mlx._routes import IMPLEMENTATIONS, choose, refusal
+from alibi_mlx._metal.routes import IMPLEMENTATIONS, choose, refusal
+from alibi_mlx._tiled import plan as _plan
 
 
 def explain(

@@ -11,7 +11,7 @@ import numpy as np
 
 from alibi_core.conformance._backend import BackendAdapter, Library
 from alibi_mlx._attention import attention
-from alibi_mlx._cache import KVCache
+from alibi_mlx.caches._kv_cache import KVCache
 
 DTYPES = ("float32", "float16", "bfloat16")
 

@@ -9,14 +9,14 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("alibi_torch needs PyTorch; install with pip install 'alibi-core[torch]'") from error
 
 from alibi_torch._attention import attention
-from alibi_torch._bias import AlibiBias
-from alibi_torch._cache import KVCache
-from alibi_torch._checkpoint import load_checkpoint
-from alibi_torch._evicting_cache import EvictingKVCache
 from alibi_torch._explain import Explanation, explain
-from alibi_torch._language_model import AlibiLanguageModel
-from alibi_torch._layer import AlibiAttention
-from alibi_torch._transformer import AlibiConfig, AlibiTransformer
+from alibi_torch.caches._evicting import EvictingKVCache
+from alibi_torch.caches._kv_cache import KVCache
+from alibi_torch.nn._bias import AlibiBias
+from alibi_torch.nn._checkpoint import load_checkpoint
+from alibi_torch.nn._language_model import AlibiLanguageModel
+from alibi_torch.nn._layer import AlibiAttention
+from alibi_torch.nn._transformer import AlibiConfig, AlibiTransformer
 
 __all__ = [
     "AlibiAttention",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from alibi_core.conformance._backend import BackendAdapter, Library
 from alibi_torch._attention import attention
-from alibi_torch._cache import KVCache
+from alibi_torch.caches._kv_cache import KVCache
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 

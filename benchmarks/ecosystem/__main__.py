@@ -16,10 +16,10 @@ from pathlib import Path
 from rich.console import Console
 from tqdm import tqdm
 
-from benchmarks import _timing
 from benchmarks.ecosystem._rows import Row, own_rows, rows_of
 from benchmarks.ecosystem._subjects import SUBJECTS
 from benchmarks.ecosystem._table import LEGEND, markdown, rich_table
+from benchmarks.harness import timing as _timing
 
 WIDTH = 160  # columns that the table takes at least
 

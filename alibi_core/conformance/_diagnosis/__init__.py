@@ -5,6 +5,6 @@ reading, with its name. The diagnosis calls the adapter on probes and searches f
 all that it sees.
 """
 
-from alibi_core.conformance._diagnosis._diagnose import diagnose
+from alibi_core.conformance._diagnosis.diagnosis import diagnose
 
 __all__ = ["diagnose"]

@@ -1,9 +1,9 @@
 """Golden vectors: inputs, exact results and error budgets in files, for implementations in any language."""
 
-from alibi_core.conformance._golden._check import check_golden
-from alibi_core.conformance._golden._files import GoldenError
-from alibi_core.conformance._golden._report import GoldenReport
-from alibi_core.conformance._golden._results import golden_results
-from alibi_core.conformance._golden._write import write_golden
+from alibi_core.conformance._golden.check import check_golden
+from alibi_core.conformance._golden.files import GoldenError
+from alibi_core.conformance._golden.report import GoldenReport
+from alibi_core.conformance._golden.results import golden_results
+from alibi_core.conformance._golden.write import write_golden
 
 __all__ = ["GoldenError", "GoldenReport", "check_golden", "golden_results", "write_golden"]

@@ -11,7 +11,7 @@ from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel,
 from transformers.models.falcon.modeling_falcon import FalconAttention, FalconModel, FalconPreTrainedModel
 from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, MptPreTrainedModel
 
-from alibi_core._checks import one_of
+from alibi_core._arrays.checks import one_of
 from alibi_torch.transformers import _facts
 from alibi_torch.transformers._caches import check_cache
 from alibi_torch.transformers._modules import (

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
-from alibi_torch._cache import BLOCK, KVCache
-from alibi_torch._tile_plan import SIZES, KeyNorms, norm_bounds
+from alibi_torch._tiled.plan import SIZES, KeyNorms, norm_bounds
+from alibi_torch.caches._kv_cache import BLOCK, KVCache
 from alibi_torch.transformers._rules import Rules
 
 ROOM = 256  # tokens, at least, that a growing cache makes room for at a time

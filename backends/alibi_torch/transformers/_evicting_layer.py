@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alibi_torch._evicting_cache import EvictingKVCache
+from alibi_torch.caches._evicting import EvictingKVCache
 from alibi_torch.transformers import _facts
 from alibi_torch.transformers._caches import AlibiLayer, is_frozen
 from alibi_torch.transformers._rules import Rules

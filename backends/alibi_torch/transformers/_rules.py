@@ -13,7 +13,7 @@ from alibi_core import AttentionCall
 from alibi_core import slopes as slopes_of
 from alibi_core._contracts import named
 from alibi_torch._attention import run
-from alibi_torch._tile_plan import KeyNorms
+from alibi_torch._tiled.plan import KeyNorms
 from alibi_torch.transformers import _facts
 
 CONTRACTS = ("model", "exact")

@@ -1,0 +1,239 @@
+"""Argument checks. Each raises "{argument} must {rule}, got {value}" before anything is computed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from alibi_core._arrays.namespace import (
+    FLOATING,
+    brief,
+    floating_name,
+    host_values,
+    is_kind,
+    lacks_64_bits,
+    library_name,
+)
+from alibi_core._arrays.typing import DType, Namespace
+
+# isinstance takes tuples of types throughout, not unions: torch.compile of PyTorch 2.9 cannot trace those.
+
+MAX_POSITION = 2**31 - 1  # positions are int32, the one integer type that every library has by default
+LARGEST = {"float32": float(np.finfo(np.float32).max), "float64": sys.float_info.max}
+
+
+def is_int(value: Any) -> bool:
+    """Whether ``value`` is an integer of Python, of NumPy, or a symbolic one of ``torch.export``; bool is none."""
+    if isinstance(value, bool):
+        return False
+    torch = sys.modules.get("torch")
+    return isinstance(value, (int, np.integer)) or (torch is not None and isinstance(value, torch.SymInt))
+
+
+def integer(name: str, value: Any) -> int:
+    """Return ``value`` as Python's int (or the symbol that torch.compile holds for one)."""
+    if not is_int(value):
+        raise TypeError(f"{name} must be an integer, got {_shown(value)}")
+    return int(value) if isinstance(value, np.integer) else value
+
+
+def positive_int(name: str, value: Any) -> int:
+    number = integer(name, value)
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {brief(value)}")
+    return number
+
+
+def size(name: str, value: Any) -> int:
+    """Check for the length of an axis, which some libraries have only 32 bits for."""
+    number = positive_int(name, value)
+    if number > MAX_POSITION:
+        raise ValueError(f"{name} must be at most {MAX_POSITION}, got {brief(value)}")
+    return number
+
+
+def non_negative_int(name: str, value: Any) -> int:
+    number = integer(name, value)
+    if number < 0:
+        raise ValueError(f"{name} must not be negative, got {brief(value)}")
+    return number
+
+
+def window(value: Any) -> int:
+    number = integer("window_size", value)
+    if number < 0:  # as -1 is for no window elsewhere
+        raise ValueError(f"window_size must not be negative, got {brief(value)}; None is for no window")
+    return number
+
+
+def positions_fit(q_offset: int, q_len: int, kv_len: int) -> None:
+    """Check that no position and no distance leaves int32, where it would wrap around unnoticed."""
+    if abs(q_offset) + q_len + kv_len > MAX_POSITION:
+        raise ValueError(
+            f"q_offset and lengths must stay within {MAX_POSITION} tokens, got q_offset {brief(q_offset)}, q_len "
+            f"{brief(q_len)}, kv_len {brief(kv_len)}"
+        )
+
+
+def real_number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{name} must be a real number, got {_shown(value)}")
+    if isinstance(value, np.floating):
+        value = float(value)  # or what it is compared with would be rounded to its precision
+    if not -sys.float_info.max <= value <= sys.float_info.max:  # not math.isfinite, which torch.compile cannot trace
+        raise ValueError(f"{name} must be finite, got {brief(value)}")
+    return float(value)
+
+
+def number_in(working: DType, name: str, value: Any) -> float:
+    """Return ``value`` as a number that is finite in the dtype that is computed in."""
+    number, kind = real_number(name, value), floating_name(working)
+    if abs(number) > LARGEST[str(kind)]:
+        raise ValueError(f"{name} must be finite in {kind}, which is computed in, got {number}")
+    return number
+
+
+def positive_number(name: str, value: Any) -> float:
+    if real_number(name, value) <= 0:
+        raise ValueError(f"{name} must be positive, got {value}")
+    return float(value)
+
+
+def non_negative_number(name: str, value: Any) -> float:
+    if real_number(name, value) < 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+    return float(value)
+
+
+def boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {_shown(value)}")
+    return bool(value)
+
+
+def direction(is_causal: Any, future_slopes: Any | None) -> None:
+    """Check ``is_causal``, and that slopes for keys to come are given only where such keys are seen."""
+    if boolean("is_causal", is_causal) and future_slopes is not None:
+        raise ValueError(
+            "future_slopes must be None when is_causal=True (there are no future keys), got an array; give "
+            "is_causal=False for attention to keys after the query"
+        )
+
+
+def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {_shown(value)}")
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return value
+
+
+def array(name: str, value: Any) -> Any:
+    """Check that ``value`` looks like an array; its library is checked by ``namespace_of``."""
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise TypeError(f"{name} must be an array, got {_shown(value)}")
+    return value
+
+
+def floating_dtype(xp: Namespace, name: str, dtype: DType) -> DType:
+    if not is_kind(xp, dtype, "real floating"):
+        raise TypeError(f"{name} must be a real floating dtype of {library_name(xp)}, got {brief(dtype)}")
+    if floating_name(dtype) is None:
+        raise TypeError(f"{name} must be {_listed(FLOATING)}, got {dtype}")
+    if "float64" in str(dtype) and lacks_64_bits(xp):
+        raise TypeError(f"{name} must be a dtype that JAX has enabled, got float64; set jax_enable_x64 first")
+    return dtype
+
+
+def floating_array(xp: Namespace, name: str, value: Any) -> Any:
+    if not is_kind(xp, array(name, value).dtype, "real floating"):
+        raise TypeError(f"{name} must have a real floating dtype, got {value.dtype}")
+    return value
+
+
+def tensor(xp: Namespace, name: str, value: Any) -> Any:
+    """Check for a floating array of one of the dtypes that attention is computed for."""
+    if floating_name(floating_array(xp, name, value).dtype) is None:
+        raise TypeError(f"{name} must be of dtype {_listed(FLOATING)}, got {value.dtype}; cast it to one of these")
+    return value
+
+
+def integer_array(xp: Namespace, name: str, value: Any) -> Any:
+    if not is_kind(xp, array(name, value).dtype, "integral"):
+        raise TypeError(f"{name} must have an integer dtype, got {value.dtype}")
+    return value
+
+
+def slopes_shape(name: str, slopes: Any, num_heads: int, batch: tuple[int, ...] = (), axes: str = "") -> None:
+    """Check for ``[num_heads]`` or ``[*batch, num_heads]``.
+
+    Args:
+        name: Of the argument.
+        slopes: Array.
+        num_heads: As many as the query has.
+        batch: Sizes of its batch axes.
+        axes: Those of the query, in words: slopes that do not fit may tell that its heads are not where they should be.
+    """
+    shape = tuple(slopes.shape)
+    if shape not in ((num_heads,), (*batch, num_heads)):
+        batched = f" or {(*batch, num_heads)} (batch, num_heads)" if batch else ""
+        reminder = f"; query's axes are {axes}" if axes else ""
+        raise ValueError(f"{name} must have shape {(num_heads,)} (num_heads){batched}, got {shape}{reminder}")
+
+
+def slopes_count(name: str, count: Any, num_heads: int, axes: str) -> None:
+    """Check that an int given for slopes is the number of heads."""
+    if count == num_heads:
+        return
+    if name == "future_slopes":
+        raise ValueError(
+            f"{name} must be an array, or {num_heads} (num_heads) for canonical ones, got {brief(count)}; an array of "
+            "zeros gives the clamped form"
+        )
+    raise ValueError(f"{name} must count the heads of query, {num_heads}, got {brief(count)}; its axes are {axes}")
+
+
+def slopes_values(name: str, slopes: Any, *, allow_negative: bool, working: DType = "float64") -> None:
+    """Check for numbers that are not negative, where the values can be seen without waiting for them.
+
+    Their products with distances have to be finite in the dtype ``working``, float32 or float64, of any library.
+    """
+    values = host_values(slopes)
+    if values is None:
+        return
+    if not np.all(np.isfinite(values)):
+        raise ValueError(f"{name} must be finite, got {values.tolist()}")
+    kind = floating_name(working) or "float64"
+    most = LARGEST[kind] / (MAX_POSITION + 1)
+    if np.any(np.abs(values) > most):
+        raise ValueError(
+            f"{name} must be at most {most:.4g} in size, for {kind} to hold their products with distances, got "
+            f"{values.tolist()}"
+        )
+    if not allow_negative and np.any(values < 0):
+        raise ValueError(
+            f"{name} must not be negative (the bias is -slopes * distance), got {values.tolist()}; "
+            "pass allow_negative_slopes=True if far keys are meant to be rewarded"
+        )
+
+
+def broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    padded = (1,) * (len(target) - len(shape)) + tuple(shape)
+    return len(shape) <= len(target) and all(n in (1, m) for n, m in zip(padded, target, strict=True))
+
+
+def broadcastable(name: str, shape: tuple[int, ...], target: tuple[int, ...], axes: str) -> None:
+    """Check that ``shape`` broadcasts to ``target``, whose axes are called ``axes`` in the message."""
+    if not broadcasts(shape, target):
+        raise ValueError(f"{name} must broadcast to {target} ({axes}), got {tuple(shape)}")
+
+
+def _shown(value: Any) -> str:
+    return f"{brief(value)} ({type(value).__name__})"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"

@@ -1,0 +1,230 @@
+"""Array namespaces: finding them, and the few places where they differ from the standard.
+
+Everything that is special to one library is in this module. The rest of the core is written against the array API
+standard (data-apis.org/array-api) alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import array_api_compat
+import numpy as np
+
+from alibi_core._arrays.mlx import MLXNamespace
+from alibi_core._arrays.typing import Array, Device, DType, Namespace
+
+FLOATING = ("float64", "float32", "bfloat16", "float16")  # the floating types that are computed with
+
+
+def namespace_of(*arrays: Array | None, xp: Namespace | None = None) -> Namespace:
+    """Return the array API namespace of ``arrays`` (NumPy if there are none), wrapped where its library needs it.
+
+    Args:
+        *arrays: Arrays of one library; None is passed over.
+        xp: The namespace the caller asked for, as the user imported it (``torch``, ``jax.numpy``, ...), or None.
+
+    Raises:
+        TypeError: If an argument is no array, if the arrays belong to different libraries, or if they do not belong
+            to ``xp``.
+    """
+    if xp is not None and not (hasattr(xp, "asarray") or hasattr(xp, "array")):
+        raise TypeError(f"xp must be an array namespace such as numpy, torch or jax.numpy, got {brief(xp)}")
+    found = [_namespace_of_one(array) for array in arrays if array is not None]
+    names = {library_name(namespace) for namespace in found} | (set() if xp is None else {library_name(xp)})
+    if len(names) > 1:
+        listed = " and ".join(sorted(names))
+        raise TypeError(f"arrays must belong to one array namespace, got {listed}; convert them to one")
+    if found:
+        return found[0]
+    if xp is not None and _is_mlx(xp):
+        return MLXNamespace(xp)
+    return _namespace_of_one((np if xp is None else xp).asarray(0))
+
+
+def _namespace_of_one(array: Any) -> Namespace:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        # array_namespace would do, but it is cached, which torch.compile warns about when it traces through.
+        import array_api_compat.torch as namespace
+
+        if array.layout != torch.strided:
+            raise TypeError(f"arrays must be dense, got a tensor of layout {array.layout}; to_dense makes it one")
+        return namespace
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise TypeError(f"argument must be an array of an array API library, got {type(array).__name__}")
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError("arrays must be plain, got a numpy.ma.MaskedArray, whose mask would be lost; pass its data")
+    namespace = array_api_compat.array_namespace(array)
+    return MLXNamespace(namespace) if _is_mlx(namespace) else namespace
+
+
+def brief(value: Any) -> str:
+    """Return how a value is shown in a message."""
+    try:
+        shown = str(value) if isinstance(value, (int, np.integer)) else repr(value)
+    except ValueError:  # Python writes out no integers of more than 4,300 digits
+        return "an integer of thousands of digits"
+    return shown if len(shown) <= 40 else f"{shown[:37]}..."
+
+
+def library_name(xp: Namespace) -> str:
+    """Return the name its users know a namespace by: ``torch``, ``jax.numpy``, ``mlx.core``, ..."""
+    return str(xp.__name__).removeprefix("array_api_compat.")
+
+
+def _is_mlx(xp: Namespace) -> bool:
+    return library_name(xp) == "mlx.core"
+
+
+def _is_jax(xp: Namespace) -> bool:
+    return library_name(xp) == "jax.numpy"
+
+
+def is_kind(xp: Namespace, dtype: DType, kind: str) -> bool:
+    """``xp.isdtype``, which is False too of what is no dtype or one outside the standard (JAX's random keys)."""
+    try:
+        return not _is_value(dtype) and bool(xp.isdtype(dtype, kind))
+    except Exception:
+        return False
+
+
+def _is_value(dtype: DType) -> bool:
+    """Whether a would-be dtype is an array, which PyTorch and string searches take for its dtype, or a number."""
+    return isinstance(dtype, int) or (hasattr(dtype, "dtype") and not isinstance(dtype, type))
+
+
+def floating_name(dtype: DType) -> str | None:
+    """Return which of the four types a dtype of any library is (or the name of one); None if it is another."""
+    if _is_value(dtype):
+        return None
+    # In this order the first name that fits is right, though bfloat16 has two.
+    shown = str(dtype)
+    name = next((name for name in FLOATING if name in shown), None)
+    if name is None and isinstance(dtype, np.dtype):  # whose other byte order has no name in its string
+        name = next((name for name in FLOATING if name in dtype.name), None)
+    return name
+
+
+def known_device(xp: Namespace, device: Device | None) -> Device | None:
+    """Return ``device``, having checked that the library has it."""
+    if device is not None:
+        placement = _placement(xp, device)
+        try:
+            xp.zeros((0,), **placement)
+        except Exception as error:
+            raise ValueError(f"device must be one that {library_name(xp)} has, got {brief(device)}") from error
+    return device
+
+
+def device_of(xp: Namespace, array: Any) -> Device | None:
+    """Return the device that new arrays need to combine with ``array``; None where the library sees to that itself."""
+    # JAX moves uncommitted arrays by itself (and a traced array has no device); MLX has one memory for all.
+    if _is_mlx(xp) or _is_jax(xp):
+        return None
+    if library_name(xp) == "torch":
+        return array.device  # as array_api_compat.device does, but without its cache, which torch.compile warns of
+    return array_api_compat.device(array)
+
+
+def asarray(xp: Namespace, values: Any, dtype: DType, device: Device | None) -> Any:
+    """``xp.asarray`` that leaves the device out when there is none to state."""
+    if library_name(xp) == "torch" and not isinstance(values, (list, tuple)) and not hasattr(values, "shape"):
+        # A number travels to a GPU with the kernel that fills, where asarray would copy it and wait.
+        return xp.full((), values, dtype=dtype, device=device)
+    return xp.asarray(values, dtype=dtype, **_placement(xp, device))
+
+
+def arange(xp: Namespace, stop: int, device: Device | None) -> Any:
+    """Return ``[0, 1, ..., stop - 1]`` as int32, the one integer type that every library has by default."""
+    return xp.arange(0, stop, 1, dtype=xp.int32, **_placement(xp, device))
+
+
+def _placement(xp: Namespace, device: Device | None) -> dict[str, Device]:
+    if device is not None and _is_mlx(xp):
+        raise ValueError(f"device must be None with MLX, whose arrays live in one memory, got {brief(device)}")
+    return {} if device is None else {"device": device}
+
+
+def astype(xp: Namespace, array: Any, dtype: DType) -> Any:
+    """``xp.astype``, without a copy where the dtype is right already."""
+    return array if array.dtype == dtype else xp.astype(array, dtype)
+
+
+def signed(xp: Namespace, integers: Any) -> Any:
+    """Return integers as int32, or as int64 where their type needs it and the library has one.
+
+    Equal ones stay equal, though those of an unsigned type of that size may turn negative.
+    """
+    needs_int64 = str(integers.dtype).rpartition(".")[2] in ("int64", "uint32", "uint64")
+    return astype(xp, integers, xp.int64 if needs_int64 and not lacks_64_bits(xp) else xp.int32)
+
+
+def running_sum(xp: Namespace, array: Any) -> Any:
+    """Return the cumulative sum along the last axis."""
+    if library_name(xp) == "torch":
+        return xp.cumsum(array, dim=-1)  # as array_api_compat does, but without its cache, which torch.compile warns of
+    return xp.cumulative_sum(array, axis=-1)
+
+
+def running_max(xp: Namespace, array: Any) -> Any:
+    """Return the largest so far along the last axis, which the standard has no function for."""
+    if library_name(xp) == "torch":
+        return xp.cummax(array, dim=-1).values
+    if library_name(xp) == "numpy":
+        return np.maximum.accumulate(array, axis=-1)
+    raise NotImplementedError(f"running_max must be given arrays of numpy or torch, got {library_name(xp)}")
+
+
+def times(xp: Namespace, array: Any, factor: float) -> Any:
+    """``array * factor``, to the precision of ``array``."""
+    # MLX 0.29 rounds a Python number to float32, whatever it meets.
+    return array * (asarray(xp, factor, array.dtype, None) if _is_mlx(xp) else factor)
+
+
+def lacks_64_bits(xp: Namespace) -> bool:
+    """Whether ``xp`` names 64-bit types that it would quietly make 32-bit ones (JAX without ``jax_enable_x64``)."""
+    return _is_jax(xp) and "float64" not in xp.__array_namespace_info__().dtypes(kind="real floating")
+
+
+def computes_eagerly_without_gradients(xp: Namespace) -> bool:
+    """Whether each operation makes a full array at once and none is ever differentiated: NumPy."""
+    return library_name(xp) == "numpy"
+
+
+def is_exporting() -> bool:
+    """Whether ``torch.export`` traces, to which a comparison of sizes that may vary is a promise for all of them."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_exporting())
+
+
+def host_values(array: Any) -> np.ndarray[Any, Any] | None:
+    """Return a small array's values as NumPy float64, or None if they cannot be had at once and for free.
+
+    None stands for: traced (``jax.jit``, ``torch.compile``, ``mx.compile``, ``vmap``), a Dask graph, or on an
+    accelerator, where reading would make the host wait. Argument checks that need values pass over such arrays. An MLX
+    array does not tell whether it is still to be computed: then it is computed here.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        if torch.compiler.is_compiling() or array.device.type != "cpu" or array.is_complex():
+            return None
+        array = array.detach().double()
+    elif _is_lazy_or_far(array):
+        return None
+    try:
+        return np.asarray(array.tolist() if hasattr(array, "tolist") else array, dtype=np.float64)
+    except Exception:
+        return None
+
+
+def _is_lazy_or_far(array: Any) -> bool:
+    if array_api_compat.is_dask_array(array) or array_api_compat.is_cupy_array(array):
+        return True
+    if not array_api_compat.is_jax_array(array):
+        return False
+    try:
+        return any(device.platform != "cpu" for device in array.devices())
+    except Exception:
+        return True

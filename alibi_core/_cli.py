@@ -1,0 +1,151 @@
+"""The command ``alibi-core``: is an implementation ALiBi, and golden vectors for those that are not in Python."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: 0 if all is well, 1 if a check failed, 2 if it could not be made.
+
+    Args:
+        arguments: Of the command line; default, those of the process.
+    """
+    try:
+        import alibi_core.conformance  # noqa: F401
+    except ModuleNotFoundError as error:
+        print(f"alibi-core needs {error.name}; install with pip install 'alibi-core[conformance]'", file=sys.stderr)
+        return 2
+    from alibi_core.conformance import GoldenError
+
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except (GoldenError, OSError, _UnusableError) as error:
+        print(f"alibi-core: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("alibi-core: interrupted", file=sys.stderr)
+        return 130
+    return status
+
+
+class _UnusableError(Exception):
+    """What was asked for cannot be done."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="alibi-core", description="ALiBi, attention with linear biases: is it?")
+    parser.add_argument("--version", action="version", version=importlib.metadata.version("alibi-core"))
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    check = commands.add_parser("conformance", help="hold implementations to the laws of ALiBi")
+    check.add_argument(
+        "--adapter",
+        action="append",
+        metavar="PACKAGE.MODULE:NAME",
+        help="an adapter, a class of one, or a function that returns one or several; may be repeated. Default: every "
+        "installed backend",
+    )
+    check.add_argument(
+        "--dtype", action="append", choices=(*DTYPES, "all"), help="which of the installed backends' (default float32)"
+    )
+    check.add_argument("--profile", default="quick", choices=("quick", "thorough"))
+    check.add_argument("--seed", type=int, default=0, help="of the cases that are drawn (default 0)")
+    check.add_argument("--law", action="append", metavar="NAME", help="only this law; may be repeated")
+    check.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="that one call may take")
+    check.add_argument("--golden", metavar="DIR", help="compare with the golden vectors in DIR, too")
+    check.add_argument("--json", metavar="FILE", help="write what was found to this file, too")
+    check.set_defaults(run=_conformance)
+    golden = commands.add_parser("golden", help="golden vectors, for implementations in any language")
+    actions = golden.add_subparsers(required=True, metavar="ACTION")
+    write = actions.add_parser("write", help="write the golden vectors")
+    write.add_argument("directory", metavar="DIR", help="is made; what it holds must be golden vectors")
+    write.set_defaults(run=_write)
+    verify = actions.add_parser(
+        "check", help="check results that a program wrote; DIR/FORMAT.md tells how to write them"
+    )
+    verify.add_argument("directory", metavar="DIR", help="the golden vectors")
+    verify.add_argument("results", metavar="RESULTS", help="the directory with results.json")
+    verify.add_argument("--json", metavar="FILE", help="write what was found to this file, too")
+    verify.set_defaults(run=_verify)
+    return parser
+
+
+def _conformance(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from alibi_core.conformance import LAWS
+    from alibi_core.conformance._backend import ENTRY_POINTS
+    from alibi_core.conformance._golden.set import read_golden
+    from alibi_core.conformance._run.supervisor import Outcome, Settings, supervised
+    from alibi_core.conformance._run.table import details, summary
+
+    unknown = set(options.law or ()) - {law.name for law in LAWS}
+    if unknown:
+        known = ", ".join(law.name for law in LAWS)
+        raise _UnusableError(f"--law must be one of {known}, got {min(unknown)!r}")
+    if options.seed < 0 or not 0 < options.time_limit < 1e6:
+        raise _UnusableError("--seed must not be negative, and --time-limit must be positive, below a million seconds")
+    if options.json is not None:
+        Path(options.json).touch()  # to be refused before anything is checked
+    if options.golden is not None:
+        read_golden(options.golden)  # to be refused before anything is checked
+    registered = sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name)
+    sources = options.adapter or [entry.value for entry in registered]
+    dtypes = options.dtype or (["all"] if options.adapter else ["float32"])
+    settings = Settings(
+        profile=options.profile,
+        seed=options.seed,
+        laws=tuple(options.law or ()),
+        time_limit=options.time_limit,
+        dtypes=() if "all" in dtypes else tuple(dtypes),
+        golden=None if options.golden is None else os.path.abspath(options.golden),
+    )
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    outcomes: list[Outcome] = []
+    missing: list[Outcome] = []
+    for source in sources:
+        for outcome in supervised(source, settings, console):
+            (missing if outcome.missing else outcomes).append(outcome)
+    console.print(summary(outcomes))
+    for outcome in outcomes:
+        if len(outcomes) == 1 or not outcome.passed:
+            console.print(details(outcome, every_law=len(outcomes) == 1))
+    for outcome in missing:
+        console.print(f"Not checked: {outcome.source} ({outcome.missing}).", markup=False)
+    _write_json(options.json, {"passed": all(x.passed for x in outcomes), "reports": [x.to_dict() for x in outcomes]})
+    if not outcomes:
+        raise _UnusableError("there is no adapter to check" + (" of that dtype" if options.dtype else ""))
+    if missing and options.adapter:
+        return 2
+    return 0 if all(x.passed for x in outcomes) else 1
+
+
+def _write(options: argparse.Namespace) -> int:
+    from alibi_core.conformance import write_golden
+
+    print(f"golden vectors in {write_golden(options.directory)}")
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from alibi_core.conformance import check_golden
+
+    report = check_golden(options.directory, options.results)
+    print(report)
+    _write_json(options.json, report.to_dict())
+    return 0 if report.passed else 1
+
+
+def _write_json(file: str | None, content: dict[str, Any]) -> None:
+    if file is not None:
+        Path(file).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,0 +1,267 @@
+"""Which rectangles of the score matrix to compute, and in how few kernel calls.
+
+What the keys needed are is the plan's (:func:`alibi_core.key_ranges`); here its ranges, on the host by then, become
+calls of a kernel that computes a rectangle with a given bias: attention of PyTorch's on the CPU, of MLX's anywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from alibi_core._call import AttentionCall
+from alibi_core._horizon.ranges import KeyRanges
+
+Ints = np.ndarray[Any, Any]
+
+FIELDS = ("first", "stop", "past", "future")  # of KeyRanges
+
+
+@dataclass(frozen=True)
+class TileSizes:
+    """What suits a kernel.
+
+    Attributes:
+        rows: Queries in a tile: at least, at most.
+        bias_elements: In the bias of one call, at most (but for a single head).
+        call_scores: As many scores take as long as a kernel call's overhead.
+        few: Queries; so few are decoding steps, where calls cost more than scores.
+    """
+
+    rows: tuple[int, int]
+    bias_elements: int
+    call_scores: int
+    few: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel call: rectangles of ``rows`` queries and ``kv_len`` keys, all with the same bias.
+
+    ``tiles`` of them follow one another in the sequence, ``rows`` apart, queries and keys alike; or there is one for
+    each of several batch entries. In either case for each of ``heads``, which share their keys or are ungrouped.
+    """
+
+    batch: slice
+    heads: slice
+    q_start: int
+    rows: int
+    tiles: int
+    kv_start: int
+    kv_len: int
+
+    @property
+    def back(self) -> int:
+        """How many keys come before the place of the first query's own, were the offset 0."""
+        return self.q_start - self.kv_start
+
+    @property
+    def queries(self) -> slice:
+        """Of the first tile."""
+        return slice(self.q_start, self.q_start + self.rows)
+
+    @property
+    def keys(self) -> slice:
+        """Of the first tile."""
+        return slice(self.kv_start, self.kv_start + self.kv_len)
+
+
+def entry_of(call: AttentionCall, index: int) -> AttentionCall:
+    """Return the part of a call that concerns one batch entry, its offset as an int."""
+    whole = slice(0, call.num_heads), slice(0, call.q_len), slice(0, call.kv_len)
+    entry = call.tile(batch=slice(index, index + 1), heads=whole[0], queries=whole[1], keys=whole[2])
+    if call.q_segment_ids is call.kv_segment_ids:  # which tells that each query's own key is visible
+        entry = replace(entry, kv_segment_ids=entry.q_segment_ids)
+    return replace(entry, q_offset=int(entry.q_offset.reshape(-1)[0] if call.has_offset_array else entry.q_offset))
+
+
+def plain_jobs(call: AttentionCall, sizes: TileSizes) -> Iterator[Job]:
+    """Yield jobs for all batch entries and heads at once, their keys whole but for what masks by position hide.
+
+    Shapes alone decide: nothing is read of any array. Of an offset that is an array, all keys may be needed.
+    """
+    group = call.num_heads // call.num_kv_heads
+    at_once = call.num_heads if group == 1 else group
+    varies = max(1 if x is None else x.shape[0] for x in (call.mask, call.q_segment_ids, call.kv_segment_ids))
+    for slopes in (call.slopes, call.future_slopes):
+        varies = max(varies, 1 if slopes is None or slopes.ndim == 1 else slopes.shape[0])
+    rows = min(sizes.rows[1], call.q_len)
+    while rows > sizes.few and rows * call.kv_len > sizes.bias_elements:
+        rows = -(-rows // 2)
+    limit = max(1, sizes.bias_elements // (rows * call.kv_len))
+    heads = max(n for n in range(1, min(at_once, limit) + 1) if at_once % n == 0)
+    entries = call.batch[0] if varies == 1 else max(1, limit // heads)
+    for index, head in itertools.product(range(0, call.batch[0], entries), range(0, call.num_heads, heads)):
+        batch = slice(index, min(index + entries, call.batch[0]))
+        for q_start in range(0, call.q_len, rows):
+            count = min(rows, call.q_len - q_start)
+            first, stop = _seen(call, q_start, count)
+            if first >= stop:
+                first, stop = 0, 1  # something to see nothing of: such rows become zeros like all that see nothing
+            yield Job(batch, slice(head, head + heads), q_start, count, 1, first, stop - first)
+
+
+def _seen(call: AttentionCall, q_start: int, rows: int) -> tuple[int, int]:
+    """Return the first key, and the one after the last, that masks by position let some of these queries see."""
+    if call.has_offset_array:
+        return 0, call.kv_len
+    lowest, highest = q_start + call.q_offset, q_start + call.q_offset + rows - 1
+    window = call.kv_len + abs(call.q_offset) + call.q_len if call.window_size is None else call.window_size
+    return max(0, lowest - window), min(call.kv_len, highest + 1 + (0 if call.is_causal else window))
+
+
+def jobs_of_entry(call: AttentionCall, ranges: KeyRanges, index: int, sizes: TileSizes) -> Iterator[Job]:
+    """Yield the jobs of one batch entry, inside the ranges of keys that it needs.
+
+    Args:
+        call: From :func:`entry_of`. Its mask and segment ids are read on the host.
+        ranges: The plan of it, as NumPy arrays ``[num_heads, q_blocks]``.
+        index: Which entry it is.
+        sizes: Of tiles.
+    """
+    if call.q_len <= sizes.few:
+        by_head = _few_jobs(call, ranges, index)
+    else:
+        by_head = [_head_jobs(call, ranges, head, index, sizes) for head in range(call.num_heads)]
+    yield from _shared(by_head, call.num_heads // call.num_kv_heads, sizes.bias_elements)
+
+
+def _few_jobs(call: AttentionCall, ranges: KeyRanges, index: int) -> list[list[Job]]:
+    """Return one job a head of one batch entry: with so few queries, what is not attention takes the time."""
+    first, stop, past, future = (getattr(ranges, name)[:, 0].astype(np.int64) for name in FIELDS)
+    first = np.maximum(first, call.q_offset - past + 1)
+    stop = np.minimum(stop, call.q_offset + call.q_len - 1 + future)
+    nothing = first >= stop
+    first, stop = np.where(nothing, 0, first), np.where(nothing, 1, stop)
+    # About the same widths become the same, so that one call serves several heads.
+    widths = np.exp2(np.ceil(np.log2(np.maximum(stop - first, 16)) * 2) / 2).astype(np.int64)
+    first = np.maximum(stop - widths, 0)
+    batch = slice(index, index + 1)
+    return [
+        [Job(batch, slice(head, head + 1), 0, call.q_len, 1, begin, end - begin)]
+        for head, (begin, end) in enumerate(zip(first.tolist(), stop.tolist(), strict=True))
+    ]
+
+
+def _head_jobs(call: AttentionCall, ranges: KeyRanges, head: int, index: int, sizes: TileSizes) -> list[Job]:
+    """Return the jobs of one head of one batch entry."""
+    first, stop, past, future = (getattr(ranges, name)[head].astype(np.int64) for name in FIELDS)
+    rows = _rows(call, int(np.median(stop - first)) - min(ranges.q_block, call.q_len), sizes)
+    starts = np.arange(0, call.q_len, rows)
+    counts = np.minimum(rows, call.q_len - starts)
+    block = starts // ranges.q_block
+    lowest = starts + call.q_offset  # position of each tile's first query
+    first = np.maximum(first[block], lowest - past[block] + 1)
+    stop = np.minimum(stop[block], lowest + counts - 1 + future[block])
+    nothing = first >= stop
+    first, stop = np.where(nothing, 0, first), np.where(nothing, 1, stop)
+    alike = _untouched(call, starts, counts, first, stop) & (counts == rows)
+    may_widen = call.mask is None and call.q_segment_ids is None
+    columns = [x.tolist() for x in (alike, lowest, first, stop)]
+    tiles = _Tiles(*columns, rows, call.kv_len, may_widen, sizes.call_scores)  # type: ignore[call-arg]
+    result = []
+    tile = 0
+    while tile < len(starts):
+        last, kv_start, kv_stop = tiles.run(tile)
+        batch, heads = slice(index, index + 1), slice(head, head + 1)
+        job = Job(batch, heads, int(starts[tile]), int(counts[tile]), last - tile, kv_start, kv_stop - kv_start)
+        result.append(job)
+        tile = last
+    return result
+
+
+def _rows(call: AttentionCall, width: int, sizes: TileSizes) -> int:
+    """Return how many queries a tile is to have where each needs ``width`` keys.
+
+    More make better use of the kernel, fewer waste less: a tile computes ``rows`` keys more than each query needs.
+    """
+    rows = sizes.rows[0]
+    while rows < sizes.rows[1] and 4 * rows < width:
+        rows *= 2
+    while rows > sizes.few and rows * (width + rows) > sizes.bias_elements:
+        rows //= 2
+    return min(rows, call.q_len)
+
+
+def _untouched(call: AttentionCall, starts: Ints, counts: Ints, first: Ints, stop: Ints) -> Ints:
+    """Return for which tiles the bias depends on nothing but how far queries and keys are apart."""
+    lowest = starts + call.q_offset
+    result: Ints = (lowest >= 0) & (lowest + counts <= call.kv_len)
+    if call.q_segment_ids is not None and call.kv_segment_ids is not None:
+        q_ids, kv_ids = (np.asarray(ids[0]) for ids in (call.q_segment_ids, call.kv_segment_ids))
+        # A run of equal ids, without a change in between, on both sides.
+        q_changes, kv_changes = (np.concatenate([[0], np.cumsum(ids[1:] != ids[:-1])]) for ids in (q_ids, kv_ids))
+        result &= q_changes[starts] == q_changes[starts + counts - 1]
+        result &= kv_changes[first] == kv_changes[stop - 1]
+        result &= q_ids[starts] == kv_ids[first]
+    if call.mask is not None:
+        if call.mask.shape[-2] > 1:
+            return np.zeros_like(result)
+        shown: Ints = np.all(np.asarray(call.mask[0]), axis=0)[0]  # to all heads, [kv_len or 1]
+        shown = np.broadcast_to(shown, (call.kv_len,))
+        hidden = np.concatenate([[0], np.cumsum(~shown)])
+        result &= hidden[stop] == hidden[first]
+    return result
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """The tiles of one head, in order: the position of each one's first query, and the keys it needs."""
+
+    alike: list[bool]
+    lowest: list[int]
+    first: list[int]
+    stop: list[int]
+    rows: int
+    kv_len: int
+    may_widen: bool  # whether further keys can be told from those needed by their distance alone
+    call_scores: int  # of TileSizes
+
+    def run(self, tile: int) -> tuple[int, int, int]:
+        """Return where the run of tiles from ``tile`` on that one call serves ends, and the keys of its first tile.
+
+        All of a run see as far back, and ahead, as the one that needs most. Another joins where that costs less than
+        a call of its own, and where the keys exist.
+        """
+        lowest = self.lowest[tile]
+        back, ahead = lowest - self.first[tile], self.stop[tile] - lowest
+        last = tile + 1
+        while self.alike[tile] and last < len(self.alike) and self.alike[last]:
+            needs = self.lowest[last] - self.first[last], self.stop[last] - self.lowest[last]
+            wider = max(back, needs[0]), max(ahead, needs[1])
+            if wider != needs or wider != (back, ahead):
+                extra = (last - tile + 1) * sum(wider) - (last - tile) * (back + ahead) - sum(needs)
+                exist = wider[0] <= lowest and self.lowest[last] + wider[1] <= self.kv_len
+                if not (self.may_widen and exist and extra * self.rows <= self.call_scores):
+                    break
+                back, ahead = wider
+            last += 1
+        return last, lowest - back, lowest + ahead
+
+
+def _shared(by_head: list[list[Job]], group: int, bias_elements: int) -> Iterator[Job]:
+    """Yield jobs, those of neighbouring heads that differ in nothing else as one."""
+    waiting: dict[tuple[int, ...], Job] = {}
+    for job in (job for of_head in by_head for job in of_head):
+        shape = (job.q_start, job.rows, job.tiles, job.kv_start, job.kv_len)
+        before = waiting.get(shape)
+        if before is not None and _may_share(before, job, group, bias_elements):
+            waiting[shape] = replace(before, heads=slice(before.heads.start, job.heads.stop))
+            continue
+        if before is not None:
+            yield before
+        waiting[shape] = job
+    yield from waiting.values()
+
+
+def _may_share(one: Job, other: Job, group: int, bias_elements: int) -> bool:
+    heads = slice(one.heads.start, other.heads.stop)
+    return (
+        one.heads.stop == other.heads.start
+        and (group == 1 or heads.start // group == (heads.stop - 1) // group)
+        and bool((heads.stop - heads.start) * one.rows * one.kv_len <= bias_elements)
+    )

@@ -1,0 +1,368 @@
+"""The horizon: how far back a key can still matter, proved from the sizes of queries and keys.
+
+Softmax weighs a key by ``exp(score - slope * distance)``. A score is at most ``scale * |query| * |key|`` and the bias
+falls without bound, so past some distance all keys together weigh less than any given share of the total. Leaving out
+a share ``t`` of the weight moves the result by at most ``2 * t * max|value|``.
+
+Nothing here assumes anything of the data: a key of huge norm, wherever it is, widens the horizons that it must.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from alibi_core._arrays import checks as _checks
+from alibi_core._arrays.namespace import arange, asarray, astype, device_of, floating_name, namespace_of, running_sum
+from alibi_core._arrays.typing import Array, Namespace
+from alibi_core._bias import place_slopes, with_head_axis, working_dtype
+from alibi_core._call import AttentionCall
+
+# Of the dtypes of queries and keys: the unit roundoff, below which a change is lost in the result's own rounding.
+UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+LARGEST_TOLERANCE = 0.5  # so that the key that a bound is measured by is never left out
+ENDLESS = 2**30  # tokens; what is further, or infinite, counts as this, so that int32 holds a position plus a reach
+
+
+def tolerance_of(call: AttentionCall) -> float:
+    """Return the share of softmax weight that may be left out: what was asked for, or the dtype's rounding error."""
+    if call.tolerance is not None:
+        return call.tolerance
+    return UNIT_ROUNDOFF[str(floating_name(call.dtype))]
+
+
+def horizon(
+    slopes: int | Array, score_range: float | Array, *, tolerance: float | None = None, is_causal: bool = True
+) -> Any:
+    """Return the distance from which on keys weigh no more than ``tolerance``, all together: tokens a head.
+
+    ``(score_range + ln(1 / (tolerance * (1 - exp(-slope))))) / slope``, rounded up; ``+ ln 2`` where keys lie on both
+    sides. At slope 1, a range of 0 and a tolerance of 1 %::
+
+        distance             0      1      2      3      4      5   | 6      7  ...
+        share of the weight  .632   .233   .086   .031   .012   .004| .0016  .0006   together .0025 <= .01
+
+    Args:
+        slopes: ``[num_heads]`` or ``[..., num_heads]``, or an int for that many canonical slopes.
+        score_range: By how much the scaled score of any key may exceed that of the key at the query's own position:
+            a number, or an array that broadcasts against ``slopes``. With norms alone it is ``2 * scale * |query| *
+            max|key|``.
+        tolerance: The share of the softmax weight that may be left out. Default ``2**-24``, the rounding error of
+            float32. With 0 every horizon is infinite.
+        is_causal: Whether keys lie on one side of the query only.
+
+    Returns:
+        Array of the shape of ``slopes`` (and ``score_range``), of whole numbers in the dtype of ``slopes``; infinite
+        where a slope is not positive.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If slopes are misshapen or not finite, or the tolerance is negative or NaN.
+
+    Example:
+        >>> horizon(8, 14.0).tolist()
+        [64.0, 129.0, 263.0, 536.0, 1092.0, 2228.0, 4543.0, 9263.0]
+
+    References:
+        Press, Smith, Lewis, "Train Short, Test Long", section 3, arXiv 2108.12409, for the slopes; the bound is this
+        library's own.
+    """
+    _checks.boolean("is_causal", is_causal)
+    tolerance = 2.0**-24 if tolerance is None else _checks.non_negative_number("tolerance", tolerance)
+    is_array = hasattr(score_range, "shape") and not isinstance(score_range, np.generic)
+    arrays: list[Any] = [] if _checks.is_int(slopes) else [_checks.array("slopes", slopes)]
+    arrays += [score_range] if is_array else []
+    xp = namespace_of(*arrays)
+    device = device_of(xp, arrays[0]) if arrays else None
+    if is_array and device_of(xp, score_range) != device:
+        raise ValueError(f"score_range must be on the device of slopes, {device}, got {device_of(xp, score_range)}")
+    dtype = xp.float32
+    if not _checks.is_int(slopes):
+        if _checks.floating_array(xp, "slopes", arrays[0]).ndim < 1:
+            raise ValueError("slopes must have shape (..., num_heads), got ()")
+        dtype = working_dtype(xp, arrays[0].dtype)
+        _checks.slopes_values("slopes", slopes, allow_negative=True, working=dtype)
+    placed = place_slopes(xp, slopes, dtype, device)
+    excess: Any = score_range
+    if not is_array:
+        excess = _checks.number_in(dtype, "score_range", score_range)
+    else:
+        excess = astype(xp, _checks.floating_array(xp, "score_range", score_range), dtype)
+        pairs = zip(reversed(excess.shape), reversed(placed.shape), strict=False)
+        if any(n != m and 1 not in (n, m) for n, m in pairs):
+            raise ValueError(
+                f"score_range must broadcast against slopes, {tuple(placed.shape)}, got {tuple(excess.shape)}"
+            )
+    return reach(xp, placed, excess, tolerance if is_causal else tolerance / 2)
+
+
+def reach(xp: Namespace, slopes: Any, excess: Any, tolerance: float) -> Any:
+    """Return the distance from which on the keys of one side weigh no more than ``tolerance``: tokens, >= 0, or inf.
+
+    Args:
+        slopes: ``[...]``; what is not positive reaches to infinity.
+        excess: By how much a score may exceed what bounds the row's log-sum-exp from below; broadcasts to ``slopes``.
+    """
+    zero, one, endless = (asarray(xp, x, slopes.dtype, device_of(xp, slopes)) for x in (0.0, 1.0, math.inf))
+    falls = slopes > 0
+    if tolerance == 0:
+        return endless + xp.zeros_like(slopes * excess)
+    rates = xp.where(falls, slopes, one)
+    tail = -xp.log(-xp.expm1(-rates)) - math.log(tolerance)
+    heavier = excess + tail  # in logarithms, than may be left out
+    tokens = xp.ceil(heavier / rates * (1 + 2.0**-20))  # a little further: the quotient itself is rounded, perhaps to 0
+    return xp.where(falls, xp.where(heavier <= 0, zero, _most(xp, tokens, one)), endless)
+
+
+@dataclass(frozen=True)
+class ScoreBounds:
+    """What is known of scores, block by block, before any is computed. A block is so many consecutive tokens.
+
+    A query's *anchor* is a lower bound of the logarithm of its softmax's denominator: its score with the key at its own
+    position, or what its nearest key scores at least. Scores include the scale.
+
+    Attributes:
+        q_block: Queries in a block.
+        kv_block: Keys in a block.
+        excess: ``[..., num_heads, q_blocks]``: the most by which any score exceeds the anchor of its query.
+        anchor: ``[..., num_heads, q_blocks]``: the least anchor.
+        q_least: ``[..., num_heads, q_blocks]``: the least norm of a query, times the scale.
+        q_most: The largest.
+        key_norm: ``[..., num_heads, kv_blocks]``: the largest norm of a key.
+    """
+
+    q_block: int
+    kv_block: int
+    excess: Any
+    anchor: Any
+    q_least: Any
+    q_most: Any
+    key_norm: Any
+
+    @classmethod
+    def of_tokens(
+        cls,
+        call: AttentionCall,
+        q_norms: Any,
+        own_scores: Any,
+        key_norms: Any,
+        nearest: Any,
+        lower: Any | None = None,
+        *,
+        q_block: int,
+        kv_block: int,
+    ) -> ScoreBounds:
+        """Bound scores from what was measured of each token.
+
+        Args:
+            call: The call whose scores these are.
+            q_norms: ``[..., num_heads, q_len]``: norms of queries, times the size of the scale.
+            own_scores: ``[..., num_heads, q_len]``: the scaled score with the key at the query's position; anything
+                where there is none. A score, a norm or a product of norms that is NaN or infinite bounds nothing: then
+                the queries concerned need every key that they may look at.
+            key_norms: ``[..., num_heads, kv_len]``, or fewer columns, each a bound for ``kv_block`` keys. A vector may
+                have been subtracted from all keys, here and in ``own_scores``: softmax does not notice.
+            nearest: From :meth:`AttentionCall.nearest_keys`.
+            lower: ``[..., num_heads, q_len]``: lower bounds of the queries' log-sum-exps that are known besides, such
+                as :func:`log_sum_exp_of_mean`; -inf where there is none, inf for a query that needs no key.
+            q_block: Queries in a block.
+            kv_block: Keys in a block.
+        """
+        xp = call.xp
+        # How far a float32 score may be from the exact one, as a part of its bound: here and in what was measured.
+        rounding = 2.0**-23 * (call.head_dim + 8)
+        # Before any maximum is taken: those of some compilers pass over a NaN.
+        q_norms, key_norms = (_or_endless(xp, x) for x in (q_norms, key_norms))
+        if key_norms.shape[-1] == call.kv_len:
+            key_norms = xp.max(by_block(xp, key_norms, kv_block), axis=-1)
+        largest = xp.max(key_norms, axis=-1, keepdims=True)
+        bound = _or_endless(xp, q_norms * largest)
+        endless = asarray(xp, math.inf, bound.dtype, call.device)
+        slopes = call.slopes if call.future_slopes is None else xp.maximum(call.slopes, call.future_slopes)
+        # Of a query far from all keys only differences of distances count, and those are rounded a dozen times.
+        lowest = -bound - slopes[..., None] * astype(xp, nearest, slopes.dtype) * (1 + 2.0**-20)
+        anchors = xp.where(nearest == 0, own_scores, lowest)
+        needs_none = nearest < 0
+        if lower is not None:
+            anchors = _most(xp, anchors, lower)
+            needs_none = needs_none | (lower == endless)
+        anchors = anchors - rounding * bound
+        if call.key_bias is not None and call.kv_len > 0:  # which may help any key, and harm that of the anchor
+            spread = xp.max(call.key_bias, axis=-1) - xp.min(call.key_bias, axis=-1)
+            anchors = anchors - spread[..., None]
+        # Where bounds are infinite, differences of them are NaN: nothing is known.
+        anchors = xp.where((bound < endless) & (xp.abs(anchors) < endless), anchors, -endless)
+        # Nothing exceeds the anchor of a query that needs no key.
+        excess = xp.where(needs_none, -endless, (1 + rounding) * bound - anchors)
+        anchors = xp.where(needs_none, endless, anchors)
+        return cls(
+            q_block=q_block,
+            kv_block=kv_block,
+            excess=xp.max(by_block(xp, excess, q_block), axis=-1),
+            anchor=xp.min(by_block(xp, anchors, q_block), axis=-1),
+            q_least=xp.min(by_block(xp, q_norms, q_block), axis=-1),
+            q_most=xp.max(by_block(xp, q_norms, q_block), axis=-1) * (1 + rounding),
+            key_norm=key_norms,
+        )
+
+
+@dataclass(frozen=True)
+class KeyRanges:
+    """The tile plan: which keys the queries of each block need. The others weigh no more than the tolerance.
+
+    Both limits hold at once: a query at position ``p`` needs the keys ``j`` with ``first <= j < stop`` and
+    ``p - past < j < p + future``. All are int32 arrays ``[..., num_heads, q_blocks]``, in tokens.
+    """
+
+    q_block: int
+    first: Any
+    stop: Any
+    past: Any
+    future: Any
+
+
+def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> KeyRanges:
+    """Return which keys each block of queries needs, for a result within ``2 * tolerance * max|value|``.
+
+    Masks by position (causal, window) and, for packed sequences whose tokens stand together, by segment narrow the
+    ranges too. Nothing is read on the host: shapes alone decide which operations run.
+    """
+    xp, device = call.xp, call.device
+    q_blocks, kv_blocks = bounds.excess.shape[-1], bounds.key_norm.shape[-1]
+    tolerance = min(tolerance, LARGEST_TOLERANCE)
+    side = tolerance if call.is_causal else tolerance / 2
+    q_starts, kv_starts = arange(xp, q_blocks, device) * bounds.q_block, arange(xp, kv_blocks, device) * bounds.kv_block
+    q_ends, kv_ends = (
+        xp.where(starts + block < n, starts + block, asarray(xp, n, starts.dtype, device)) - 1  # of the last token
+        for starts, block, n in ((q_starts, bounds.q_block, call.q_len), (kv_starts, bounds.kv_block, call.kv_len))
+    )
+    offset = call.q_offset[..., None, None] if call.has_offset_array else call.q_offset  # [*batch, 1 (heads), 1] or int
+    lowest, highest = q_starts + offset, q_ends + offset  # positions, [q_blocks] or [*batch, 1, q_blocks]
+
+    slopes = call.slopes[..., None]
+    future_slopes = slopes if call.future_slopes is None else call.future_slopes[..., None]
+    first = xp.zeros_like(lowest) + astype(xp, xp.zeros_like(bounds.excess), xp.int32)
+    stop = first + call.kv_len
+    past = future = first + ENDLESS
+    if side > 0:
+        past = _tokens(xp, reach(xp, slopes, bounds.excess, side))
+        weight = _block_weights(call, bounds) - math.log(side)
+        behind = _nonnegative(xp, lowest[..., :, None] - kv_ends)
+        first = _blocks_to_drop(xp, weight, slopes[..., None], behind, bounds.kv_block) * bounds.kv_block
+    if call.is_causal:
+        past_stop = highest + 1
+        stop, future = _least(xp, stop, past_stop), first * 0 + 1
+    elif side > 0:
+        future = _tokens(xp, reach(xp, future_slopes, bounds.excess, side))
+        ahead = _nonnegative(xp, kv_starts - highest[..., :, None])
+        dropped = _blocks_to_drop(
+            xp, xp.flip(weight, axis=-1), future_slopes[..., None], xp.flip(ahead, axis=-1), bounds.kv_block
+        )
+        stop = _least(xp, stop, (kv_blocks - dropped) * bounds.kv_block)
+    # All keys of a query that is ENDLESS tokens or more from them are still within an endless reach.
+    past = _most(xp, past, xp.where(past < ENDLESS, past, highest + 1))
+    future = _most(xp, future, xp.where(future < ENDLESS, future, call.kv_len - lowest))
+    if call.window_size is not None:
+        within = min(call.window_size, _checks.MAX_POSITION - 1) + 1
+        past, future = (_least(xp, x, within) for x in (past, future))
+    if call.q_segment_ids is not None:
+        blocks = _blocks_of_segments(call, bounds)
+        first = _most(xp, first, blocks[0] * bounds.kv_block)
+        stop = _least(xp, stop, blocks[1] * bounds.kv_block)
+    first = _most(xp, first, _most(xp, lowest, -ENDLESS) - past + 1)
+    stop = _most(xp, _least(xp, stop, _least(xp, highest, ENDLESS - 1) + future), 0)
+    first = _least(xp, first, stop)
+    # An offset of 64 bits has made them so.
+    return KeyRanges(bounds.q_block, *(astype(xp, x, xp.int32) for x in (first, stop, past, future)))
+
+
+def log_sum_exp_of_mean(slopes: Any, mean_score: Any, mean_distance: Any, count: int) -> Any:
+    """Return what the log-sum-exp of a query is at least, from the mean of its scores with ``count`` visible keys.
+
+    The exponential is convex: a sum is not less than ``count`` times the exponential of the mean. Where scores are
+    about alike, that is far more than the query's score with its own key, and horizons are shorter by as much.
+    """
+    return mean_score - slopes * mean_distance + math.log(count)
+
+
+def _block_weights(call: AttentionCall, bounds: ScoreBounds) -> Any:
+    """Return by how much scores with a block of keys can exceed anchors, ``[..., num_heads, q_blocks, kv_blocks]``."""
+    xp = call.xp
+    norms = bounds.key_norm[..., None, :]
+    largest = xp.max(norms, axis=-1, keepdims=True)
+    # Two bounds. The first knows which query has which anchor, the second does not suffer from a single large key.
+    one = bounds.excess[..., None] - bounds.q_least[..., None] * (largest - norms)
+    other = bounds.q_most[..., None] * norms - bounds.anchor[..., None]
+    return _least(xp, one, other)
+
+
+def _blocks_to_drop(xp: Namespace, weights: Any, slopes: Any, distance: Any, block: int) -> Any:
+    """Return how many blocks from the first on weigh at most 1 together.
+
+    Args:
+        weights: ``[..., blocks]``, logarithms of the most a key may weigh, but for its bias.
+        slopes: ``[..., 1]``.
+        distance: ``[..., blocks]``, tokens to the nearest key of each block.
+    """
+    one, size, endless = (asarray(xp, x, slopes.dtype, device_of(xp, slopes)) for x in (1.0, block, math.inf))
+    falls = slopes > 0
+    series = -1 / xp.expm1(-xp.where(falls, slopes, one))  # of the bias alone, over all keys beyond the nearest
+    keys = xp.where(falls & (series < size), series, size)
+    logarithms = weights - slopes * astype(xp, distance, slopes.dtype) + xp.log(keys)
+    logarithms = xp.where(slopes < 0, endless, logarithms)
+    # exp of what is far above 1 need not be exact, and must not overflow. A NaN compares as too heavy.
+    total = running_sum(xp, xp.exp(_least(xp, logarithms, one)))
+    return astype(xp, xp.sum(astype(xp, total <= 1, xp.int32), axis=-1), xp.int32)
+
+
+def _blocks_of_segments(call: AttentionCall, bounds: ScoreBounds) -> tuple[Any, Any]:
+    """Return the first block of keys with a segment id among the queries', and the one after the last."""
+    xp = call.xp
+    queries = by_block(xp, call.q_segment_ids, bounds.q_block)
+    keys = by_block(xp, call.kv_segment_ids, bounds.kv_block)
+    q_least, q_most = xp.min(queries, axis=-1)[..., :, None], xp.max(queries, axis=-1)[..., :, None]
+    kv_least, kv_most = xp.min(keys, axis=-1)[..., None, :], xp.max(keys, axis=-1)[..., None, :]
+    meet = with_head_axis((kv_most >= q_least) & (kv_least <= q_most))  # [..., 1, q_blocks, kv_blocks]
+    index = arange(xp, meet.shape[-1], call.device)
+    none = asarray(xp, meet.shape[-1], xp.int32, call.device)
+    first = xp.min(xp.where(meet, index, none), axis=-1)
+    last = xp.max(xp.where(meet, index, -1 + 0 * none), axis=-1)
+    return first, last + 1
+
+
+def by_block(xp: Namespace, array: Any, block: int) -> Any:
+    """Return ``[..., length]`` as ``[..., blocks, block]``, the last element repeated to fill the last block."""
+    missing = -array.shape[-1] % block
+    if missing:
+        filling = xp.broadcast_to(array[..., -1:], (*array.shape[:-1], missing))
+        array = xp.concat([array, filling], axis=-1)
+    return xp.reshape(array, (*array.shape[:-1], array.shape[-1] // block, block))
+
+
+def _tokens(xp: Namespace, reach: Any) -> Any:
+    """Return whole numbers, or infinity, or NaN for what is not known, as int32."""
+    endless = asarray(xp, ENDLESS, reach.dtype, device_of(xp, reach))
+    return astype(xp, xp.where(reach < endless, reach, endless), xp.int32)
+
+
+def _or_endless(xp: Namespace, sizes: Any) -> Any:
+    """Return sizes, infinity for a NaN."""
+    endless = asarray(xp, math.inf, sizes.dtype, device_of(xp, sizes))
+    return xp.where(sizes < endless, sizes, endless)
+
+
+def _least(xp: Namespace, one: Any, other: Any) -> Any:
+    """Return the smaller; ``one`` where that cannot be told."""
+    return xp.where(one > other, other, one)
+
+
+def _most(xp: Namespace, one: Any, other: Any) -> Any:
+    return xp.where(one < other, other, one)
+
+
+def _nonnegative(xp: Namespace, array: Any) -> Any:
+    return xp.where(array < 0, xp.zeros_like(array), array)

@@ -1,0 +1,276 @@
+"""Cases for Hypothesis: small frozen descriptions, from whose seed NumPy makes the arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from alibi_core.conformance._cases.data import DATA, STEEP
+from alibi_core.conformance._cases.oracle import Answer, Attention, Rules, Values, penalties, rounded, summed_over_batch
+
+FAR, PER_BATCH = 1_000_000, -1_000_000
+FORMS = ("causal", "symmetric", "asymmetric", "clamped")
+COTANGENTS = ("random", "ones", "zeros", "one row", "one element")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Axis sizes; mostly distinct primes, so that swapped axes cannot pass."""
+
+    batch: int
+    num_kv_heads: int
+    group: int  # query heads a key/value head
+    lengths: tuple[int, int]  # queries, keys
+    head_dim: int
+
+
+# A compiler takes its time over each new shape, so the quick profiles draw from a few.
+SIZES = (
+    Sizes(1, 1, 1, (1, 1), 1),
+    Sizes(2, 3, 1, (7, 7), 5),
+    Sizes(1, 3, 2, (7, 7), 8),
+    Sizes(2, 1, 2, (5, 11), 3),
+    Sizes(2, 3, 2, (11, 5), 3),
+    Sizes(1, 5, 1, (1, 13), 2),
+)
+SQUARE = Sizes(2, 3, 2, (7, 7), 5)
+ANY_SIZES = st.builds(
+    Sizes,
+    batch=st.integers(1, 3),
+    num_kv_heads=st.integers(1, 4),
+    group=st.integers(1, 3),
+    lengths=st.tuples(st.integers(1, 17), st.integers(1, 17)),
+    head_dim=st.integers(1, 11),
+)
+# Long enough for keys in several blocks, 64 each at least, and for horizons to end within the row.
+LONGER = (
+    Sizes(2, 2, 2, (150, 150), 4),
+    Sizes(1, 3, 1, (70, 200), 3),
+    Sizes(2, 1, 2, (201, 90), 5),
+    Sizes(1, 2, 3, (2, 260), 4),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem: the sizes, the form, and a seed for the values."""
+
+    sizes: Sizes
+    form: str
+    q_offset: int | None  # None for the default, FAR for one far beyond the keys, PER_BATCH for an array of several
+    window_size: int | None
+    packing: str | None
+    masking: str | None
+    slopes_per_batch: bool
+    seed: int
+    data: str = "normal"  # or the name of one of DATA, with slopes from steep to none
+    scaling: float | None = None  # the scale, where it is not the default
+    cotangent: str = "random"  # or another of COTANGENTS
+    wrt: tuple[str, ...] | None = None  # the arguments whose gradients are asked for; None for all
+
+    def __str__(self) -> str:
+        size, (q_len, kv_len) = self.sizes, self.sizes.lengths
+        heads = f"{self.num_heads} head{'s' * (self.num_heads > 1)}" + (
+            f" over {size.num_kv_heads}" if size.group > 1 else ""
+        )
+        words = [f"batch {size.batch}, {heads} of {size.head_dim}, {q_len} queries, {kv_len} keys, {self.form}"]
+        arguments = {name: value for name, value in self.arguments.items() if name != "is_causal"}
+        for name, value in arguments.items():
+            is_array = isinstance(value, (np.ndarray, tuple))
+            shown = str(value.tolist()) if isinstance(value, np.ndarray) and value.size <= 8 else "given"
+            words.append(f"{name} {shown}" if is_array else f"{name} {value}")
+        slopes = self.arrays["slopes"]
+        words += [f"slopes {slopes.tolist()}"] if slopes.size <= 8 else []
+        words += [f"{self.data} data"] if self.data != "normal" else []
+        words += [f"grad_output of {self.cotangent}"] if self.cotangent != "random" else []
+        words += [f"gradients of {' and '.join(self.wrt)} alone"] if self.wrt is not None else []
+        return ", ".join([*words, f"seed {self.seed}"])
+
+    def with_tensors(self, **tensors: Values) -> Case:
+        """Return the case with other queries, keys or values, whatever their lengths."""
+        arrays = self.arrays | tensors
+        lengths = arrays["query"].shape[2], arrays["key"].shape[2]
+        case = dataclasses.replace(self, sizes=dataclasses.replace(self.sizes, lengths=lengths))
+        case.__dict__["arrays"] = arrays  # where cached_property keeps its value
+        return case
+
+    def with_arrays(self, **arrays: Values) -> Case:
+        """Return the case with other tensors or slopes, but with the arguments that it has."""
+        changed = self.with_tensors(**arrays)
+        changed.__dict__["arguments"] = self.arguments
+        return changed
+
+    def with_arguments(self, form: str, arguments: dict[str, Any]) -> Case:
+        """Return the case with these arguments of ``attention`` in place of those it would draw."""
+        case = dataclasses.replace(self, form=form)
+        case.__dict__.update(arguments=arguments, arrays=self.arrays)
+        return case
+
+    @cached_property
+    def arrays(self) -> dict[str, Values]:
+        """Query, key, value, cotangent and slopes; each slope 0 now and then, each magnitude now and then large."""
+        rng = np.random.default_rng(self.seed)
+        size, heads = self.sizes, self.num_heads
+        q_len, kv_len = size.lengths
+        # Representable in float32, so that even far from the diagonal the oracle's float64 products are exact.
+        choices = np.asarray([0.0, 2.0**-16, 0.0625, 0.3, 1.0], np.float32)
+        slopes = rng.choice(choices, size=(size.batch, heads)).astype(np.float64)
+        query, key, value, cotangent = (
+            rng.standard_normal((size.batch, h, n, size.head_dim)) * rng.choice([0.25, 1.0, 4.0])
+            for h, n in ((heads, q_len), (size.num_kv_heads, kv_len), (size.num_kv_heads, kv_len), (heads, q_len))
+        )
+        if self.data != "normal":
+            DATA[self.data](query, key, value)
+            slopes = np.resize(np.roll(STEEP, self.seed), slopes.shape).astype(np.float64)
+        if self.cotangent != "random":
+            cotangent = _structured(self.cotangent, cotangent)
+        return {
+            "query": query,
+            "key": key,
+            "value": value,
+            "cotangent": cotangent,
+            "slopes": slopes if self.slopes_per_batch else slopes[0],
+        }
+
+    @property
+    def num_heads(self) -> int:
+        return self.sizes.num_kv_heads * self.sizes.group
+
+    @property
+    def scale(self) -> float:
+        return float(self.sizes.head_dim**-0.5 if self.scaling is None else self.scaling)
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of ``attention``, as NumPy arrays."""
+        rng = np.random.default_rng(self.seed + 1)
+        q_len, kv_len = self.sizes.lengths
+        arguments: dict[str, Any] = {}
+        if self.form != "causal":
+            arguments["is_causal"] = False
+        if self.form in ("asymmetric", "clamped"):
+            future = rng.choice([0.0, 0.125, 0.7], size=(self.sizes.batch, self.num_heads)).astype(np.float32)
+            future = future if self.slopes_per_batch else future[0]
+            arguments["future_slopes"] = future if self.form == "asymmetric" else future * 0
+        if self.q_offset == PER_BATCH:
+            arguments["q_offset"] = rng.integers(-4, 14, self.sizes.batch, np.int32)
+        elif self.q_offset is not None:
+            arguments["q_offset"] = self.q_offset
+        if self.window_size is not None:
+            arguments["window_size"] = self.window_size
+        if self.scaling is not None:
+            arguments["scale"] = self.scaling
+        if self.packing is not None:
+            ids = np.sort(rng.integers(0, 3, size=(self.sizes.batch, q_len + kv_len)), axis=-1).astype(np.int32)
+            if self.packing == "one row":
+                ids = ids[0]
+            is_one_array = self.packing == "same" and q_len == kv_len
+            arguments["segment_ids"] = ids[:, :q_len] if is_one_array else (ids[..., :q_len], ids[..., -kv_len:])
+        if self.masking is not None:
+            batch, heads = self.sizes.batch, self.num_heads
+            # Where there are as many heads as batch entries, three axes would not tell which of them is meant.
+            of_heads = (*(1,) * (batch == heads), heads, q_len, kv_len)
+            shape = {"by head": of_heads, "by key": (batch, 1, 1, kv_len)}.get(self.masking)
+            arguments["mask"] = rng.random(shape or (batch, 1, q_len, kv_len)) < 0.6
+        return arguments
+
+    @property
+    def segment_ids(self) -> tuple[Values, Values]:
+        """The ids of queries, ``[batch, q_len]``, and of keys, ``[batch, kv_len]``."""
+        ids = self.arguments["segment_ids"]
+        q_ids, kv_ids = ids if isinstance(ids, tuple) else (ids, ids)
+        batch = self.sizes.batch
+        return tuple(np.array(np.broadcast_to(x, (batch, x.shape[-1]))) for x in (q_ids, kv_ids))  # type: ignore
+
+    def rules(self, slopes: Values) -> Rules:
+        """Return the same, defaults filled in, for the oracle."""
+        others = ("scale", "allow_negative_slopes")
+        arguments = {name: value for name, value in self.arguments.items() if name not in others}
+        ids = arguments.pop("segment_ids", None)
+        q_ids, kv_ids = ids if isinstance(ids, tuple) else (ids, ids)
+        arguments.setdefault("q_offset", self.sizes.lengths[1] - self.sizes.lengths[0])
+        return Rules(slopes, q_segment_ids=q_ids, kv_segment_ids=kv_ids, **arguments)
+
+    def exact(self, dtype: str, *, counted_from_anywhere: bool = False) -> Attention:
+        """Return the problem in float64, on inputs as they are once rounded to ``dtype``.
+
+        Args:
+            dtype: Of the tensors.
+            counted_from_anywhere: Let the budget be that of a bias that is counted not from the nearest key, but from
+                whichever token of the row.
+        """
+        tensors = {name: rounded(self.arrays[name], dtype) for name in ("query", "key", "value")}
+        slopes = rounded(self.arrays["slopes"], "float64" if dtype == "float64" else "float32")
+        rules, shape = self.rules(slopes), (self.sizes.batch, self.num_heads, *self.sizes.lengths)
+        reach = rules.reach(*shape) if counted_from_anywhere else None
+        return Attention(**tensors, bias=penalties(rules, *shape), scale=self.scale, dtype=dtype, reach=reach)
+
+    def gradients(self, dtype: str, share: float = 0.0, *, problem: Attention | None = None) -> dict[str, Answer]:
+        """Return the exact gradients by query, key, value and both kinds of slopes.
+
+        Args:
+            dtype: Of the tensors.
+            share: How much of a row's weight may be left out.
+            problem: Of which they are the gradients. Default, that of :meth:`exact`.
+        """
+        problem = self.exact(dtype) if problem is None else problem
+        cotangent = rounded(self.arrays["cotangent"], dtype)
+        ones, rules = np.ones(self.num_heads), self.rules(np.zeros(self.num_heads))
+        sides = {"slopes": dataclasses.replace(rules, slopes=ones)}  # with one of the slopes 1, the bias is a distance
+        if rules.future_slopes is not None:  # slopes then count backwards only
+            sides["slopes"] = dataclasses.replace(rules, slopes=ones, future_slopes=ones * 0)
+            sides["future_slopes"] = dataclasses.replace(rules, future_slopes=ones)
+        answers: dict[str, Answer] = {}
+        for name, side in sides.items():
+            distances = -penalties(side, self.sizes.batch, self.num_heads, *self.sizes.lengths)
+            found = problem.gradients_without(share, cotangent, np.where(np.isfinite(distances), distances, 0))
+            answer = found.pop("slopes")
+            answers |= found | {name: answer if self.slopes_per_batch else summed_over_batch(answer)}
+        return answers
+
+
+def _structured(kind: str, cotangent: Values) -> Values:
+    """Return a cotangent of which little is not 0, in the middle; or all is 1, or 0."""
+    if kind in ("ones", "zeros"):
+        return np.full_like(cotangent, float(kind == "ones"))
+    kept = np.zeros_like(cotangent)
+    middle = tuple(n // 2 for n in cotangent.shape)
+    place = (..., middle[2], slice(None)) if kind == "one row" else middle
+    kept[place] = cotangent[place]
+    return kept
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, forms: tuple[str, ...] = FORMS, sizes: Sizes | None = None, plain: bool = False) -> Case:
+    """Draw a case, of the given sizes if any; a plain one has full, aligned rows: no offset, window, segments, mask."""
+    if sizes is None:
+        is_thorough = settings().max_examples > 100
+        sizes = draw(ANY_SIZES if is_thorough else st.sampled_from(SIZES))
+    return Case(
+        sizes=sizes,
+        form=draw(st.sampled_from(forms)),
+        q_offset=None if plain else draw(st.none() | st.integers(-3, 13) | st.sampled_from([FAR, PER_BATCH])),
+        window_size=None if plain else draw(st.none() | st.integers(0, 6)),
+        packing=None if plain else draw(st.sampled_from([None, None, "same", "pair", "one row"])),
+        masking=None if plain else draw(st.sampled_from([None, None, "by query", "by key", "by head"])),
+        slopes_per_batch=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+def smaller_cases(case: Case) -> Iterator[Case]:
+    """Yield cases like this one, the smallest first: with as many more queries than keys, or keys, and as grouped."""
+    (q_len, kv_len), group = case.sizes.lengths, min(case.sizes.group, 2)
+    for length in range(1, min(q_len, kv_len, 4) + 1):
+        for batch, kv_heads, head_dim in ((1, 1, 1), (1, 2, 1), (2, 2, 2)):
+            lengths = (length + (q_len > kv_len), length + (kv_len > q_len))
+            sizes = Sizes(batch, kv_heads, group, lengths, head_dim)
+            for seed in range(4):
+                yield dataclasses.replace(case, sizes=sizes, seed=seed)

@@ -1,0 +1,43 @@
+"""The catalogue: what implementations of ALiBi are known to do instead."""
+
+from __future__ import annotations
+
+from alibi_core.conformance._diagnosis._departures.departure import make
+from alibi_core.conformance._diagnosis._departures.of_bias import DISTANCES, FACTORS, ROUNDINGS
+from alibi_core.conformance._diagnosis._departures.of_masks import MASKS, OFFSETS
+from alibi_core.conformance._diagnosis._departures.of_scores import SCORES
+from alibi_core.conformance._diagnosis._departures.of_slopes import SLOPES
+
+# No departure to be told: where slopes are not those given, future slopes may be.
+FUTURE_RIGHT = make("future slopes right", "Future slopes are as given.", future="as given")
+
+ATTENTION = (
+    *FACTORS,
+    *(x for x in DISTANCES if not x.changes["distance"][1]),
+    *SLOPES,
+    *SCORES,
+    *MASKS,
+    *OFFSETS,
+    *(x for x in DISTANCES if x.changes["distance"][1]),
+    *ROUNDINGS,
+    FUTURE_RIGHT,
+)
+
+# What a named contract does, all of it at once: told instead of its parts.
+CONTRACTS = (
+    make(
+        "falcon contract",
+        "This is the falcon contract: slopes, positions and their product in bfloat16, key-only, and divided by "
+        "sqrt(head_dim). Declare contract = 'falcon' if that is meant.",
+        slope_dtype="bfloat16",
+        rounding=("falcon", "bfloat16"),
+        factor="scale",
+    ),
+    make(
+        "falcon contract, unscaled",
+        "This is the falcon contract: slopes, positions and their product in bfloat16, key-only. Declare "
+        "contract = 'falcon' if that is meant.",
+        slope_dtype="bfloat16",
+        rounding=("falcon", "bfloat16"),
+    ),
+)

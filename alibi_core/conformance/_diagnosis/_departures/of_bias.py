@@ -1,0 +1,224 @@
+"""The catalogue of the bias: what it is multiplied by, how it grows with distance, and how it is rounded."""
+
+from __future__ import annotations
+
+from alibi_core.conformance._diagnosis._departures.departure import BLOCKS, make
+
+FAR_AWAY = "float32 scores far away"
+
+FACTORS = [
+    make("bias lost", "There is no bias: all distances count the same.", factor=0.0),
+    make(
+        "negated bias", "The sign of the bias is flipped: distance is rewarded. Subtract slope * distance.", factor=-1.0
+    ),
+    make(
+        "bias scaled",
+        "The bias is multiplied by scale (divided by sqrt(head_dim)): add it after scaling the scores.",
+        factor="scale",
+    ),
+    make(
+        "bias scaled twice",
+        "The bias is multiplied by scale twice (divided by head_dim): it must not be scaled.",
+        factor="scale squared",
+    ),
+    make(
+        "bias scaled by default",
+        "The bias is divided by sqrt(head_dim), whatever the scale: it must not be scaled.",
+        factor="default scale",
+    ),
+    make(
+        "bias scaled up",
+        "The bias is divided by scale (multiplied by sqrt(head_dim)): it must not be scaled.",
+        factor="1/scale",
+    ),
+    make(
+        "bias scaled by d_model",
+        "The bias is divided by sqrt(num_heads * head_dim): it must not be scaled.",
+        factor="d_model",
+    ),
+    make("bias over head_dim", "The bias is divided by head_dim.", factor="1/head_dim"),
+    make(
+        "bias in base 2",
+        "The bias is multiplied by ln 2: scores are in base 2, the bias is not. Multiply it by log2(e) too.",
+        factor="ln 2",
+    ),
+    make(
+        "bias times log2 e",
+        "The bias is multiplied by log2(e), which a softmax in base e must not have.",
+        factor="log2 e",
+    ),
+    make("bias halved", "The bias is half of what it should be.", factor=0.5),
+    make(
+        "bias doubled",
+        "The bias is twice what it should be: it is added twice, or as a mask and as a bias.",
+        factor=2.0,
+    ),
+    make("bias over kv_len", "The bias is divided by the number of keys: distances are normalised.", factor="1/kv_len"),
+    make("bias over num_heads", "The bias is divided by the number of heads.", factor="1/num_heads"),
+    make("bias summed over the group", "The bias is added once for every query head of a group.", factor="group"),
+]
+
+DISTANCES = [
+    make(
+        "signed",
+        "Future keys are rewarded: the bias is signed, slope * (j - i), or key-only, slope * j, which is right "
+        "under a causal mask alone. Use -slope * abs(i - j).",
+        distance=("signed", 0),
+    ),
+    make(
+        "signed",
+        "Future keys are rewarded: the bias is key-only, slope * j, which is right under a causal mask alone. "
+        "Use -slope * abs(i - j).",
+        distance=("key only", 0),
+    ),
+    make(
+        "signed",
+        "Future keys are rewarded: the bias is key-only, slope * (j - (kv_len - 1)), which is right under a "
+        "causal mask alone. Use -slope * abs(i - j).",
+        distance=("centred key only", 0),
+    ),
+    make(
+        "signed",
+        "Future keys are rewarded by their own slope: the bias is signed. Use abs(i - j).",
+        distance=("signed, of its own slope", 0),
+    ),
+    make(
+        "clamped",
+        "Future distances count 0 though they should count like past ones: the bias is clamped.",
+        distance=("clamped", 0),
+    ),
+    make(
+        "past clamped",
+        "Past distances count 0: the difference has the wrong sign before it is clamped.",
+        distance=("past clamped", 0),
+    ),
+    make(
+        "future slopes ignored",
+        "future_slopes are ignored: keys on both sides have the slopes of the past.",
+        distance=("symmetric", 0),
+    ),
+    make(
+        "future slopes of 0 ignored",
+        "future_slopes that are all 0 are ignored, as if not given: keys on both sides have the slopes of the past.",
+        distance=("symmetric where 0", 0),
+    ),
+    make(
+        "future slopes swapped",
+        "Slopes and future_slopes are swapped: past keys have the future's.",
+        distance=("swapped", 0),
+    ),
+    make("future slopes for all", "future_slopes are used for past keys too.", distance=("future slope for all", 0)),
+    make("squared distance", "The bias grows with the square of the distance.", distance=("squared", 0)),
+    make("root of distance", "The bias grows with the square root of the distance.", distance=("square root", 0)),
+    make("log distance", "The bias grows with log(1 + distance).", distance=("log", 0)),
+    make("log2 distance", "The bias grows with log2(1 + distance).", distance=("log2", 0)),
+    make("int8 positions", "Positions wrap around at 128: they are held in int8.", distance=("int8", 0)),
+    make(
+        "distances one more",
+        "All distances but that of the own key count one token too many.",
+        distance=("one more but for the own key", 0),
+    ),
+    make("future one farther", "Future keys count one token farther than they are.", distance=("future one more", 0)),
+    make("future one nearer", "Future keys count one token nearer than they are.", distance=("future one less", 0)),
+    *(
+        make(key, sentence.format(n), distance=(kind, n))
+        for n in (2, 4, *BLOCKS)
+        for key, kind, sentence in (
+            ("distance in blocks", "in blocks", "Distances are counted in blocks of {} tokens."),
+            (
+                "key positions restart",
+                "keys restart",
+                "Positions of keys restart every {} keys: the start of the block is missing.",
+            ),
+            (
+                "query positions restart",
+                "queries restart",
+                "Positions of queries restart every {} queries: the start of the block is missing.",
+            ),
+            (
+                "positions restart",
+                "both restart",
+                "Positions of keys and queries restart every {}: the start of the block is missing.",
+            ),
+            ("distance in steps", "in steps", "Distances are rounded down to multiples of {}."),
+            ("distance clipped", "clipped", "Distances are clipped at {}: keys farther away are penalised no more."),
+        )
+    ),
+    *(
+        make(
+            "distance clipped",
+            f"Distances are clipped at {n}: keys farther away are penalised no more.",
+            distance=("clipped", n),
+        )
+        for n in (127, 255, 511, 512, 1023, 1024, 2047, 2048, 4095)
+    ),
+]
+
+_LOW = ("bfloat16", "float16")
+ROUNDINGS = [
+    *(
+        make(f"{dtype} {what}", sentence.format(dtype), rounding=(kind, dtype))
+        for dtype in _LOW
+        for what, kind, sentence in (
+            ("positions", "positions", "Positions are rounded to {}: form distances of integers, or in float32."),
+            ("distances", "distance", "Distances are rounded to {}: keep them in float32."),
+            ("bias", "bias", "The bias is rounded to {} (in distance form): add it in float32."),
+            (
+                "key-only bias",
+                "key bias",
+                "The bias is in key-only form, slope * j, rounded to {}, which loses what is small next to it: "
+                "use distances, or count from the last key, in float32.",
+            ),
+            (
+                "centred key-only bias",
+                "centred key bias",
+                "The bias is in key-only form, slope * (j - (kv_len - 1)), rounded to {}: add it in float32.",
+            ),
+            (
+                "bias arithmetic",
+                "everything",
+                "Slopes, positions, distances and bias are all rounded to {}: form the bias in float32.",
+            ),
+        )
+    ),
+    make(
+        "float32 bias far away",
+        "The bias is formed in float32 at its full size and loses its digits far away: count distances from the "
+        "row's nearest key.",
+        rounding=("bias", "float32"),
+    ),
+    *(
+        make(f"{dtype} {what}", sentence.format(dtype), noisy=True, noise=(kind, dtype))
+        for dtype in _LOW
+        for what, kind, sentence in (
+            ("scores", "scores", "Scores are rounded to {} before the softmax: keep them in float32."),
+            ("scores", "all scores", "Scores are rounded to {} before the softmax: keep them in float32."),
+            (
+                "products",
+                "products",
+                "Scores are rounded to {} before the softmax, and before the bias is added: keep them in float32.",
+            ),
+            (
+                "products, unscaled",
+                "unscaled products",
+                "Scores are rounded to {} before the softmax, and before they are scaled: keep them in float32.",
+            ),
+            ("weights", "weights", "Weights are rounded to {} before they meet the values."),
+            ("inputs", "inputs", "Queries, keys and values are rounded to {}."),
+            ("output", "output", "The output is rounded to {}."),
+        )
+    ),
+    make(
+        "tf32 inputs",
+        "Queries, keys and values are rounded to TensorFloat-32: ask for products in full precision.",
+        noisy=True,
+        noise=("inputs", "tf32"),
+    ),
+    make(
+        FAR_AWAY,
+        "The bias is added to the scores in float32 at its full size, and they lose their digits far away: "
+        "count distances from the row's nearest key.",
+        noisy=True,
+        noise=("scores", "float32"),
+    ),
+]

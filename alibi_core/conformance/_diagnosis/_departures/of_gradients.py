@@ -1,0 +1,190 @@
+"""The catalogue of gradients: what is wrong with them where attention itself is right, or wrong in another way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from alibi_core.conformance._diagnosis._departures import catalogue as _departures
+from alibi_core.conformance._diagnosis._departures.departure import Departure
+
+FORWARD_RIGHT = "forward pass right"  # no departure in itself: where weights of the backward pass are wrong
+
+
+def _make(key: str, sentence: str, **changes: Any) -> Departure:
+    return Departure(key, sentence, changes)
+
+
+_SLOPES = [
+    _make("slope gradient zero", "The gradient of slopes is zero: they are not trained.", slope_gradient="zero"),
+    _make(
+        "slope gradient negated",
+        "The gradient of slopes has the wrong sign: the bias is minus slope times distance.",
+        slope_gradient="negated",
+    ),
+    _make(
+        "slope gradient scaled",
+        "The gradient of slopes is multiplied by scale, which the bias is not.",
+        slope_gradient="times scale",
+    ),
+    _make(
+        "slope gradient scaled up",
+        "The gradient of slopes is divided by scale, which the bias is not.",
+        slope_gradient="over scale",
+    ),
+    _make(
+        "slope gradient of first batch entry",
+        "The gradient of slopes is the first batch entry's alone: sum it over the batch.",
+        slope_gradient="first of batch",
+    ),
+    _make(
+        "slope gradient of last batch entry",
+        "The gradient of slopes is the last batch entry's alone: sum it over the batch.",
+        slope_gradient="last of batch",
+    ),
+    _make(
+        "slope gradient averaged",
+        "The gradient of slopes is averaged over the batch instead of summed.",
+        slope_gradient="mean of batch",
+    ),
+    _make(
+        "slope gradient summed over batch",
+        "The gradient of slopes [batch, num_heads] is summed over the batch.",
+        slope_gradient="summed over batch",
+    ),
+    _make(
+        "slope gradient averaged over queries",
+        "The gradient of slopes is averaged over queries instead of summed.",
+        slope_gradient="over queries",
+    ),
+    _make(
+        "slope gradient summed over heads",
+        "The gradient of slopes is summed over heads.",
+        slope_gradient="summed over heads",
+    ),
+    _make(
+        "slope gradient by key position",
+        "The gradient of slopes is taken along key positions instead of distances, which is right for causal "
+        "attention alone.",
+        slope_gradient="by key position",
+    ),
+    _make(
+        "slope gradient times slopes",
+        "The gradient of slopes is multiplied by the slopes, as if they were exponents.",
+        slope_gradient="times slopes",
+    ),
+    _make(
+        "slope gradient times ln 2",
+        "The gradient of slopes is multiplied by ln 2: it is that of scores in base 2.",
+        slope_gradient="ln 2",
+    ),
+    _make(
+        "slope gradient times log2 e",
+        "The gradient of slopes is multiplied by log2(e): it is that of scores in base 2.",
+        slope_gradient="log2 e",
+    ),
+    Departure(
+        "slope gradient of bfloat16 scores",
+        "The gradient of slopes is summed from gradients of scores that are rounded to bfloat16: keep them in float32.",
+        {"slope_gradient": "from bfloat16"},
+        is_noisy=True,
+    ),
+    _make("slope gradient doubled", "The gradient of slopes is twice what it should be.", slope_gradient="doubled"),
+    _make("slope gradient halved", "The gradient of slopes is half of what it should be.", slope_gradient="halved"),
+]
+
+_SIDES = [
+    *(
+        _make(f"{name} gradient {what}", sentence.format(name), **{f"{name}_gradient": kind})
+        for name in ("query", "key")
+        for what, kind, sentence in (
+            ("unscaled", "unscaled", "The gradient of {} is not multiplied by scale."),
+            ("scaled twice", "scaled twice", "The gradient of {} is multiplied by scale twice."),
+            (
+                "scaled by default",
+                "scaled by default",
+                "The gradient of {} is multiplied by 1 / sqrt(head_dim), whatever the scale.",
+            ),
+            ("negated", "negated", "The gradient of {} has the wrong sign."),
+            ("halved", "halved", "The gradient of {} is half of what it should be."),
+            ("doubled", "doubled", "The gradient of {} is twice what it should be."),
+            ("times ln 2", "ln 2", "The gradient of {} is multiplied by ln 2: it is that of scores in base 2."),
+            ("times log2 e", "log2 e", "The gradient of {} is multiplied by log2(e): it is that of scores in base 2."),
+            ("zero", "zero", "The gradient of {} is zero."),
+        )
+    ),
+    _make(
+        "query and key gradients unscaled",
+        "The gradients of query and key are not multiplied by scale.",
+        query_gradient="unscaled",
+        key_gradient="unscaled",
+    ),
+    _make(
+        "query and key gradients scaled twice",
+        "The gradients of query and key are multiplied by scale twice.",
+        query_gradient="scaled twice",
+        key_gradient="scaled twice",
+    ),
+    _make(
+        "query and key gradients scaled by default",
+        "The gradients of query and key are multiplied by 1 / sqrt(head_dim), whatever the scale.",
+        query_gradient="scaled by default",
+        key_gradient="scaled by default",
+    ),
+    _make(
+        "query and key gradients times ln 2",
+        "The gradients of query and key are multiplied by ln 2: they are those of scores in base 2.",
+        query_gradient="ln 2",
+        key_gradient="ln 2",
+    ),
+    _make(
+        "query and key gradients times log2 e",
+        "The gradients of query and key are multiplied by log2(e): they are those of scores in base 2.",
+        query_gradient="log2 e",
+        key_gradient="log2 e",
+    ),
+    _make("value gradient scaled", "The gradient of value is multiplied by scale.", value_gradient="scaled"),
+    _make("value gradient zero", "The gradient of value is zero.", value_gradient="zero"),
+    _make(
+        "delta missing",
+        "The row mean (delta, sum of output times its gradient) is not subtracted from the gradient of weights.",
+        mean="missing",
+    ),
+    _make(
+        "delta unweighted",
+        "From the gradient of weights its plain mean is subtracted instead of that by weights (delta).",
+        mean="without weights",
+    ),
+    _make(
+        FORWARD_RIGHT,
+        "The mean of the forward pass is subtracted (delta), but weights are recomputed otherwise.",
+        mean="of the forward pass",
+    ),
+    _make(
+        "group's first gradient",
+        "Gradients of key and value are those of the group's first query head: sum them over the group.",
+        grouping="first",
+    ),
+    _make(
+        "group's last gradient",
+        "Gradients of key and value are those of the group's last query head, which overwrites the others: sum them.",
+        grouping="last",
+    ),
+    _make(
+        "group's gradients interleaved",
+        "Gradients of key and value are summed over the wrong query heads, as if groups were interleaved: those of "
+        "key/value head h are h * group to h * group + group - 1.",
+        grouping="interleaved",
+    ),
+    _make(
+        "group's mean gradient",
+        "Gradients of key and value are averaged over the group's query heads instead of summed.",
+        grouping="mean",
+    ),
+]
+
+GRADIENTS = (
+    *_SLOPES,
+    *_SIDES,
+    *(x for x in _departures.ATTENTION if not x.is_noisy),
+    *(x for x in _departures.ATTENTION if x.changes.get("noise", ("",))[0] in ("scores", "all scores")),
+)

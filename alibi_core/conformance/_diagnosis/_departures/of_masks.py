@@ -1,0 +1,188 @@
+"""The catalogue of places and masks: where queries stand, and what they see."""
+
+from __future__ import annotations
+
+from alibi_core.conformance._diagnosis._departures.departure import BLOCKS, Departure, make, placed
+
+_ALIGNED = ("bias_offset", "causal_offset", "window_offset")
+
+
+def _aligned(key: str, kind: str, sentence: str, *, parts: bool = True) -> list[Departure]:
+    """Return the departures by which the bias, the causal mask, the window, or all of them stand elsewhere."""
+    result = [placed(key, sentence.format("Queries are"), _ALIGNED, kind)]
+    if parts:
+        for part, words, names in (
+            ("bias only", "The bias (not the masks) is", _ALIGNED[:1]),
+            ("causal mask only", "The causal mask (not the bias) is", _ALIGNED[1:2]),
+            ("window only", "The window (not bias and causal mask) is", _ALIGNED[2:]),
+            ("masks only", "Causal mask and window (not the bias) are", _ALIGNED[1:]),
+            ("all but the window", "Bias and causal mask (not the window) are", _ALIGNED[:2]),
+        ):
+            result.append(placed(f"{key}, {part}", sentence.format(words), names, kind))
+    return result
+
+
+OFFSETS = [
+    *_aligned(
+        "top-left",
+        "top left",
+        "{} aligned to the top left (the first query at the first key), whatever q_offset says; a KV cache "
+        "needs kv_len - q_len.",
+    ),
+    *_aligned(
+        "bottom-right",
+        "bottom right",
+        "{} aligned to the bottom right (the last query at the last key), whatever q_offset says.",
+    ),
+    *(
+        make(f"{key}, bias only", sentence, bias_offset=kind)
+        for key, kind, sentence in (
+            ("offset one more", "one more", "The bias stands one token too far on: distance 0 is at the next key."),
+            ("offset one less", "one less", "The bias stands one token too far back: distance 0 is at the key before."),
+            ("first batch offset", "first batch", "The bias is placed by the first batch entry's q_offset for all."),
+            ("negative offset cut", "not below zero", "The bias is placed at 0 where q_offset is negative."),
+        )
+    ),
+    *_aligned("offset one more", "one more", "{} one token too far on: q_offset is off by one.", parts=False),
+    *_aligned("offset one less", "one less", "{} one token too far back: q_offset is off by one.", parts=False),
+    *_aligned(
+        "first batch offset", "first batch", "{} placed by the first batch entry's q_offset for all.", parts=False
+    ),
+    *_aligned("last batch offset", "last batch", "{} placed by the last batch entry's q_offset for all.", parts=False),
+    *_aligned("negative offset cut", "not below zero", "{} placed at 0 where q_offset is negative.", parts=False),
+    *_aligned("offset negated", "negated", "{} placed by -q_offset: its sign is flipped.", parts=False),
+    *_aligned(
+        "offset counted twice",
+        "added to bottom right",
+        "{} placed by q_offset plus kv_len - q_len, which it already contains.",
+        parts=False,
+    ),
+    *_aligned(
+        "offset 0 as none",
+        "bottom right for 0",
+        "{} aligned to the bottom right where q_offset is 0: 0 counts as not given.",
+        parts=False,
+    ),
+    *_aligned("q_offset doubled", "twice", "{} placed by twice q_offset: it is added twice.", parts=False),
+    *_aligned(
+        "offset kv_len", "kv_len", "{} placed as if it came after all keys: its own tokens count twice.", parts=False
+    ),
+]
+
+MASKS = [
+    make(
+        "causal hides own key",
+        "The causal mask hides each query's own key: it must hide j > i, not j >= i.",
+        causal=("hides own key", 0),
+    ),
+    make(
+        "causal sees the next key",
+        "The causal mask lets each query see one key too many, the next.",
+        causal=("sees the next key", 0),
+    ),
+    make("causal ignored", "There is no causal mask: future keys are seen.", causal=("ignored", 0)),
+    make("always causal", "Attention is causal although is_causal=False.", causal=("always", 0)),
+    make(
+        "causal reversed",
+        "The causal mask is reversed: queries see what is ahead, not what is past.",
+        causal=("only future", 0),
+    ),
+    make(
+        "one query not causal",
+        "The causal mask is left out for a single query, even where keys lie after it.",
+        causal=("not for one query", 0),
+    ),
+    *(
+        make(
+            "causal by blocks",
+            f"The causal mask works by blocks of {n}: within its own block, a query sees the future.",
+            causal=("by blocks", n),
+        )
+        for n in BLOCKS
+    ),
+    make("window ignored", "window_size is ignored.", window="ignored"),
+    make(
+        "window one less",
+        "The window is one key too short: distances up to window_size are to be seen, window_size included.",
+        window="one less",
+    ),
+    make(
+        "window 0 as none",
+        "A window_size of 0 is ignored, as if no window were given: it lets the query's own position be seen.",
+        window="0 is none",
+    ),
+    make("window one more", "The window is one key too long.", window="one more"),
+    make("window halved", "window_size is divided by two: it is the reach of each side, not the sum.", window="half"),
+    make("window doubled", "The window reaches twice as far as window_size.", window="twice"),
+    make(
+        "window on past side only",
+        "The window limits past keys only: its future side is ignored.",
+        window="past side only",
+    ),
+    make(
+        "window on future side only",
+        "The window limits future keys only: its past side is ignored.",
+        window="future side only",
+    ),
+    make(
+        "window hides the future",
+        "With a window nothing ahead is seen: it is made for causal attention.",
+        window="past, nothing ahead",
+    ),
+    make("segments ignored", "segment_ids are ignored: packed sequences see one another.", segments="ignored"),
+    make("segments of first batch", "All batch entries have the first one's segment_ids.", segments="first batch"),
+    make("segments see earlier ones", "Segments see earlier ones too: ids must be equal.", segments="earlier ones too"),
+    make("segments inverted", "Segments see all others and not themselves.", segments="inverted"),
+    make("segment 0 hidden", "Segment 0 is hidden, as if it were padding.", segments="0 is padding"),
+    make(
+        "segments of keys only",
+        "Queries are given the ids of the first keys: their own are ignored.",
+        segments="keys' ids for queries",
+    ),
+    make(
+        "segments of last keys",
+        "Queries have the segments of the last keys, not those of their own ids.",
+        segments="last keys' ids for queries",
+    ),
+    make(
+        "segments of queries only",
+        "Keys are given the ids of queries: their own are ignored.",
+        segments="queries' ids for keys",
+    ),
+    make(
+        "segment positions restart",
+        "Positions restart with each segment, of queries and of keys, so that a segment's first query stands at "
+        "its first key whatever q_offset says.",
+        segments="positions restart",
+    ),
+    make(
+        "segment key positions restart",
+        "Positions of keys restart with each segment, those of queries do not.",
+        segments="positions restart in keys",
+    ),
+    make("mask ignored", "mask is ignored.", mask="ignored"),
+    make(
+        "mask after softmax",
+        "The mask is applied after the softmax, in whose sum hidden keys count.",
+        mask="after softmax",
+    ),
+    *(
+        make(
+            "mask finite",
+            f"What the mask hides is not hidden: its score is lowered by {number}, which large scores outweigh. Use "
+            "minus infinity.",
+            mask=f"minus {number}",
+        )
+        for number in (10, 100, 1000, 10_000)
+    ),
+    make("mask inverted", "mask is inverted: True must let a key be seen.", mask="inverted"),
+    make("mask added", "mask is added to the scores as numbers 0 and 1: turn False into minus infinity.", mask="added"),
+    make(
+        "mask multiplied",
+        "Scores are multiplied by mask, which makes hidden ones 0 instead of minus infinity.",
+        mask="multiplied",
+    ),
+    make("mask of first batch", "All batch entries have the first one's mask.", mask="first batch"),
+    make("mask of first head", "All heads have the first one's mask.", mask="first head"),
+    make("mask of first query", "All queries have the first one's mask.", mask="first query"),
+]

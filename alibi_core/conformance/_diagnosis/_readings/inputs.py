@@ -1,0 +1,240 @@
+"""What readings start from: a case with every default filled in, and the ways to take its slopes and offsets."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from alibi_core._slopes import slope_values
+from alibi_core.conformance._cases.case import Case
+from alibi_core.conformance._cases.oracle import Values, rounded
+
+MOST_KEPT = 3000  # elements of a bias that is kept for the next reading
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A case in float64, rounded to the dtype of the adapter, defaults filled in.
+
+    Shapes: query ``[batch, num_heads, q_len, head_dim]``, key and value ``[batch, num_kv_heads, kv_len, head_dim]``,
+    slopes and future_slopes ``[batch, num_heads]``, offsets ``[batch]``, ids ``[batch, q_len]`` and
+    ``[batch, kv_len]``, mask ``[batch, num_heads, q_len, kv_len]``.
+    """
+
+    query: Values
+    key: Values
+    value: Values
+    slopes: Values
+    future_slopes: Values | None
+    offsets: Values
+    is_causal: bool
+    window_size: int | None
+    ids: tuple[Values, Values] | None
+    mask: Values | None
+    scale: float
+    dtype: str
+    first: int = 0  # which query the first is, of as many as ...
+    total: int = 0  # ... there were in the call
+    _kept: dict[object, Values] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, case: Case, dtype: str) -> Inputs:
+        """Resolve a case."""
+        arguments, arrays = case.arguments, case.arrays
+        (q_len, kv_len), heads = case.sizes.lengths, (case.sizes.batch, case.num_heads)
+        kept = "float64" if dtype == "float64" else "float32"
+        future, mask = arguments.get("future_slopes"), arguments.get("mask")
+        return cls(
+            query=rounded(arrays["query"], dtype),
+            key=rounded(arrays["key"], dtype),
+            value=rounded(arrays["value"], dtype),
+            slopes=np.broadcast_to(rounded(arrays["slopes"], kept), heads),
+            future_slopes=None if future is None else np.broadcast_to(rounded(future, kept), heads),
+            offsets=np.broadcast_to(arguments.get("q_offset", kv_len - q_len), heads[:1]).astype(np.float64),
+            is_causal=arguments.get("is_causal", True),
+            window_size=arguments.get("window_size"),
+            ids=case.segment_ids if "segment_ids" in arguments else None,
+            mask=None if mask is None else np.broadcast_to(mask, (*heads, q_len, kv_len)),
+            scale=float(arguments.get("scale", case.scale)),
+            dtype=dtype,
+            total=q_len,
+        )
+
+    def only(self, first: int, count: int) -> Inputs:
+        """Return the same, for some of the queries alone."""
+        rows = slice(first, first + count)
+        ids = None if self.ids is None else (self.ids[0][:, rows], self.ids[1])
+        mask = None if self.mask is None else self.mask[:, :, rows]
+        return dataclasses.replace(self, query=self.query[:, :, rows], ids=ids, mask=mask, first=first, _kept={})
+
+    def padded(self, multiple: int) -> Inputs:
+        """Return the same with keys and values of zeros up to a multiple of so many, which nothing hides but order."""
+        extra = -self.kv_len % multiple
+        widths = ((0, 0), (0, 0), (0, extra), (0, 0))
+        ids = None if self.ids is None else (self.ids[0], np.pad(self.ids[1], ((0, 0), (0, extra)), mode="edge"))
+        mask = None if self.mask is None else np.pad(self.mask, (*widths[:2], *widths[1:3]), constant_values=True)
+        key, value = np.pad(self.key, widths), np.pad(self.value, widths)
+        return dataclasses.replace(self, key=key, value=value, ids=ids, mask=mask, _kept={})
+
+    def kept(self, key: object, compute: Callable[[], Values]) -> Values:
+        """Return what was computed for that key, or compute it; what is large is not kept."""
+        if self.batch * self.num_heads * self.q_len * self.kv_len > MOST_KEPT:
+            return compute()
+        if key not in self._kept:
+            self._kept[key] = compute()
+        return self._kept[key]
+
+    def q_positions(self, offset: str) -> Values:
+        """Return the positions of queries, with one of ``OFFSETS``, ``[batch, 1, q_len, 1]``."""
+        first = OFFSETS[offset](self.offsets, self) + self.first
+        return np.asarray(first[:, None, None, None] + np.arange(self.q_len)[:, None])
+
+    @property
+    def batch(self) -> int:
+        return int(self.query.shape[0])
+
+    @property
+    def num_heads(self) -> int:
+        return int(self.query.shape[1])
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(self.key.shape[1])
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def q_len(self) -> int:
+        return int(self.query.shape[2])
+
+    @property
+    def kv_len(self) -> int:
+        return int(self.key.shape[2])
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.query.shape[3])
+
+    @cached_property
+    def products(self) -> Values:
+        """Query times key, ``[batch, num_heads, q_len, kv_len]``, by the right key/value head."""
+        return np.asarray(self.query @ self.key.repeat(self.group, axis=1).swapaxes(-1, -2))
+
+    @cached_property
+    def product_size(self) -> Values:
+        """The largest sum of the sizes of a product's terms, in each row, ``[batch, num_heads, q_len, 1]``."""
+        largest = np.abs(self.key).max(axis=2, keepdims=True, initial=0).repeat(self.group, axis=1)
+        return np.asarray((np.abs(self.query) * largest).sum(axis=-1, keepdims=True))
+
+
+def _powers(inputs: Inputs) -> Values:
+    return 2.0 ** -np.arange(1, inputs.num_heads + 1)
+
+
+def _scheme(inputs: Inputs, **options: object) -> Values:
+    values = slope_values(inputs.num_heads, **options)  # type: ignore[arg-type]
+    return np.asarray(values, np.float64)
+
+
+# How slopes [batch, num_heads] come about. Each returns what broadcasts to that shape.
+SLOPES: dict[str, Callable[[Values, Inputs], Values]] = {
+    "given": lambda x, i: x,
+    "canonical": lambda x, i: _scheme(i),
+    "geometric": lambda x, i: _scheme(i, scheme="geometric"),
+    "linear": lambda x, i: _scheme(i, scheme="linear"),
+    "bias_max 4": lambda x, i: _scheme(i, bias_max=4.0),
+    "bias_max 16": lambda x, i: _scheme(i, bias_max=16.0),
+    "powers of two": lambda x, i: _powers(i),
+    "powers of two from 1": lambda x, i: 2 * _powers(i),
+    "starting at 1": lambda x, i: 2.0 ** (-8 * np.arange(i.num_heads) / i.num_heads),
+    "of the next power of two": lambda x, i: _scheme_of(1 << (i.num_heads - 1).bit_length(), i.num_heads),
+    "canonical of kv heads": lambda x, i: np.asarray(slope_values(i.num_kv_heads)).repeat(i.group),
+    "canonical of kv heads, tiled": lambda x, i: np.tile(slope_values(i.num_kv_heads), i.group),
+    "descending": lambda x, i: -np.sort(-x, axis=1),
+    "ascending": lambda x, i: np.sort(x, axis=1),
+    "reversed": lambda x, i: x[:, ::-1],
+    "of the next head": lambda x, i: np.roll(x, -1, axis=1),
+    "of the previous head": lambda x, i: np.roll(x, 1, axis=1),
+    "by kv head": lambda x, i: x[:, np.arange(i.num_heads) // i.group],
+    "by kv head, tiled": lambda x, i: x[:, np.arange(i.num_heads) % i.num_kv_heads],
+    "by place in the group": lambda x, i: x[:, np.arange(i.num_heads) % i.group],
+    "first of the group": lambda x, i: x[:, np.arange(i.num_heads) // i.group * i.group],
+    "transposed groups": lambda x, i: x.reshape(-1, i.group, i.num_kv_heads).swapaxes(1, 2).reshape(x.shape),
+    "transposed groups back": lambda x, i: x.reshape(-1, i.num_kv_heads, i.group).swapaxes(1, 2).reshape(x.shape),
+    "of the next head but the last": lambda x, i: x[:, np.minimum(np.arange(i.num_heads) + 1, i.num_heads - 1)],
+    "of the first half": lambda x, i: x[:, np.arange(i.num_heads) % -(-i.num_heads // 2)],
+    "first head": lambda x, i: x[:, :1],
+    "mean of heads": lambda x, i: x.mean(axis=1, keepdims=True),
+    "first batch": lambda x, i: x[:1],
+    "last batch": lambda x, i: x[-1:],
+    "next batch": lambda x, i: np.roll(x, -1, axis=0),
+    "by batch entry": lambda x, i: x[:, np.arange(i.batch) % i.num_heads].diagonal()[:, None],
+    "batch and heads swapped": lambda x, i: x.reshape(i.num_heads, i.batch).T,
+    "batch and heads divided": lambda x, i: x[:, np.arange(i.batch * i.num_heads) // i.batch][0].reshape(x.shape),
+    "squared": lambda x, i: x**2,
+    "square root": lambda x, i: x**0.5,
+    "exponentiated": lambda x, i: np.exp(-x),
+    "powers with slopes as exponents": lambda x, i: 2.0**-x,
+}
+
+
+def _scheme_of(total: int, num_heads: int) -> Values:
+    return np.asarray(slope_values(total)[:num_heads])
+
+
+# Where the first query stands, [batch].
+OFFSETS: dict[str, Callable[[Values, Inputs], Values]] = {
+    "given": lambda x, i: x,
+    "top left": lambda x, i: x * 0,
+    "bottom right": lambda x, i: x * 0 + (i.kv_len - i.total),
+    "one more": lambda x, i: x + 1,
+    "one less": lambda x, i: x - 1,
+    "bottom right for 0": lambda x, i: np.where(x == 0, i.kv_len - i.total, x),
+    "not below zero": lambda x, i: np.maximum(x, 0),
+    "first batch": lambda x, i: x[:1] + x * 0,
+    "last batch": lambda x, i: x[-1:] + x * 0,
+    "negated": lambda x, i: -x,
+    "twice": lambda x, i: 2 * x,
+    "added to bottom right": lambda x, i: x + (i.kv_len - i.total),
+    "kv_len": lambda x, i: x * 0 + i.kv_len,
+}
+
+SCALES: dict[str, Callable[[Inputs], float]] = {
+    "given": lambda i: i.scale,
+    "default": lambda i: i.head_dim**-0.5,
+    "none": lambda i: 1.0,
+    "d_model": lambda i: (i.head_dim * i.num_heads) ** -0.5,
+    "kv d_model": lambda i: (i.head_dim * i.num_kv_heads) ** -0.5,
+    "twice": lambda i: i.scale**2,
+    "with the default": lambda i: i.scale * i.head_dim**-0.5,
+    "square root": lambda i: math.sqrt(abs(i.scale)),
+    "head_dim": lambda i: 1 / i.head_dim,
+    "inverted": lambda i: 1 / i.scale if i.scale else 0.0,
+    "kv_len": lambda i: i.kv_len**-0.5,
+    "ln 2": lambda i: i.scale * math.log(2),
+    "log2 e": lambda i: i.scale / math.log(2),
+    "half": lambda i: i.scale / 2,
+    "doubled": lambda i: i.scale * 2,
+    "negated": lambda i: -i.scale,
+}
+
+FACTORS: dict[str, Callable[[Inputs], float]] = {
+    "scale": lambda i: i.scale,
+    "scale squared": lambda i: i.scale**2,
+    "1/scale": lambda i: 1 / i.scale if i.scale else 0.0,
+    "default scale": lambda i: i.head_dim**-0.5,
+    "d_model": lambda i: (i.head_dim * i.num_heads) ** -0.5,
+    "1/head_dim": lambda i: 1 / i.head_dim,
+    "1/kv_len": lambda i: 1 / i.kv_len,
+    "1/num_heads": lambda i: 1 / i.num_heads,
+    "group": lambda i: i.group,
+    "ln 2": lambda i: math.log(2),
+    "log2 e": lambda i: 1 / math.log(2),
+}

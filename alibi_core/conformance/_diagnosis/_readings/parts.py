@@ -1,0 +1,139 @@
+"""Parts of readings: laws of distance, masks, the softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from alibi_core.conformance._cases.oracle import Values, rounded
+
+# Of distances: by how many slopes a key at most that far is penalised.
+LAWS: dict[str, Callable[[Values, float], Values]] = {
+    "squared": lambda x, n: x**2,
+    "square root": lambda x, n: np.sqrt(x),
+    "log": lambda x, n: np.log1p(x),
+    "log2": lambda x, n: np.log2(1 + x),
+    "clipped": lambda x, n: np.minimum(x, n),
+    "in steps": lambda x, n: x // n * n,
+    "in blocks": lambda x, n: x // n,
+    "int8": lambda x, n: np.abs((x + 128) % 256 - 128),
+    "power": lambda x, n: x**n,
+}
+
+
+def softmax(scores: Values, kind: str) -> Values:
+    """Return weights of scores."""
+    axis = -2 if kind == "over queries" else -1
+    highest = scores.max(axis=axis, keepdims=True, initial=-np.inf)
+    highest = np.where(np.isfinite(highest), highest, 0.0)
+    if kind == "no maximum":
+        shown = np.exp(scores.astype(np.float32)).astype(np.float64)
+        return np.asarray(shown / shown.sum(axis=-1, keepdims=True, dtype=np.float32))
+    if kind == "not normalised":
+        return np.asarray(np.exp(np.minimum(scores, 700)))
+    weights = np.exp(scores - highest)
+    if kind.startswith(("values never rescaled", "sum never rescaled")):
+        unscaled = _never_rescaled(scores, int(kind.split()[-1]))
+        one, other = (unscaled, weights) if kind.startswith("values") else (weights, unscaled)
+        total = other.sum(axis=-1, keepdims=True)
+        return np.asarray(one / np.where(total > 0, total, 1.0))
+    total = weights.sum(axis=axis, keepdims=True)
+    if kind == "one more":
+        total = total + np.exp(np.minimum(-highest, 700))
+    return np.asarray(weights / np.where(total > 0, total, 1.0))
+
+
+def _never_rescaled(scores: Values, size: int) -> Values:
+    """Return exponentials of scores less the largest of all blocks of keys so far, their own included."""
+    kv_len = scores.shape[-1]
+    ends = np.minimum((np.arange(kv_len) // size + 1) * size, kv_len) - 1
+    highest = np.maximum.accumulate(scores, axis=-1)[..., ends]
+    return np.asarray(np.exp(scores - np.where(np.isfinite(highest), highest, 0.0)))
+
+
+def side_slopes(kind: str, past: Values, future: Values) -> tuple[Values, Values]:
+    """Return the slopes of keys before and after the query."""
+    kinds = {
+        "signed": (past, -past),
+        "signed, of its own slope": (past, -future),
+        "clamped": (past, future * 0),
+        "past clamped": (past * 0, future),
+        "symmetric": (past, past),
+        "symmetric where 0": (past, future if np.any(future) else past),
+        "swapped": (future, past),
+        "future slope for all": (future, future),
+    }
+    return kinds.get(kind, (past, future))
+
+
+def is_in_order(kind: str, number: int, ahead: Values, columns: Values, q_len: int) -> Values:
+    """Return which keys the causal mask shows."""
+    if kind == "not for one query" and q_len == 1:
+        return np.ones((1, 1, 1, columns.size), dtype=bool)
+    if kind == "only future":
+        return ahead >= 0
+    if kind == "by blocks":
+        return np.asarray(columns // number <= (columns - ahead) // number)
+    return ahead <= {"hides own key": -1, "sees the next key": 1}.get(kind, 0)
+
+
+def is_in_window(kind: str, ahead: Values, size: int) -> Values:
+    """Return which keys the window shows."""
+    if kind == "0 is none" and size == 0:
+        return np.ones_like(ahead, dtype=bool)
+    widths = {"one less": size - 1, "one more": size + 1, "half": size // 2, "twice": 2 * size}
+    width = widths.get(kind, size)
+    if kind == "past side only":
+        return -ahead <= width
+    if kind == "future side only":
+        return ahead <= width
+    if kind == "past, nothing ahead":
+        return (ahead <= 0) & (-ahead <= width)
+    return np.abs(ahead) <= width
+
+
+def is_in_segment(kind: str, q_ids: Values, kv_ids: Values) -> Values:
+    """Return which keys are in the query's segment, ``[batch, 1, q_len, kv_len]``."""
+    q_len, kv_len = q_ids.shape[1], kv_ids.shape[1]
+    if kind == "first batch":
+        q_ids, kv_ids = q_ids[:1], kv_ids[:1]
+    if kind == "keys' ids for queries":
+        q_ids = np.resize(kv_ids.T, (q_len, kv_ids.shape[0])).T
+    if kind == "last keys' ids for queries" and q_len <= kv_len:
+        q_ids = kv_ids[:, kv_len - q_len :]
+    if kind == "queries' ids for keys":
+        kv_ids = np.resize(q_ids.T, (kv_len, q_ids.shape[0])).T
+    one, other = q_ids[:, None, :, None], kv_ids[:, None, None, :]
+    if kind == "earlier ones too":
+        return np.asarray(one >= other)
+    if kind == "inverted":
+        return np.asarray(one != other)
+    if kind == "0 is padding":
+        return np.asarray((one == other) & (other != 0))
+    return np.asarray(one == other)
+
+
+def taken_mask(kind: str, mask: Values) -> Values:
+    """Return the mask, as it is taken."""
+    kinds: dict[str, Callable[[], Values]] = {
+        "inverted": lambda: ~mask,
+        "first batch": lambda: mask[:1],
+        "first head": lambda: mask[:, :1],
+        "first query": lambda: mask[:, :, :1],
+    }
+    return kinds[kind]() if kind in kinds else mask
+
+
+def segment_starts(ids: Values) -> Values:
+    """Return at every place the index of its segment's first place, where one begins, else 0."""
+    is_first = np.concatenate([np.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
+    return is_first * np.arange(ids.shape[1])
+
+
+def low(values: Values, dtype: str) -> Values:
+    """Return values rounded, also to TensorFloat-32, which keeps 11 significant bits of float32's range."""
+    if dtype != "tf32":
+        return rounded(values, dtype)
+    mantissa, exponent = np.frexp(values)
+    return np.ldexp(np.round(mantissa * 2**11) / 2**11, exponent)

@@ -1,0 +1,142 @@
+"""What bias an implementation builds in place of that of its contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from alibi_core._slopes import slope_values
+from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Answer
+from alibi_core.conformance._diagnosis._departures.catalogue import ATTENTION
+from alibi_core.conformance._diagnosis._departures.departure import Departure
+from alibi_core.conformance._diagnosis._readings.reading import Reading
+from alibi_core.conformance._diagnosis.observation import Observation, conditions_of
+from alibi_core.conformance._diagnosis.probes import filled, make_case
+from alibi_core.conformance._trial.caller import Caller, CallError
+
+SHAPES = ((7, 7), (4, 11), (11, 5), (1, 9), (300, 300))
+
+_KEY_ONLY = (
+    "Softmax cannot tell it from the full bias under a causal mask, for it differs by what is constant along each row: "
+    "declare contract = {!r} if that is meant."
+)
+_PARTS = {"causal", "bias_offset", "causal_offset", "distance", "slopes", "slope_dtype", "factor", "rounding"}
+
+BIAS = (
+    Departure(
+        "key-only",
+        "The bias is in key-only form, slope * j. " + _KEY_ONLY.format("bloom"),
+        {"distance": ("key only", 0)},
+    ),
+    Departure(
+        "centred key-only",
+        "The bias is in key-only form, slope * (j - (kv_len - 1)). " + _KEY_ONLY.format("mpt"),
+        {"distance": ("centred key only", 0)},
+    ),
+    Departure("positive bias", "The bias is positive: slope * distance must be subtracted.", {"factor": -1.0}),
+    Departure(
+        "distance one more", "Distances count one token too many: the own key's is 0.", {"distance": ("one more", 0)}
+    ),
+    *(
+        x
+        for x in ATTENTION
+        if not x.is_noisy
+        and x.changes.keys() <= _PARTS
+        and x.changes.get("factor") not in ("scale", "default scale", "1/scale", "d_model", "1/head_dim", "group")
+    ),
+)
+
+
+@dataclass(frozen=True)
+class BiasObservation(Observation):
+    """A bias, and what it should be."""
+
+    @property
+    def leeway(self) -> dict[str, float]:
+        """Nothing, of a bias."""
+        return {}
+
+    def answers(self, reading: Reading) -> dict[str, Answer]:
+        """Return what the reading says; -inf where something is hidden."""
+        bias = reading.bias(self.inputs)
+        hidden = ~np.broadcast_to(reading.visible(self.inputs), bias.shape)
+        relative = 2.0**-20 + 2 * UNIT_ROUNDOFF[self.dtype]
+        budget = np.where(hidden, 0, relative * np.abs(bias) + 1e-30)
+        return {"bias": Answer(np.where(hidden, -np.inf, bias), budget)}
+
+
+def observed_biases(caller: Caller, features: frozenset[str]) -> Iterator[BiasObservation]:
+    """Ask for biases and yield what came of it."""
+    offer = caller.offer
+    forms = ["causal", "symmetric"] if "symmetric" in features else ["causal"]
+    for form in forms:
+        for lengths in SHAPES:
+            if lengths[0] != lengths[1] and "lengths" not in features:
+                continue
+            shown = min(lengths[0], 8)
+            case = make_case(offer, lengths, num_heads=12, batch=1, form=form, one_hot=True, head_dim=max(lengths))
+            slopes = np.asarray(slope_values(case.num_heads, contract=offer.contract))
+            case = filled(case, case.arrays | {"slopes": slopes}, case.arguments)
+            try:
+                bias = caller.bias(case.num_heads, *lengths, form == "causal")
+            except CallError:
+                continue
+            rows = (lengths[0] - shown, shown)
+            results = {"bias": bias[None, :, -shown:]}
+            yield BiasObservation(case, results, offer.dtype, 0.0, conditions_of(case), rows)
+
+
+def base_bias(contract: str) -> Reading:
+    """Return how the bias of an adapter of this contract should be read."""
+    kinds: dict[str, dict[str, Any]] = {
+        "bloom": {"distance": ("key only", 0)},
+        "mpt": {"distance": ("centred key only", 0)},
+        "falcon": {"rounding": ("falcon", "bfloat16"), "slope_dtype": "bfloat16"},
+    }
+    return Reading(**kinds.get(contract, {}))
+
+
+CONTRACTS = (
+    Departure(
+        "bloom contract",
+        "This is the bias of the bloom contract: slope * j. " + _KEY_ONLY.format("bloom"),
+        {"distance": ("key only", 0)},
+    ),
+    Departure(
+        "falcon contract",
+        "This is the bias of the falcon contract: slopes, positions and product in bfloat16, key-only. Declare "
+        "contract = 'falcon' if that is meant.",
+        {"rounding": ("falcon", "bfloat16"), "slope_dtype": "bfloat16"},
+    ),
+)
+
+
+def transposed(observations: list[BiasObservation]) -> list[Departure]:
+    """Return whether the bias of a square is the right one transposed."""
+    squares = [x for x in observations if x.case.sizes.lengths == (7, 7)]
+    for x in squares:
+        answer = x.answers(Reading())["bias"].value
+        turned = answer.swapaxes(-1, -2)
+        if not np.array_equal(answer, turned) and np.allclose(x.results["bias"], turned, rtol=1e-5):
+            return [Departure("transposed bias", "Queries and keys are swapped: the bias is transposed.", {})]
+    return []
+
+
+def finite_where_hidden(observations: list[BiasObservation]) -> list[Departure]:
+    """Return which number stands where minus infinity should."""
+    for x in observations:
+        hidden = np.isneginf(x.answers(Reading())["bias"].value)
+        there = x.results["bias"][hidden]
+        if there.size > 1 and np.all(np.isfinite(there)) and np.ptp(there) == 0:
+            number = float(there[0])
+            if number == 0:
+                sentence = "Where keys are hidden, the bias is 0 instead of minus infinity: the causal mask is missing."
+                return [Departure("causal ignored", sentence, {})]
+            sentence = (
+                f"Where keys are hidden, the bias is {number:g} instead of minus infinity, which a steep slope reaches."
+            )
+            return [Departure("finite where hidden", sentence, {})]
+    return []

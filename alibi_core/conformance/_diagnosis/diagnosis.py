@@ -1,0 +1,221 @@
+"""Diagnosis: what an implementation does in place of ALiBi, in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF
+from alibi_core.conformance._diagnosis import bias as _bias
+from alibi_core.conformance._diagnosis import decoding as _decoding
+from alibi_core.conformance._diagnosis import gradients as _gradients
+from alibi_core.conformance._diagnosis._departures import catalogue as _departures
+from alibi_core.conformance._diagnosis._departures.departure import Departure
+from alibi_core.conformance._diagnosis._departures.of_bias import FAR_AWAY
+from alibi_core.conformance._diagnosis._departures.of_gradients import FORWARD_RIGHT, GRADIENTS
+from alibi_core.conformance._diagnosis._readings.reading import Reading
+from alibi_core.conformance._diagnosis.measure import described, estimates, like_rounding
+from alibi_core.conformance._diagnosis.observation import Observation
+from alibi_core.conformance._diagnosis.probes import long_probes, make_case, observe, observed_failures, short_probes
+from alibi_core.conformance._diagnosis.search import Search, contract_that_explains, rounded_scores
+from alibi_core.conformance._diagnosis.sizes import TOKENS, WIDTHS, beyond_sizes
+from alibi_core.conformance._diagnosis.slopes import diagnose_slopes
+from alibi_core.conformance._diagnosis.state import stale
+from alibi_core.conformance._report import Diagnosis
+from alibi_core.conformance._trial.caller import Caller, Evidence
+
+SECONDS = 4.0  # for the search, beside the adapter's own time
+MOST_FAILURES = 6
+
+
+def diagnose(
+    caller: Caller, function: str, features: frozenset[str], failures: Sequence[Evidence] = ()
+) -> list[Diagnosis]:
+    """Return what a function of the adapter does instead of ALiBi, nothing where no departure is found.
+
+    Args:
+        caller: Of the adapter.
+        function: One of ``FUNCTIONS``.
+        features: What it offers.
+        failures: Calls that failed, to be explained too.
+    """
+    diagnosed = {
+        "slopes": lambda: _told(diagnose_slopes(caller)),
+        "bias": lambda: _of_bias(caller, features),
+        "attention": lambda: _of_attention(caller, features, failures),
+        "attention_grad": lambda: _of_gradients(caller, features, failures),
+        "decode_step": lambda: _of_decoding(caller, features, failures),
+    }
+    try:
+        with np.errstate(all="ignore"):
+            found = diagnosed[function]()
+            if "far" not in features:  # then a bias may be counted from any token of the row
+                found = [x for x in found if x.key != FAR_AWAY]
+            return found or list(_measured(failures))
+    except Exception as error:  # whatever an adapter returns, the rest of a report is worth having
+        return [Diagnosis("unexplained", f"The diagnosis itself failed: {type(error).__name__}: {error}")]
+
+
+def _measured(failures: Sequence[Evidence]) -> Iterator[Diagnosis]:
+    """Yield how far off what failed is, where nothing else is to be said of it."""
+    errors = []
+    for x in failures:
+        if x.actual is not None and x.expected is not None and x.actual.shape == x.expected.value.shape:
+            error = np.abs(x.actual - x.expected.value)
+            worst = np.nanmax(error / x.expected.budget, initial=0)
+            errors.append((worst, np.nanmax(error, initial=0) / np.nanmax(np.abs(x.expected.value), initial=1e-30)))
+    if errors:
+        worst, share = max(errors)
+        sentence = (
+            f"Nothing known explains it: {failures[0].function} is off by up to {worst:.3g} times what rounding "
+            f"explains, {share:.2g} of its largest number{like_rounding(share)}."
+        )
+        yield Diagnosis("unexplained", sentence)
+
+
+def _of_attention(caller: Caller, features: frozenset[str], failures: Sequence[Evidence]) -> list[Diagnosis]:
+    offer = caller.offer
+    if not _is_repeatable(caller):
+        return [Diagnosis("not repeatable", "The same call gives different results: something is drawn, or never set.")]
+    if failures and (beyond := beyond_sizes(caller, "attention", features, failures, WIDTHS)):
+        return beyond
+    observations = _made(observe(caller, case) for case in short_probes(offer, features))
+    observations += _made(observe(caller, case, rows) for case, rows in long_probes(offer, features))
+    found = list(observed_failures(failures, offer.dtype, offer.tolerance))[:MOST_FAILURES]
+    base = base_reading(offer.contract, offer.dtype, has_slopes=offer.has_slopes)
+    kept = stale(caller, features, lambda _: base)
+    if kept:
+        observations = list(_of_lengths_of_their_own(observations))
+    # Under a causal mask alone, no form of the bias says anything of future keys.
+    catalogue = [x for x in _departures.ATTENTION if "symmetric" in features or x.key != "signed"]
+    search = Search(catalogue, base, estimates, time.thread_time() + SECONDS)
+    observations += found if not kept else []
+    if not contract_that_explains(search, observations, _departures.CONTRACTS):
+        search.run(observations)
+    if search.unexplained and not kept:
+        kept = stale(caller, features, lambda x: search.reading(search.found, x))
+    if failures and not (kept or search.found):
+        beyond = beyond_sizes(caller, "attention", features, failures, TOKENS)
+        if beyond:
+            return beyond
+    return _told(kept) + told(search, silent=bool(kept))
+
+
+def _is_repeatable(caller: Caller) -> bool:
+    """Return whether equal calls have equal results, at least nearly: sums may be in another order."""
+    found = _made(observe(caller, make_case(caller.offer)) for _ in range(2))
+    if len(found) < 2:
+        return True
+    one, other = (x.results["output"] for x in found)
+    share = max(caller.offer.tolerance, UNIT_ROUNDOFF[caller.offer.dtype])
+    return bool(np.allclose(one, other, rtol=64 * share, atol=64 * share, equal_nan=True))
+
+
+def _of_lengths_of_their_own(observations: Iterable[Observation]) -> Iterator[Observation]:
+    """Yield the first observation of each pair of lengths, which no earlier call can have disturbed."""
+    seen: set[tuple[int, int]] = set()
+    for observation in observations:
+        if observation.case.sizes.lengths not in seen:
+            seen.add(observation.case.sizes.lengths)
+            yield observation
+
+
+def _of_gradients(caller: Caller, features: frozenset[str], failures: Sequence[Evidence]) -> list[Diagnosis]:
+    offer = caller.offer
+    base = _gradients.base_gradients(offer.contract, offer.dtype, has_slopes=offer.has_slopes)
+    if failures and (found := _gradients.circumstances(caller, failures, base)):
+        return found
+    if failures and (found := beyond_sizes(caller, "attention_grad", features, failures, WIDTHS)):
+        return found
+    cases = _gradients.gradient_probes(caller, features)
+    has_slopes = "slope_gradients" in features
+    observations = _made(_gradients.observe_gradients(caller, x, slopes=has_slopes) for x in cases)
+    search = Search(GRADIENTS, base, _no_estimates, time.thread_time() + SECONDS)
+    if not contract_that_explains(search, observations, _departures.CONTRACTS):
+        search.run(observations)
+    missing = [
+        Diagnosis("slope gradient missing", "attention_grad returns no gradient of slopes.")
+        for _ in range(has_slopes and bool(observations) and "slopes" not in observations[0].results)
+    ]
+    is_recomputed = any(x.departure.key == FORWARD_RIGHT for x in search.found)
+    result = [x for x in told(search) if x.key != FORWARD_RIGHT]
+    if failures and not (result or missing):
+        beyond = beyond_sizes(caller, "attention_grad", features, failures, TOKENS)
+        return beyond or _told(rounded_scores(search, observations))
+    if is_recomputed:
+        result = [dataclasses.replace(x, sentence=f"In the gradients alone: {x.sentence}") for x in result]
+    return missing + result
+
+
+def _of_decoding(caller: Caller, features: frozenset[str], failures: Sequence[Evidence]) -> list[Diagnosis]:
+    offer = caller.offer
+    base = base_reading(offer.contract, offer.dtype, has_slopes=offer.has_slopes)
+    mixed = _decoding.mixed_up(caller, lambda _: base)
+    if mixed:  # then no other sequence tells anything
+        return _told(mixed)
+    search = Search(_decoding.DECODING, base, estimates, time.thread_time() + SECONDS)
+    observations = _decoding.observations(caller, features)
+    if not contract_that_explains(search, observations, _departures.CONTRACTS):
+        search.run(observations)
+    if search.unexplained:
+        mixed = _decoding.mixed_up(caller, lambda x: search.reading(search.found, x))
+    result = _told(mixed) + told(search, silent=bool(mixed))
+    return result or (_told(rounded_scores(search, observations)) if failures else [])
+
+
+def _of_bias(caller: Caller, features: frozenset[str]) -> list[Diagnosis]:
+    observations = list(_bias.observed_biases(caller, features))
+    contract = caller.offer.contract
+    odd = _bias.transposed(observations) if contract in ("exact", "geometric") else []
+    odd = odd or _bias.finite_where_hidden(observations)
+    if odd:
+        observations = [_hidden_again(x) if odd[0].key != "transposed bias" else x for x in observations]
+    search = Search(_bias.BIAS, _bias.base_bias(contract), _no_estimates, time.thread_time() + SECONDS)
+    is_transposed = bool(odd) and odd[0].key == "transposed bias"
+    if not is_transposed and not contract_that_explains(search, observations, _bias.CONTRACTS):
+        search.run(observations)
+    return _told(odd) + told(search)
+
+
+def _hidden_again(observation: Any) -> Any:
+    """Return a bias with minus infinity where keys should be hidden."""
+    hidden = np.isneginf(observation.answers(Reading())["bias"].value)
+    results = {"bias": np.where(hidden, -np.inf, observation.results["bias"])}
+    return dataclasses.replace(observation, results=results, _cache={})
+
+
+def base_reading(contract: str, dtype: str, *, has_slopes: bool) -> Reading:
+    """Return how an adapter of this contract should be read: those that are given slopes are given all of it."""
+    if contract == "bloom" and dtype in ("bfloat16", "float16") and not has_slopes:
+        return Reading(rounding=("key bias", dtype))
+    if contract == "falcon" and not has_slopes:
+        return Reading(slope_dtype="bfloat16", rounding=("falcon", "bfloat16"), factor="scale")
+    return Reading()
+
+
+def told(search: Search, *, silent: bool = False) -> list[Diagnosis]:
+    """Return what a search found, and, unless silent, what was measured where it found nothing."""
+    result = [x for x in _told(x.told for x in search.found) if not x.key.startswith(_departures.FUTURE_RIGHT.key)]
+    rest = [x for x in search.unexplained if not x.is_noise_of(search.reading(search.found, x))]
+    if rest and not silent:
+        observation = rest[0]
+        sentences = described(observation, search.reading(search.found, observation))
+        is_nan = any("is NaN" in x for x in sentences)
+        result.append(Diagnosis("NaN" if is_nan else "unexplained", " ".join(sentences)))
+    return result
+
+
+def _told(departures: Iterable[Departure]) -> list[Diagnosis]:
+    return list(dict.fromkeys(Diagnosis(x.key, x.sentence) for x in departures))
+
+
+def _made(observations: Iterable[Any]) -> list[Any]:
+    return [x for x in observations if x is not None]
+
+
+def _no_estimates(observation: Observation, current: Any) -> Iterable[Departure]:
+    return ()

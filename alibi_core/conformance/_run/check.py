@@ -1,0 +1,183 @@
+"""Check an adapter: find out what it offers, hold it to the laws, and say what it does where it breaks them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from alibi_core._arrays import checks as _checks
+from alibi_core.conformance._adapter import FEATURES, Offer
+from alibi_core.conformance._cases.case import Case, Sizes
+from alibi_core.conformance._diagnosis import diagnose
+from alibi_core.conformance._laws import LAWS, Law
+from alibi_core.conformance._report import Counterexample, Diagnosis, LawReport, Report
+from alibi_core.conformance._trial.caller import Caller, CallError, DepartureError
+from alibi_core.conformance._trial.trial import Trial
+
+EXAMPLES = {"quick": 20, "thorough": 400}  # cases that a law draws
+
+
+def check(
+    adapter: Any,
+    *,
+    profile: str = "quick",
+    seed: int = 0,
+    time_limit: float = 60.0,
+    laws: Iterable[str] | None = None,
+    on_law: Callable[[str, LawReport | None], None] | None = None,
+) -> Report:
+    """Hold an implementation of ALiBi to its laws.
+
+    Each law draws cases, small ones with every argument that the adapter offers, and compares what the adapter makes
+    of them with float64 within an error budget that follows from the adapter's dtype. Of a law that is broken the
+    smallest case found is reported, and what the implementation does instead, in words.
+
+    Args:
+        adapter: An object with any of the functions of :class:`alibi_core.conformance.Adapter`.
+        profile: ``"quick"`` (about 20 cases a law) or ``"thorough"`` (400).
+        seed: Of the cases; the same seed draws the same ones.
+        time_limit: Seconds that one call may take.
+        laws: Names of the laws to check. Default, all.
+        on_law: Called with each law's name before it is tried, and with its report after.
+
+    Returns:
+        The report; ``report.passed`` says whether the adapter is what it means to be.
+
+    Raises:
+        TypeError: If the adapter offers nothing, or an argument is of the wrong kind.
+        ValueError: If an attribute of the adapter, or an argument, has a wrong value.
+
+    Example:
+        >>> import numpy as np
+        >>> from types import SimpleNamespace
+        >>> report = check(SimpleNamespace(slopes=lambda n: np.float32(2) ** (-8 * np.arange(n, dtype=np.float32) / n)))
+        >>> report.passed, report.failed[0].name
+        (False, 'slopes')
+    """
+    offer = Offer.of(adapter)
+    examples = EXAMPLES[_checks.one_of("profile", profile, tuple(EXAMPLES))]
+    seed = _checks.non_negative_int("seed", seed)
+    chosen = LAWS if laws is None else [_law(name) for name in laws]
+    start = time.monotonic()
+    caller = Caller(offer, _checks.positive_number("time_limit", min(time_limit, threading.TIMEOUT_MAX)))
+    # The exact answers underflow as they should, whatever the user's NumPy makes of that; the adapter's thread has its
+    # own settings.
+    with np.errstate(all="ignore"), contextlib.closing(caller):
+        features, refusals = _features(caller)
+        trials = {law.name: Trial(caller, features, examples, seed) for law in chosen}
+        reports: list[LawReport] = []
+        failures: dict[str, list[tuple[int, DepartureError | CallError]]] = {}
+        for law in chosen:
+            if on_law is not None:
+                on_law(law.name, None)
+            report, error = _tried(law, trials[law.name], refusals)
+            if error is not None:
+                failures.setdefault(law.function, []).append((len(reports), error))
+            reports.append(report)
+            if on_law is not None:
+                on_law(law.name, report)
+        for function, broken in failures.items():
+            found = _diagnosed(caller, function, features, [error for _, error in broken])
+            for index, _ in broken:
+                reports[index] = replace(reports[index], diagnoses=found)
+    seconds = time.monotonic() - start
+    ordered = tuple(sorted(features))
+    return Report(offer.name, offer.dtype, offer.contract, ordered, profile, seed, tuple(reports), seconds)
+
+
+def _law(name: str) -> Law:
+    return {law.name: law for law in LAWS}[_checks.one_of("laws", name, tuple(law.name for law in LAWS))]
+
+
+def _tried(law: Law, trial: Trial, refusals: dict[str, str]) -> tuple[LawReport, DepartureError | CallError | None]:
+    """Return what came of a law, and the error of the smallest case that breaks it."""
+    offer = trial.offer
+    if law.function != "any" and law.function not in offer.functions:
+        reason = f"the adapter has no {law.function}"
+        return LawReport(law.name, law.statement, "not offered", reason), None
+    missing = sorted(law.needs - trial.features)
+    if missing:
+        reason = "; ".join(refusals.get(feature, f"not declared: {feature}") for feature in missing)
+        return LawReport(law.name, law.statement, "not offered", reason), None
+    if trial.caller.hung and law.function != "any":
+        return LawReport(law.name, law.statement, "not run", f"earlier, {trial.caller.hung}"), None
+    start, calls, error = time.monotonic(), trial.caller.calls, None
+    try:
+        law.check(trial)
+    except (DepartureError, CallError) as raised:
+        error = raised
+    seconds, calls = time.monotonic() - start, trial.caller.calls - calls
+    example = None if error is None else Counterexample.of(error)
+    status: Any = "passed" if error is None else "failed"
+    return LawReport(law.name, law.statement, status, "", calls, trial.share, seconds, example), error
+
+
+def _features(caller: Caller) -> tuple[frozenset[str], dict[str, str]]:
+    """Return what an adapter offers, and why it does not offer the rest.
+
+    What it declares, it offers. Else it offers what its parameters allow and a call does not raise for.
+    """
+    offer, possible = caller.offer, caller.offer.possible
+    why = "not declared: {0}" if offer.declared is not None else "attention has no parameter for {1}"
+    refusals = {feature: why.format(feature, FEATURES[feature]) for feature in set(FEATURES) - possible}
+    if offer.declared is None or "some_gradients" in offer.declared:
+        refusals |= {"some_gradients": "attention_grad has no parameter wrt"} if "some_gradients" in refusals else {}
+    if offer.declared is not None:
+        return possible, refusals
+    found = set(possible)
+    trial = Trial(caller, possible, 1, 0)
+    for feature in sorted(possible & set(_PROBES)):
+        case = trial.fitted(_PROBES[feature])
+        (q_len, kv_len), is_causal = case.sizes.lengths, case.arguments.get("is_causal", True)
+        try:
+            if offer.judged == "attention":
+                caller.attention(case)
+            elif offer.judged == "attention_grad":
+                caller.gradients(case)
+            elif offer.judged == "bias" and kv_len > 0:
+                caller.bias(case.num_heads, q_len, kv_len, is_causal)
+        except CallError as error:
+            if error.kind == "raised":
+                found.discard(feature)
+                refusals[feature] = str(error)
+    if "symmetric" not in found:
+        found.discard("asymmetric")
+    return frozenset(found), refusals
+
+
+def _probe(sizes: Sizes, **arguments: Any) -> Case:
+    form = "causal" if arguments.get("is_causal", True) else "symmetric"
+    return Case(sizes, form, None, None, None, None, False, seed=0).with_arguments(form, arguments)
+
+
+_SQUARE = Sizes(2, 3, 1, (7, 7), 5)
+_IDS = np.zeros((2, 7), np.int32)
+_PROBES = {
+    "lengths": _probe(Sizes(2, 2, 1, (5, 11), 3)),
+    "offset": _probe(_SQUARE, q_offset=2),
+    "symmetric": _probe(_SQUARE, is_causal=False),
+    "asymmetric": _probe(_SQUARE, is_causal=False, future_slopes=np.ones(3, np.float32)),
+    "grouped": _probe(Sizes(1, 3, 2, (7, 7), 8)),
+    "window": _probe(_SQUARE, window_size=2),
+    "segments": _probe(_SQUARE, segment_ids=(_IDS, _IDS)),
+    "mask": _probe(_SQUARE, mask=np.ones((2, 1, 7, 7), dtype=bool)),
+    "scale": _probe(_SQUARE, scale=0.25),
+    "empty": _probe(Sizes(2, 3, 1, (0, 0), 5)),
+}
+
+
+def _diagnosed(
+    caller: Caller, function: str, features: frozenset[str], errors: list[DepartureError | CallError]
+) -> tuple[Diagnosis, ...]:
+    """Return what is done instead; calls that came to nothing say so themselves."""
+    found = [Diagnosis(x.kind, str(x)) for x in errors if isinstance(x, CallError)]
+    evidence = [x.evidence for x in errors if isinstance(x, DepartureError)]
+    if evidence and not caller.hung:
+        found += diagnose(caller, function, features, evidence)
+    return tuple(dict.fromkeys(found))

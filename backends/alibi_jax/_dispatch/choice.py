@@ -1,0 +1,87 @@
+"""Which implementation runs a call, and why another does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from alibi_core._arrays import checks as _checks
+from alibi_jax._call.operands import Operands
+from alibi_jax._gpu import passes as _gpu
+from alibi_jax._gpu.passes import GPU
+from alibi_jax._tpu.shape import TPU
+
+IMPLEMENTATIONS = ("tpu", "tiled", "gpu", "dense")  # the first that can run a call is the default
+OPTIONS = {"tpu": TPU, "gpu": GPU}
+Implementation = str | TPU | GPU
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a program is compiled for.
+
+    Attributes:
+        platform: ``"tpu"``, ``"cpu"``, ``"cuda"`` or ``"rocm"``.
+        is_partitioned: Whether the compiler is to divide the program among several devices by itself.
+    """
+
+    platform: str
+    is_partitioned: bool = False
+
+
+def checked(implementation: Any) -> Implementation | None:
+    """Return the argument ``implementation``, having checked it."""
+    if implementation is None or isinstance(implementation, tuple(OPTIONS.values())):
+        return implementation
+    return _checks.one_of("implementation", implementation, IMPLEMENTATIONS)
+
+
+def name_of(implementation: Implementation) -> str:
+    """Return the name of an implementation."""
+    return next((name for name, kind in OPTIONS.items() if isinstance(implementation, kind)), implementation)
+
+
+def choose(implementation: Implementation | None, target: Target, operands: Operands) -> Implementation:
+    """Return what is to run: the implementation named, else the first that can run the call.
+
+    Raises:
+        NotImplementedError: If the one named cannot.
+    """
+    if implementation is None:
+        name = next(name for name in IMPLEMENTATIONS if refusal(name, target, operands) is None)
+        return _with_options(name)
+    options = _with_options(implementation)
+    reason = refusal(options, target, operands)
+    if reason is not None:
+        able = [repr(name) for name in IMPLEMENTATIONS if refusal(name, target, operands) is None]
+        raise NotImplementedError(
+            f"implementation {name_of(options)!r} {reason}; {' and '.join(able)} can run this call"
+        )
+    return options
+
+
+def _with_options(implementation: Implementation) -> Any:
+    """Return the options that a name stands for; what has none is returned as it is."""
+    return OPTIONS[implementation]() if implementation in OPTIONS else implementation
+
+
+def refusal(implementation: Implementation, target: Target, operands: Operands) -> str | None:
+    """Return why an implementation cannot run a call, as the rest of a sentence that begins with its name."""
+    name, options = name_of(implementation), _with_options(implementation)
+    if name not in OPTIONS:
+        return None
+    platforms, what = {"tpu": (("tpu",), "TPUs"), "gpu": (("cuda", "gpu"), "NVIDIA GPUs")}[name]
+    if target.platform not in platforms and not options.interpret:
+        kind = type(options).__name__
+        return f"runs on {what} alone, got {target.platform} ({kind}(interpret=True) runs its text anywhere, slowly)"
+    if target.is_partitioned:
+        return "cannot be divided among devices by the compiler: call it inside jax.shard_map"
+    if name == "gpu":
+        return _gpu.refusal(operands)
+    if operands.query.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"must be given float32 or bfloat16, got {operands.query.dtype}"
+    if operands.mask is not None and operands.mask.shape[1:3] != (1, 1):
+        return f"must be given a mask of keys alone, [batch, 1, 1, kv_len], got {tuple(operands.mask.shape)}"
+    return None

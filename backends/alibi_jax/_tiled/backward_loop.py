@@ -1,0 +1,120 @@
+"""The backward pass of tiled attention: weights are computed again, block by block, from the log-sum-exps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from alibi_jax._tiled.forward_loop import RESULT, STATISTICS, put_rows
+from alibi_jax._tiled.scores import AXES, Scores, Tensors, as_matrices, row_products
+from alibi_jax._tiled.tiles import Jobs, Places, arranged, cut, put
+
+KEYS = AXES["key"]
+SLOPES = AXES["slopes"]
+
+
+def backward_in_tiles(
+    tensors: Tensors, jobs: Jobs, result: jax.Array, log_sum_exps: jax.Array, cotangent: jax.Array, *, slopes_too: bool
+) -> dict[str, jax.Array]:
+    """Return the gradients of ``sum(result * cotangent)`` by query, key, value and, if asked for, slopes of both kinds.
+
+    Args:
+        tensors: Of the call.
+        jobs: Those of the forward pass.
+        result: ``bqhgd``, as all queries.
+        log_sum_exps: ``bhgq``.
+        cotangent: ``bqhgd``.
+        slopes_too: Whether gradients by slopes are asked for.
+
+    Returns:
+        Arrays with the axes that :data:`AXES` names (slopes for each batch entry); keys and values in the working
+        dtype, as they are sums over tiles.
+    """
+    sizes, dtype = tensors.sizes, tensors.dtype
+    whole = sizes.whole
+
+    def step(index: jax.Array, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        places = Places.of_step(sizes, jobs, index)
+        grad, product = (
+            arranged(cut(x, RESULT, sizes, places.starts), RESULT, "bhgqd").astype(dtype) for x in (cotangent, result)
+        )
+        mean = jnp.sum(grad * product, axis=-1)
+        row_sums = cut(log_sum_exps, STATISTICS, sizes, places.starts)
+        if places.own_rows is not None:
+            row_sums = jnp.where(arranged(places.own_rows, "bq", STATISTICS), row_sums, jnp.inf)  # so that they weigh 0
+        scores = Scores.of_step(tensors, places, "bhkgq")
+        return _add_step(scores, grad, mean, row_sums, sums)
+
+    start = {
+        "query": tensors.full([whole[x] for x in RESULT], 0, tensors.arrays["query"].dtype),
+        "key": tensors.full([whole[x] for x in KEYS], 0),
+        "value": tensors.full([whole[x] for x in KEYS], 0),
+    }
+    if slopes_too:
+        start["slopes"] = tensors.full([whole[x] for x in SLOPES], 0)
+        if tensors.arrays["future_slopes"] is not None:
+            start["future_slopes"] = start["slopes"]
+    return lax.fori_loop(0, sizes.steps, step, start)
+
+
+def _sum(there: jax.Array, part: jax.Array, lane: Any) -> jax.Array:
+    return there + part
+
+
+def _add_step(
+    scores: Scores, grad: jax.Array, mean: jax.Array, log_sum_exps: jax.Array, sums: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Add the gradients that a step makes.
+
+    Scores have their axes in the order ``bhkgq``, in which the larger products need no transposition.
+
+    Args:
+        scores: Of the step.
+        grad: ``[b, h, g, q, d]``, the cotangent.
+        mean: ``[b, h, g, q]``, its product with the result.
+        log_sum_exps: Likewise.
+        sums: All gradients so far.
+    """
+    places, sizes = scores.places, scores.tensors.sizes
+    mean, log_sum_exps = (arranged(x, STATISTICS, scores.onto) for x in (mean, log_sum_exps))
+
+    def add(index: jax.Array, found: dict[str, Any]) -> dict[str, Any]:
+        block = scores.block(index)
+        # No weight exceeds 1, but scores beyond 2**24 are whole numbers, and not the same in each order of summation.
+        weights = jnp.exp(jnp.minimum(block.scores - log_sum_exps, 0))
+        by_weight = row_products(grad, block.value, scores.onto)
+        by_score = weights * (by_weight - mean)
+        by_score_matrices, weight_matrices = (x.reshape(*x.shape[:3], -1) for x in (by_score, weights))
+        by_key = jnp.einsum("bhkr,bhrd->bhkd", by_score_matrices, as_matrices(scores.query))
+        by_value = jnp.einsum("bhkr,bhrd->bhkd", weight_matrices, as_matrices(grad))
+        found = found | {
+            "query": found["query"] + jnp.einsum("bhkd,bhkgq->bhdgq", block.key, by_score),
+            **{
+                name: put(found[name], jnp.swapaxes(x, 1, 2), KEYS, sizes, block.starts, _sum)
+                for name, x in (("key", by_key), ("value", by_value))
+            },
+        }
+        if "slopes" in found:
+            by_slope = by_score * block.reach
+            if "future_slopes" in found:
+                ahead = jnp.where(block.is_ahead, by_slope, 0)
+                found["future_slopes"] = found["future_slopes"] + jnp.sum(ahead, axis=(2, 4))
+                by_slope = by_slope - ahead
+            found["slopes"] = found["slopes"] + jnp.sum(by_slope, axis=(2, 4))
+        return found
+
+    entries, heads, group, rows, head_dim = grad.shape
+    full = scores.tensors.full
+    # Sums of this step begin anew; those by key and value go on.
+    start = sums | {"query": full((entries, heads, head_dim, group, rows), 0)}
+    slopes = [name for name in ("slopes", "future_slopes") if name in sums]
+    start |= {name: full((entries, heads, group), 0) for name in slopes}
+    found = lax.fori_loop(0, places.blocks, add, start)
+    by_query = jnp.moveaxis(found["query"], 2, -1) * scores.tensors.rules.scale
+    found["query"] = put_rows(sums["query"], by_query, RESULT, places)
+    for name in slopes:
+        found[name] = put(sums[name], found[name], SLOPES, sizes, places.starts, _sum)
+    return found

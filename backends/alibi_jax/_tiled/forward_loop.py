@@ -1,0 +1,69 @@
+"""The forward pass of tiled attention: an online softmax over the blocks of keys that each tile of queries needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from alibi_jax._tiled.scores import AXES, Scores, Tensors, as_matrices
+from alibi_jax._tiled.tiles import Jobs, Places, arranged, put
+
+RESULT, STATISTICS = AXES["query"], "bhgq"
+
+
+def forward_in_tiles(tensors: Tensors, jobs: Jobs, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the result, of this dtype, and the log-sum-exps; axes ``bqhgd`` and ``bhgq``.
+
+    A row's log-sum-exp is that of scores whose distances are counted as :class:`Scores` does; +inf for a query that
+    sees no key.
+    """
+    sizes = tensors.sizes
+    whole = sizes.whole
+
+    def step(index: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        places = Places.of_step(sizes, jobs, index)
+        found = _rows(Scores.of_step(tensors, places, "bhgqk"))
+        return put_rows(out[0], found[0], RESULT, places), put_rows(out[1], found[1], STATISTICS, places)
+
+    result = tensors.full([whole[x] for x in RESULT], 0, dtype)
+    return lax.fori_loop(0, sizes.steps, step, (result, tensors.full([whole[x] for x in STATISTICS], 0)))
+
+
+def put_rows(array: jax.Array, part: jax.Array, axes: str, places: Places) -> jax.Array:
+    """Put a step's own rows where they belong. They have the axes ``bhgq`` or ``bhgqd``, and the array ``axes``."""
+    part = jnp.transpose(part, ["bhgqd".index(x) for x in axes])
+
+    def own_ones(there: jax.Array, part: jax.Array, lane: Any) -> jax.Array:
+        own = arranged(places.own_rows[lane][None], "bq", axes)
+        return jnp.where(own, part.astype(there.dtype), there)
+
+    return put(array, part, axes, places.sizes, places.starts, None if places.own_rows is None else own_ones)
+
+
+def _rows(scores: Scores) -> tuple[jax.Array, jax.Array]:
+    """Return the result ``[b, h, g, q, d]`` and the log-sum-exps ``[b, h, g, q]`` of a step."""
+    query = scores.query
+    rows = query.shape[:-1]
+    # Finite, or what a hidden key weighs were exp(-inf + inf).
+    lowest = jnp.finfo(query.dtype).min
+
+    def add(index: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        highest, total, mean = sums
+        block = scores.block(index)
+        higher = jnp.maximum(highest, jnp.max(block.scores, axis=-1))
+        weights = jnp.exp(block.scores - higher[..., None])
+        shrunk = jnp.exp(highest - higher)
+        total = total * shrunk + jnp.sum(weights, axis=-1)
+        weighted = jnp.einsum("bhrk,bhkd->bhrd", as_matrices(weights), block.value).reshape(mean.shape)
+        return higher, total, mean * shrunk[..., None] + weighted
+
+    full = scores.tensors.full
+    start: Any = full(rows, lowest), full(rows, 0), full(query.shape, 0)
+    highest, total, mean = lax.fori_loop(0, scores.places.blocks, add, start)
+    attends = total != 0  # NaN is not 0
+    total = jnp.where(attends, total, 1)
+    result = mean / total[..., None]  # zeros where no key was added
+    return result, jnp.where(attends, highest + jnp.log(total), jnp.inf)

@@ -1,0 +1,226 @@
+"""What the TPU kernels share: walking over the blocks that are needed, and one block's bias and mask.
+
+Scores are in powers of two: ``log2(e)`` is part of the scale and the slopes, because a TPU's exponential is ``2**x``.
+
+The bias of query ``i`` and key ``j`` is formed from positions, in float32, in one of two ways. In a block that lies
+before (or after) all its queries a row of numbers, ``slope * (j - base)``, is added to the scores, with ``base`` the
+position of a key near the block of queries, and ``-slope * (i - base)``, constant along each row, to each row's maximum
+instead. Both are small where weights are large, so no digits are lost. Only where the diagonal crosses a block is the
+distance formed for each pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from alibi_jax._tpu.shape import LANES, KernelShape
+
+# Numbers that are float32 also where float64 is enabled, which the kernels' compiler lacks.
+HIDDEN = np.float32(-1e30)  # the score of a masked key: finite, so that differences of two are no NaN
+ZERO, ONE = np.float32(0), np.float32(1)
+FIELDS = 3  # of a block of queries in a table: first block of keys, the one after the last, base
+OFFSET = -1  # of a table: where the position of the first query stands
+
+
+def walk(
+    first: Any,
+    stop: Any,
+    following: tuple[Any, Any],
+    is_first: Any,
+    turn_ref: Any,
+    copies: Callable[[Any, Any, bool], Sequence[Any]],
+    visit: Callable[[Any, Any], None],
+) -> None:
+    """Visit blocks ``first`` to ``stop``, each copied from HBM while the one before it is computed with.
+
+    The last visit overlaps with the copy of the first block that the grid's next program needs.
+
+    Args:
+        first: The first block.
+        stop: The block after the last.
+        following: The same of the next program; an empty range where there is none.
+        is_first: Whether this program has to start its first copy by itself.
+        turn_ref: ``[1]`` int32 that lasts from program to program: which of two buffers comes next.
+        copies: Takes a block, a buffer, and whether it is of the next program; returns copies to start or wait for.
+        visit: Takes a block and the buffer it is in.
+    """
+    follows = following[0] < following[1]
+
+    def start(block: Any, slot: Any, of_next: bool) -> None:
+        for copy in copies(block, slot, of_next):
+            copy.start()
+
+    @pl.when(is_first)
+    def _() -> None:
+        turn_ref[0] = 0
+
+    turn = turn_ref[0]
+
+    @pl.when(is_first & (first < stop))
+    def _() -> None:
+        start(first, turn, False)
+
+    @pl.when((first >= stop) & follows)
+    def _() -> None:
+        start(following[0], turn, True)
+
+    def step(block: Any, _: None) -> None:
+        slot = jax.lax.rem(turn + block - first, jnp.int32(2))
+
+        @pl.when(block + 1 < stop)
+        def _() -> None:
+            start(block + 1, 1 - slot, False)
+
+        @pl.when((block + 1 == stop) & follows)
+        def _() -> None:
+            start(following[0], 1 - slot, True)
+
+        for copy in copies(block, slot, False):
+            copy.wait()
+        visit(block, slot)
+
+    jax.lax.fori_loop(first, stop, step, None)
+    turn_ref[0] = jax.lax.rem(turn + jnp.maximum(stop - first, 0), jnp.int32(2))
+
+
+class Place(NamedTuple):
+    """Where a block of scores is: scalars, in tokens."""
+
+    q_start: Any  # position of the block's first query
+    kv_start: Any  # position of its first key
+    base: Any  # position that others are counted from
+
+
+class Bias(NamedTuple):
+    """How one block's scores become logits: ``scores * scale + keys + queries``."""
+
+    keys: Any  # a number for each key, or for each pair
+    queries: Any | None  # a number for each query, which may be added where it costs least; None for zeros
+    visible: Any | None  # where a query may look; None for everywhere
+
+
+class Branch(NamedTuple):
+    """One way to treat a block, and when it applies."""
+
+    applies: Any  # scalar boolean
+    side: str  # "past", "future" or "both": where its keys are, seen from its queries
+    is_masked: bool
+
+
+def branches(shape: KernelShape, place: Place) -> list[Branch]:
+    """Return the ways to treat a block, of which exactly one applies: cheap ones where nothing is to be masked."""
+    q_last, kv_last = place.q_start + shape.q_block - 1, place.kv_start + shape.kv_block - 1
+    if shape.has_segments:
+        return [Branch(True, "both", True)]
+    whole = kv_last < shape.kv_len
+    past, future = kv_last <= place.q_start, place.kv_start >= q_last
+    if shape.window_size is not None:
+        past &= q_last - place.kv_start <= shape.window_size
+        future &= kv_last - place.q_start <= shape.window_size
+    past &= whole
+    if shape.is_causal:
+        return [Branch(past, "past", False), Branch(jnp.logical_not(past), "both", True)]
+    future &= whole & jnp.logical_not(past)
+    return [
+        Branch(past, "past", False),
+        Branch(future, "future", False),
+        Branch(jnp.logical_not(past | future), "both", True),
+    ]
+
+
+def bias_of(
+    shape: KernelShape, branch: Branch, place: Place, slopes: tuple[Any, Any], own: Any, ids: Any, q_axis: int
+) -> Bias:
+    """Return what turns a block's scores into logits.
+
+    Args:
+        shape: Of the kernel.
+        branch: Which way to treat the block.
+        place: Where it is.
+        slopes: Scalars, for keys behind and ahead, times log2(e).
+        own: From :func:`own_positions`, one column or row, or several that are the same.
+        ids: Whether segment ids of queries and keys are equal, for each pair; None without segments.
+        q_axis: Which axis of the block queries are along, 0 or 1; keys are along the other.
+    """
+    if branch.side == "both":
+        behind = distances(shape, place, own, q_axis)
+        ahead = None if shape.is_causal else slopes[1] * behind
+        biases = -slopes[0] * behind
+        biases = biases if ahead is None else jnp.where(behind >= 0, biases, ahead)
+        return Bias(biases, None, _visible(shape, place, q_axis, ids) if branch.is_masked else None)
+    slope = slopes[0] if branch.side == "past" else -slopes[1]
+    return Bias(slope * _keys(shape, place, 1 - q_axis), -slope * own, None)
+
+
+def own_positions(shape: KernelShape, place: Place, limits: tuple[Any, Any], size: tuple[int, int], axis: int) -> Any:
+    """Return the positions of a block's queries, less the base, as float32 of a size, along one of its two axes.
+
+    Of a query that stands beyond the keys it needs, the position of the nearest of them: the rest of the way is the
+    same for all, unless there are other keys besides.
+
+    Args:
+        shape: Of the kernel.
+        place: Of the block.
+        limits: The positions of the first and of the last key that the block needs.
+        size: Of the result.
+        axis: Along which queries are.
+    """
+    positions = jax.lax.broadcasted_iota(jnp.int32, size, axis) + place.q_start
+    positions = positions if shape.is_part else jnp.clip(positions, *limits)
+    return (positions - place.base).astype(jnp.float32)
+
+
+def distances(shape: KernelShape, place: Place, own: Any, q_axis: int) -> Any:
+    """Return how far keys are behind queries, float32 for each pair, negative where they are ahead."""
+    return lanes(own, shape.kv_block) - _keys(shape, place, 1) if q_axis == 0 else own - _keys(shape, place, 0)
+
+
+def _keys(shape: KernelShape, place: Place, axis: int) -> Any:
+    """Return the positions of a block's keys, less the base: float32, ``[kv_block, 1]`` or ``[1, kv_block]``."""
+    size = (shape.kv_block, 1) if axis == 0 else (1, shape.kv_block)
+    return (jax.lax.broadcasted_iota(jnp.int32, size, axis) + (place.kv_start - place.base)).astype(jnp.float32)
+
+
+def _visible(shape: KernelShape, place: Place, q_axis: int, ids: Any) -> Any:
+    size = (shape.q_block, shape.kv_block) if q_axis == 0 else (shape.kv_block, shape.q_block)
+    queries, keys = (jax.lax.broadcasted_iota(jnp.int32, size, axis) for axis in (q_axis, 1 - q_axis))
+    behind = queries - keys  # but for where the block is
+    shift = place.kv_start - place.q_start
+    visible = keys < shape.kv_len - place.kv_start
+    if shape.is_causal:
+        visible &= behind >= shift
+    if shape.window_size is not None:
+        distance = behind - shift
+        visible &= (distance if shape.is_causal else jnp.abs(distance)) <= shape.window_size
+    return visible if ids is None else visible & ids
+
+
+def quotient(number: Any, divisor: int) -> Any:
+    """Return ``number // divisor`` of what is not negative: int32 whatever is enabled, without asking for a sign."""
+    return jax.lax.div(number, jnp.int32(divisor))
+
+
+def column_of(row: Any) -> Any:
+    """Return ``[1, n]`` as ``[n, LANES]``, each lane the same: what varies along the rows of a block."""
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T
+
+
+def lanes(column: Any, width: int) -> Any:
+    """Return ``[n, LANES]``, each lane the same, ``width`` wide."""
+    if width <= LANES:
+        return column[:, :width]
+    whole = jnp.concatenate([column] * -(-width // LANES), axis=1)
+    return whole[:, :width]
+
+
+def product(one: Any, other: Any, contract: tuple[int, int]) -> Any:
+    """Return the float32 product of two matrices along these axes, float32 ones to their full precision."""
+    precision = jax.lax.Precision.HIGHEST if one.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    dimensions = (((contract[0],), (contract[1],)), ((), ()))
+    return jax.lax.dot_general(one, other, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,141 @@
+"""What a TPU kernel is built for: blocks, sizes and rules, all known when it is traced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from alibi_core._arrays import checks as _checks
+from alibi_jax._call.operands import Operands, Rules, kv_axis
+
+LANES = 128  # of a vector register; blocks are multiples of it, because each is along the lanes of some matrix
+VMEM_LIMIT = 64 * 2**20  # bytes: what the smallest of the TPUs since v5 has in a core
+SCOPED = 14 * 2**20  # bytes: what the compiler grants a kernel that asks for nothing, less something for itself
+TILES = 7  # score-sized float32 arrays that a kernel holds at a time, at most
+
+
+@dataclass(frozen=True)
+class TPU:
+    """The TPU kernel, as an ``implementation``.
+
+    ``implementation="tpu"`` is the same as ``TPU()``.
+
+    Args:
+        q_block: Queries in a block: a multiple of 128. Default 512; short sequences take less.
+        kv_block: Keys in a block: likewise.
+        interpret: Run the kernel's text on any device, as ordinary array operations, instead of compiling it for a TPU:
+            slow, and meant for tests.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a block size is not a positive multiple of 128.
+
+    Example:
+        >>> TPU(q_block=256)
+        TPU(q_block=256, kv_block=512, interpret=False)
+    """
+
+    q_block: int = 512
+    kv_block: int = 512
+    interpret: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("q_block", "kv_block"):
+            if _checks.positive_int(name, getattr(self, name)) % LANES:
+                raise ValueError(f"{name} must be a multiple of {LANES}, got {getattr(self, name)}")
+        _checks.boolean("interpret", self.interpret)
+
+
+@dataclass(frozen=True)
+class KernelShape:
+    """All that the text of a kernel depends on. Lengths are in tokens; those of arrays are padded to whole blocks."""
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_len: int
+    kv_len: int
+    q_block: int
+    kv_block: int
+    is_causal: bool
+    window_size: int | None
+    scale: float
+    has_segments: bool  # or masked keys, which count as a segment of their own
+    interpret: bool
+    itemsize: int  # bytes
+    is_part: bool = False  # whether queries have other keys besides
+
+    @classmethod
+    def of(cls, rules: Rules, operands: Operands, options: TPU) -> KernelShape:
+        """Return what the kernels for a call are built for.
+
+        Raises:
+            ValueError: If the blocks do not fit a TPU core's memory.
+        """
+        batch, q_len, num_heads, head_dim = operands.query.shape
+        kv_len, num_kv_heads = operands.key.shape[kv_axis(rules)], operands.key.shape[3 - kv_axis(rules)]
+        shape = cls(
+            batch=batch,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            q_len=q_len,
+            kv_len=kv_len,
+            q_block=_block(q_len, options.q_block),
+            kv_block=_block(kv_len, options.kv_block),
+            is_causal=rules.is_causal,
+            window_size=rules.window_size,
+            scale=rules.scale,
+            has_segments=operands.q_segment_ids is not None or operands.mask is not None,
+            interpret=options.interpret,
+            itemsize=jnp.dtype(operands.query.dtype).itemsize,
+            is_part=rules.is_part,
+        )
+        if shape.vmem_bytes > VMEM_LIMIT:
+            raise ValueError(
+                f"blocks must fit a TPU core's memory, {VMEM_LIMIT >> 20} MiB, got q_block {shape.q_block}, kv_block "
+                f"{shape.kv_block} and head_dim {head_dim}, which take about {shape.vmem_bytes >> 20} MiB; "
+                f"use smaller blocks, such as TPU(q_block=512, kv_block=512)"
+            )
+        return shape
+
+    @property
+    def group(self) -> int:
+        """How many query heads share a key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def q_blocks(self) -> int:
+        """How many blocks the queries make up."""
+        return -(-self.q_len // self.q_block)
+
+    @property
+    def kv_blocks(self) -> int:
+        """How many blocks the keys make up."""
+        return -(-self.kv_len // self.kv_block)
+
+    @property
+    def vmem_bytes(self) -> int:
+        """About how much of a core's memory the hungriest of the kernels takes, in bytes."""
+        row = _round_up(self.head_dim, LANES)
+        blocks = 6 * (self.q_block + self.kv_block) * row * self.itemsize  # each held twice, for what comes next
+        sums = 2 * max(self.q_block, self.kv_block) * (row + 2 * LANES) * 4
+        return blocks + sums + TILES * self.q_block * self.kv_block * 4
+
+    @property
+    def vmem_limit(self) -> int | None:
+        """What to ask the compiler for, in bytes; None where what it grants anyway is enough."""
+        return None if self.vmem_bytes <= SCOPED else min(self.vmem_bytes + 8 * 2**20, VMEM_LIMIT + 8 * 2**20)
+
+
+def _block(length: int, most: int) -> int:
+    """Return how many tokens to take at a time: so many that nothing is to be padded, if it is not too few."""
+    whole = _round_up(length, LANES)
+    fitting = max(n for n in range(LANES, min(most, whole) + 1, LANES) if whole % n == 0)
+    return fitting if 2 * fitting >= min(most, whole) else most
+
+
+def _round_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple

@@ -1,0 +1,140 @@
+"""ALiBi for the attention modules that Flax brings along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from alibi_core._arrays.checks import broadcastable
+from alibi_jax._attention import attention
+from alibi_jax._dispatch.choice import Implementation, checked
+
+
+def attention_fn(
+    slopes: jax.Array | None = None,
+    *,
+    is_causal: bool = True,
+    future_slopes: jax.Array | None = None,
+    window_size: int | None = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> Callable[..., jax.Array]:
+    """Return a function that puts ALiBi into ``nn.MultiHeadDotProductAttention(attention_fn=...)``.
+
+    For Flax Linen, and for ``nnx.MultiHeadAttention``, whose ``attention_fn`` takes the same arguments. The function
+    keeps Flax's conventions: a mask may have any dtype, nonzero where a query may look, and low-precision tensors are
+    first cast to the module's ``dtype``. It differs in two ways: the softmax is always at least float32, and a query
+    that may look nowhere gives zeros.
+
+    ``decode=True`` works with causal attention. There, one query meets a cache whose unfilled slots are masked; the
+    query is taken to stand at the last key it may see, which softmax cannot tell from any later position.
+
+    Args:
+        slopes: ``[num_heads]``. Default: the canonical slopes of as many heads as the module has.
+        is_causal: Mask keys after the query, on top of any mask the module is called with.
+        future_slopes: With ``is_causal=False``, the slopes for keys after the query. Default ``slopes`` (symmetric).
+        window_size: Mask keys farther than this many tokens.
+        scale: Factor of the scores. Default ``head_dim ** -0.5``.
+        implementation: As for :func:`alibi_jax.attention`.
+
+    Returns:
+        A function of query ``[..., q_len, num_heads, head_dim]``, key and value, and the keyword arguments that Flax
+        passes; its result has the shape of query. It raises NotImplementedError rather than leave out something it was
+        asked for: dropout of attention weights, a further bias, a ``precision`` or an einsum of the module's own,
+        sowing the weights, and (because Flax does not say where its queries stand) ``is_causal=False`` or
+        ``window_size`` where the lengths of query and key differ. Otherwise it raises what
+        :func:`alibi_jax.attention` raises.
+
+    Raises:
+        TypeError: If ``implementation`` is no string.
+        ValueError: If ``implementation`` is unknown.
+
+    Example:
+        >>> import flax.linen as nn
+        >>> layer = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=attention_fn())
+        >>> layer.init_with_output(jax.random.key(0), jnp.ones((1, 3, 8)))[0].shape
+        (1, 3, 8)
+    """
+    checked(implementation)
+    slopes, future_slopes = (None if given is None else jnp.asarray(given) for given in (slopes, future_slopes))
+    always_causal = is_causal
+
+    # Linen passes those arguments that it finds in the signature, so each one it has must stand here to be refused.
+    def alibi_attention(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        force_fp32_for_softmax: bool = True,
+        einsum_dot_general: Any = None,
+        qk_attn_weights_einsum: Any = None,
+        attn_weights_value_einsum: Any = None,
+        is_causal: bool = False,
+    ) -> jax.Array:
+        """Attend as :func:`alibi_jax.attention` does, with the arguments of ``flax.linen.dot_product_attention``."""
+        if dropout_rate > 0 and not deterministic:
+            raise NotImplementedError(
+                f"dropout_rate must be 0 while training, got {dropout_rate}: ALiBi attention has no dropout of its "
+                "weights; drop out features of the module's output instead"
+            )
+        refused = {
+            "bias": (bias, "the only bias is ALiBi's; one of 0 and -inf is the mask bias == 0"),
+            "precision": (precision, "set it with jax.default_matmul_precision"),
+            "module": (module, "call the module with sow_weights=False: no weights are kept"),
+            "einsum_dot_general": (einsum_dot_general, "the products cannot be replaced"),
+            "qk_attn_weights_einsum": (qk_attn_weights_einsum, "the products cannot be replaced"),
+            "attn_weights_value_einsum": (attn_weights_value_einsum, "the products cannot be replaced"),
+        }
+        for name, (given, remedy) in refused.items():
+            if given is not None:
+                raise NotImplementedError(f"{name} must be None with ALiBi attention, got one; {remedy}")
+        causal = always_causal or is_causal
+        q_len, kv_len = query.shape[-3], key.shape[-3]
+        if q_len != kv_len and (window_size is not None or not causal):
+            raise NotImplementedError(
+                f"q_len and kv_len must be equal with is_causal=False or a window_size, got {q_len} and {kv_len}: Flax "
+                "does not say where its queries stand; use alibi_jax.attention with q_offset, or "
+                "alibi_jax.AlibiAttention with a cache"
+            )
+        dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+        query, key, value = (x.astype(dtype) for x in (query, key, value))
+        mask = None if mask is None else mask.astype(bool)
+        return attention(
+            query,
+            key,
+            value,
+            slopes,
+            is_causal=causal,
+            future_slopes=future_slopes,
+            q_offset=_last_visible(mask, query, kv_len) if mask is not None and q_len == 1 else None,
+            window_size=window_size,
+            mask=mask,
+            scale=scale,
+            implementation=implementation,
+        )
+
+    return alibi_attention
+
+
+def _last_visible(mask: jax.Array, query: jax.Array, kv_len: int) -> jax.Array:
+    """Return the position ``[*batch]`` of the last key that the one query may see in some head, 0 if there is none.
+
+    Masks and a fixed-size cache leave the query's own position open. Counting distances from the end of the cache
+    would add a constant to the row, which softmax ignores but which costs float32 the digits of the scores.
+    """
+    *batch, q_len, num_heads, _ = query.shape
+    shape = (*batch, num_heads, q_len, kv_len)
+    broadcastable("mask", mask.shape, shape, "..., num_heads, q_len, kv_len")
+    visible = jnp.broadcast_to(mask, shape)
+    return jnp.max(jnp.where(visible, jnp.arange(kv_len), 0), axis=(-3, -2, -1), initial=0)

@@ -1,0 +1,143 @@
+"""Checkpoints of BLOOM, MPT and Falcon as a language model of this package."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from alibi_core import AttentionCall
+from alibi_core._arrays import checks as _checks
+from alibi_core._arrays.namespace import namespace_of
+from alibi_core._attention import dense_attention
+from alibi_core._bias import key_bias
+from alibi_core._models.checkpoints import Checkpoint
+from alibi_core._models.config import AlibiConfig
+from alibi_jax.caches._kv_cache import KVCache, append
+from alibi_jax.nn._language_model import AlibiLanguageModel
+from alibi_jax.nn._layer import AlibiAttention
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str], *, dtype: Any = None, contract: str = "exact"
+) -> AlibiLanguageModel:
+    """Return a language model with the weights of a BLOOM, MPT or Falcon checkpoint of ``transformers``.
+
+    Its logits are those of the checkpoint's own model, to rounding, where that has ALiBi with the slopes that it was
+    trained with. Two models of ``transformers`` compute another bias, which ``contract="model"`` gives instead:
+
+    - Falcon rounds slopes, positions and their product to bfloat16. It is the bias of its ``sdpa`` attention; its
+      ``eager`` one adds that twice. Whole score matrices are held for it, and positions count from the first token
+      of a row, masked or not;
+    - MPT passes no ``alibi_bias_max`` on: its slopes are always those of 8.
+
+    The model is in evaluation mode and has no dropout. Nothing is downloaded, and nothing in the files is executed.
+
+    Args:
+        directory: Where ``config.json`` and ``model.safetensors`` are, or several such files and
+            ``model.safetensors.index.json``, as ``save_pretrained`` writes them.
+        dtype: Dtype of the parameters. Default: that of the stored embeddings.
+        contract: ``"exact"`` or ``"model"``, as above.
+
+    Returns:
+        The model, its tokens those of the checkpoint.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        TypeError: If an argument, or an entry of ``config.json``, is of the wrong kind; or a dtype is float64, given
+            or stored, while JAX has none.
+        ValueError: If the checkpoint is of another model or one without ALiBi, is damaged, or does not hold the
+            tensors that its config describes; or BLOOM is to have its own model's bias in low precision.
+
+    Example:
+        >>> model = load_checkpoint("models/bloom-560m")  # doctest: +SKIP
+        >>> model.generate(jnp.asarray([[5, 7, 11]]), max_new_tokens=20)  # doctest: +SKIP
+        >>> load_checkpoint("no/such/place")
+        Traceback (most recent call last):
+        FileNotFoundError: directory must be one that holds a checkpoint, got 'no/such/place'
+    """
+    checkpoint = Checkpoint.open(directory, contract=contract)
+    dtype = jnp.dtype(checkpoint.dtype_name if dtype is None else dtype)
+    _checks.floating_dtype(namespace_of(xp=jnp), "dtype", dtype)
+    checkpoint.check_precision(jnp.finfo(dtype).bits)
+    attention = FalconAttention.made_for if checkpoint.family.rounds_bias else None
+
+    def make() -> AlibiLanguageModel:
+        options = {"attention": attention, "param_dtype": dtype, "rngs": nnx.Rngs(0)}
+        return AlibiLanguageModel(checkpoint.config, checkpoint.vocab_size, **options)
+
+    model = nnx.eval_shape(make)  # no numbers are drawn, to be thrown away
+    parameters = named_parameters(model)
+    for name, array in checkpoint.parameters():
+        parameter, is_turned = parameters.pop(name)
+        parameter.set_value(jnp.asarray(array.T if is_turned else array, dtype))
+    model.eval()
+    return model
+
+
+def named_parameters(model: nnx.Module) -> dict[str, tuple[nnx.Param, bool]]:
+    """Return a model's parameters by the names they have in files, and whether they are ``[in, out]``, turned there."""
+    named = {}
+    for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        *modules, leaf = map(str, path)
+        name = "weight" if leaf in ("kernel", "scale", "embedding") else leaf
+        named[".".join([*modules, name])] = parameter, leaf == "kernel"
+    return named
+
+
+class FalconAttention(AlibiAttention):
+    """Attention with the bias that Falcon's model computes, from keys' positions rounded to bfloat16."""
+
+    @classmethod
+    def made_for(cls, config: AlibiConfig, **options: Any) -> FalconAttention:
+        """Return the layer that ``config`` describes."""
+        return cls(**config.attention_options, **options)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        segment_ids: Any | None = None,
+        cache: KVCache | None = None,
+    ) -> jax.Array | tuple[jax.Array, KVCache]:
+        """Return what :class:`AlibiAttention` does, with another bias."""
+        self.shape.check_input(x, jnp)
+        query, key, value = (
+            y.reshape(*y.shape[:2], -1, self.shape.head_dim)  # [batch, length, heads, head_dim]
+            for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
+        fits, offset = None, None
+        if cache is not None:
+            offset = cache.length
+            cache, fits = append(cache, key, value)
+            key, value = cache.key, cache.value
+        else:
+            key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
+        query = jnp.swapaxes(query, 1, 2)
+        arguments = {"mask": mask, "segment_ids": segment_ids, "q_offset": offset}
+        call = AttentionCall.check(query, key, value, self.slopes, xp=jnp, **arguments)
+        # A call's bias by keys comes on top of the linear one.
+        linear = call.slopes[:, None] * jnp.arange(call.kv_len)
+        call = replace(call, key_bias=self._bias(call.kv_len, query.dtype) - linear)
+        attended = jnp.swapaxes(dense_attention(call, query, key, value), 1, 2)
+        output = self.out_proj(attended.reshape(*x.shape[:2], -1))
+        if self.dropout is not None:
+            output = self.dropout(output)
+        if fits is not None:
+            output = jnp.where(fits, output, jnp.nan)
+        return output if cache is None else (output, cache)
+
+    def _bias(self, kv_len: int, dtype: Any) -> jax.Array:
+        """Return what is added to the scores, ``[num_heads, kv_len]``."""
+        # By NumPy: XLA would leave out the roundings to a low precision.
+        bias = key_bias(self.shape.num_heads, kv_len, contract="falcon")[:, 0].astype(dtype)
+        working = np.promote_types(dtype, np.float32)
+        bias = (bias.astype(working) / math.sqrt(self.shape.head_dim)).astype(dtype)
+        return jnp.asarray(bias.astype(working))

@@ -1,0 +1,159 @@
+"""A language model on the ALiBi transformer: tokens in, logits out, and text that goes on from a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from alibi_core._arrays import checks as _checks
+from alibi_core._models.config import AlibiConfig
+from alibi_jax.caches._kv_cache import KVCache
+from alibi_jax.nn._transformer import AlibiTransformer, AttentionFactory, layer_norm
+
+
+class AlibiLanguageModel(nnx.Module):
+    """Predict each next token from those before it, at any length.
+
+    One matrix embeds the tokens and reads out the logits. Its entries start with a variance of ``1 / d_model``, which
+    gives logits of unit variance; embeddings are multiplied by ``sqrt(d_model)``, which gives them the same.
+    ``config`` may ask for another matrix to read out with, for embeddings as they are, or for their layer norm.
+
+    Args:
+        config: Shape of the model; must be causal.
+        vocab_size: Number of different tokens.
+        attention, dtype, param_dtype, rngs: As for :class:`AlibiTransformer`.
+
+    Raises:
+        TypeError: If ``vocab_size`` is no integer.
+        ValueError: If it is below 1, or ``config`` describes an encoder.
+
+    Example:
+        >>> model = AlibiLanguageModel(AlibiConfig(num_layers=1), vocab_size=256, rngs=nnx.Rngs(0))
+        >>> prompt = jnp.asarray([list(b"train short")])
+        >>> model(prompt).shape
+        (1, 11, 256)
+        >>> model.generate(prompt, max_new_tokens=5).shape
+        (1, 16)
+    """
+
+    def __init__(
+        self,
+        config: AlibiConfig,
+        vocab_size: int,
+        *,
+        attention: AttentionFactory | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        if not config.causal:
+            raise ValueError("causal must be True for a language model, got False (an encoder sees the answer)")
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.config = config
+        init = nnx.initializers.normal(config.d_model**-0.5)
+        vocab_size = _checks.positive_int("vocab_size", vocab_size)
+        self.embedding = nnx.Embed(vocab_size, config.d_model, embedding_init=init, **options)
+        if config.embedding_norm:
+            self.embedding_norm = layer_norm(config, **options)
+        self.transformer = AlibiTransformer(config, attention=attention, **options)
+        if not config.tied_head:
+            self.head = nnx.Linear(config.d_model, vocab_size, use_bias=False, **options)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+        caches: Sequence[KVCache] | None = None,
+    ) -> jax.Array | tuple[jax.Array, list[KVCache]]:
+        """Return the logits of the token after each of ``tokens``.
+
+        Args:
+            tokens: ``[batch, length]`` integers below ``vocab_size``.
+            mask, segment_ids, caches: As for :class:`AlibiTransformer`.
+
+        Returns:
+            ``[batch, length, vocab_size]``; with caches, the pair of that and the longer caches.
+        """
+        hidden = self.transformer(self.embed(tokens), mask=mask, segment_ids=segment_ids, caches=caches)
+        if caches is None:
+            return self.read_out(hidden)
+        return self.read_out(hidden[0]), hidden[1]
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Return what the transformer is given for ``tokens``: ``[batch, length, d_model]``."""
+        x = self.embedding(tokens)
+        if self.config.scale_embedding:
+            x = x * self.config.d_model**0.5
+        return self.embedding_norm(x) if self.config.embedding_norm else x
+
+    def read_out(self, hidden: jax.Array) -> jax.Array:
+        """Return the logits, ``[..., vocab_size]``, of the transformer's output, ``[..., d_model]``."""
+        return self.embedding.attend(hidden) if self.config.tied_head else self.head(hidden)
+
+    def generate(
+        self, tokens: jax.Array, max_new_tokens: int, *, temperature: float = 0.0, key: jax.Array | None = None
+    ) -> jax.Array:
+        """Return ``tokens`` and ``max_new_tokens`` more, each predicted from all before it, without dropout.
+
+        Two programs are compiled, one for the prompt and one for each token after it.
+
+        Args:
+            tokens: ``[batch, length]`` integers, the prompts, of at least one token.
+            max_new_tokens: How many tokens to add to each; may be 0.
+            temperature: 0 takes the likeliest token. Otherwise tokens are drawn, with the logits divided by this: 1 is
+                the model's own distribution, less is more cautious.
+            key: Of ``jax.random.key``, from which the draws follow; must be given where there are any.
+
+        Returns:
+            ``[batch, length + max_new_tokens]``, of the dtype of ``tokens``.
+
+        Raises:
+            TypeError: If an argument is of the wrong kind.
+            ValueError: If a number is negative, a key is missing, or ``tokens`` is not ``[batch, length]`` with a
+                token in each row.
+        """
+        _checks.non_negative_int("max_new_tokens", max_new_tokens)
+        _checks.non_negative_number("temperature", temperature)
+        if temperature > 0 and key is None:
+            raise ValueError("key must be given with a temperature above 0, got None; jax.random.key makes one")
+        if tokens.ndim != 2 or 0 in tokens.shape:
+            raise ValueError(f"tokens must have shape (batch, length), neither of them 0, got {tokens.shape}")
+        if max_new_tokens == 0:
+            return tokens
+        # Modules of its own, to turn dropout off in.
+        model = nnx.merge(*nnx.split(self))
+        model.eval()
+        graph, state = nnx.split(model)
+        batch_size, length = tokens.shape
+        # The last token is never fed back, so the caches need no room for it.
+        caches = self.transformer.make_caches(batch_size, length + max_new_tokens - 1)
+        keys = [None] * max_new_tokens if key is None else jax.random.split(key, max_new_tokens)
+        found, unread = [tokens], tokens
+        for step_key in keys:
+            unread, caches = _extend(graph, state, unread, caches, float(temperature), step_key)
+            found.append(unread)
+        return jnp.concatenate(found, axis=1)
+
+
+@partial(jax.jit, static_argnums=(0, 4), donate_argnums=3)
+def _extend(
+    graph: Any, state: Any, tokens: jax.Array, caches: list[KVCache], temperature: float, key: jax.Array | None
+) -> tuple[jax.Array, list[KVCache]]:
+    """Return the tokens, ``[batch, 1]``, that follow ``tokens``, and the caches with the latter appended."""
+    model = nnx.merge(graph, state)
+    hidden, caches = model.transformer(model.embed(tokens), caches=caches)
+    logits = model.read_out(hidden[:, -1])  # [batch, vocab_size]
+    if temperature == 0:
+        chosen = logits.argmax(axis=-1)
+    else:
+        # From the maximum down, so that a small temperature gives large negative numbers and no infinite ones.
+        logits = logits.astype(jnp.float32)
+        chosen = jax.random.categorical(key, (logits - logits.max(axis=-1, keepdims=True)) / temperature)
+    return chosen[:, None].astype(tokens.dtype), caches

@@ -1,0 +1,192 @@
+"""Multi-head self-attention with ALiBi, as a Flax NNX module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from alibi_core._arrays import checks as _checks
+from alibi_core._models.layer_shape import LayerShape
+from alibi_jax._attention import attention
+from alibi_jax._dispatch.choice import Implementation, checked
+from alibi_jax.caches._kv_cache import KVCache, append, attend, empty_cache
+
+
+class AlibiAttention(nnx.Module):
+    """Multi-head self-attention whose only notion of position is ALiBi.
+
+    Parameters (``nnx.Param``) are those of ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` (``nnx.Linear``);
+    :func:`alibi_jax.save_weights` writes them under the names that all backends share. Fixed slopes are constants of
+    the module, no part of its state. Learnable ones are the parameter ``log_slopes``, whose exponential stays positive
+    whatever the optimizer does. Both are float32 whatever ``dtype`` and ``param_dtype`` are.
+
+    Args:
+        embed_dim: Features of input and output.
+        num_heads: Query heads.
+        num_kv_heads: Key/value heads, a divisor of ``num_heads``. Default ``num_heads``.
+        head_dim: Features a head. Default ``embed_dim // num_heads``.
+        bias: Give the four projections a bias term.
+        is_causal: Decoder (True) or encoder (False).
+        slopes: ``[num_heads]`` slopes, from NumPy or JAX, known when the layer is made. Default: the canonical ones.
+            A tensor-parallel shard passes its slice of the global ones, ``alibi_core.slopes(n)[first:last]``.
+        future_slopes: ``[num_heads]`` slopes for keys after the query, for an asymmetric encoder.
+        learnable_slopes: Train the slopes, starting from ``slopes``.
+        window_size: Mask keys farther than this many tokens.
+        dropout: Probability of zeroing a feature of the output while training. ``layer.train()`` and ``layer.eval()``
+            switch it; a new layer is training.
+        implementation: As for :func:`alibi_jax.attention`.
+        dtype: Dtype of the computation. Default: that of input and parameters, promoted.
+        param_dtype: Dtype of the projections' parameters.
+        rngs: Where the initial parameters and dropout come from.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If sizes do not divide, a value is out of range, or slopes are traced.
+
+    Example:
+        >>> layer = AlibiAttention(64, 8, num_kv_heads=2, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((3, 10, 64))).shape
+        (3, 10, 64)
+
+        One call serves prefill and decoding, which goes on from the cache that comes back:
+
+        >>> output, cache = layer(jnp.ones((3, 9, 64)), cache=layer.make_cache(3, max_length=12))
+        >>> output, cache = layer(jnp.ones((3, 1, 64)), cache=cache)
+        >>> output.shape, int(cache.length)
+        ((3, 1, 64), 10)
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        is_causal: bool = True,
+        slopes: np.ndarray | jax.Array | None = None,
+        future_slopes: np.ndarray | jax.Array | None = None,
+        learnable_slopes: bool = False,
+        window_size: int | None = None,
+        dropout: float = 0.0,
+        implementation: Implementation | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        slopes, future_slopes = _values("slopes", slopes), _values("future_slopes", future_slopes)
+        self.shape = shape = LayerShape.check(
+            embed_dim,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            is_causal=is_causal,
+            slopes=slopes,
+            future_slopes=future_slopes,
+            learnable_slopes=learnable_slopes,
+            window_size=window_size,
+            dropout=dropout,
+            bias=bias,
+        )
+        checked(implementation)
+        for name, given in (("dtype", dtype), ("param_dtype", param_dtype)):
+            if given is not None:
+                _checks.floating_dtype(jnp, name, jnp.dtype(given))
+        self.is_causal, self.window_size, self.implementation = is_causal, window_size, implementation
+        self.dtype, self.param_dtype = dtype, param_dtype
+        options = {"use_bias": bias, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.q_proj = nnx.Linear(embed_dim, shape.num_heads * shape.head_dim, **options)
+        self.k_proj = nnx.Linear(embed_dim, shape.num_kv_heads * shape.head_dim, **options)
+        self.v_proj = nnx.Linear(embed_dim, shape.num_kv_heads * shape.head_dim, **options)
+        self.out_proj = nnx.Linear(shape.num_heads * shape.head_dim, embed_dim, **options)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout > 0 else None
+
+        initial = shape.fixed_slopes(np, slopes)
+        self.log_slopes = nnx.Param(jnp.asarray(np.log(initial))) if learnable_slopes else None
+        # Python numbers: neither an optimizer nor a cast of all arrays to a lower precision can reach them.
+        self._slopes = None if learnable_slopes else tuple(initial.tolist())
+        self._future_slopes = None if future_slopes is None else tuple(future_slopes.tolist())
+
+    @property
+    def slopes(self) -> jax.Array:
+        """The slopes in use, ``[num_heads]`` float32."""
+        if self.log_slopes is None:
+            return jnp.asarray(self._slopes, jnp.float32)
+        return jnp.exp(self.log_slopes[...].astype(jnp.float32))
+
+    @property
+    def future_slopes(self) -> jax.Array | None:
+        """The slopes for keys after the query, ``[num_heads]`` float32; None if they are not set apart."""
+        return None if self._future_slopes is None else jnp.asarray(self._future_slopes, jnp.float32)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+        cache: KVCache | None = None,
+    ) -> jax.Array | tuple[jax.Array, KVCache]:
+        """Attend within ``x``, or from ``x`` to the tokens in ``cache`` and ``x``.
+
+        Args:
+            x: ``[batch, length, embed_dim]``.
+            mask: Booleans, True where a query may look, that broadcast to ``[batch, num_heads, length, kv_len]``.
+                ``kv_len`` is ``length``, or ``max_length`` with a cache, whose slots count from its first token;
+                unfilled ones are masked anyway.
+            segment_ids: ``[batch, length]`` integers, for packed sequences. With a cache, a pair of them, for the
+                queries and for all ``max_length`` slots.
+            cache: From :meth:`make_cache`, or from the call before. Causal layers only.
+
+        Returns:
+            ``[batch, length, embed_dim]``; with a cache, the pair of that and the cache with the tokens of ``x``
+            appended. Nothing can be raised where the cache's length is traced (under ``jax.jit``, say), so there, an
+            overflow makes the output NaN, then and ever after.
+
+        Raises:
+            TypeError: If an argument is of the wrong kind.
+            ValueError: If a shape is wrong, the cache is full or does not fit, or a layer that is not causal gets one.
+        """
+        self.shape.check_input(x, jnp)
+        query, key, value = (
+            y.reshape(*y.shape[:2], -1, self.shape.head_dim)  # [batch, length, heads, head_dim]
+            for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
+        arguments = {"segment_ids": segment_ids, "window_size": self.window_size, "mask": mask}
+        fits = None
+        if cache is None:
+            arguments |= {"is_causal": self.is_causal, "future_slopes": self.future_slopes}
+            attended = attention(query, key, value, self.slopes, implementation=self.implementation, **arguments)
+        else:
+            if not self.is_causal:
+                raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
+            longer, fits = append(cache, key, value)
+            attended = attend(longer, query, self.slopes, cache.length, self.implementation, **arguments)
+            cache = longer
+        output = self.out_proj(attended.reshape(*x.shape[:2], -1))
+        if self.dropout is not None:
+            output = self.dropout(output)
+        if fits is not None:
+            output = jnp.where(fits, output, jnp.nan)
+        return output if cache is None else (output, cache)
+
+    def make_cache(self, batch_size: int, max_length: int) -> KVCache:
+        """Return an empty cache for ``batch_size`` sequences of up to ``max_length`` tokens."""
+        dtype = self.param_dtype if self.dtype is None else self.dtype
+        return empty_cache(batch_size, max_length, self.shape.num_kv_heads, self.shape.head_dim, dtype)
+
+
+def _values(name: str, slopes: Any | None) -> np.ndarray | None:
+    if slopes is None:
+        return None
+    try:
+        return np.asarray(_checks.array(name, slopes), np.float32)
+    except jax.errors.TracerArrayConversionError:
+        raise ValueError(
+            f"{name} must be known when the layer is made, got a traced array; pass a NumPy array"
+        ) from None

@@ -1,0 +1,189 @@
+"""A transformer whose only sense of position is ALiBi, as Flax NNX modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from alibi_core._models.config import AlibiConfig
+from alibi_jax.caches._kv_cache import KVCache
+from alibi_jax.nn._layer import AlibiAttention
+
+AttentionFactory = Callable[..., nnx.Module]
+
+
+def alibi_attention(config: AlibiConfig, **options: Any) -> AlibiAttention:
+    """Return the attention layer that ``config`` describes; options are ``dtype``, ``param_dtype`` and ``rngs``."""
+    return finished(AlibiAttention(**config.attention_options, **options), config, **options)
+
+
+def finished(layer: AlibiAttention, config: AlibiConfig, **options: Any) -> AlibiAttention:
+    """Return an attention layer with projections that clip and scale as ``config`` says, if it does."""
+    if config.clip_qkv is not None or config.scale is not None:
+        for name, factor in (("q_proj", config.query_factor), ("k_proj", 1.0), ("v_proj", 1.0)):
+            before = getattr(layer, name)
+            sizes = before.in_features, before.out_features
+            clipped = Projection(*sizes, use_bias=config.bias, clip=config.clip_qkv, factor=factor, **options)
+            setattr(layer, name, clipped)
+    return layer
+
+
+class Projection(nnx.Linear):
+    """A linear layer whose output is clipped to ``clip`` on either side of 0, then multiplied by ``factor``."""
+
+    def __init__(self, in_features: int, out_features: int, *, clip: float | None, factor: float, **options: Any):
+        super().__init__(in_features, out_features, **options)
+        self.clip, self.factor = clip, factor
+
+    def __call__(self, inputs: jax.Array, *arguments: Any, **options: Any) -> jax.Array:
+        """Return ``inputs``, ``[..., in_features]``, projected to ``[..., out_features]``."""
+        y = super().__call__(inputs, *arguments, **options)
+        if self.clip is not None:
+            y = jnp.clip(y, -self.clip, self.clip)
+        return y if self.factor == 1 else y * self.factor
+
+
+def layer_norm(config: AlibiConfig, **options: Any) -> nnx.LayerNorm:
+    """Return a layer norm as ``config`` describes it."""
+    # The fast variance is a difference of squares, which loses digits where the mean is large.
+    form = {"epsilon": config.norm_epsilon, "use_bias": config.norm_bias, "use_fast_variance": False}
+    return nnx.LayerNorm(config.d_model, **form, **options)
+
+
+class AlibiTransformer(nnx.Module):
+    """Transform vectors into vectors by blocks of ALiBi attention, each on normed input, then a final norm.
+
+    Nothing else in the model knows of positions, so it takes inputs of any length: longer ones than
+    ``config.max_len`` are the point.
+
+    Args:
+        config: Shape of the model.
+        attention: Makes each block's attention layer from ``config`` and the options ``dtype``, ``param_dtype`` and
+            ``rngs``: a module called as ``layer(x, mask=..., segment_ids=..., cache=...)``, which returns the output,
+            or with a cache the pair of output and longer cache. Default ``alibi_jax.AlibiAttention``.
+        dtype: Dtype of the computation. Default: that of input and parameters, promoted.
+        param_dtype: Dtype of the parameters.
+        rngs: Where the initial parameters and dropout come from.
+
+    Example:
+        >>> model = AlibiTransformer(AlibiConfig(num_layers=1), rngs=nnx.Rngs(0))
+        >>> model(jnp.ones((8, 100, 256))).shape
+        (8, 100, 256)
+
+    References:
+        Press, Smith, Lewis: Train Short, Test Long (arXiv 2108.12409). Xiong et al.: On Layer Normalization in the
+        Transformer Architecture (arXiv 2002.04745), for pre-norm.
+    """
+
+    def __init__(
+        self,
+        config: AlibiConfig,
+        *,
+        attention: AttentionFactory | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.config = config
+        self.blocks = nnx.List(Block(config, attention or alibi_attention, **options) for _ in range(config.num_layers))
+        self.norm = layer_norm(config, **options)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+        caches: Sequence[KVCache] | None = None,
+    ) -> jax.Array | tuple[jax.Array, list[KVCache]]:
+        """Return ``x`` transformed.
+
+        Args:
+            x: ``[batch, length, d_model]``.
+            mask: Booleans that broadcast to ``[batch, num_heads, length, kv_len]``, True where a query may attend;
+                with caches, ``kv_len`` is their ``max_length``.
+            segment_ids: ``[batch, length]`` integers; tokens attend only where theirs are equal. With caches, a pair
+                (of ``x``, of all ``max_length`` slots).
+            caches: One key-value cache a block, as :meth:`make_caches` or the call before returns them.
+
+        Returns:
+            ``[batch, length, d_model]``; with caches, the pair of that and the longer caches.
+
+        Raises:
+            ValueError: If ``x`` has another shape, or there is not one cache a block.
+        """
+        if x.ndim != 3 or x.shape[-1] != self.config.d_model:
+            raise ValueError(f"x must have shape (batch, length, d_model {self.config.d_model}), got {x.shape}")
+        if caches is not None and len(caches) != len(self.blocks):
+            raise ValueError(f"caches must be one a block ({len(self.blocks)}), got {len(caches)}")
+        longer = []
+        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
+            x, cache = block(x, mask=mask, segment_ids=segment_ids, cache=cache)
+            longer.append(cache)
+        return self.norm(x) if caches is None else (self.norm(x), longer)
+
+    def make_caches(self, batch_size: int, max_length: int) -> list[KVCache]:
+        """Return an empty key-value cache for each block, with room for ``max_length`` tokens a sequence."""
+        return [block.attention.make_cache(batch_size, max_length) for block in self.blocks]
+
+
+class Block(nnx.Module):
+    """Add to each token what attention finds among the others, and what a feed-forward layer makes of that."""
+
+    def __init__(self, config: AlibiConfig, attention: AttentionFactory, **options: Any) -> None:
+        self.kind, hidden = config.block, config.hidden_dim
+        self.attention_norm = layer_norm(config, **options)
+        self.attention = attention(config, **options)
+        if self.kind != "shared_norm":
+            self.feed_forward_norm = layer_norm(config, **options)
+        # The layers have the indices that they have in PyTorch, whose names files hold.
+        layers = [
+            nnx.Linear(config.d_model, hidden, use_bias=config.feed_forward_bias, **options),
+            Gelu(config.activation == "gelu_tanh"),
+            nnx.Linear(hidden, config.d_model, use_bias=config.feed_forward_bias, **options),
+        ]
+        if config.dropout > 0:
+            layers.append(nnx.Dropout(config.dropout, rngs=options["rngs"]))
+        self.feed_forward = nnx.List(layers)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None,
+        segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None,
+        cache: KVCache | None,
+    ) -> tuple[jax.Array, KVCache | None]:
+        """Return ``x``, ``[batch, length, d_model]``, with both layers' contributions added, and the longer cache."""
+        normed = self.attention_norm(x)
+        attended = self.attention(normed, mask=mask, segment_ids=segment_ids, cache=cache)
+        if cache is not None:
+            attended, cache = attended
+        if self.kind == "shared_norm":
+            return x + attended + self._fed_forward(normed), cache
+        if self.kind == "parallel":
+            return x + attended + self._fed_forward(self.feed_forward_norm(x)), cache
+        x = (normed if self.kind == "normed_residual" else x) + attended
+        normed = self.feed_forward_norm(x)
+        return (normed if self.kind == "normed_residual" else x) + self._fed_forward(normed), cache
+
+    def _fed_forward(self, x: jax.Array) -> jax.Array:
+        for layer in self.feed_forward:
+            x = layer(x)
+        return x
+
+
+class Gelu(nnx.Module):
+    """The GELU activation, or its approximation by ``tanh``."""
+
+    def __init__(self, approximate: bool) -> None:
+        self.approximate = approximate
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the activation of each of ``x``."""
+        return jax.nn.gelu(x, approximate=self.approximate)

@@ -1,0 +1,253 @@
+"""Sequence-parallel ALiBi attention inside ``jax.shard_map``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from alibi_core import AttentionCall, ShardPlan, Shards, shard_plan
+from alibi_core._arrays import checks as _checks
+from alibi_core._call import LENGTH_FIRST
+from alibi_core._horizon.ranges import tolerance_of
+from alibi_core._slopes import slopes as canonical_slopes
+from alibi_jax._call.operands import take_apart
+from alibi_jax._compatible import varying, varying_alike
+from alibi_jax._dispatch.choice import Implementation, checked, name_of
+from alibi_jax.parallel._fused import ring_attention
+from alibi_jax.parallel._ring import Ring
+
+ABLE = ("tpu", "tiled")  # the implementations that can tell log-sum-exps
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    slopes: jax.Array | None = None,
+    *,
+    axis_name: str,
+    head_axis: str | None = None,
+    placement: str = "contiguous",
+    length: int | None = None,
+    score_bound: float | None = None,
+    plan: ShardPlan | None = None,
+    is_causal: bool = True,
+    future_slopes: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    window_size: int | None = None,
+    scale: float | None = None,
+    tolerance: float | None = None,
+    allow_negative_slopes: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Return this device's part of ALiBi self-attention over a sequence that is divided along a mesh axis.
+
+    To be called inside ``jax.shard_map``, with local shards. The result is that of :func:`alibi_jax.attention` on the
+    whole sequence, to rounding, with gradients of query, key, value and slopes; gradients of keys travel as float32.
+
+    Who needs which keys of others is decided in one of two ways:
+
+    * With ``score_bound``, or a ``plan`` made of one, before anything runs: each key/value head sends as many tokens as
+      its horizon asks for. Devices check that their data respect the bound; if any do not, all take the other way, at
+      the cost of having tried. The result is right in any case.
+    * Without, on the devices, from norms of queries and keys: whole shards of all heads go round until no device needs
+      more.
+
+    Padding at the end of the sequence, of which ``length`` tells, is not looked at, and its results are zeros.
+
+    Args:
+        query: ``[batch, shard_len, num_heads, head_dim]``, this device's shard: tokens in the order of
+            :meth:`alibi_core.Shards.order`, and this device's heads.
+        key: ``[batch, shard_len, num_kv_heads, head_dim]``; ``num_kv_heads`` divides ``num_heads``.
+        value: Of the shape of ``key``.
+        slopes: ``[num_heads]``, those of *all* devices' heads, the same on every device. Default: the canonical slopes
+            of as many heads as all devices have together; not if the query is divided along a further axis, which may
+            be that of the batch, and there is no ``head_axis``.
+        axis_name: The mesh axis that tokens are divided along.
+        head_axis: The mesh axis that heads are divided along; None if they are not.
+        placement: ``"contiguous"`` or ``"zigzag"``; see :class:`alibi_core.Shards`.
+        length: Tokens of the sequence. Default: those of all shards.
+        score_bound: By how much the scaled score of any key may exceed that of the key at the query's own position;
+            ``2 * scale * |query| * max|key|`` is never exceeded.
+        plan: What :func:`alibi_core.shard_plan` returned, instead of ``score_bound``, where slopes are traced: made
+            with the slopes they start from, say.
+        is_causal: Mask keys after the query.
+        future_slopes: With ``is_causal=False``, the slopes for keys after the query, of all devices' heads. Default
+            ``slopes``.
+        segment_ids: ``[batch, shard_len]`` integers: attend only where they are equal.
+        window_size: Mask keys farther than this many tokens.
+        scale: Factor of the scores. Default ``head_dim ** -0.5``.
+        tolerance: The share of softmax weight that may be left out, by what is not sent and not computed together.
+            Default: the dtype's rounding error. With 0 all is sent and computed.
+        allow_negative_slopes: Let slopes be negative.
+        implementation: ``"tpu"``, :class:`alibi_jax.TPU` or ``"tiled"``; default, as for :func:`alibi_jax.attention`.
+
+    Returns:
+        ``[batch, shard_len, num_heads, head_dim]``, of the dtype of ``query``.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind, such as traced slopes with ``score_bound``.
+        ValueError: If a value or shape is wrong, or there is no such mesh axis.
+        NotImplementedError: If the implementation asked for cannot tell log-sum-exps.
+
+    Example:
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("tokens",))
+        >>> from functools import partial
+        >>> from jax.sharding import PartitionSpec
+        >>> attend = partial(attention, axis_name="tokens", score_bound=16.0)
+        >>> spec = PartitionSpec(None, "tokens")
+        >>> x = jnp.ones((1, 6, 2, 4))
+        >>> jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)(x, x, x).shape
+        (1, 6, 2, 4)
+
+    References:
+        Press, Smith, Lewis, "Train Short, Test Long", arXiv 2108.12409; Liu, Zaharia, Abbeel, "Ring Attention with
+        Blockwise Transformers", arXiv 2310.01889.
+    """
+    num_shards, head_shards = axis_size(axis_name), 1 if head_axis is None else axis_size(head_axis, "head_axis")
+    for name, array in (("query", query), ("key", key)):
+        if _checks.array(name, array).ndim != 4:
+            raise ValueError(f"{name} must have shape (batch, shard_len, heads, head_dim), got {array.shape}")
+    given = default_slopes(query, key, axis_name, head_axis, head_shards) if slopes is None else slopes
+    local, local_future = (
+        local_slopes(name, x, query.shape[2], head_axis, head_shards)
+        for name, x in (("slopes", given), ("future_slopes", future_slopes))
+    )
+    if key.shape[1] != query.shape[1]:
+        raise ValueError(f"key must have the shard_len of query, {query.shape[1]}, got {key.shape[1]}")
+    call = AttentionCall.check(
+        *(query, key, value, local),
+        is_causal=is_causal,
+        future_slopes=local_future,
+        segment_ids=segment_ids,
+        window_size=window_size,
+        scale=scale,
+        tolerance=tolerance,
+        allow_negative_slopes=allow_negative_slopes,
+        layout=LENGTH_FIRST,
+        xp=jnp,
+    )
+    shards = Shards.of_shard_len(query.shape[1], num_shards, placement, length)
+    check_implementation(implementation)
+    if score_bound is not None and plan is not None:
+        raise ValueError("score_bound must be None when a plan is given, which is made of one")
+    if score_bound is not None:
+        plan = shard_plan(
+            _known("slopes", given),
+            shards,
+            score_bound=score_bound,
+            tolerance=tolerance_of(call),
+            is_causal=is_causal,
+            future_slopes=None if future_slopes is None else _known("future_slopes", future_slopes),
+            window_size=window_size,
+            num_kv_heads=key.shape[2] * head_shards,
+            head_shards=head_shards,
+        )
+    if plan is not None:
+        _check_plan(plan, call, shards, head_shards)
+    if call.is_empty:
+        return jnp.zeros_like(query)
+    rules, operands = take_apart(call, query, key, value)
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(name for name in mesh.axis_names if name in mesh.manual_axes)
+    ring = Ring(replace(rules, q_offset=None), shards, plan, axis_name, axes, implementation)
+    return _attend(ring, varying_alike(operands))
+
+
+# Outside of jax.jit, too, it is compiled as one.
+_attend = jax.jit(ring_attention, static_argnums=0)
+
+
+def check_implementation(implementation: Any) -> None:
+    """Check that an implementation, if one is named, can tell log-sum-exps."""
+    if checked(implementation) is not None and name_of(implementation) not in ABLE:
+        raise NotImplementedError(
+            f"implementation {name_of(implementation)!r} cannot tell log-sum-exps; {' and '.join(map(repr, ABLE))} can"
+        )
+
+
+def axis_size(axis_name: Any, argument: str = "axis_name") -> int:
+    """Return the size of a mesh axis.
+
+    Raises:
+        ValueError: If there is none of this name.
+    """
+    if not isinstance(axis_name, str):
+        raise TypeError(f"{argument} must be the name of one mesh axis, got {axis_name!r}")
+    try:
+        return lax.axis_size(axis_name)
+    except NameError as error:
+        mesh = jax.sharding.get_abstract_mesh()
+        raise ValueError(
+            f"{argument} must name a mesh axis of the jax.shard_map around, {mesh.axis_names}, got {axis_name!r}"
+        ) from error
+
+
+def default_slopes(query: jax.Array, key: jax.Array, axis_name: str, head_axis: str | None, head_shards: int) -> Any:
+    """Return the canonical slopes of all devices' heads, where it is known how many these are."""
+    axes = varying(query)
+    if axis_name not in varying(key):  # as with check_vma=False, where nobody knows along which axes they are divided
+        axes = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    others = sorted(axes - {axis_name})
+    if head_axis is None and others:
+        raise ValueError(
+            f"slopes must be given, or head_axis, where query is divided along {', '.join(map(repr, others))} too, as "
+            "it may be the heads that are"
+        )
+    return canonical_slopes(query.shape[2] * head_shards)
+
+
+def local_slopes(name: str, slopes: Any, heads: int, head_axis: str | None, head_shards: int) -> Any:
+    """Return the slopes of this device's heads.
+
+    Raises:
+        ValueError: If these are not the slopes of all devices' heads.
+    """
+    if slopes is None:
+        return None
+    total = heads * head_shards
+    if _checks.is_int(slopes):
+        raise TypeError(f"{name} must be an array of all devices' slopes or None for the canonical ones, got {slopes}")
+    if tuple(_checks.array(name, slopes).shape) != (total,):
+        among = f" on {head_shards} devices along {head_axis!r}" if head_axis else ""
+        raise ValueError(
+            f"{name} must have shape ({total},), those of all devices' heads ({heads}{among}), got "
+            f"{tuple(slopes.shape)}; local slopes would not tell which heads a device has"
+        )
+    slopes = jnp.asarray(slopes)
+    if head_axis is None:
+        return slopes
+    return lax.dynamic_slice_in_dim(slopes, lax.axis_index(head_axis) * heads, heads)
+
+
+def _known(name: str, slopes: Any) -> Any:
+    """Return slopes as NumPy has them."""
+    if isinstance(slopes, jax.core.Tracer):
+        raise TypeError(
+            f"{name} must have known values for score_bound to be of use, got a traced array; give "
+            "plan=alibi_core.shard_plan(...) of the values they start with, or neither to let devices decide"
+        )
+    return np.asarray(slopes)
+
+
+def _check_plan(plan: Any, call: AttentionCall, shards: Shards, head_shards: int) -> None:
+    """Check that a plan is about this call."""
+    if not isinstance(plan, ShardPlan):
+        raise TypeError(f"plan must be an alibi_core.ShardPlan, got {type(plan).__name__}")
+    expected = {
+        "shards": shards,
+        "is_causal": call.is_causal,
+        "window_size": call.window_size,
+        "head_shards": head_shards,
+        "num_kv_heads": call.num_kv_heads * head_shards,
+        "num_heads": call.num_heads * head_shards,
+    }
+    for name, value in expected.items():
+        found = len(plan.horizons) if name == "num_heads" else getattr(plan, name)
+        if found != value:
+            raise ValueError(f"plan must have {name} {value}, as the call, got {found}")

@@ -1,0 +1,81 @@
+"""How many tokens beyond its chunk a device's queries need, from what has been measured of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from alibi_core._horizon.ranges import reach
+from alibi_jax._call.operands import Operands
+from alibi_jax._call.plan import norm_bounds
+from alibi_jax._compatible import varying_over
+from alibi_jax._tiled.materialised import materialised
+from alibi_jax.parallel._ring import Ring, key_sizes
+
+
+class Measured(NamedTuple):
+    """What is known of queries and of all keys of the sequence, by chunk: ``[slots * batch, num_heads, chunk_len]``."""
+
+    bound: jax.Array  # no score with a centred key is larger in size
+    shift: jax.Array  # the score with the centre
+    margin: jax.Array  # how far a log-sum-exp may be off for rounding
+
+    @classmethod
+    def of(cls, ring: Ring, local: Operands) -> Measured:
+        """Measure them. All devices along the sequence have to take part."""
+        group = local.query.shape[2] // local.key.shape[2]
+        centre, *sizes = key_sizes(ring, local)
+        centred, plain = (jnp.repeat(x, group, axis=1)[..., None] for x in sizes)
+        query = local.query.astype(local.slopes.dtype)
+        centre = materialised(jnp.repeat(centre, group, axis=1))
+        shift = jnp.einsum("bqhd,bhd->bhq", query, centre, precision="highest")
+        norms = jnp.swapaxes(norm_bounds(query), 1, 2) * abs(ring.rules.scale)
+        rounding = 2.0**-23 * (query.shape[-1] + 8)
+        return cls(norms * centred * (1 + rounding), shift * ring.rules.scale, norms * plain * 2 * rounding)
+
+
+def lower_bounds(log_sum_exps: jax.Array, measured: Measured) -> jax.Array:
+    """Return what log-sum-exps are at least, given those of some of the keys."""
+    return log_sum_exps - measured.margin
+
+
+def needed_tokens(ring: Ring, local: Operands, log_sum_exps: jax.Array, measured: Measured) -> jax.Array:
+    """Return how many tokens before each of this device's chunks its queries need, and after: int32.
+
+    Args:
+        ring: The setup.
+        local: From :func:`alibi_jax.parallel._ring.local_operands`.
+        log_sum_exps: ``[slots * batch, num_heads, chunk_len]``: of each chunk's own keys.
+        measured: From :meth:`Measured.of`.
+
+    Returns:
+        ``[2, num_kv_heads]``: before and after, of the chunk and batch entry that needs the most.
+    """
+    shards, (batch, size, num_heads, _) = ring.shards, local.query.shape
+    chunks = ring.chunks()
+    index = jnp.arange(size, dtype=jnp.int32)
+    tokens = ring.is_token(chunks)[:, None, None]  # [slots, 1 (batch), 1 (heads), chunk_len]
+    excess = measured.bound - (lower_bounds(log_sum_exps, measured) - measured.shift)
+    # What cannot be bounded may exceed everything.
+    excess = jnp.where(jnp.abs(excess) < jnp.inf, excess, jnp.inf)
+    future = local.slopes if local.future_slopes is None else local.future_slopes
+    before, after = chunks * size, jnp.maximum(shards.length - (chunks + 1) * size, 0)  # tokens that there are
+    needs = []
+    for slopes, inside, exist in ((local.slopes, index, before), (future, size - 1 - index, after)):
+        limit = exist if ring.rules.window_size is None else jnp.minimum(exist, ring.rules.window_size)
+        limit = limit[:, None, None, None]
+        far = reach(jnp, slopes[..., None], excess, ring.halo_tolerance) - 1 - inside
+        far = far.reshape(shards.slots, batch // shards.slots, num_heads, size)
+        # A NaN compares as too far.
+        far = jnp.where(far < limit, jnp.maximum(far, 0), limit).astype(jnp.int32)
+        needs.append(jnp.max(jnp.where(tokens, far, 0), axis=(0, 1, 3)))
+    needed = jnp.stack(needs).reshape(2, local.key.shape[2], -1).max(axis=-1)
+    return needed.at[1].set(0) if ring.rules.is_causal else needed
+
+
+def largest_anywhere(ring: Ring, number: jax.Array) -> jax.Array:
+    """Return the largest of the whole mesh, so that all devices decide alike."""
+    return lax.pmax(varying_over(number, ring.all_axes), ring.all_axes)

@@ -1,0 +1,150 @@
+"""Attention and its gradients as functions that MLX's transformations know.
+
+What computes attention, or its gradients, takes a call with one batch axis. Here it becomes a custom function of all
+arrays concerned: its gradients are those in tiles, whatever computed the result, and ``mx.vmap`` makes a longer batch
+of it, so that nothing below has to know how to be mapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from alibi_core import AttentionCall
+from alibi_core._horizon.jobs import Job
+from alibi_mlx._tiled import kernels as _tile_kernels
+
+ARRAYS = ("slopes", "future_slopes", "q_offset", "q_segment_ids", "kv_segment_ids", "mask")
+TRAILING = {"slopes": 1, "future_slopes": 1, "q_offset": 0, "q_segment_ids": 1, "kv_segment_ids": 1, "mask": 3}
+
+
+Jobs = Callable[[], list[Job]]
+
+
+@dataclass(frozen=True)
+class Method:
+    """How attention is computed.
+
+    Attributes:
+        forward: Takes a call with one batch axis, query, key, value and a function that returns the jobs.
+        jobs: Takes the call, query, key and value, and returns the tiles that make it up.
+    """
+
+    forward: Callable[[AttentionCall, mx.array, mx.array, mx.array, Jobs], mx.array]
+    jobs: Callable[[AttentionCall, mx.array, mx.array, mx.array], list[Job]]
+
+
+def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, method: Method) -> mx.array:
+    """Return attention, differentiable in memory that grows with the lengths alone.
+
+    Nothing is kept for the backward pass but the arguments: scores are computed anew.
+
+    Args:
+        call: With one batch axis.
+        query: ``[batch, num_heads, q_len, head_dim]``.
+        key: ``[batch, num_kv_heads, kv_len, head_dim]``.
+        value: Likewise.
+        method: How to compute it.
+    """
+    names = _names(call)
+    planned: dict[tuple[int, ...], list[Job]] = {}  # once for both passes, and once more for a longer batch
+
+    def jobs(call: AttentionCall, *tensors: mx.array) -> list[Job]:
+        if call.batch not in planned:
+            planned[call.batch] = method.jobs(call, *tensors)
+        return planned[call.batch]
+
+    @mx.custom_function
+    def function(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> mx.array:
+        this = _with_arrays(call, names, arrays)
+        return method.forward(this, query, key, value, lambda: jobs(this, query, key, value))
+
+    @function.vjp
+    def differentiate(primals: Any, grad: mx.array, result: mx.array) -> Any:
+        query, key, value, *arrays = primals
+        this = _with_arrays(call, names, arrays)
+        once = replace(method, jobs=jobs)
+        *by_tensors, past, future = _gradients(this, query, key, value, grad, once)
+        by_slopes = {"slopes": past, "future_slopes": future}
+        if this.future_slopes is None:
+            by_slopes["slopes"] = past + future
+        grads = {n: _of_shape(getattr(this, n).shape, x) for n, x in by_slopes.items() if n in names}
+        return *by_tensors, *(grads.get(name) for name in names)
+
+    @function.vmap
+    def mapped(operands: Any, axes: Any) -> tuple[mx.array, int]:
+        size, longer, tensors = _as_longer_batch(call, names, operands, axes, 3)
+        return attend(longer, *tensors, method).reshape(size, *call.batch, *tensors[0].shape[1:]), 0
+
+    return function(query, key, value, *(getattr(call, name) for name in names))
+
+
+def _gradients(
+    call: AttentionCall,
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    grad: mx.array,
+    method: Method,
+) -> tuple[mx.array, ...]:
+    """Return the gradients by query, key, value, and by the slopes of each batch entry, past and future."""
+    names = _names(call)
+
+    @mx.custom_function
+    def function(*operands: mx.array) -> tuple[mx.array, ...]:
+        query, key, value, grad, *arrays = operands
+        this = _with_arrays(call, names, arrays)
+        return _tile_kernels.backward(this, (query, key, value), grad, method.jobs(this, query, key, value))
+
+    @function.vmap
+    def mapped(operands: Any, axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
+        size, longer, tensors = _as_longer_batch(call, names, operands, axes, 4)
+        grads = _gradients(longer, *tensors, method)
+        return tuple(x.reshape(size, *call.batch, *x.shape[1:]) for x in grads), (0,) * len(grads)
+
+    return tuple(function(query, key, value, grad, *(getattr(call, name) for name in names)))
+
+
+def _of_shape(shape: tuple[int, ...], by_entry: mx.array) -> mx.array:
+    """Return gradients of each batch entry, ``[batch, num_heads]``, summed if the entries share what they are of."""
+    return by_entry if by_entry.shape == shape else mx.sum(by_entry, axis=0).reshape(shape)
+
+
+def _names(call: AttentionCall) -> tuple[str, ...]:
+    """Return which of a call's fields hold arrays, but for one that is another's."""
+    names = tuple(name for name in ARRAYS if isinstance(getattr(call, name), mx.array))
+    if call.kv_segment_ids is call.q_segment_ids:  # which tells that each query's own key is visible
+        names = tuple(name for name in names if name != "kv_segment_ids")
+    return names
+
+
+def _with_arrays(call: AttentionCall, names: tuple[str, ...], arrays: Any) -> AttentionCall:
+    fields = dict(zip(names, arrays, strict=True))
+    if call.kv_segment_ids is call.q_segment_ids and "q_segment_ids" in fields:
+        fields["kv_segment_ids"] = fields["q_segment_ids"]
+    return replace(call, **fields)
+
+
+def _as_longer_batch(
+    call: AttentionCall, names: tuple[str, ...], operands: Any, axes: Any, count: int
+) -> tuple[int, AttentionCall, list[mx.array]]:
+    """Return how many were mapped, and the call and the first ``count`` operands with that axis part of the batch."""
+    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    tensors = []
+    for x, axis in zip(operands[:count], axes[:count], strict=True):
+        whole = mx.broadcast_to(x, (size, *x.shape)) if axis is None else mx.moveaxis(x, axis, 0)
+        tensors.append(whole.reshape(size * whole.shape[1], *whole.shape[2:]))
+    fields = {}
+    for name, x, axis in zip(names, operands[count:], axes[count:], strict=True):
+        if axis is not None:
+            x = mx.moveaxis(x, axis, 0)
+            missing = 2 + TRAILING[name] - x.ndim  # axes that are the same for all of the batch
+            x = x.reshape(size, *[1] * missing, *x.shape[1:])
+        fields[name] = x
+    longer = replace(call, batch=(size, *call.batch), **fields)
+    if "q_segment_ids" in fields and "kv_segment_ids" not in fields:
+        longer = replace(longer, kv_segment_ids=longer.q_segment_ids)
+    return size, longer.with_one_batch_axis(), tensors

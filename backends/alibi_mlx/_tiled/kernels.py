@@ -1,0 +1,260 @@
+"""Tiles of attention and their gradients, by MLX's own operations.
+
+Going forward each tile is one call of ``mx.fast.scaled_dot_product_attention``. A tile holds all keys that its queries
+need, so that going backward its softmax is computed anew, and nothing is kept between the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from alibi_core import AttentionCall
+from alibi_core._horizon.jobs import Job
+from alibi_mlx._compatible import padded
+from alibi_mlx._tiled.biases import Biases
+
+COPIED_FOR = 8  # queries, at least, that keys are laid out anew for
+PART_ELEMENTS = 2**21  # scores, and elements of keys or queries, of the tiles that are computed at once, about
+
+
+def forward(
+    call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, jobs: Iterable[Job], head_dim: int
+) -> mx.array:
+    """Compute the jobs that make up a call.
+
+    Args:
+        call: With one batch axis.
+        query: ``[batch, num_heads, q_len, head_dim]``.
+        key: ``[batch, num_kv_heads, kv_len, head_dim]``.
+        value: Likewise.
+        jobs: All that there is to compute.
+        head_dim: What MLX's kernel is to be given; features are filled up with zeros.
+
+    Returns:
+        The result, of the shape and dtype of ``query``.
+    """
+    # MLX before 0.32.2 crashes where mx.jvp meets an assignment to what does not vary: let it vary with everything.
+    result = _after(mx.zeros(query.shape, query.dtype), [query, key, value, call.slopes])
+    biases = Biases(call)
+    before: list[mx.array] = []
+    for job in jobs:
+        bias, attends = biases.of(job)
+        for part in _parts(job, call.head_dim):
+            tensors = (queries_of(query, part), keys_of(key, part, call), keys_of(value, part, call))
+            # MLX rounds the bias to the dtype of the tensors, which must therefore be float32.
+            wide = [padded(_float32(x), 3, 0, head_dim - call.head_dim) for x in tensors]
+            wide[0], wide[1] = _after(wide[0], before), for_scores(wide[1], part)
+            out = mx.fast.scaled_dot_product_attention(*wide, scale=call.scale, mask=bias)[..., : call.head_dim]
+            if attends is not None:
+                out = mx.where(attends, out, 0.0)
+            out = out.astype(result.dtype)
+            put_queries(result, part, out)
+            before = [out]
+    return result
+
+
+def backward(
+    call: AttentionCall,
+    tensors: tuple[mx.array, mx.array, mx.array],
+    grad: mx.array,
+    jobs: Iterable[Job],
+) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
+    """Return the gradients of ``sum(attention * grad)`` by query, key, value, slopes and future slopes.
+
+    Those by slopes are ``[batch, num_heads]``, for the keys on one side of the query each.
+    """
+    query, key, value = tensors
+    by_query = mx.zeros(query.shape, query.dtype)
+    by_key, by_value = _KeySums(call, key), _KeySums(call, value)
+    by_slopes = [mx.zeros((*call.batch, call.num_heads)) for _ in range(2)]
+    biases = Biases(call)
+    before: list[mx.array] = []
+    for job in jobs:
+        bias, attends = biases.of(job)
+        distances = biases.distances(job)
+        for part in _parts(job, 2 * call.head_dim):
+            queries, grads = (_float32(queries_of(x, part)) for x in (query, grad))
+            keys, values = (_float32(keys_of(x, part, call)) for x in (key, value))
+            if attends is not None:
+                grads = mx.where(attends, grads, 0.0)
+            queries, grads = (_after(x, before) for x in (queries * call.scale, grads))
+            # [batch entries or tiles, heads, rows, kv_len]; the heads of a job share their keys or are ungrouped
+            weights = _softmax(queries @ for_scores(keys, part).swapaxes(-1, -2) + bias)
+            by_weight = grads @ for_scores(values, part).swapaxes(-1, -2)
+            # Not from the result: it was rounded to the dtype of the tensors, which slopes' gradients do not forgive.
+            mean = mx.sum(weights * by_weight, axis=-1, keepdims=True)
+            by_score = weights * (by_weight - mean)
+            # A row's sum to 0; what rounding leaves is multiplied by what keys, or distances, have in common.
+            by_score = by_score - weights * mx.sum(by_score, axis=-1, keepdims=True)
+            by_queries = ((by_score @ keys) * call.scale).astype(query.dtype)
+            put_queries(by_query, part, by_queries)
+            before = [
+                by_queries,
+                by_key.add(part, by_score.swapaxes(-1, -2) @ queries),
+                by_value.add(part, weights.swapaxes(-1, -2) @ grads),
+                *(
+                    _add_by_head(x, part, by_score * y)
+                    for x, y in zip(by_slopes, distances, strict=True)
+                    if y is not None
+                ),
+            ]
+    return by_query, by_key.total(), by_value.total(), *by_slopes
+
+
+def _softmax(scores: mx.array) -> mx.array:
+    """Return the softmax along the last axis, of float32."""
+    if mx.default_device().type == mx.gpu:
+        return mx.softmax(scores, axis=-1)
+    # On the CPU MLX's power takes a third of the time of its exponential.
+    weights = mx.power(2.0, (scores - mx.max(scores, axis=-1, keepdims=True)) * math.log2(math.e))
+    return weights / mx.sum(weights, axis=-1, keepdims=True)
+
+
+def _after(array: mx.array, before: list[mx.array]) -> mx.array:
+    """Return ``array``, to be computed once all that is ``before`` has been.
+
+    Left to its own order, MLX might compute the scores of all tiles first, and hold them all. (``mx.depends`` does the
+    same, but ``mx.vmap`` does not know it.)
+    """
+    return _first(array, *before) if before else array
+
+
+@mx.custom_function
+def _first(array: mx.array, *others: mx.array) -> mx.array:
+    return array
+
+
+@_first.vmap
+def _(operands: Any, axes: Any) -> Any:
+    if axes[0] is not None:
+        return operands[0], axes[0]
+    # MLX unflattens along the wrong axis what is said not to be mapped.
+    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    return mx.broadcast_to(operands[0], (size, *operands[0].shape)), 0
+
+
+def _parts(job: Job, head_dim: int) -> Iterator[Job]:
+    """Yield a job as jobs of so few tiles that what is computed of them stays small."""
+    heads = job.heads.stop - job.heads.start
+    elements = heads * max(job.rows * job.kv_len, (job.rows + job.kv_len) * head_dim)
+    step = max(1, PART_ELEMENTS // elements)
+    for tile in range(0, job.tiles, step):
+        shift = tile * job.rows
+        tiles = min(step, job.tiles - tile)
+        yield replace(job, q_start=job.q_start + shift, kv_start=job.kv_start + shift, tiles=tiles)
+
+
+def _float32(array: mx.array) -> mx.array:
+    return array.astype(mx.float32)
+
+
+# --- Pieces of tensors --------------------------------------------------------------------------------------------
+
+
+def queries_of(tensor: mx.array, job: Job) -> mx.array:
+    """Return a job's queries: ``[batch entries or tiles, heads, rows, head_dim]``."""
+    if job.tiles == 1:
+        return tensor[job.batch, job.heads, job.queries]
+    stretch = tensor[job.batch, job.heads, job.q_start : job.q_start + job.tiles * job.rows]
+    return mx.squeeze(mx.unflatten(stretch, 2, (job.tiles, job.rows)), axis=0).swapaxes(0, 1)
+
+
+def put_queries(tensor: mx.array, job: Job, values: mx.array) -> None:
+    """Put what is shaped like a job's queries in their place in ``tensor``."""
+    if job.tiles > 1:  # [tiles, heads, rows, head_dim] -> [1, heads, tiles * rows, head_dim]
+        values = values.swapaxes(0, 1).reshape(1, values.shape[1], job.tiles * job.rows, -1)
+    tensor[job.batch, job.heads, job.q_start : job.q_start + job.tiles * job.rows] = values
+
+
+def kv_heads_of(job: Job, call: AttentionCall) -> slice:
+    """Return the key/value heads that a job's heads read."""
+    group = call.num_heads // call.num_kv_heads
+    return slice(job.heads.start // group, (job.heads.stop - 1) // group + 1)
+
+
+def keys_of(tensor: mx.array, job: Job, call: AttentionCall) -> mx.array:
+    """Return a job's keys, or values: ``[batch entries or tiles, kv heads, kv_len, head_dim]``; tiles may overlap."""
+    heads = kv_heads_of(job, call)
+    if job.tiles == 1:
+        return tensor[job.batch, heads, job.keys]
+    stretch = mx.contiguous(tensor[job.batch, heads, job.kv_start : _kv_stop(job)])
+    _, count, length, head_dim = stretch.shape
+    strides = (job.rows * head_dim, length * head_dim, head_dim, 1)
+    return mx.as_strided(stretch, (job.tiles, count, job.kv_len, head_dim), strides)
+
+
+def for_scores(keys: mx.array, job: Job) -> mx.array:
+    """Return the same keys, laid out as the product with a job's queries is fastest.
+
+    On the CPU that is one feature after the other: MLX's BLAS takes a third longer for a transposed factor.
+    """
+    if mx.default_device().type == mx.gpu or job.rows < COPIED_FOR:
+        return keys
+    return mx.contiguous(keys.swapaxes(-1, -2)).swapaxes(-1, -2)
+
+
+def _kv_stop(job: Job) -> int:
+    """Return the key after the last one of the last tile."""
+    return job.kv_start + (job.tiles - 1) * job.rows + job.kv_len
+
+
+class _KeySums:
+    """A gradient by keys, or values, that grows by what each job adds to it: float32 until it is complete.
+
+    Arrays are never changed in place, so each head's gradient is a sum of its own.
+    """
+
+    def __init__(self, call: AttentionCall, like: mx.array) -> None:
+        self._call, self._like = call, like
+        self._sums: dict[tuple[int, int, int, int], mx.array] = {}  # by batch entries and heads
+
+    def add(self, job: Job, addend: mx.array) -> mx.array:
+        """Add ``[batch entries or tiles, heads, kv_len, head_dim]`` and return the sum that it went into."""
+        heads = kv_heads_of(job, self._call)
+        if addend.shape[1] > heads.stop - heads.start:  # these heads share their keys
+            addend = mx.sum(addend, axis=1, keepdims=True)
+        if job.tiles > 1:
+            addend = _overlapped(addend, job)
+        where = (job.batch.start, job.batch.stop, heads.start, heads.stop)
+        placed = padded(addend, 2, job.kv_start, self._call.kv_len - _kv_stop(job))
+        self._sums[where] = placed if where not in self._sums else self._sums[where] + placed
+        return self._sums[where]
+
+    def total(self) -> mx.array:
+        """Return the gradient, of the shape and dtype of the keys."""
+        total = mx.zeros(self._like.shape, mx.float32)
+        for (entry, end, head, last), addend in self._sums.items():
+            total[entry:end, head:last] = total[entry:end, head:last] + addend
+        return total.astype(self._like.dtype)
+
+
+def _overlapped(addend: mx.array, job: Job) -> mx.array:
+    """Return the sum of tiles' keys, ``[tiles, heads, kv_len, head_dim]``, each ``rows`` after the one before it.
+
+    Returns:
+        ``[1, heads, (tiles - 1) * rows + kv_len, head_dim]``.
+    """
+    tiles, heads, length, head_dim = addend.shape
+    shifts = -(-length // job.rows)  # as many stretches of `rows` keys make up a tile
+    addend = padded(addend, 2, 0, shifts * job.rows - length)
+    # The stretches at one place in all tiles do not overlap.
+    stretches = addend.reshape(tiles, heads, shifts, job.rows, head_dim).transpose(2, 1, 0, 3, 4)
+    stretches = stretches.reshape(shifts, heads, tiles * job.rows, head_dim)
+    whole: Any = 0
+    for shift in range(shifts):
+        whole = whole + padded(stretches[shift], 1, shift * job.rows, (shifts - 1 - shift) * job.rows)
+    return whole[None, :, : (tiles - 1) * job.rows + length]
+
+
+def _add_by_head(total: mx.array, job: Job, products: mx.array) -> mx.array:
+    """Add a job's part of the gradient by slopes, minus distance times the gradient by each score, and return it."""
+    by_head = -mx.sum(products, axis=(-2, -1))  # [batch entries or tiles, heads]
+    if job.tiles > 1:
+        by_head = mx.sum(by_head, axis=0, keepdims=True)
+    total[job.batch, job.heads] = total[job.batch, job.heads] + by_head
+    return by_head

@@ -1,0 +1,281 @@
+"""Keys and values of the tokens seen so far, for decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from alibi_core import AttentionCall
+from alibi_core._arrays.checks import floating_array, non_negative_int, one_of, positive_int
+from alibi_core._arrays.namespace import namespace_of
+from alibi_mlx import _attention
+from alibi_mlx._tiled.norms import norm_bounds
+
+STEP = 256  # tokens; the cache grows by as many at a time, so that it is not copied with each token
+BLOCK = 128  # keys that one bound of their norms is kept for
+
+
+class KVCache:
+    """A growing key/value cache, with the protocol that the models of mlx-lm expect of one.
+
+    It also keeps what the horizon needs to know of keys, for :meth:`attend`.
+
+    Attributes:
+        keys: ``[batch, num_kv_heads, capacity, head_dim]``, of which the first ``offset`` positions are in use; None
+            while the cache is empty.
+        values: Likewise.
+        offset: Tokens held.
+        batch_size: As given.
+        max_length: As given.
+
+    Args:
+        batch_size: Sequences. Default: as many as the first keys are of.
+        max_length: Tokens that may be held. Default: any number.
+
+    Raises:
+        TypeError: If an argument is no integer.
+        ValueError: If one is less than 1.
+
+    Example:
+        >>> cache = KVCache(max_length=5)
+        >>> keys, values = cache.update_and_fetch(mx.zeros((2, 4, 3, 8)), mx.zeros((2, 4, 3, 8)))
+        >>> keys, values = cache.update_and_fetch(mx.zeros((2, 4, 1, 8)), mx.zeros((2, 4, 1, 8)))
+        >>> keys.shape, cache.offset
+        ((2, 4, 4, 8), 4)
+        >>> cache.attend(mx.zeros((2, 8, 1, 8))).shape
+        (2, 8, 1, 8)
+    """
+
+    def __init__(self, *, batch_size: int | None = None, max_length: int | None = None) -> None:
+        self.batch_size = None if batch_size is None else positive_int("batch_size", batch_size)
+        self.max_length = None if max_length is None else positive_int("max_length", max_length)
+        self._forget()
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store the keys and values of further tokens and return those of all tokens so far.
+
+        Args:
+            keys: ``[batch, num_kv_heads, new, head_dim]``.
+            values: Likewise; their ``head_dim`` may be another.
+
+        Returns:
+            Keys and values, ``[batch, num_kv_heads, offset, head_dim]`` each.
+
+        Raises:
+            TypeError: If an argument is no floating MLX array of four axes.
+            ValueError: If there is no room, or what is held is of another batch size, shape or dtype.
+        """
+        if self.offset == 0:
+            self._forget()  # whatever once was held decides nothing
+        self._check(keys, values)
+        start, end = self.offset, self.offset + keys.shape[-2]
+        self.keys, self.values = (
+            self._with_room(held, new, end) for held, new in ((self.keys, keys), (self.values, values))
+        )
+        self.keys[..., start:end, :] = keys
+        self.values[..., start:end, :] = values
+        self.offset = end
+        self._measured = min(self._measured, start)
+        return self.keys[..., :end, :], self.values[..., :end, :]
+
+    @property
+    def key_norms(self) -> mx.array | None:
+        """What no norm of each 128 keys exceeds: ``[batch, num_kv_heads, blocks]``, float32; None if there are none.
+
+        Asking for it is what measures the keys that came since the last time, so other models never pay for it.
+        """
+        if self.keys is None:
+            return None
+        if self._measured < self.offset:
+            first = self._measured // BLOCK  # the first block that is not known, or not all of it
+            norms = norm_bounds(self.keys[..., first * BLOCK : self.offset, :])
+            norms = mx.pad(norms, [(0, 0), (0, 0), (0, -norms.shape[-1] % BLOCK)])
+            norms = mx.unflatten(norms, -1, (-1, BLOCK)).max(axis=-1)
+            known = [] if self._norms is None else [self._norms[..., :first]]
+            self._norms, self._measured = mx.concatenate([*known, norms], axis=-1), self.offset
+        return None if self._norms is None else self._norms[..., : -(-self.offset // BLOCK)]
+
+    def attend(
+        self,
+        query: mx.array,
+        slopes: mx.array | None = None,
+        *,
+        mask: mx.array | None = None,
+        segment_ids: tuple[mx.array, mx.array] | None = None,
+        window_size: int | None = None,
+        scale: float | None = None,
+        tolerance: float | None = None,
+        implementation: str | None = None,
+    ) -> mx.array:
+        """Return the causal attention of the last tokens held over all tokens held.
+
+        It equals :func:`alibi_mlx.attention` on what :meth:`update_and_fetch` returned, but need not read all keys to
+        find out how large they are.
+
+        Args:
+            query: ``[batch, num_heads, q_len, head_dim]``, of the last ``q_len`` tokens.
+            slopes: As for :func:`alibi_mlx.attention`, like all the rest.
+            mask: Over all tokens held, likewise.
+            segment_ids: A pair (queries, all tokens held).
+            window_size: In tokens.
+            scale: Factor of the scores.
+            tolerance: The share of softmax weight that may be left out.
+            implementation: As there.
+
+        Returns:
+            ``[batch, num_heads, q_len, head_dim]``.
+
+        Raises:
+            TypeError: If an argument is of the wrong kind.
+            ValueError: If the cache is empty, or a value or shape is wrong.
+        """
+        if implementation is not None:
+            one_of("implementation", implementation, _attention.IMPLEMENTATIONS)
+        self._check_offset()
+        if self.offset == 0:
+            raise ValueError("cache must hold the tokens that query is of, got an empty one; see update_and_fetch")
+        rules: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size}
+        key, value = self.state[:2]
+        call = AttentionCall.check(query, key, value, slopes, scale=scale, tolerance=tolerance, xp=mx, **rules)
+        return _attention.run(call, query, key, value, implementation, _NormsOf(self))
+
+    # The rest of what mlx-lm asks of a cache.
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """Keys and values in use, and ``offset``; ``()`` while the cache is empty. Set it to put them back.
+
+        What is set may be the state of mlx-lm's own ``KVCache``, or keys and values alone.
+        """
+        if self.keys is None or self.values is None:
+            return ()
+        return self.keys[..., : self.offset, :], self.values[..., : self.offset, :], self.offset
+
+    @state.setter
+    def state(self, state: tuple[Any, ...]) -> None:
+        self._forget()
+        if state and state[0] is not None:
+            keys, values, *offset = state
+            self.update_and_fetch(*(x[..., : int(offset[0]), :] if offset else x for x in (keys, values)))
+
+    @classmethod
+    def from_state(cls, state: tuple[Any, ...]) -> KVCache:
+        """Return a cache without limits that holds such a :attr:`state`."""
+        cache = cls()
+        cache.state = state
+        return cache
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of keys and values, room for more included."""
+        return sum(x.nbytes for x in (self.keys, self.values) if x is not None)
+
+    def size(self) -> int:
+        """Return how many tokens are held."""
+        return self.offset
+
+    def empty(self) -> bool:
+        """Return whether there are none."""
+        return self.offset == 0
+
+    def is_trimmable(self) -> bool:
+        """Return True."""
+        return True
+
+    def trim(self, n: int) -> int:
+        """Forget the last ``n`` tokens, or all if there are fewer, and return how many those were."""
+        n = min(self.offset, non_negative_int("n", n))
+        self.offset -= n
+        return n
+
+    def make_mask(self, length: int, *, return_array: bool = False, window_size: int | None = None) -> Any:
+        """Return the causal mask for so many tokens to come, as the models of mlx-lm hand it to their attention.
+
+        Args:
+            length: Tokens to come.
+            return_array: Whether the mask of several must be an array.
+            window_size: Tokens that one sees, itself included.
+
+        Returns:
+            Booleans ``[length, offset + length]``; without a window, None for one token, which sees everything, and
+            ``"causal"`` for several where it need not be an array.
+        """
+        kv_len = self.offset + length
+        if window_size is None and length == 1:
+            return None
+        if window_size is None and not return_array:
+            return "causal"
+        distance = mx.arange(self.offset, kv_len)[:, None] - mx.arange(kv_len)
+        return (distance >= 0) & (distance < (kv_len if window_size is None else window_size))
+
+    def _forget(self) -> None:
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.offset = 0
+        self._norms: mx.array | None = None
+        self._measured = 0  # tokens, from the first on, whose norms are known
+
+    def _check(self, keys: mx.array, values: mx.array) -> None:
+        check_appended(keys, values, self.keys, self.values, self.batch_size)
+        self._check_offset()
+        length = keys.shape[2]
+        if self.max_length is not None and self.offset + length > self.max_length:
+            raise ValueError(
+                f"cache must have room for {length} more tokens, got max_length {self.max_length} with "
+                f"{self.offset} in use; make it longer with make_cache"
+            )
+
+    def _check_offset(self) -> None:
+        capacity = 0 if self.keys is None else self.keys.shape[2]
+        if not 0 <= self.offset <= capacity:
+            raise ValueError(f"offset must be at most the cache's capacity, {capacity} tokens, got {self.offset}")
+
+    def _with_room(self, held: mx.array | None, new: mx.array, end: int) -> mx.array:
+        """Return ``held``, or a longer array that begins with it, with room for ``end`` tokens."""
+        if held is not None and end <= held.shape[-2]:
+            return held
+        capacity = -(-end // STEP) * STEP
+        if self.max_length is not None:
+            capacity = min(capacity, self.max_length)
+        space = mx.zeros((*new.shape[:-2], capacity - self.offset, new.shape[-1]), dtype=new.dtype)
+        return space if held is None else mx.concatenate([held[..., : self.offset, :], space], axis=-2)
+
+
+class _NormsOf:
+    """The norms of a cache's keys, as :class:`KeyNorms`, measured only if somebody asks for them.
+
+    Were they computed and then not used, they would hold on to the keys, which the next token then had to copy.
+    """
+
+    block = BLOCK
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    @property
+    def values(self) -> mx.array | None:
+        return self._cache.key_norms
+
+
+def check_appended(
+    keys: mx.array, values: mx.array, held_keys: mx.array | None, held_values: mx.array | None, batch_size: int | None
+) -> None:
+    """Check that keys and values fit each other and those that a cache holds, in all but their number."""
+    for name, new in (("keys", keys), ("values", values)):
+        if len(getattr(new, "shape", ())) != 4:
+            raise TypeError(f"{name} must be an array of four axes, got {getattr(new, 'shape', type(new).__name__)}")
+        floating_array(namespace_of(new, xp=mx), name, new)
+    for name, new, held in (("keys", keys, held_keys), ("values", values, held_values)):
+        like = keys if held is None else held
+        expected = (
+            batch_size or like.shape[0],
+            like.shape[1],
+            keys.shape[2],
+            new.shape[3] if held is None else held.shape[3],
+        )
+        if new.shape != expected or new.dtype != like.dtype:
+            raise ValueError(
+                f"{name} must be {like.dtype} of shape {expected} (batch, num_kv_heads, length, head_dim) to fit "
+                f"the cache, got {new.dtype} of shape {new.shape}"
+            )

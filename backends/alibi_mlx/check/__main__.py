@@ -1,0 +1,142 @@
+"""Whether attention is right on this machine, how fast it is, and which of MLX's fused kernels run it.
+
+``python -m alibi_mlx.check`` makes a call for each row of the routing table for GPUs. It compares the result with the
+core's reference in float64, within a derived error budget; times it beside MLX's attention with the whole bias as its
+mask; and asks MLX, from version 0.32.4 on, whether a fused kernel takes the tensors that the implementation hands to
+it, and if none does, why. Where there is no Metal device, it says so and makes the same calls on the CPU, shorter ones.
+
+Its exit status is 1 if a result is wrong or a call fails. What it prints is a table to paste into an issue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+import alibi_core
+from alibi_mlx._compatible import can_force_fused
+from alibi_mlx.check._cases import Outcome, outcomes
+
+COLUMNS = ("dtype", "queries", "keys", "features", "runs as", "fused", "error", "of budget", "ms", "dense ms", "")
+WIDTHS = (8, 7, 5, 8, 10, 8, 8, 9, 9, 9, 7)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check, print and return the exit status.
+
+    Args:
+        arguments: Of the command line; default, those of the process.
+    """
+    parser = argparse.ArgumentParser(prog="python -m alibi_mlx.check", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one dtype a row, shorter sequences, fewer repetitions")
+    parser.add_argument("--json", metavar="FILE", help="write what was found to this file, too")
+    options = parser.parse_args(arguments)
+    device = mx.gpu if mx.metal.is_available() else mx.cpu
+    about = environment(device)
+    print(", ".join(f"{name} {version}" for name, version in about.items()), _remark(device), sep="\n\n", end="\n\n")
+    print(_row(COLUMNS), _row(["-" * width for width in WIDTHS]), sep="\n", flush=True)
+    found = []
+    with _default_device(device):
+        for outcome in outcomes(device, quick=options.quick):
+            print(_row(_cells(outcome)), flush=True)
+            found.append(outcome)
+    wrong = sum(not x.is_right for x in found)
+    print("", *_notes(found), sep="\n")
+    print(f"{wrong} of {len(found)} calls are WRONG." if wrong else f"All {len(found)} calls are as they should be.")
+    if options.json is not None:
+        report = {"environment": about, "metal": device == mx.gpu, "right": not wrong}
+        calls = [asdict(x) | {"right": x.is_right} for x in found]
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(_without_nan(report | {"calls": calls}), file, indent=1, allow_nan=False)
+    return 1 if wrong else 0
+
+
+def environment(device: mx.DeviceType) -> dict[str, str]:
+    """Return the versions and names of what the calls run on."""
+    if hasattr(mx, "device_info"):
+        details = mx.device_info(mx.Device(device))
+    else:  # before MLX 0.31
+        details = mx.metal.device_info() if device == mx.gpu else {}
+    macos = platform.mac_ver()[0]
+    return {
+        "alibi-core": alibi_core.__version__,
+        "MLX": mx.__version__,
+        "NumPy": np.__version__,
+        "Python": platform.python_version(),
+        "system": f"macOS {macos}" if macos else f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "device": str(details.get("device_name", "GPU" if device == mx.gpu else "CPU")),
+        "architecture": str(details.get("architecture", "not told")),
+    }
+
+
+def _remark(device: mx.DeviceType) -> str:
+    if device != mx.gpu:
+        return (
+            "There is no Metal device here, so fused kernels were not tried, and times say nothing of a GPU:\n"
+            "the calls run on the CPU, and are short."
+        )
+    if not can_force_fused():
+        return "This MLX cannot be asked for its fused kernels: that needs 0.32.4 or later."
+    return "fused: for how many of MLX's attention calls a fused kernel exists."
+
+
+@contextmanager
+def _default_device(device: mx.DeviceType) -> Iterator[None]:
+    before = mx.default_device()
+    mx.set_default_device(mx.Device(device))
+    try:
+        yield
+    finally:
+        mx.set_default_device(before)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=True)) + " |"
+
+
+def _cells(outcome: Outcome) -> list[str]:
+    fused, numbers = "-", ["-"] * 4
+    if outcome.tried is not None and outcome.unfused is not None:
+        missing = sum(outcome.unfused.values())
+        fused = "yes" if missing == 0 else f"{outcome.tried - missing} of {outcome.tried}"
+    if outcome.error is not None:
+        milliseconds = [1e3 * (x or 0.0) for x in (outcome.seconds, outcome.dense_seconds)]
+        numbers = [f"{outcome.error:.1e}", f"{outcome.share:.2%}", *(f"{x:.3f}" for x in milliseconds)]
+    verdict = "refused" if outcome.refused is not None else "right" if outcome.is_right else "WRONG"
+    sizes = [str(x) for x in (outcome.q_len, outcome.kv_len, outcome.head_dim)]
+    return [outcome.dtype, *sizes, f"{outcome.implementation} {outcome.padded}", fused, *numbers, verdict]
+
+
+def _notes(found: list[Outcome]) -> list[str]:
+    """Return what the table has no room for: why there are no fused kernels, refusals and errors."""
+    notes = []
+    for x in found:
+        call = f"{x.dtype}, {x.q_len} queries, {x.kv_len} keys, {x.implementation} {x.padded}"
+        notes += [f"{call}: no fused kernel for {n} of {x.tried}: {why}" for why, n in (x.unfused or {}).items()]
+        notes += [f"{call}: not run, it {x.refused}"] if x.refused is not None else []
+        notes += [f"{call}: raised {x.raised}"] if x.raised is not None else []
+    return [*notes, ""] if notes else []
+
+
+def _without_nan(value: Any) -> Any:
+    """Return the same with None for numbers that JSON lacks."""
+    if isinstance(value, dict):
+        return {name: _without_nan(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""A language model on the ALiBi transformer: tokens in, logits out, and text that goes on from a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+from alibi_core._arrays import checks as _checks
+from alibi_core._models.config import AlibiConfig
+from alibi_mlx.nn._transformer import AlibiTransformer, AttentionFactory, layer_norm
+
+
+class AlibiLanguageModel(nn.Module):
+    """Predict each next token from those before it, at any length.
+
+    One matrix embeds the tokens and reads out the logits. Its entries start with a variance of ``1 / d_model``, which
+    gives logits of unit variance; embeddings are multiplied by ``sqrt(d_model)``, which gives them the same.
+    ``config`` may ask for another matrix to read out with, for embeddings as they are, or for their layer norm.
+
+    Args:
+        config: Shape of the model; must be causal.
+        vocab_size: Number of different tokens.
+        attention: As for :class:`AlibiTransformer`.
+
+    Raises:
+        TypeError: If ``vocab_size`` is no integer.
+        ValueError: If it is below 1, or ``config`` describes an encoder.
+
+    Example:
+        >>> model = AlibiLanguageModel(AlibiConfig(num_layers=1), vocab_size=256)
+        >>> prompt = mx.array([list(b"train short")])
+        >>> model(prompt).shape
+        (1, 11, 256)
+        >>> model.generate(prompt, max_new_tokens=5).shape
+        (1, 16)
+    """
+
+    def __init__(self, config: AlibiConfig, vocab_size: int, *, attention: AttentionFactory | None = None) -> None:
+        super().__init__()
+        if not config.causal:
+            raise ValueError("causal must be True for a language model, got False (an encoder sees the answer)")
+        self.config = config
+        self.embedding = nn.Embedding(_checks.positive_int("vocab_size", vocab_size), config.d_model)
+        self.embedding.weight = mx.random.normal(self.embedding.weight.shape, scale=config.d_model**-0.5)
+        if config.embedding_norm:
+            self.embedding_norm = layer_norm(config)
+        self.transformer = AlibiTransformer(config, attention=attention)
+        if not config.tied_head:
+            self.head = nn.Linear(config.d_model, vocab_size, bias=False)
+
+    def __call__(
+        self,
+        tokens: mx.array,
+        *,
+        mask: mx.array | None = None,
+        segment_ids: mx.array | tuple[mx.array, mx.array] | None = None,
+        caches: Sequence[Any] | None = None,
+    ) -> mx.array:
+        """Return the logits of the token after each of ``tokens``.
+
+        Args:
+            tokens: ``[batch, length]`` integers below ``vocab_size``.
+            mask, segment_ids, caches: As for :class:`AlibiTransformer`.
+
+        Returns:
+            ``[batch, length, vocab_size]``.
+        """
+        return self.read_out(self.transformer(self.embed(tokens), mask=mask, segment_ids=segment_ids, caches=caches))
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Return what the transformer is given for ``tokens``: ``[batch, length, d_model]``."""
+        x = self.embedding(tokens)
+        if self.config.scale_embedding:
+            x = x * self.config.d_model**0.5
+        return self.embedding_norm(x) if self.config.embedding_norm else x
+
+    def read_out(self, hidden: mx.array) -> mx.array:
+        """Return the logits, ``[..., vocab_size]``, of the transformer's output, ``[..., d_model]``."""
+        return self.embedding.as_linear(hidden) if self.config.tied_head else self.head(hidden)
+
+    def generate(
+        self, tokens: mx.array, max_new_tokens: int, *, temperature: float = 0.0, key: mx.array | None = None
+    ) -> mx.array:
+        """Return ``tokens`` and ``max_new_tokens`` more, each predicted from all before it. Dropout is off meanwhile.
+
+        Args:
+            tokens: ``[batch, length]`` integers, the prompts, of at least one token.
+            max_new_tokens: How many tokens to add to each; may be 0.
+            temperature: 0 takes the likeliest token. Otherwise tokens are drawn, with the logits divided by this: 1 is
+                the model's own distribution, less is more cautious.
+            key: Of ``mx.random.key``, from which the draws follow. Default MLX's global one.
+
+        Returns:
+            ``[batch, length + max_new_tokens]``, of the dtype of ``tokens``.
+
+        Raises:
+            TypeError: If an argument is of the wrong kind.
+            ValueError: If a number is negative, or ``tokens`` is not ``[batch, length]`` with a token in each row.
+        """
+        _checks.non_negative_int("max_new_tokens", max_new_tokens)
+        _checks.non_negative_number("temperature", temperature)
+        if tokens.ndim != 2 or 0 in tokens.shape:
+            raise ValueError(f"tokens must have shape (batch, length), neither of them 0, got {tokens.shape}")
+        if max_new_tokens == 0:
+            return mx.array(tokens)
+        before = [(module, module.training) for module in self.modules()]  # each before those that it is made of
+        self.eval()
+        try:
+            return self._extend(tokens, max_new_tokens, temperature, key)
+        finally:
+            for module, training in before:
+                module.train(training)
+
+    def _extend(self, tokens: mx.array, max_new_tokens: int, temperature: float, key: mx.array | None) -> mx.array:
+        batch_size, length = tokens.shape
+        # The last token is never fed back, so the caches need no room for it.
+        caches = self.transformer.make_caches(batch_size, length + max_new_tokens - 1)
+        keys = [None] * max_new_tokens if key is None else mx.random.split(key, max_new_tokens)
+        found, unread = [tokens], tokens
+        for step_key in keys:
+            hidden = self.transformer(self.embed(unread), caches=caches)
+            logits = self.read_out(hidden[:, -1])  # [batch, vocab_size]
+            unread = _choose(logits, temperature, step_key)[:, None].astype(tokens.dtype)  # [batch, 1]
+            mx.async_eval(unread)  # while the next step is being put together
+            found.append(unread)
+        return mx.concatenate(found, axis=1)
+
+
+def _choose(logits: mx.array, temperature: float, key: mx.array | None) -> mx.array:
+    if temperature == 0:
+        return logits.argmax(axis=-1)
+    # From the maximum down, so that a small temperature gives large negative numbers and no infinite ones.
+    logits = logits.astype(mx.float32)
+    scaled = (logits - logits.max(axis=-1, keepdims=True)) / temperature
+    return mx.random.categorical(scaled, axis=-1, key=key)

@@ -1,0 +1,173 @@
+"""A transformer whose only sense of position is ALiBi."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+from alibi_core._models.config import AlibiConfig
+from alibi_mlx.caches._evicting import EvictingKVCache
+from alibi_mlx.caches._kv_cache import KVCache
+from alibi_mlx.nn._layer import AlibiAttention
+
+AttentionFactory = Callable[[AlibiConfig], nn.Module]
+
+
+def alibi_attention(config: AlibiConfig) -> AlibiAttention:
+    """Return the attention layer that ``config`` describes."""
+    return finished(AlibiAttention(**attention_options(config)), config)
+
+
+def attention_options(config: AlibiConfig) -> dict[str, Any]:
+    """Return the arguments of the attention layer that ``config`` describes."""
+    slopes = None if config.slopes is None else mx.array(config.slopes, mx.float32)
+    return config.attention_options | {"slopes": slopes}
+
+
+def finished(layer: AlibiAttention, config: AlibiConfig) -> AlibiAttention:
+    """Return an attention layer with projections that clip and scale as ``config`` says, if it does."""
+    if config.clip_qkv is not None or config.scale is not None:
+        for name, factor in (("q_proj", config.query_factor), ("k_proj", 1.0), ("v_proj", 1.0)):
+            out_features, in_features = getattr(layer, name).weight.shape
+            options = {"bias": config.bias, "clip": config.clip_qkv, "factor": factor}
+            setattr(layer, name, Projection(in_features, out_features, **options))
+    return layer
+
+
+class Projection(nn.Linear):
+    """A linear layer whose output is clipped to ``clip`` on either side of 0, then multiplied by ``factor``."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, clip: float | None, factor: float) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.clip, self.factor = clip, factor
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return ``x``, ``[..., in_features]``, projected to ``[..., out_features]``."""
+        y = super().__call__(x)
+        if self.clip is not None:
+            y = mx.clip(y, -self.clip, self.clip)
+        return y if self.factor == 1 else y * self.factor
+
+
+def layer_norm(config: AlibiConfig) -> nn.LayerNorm:
+    """Return a layer norm as ``config`` describes it."""
+    return nn.LayerNorm(config.d_model, eps=config.norm_epsilon, bias=config.norm_bias)
+
+
+class AlibiTransformer(nn.Module):
+    """Transform vectors into vectors by blocks of ALiBi attention, each on normed input, then a final norm.
+
+    Nothing else in the model knows of positions, so it takes inputs of any length: longer ones than
+    ``config.max_len`` are the point. Parameters have the names that they have in PyTorch, so that a state dict saved
+    as safetensors loads with ``load_weights``, and back.
+
+    Args:
+        config: Shape of the model.
+        attention: Makes each block's attention layer, a module called as ``layer(x, mask=..., segment_ids=...,
+            cache=...)``. Default ``alibi_mlx.AlibiAttention``.
+
+    Example:
+        >>> model = AlibiTransformer(AlibiConfig(num_layers=1))
+        >>> model(mx.random.normal((8, 100, 256))).shape
+        (8, 100, 256)
+
+    References:
+        Press, Smith, Lewis: Train Short, Test Long (arXiv 2108.12409). Xiong et al.: On Layer Normalization in the
+        Transformer Architecture (arXiv 2002.04745), for pre-norm.
+    """
+
+    def __init__(self, config: AlibiConfig, *, attention: AttentionFactory | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.blocks = [Block(config, attention or alibi_attention) for _ in range(config.num_layers)]
+        self.norm = layer_norm(config)
+
+    def __call__(
+        self,
+        x: mx.array,
+        *,
+        mask: mx.array | None = None,
+        segment_ids: mx.array | tuple[mx.array, mx.array] | None = None,
+        caches: Sequence[Any] | None = None,
+    ) -> mx.array:
+        """Return ``x`` transformed.
+
+        Args:
+            x: ``[batch, length, d_model]``.
+            mask: Booleans that broadcast to ``[batch, num_heads, length, kv_len]``, True where a query may attend.
+            segment_ids: ``[batch, length]`` integers; tokens attend only where theirs are equal. With caches, a pair
+                (of ``x``, of all tokens).
+            caches: One key-value cache a block, as :meth:`make_caches` returns them.
+
+        Returns:
+            ``[batch, length, d_model]``.
+
+        Raises:
+            ValueError: If ``x`` has another shape, or there is not one cache a block.
+        """
+        if x.ndim != 3 or x.shape[-1] != self.config.d_model:
+            raise ValueError(f"x must have shape (batch, length, d_model {self.config.d_model}), got {x.shape}")
+        if caches is not None and len(caches) != len(self.blocks):
+            raise ValueError(f"caches must be one a block ({len(self.blocks)}), got {len(caches)}")
+        held = [(cache, cache.offset) for cache in caches or () if isinstance(cache, (KVCache, EvictingKVCache))]
+        try:
+            for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
+                x = block(x, mask=mask, segment_ids=segment_ids, cache=cache)
+        except Exception:
+            for cache, offset in held:
+                cache.trim(cache.offset - offset)  # what one block refused is not to stay in those before it
+            raise
+        return self.norm(x)
+
+    def make_caches(self, batch_size: int | None = None, max_length: int | None = None, **options: Any) -> list[Any]:
+        """Return an empty key-value cache for each block, for any number of sequences and tokens unless they are given.
+
+        Options are those of the attention layers' ``make_cache``.
+        """
+        return [block.attention.make_cache(batch_size, max_length, **options) for block in self.blocks]
+
+
+class Block(nn.Module):
+    """Add to each token what attention finds among the others, and what a feed-forward layer makes of that."""
+
+    def __init__(self, config: AlibiConfig, attention: AttentionFactory) -> None:
+        super().__init__()
+        self.kind, hidden = config.block, config.hidden_dim
+        self.attention_norm = layer_norm(config)
+        self.attention = attention(config)
+        if self.kind != "shared_norm":
+            self.feed_forward_norm = layer_norm(config)
+        # A list, not nn.Sequential, which would put a "layers" into the names that PyTorch does not have.
+        self.feed_forward = [
+            nn.Linear(config.d_model, hidden, bias=config.feed_forward_bias),
+            nn.GELU("precise" if config.activation == "gelu_tanh" else "none"),
+            nn.Linear(hidden, config.d_model, bias=config.feed_forward_bias),
+            nn.Dropout(config.dropout),
+        ]
+
+    def __call__(
+        self,
+        x: mx.array,
+        *,
+        mask: mx.array | None,
+        segment_ids: mx.array | tuple[mx.array, mx.array] | None,
+        cache: Any | None,
+    ) -> mx.array:
+        """Return ``x``, ``[batch, length, d_model]``, with both layers' contributions added."""
+        normed = self.attention_norm(x)
+        attended = self.attention(normed, mask=mask, segment_ids=segment_ids, cache=cache)
+        if self.kind == "shared_norm":
+            return x + attended + self._fed_forward(normed)
+        if self.kind == "parallel":
+            return x + attended + self._fed_forward(self.feed_forward_norm(x))
+        x = (normed if self.kind == "normed_residual" else x) + attended
+        normed = self.feed_forward_norm(x)
+        return (normed if self.kind == "normed_residual" else x) + self._fed_forward(normed)
+
+    def _fed_forward(self, x: mx.array) -> mx.array:
+        for layer in self.feed_forward:
+            x = layer(x)
+        return x

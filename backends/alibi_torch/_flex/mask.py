@@ -1,0 +1,146 @@
+"""The tile plan as a ``BlockMask``: which blocks of keys FlexAttention visits, found without the host waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from alibi_core import AttentionCall, ScoreBounds, key_ranges
+from alibi_core._horizon.ranges import tolerance_of
+from alibi_torch._tiled.plan import KeyNorms, norm_bounds
+
+BLOCK = 128  # queries, and keys, in a block: the kernels' own tiles all divide it
+
+
+def block_mask(
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    mask_mod: Callable[..., Tensor],
+    norms: KeyNorms | None = None,
+    *,
+    seq_lengths: tuple[int, int],
+    backward: bool,
+) -> BlockMask:
+    """Return the blocks that the queries need, those where every key is visible to every query apart.
+
+    Everything happens on the device of ``query``, and nothing is read from it.
+
+    Args:
+        call: With one batch axis.
+        query: ``[batch, num_heads, q_len, head_dim]``.
+        key: ``[batch, num_kv_heads, kv_len, head_dim]``.
+        mask_mod: Whether a query may see a key, for the blocks where that varies.
+        norms: Bounds of the norms of keys, where they are known.
+        seq_lengths: Of the queries and keys that the kernel is to be given, tokens; padded, perhaps.
+        backward: Whether the kernel for gradients is to run, which reads the blocks by keys.
+    """
+    first, stop = needed_blocks(call, query, key, norms)
+    q_blocks, kv_blocks = (-(-n // BLOCK) for n in (call.q_len, call.kv_len))
+    step = torch.arange(kv_blocks, dtype=torch.int32, device=query.device)
+
+    def run(starts: Tensor) -> Tensor:
+        """Return consecutive blocks from ``starts [..., q_blocks]`` on; how many of them count is said elsewhere."""
+        return (starts[..., None] + step).clamp(max=kv_blocks - 1).to(torch.int32).contiguous()
+
+    if call.mask is not None or call.q_segment_ids is not None:  # whose blocks would have to be looked through
+        count, indices, full_count, full_indices = stop - first, run(first), None, None
+    else:
+        full_first, full_stop = _full_blocks(call, first, stop, q_blocks)
+        full_count, full_indices = (full_stop - full_first).to(torch.int32).contiguous(), run(full_first)
+        # The others lie on either side of the full ones.
+        before = (full_first - first)[..., None]
+        count = stop - first - (full_stop - full_first)
+        indices = torch.where(step < before, run(first), run(full_stop - before[..., 0]))
+    return BlockMask.from_kv_blocks(
+        count.to(torch.int32).contiguous(),
+        indices,
+        full_count,
+        full_indices,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=mask_mod,
+        seq_lengths=seq_lengths,
+        compute_q_blocks=backward,
+    )
+
+
+def nearest_keys(call: AttentionCall) -> Tensor:
+    """Return :meth:`AttentionCall.nearest_keys`, at no cost where each query's own key is known to be visible."""
+    if sees_own_key(call):
+        return torch.zeros(call.q_len, dtype=torch.int32, device=call.device)
+    return call.nearest_keys()
+
+
+def sees_own_key(call: AttentionCall) -> bool:
+    """Whether shapes alone tell that there is a key at each query's position, which it may look at."""
+    if call.mask is not None or call.has_offset_array or call.q_segment_ids is not call.kv_segment_ids:
+        return False
+    return bool(call.q_offset >= 0 and call.q_offset + call.q_len <= call.kv_len)
+
+
+def needed_blocks(
+    call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the first block of keys that each block of queries needs, and the one after the last.
+
+    int32, ``[batch or 1, num_heads or 1, q_blocks]``.
+    """
+    tolerance = tolerance_of(call)
+    if tolerance == 0:  # nothing to measure
+        q_blocks, kv_blocks = (
+            query.new_zeros(1, 1, -(-n // BLOCK), dtype=torch.float32) for n in (call.q_len, call.kv_len)
+        )
+        bounds = ScoreBounds(BLOCK, BLOCK, q_blocks, q_blocks, q_blocks, q_blocks, kv_blocks)
+    else:
+        bounds = _measure(call, query.detach(), key.detach(), norms)
+    ranges = key_ranges(call, bounds, tolerance)
+    first = torch.div(ranges.first, BLOCK, rounding_mode="floor")
+    stop = torch.div(ranges.stop + (BLOCK - 1), BLOCK, rounding_mode="floor")
+    return first, torch.where(ranges.first < ranges.stop, stop, first)
+
+
+def _measure(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> ScoreBounds:
+    group = call.num_heads // call.num_kv_heads
+    positions, _ = call.positions()  # [q_len] or [batch, q_len]
+    own = positions.clamp(0, call.kv_len - 1).long().expand(query.shape[0], call.q_len)
+    own_keys = key.gather(2, own[:, None, :, None].expand(-1, call.num_kv_heads, -1, call.head_dim)).float()
+    query = query.float()
+    if norms is None:
+        # Softmax does not notice a vector taken from every key; without their mean they are smaller.
+        centre = key.mean(dim=-2, keepdim=True, dtype=torch.float32)
+        key_norms, kv_block = norm_bounds(key.float() - centre), BLOCK
+        own_keys = own_keys - centre
+    else:
+        key_norms, kv_block = norms.values.float().expand(call.batch[0], call.num_kv_heads, -1), norms.block
+    grouped = query.reshape(-1, call.num_kv_heads, group, call.q_len, call.head_dim)
+    own_scores = (grouped * own_keys[:, :, None]).sum(-1).flatten(1, 2)
+    return ScoreBounds.of_tokens(
+        call,
+        norm_bounds(query) * abs(call.scale),
+        own_scores * call.scale,
+        key_norms.repeat_interleave(group, dim=1),
+        nearest_keys(call),
+        q_block=BLOCK,
+        kv_block=kv_block,
+    )
+
+
+def _full_blocks(call: AttentionCall, first: Tensor, stop: Tensor, q_blocks: int) -> tuple[Tensor, Tensor]:
+    """Return, among the needed blocks, the first that every query of a block sees whole, and the one after the last."""
+    starts = torch.arange(q_blocks, dtype=torch.int32, device=first.device) * BLOCK
+    offset = call.q_offset[:, None, None] if call.has_offset_array else call.q_offset
+    lowest, highest = starts + offset, (starts + BLOCK).clamp(max=call.q_len) - 1 + offset  # positions
+    lowest, highest = lowest.clamp(max=call.kv_len), highest.clamp(min=0)  # room for a wide window in int32
+    full_first, full_stop = first, stop.clamp(max=call.kv_len // BLOCK)
+    reach = 0 if call.is_causal else call.window_size  # the farthest key ahead that may be seen
+    if reach is not None:
+        visible = torch.div((lowest.long() + reach + 1), BLOCK, rounding_mode="floor")
+        full_stop = torch.minimum(full_stop, visible)
+    if call.window_size is not None:
+        visible = torch.div(highest.long() - call.window_size + (BLOCK - 1), BLOCK, rounding_mode="floor")
+        full_first = torch.maximum(full_first, visible)
+    none = full_stop <= full_first
+    return torch.where(none, stop, full_first), torch.where(none, stop, full_stop)

@@ -1,0 +1,432 @@
+"""Tiles of attention, computed by PyTorch's own fused CPU kernels.
+
+The kernel takes a float bias, and gives the logarithm of each softmax's denominator beside the result; its backward
+takes that logarithm. So the backward pass of a query may see its keys in any pieces: each piece's part of the gradients
+follows from the logarithm over all keys.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from alibi_core import AttentionCall
+from alibi_core._horizon.jobs import Job
+from alibi_torch._tiled import plan as _tile_plan
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+FEATURES = 8  # a multiple of these suits the kernels
+# Times 1 / eps: larger scores are rounded so much that their log-sum-exp, rounded as well, makes no weights of them
+# whose sum is 1.
+LARGE_SCORE = 2.0**-14
+PART_ELEMENTS = 2**22  # in what a kernel call allocates for its results, about
+
+
+def forward(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: Iterable[Job], result_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Compute the jobs that make up a call.
+
+    Returns:
+        The result, ``[batch, num_heads, q_len, head_dim]``, and the logarithm of each query's softmax denominator,
+        ``[batch, num_heads, q_len]``, infinite for a query that sees nothing.
+    """
+    result = torch.empty(query.shape, dtype=result_dtype)
+    logsumexp = torch.empty(query.shape[:-1], dtype=call.working_dtype)
+    # In low precision the kernel would round the weights to it, and is no faster: a part at a time is cast.
+    dtype = call.working_dtype
+    jobs = in_order(jobs)
+    biases = Biases(replace(call, key_bias=None), jobs)
+    for job in jobs:
+        bias, attends = biases.of(job)
+        for part in _parts(job, job.rows * call.head_dim):
+            tensors = queries_of(query, part).to(dtype), *(keys_of(x, part, call, dtype) for x in (key, value))
+            whole = bias
+            if call.key_bias is not None:
+                whole, *tensors = _with_key_bias(call, part, bias, *tensors)
+            out, lse = _forward(*tensors, 0.0, False, attn_mask=whole, scale=call.scale)
+            out = out[..., : call.head_dim]
+            if attends is not None:
+                out = torch.where(attends, out, 0.0)
+                lse = torch.where(attends[..., 0], lse, math.inf)
+            queries_of(result, part).copy_(out)
+            queries_of(logsumexp, part).copy_(lse)
+    return result, logsumexp
+
+
+def in_order(jobs: Iterable[Job]) -> list[Job]:
+    """Return jobs in an order in which a bias serves as many as it can."""
+    return sorted(jobs, key=lambda job: (job.batch.start, job.heads.start, job.heads.stop, job.rows, -job.back))
+
+
+def queries_of(tensor: Tensor, job: Job) -> Tensor:
+    """Return a job's queries, or what is shaped like them: ``[batch entries or tiles, heads, rows, ...]``, a view."""
+    if job.tiles == 1:
+        return tensor[job.batch, job.heads, job.queries]
+    part = tensor[job.batch.start, job.heads]
+    return _windows(part, job, job.q_start, job.rows)
+
+
+def keys_of(tensor: Tensor, job: Job, call: AttentionCall, dtype: torch.dtype) -> Tensor:
+    """Return a job's keys, or values: ``[batch entries or tiles, heads, kv_len, ...]``, a view; tiles may overlap."""
+    return _by_tile(_span_of(tensor, job, call).to(dtype), job)
+
+
+def _span_of(tensor: Tensor, job: Job, call: AttentionCall) -> Tensor:
+    """Return the keys, or values, of all tiles of a job: ``[batch entries, kv heads, length, ...]``, a view."""
+    group = call.num_heads // call.num_kv_heads
+    heads = slice(job.heads.start // group, (job.heads.stop - 1) // group + 1)
+    return tensor[job.batch, heads, job.kv_start : job.kv_start + (job.tiles - 1) * job.rows + job.kv_len]
+
+
+def _by_tile(keys: Tensor, job: Job) -> Tensor:
+    """Return what :func:`_span_of` gives as ``[batch entries or tiles, heads, kv_len, ...]``, a view."""
+    if job.tiles > 1:
+        keys = _windows(keys[0], job, 0, job.kv_len)
+    return keys.expand(-1, job.heads.stop - job.heads.start, -1, -1)
+
+
+def _windows(tensor: Tensor, job: Job, start: int, length: int) -> Tensor:
+    """Return ``tiles`` stretches of ``[heads, length, ...]``, each ``rows`` after the one before."""
+    (head, token), rest = tensor.stride()[:2], tensor.stride()[2:]
+    size = (job.tiles, tensor.shape[0], length, *tensor.shape[2:])
+    return tensor.as_strided(size, (job.rows * token, head, token, *rest), tensor.storage_offset() + start * token)
+
+
+def _parts(job: Job, elements: int) -> Iterator[Job]:
+    """Yield a job as jobs of so few tiles that results of ``elements`` a tile and head stay small."""
+    step = max(1, PART_ELEMENTS // (elements * (job.heads.stop - job.heads.start)))
+    step = step - step % 2 if step > 2 else step  # even, for two threads or more
+    for tile in range(0, job.tiles, step):
+        yield replace(
+            job,
+            q_start=job.q_start + tile * job.rows,
+            kv_start=job.kv_start + tile * job.rows,
+            tiles=min(step, job.tiles - tile),
+        )
+
+
+def backward(
+    call: AttentionCall,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    result: Tensor,
+    logsumexp: Tensor,
+    jobs: Iterable[Job],
+    *,
+    by_slopes: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of ``sum(result * grad)`` by query, key, value, slopes and future slopes.
+
+    Those by slopes are ``[batch, num_heads]``, for the keys on one side of the query each, and zeros unless asked for.
+    """
+    query_grad = torch.empty(query.shape, dtype=query.dtype)
+    key_grad, value_grad = (torch.zeros(key.shape, dtype=key.dtype) for _ in range(2))
+    # Two tensors, not one: what an operator returns must not share memory.
+    slope_grads = [torch.zeros(call.batch[0], call.num_heads, dtype=torch.float64) for _ in range(2)]
+    # In low precision the kernel would round the gradients of scores to it, which large keys multiply.
+    dtype = call.working_dtype
+    jobs = in_order(jobs)
+    biases = Biases(replace(call, key_bias=None), jobs)
+    for entries, some_jobs in itertools.groupby(jobs, lambda job: (job.batch.start, job.batch.stop)):
+        batch = slice(*entries)
+        # A key's gradient is a sum over tiles, to be rounded once, at the end.
+        in_place = key.dtype == call.working_dtype
+        sums = [x[batch] if in_place else x[batch].to(call.working_dtype) for x in (key_grad, value_grad)]
+        for job in some_jobs:
+            bias, _ = biases.of(job)
+            for part in _parts(job, 2 * job.kv_len * call.head_dim):
+                tile = Tile(
+                    *(queries_of(x, part).to(dtype) for x in (grad, query, result)),
+                    queries_of(logsumexp, part),
+                    *(keys_of(x, part, call, dtype) for x in (key, value)),
+                    bias,
+                    call.scale,
+                )
+                tile = tile.centred(_span_of(key, part, call).to(dtype), part)
+                if call.key_bias is not None:
+                    tile = tile.with_key_bias(call, part)
+                if by_slopes:
+                    by_query, by_key, by_value = _with_slopes(call, part, tile, slope_grads)
+                else:
+                    by_query, by_key, by_value = tile.gradients()
+                by_query, by_key, by_value = (x[..., : call.head_dim] for x in (by_query, by_key, by_value))
+                queries_of(query_grad, part).copy_(by_query)
+                local = replace(part, batch=slice(part.batch.start - batch.start, part.batch.stop - batch.start))
+                for total, addend in zip(sums, (by_key, by_value), strict=True):
+                    _add_to_keys(total, local, addend, call)
+        if not in_place:
+            key_grad[batch], value_grad[batch] = sums
+    return query_grad, key_grad, value_grad, *slope_grads
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What the gradients of tiles follow from. All are ``[batch entries or tiles, heads, rows or kv_len, ...]``."""
+
+    grad: Tensor
+    query: Tensor
+    result: Tensor
+    logsumexp: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor
+    scale: float
+    has_large_scores: bool = False
+
+    def centred(self, keys: Tensor, job: Job) -> Tile:
+        """Return the tile with the mean of its keys taken away, which softmax does not notice.
+
+        The gradients of a row's scores have the sum 0, but for rounding, which a mean that all keys have in common
+        would multiply in the gradient of the query.
+
+        Args:
+            keys: Of all tiles of the job, from :func:`_span_of`.
+            job: Whose tile it is.
+        """
+        length = keys.shape[-2]
+        centre = keys.new_full((1, length), 1 / length) @ keys  # no sum of large keys, which might overflow
+        centre = torch.where(torch.isfinite(centre), centre, 0.0)
+        shift = (self.query @ centre.mT)[..., 0] * self.scale
+        sums = torch.where(self.logsumexp == math.inf, 0.0, self.logsumexp)
+        if torch.maximum(sums.abs(), shift.abs()).max() > LARGE_SCORE / torch.finfo(sums.dtype).eps:
+            return replace(self, has_large_scores=True)
+        return replace(self, key=_by_tile(keys - centre, job), logsumexp=self.logsumexp - shift)
+
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients by query, key and value."""
+        if self.has_large_scores:
+            weights, by_score = self._score_gradients()
+            return by_score @ self.key * self.scale, by_score.mT @ self.query * self.scale, weights.mT @ self.grad
+        pieces = torch.get_num_threads()
+        length = self.key.shape[2] // pieces
+        # The kernel works on different entries and heads in parallel, and on nothing else.
+        if self.query.shape[0] > 1 or self.query.shape[1] >= pieces or length < 64:
+            return self._kernel()
+        even = pieces * length
+        by_query, by_key, by_value = self._in_pieces(pieces, length)._kernel()
+        by_query = by_query.sum(dim=0, keepdim=True, dtype=self.logsumexp.dtype)
+        by_key, by_value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (by_key, by_value))
+        if even < self.key.shape[2]:
+            more = self.keys(slice(even, self.key.shape[2]))._kernel()
+            by_query = by_query + more[0]
+            by_key, by_value = (torch.cat(x, dim=2) for x in ((by_key, more[1]), (by_value, more[2])))
+        return by_query, by_key, by_value
+
+    def keys(self, some: slice) -> Tile:
+        """Return the tile of these of its keys."""
+        return replace(self, key=self.key[:, :, some], value=self.value[:, :, some], bias=self.bias[..., some])
+
+    def with_key_bias(self, call: AttentionCall, job: Job) -> Tile:
+        """Return the tile with what a job's keys have added to their bias."""
+        bias, query, key, value = _with_key_bias(call, job, self.bias, self.query, self.key, self.value)
+        wider = query.shape[-1] - self.query.shape[-1]
+        grad, result = (F.pad(x, (0, wider)) for x in (self.grad, self.result))
+        return replace(self, grad=grad, query=query, result=result, key=key, value=value, bias=bias)
+
+    def _with_features(self, features: Tensor) -> Tile:
+        """Return the tile with further features ``[kv_len, n]`` of the keys, that no score takes part in."""
+        n = features.shape[-1]
+        tensors = {x: F.pad(getattr(self, x), (0, n)) for x in ("grad", "query", "result", "value")}
+        more = features.expand(*self.key.shape[:2], -1, -1)
+        return replace(self, **tensors, key=torch.cat([self.key, more], dim=-1))
+
+    def _score_gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the weight of each key and the gradient by each score, ``[..., rows, kv_len]``."""
+        scores = self.query @ self.key.mT * self.scale + self.bias
+        by_weight = self.grad @ self.value.mT
+        if self.has_large_scores:
+            weights = torch.where(self.logsumexp[..., None] == math.inf, 0.0, torch.softmax(scores, dim=-1))
+            mean = (weights * by_weight).sum(dim=-1, keepdim=True)
+        else:
+            weights = torch.exp(scores - self.logsumexp[..., None])
+            mean = (self.grad * self.result).sum(dim=-1, keepdim=True)
+        return weights, weights * (by_weight - mean)
+
+    def _in_pieces(self, pieces: int, length: int) -> Tile:
+        """Return the same queries several times, each with its own stretch of the keys."""
+
+        def stretches(x: Tensor, axis: int) -> Tensor:
+            return x[0].narrow(axis, 0, pieces * length).unflatten(axis, (pieces, length)).movedim(axis, 0)
+
+        def repeated(x: Tensor) -> Tensor:
+            return x.expand(pieces, *x.shape[1:])
+
+        return Tile(
+            *(repeated(x) for x in (self.grad, self.query, self.result, self.logsumexp)),
+            *(stretches(x, 1) for x in (self.key, self.value)),
+            stretches(self.bias, 2),
+            self.scale,
+        )
+
+    def _kernel(self) -> tuple[Tensor, Tensor, Tensor]:
+        tensors = self.grad, self.query, self.key, self.value, self.result, self.logsumexp
+        return _backward(*tensors, 0.0, False, attn_mask=self.bias, scale=self.scale)
+
+
+def _with_key_bias(
+    call: AttentionCall, job: Job, bias: Tensor, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return a bias, queries, keys and values that make of a job the scores with what its keys have added.
+
+    Of a few queries it is added to the bias. Else it becomes a feature of the keys, so that the bias stays one that
+    depends on distance alone, which many tiles share.
+    """
+    span = slice(job.kv_start, job.kv_start + (job.tiles - 1) * job.rows + job.kv_len)
+    added = call.key_bias.expand(call.batch[0], -1, -1)[job.batch, job.heads, span]
+    if job.tiles > 1:
+        added = _windows(added[0], job, 0, job.kv_len)  # [tiles, heads, kv_len]
+    if job.rows <= _tile_plan.SIZES.few or call.scale == 0:
+        return bias + added[:, :, None, :], query, key, value
+    more = FEATURES - query.shape[-1] % FEATURES
+    query, key, value = (F.pad(x, (0, more)) for x in (query, key, value))
+    query[..., call.head_dim] = 1.0
+    key[..., call.head_dim] = added / call.scale
+    return bias, query, key, value
+
+
+def _with_slopes(call: AttentionCall, job: Job, tile: Tile, slope_grads: list[Tensor]) -> tuple[Tensor, ...]:
+    """Return the gradients by query, key and value, and add those by slopes.
+
+    A slope's gradient is minus the sum of distance times the score's gradient. A gradient by a query is the sum over
+    keys of the score's gradient times the key: of two more features of the keys, 1 and their distance from a given
+    position, it makes the sums that are needed. Among the keys between the tile's first and last query, where distance
+    is no linear function, scores are spelt out.
+    """
+    wide = replace(tile, query=tile.query * call.scale, scale=1.0)
+    lowest = job.q_start + call.q_offset
+    edges = [min(max(n, 0), job.kv_len) for n in (lowest - job.kv_start, lowest + job.rows - job.kv_start)]
+    if tile.has_large_scores:  # which are to be seen together
+        edges = [0, job.kv_len]
+    positions = torch.arange(job.kv_start, job.kv_start + job.kv_len)
+    q_positions = torch.arange(lowest, lowest + job.rows)
+    by_query = torch.zeros_like(wide.query)
+    by_key, by_value = (torch.zeros(*x.shape, dtype=x.dtype) for x in (wide.key, wide.value))
+    past, future = (torch.zeros(*wide.query.shape[:-1], dtype=torch.float64) for _ in range(2))
+    sides = [(slice(0, edges[0]), past, 1), (slice(edges[1], job.kv_len), future, -1)]
+    for some, total, sign in sides:
+        if some.start == some.stop:
+            continue
+        origin = int(positions[some][-1 if sign > 0 else 0])  # the key of this side that is nearest to the queries
+        away = sign * (origin - positions[some]).to(call.working_dtype)
+        features = torch.stack([away, torch.ones_like(away)], dim=-1)
+        parts = wide.keys(some)._with_features(features).gradients()
+        by_query += parts[0][..., :-2]
+        by_key[:, :, some], by_value[:, :, some] = (x[..., :-2] for x in parts[1:])
+        total += parts[0][..., -2]
+        if some.stop - some.start < job.kv_len:  # or the sum of the score's gradients is zero
+            total += sign * (q_positions - origin) * parts[0][..., -1].double()
+    some = slice(*edges)
+    if some.start < some.stop:
+        parts = wide.keys(some).gradients()
+        by_query += parts[0]
+        by_key[:, :, some], by_value[:, :, some] = parts[1:]
+        _, by_score = wide.keys(some)._score_gradients()
+        ahead = (positions[some] - q_positions[:, None]).to(by_score.dtype)
+        past += (by_score * (-ahead).clamp(min=0)).sum(dim=-1)
+        future += (by_score * ahead.clamp(min=0)).sum(dim=-1)
+    # Tiles of one sequence, or one of each batch entry: [tiles or entries, heads, rows].
+    entries = slice(None) if job.tiles == 1 else slice(0, 1)
+    for total, gradient in zip((past, future), slope_grads, strict=True):
+        by_entry = total.sum(dim=-1) if job.tiles == 1 else total.sum(dim=(0, -1))[None]
+        gradient[job.batch, job.heads] -= by_entry[entries]
+    return by_query * call.scale, by_key, by_value
+
+
+def _add_to_keys(total: Tensor, job: Job, addend: Tensor, call: AttentionCall) -> None:
+    """Add a job's part of the gradients by keys, ``[batch entries or tiles, heads, kv_len, head_dim]``."""
+    if call.num_heads > call.num_kv_heads:
+        addend = addend.sum(dim=1, keepdim=True, dtype=total.dtype)  # these heads share their keys
+    group = call.num_heads // call.num_kv_heads
+    heads = slice(job.heads.start // group, (job.heads.stop - 1) // group + 1)
+    if job.tiles == 1:
+        total[job.batch, heads, job.keys] += addend
+        return
+    # Neighbouring tiles overlap, but the keys at one place in each, `rows` long, do not.
+    for start in range(0, job.kv_len, job.rows):
+        some = addend[:, :, start : start + job.rows]
+        windows = _windows(total[job.batch.start, heads], job, job.kv_start + start, some.shape[2])
+        windows += some
+
+
+class Biases:
+    """The biases of jobs. One that depends on distance alone is kept, and cut to size, while jobs ask for the like.
+
+    So jobs of the same heads should come one after the other, those with the most keys first.
+    """
+
+    def __init__(self, call: AttentionCall, jobs: Iterable[Job]) -> None:
+        self._call = call
+        self._by_distance = call.mask is None and call.q_segment_ids is None
+        self._alike: dict[tuple[int, ...], tuple[int, int, int]] = {}  # kind: first head, the one after the last, back
+        for job in filter(self._is_toeplitz, jobs):
+            heads = job.heads.start, job.heads.stop
+            first, stop, back = self._alike.get(self._kind(job), (*heads, 0))
+            widest = min(first, heads[0]), max(stop, heads[1]), max(back, self._back_of(job))
+            self._alike[self._kind(job)] = widest
+        self._key: tuple[int, ...] = ()
+        self._kept = torch.empty(0)
+        self._heads = slice(0, 0)  # that the kept bias covers
+        self._back = 0  # keys before the first query's own that it covers
+
+    def of(self, job: Job) -> tuple[Tensor, Tensor | None]:
+        """Return a job's bias, ``[batch entries or 1, heads, rows, kv_len]``, and where its queries see something.
+
+        Where is ``[..., rows, 1]``; None for everywhere.
+        """
+        if not self._is_toeplitz(job):
+            tile = self._call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
+            bias, attends = tile.bias()
+            return _four_axes(bias), None if attends is None else _four_axes(attends)
+        key, back = self._kind(job), self._back_of(job)
+        covered = self._heads.start <= job.heads.start and job.heads.stop <= self._heads.stop
+        if key != self._key or back > self._back or not covered:
+            # At once for all heads that ask for the like, if that is not too much.
+            first, stop, most = self._alike[key]
+            if (stop - first) * job.rows * (most + job.rows) > _tile_plan.SIZES.bias_elements:
+                first, stop, most = job.heads.start, job.heads.stop, back
+            self._key, self._heads, self._back = key, slice(first, stop), most
+            self._kept = self._toeplitz(replace(job, heads=self._heads), most, most + job.kv_len - back)
+        first = self._heads.start
+        return self._kept[:, job.heads.start - first : job.heads.stop - first, :, self._back - back :], None
+
+    def _is_toeplitz(self, job: Job) -> bool:
+        """Whether bias depends on distance alone, and each query's own key is among the job's, to count it from."""
+        back = self._back_of(job)
+        return self._by_distance and back >= 0 and back + job.rows <= job.kv_len
+
+    def _back_of(self, job: Job) -> int:
+        return job.back + self._call.q_offset
+
+    def _kind(self, job: Job) -> tuple[int, ...]:
+        """Return what must be the same for biases to be parts of one."""
+        slopes = self._call.slopes, self._call.future_slopes
+        is_shared = all(x is None or x.ndim == 1 for x in slopes)
+        batch = (0, 0) if is_shared else (job.batch.start, job.batch.stop)
+        return (*batch, job.rows, job.kv_len - self._back_of(job))
+
+    def _toeplitz(self, job: Job, back: int, kv_len: int) -> Tensor:
+        """Return the bias of a tile that is constant along its diagonals: each row is the next one, shifted."""
+        width = kv_len + job.rows - 1
+        tile = self._call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
+        last = replace(tile, q_len=1, kv_len=width, q_offset=back + job.rows - 1)
+        row = _four_axes(last.bias()[0])  # [batch entries or 1, heads, 1, width]
+        copies = row.expand(-1, -1, job.rows, -1).contiguous()
+        # One element less than a row apart, rows move one to the right each.
+        batch, head, step, _ = copies.stride()
+        size = (*copies.shape[:3], kv_len)
+        return copies.as_strided(size, (batch, head, step - 1, 1), job.rows - 1)
+
+
+def _four_axes(tensor: Tensor) -> Tensor:
+    return tensor.reshape((1,) * (4 - tensor.ndim) + tensor.shape)

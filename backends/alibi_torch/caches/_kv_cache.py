@@ -1,0 +1,158 @@
+"""Keys and values of the tokens seen so far, for decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import array_api_compat.torch as xp
+import torch
+from torch import Tensor
+
+from alibi_core import AttentionCall
+from alibi_core._arrays.checks import floating_dtype, non_negative_int, one_of, positive_int
+from alibi_torch._attention import run
+from alibi_torch._dispatch.choice import IMPLEMENTATIONS
+from alibi_torch._tiled.plan import KeyNorms, norm_bounds
+
+BLOCK = 128  # keys that one bound of their norms is kept for
+
+
+class KVCache:
+    """A key/value cache of fixed capacity that appends in place, and keeps what the horizon needs to know of keys.
+
+    Attributes:
+        key: ``[batch_size, num_kv_heads, max_length, head_dim]``; the first ``length`` positions are in use.
+        value: Likewise.
+        key_norms: ``[batch_size, num_kv_heads, blocks]``, float32: a bound of the norms of each 128 keys.
+        length: Tokens held.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_kv_heads: int,
+        max_length: int,
+        head_dim: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        shape = (
+            positive_int("batch_size", batch_size),
+            positive_int("num_kv_heads", num_kv_heads),
+            positive_int("max_length", max_length),
+            positive_int("head_dim", head_dim),
+        )
+        if dtype is not None:
+            floating_dtype(xp, "dtype", dtype)
+        self.key, self.value = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        statistics = torch.promote_types(self.key.dtype, torch.float32)
+        self.key_norms = torch.zeros(*shape[:2], -(-shape[2] // BLOCK), device=device, dtype=statistics)
+        self.length = 0
+
+    @property
+    def max_length(self) -> int:
+        """Capacity, in tokens."""
+        return self.key.shape[2]
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the keys and values of further tokens and return those of all tokens so far.
+
+        Args:
+            key: ``[batch_size, num_kv_heads, new, head_dim]``.
+            value: Likewise.
+
+        Returns:
+            Views of the cache, ``[batch_size, num_kv_heads, length, head_dim]`` each. They are valid until the next
+            :meth:`append`, as far as gradients are concerned; decode under ``torch.no_grad()``.
+
+        Raises:
+            TypeError: If an argument is no tensor of four axes.
+            ValueError: If the cache is full, or holds another batch, dtype or device.
+        """
+        check_appended(key, value, self.key)
+        end, max_length = self.length + key.shape[2], self.max_length
+        if end > max_length:
+            raise ValueError(
+                f"cache must have room for {key.shape[2]} more tokens, got max_length {max_length} with "
+                f"{self.length} in use; make it longer with make_cache"
+            )
+        self.key[:, :, self.length : end] = key
+        self.value[:, :, self.length : end] = value
+        norms = norm_bounds(key.detach())
+        blocks = torch.arange(self.length, end, device=norms.device) // BLOCK
+        self.key_norms.scatter_reduce_(2, blocks.expand_as(norms), norms, "amax")
+        self.length = end
+        return self.key[:, :, :end], self.value[:, :, :end]
+
+    def attend(
+        self,
+        query: Tensor,
+        slopes: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        segment_ids: tuple[Tensor, Tensor] | None = None,
+        window_size: int | None = None,
+        scale: float | None = None,
+        tolerance: float | None = None,
+        implementation: str | None = None,
+    ) -> Tensor:
+        """Return the causal attention of the last tokens held over all tokens held.
+
+        It equals :func:`alibi_torch.attention` on the tensors that :meth:`append` returned, but need not read all keys
+        to find out how large they are.
+
+        Args:
+            query: ``[batch_size, num_heads, q_len, head_dim]``, of the last ``q_len`` tokens.
+            slopes: As for :func:`alibi_torch.attention`, like all the rest.
+            mask: Over all tokens held, likewise.
+            segment_ids: A pair (queries, all tokens held).
+            window_size: In tokens.
+            scale: Factor of the scores.
+            tolerance: The share of softmax weight that may be left out.
+            implementation: As there.
+
+        Returns:
+            ``[batch_size, num_heads, q_len, head_dim]``.
+        """
+        if implementation is not None:
+            one_of("implementation", implementation, IMPLEMENTATIONS)
+        rules: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size}
+        key, value = self.key[:, :, : self.length], self.value[:, :, : self.length]
+        call = AttentionCall.check(query, key, value, slopes, scale=scale, tolerance=tolerance, xp=xp, **rules)
+        norms = KeyNorms(self.key_norms[:, :, : -(-self.length // BLOCK)], BLOCK)
+        return run(call, query, key, value, implementation, norms)
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens but the first ``length``."""
+        self.length = min(self.length, non_negative_int("length", length))
+
+    def select_batch(self, indices: Tensor) -> None:
+        """Keep the sequences at ``indices`` of the batch axis, in that order; one may be asked for repeatedly.
+
+        Beam search does so, as its candidates fall behind or branch.
+
+        Args:
+            indices: ``[batch_size]`` integers, for a batch size that may be another than before.
+        """
+        indices = indices.to(self.key.device)
+        self.key, self.value = (x.index_select(0, indices) for x in (self.key, self.value))
+        self.key_norms = self.key_norms.index_select(0, indices)
+
+
+def check_appended(key: Tensor, value: Tensor, like: Tensor) -> None:
+    """Check that keys and values fit those that a cache holds, in all but their number."""
+    batch_size, num_kv_heads, _, head_dim = like.shape
+    for name, tensor in (("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor) or tensor.ndim != 4:
+            raise TypeError(f"{name} must be a tensor of four axes, got {getattr(tensor, 'shape', tensor)}")
+        if (tensor.dtype, tensor.device) != (like.dtype, like.device):
+            raise ValueError(
+                f"{name} must be {like.dtype} on {like.device} as the cache is, got {tensor.dtype} on {tensor.device}"
+            )
+        expected = (batch_size, num_kv_heads, key.shape[2], head_dim)
+        if tuple(tensor.shape) != expected:
+            raise ValueError(
+                f"{name} must have shape {expected} (batch_size, num_kv_heads, length, head_dim) to fit the cache, "
+                f"got {tuple(tensor.shape)}"
+            )

@@ -1,0 +1,77 @@
+"""The bias as a module that keeps the last one it built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import alibi_core
+from alibi_core._arrays.checks import non_negative_int
+from alibi_core._models.layer_shape import LayerShape
+from alibi_torch.nn._slopes import KeepsSlopes, host_copy
+
+
+class AlibiBias(KeepsSlopes):
+    """Builds the ALiBi bias, and builds it anew only when lengths, dtype or device change.
+
+    For models that add a bias to scores of their own. :func:`alibi_torch.attention` needs none.
+
+    Args:
+        num_heads: How many heads.
+        is_causal: Mask keys after the query. Otherwise the bias is symmetric.
+        slopes: ``[num_heads]`` slopes, a PyTorch or NumPy array, not negative; used as float32. Default: those of
+            ``scheme``.
+        scheme: As for :func:`alibi_core.slopes`; must be left alone when ``slopes`` are given.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If the slopes are misshapen, negative or not finite, or given together with a scheme.
+
+    Example:
+        >>> AlibiBias(2, slopes=torch.tensor([1.0, 0.5]))(2, 3)
+        tensor([[[-1.0000,  0.0000,    -inf],
+                 [-2.0000, -1.0000,  0.0000]],
+        <BLANKLINE>
+                [[-0.5000,  0.0000,    -inf],
+                 [-1.0000, -0.5000,  0.0000]]])
+    """
+
+    def __init__(
+        self, num_heads: int, *, is_causal: bool = True, slopes: Any | None = None, scheme: str | None = None
+    ) -> None:
+        super().__init__()
+        if slopes is None:
+            chosen = "canonical" if scheme is None else scheme
+            slopes = alibi_core.slopes(num_heads, scheme=chosen, xp=torch, device="cpu")
+        elif scheme is not None:
+            raise ValueError(f"scheme must be None when slopes are given, got {scheme!r}")
+        LayerShape.check(num_heads, num_heads, is_causal=is_causal, slopes=slopes)
+        self.is_causal = is_causal
+        place = slopes.device if isinstance(slopes, Tensor) else torch.get_default_device()
+        self.register_slopes("slopes", host_copy(slopes), place)
+        self._built: tuple[Tensor, tuple[object, ...], Tensor] | None = None  # slopes, key, bias
+
+    def forward(self, q_len: int, kv_len: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the bias of ``q_len`` queries over ``kv_len`` keys (default ``q_len``), ends aligned.
+
+        Args:
+            q_len: Queries, in tokens.
+            kv_len: Keys, in tokens.
+            dtype: Default that of the slopes.
+
+        Returns:
+            ``[num_heads, q_len, kv_len]`` on the device of the slopes; do not change it in place.
+        """
+        non_negative_int("q_len", q_len)  # True and 1.0 would pass for 1 in the key
+        if kv_len is not None:
+            non_negative_int("kv_len", kv_len)
+        if torch.compiler.is_compiling():  # a compiled function keeps nothing: it makes the bias part of other loops
+            return alibi_core.bias(self.slopes, q_len, kv_len, is_causal=self.is_causal, dtype=dtype)
+        # In the key, too: a bias made in inference mode could not be used in training.
+        key = (q_len, kv_len, dtype, self.slopes.device, torch.is_inference_mode_enabled())
+        if self._built is None or self._built[0] is not self.slopes or self._built[1] != key:
+            bias = alibi_core.bias(self.slopes, q_len, kv_len, is_causal=self.is_causal, dtype=dtype)
+            self._built = self.slopes, key, bias
+        return self._built[2]

@@ -1,0 +1,197 @@
+"""Multi-head self-attention with ALiBi, as a PyTorch module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import array_api_compat.torch as xp
+import torch
+from torch import Tensor, nn
+
+from alibi_core._arrays.checks import boolean, one_of
+from alibi_core._models.layer_shape import LayerShape
+from alibi_torch._attention import IMPLEMENTATIONS, attention
+from alibi_torch.caches._evicting import EvictingKVCache
+from alibi_torch.caches._kv_cache import KVCache
+from alibi_torch.nn._slopes import KeepsSlopes, host_copy
+
+
+class AlibiAttention(KeepsSlopes):
+    """Multi-head self-attention whose only notion of position is ALiBi.
+
+    Parameters are ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` (``nn.Linear``), under the same names in every
+    backend, so that a state dict saved as safetensors loads into any of them. Fixed slopes are a buffer that is not
+    saved; learnable ones are the parameter ``log_slopes``, whose exponential stays positive whatever the optimizer
+    does. Both stay float32 when the module is cast to a lower precision.
+
+    Args:
+        embed_dim: Features of input and output.
+        num_heads: Query heads.
+        num_kv_heads: Key/value heads, a divisor of ``num_heads``. Default ``num_heads``.
+        head_dim: Features a head. Default ``embed_dim // num_heads``.
+        bias: Give the four projections a bias term.
+        is_causal: Decoder (True) or encoder (False).
+        slopes: ``[num_heads]`` slopes, a PyTorch or NumPy array. Default: the canonical ones. A tensor-parallel shard
+            passes its slice of the global ones, ``alibi_core.slopes(n)[first:last]``.
+        future_slopes: ``[num_heads]`` slopes for keys after the query, for an asymmetric encoder.
+        learnable_slopes: Train the slopes, starting from ``slopes``.
+        window_size: Mask keys farther than this many tokens.
+        dropout: Probability of zeroing a feature of the output while training.
+        implementation: As for :func:`alibi_torch.attention`.
+        device: Where the parameters live.
+        dtype: Dtype of the projections.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If sizes do not divide or a value is out of range.
+
+    Example:
+        >>> layer = AlibiAttention(64, 8, num_kv_heads=2)
+        >>> layer(torch.randn(3, 10, 64)).shape
+        torch.Size([3, 10, 64])
+    """
+
+    slopes: Tensor | None
+    future_slopes: Tensor | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        is_causal: bool = True,
+        slopes: Any | None = None,
+        future_slopes: Any | None = None,
+        learnable_slopes: bool = False,
+        window_size: int | None = None,
+        dropout: float = 0.0,
+        implementation: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.shape = shape = LayerShape.check(
+            embed_dim,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            is_causal=is_causal,
+            slopes=slopes,
+            future_slopes=future_slopes,
+            learnable_slopes=learnable_slopes,
+            window_size=window_size,
+            dropout=dropout,
+            bias=bias,
+        )
+        if implementation is not None:
+            one_of("implementation", implementation, IMPLEMENTATIONS)
+        self.is_causal, self.window_size, self.implementation = is_causal, window_size, implementation
+        factory = {"bias": bias, "device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(embed_dim, shape.num_heads * shape.head_dim, **factory)
+        self.k_proj = nn.Linear(embed_dim, shape.num_kv_heads * shape.head_dim, **factory)
+        self.v_proj = nn.Linear(embed_dim, shape.num_kv_heads * shape.head_dim, **factory)
+        self.out_proj = nn.Linear(shape.num_heads * shape.head_dim, embed_dim, **factory)
+        self.dropout = nn.Dropout(dropout)
+
+        place = self.q_proj.weight.device
+        given, future = (None if x is None else host_copy(x) for x in (slopes, future_slopes))
+        initial = shape.fixed_slopes(xp, given, "cpu")
+        self.log_slopes = nn.Parameter(initial.log().to(place)) if learnable_slopes else None
+        self.register_slopes("slopes", None if learnable_slopes else initial, place)
+        self.register_slopes("future_slopes", future, place)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Attend within ``x``, or from ``x`` to the tokens in ``cache`` and ``x``.
+
+        Args:
+            x: ``[batch, length, embed_dim]``.
+            mask: Booleans, True where a query may look, that broadcast to ``[batch, num_heads, length, kv_len]``,
+                where ``kv_len`` counts the cached tokens too.
+            segment_ids: ``[batch, length]`` integers, for packed sequences; with a cache, a pair (of ``x``, of all
+                tokens).
+            cache: From :meth:`make_cache`; the tokens of ``x`` are appended to it. Causal layers only.
+
+        Returns:
+            ``[batch, length, embed_dim]``, of the dtype of the projections' output.
+
+        Raises:
+            TypeError: If an argument is of the wrong kind.
+            ValueError: If a shape is wrong, the cache does not fit, or the layer is not causal and gets a cache.
+        """
+        self.shape.check_input(x, xp)
+        query, key, value = (
+            proj(x).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)  # [batch, heads, length, head_dim]
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        slopes = self.slopes if self.log_slopes is None else self.log_slopes.exp()
+        rules: dict[str, Any] = {"segment_ids": segment_ids, "window_size": self.window_size, "mask": mask}
+        rules["implementation"] = self.implementation
+        if cache is None:
+            direction: dict[str, Any] = {"is_causal": self.is_causal, "future_slopes": self.future_slopes}
+            attended = attention(query, key, value, slopes, **direction, **rules)
+        else:
+            attended = self._attend_to(cache, query, key, value, slopes, rules)
+        return self.dropout(self.out_proj(attended.transpose(1, 2).flatten(2)))
+
+    def _attend_to(
+        self, cache: KVCache, query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, rules: dict[str, Any]
+    ) -> Tensor:
+        if not self.is_causal:
+            raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"cache must be an alibi_torch.KVCache, got {type(cache).__name__}; see make_cache")
+        held = cache.length
+        cache.append(key, value)
+        try:
+            return cache.attend(query, slopes, **rules)
+        except Exception:
+            cache.truncate(held)  # a call that was refused leaves no tokens behind
+            raise
+
+    def make_cache(
+        self, batch_size: int, max_length: int, *, evict: bool = False, max_query_norm: float | None = None
+    ) -> KVCache:
+        """Return an empty cache for ``batch_size`` sequences of up to ``max_length`` tokens.
+
+        Its dtype is that of the keys to come: the parameters', or autocast's where the cache is made under autocast.
+
+        Args:
+            batch_size: Sequences.
+            max_length: Tokens that the cache can hold.
+            evict: Let heads drop the keys that their horizons prove to be of no weight to any query to come.
+            max_query_norm: With ``evict``, what no query's norm will exceed; the layer refuses one that does.
+        """
+        weight = self.k_proj.weight
+        place = weight.device.type
+        sizes = batch_size, self.shape.num_kv_heads, max_length, self.shape.head_dim
+        dtype = torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else weight.dtype
+        if not boolean("evict", evict):
+            if max_query_norm is not None:
+                raise ValueError(f"max_query_norm must be None without evict=True, got {max_query_norm}")
+            return KVCache(*sizes, device=weight.device, dtype=dtype)
+        if max_query_norm is None:
+            raise ValueError("max_query_norm must be given with evict=True: it decides which keys may be dropped")
+        slopes = self.slopes if self.log_slopes is None else self.log_slopes.exp()
+        return EvictingKVCache(
+            *sizes,
+            slopes=slopes,
+            max_query_norm=max_query_norm,
+            window_size=self.window_size,
+            device=weight.device,
+            dtype=dtype,
+        )
+
+    def extra_repr(self) -> str:
+        """Return the sizes, for ``print(module)``."""
+        sizes = f"embed_dim={self.shape.embed_dim}, num_heads={self.shape.num_heads}"
+        return f"{sizes}, num_kv_heads={self.shape.num_kv_heads}, is_causal={self.is_causal}"

@@ -1,0 +1,252 @@
+"""Sequence-parallel ALiBi attention of a process group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import array_api_compat.torch as xp
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from alibi_core import AttentionCall, ShardPlan, Shards, shard_plan
+from alibi_core._arrays import checks as _checks
+from alibi_core._horizon.ranges import LARGEST_TOLERANCE, tolerance_of
+from alibi_core._sharding.plan import HALO_SHARE
+from alibi_core._slopes import slopes as canonical_slopes
+from alibi_torch._attention import run
+from alibi_torch._dispatch.choice import IMPLEMENTATIONS
+from alibi_torch.parallel._checks import check_plan, facts_of
+from alibi_torch.parallel._group import Place, agree, check_device, local_slopes, place_of
+from alibi_torch.parallel._halo import Exchange, GatherHalo, Halo, Travelling, assembled, start
+from alibi_torch.parallel._reach import needed_tokens
+
+
+# What processes tell each other decides what is computed: torch.compile leaves the call as it is, between its graphs.
+@torch._disable_dynamo
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Tensor | None = None,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    axis_name: str | None = None,
+    head_axis: str | None = None,
+    placement: str = "contiguous",
+    length: int | None = None,
+    score_bound: float | None = None,
+    plan: ShardPlan | None = None,
+    is_causal: bool = True,
+    future_slopes: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    window_size: int | None = None,
+    scale: float | None = None,
+    tolerance: float | None = None,
+    allow_negative_slopes: bool = False,
+    implementation: str | None = None,
+) -> Tensor:
+    """Return this process's part of ALiBi self-attention over a sequence that is divided among processes.
+
+    The result is that of :func:`alibi_torch.attention` on the whole sequence, to rounding, with gradients of query,
+    key, value and slopes. All processes of the group have to make the call, and to go backward through it if one does.
+
+    Each process gets the keys and values that its queries need, and no others. Who needs which is decided in one of two
+    ways:
+
+    * With ``score_bound``, or a ``plan`` made of one, before anything is measured: each key/value head sends as many
+      tokens as its horizon asks for. While they are under way processes check that their data respect the bound; if
+      those of any do not, all get more, at the cost of having waited. The result is right in any case.
+    * Without, from norms of queries and keys, the largest of which processes tell each other first.
+
+    Padding at the end of the sequence, of which ``length`` tells, is not looked at, and its results are zeros. A
+    gradient by slopes is that of this process's results: summed over the group, it is that of all.
+
+    Args:
+        query: ``[batch, num_heads, shard_len, head_dim]``, this process's shard: tokens in the order of
+            :meth:`alibi_core.Shards.order`, and this process's heads. ``shard_len`` is the same on all processes.
+        key: ``[batch, num_kv_heads, shard_len, head_dim]``; ``num_kv_heads`` divides ``num_heads``.
+        value: Of the shape of ``key``.
+        slopes: ``[num_heads]``, those of *all* processes' heads. Default: the canonical slopes of as many heads as all
+            processes have together.
+        group: The processes that share the sequence, or a mesh. Default: all processes.
+        axis_name: The mesh dimension that tokens are divided along, where the mesh has several.
+        head_axis: The mesh dimension that heads are divided along; None if they are not.
+        placement: ``"contiguous"`` or ``"zigzag"``; see :class:`alibi_core.Shards`.
+        length: Tokens of the sequence. Default: those of all shards.
+        score_bound: By how much the scaled score of any key may exceed that of the key at the query's own position;
+            ``2 * scale * |query| * max|key|`` is never exceeded.
+        plan: What :func:`alibi_core.shard_plan` returned, instead of ``score_bound``.
+        is_causal: Mask keys after the query.
+        future_slopes: With ``is_causal=False``, the slopes for keys after the query, of all processes' heads. Default
+            ``slopes``.
+        segment_ids: ``[batch, shard_len]`` integers: attend only where they are equal.
+        window_size: Mask keys farther than this many tokens.
+        scale: Factor of the scores. Default ``head_dim ** -0.5``.
+        tolerance: The share of softmax weight that may be left out, by what is not sent and not computed together.
+            Default: the dtype's rounding error. With 0 all is sent and computed.
+        allow_negative_slopes: Let slopes be negative.
+        implementation: As for :func:`alibi_torch.attention`.
+
+    Returns:
+        ``[batch, num_heads, shard_len, head_dim]``, of the dtype and on the device of ``query``.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value, shape or device is wrong, or another than on other processes.
+        NotImplementedError: If the implementation named cannot run the call, or a transform of ``torch.func`` is to.
+        RuntimeError: If ``torch.distributed`` was not initialized, or another process does not answer in the group's
+            timeout.
+
+    Example:
+        On one process of two, with half of a sequence of 8,192 tokens each::
+
+            query, key, value = torch.randn(3, 1, 8, 4096, 64).unbind()
+            result = attention(query, key, value, score_bound=16.0)  # [1, 8, 4096, 64]
+
+    References:
+        Press, Smith, Lewis, "Train Short, Test Long", arXiv 2108.12409; Liu, Zaharia, Abbeel, "Ring Attention with
+        Blockwise Transformers", arXiv 2310.01889.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError("parallel.attention has gradients by torch.autograd, and no torch.func transforms")
+    place = place_of(group, axis_name, head_axis)
+    for name, tensor in (("query", query), ("key", key)):
+        if _checks.array(name, tensor).ndim != 4:
+            raise ValueError(f"{name} must have shape (batch, heads, shard_len, head_dim), got {tuple(tensor.shape)}")
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(f"key must have the shard_len of query, {query.shape[2]}, got {key.shape[2]}")
+    if implementation is not None:
+        _checks.one_of("implementation", implementation, IMPLEMENTATIONS)
+    heads = query.shape[1]
+    if slopes is None:
+        slopes = canonical_slopes(heads * place.head_shards, xp=xp, device=query.device)
+    own_slopes, own_future = (
+        local_slopes(name, given, heads, place)
+        for name, given in (("slopes", slopes), ("future_slopes", future_slopes))
+    )
+    call = AttentionCall.check(
+        query,
+        key,
+        value,
+        own_slopes,
+        is_causal=is_causal,
+        future_slopes=own_future,
+        segment_ids=segment_ids,
+        window_size=window_size,
+        scale=scale,
+        tolerance=tolerance,
+        allow_negative_slopes=allow_negative_slopes,
+        xp=xp,
+    )
+    check_device(place, group, query)
+    shards = Shards.of_shard_len(query.shape[2], place.size, placement, length)
+    if score_bound is not None and plan is not None:
+        raise ValueError("score_bound must be None when a plan is given, which is made of one")
+    if plan is not None:
+        check_plan(plan, call, shards, place)
+    share = min(tolerance_of(call), LARGEST_TOLERANCE)
+    if score_bound is not None:
+        plan = shard_plan(
+            own_slopes.detach(),
+            shards,
+            score_bound=score_bound,
+            tolerance=share,
+            is_causal=is_causal,
+            future_slopes=None if own_future is None else own_future.detach(),
+            window_size=call.window_size,
+            num_kv_heads=call.num_kv_heads,
+        )
+    place = agree(place, query.device, facts_of(call, shards, plan, key, value, implementation))
+    if call.is_empty:
+        return query + key.sum() + value.sum()  # of no elements, but a part of the graph
+    exchange, travelling = _exchanged(place, call, shards, plan, query, key, value, share)
+    return _attend(call, exchange, travelling, query, key, value, (1 - HALO_SHARE) * share, implementation)
+
+
+def _exchanged(
+    place: Place,
+    call: AttentionCall,
+    shards: Shards,
+    plan: ShardPlan | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tolerance: float,
+) -> tuple[Exchange, Travelling]:
+    """Decide what is sent, and start to send it."""
+    nothing = (0,) * call.num_kv_heads
+    covered = (nothing, nothing) if plan is None else (plan.covered(1), plan.covered(-1))
+    exchange = Exchange(Halo(shards, *covered), place)
+    travelling = start(exchange, (key, value))
+    if shards.num_chunks == 1 or (plan is not None and plan.is_complete):
+        return exchange, travelling
+    needed = needed_tokens(place, call, exchange.halo, query, key, tolerance)
+    if all(
+        n <= held for some, others in zip(needed, covered, strict=True) for n, held in zip(some, others, strict=True)
+    ):
+        return exchange, travelling
+    travelling.wait()
+    exchange = Exchange(Halo(shards, *needed), place)
+    return exchange, start(exchange, (key, value))
+
+
+def _attend(
+    call: AttentionCall,
+    exchange: Exchange,
+    travelling: Travelling,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tolerance: float,
+    implementation: str | None,
+) -> Tensor:
+    """Return attention to own keys and those that arrive."""
+    # On the CPU the parts of a key's gradient, from several processes, are not rounded before they are added.
+    dtype = call.working_dtype if query.device.type == "cpu" else call.dtype
+    ids = _segments(call, exchange)
+    seen = GatherHalo.apply(key, value, exchange, travelling, dtype)
+    count, size = len(exchange.stretches), exchange.halo.shards.chunk_len
+    group = call.num_heads // call.num_kv_heads
+    results: dict[int, list[Tensor]] = {}
+    for index, stretch in enumerate(exchange.stretches):
+        slot, tokens = exchange.halo.shards.place(stretch.chunk)[1], exchange.halo.tokens(stretch.chunk)
+        rows = slice(slot * size, slot * size + tokens)
+        heads = slice(stretch.heads.start * group, stretch.heads.stop * group)
+        local_keys, local_values = seen[index], seen[count + index]
+        part = replace(
+            call.tile(batch=slice(0, call.batch[0]), heads=heads, queries=rows, keys=rows),
+            kv_len=local_keys.shape[2],
+            num_kv_heads=local_keys.shape[1],
+            q_offset=stretch.chunk * size - stretch.first,
+            kv_segment_ids=None if ids is None else ids[index],
+            dtype=dtype,
+            tolerance=tolerance,
+        )
+        queries = query[:, heads, rows].to(dtype)
+        results.setdefault(slot, []).append(run(part, queries, local_keys, local_values, implementation, None))
+    if not results:  # padding alone, but a part of the graph
+        inputs = [x for x in (key, value, call.slopes, call.future_slopes) if x is not None]
+        return F.pad(query[:, :, :0] + sum(x.flatten()[:0].sum() for x in inputs), (0, 0, 0, call.q_len)).to(
+            query.dtype
+        )
+    nothing = query[:, :, :0].to(dtype)
+    whole = [torch.cat(results[x], dim=1) if x in results else nothing for x in range(exchange.halo.shards.slots)]
+    return torch.cat([F.pad(x, (0, 0, 0, size - x.shape[2])) for x in whole], dim=2).to(query.dtype)
+
+
+def _segments(call: AttentionCall, exchange: Exchange) -> list[Tensor] | None:
+    """Return the segments of the keys of each stretch, ``[batch, length]``."""
+    if call.q_segment_ids is None:
+        return None
+    halo = exchange.halo
+    widest = Exchange(Halo(halo.shards, (max(halo.past),), (max(halo.future),)), exchange.place)
+    ids = call.q_segment_ids.expand(call.batch[0], -1)[:, None, :, None]
+    found = assembled(widest, (ids,), start(widest, (ids,)), ids.dtype)[0]
+    by_chunk = {seen.chunk: (seen.first, part[:, 0, :, 0]) for seen, part in zip(widest.stretches, found, strict=True)}
+    return [
+        by_chunk[seen.chunk][1][:, seen.first - by_chunk[seen.chunk][0] :][:, : seen.stop - seen.first]
+        for seen in exchange.stretches
+    ]

@@ -1,0 +1,183 @@
+"""The processes that share a sequence, and whether they ask for the same thing."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from alibi_core._arrays import checks as _checks
+
+LARGEST_TAG = 2**24
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process is among those that share a sequence, and which of all heads it has.
+
+    Attributes:
+        group: The processes that share the sequence.
+        rank: Of this process, in the group.
+        size: Processes in the group.
+        head_shards: Among how many processes heads are divided besides.
+        head_rank: Which of these shards this process has.
+        tag: Of the messages of one call, and of its backward pass, so that those of two calls are not mistaken.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    head_shards: int = 1
+    head_rank: int = 0
+    tag: int = 0
+
+    def all_reduced(self, tensor: Tensor, operation: Any = dist.ReduceOp.MAX) -> Tensor:
+        """Return a tensor reduced over the group; the one given may be overwritten."""
+        tensor = tensor.contiguous()
+        if self.size > 1:
+            dist.all_reduce(tensor, operation, group=self.group)
+        return tensor
+
+    def global_rank(self, rank: int) -> int:
+        """Return the rank in the default group of a process of this one."""
+        return dist.get_global_rank(self.group, rank)
+
+
+def place_of(group: Any, axis_name: str | None, head_axis: str | None) -> Place:
+    """Return this process's place.
+
+    Args:
+        group: A process group, a device mesh, or None for all processes.
+        axis_name: The mesh dimension that tokens are divided along. None for the only one, and for a process group.
+        head_axis: The mesh dimension that heads are divided along. None if they are not.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If the mesh has no such dimension, or this process is in no such group.
+        RuntimeError: If ``torch.distributed`` was not initialized.
+    """
+    for name, axis in (("axis_name", axis_name), ("head_axis", head_axis)):
+        if axis is not None and not isinstance(axis, str):
+            raise TypeError(f"{name} must be the name of one mesh dimension, got {axis!r}")
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed must be initialized, as by torch.distributed.init_process_group")
+    if isinstance(group, DeviceMesh):
+        return _place_in_mesh(group, axis_name, head_axis)
+    for name, axis in (("axis_name", axis_name), ("head_axis", head_axis)):
+        if axis is not None:
+            raise ValueError(f"{name} must be None where group is no torch.distributed.DeviceMesh, got {axis!r}")
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "group must be a torch.distributed.ProcessGroup that this process is in, a DeviceMesh or None, got "
+            f"{type(group).__name__}"
+        )
+    return Place(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+def _place_in_mesh(mesh: DeviceMesh, axis_name: str | None, head_axis: str | None) -> Place:
+    names = tuple(mesh.mesh_dim_names or ())
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"group must be a mesh that this process is in, got {mesh}")
+    if axis_name is None:
+        if mesh.ndim != 1:
+            raise ValueError(f"axis_name must name a dimension of a mesh that has several, {names}, got None")
+        if head_axis is not None:
+            raise ValueError(
+                f"head_axis must be None where axis_name is: tokens have the mesh's only dimension, got {head_axis!r}"
+            )
+        return Place(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+    for name, axis in (("axis_name", axis_name), ("head_axis", head_axis)):
+        if axis is not None and axis not in names:
+            raise ValueError(f"{name} must name a dimension of the mesh, {names}, got {axis!r}")
+    if axis_name == head_axis:
+        raise ValueError(f"axis_name and head_axis must differ, got {axis_name!r} for both")
+    place = Place(mesh.get_group(axis_name), mesh.get_local_rank(axis_name), mesh.size(names.index(axis_name)))
+    if head_axis is None:
+        return place
+    return Place(place.group, place.rank, place.size, mesh.size(names.index(head_axis)), mesh.get_local_rank(head_axis))
+
+
+def check_device(place: Place, group: Any, tensor: Tensor) -> None:
+    """Check that the group can send what is on a tensor's device."""
+    kind = tensor.device.type
+    if isinstance(group, DeviceMesh) and group.device_type != kind:
+        raise ValueError(f"query must be on {group.device_type}, as the mesh is, got {kind}")
+    try:
+        place.group._get_backend(tensor.device)
+    except RuntimeError as error:
+        raise ValueError(f"query must be on a device that the process group has a backend for, got {kind}") from error
+
+
+def local_slopes(name: str, slopes: Any, heads: int, place: Place) -> Any:
+    """Return the slopes of this process's heads.
+
+    Raises:
+        TypeError: If slopes are given as a number.
+        ValueError: If these are not the slopes of all processes' heads.
+    """
+    if slopes is None:
+        return None
+    total = heads * place.head_shards
+    if _checks.is_int(slopes):
+        raise TypeError(
+            f"{name} must be a tensor of all processes' slopes or None for the canonical ones, got {slopes}"
+        )
+    if tuple(_checks.array(name, slopes).shape) != (total,):
+        among = f" on each of {place.head_shards} processes" if place.head_shards > 1 else ""
+        raise ValueError(
+            f"{name} must have shape ({total},), those of all processes' heads ({heads}{among}), got "
+            f"{tuple(slopes.shape)}; local slopes would not tell which heads a process has"
+        )
+    return slopes[place.head_rank * heads :][:heads]
+
+
+_tags = count()
+
+
+def agree(place: Place, device: torch.device, facts: dict[str, Any]) -> Place:
+    """Check that all processes of the group ask for the same; if not, all of them raise.
+
+    Args:
+        place: This process's.
+        device: That the group can send from.
+        facts: By name, in the same order on all processes; what is compared is ``repr``.
+
+    Returns:
+        The place, with a tag that is the same on all processes, and that no call has had before.
+
+    Raises:
+        ValueError: If a fact is another elsewhere.
+    """
+    global _tags
+    if place.size == 1:
+        return place
+    digests = [hashlib.blake2b(repr(fact).encode(), digest_size=8).digest() for fact in facts.values()]
+    numbers = [int.from_bytes(x, "little", signed=True) for x in digests]
+    mine = torch.tensor([*numbers, next(_tags)], device=device)
+    found = [torch.empty_like(mine) for _ in range(place.size)]
+    dist.all_gather(found, mine, group=place.group)
+    everywhere = torch.stack(found)
+    tag = int(everywhere[:, -1].max())
+    _tags = count(tag + 1)
+    differs = everywhere[:, :-1] != everywhere[0, :-1]
+    if not differs.any():
+        return replace(place, tag=tag % LARGEST_TAG)
+    index = int(differs.any(dim=0).nonzero()[0])
+    others = differs[:, index].nonzero().flatten().tolist()
+    name, fact = list(facts.items())[index]
+    raise ValueError(
+        f"{name} must be the same on all processes of the group, got {fact} on process {place.rank} and another than "
+        f"on process 0 on {', '.join(map(str, others))}"
+    )
+
+
+def mark_of(facts: dict[str, Any]) -> float:
+    """Return a number, which float32 holds, for processes to compare in what they reduce anyway."""
+    return float(int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=3).digest(), "little"))

@@ -1,0 +1,116 @@
+"""Tensor parallelism: the heads of an attention layer divided among processes, each with its own slopes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from alibi_torch.caches._kv_cache import KVCache
+from alibi_torch.nn._layer import AlibiAttention
+
+
+class TensorParallelAttention(ParallelStyle):
+    """Divide the heads of an :class:`alibi_torch.AlibiAttention` among the processes of a mesh of one dimension.
+
+    ``q_proj``, ``k_proj`` and ``v_proj`` are divided by output features, ``out_proj`` by input features, and each
+    process gets the slopes of the heads that it has, out of those of all heads. Input and output are whole on every
+    process. Parameters become ``DTensor``s under their names, ``log_slopes`` among them, so that optimizers,
+    ``fully_shard`` and checkpoints see whole ones. Caches hold a process's own heads.
+
+    Example:
+        On each of 4 processes::
+
+            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("heads",))
+            layer = parallelize_module(AlibiAttention(512, 8), mesh, TensorParallelAttention())
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, AlibiAttention):
+            raise TypeError(f"module must be an alibi_torch.AlibiAttention, got {type(module).__name__}")
+        if isinstance(module, ShardedAttention):
+            raise ValueError("module must have all of its heads, got one whose heads are divided already")
+        if type(module) is not AlibiAttention:
+            # What it computes otherwise would be lost, or know nothing of other processes' heads.
+            raise TypeError(
+                f"module must be an AlibiAttention itself, of no derived class, got {type(module).__name__}"
+            )
+        if device_mesh.ndim != 1:
+            raise ValueError(
+                f"device_mesh must have one dimension, such as mesh['heads'], got {device_mesh.mesh_dim_names}"
+            )
+        size, rank = device_mesh.size(), device_mesh.get_local_rank()
+        for name in ("num_heads", "num_kv_heads"):
+            heads = getattr(module.shape, name)
+            if heads % size:
+                raise ValueError(f"{name} must be divisible by the {size} processes of the mesh, got {heads}")
+        plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+        parallelize_module(module, device_mesh, plan | {"out_proj": RowwiseParallel()})
+        heads = module.shape.num_heads // size
+        mine = slice(rank * heads, (rank + 1) * heads)
+        for name, slopes in list(module._host_slopes.items()):
+            if slopes is not None:
+                module.register_slopes(name, slopes[mine].clone(), getattr(module, name).device)
+        if module.log_slopes is not None:
+            whole = module.log_slopes
+            divided = distribute_tensor(whole.detach(), device_mesh, [Shard(0)])
+            module.log_slopes = nn.Parameter(divided, requires_grad=whole.requires_grad)
+        module.shape = replace(module.shape, num_heads=heads, num_kv_heads=module.shape.num_kv_heads // size)
+        module.__class__ = ShardedAttention
+        return module
+
+
+def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
+    """Return a plan for ``parallelize_module`` that divides the heads of every attention layer of a model.
+
+    Args:
+        module: A model, or an :class:`alibi_torch.AlibiAttention` itself.
+
+    Raises:
+        ValueError: If there is no such layer in it.
+
+    Example:
+        >>> plan = tensor_parallel_plan(nn.Sequential(AlibiAttention(64, 8), nn.Linear(64, 64)))
+        >>> list(plan)
+        ['0']
+    """
+    plan: dict[str, ParallelStyle] = {
+        name: TensorParallelAttention() for name, part in module.named_modules() if isinstance(part, AlibiAttention)
+    }
+    if not plan:
+        raise ValueError("module must have an alibi_torch.AlibiAttention in it, got none")
+    return plan
+
+
+class ShardedAttention(AlibiAttention):
+    """An attention layer with some of the heads: what :class:`TensorParallelAttention` makes of one with all."""
+
+    def forward(self, x: Tensor, **rules: Any) -> Tensor:
+        """Attend with this process's heads, and add what other processes' heads say."""
+        with self._own_slopes():
+            return super().forward(x, **rules)
+
+    def make_cache(self, *sizes: int, **options: Any) -> KVCache:
+        """Return an empty cache for this process's heads."""
+        with self._own_slopes():
+            return super().make_cache(*sizes, **options)
+
+    @contextmanager
+    def _own_slopes(self) -> Iterator[None]:
+        """Let slopes that are learned be this process's part of them."""
+        whole = self._parameters.get("log_slopes")
+        if not isinstance(whole, DTensor):  # slopes are fixed
+            yield
+            return
+        self._parameters["log_slopes"] = whole.to_local()
+        try:
+            yield
+        finally:
+            self._parameters["log_slopes"] = whole

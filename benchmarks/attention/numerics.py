@@ -1,0 +1,140 @@
+"""Whether attention is right: a run of the benchmark, what it has found, and the errors it measures first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from alibi_core._horizon.ranges import UNIT_ROUNDOFF
+from benchmarks.attention.backend import Backend, Contestant
+from benchmarks.attention.exact import Error, Reference, errors_of_gradients, sample
+from benchmarks.attention.sizes import Shape, Sizes
+from benchmarks.harness.timing import Measurement
+
+# Relative errors. Gross ones: a wrong slope, mask or offset is off by far more. The accuracy section judges the digits.
+OURS_LIMIT = 16  # units of roundoff of the dtype
+PEERS_LIMIT = 2.0**-9  # in float32: BLOOM counts its bias from the first key, which costs digits
+
+
+@dataclass
+class Run:
+    """A run in progress: what it measures, and what it has found besides times and memory.
+
+    Attributes:
+        report: Takes a line that says what happens now.
+        wrong: A line for each number that is wrong.
+        numerics: Errors, by what was compared with float64.
+        limits: Of each shape that was timed, the tile limit and how much of it was reached.
+        curves: ``[pass][name]``: pairs of a length and how many times faster than the baseline, for the picture.
+    """
+
+    backend: Backend
+    sizes: Sizes
+    report: Callable[[str], None] = lambda line: None
+    wrong: list[str] = field(default_factory=list)
+    numerics: dict[str, Any] = field(default_factory=dict)
+    limits: list[dict[str, Any]] = field(default_factory=list)
+    curves: dict[str, dict[str, list[tuple[int, float]]]] = field(default_factory=dict)
+
+    def is_right(self, subject: str, relative: float, dtype: str) -> bool:
+        """Keep an error of ours, and return whether it is no gross one."""
+        return self.note_error(subject, relative, OURS_LIMIT * UNIT_ROUNDOFF[dtype])
+
+    def note_error(self, subject: str, relative: float, limit: float) -> bool:
+        """Keep an error, and return whether it is small enough."""
+        self.numerics[subject] = relative
+        if relative <= limit:
+            return True
+        self.wrong.append(f"{subject}: relative error {relative:.1e}, must be at most {limit:.1e}")
+        return False
+
+    def note_limit(self, kind: str, shape: Shape, limit: float, ratio: float) -> str:
+        """Keep a tile limit beside what was reached of it, and return that in words."""
+        found = {"tile_limit": limit, "times_faster": ratio, "reached": ratio / limit}
+        self.limits.append({"pass": kind, "shape": asdict(shape)} | found)
+        return f"{ratio / limit:.0%} of the tile limit, {limit:.2f} times"
+
+    def plot(self, kind: str, name: str, shape: Shape, ratio: float) -> None:
+        """Add a point to a curve of the picture."""
+        if shape.heads == self.sizes.timed[0].shape.heads:
+            self.curves.setdefault(kind, {}).setdefault(name, []).append((shape.length, ratio))
+
+
+# --- What is right --------------------------------------------------------------------------------------------------
+
+
+def check(run: Run) -> None:
+    """Compare everyone's results, and our gradients, with float64 arithmetic on a small shape."""
+    backend, shape = run.backend, run.sizes.checked
+    tensors = backend.tensors(shape, backward=True)
+    reference = Reference.of(tensors, np.arange(shape.length), backend.as_float64)
+    where = f"{shape.heads}, {shape.length:,} tokens"
+    for contestant in (backend.contestant(), *backend.peers):
+        run.report(f"checking {contestant.name}")
+        is_ours = contestant.name == backend.ours
+        limit = OURS_LIMIT * UNIT_ROUNDOFF[shape.dtype] if is_ours else PEERS_LIMIT
+        try:
+            error = reference.error(backend.prepare(contestant, tensors, False)()).relative
+            run.note_error(f"{contestant.name}, {where}", error, limit)
+        except Exception as failure:  # whatever a peer lacks is told where its time is due
+            if is_ours:
+                raise
+            run.numerics[f"{contestant.name}, {where}"] = reason(failure)
+    run.report("checking gradients")
+    gradients = backend.prepare(backend.contestant(), tensors, True)()
+    for name, error in errors_of_gradients(gradients, tensors[:3], tensors[3], backend.as_float64).items():
+        run.is_right(f"{backend.ours}, gradient of {name}, {where}", error.relative, shape.dtype)
+
+
+def accuracy(run: Run) -> Iterator[Measurement]:
+    """The worst error in float32; in low precision the relative error, beside that without positions.
+
+    Or beside that of the exact result, rounded, where that is larger: without positions all of the first row is exact.
+    Both of everything and of each row: without positions the first rows, averages of few values, are so much larger
+    than the others that they decide the former.
+    """
+    backend, sizes = run.backend, run.sizes
+    group = (
+        f"Error against float64, {sizes.exact.num_heads} heads of {sizes.exact.head_dim}, {sizes.exact.length:,} tokens"
+    )
+    run.report("error of float32")
+    tensors = backend.tensors(sizes.exact)
+    every = np.arange(sizes.exact.length)
+    error = _error(backend, backend.contestant(), tensors, every)
+    empty = Measurement(group, f"{backend.ours}, float32, worst", f"{sizes.worst_bar:g}", "error", 1.0)
+    yield empty.weighed(error.worst, sizes.worst_bar)
+    for dtype in sizes.low_precision:
+        run.report(f"error of {dtype}")
+        shape = replace(sizes.exact, dtype=dtype)
+        tensors = backend.tensors(shape)
+        rows = sample(shape.length, 32 * sizes.rows)
+        plain = backend.baseline(tensors, False)
+        errors = [
+            _error(backend, contestant, tensors, rows, has_bias)
+            for contestant, has_bias in ((backend.contestant(), True), (plain, False))
+        ]
+        names = f"{backend.ours}, {dtype}", f"{plain.name}, {dtype}"
+        run.numerics |= {f"{group}: {name}": asdict(error) for name, error in zip(names, errors, strict=True)}
+        ours, theirs = errors
+        least = Reference.of(tensors, rows, backend.as_float64).rounding(dtype)
+        run.numerics[f"{group}: {dtype}, the exact result, rounded"] = asdict(least)
+        for name, kind in (("", "relative"), (", by row", "by_row")):
+            beside = max((getattr(theirs, kind), plain.name), (getattr(least, kind), "the exact result, rounded"))
+            empty = Measurement(group, names[0] + name, beside[1], "error", sizes.relative_bar)
+            yield empty.weighed(getattr(ours, kind), beside[0])
+
+
+def _error(
+    backend: Backend, contestant: Contestant, tensors: Sequence[Any], rows: np.ndarray, has_bias: bool = True
+) -> Error:
+    result = backend.prepare(contestant, tensors, False)()
+    return Reference.of(tensors, rows, backend.as_float64, has_bias=has_bias).error(result)
+
+
+def reason(error: Exception) -> str:
+    """Return the first line of what went wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -1,0 +1,239 @@
+"""What does a bias cost, beside the time it takes to fill an array of its size, and beside other libraries?
+
+Numerics come first: every bias is compared with float64 arithmetic, bit for bit, and every other library's builder with
+ALiBi's definition. Then, on one shape:
+
+  speed    building a causal bias against a fill of that size in the same library, which no builder can beat;
+  peers    against what other libraries build, as a dense tensor of the same shape. BLOOM and MPT build one row a head
+           and leave the rest to broadcasting, x-transformers and MLX build a symmetric bias; none masks. Each is
+           timed as it is, and, for information, with the causal mask that their models add;
+  memory   how far memory grows while the bias is built, against the size of the bias;
+  keys     the key-only bias at a length that nobody would build a dense bias for.
+
+The exit status is 1 if a number is wrong or, at full size, if a bar is not met. About five minutes; at full size a bias
+has 2.1 GB, and some builders hold two at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+import alibi_core
+from benchmarks.bias.builders import JUDGED, LIBRARIES, OURS, PEERS, Builder, Call, library
+from benchmarks.harness import timing as _timing
+from benchmarks.harness.timing import MET, Measurement
+
+SPEED_BAR, MEMORY_BAR, PEER_BAR = 2.0, 1.5, 1.0
+VERSIONS = ("numpy", "torch", "jax", "jaxlib", "mlx", "array-api-compat", "transformers", "x-transformers")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Heads and tokens of the dense bias and of the key-only one, how many pairs to time, and what to weigh."""
+
+    num_heads: int = 32
+    length: int = 4096
+    key_num_heads: int = 112
+    kv_len: int = 1_000_000
+    pairs: int = 7
+    weigh_frameworks: bool = True
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the dense bias."""
+        return self.num_heads, self.length, self.length
+
+
+FULL = Sizes()
+QUICK = Sizes(num_heads=8, length=256, key_num_heads=12, kv_len=10_000, pairs=3, weigh_frameworks=False)
+
+
+def peak_subject(name: str, num_heads: int, length: int) -> Call:
+    """Prepare the builder of that name, in a process where it is alone, and warm it up on something small."""
+    builder = next(each for each in (*OURS, *PEERS) if each.name == name)
+    builder.prepare(num_heads, 16)()
+    return builder.prepare(num_heads, length)
+
+
+# --- What is right --------------------------------------------------------------------------------------------------
+
+
+def exact_slopes(num_heads: int) -> np.ndarray:
+    """Return the slopes of the paper's code in float64."""
+    power = 2 ** (num_heads.bit_length() - 1)
+    first = [-8 * (head + 1) / power for head in range(power)]
+    between = [-4 * (2 * head + 1) / power for head in range(num_heads - power)]
+    return np.exp2(first + between)
+
+
+def different_bits(bias: Any, reach: np.ndarray) -> int:
+    """Count elements that are not the float32 slope times ``reach``, exact in float64, rounded once to float32."""
+    array = np.asarray(bias)
+    slopes = exact_slopes(len(array)).astype(np.float32).astype(np.float64)
+    if (array.dtype, array.shape[1:]) != (np.float32, reach.shape):
+        return array.size
+    pairs = zip(array, slopes, strict=True)  # head by head: a float64 copy of it all would be 4 GB
+    expected = ((head, (slope * reach).astype(np.float32)) for head, slope in pairs)
+    return sum(int(np.count_nonzero(head.view(np.uint32) != right.view(np.uint32))) for head, right in expected)
+
+
+def causal_reach(length: int) -> np.ndarray:
+    """Return minus the distance, -inf for keys after the query, ``[length, length]`` in float64."""
+    relative = np.arange(length)[None, :] - np.arange(length)[:, None]
+    return np.where(relative > 0, -np.inf, relative.astype(np.float64))
+
+
+def peer_error(peer: Builder, num_heads: int = 32, length: int = 61) -> float:
+    """Return how far a peer is from ALiBi where keys are visible, as a part of what rounding explains."""
+    built = np.asarray(peer.masked(num_heads, length)()).reshape(num_heads, length, length).astype(np.float64)
+    visible = np.tri(length, dtype=bool)
+    if np.any(np.isfinite(built) != visible):
+        return float("inf")
+    built = np.where(visible, built, 0)
+    # Softmax ignores what is constant along a row. Subtracting the diagonal removes it.
+    built -= np.diagonal(built, axis1=1, axis2=2)[..., None]
+    slopes = exact_slopes(num_heads)[:, None, None]
+    exact = slopes * (np.arange(length)[None, :] - np.arange(length)[:, None])
+    # BLOOM raises a base rounded to float32 to powers up to the number of heads, with an error of that many roundings.
+    # Four more for the power and the products.
+    budget = (num_heads + 4) * 2.0**-24 * length * slopes
+    return float(np.max(np.abs(built - exact) / budget, where=visible, initial=0))
+
+
+def check(sizes: Sizes, report: Callable[[str], None]) -> tuple[dict[str, Any], list[str]]:
+    """Return what was found about the numbers, and a line for each that is wrong."""
+    subjects = {f"bias in {each.name}": (partial(each.prepare, *sizes.shape[:2]), sizes.length) for each in OURS}
+    subjects |= {f"key_bias in {name}": (partial(_key_bias, name, sizes), None) for name in LIBRARIES}
+    reaches = {sizes.length: causal_reach(sizes.length), None: np.arange(1.0 - sizes.kv_len, 1.0)[None, :]}
+    found: dict[str, Any] = {}
+    wrong = []
+    for name, (prepare, length) in subjects.items():
+        report(f"checking {name}")
+        with suppress(ImportError):  # named as not measured where its time is due
+            found[name] = {"different_elements": different_bits(prepare()(), reaches[length])}
+            if found[name]["different_elements"]:
+                count = found[name]["different_elements"]
+                wrong.append(f"{name} differs from float64 arithmetic in {count:,} elements")
+    for peer in () if wrong else PEERS:
+        with suppress(ImportError):
+            found[peer.name] = {"error_over_budget": peer_error(peer)}
+            if not found[peer.name]["error_over_budget"] <= 1:
+                wrong.append(f"{peer.name} is not ALiBi, as it is called here")
+    return found, wrong
+
+
+def _key_bias(name: str, sizes: Sizes) -> Call:
+    lib = library(LIBRARIES[name])
+    return lambda: lib.finish(alibi_core.key_bias(sizes.key_num_heads, sizes.kv_len, xp=lib.xp))
+
+
+# --- What it costs --------------------------------------------------------------------------------------------------
+
+
+def measure(sizes: Sizes, report: Callable[[str], None]) -> Iterator[Measurement]:
+    """Time and weigh everything, in the order of the tables."""
+
+    def timed(empty: Measurement, candidate: Callable[[], Call], baseline: Callable[[], Call]) -> Measurement:
+        report(f"{empty.candidate} against {empty.baseline}")
+        try:
+            return empty.timed(candidate(), baseline(), sizes.pairs)
+        except ImportError as error:
+            return replace(empty, note=str(error))
+
+    def fill(name: str, shape: tuple[int, ...]) -> Call:
+        return partial(library(name).fill, shape)
+
+    dense = sizes.shape[:2]
+    fastest: dict[str, tuple[float, Builder]] = {}  # of ours, by library
+    group = "Building a causal bias, {} heads, {:,} x {:,}, against a fill".format(*sizes.shape)
+    for ours in OURS:
+        bar = SPEED_BAR if ours.name in JUDGED else None
+        empty = Measurement(group, ours.name, "fill", "seconds", bar)
+        done = timed(empty, partial(ours.prepare, *dense), partial(fill, ours.library, sizes.shape))
+        if done.ratio is not None and done.ratio <= fastest.get(ours.library, (done.ratio, ours))[0]:
+            fastest[ours.library] = done.ratio, ours
+        yield done
+
+    for kind, bar in (("prepare", PEER_BAR), ("masked", None)):
+        group = "Building a causal bias against other builders" + (" and a mask" if kind == "masked" else "")
+        for peer in PEERS:
+            ours = next(each for each in OURS if each.library == peer.library)
+            ours = fastest.get(peer.library, (0.0, ours))[1]
+            empty = Measurement(group, ours.name, peer.name, "seconds", bar, note=peer.note if bar else "")
+            yield timed(empty, partial(ours.prepare, *dense), partial(getattr(peer, kind), *dense))
+
+    for builder in (*OURS, *PEERS) if sizes.weigh_frameworks else OURS[:1]:
+        bar = MEMORY_BAR if builder.name in JUDGED else None
+        empty = Measurement("Peak memory of building it", builder.name, "the bias", "bytes", bar)
+        report(f"memory of {builder.name}")
+        try:
+            builder.prepare(1, 1)
+        except ImportError as error:
+            yield replace(empty, note=str(error))
+            continue
+        peak = _timing.peak_growth("benchmarks.bias:peak_subject", builder.name, *dense)
+        yield empty.weighed(peak, 4 * math.prod(sizes.shape))
+
+    group = f"key_bias, {sizes.key_num_heads} heads, {sizes.kv_len:,} keys, against a fill"
+    for name, module in LIBRARIES.items():
+        empty = Measurement(group, name, "fill", "seconds", SPEED_BAR if name in JUDGED else None)
+        shape = (sizes.key_num_heads, 1, sizes.kv_len)
+        yield timed(empty, partial(_key_bias, name, sizes), partial(fill, module, shape))
+
+
+# --- The program ----------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bias", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="small shapes: checks numbers, judges no speed")
+    parser.add_argument("--output", type=Path, metavar="DIR",
+                        help="where bias.json goes (default benchmarks/results, with --quick out)")  # fmt: skip
+    options = parser.parse_args(arguments)
+    sizes = QUICK if options.quick else FULL
+    output = options.output or (Path("out") if options.quick else Path(__file__).parents[1] / "results")
+
+    console = Console()
+    machine = _timing.machine()  # first of all, while the load on it is that of others
+    with console.status("") as status:
+        numerics, wrong = check(sizes, status.update)
+        measurements = [] if wrong else list(measure(sizes, status.update))
+    judged = not options.quick
+    missed = [f"{each.verdict(judged)}: {each.name}" for each in measurements if judged and each.bar is not None]
+    missed = [line for line in missed if not line.startswith(MET)]
+    _timing.show(console, measurements, judged)
+    _timing.write_json(
+        output / "bias.json",
+        {
+            "benchmark": "bias",
+            "quick": options.quick,
+            "passed": not wrong and not missed,
+            "sizes": asdict(sizes),
+            "machine": machine,
+            "versions": {"alibi-core": alibi_core.__version__} | _timing.versions(*VERSIONS),
+            "numerics": numerics,
+            "measurements": _timing.as_json(measurements, judged),
+        },
+    )
+    console.print(f"Written to {output / 'bias.json'}; the load of the machine was {machine['load']} at the start.")
+    for line in [f"wrong: {line}" for line in wrong] + missed:
+        print(line, file=sys.stderr)
+    return 1 if wrong or missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,317 @@
+"""What the benchmarks share: times in pairs, peak memory, the machine, and results as a table and as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+try:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError:  # a machine lent for its accelerator may lack it: the tables are plainer there
+    Console = None
+
+MET, MISSED, NOT_MEASURED, NOT_JUDGED = "met", "missed", "not measured", "not judged"
+WIDTH = 120  # of tables that go to a file
+_STYLES = {MET: "green", MISSED: "bold red", NOT_MEASURED: "red"}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A candidate beside a baseline: seconds, bytes or errors of both, and their ratio.
+
+    Attributes:
+        group: The question this is part of the answer to.
+        bar: What the ratio has to be below; None where it is there for information.
+        faster: Whether the ratio is how many times faster the candidate is (the baseline's seconds over the
+            candidate's), and the bar what it has to be at least.
+        values: Of candidate and baseline, medians; None, like the ratio, if not measured.
+        lowest: The smallest ratio of a pair.
+        highest: The largest.
+        note: What is special about it, or why it was not measured.
+    """
+
+    group: str
+    candidate: str
+    baseline: str
+    unit: str
+    bar: float | None = None
+    values: tuple[float, float] | None = None
+    ratio: float | None = None
+    lowest: float | None = None
+    highest: float | None = None
+    note: str = ""
+    faster: bool = False
+
+    @property
+    def name(self) -> str:
+        """What was measured, in a line."""
+        ratio = "" if self.ratio is None else f", ratio {self.ratio:.2f}"
+        return f"{self.group}: {self.candidate} against {self.baseline}{ratio}"
+
+    def verdict(self, judged: bool) -> str:
+        """Return whether the bar is met, or why that cannot be said; nothing where there is no bar."""
+        if self.bar is None:
+            return ""
+        if self.ratio is None:
+            return NOT_MEASURED
+        if not judged:
+            return NOT_JUDGED
+        return MET if (self.ratio >= self.bar if self.faster else self.ratio < self.bar) else MISSED
+
+    def timed(
+        self,
+        candidate: Callable[[], Any],
+        baseline: Callable[[], Any],
+        pairs: int,
+        *,
+        clock: Callable[[Callable[[], Any]], float] | None = None,
+        warm_up: bool = True,
+    ) -> Measurement:
+        """Return this with both timed: one call each to warm up, then pairs whose order alternates.
+
+        A machine that is slower for a while is so for both of a pair, so that the ratios tell more than the times.
+        The time to free a result is not counted.
+
+        Args:
+            candidate: What is measured.
+            baseline: What it is compared with.
+            pairs: How many calls of each.
+            clock: Returns the seconds that a call takes; default, those of the processor's clock.
+            warm_up: False where both are known to be warm.
+        """
+        seconds = clock or seconds_of
+        gc.collect()
+        for function in (candidate, baseline) if warm_up else ():
+            seconds(function)
+        times = []
+        for index in range(pairs):
+            if index % 2:
+                second = seconds(baseline)
+                times.append((seconds(candidate), second))
+            else:
+                times.append((seconds(candidate), seconds(baseline)))
+        ratios = [theirs / ours if self.faster else ours / theirs for ours, theirs in times]
+        medians = tuple(statistics.median(column) for column in zip(*times, strict=True))
+        return replace(
+            self,
+            values=(medians[0], medians[1]),
+            ratio=statistics.median(ratios),
+            lowest=min(ratios),
+            highest=max(ratios),
+        )
+
+    def weighed(self, peak: float, result: float) -> Measurement:
+        """Return this with a peak of memory beside the size of what was made, in bytes; or an error beside another."""
+        ratio = peak / result
+        return replace(self, values=(peak, result), ratio=ratio, lowest=ratio, highest=ratio)
+
+
+def seconds_of(function: Callable[[], Any]) -> float:
+    """Return how long a call takes, without freeing its result."""
+    start = time.perf_counter()
+    result = function()
+    elapsed = time.perf_counter() - start
+    del result
+    return elapsed
+
+
+def peak_growth(function: str, *arguments: Any) -> int:
+    """Return by how many bytes memory grows, at its peak, during a call in a process of its own.
+
+    Args:
+        function: ``module:name`` of a function that prepares (imports, warms up) and returns the call to be measured.
+        *arguments: Its arguments, as JSON can carry them.
+    """
+    return int(run_alone(function, *arguments)["peak"])
+
+
+def run_alone(function: str, *arguments: Any) -> dict[str, Any]:
+    """Return what a call in a process of its own costs, and what it found.
+
+    Args:
+        function: ``module:name`` of a function that prepares (imports, warms up) and returns the call to be measured;
+            or that and a function that, afterwards, takes the call's result and returns what there is to say of it.
+        *arguments: Its arguments, as JSON can carry them.
+
+    Returns:
+        ``peak``: by how many bytes memory grew; ``seconds``; and ``found``, as JSON can carry it.
+    """
+    code = "import sys, json; from benchmarks import _timing; _timing._alone(*json.loads(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps([function, *arguments])],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, ["", *sys.path]))},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{function} must run in a process of its own, got {done.stderr.strip()[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _alone(function: str, *arguments: Any) -> None:
+    module, name = function.split(":")
+    prepared = getattr(importlib.import_module(module), name)(*arguments)
+    call, examine = prepared if isinstance(prepared, tuple) else (prepared, lambda result: None)
+    gc.collect()
+    # Forget the peak of the imports. Where this is not allowed that peak counts too: an overestimate.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before, _ = _memory()
+    start = time.perf_counter()
+    result = call()
+    seconds = time.perf_counter() - start
+    _, peak = _memory()
+    print(json.dumps({"peak": peak - before, "seconds": seconds, "found": examine(result)}))
+
+
+def _memory() -> tuple[int, int]:
+    """Return resident memory and its peak, in bytes; both are the peak on systems without /proc."""
+    try:
+        # Not getrusage: on Linux its peak is inherited from the parent process.
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        sizes = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("VmRSS", "VmHWM"))}
+        return int(sizes["VmRSS"]) * 1024, int(sizes["VmHWM"]) * 1024
+    except FileNotFoundError:
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak *= 1 if sys.platform == "darwin" else 1024
+        return peak, peak
+
+
+def available_memory() -> int:
+    """Return how much memory a process can still take, in bytes; all there is, on systems without /proc."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def machine() -> dict[str, Any]:
+    """Describe the machine by what matters for speed, and by nothing that tells whose it is."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        cpu = platform.processor()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+    return {"system": platform.system(), "architecture": platform.machine(), "cpu": cpu, "cores": cores, "load": load}
+
+
+def versions(*distributions: str) -> dict[str, str]:
+    """Return the versions of Python and of those distributions that are installed."""
+    found = {"python": platform.python_version()}
+    for name in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def as_json(measurements: Sequence[Measurement], judged: bool) -> list[dict[str, Any]]:
+    """Return measurements with their verdicts, as JSON can carry them."""
+    return [asdict(each) | {"verdict": each.verdict(judged)} for each in measurements]
+
+
+def write_json(path: Path, results: dict[str, Any]) -> None:
+    """Write results, floats to five significant digits, and make the folder if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_rounded(results), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    return value
+
+
+def console() -> Console | None:
+    """Return where tables go, None without rich."""
+    if Console is None:
+        return None
+    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
+
+
+def show(console: Console | None, measurements: Sequence[Measurement], judged: bool) -> None:
+    """Print one table a group, and the notes under it; without a console (without rich), a plainer one."""
+    if console is None:
+        return _show_plainly(measurements, judged)
+    for group in dict.fromkeys(each.group for each in measurements):
+        table = Table(title=group, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in ("candidate", "baseline"):
+            table.add_column(column)
+        for column in ("1st", "2nd", "ratio", "range", "bar", ""):
+            table.add_column(column, justify="right", no_wrap=True)
+        members = [each for each in measurements if each.group == group]
+        for each in members:
+            verdict = each.verdict(judged).replace(NOT_JUDGED, "")
+            table.add_row(each.candidate, each.baseline, *_cells(each), f"[{_STYLES.get(verdict, 'none')}]{verdict}[/]")
+        console.print(table)
+        for note in _notes(members):
+            console.print(f"  {note}", style="dim", highlight=False, soft_wrap=True)
+    if not judged:
+        console.print("Bars are judged at full size only.")
+
+
+def _show_plainly(measurements: Sequence[Measurement], judged: bool) -> None:
+    for group in dict.fromkeys(each.group for each in measurements):
+        print(f"\n{group}")
+        members = [each for each in measurements if each.group == group]
+        for each in members:
+            verdict = each.verdict(judged).replace(NOT_JUDGED, "")
+            print("  " + "  ".join(filter(None, (each.candidate, "|", each.baseline, "|", *_cells(each), verdict))))
+        for note in _notes(members):
+            print(f"  {note}")
+    if not judged:
+        print("Bars are judged at full size only.")
+
+
+def _notes(members: Sequence[Measurement]) -> list[str]:
+    # What is special is the other: the baseline, except where others are candidates too, and where it is no contestant.
+    noted = [each for each in members if each.note]
+    subjects = (
+        (each.candidate if each.faster or each.unit != "seconds" else each.baseline, each.note) for each in noted
+    )
+    return list(dict.fromkeys(f"{subject}: {note}" for subject, note in subjects))
+
+
+def _cells(measured: Measurement) -> list[str]:
+    bar = "" if measured.bar is None else f"{'>=' if measured.faster else '<'} {measured.bar:g}"
+    if measured.values is None or measured.ratio is None:
+        return ["", "", "", "", bar]
+    spread = f"{measured.lowest:.2f}-{measured.highest:.2f}" if measured.lowest != measured.highest else ""
+    return [*(_quantity(value, measured.unit) for value in measured.values), f"{measured.ratio:.2f}", spread, bar]
+
+
+def _quantity(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return f"{value / 2**20:,.0f} MiB"
+    if unit == "error":
+        return f"{value:.1e}"
+    if unit in ("pairs", "blocks"):
+        return f"{value:,.0f}"
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.0f} ms" if value >= 1e-2 else f"{value * 1e6:.0f} us"

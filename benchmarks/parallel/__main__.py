@@ -1,0 +1,189 @@
+"""What does it cost to divide one sequence among devices, and does it pay?
+
+    python -m benchmarks.parallel --backend jax
+
+  bytes   what devices send each other, against a full ring, in which each device's keys and values visit all others: at
+          least 5 times less; and against what the heads' horizons strictly require: at most 1.1 times that. Counted
+          twice: as planned, and in the compiled program;
+  work    pairs of queries and keys on the device that has most, against the mean of all, contiguous: at most 1.3 times;
+  memory  temporaries of a device, at a fixed length, when there are twice as many devices: at most 0.55 times.
+
+The sequence is 65,536 tokens long, on 8 devices, with 8 heads of 64 (memory: 262,144 tokens, so that little of it fits
+the fast memory on a chip). Scores exceed that of a query's own key by 14 at most, which is about what normal data and
+trained models do, and a share of 2**-24 of the softmax weight may be left out. Numbers are not checked here: the tests
+do.
+
+    python -m benchmarks.parallel --backend torch
+
+times 4 processes that share the cores against 1 that has them all, at 32,768 tokens: no slower; and counts the bytes
+that they send. Here numbers are checked first.
+
+The exit status is 1 if, at full size, a bar is not met or could not be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import alibi_core
+from benchmarks.harness import timing as _timing
+from benchmarks.harness.timing import MET, Measurement
+
+BACKENDS = ("jax", "torch")  # each is a module of its own, benchmarks._parallel_NAME
+PLACEMENTS = ("contiguous", "zigzag")
+RING_BAR, WORK_BAR = 5.0, math.nextafter(1.3, math.inf)
+REQUIRED_BAR, HALVING_BAR = (math.nextafter(bar, math.inf) for bar in (1.1, 0.55))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured. Lengths are in tokens."""
+
+    length: int = 65_536
+    devices: int = 8
+    heads: int = 8
+    head_dim: int = 64
+    item_bytes: int = 2
+    score_bound: float = 14.0
+    tolerance: float = 2.0**-24
+    memory_length: int = 262_144
+    memory_devices: tuple[int, ...] = (4, 8, 16)
+
+    def plan(self, placement: str = "contiguous") -> alibi_core.ShardPlan:
+        """Return what is to be sent."""
+        shards = alibi_core.Shards.of_length(self.length, self.devices, placement)
+        return alibi_core.shard_plan(self.heads, shards, score_bound=self.score_bound, tolerance=self.tolerance)
+
+
+FULL = Sizes()
+QUICK = Sizes(length=8192, devices=4, heads=4, memory_length=8192, memory_devices=(4, 8))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run."""
+
+    sizes: Any  # the backend's
+    backend: Any
+
+    def program(self, devices: int, length: int, gradient: bool) -> dict[str, Any]:
+        """Return what the compiler says of a program."""
+        print(f"compiling for {devices} devices{', gradients' * gradient}", file=sys.stderr, flush=True)
+        sizes = self.sizes
+        arguments = (sizes.heads, sizes.head_dim, sizes.score_bound, sizes.tolerance, gradient)
+        found: dict[str, Any] = self.backend.program(devices, length, *arguments)
+        return found
+
+
+def bytes_sent(run: Run) -> Iterator[Measurement]:
+    """Measure what devices send each other."""
+    sizes = run.sizes
+    size = sizes.head_dim, sizes.item_bytes
+    for placement in PLACEMENTS:
+        plan = sizes.plan(placement)
+        yield from _bytes(plan, size, plan.bytes_exchanged(*size), f"{placement}, as planned", 1)
+    plan = sizes.plan()
+    for gradient in (False, True):
+        found = run.program(sizes.devices, sizes.length, gradient)["collectives"]
+        others = sorted({x["kind"] for x in found} - {"collective-permute", "all-reduce"})
+        sent = sum(x["bytes"] for x in found if not x["is_fallback"])
+        # With gradients keys and values go twice, and what they get comes back as float32.
+        times = 1 + gradient * (1 + 4 // sizes.item_bytes)
+        name = f"contiguous, compiled{', with gradients' * gradient}"
+        note = f"and there are {', '.join(others)}" if others else "nothing is gathered"
+        yield from _bytes(plan, size, sent, name, times, note)
+
+
+def _bytes(
+    plan: alibi_core.ShardPlan, size: tuple[int, int], sent: int, name: str, times: int, note: str = ""
+) -> Iterator[Measurement]:
+    ring, required = plan.bytes_of_ring(*size) * times, plan.bytes_required(*size) * times
+    group = "Bytes that devices send"
+    fewer = Measurement(group, "full ring", name, "bytes", RING_BAR, note=note, faster=True)
+    yield fewer.weighed(ring, sent)
+    yield Measurement(group, name, "horizons require", "bytes", REQUIRED_BAR).weighed(sent, required)
+
+
+def work(run: Run) -> Iterator[Measurement]:
+    """Measure how evenly the work is divided."""
+    for placement in PLACEMENTS:
+        pairs = run.sizes.plan(placement).work()
+        most, mean = int(pairs.max()), float(pairs.mean())
+        yield Measurement("Pairs that a device computes", f"most, {placement}", "mean", "pairs", WORK_BAR).weighed(
+            most, mean
+        )
+
+
+def memory(run: Run) -> Iterator[Measurement]:
+    """Measure how memory shrinks as devices double."""
+    for gradient in (False, True):
+        before = None
+        for devices in run.sizes.memory_devices:
+            found = run.program(devices, run.sizes.memory_length, gradient)["temporaries"]
+            if before is not None:
+                name = f"{devices} devices{', with gradients' * gradient}"
+                measured = Measurement("Temporaries of a device", name, f"{devices // 2} devices", "bytes", HALVING_BAR)
+                yield measured.weighed(found, before)
+            before = found
+
+
+SECTIONS: dict[str, Callable[[Run], Iterator[Measurement]]] = {"bytes": bytes_sent, "work": work, "memory": memory}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.parallel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backend", choices=BACKENDS, default="jax", help="whose attention (default jax)")
+    parser.add_argument("--quick", action="store_true", help="a small shape: judges nothing")
+    parser.add_argument("--only", choices=SECTIONS, action="append", help="a section; may be given several times")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where parallel-BACKEND.json goes (default "
+                        "benchmarks/results, with other options out)")  # fmt: skip
+    options = parser.parse_args(arguments)
+    backend = importlib.import_module(f"benchmarks._parallel_{options.backend}")
+    judged, machine = not options.quick, _timing.machine()
+    if options.backend == "torch":  # processes, no compiler to ask
+        if options.only:
+            parser.error("--only must be left out with --backend torch, which has no sections")
+        names: list[str] = []
+        run = Run(backend.QUICK if options.quick else backend.FULL, backend)
+        measurements = list(backend.measurements(run.sizes))
+    else:
+        names = options.only or list(SECTIONS)
+        run = Run(QUICK if options.quick else FULL, backend)
+        measurements = [measured for name in names for measured in SECTIONS[name](run)]
+    missed = [f"{each.verdict(judged)}: {each.name}" for each in measurements if judged and each.bar is not None]
+    missed = [line for line in missed if not line.startswith(MET)]
+    _timing.show(_timing.console(), measurements, judged)
+    is_whole = judged and not options.only
+    output = options.output or (Path(__file__).parents[1] / "results" if is_whole else Path("out"))
+    path = output / f"parallel-{options.backend}.json"
+    _timing.write_json(
+        path,
+        {
+            "benchmark": "parallel",
+            "backend": backend.NAME,
+            "quick": options.quick,
+            "passed": not missed,
+            "sections": names,
+            "sizes": asdict(run.sizes),
+            "machine": machine,
+            "versions": {"alibi-core": alibi_core.__version__} | _timing.versions(*backend.VERSIONS),
+            "measurements": _timing.as_json(measurements, judged),
+        },
+    )
+    print(f"Written to {path}.")
+    for line in missed:
+        print(line, file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Sequence-parallel attention of alibi_torch: processes that share a machine's cores, against one that has them all.
+
+    python -m benchmarks.parallel --backend torch --quick
+
+Processes talk through gloo, each with one thread; the one that they are compared with has as many threads as there are
+cores. So nothing is won by more of the machine, and what is measured is what dividing the sequence costs. Numbers are
+checked first: results and gradients are those of one process.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from benchmarks.harness.timing import Measurement
+
+NAME = "alibi_torch"
+VERSIONS = ("torch", "numpy")
+TIME_BAR, RING_BAR = math.nextafter(1.0, math.inf), 5.0
+TIMEOUT = datetime.timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured. Lengths are in tokens."""
+
+    length: int = 32_768
+    processes: int = 4
+    heads: int = 8
+    head_dim: int = 64
+    score_bound: float = 30.0
+    pairs: int = 7
+
+
+FULL = Sizes()
+QUICK = Sizes(length=2048, processes=2, heads=4, head_dim=16, pairs=2)
+
+
+def measurements(sizes: Sizes) -> Iterator[Measurement]:
+    """Yield times of all processes together against those of one, and bytes against those of a full ring."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = json.dumps(asdict(sizes))
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.parallel.torch", "--rank", str(rank), folder, arguments],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, ["", *sys.path]))},
+                cwd=Path(__file__).parents[2],
+            )
+            for rank in range(sizes.processes)
+        ]
+        if any([process.wait() for process in processes]):  # noqa: C419 (all are waited for)
+            raise RuntimeError("processes that share a sequence must end well, got a failure; see above")
+        found = json.loads((Path(folder) / "found").read_text(encoding="utf-8"))
+    yield from (Measurement(**each) for each in found)
+
+
+def _work(rank: int, folder: str, sizes: Sizes) -> None:
+    """Be one of the processes. The first measures, and tells the others what to do next."""
+    import torch
+    import torch.distributed as dist
+
+    import alibi_torch
+    from alibi_torch import parallel
+
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=sizes.processes, timeout=TIMEOUT)
+    generator = torch.Generator().manual_seed(0)
+    shape = 1, sizes.heads, sizes.length, sizes.head_dim
+    whole = [torch.randn(shape, generator=generator) for _ in range(4)]
+    size = sizes.length // sizes.processes
+    mine = [x[:, :, rank * size : (rank + 1) * size].contiguous() for x in whole]
+    whole = whole if rank == 0 else []
+
+    def shared(gradient: bool, bound: float | None) -> list[Any]:
+        tensors = [x.requires_grad_(gradient) for x in mine[:3]]
+        result = parallel.attention(*tensors, score_bound=bound)
+        return [result, *torch.autograd.grad(result, tensors, mine[3])] if gradient else [result]
+
+    def alone(gradient: bool) -> list[Any]:
+        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        tensors = [x.requires_grad_(gradient) for x in whole[:3]]
+        result = alibi_torch.attention(*tensors)
+        found = [result, *torch.autograd.grad(result, tensors, whole[3])] if gradient else [result]
+        torch.set_num_threads(1)
+        return found
+
+    def step(*arguments: Any) -> list[Any]:
+        """Have all processes make a call, and wait for all of them."""
+        dist.broadcast_object_list([arguments])
+        result = shared(*arguments)
+        dist.barrier()
+        return result
+
+    if rank:
+        while True:
+            told: list[Any] = [None]
+            dist.broadcast_object_list(told)
+            if told[0] is None:
+                break
+            if told[0] == "gather":
+                for x in shared(True, sizes.score_bound):
+                    dist.gather(x.detach())
+                continue
+            if told[0] == "count":
+                dist.gather_object(_bytes_sent(dist, lambda: shared(True, sizes.score_bound)))
+                continue
+            shared(*told[0])
+            dist.barrier()
+        return
+
+    dist.broadcast_object_list(["gather"])
+    for ours, theirs in zip(shared(True, sizes.score_bound), alone(True), strict=True):
+        parts = [torch.empty_like(ours) for _ in range(sizes.processes)]
+        dist.gather(ours.detach(), parts)
+        # Each leaves out 2**-24 of the weight, and rounds some thousand additions, of numbers near 1.
+        torch.testing.assert_close(torch.cat(parts, dim=2), theirs.detach(), rtol=0, atol=2.0**-24 * 2000)
+
+    found = []
+    name = f"{sizes.processes} processes, {sizes.length} tokens"
+    for gradient in (False, True):
+        for bound in (sizes.score_bound, None):
+            how = f"{name}, {'measured' if bound is None else f'score_bound={bound:g}'}{', with gradients' * gradient}"
+            timed = Measurement("Time of one sequence", how, "1 process", "seconds", TIME_BAR if bound else None)
+            found.append(timed.timed(lambda: step(gradient, bound), lambda: alone(gradient), sizes.pairs))  # noqa: B023
+    dist.broadcast_object_list(["count"])
+    sent: list[Any] = [None] * sizes.processes
+    dist.gather_object(_bytes_sent(dist, lambda: shared(True, sizes.score_bound)), sent)
+    shards = parallel.Shards.of_length(sizes.length, sizes.processes)
+    plan = parallel.shard_plan(sizes.heads, shards, score_bound=sizes.score_bound)
+    ring = 2 * plan.bytes_of_ring(sizes.head_dim, 4)
+    counted = Measurement("Bytes sent", "full ring", f"{name}, with gradients", "bytes", RING_BAR, faster=True)
+    found.append(counted.weighed(ring, sum(sent)))
+    dist.broadcast_object_list([None])
+    (Path(folder) / "found").write_text(json.dumps([asdict(each) for each in found]), encoding="utf-8")
+
+
+def _bytes_sent(dist: Any, call: Callable[[], Any]) -> int:
+    """Return how many bytes of keys, values and gradients this process sends during a call."""
+    sent, batch = [], dist.batch_isend_irecv
+
+    def count(operations: Any) -> Any:
+        sent.extend(x.tensor.nbytes for x in operations if x.op is dist.isend)
+        return batch(operations)
+
+    with mock.patch.object(dist, "batch_isend_irecv", count):
+        call()
+    return sum(sent)
+
+
+if __name__ == "__main__" and sys.argv[1:2] == ["--rank"]:
+    _work(int(sys.argv[2]), sys.argv[3], Sizes(**json.loads(sys.argv[4])))

@@ -1,0 +1,170 @@
+"""The model, held against what can be measured without the chips."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from alibi_core import Shards, shard_plan
+from benchmarks.harness import timing as _timing
+from benchmarks.harness.timing import Measurement
+from benchmarks.parallel import jax as _parallel_jax
+from benchmarks.parallel import torch as _parallel_torch
+from benchmarks.research.scaling.inputs import COMPILED, Layer
+from benchmarks.research.scaling.model import BACKWARD_TIMES, parts, temporaries
+from benchmarks.research.tpu_static import visits as _tpu_visits
+
+BAR, EXACTLY = 1.25, 1.0 + 1e-9
+BFLOAT16, FLOAT32 = 2.0**-8, 2.0**-24  # what kernels leave out if nothing is said
+
+
+@dataclass(frozen=True)
+class Cases:
+    """What is measured.
+
+    Attributes:
+        chips: For how many the program is compiled.
+        visited: Lengths, and sizes of heads, of which the kernel's plan is made.
+        known: A length whose time on one thread is measured.
+        shared: How many processes share a sequence of how many tokens: the times that are predicted.
+        pairs: How often each is timed.
+    """
+
+    chips: tuple[int, ...] = (16, 256)
+    visited: tuple[tuple[int, int], ...] = ((16_384, 128), (65_536, 128))
+    known: int = 8192
+    shared: tuple[tuple[int, int], ...] = ((2, 16_384), (4, 16_384), (2, 32_768), (4, 32_768))
+    pairs: int = 3
+
+
+FULL = Cases()
+QUICK = Cases((4,), ((4096, 128),), 1024, ((2, 2048),), 2)
+
+
+def off(group: str, name: str, unit: str, predicted: float, measured: float, bar: float = BAR) -> Measurement:
+    """Return how far a prediction is off: the larger of the two over the smaller."""
+    ratio = predicted / measured
+    found = Measurement(group, name, "measured", unit, bar, (predicted, measured), max(ratio, 1 / ratio))
+    return replace(found, lowest=found.ratio, highest=found.ratio)
+
+
+def compiled(layer: Layer, cases: Cases) -> Iterator[Measurement]:
+    """Hold bytes that all chips send, and temporaries, against compiled programs."""
+    for chips in cases.chips:
+        planned = layer.plan(chips).bytes_exchanged(layer.head_dim, layer.item_bytes)
+        for gradient in (False, True):
+            name = f"{chips} chips of v5e{', with gradients' * gradient}"
+            print(f"compiling for {name}", file=sys.stderr, flush=True)
+            arguments = layer.heads, layer.head_dim, layer.score_bound, layer.tolerance, gradient
+            found = _parallel_jax.program(chips, layer.length, *arguments)
+            sent = sum(x["bytes"] for x in found["collectives"] if not x["is_fallback"])
+            times = 1 + BACKWARD_TIMES * gradient
+            yield off("Bytes sent, predicted", name, "bytes", times * planned, sent, EXACTLY)
+            if chips != COMPILED:  # where what is predicted is from
+                predicted = temporaries(layer, chips, gradient=gradient)
+                yield off("Temporaries, predicted", name, "bytes", predicted, found["temporaries"])
+
+
+def visited(cases: Cases) -> Iterator[Measurement]:
+    """Hold blocks against the plan that the kernel makes of normally distributed data."""
+    for length, head_dim in cases.visited:
+        shards = Shards.of_length(length, 1)
+        plan = shard_plan(_tpu_visits.HEADS, shards, score_bound=Layer.score_bound, tolerance=BFLOAT16)
+        predicted = sum(part.blocks for part in parts(plan))
+        measured, _ = _tpu_visits.visits(length, head_dim)
+        name = f"{length:,} tokens, {_tpu_visits.HEADS} heads of {head_dim}, one chip"
+        yield off("Key blocks visited, predicted", name, "blocks", predicted, measured)
+
+
+def timed(cases: Cases) -> Iterator[Measurement]:
+    """Hold times against processes, of one thread each, that share a sequence and this machine's cores."""
+    bandwidth, cores = link(), _timing.machine()["cores"]
+    measured, speeds = [], [rates(cases)]
+    for processes, length in cases.shared:
+        sizes = replace(_parallel_torch.FULL, length=length, processes=processes, pairs=cases.pairs)
+        print(f"timing {processes} processes, {length:,} tokens", file=sys.stderr, flush=True)
+        found = [x for x in _parallel_torch.measurements(sizes) if x.unit == "seconds" and x.bar is not None]
+        measured.append((sizes, [x.values[0] for x in found if x.values]))
+        speeds.append(rates(cases))  # again and again, as a machine is slower for a while
+    typical = [statistics.median(column) for column in zip(*speeds, strict=True)]
+    for sizes, seconds in measured:
+        for gradient, speed, each in zip((False, True), typical, seconds, strict=True):
+            # All wait for the one that has most to compute, and take turns if there are more than cores.
+            most = _work(sizes, sizes.processes).max() * max(1.0, sizes.processes / cores)
+            exchanged = (1 + BACKWARD_TIMES * gradient) * _sent(sizes) / bandwidth
+            name = f"{sizes.processes} processes, {sizes.length:,} tokens{', with gradients' * gradient}"
+            yield off("Time, predicted", name, "seconds", most / speed + exchanged, each)
+
+
+def rates(cases: Cases) -> list[float]:
+    """Return how many pairs of queries and keys a thread computes in a second, without and with gradients: medians."""
+    import torch
+
+    import alibi_torch
+
+    sizes = replace(_parallel_torch.FULL, length=cases.known)
+    tensors = list(torch.randn(4, 1, sizes.heads, sizes.length, sizes.head_dim, generator=torch.manual_seed(0)))
+    threads, found = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    for gradient in (False, True):
+        inputs = [x.requires_grad_(gradient) for x in tensors[:3]]
+
+        def call(inputs: list[torch.Tensor] = inputs, gradient: bool = gradient) -> None:
+            result = alibi_torch.attention(*inputs)
+            if gradient:
+                torch.autograd.grad(result, inputs, tensors[3])
+
+        seconds = [_timing.seconds_of(call) for _ in range(1 + cases.pairs)][1:]  # the first is to warm up
+        found.append(float(_work(sizes, 1).sum()) / statistics.median(seconds))
+    torch.set_num_threads(threads)
+    return found
+
+
+def _work(sizes: _parallel_torch.Sizes, processes: int):
+    shards = Shards.of_length(sizes.length, processes)
+    return shard_plan(sizes.heads, shards, score_bound=Layer.score_bound, tolerance=FLOAT32).work()
+
+
+def _sent(sizes: _parallel_torch.Sizes) -> float:
+    """Return how many bytes of keys and values all processes send, forward."""
+    shards = Shards.of_length(sizes.length, sizes.processes)
+    plan = shard_plan(sizes.heads, shards, score_bound=sizes.score_bound, tolerance=FLOAT32)
+    return plan.bytes_exchanged(sizes.head_dim, 4)
+
+
+def link(size: int = 2**25, times: int = 9) -> float:
+    """Return how many bytes a second two processes of gloo send one way: the median of several times."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        queue = context.SimpleQueue()
+        both = [context.Process(target=_send, args=(rank, folder, size, times, queue)) for rank in range(2)]
+        for process in both:
+            process.start()
+        for process in both:
+            process.join()
+        if any(process.exitcode for process in both):
+            raise RuntimeError(f"two processes must be able to talk, got {[process.exitcode for process in both]}")
+        return size / statistics.median(queue.get())
+
+
+def _send(rank, folder, size, times, queue) -> None:
+    import torch
+    import torch.distributed as dist
+
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=datetime.timedelta(minutes=1))
+    data, seconds = torch.zeros(size // 4), []
+    for _ in range(times + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.send(data, 1) if rank == 0 else dist.recv(data, 0)
+        seconds.append(time.perf_counter() - start)
+    if rank:  # the first time is to warm up
+        queue.put(seconds[1:])
+    dist.destroy_process_group()

@@ -1,0 +1,223 @@
+"""What does ALiBi attention cost on a TPU, as far as the compiler can tell without one?
+
+libtpu's compiler compiles for TPUs that are described to it. It says how much memory a program takes beside arguments
+and results, and writes down each kernel's schedule, whose bundles of instructions are issued one a cycle. Compared with
+splash attention, JAX's kernel for attention without positions (causal, blocks of 512 x 512, inputs transposed for it):
+
+  memory    temporaries at 16,384 tokens, forward and with gradients, no more than splash's with two backward kernels;
+            and 131,072 tokens may take 2.1 times what 65,536 take. For information: splash's fused backward kernel, a
+            dense bias in JAX's own attention, and growth from 16,384 to 32,768, where the compiler still has room for
+            some arrays on the chip, so that what is left of them grows faster (splash's by 2.4 to 3.0);
+  schedule  bundles for a key block that needs no mask, at most 1.05 times splash's forward, and 1.10 times backward,
+            where all backward kernels are added up. benchmarks/_tpu_bundles.py says how they are counted. Waiting for
+            memory does not show in them, nor key blocks that are left out;
+  blocks    blocks of keys that are visited, beside those that the horizon requires, at 16,384 and 65,536 tokens: at
+            most 1.1 times as many.
+
+Numbers are not checked here, as nothing runs: the tests do, with the kernels interpreted. The exit status is 1 if, at
+full size, a bar is not met or could not be measured. About eight minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import alibi_core
+from benchmarks.harness import timing as _timing
+from benchmarks.harness.timing import MET, Measurement
+from benchmarks.research.tpu_static.compile import TOPOLOGIES
+from benchmarks.research.tpu_static.figures import PASSES, Program, is_forward, loops, scheduled, weighed
+from benchmarks.research.tpu_static.subjects import BATCH, BLOCK, HEADS, OURS
+from benchmarks.research.tpu_static.tables import show
+from benchmarks.research.tpu_static.visits import visits
+
+SPLASH, DENSE = "benchmarks.research.tpu_static.subjects:splash", "benchmarks.research.tpu_static.subjects:dense"
+VERSIONS = ("jax", "jaxlib", "libtpu", "numpy")
+
+
+def at_most(bar: float) -> float:
+    """Return a bar that is met by a ratio of ``bar`` too, as a Measurement's ratio has to be below it."""
+    return math.nextafter(bar, math.inf)
+
+
+MEMORY_BAR, GROWTH_BAR = at_most(1.0), at_most(2.1)
+BLOCKS_BAR = at_most(1.1)
+SCHEDULE_BARS = {False: at_most(1.05), True: at_most(1.10)}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is compiled: for which TPUs, of which head sizes, and over how many tokens.
+
+    Growth is measured from ``length`` to twice that, and judged from ``long`` to twice that.
+    """
+
+    topologies: tuple[str, ...] = tuple(TOPOLOGIES)
+    head_dims: tuple[int, ...] = (64, 128)
+    length: int = 16_384
+    long: int = 65_536
+
+
+FULL = Sizes()
+QUICK = Sizes(topologies=("v5e:2x2",), head_dims=(64,), length=4096, long=8192)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, and what it is told to say while it runs."""
+
+    sizes: Sizes
+    name: str
+    report: Callable[[str], None]
+
+    def programs(self, section: str) -> Iterator[tuple[str, Program]]:
+        """Yield ours at the shorter length, with a line that says what it is, in the order of the tables."""
+        for topology in self.sizes.topologies:
+            for gradient in PASSES:
+                for head_dim in self.sizes.head_dims:
+                    subject = f"{topology}, {PASSES[gradient]}, {HEADS} heads of {head_dim}"
+                    self.report(f"{section}: {subject}")
+                    yield subject, Program(topology, self.name, self.sizes.length, head_dim, gradient)
+
+
+def memory(run: Run) -> Iterator[Measurement]:
+    """Temporaries: ours against splash attention, at twice the length against once, and against a dense bias."""
+    for subject, ours in run.programs("memory"):
+        separate, fused = (replace(ours, name=SPLASH, options=(fused,)) for fused in (False, True))
+        length = f"{ours.length:,} tokens"
+        empty = Measurement(f"Temporaries at {length}", subject, "splash", "bytes", MEMORY_BAR)
+        yield weighed(empty, ours, separate)
+        if ours.gradient:
+            yield weighed(replace(empty, baseline="splash, fused", bar=None), ours, fused)
+        yield weighed(replace(empty, baseline="dense bias", bar=None), ours, replace(ours, name=DENSE))
+        for shorter, bar in ((run.sizes.length, None), (run.sizes.long, GROWTH_BAR)):
+            group = f"Growth of temporaries, ours, from {shorter:,} to {2 * shorter:,} tokens"
+            longer = replace(ours, length=2 * shorter)
+            growth = Measurement(group, subject, "half the tokens", "bytes", bar)
+            yield weighed(growth, longer, replace(ours, length=shorter))
+
+
+def schedule(run: Run) -> Iterator[Measurement]:
+    """Bundles for a key block: ours against splash attention."""
+    for subject, ours in run.programs("schedule"):
+        separate, fused = (replace(ours, name=SPLASH, options=(fused,)) for fused in (False, True))
+        group = f"Bundles for a key block of {BLOCK} x {BLOCK}, {'backward' if ours.gradient else 'forward'}"
+        empty = Measurement(group, subject, "splash", "bundles", SCHEDULE_BARS[ours.gradient])
+        least = fused if ours.gradient else separate
+        yield scheduled(empty, ours, separate, least)
+        yield scheduled(replace(empty, baseline="splash, no grid", bar=None), ours, separate, least, straight=True)
+        if ours.gradient:
+            yield scheduled(replace(empty, baseline="splash, fused", bar=None), ours, fused, least)
+
+
+def blocks(run: Run) -> Iterator[Measurement]:
+    """Blocks of keys: those that are visited against those that the horizon requires."""
+    for length in (run.sizes.length, 4 * run.sizes.length):
+        for head_dim in run.sizes.head_dims:
+            subject = f"{HEADS} heads of {head_dim}, {length:,} tokens"
+            run.report(f"blocks: {subject}")
+            visited, required = visits(length, head_dim)
+            yield Measurement(
+                group=f"Key blocks of {BLOCK}, forward, bfloat16, normal data",
+                candidate=subject,
+                baseline="the horizon",
+                unit="blocks",
+                bar=BLOCKS_BAR,
+                values=(visited, required),
+                ratio=visited / required,
+            )
+
+
+SECTIONS = {"memory": memory, "schedule": schedule, "blocks": blocks}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return its exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if importlib.util.find_spec("libtpu") is None:
+        parser.error("libtpu must be installed (pip install libtpu, on Linux), got none")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # what plans here; programs are compiled in processes of their own
+    sizes = replace(
+        QUICK if options.quick else FULL, **({"topologies": tuple(options.topology)} if options.topology else {})
+    )
+    judged, is_ours = not options.quick, options.ours == OURS
+    machine = _timing.machine()
+    run = Run(sizes, options.ours, lambda line: print(line, file=sys.stderr, flush=True))
+    measurements = [measured for name in options.only for measured in SECTIONS[name](run)]
+    found = _loops(run) if "schedule" in options.only else []
+
+    missed = [f"{each.verdict(judged)}: {each.name}" for each in measurements if judged and each.bar is not None]
+    missed = [line for line in missed if not line.startswith(MET)]
+    show(_timing.console(), measurements, found, judged)
+    is_whole = judged and is_ours and sizes == FULL and options.only == list(SECTIONS)
+    output = options.output or (Path(__file__).parents[2] / "results" if is_whole else Path("out"))
+    _timing.write_json(
+        output / "tpu-static.json",
+        {
+            "benchmark": "tpu-static",
+            "ours": "alibi_jax" if is_ours else options.ours,
+            "quick": options.quick,
+            "passed": not missed,
+            "sections": options.only,
+            "sizes": asdict(sizes) | {"batch": BATCH, "heads": HEADS, "block": BLOCK, "dtype": "bfloat16"},
+            "machine": machine,
+            "versions": {"alibi-core": alibi_core.__version__} | _timing.versions(*VERSIONS),
+            "loops": found,
+            "measurements": _timing.as_json(measurements, judged),
+        },
+    )
+    print(f"Written to {output / 'tpu-static.json'}.")
+    for line in missed:
+        print(line, file=sys.stderr)
+    return 1 if missed else 0
+
+
+def _loops(run: Run) -> list[dict[str, object]]:
+    found = []
+    for _, ours in run.programs("loops"):
+        splash = (
+            replace(ours, name=SPLASH, options=(fused,)) for fused in ((False, True) if ours.gradient else (False,))
+        )
+        for program in (ours, *splash):
+            found += [loop for loop in loops(program) if not (ours.gradient and is_forward(str(loop["kernel"])))]
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.research.tpu_static",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="one TPU and a small shape: judges nothing")
+    parser.add_argument("--only", type=_chosen(SECTIONS), default=list(SECTIONS), metavar="SECTION,...",
+                        help=f"of {', '.join(SECTIONS)} (default all)")  # fmt: skip
+    parser.add_argument("--topology", type=_chosen(TOPOLOGIES), metavar="NAME,...",
+                        help=f"of {', '.join(TOPOLOGIES)} (default all, with --quick the first)")  # fmt: skip
+    parser.add_argument("--ours", default=OURS, metavar="MODULE:NAME", help="another function to judge in its place: "
+                        "takes the length, returns a function of query, key and value")  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where tpu-static.json goes (default "
+                        "benchmarks/results, with other options out)")  # fmt: skip
+    return parser
+
+
+def _chosen(names: Sequence[str] | dict[str, object]) -> Callable[[str], list[str]]:
+    def choose(text: str) -> list[str]:
+        chosen = text.split(",")
+        if unknown := [name for name in chosen if name not in names]:
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(names)}, got {', '.join(unknown)}")
+        return [name for name in names if name in chosen]
+
+    return choose
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""Find the loops in the schedule that the TPU compiler writes down, and what one pass through each costs.
+
+A branch takes effect after four more bundles. One that goes back closes a loop; one that goes forward skips what its
+condition rules out: first and last steps of a grid, a block that is masked out. So an iteration runs through only some
+of a loop's bundles, and **the bundles of a key block are those on the shortest way through an iteration that passes a
+matrix product and, where the loop has any, an exponential, among the ways with the most starts of data transfers**, as
+a key block in the middle has the next one fetched. (Where the compiler keeps keys and values on the chip, a fetch is a
+copy with loads and stores.) In splash attention the loop goes over the whole grid; what the shortest way leaves out is
+the first and last step of a row of blocks. It includes what each step of a grid costs. There is no way without a mask:
+each block is compared and selected from.
+
+Left out, for every kernel alike: waiting for a transfer, whose bundles count, but not how long they take; and that a
+nested loop is run through more than once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.research.tpu_static.dump import EXPONENTIALS, KINDS, PRODUCTS, SELECTS, TRANSFERS, Bundle, parse, units
+
+DELAY = 4  # bundles after a branch that are executed all the same, on every TPU that was looked at (v5e, v5p, v6e)
+
+
+@dataclass(frozen=True)
+class Path:
+    """The bundles on one way through an iteration of a loop.
+
+    Attributes:
+        bundles: How many.
+        straight: How many of them stand together around the matrix products, between branches and their targets.
+        counts: How many instructions of a kind, by kind: ``products``, ``exponentials`` (in bfloat16, twice as many, as
+            they work on twice as many numbers), ``transfers`` that start, ``selects``.
+        busy: In how many bundles there is one of that kind.
+        units: How many slots of a unit are used (``MATMUL``, ``VALU``, ``EUP``, ...), by unit, as far as the compiler
+            says so.
+    """
+
+    bundles: int
+    straight: int
+    counts: Mapping[str, int]
+    busy: Mapping[str, int]
+    units: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop, of all its bundles from the first to the last, nested ones included.
+
+    Attributes:
+        first: Address of its first bundle.
+        bundles: How many there are.
+        depth: How many loops it is inside, itself included.
+        innermost: Whether no other loop with matrix products is inside it.
+        path: The shortest way through an iteration that passes what a key block needs; None without a matrix product.
+    """
+
+    first: int
+    bundles: int
+    depth: int
+    innermost: bool
+    path: Path | None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What was read of a kernel.
+
+    Attributes:
+        name: As in ``pallas_call(name=...)``.
+        bundles: In all, as the compiler counts them.
+        loops: In the order of their first bundles.
+        capacity: How many slots a bundle has for each unit.
+    """
+
+    name: str
+    bundles: int
+    loops: tuple[Loop, ...]
+    capacity: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def candidates(self) -> list[Loop]:
+        """The innermost loops with matrix products, those with exponentials if there are such."""
+        loops = [loop for loop in self.loops if loop.innermost and loop.path]
+        return [loop for loop in loops if loop.path and loop.path.counts[EXPONENTIALS]] or loops
+
+    @property
+    def main(self) -> Loop | None:
+        """The candidate with the fewest selections, the longest of those: it masks least.
+
+        Not the shortest, because a mask that is known beforehand may make for a shorter loop than none.
+        """
+        return min(self.candidates, key=_by_selects, default=None)
+
+
+def _by_selects(loop: Loop) -> tuple[int, int]:
+    return (loop.path.counts[SELECTS], -loop.path.bundles) if loop.path else (0, 0)
+
+
+def read(name: str, total: int, bundles: str, utilization: str | None = None) -> Kernel:
+    """Read a kernel.
+
+    Args:
+        name: Of the kernel.
+        total: "total scheduled bundles", of the compiler's analysis.
+        bundles: The text of ``*-final_bundles.txt``.
+        utilization: That of ``*-final_hlo-static-per-bundle-utilization.txt``, if there is one.
+
+    Raises:
+        ValueError: The text is not what is expected. It comes from flags without documentation: better no figure
+            than a wrong one.
+    """
+    parsed, regions = parse(bundles)
+    if len(parsed) != total:
+        raise ValueError(f"bundles must be {total} as in the schedule's analysis, got {len(parsed)} for {name}")
+    capacity, used = units(utilization, total)
+    loops: list[tuple[int, int]] = []
+    ways: dict[int, list[int]] = {}  # where one may be after a bundle
+    for address, bundle in enumerate(parsed):
+        ways.setdefault(address, [address + 1])
+        for depends, region in bundle.branches:
+            if region not in regions:
+                raise ValueError(f"a branch must go to a region that starts somewhere, got region {region} in {name}")
+            last, target = address + DELAY, regions[region]
+            if target <= address:
+                loops.append((target, last))
+            else:
+                ways[last] = [*([last + 1] if depends else []), target]
+    loops.sort(key=lambda loop: (loop[0], -loop[1]))
+    targets = {after for address, each in ways.items() for after in each if after != address + 1}
+    found = []
+    for first, last in loops:
+        inside = [
+            (start, end) for start, end in loops if first <= start and end <= last and (start, end) != (first, last)
+        ]
+        depth = sum(start <= first and last <= end for start, end in loops)
+        innermost = not any(_has(parsed[start : end + 1], PRODUCTS) for start, end in inside)
+        found.append(Loop(first, last - first + 1, depth, innermost, _path(parsed, ways, targets, first, last, used)))
+    return Kernel(name, total, tuple(found), capacity)
+
+
+def _has(bundles: Sequence[Bundle], kind: str) -> bool:
+    return any(bundle.counts[kind] for bundle in bundles)
+
+
+def _path(
+    bundles: Sequence[Bundle],
+    ways: Mapping[int, Sequence[int]],
+    targets: set[int],
+    first: int,
+    last: int,
+    used: Sequence[dict[str, int]],
+) -> Path | None:
+    """Return the shortest way from the first to the last that passes what has to be passed."""
+    kinds = frozenset(kind for kind in (PRODUCTS, EXPONENTIALS) if _has(bundles[first : last + 1], kind))
+    if PRODUCTS not in kinds:
+        return None
+    # All ways lead to later bundles, so that going through them in order settles each. For each bundle, by the kinds
+    # that were passed before it: what it costs at least to get to it, and where from. A transfer left out costs more
+    # than any number of bundles.
+    best: list[dict[frozenset[str], tuple[tuple[int, int], int, frozenset[str]]]] = [
+        {} for _ in range(last + 2 - first)
+    ]
+    best[0][frozenset()] = ((0, 0), first, frozenset())
+    for address in range(first, last + 1):
+        for passed, ((missing, taken), *_) in best[address - first].items():
+            cost = (missing - bundles[address].counts[TRANSFERS], taken + 1)
+            now = passed | {kind for kind in kinds if bundles[address].counts[kind]}
+            for after in ways[address] if address < last else [last + 1]:
+                if after <= last + 1 and (now not in best[after - first] or cost < best[after - first][now][0]):
+                    best[after - first][now] = (cost, address, passed)
+    if kinds not in best[-1]:
+        return None
+    addresses: list[int] = []
+    address, passed = last + 1, kinds
+    while address > first:
+        _, address, passed = best[address - first][passed]
+        addresses.append(address)
+    return _along(bundles, ways, targets, addresses[::-1], used)
+
+
+def _along(
+    bundles: Sequence[Bundle],
+    ways: Mapping[int, Sequence[int]],
+    targets: set[int],
+    addresses: Sequence[int],
+    used: Sequence[dict[str, int]],
+) -> Path:
+    """Describe the way along those bundles."""
+    runs: list[list[Bundle]] = [[]]
+    for address in addresses:
+        if address in targets:
+            runs.append([])
+        runs[-1].append(bundles[address])
+        if ways[address] != [address + 1]:
+            runs.append([])
+    slots = sum((Counter(used[address]) for address in addresses), Counter()) if used else {}
+    return Path(
+        bundles=len(addresses),
+        straight=sum(len(run) for run in runs if _has(run, PRODUCTS)),
+        counts={kind: sum(bundles[address].counts[kind] for address in addresses) for kind in KINDS},
+        busy={kind: sum(bundles[address].counts[kind] > 0 for address in addresses) for kind in KINDS},
+        units=dict(slots),
+    )

@@ -1,0 +1,179 @@
+"""Figures of merit out of what the TPU compiler says: temporaries, and bundles per key block."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from benchmarks.harness.timing import Measurement
+from benchmarks.research.tpu_static.bundles import Kernel
+from benchmarks.research.tpu_static.compile import Compiled, compile_for
+from benchmarks.research.tpu_static.dump import EXPONENTIALS, PRODUCTS
+from benchmarks.research.tpu_static.subjects import BLOCK
+
+PASSES = {False: "forward", True: "forward and backward"}
+BLOCK_REGISTERS = BLOCK * BLOCK // 1024  # vector registers, of 1024 numbers, that hold the scores of a block
+RESCALING_REGISTERS = BLOCK // 8  # and those of a factor for each query, at most: one lane of 128 used, or all alike
+LEAST_PRODUCTS = 0.6  # of splash's work for the matrix units; with less, a loop is missing
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is compiled: attention of that name, as of ``_tpu_subjects.attention``, for a topology."""
+
+    topology: str
+    name: str
+    length: int
+    head_dim: int
+    gradient: bool
+    options: tuple[Any, ...] = ()
+
+
+class NotMeasuredError(Exception):
+    """There is no figure, and why."""
+
+
+@cache
+def compiled(program: Program) -> Compiled | str:
+    """Return what the compiler says of a program, or why it does not compile."""
+    arguments = (program.name, program.length, program.head_dim, program.gradient, *program.options)
+    try:
+        return compile_for(program.topology, "benchmarks.research.tpu_static.subjects:attention", *arguments)
+    except RuntimeError as error:
+        return reason(str(error))
+
+
+def reason(text: str) -> str:
+    """Return the line of a traceback that says what went wrong."""
+    lines = re.findall(r"^[\w.]+(?:Error|Exception)\b.*(?:\n[^-\n].*)?", text, re.M)
+    return " ".join((lines[-1] if lines else text).split())[:250]
+
+
+def temporaries(program: Program) -> int:
+    """Return a program's temporaries in bytes, at least one, so that there is a ratio where all fits elsewhere."""
+    found = compiled(program)
+    if isinstance(found, str):
+        raise NotMeasuredError(found)
+    return max(1, found.temporaries)
+
+
+def weighed(empty: Measurement, ours: Program, theirs: Program) -> Measurement:
+    """Return this with the temporaries of both."""
+    return _filled(empty, lambda: (temporaries(ours), temporaries(theirs)))
+
+
+def is_forward(name: str) -> bool:
+    """Return whether that is a name for a kernel of the forward pass."""
+    return "fwd" in name or "forward" in name
+
+
+def kernels_of(program: Program) -> list[Kernel]:
+    """Return a program's kernels: of one with gradients the backward ones, those not named forward."""
+    found = compiled(program)
+    if isinstance(found, str) or found.problem:
+        raise NotMeasuredError(found if isinstance(found, str) else found.problem)
+    kernels = [kernel for kernel in found.kernels if not (program.gradient and is_forward(kernel.name))]
+    if program.gradient and len(kernels) == len(found.kernels):
+        raise NotMeasuredError("the forward kernel must have forward or fwd in its name, got none that has")
+    return kernels
+
+
+def key_blocks(kernel: Kernel, gradient: bool) -> int:
+    """Return how many key blocks an iteration of the main loop goes through, by the exponentials that it takes.
+
+    A block of 512 x 512 scores takes 256 registers of them; a forward pass up to 64 more, to rescale what it has
+    summed up.
+    """
+    count = kernel.main.path.counts[EXPONENTIALS] if kernel.main and kernel.main.path else 0
+    blocks = round(count / BLOCK_REGISTERS) if gradient else -(-count // (BLOCK_REGISTERS + RESCALING_REGISTERS))
+    if not 0.9 * BLOCK_REGISTERS * blocks <= count or not blocks:
+        raise NotMeasuredError(f"blocks must be of {BLOCK} x {BLOCK}, got {count} exponentials in {kernel.name}")
+    return blocks
+
+
+def bundles(kernels: Iterable[Kernel], gradient: bool, straight: bool = False) -> tuple[float, float]:
+    """Return the bundles for one key block, of all kernels with matrix products, and the matrix units' slots used.
+
+    Args:
+        kernels: Of one pass.
+        gradient: Whether that is the backward pass.
+        straight: Count only bundles that stand together around the matrix products: without the steps of a grid.
+    """
+    total = slots = 0.0
+    for kernel in kernels:
+        if kernel.main and kernel.main.path:
+            path, blocks = kernel.main.path, key_blocks(kernel, gradient)
+            if not path.units:
+                raise NotMeasuredError(f"the compiler must write down the use of units, got none for {kernel.name}")
+            total += (path.straight if straight else path.bundles) / blocks
+            slots += path.units["MATMUL"] / blocks
+    if not total:
+        raise NotMeasuredError("a kernel must hold a loop with matrix products, got none")
+    return total, slots
+
+
+def scheduled(
+    empty: Measurement, ours: Program, theirs: Program, least: Program, straight: bool = False
+) -> Measurement:
+    """Return this with the bundles for a key block of both.
+
+    Args:
+        empty: What is compared.
+        ours: The candidate.
+        theirs: The baseline.
+        least: What needs the fewest matrix products; the candidate cannot do with much less.
+        straight: Leave out the steps of the baseline's grid.
+    """
+
+    def figures() -> tuple[float, float]:
+        candidate, slots = bundles(kernels_of(ours), ours.gradient)
+        baseline, _ = bundles(kernels_of(theirs), theirs.gradient, straight)
+        fewest = LEAST_PRODUCTS * bundles(kernels_of(least), least.gradient)[1]
+        if slots < fewest:
+            raise NotMeasuredError(f"main loops must use {fewest:.0f} slots of the matrix units, got {slots:.0f}")
+        return candidate, baseline
+
+    return _filled(empty, figures)
+
+
+def _filled(empty: Measurement, figures: Callable[[], tuple[float, float]]) -> Measurement:
+    try:
+        return empty.weighed(*figures())
+    except NotMeasuredError as error:
+        return replace(empty, note=str(error))
+
+
+def loops(program: Program) -> list[dict[str, Any]]:
+    """Return what there is to say of each loop with matrix products, nothing if the program does not compile."""
+    found = compiled(program)
+    if isinstance(found, str):
+        return []
+    return [
+        {
+            "topology": program.topology,
+            "program": program.name.split(":")[1],
+            "options": list(program.options),
+            "head_dim": program.head_dim,
+            "pass": PASSES[program.gradient],
+            "kernel": kernel.name,
+            "kernel_bundles": kernel.bundles,
+            "main": loop is kernel.main,
+            "depth": loop.depth,
+            "loop_bundles": loop.bundles,
+            "path": loop.path.bundles,
+            "straight": loop.path.straight,
+            "counts": dict(loop.path.counts),
+            "bundles_with": dict(loop.path.busy),
+            "use": _shares(kernel, loop.path.units, loop.path.bundles),
+        }
+        for kernel in found.kernels
+        for loop in kernel.loops
+        if loop.path and loop.path.counts[PRODUCTS]
+    ]
+
+
+def _shares(kernel: Kernel, units: Mapping[str, int], count: int) -> dict[str, float]:
+    return {name: units.get(name, 0) / (slots * count) for name, slots in kernel.capacity.items() if units}

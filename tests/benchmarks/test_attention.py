@@ -1,0 +1,519 @@
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("rich")
+pytest.importorskip("torch")
+
+import torch
+
+import alibi_core
+import alibi_torch
+from benchmarks.attention import __main__ as attention
+from benchmarks.attention import exact as _attention_exact
+from benchmarks.attention import peers as _attention_peers
+from benchmarks.attention import sections as _attention_sections
+from benchmarks.attention import torch as _attention_torch
+from benchmarks.attention.exact import Error, Reference, attend, canonical_slopes, errors_of_gradients, sample
+from benchmarks.attention.limit import tile_limit
+from benchmarks.attention.numerics import Run, check
+from benchmarks.attention.sizes import QUICK, Decoding, Shape, Timed
+from benchmarks.attention.torch import Torch
+from benchmarks.harness import timing as _timing
+from benchmarks.harness.timing import Measurement
+
+FASTER = Measurement("group", "ours", "theirs", "seconds", bar=2.0, faster=True)
+
+
+def as_float64(tensor):
+    return tensor.detach().double().numpy()
+
+
+@pytest.fixture
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(4, 1, 4, 37, 8, generator=generator, dtype=torch.float64).unbind()
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """No peers: what they warn of is theirs."""
+    monkeypatch.setattr(Torch, "peers", ())
+
+
+# --- Times faster ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ratio", "verdict"), [(1.99, "missed"), (2.0, "met"), (float("nan"), "missed")])
+def test_a_bar_of_times_faster_is_a_lower_one(ratio, verdict):
+    assert replace(FASTER, ratio=ratio).verdict(True) == verdict
+
+
+def test_times_faster_are_the_baselines_seconds_over_ours():
+    taken = {"ours": iter([1.0, 2.0, 1.0]), "theirs": iter([3.0, 2.0, 2.0])}
+    done = FASTER.timed(lambda: "ours", lambda: "theirs", 3, clock=lambda call: next(taken[call()]), warm_up=False)
+    assert (done.ratio, done.lowest, done.highest, done.values) == (2.0, 1.0, 3.0, (1.0, 2.0))
+
+
+def test_without_rich_the_table_is_plain_text(monkeypatch, capsys):
+    monkeypatch.setattr(_timing, "Console", None)
+    done = replace(FASTER, ratio=2.5, lowest=2.0, highest=3.0, values=(0.1, 0.25), note="something")
+    _timing.show(_timing.console(), [done], True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "",
+        "group",
+        "  ours  |  theirs  |  100 ms  250 ms  2.50  2.00-3.00  >= 2  met",
+        "  ours: something",
+    ]
+
+
+def test_what_runs_alone_may_be_examined_after_its_peak_is_known():
+    done = _timing.run_alone("tests.benchmarks.test_attention:examined", 7)
+    assert done["found"] == [7, 8]
+    assert done["seconds"] >= 0
+
+
+def examined(number):
+    return lambda: number, lambda result: [result, number + 1]
+
+
+# --- What others are compared with ------------------------------------------------------------------------------------
+
+
+def test_exact_attention_and_gradients_are_those_of_autograd(tensors):
+    query, key, value, grad = (x.clone().requires_grad_() for x in tensors)
+    result = alibi_torch.attention(query, key, value, implementation="dense")
+    gradients = torch.autograd.grad(result, (query, key, value), grad)
+    rows = sample(37, 5)
+    # Four heads have slopes that are powers of two, so float64 differs by its own rounding alone.
+    assert Reference.of(tensors, rows, as_float64).error(result).worst < 1e-14
+    assert Reference.of(tensors, rows, as_float64, grad=grad).error(gradients[0]).worst < 1e-14
+    errors = errors_of_gradients(gradients, tensors[:3], grad, as_float64)
+    assert max(error.worst for error in errors.values()) < 1e-13
+
+
+def test_exact_attention_without_positions_and_of_the_last_query(tensors):
+    query, key, value, _ = tensors
+    plain = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    every = np.arange(37)
+    assert Reference.of(tensors, every, as_float64, has_bias=False).error(plain).worst < 1e-14
+    last = Reference.of((query[:, :, -1:], key, value), np.arange(1), as_float64)
+    whole = Reference.of(tensors, np.array([36]), as_float64)
+    for place, exact in last.exact.items():
+        np.testing.assert_allclose(exact, whole.exact[place], rtol=1e-14)
+
+
+def test_exact_attention_is_that_of_loops():
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 5, 4))
+    for i, result in enumerate(attend(query, key, value, 0.25, np.arange(5)).result):
+        weights = [np.exp(query[i] @ key[j] / 2 - 0.25 * (i - j)) for j in range(i + 1)]
+        expected = sum(weight * value[j] for j, weight in enumerate(weights)) / sum(weights)
+        np.testing.assert_allclose(result, expected, rtol=1e-13)
+
+
+def test_chunks_of_queries_add_up(monkeypatch):
+    arrays = np.random.default_rng(0).standard_normal((4, 23, 4))
+    whole = attend(*arrays[:3], 0.5, np.arange(23), arrays[3])
+    monkeypatch.setattr("benchmarks.attention.exact.SCORES_AT_ONCE", 23 * 5)
+    parts = attend(*arrays[:3], 0.5, np.arange(23), arrays[3])
+    for name in ("result", "query_grad", "key_grad", "value_grad"):
+        np.testing.assert_allclose(getattr(parts, name), getattr(whole, name), rtol=1e-12, atol=1e-14)
+
+
+def test_slopes_of_the_exact_attention_are_the_librarys():
+    for num_heads in (1, 4, 8, 32):
+        np.testing.assert_array_equal(canonical_slopes(num_heads), alibi_core.slopes(num_heads))
+
+
+def test_errors():
+    exact = np.array([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]])
+    found = exact + np.array([[0, 0], [0.03, 0.04], [0, 0]])
+    error = Error.between([(found, exact)])
+    assert error.worst == pytest.approx(0.04)
+    assert error.relative == pytest.approx(0.05 / np.hypot(5, 0.5))
+    assert error.by_row == pytest.approx(0.1 / np.sqrt(2))  # where there is nothing, nothing is relative to it
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_is_infinitely_wrong(bad):
+    error = Error.between([(np.array([[1.0, bad]]), np.ones((1, 2))), (np.ones((1, 2)), np.ones((1, 2)))])
+    assert error == Error(np.inf, np.inf, np.inf)
+
+
+# --- The tile limit ---------------------------------------------------------------------------------------------------
+
+
+def test_tile_limit_counts_the_pairs_that_the_core_needs():
+    generator = torch.Generator().manual_seed(0)
+    tensors = torch.randn(3, 1, 2, 3000, 8, generator=generator).unbind()
+    limit = tile_limit(tensors, "float32", as_float64)
+    # Slopes 1/16 and 1/256. For the first, a reach of some hundred tokens leaves less than a third of the causal half.
+    assert 1.5 < limit < 4
+    assert tile_limit(tensors, "bfloat16", as_float64) > limit  # a larger tolerance
+    query, key, value = tensors
+    huge = key.clone()
+    huge[:, :, 0] = 1e6  # every query may have to see that
+    assert tile_limit((query, huge, value), "float32", as_float64) == 1
+    assert tile_limit((query[:, :, -1:], key, value), "float32", as_float64) > 1
+    assert tile_limit((query, huge, value), "float32", as_float64, is_dense=True) == pytest.approx(2, rel=1e-3)
+
+
+# --- The contestants --------------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_flex_attention_are_those_of_the_predicate():
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    ours = _attention_peers._causal_blocks(640, torch.device("cpu"))
+    theirs = create_block_mask(lambda b, h, q, k: q >= k, None, None, 640, 640, device="cpu")
+    np.testing.assert_array_equal(ours.to_dense(), theirs.to_dense())
+    np.testing.assert_array_equal(ours.kv_num_blocks, theirs.kv_num_blocks)
+    np.testing.assert_array_equal(ours.full_kv_num_blocks, theirs.full_kv_num_blocks)
+
+
+def test_a_peer_that_does_not_fit_or_fails_is_told_and_the_run_goes_on(monkeypatch):
+    def fail(*_):
+        raise ValueError("no such thing\nat all")
+
+    dense = _attention_peers.PEERS[0]
+    monkeypatch.setattr(Torch, "peers", (dense, replace(dense, name="failing", prepare=fail)))
+    timed = (Timed(Shape(2, 8, 32, "float32"), 1, 1),)
+    run = Run(Torch("cpu"), replace(QUICK, timed=timed))
+    monkeypatch.setattr(Torch, "free_bytes", lambda self: 2**40)
+    found = list(_attention_sections.passes(run, False))
+    assert [each.ratio is None for each in found] == [False, False, True]
+    assert found[2].note == "not measured, ValueError: no such thing"
+    monkeypatch.setattr(Torch, "free_bytes", lambda self: 0)
+    found = list(_attention_sections.passes(run, True))
+    assert found[1].ratio is None
+    assert found[1].note.startswith("left out, it needs ")
+    assert not run.wrong
+
+
+def test_memory_that_is_the_result_or_a_gradient_is_not_extra(monkeypatch):
+    shape, grown = Shape(2, 8, 32, "float32"), 100_000
+    monkeypatch.setattr(_timing, "peak_growth", lambda *_: grown)
+    tensor = 2 * 8 * 32 * 4
+    assert [Torch("cpu").extra_bytes(shape, backward) for backward in (False, True)] == [
+        grown - tensor,
+        grown - 4 * tensor,
+    ]
+
+
+# --- JAX --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def jax_cpu():
+    pytest.importorskip("alibi_jax")
+    from benchmarks.attention.jax import Jax
+
+    return Jax("cpu")
+
+
+def test_arrays_of_jax_look_as_if_heads_came_first(jax_cpu):
+    shape = Shape(3, 5, 7, "bfloat16", batch=2)
+    *tensors, grad = jax_cpu.tensors(shape, backward=True)
+    for tensor in (*tensors, grad):
+        assert (tensor.shape, tensor.array.shape) == (shape.dims, (2, 7, 3, 5))
+        np.testing.assert_array_equal(jax_cpu.as_float64(tensor[1, 2]), np.asarray(tensor.array, np.float64)[1, :, 2])
+    assert jax_cpu.tensors(shape)[3] is None
+
+
+def test_contestants_in_jax_compute_what_they_say(jax_cpu):
+    tensors = jax_cpu.tensors(Shape(4, 8, 37, "float32"), backward=True)
+    every = np.arange(37)
+    plain = jax_cpu.baseline(tensors, False)
+    for contestant, has_bias in (
+        (jax_cpu.contestant(), True),
+        *((peer, True) for peer in jax_cpu.peers),
+        (plain, False),
+    ):
+        result = jax_cpu.prepare(contestant, tensors, False)()
+        reference = Reference.of(tensors, every, as_float64=jax_cpu.as_float64, has_bias=has_bias)
+        assert reference.error(result).relative < 2**-20
+        if has_bias:
+            gradients = jax_cpu.prepare(contestant, tensors, True)()
+            errors = errors_of_gradients(gradients, tensors[:3], tensors[3], jax_cpu.as_float64)
+            assert max(error.relative for error in errors.values()) < 2**-20
+
+
+def test_who_answers_one_query_in_jax(jax_cpu):
+    found = jax_cpu.decode(Decoding(Shape(4, 8, 37, "float32"), 1))
+    for call, has_bias in ((found.cached, True), (found.bare, True), (found.with_row, True), (found.baseline, False)):
+        reference = Reference.of(found.tensors, np.arange(1), jax_cpu.as_float64, has_bias=has_bias)
+        assert reference.error(call()).relative < 2**-20
+
+
+def test_memory_in_jax_is_that_of_scores_which_the_baseline_holds(jax_cpu, monkeypatch):
+    shape, grown = Shape(2, 8, 256, "float32"), iter([300_000, 900_000])
+    monkeypatch.setattr(_timing, "peak_growth", lambda *_: next(grown))
+    tensor = shape.tensor_bytes
+    measured, planned = jax_cpu.weights(shape, True)
+    assert measured == ("measured", 300_000 - 4 * tensor, 900_000 - 4 * tensor, "no positions")
+    assert planned[2] >= 4 * shape.scores
+    assert planned[1] == jax_cpu.extra_bytes(shape, True)
+
+
+# --- MLX --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mlx_cpu():
+    pytest.importorskip("alibi_mlx")
+    mx = pytest.importorskip("mlx.core")
+    from benchmarks.attention.mlx import Mlx
+
+    before = mx.default_device()
+    yield Mlx("cpu")
+    mx.set_default_device(before)
+
+
+def test_contestants_in_mlx_compute_what_they_say(mlx_cpu):
+    tensors = mlx_cpu.tensors(Shape(4, 8, 37, "float32", batch=2), backward=True)
+    assert mlx_cpu.tensors(Shape(4, 8, 37, "float32"))[3] is None
+    every = np.arange(37)
+    for contestant, has_bias in (
+        (mlx_cpu.contestant(), True),
+        *((peer, True) for peer in mlx_cpu.peers),
+        (mlx_cpu.baseline(tensors, False), False),
+    ):
+        result = mlx_cpu.prepare(contestant, tensors, False)()
+        assert result.shape == (2, 4, 37, 8)
+        reference = Reference.of(tensors, every, as_float64=mlx_cpu.as_float64, has_bias=has_bias)
+        assert reference.error(result).relative < 2**-20
+        if has_bias:
+            gradients = mlx_cpu.prepare(contestant, tensors, True)()
+            errors = errors_of_gradients(gradients, tensors[:3], tensors[3], mlx_cpu.as_float64)
+            assert max(error.relative for error in errors.values()) < 2**-20
+
+
+def test_who_answers_one_query_in_mlx(mlx_cpu):
+    found = mlx_cpu.decode(Decoding(Shape(4, 8, 37, "float32"), 1))
+    for call, has_bias in ((found.cached, True), (found.bare, True), (found.with_row, True), (found.baseline, False)):
+        reference = Reference.of(found.tensors, np.arange(1), mlx_cpu.as_float64, has_bias=has_bias)
+        assert reference.error(call()).relative < 2**-20
+
+
+def test_a_lazy_call_in_mlx_is_timed_with_its_evaluation(mlx_cpu):
+    import mlx.core as mx
+
+    tensors = mlx_cpu.tensors(Shape(8, 64, 512, "float32"), backward=True)
+    for backward in (False, True):
+        for contestant in (mlx_cpu.contestant(), *mlx_cpu.peers, mlx_cpu.baseline(tensors, backward)):
+            call = mlx_cpu.prepare(contestant, tensors, backward)
+            before = mx.get_active_memory()
+            result = call()
+            # What is not evaluated holds no memory: the result, or three gradients.
+            assert mx.get_active_memory() - before >= (3 if backward else 1) * 8 * 64 * 512 * 4
+            del result
+
+
+def test_memory_in_mlx_is_that_of_scores_which_the_others_hold(mlx_cpu):
+    shape = Shape(8, 16, 512, "float32")
+    for backward in (False, True):
+        dense, plain = mlx_cpu.weights(shape, backward)
+        assert [dense[3], plain[3]] == ["mx.fast, dense mask", "mx.fast, no positions"]
+        for how, ours, theirs, _ in (dense, plain):
+            assert how == "by MLX's count"
+            assert 0 < ours < 2 * theirs
+            # Scores in float32, once at least; the mask, of their size, is an argument and no extra.
+            assert 4 * shape.scores <= theirs < (5 if backward else 2) * 4 * shape.scores
+
+
+def test_memory_in_mlx_that_is_a_mask_the_result_or_a_gradient_is_not_extra(mlx_cpu):
+    import mlx.core as mx
+
+    shape, made = Shape(2, 64, 2048, "float32"), 12 * 2**20  # tensors of 1 MiB
+
+    def prepare(query, key, value):
+        mask = mx.zeros(2**20)
+        mx.eval(mask)
+
+        def attend(query, key, value):
+            held = mx.ones(made // 4)  # 12 MiB, given back before the result is there
+            mx.eval(held)
+            return query + key + value + mask[0]
+
+        return attend
+
+    for backward in (False, True):
+        extra = mlx_cpu._extra(replace(mlx_cpu.contestant(), prepare=prepare), shape, backward)
+        assert extra == pytest.approx(made - (4 if backward else 1) * 2**20, abs=2**18)
+
+
+def test_a_wrong_number_in_mlx_is_beside_nothing_timed(mlx_cpu, monkeypatch):
+    from benchmarks.attention.mlx_peers import without_positions
+    from benchmarks.attention.sizes import MLX_QUICK
+
+    timed = (Timed(Shape(2, 8, 64, "float32"), 1, 0, (1.0, 1.0), (1.0, 1.0)),)
+    run = Run(mlx_cpu, replace(MLX_QUICK, timed=timed))
+    right = list(_attention_sections.passes(run, False))
+    assert [each.baseline for each in right] == ["mx.fast, no positions", "mx.fast, dense mask"]
+    assert not run.wrong
+    wrong = replace(mlx_cpu.contestant(), prepare=without_positions(True).prepare)
+    monkeypatch.setattr(type(mlx_cpu), "contestant", lambda self: wrong)
+    for backward in (False, True):
+        found = list(_attention_sections.passes(run, backward))
+        assert [each.verdict(True) for each in found] == ["not measured", "not measured"]
+        assert {each.note for each in found} == {"not timed, its numbers are wrong"}
+    assert len(run.wrong) == 2
+
+
+# --- The program ------------------------------------------------------------------------------------------------------
+
+
+def quick_run(backend, output):
+    """Run all sections on small shapes, in a process as from a command line, and return the results."""
+    command = [sys.executable, "-m", "benchmarks.attention", "--backend", backend, "--quick", "--device", "cpu"]
+    # The processes in which memory is measured compile much of what the first one did.
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(output / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, ["", *sys.path])), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--output", str(output)],
+        cwd=Path(attention.__file__).parents[1],
+        env=os.environ | path | cache,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((output / f"attention-{backend}-cpu.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax", "mlx"])
+def test_quick_run_checks_times_and_draws_everything(backend, tmp_path):
+    pytest.importorskip(f"alibi_{backend}")
+    results = quick_run(backend, tmp_path)
+    expected = {"benchmark": "attention", "backend": backend, "device": "cpu", "quick": True, "passed": True}
+    assert {key: results[key] for key in expected} == expected
+    assert results["sections"] == ["accuracy", "forward", "backward", "decode", "memory", "million"]
+    assert results["versions"].keys() >= {"alibi-core", backend}
+    for measured in results["measurements"]:
+        if measured["ratio"] is None:
+            assert measured["note"]  # why not
+        else:
+            assert measured["lowest"] <= measured["ratio"] <= measured["highest"]
+            assert measured["verdict"] == ("" if measured["bar"] is None else "not judged")
+    if backend == "jax":  # what is measured in a process of its own, of attention that holds all its scores
+        weighed = [each for each in results["measurements"] if each["candidate"].endswith(", measured")]
+        assert [each["values"][1] > 4 * QUICK.weighed.scores for each in weighed] == [True, True]
+    if backend == "mlx":  # bars beside a dense bias, too: of both passes, of one query, and of memory
+        barred = [each for each in results["measurements"] if each["bar"] is not None and each["ratio"] is not None]
+        beside = [(each["baseline"], each["unit"]) for each in barred]
+        assert beside.count(("mx.fast, dense mask", "seconds")) == 2
+        assert beside.count(("mx.fast, a row of biases", "seconds")) == 1
+        assert beside.count(("mx.fast, dense mask", "bytes")) == 2
+        weighed = [each["group"].rpartition(", ")[2] for each in barred if each["unit"] == "bytes"]
+        assert weighed == ["512 tokens", "512 tokens", "256 tokens", "256 tokens"]
+    assert {each["pass"] for each in results["limits"]} >= {"forward", "forward and backward"}
+    assert all(each["tile_limit"] >= 1 for each in results["limits"])
+    for curves in results["curves"].values():
+        assert [length for length, _ in curves[f"alibi_{backend}"]] == [256, 512]
+        assert [length for length, _ in curves["tile limit"]] == [256, 512]
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / f"attention-{backend}-cpu.png").stat().st_size > 10_000
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("what", ["result", "gradient"])
+def test_what_is_wrong_fails_and_is_named_before_anything_is_timed(what, tmp_path, monkeypatch, capsys):
+    right = alibi_torch.attention
+
+    def wrong(query, key, value):
+        if what == "result":
+            return right(query, key, value) * 1.001
+        result = right(query, key.detach(), value)  # so that keys get none
+        return result + 0 * key.sum()
+
+    monkeypatch.setattr(_attention_torch.alibi_torch, "attention", wrong)
+    assert attention.main(["--quick", "--device", "cpu", "--output", str(tmp_path)]) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("wrong: ")]
+    name = "alibi_torch, 8 heads" if what == "result" else "alibi_torch, gradient of key, 8 heads"
+    assert lines[0].startswith(f"wrong: {name}")
+    results = json.loads((tmp_path / "attention-torch-cpu.json").read_text(encoding="utf-8"))
+    assert results["passed"] is False
+    assert results["measurements"] == []
+
+
+def test_a_peer_that_is_not_alibi_is_named(monkeypatch):
+    plain = replace(_attention_peers.PEERS[0], name="no ALiBi", prepare=_attention_torch._without_positions)
+    monkeypatch.setattr(Torch, "peers", (plain,))
+    run = Run(Torch("cpu"), QUICK)
+    check(run)
+    assert [line.split(",")[0] for line in run.wrong] == ["no ALiBi"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_wrong_number_at_a_shape_is_not_timed(monkeypatch):
+    run = Run(Torch("cpu"), replace(QUICK, timed=(Timed(Shape(2, 8, 64, "float32"), 1, 1, (1.0, 1.0)),)))
+    wrong = replace(run.backend.contestant(), prepare=_attention_torch._without_positions)
+    monkeypatch.setattr(Torch, "contestant", lambda self: wrong)
+    for backward in (False, True):
+        (found,) = _attention_sections.passes(run, backward)
+        assert found.verdict(True) == "not measured"
+        assert found.note == "not timed, its numbers are wrong"
+    assert len(run.wrong) == 2
+
+
+def test_a_bar_that_is_missed_or_was_not_measured_fails_and_is_named(tmp_path, monkeypatch, capsys):
+    found = [replace(FASTER, ratio=r, lowest=r, highest=r, values=(r, 1.0)) for r in (2.5, 1.5)] + [FASTER]
+    monkeypatch.setattr(attention, "check", lambda run: None)
+    monkeypatch.setattr(attention, "SECTIONS", {"forward": lambda run: iter(found)})
+    arguments = ["--device", "cpu", "--output", str(tmp_path)]
+    assert attention.main(arguments) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "missed: group: ours against theirs, ratio 1.50",
+        "not measured: group: ours against theirs",
+    ]
+    found[1:] = []
+    assert attention.main(arguments) == 0
+
+
+def test_a_section_that_runs_out_of_memory_fails_and_the_others_are_kept(tmp_path, monkeypatch, capsys):
+    def fails(run):
+        raise RuntimeError("out of memory")
+
+    kept = replace(FASTER, ratio=3.0, lowest=3.0, highest=3.0, values=(1.0, 3.0))
+    monkeypatch.setattr(attention, "check", lambda run: None)
+    monkeypatch.setattr(attention, "SECTIONS", {"memory": fails, "forward": lambda run: iter([kept])})
+    assert attention.main(["--device", "cpu", "--output", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.splitlines() == ["wrong: memory: RuntimeError: out of memory"]
+    results = json.loads((tmp_path / "attention-torch-cpu.json").read_text(encoding="utf-8"))
+    assert [each["ratio"] for each in results["measurements"]] == [3.0]
+
+
+@pytest.mark.usefixtures("alone")
+def test_sections_can_be_picked(tmp_path, capsys):
+    arguments = ["--quick", "--device", "cpu", "--output", str(tmp_path)]
+    assert attention.main([*arguments, "--only", "decode,accuracy"]) == 0
+    results = json.loads((tmp_path / "attention-torch-cpu.json").read_text(encoding="utf-8"))
+    assert results["sections"] == ["accuracy", "decode"]
+    assert {each["unit"] for each in results["measurements"]} == {"error", "seconds"}
+    assert not (tmp_path / "attention-torch-cpu.png").exists()
+    with pytest.raises(SystemExit):
+        attention.main([*arguments, "--only", "speed"])
+    assert "must be of accuracy, forward, backward, decode, memory, million, got speed" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_named(capsys):
+    with pytest.raises(SystemExit):
+        attention.main(["--quick", "--device", "cuda"])
+    assert "--device must be one that there is, got cuda" in capsys.readouterr().err
+
+
+def test_rounding_is_that_of_the_dtype() -> None:
+    torch = pytest.importorskip("torch")
+    values = np.random.default_rng(0).standard_normal(1000) * 10.0 ** np.arange(-3, 5).repeat(125)
+    values[:2] = 1 + 2.0**-9, 1 + 3 * 2.0**-9  # halfway between two numbers of bfloat16
+    for dtype in ("bfloat16", "float16"):
+        expected = torch.from_numpy(values).float().to(getattr(torch, dtype)).double().numpy()
+        np.testing.assert_array_equal(_attention_exact.rounded(np.float64(np.float32(values)), dtype), expected)

@@ -1,0 +1,188 @@
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("rich")
+
+import alibi_core
+from benchmarks.bias import __main__ as bias
+from benchmarks.harness import timing as _timing
+from benchmarks.harness.timing import Measurement
+
+BAR = Measurement("group", "ours", "theirs", "seconds", bar=2.0)
+
+
+# --- What all benchmarks share ---------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that only moves when a call says how long it took."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        self.calls = []
+        monkeypatch.setattr(_timing.time, "perf_counter", lambda: self.now)
+
+    def call(self, name, *seconds):
+        """Return a call that takes those times, one after the other, after one to warm up that takes long."""
+        left = iter([100.0, *seconds])
+
+        def function():
+            self.calls.append(name)
+            self.now += next(left)
+
+        return function
+
+
+def test_times_are_medians_of_pairs_after_a_warm_up(monkeypatch):
+    clock = Clock(monkeypatch)
+    done = BAR.timed(clock.call("ours", 3.0, 8.0, 5.0), clock.call("theirs", 1.0, 2.0, 2.0), pairs=3)
+    assert done.values == (5.0, 2.0)
+    assert (done.ratio, done.lowest, done.highest) == (3.0, 2.5, 4.0)
+    # Alternating, so that what comes second is not always the same.
+    assert clock.calls == ["ours", "theirs"] * 2 + ["theirs", "ours"] + ["ours", "theirs"]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "bar", "judged", "verdict"),
+    [
+        (1.99, 2.0, True, "met"),
+        (2.0, 2.0, True, "missed"),
+        (math.nan, 2.0, True, "missed"),
+        (5.0, 2.0, False, "not judged"),
+        (None, 2.0, True, "not measured"),
+        (5.0, None, True, ""),
+    ],
+)
+def test_verdict(ratio, bar, judged, verdict):
+    assert replace(BAR, ratio=ratio, bar=bar).verdict(judged) == verdict
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is exact on Linux only")
+def test_peak_memory_counts_what_is_freed_again():
+    size = 32 * 2**20
+    grown = _timing.peak_growth("tests.benchmarks.test_bias:two_arrays_and_one_after_the_other", size)
+    # A page table's worth, 2 MiB, either way for each array: the kernel hands out and counts pages in batches.
+    assert abs(grown - 2 * size) <= 2 * 2**21
+
+
+def two_arrays_and_one_after_the_other(size):
+    np.ones(4 * size, dtype=np.uint8)  # prepares, with a peak that must not count
+
+    def call():
+        both = [np.ones(size, dtype=np.uint8) for _ in range(2)]
+        del both
+        return np.ones(size, dtype=np.uint8)
+
+    return call
+
+
+def test_a_failure_in_the_other_process_is_told():
+    with pytest.raises(RuntimeError, match="has no attribute 'nothing'"):
+        _timing.peak_growth("tests.benchmarks.test_bias:nothing")
+
+
+def test_json_is_plain_and_says_nothing_of_whose_machine_it_is(tmp_path):
+    machine = _timing.machine()
+    _timing.write_json(tmp_path / "new" / "x.json", {"machine": machine, "x": [1 / 3, math.inf], "n": 10**9})
+    written = json.loads((tmp_path / "new" / "x.json").read_text(encoding="utf-8"))
+    assert written == {"machine": machine, "x": [0.33333, None], "n": 10**9}
+    assert set(machine) == {"system", "architecture", "cpu", "cores", "load"}
+
+
+# --- The bias --------------------------------------------------------------------------------------------------------
+
+
+def test_quick_run_checks_and_times_everything_that_is_installed(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.bias", "--quick", "--output", str(tmp_path)],
+        cwd=Path(bias.__file__).parents[1],
+        # One thread: more of them, on a machine that is busy with other tests, wait for each other.
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, ["", *sys.path])), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "bias.json").read_text(encoding="utf-8"))
+    assert {key: results[key] for key in ("benchmark", "quick", "passed")} == {
+        "benchmark": "bias",
+        "quick": True,
+        "passed": True,
+    }
+    assert results["versions"]["alibi-core"] == alibi_core.__version__
+    assert results["numerics"]["bias in NumPy"] == {"different_elements": 0}
+    assert results["numerics"]["key_bias in NumPy"] == {"different_elements": 0}
+
+    by_group = {}
+    for measured in results["measurements"]:
+        by_group.setdefault(measured["group"], []).append(measured)
+        if measured["ratio"] is None:
+            assert measured["note"]  # why not
+        else:
+            assert measured["lowest"] <= measured["ratio"] <= measured["highest"]
+            assert measured["verdict"] == ("" if measured["bar"] is None else "not judged")
+    judged = [sorted((m["candidate"], m["bar"]) for m in group if m["bar"] is not None) for group in by_group.values()]
+    against_fill = [("NumPy", 2.0), ("PyTorch", 2.0)]
+    assert judged[0] == judged[4] == against_fill
+    assert [bar for _, bar in judged[1]] == [1.0] * len(bias.PEERS)
+    assert judged[2] == []
+    assert judged[3] == [("NumPy", 1.5)]
+    measured = {m["candidate"] for m in by_group[next(iter(by_group))] if m["ratio"] is not None}
+    assert measured >= {"NumPy"}
+
+
+@pytest.mark.parametrize("function", ["bias", "key_bias"])
+def test_one_wrong_bit_fails_and_is_named_before_anything_is_timed(function, tmp_path, monkeypatch, capsys):
+    right = getattr(alibi_core, function)
+
+    def wrong(*arguments, **keywords):
+        result = right(*arguments, **keywords)
+        if isinstance(result, np.ndarray):
+            result[-1, -1, 5] = np.nextafter(result[-1, -1, 5], np.float32(0))
+        return result
+
+    monkeypatch.setattr(alibi_core, function, wrong)
+    monkeypatch.setattr(bias, "LIBRARIES", {"NumPy": "numpy"})
+    monkeypatch.setattr(bias, "OURS", bias.OURS[:1])
+    assert bias.main(["--quick", "--output", str(tmp_path)]) == 1
+    assert f"wrong: {function} in NumPy differs from float64 arithmetic in 1 elements" in capsys.readouterr().err
+    results = json.loads((tmp_path / "bias.json").read_text(encoding="utf-8"))
+    assert results["passed"] is False
+    assert results["measurements"] == []
+
+
+def test_a_bar_that_is_missed_or_was_not_measured_fails_and_is_named(tmp_path, monkeypatch, capsys):
+    found = [replace(BAR, ratio=r, lowest=r, highest=r, values=(r, 1.0)) for r in (1.5, 2.5)] + [BAR]
+    monkeypatch.setattr(bias, "check", lambda sizes, report: ({}, []))
+    monkeypatch.setattr(bias, "measure", lambda sizes, report: iter(found))
+    assert bias.main(["--output", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "missed: group: ours against theirs, ratio 2.50",
+        "not measured: group: ours against theirs",
+    ]
+    monkeypatch.setattr(bias, "measure", lambda sizes, report: iter(found[:1]))
+    assert bias.main(["--output", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize("num_heads", [1, 3, 12, 32, 112])
+def test_exact_slopes_are_the_canonical_ones(num_heads):
+    np.testing.assert_array_equal(bias.exact_slopes(num_heads).astype(np.float32), alibi_core.slopes(num_heads))
+
+
+def test_a_peer_that_is_called_wrongly_is_not_taken_for_alibi():
+    exact = bias.exact_slopes(32)[:, None, None] * bias.causal_reach(61)
+    rows = {name: bias.Builder(name, "numpy", None, lambda *_, x=x: lambda: x) for name, x in {
+        "shifted": exact + np.arange(61.0)[:, None],  # constant along a row
+        "scaled": exact * 1.001,
+        "not causal": np.nan_to_num(exact, neginf=0.0),
+    }.items()}  # fmt: skip
+    assert bias.peer_error(rows["shifted"]) <= 1
+    assert bias.peer_error(rows["scaled"]) > 1
+    assert bias.peer_error(rows["not causal"]) > 1

@@ -1,0 +1,289 @@
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+for module in ("torch", "matplotlib", "rich", "tqdm"):
+    pytest.importorskip(module)
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from alibi_torch.nn._transformer import AlibiConfig  # noqa: E402
+from benchmarks.extrapolation import corpus, models, training  # noqa: E402
+from benchmarks.extrapolation.__main__ import main  # noqa: E402
+from benchmarks.extrapolation.evaluation import Held, evaluate, non_overlapping, sliding  # noqa: E402
+from benchmarks.extrapolation.settings import FULL, MULTIPLES, QUICK, Settings  # noqa: E402
+
+TINY = AlibiConfig(num_layers=2, d_model=40, num_heads=5, dropout=0.0)
+
+
+class Recorder(nn.Module):
+    """A model with a memory: its loss at a token depends on that token and on how many came before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.anchor = nn.Parameter(torch.zeros(1))
+
+    def forward(self, tokens):
+        seen = torch.arange(1, tokens.shape[1] + 1)[None, :, None]
+        return torch.sin(seen * (1 + torch.arange(256))) + 0.1 * tokens[..., None]
+
+
+def loss_by_hand(text, target, context):
+    logits = Recorder()(torch.tensor([text[target - context : target]]))[0, -1].double()
+    return (logits.exp().sum().log() - logits[text[target]]).item()
+
+
+@pytest.fixture
+def held():
+    tokens = torch.randint(256, (200,), generator=torch.Generator().manual_seed(3)).to(torch.uint8)
+    return Held(tokens, first=50, scored=96)
+
+
+@pytest.mark.parametrize("length", [3, 12, 48])
+def test_non_overlapping_scores_each_token_once(held, length):
+    text = held.tokens.tolist()
+    by_hand = [loss_by_hand(text, target, 1 + (target - 50) % length) for target in range(50, 146)]
+    assert non_overlapping(Recorder(), held, length) == pytest.approx(sum(by_hand) / 96, rel=1e-6)
+
+
+@pytest.mark.parametrize("length", [6, 12, 48])
+@pytest.mark.parametrize("stride", [1, 3, 6])
+@pytest.mark.parametrize("every", [1, 4])
+def test_sliding_scores_the_same_tokens_at_every_length(held, length, stride, every):
+    held, text = replace(held, every=every), held.tokens.tolist()
+    ends = range(50 + stride, 50 + 96 + 1, stride * every)
+    losses = [[loss_by_hand(text, end - length + p, p + 1) for p in range(length)] for end in ends]
+    counted = [loss for window in losses for loss in window[length - stride :]]
+    if every == 1:
+        assert len(counted) == 96  # each token once
+    mean, by_position = sliding(Recorder(), held, length, stride)
+    assert mean == pytest.approx(sum(counted) / len(counted), rel=1e-6)
+    by_hand = [sum(position) / len(losses) for position in zip(*losses, strict=True)]
+    assert by_position.tolist() == pytest.approx(by_hand, rel=1e-6)
+
+
+def test_evaluate_covers_every_length_within_the_text():
+    settings = Settings(train_length=8, scored=512, slid=100)
+    tokens = torch.arange(128 + 512 - 1).to(torch.uint8)  # one short of the fourth segment
+    held = Held.of(tokens, settings)
+    assert (held.first, held.scored, held.every) == (128, 384, 3)
+    assert held.windows(2)[-1] <= len(tokens)
+    found = evaluate(Recorder(), held, settings, lambda protocol, length: None)
+    lengths = [str(8 * multiple) for multiple in MULTIPLES]
+    assert list(found["non_overlapping"]) == list(found["sliding"]) == lengths
+    assert len(found["by_position"]) == 128
+
+
+def test_sinusoids_follow_the_formula():
+    table = models.sinusoids(300, 10)
+    for position in (0, 1, 7, 299):
+        for i in range(5):
+            angle = position / 10000 ** (2 * i / 10)
+            assert table[position, 2 * i].item() == pytest.approx(math.sin(angle), abs=1e-6)
+            assert table[position, 2 * i + 1].item() == pytest.approx(math.cos(angle), abs=1e-6)
+
+
+def test_sinusoids_are_added_to_embeddings():
+    model = models.build("sinusoidal", TINY, 0)
+    tokens = torch.full((2, 9), 65)
+    plain = models.build("none", TINY, 0).embed(tokens)
+    torch.testing.assert_close(model.embed(tokens) - plain, models.sinusoids(9, 40).expand(2, -1, -1))
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    query, key = torch.randn(2, 3, 13, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    scores = models.rotate(query) @ models.rotate(key).mT
+    torch.testing.assert_close(models.rotate(query, 1000) @ models.rotate(key, 1000).mT, scores)
+    same = models.rotate(query[:, :1].expand(-1, 13, -1)) @ models.rotate(key[:, :1].expand(-1, 13, -1)).mT
+    for distance in range(13):
+        band = same.diagonal(-distance, dim1=1, dim2=2)
+        torch.testing.assert_close(band, band[:, :1].expand_as(band))
+    assert same[0, :, 0].diff().abs().min() > 1e-3  # and they do depend on it
+
+
+def test_rotary_follows_the_formula():
+    x = torch.randn(7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    turned = models.rotate(x, 5)
+    for position in range(7):
+        for i in range(3):
+            pair = complex(x[position, i], x[position, i + 3])
+            pair *= complex(math.cos(angle := (5 + position) / 10000 ** (2 * i / 6)), math.sin(angle))
+            assert complex(turned[position, i], turned[position, i + 3]) == pytest.approx(pair, rel=1e-12)
+
+
+def test_methods_start_from_the_same_weights():
+    states = [models.build(method, TINY, 7).state_dict() for method in models.METHODS]
+    for state in states[1:]:
+        assert list(state) == list(states[0])
+        assert all(torch.equal(state[name], states[0][name]) for name in state)
+    assert not torch.equal(models.build("none", TINY, 8).embedding.weight, states[0]["embedding.weight"])
+
+
+def test_methods_differ_in_positions_alone():
+    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
+    built = {method: models.build(method, TINY, 7) for method in models.METHODS}
+    plain = built["none"](tokens)
+    for method in ("alibi", "sinusoidal", "rotary"):
+        assert (built[method](tokens) - plain).abs().max() > 1e-2
+    for block in built["alibi"].transformer.blocks:
+        block.attention.slopes.zero_()
+    torch.testing.assert_close(built["alibi"](tokens), plain)
+
+
+@pytest.mark.parametrize("method", models.METHODS)
+def test_methods_are_causal(method):
+    model = models.build(method, TINY, 7)
+    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
+    changed = tokens.clone()
+    changed[:, 9:] += 1
+    torch.testing.assert_close(model(tokens)[:, :9], model(changed % 256)[:, :9])
+
+
+def test_order_counts_unless_there_are_no_positions():
+    tokens = torch.randint(256, (1, 12), generator=torch.Generator().manual_seed(1))
+    swapped = tokens[:, [*range(10, -1, -1), 11]]  # what the last token sees, in another order
+    for method in models.METHODS:
+        model = models.build(method, AlibiConfig(num_layers=1, d_model=40, num_heads=5, dropout=0.0), 7)
+        moved = (model(tokens) - model(swapped))[:, -1].abs().max().item()
+        assert (moved < 1e-5) if method == "none" else (moved > 1e-3), method
+
+
+def test_training_sees_the_same_batches_whatever_the_method():
+    class Listener(Recorder):
+        def forward(self, tokens):
+            batches.append(tokens)
+            return super().forward(tokens) + self.anchor
+
+    text = torch.arange(2000).to(torch.uint8)
+    settings = Settings(train_length=7, steps=3, batch_size=2)
+    runs = []
+    for seed in (1, 1, 2):
+        batches = []
+        training.train(Listener(), text, settings, seed, lambda step, loss: None)
+        runs.append(torch.stack(batches))
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+def test_training_learns():
+    text = torch.tensor(list(b"to and fro ") * 300, dtype=torch.uint8)
+    losses = training.train(
+        models.build("alibi", TINY, 0), text, Settings(train_length=16, steps=60, batch_size=8), 0, lambda *_: None
+    )
+    assert losses[0] > 5 > 1 > losses[-1]
+
+
+def test_learning_rate_rises_then_falls():
+    rates = [training.rate(step, QUICK) for step in range(1, QUICK.steps + 1)]
+    top = rates.index(max(rates))
+    assert max(rates) == 1
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1)
+    assert training.rate(1, Settings(steps=1)) == 1
+
+
+def test_standard_library_is_split_by_file_and_the_same_each_time():
+    first, again = (corpus.standard_library(300_000, 20_000) for _ in range(2))
+    assert first.digest == again.digest
+    assert len(first.held_out) == 20_000
+    held_out, training_text = (bytes(text.tolist()) for text in (first.held_out, first.training))
+    longest_shared = max((line for line in held_out.splitlines() if line in training_text), key=len)
+    assert len(longest_shared) < 120  # a line of boilerplate, not a file
+    assert not any(held_out[at : at + 200] in training_text for at in range(0, 19_800, 100))
+
+
+@pytest.mark.parametrize("size", [5 * 64, 1000, 100_000])
+def test_text_file_is_split_at_one_place(tmp_path, size):
+    path = tmp_path / "text"
+    text = bytes(index * index % 251 for index in range(size))
+    path.write_bytes(text)
+    split = corpus.text_file(path, held_out_bytes=4096, least_held_out=64)
+    assert bytes(split.training.tolist()) + bytes(split.held_out.tolist()) == text
+    assert len(split.held_out) == {320: 64, 1000: 100, 100_000: 4096}[size]
+
+
+def test_settings_are_sound():
+    for settings in (QUICK, FULL):
+        assert settings.scored % settings.longest == 0
+        assert settings.scored % settings.slid == settings.slid % settings.stride == 0
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A run of a few steps of a small model on a text that is no valid UTF-8."""
+    monkeypatch.setattr(
+        "benchmarks.extrapolation.__main__.QUICK",
+        Settings(train_length=8, num_layers=1, d_model=32, num_heads=4, batch_size=2, steps=3, scored=256, slid=32),
+    )
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 10)
+    return ["--text", str(text), "--output", str(tmp_path / "made" / "here")]
+
+
+def test_run_writes_table_json_and_picture(small, tmp_path, capsys):
+    assert main(small) == 0
+    shown = capsys.readouterr().out
+    for word in (*models.METHODS, "Non-overlapping", "Sliding", "last trained (8)", "perplexity", "change", "128"):
+        assert word in shown
+    found = json.loads((tmp_path / "made/here/results.json").read_text())
+    assert list(found["methods"]) == list(models.METHODS)
+    assert found["settings"]["lengths"] == [8, 16, 32, 64, 128]
+    for method in found["methods"].values():
+        assert len(method["training_loss"]) == 3
+        assert len(method["by_position"]) == 128
+        assert all(4 < loss < 8 for loss in [*method["sliding"].values(), *method["non_overlapping"].values()])
+    assert str(tmp_path) not in json.dumps(found)
+    assert (tmp_path / "made/here/extrapolation.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_resume_measures_what_is_missing(small, tmp_path, capsys):
+    assert main([*small, "--methods", "alibi"]) == 0
+    capsys.readouterr()
+    assert main([*small, "--methods", "alibi", "none", "--resume"]) == 0
+    progress = [line for line in capsys.readouterr().out.splitlines() if "step 3/3" in line]
+    assert [line.split()[0] for line in progress] == ["none"]
+    found = json.loads((tmp_path / "made/here/results.json").read_text())
+    assert list(found["methods"]) == ["alibi", "none"]
+    with pytest.raises(SystemExit):
+        main([*small, "--seed", "1", "--resume"])
+    assert "--resume must continue a run with the same settings" in capsys.readouterr().err
+
+
+def test_loss_that_is_not_finite_fails_the_run(small, tmp_path, monkeypatch, capsys):
+    def broken(method, config, seed):
+        model = models.build(method, config, seed)
+        if method == "rotary":
+            model.embedding.weight.data.fill_(float("nan"))
+        return model
+
+    monkeypatch.setattr("benchmarks.extrapolation.__main__.build", broken)
+    assert main(small) == 1
+    assert "not finite" in capsys.readouterr().err
+    found = json.loads((tmp_path / "made/here/results.json").read_text())["methods"]
+    assert found["rotary"]["sliding"]["8"] is None
+    assert found["alibi"]["sliding"]["8"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--methods", "learned"], "invalid choice: 'learned'"),
+        (["--steps", "0"], "argument --steps: must be at least 1, got 0"),
+        (["--train-length", "-3"], "argument --train-length: must be at least 1, got -3"),
+        (["--train-length", "some"], "argument --train-length"),
+        (["--quick", "--full"], "not allowed with argument"),
+        (["--text", "no such file"], "no such file"),
+        (["--train-length", "900"], "text must have at least 144,000 bytes, got 2,560 in text"),
+        (["--device", "abacus"], "abacus"),
+        (["--resume"], "results.json"),
+    ],
+)
+def test_bad_options_are_refused(small, options, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([*small, *options])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,144 @@
+"""The model of benchmarks/scaling: counts by brute force, costs by hand."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("rich")
+
+from alibi_core import Shards, shard_plan
+from benchmarks.harness.timing import Measurement
+from benchmarks.research.scaling import __main__ as scaling
+from benchmarks.research.scaling import validation
+from benchmarks.research.scaling.inputs import (
+    FORWARD,
+    KERNELS,
+    LATENCY,
+    OF_KEYS,
+    OF_QUERIES,
+    Chip,
+    Layer,
+    Schedule,
+    chips,
+)
+from benchmarks.research.scaling.model import backward, forward, held, parts, ring, ring_seconds
+
+BLOCK = 16
+LAYER = Layer(length=32_768, heads=4, head_dim=128, score_bound=1.0)
+SLOW = Chip(  # 1,000 cycles a second, one byte a second and link, memory that never waits
+    "slow", 2 * 128**2 * 1000.0, 1, 1, 128, float("inf"), 1e9, 2.0, 1,
+    {FORWARD: Schedule(100, 7), OF_QUERIES: Schedule(10, 1), OF_KEYS: Schedule(1)}, (Schedule(50), Schedule(150)),
+)  # fmt: skip
+
+
+def visible(plan, chunk):
+    """Yield each query block and key block, with the head, that a chunk's queries need; aligned as kernels see them."""
+    size = plan.shards.chunk_len
+    for head, (past, _) in enumerate(plan.horizons):
+        seen = set()
+        for query in range(chunk * size, (chunk + 1) * size):
+            for key in range(max(0, query - past), query + 1):
+                distance = chunk - key // size
+                longest = next((max(hop.tokens) for hop in plan.hops if hop.distance == distance), size)
+                start = (key // size + 1) * size - longest if distance else key // size * size  # of what arrives
+                if key >= start:
+                    seen.add((distance, (query - chunk * size) // BLOCK, (key - start) // BLOCK))
+        yield from ((head, *each) for each in seen)
+
+
+def test_blocks_are_those_that_queries_need():
+    shards = Shards.of_length(1024, 8)
+    plan = shard_plan(np.asarray([0.5, 0.1, 0.05, 0.02]), shards, score_bound=0.0, tolerance=2.0**-3)
+    assert len(plan.hops) == 3  # so that some heads need several chunks, some not all of one
+    counts = dict.fromkeys(range(4), 0)
+    for _, distance, _, _ in visible(plan, chunk=6):
+        counts[distance] += 1
+    assert [part.blocks for part in parts(plan, BLOCK)] == list(counts.values())
+    assert [part.heads for part in parts(plan, BLOCK)] == [4, *(sum(map(bool, hop.tokens)) for hop in plan.hops)]
+
+
+def test_a_step_is_the_sum_of_its_kernels_and_of_what_arrives():
+    plan = LAYER.plan(8)
+    assert [hop.distance for hop in plan.hops] == [1, 2]
+    found = list(parts(plan))
+    rows, blocks, masked = (sum(getattr(part, name) for part in found) for name in ("rows", "blocks", "masked"))
+    step = forward(SLOW, LAYER, plan)
+    assert step.compute == pytest.approx((7 * rows + 100 * (blocks + 0.7 * masked)) / 1000)
+    assert step.passes == 0  # of memory that never waits
+    token = 128 * 2 * 2  # bytes of a key and a value
+    assert step.sent == sum(sum(hop.tokens) for hop in plan.hops) * token
+    # What goes two chips far takes each link twice.
+    links = sum(hop.distance * (sum(hop.tokens) * token + LATENCY) for hop in plan.hops)
+    assert step.exchange == pytest.approx(links)
+    back = backward(SLOW, LAYER, plan)
+    assert back.compute == pytest.approx((rows + 11 * (blocks + 0.7 * masked)) / 1000)
+    assert (back.sent, back.exchange) == (3 * step.sent, pytest.approx(3 * links))
+    assert (step + back).seconds == pytest.approx(step.seconds + back.seconds)
+
+
+def test_a_kernel_takes_as_long_as_its_traffic_if_that_is_longer():
+    one = Layer(length=512, heads=1, head_dim=128)
+    starved = Chip(**{**vars(SLOW), "memory": 512 * 128 * 2.0})  # a tile of queries in a second
+    # Queries in, results out, keys and values in; and eight passes over a tensor.
+    assert forward(starved, one, one.plan(1)).compute == pytest.approx(4.0)
+    assert forward(starved, one, one.plan(1)).passes == pytest.approx(8.0)
+
+
+def test_a_ring_sends_all_to_all_while_it_computes():
+    plan, step = LAYER.plan(8), ring(SLOW, LAYER, 8, gradient=False)
+    assert step.sent * 8 == plan.bytes_of_ring(128, 2)
+    blocks = sum(1 for query, key in itertools.product(range(64), repeat=2) if key <= query)
+    assert step.compute == pytest.approx(4 * blocks / 8 * 50 / 1000)
+    assert ring_seconds(step) == max(step.compute, step.exchange) == step.exchange
+    assert ring(SLOW, LAYER, 8, gradient=True).sent == 3 * step.sent
+
+
+def test_chips_are_told_by_what_is_published_and_compiled():
+    for chip in chips(128):
+        assert 1.4e9 < chip.clock < 1.8e9
+        assert all(chip.kernels[name].block > chip.kernels[name].row > 0 for name in KERNELS)
+        # A block cannot be faster than its products: 2 of 512 x 512 x 128 forward, 7 backward in all.
+        least = 512 * 512 * 128 / (chip.units * chip.side**2)
+        assert chip.kernels[FORWARD].block > 2 * least
+        assert chip.kernels[OF_QUERIES].block + chip.kernels[OF_KEYS].block > 7 * least
+        assert chip.ring[1].block > 5 * least
+    with pytest.raises(ValueError, match="head_dim must be one whose schedules were read, got 96"):
+        chips(96)
+
+
+def test_more_chips_take_less_and_gain_on_the_ring():
+    rows = scaling.modelled(chips(128)[0], Layer())
+    times = [row["seconds"] for row in rows]
+    assert all(1.2 < before / after <= 2.0 for before, after in itertools.pairwise(times))
+    assert all(row["ring_seconds"] > 50 * row["seconds"] for row in rows)
+    assert held(Layer(), 16, gradient=True) == held(Layer(), 8, gradient=True) / 2
+
+
+def test_the_kernels_plan_visits_about_as_many_blocks():
+    (found,) = validation.visited(validation.QUICK)
+    assert found.verdict(judged=True) == "met"
+
+
+def test_it_writes_tables_and_a_picture_and_says_what_is_off(tmp_path, monkeypatch, capsys):
+    assert scaling.main(["--only", "--output", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "scaling.json").read_text())
+    assert [row["chips"] for row in found["modelled"]] == [8, 16, 32, 64, 128, 256] * 2
+    assert (tmp_path / "scaling.png").stat().st_size > 20_000
+    assert "interconnect" in capsys.readouterr().out
+
+    def visited(cases):
+        yield validation.off("Key blocks visited, predicted", "some", "blocks", 4.0, 2.0)
+
+    monkeypatch.setattr(validation, "visited", visited)
+    assert scaling.main(["--only", "blocks", "--output", str(tmp_path)]) == 1
+    assert "off: Key blocks visited, predicted: some against measured, ratio 2.00" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("predicted", "measured"), [(3.0, 2.0), (2.0, 3.0)])
+def test_too_much_is_as_wrong_as_too_little(predicted, measured):
+    found = validation.off("group", "name", "seconds", predicted, measured)
+    assert isinstance(found, Measurement)
+    assert found.ratio == 1.5
+    assert found.verdict(judged=True) == "missed"

@@ -1,0 +1,386 @@
+import importlib.util
+import json
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.harness.timing import Measurement
+from benchmarks.research.tpu_static import __main__ as tpu_static
+from benchmarks.research.tpu_static import bundles as _tpu_bundles
+from benchmarks.research.tpu_static import figures as _tpu_figures
+from benchmarks.research.tpu_static import visits as _tpu_visits
+from benchmarks.research.tpu_static.bundles import Kernel, Loop, Path
+from benchmarks.research.tpu_static.compile import Compiled, compile_for
+from benchmarks.research.tpu_static.figures import NotMeasuredError, Program
+
+HEAD = """= control target key start
+LH: loop header
+LB: loop body
+= control target key end
+
+"""
+NO_PATH = {"products": 0, "exponentials": 0, "transfers": 0, "selects": 0}
+
+
+class Dump:
+    """The text of a schedule, written bundle by bundle."""
+
+    def __init__(self):
+        self.lines = []
+
+    def add(self, *instructions, depth=1, label="", regions=(), times=1):
+        for _ in range(times):
+            address = "0" if not self.lines else f"{len(self.lines):#x}"
+            started = f" /* {' :: '.join(f'Start region {region}' for region in regions)} */" if regions else ""
+            code = "  ;;  ".join(instructions)
+            self.lines.append(f"{address:>6} {label:>2} : {'>' * depth} {{ {code} }}{started}")
+        return self
+
+    def skip(self, region):
+        """A branch to a region that comes later, and what is executed all the same."""
+        return self.add(f"%9 = sbr.rel (%p1_p0) target = $region{region}").add(times=4)
+
+    def back(self, region, depth=1):
+        return self.add(f"%9 = sbr.rel (!%p1_p0) target = $region{region}", depth=depth).add(depth=depth, times=4)
+
+    def read(self, **options):
+        return _tpu_bundles.read("kernel", len(self.lines), HEAD + "\n".join(self.lines) + "\n", **options)
+
+
+PRODUCT = "%5 = vmatmul.msk.bf16.gmra.mxu0 %vm1_vm1, %v2_v2 /* = vmatmul in words */"
+EXPONENTIAL = "%6 = vpow2.f32 %v3_v3"
+SELECT = "%v4_v4 = vsel /*vm=*/%vm1_vm1, /*on_true_vy=*/%v3_v3, /*on_false_vx=*/-1e+30"
+TRANSFER = "%8 = dma.hbm_to_vmem [thread:$0]  (%p1_p1), /*hbm=*/%s1_s1"
+WAIT = "%8 = dma.done.wait [#allocation6], 8192"
+
+
+def grid():
+    """A loop over a grid, as splash attention has it: first step, body, last step, and what each step costs."""
+    dump = Dump().add(depth=0, times=3)
+    dump.add(TRANSFER, label="LB", regions=(7, 8)).skip(1)
+    dump.add("%1 = vst %v1_v1", times=20)  # the first step of a row
+    dump.add(regions=(1,), label="PF").skip(2)
+    dump.add(PRODUCT, EXPONENTIAL, times=10).add(SELECT, times=5)
+    dump.add(regions=(2,), label="PF").skip(3)
+    dump.add("%1 = vlog2.f32 %v1_v1", times=30)  # the last
+    return dump.add(WAIT, regions=(3,), label="PF").back(7).add(depth=0, times=2)
+
+
+def nested():
+    """A grid whose steps hold a loop over key blocks without a mask and, shorter as it happens, one with."""
+    dump = Dump().add(depth=0, times=2).add(label="LB", regions=(1,)).skip(3)
+    dump.add(PRODUCT, EXPONENTIAL, depth=2, label="LB", regions=(2,)).add(PRODUCT, depth=2, times=9).back(2, depth=2)
+    dump.add(regions=(3,), label="PF")
+    dump.add(PRODUCT, EXPONENTIAL, SELECT, depth=2, label="LB", regions=(4,)).add(depth=2, times=4).back(4, depth=2)
+    return dump.add(times=6).back(1)
+
+
+# --- Reading schedules -----------------------------------------------------------------------------------------------
+
+
+def test_a_path_skips_what_an_ordinary_key_block_does_not_need():
+    (loop,) = grid().read().loops
+    assert (loop.first, loop.depth, loop.innermost) == (3, 1, True)
+    assert loop.bundles == 6 + 20 + 6 + 15 + 6 + 30 + 6
+    assert loop.path.bundles == loop.bundles - 20 - 30
+    assert loop.path.straight == 15
+    assert loop.path.counts == {"products": 10, "exponentials": 10, "transfers": 1, "selects": 5}
+    assert loop.path.busy == loop.path.counts
+
+
+def test_of_two_ways_with_products_the_path_takes_the_shorter():
+    dump = Dump().add(depth=0).add(label="LB", regions=(1,)).skip(2)
+    dump.add(PRODUCT, EXPONENTIAL, SELECT, times=30)
+    dump.add(regions=(2,)).skip(3).add(PRODUCT, EXPONENTIAL, times=20)
+    (loop,) = dump.add(regions=(3,)).back(1).read().loops
+    assert loop.path.counts["products"] == 20
+    assert loop.path.bundles == loop.bundles - 30
+
+
+def test_a_path_does_not_get_around_the_start_of_any_transfer():
+    dump = Dump().add(depth=0).add(label="LB", regions=(1,)).skip(2).add(TRANSFER, times=3)
+    dump.add(regions=(2,)).skip(3).add(times=5).add(TRANSFER)
+    (loop,) = dump.add(PRODUCT, regions=(3,)).back(1).read().loops
+    assert loop.path.bundles == loop.bundles
+
+
+def test_a_branch_without_a_condition_is_always_taken():
+    dump = Dump().add(depth=0).add(label="LB", regions=(1,)).skip(2)
+    dump.add(PRODUCT).add("%9 = sbr.rel target = $region3").add(times=4)
+    dump.add(regions=(2,)).add(PRODUCT, times=50).add(regions=(3,))
+    (loop,) = dump.back(1).read().loops
+    assert loop.path.bundles == 6 + 6 + 6
+
+
+def test_the_main_loop_is_the_one_that_masks_least():
+    kernel = nested().read()
+    outer, plain, masked = kernel.loops
+    assert [loop.depth for loop in kernel.loops] == [1, 2, 2]
+    assert [loop.innermost for loop in kernel.loops] == [False, True, True]
+    assert (plain.bundles, masked.bundles) == (15, 10)
+    assert plain.path.bundles == plain.path.straight == 15
+    assert kernel.candidates == [plain, masked]
+    assert kernel.main is plain
+    assert outer.bundles == 6 + 15 + 1 + 10 + 6 + 5
+
+
+def test_a_loop_without_products_has_no_path():
+    kernel = Dump().add(depth=0).add(EXPONENTIAL, label="LB", regions=(1,)).back(1).read()
+    assert kernel.loops[0].path is None
+    assert kernel.main is None
+
+
+def test_exponentials_in_bfloat16_count_twice():
+    kernel = Dump().add().add(PRODUCT, "%6 = vpow2.bf16 %v3_v3", regions=(1,)).back(1).read()
+    assert kernel.main.path.counts["exponentials"] == 2
+
+
+def test_use_of_units_is_summed_along_the_path():
+    dump = grid()
+    lines = ["== CAPACITY:", "MATMUL, VALU, VLOAD:FILL", "    4     4     3", "== UTILIZATION:"]
+    text = "\n".join([*lines, *(f"{address % 2} 2 0" for address in range(len(dump.lines)))])
+    kernel = dump.read(utilization=text)
+    assert kernel.capacity == {"MATMUL": 4, "VALU": 4, "VLOAD:FILL": 3}
+    assert kernel.main.path.units["VALU"] == 2 * kernel.main.path.bundles
+    assert dump.read(utilization=text + "\n1 1 1").main.path.units == {}  # a row too many: of another schedule
+
+
+def test_a_branch_may_go_to_the_end_which_has_no_name():
+    dump = Dump().add("%9 = sbr.rel (%p1_p0) target = $region9", depth=0).add(depth=0, times=4)
+    dump.add(PRODUCT, label="LB", regions=(1,)).back(1).add("/* exit bundle: %kernel.1 = custom-call() */", depth=0)
+    assert [loop.bundles for loop in dump.read().loops] == [6]
+
+
+def test_comments_that_span_lines_are_no_bundles():
+    dump = grid()
+    dump.lines[4] += " /* \nbase_bounds: (64, 1)\n 0x5   :  words */"
+    assert dump.read().main.path.bundles == grid().read().main.path.bundles
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace("  0x5 ", "  0x6 "), "bundles must be numbered one by one, got 0x6 after 0x4"),
+        (lambda text: text.replace("Start region 7", "7"), "must go to a region that starts somewhere, got region 7"),
+        (lambda text: text.replace("region 8", "region 1"), "a region must start once, got region 1"),
+        (lambda text: text + "  0x5f   :  { }\n", "bundles must be"),
+        (lambda text: "", "bundles must be .* got 0 for kernel"),
+    ],
+)
+def test_what_is_not_understood_is_no_figure(change, message):
+    dump = grid()
+    with pytest.raises(ValueError, match=message):
+        _tpu_bundles.read("kernel", len(dump.lines), change(HEAD + "\n".join(dump.lines) + "\n"))
+
+
+# --- Figures ---------------------------------------------------------------------------------------------------------
+
+OURS = Program("v5e:2x2", "a:ours", 16384, 64, False)
+SPLASH = replace(OURS, name="a:splash")
+EMPTY = Measurement("group", "ours", "splash", "bundles", bar=tpu_static.at_most(1.05))
+
+
+def kernel(name, bundles, exponentials, matmul):
+    counts = NO_PATH | {"products": 1, "exponentials": exponentials}
+    path = Path(bundles, bundles // 2, counts, counts, {"MATMUL": matmul})
+    return Kernel(name, 2 * bundles, (Loop(0, bundles, 1, True, path),), {"MATMUL": 4})
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """What the compiler says, by program."""
+    known = {SPLASH: Compiled(1000, (kernel("splash", 1000, 320, 3600),))}
+    monkeypatch.setattr(_tpu_figures, "compiled", known.__getitem__)
+    return known
+
+
+@pytest.mark.parametrize(
+    ("gradient", "exponentials", "blocks"),
+    [
+        (False, 256, 1),
+        (False, 320, 1),
+        (False, 576, 2),
+        (False, 640, 2),
+        (False, 1280, 4),
+        (True, 256, 1),
+        (True, 512, 2),
+    ],
+)
+def test_key_blocks_of_an_iteration_by_its_exponentials(gradient, exponentials, blocks):
+    assert _tpu_figures.key_blocks(kernel("one", 1000, exponentials, 1), gradient) == blocks
+
+
+@pytest.mark.parametrize(("gradient", "exponentials"), [(False, 0), (False, 160), (True, 64), (True, 128)])
+def test_smaller_blocks_are_not_compared(gradient, exponentials):
+    with pytest.raises(NotMeasuredError, match="blocks must be of 512 x 512, got"):
+        _tpu_figures.key_blocks(kernel("one", 1000, exponentials, 1), gradient)
+
+
+def test_bundles_are_those_of_a_key_block(programs):
+    programs[OURS] = Compiled(1000, (kernel("ours", 2100, 640, 7200),))
+    done = _tpu_figures.scheduled(EMPTY, OURS, SPLASH, SPLASH)
+    assert (done.values, done.ratio) == ((1050, 1000), 1.05)
+    assert done.verdict(True) == "met"
+    assert _tpu_figures.scheduled(EMPTY, OURS, SPLASH, SPLASH, straight=True).values == (1050, 500)
+
+
+@pytest.mark.parametrize(
+    ("found", "note"),
+    [
+        ("XlaRuntimeError: out of memory", "out of memory"),
+        (Compiled(1, (), "the compiler must write down a schedule, got none for x"), "got none for x"),
+        (Compiled(1, (kernel("ours", 100, 256, 1000),)), "must use 2160 slots of the matrix units, got 1000"),
+        (Compiled(1, (Kernel("ours", 5, ()),)), "must hold a loop with matrix products"),
+    ],
+)
+def test_what_is_missing_is_not_measured_and_not_met(programs, found, note):
+    programs[OURS] = found
+    done = _tpu_figures.scheduled(EMPTY, OURS, SPLASH, SPLASH)
+    assert note in done.note
+    assert done.verdict(True) == "not measured"
+
+
+def test_backward_kernels_are_those_that_are_not_forward(programs):
+    both = replace(OURS, gradient=True)
+    parts = tuple(kernel(name, 1000, 256, 1) for name in ("alibi_forward", "alibi_dq", "alibi_dkv"))
+    programs[both] = Compiled(1, parts)
+    assert _tpu_figures.kernels_of(both) == list(parts[1:])
+    programs[both] = Compiled(1, parts[1:])
+    with pytest.raises(NotMeasuredError, match="must have forward or fwd in its name"):
+        _tpu_figures.kernels_of(both)
+
+
+def test_a_bar_includes_what_is_equal():
+    assert replace(EMPTY, bar=tpu_static.MEMORY_BAR).weighed(7, 7).verdict(True) == "met"
+    assert replace(EMPTY, bar=tpu_static.MEMORY_BAR).weighed(7.001, 7).verdict(True) == "missed"
+
+
+def test_the_reason_is_the_line_that_says_it():
+    text = "Traceback:\n  File x\njax.errors.JaxRuntimeError: RESOURCE: E1\nRan out of vmem\n\nmore\n"
+    assert _tpu_figures.reason(text) == "jax.errors.JaxRuntimeError: RESOURCE: E1 Ran out of vmem"
+    assert _tpu_figures.reason("ValueError: no\n-------\nnote") == "ValueError: no"
+
+
+# --- The benchmark ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Run the benchmark with what a compiler might say, and return the exit status and what was written."""
+
+    def run(folder, ours, *arguments, visited=105):
+        def compiled(program):
+            if program.name.endswith("dense"):
+                return Compiled(10**9, (), "there is no Pallas kernel in the program")
+            kernels = (kernel("a_fwd", 1000, 320, 3600),)
+            kernels = (
+                (*kernels, *(kernel(name, 1500, 256, 5000) for name in ("a_dq", "a_dkv")))
+                if program.gradient
+                else kernels
+            )
+            return (
+                Compiled(program.length * 100, kernels) if program.name.endswith("splash") else ours(program, kernels)
+            )
+
+        monkeypatch.setattr(_tpu_figures, "compiled", compiled)
+        monkeypatch.setattr(tpu_static, "visits", lambda length, head_dim: (visited, 100))
+        monkeypatch.setattr(tpu_static.importlib.util, "find_spec", lambda name: True)
+        status = tpu_static.main(["--output", str(folder), *arguments])
+        return status, json.loads((folder / "tpu-static.json").read_text())
+
+    return run
+
+
+def test_a_run_that_meets_all_bars(told, tmp_path, capsys):
+    status, written = told(tmp_path, lambda program, kernels: Compiled(program.length * 100, kernels))
+    assert status == 0
+    assert written["passed"] is True
+    verdicts = [each["verdict"] for each in written["measurements"] if each["bar"] is not None]
+    # 3 TPUs, 2 head sizes, 2 passes: memory, growth, schedule; 2 lengths, 2 head sizes: blocks
+    assert verdicts == ["met"] * 40
+    assert {loop["kernel"] for loop in written["loops"]} == {"a_fwd", "a_dq", "a_dkv"}
+    assert "Bundles for a key block of 512 x 512, backward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        lambda program, kernels: Compiled(program.length * 100 + 1, kernels),
+        lambda program, kernels: Compiled(program.length**2, kernels),
+        lambda program, kernels: Compiled(program.length * 100, (), "no schedule"),
+        lambda program, kernels: "NotImplementedError: implementation 'tpu' must be given float32 or bfloat16",
+    ],
+)
+def test_a_missed_bar_or_a_missing_figure_fails(told, tmp_path, ours):
+    status, written = told(tmp_path, ours)
+    assert status == 1
+    assert written["passed"] is False
+    assert told(tmp_path, ours, "--quick")[0] == 0  # judges nothing
+
+
+def test_too_many_blocks_fail(told, tmp_path):
+    def ours(program, kernels):
+        return Compiled(program.length * 100, kernels)
+
+    assert told(tmp_path, ours, "--only", "blocks")[0] == 0
+    status, written = told(tmp_path, ours, "--only", "blocks", visited=111)
+    assert (status, [each["ratio"] for each in written["measurements"]]) == (1, [1.11] * 4)
+
+
+def test_what_is_visited_is_what_is_required_or_little_more():
+    visited, required = _tpu_visits.visits(4096, 64)
+    assert 8 * 8 <= required <= visited <= 1.1 * required < 0.8 * 8 * 36  # 8 heads, 8 blocks of queries; 36 in all
+
+
+def test_choices_that_there_are_not(capsys):
+    with pytest.raises(SystemExit):
+        tpu_static.main(["--only", "memory,speed"])
+    assert "must be of memory, schedule, blocks, got speed" in capsys.readouterr().err
+
+
+# --- The compiler ----------------------------------------------------------------------------------------------------
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None or importlib.util.find_spec("jax") is None,
+    reason="libtpu, the compiler for TPUs, is not installed",
+)
+
+
+@needs_compiler
+def test_splash_attention_is_read():
+    pytest.importorskip("jax")
+    found = compile_for(
+        "v5e:2x2",
+        "benchmarks.research.tpu_static.subjects:attention",
+        "benchmarks.research.tpu_static.subjects:splash",
+        1024,
+        64,
+        True,
+        False,
+    )
+    assert found.problem == ""
+    assert found.temporaries > 0
+    forward, dq, dkv = found.kernels
+    assert ["fwd" in forward.name, "dq" in dq.name, "dkv" in dkv.name] == [True] * 3
+    for each, gradient, products in ((forward, False, 2), (dq, True, 3), (dkv, True, 4)):
+        path = each.main.path
+        assert _tpu_figures.key_blocks(each, gradient) == 1
+        assert each.bundles > each.main.bundles > path.bundles > path.straight > 500
+        assert path.counts["selects"] > 0  # it has a mask for every block
+        # A product of blocks takes the matrix units about as long, whichever it is.
+        assert path.units["MATMUL"] / products == pytest.approx(1780, rel=0.1)
+        assert path.units["MATMUL"] <= path.bundles * each.capacity["MATMUL"]
+
+
+@needs_compiler
+def test_what_does_not_compile_says_why():
+    with pytest.raises(RuntimeError, match="length"):
+        compile_for(
+            "v5e:2x2",
+            "benchmarks.research.tpu_static.subjects:attention",
+            "benchmarks.research.tpu_static.subjects:dense",
+            16,
+            64,
+            "x",
+            1,
+        )

@@ -1,0 +1,128 @@
+"""Every backend, and the core in every array library, before the laws of the conformance kit; and what they add."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+import alibi_core
+from alibi_core.conformance import LAWS, installed_adapters
+from alibi_core.conformance._backend import BackendAdapter, Library
+from alibi_core.conformance._cases.oracle import Attention, Rules, assert_within, penalties, rounded
+from tests.support.frameworks import (
+    _GRADIENTS,
+    BACKENDS,
+    DASK,
+    DIFFERENTIABLE,
+    JAX,
+    MLX,
+    STRICT,
+    TORCH,
+    Backend,
+    Framework,
+)
+
+
+def core_adapter(framework: Framework) -> BackendAdapter:
+    """Return the core's reference on a library's arrays, which no backend of its own is asked for."""
+    of_tensors = _GRADIENTS.get(framework.name)
+
+    def gradients(function: Any, arguments: Any, wrt: tuple[str, ...], weight: Any) -> Any:
+        def result(*asked: Any) -> Any:
+            return function(**{**arguments, **dict(zip(wrt, asked, strict=True))})
+
+        return of_tensors(result, [arguments[name] for name in wrt], weight)
+
+    library = Library(framework.xp, framework.array, framework.numpy32, gradients if of_tensors else None)
+    return BackendAdapter(f"alibi_core[{framework.name}]", library, alibi_core.attention)
+
+
+def in_libraries() -> list[BackendAdapter]:
+    found = [x for x in (STRICT, TORCH, JAX, MLX, DASK) if importlib.util.find_spec(x.module.partition(".")[0])]
+    return [core_adapter(framework) for framework in found]
+
+
+def is_repetition(adapter: Any) -> bool:
+    """Whether it adds little to others, and is JAX's, which compiles each case: the core's reference, or float16."""
+    if adapter.name == "alibi_jax[tiled]":
+        return adapter.dtype == "float16" and settings().max_examples <= 100
+    return adapter.name == "alibi_core[jax]" or (adapter.name == "alibi_jax[dense]" and adapter.dtype != "float32")
+
+
+def is_slow(adapter: Any, law: Any) -> bool:
+    """Whether JAX would compile for long what is its own: derivatives of the core's reference."""
+    derived = adapter.name == "alibi_jax[dense]" and law.function == "attention_grad"
+    return derived and settings().max_examples <= 100
+
+
+ADAPTERS = [x for x in (*in_libraries(), *installed_adapters(dtypes=None)) if not is_repetition(x)]
+OFFERED = [
+    pytest.param(adapter, law.name, id=f"{adapter.name}-{adapter.dtype}-{law.name}")
+    for adapter in ADAPTERS
+    for law in LAWS
+    if (law.function == "any" or hasattr(adapter, law.function)) and not is_slow(adapter, law)
+]
+
+
+@pytest.mark.parametrize(("alibi_adapter", "alibi_law"), OFFERED, indirect=["alibi_law"])
+def test_backends_obey_the_laws(alibi_adapter: Any, alibi_law: Callable[[], None]) -> None:
+    alibi_law()
+
+
+def test_every_implementation_that_runs_here_is_among_the_adapters() -> None:
+    names = {adapter.name for adapter in ADAPTERS}
+    for parameter in BACKENDS:
+        backend = parameter.values[0]
+        if not parameter.marks[0].args[0]:  # marked to skip: its framework is missing
+            assert backend.name in names or backend.name in ("alibi_core[numpy]", "alibi_core[jax]")
+    assert "alibi_core" in names
+    for adapter in ADAPTERS:
+        functions = {law.function for law in LAWS} - {"any"}
+        expected = functions if adapter.name.partition("[")[0] != "alibi_core" else functions - {"decode_step"}
+        if adapter.name not in ("alibi_core", "alibi_core[array_api_strict]", "alibi_core[dask]"):
+            assert all(hasattr(adapter, function) for function in expected), adapter.name
+
+
+# --- What backends promise beyond the laws ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window_size", [2**31, 2**70])
+def test_a_window_wider_than_any_row_is_none(backend: Backend, window_size: int) -> None:
+    query, key, value = np.random.default_rng(5).standard_normal((3, 1, 3, 7, 5))
+    windowed = backend.attention(query, key, value, dtype="float32", window_size=window_size)
+    np.testing.assert_array_equal(windowed, backend.attention(query, key, value, dtype="float32"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("lengths", [(0, 5), (3, 0), (0, 0)])
+@pytest.mark.parametrize("batch", [0, 2])
+def test_nothing_in_gives_zeros_of_the_right_shape_out(backend: Backend, lengths: tuple[int, int], batch: int) -> None:
+    query, key = (np.ones((batch, 3, n, 5)) for n in lengths)
+    for arguments in ({}, {"is_causal": False}, {"mask": np.ones((1, 1, 1, 1), dtype=bool)}):
+        result = backend.attention(query, key, key, dtype="float32", **arguments)
+        np.testing.assert_array_equal(result, np.zeros_like(query))
+
+
+@pytest.mark.parametrize("backend", DIFFERENTIABLE)
+@pytest.mark.parametrize("lengths", [(0, 5), (3, 0)])
+def test_gradients_of_nothing_are_zeros(backend: Backend, lengths: tuple[int, int]) -> None:
+    query, key = (np.ones((2, 3, n, 5)) for n in lengths)
+    tensors = {"query": query, "key": key, "value": key, "slopes": np.ones(3)}
+    for name, gradient in backend.gradients(tensors, query, dtype="float32").items():
+        np.testing.assert_array_equal(gradient, np.zeros_like(tensors[name]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_default_slopes_are_the_canonical_ones(backend: Backend) -> None:
+    rng = np.random.default_rng(4)
+    query, key, value = (rng.standard_normal((1, 3, 7, 5)) for _ in range(3))
+    canonical = np.asarray([2.0**-4, 2.0**-8, 2.0**-2])
+    bias = penalties(Rules(canonical, q_offset=0), 1, 3, 7, 7)
+    problem = Attention(*(rounded(x, "float32") for x in (query, key, value)), bias, 5**-0.5, "float32")
+    assert_within(backend.attention(query, key, value, dtype="float32"), problem.output)

@@ -1,0 +1,519 @@
+"""Diagnosis: what an implementation does in place of ALiBi is named, one mistake or several, or measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import alibi_core
+from alibi_core.conformance._adapter import FEATURES, Offer
+from alibi_core.conformance._cases.case import FORMS, LONGER, PER_BATCH, SIZES, Case
+from alibi_core.conformance._cases.oracle import Answer, rounded
+from alibi_core.conformance._diagnosis._departures.catalogue import ATTENTION, FUTURE_RIGHT
+from alibi_core.conformance._diagnosis._departures.departure import BLOCKS, CONDITIONS, Departure
+from alibi_core.conformance._diagnosis._departures.of_gradients import FORWARD_RIGHT, GRADIENTS
+from alibi_core.conformance._diagnosis._readings.gradients import GradientReading
+from alibi_core.conformance._diagnosis._readings.inputs import Inputs
+from alibi_core.conformance._diagnosis._readings.reading import Reading
+from alibi_core.conformance._diagnosis.diagnosis import diagnose
+from alibi_core.conformance._diagnosis.slopes import CHANGES, RULES
+from alibi_core.conformance._trial.caller import Caller, Evidence
+
+ALL = frozenset(FEATURES)
+STORED = {"float64": np.float64, "float16": np.float16}
+Array = np.ndarray[Any, Any]
+
+
+def named(adapter: Any, function: str, features: frozenset[str] = ALL, failures: Sequence[Evidence] = ()) -> list[str]:
+    caller = Caller(Offer.of(adapter), 60.0)
+    try:
+        return [x.key for x in diagnose(caller, function, features, failures)]
+    finally:
+        caller.close()
+
+
+# --- Readings are the oracle's, by default ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("q_offset", [None, 3, -2, PER_BATCH])
+def test_the_default_reading_is_the_paper(form: str, q_offset: int | None) -> None:
+    masks = ((None, None, None), (2, "pair", "by head"), (None, None, "by key"))
+    for seed, sizes in enumerate(SIZES + LONGER):
+        window, packing, masking = masks[(seed + FORMS.index(form)) % 3]
+        case = Case(sizes, form, q_offset, window, packing, masking, seed % 2 == 0, seed)
+        exact = case.exact("float32").output
+        error = np.abs(Reading().attention(case, "float32") - exact.value)
+        assert np.all(error <= 1e-3 * exact.budget + 1e-14)
+        cotangent = rounded(case.arrays["cotangent"], "float32")
+        inputs = Inputs.of(case, "float32")
+        found = GradientReading().gradients(inputs, cotangent, shares_slopes=not case.slopes_per_batch)
+        for name, answer in case.gradients("float32").items():
+            assert np.all(np.abs(found[name].value - answer.value) <= 1e-3 * answer.budget + 1e-13), name
+
+
+# --- Adapters made of readings ---------------------------------------------------------------------------------------
+
+
+def resolved(dtype: str, query: Array, key: Array, value: Array, slopes: Array, **arguments: Any) -> Inputs:
+    batch, heads, q_len, head_dim = query.shape
+    future, mask, scale = (arguments.get(name) for name in ("future_slopes", "mask", "scale"))
+    tensors = [x.astype(np.float64) for x in (query, key, value)]
+    return Inputs(
+        *tensors,
+        slopes=np.broadcast_to(slopes.astype(np.float64), (batch, heads)),
+        future_slopes=None if future is None else np.broadcast_to(future.astype(np.float64), (batch, heads)),
+        offsets=np.broadcast_to(np.float64(arguments["q_offset"]), (batch,)),
+        is_causal=arguments["is_causal"],
+        window_size=arguments.get("window_size"),
+        ids=arguments.get("segment_ids"),
+        mask=None if mask is None else np.broadcast_to(mask, (batch, heads, q_len, key.shape[2])),
+        scale=head_dim**-0.5 if scale is None else scale,
+        dtype=dtype,
+        total=q_len,
+    )
+
+
+def adapter_of(reading: Any, dtype: str = "float32") -> Any:
+    """Return an adapter that computes attention, or gradients, as the reading says."""
+
+    def stored(x: Array) -> Array:
+        return rounded(x, dtype).astype(STORED.get(dtype, np.float32))
+
+    @np.errstate(all="ignore")  # of a wrong reading, there may be overflows and divisions by zero
+    def attention(query: Array, key: Array, value: Array, slopes: Array, **arguments: Any) -> Array:
+        return stored(reading.answer(resolved(dtype, query, key, value, slopes, **arguments)).value)
+
+    @np.errstate(all="ignore")
+    def attention_grad(query: Array, key: Array, value: Array, slopes: Array, **arguments: Any) -> dict[str, Array]:
+        inputs, cotangent = resolved(dtype, query, key, value, slopes, **arguments), arguments["grad_output"]
+        found = reading.gradients(inputs, cotangent.astype(np.float64), shares_slopes=slopes.ndim == 1)
+        return {name: stored(x.value) for name, x in found.items()}
+
+    functions = {"attention": attention}
+    if isinstance(reading, GradientReading):
+        functions["attention_grad"] = attention_grad
+    return SimpleNamespace(dtype=dtype, features=tuple(FEATURES), name="reading", **functions)
+
+
+def one_of_each_key(departures: Sequence[Departure]) -> list[Departure]:
+    """Return a departure of each key; of those that come by block sizes, one that is neither smallest nor largest."""
+    found: dict[str, Departure] = {}
+    for x in departures:
+        if x.key not in found or BLOCKS[3] in [n for n in x.changes.values() if isinstance(n, tuple) for n in n]:
+            found.setdefault(x.key, x)
+    return [x for x in found.values() if x not in (FUTURE_RIGHT,) and x.key != FORWARD_RIGHT]
+
+
+# Two names for what cannot be told apart, or not in what an attention takes: (made, told).
+ALIASES = {"tf32 inputs": "float16 inputs", "next power of two": "eight-head slopes"}
+
+
+# Of what may be rounded to either, most is tried in bfloat16 alone.
+IN_FLOAT16 = ("float16 slopes", "float16 distances", "float16 bias", "float16 scores", "float16 inputs")
+NAMED = [x for x in one_of_each_key(ATTENTION) if not x.key.startswith("float16") or x.key in IN_FLOAT16]
+
+
+@pytest.mark.parametrize("departure", NAMED, ids=lambda x: x.key)
+def test_every_departure_of_attention_is_named(departure: Departure) -> None:
+    found = named(adapter_of(departure.applied(Reading())), "attention")
+    assert found == [ALIASES.get(departure.key, departure.key)]
+
+
+IN_LOW_PRECISION = [
+    "signed", "geometric slopes", "bias lost", "bias scaled", "negated bias", "top-left", "causal hides own key",
+    "window one less", "grouped heads interleaved", "extra 1 in softmax", "bfloat16 positions", "squared distance",
+    "mean where nowhere to look", "scale missing", "mask ignored", "segments ignored", "clamped", "horizon too short",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "dtype"),
+    [(key, ("bfloat16", "float16", "float64")[i % 3]) for i, key in enumerate(IN_LOW_PRECISION)]
+    + [(key, "bfloat16") for i, key in enumerate(IN_LOW_PRECISION) if i % 3],
+)
+def test_departures_are_named_in_other_dtypes(key: str, dtype: str) -> None:
+    departure = next(x for x in one_of_each_key(ATTENTION) if x.key == key)
+    assert named(adapter_of(departure.applied(Reading()), dtype), "attention") == [key]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize(
+    "features", [ALL, frozenset(), frozenset({"symmetric", "lengths"})], ids=["all", "none", "two"]
+)
+def test_of_a_right_implementation_nothing_is_said(dtype: str, features: frozenset[str]) -> None:
+    adapter = adapter_of(GradientReading(), dtype)
+    assert named(adapter, "attention", features) == []
+    assert named(adapter, "attention_grad", features) == []
+
+
+ONLY_IN_GRADIENTS = [x for x in one_of_each_key(GRADIENTS) if x.key not in {y.key for y in ATTENTION}]
+
+
+@pytest.mark.parametrize("departure", ONLY_IN_GRADIENTS, ids=lambda x: x.key)
+def test_every_departure_of_gradients_is_named(departure: Departure) -> None:
+    assert named(adapter_of(departure.applied(GradientReading())), "attention_grad") == [departure.key]
+
+
+@pytest.mark.parametrize(
+    "key", ["bias lost", "signed", "geometric slopes", "bias scaled", "causal hides own key", "top-left"]
+)
+def test_gradients_of_a_wrong_attention_are_named_after_it(key: str) -> None:
+    departure = next(x for x in ATTENTION if x.key == key)
+    assert named(adapter_of(departure.applied(GradientReading())), "attention_grad") == [key]
+
+
+# --- Implementations written independently ---------------------------------------------------------------------------
+
+
+def geometric(num_heads: int) -> Array:
+    return 2.0 ** (-8 * np.arange(1, num_heads + 1) / num_heads)
+
+
+class Loops:
+    """Attention, a head at a time, with a method for everything that may go wrong."""
+
+    features = tuple(FEATURES)
+
+    def __init__(self, **methods: Callable[..., Any]) -> None:
+        self.__dict__.update(methods)
+
+    def slope(self, slopes: Array, head: int, group: int) -> float:
+        return float(slopes[head])
+
+    def kv_head(self, head: int, num_heads: int, num_kv_heads: int) -> int:
+        return head // (num_heads // num_kv_heads)
+
+    def law(self, slope: Any, i: Array, j: Array) -> Array:
+        return np.asarray(-slope * abs(i - j))
+
+    def scale(self, scale: float | None, head_dim: int, num_heads: int) -> float:
+        return head_dim**-0.5 if scale is None else scale
+
+    def scores(self, products: Array, scale: float, bias: Array) -> Array:
+        return scale * products + bias
+
+    def in_order(self, i: Array, j: Array) -> Array:
+        return np.asarray(j <= i)
+
+    def in_window(self, i: Array, j: Array, size: int) -> Array:
+        return np.asarray(abs(i - j) <= size)
+
+    def place(self, q_offset: int, q_len: int, kv_len: int) -> int:
+        return q_offset
+
+    @np.errstate(all="ignore")
+    def attention(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        slopes: Array,
+        is_causal: bool,
+        q_offset: Any,
+        future_slopes: Array | None = None,
+        window_size: int | None = None,
+        segment_ids: tuple[Array, Array] | None = None,
+        mask: Array | None = None,
+        scale: float | None = None,
+    ) -> Array:
+        (batch, heads, q_len, head_dim), (kv_heads, kv_len) = query.shape, key.shape[1:3]
+        out = np.zeros(query.shape)
+        slopes = np.broadcast_to(slopes, (batch, heads)).astype(np.float64)
+        for b, h in np.ndindex(batch, heads):
+            i = np.arange(q_len)[:, None] + self.place(int(np.broadcast_to(q_offset, batch)[b]), q_len, kv_len)
+            j = np.arange(kv_len)[None]
+            slope: Any = self.slope(slopes[b], h, heads // kv_heads)
+            if future_slopes is not None:
+                slope = np.where(j > i, np.broadcast_to(future_slopes, (batch, heads))[b, h], slope)
+            kv = self.kv_head(h, heads, kv_heads)
+            products = query[b, h].astype(np.float64) @ key[b, kv].T.astype(np.float64)
+            scores = self.scores(products, self.scale(scale, head_dim, heads), self.law(slope, i, j))
+            shown = np.isfinite(scores)
+            if is_causal:
+                shown &= self.in_order(i, j)
+            if window_size is not None:
+                shown &= self.in_window(i, j, window_size)
+            if segment_ids is not None:
+                shown &= segment_ids[0][b][:, None] == segment_ids[1][b][None]
+            if mask is not None:
+                shown &= np.broadcast_to(mask, (batch, heads, q_len, kv_len))[b, h]
+            weights = np.where(shown, np.exp(scores - np.where(shown, scores, -1e300).max(axis=1, keepdims=True)), 0)
+            total = weights.sum(axis=1, keepdims=True)
+            out[b, h] = weights / np.where(total > 0, total, 1) @ value[b, kv]
+        return out.astype(np.float32)
+
+
+def low(x: Any) -> Array:
+    return rounded(x, "bfloat16")
+
+
+SIGNED = {"law": lambda slope, i, j: slope * (j - i)}
+GEOMETRIC = {"slope": lambda slopes, head, group: geometric(len(slopes))[head]}
+WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "attention-gym": (SIGNED | GEOMETRIC, ["geometric slopes", "signed"]),
+    "jaketae": (
+        SIGNED | GEOMETRIC | {"scale": lambda scale, head_dim, num_heads: (head_dim * num_heads) ** -0.5},
+        ["geometric slopes", "scaled by d_model", "signed"],
+    ),
+    "falcon": (
+        {
+            "law": lambda slope, i, j: low(low(slope) * low(j)) + 0 * i,
+            "scores": lambda qk, scale, bias: (qk + bias) * scale,
+        },
+        ["falcon contract"],
+    ),
+    "two of a mask": (
+        {"in_order": lambda i, j: j < i, "in_window": lambda i, j, size: abs(i - j) < size},
+        ["causal hides own key", "window one less"],
+    ),
+    "three of a kind": (
+        {
+            "in_order": lambda i, j: j < i,
+            "scale": lambda scale, head_dim, num_heads: 1.0,
+            "slope": lambda slopes, head, group: alibi_core.slopes(len(slopes))[head],
+        },
+        ["canonical slopes", "causal hides own key", "scale missing"],
+    ),
+    "heads": (
+        {"kv_head": lambda head, n, kv: head % kv, "slope": lambda slopes, head, group: slopes[head // group]},
+        ["grouped heads interleaved", "slopes by kv head"],
+    ),
+    "places": (
+        {"place": lambda q_offset, q_len, kv_len: 0, "in_window": lambda i, j, size: i - j <= size},
+        ["top-left", "window on past side only"],
+    ),
+    "a factor": ({"scores": lambda qk, scale, bias: scale * qk + 1.7 * bias}, ["bias multiplied"]),
+    "a temperature": (
+        {"scores": lambda qk, scale, bias: (scale * qk + bias) / 0.9},
+        ["bias multiplied", "scores multiplied"],
+    ),
+    "a power": ({"law": lambda slope, i, j: -slope * abs(i - j) ** 0.7}, ["power of distance"]),
+    "a clip": ({"law": lambda slope, i, j: -slope * np.minimum(abs(i - j), 37)}, ["distance clipped"]),
+    "a clipped penalty": ({"law": lambda slope, i, j: np.maximum(-slope * abs(i - j), -8)}, ["penalty clipped"]),
+    "a horizon": (
+        {"law": lambda slope, i, j: np.where(abs(i - j) < 37, -slope * abs(i - j), -np.inf)},
+        ["horizon too short"],
+    ),
+    "a restart": ({"law": lambda slope, i, j: -slope * abs(i % 100 - j % 100)}, ["positions restart"]),
+    "slopes of its own": ({"slope": lambda slopes, head, group: slopes[head] * (1 + head / 3)}, ["other slopes"]),
+    "key-only in bfloat16": ({"law": lambda slope, i, j: low(slope * j) + 0 * i}, ["bfloat16 key-only bias"]),
+    "scores in bfloat16": ({"scores": lambda qk, scale, bias: low(scale * qk + bias)}, ["bfloat16 scores"]),
+}  # fmt: skip
+
+
+def test_of_the_loops_as_they_are_nothing_is_said() -> None:
+    assert named(Loops(), "attention") == []
+
+
+@pytest.mark.parametrize("who", WRONG)
+def test_mistakes_are_all_named(who: str) -> None:
+    methods, expected = WRONG[who]
+    assert sorted(named(Loops(**methods), "attention")) == expected
+
+
+def test_a_mistake_under_a_condition_is_told_with_it() -> None:
+    class Lost(Loops):
+        def attention(self, *tensors: Array, mask: Array | None = None, **options: Any) -> Array:  # type: ignore[override]
+            slopes = options.pop("slopes") * (mask is None)
+            return super().attention(*tensors, slopes=slopes, mask=mask, **options)
+
+    assert named(Lost(), "attention") == ["bias lost with a mask"]
+
+
+@pytest.mark.parametrize("kept", ["slopes", "is_causal"])
+def test_what_is_kept_between_calls_is_named(kept: str) -> None:
+    class Keeps(Loops):
+        def __init__(self) -> None:
+            self.kept: dict[Any, Any] = {}
+
+        def attention(self, query: Array, key: Array, value: Array, **options: Any) -> Array:  # type: ignore[override]
+            options[kept] = self.kept.setdefault((query.shape, key.shape), options[kept])
+            if options["is_causal"]:
+                options.pop("future_slopes", None)
+            return super().attention(query, key, value, **options)
+
+    assert named(Keeps(), "attention") == [f"stale {kept}"]
+
+
+def test_what_nothing_explains_is_measured() -> None:
+    odd = Loops(law=lambda slope, i, j: -slope * abs(i - j) * (1 + 0.3 * (j % 3)))
+    caller = Caller(Offer.of(odd), 60.0)
+    (found,) = diagnose(caller, "attention", ALL, [])
+    caller.close()
+    assert found.key == "unexplained"
+    assert "effective bias" in found.sentence
+
+
+def test_what_only_the_laws_see_is_measured() -> None:
+    case = Case(SIZES[1], "causal", None, None, None, None, False, 0)
+    exact = case.exact("float32").output
+    actual = exact.value + 1.5 * exact.budget
+    failures = [Evidence("slopes", "", actual, Answer(exact.value, exact.budget), case)]
+    assert named(SimpleNamespace(slopes=alibi_core.slopes), "slopes", ALL, failures) == ["unexplained"]
+
+
+@pytest.mark.parametrize("function", ["attention", "attention_grad", "bias", "slopes", "decode_step"])
+def test_whatever_an_adapter_does_there_is_no_error(function: str) -> None:
+    def raises(*arrays: Any, **options: Any) -> Any:
+        raise RuntimeError("no")
+
+    def not_a_number(*arrays: Any, **options: Any) -> Any:
+        if function == "slopes":
+            return np.full(options["num_heads"], np.nan, np.float32)
+        if function == "bias":
+            return np.full((options["num_heads"], options["q_len"], options["kv_len"]), np.nan, np.float32)
+        output = arrays[0] * np.float32(np.nan)
+        if function == "attention_grad":
+            return {"query": output}
+        return (output, None) if function == "decode_step" else output
+
+    for wrong in (raises, not_a_number):
+        named(SimpleNamespace(features=tuple(FEATURES), **{function: wrong}), function)
+
+
+# --- Slopes, bias, decoding ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [x for x in RULES if x not in ("canonical slopes", "mpt slopes")])
+def test_every_rule_of_slopes_is_named(rule: str) -> None:
+    compute = RULES[rule][1]
+    assert named(SimpleNamespace(slopes=lambda num_heads: np.float32(compute(num_heads))), "slopes") == [rule]
+
+
+@pytest.mark.parametrize("change", [x for x in CHANGES if x not in ("", "squared slopes", "root of slopes")])
+def test_every_change_of_slopes_is_named(change: str) -> None:
+    def slopes(num_heads: int) -> Array:
+        return np.float32(CHANGES[change][1](alibi_core.slopes(num_heads).astype(np.float64)))
+
+    assert named(SimpleNamespace(slopes=slopes), "slopes") == [change]
+
+
+def bias_adapter(compute: Callable[..., Array]) -> Any:
+    def bias(num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Array:
+        slopes = alibi_core.slopes(num_heads)[:, None, None].astype(np.float64)
+        i, j = np.arange(q_len)[:, None] + kv_len - q_len, np.arange(kv_len)
+        return np.where(is_causal & (j > i), -np.inf, compute(slopes, i, j) + 0 * i).astype(np.float32)
+
+    return SimpleNamespace(bias=bias, features=("symmetric", "lengths"))
+
+
+@pytest.mark.parametrize(
+    ("compute", "expected"),
+    [
+        (lambda m, i, j: -m * abs(i - j), []),
+        (lambda m, i, j: m * (j - i), ["signed"]),
+        (lambda m, i, j: m * abs(i - j), ["positive bias"]),
+        (lambda m, i, j: geometric(len(m))[:, None, None] * (j - i), ["geometric slopes", "signed"]),
+        (lambda m, i, j: low(-m * abs(i - j)), ["bfloat16 bias"]),
+        (lambda m, i, j: m * j, ["bloom contract"]),
+    ],
+)
+def test_a_wrong_bias_is_named(compute: Callable[..., Array], expected: list[str]) -> None:
+    assert named(bias_adapter(compute), "bias", frozenset({"symmetric", "lengths"})) == expected
+
+
+def test_a_bias_without_its_mask_is_named() -> None:
+    def bias(num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Array:
+        return alibi_core.bias(num_heads, q_len, kv_len, is_causal=False)
+
+    def finite(num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Array:
+        return np.maximum(alibi_core.bias(num_heads, q_len, kv_len, is_causal=is_causal), np.float32(-1e4))
+
+    def transposed(num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Array:
+        return alibi_core.bias(num_heads, kv_len, q_len, is_causal=is_causal).swapaxes(1, 2)
+
+    features = frozenset({"symmetric", "lengths"})
+    assert named(SimpleNamespace(bias=bias), "bias", features) == ["causal ignored"]
+    assert named(SimpleNamespace(bias=finite), "bias", features) == ["finite where hidden"]
+    assert named(SimpleNamespace(bias=transposed), "bias", features) == ["transposed bias"]
+
+
+class Decoder(Loops):
+    """Decoding by the loops: the cache is all keys and values so far."""
+
+    def step(self, query: Array, key: Array, value: Array, slopes: Array, start: int) -> Array:
+        return self.attention(query, key, value, slopes, is_causal=True, q_offset=start)
+
+    def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> Any:
+        if cache is not None:
+            key, value = (np.concatenate(pair, axis=2) for pair in zip(cache, (key, value), strict=True))
+        start = key.shape[2] - query.shape[2]
+        return self.step(query, key, value, slopes, start), (key, value)
+
+
+def step_of(change: Callable[..., dict[str, Any]]) -> Decoder:
+    decoder = Decoder()
+
+    def step(query: Array, key: Array, value: Array, slopes: Array, start: int) -> Array:
+        options = {"is_causal": True, "q_offset": start, "slopes": slopes, "key": key, "value": value}
+        return decoder.attention(query, **options | change(query, key, value, slopes, start))
+
+    decoder.__dict__["step"] = step
+    return decoder
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda q, k, v, m, start: {}, []),
+        (lambda q, k, v, m, start: {"slopes": m * (start == 0)}, ["bias lost in later steps"]),
+        (lambda q, k, v, m, start: {"slopes": m * (q.shape[2] > 1)}, ["bias lost in steps of one token"]),
+        (lambda q, k, v, m, start: {"q_offset": 0}, ["top-left"]),
+        (lambda q, k, v, m, start: {"q_offset": start - (start > 0)}, ["causal hides own key in later steps"]),
+        (lambda q, k, v, m, start: {"q_offset": start + 1}, ["offset one more"]),
+        (lambda q, k, v, m, start: {"is_causal": start == 0}, ["causal ignored in steps of several tokens"]),
+        (
+            lambda q, k, v, m, start: {"key": k[:, :, start:], "value": v[:, :, start:], "q_offset": 0},
+            ["previous keys forgotten"],
+        ),
+    ],
+)
+def test_mistakes_in_decoding_are_named(change: Callable[..., dict[str, Any]], expected: list[str]) -> None:
+    assert named(step_of(change), "decode_step") == expected
+
+
+def test_sequences_that_get_into_each_other_are_named() -> None:
+    class Shared(Decoder):
+        def __init__(self) -> None:
+            self.cache: Any = None
+
+        def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> Any:
+            output, self.cache = super().decode_step(query, key, value, slopes, None if cache is None else self.cache)
+            return output, 1
+
+    class Stale(Decoder):
+        def __init__(self) -> None:
+            self.kept: dict[int, Any] = {}
+
+        def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> Any:
+            start = 0 if cache is None else cache[0].shape[2]
+            return super().decode_step(query, key, value, self.kept.setdefault(start, slopes), cache)
+
+    assert named(Shared(), "decode_step") == ["sequences mixed"]
+    assert named(Stale(), "decode_step") == ["stale slopes"]
+
+
+# --- The catalogue ---------------------------------------------------------------------------------------------------
+
+
+ARGUMENTS = ("future_slopes", "window_size", "segment_ids", "mask", "scale")  # begin a sentence as they are written
+
+
+def test_sentences_are_sentences() -> None:
+    for departure in (*ATTENTION, *GRADIENTS):
+        first = departure.sentence.split()[0]
+        assert first[0].isupper() or first in ARGUMENTS, departure
+        assert departure.sentence.endswith("."), departure
+        assert "{" not in departure.sentence, departure
+        fields = {x.name for x in dataclasses.fields(GradientReading)}
+        assert departure.changes.keys() <= fields, departure
+        for condition in CONDITIONS:
+            told = departure.under(condition)
+            assert told.key.startswith(departure.key)
+            assert told.sentence.startswith(CONDITIONS[condition][1])

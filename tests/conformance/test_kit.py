@@ -1,0 +1,621 @@
+"""The conformance kit as its users meet it: adapters of any kind, bad ones too, reports, the command, the plugin."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import alibi_core
+from alibi_core import _cli as _command
+from alibi_core.conformance import FEATURES, LAWS, Report, check, installed_adapters
+from alibi_core.conformance._backend import BackendAdapter, Library
+from alibi_core.conformance._cases.case import FORMS, Case, Sizes
+from alibi_core.conformance._cases.family import Family
+from alibi_core.conformance._run.worker import load
+from benchmarks.mutants import Reference
+
+ROOT = Path(__file__).parents[2]
+pytest_plugins = ["pytester"]
+
+NAMES = [law.name for law in LAWS]
+
+
+class Right:
+    """Attention in ten lines, as somebody would write it who has read README."""
+
+    def attention(self, query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int) -> Any:
+        group = query.shape[1] // key.shape[1]
+        key, value = key.repeat(group, axis=1), value.repeat(group, axis=1)
+        back = np.arange(query.shape[2])[:, None] + q_offset - np.arange(key.shape[2])
+        scores = query @ key.swapaxes(-1, -2) / np.float32(query.shape[-1] ** 0.5)
+        scores = scores - slopes[:, None, None] * np.abs(back).astype(np.float32)
+        scores = np.where((back < 0) & is_causal, np.float32(-1e30), scores)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-1e30)) * ~((back < 0) & is_causal)
+        total = weights.sum(axis=-1, keepdims=True)
+        return weights / np.where(total > 0, total, np.float32(1)) @ value
+
+
+def only(**functions: Any) -> SimpleNamespace:
+    return SimpleNamespace(**functions)
+
+
+def status(report: Report, law: str) -> str:
+    return {x.name: x.status for x in report.laws}[law]
+
+
+# --- What an adapter may be -------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_of_ten_lines_passes_and_its_features_are_found_out() -> None:
+    report = check(Right())
+    assert report.passed, report
+    assert report.exit_status == 0
+    assert set(report.features) == {
+        *("lengths", "offset", "symmetric", "grouped", "nowhere", "empty", "slope_gradients"),
+    }
+    assert (report.name, report.dtype, report.contract) == ("Right", "float32", "exact")
+    reasons = {law.name: law.reason for law in report.laws if law.status == "not offered"}
+    assert reasons["window"] == "attention has no parameter for window_size"
+    assert reasons["decoding"] == "the adapter has no decode_step"
+
+
+def test_what_raises_is_not_offered_unless_it_is_declared() -> None:
+    class CausalOnly(Right):
+        def attention(self, query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int) -> Any:
+            if not is_causal:
+                raise NotImplementedError("causal only")
+            return super().attention(query, key, value, slopes, is_causal, q_offset)
+
+    report = check(CausalOnly())
+    assert report.passed
+    assert "causal only" in {law.name: law.reason for law in report.laws}["symmetric"]
+    declaring = CausalOnly()
+    declaring.features = {"symmetric", "lengths"}  # type: ignore[attr-defined]
+    report = check(declaring, laws=["causal", "symmetric", "offset"])
+    assert [law.status for law in report.laws] == ["passed", "failed", "not offered"]
+    assert [x.sentence for x in report.diagnoses] == ["attention raised NotImplementedError: causal only"]
+
+
+def test_functions_classes_and_modules_are_adapters() -> None:
+    slopes = only(slopes=lambda n: (2.0 ** (-8 * np.arange(1, n + 1) / n)).astype(np.float32))
+    report = check(slopes, laws=["slopes"])
+    assert report.failed[0].counterexample is not None
+    assert report.failed[0].counterexample.inputs == "num_heads=3"
+    assert "geometric" in report.diagnoses[0].sentence
+    slopes.contract = "geometric"
+    assert check(slopes, laws=["slopes"]).passed
+    source = "alibi_torch.conformance:adapters"
+    pytest.importorskip("torch")
+    assert {adapter.name for adapter in load(source)} >= {"alibi_torch[tiled]", "alibi_torch[dense]"}
+    assert isinstance(load("tests.conformance.test_kit:Right")[0], Right)
+
+
+def steps_of(query: Any, key: Any, value: Any, slopes: Any, cache: Any) -> Any:
+    if cache is not None:
+        key, value = (np.concatenate([seen, x], axis=2) for seen, x in zip(cache, (key, value), strict=True))
+    if query.shape[1] != key.shape[1]:
+        raise ValueError("as many key/value heads as query heads, please")
+    return Right().attention(query, key, value, slopes, True, key.shape[2] - query.shape[2]), (key, value)
+
+
+def test_what_decoding_offers_is_found_out_by_itself() -> None:
+    assert check(only(decode_step=steps_of), laws=["decoding"]).passed
+    assert check(only(decode_step=steps_of, attention=Right().attention), laws=["decoding"]).passed
+
+
+@pytest.mark.parametrize("features", [None, frozenset(FEATURES)])
+def test_gradients_are_asked_for_as_an_adapter_takes_them(features: Any) -> None:
+    asked = set()
+
+    class Some(Reference):
+        def attention_grad(self, *tensors: Any, wrt: Any = None, **arguments: Any) -> Any:
+            asked.add(wrt)
+            found = super().attention_grad(*tensors, wrt=wrt, **arguments)
+            return found if wrt is None else tuple(found[name] for name in wrt)  # a tuple is in their order
+
+    class All(Reference):
+        def attention_grad(self, *tensors: Any, **arguments: Any) -> Any:
+            assert "wrt" not in arguments
+            return super().attention_grad(*tensors, **arguments)
+
+    laws = ("gradients", "cotangents", "some_gradients")
+    for adapter, status in ((Some(), "passed"), (All(), "not offered")):
+        adapter.features = features  # type: ignore[assignment]
+        report = check(adapter, laws=laws)
+        assert [x.status for x in report.laws] == ["passed", "passed", status], report
+        assert report.laws[2].reason in ("", "attention_grad has no parameter wrt")
+    names = ("query", "key", "value", "slopes")
+    single, pairs = ((name,) for name in names), itertools.combinations(names, 2)
+    assert asked >= {None, *single, *pairs, names[:3]}
+
+
+def test_a_constant_grad_output_is_a_number_to_a_library() -> None:
+    weights = []
+
+    def gradients(function: Any, arguments: Any, wrt: Any, weight: Any) -> Any:
+        weights.append(weight)
+        return [np.zeros_like(arguments[name]) for name in wrt]
+
+    library = Library(np, lambda values, dtype: np.asarray(values, dtype), np.asarray, gradients)
+    adapter = BackendAdapter("alibi_core", library, alibi_core.attention)
+    tensor = np.ones((1, 2, 3, 4), np.float32)
+    for grad_output in (2 * tensor, 0 * tensor, np.arange(24, dtype=np.float32).reshape(tensor.shape)):
+        found = adapter.attention_grad(tensor, tensor, tensor, np.ones(2), grad_output=grad_output, wrt=("key",))
+        assert list(found) == ["key"]
+    assert weights[:2] == [2.0, 0.0]
+    np.testing.assert_array_equal(weights[2], grad_output)
+
+
+def test_decoding_meets_every_page_in_single_steps_and_chunks() -> None:
+    met: dict[tuple[int, str], set[int]] = {}
+    lengths, sizes = set(), set()
+
+    class Recording(Reference):
+        def decode_step(self, query: Any, key: Any, value: Any, slopes: Any, cache: Any) -> Any:
+            start = 0 if cache is None else cache[0].shape[2]
+            end = start + key.shape[2]
+            sizes.add(key.shape)
+            lengths.add(end)
+            for page in (16, 32, 64, 128, 256, 512):
+                if start // page < end // page:
+                    kind = "single" if end == start + 1 else "to its end" if end % page == 0 else "across"
+                    met.setdefault((page, kind), set()).add(start)
+            return super().decode_step(query, key, value, slopes, cache)
+
+    for seed in range(5):
+        met.clear()
+        assert check(Recording(), laws=["long_decoding"], seed=seed).passed
+        assert {(page, kind) for page in (16, 32, 64, 128, 256, 512) for kind in ("single", "across")} <= set(met)
+        assert (64, "to its end") in met
+    assert max(lengths) == BackendAdapter.MAX_LENGTH
+    assert len(sizes) <= 4  # compilers make a program of each
+
+
+def test_a_bias_alone_has_laws_of_its_own() -> None:
+    def bias(num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Any:
+        back = np.arange(q_len)[:, None] + kv_len - q_len - np.arange(kv_len)
+        slopes = np.asarray(alibi_core.slopes(num_heads))[:, None, None]
+        return np.where((back < 0) & is_causal, -np.inf, -slopes * np.abs(back)).astype(np.float32)
+
+    report = check(only(bias=bias))
+    assert {law.name for law in report.laws if law.status == "passed"} == {"causal_bias", "symmetric_bias", "conduct"}
+    report = check(only(bias=lambda num_heads, q_len, kv_len: bias(num_heads, q_len, kv_len, True)))
+    assert {law.name for law in report.laws if law.status == "passed"} == {"causal_bias", "conduct"}
+
+
+def test_slopes_of_the_papers_own_code_pass_in_float64() -> None:
+    def papers(num_heads: int) -> list[float]:
+        if num_heads & (num_heads - 1) == 0:
+            start = 2 ** (-(2 ** -(np.log2(num_heads) - 3)))
+            return [start * start**i for i in range(num_heads)]
+        below = 2 ** int(np.log2(num_heads))
+        return papers(below) + papers(2 * below)[0::2][: num_heads - below]
+
+    for dtype in ("float32", "float64"):
+        adapter = only(slopes=lambda n, dtype=dtype: np.asarray(papers(n), dtype), dtype=dtype)
+        assert check(adapter, laws=["slopes"]).passed
+
+
+def test_arguments_go_by_position_where_they_must() -> None:
+    def attention(query: Any, key: Any, value: Any, slopes: Any, is_causal: Any, q_offset: Any, /) -> Any:
+        return Right().attention(query, key, value, slopes, is_causal, q_offset)
+
+    assert check(only(attention=attention), laws=["causal", "symmetric", "offset"]).passed
+    starred = only(attention=lambda *arguments: Right().attention(*arguments))
+    assert check(starred, laws=["causal", "symmetric", "offset"]).passed
+
+
+def test_results_of_the_other_byte_order_are_read() -> None:
+    assert check(misbehaving(lambda result, query: result.astype(">f4")), laws=["causal", "conduct"]).passed
+
+
+@pytest.mark.parametrize(
+    ("attributes", "error", "message"),
+    [
+        ({}, TypeError, "adapter must have one of the functions slopes, bias"),
+        ({"attention": 3}, TypeError, "adapter must have one of the functions"),
+        ({"slopes": len, "dtype": "float8"}, ValueError, "dtype must be one of"),
+        ({"slopes": len, "contract": "alibi"}, ValueError, "contract must be one of"),
+        ({"slopes": len, "features": "window"}, TypeError, "features must be a collection of strings"),
+        ({"slopes": len, "features": ["windows"]}, ValueError, "features must be one of"),
+        ({"slopes": len, "tolerance": -1}, ValueError, "tolerance must not be negative"),
+        ({"slopes": len, "name": 3}, TypeError, "name of an adapter must be a string"),
+    ],
+)
+def test_what_is_no_adapter_is_refused(attributes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        check(SimpleNamespace(**attributes))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"profile": "slow"}, "profile must be one of"),
+        ({"seed": -1}, "seed must not be negative"),
+        ({"laws": ["windows"]}, "laws must be one of"),
+        ({"time_limit": 0}, "time_limit must be positive"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(Right(), **arguments)
+
+
+# --- How an adapter may misbehave -------------------------------------------------------------------------------------
+
+
+def misbehaving(change: Any) -> Any:
+    class Misbehaving(Right):
+        def attention(self, query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int) -> Any:
+            result = super().attention(query, key, value, slopes, is_causal, q_offset)
+            return change(result, query)
+
+    return Misbehaving()
+
+
+def raises(result: Any, query: Any) -> Any:
+    if query.shape[2] == 7:
+        raise ValueError("seven is too many\nfor me")
+    return result
+
+
+def exits(result: Any, query: Any) -> Any:
+    sys.exit(3)
+
+
+@pytest.mark.parametrize(
+    ("change", "law", "message"),
+    [
+        (raises, "causal", "attention raised ValueError: seven is too many"),
+        (exits, "causal", "attention raised SystemExit: 3"),
+        (lambda result, query: result[:, :1], "causal", "attention returned shape (2, 1, 7, 5), expected (2, 3, 7, 5)"),
+        (lambda result, query: result.tolist(), "causal", "attention returned list, expected a NumPy array"),
+        (lambda result, query: None, "causal", "attention returned NoneType, expected a NumPy array"),
+        (lambda result, query: result.astype(np.int32), "causal", "attention returned int32, expected float32"),
+        (lambda result, query: result * np.nan, "causal", "NaN"),
+        (lambda result, query: result + np.inf, "causal", "infinite where it should not be"),
+        (lambda result, query: result.astype(np.float64), "conduct", "attention returned float64, expected float32"),
+    ],
+)
+def test_misbehaviour_is_reported_and_is_no_crash(change: Any, law: str, message: str) -> None:
+    report = check(misbehaving(change))
+    assert not report.passed
+    found = {x.name: x for x in report.laws}[law]
+    assert found.status == "failed"
+    assert found.counterexample is not None
+    assert message in found.counterexample.problem
+    assert json.loads(report.to_json())["passed"] is False
+
+
+def test_inputs_that_are_changed_are_named() -> None:
+    def change(result: Any, query: Any) -> Any:
+        query *= 2
+        return result
+
+    report = check(misbehaving(change))
+    assert [x.name for x in report.failed] == ["conduct"]
+    assert "attention changed its input query" in report.diagnoses[0].sentence
+
+
+def test_a_result_that_the_next_call_overwrites_is_named() -> None:
+    buffer = np.zeros(10**6, np.float32)
+
+    def change(result: Any, query: Any) -> Any:
+        buffer[: result.size] = result.ravel()
+        return buffer[: result.size].reshape(result.shape)
+
+    report = check(misbehaving(change))
+    assert [x.name for x in report.failed] == ["conduct"]
+    assert "the next call overwrote what attention returned" in report.diagnoses[0].sentence
+
+
+def test_a_call_that_hangs_is_given_up() -> None:
+    def change(result: Any, query: Any) -> Any:
+        if query.shape[2] == 13:
+            time.sleep(60)
+        return result
+
+    start = time.monotonic()
+    adapter = misbehaving(lambda result, query: change(result, query) if query.shape[0] == 2 else time.sleep(60))
+    report = check(adapter, time_limit=0.5, laws=["causal", "symmetric", "conduct"])
+    assert time.monotonic() - start < 20
+    assert not report.passed
+    reasons = [x.reason or str(x.counterexample) for x in report.laws[:2]]
+    assert all("attention did not return within 0.5 s" in reason for reason in reasons)
+    assert report.laws[1].status == "not run"
+
+
+class Unreadable:
+    dtype, shape = np.dtype(np.float32), (2, 3, 7, 5)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("not to be converted without being asked")
+
+
+class SpeechlessError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_results_and_errors_that_cannot_be_read_are_reported() -> None:
+    report = check(misbehaving(lambda result, query: Unreadable()), laws=["causal"])
+    assert "which NumPy cannot read" in report.diagnoses[0].sentence
+
+    def speechless(result: Any, query: Any) -> Any:
+        raise SpeechlessError
+
+    report = check(misbehaving(speechless), laws=["causal"])
+    assert "raised SpeechlessError: (its message cannot be had)" in report.diagnoses[0].sentence
+
+
+def test_the_users_own_settings_of_numpy_change_nothing() -> None:
+    with np.errstate(all="raise"):
+        assert check(Right(), laws=["causal", "long", "mask"]).passed
+
+
+def test_an_answer_that_changes_from_call_to_call_fails() -> None:
+    rng = np.random.default_rng(0)
+    adapter = misbehaving(lambda result, query: result * np.float32(1 + 0.1 * rng.random()))
+    assert status(check(adapter), "causal") == "failed"
+
+
+# --- Reports ----------------------------------------------------------------------------------------------------------
+
+
+def signed(query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int) -> Any:
+    back = (np.arange(query.shape[2])[:, None] + q_offset - np.arange(key.shape[2])).astype(np.float32)
+    scores = query @ key.swapaxes(-1, -2) / np.float32(query.shape[-1] ** 0.5) - slopes[:, None, None] * back
+    scores = np.where((back < 0) & is_causal, -np.inf, scores)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-1e30).clip(-1e30))
+    total = weights.sum(axis=-1, keepdims=True)
+    return (weights / np.where(total > 0, total, 1) @ value).astype(np.float32)
+
+
+def test_the_counterexample_is_small_and_the_diagnosis_names_the_mistake() -> None:
+    adapter = only(attention=signed, name="signed", features={"symmetric", "offset", "lengths"})
+    report = check(adapter)
+    assert status(report, "causal") == "passed"
+    failed = {x.name: x for x in report.failed}
+    example = failed["symmetric"].counterexample
+    assert example is not None
+    assert "1 head of 1, 2 queries, 2 keys, symmetric" in example.inputs
+    assert example.expected is not None
+    assert example.actual is not None
+    assert example.budget is not None
+    assert abs(example.expected - example.actual) > example.budget
+    assert [x.key for x in report.diagnoses] == ["signed"]
+    assert "uture keys are rewarded" in report.diagnoses[0].sentence
+
+
+def test_more_values_meet_in_a_design_than_in_random_cases() -> None:
+    sizes = (Sizes(2, 3, 1, (7, 7), 5), Sizes(2, 2, 1, (5, 11), 3), Sizes(1, 3, 2, (7, 7), 8))
+    family = Family(sizes, FORMS, frozenset(FEATURES))
+
+    def met(cases: Any) -> int:
+        names = ("sizes", "form", "q_offset", "window_size", "packing", "masking", "slopes_per_batch", "scaling")
+        pairs = itertools.combinations(names, 2)
+        return len({(*pair, *(getattr(x, name) for name in pair)) for pair in pairs for x in cases})
+
+    counts = {"design": 0, "random": 0}
+    for seed in range(10):
+        design, rng = family.design(20, seed), np.random.default_rng(seed)
+        assert len(design) == 20
+        assert design == family.design(20, seed)
+        random = []
+        for size in (sizes[i] for i in rng.integers(0, 3, 20)):
+            chosen = {name: values[rng.integers(len(values))] for name, values in family.options(size).items()}
+            random.append(Case(size, seed=0, **chosen))
+        counts["design"] += met(design)
+        counts["random"] += met(random)
+    assert counts["design"] > counts["random"]
+    assert family.design(20, 0) != family.design(20, 1)
+    assert len(Family(sizes[:1], FORMS[:2]).design(20, 0)) == 2  # there are no more
+
+
+def test_compilers_have_few_programs_to_make() -> None:
+    programs: set[Any] = set()
+
+    class Recording(BackendAdapter):
+        def attention(self, *tensors: Any, **arguments: Any) -> Any:
+            shapes = [x.shape for x in (*tensors[:3], arguments["slopes"])]
+            options = [
+                (name, x if x is None or isinstance(x, int | float) else "array") for name, x in arguments.items()
+            ]
+            programs.add((*shapes, *options))
+            return super().attention(*tensors, **arguments)
+
+    library = Library(np, lambda values, dtype: np.asarray(values, dtype), np.asarray)
+    report = check(Recording("alibi_core", library, alibi_core.attention))
+    assert report.passed
+    assert sum(x.calls for x in report.laws) > 500
+    assert len(programs) <= 120  # compiling takes 0.2 s or so each, and gradients as long again
+
+
+def test_the_same_seed_gives_the_same_report() -> None:
+    adapter = only(attention=signed, name="signed")
+    first, second = (check(adapter, seed=7) for _ in range(2))
+    assert [x.counterexample for x in first.laws] == [x.counterexample for x in second.laws]
+    assert [x.calls for x in first.laws if x.status == "passed"] == [
+        x.calls for x in second.laws if x.status == "passed"
+    ]
+
+
+def test_a_report_survives_json() -> None:
+    report = check(only(attention=signed, name="signed"))
+    assert Report.from_dict(json.loads(report.to_json())) == report
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+ADAPTERS = """
+import os
+import time
+import numpy as np
+from tests.conformance.test_kit import Right, signed
+
+
+class Dies(Right):
+    def attention(self, query, key, value, slopes, is_causal, q_offset):
+        if query.shape[1] == 6:
+            os.abort()
+        return super().attention(query, key, value, slopes, is_causal, q_offset)
+
+
+class Signed:
+    attention = staticmethod(signed)
+
+
+class Leaves(Right):
+    name = "[/red] leaves"
+
+    def attention(self, query, key, value, slopes, is_causal, q_offset):
+        os._exit(0)
+
+
+def several():
+    return [Dies(), Leaves(), Right()]
+
+
+def leaves():
+    raise SystemExit(0)
+
+
+not_one = 3
+"""
+
+
+@pytest.fixture
+def adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my_adapters.py").write_text(ADAPTERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return tmp_path
+
+
+def test_the_command_prints_a_table_and_writes_json(adapters: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--adapter",
+        "my_adapters:Signed",
+        "--adapter",
+        "tests.conformance.test_kit:Right",
+        "--json",
+        "report.json",
+    ]
+    assert _command.main(["conformance", *arguments]) == 1
+    printed = capsys.readouterr().out
+    assert "Is it ALiBi?" in printed
+    assert "→ Future keys are rewarded" in printed
+    content = json.loads((adapters / "report.json").read_text())
+    assert [x["passed"] for x in content["reports"]] == [False, True]
+    assert _command.main(["conformance", "--adapter", "tests.conformance.test_kit:Right", "--law", "causal"]) == 0
+    assert "Causal attention is exact to rounding" in capsys.readouterr().out
+
+
+def test_a_process_that_dies_is_reported_and_the_next_adapter_checked(
+    adapters: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _command.main(["conformance", "--adapter", "my_adapters:several", "--json", "report.json"]) == 1
+    assert "It crashed: the process ended with signal" in capsys.readouterr().out
+    dead, left, right = json.loads((adapters / "report.json").read_text())["reports"]
+    assert "signal 6" in dead["report"]["crash"]
+    assert "the process ended with exit status 0" in left["report"]["crash"]
+    assert [x["passed"] for x in (dead, left, right)] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--adapter", "my_adapters:not_one"], 2, "adapter must have one of the functions"),
+        (["--adapter", "my_adapters:missing"], 2, "has no attribute 'missing'"),
+        (["--adapter", "no_such_module:x"], 2, "No module named 'no_such_module'"),
+        (["--adapter", "my_adapters:leaves"], 2, "SystemExit: 0"),
+        (["--time-limit", "inf"], 2, "--time-limit must be positive"),
+        (["--json", "nowhere/report.json"], 2, "nowhere/report.json"),
+        (["--law", "windows"], 2, "--law must be one of slopes, causal_bias"),
+        (["--seed", "-1"], 2, "--seed must not be negative"),
+        (["--adapter", "my_adapters:Signed", "--dtype", "float64"], 2, "there is no adapter to check of that dtype"),
+        (["--adapter", "tests.conformance.test_kit:Right", "--golden", "nowhere"], 2, "nowhere"),
+    ],
+)
+def test_what_cannot_be_checked_is_told(
+    adapters: Path, arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _command.main(["conformance", *arguments]) == code
+    captured = capsys.readouterr()
+    assert message in " ".join((captured.out + captured.err).split())
+
+
+def test_golden_vectors_are_written_and_checked_by_the_command(
+    adapters: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _command.main(["golden", "write", "golden"]) == 0
+    options = ["--law", "causal", "--golden", "golden", "--json", "report.json"]
+    assert _command.main(["conformance", "--adapter", "tests.conformance.test_kit:Right", *options]) == 0
+    assert json.loads((adapters / "report.json").read_text())["reports"][0]["golden"]["passed"]
+    assert _command.main(["conformance", "--adapter", "my_adapters:Signed", *options]) == 1
+    assert "Golden vectors that it misses" in capsys.readouterr().out
+    assert _command.main(["golden", "check", "golden", "nowhere"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_the_command_checks_every_installed_backend() -> None:
+    names = {adapter.name.partition("[")[0] for adapter in installed_adapters()}
+    output = subprocess.run(
+        [sys.executable, "-m", "alibi_core", "conformance", "--law", "slopes", "--law", "symmetric_bias"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    ).stdout
+    assert all(f"│ {name}" in output for name in names)
+    assert "NO" not in output
+
+
+# --- The plugin -------------------------------------------------------------------------------------------------------
+
+
+def test_the_plugin_makes_a_test_of_each_law(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    pytester.makepyfile("""
+        import pytest
+        from tests.conformance.test_kit import Right, signed
+
+        @pytest.fixture(params=["right", "signed"])
+        def alibi_adapter(request):
+            class Signed:
+                attention = staticmethod(signed)
+
+            return Right() if request.param == "right" else Signed()
+
+        def test_mine(alibi_law):
+            alibi_law()
+
+        def test_another():
+            pass
+    """)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-rf", "-v")
+    outcomes = result.parseoutcomes()
+    assert sum(outcomes.values()) == 2 * len(LAWS) + 1
+    assert outcomes["passed"] > 15
+    result.stdout.fnmatch_lines(["*test_mine*signed-symmetric*FAILED*", "*Future keys are rewarded*"])
+    result.stdout.no_fnmatch_line("*Traceback*")
+
+
+# --- The laws themselves ----------------------------------------------------------------------------------------------
+
+
+def test_laws_are_named_once_and_say_what_they_need() -> None:
+    assert len(set(NAMES)) == len(LAWS)
+    for law in LAWS:
+        assert law.statement
+        assert not law.statement.endswith(".")
+        assert law.needs <= set(FEATURES)

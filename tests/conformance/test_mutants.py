@@ -1,0 +1,40 @@
+"""Every mutant dies by the laws that it breaks, and the correct adapters that they are made from live."""
+
+from __future__ import annotations
+
+import pytest
+
+from alibi_core.conformance import check
+from alibi_core.conformance._run import check as _check
+from alibi_core.conformance._trial import trial as _trial
+from benchmarks.mutants import MUTANTS, Blockwise, Mutant, Reference
+from benchmarks.mutants._trials import tried
+
+
+@pytest.fixture(autouse=True)
+def _cheap_shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_trial, "SHRINKING", 0.1)  # a counterexample need not be the smallest here
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("adapter", [Reference, Blockwise])
+def test_what_mutants_are_made_from_passes(adapter: type[Reference], dtype: str) -> None:
+    correct = adapter()
+    correct.dtype = dtype
+    report = check(correct, seed=1)
+    assert report.passed, str(report)
+    assert {law.status for law in report.laws} == {"passed"}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_dies_by_the_laws_that_it_breaks(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not mutant.is_diagnosable:
+        monkeypatch.setattr(_check, "_diagnosed", lambda *_: ())  # it takes its time where it finds nothing
+    outcome = tried(mutant, laws=("causal", *mutant.laws))  # for conduct to be judged, something has to be called
+    assert set(mutant.laws) <= set(outcome.killed_by)
+    if mutant.is_diagnosable:
+        assert outcome.is_right, f"expected {mutant.expected!r}, got {outcome.diagnoses}"
+
+
+def test_most_mutants_can_be_diagnosed() -> None:
+    assert sum(mutant.is_diagnosable for mutant in MUTANTS) >= 35

@@ -1,0 +1,427 @@
+"""Bad input: every function says what is wrong, and how to mend it, before it computes anything."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import alibi_core
+from tests.support.frameworks import (
+    BACKENDS,
+    DASK,
+    FRAMEWORKS,
+    JAX,
+    LAYER_BACKENDS,
+    MLX,
+    NUMPY,
+    TORCH,
+    Backend,
+    Framework,
+)
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Arguments that must be refused. Arrays are NumPy's here; the test moves them into the framework."""
+
+    arguments: dict[str, Any]
+    error: type[Exception]
+    message: str
+    is_about_values: bool = False  # Dask's are not known before they are computed, so no check can look at them
+
+    def id(self) -> str:
+        return "-".join(self.arguments) + "-" + "".join(c for c in self.message[:40] if c.isalnum() or c == " ")
+
+
+def floats(*shape: int) -> np.ndarray:
+    return np.ones(shape, dtype=np.float32)
+
+
+def slopes_of(*values: float) -> np.ndarray:
+    return np.asarray(values, dtype=np.float32)
+
+
+def ints(*shape: int) -> np.ndarray:
+    return np.zeros(shape, dtype=np.int32)
+
+
+def bools(*shape: int) -> np.ndarray:
+    return np.ones(shape, dtype=bool)
+
+
+# Query [2, 6, 5, 8], key and value [2, 3, 7, 8] unless replaced; heads first, whatever the backend's layout.
+ATTENTION = [
+    Bad({"query": floats(5, 8)}, ValueError, r"query must have axes \[.*heads.*\], got shape \(5, 8\)"),
+    Bad({"query": floats(3, 6, 5, 8)}, ValueError, r"key must have the batch axes of query, \(3,\), got \(2,\)"),
+    Bad({"query": floats(2, 6, 5, 4)}, ValueError, "key must have the head_dim of query, 4, got 8"),
+    Bad(
+        {"query": floats(2, 4, 5, 8)}, ValueError, r"num_kv_heads must divide num_heads, got 3 .* and 4 .* axes are \["
+    ),
+    Bad({"scale": 1e39}, ValueError, "scale must be finite in float32"),
+    Bad({"key": floats(2, 3, 4, 8)}, ValueError, "value must have the shape of key"),
+    Bad({"value": floats(2, 3, 7, 4)}, ValueError, "value must have the shape of key"),
+    Bad({"slopes": 5}, ValueError, r"slopes must count the heads of query, 6, got 5; its axes are \[.*heads.*\]"),
+    Bad({"slopes": floats(3)}, ValueError, r"slopes must have shape \(6,\) .*, got \(3,\); query's axes are \["),
+    Bad({"slopes": floats(3, 6)}, ValueError, r"slopes must have shape \(6,\).* or \(2, 6\).*, got \(3, 6\)"),
+    Bad(
+        {"slopes": slopes_of(1, 1, -1, 1, 1, 1)},
+        ValueError,
+        "slopes must not be negative .* allow_negative_slopes",
+        is_about_values=True,
+    ),
+    Bad({"slopes": slopes_of(1, 1, NAN, 1, 1, 1)}, ValueError, "slopes must be finite", is_about_values=True),
+    Bad({"slopes": slopes_of(1, 1, np.inf, 1, 1, 1)}, ValueError, "slopes must be finite", is_about_values=True),
+    Bad({"slopes": np.full(6, 2e29)}, ValueError, "slopes must be at most 1.585e.29 in size", is_about_values=True),
+    Bad({"future_slopes": floats(6)}, ValueError, "future_slopes must be None when is_causal=True .* is_causal=False"),
+    Bad(
+        {"is_causal": False, "future_slopes": 0},
+        ValueError,
+        "future_slopes must be an array.* zeros gives the clamped",
+    ),
+    Bad({"is_causal": False, "future_slopes": floats(5)}, ValueError, r"future_slopes must have shape \(6,\)"),
+    Bad(
+        {"is_causal": False, "future_slopes": -floats(6)},
+        ValueError,
+        "future_slopes must not be negative",
+        is_about_values=True,
+    ),
+    Bad({"q_offset": 2**31}, ValueError, "q_offset and lengths must stay within 2147483647 tokens"),
+    Bad({"q_offset": ints(3)}, ValueError, r"q_offset must have shape \(\) or \(2,\)"),
+    Bad({"segment_ids": ints(2, 7)}, ValueError, "segment_ids must be a pair .* when q_len, 5, and kv_len, 7, differ"),
+    Bad({"segment_ids": (ints(2, 5),) * 3}, ValueError, "segment_ids must be one array or a pair .*, got 3"),
+    Bad({"segment_ids": (ints(2, 5), ints(2, 6))}, ValueError, r"segment_ids must broadcast to \(2, 7\)"),
+    Bad({"segment_ids": (ints(2, 5), ints(2, 1))}, ValueError, "segment_ids must end in the axis kv_len, 7"),
+    Bad({"segment_ids": (floats(2, 5), floats(2, 7))}, TypeError, "segment_ids must have an integer dtype"),
+    Bad({"window_size": -1}, ValueError, "window_size must not be negative, got -1; None is for no window"),
+    Bad(
+        {"mask": bools(4, 7)}, ValueError, r"mask must broadcast to \(2, 6, 5, 7\) \(batch, num_heads, q_len, kv_len\)"
+    ),
+    Bad({"mask": bools(1, 2, 6, 5, 7)}, ValueError, "mask must broadcast to"),
+    Bad({"mask": bools()}, ValueError, r"mask must have at least the axis kv_len, got shape \(\)"),
+]
+MASK_VALUES = {  # of masks that are no booleans: what the message tells to make of them, and what it does not
+    "a tokenizer's": (np.asarray([1, 1, 0, 1, 1, 0, 0]), "bool", "== 0"),
+    "ones and zeros of another dtype": (np.asarray([1, 0, 1, 1, 1, 0, 0], np.float32), "bool", "== 0"),
+    "ones": (floats(7), "bool", "== 0"),
+    "additive": (np.asarray([0, 0, -np.inf, 0, 0, 0, -np.inf], np.float32), "mask == 0", "bool"),
+    "additive, finite": (np.asarray([-1e4, 0, 0, 0, 0, 0, -1e4], np.float32), "mask == 0", "bool"),
+    "zeros, which may be either": (floats(7) * 0, "bool.*mask == 0", "slopes"),
+    "a bias": (np.asarray([-6, -5, -4, -3, -2, -1, 0], np.float32), "the only bias is of slopes", "use"),
+    "numbers of sequences": (np.asarray([0, 0, 1, 1, 2, 2, 2]), "are segment_ids", "use"),
+}
+BACKEND_ONLY = [
+    Bad({"tolerance": -1e-3}, ValueError, "tolerance must not be negative"),
+    Bad({"implementation": "fastest"}, ValueError, "implementation must be one of .*'dense', got 'fastest'"),
+]
+
+
+def refuse(bad: Bad, call: Callable[[], Any]) -> None:
+    with pytest.raises(bad.error, match=bad.message):
+        call()
+
+
+def refusals(items: list[Any], table: list[Bad]) -> list[Any]:
+    """Return the pairs of backends or frameworks and the rows of a table that apply to them."""
+    return [
+        pytest.param(*item.values, bad, id=f"{item.id}-{bad.id()}", marks=item.marks)
+        for item in items
+        for bad in table
+        if not (bad.is_about_values and "dask" in item.id)
+    ]
+
+
+def placed(framework: Framework, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(placed(framework, x) for x in value)
+    return framework.array(value) if isinstance(value, np.ndarray) else value
+
+
+def call_attention(backend: Backend, changes: dict[str, Any]) -> Any:
+    tensors = {"query": floats(2, 6, 5, 8), "key": floats(2, 3, 7, 8), "value": floats(2, 3, 7, 8)}
+    arguments = tensors | changes
+    for name in tensors:
+        if isinstance(arguments[name], np.ndarray) and arguments[name].ndim == 4:
+            arguments[name] = backend.layout(arguments[name])
+    placed_arguments = {name: placed(backend.framework, value) for name, value in arguments.items()}
+    attention = importlib.import_module(backend.module).attention
+    return attention(**placed_arguments)
+
+
+@pytest.mark.parametrize(("backend", "bad"), refusals(BACKENDS, ATTENTION))
+def test_attention_refuses(backend: Backend, bad: Bad) -> None:
+    chosen = {"implementation": backend.implementation} if backend.implementation else {}
+    refuse(bad, lambda: call_attention(backend, chosen | bad.arguments))
+
+
+REFERENCES = [b for b in BACKENDS if b.values[0].implementation in (None, "dense")]
+
+
+@pytest.mark.parametrize("backend", [b for b in REFERENCES if b.values[0].framework is not DASK])
+@pytest.mark.parametrize("kind", MASK_VALUES)
+def test_a_mask_that_is_not_boolean_is_refused_with_the_remedy_for_its_values(backend: Backend, kind: str) -> None:
+    values, told, untold = MASK_VALUES[kind]
+    with pytest.raises(TypeError, match=f"mask must be boolean .* got .*; .*{told}") as refused:
+        call_attention(backend, {"mask": values})
+    assert untold not in str(refused.value).partition("; ")[2]
+
+
+@pytest.mark.parametrize("backend", REFERENCES)
+@pytest.mark.parametrize("is_additive", [False, True])
+def test_the_remedy_for_a_mask_makes_the_one_that_was_meant(backend: Backend, is_additive: bool) -> None:
+    visible = np.asarray([True, True, False, True, True, False, True])
+    values = np.where(visible, 0, -np.inf) if is_additive else visible.astype(np.int64)
+    with pytest.raises(TypeError, match="mask must be boolean") as refused:
+        call_attention(backend, {"mask": values})
+    ways = str(refused.value).split("; if it is ")[1:]  # of Dask's values, which cannot be seen, both
+    told = next(way.partition(", use ")[2] for way in ways if way.startswith("0" if is_additive else "1"))
+    framework = backend.framework
+    mask = eval(told, {"mask": placed(framework, values), "xp": framework.xp, "mx": framework.xp})
+    results = (call_attention(backend, {"mask": x}) for x in (mask, visible))
+    np.testing.assert_array_equal(*map(framework.numpy, results))
+
+
+def test_the_values_of_a_traced_mask_are_not_guessed() -> None:
+    jax = pytest.importorskip("jax")
+    tensor, mask = jax.numpy.ones((1, 3, 2, 4)), jax.numpy.ones(2)
+    with pytest.raises(TypeError, match=r"if it is 1 .* use mask.astype\(bool\); if it is 0 .* use mask == 0"):
+        jax.jit(lambda mask: alibi_core.attention(tensor, tensor, tensor, mask=mask))(mask)
+
+
+MASK_AXES = [  # sizes of the scores, the mask's shape, what is told to use, and what if its axes are the aligned ones
+    ((2, 3, 5, 7), (2, 7), "mask[:, None, None, :]", None),
+    ((2, 3, 1, 7), (2, 7), "mask[:, None, None, :]", None),
+    ((5, 3, 5, 7), (5, 7), "mask[:, None, None, :]", "mask[None, None]"),
+    ((5, 3, 5, 5), (5, 5), "mask[:, None, None, :]", "mask[None, None]"),
+    ((2, 3, 5, 7), (2, 5, 7), "mask[:, None]", None),
+    ((2, 3, 5, 7), (2, 1, 7), "mask[:, None]", None),
+    ((3, 3, 5, 7), (3, 5, 7), "mask[:, None]", "mask[None]"),
+    ((3, 3, 5, 7), (3, 1, 7), "mask[:, None]", "mask[None]"),
+    ((2, 4, 3, 5, 7), (2, 4, 7), "mask[:, :, None, None, :]", None),
+    ((2, 3, 4, 5, 7), (2, 3, 5, 7), "mask[:, :, None]", None),
+    ((4, 4, 4, 5, 7), (4, 4, 5, 7), "mask[:, :, None]", "mask[None]"),
+]
+PLAIN_MASK_AXES = [
+    *(((5, 3, 5, 7), shape) for shape in ((7,), (1, 7), (3, 5, 7), (1, 1, 5, 7), (5, 1, 1, 7))),
+    *(((1, 3, 5, 7), shape) for shape in ((5, 7), (1, 7), (1, 5, 7), (3, 1, 7))),
+    *(((5, 5, 7), (5, 7)), ((1, 3, 1, 7), (1, 7)), ((1, 1, 5, 7), (1, 5, 7)), ((3, 4, 4, 5, 7), (4, 4, 5, 7))),
+]
+
+
+def attention_with_mask(sizes: tuple[int, ...], mask: np.ndarray) -> np.ndarray:
+    *leading, q_len, kv_len = sizes
+    query, key, value = (np.random.default_rng(1).standard_normal((*leading, n, 4)) for n in (q_len, kv_len, kv_len))
+    return alibi_core.attention(query, key, value, mask=mask)
+
+
+@pytest.mark.parametrize(("sizes", "shape", "meant", "aligned"), MASK_AXES)
+def test_a_mask_that_may_be_mistaken_is_refused_with_what_it_may_be(
+    sizes: tuple[int, ...], shape: tuple[int, ...], meant: str, aligned: str | None
+) -> None:
+    mask = np.ones(shape, dtype=bool)
+    with pytest.raises(ValueError, match=r"mask must .*, got \(.*use mask\[") as refused:
+        attention_with_mask(sizes, mask)
+    assert f"use {meant}" in str(refused.value)
+    assert ("or mask[" in str(refused.value)) == (aligned is not None)
+    assert aligned is None or f"or {aligned} if" in str(refused.value)
+    for spelled in filter(None, (meant, aligned)):
+        attention_with_mask(sizes, eval(spelled, {"mask": mask}))
+
+
+@pytest.mark.parametrize(("sizes", "shape"), PLAIN_MASK_AXES)
+def test_a_mask_that_cannot_be_mistaken_broadcasts(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    mask = np.random.default_rng(2).random(shape) < 0.7
+    expected = attention_with_mask(sizes, np.broadcast_to(mask, sizes))
+    np.testing.assert_array_equal(attention_with_mask(sizes, mask), expected)
+
+
+@pytest.mark.parametrize("backend", LAYER_BACKENDS)
+@pytest.mark.parametrize("bad", BACKEND_ONLY, ids=Bad.id)
+def test_backends_refuse(backend: Backend, bad: Bad) -> None:
+    refuse(bad, lambda: call_attention(backend, bad.arguments))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_takes_what_the_table_is_a_change_of(backend: Backend) -> None:
+    call_attention(backend, {"slopes": slopes_of(1, 1, -1, 1, 1, 1), "allow_negative_slopes": True})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_refuses_arrays_of_another_library(backend: Backend) -> None:
+    stranger = TORCH if backend.framework is NUMPY else NUMPY
+    function, array = importlib.import_module(backend.module).attention, backend.framework.array
+    arguments = {"query": floats(1, 3, 3, 4), "key": floats(1, 3, 3, 4), "value": floats(1, 3, 3, 4)}
+    arguments |= {"slopes": floats(3), "mask": bools(3, 3)}
+    for name, values in arguments.items():
+        mixed = {other: array(x) for other, x in arguments.items()} | {name: stranger.array(values)}
+        with pytest.raises(TypeError, match=r"arrays must belong to one array namespace, got \S+ and \S+"):
+            function(**mixed)
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.values[0].framework not in (JAX, MLX)])
+def test_attention_refuses_tensors_of_two_dtypes(backend: Backend) -> None:
+    tensors = {name: backend.framework.array(floats(1, 3, 3, 4)) for name in ("query", "key", "value")}
+    tensors["key"] = backend.framework.array(np.ones((1, 3, 3, 4)), "float64")
+    with pytest.raises(TypeError, match="query, key and value must have one dtype, got query .*float32, key .*float64"):
+        importlib.import_module(backend.module).attention(**tensors)
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.values[0].framework in (TORCH, JAX, MLX)])
+def test_attention_refuses_tensors_of_two_precisions(backend: Backend) -> None:
+    tensors = {name: backend.framework.array(floats(1, 3, 3, 4), "float16") for name in ("query", "key", "value")}
+    tensors["value"] = backend.framework.array(floats(1, 3, 3, 4), "bfloat16")
+    with pytest.raises(TypeError, match="query, key and value must have one dtype, got .*float16, value .*bfloat16"):
+        importlib.import_module(backend.module).attention(**tensors)
+
+
+def test_attention_refuses_tensors_on_another_device() -> None:
+    torch = pytest.importorskip("torch")
+    for name in ("key", "slopes", "mask"):
+        tensors = {"query": torch.ones(1, 3, 2, 4), "key": torch.ones(1, 3, 2, 4), "value": torch.ones(1, 3, 2, 4)}
+        tensors |= {"slopes": torch.ones(3), "mask": torch.ones(2, 2, dtype=torch.bool)}
+        tensors[name] = tensors[name].to("meta")
+        with pytest.raises(ValueError, match=f"{name} must be on the device of query, cpu, got meta"):
+            alibi_core.attention(**tensors)
+
+
+SLOPES = [
+    Bad({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
+    Bad({"num_heads": -3}, ValueError, "num_heads must be at least 1, got -3"),
+    Bad({"num_heads": 2**21}, ValueError, "num_heads must be at most 1048576, got 2097152"),
+    Bad({"scheme": "paper"}, ValueError, "scheme must be one of 'canonical', 'geometric', 'linear', got 'paper'"),
+    Bad({"bias_max": 0}, ValueError, "bias_max must be positive, got 0"),
+    Bad({"bias_max": -8.0}, ValueError, "bias_max must be positive"),
+    Bad({"bias_max": 16, "scheme": "linear"}, ValueError, "bias_max must be left at 8 with scheme 'linear'"),
+]
+
+
+@pytest.mark.parametrize(("framework", "bad"), refusals(FRAMEWORKS, SLOPES))
+def test_slopes_refuses(framework: Framework, bad: Bad) -> None:
+    refuse(bad, lambda: alibi_core.slopes(**({"num_heads": 8, "xp": framework.xp} | bad.arguments)))
+
+
+COMMON_BIAS = [
+    Bad({"slopes": 0}, ValueError, "num_heads must be at least 1, got 0"),
+    Bad({"slopes": floats()}, ValueError, r"slopes must have shape \(\.\.\., num_heads\)"),
+    Bad({"slopes": floats(0)}, ValueError, r"slopes must have shape \(\.\.\., num_heads\)"),
+    Bad({"slopes": slopes_of(0.5, -0.5)}, ValueError, "slopes must not be negative", is_about_values=True),
+    Bad({"slopes": slopes_of(0.5, NAN)}, ValueError, "slopes must be finite", is_about_values=True),
+]
+FUTURE = [
+    Bad({"future_slopes": floats(2)}, ValueError, "future_slopes must be None when is_causal=True"),
+    Bad({"is_causal": False, "future_slopes": floats(3)}, ValueError, r"future_slopes must have the shape of slopes"),
+    Bad(
+        {"is_causal": False, "future_slopes": -floats(2)},
+        ValueError,
+        "future_slopes must not be negative",
+        is_about_values=True,
+    ),
+]
+KV_LEN = [
+    Bad({"kv_len": -1}, ValueError, "kv_len must not be negative"),
+]
+LENGTHS = [
+    *KV_LEN,
+    Bad({"q_len": -1}, ValueError, "q_len must not be negative, got -1"),
+]
+
+
+@pytest.mark.parametrize(("framework", "bad"), refusals(FRAMEWORKS, COMMON_BIAS + FUTURE + LENGTHS))
+def test_bias_refuses(framework: Framework, bad: Bad) -> None:
+    arguments = {"slopes": floats(2), "q_len": 3} | bad.arguments
+    refuse(bad, lambda: alibi_core.bias(**{name: placed(framework, x) for name, x in arguments.items()}))
+
+
+@pytest.mark.parametrize(("framework", "bad"), refusals(FRAMEWORKS, COMMON_BIAS + KV_LEN))
+def test_key_bias_refuses(framework: Framework, bad: Bad) -> None:
+    arguments = {"slopes": floats(2), "kv_len": 3} | bad.arguments
+    refuse(bad, lambda: alibi_core.key_bias(**{name: placed(framework, x) for name, x in arguments.items()}))
+
+
+POSITIONS = [
+    Bad({"kv_positions": ints()}, ValueError, "kv_positions must have at least one axis"),
+    Bad(
+        {"q_positions": ints(2, 3), "kv_positions": ints(4, 3)},
+        ValueError,
+        r"leading axes must broadcast, got .*\(2,\)",
+    ),
+    Bad({"slopes": floats(4, 2), "q_positions": ints(3, 3)}, ValueError, "leading axes must broadcast"),
+    Bad({"q_segment_ids": ints(3)}, ValueError, "q_segment_ids and kv_segment_ids must be given together"),
+    Bad({"q_segment_ids": ints(3), "kv_segment_ids": ints(4)}, ValueError, "kv_segment_ids must broadcast to"),
+    Bad({"q_segment_ids": floats(3), "kv_segment_ids": ints(3)}, TypeError, "q_segment_ids must have an integer dtype"),
+]
+
+
+@pytest.mark.parametrize(("framework", "bad"), refusals(FRAMEWORKS, COMMON_BIAS + FUTURE + POSITIONS))
+def test_bias_from_positions_refuses(framework: Framework, bad: Bad) -> None:
+    arguments = {"slopes": floats(2), "q_positions": ints(3), "kv_positions": ints(3)} | bad.arguments
+    refuse(bad, lambda: alibi_core.bias_from_positions(**{name: placed(framework, x) for name, x in arguments.items()}))
+
+
+def test_a_bias_in_two_libraries_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match="arrays must belong to one array namespace, got numpy and torch"):
+        alibi_core.bias(np.ones(2), 3, xp=torch)
+    with pytest.raises(TypeError, match="arrays must belong to one array namespace, got numpy and torch"):
+        alibi_core.bias_from_positions(np.ones(2), torch.arange(3), torch.arange(3))
+
+
+def test_mlx_is_refused_a_device() -> None:
+    mx = pytest.importorskip("mlx.core")
+    with pytest.raises(ValueError, match="device must be None with MLX"):
+        alibi_core.bias(2, 3, xp=mx, device="gpu")
+
+
+LAYER = [
+    Bad({"embed_dim": 0}, ValueError, "embed_dim must be at least 1"),
+    Bad({"embed_dim": 24.0}, TypeError, "embed_dim must be an integer"),
+    Bad({"num_heads": True}, TypeError, "num_heads must be an integer"),
+    Bad({"num_heads": 5}, ValueError, "num_heads must divide embed_dim, 24, got 5"),
+    Bad({"num_kv_heads": 4}, ValueError, "num_kv_heads must divide num_heads, 6, got 4"),
+    Bad({"head_dim": 0}, ValueError, "head_dim must be at least 1"),
+    Bad({"slopes": floats(5)}, ValueError, r"slopes must have shape \(6,\)"),
+    Bad({"slopes": -floats(6)}, ValueError, "slopes must not be negative", is_about_values=True),
+    Bad({"slopes": floats(6) * 0, "learnable_slopes": True}, ValueError, "slopes must be positive to be learned"),
+    Bad({"future_slopes": floats(6)}, ValueError, "future_slopes must be None when is_causal=True"),
+    Bad({"window_size": -2}, ValueError, "window_size must not be negative"),
+    Bad({"dropout": 1.0}, ValueError, r"dropout must be in \[0, 1\), got 1.0"),
+    Bad({"dropout": NAN}, ValueError, "dropout must be finite"),
+    Bad({"implementation": "fastest"}, ValueError, "implementation must be one of"),
+    Bad({"is_causal": 0}, TypeError, "is_causal must be True or False"),
+    Bad({"bias": "no"}, TypeError, "bias must be True or False"),
+]
+
+
+@pytest.mark.parametrize("xp", ["torch", 5, np.linalg])
+def test_what_is_no_namespace_is_refused(xp: Any) -> None:
+    with pytest.raises(TypeError, match="xp must be an array namespace such as numpy, torch or jax.numpy"):
+        alibi_core.bias(2, 3, xp=xp)
+
+
+def test_a_bias_on_two_devices_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    slopes, positions = torch.ones(2), torch.arange(3)
+    far = {name: x.to("meta") for name, x in (("slopes", slopes), ("positions", positions))}
+    with pytest.raises(ValueError, match="slopes must be on the device of the result, meta, got cpu"):
+        alibi_core.bias(slopes, 3, device="meta")
+    with pytest.raises(ValueError, match="future_slopes must be on the device of the result, cpu, got meta"):
+        alibi_core.bias(slopes, 3, is_causal=False, future_slopes=far["slopes"])
+    with pytest.raises(ValueError, match="slopes must be on the device of the result, meta, got cpu"):
+        alibi_core.bias_from_positions(slopes, far["positions"], far["positions"])
+    with pytest.raises(ValueError, match="kv_positions must be on the device of q_positions, cpu, got meta"):
+        alibi_core.bias_from_positions(slopes, positions, far["positions"])
+
+
+@pytest.mark.parametrize("backend", [b for b in LAYER_BACKENDS if b.values[0].implementation == "dense"])
+@pytest.mark.parametrize("bad", LAYER, ids=Bad.id)
+def test_layers_refuse(backend: Backend, bad: Bad) -> None:
+    from tests.support.layers import make_layer
+
+    arguments = {name: placed(backend.framework, x) for name, x in ({"num_heads": 6} | bad.arguments).items()}
+    refuse(bad, lambda: make_layer(backend.framework.name, **({"embed_dim": 24} | arguments)))

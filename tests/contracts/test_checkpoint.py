@@ -1,0 +1,448 @@
+"""Checkpoints of BLOOM, MPT and Falcon: the logits and the text of ``transformers``' own models, in every framework."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import alibi_core
+from alibi_core._models.checkpoints import Checkpoint
+from tests.support.frameworks import JAX, MLX, TORCH
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+FRAMEWORK = {"torch": TORCH, "jax": JAX, "mlx": MLX}
+BACKENDS = list(FRAMEWORK)
+VOCAB_SIZE, LENGTH, NEW_TOKENS = 37, 23, 5
+
+BLOOM = {"hidden_size": 48, "n_head": 6, "n_layer": 2}
+MPT = {"d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 64}
+FALCON = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2, "alibi": True}
+GROUPED = FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}
+
+# Each option that changes what is computed, at least once.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom": ("bloom", BLOOM),
+    "bloom, residual after norm": ("bloom", BLOOM | {"apply_residual_connection_post_layernorm": True}),
+    "bloom, own head": ("bloom", BLOOM | {"tie_word_embeddings": False, "layer_norm_epsilon": 0.1}),
+    "mpt": ("mpt", MPT),
+    "mpt, clipped and scaled": ("mpt", MPT | {"n_heads": 4, "attn_config": {"clip_qkv": 1.5, "softmax_scale": 0.5}}),
+    "falcon, sequential": ("falcon", FALCON | {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon, one key/value head": ("falcon", FALCON | {"ffn_hidden_size": 56, "activation": "gelu_pytorch_tanh"}),
+    "falcon, groups": ("falcon", GROUPED),
+    "falcon, groups, one norm": ("falcon", GROUPED | {"num_ln_in_parallel_attn": 1, "num_attention_heads": 4}),
+}
+FAMILIES = ["bloom", "mpt", "falcon, sequential"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint on disk, and the model that it is of."""
+
+    directory: Path
+    model: Any
+
+
+def randomised(model: Any) -> Any:
+    """Return a model none of whose parameters is like another: also norms and biases, which start as ones and zeros."""
+    torch.manual_seed(7)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn_like(parameter)
+        if parameter.ndim == 2:
+            parameter.data = noise * 1.5 * parameter.shape[1] ** -0.5
+        else:
+            parameter.data = 0.1 * noise if name.endswith("bias") else 1 + 0.3 * noise
+    return model.eval()
+
+
+def make(family: str, options: dict[str, Any]) -> Any:
+    name = family.capitalize()
+    ids = {"vocab_size": VOCAB_SIZE, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = getattr(transformers, f"{name}Config")(**ids, **options)
+    config._attn_implementation = "sdpa" if family == "falcon" else "eager"
+    return randomised(getattr(transformers, f"{name}ForCausalLM")(config))
+
+
+def edited(directory: Path, target: Path, tensors: dict[str, Any] | None = None, **config: Any) -> Path:
+    """Return a copy of a checkpoint with other tensors or another config, entries of which go where None is given."""
+    target.mkdir(exist_ok=True)
+    entries = json.loads((directory / "config.json").read_text())
+    for name, value in config.items():
+        entries[name] = entries[name] | value if isinstance(value, dict) else value
+    entries = {name: value for name, value in entries.items() if name not in config or config[name] is not None}
+    (target / "config.json").write_text(json.dumps(entries))
+    held = safetensors_torch.load_file(directory / "model.safetensors") | (tensors or {})
+    held = {name: tensor for name, tensor in held.items() if tensor is not None}
+    safetensors_torch.save_file(held, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function from the name of a variant to its checkpoint, each made once."""
+    made: dict[str, Saved] = {}
+
+    def get(variant: str) -> Saved:
+        if variant not in made:
+            directory, model = tmp_path_factory.mktemp("checkpoint"), make(*VARIANTS[variant])
+            model.save_pretrained(directory)
+            made[variant] = Saved(directory, model)
+        return made[variant]
+
+    return get
+
+
+def tokens(batch: int = 2, length: int = LENGTH) -> np.ndarray:
+    return np.random.default_rng(3).integers(0, VOCAB_SIZE, (batch, length)).astype(np.int32)
+
+
+def load(backend: str, directory: Path, **options: Any) -> Any:
+    pytest.importorskip(f"alibi_{backend}")
+    return importlib.import_module(f"alibi_{backend}").load_checkpoint(directory, **options)
+
+
+def placed(backend: str, array: np.ndarray) -> Any:
+    if backend == "torch":
+        return torch.from_numpy(array)
+    return importlib.import_module("jax.numpy" if backend == "jax" else "mlx.core").array(array)
+
+
+def run(backend: str, model: Any, ids: np.ndarray, **arguments: np.ndarray) -> np.ndarray:
+    given = {name: placed(backend, array) for name, array in arguments.items()}
+    with torch.no_grad():
+        return FRAMEWORK[backend].numpy(model(placed(backend, ids), **given))
+
+
+def exact_bias(mask: Any, num_heads: int, dtype: Any) -> Any:
+    """Return what Falcon's own function would, did it not round: the canonical slopes times positions."""
+    positions = ((mask.cumsum(-1) - 1) * mask)[:, None, :].double()
+    bias = torch.from_numpy(alibi_core.slopes(num_heads, dtype=np.float64))[:, None] * positions
+    return bias.reshape(-1, 1, mask.shape[1]).to(dtype)
+
+
+@pytest.fixture
+def exact_falcon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have Falcon's model in transformers add the exact bias."""
+    module = importlib.import_module("transformers.models.falcon.modeling_falcon")
+    monkeypatch.setattr(module, "build_alibi_tensor", exact_bias)
+
+
+def expected(model: Any, ids: np.ndarray, **options: Any) -> tuple[np.ndarray, float]:
+    """Return the model's logits in float64, and how far another float32 computation may be from them.
+
+    That is four times as far as its own in float32 is.
+    """
+    given, logits = torch.from_numpy(ids).long(), {}
+    with torch.no_grad():
+        for dtype in (torch.float64, torch.float32):
+            logits[dtype] = model.to(dtype)(given, **options).logits.double().numpy()
+    exact, rounded = logits.values()
+    assert np.ptp(exact, axis=-1).min() > 1  # it says something
+    return exact, 4 * np.abs(exact - rounded).max()
+
+
+# --- The same logits -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.usefixtures("exact_falcon")
+def test_logits_are_those_of_transformers(saved: Any, variant: str, backend: str) -> None:
+    checkpoint = saved(variant)
+    logits, budget = expected(checkpoint.model, tokens())
+    actual = run(backend, load(backend, checkpoint.directory), tokens())
+    assert np.abs(actual - logits).max() <= budget
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.usefixtures("exact_falcon")
+def test_logits_in_float64_are_those_of_transformers(saved: Any, variant: str) -> None:
+    checkpoint = saved(variant)
+    logits, budget = expected(checkpoint.model, tokens())
+    model = load("torch", checkpoint.directory, dtype=torch.float64)
+    actual = run("torch", model, tokens())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    assert np.abs(actual - logits).max() <= budget
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("variant", ["falcon, sequential", "falcon, groups"])
+def test_falcons_rounded_bias_is_to_be_had(saved: Any, variant: str, backend: str) -> None:
+    checkpoint, ids = saved(variant), tokens(length=300)  # positions that bfloat16 has to round
+    logits, budget = expected(checkpoint.model, ids)
+    actual = run(backend, load(backend, checkpoint.directory, contract="model"), ids)
+    assert np.abs(actual - logits).max() <= budget
+    if backend == "torch":
+        exact = run(backend, load(backend, checkpoint.directory), ids)
+        assert np.abs(exact - logits).max() > 10 * budget
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.usefixtures("exact_falcon")
+def test_text_after_padding_that_is_masked_is_read_as_text_alone(saved: Any, variant: str) -> None:
+    checkpoint, is_text = saved(variant), np.arange(LENGTH) >= 9
+    logits, budget = expected(checkpoint.model, tokens()[:, 9:])
+    actual = run("torch", load("torch", checkpoint.directory), tokens(), mask=is_text)
+    assert np.abs(actual[:, 9:] - logits).max() <= budget
+
+
+@pytest.mark.parametrize("contract", ["exact", "model"])
+def test_mpts_bias_max_is_the_configs_unless_the_model_is_asked_for(saved: Any, tmp_path: Path, contract: str) -> None:
+    directory, ids = edited(saved("mpt").directory, tmp_path, attn_config={"alibi_bias_max": 16}), tokens()
+    slopes = load("torch", directory, contract=contract).transformer.blocks[0].attention.slopes
+    bias_max = 16 if contract == "exact" else 8
+    assert torch.equal(slopes, alibi_core.slopes(6, bias_max=bias_max, contract="mpt", xp=torch))
+    if contract == "model":
+        logits, budget = expected(transformers.MptForCausalLM.from_pretrained(directory).eval(), ids)
+        assert np.abs(run("torch", load("torch", directory, contract=contract), ids) - logits).max() <= budget
+
+
+# --- Files ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shards_of_bfloat16_are_read(saved: Any, tmp_path: Path, backend: str) -> None:
+    rounded = transformers.BloomForCausalLM.from_pretrained(saved("bloom").directory, dtype=torch.bfloat16).eval()
+    rounded.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    logits, budget = expected(rounded, tokens())
+    dtype = {"torch": torch, "jax": JAX.xp, "mlx": MLX.xp}[backend].float32
+    assert np.abs(run(backend, load(backend, tmp_path, dtype=dtype), tokens()) - logits).max() <= budget
+    with torch.no_grad():
+        own = rounded.to(torch.bfloat16)(torch.from_numpy(tokens()).long()).logits.double().numpy()
+    low = load(backend, tmp_path)  # of the dtype that is stored
+    result = low(placed(backend, tokens()))
+    assert "bfloat16" in str(result.dtype)
+    assert np.abs(FRAMEWORK[backend].numpy(result) - logits).max() <= 2 * np.abs(own - logits).max()
+
+
+def test_a_checkpoint_without_a_head_or_with_a_copy_of_it_is_the_same(saved: Any, tmp_path: Path) -> None:
+    checkpoint = saved("bloom")
+    checkpoint.model.transformer.save_pretrained(tmp_path / "bare")
+    given = safetensors_torch.load_file(checkpoint.directory / "model.safetensors")
+    head = {"lm_head.weight": given["transformer.word_embeddings.weight"].clone()}
+    copied = edited(checkpoint.directory, tmp_path / "copied", tensors=head)
+    models = [load("torch", directory).state_dict() for directory in (checkpoint.directory, tmp_path / "bare", copied)]
+    for name, tensor in models[0].items():
+        assert all(torch.equal(tensor, other[name]) for other in models[1:])
+
+
+@pytest.mark.parametrize(
+    ("variant", "absent", "old"),
+    [
+        ("bloom", ["hidden_size", "n_head"], {"n_embed": 48, "num_attention_heads": 6}),
+        ("bloom", ["n_layer", "layer_norm_epsilon", "tie_word_embeddings"], {"num_hidden_layers": 2}),
+        ("falcon, groups", ["ffn_hidden_size", "num_ln_in_parallel_attn", "bias", "activation"], {}),
+        ("falcon, sequential", ["num_attention_heads", "num_hidden_layers"], {"n_head": 6, "n_layer": 2}),
+        ("mpt", ["attn_config", "layer_norm_epsilon", "logit_scale"], {}),
+    ],
+)
+def test_configs_of_other_versions_say_the_same(
+    saved: Any, tmp_path: Path, variant: str, absent: list[str], old: dict[str, Any]
+) -> None:
+    directory = saved(variant).directory
+    again = Checkpoint.open(edited(directory, tmp_path, **old, **dict.fromkeys(absent)))
+    assert again.config == Checkpoint.open(directory).config
+
+
+def test_what_pytorch_loaded_and_saved_is_read_by_mlx(saved: Any, tmp_path: Path) -> None:
+    alibi_mlx = pytest.importorskip("alibi_mlx")
+    source = load("torch", saved("mpt, clipped and scaled").directory)
+    safetensors_torch.save_file(source.state_dict(), tmp_path / "model.safetensors")
+    twin = alibi_mlx.AlibiLanguageModel(source.config, VOCAB_SIZE)
+    twin.load_weights(str(tmp_path / "model.safetensors"))
+    again = load("mlx", saved("mpt, clipped and scaled").directory)
+    assert np.array_equal(run("mlx", twin, tokens()), run("mlx", again, tokens()))
+
+
+# --- Caches --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("variant", "contract"), [("bloom", "exact"), ("falcon, groups", "model")])
+def test_parts_through_caches_give_the_logits_of_the_whole(
+    saved: Any, variant: str, contract: str, backend: str
+) -> None:
+    checkpoint = saved(variant)
+    logits, budget = expected(checkpoint.model, tokens())
+    model = load(backend, checkpoint.directory, contract=contract)
+    caches = model.transformer.make_caches(2, LENGTH)
+    with torch.no_grad():
+        parts = []
+        for ids in np.split(tokens(), [11], axis=1):
+            result = model(placed(backend, ids), caches=caches)
+            if backend == "jax":
+                result, caches = result
+            parts.append(FRAMEWORK[backend].numpy(result))
+    assert np.abs(np.concatenate(parts, axis=1) - logits).max() <= budget
+
+
+# --- The same text -------------------------------------------------------------------------------------------------
+
+
+def greedy(model: Any, ids: np.ndarray) -> list[list[int]]:
+    given = torch.from_numpy(ids).long()
+    return model.generate(
+        given, attention_mask=torch.ones_like(given), max_new_tokens=NEW_TOKENS, do_sample=False
+    ).tolist()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.usefixtures("exact_falcon")
+def test_generated_text_is_that_of_transformers(saved: Any, variant: str, backend: str) -> None:
+    checkpoint = saved(variant)
+    text = greedy(checkpoint.model.float(), tokens())
+    assert len({tuple(row[LENGTH:]) for row in text}) == 2  # each row its own
+    assert load(backend, checkpoint.directory).generate(placed(backend, tokens()), NEW_TOKENS).tolist() == text
+
+
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+def test_no_cache_evicts_by_horizons_that_a_rounded_bias_does_not_have(saved: Any, backend: str) -> None:
+    model = load(backend, saved("falcon, groups").directory, contract="model")
+    with pytest.raises(ValueError, match="^evict must be False with contract 'model', .* got True"):
+        model.transformer.make_caches(2, LENGTH, evict=True, max_query_norm=5.0)
+
+
+# --- What is refused -----------------------------------------------------------------------------------------------
+
+WQKV, NORM = "transformer.blocks.1.attn.Wqkv.weight", "transformer.norm_f.weight"
+
+
+@pytest.mark.parametrize(
+    ("variant", "config", "error", "message"),
+    [
+        ("bloom", {"model_type": "llama"}, ValueError, "^model_type in .* 'falcon' or 'mpt', got 'llama'"),
+        ("bloom", {"model_type": None}, ValueError, "^model_type in .* 'falcon' or 'mpt', got None"),
+        ("bloom", {"hidden_size": None}, ValueError, "config.json must say hidden_size, got no such entry"),
+        ("bloom", {"n_layer": "2"}, TypeError, "n_layer in .* must be an integer, got '2'"),
+        ("bloom", {"n_head": 5}, ValueError, r"n_head in .* must divide the model's width, 48, got 5"),
+        ("falcon, groups", {"num_attention_heads": 10**30}, ValueError, "^num_attention_heads .* divide .* width, 48"),
+        ("mpt", {"n_layers": 10**30}, ValueError, r"^number of layers in .* must be that of .*, got 10{30}$"),
+        ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, ValueError, "^slow_but_exact in .* false, got"),
+        ("bloom", {"tie_word_embeddings": 1}, TypeError, "tie_word_embeddings in .* must be True or False, got 1"),
+        ("falcon, groups", {"alibi": False}, ValueError, "^alibi in .* must be true, got False; .*rotary"),
+        ("falcon, groups", {"activation": "relu"}, ValueError, "^activation in .* must be one of 'gelu', .*got 'relu'"),
+        ("falcon, groups", {"parallel_attn": False}, ValueError, "^parallel_attn in .* must be true with new_dec"),
+        ("falcon, one key/value head", {"num_ln_in_parallel_attn": 2}, ValueError, "^num_ln_in_parallel_attn in .* 2"),
+        ("falcon, groups", {"num_kv_heads": 4}, ValueError, r"^num_kv_heads must divide num_heads \(6\), got 4"),
+        ("mpt", {"attn_config": [1]}, TypeError, "^attn_config in .* must be an object, got list"),
+        ("mpt", {"attn_config": {"alibi": False}}, ValueError, "^alibi in attn_config in .* must be true, got False"),
+        ("mpt", {"attn_config": {"prefix_lm": True}}, ValueError, "^prefix_lm in attn_config in .* must be false, got"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, ValueError, "^qk_ln in attn_config in .* must be false, got True"),
+        ("mpt", {"attn_config": {"attn_type": "multiquery_attention"}}, ValueError, "^attn_type in attn_config in"),
+        ("mpt", {"attn_config": {"clip_qkv": -1}}, ValueError, "^clip_qkv must be positive, got -1"),
+        ("mpt", {"logit_scale": 0.5}, ValueError, "^logit_scale in .* must be null, got 0.5"),
+        ("mpt", {"norm_type": "rmsnorm"}, ValueError, "^norm_type in .* must be 'layernorm' or"),
+        ("mpt", {"n_layers": 3}, ValueError, r"got \['transformer.blocks.2.attn.Wqkv.*missing and none"),
+        ("mpt", {"n_layers": 1}, ValueError, r"got none missing and \['transformer.blocks.1.* and 2 more unknown"),
+        ("mpt", {"vocab_size": 38}, ValueError, r"^transformer.wte.weight in .* \(38, 48\) .*got \(37, 48\)"),
+        ("falcon, groups", {"bias": True}, ValueError, "query_key_value.bias'.* missing"),
+        ("bloom", {"tie_word_embeddings": False}, ValueError, r"got \['lm_head.weight'\] missing"),
+    ],
+)  # fmt: skip
+def test_a_config_that_no_model_goes_with_is_refused(
+    saved: Any, tmp_path: Path, variant: str, config: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        load("torch", edited(saved(variant).directory, tmp_path, **config))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({NORM: None}, r"got \['transformer.norm_f.weight'\] missing and none unknown; save the model"),
+        ({"transformer.norm_f.bias": torch.zeros(48)}, r"got none missing and \['transformer.norm_f.bias'\] unknown"),
+        ({NORM: torch.ones(47)}, rf"^{NORM} in .* must have shape \(48,\) by its config.json, got \(47,\)"),
+        ({WQKV: torch.ones(48, 144)}, rf"^{WQKV} in .* must have shape \(144, 48\) .*, got \(48, 144\)"),
+        ({NORM: torch.ones(48, dtype=torch.int8)}, rf"^{NORM} in .* must be of dtype F64, F32, F16, BF16, got I8"),
+        ({"lm_head.weight": torch.ones(37, 48)}, "^lm_head.weight in .* must equal transformer.wte.weight where"),
+    ],
+)
+def test_tensors_of_another_model_are_refused(
+    saved: Any, tmp_path: Path, tensors: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load("torch", edited(saved("mpt").directory, tmp_path, tensors))
+
+
+@pytest.mark.parametrize("size", [0, 5, 8, 300, -1, -1000])
+def test_a_file_cut_short_is_refused(saved: Any, tmp_path: Path, size: int) -> None:
+    path = edited(saved("mpt").directory, tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(
+        ValueError, match=r"model.safetensors must be a whole safetensors file, got .*download it again"
+    ):
+        load("torch", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(b'"dtype"', b'"dtypo"'), (b'"F32"', b'"F16"'), (b"[48]", b"[4x]"), (b"[48]", b"[96]")]
+)
+def test_a_header_that_makes_no_sense_is_refused(saved: Any, tmp_path: Path, old: bytes, new: bytes) -> None:
+    path = edited(saved("mpt").directory, tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    with pytest.raises(ValueError, match=r"model.safetensors must be a whole safetensors file, got"):
+        load("torch", tmp_path)
+
+
+def test_a_header_longer_than_any_file_is_not_waited_for(saved: Any, tmp_path: Path) -> None:
+    path = edited(saved("mpt").directory, tmp_path) / "model.safetensors"
+    path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
+    with pytest.raises(ValueError, match=r"whole safetensors file, got \d+ bytes, too few for its header"):
+        load("torch", tmp_path)
+
+
+def test_files_that_are_missing_are_named(saved: Any, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="^directory must be one that holds a checkpoint, got .*/none'"):
+        load("torch", tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="must hold config.json, as save_pretrained writes it"):
+        load("torch", tmp_path)
+    shutil.copy(saved("mpt").directory / "config.json", tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(FileNotFoundError, match="must hold model.safetensors or .*index.json; weights of another"):
+        load("torch", tmp_path)
+    with pytest.raises(TypeError, match="^directory must be a path, got int"):
+        load("torch", 5)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json must be JSON, got"):
+        load("torch", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("places", "error", "message"),
+    [
+        ({"x": "model-2.safetensors"}, FileNotFoundError, "must hold model-2.safetensors, which its index names"),
+        ({"x": "../model.safetensors"}, ValueError, "must name files of its own directory, got '../model.safetensors'"),
+        ({"x": "part.safetensors"}, ValueError, r"must hold the tensors where its index says, got \['x'\] missing"),
+        (None, ValueError, "must map tensors to files under 'weight_map', got NoneType"),
+    ],
+)
+def test_an_index_of_what_is_not_there_is_refused(
+    saved: Any, tmp_path: Path, places: Any, error: type[Exception], message: str
+) -> None:
+    edited(saved("mpt").directory, tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "part.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(error, match=message):
+        load("torch", tmp_path)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_arguments_of_the_wrong_kind_are_refused(saved: Any, backend: str) -> None:
+    directory, xp = saved("bloom").directory, {"torch": torch, "jax": JAX.xp, "mlx": MLX.xp}[backend]
+    with pytest.raises(TypeError, match="^dtype must be a real floating dtype"):
+        load(backend, directory, dtype=xp.int32)
+    with pytest.raises(ValueError, match="^contract must be one of 'exact', 'model', got 'bloom'"):
+        load(backend, directory, contract="bloom")
+    with pytest.raises(ValueError, match="^contract must be 'exact' for BLOOM in low precision, got 'model'"):
+        load(backend, directory, contract="model", dtype=xp.bfloat16)

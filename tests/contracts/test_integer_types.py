@@ -1,0 +1,82 @@
+"""Offsets and segment ids as arrays of every integer type, and offsets beyond what 32 bits can tell."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.frameworks import BACKENDS, COMPILERS, Backend, Framework
+
+SLOPES = np.asarray([0.5, 0.02])
+FAR = 10**6  # tokens, as good as any number that all keys are far from
+BEYOND = {
+    "int32": (2**31 - 1, -(2**31)),
+    "uint32": (2**32 - 1, 2**31),
+    "int64": (2**32, -(2**40)),
+    "uint64": (2**64 - 1, 2**63),
+}
+
+
+def tensors(q_len: int, kv_len: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((2, 2, n, 8)) for n in (q_len, kv_len, kv_len)]
+
+
+def has(framework: Framework, dtype: str) -> bool:
+    return not (framework.name == "jax" and dtype.endswith("64"))  # without jax_enable_x64
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_offset_of_any_integer_type_is_that_number(backend: Backend) -> None:
+    given = tensors(150, 200)  # so long that kernels shift offsets by more than int8 holds
+    wanted = backend.attention(*given, SLOPES, dtype="float32", q_offset=np.asarray([100, 50], np.int32))
+    for dtype in ("int8", "uint8", "uint16", "uint32", "int64", "uint64"):
+        if has(backend.framework, dtype):
+            got = backend.attention(*given, SLOPES, dtype="float32", q_offset=np.asarray([100, 50], dtype))
+            np.testing.assert_array_equal(got, wanted, err_msg=dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_segment_ids_of_any_integer_type_are_compared(backend: Backend) -> None:
+    given, ids = tensors(20, 20), np.repeat([[3, 1, 0], [2, 2, 7]], [6, 6, 8], axis=1)
+    wanted = backend.attention(*given, SLOPES, dtype="float32", segment_ids=ids.astype(np.int32))
+    for dtype in ("int8", "uint8", "uint16", "uint32", "int64", "uint64"):
+        if has(backend.framework, dtype):
+            high = ids + 2**32 * (ids == 7) * dtype.endswith("64")  # which is another segment than 7 for all that
+            for both in (high.astype(dtype), (high.astype(dtype), high.astype(dtype))):
+                got = backend.attention(*given, SLOPES, dtype="float32", segment_ids=both)
+                np.testing.assert_array_equal(got, wanted, err_msg=dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_an_offset_beyond_32_bits_does_not_wrap(backend: Backend, is_causal: bool) -> None:
+    rules: dict[str, Any] = {} if is_causal else {"is_causal": False, "future_slopes": SLOPES / 3}
+    given = tensors(20, 33)
+    for dtype, values in BEYOND.items():
+        if has(backend.framework, dtype):
+            near, far = (
+                backend.attention(*given, SLOPES, dtype="float32", q_offset=offset, **rules)
+                for offset in (
+                    np.asarray([FAR if n > 0 else -FAR for n in values], np.int32),
+                    np.asarray(values, dtype),
+                )
+            )
+            # No distance is rounded: they are counted from the nearest key.
+            np.testing.assert_allclose(far, near, rtol=0, atol=1e-6, err_msg=dtype)
+
+
+@pytest.mark.parametrize("framework", COMPILERS)
+def test_a_traced_offset_beyond_32_bits_does_not_wrap(framework: Framework) -> None:
+    backend = Backend(framework, f"alibi_{framework.name}", None)
+    given = [*(framework.array(backend.layout(x)) for x in tensors(5, 7)), framework.array(SLOPES)]
+    attention = importlib.import_module(backend.module).attention
+    function = framework.compiled(lambda offset: attention(*given, q_offset=offset))
+    dtype = "uint32" if framework.name == "jax" else "int64"
+    far = framework.numpy(function(framework.array(np.asarray(BEYOND[dtype], dtype))))
+    signs = np.sign(np.asarray(BEYOND[dtype], np.float64)).astype(np.int32)
+    near = framework.numpy(attention(*given, q_offset=framework.array(FAR * signs)))
+    np.testing.assert_allclose(far, near, rtol=0, atol=1e-6)

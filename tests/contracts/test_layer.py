@@ -1,0 +1,198 @@
+"""The attention layers: one function, three frameworks, one set of weights."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from alibi_core.conformance._cases.oracle import Attention, Rules, penalties
+from tests.support.frameworks import COMPILERS
+from tests.support.layers import FRAMEWORK, apply, decode, load, make_layer, save
+
+NAMES = [pytest.param(f.values[0].name, id=f.id, marks=f.marks) for f in COMPILERS]
+SIZES = {"embed_dim": 30, "num_heads": 6}
+CONFIGURATIONS = {
+    "plain": {},
+    "grouped": {"num_kv_heads": 2},
+    "head_dim": {"num_kv_heads": 3, "head_dim": 7},
+    "bias": {"bias": True},
+    "encoder": {"is_causal": False},
+    "window": {"window_size": 2},
+    "learnable": {"learnable_slopes": True, "num_kv_heads": 1, "bias": True},
+    "dense": {"implementation": "dense"},
+}
+
+
+def weights(arguments: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
+    """Return the weights of a layer, by the names and shapes that all frameworks agree on."""
+    rng = np.random.default_rng(seed)
+    embed_dim, heads = SIZES["embed_dim"], SIZES["num_heads"]
+    head_dim = arguments.get("head_dim", embed_dim // heads)
+    kv_features = arguments.get("num_kv_heads", heads) * head_dim
+    shapes = {
+        "q_proj": (heads * head_dim, embed_dim),
+        "k_proj": (kv_features, embed_dim),
+        "v_proj": (kv_features, embed_dim),
+        "out_proj": (embed_dim, heads * head_dim),
+    }
+    result = {f"{name}.weight": rng.standard_normal(shape) / np.sqrt(shape[1]) for name, shape in shapes.items()}
+    if arguments.get("bias"):
+        result |= {f"{name}.bias": rng.standard_normal(shape[0]) for name, shape in shapes.items()}
+    if arguments.get("learnable_slopes"):
+        result["log_slopes"] = np.log(rng.uniform(0.1, 1.0, heads))
+    return {name: value.astype(np.float32) for name, value in result.items()}
+
+
+def expected_output(arguments: dict[str, Any], x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return a layer's output in float64, and how far float32 may be off."""
+    parameters = {name: value.astype(np.float64) for name, value in weights(arguments).items()}
+    heads, length = SIZES["num_heads"], x.shape[1]
+    head_dim = arguments.get("head_dim", SIZES["embed_dim"] // heads)
+
+    def project(name: str, features: np.ndarray) -> np.ndarray:
+        return features @ parameters[f"{name}.weight"].T + parameters.get(f"{name}.bias", 0.0)
+
+    query, key, value = (
+        project(name, x).reshape(*x.shape[:2], -1, head_dim).swapaxes(1, 2) for name in ("q_proj", "k_proj", "v_proj")
+    )
+    canonical = np.asarray([2.0**e for e in (-2, -4, -6, -8, -1, -3)])
+    slopes = np.exp(parameters["log_slopes"]) if "log_slopes" in parameters else canonical
+    rules = Rules(slopes, 0, arguments.get("is_causal", True), window_size=arguments.get("window_size"))
+    bias = penalties(rules, x.shape[0], heads, length, length)
+    attention = Attention(query, key, value, bias, head_dim**-0.5, "float32").output
+    output = project("out_proj", attention.value.swapaxes(1, 2).reshape(*x.shape[:2], -1))
+    # Projections in float32 move q, k and v by a relative 2**-24 a term of their sums; scores and values with them.
+    size = np.abs(attention.value).max() + np.abs(value).max()
+    scores = head_dim**-0.5 * np.abs(query).max() * np.abs(key).max() * head_dim
+    relative = 2.0**-24 * (SIZES["embed_dim"] + 2) * (1 + 4 * scores) * 8
+    budget = (relative * size + attention.budget.max()) * np.abs(parameters["out_proj.weight"]).sum(axis=1).max()
+    return output, np.full(output.shape, budget)
+
+
+@pytest.fixture
+def x() -> np.ndarray:
+    return np.random.default_rng(1).standard_normal((2, 11, SIZES["embed_dim"])).astype(np.float32)
+
+
+def layer_with_weights(name: str, arguments: dict[str, Any], tmp_path: Path) -> Any:
+    save_file(weights(arguments), tmp_path / "weights.safetensors")
+    layer = make_layer(name, **SIZES, **arguments)
+    load(name, layer, tmp_path / "weights.safetensors")
+    return layer
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_layer_is_projections_around_attention(name: str, configuration: str, x: np.ndarray, tmp_path: Path) -> None:
+    arguments = CONFIGURATIONS[configuration]
+    layer = layer_with_weights(name, arguments, tmp_path)
+    output, budget = expected_output(arguments, x.astype(np.float64))
+    actual = apply(name, layer, x)
+    assert actual.shape == output.shape
+    assert np.all(np.abs(actual - output) <= budget)
+
+
+@pytest.mark.parametrize("pair", list(itertools.permutations(FRAMEWORK, 2)), ids="-to-".join)
+@pytest.mark.parametrize("configuration", ["grouped", "learnable"])
+def test_weights_saved_by_one_framework_load_into_another(
+    pair: tuple[str, str], configuration: str, x: np.ndarray, tmp_path: Path
+) -> None:
+    for name in pair:
+        pytest.importorskip("mlx.core" if name == "mlx" else name)
+    arguments = CONFIGURATIONS[configuration]
+    source, target = (make_layer(name, **SIZES, **arguments) for name in pair)
+    before = apply(pair[1], target, x)
+    save(pair[0], source, tmp_path / "weights.safetensors")
+    load(pair[1], target, tmp_path / "weights.safetensors")
+    saved = load_file(tmp_path / "weights.safetensors")
+    assert {name: value.shape for name, value in saved.items()} == {n: v.shape for n, v in weights(arguments).items()}
+    here, there = apply(pair[0], source, x), apply(pair[1], target, x)
+    assert np.abs(before - here).max() > 1e-2  # it was another layer before
+    np.testing.assert_allclose(there, here, rtol=0, atol=2e-5 * np.abs(here).max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("configuration", ["plain", "grouped", "window", "learnable", "dense"])
+@pytest.mark.parametrize("steps", [[1] * 11, [5, 1, 1, 4], [11]], ids=str)
+def test_decoding_through_a_cache_equals_prefill(
+    name: str, configuration: str, steps: list[int], x: np.ndarray, tmp_path: Path
+) -> None:
+    arguments = CONFIGURATIONS[configuration]
+    layer = layer_with_weights(name, arguments, tmp_path)
+    output, budget = expected_output(arguments, x.astype(np.float64))
+    assert np.all(np.abs(decode(name, layer, x, steps, max_length=13) - output) <= budget)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_that_is_full_or_of_another_batch_is_refused(name: str, x: np.ndarray) -> None:
+    layer = make_layer(name, **SIZES)
+    with pytest.raises(ValueError, match="10"):
+        decode(name, layer, x, [5, 6], max_length=10)
+    cache = layer.make_cache(3, 20)
+    with pytest.raises(ValueError, match=r"\b2\b.*\b3\b|\b3\b.*\b2\b"):
+        layer(FRAMEWORK[name].array(x), cache=cache)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.id != "jax"])  # JAX's cache is not changed in place
+def test_a_refused_call_leaves_the_cache_as_it_was(name: str, x: np.ndarray, tmp_path: Path) -> None:
+    layer, framework = layer_with_weights(name, {}, tmp_path), FRAMEWORK[name]
+    cache, first, rest = layer.make_cache(2, 20), framework.array(x[:, :4]), framework.array(x[:, 4:])
+    layer(first, cache=cache)
+    with pytest.raises(ValueError, match="mask must broadcast"):
+        layer(rest, mask=framework.array(np.ones((5, 5), dtype=bool)), cache=cache)
+    output, budget = expected_output({}, x.astype(np.float64))
+    assert np.all(np.abs(framework.numpy(layer(rest, cache=cache)) - output[:, 4:]) <= budget[:, 4:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_encoder_refuses_a_cache(name: str, x: np.ndarray) -> None:
+    causal, encoder = (make_layer(name, **SIZES, is_causal=is_causal) for is_causal in (True, False))
+    with pytest.raises(ValueError, match="cache must be None when is_causal=False"):
+        encoder(FRAMEWORK[name].array(x), cache=causal.make_cache(2, 20))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes_may_be_numpy_integers_too_small_for_their_products(name: str) -> None:
+    layer = make_layer(name, embed_dim=np.uint8(30), num_heads=np.uint8(20), head_dim=np.uint8(20))
+    assert apply(name, layer, np.zeros((1, 2, 30), np.float32)).shape == (1, 2, 30)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [(2, 11), (2, 11, 29), (1, 2, 11, 30)])
+def test_input_of_another_shape_is_refused(name: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"x must have shape \(batch, length, 30\)"):
+        apply(name, make_layer(name, **SIZES), np.zeros(shape, np.float32))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_masks_and_segments_reach_the_attention(name: str, x: np.ndarray) -> None:
+    layer = make_layer(name, **SIZES)
+    ids = np.asarray([[0] * 4 + [1] * 7] * 2, dtype=np.int32)
+    same = ids[:, None, :, None] == ids[:, None, None, :]
+    packed, masked = apply(name, layer, x, segment_ids=ids), apply(name, layer, x, mask=same)
+    parts = np.concatenate([apply(name, layer, x[:, :4]), apply(name, layer, x[:, 4:])], axis=1)
+    for result in (packed, masked):
+        np.testing.assert_allclose(result, parts, rtol=0, atol=1e-5 * np.abs(parts).max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shard_of_heads_takes_a_slice_of_the_global_slopes(name: str, x: np.ndarray, tmp_path: Path) -> None:
+    import alibi_core
+
+    whole, xp = weights({}), FRAMEWORK[name].xp
+    total = np.zeros(x.shape)
+    for shard in (slice(0, 2), slice(2, 6)):
+        rows = slice(shard.start * 5, shard.stop * 5)
+        part = {key: value[:, rows] if key == "out_proj.weight" else value[rows] for key, value in whole.items()}
+        save_file({key: np.ascontiguousarray(value) for key, value in part.items()}, tmp_path / "part.safetensors")
+        slopes = alibi_core.slopes(6, xp=xp)[shard]
+        layer = make_layer(name, embed_dim=30, num_heads=shard.stop - shard.start, head_dim=5, slopes=slopes)
+        load(name, layer, tmp_path / "part.safetensors")
+        total += apply(name, layer, x)
+    output, budget = expected_output({}, x.astype(np.float64))
+    assert np.all(np.abs(total - output) <= 2 * budget)

@@ -1,0 +1,308 @@
+"""The bias: its numbers, the same bits in every library and compiler, and explicit positions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import alibi_core
+from alibi_core.conformance._cases.oracle import Rules, penalties
+from tests.support.frameworks import COMPILERS, FRAMEWORKS, NUMPY, Framework
+
+INF = float("inf")
+SLOPES = np.asarray([0.0, 2.0**-16, 0.01, 0.3, 0.70710678, 3.0], dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class BiasCase:
+    lengths: tuple[int, int]
+    q_offset: int | None
+    form: str
+    num_heads: int
+    seed: int
+
+    def arguments(self, framework: Framework) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"is_causal": self.form == "causal"}
+        if self.form == "asymmetric":
+            arguments["future_slopes"] = framework.array(self.slopes[::-1].copy())
+        if self.form == "clamped":
+            arguments["future_slopes"] = framework.array(self.slopes * 0)
+        if self.q_offset is not None:
+            arguments["q_offset"] = self.q_offset
+        return arguments
+
+    @property
+    def slopes(self) -> np.ndarray:
+        rng = np.random.default_rng(self.seed)
+        special, any_ = rng.choice(SLOPES, self.num_heads), rng.random(self.num_heads, dtype=np.float32)
+        return np.where(rng.random(self.num_heads) < 0.5, special, any_)
+
+    def bias(self, framework: Framework, through: Callable[..., Any] = lambda f: f) -> Any:
+        arguments = self.arguments(framework)
+        return through(lambda slopes: alibi_core.bias(slopes, *self.lengths, **arguments))(framework.array(self.slopes))
+
+
+bias_cases = st.builds(
+    BiasCase,
+    lengths=st.sampled_from([(1, 1), (5, 5), (1, 13), (3, 7), (7, 3)]),
+    q_offset=st.none() | st.sampled_from([-2, 0, 5, 1_000_000]),
+    form=st.sampled_from(["causal", "symmetric", "asymmetric", "clamped"]),
+    num_heads=st.sampled_from([1, 4]),
+    seed=st.integers(0, 2**16),
+)
+
+
+@given(case=bias_cases)
+def test_bias_is_the_rounded_product(case: BiasCase) -> None:
+    q_len, kv_len = case.lengths
+    offset = kv_len - q_len if case.q_offset is None else case.q_offset
+    future = case.arguments(NUMPY).get("future_slopes")
+    rules = Rules(case.slopes, offset, is_causal=case.form == "causal", future_slopes=future)
+    exact = penalties(rules, 1, case.num_heads, q_len, kv_len)[0]  # products of float32 and int: exact in float64
+    actual = case.bias(NUMPY)
+    assert actual.dtype == np.float32
+    np.testing.assert_array_equal(actual, exact.astype(np.float32))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@given(case=bias_cases)
+def test_bias_has_the_same_bits_everywhere(framework: Framework, case: BiasCase) -> None:
+    np.testing.assert_array_equal(framework.bits(case.bias(framework)), NUMPY.bits(case.bias(NUMPY)))
+
+
+COMPILED = [
+    BiasCase(lengths, q_offset, form, 5, seed)
+    for seed, (lengths, q_offset) in enumerate([((3, 7), None), ((7, 3), None), ((33, 33), 1_000_000)])
+    for form in ("causal", "symmetric", "asymmetric", "clamped")
+]
+
+
+@pytest.mark.parametrize("framework", COMPILERS)
+@pytest.mark.parametrize("case", COMPILED, ids=lambda case: f"{case.form}-{case.lengths}-{case.q_offset}")
+def test_bias_has_the_same_bits_compiled(framework: Framework, case: BiasCase) -> None:
+    np.testing.assert_array_equal(
+        framework.bits(case.bias(framework, framework.compiled)), NUMPY.bits(case.bias(NUMPY))
+    )
+
+
+@pytest.mark.parametrize("framework", COMPILERS)
+def test_canonical_bias_and_key_bias_have_the_same_bits_compiled(framework: Framework) -> None:
+    xp = framework.xp
+
+    def both(anchor: Any) -> Any:  # compilers want an array to go by
+        return alibi_core.bias(12, 5, 7, xp=xp) + 0 * anchor, alibi_core.key_bias(12, 7, xp=xp)
+
+    full, key_only = framework.compiled(both)(framework.array(np.zeros(1, np.float32)))
+    np.testing.assert_array_equal(framework.numpy(full), alibi_core.bias(12, 5, 7))
+    np.testing.assert_array_equal(framework.bits(key_only), NUMPY.bits(alibi_core.key_bias(12, 7)))
+
+
+@pytest.mark.parametrize("framework", COMPILERS)
+def test_bias_from_positions_has_the_same_bits_compiled(framework: Framework) -> None:
+    rng = np.random.default_rng(5)
+    arrays = [SLOPES, rng.integers(0, 50, (2, 5), np.int32), rng.integers(0, 50, (2, 7), np.int32)]
+    arrays += [rng.integers(0, 2, (2, n), np.int32) for n in (5, 7)]
+
+    def function(slopes: Any, q_positions: Any, kv_positions: Any, q_ids: Any, kv_ids: Any) -> Any:
+        return alibi_core.bias_from_positions(
+            slopes, q_positions, kv_positions, q_segment_ids=q_ids, kv_segment_ids=kv_ids
+        )
+
+    actual = framework.compiled(function)(*map(framework.array, arrays))
+    np.testing.assert_array_equal(framework.bits(actual), NUMPY.bits(function(*arrays)))
+
+
+@pytest.mark.parametrize("framework", COMPILERS)
+def test_reference_attention_compiles(framework: Framework) -> None:
+    rng = np.random.default_rng(6)
+    arrays = [rng.standard_normal((2, h, n, 5)) for h, n in ((6, 5), (3, 7), (3, 7))]
+    actual = framework.compiled(alibi_core.attention)(*map(framework.array, arrays))
+    expected = alibi_core.attention(*(x.astype(np.float32).astype(np.float64) for x in arrays))
+    np.testing.assert_allclose(framework.numpy(actual), expected, rtol=0, atol=2e-6)
+
+
+def test_bias_has_the_same_bits_under_vmap() -> None:
+    jax = pytest.importorskip("jax")
+    torch = pytest.importorskip("torch")
+    slopes = np.stack([SLOPES, SLOPES[::-1]])
+    expected = np.stack([alibi_core.bias(row, 5, 7) for row in slopes]).view(np.int32)
+    by_jax = jax.vmap(lambda s: alibi_core.bias(s, 5, 7))(jax.numpy.asarray(slopes))
+    by_torch = torch.func.vmap(lambda s: alibi_core.bias(s, 5, 7))(torch.asarray(slopes))
+    np.testing.assert_array_equal(np.asarray(by_jax).view(np.int32), expected)
+    np.testing.assert_array_equal(np.asarray(by_torch).view(np.int32), expected)
+
+
+@pytest.mark.parametrize("framework", COMPILERS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_low_precision_bias_is_rounded_once_from_float32(framework: Framework, dtype: str) -> None:
+    slopes = framework.array(SLOPES)
+    in_float32 = alibi_core.bias(slopes, 5, 7, q_offset=3000)
+    actual = alibi_core.bias(slopes, 5, 7, q_offset=3000, dtype=getattr(framework.xp, dtype))
+    assert actual.dtype == getattr(framework.xp, dtype)
+    np.testing.assert_array_equal(framework.numpy(actual), framework.numpy(framework.cast(in_float32, dtype)))
+
+
+def test_float64_bias_is_formed_in_float64() -> None:
+    slopes = np.asarray([1 / 3])
+    np.testing.assert_array_equal(alibi_core.bias(slopes, 1, 8)[0, 0], slopes * -np.arange(7, -1, -1))
+    np.testing.assert_array_equal(alibi_core.bias(12, 1, 8, dtype=np.float64)[8, 0, 0], -7 * 2**-0.5)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_key_bias_is_exact_to_float32_at_a_million_keys(framework: Framework) -> None:
+    kv_len = 1_000_000
+    actual = framework.numpy(alibi_core.key_bias(framework.array(SLOPES[3:5]), kv_len))
+    exact = SLOPES[3:5].astype(np.float64)[:, None, None] * np.arange(1 - kv_len, 1)
+    np.testing.assert_array_equal(actual, exact.astype(np.float32))
+
+
+# --- Explicit positions ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@given(case=bias_cases, shift=st.sampled_from([-1000, 7]))
+def test_positions_count_only_by_their_differences(framework: Framework, case: BiasCase, shift: int) -> None:
+    q_len, kv_len = case.lengths
+    case = dataclasses.replace(case, q_offset=kv_len - q_len if case.q_offset is None else case.q_offset)
+    arguments = case.arguments(framework)
+    q_positions, kv_positions = np.arange(q_len) + arguments.pop("q_offset") + shift, np.arange(kv_len) + shift
+    actual = alibi_core.bias_from_positions(
+        framework.array(case.slopes),
+        framework.array(q_positions.astype(np.int32)),
+        framework.array(kv_positions.astype(np.int32)),
+        **arguments,
+    )
+    np.testing.assert_array_equal(framework.bits(actual), NUMPY.bits(case.bias(NUMPY)))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_positions_may_have_batch_axes_and_restart(framework: Framework) -> None:
+    # Two rows: packed sequences of 2 and 3 tokens; and 2 tokens of padding before 3 of text.
+    positions = framework.array(np.asarray([[0, 1, 0, 1, 2], [0, 0, 0, 1, 2]], dtype=np.int32))
+    ids = framework.array(np.asarray([[1, 1, 2, 2, 2], [0, 0, 1, 1, 1]], dtype=np.int32))
+    slopes = framework.array(np.asarray([1.0, 0.5], dtype=np.float32))
+    actual = alibi_core.bias_from_positions(slopes, positions, positions, q_segment_ids=ids, kv_segment_ids=ids)
+    alone = {n: alibi_core.bias(np.asarray([1.0, 0.5]), n) for n in (2, 3)}
+    expected = np.full((2, 2, 5, 5), -INF)
+    expected[0, :, :2, :2], expected[0, :, 2:, 2:] = alone[2], alone[3]
+    expected[1, :, :2, :2], expected[1, :, 2:, 2:] = 0.0, alone[3]
+    np.testing.assert_array_equal(framework.numpy(actual), expected)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "uint8", "uint32", "int64", "uint64"])
+def test_positions_of_any_integer_type_are_subtracted_without_wrapping(dtype: str) -> None:
+    low, high = np.asarray([0, 100], dtype=dtype), np.asarray([100, 0], dtype=dtype)
+    actual = alibi_core.bias_from_positions(np.asarray([1.0]), low, high, is_causal=False)
+    np.testing.assert_array_equal(actual, [[[-100, 0], [0, -100]]])
+
+
+def test_positions_beyond_int32_are_refused_rather_than_wrapped() -> None:
+    for arguments in ({"q_offset": 2**31}, {"q_offset": -(2**40)}):
+        with pytest.raises(ValueError, match="q_offset and lengths must stay within 2147483647 tokens"):
+            alibi_core.bias(np.ones(1), 2, 2, **arguments)
+    with pytest.raises(ValueError, match="must stay within"):
+        alibi_core.key_bias(np.ones(1), 2**31)
+    far = np.asarray([2**32 - 1], dtype=np.uint32)
+    np.testing.assert_array_equal(alibi_core.bias_from_positions(np.ones(1), far, far * 0), [[[-(2.0**32 - 1)]]])
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int16, np.uint64])
+def test_lengths_and_offsets_may_be_numpy_integers_of_any_kind(kind: type) -> None:
+    expected = alibi_core.bias(3, 5, 3)
+    np.testing.assert_array_equal(alibi_core.bias(kind(3), kind(5), kind(3)), expected)
+    np.testing.assert_array_equal(alibi_core.bias(3, 5, 3, q_offset=np.int8(-2)), expected)
+
+
+def test_int64_positions_beyond_int32_keep_their_differences() -> None:
+    far = np.asarray([2**40, 2**40 + 1])
+    np.testing.assert_array_equal(alibi_core.bias_from_positions(np.asarray([1.0]), far, far), [[[0, -INF], [-1, 0]]])
+
+
+def test_slopes_may_differ_by_batch_entry() -> None:
+    slopes = np.asarray([[1.0, 0.5], [0.25, 2.0], [0.0, 3.0]])
+    together = alibi_core.bias(slopes, 3, 5)
+    np.testing.assert_array_equal(together, np.stack([alibi_core.bias(row, 3, 5) for row in slopes]))
+    np.testing.assert_array_equal(alibi_core.key_bias(slopes, 5), np.stack([alibi_core.key_bias(s, 5) for s in slopes]))
+
+
+# --- Attributes, and the equality of forms -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_namespace_and_dtype_are_those_of_the_slopes(framework: Framework) -> None:
+    slopes = alibi_core.slopes(3, xp=framework.xp)
+    positions = framework.array(np.arange(4, dtype=np.int32))
+    for result in (
+        alibi_core.bias(slopes, 2, 4),
+        alibi_core.bias(3, 2, 4, xp=framework.xp),
+        alibi_core.key_bias(slopes, 4),
+        alibi_core.bias_from_positions(slopes, positions, positions),
+        alibi_core.bias_from_positions(3, positions, positions),
+    ):
+        assert type(result) is type(slopes)
+        assert result.dtype == framework.xp.float32
+
+
+def test_the_device_is_that_of_the_slopes_or_the_one_asked_for() -> None:
+    torch = pytest.importorskip("torch")
+    assert alibi_core.slopes(3, xp=torch, device="meta").device.type == "meta"
+    assert alibi_core.bias(3, 2, xp=torch, device="meta").device.type == "meta"
+    assert alibi_core.key_bias(alibi_core.slopes(3, xp=torch, device="meta"), 2).device.type == "meta"
+    positions = torch.arange(3, device="meta")
+    assert alibi_core.bias_from_positions(3, positions, positions).device.type == "meta"
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("num_heads", [1, 3, 8])
+@pytest.mark.parametrize("kv_len", [1, 7, 300])
+def test_key_only_form_equals_distance_form_under_causal_softmax(
+    framework: Framework, num_heads: int, kv_len: int
+) -> None:
+    scores = np.random.default_rng(kv_len).standard_normal((num_heads, kv_len, kv_len))
+
+    def softmax(x: np.ndarray) -> np.ndarray:
+        e = np.exp(x - x.max(axis=-1, keepdims=True))
+        return e / e.sum(axis=-1, keepdims=True)
+
+    full = framework.numpy(alibi_core.bias(num_heads, kv_len, xp=framework.xp))
+    key_only = framework.numpy(alibi_core.key_bias(num_heads, kv_len, xp=framework.xp))
+    key_only = np.where(np.isfinite(full), key_only, -np.inf)
+    # Each is off by half a unit of float32, of numbers below kv_len; so is each weight, numerator and denominator.
+    np.testing.assert_allclose(softmax(scores + key_only), softmax(scores + full), rtol=8 * kv_len * 2.0**-24)
+
+
+# --- Numbers written out by hand, from the texts people learn ALiBi from -------------------------------------------
+
+
+def test_three_by_three_table_with_slope_one_fifth() -> None:
+    scores = np.asarray([[1.0, 2.0, 3.0], [2.0, 1.5, 2.5], [3.0, 2.5, 1.2]])
+    bias = alibi_core.bias(np.asarray([0.2]), 3, is_causal=False)
+    np.testing.assert_allclose(bias[0], [[0, -0.2, -0.4], [-0.2, 0, -0.2], [-0.4, -0.2, 0]], rtol=1e-15)
+    expected = [[1.0, 1.8, 2.6], [1.8, 1.5, 2.3], [2.6, 2.3, 1.2]]
+    np.testing.assert_allclose(scores + bias[0], expected, rtol=1e-15)
+
+
+def test_two_heads_four_tokens_symmetric() -> None:
+    distances = np.asarray([[0, 1, 2, 3], [1, 0, 1, 2], [2, 1, 0, 1], [3, 2, 1, 0]])
+    slopes = alibi_core.slopes(2, scheme="geometric")
+    assert slopes.tolist() == [0.0625, 0.00390625]
+    bias = alibi_core.bias(slopes, 4, is_causal=False)
+    np.testing.assert_array_equal(bias, np.stack([-0.0625 * distances, -0.00390625 * distances]))
+
+
+def test_future_distances_clamped_to_zero() -> None:
+    bias = alibi_core.bias(np.asarray([0.5]), 3, is_causal=False, future_slopes=np.asarray([0.0]))
+    np.testing.assert_array_equal(bias[0], [[0, 0, 0], [-0.5, 0, 0], [-1, -0.5, 0]])
+
+
+def test_rectangular_biases_align_their_last_rows_and_columns() -> None:
+    wide, tall = (alibi_core.bias(np.asarray([1.0]), *lengths)[0].tolist() for lengths in ((3, 5), (5, 3)))
+    assert wide == [[-2, -1, 0, -INF, -INF], [-3, -2, -1, 0, -INF], [-4, -3, -2, -1, 0]]
+    assert tall == [[-INF] * 3, [-INF] * 3, [0, -INF, -INF], [-1, 0, -INF], [-2, -1, 0]]

@@ -1,0 +1,495 @@
+"""Folding: features that are exact, the attention they give through a kernel without a bias, and its error bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+import alibi_core
+from alibi_core.conformance._cases.case import Case, cases
+from alibi_core.conformance._cases.oracle import U32, UNIT_ROUNDOFF, Answer, Attention, Rules, assert_within, penalties
+from tests.support.frameworks import _GRADIENTS, COMPILERS, FRAMEWORKS, NUMPY, TORCH, Framework
+
+NARROW = ("bfloat16", "float16")
+DTYPES = (*NARROW, "float32")
+SLOPES = np.float32([0.0, 2.0**-16, 0.01, 0.3, 0.70710678, 1.0, -0.3])
+
+
+def array_or_skip(framework: Framework, values: Any, dtype: str) -> Any:
+    if not hasattr(framework.xp, dtype):
+        pytest.skip(f"{framework.name} has no {dtype}")
+    return framework.array(values, dtype)
+
+
+def positions(q_len: int, kv_len: int) -> np.ndarray:
+    """Return what keys are to be counted as: from the middle of the queries."""
+    return np.arange(kv_len) - (kv_len - 1 - min(q_len, kv_len) // 2)
+
+
+def kernel(query: np.ndarray, key: np.ndarray, scale: float) -> np.ndarray:
+    """Return scores as a fused kernel forms them: products and sums in float32, scaled at the end."""
+    group = query.shape[-3] // key.shape[-3]
+    key = np.repeat(key, group, axis=-3).astype(np.float32)
+    return np.float32(scale) * (query.astype(np.float32) @ np.swapaxes(key, -1, -2))
+
+
+def attend(scores: np.ndarray, value: np.ndarray, q_offset: int) -> np.ndarray:
+    """Return causal attention in the precision of ``scores``; zeros where a query has no key."""
+    *_, heads, q_len, kv_len = scores.shape
+    hidden = np.arange(kv_len) > np.arange(q_len)[:, None] + q_offset
+    scores = np.where(hidden, -np.inf, scores)
+    highest = scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores - np.where(np.isfinite(highest), highest, 0))
+    total = weights.sum(axis=-1, keepdims=True)
+    weights = weights / np.where(total == 0, 1, total)
+    return weights @ np.repeat(value, heads // value.shape[-3], axis=-3).astype(scores.dtype)
+
+
+# --- The features ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (5, 5), (2, 257), (258, 258), (3, 2050), (1, 4096), (3, 70_000)])
+@pytest.mark.parametrize("head_dim", [16, 80, 256])
+def test_features_multiply_to_the_bias_exactly(
+    framework: Framework, dtype: str, q_len: int, kv_len: int, head_dim: int
+) -> None:
+    if dtype == "float64" and framework.name == "jax":
+        pytest.skip("JAX has no float64 unless asked")
+    query = array_or_skip(framework, np.zeros((len(SLOPES), q_len, head_dim)), dtype)
+    key = array_or_skip(framework, np.zeros((1, kv_len, head_dim)), dtype)
+    folded = alibi_core.fold(query, key, framework.array(SLOPES))
+    assert [x.dtype for x in folded] == [query.dtype] * 2
+    q, k = (framework.numpy(x)[..., head_dim:] for x in folded)
+    assert q.shape == (len(SLOPES), q_len, alibi_core.fold_size(kv_len, query.dtype))
+    assert k.shape == (1, kv_len, alibi_core.fold_size(kv_len, dtype))
+    assert np.all(np.isfinite(q))
+    assert np.all(np.isfinite(k))
+    if dtype == "float16":  # no key is lost to hardware that takes subnormal numbers for 0
+        assert np.abs(k[k != 0]).min(initial=1) >= 2.0**-14
+    np.testing.assert_array_equal(q, np.broadcast_to(q[:, :1], q.shape))
+    if dtype in NARROW:  # each product is exact in float32
+        for feature in range(q.shape[-1]):
+            products = q[:, 0, feature, None] * k[0, None, :, feature]
+            np.testing.assert_array_equal(products, products.astype(np.float32))
+    bias = np.float64(head_dim**-0.5) * q[:, 0] @ k[0].T
+    exact = SLOPES.astype(np.float64)[:, None] * positions(q_len, kv_len)
+    is_power_of_two = head_dim != 80
+    # Else 1 / scale is rounded once, and the product once. The sums here are float64's.
+    rtol = 1e-15 if is_power_of_two or dtype == "float64" else 2 * U32
+    np.testing.assert_allclose(bias, exact, rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_features_have_the_same_bits_everywhere(framework: Framework, dtype: str, is_compiled: bool) -> None:
+    reference = NUMPY
+    if dtype == "bfloat16":
+        pytest.importorskip("torch")
+        reference = TORCH
+    rng = np.random.default_rng(1)
+    slopes = (rng.random((2, 6)) * 2.0 ** rng.integers(-16, 1, (2, 6))).astype(np.float32)
+    tensors = [rng.standard_normal((2, h, n, 11)) for h, n in ((6, 5), (3, 3000))]
+
+    def folded(framework: Framework, compiled: bool) -> list[np.ndarray]:
+        placed = [array_or_skip(framework, x, dtype) for x in tensors] + [framework.array(slopes)]
+        function = framework.compiled(alibi_core.fold) if compiled else alibi_core.fold
+        return [framework.numpy(x) for x in function(*placed)]
+
+    for actual, expected in zip(folded(framework, is_compiled), folded(reference, False), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("framework", COMPILERS)
+def test_canonical_slopes_are_the_default_and_compile(framework: Framework) -> None:
+    rng = np.random.default_rng(2)
+    query, key = (framework.array(rng.standard_normal((3, n, 8)), "bfloat16") for n in (5, 300))
+    expected = alibi_core.fold(query, key, alibi_core.slopes(3, xp=framework.xp))
+    for slopes in (None, 3):
+        actual = framework.compiled(lambda q, k, slopes=slopes: alibi_core.fold(q, k, slopes, head_dim=16))(query, key)
+        for x, y in zip(actual, expected, strict=True):
+            assert x.shape[-1] == 16
+            np.testing.assert_array_equal(framework.numpy(x)[..., :14], framework.numpy(y))
+            assert np.all(framework.numpy(x)[..., 14:] == 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_number_of_features_is_what_lengths_need_and_no_more(dtype: str) -> None:
+    bits = {"bfloat16": 8, "float16": 11, "float32": 24}[dtype]
+    rates = 1 if bits == 24 else 3
+    for limbs in (1, 2):
+        # The longest row whose positions are sums of ``limbs`` digits of ``bits`` bits and a sign.
+        longest = 1 + 2**bits if limbs == 1 else 1 + 2 ** (2 * bits + 1) + 2**bits - 1
+        if longest < 2**31:
+            assert alibi_core.fold_size(longest, dtype) == limbs * rates
+        if longest < 2**31 and (dtype, limbs) != ("float16", 2):
+            assert alibi_core.fold_size(longest + 1, dtype) == (limbs + 1) * rates
+    assert alibi_core.fold_size(0, dtype) == rates
+    assert [alibi_core.fold_size(n, "bfloat16") for n in (67_239_680, 67_239_681, 2**30)] == [9, 12, 12]
+
+
+@pytest.mark.parametrize(("dtype", "kv_len"), [("float16", 8_390_656), ("bfloat16", 131_329), ("float32", 2**24 + 2)])
+def test_the_longest_rows_are_exact(dtype: str, kv_len: int) -> None:
+    pytest.importorskip("torch")
+    query, key = (TORCH.array(np.zeros((1, n, 1)), dtype) for n in (1, kv_len))
+    q, k = alibi_core.fold(query, key, TORCH.array(np.float32([0.3])))
+    bias = k[0, :, 1:].double() @ q[0, 0, 1:].double()
+    np.testing.assert_array_equal(TORCH.numpy(bias), np.float64(np.float32(0.3)) * np.arange(1 - kv_len, 1))
+
+
+# --- Attention ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Folded(Attention):
+    """The same exact attention, with a budget for a computation whose scores are sums of folded products."""
+
+    bound: np.ndarray  # [heads] or [batch, heads]
+    features: int
+
+    @property
+    def _score_error(self) -> np.ndarray:
+        # Beside the bound, products of query and key pass so many more additions.
+        roundoff = UNIT_ROUNDOFF["float64"] if self.dtype == "float64" else U32
+        products = self.scale * np.einsum("bhid,bhjd->bhij", np.abs(self.query), np.abs(self.keys))
+        more = roundoff * self.features * np.where(np.isfinite(self.bias), products, 0)
+        return super()._score_error + more.max(axis=-1, keepdims=True, initial=0) + self.bound[..., None, None]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(case=cases(forms=("causal",), plain=True))
+def test_folded_attention_is_alibi_attention(framework: Framework, dtype: str, case: Case) -> None:
+    slopes = case.arrays["slopes"].astype(np.float32)
+    tensors = [array_or_skip(framework, case.arrays[name], dtype) for name in ("query", "key")]
+    query, key = map(framework.numpy, alibi_core.fold(*tensors, framework.array(slopes)))
+    (q_len, kv_len), head_dim = case.sizes.lengths, case.sizes.head_dim
+    bound = alibi_core.fold_error_bound(slopes, kv_len, head_dim=head_dim, dtype=dtype, q_len=q_len)
+    exact = case.exact(dtype)
+    exact = Folded(**vars(exact) | {"dtype": "float32"}, bound=bound, features=query.shape[-1] - head_dim)
+    actual = attend(kernel(query, key, exact.scale), exact.value, kv_len - q_len)
+    assert_within(actual, exact.output)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scale_and_negative_slopes_are_heeded(dtype: str, sign: int) -> None:
+    pytest.importorskip("torch")
+    rng = np.random.default_rng(3)
+    slopes, scale = np.float32([-0.01, 0.0, 0.2]), 0.37
+    tensors = [TORCH.array(rng.standard_normal((1, 3, n, 5)), dtype) for n in (7, 300)]
+    query, key = map(TORCH.numpy, alibi_core.fold(*tensors, TORCH.array(slopes), scale=sign * scale))
+    value = TORCH.numpy(TORCH.array(rng.standard_normal((1, 3, 300, 5))))
+    bias = penalties(Rules(slopes, 293), 1, 3, 7, 300)
+    bound = alibi_core.fold_error_bound(slopes, 300, head_dim=5, dtype=dtype)
+    features = query.shape[-1] - 5
+    exact = Folded(
+        sign * TORCH.numpy(tensors[0]), TORCH.numpy(tensors[1]), value, bias, scale, "float32", bound, features
+    )
+    assert_within(attend(kernel(query, key, sign * scale), value, 293), exact.output)
+
+
+def test_one_limb_would_not_do() -> None:
+    """The measure of the tests above tells exact limbs from factors that are merely rounded to the dtype."""
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(4)
+    length, slopes, scale = 600, np.float32([0.3, 0.02]), 0.25
+    tensors = [TORCH.array(rng.standard_normal((1, 2, length, 16)), "bfloat16") for _ in range(2)]
+    value = TORCH.numpy(TORCH.array(rng.standard_normal((1, 2, length, 16))))
+    ahead = np.arange(length) - np.arange(length)[:, None]
+    bias = np.where(ahead <= 0, slopes[:, None, None].astype(np.float64) * ahead, -np.inf)[None]
+    bound = alibi_core.fold_error_bound(slopes, length, head_dim=16, dtype="bfloat16", q_len=length)
+    answer = Folded(*map(TORCH.numpy, tensors), value, bias, scale, "float32", bound, 6).output
+
+    def excess(query: Any, key: Any) -> float:
+        actual = attend(kernel(TORCH.numpy(query), TORCH.numpy(key), scale), value, 0)
+        return float((np.abs(actual - answer.value) / answer.budget).max())
+
+    folded = alibi_core.fold(*tensors, TORCH.array(slopes))
+    assert excess(*folded) < 1
+    factors = torch.asarray(slopes / scale)[:, None, None], torch.asarray(positions(length, length))[:, None]
+    naive = [torch.cat([x, y.bfloat16().expand(1, 2, length, 1)], -1) for x, y in zip(tensors, factors, strict=True)]
+    assert excess(*naive) > 100
+    for lower in ([16, 18, 20], [18, 19, 20, 21]):  # limbs of positions, limbs of slopes
+        query = folded[0].clone()
+        query[..., lower] = 0
+        assert excess(query, folded[1]) > 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_whole_error_is_that_of_rounding_to_the_dtype(dtype: str) -> None:
+    pytest.importorskip("torch")
+    length, heads, head_dim, step = 4096, 12, 64, 32
+    rng = np.random.default_rng(5)
+    query, key, value = (TORCH.array(rng.standard_normal((heads, length, head_dim)), dtype) for _ in range(3))
+    folded = [TORCH.numpy(x) for x in alibi_core.fold(query, key)]
+    query, key, value = map(TORCH.numpy, (query, key, value))
+    squares = np.zeros(2)
+    for head, slope in enumerate(alibi_core.slopes(heads).astype(np.float64)):
+        ahead = np.arange(length) - np.arange(step - 1, length, step)[:, None]
+        hidden = ahead > 0
+        scores = {
+            "exact": query[head, step - 1 :: step] @ key[head].T / 8 + slope * ahead,
+            "folded": kernel(folded[0][None, head, step - 1 :: step], folded[1][None, head], 1 / 8)[0],
+        }
+        results = {}
+        for name, x in scores.items():
+            weights = np.exp(np.where(hidden, -np.inf, x - np.where(hidden, -np.inf, x).max(axis=-1, keepdims=True)))
+            results[name] = (weights / weights.sum(axis=-1, keepdims=True)) @ value[head].astype(x.dtype)
+        stored = TORCH.numpy(TORCH.array(results["folded"], dtype))
+        squares += [np.square(stored - results["exact"]).sum(), np.square(results["exact"]).sum()]
+    error = float(np.sqrt(squares[0] / squares[1]))
+    # Rounding the result is all there is in narrow types. In float32 scores are off by as much as the bound says at
+    # most, and in practice, as the new products are added last, by a rounding or two of a sum of 0.7 * 2048.
+    budget = UNIT_ROUNDOFF[dtype] if dtype in NARROW else 2 * 0.7 * 2048 * U32
+    assert error < budget
+    if dtype in NARROW:
+        assert error > budget / 4  # or there was no rounding, and nothing tested
+
+
+def test_a_kernel_of_pytorch_computes_alibi_from_folded_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(6)
+    for dtype in DTYPES:
+        query, key, value = (TORCH.array(rng.standard_normal((1, 4, 700, 64)), dtype) for _ in range(3))
+        expected = alibi_core.attention(*(x.double() for x in (query, key, value)))
+        folded = alibi_core.fold(query, key, head_dim=80)
+        filled = torch.nn.functional.pad(value, (0, 16))
+        actual = torch.nn.functional.scaled_dot_product_attention(*folded, filled, is_causal=True, scale=1 / 8)
+        error = (actual[..., :64].double() - expected).norm() / expected.norm()
+        bound = float(alibi_core.fold_error_bound(4, 700, head_dim=64, dtype=dtype, q_len=700).max())
+        # Weights and result are stored in the dtype.
+        assert error < 2 * UNIT_ROUNDOFF[dtype] + 2 * bound
+
+
+# --- The bound ------------------------------------------------------------------------------------------------------
+
+
+def added_in_order(query: np.ndarray, key: np.ndarray, scale: float, order: np.ndarray) -> np.ndarray:
+    """Return scores of one head whose products are added one after the other, in float32."""
+    total = np.zeros((query.shape[0], key.shape[0]), np.float32)
+    for feature in order:
+        total = total + query[:, None, feature].astype(np.float32) * key[None, :, feature].astype(np.float32)
+    return np.float32(scale) * total
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(4, 200), (4, 4096), (4096, 4096), (3, 70_000)])
+@pytest.mark.parametrize("head_dim", [16, 80])
+def test_scores_are_within_the_bound_in_any_order(dtype: str, q_len: int, kv_len: int, head_dim: int) -> None:
+    pytest.importorskip("torch")
+    rng = np.random.default_rng(7)
+    slopes, scale = SLOPES[[3, 5, 1]], head_dim**-0.5
+    query, key = (TORCH.array(rng.standard_normal((3, n, head_dim)), dtype) for n in (q_len, kv_len))
+    folded = [TORCH.numpy(x) for x in alibi_core.fold(query, key, TORCH.array(slopes))]
+    query, key = TORCH.numpy(query)[:, :4], TORCH.numpy(key)
+    bounds = alibi_core.fold_error_bound(slopes, kv_len, head_dim=head_dim, dtype=dtype, q_len=q_len)
+    assert np.all(bounds <= alibi_core.fold_error_bound(slopes, kv_len, head_dim=head_dim, dtype=dtype))
+    size = folded[0].shape[-1]
+    orders = {"last": np.arange(size), "first": np.arange(size)[::-1], "random": rng.permutation(size)}
+    for head, (slope, bound) in enumerate(zip(slopes.astype(np.float64), bounds, strict=True)):
+        exact = scale * query[head] @ key[head].T + slope * positions(q_len, kv_len)
+        plain = (size + 2) * U32 * scale * (np.abs(query[head]) @ np.abs(key[head]).T)
+        for order in orders.values():
+            actual = added_in_order(folded[0][head, :4], folded[1][head], scale, order)
+            assert np.all(np.abs(actual - exact) <= plain + bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 256])
+def test_the_bound_is_no_larger_than_it_must_be(dtype: str, head_dim: int) -> None:
+    """Products that are each just too small to count after the bias come close to it."""
+    pytest.importorskip("torch")
+    kv_len, slope, scale = 4097, np.float32(1.0), head_dim**-0.5
+    lost = -(2.0 ** (12 - 24)) / scale * 0.99  # half the spacing of numbers from 2**12 / scale
+    query = TORCH.array(np.ones((1, 1, head_dim)), dtype)
+    key = TORCH.array(np.full((1, kv_len, head_dim), lost), dtype)
+    folded = [TORCH.numpy(x)[0] for x in alibi_core.fold(query, key, TORCH.array(slope[None]))]
+    order = np.arange(folded[0].shape[-1])[::-1]
+    actual = added_in_order(folded[0], folded[1][:1], scale, order)
+    exact = scale * TORCH.numpy(key)[0, :1].sum() - 4096
+    bound = float(alibi_core.fold_error_bound(slope[None], kv_len, head_dim=head_dim, dtype=dtype)[0])
+    assert bound / 4 < abs(float(actual[0, 0]) - exact) < bound
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_bound_is_an_array_like_the_slopes(framework: Framework) -> None:
+    arguments = {"head_dim": 64, "dtype": framework.xp.float32}
+    slopes = np.float32([[0.5, 0.0], [-0.25, 1.0]])
+    actual = alibi_core.fold_error_bound(framework.array(slopes), 4096, **arguments)
+    assert type(actual) is type(framework.array(slopes))
+    expected = alibi_core.fold_error_bound(slopes, 4096, head_dim=64, dtype=np.float32)
+    np.testing.assert_allclose(framework.numpy(actual), expected, rtol=1e-6)
+    np.testing.assert_allclose(expected, np.abs(slopes) * expected[1, 1], rtol=1e-6)
+    canonical = alibi_core.fold_error_bound(2, 4096, **arguments)
+    assert isinstance(canonical, np.ndarray)
+    np.testing.assert_allclose(canonical, alibi_core.slopes(2) * expected[1, 1], rtol=1e-6)
+
+
+def test_the_bound_grows_with_length_and_shrinks_with_precision() -> None:
+    def bound(kv_len: int, dtype: str, **arguments: Any) -> float:
+        return float(alibi_core.fold_error_bound(1, kv_len, head_dim=64, dtype=dtype, **arguments)[0])
+
+    for dtype in DTYPES:
+        assert bound(65_536, dtype) > 1.8 * bound(32_768, dtype)
+        assert bound(65_536, dtype, q_len=65_536) < 0.55 * bound(65_536, dtype)
+    assert bound(4096, "float64") < 1e-8 * bound(4096, "float32")
+    assert bound(1, "float32") == bound(0, "float32") == 0
+
+
+# --- Gradients ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", COMPILERS)
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_gradients_are_those_of_attention_with_a_bias(framework: Framework, dtype: str, is_compiled: bool) -> None:
+    if dtype == "float64" and framework.name == "jax":
+        pytest.skip("JAX has no float64 unless asked")
+    rng = np.random.default_rng(8)
+    heads, kv_heads, q_len, kv_len, head_dim, size = 4, 2, 20, 300, 6, 16
+    slopes = np.float32([0.3, 0.05, 0.0, 0.011])
+    query, key = (rng.standard_normal((1, h, n, head_dim)) for h, n in ((heads, q_len), (kv_heads, kv_len)))
+    # A value that rises with position gives slopes a gradient well above its budget.
+    value = rng.standard_normal((1, kv_heads, kv_len, head_dim)) + np.arange(kv_len)[:, None] / 30
+    cotangent = 1 + rng.random((1, heads, q_len, head_dim))
+    filling = [(0, 0)] * 3 + [(0, size - head_dim)]
+    no_slopes = framework.array(np.zeros(heads, np.float32))
+
+    def fold(query: Any, key: Any, slopes: Any) -> Any:
+        return alibi_core.fold(query, key, slopes, head_dim=size)
+
+    fold = framework.compiled(fold) if is_compiled else fold
+
+    def attention(query: Any, key: Any, value: Any, slopes: Any) -> Any:
+        # Forms products, sums and softmax in float32, and with these slopes knows no positions.
+        return alibi_core.attention(*fold(query, key, slopes), value, no_slopes, scale=head_dim**-0.5)
+
+    placed = [framework.array(x, dtype) for x in (query, key, np.pad(value, filling))]
+    wide = "float64" if dtype == "float64" else "float32"
+    placed.append(framework.array(slopes, wide))
+    weight = framework.array(np.pad(cotangent, filling), dtype)
+    query, key, value, weight_values = (framework.numpy(x)[..., :head_dim] for x in (*placed[:3], weight))
+    bias = penalties(Rules(slopes, kv_len - q_len), 1, heads, q_len, kv_len)
+    bound = alibi_core.fold_error_bound(slopes, kv_len, head_dim=head_dim, dtype=dtype, q_len=q_len)
+    exact = Folded(query, key, value, bias, head_dim**-0.5, wide, bound, size - head_dim)
+    # Gradients of scores add up to 0 along a row, so slopes may as well be told the positions they are multiplied by.
+    distances = -np.broadcast_to(positions(q_len, kv_len), (q_len, kv_len))
+    answers = exact.gradients(weight_values, distances)
+    actual = dict(zip(answers, _GRADIENTS[framework.name](attention, placed, weight), strict=True))
+    roundoff, tiny = (UNIT_ROUNDOFF[dtype], 2.0**-24) if dtype in NARROW else (0.0, 0.0)
+    for name in ("query", "key", "value"):
+        # Stored once in the dtype.
+        value, budget = answers[name].value, answers[name].budget
+        answer = Answer(value, (1 + roundoff) * budget + roundoff * np.abs(value) + tiny)
+        assert_within(framework.numpy(actual[name])[..., :head_dim], answer)
+    # So are the gradients of the features, each a sum over keys of one limb of the position; limbs may be larger than
+    # what they add up to, twice the lower one at most.
+    d_weights = np.einsum("bhid,bhjd->bhij", weight_values, exact.values)
+    d_scores = exact.weights * (d_weights - (exact.weights * d_weights).sum(axis=-1, keepdims=True))
+    limbs = np.abs(distances) + (2 * 256 if dtype == "bfloat16" else 0)
+    stored = roundoff * (np.abs(d_scores) * limbs).sum(axis=(2, 3)) + tiny * q_len
+    answer = Answer(answers["slopes"].value, (1 + roundoff) * answers["slopes"].budget + stored)
+    assert np.linalg.norm(answer.budget) < np.linalg.norm(answer.value) / 4  # or none, or twice, would pass
+    assert_within(framework.numpy(actual["slopes"])[None], answer)
+
+
+@pytest.mark.parametrize("framework", COMPILERS)
+def test_gradients_of_slopes_are_summed_in_float32(framework: Framework) -> None:
+    length, head_dim = 257, 16  # whose sum bfloat16 would round to 256
+    query, key = (framework.array(np.zeros((1, length, head_dim)), "bfloat16") for _ in range(2))
+    next_to_centre = int(np.flatnonzero(positions(length, length) == 1)[0])
+
+    def scores(slopes: Any) -> Any:
+        query_, key_ = alibi_core.fold(query, key, slopes)
+        return framework.cast(query_, "float32") * framework.cast(key_, "float32")[:, next_to_centre, None] / 4
+
+    slopes, weight = (framework.array(x) for x in (np.float32([0.3]), np.float32(1.0)))
+    (gradient,) = _GRADIENTS[framework.name](scores, [slopes], weight)
+    assert np.ravel(framework.numpy(gradient)).tolist() == [length]
+
+
+# --- Bad input ------------------------------------------------------------------------------------------------------
+
+
+def ones(*shape: int) -> np.ndarray:
+    return np.ones(shape, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"query": [1.0]}, TypeError, "query must be an array"),
+        ({"key": None}, TypeError, "key must be an array"),
+        ({"query": np.ones((2, 5, 4), np.int32)}, TypeError, "key must have the dtype of query, int32, got float32"),
+        ({"query": np.ones((2, 5, 4), np.int32), "key": np.ones((2, 5, 4), np.int32)}, TypeError, "real floating"),
+        ({"key": np.ones((2, 7, 4))}, TypeError, "key must have the dtype of query, float32, got float64"),
+        ({"query": ones(5, 4)}, ValueError, r"query must have axes \[.*heads.*\], got shape \(5, 4\)"),
+        ({"key": ones(3, 2, 7, 4)}, ValueError, r"key must have the batch axes of query, \(\), got \(3,\)"),
+        ({"key": ones(2, 7, 3)}, ValueError, "key must have the head_dim of query, 4, got 3"),
+        ({"key": ones(3, 7, 4)}, ValueError, "num_kv_heads must divide num_heads, got 3 .* and 2"),
+        ({"slopes": 3}, ValueError, "slopes must count the heads of query, 2, got 3"),
+        ({"slopes": [0.5, 0.5]}, TypeError, "slopes must be an array"),
+        ({"slopes": np.ones(2, np.int32)}, TypeError, "slopes must have a real floating dtype"),
+        ({"slopes": ones(3)}, ValueError, r"slopes must have shape \(2,\).*, got \(3,\)"),
+        ({"slopes": np.float32([0.5, np.nan])}, ValueError, "slopes must be finite"),
+        ({"slopes": np.float32([0.5, 1e20])}, ValueError, "slopes must be at most 4.612e.18 in size .* float32"),
+        ({"scale": 0}, ValueError, "scale must not be 0"),
+        ({"scale": float("nan")}, ValueError, "scale must be finite"),
+        ({"scale": "1"}, TypeError, "scale must be a real number"),
+        (
+            {"head_dim": 4},
+            ValueError,
+            r"head_dim must be at least 5 \(4 features of query and 1 for positions\), got 4",
+        ),
+        ({"head_dim": 0}, ValueError, "head_dim must be at least 1, got 0"),
+        ({"head_dim": 8.0}, TypeError, "head_dim must be an integer"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        alibi_core.fold(**{"query": ones(2, 5, 4), "key": ones(2, 7, 4)} | arguments)
+
+
+def test_slopes_that_float16_cannot_hold_are_refused() -> None:
+    query, key = (np.ones((1, n, 4), np.float16) for n in (1, 3000))
+    alibi_core.fold(query, key, np.float32([127.0]))
+    with pytest.raises(
+        ValueError, match=r"slopes must be at most 127.9 in size to be folded in float16, got \[-128.0\]"
+    ):
+        alibi_core.fold(query, key, np.float32([-128.0]))
+
+
+def test_arrays_of_two_libraries_are_refused() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match="arrays must belong to one array namespace, got numpy and torch"):
+        alibi_core.fold(ones(2, 5, 4), torch.ones(2, 7, 4))
+
+
+def test_bad_lengths_and_dtypes_are_named() -> None:
+    with pytest.raises(ValueError, match="kv_len must not be negative, got -1"):
+        alibi_core.fold_size(-1, "float32")
+    with pytest.raises(ValueError, match="kv_len must be at most 8390656 to be folded in float16, got 8390657"):
+        alibi_core.fold_size(8_390_657, "float16")
+    with pytest.raises(
+        TypeError, match="dtype must be one of float64, float32, bfloat16, float16, got 'float8_e4m3fn'"
+    ):
+        alibi_core.fold_size(5, "float8_e4m3fn")
+    with pytest.raises(ValueError, match="head_dim must be at least 1"):
+        alibi_core.fold_error_bound(2, 5, head_dim=0, dtype="float32")
+    with pytest.raises(ValueError, match=r"slopes must have shape \(..., num_heads\), got \(\)"):
+        alibi_core.fold_error_bound(np.asarray(1.0), 5, head_dim=8, dtype="float32")
+    with pytest.raises(TypeError, match="slopes must be an array"):
+        alibi_core.fold_error_bound(0.5, 5, head_dim=8, dtype="float32")
+
+
+def test_empty_lengths_are_folded() -> None:
+    for q_len, kv_len in ((0, 0), (0, 3), (3, 0)):
+        query, key = alibi_core.fold(ones(2, q_len, 4), ones(1, kv_len, 4), head_dim=8)
+        assert (query.shape, key.shape) == ((2, q_len, 8), (1, kv_len, 8))

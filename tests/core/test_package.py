@@ -1,0 +1,128 @@
+"""What a user's installation sees: four packages, no framework imported by the core, doctests that run."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import importlib.util
+import pkgutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FRAMEWORK_OF = {"alibi_core": "numpy", "alibi_torch": "torch", "alibi_jax": "jax", "alibi_mlx": "mlx"}
+FRAMEWORKS = {"torch", "jax", "mlx", "flax", "tensorflow"}
+
+
+def folder_of(package: str) -> Path:
+    return ROOT / package if package == "alibi_core" else ROOT / "backends" / package
+
+
+def source_files(package: str) -> list[Path]:
+    return sorted(folder_of(package).rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Return the top-level names of all that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("package", FRAMEWORK_OF)
+def test_packages_import_their_framework_alone(package: str) -> None:
+    files = source_files(package)
+    assert files
+    allowed = {"alibi_core": set(), "alibi_torch": {"torch"}, "alibi_jax": {"jax", "flax"}, "alibi_mlx": {"mlx"}}[
+        package
+    ]
+    for path in files:
+        assert imported(path) & FRAMEWORKS <= allowed, path
+        assert imported(path) & FRAMEWORK_OF.keys() <= {"alibi_core", package}, path
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_importing_the_core_loads_no_framework() -> None:
+    loaded = run("import alibi_core, sys; alibi_core.bias(8, 4); print(*sys.modules)").split()
+    assert not (FRAMEWORKS | {"hypothesis", "rich"}) & {name.partition(".")[0] for name in loaded}
+    assert "alibi_core.conformance" not in loaded
+
+
+def test_the_conformance_kit_loads_no_framework_and_the_plugin_no_kit() -> None:
+    loaded = run("import alibi_core.conformance, sys; print(*sys.modules)").split()
+    assert not FRAMEWORKS & {name.partition(".")[0] for name in loaded}
+    loaded = run("import alibi_core._pytest_plugin, sys; print(*sys.modules)").split()
+    assert "hypothesis" not in loaded
+
+
+def test_a_missing_extra_of_the_command_is_named() -> None:
+    code = "import sys; sys.modules['hypothesis'] = None; from alibi_core._cli import main; sys.exit(main([]))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == "alibi-core needs hypothesis; install with pip install 'alibi-core[conformance]'\n"
+
+
+def test_importing_the_core_takes_well_under_a_second() -> None:
+    code = "import numpy, time; start = time.process_time(); import alibi_core; print(time.process_time() - start)"
+    assert min(float(run(code)) for _ in range(3)) < 0.5
+
+
+@pytest.mark.parametrize(("package", "framework"), list(FRAMEWORK_OF.items())[1:])
+def test_a_missing_framework_is_named_with_the_remedy(package: str, framework: str) -> None:
+    code = f"""
+import sys
+sys.modules[{framework!r}] = None  # as good as not installed
+try:
+    import {package}
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    assert f"install with pip install 'alibi-core[{package.removeprefix('alibi_')}]'" in run(code)
+
+
+def test_the_wheel_holds_exactly_four_packages(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    folders = {name.partition("/")[0] for name in names}
+    assert {name for name in folders if not name.endswith(".dist-info")} == set(FRAMEWORK_OF)
+    for package in FRAMEWORK_OF:
+        assert f"{package}/py.typed" in names
+        assert {name for name in names if name.startswith(f"{package}/") and name.endswith(".py")} == {
+            f"{package}/{path.relative_to(folder_of(package))}" for path in source_files(package)
+        }
+
+
+@pytest.mark.parametrize("package", FRAMEWORK_OF)
+def test_doctests_of_the_package_run(package: str) -> None:
+    if importlib.util.find_spec(FRAMEWORK_OF[package]) is None:
+        pytest.skip(f"{FRAMEWORK_OF[package]} is not installed")
+    module = importlib.import_module(package)
+    names = [name for _, name, _ in pkgutil.walk_packages(module.__path__, f"{package}.")]
+    results = [doctest.testmod(importlib.import_module(name)) for name in names]
+    assert sum(result.failed for result in results) == 0
+    assert sum(result.attempted for result in results) > 0
+
+
+@pytest.mark.parametrize("package", [*FRAMEWORK_OF, "alibi_core.conformance"])
+def test_public_names_are_documented(package: str) -> None:
+    if package in FRAMEWORK_OF and importlib.util.find_spec(FRAMEWORK_OF[package]) is None:
+        pytest.skip(f"{FRAMEWORK_OF[package]} is not installed")
+    module = importlib.import_module(package)
+    assert module.__all__ == sorted(module.__all__, key=lambda name: (not name.isupper(), name))
+    for name in module.__all__:
+        assert getattr(module, name).__doc__, name

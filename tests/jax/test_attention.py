@@ -1,0 +1,909 @@
+"""What only JAX has: transformations, traced arguments, float64 on demand, Flax's modules, a cache under ``jit``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from alibi_core.conformance._cases.oracle import Answer, Attention, Rules, assert_within, penalties
+
+jax = pytest.importorskip("jax")
+nnx = pytest.importorskip("flax.nnx")
+nn = pytest.importorskip("flax.linen")
+import jax.numpy as jnp  # noqa: E402
+from safetensors.numpy import load_file, save_file  # noqa: E402
+
+import alibi_core  # noqa: E402
+import alibi_jax  # noqa: E402
+
+BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 3, 5
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["tiled", "dense"])
+SLOPES = np.asarray([0.5, 0.25, 0.3, 0.0, 1.0, 2.0**-8], np.float32)
+FUTURE = np.asarray([0.1, 0.7, 0.0, 0.3, 0.5, 2.0], np.float32)
+
+
+def tensors(q_len: int = 7, kv_len: int = 11, *, seed: int = 0, batch: int = BATCH) -> tuple[np.ndarray, ...]:
+    """Return query, key and value, float32 and length first."""
+    rng = np.random.default_rng(seed)
+    sizes = (q_len, HEADS), (kv_len, KV_HEADS), (kv_len, KV_HEADS)
+    return tuple(rng.standard_normal((batch, *size, HEAD_DIM)).astype(np.float32) for size in sizes)
+
+
+def problem(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, rules: Rules, *, scale: float | None = None, dtype="float32"
+) -> Attention:
+    """Return the exact computation for length-first tensors."""
+    batch, q_len, num_heads, head_dim = query.shape
+    heads_first = (np.swapaxes(x.astype(np.float64), 1, 2) for x in (query, key, value))
+    bias = penalties(rules, batch, num_heads, q_len, key.shape[1])
+    return Attention(*heads_first, bias=bias, scale=scale or head_dim**-0.5, dtype=dtype)
+
+
+def length_first(answer: Answer) -> Answer:
+    return Answer(np.swapaxes(answer.value, 1, 2), np.swapaxes(answer.budget, 1, 2))
+
+
+def rows(answer: Answer, start: int, stop: int) -> Answer:
+    return Answer(answer.value[:, start:stop], answer.budget[:, start:stop])
+
+
+def exact(*qkv: np.ndarray, rules: Rules, **options: Any) -> Answer:
+    """Return the exact output, ``[batch, q_len, num_heads, head_dim]``."""
+    return length_first(problem(*qkv, rules, **options).output)
+
+
+def counted(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
+    """Return ``function`` and a list that grows each time it is traced."""
+    traces: list[int] = []
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        traces.append(1)
+        return function(*args, **kwargs)
+
+    return wrapper, traces
+
+
+# --- transformations
+
+
+def over_the_batch(function: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.vmap(function, in_axes=(0, 0, 0, None))
+
+
+TRANSFORMATIONS = {
+    "jit": jax.jit,
+    "vmap": over_the_batch,
+    "checkpoint": jax.checkpoint,
+    "jit of vmap": lambda function: jax.jit(over_the_batch(function)),
+    "two batch axes": lambda function: lambda *args: function(*(x[None] for x in args[:3]), args[3])[0],
+}
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
+@pytest.mark.parametrize("form", ["causal", "asymmetric"])
+def test_transformations_keep_attention_exact(implementation: str, transformation: str, form: str) -> None:
+    qkv = tensors()
+    arguments = {} if form == "causal" else {"is_causal": False, "future_slopes": FUTURE}
+    placed = {name: jnp.asarray(x) if name == "future_slopes" else x for name, x in arguments.items()}
+    function = functools.partial(alibi_jax.attention, implementation=implementation, scale=0.7, **placed)
+    result = TRANSFORMATIONS[transformation](function)(*map(jnp.asarray, qkv), jnp.asarray(SLOPES))
+    assert_within(np.asarray(result, np.float64), exact(*qkv, rules=Rules(SLOPES, q_offset=4, **arguments), scale=0.7))
+
+
+@IMPLEMENTATIONS
+def test_slopes_may_be_mapped_over(implementation: str) -> None:
+    qkv, sets = tensors(), np.stack([SLOPES, SLOPES[::-1], SLOPES * 2])
+    attend = functools.partial(alibi_jax.attention, *map(jnp.asarray, qkv), implementation=implementation)
+    for result, slopes in zip(jax.vmap(attend)(jnp.asarray(sets)), sets, strict=True):
+        assert_within(np.asarray(result, np.float64), exact(*qkv, rules=Rules(slopes, q_offset=4)))
+
+
+@IMPLEMENTATIONS
+def test_batch_axes_fold_with_all_that_belongs_to_them(implementation: str) -> None:
+    query, key, value = tensors(batch=6)
+    rng = np.random.default_rng(1)
+    slopes = rng.uniform(0, 1, (2, 3, HEADS)).astype(np.float32)
+    mask = rng.random((2, 1, 1, 7, 11)) < 0.5
+    ids = np.sort(rng.integers(0, 2, (3, 11)).astype(np.int32))
+    offsets = np.arange(6, dtype=np.int32).reshape(2, 3)
+    folded = alibi_jax.attention(
+        *(jnp.asarray(x.reshape(2, 3, *x.shape[1:])) for x in (query, key, value)),
+        jnp.asarray(slopes),
+        mask=jnp.asarray(mask),
+        segment_ids=(jnp.asarray(ids[:, :7]), jnp.asarray(ids)),
+        q_offset=jnp.asarray(offsets),
+        implementation=implementation,
+    )
+    for first in range(2):
+        for second in range(3):
+            entry = slice(3 * first + second, 3 * first + second + 1)
+            rules = Rules(
+                slopes[first, second],
+                q_offset=int(offsets[first, second]),
+                mask=mask[first],
+                q_segment_ids=ids[None, second, :7],
+                kv_segment_ids=ids[None, second],
+            )
+            answer = exact(query[entry], key[entry], value[entry], rules=rules)
+            assert_within(np.asarray(folded[first, second][None], np.float64), answer)
+
+
+@IMPLEMENTATIONS
+def test_what_one_batch_axis_lacks_is_the_same_along_it(implementation: str) -> None:
+    query, key, value = tensors(batch=6)
+    mask = np.random.default_rng(1).random((2, 1, 1, 7, 11)) < 0.5
+    folded = alibi_jax.attention(
+        *(jnp.asarray(x.reshape(2, 3, *x.shape[1:])) for x in (query, key, value)),
+        jnp.asarray(SLOPES),
+        mask=jnp.asarray(mask),
+        implementation=implementation,
+    )
+    answer = exact(query, key, value, rules=Rules(SLOPES, q_offset=4, mask=mask[:, 0].repeat(3, axis=0)))
+    assert_within(np.asarray(folded, np.float64).reshape(query.shape), answer)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("per_entry", [False, True])
+def test_a_traced_offset_serves_all_positions_with_one_compilation(implementation: str, per_entry: bool) -> None:
+    qkv = tensors(q_len=2)
+    attend, traces = counted(functools.partial(alibi_jax.attention, implementation=implementation, window_size=4))
+    attend = jax.jit(attend)
+    for offset in (-1, 0, 9):  # the first query of the first has nothing to look at
+        offsets = np.asarray([offset, 3] if per_entry else offset, np.int32)
+        result = np.asarray(attend(*map(jnp.asarray, qkv), jnp.asarray(SLOPES), q_offset=jnp.asarray(offsets)))
+        for entry, position in enumerate(np.broadcast_to(offsets, (BATCH,))):
+            one = [x[entry : entry + 1] for x in qkv]
+            answer = exact(*one, rules=Rules(SLOPES, q_offset=int(position), window_size=4))
+            assert_within(result[entry : entry + 1].astype(np.float64), answer)
+    assert len(traces) == 1
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
+def test_gradients_are_exact_through_jit_and_checkpoint(implementation: str, wrap: Callable[..., Any]) -> None:
+    qkv = tensors()
+    cotangent = np.random.default_rng(2).standard_normal(qkv[0].shape).astype(np.float32)
+
+    def loss(query: Any, key: Any, value: Any, slopes: Any, future_slopes: Any) -> Any:
+        result = alibi_jax.attention(
+            query, key, value, slopes, is_causal=False, future_slopes=future_slopes, implementation=implementation
+        )
+        return (result * cotangent).sum()
+
+    arrays = (*map(jnp.asarray, qkv), jnp.asarray(SLOPES), jnp.asarray(FUTURE))
+    actual = jax.grad(wrap(loss), argnums=range(5))(*arrays)
+    one = problem(*qkv, Rules(SLOPES, q_offset=4, is_causal=False, future_slopes=FUTURE))
+    ahead = np.arange(11) - (4 + np.arange(7)[:, None])
+    heads_first = np.swapaxes(cotangent.astype(np.float64), 1, 2)
+    past, future = (one.gradients(heads_first, np.maximum(x, 0)) for x in (-ahead, ahead))
+    for gradient, name in zip(actual[:3], ("query", "key", "value"), strict=True):
+        assert_within(np.asarray(gradient, np.float64), length_first(past[name]))
+    for gradient, answers in zip(actual[3:], (past, future), strict=True):
+        by_entry = answers["slopes"]  # one more addition for each batch entry
+        budget = by_entry.budget.sum(axis=0) + BATCH * 2.0**-24 * np.abs(by_entry.value).sum(axis=0)
+        assert_within(np.asarray(gradient, np.float64), Answer(by_entry.value.sum(axis=0), budget))
+
+
+@IMPLEMENTATIONS
+def test_a_query_with_nothing_to_look_at_makes_no_nan_on_the_way(implementation: str) -> None:
+    query, key, value = map(jnp.asarray, tensors())
+    mask = jnp.ones((7, 11), bool).at[3].set(False)
+
+    def loss(query: Any, key: Any, value: Any, slopes: Any) -> Any:
+        return alibi_jax.attention(query, key, value, slopes, mask=mask, implementation=implementation).sum()
+
+    with jax.debug_nans(True):
+        gradients = jax.jit(jax.grad(loss, argnums=range(4)))(query, key, value, jnp.asarray(SLOPES))
+    np.testing.assert_array_equal(gradients[0][:, 3], 0)
+    assert all(np.abs(gradient).max() > 0 for gradient in gradients)
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("is_causal", True, "is_causal must be True or False, got"),
+        ("window_size", 3, "window_size must be an integer, got"),
+        ("scale", 0.5, "scale must be a real number, got"),
+        ("tolerance", 0.5, "tolerance must be a real number, got"),
+    ],
+)
+def test_traced_values_of_static_arguments_are_refused_by_name(name: str, value: Any, message: str) -> None:
+    def attend(option: Any) -> Any:
+        return alibi_jax.attention(*map(jnp.asarray, tensors()), **{name: option})
+
+    with pytest.raises(TypeError, match=message):
+        jax.jit(attend)(value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"slopes": jnp.ones(5)}, r"slopes must have shape \(6,\) \(num_heads\) or \(2, 6\) \(batch, num_heads\)"),
+        ({"mask": jnp.ones((2, 7, 6, 11), bool)}, r"mask must broadcast to \(2, 6, 7, 11\)"),
+        ({"q_offset": jnp.zeros(3, jnp.int32)}, r"q_offset must have shape \(\) or \(2,\) \(batch\), got \(3,\)"),
+        ({"implementation": "pallas"}, "implementation must be one of 'tpu', 'tiled', 'gpu', 'dense', got 'pallas'"),
+    ],
+)
+def test_wrong_shapes_are_refused_while_tracing(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(functools.partial(alibi_jax.attention, **arguments), *map(jnp.asarray, tensors()))
+
+
+def test_axes_are_named_in_the_layout_of_jax() -> None:
+    with pytest.raises(ValueError, match=r"query must have axes \[..., length, heads, head_dim\], got shape \(7, 5\)"):
+        alibi_jax.attention(*(jnp.ones((7, 5)),) * 3)
+
+
+def test_concrete_slopes_are_checked_inside_a_traced_function() -> None:
+    negative = jnp.asarray(-SLOPES)
+    with pytest.raises(ValueError, match="slopes must not be negative"):
+        jax.jit(lambda *qkv: alibi_jax.attention(*qkv, negative))(*map(jnp.asarray, tensors()))
+
+
+# --- float64
+
+
+@pytest.fixture
+def x64() -> Any:
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("implementation", [None, "dense"])
+def test_float64_is_exact_to_its_own_rounding(implementation: str | None) -> None:
+    qkv = [x.astype(np.float64) for x in tensors()]
+    slopes = SLOPES.astype(np.float64) / 3
+    attend = jax.jit(functools.partial(alibi_jax.attention, implementation=implementation))
+    result = attend(*map(jnp.asarray, qkv), jnp.asarray(slopes))
+    assert result.dtype == jnp.float64
+    assert_within(np.asarray(result), exact(*qkv, rules=Rules(slopes, q_offset=4), dtype="float64"))
+
+
+@pytest.mark.usefixtures("x64")
+@IMPLEMENTATIONS
+def test_float32_stays_float32_where_float64_is_enabled(implementation: str) -> None:
+    qkv = tensors()
+    attend = functools.partial(alibi_jax.attention, implementation=implementation, q_offset=jnp.asarray(4, jnp.int64))
+    jaxpr = jax.make_jaxpr(attend)(*map(jnp.asarray, qkv), jnp.asarray(SLOPES))
+    assert "f64" not in str(jaxpr)
+    assert_within(
+        np.asarray(attend(*map(jnp.asarray, qkv), jnp.asarray(SLOPES)), np.float64),
+        exact(*qkv, rules=Rules(SLOPES, q_offset=4)),
+    )
+
+
+# --- the NNX layer
+# With identity projections, query, key and value are slices of the input, without any rounding: the oracle for
+# attention is one for the layer.
+
+EMBED_DIM = HEADS * HEAD_DIM
+
+
+def make_layer(**options: Any) -> alibi_jax.AlibiAttention:
+    options = {"num_kv_heads": KV_HEADS, "slopes": SLOPES, "rngs": nnx.Rngs(0)} | options
+    return alibi_jax.AlibiAttention(EMBED_DIM, HEADS, **options)
+
+
+def identity_layer(**options: Any) -> alibi_jax.AlibiAttention:
+    layer = make_layer(**options)
+    for linear in (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj):
+        linear.kernel[...] = jnp.eye(*linear.kernel.shape, dtype=linear.kernel.dtype)
+    return layer
+
+
+def inputs(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((BATCH, length, EMBED_DIM)).astype(np.float32)
+
+
+def exact_layer(x: np.ndarray, rules: Rules) -> Answer:
+    """Return the exact output of an identity layer, ``[batch, length, embed_dim]``."""
+    heads = x.reshape(*x.shape[:2], HEADS, HEAD_DIM)
+    answer = exact(heads, heads[:, :, :KV_HEADS], heads[:, :, :KV_HEADS], rules=rules)
+    return Answer(answer.value.reshape(x.shape), answer.budget.reshape(x.shape))
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("learnable_slopes", [False, True])
+def test_the_layer_is_attention_between_its_projections(implementation: str, learnable_slopes: bool) -> None:
+    x, slopes = inputs(7), np.asarray([1, 2, 4, 8, 16, 32], np.float32) / 64
+    mask = np.random.default_rng(5).random((BATCH, 1, 7, 7)) < 0.7
+    ids = np.asarray([[0, 0, 0, 1, 1, 1, 1], [2, 2, 2, 2, 2, 0, 0]], np.int32)
+    layer = identity_layer(
+        implementation=implementation, slopes=slopes, learnable_slopes=learnable_slopes, window_size=3
+    )
+    result = nnx.jit(layer)(jnp.asarray(x), mask=jnp.asarray(mask), segment_ids=jnp.asarray(ids))
+    used = np.asarray(layer.slopes)  # as they come back from their logarithms
+    np.testing.assert_allclose(used, slopes, rtol=8 * 2.0**-23)  # |ln| is below 4.2; 2 u from each of log and exp
+    rules = Rules(used, q_offset=0, window_size=3, mask=mask, q_segment_ids=ids, kv_segment_ids=ids)
+    assert_within(np.asarray(result, np.float64), exact_layer(x, rules))
+
+
+def test_the_encoder_layer_looks_both_ways() -> None:
+    x, layer = inputs(7), identity_layer(is_causal=False, future_slopes=FUTURE)
+    rules = Rules(SLOPES, q_offset=0, is_causal=False, future_slopes=FUTURE)
+    assert_within(np.asarray(layer(jnp.asarray(x)), np.float64), exact_layer(x, rules))
+
+
+def test_default_slopes_are_canonical() -> None:
+    np.testing.assert_array_equal(make_layer(slopes=None).slopes, alibi_core.slopes(HEADS))
+
+
+def test_fixed_slopes_are_no_part_of_the_state() -> None:
+    layer = make_layer(is_causal=False, future_slopes=FUTURE, bias=True)
+    paths = {path for path, _ in nnx.to_flat_state(nnx.state(layer))}
+    projections = ("q_proj", "k_proj", "v_proj", "out_proj")
+    assert paths == {(projection, name) for projection in projections for name in ("kernel", "bias")}
+
+
+@pytest.mark.parametrize("learnable_slopes", [False, True])
+def test_slopes_are_float32_in_a_low_precision_layer(learnable_slopes: bool) -> None:
+    slopes = np.asarray([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], np.float32)
+    options = {"param_dtype": jnp.bfloat16, "learnable_slopes": learnable_slopes, "slopes": slopes}
+    layer = identity_layer(**options)
+    assert layer.q_proj.kernel.dtype == jnp.bfloat16
+    assert layer.slopes.dtype == jnp.float32
+    np.testing.assert_allclose(layer.slopes, slopes, rtol=8 * 2.0**-23)
+    output = layer(jnp.ones((1, 3, EMBED_DIM), jnp.bfloat16))
+    assert output.dtype == jnp.bfloat16
+
+
+def test_casting_the_state_leaves_fixed_slopes_alone() -> None:
+    layer = make_layer(slopes=np.full(HEADS, 0.3, np.float32))
+    nnx.update(layer, jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(layer)))
+    assert layer.k_proj.kernel.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(layer.slopes, np.full(HEADS, 0.3, np.float32))
+
+
+def test_learned_slopes_follow_their_gradient_and_stay_positive() -> None:
+    x = jnp.asarray(inputs(7))
+    layer = identity_layer(learnable_slopes=True, slopes=np.full(HEADS, 0.25, np.float32))
+
+    @nnx.jit
+    def step(layer: Any, rate: float) -> Any:
+        loss, gradients = nnx.value_and_grad(lambda layer: (layer(x) ** 2).mean())(layer)
+        nnx.update(layer, jax.tree.map(lambda p, g: p - rate * g, nnx.state(layer, nnx.Param), gradients))
+        return loss
+
+    before = layer.slopes
+    losses = [float(step(layer, 0.1)) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    assert np.all(np.asarray(layer.slopes) != np.asarray(before))
+    step(layer, 1e4)
+    assert np.all(np.asarray(layer.slopes) >= 0)
+
+
+def test_dropout_acts_on_the_output_while_training() -> None:
+    x = jnp.asarray(inputs(7))
+    layer, plain = identity_layer(dropout=0.5), identity_layer()
+    kept = np.asarray(layer(x))
+    reference = np.asarray(plain(x))
+    np.testing.assert_array_equal(kept[kept != 0], 2 * reference[kept != 0])
+    assert 0 < (kept == 0).mean() < 1
+    assert np.any(np.asarray(layer(x)) != kept)
+    layer.eval()
+    np.testing.assert_array_equal(layer(x), reference)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slopes": jnp.ones(5)}, r"slopes must have shape \(6,\)"),
+        ({"learnable_slopes": True}, "slopes must be positive to be learned"),  # one of SLOPES is 0
+        ({"implementation": "cudnn"}, "implementation must be one of 'tpu', 'tiled', 'gpu', 'dense', got 'cudnn'"),
+        ({"future_slopes": FUTURE}, "future_slopes must be None when is_causal=True"),
+    ],
+)
+def test_a_layer_refuses_what_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_layer(**options)
+
+
+def test_a_layer_refuses_a_dtype_that_jax_would_quietly_replace() -> None:
+    with pytest.raises(TypeError, match="param_dtype must be a dtype that JAX has enabled, got float64"):
+        make_layer(param_dtype=jnp.float64)
+
+
+def test_traced_slopes_are_refused() -> None:
+    with pytest.raises(ValueError, match="slopes must be known when the layer is made, got a traced array"):
+        jax.eval_shape(lambda slopes: make_layer(slopes=slopes) and slopes, jnp.asarray(SLOPES))
+
+
+def test_a_layer_can_be_made_inside_jit() -> None:
+    made, eager = nnx.jit(make_layer)(), make_layer()
+    np.testing.assert_array_equal(made.slopes, eager.slopes)
+    assert made(jnp.ones((1, 2, EMBED_DIM))).shape == (1, 2, EMBED_DIM)
+
+
+# --- the cache
+
+PROMPT, TOTAL, MAX_LENGTH = 5, 13, 17
+
+
+def decode_eagerly(layer: Any, x: Any, cache: Any) -> Any:
+    return decode_with(lambda x, cache: layer(x, cache=cache), x, cache)
+
+
+def decode_with(step: Callable[..., Any], x: Any, cache: Any) -> Any:
+    outputs = []
+    for i in range(x.shape[1]):
+        output, cache = step(x[:, i : i + 1], cache)
+        outputs.append(output)
+    return jnp.concatenate(outputs, axis=1), cache
+
+
+def decode_jitted(layer: Any, x: Any, cache: Any) -> Any:
+    graph, state = nnx.split(layer)
+    step, traces = counted(lambda state, x, cache: nnx.merge(graph, state)(x, cache=cache))
+    result = decode_with(functools.partial(jax.jit(step), state), x, cache)
+    assert len(traces) == 1, f"compiled {len(traces)} times"
+    return result
+
+
+def decode_nnx_jitted(layer: Any, x: Any, cache: Any) -> Any:
+    step, traces = counted(lambda layer, x, cache: layer(x, cache=cache))
+    result = decode_with(functools.partial(nnx.jit(step), layer), x, cache)
+    assert len(traces) == 1, f"compiled {len(traces)} times"
+    return result
+
+
+def decode_scanned(layer: Any, x: Any, cache: Any) -> Any:
+    def step(cache: Any, x: Any) -> Any:
+        output, cache = layer(x[:, None], cache=cache)
+        return cache, output[:, 0]
+
+    cache, outputs = jax.lax.scan(step, cache, jnp.swapaxes(x, 0, 1))
+    return jnp.swapaxes(outputs, 0, 1), cache
+
+
+DECODERS = [decode_eagerly, decode_jitted, decode_nnx_jitted, decode_scanned]
+ALL_DECODERS = pytest.mark.parametrize("decode", DECODERS, ids=lambda decode: decode.__name__)
+
+
+@ALL_DECODERS
+@pytest.mark.parametrize("window_size", [None, 3])
+def test_decoding_equals_prefill(decode: Callable[..., Any], window_size: int | None) -> None:
+    x, layer = inputs(TOTAL), identity_layer(window_size=window_size)
+    answer = exact_layer(x, Rules(SLOPES, q_offset=0, window_size=window_size))
+    output, cache = layer(jnp.asarray(x[:, :PROMPT]), cache=layer.make_cache(BATCH, MAX_LENGTH))
+    assert_within(np.asarray(output, np.float64), rows(answer, 0, PROMPT))
+    output, cache = decode(layer, jnp.asarray(x[:, PROMPT:]), cache)
+    assert_within(np.asarray(output, np.float64), rows(answer, PROMPT, TOTAL))
+    assert (int(cache.length), cache.length.dtype, cache.key.shape) == (TOTAL, jnp.int32, (2, 3, MAX_LENGTH, 5))
+
+
+@pytest.mark.usefixtures("x64")
+def test_decoding_works_where_float64_is_enabled() -> None:
+    x, layer = inputs(TOTAL), identity_layer()
+    output, cache = decode_scanned(layer, jnp.asarray(x), layer.make_cache(BATCH, TOTAL))
+    assert_within(np.asarray(output, np.float64), exact_layer(x, Rules(SLOPES, q_offset=0)))
+    assert (output.dtype, cache.length.dtype) == (jnp.float32, jnp.int32)
+
+
+def test_layers_decode_under_vmap() -> None:
+    x, layer = inputs(TOTAL), identity_layer()
+    caches = jax.vmap(lambda _: layer.make_cache(1, MAX_LENGTH))(jnp.arange(BATCH))
+    output, caches = jax.vmap(functools.partial(decode_scanned, layer))(jnp.asarray(x)[:, None], caches)
+    assert_within(np.asarray(output[:, 0], np.float64), exact_layer(x, Rules(SLOPES, q_offset=0)))
+    np.testing.assert_array_equal(caches.length, [TOTAL] * BATCH)
+
+
+def test_left_padded_sequences_decode_as_they_would_alone() -> None:
+    x, layer = inputs(TOTAL), identity_layer()
+    is_real = np.arange(MAX_LENGTH) >= np.asarray([[0], [3]])  # the second sequence begins after 3 tokens of padding
+    mask = jnp.asarray(is_real[:, None, None, :])
+    output, cache = layer(jnp.asarray(x[:, :PROMPT]), cache=layer.make_cache(BATCH, MAX_LENGTH), mask=mask)
+    step = nnx.jit(lambda layer, x, cache: layer(x, cache=cache, mask=mask))
+    rest, cache = decode_with(functools.partial(step, layer), jnp.asarray(x[:, PROMPT:]), cache)
+    alone = exact_layer(x[:, 3:], Rules(SLOPES, q_offset=0))
+    together = np.concatenate([output, rest], axis=1).astype(np.float64)
+    assert_within(together[1:, 3:], Answer(alone.value[1:], alone.budget[1:]))
+
+
+def test_an_overflow_that_can_be_seen_is_an_error() -> None:
+    layer = make_layer()
+    _, cache = layer(jnp.asarray(inputs(5)), cache=layer.make_cache(BATCH, 6))
+    layer(jnp.asarray(inputs(1)), cache=cache)
+    with pytest.raises(ValueError, match="room for 2 more tokens, got max_length 6 with 5 in use"):
+        layer(jnp.asarray(inputs(2)), cache=cache)
+    with pytest.raises(ValueError, match="room for 7 more tokens, got max_length 6"):
+        jax.eval_shape(lambda cache: layer(jnp.asarray(inputs(7)), cache=cache), layer.make_cache(BATCH, 6))
+
+
+@pytest.mark.parametrize("decode", [decode_jitted, decode_nnx_jitted, decode_scanned], ids=lambda d: d.__name__)
+def test_an_overflow_that_cannot_be_seen_poisons_all_that_follows(decode: Callable[..., Any]) -> None:
+    x, layer = inputs(TOTAL), identity_layer()
+    output, cache = decode(layer, jnp.asarray(x), layer.make_cache(BATCH, 10))
+    assert_within(np.asarray(output[:, :10], np.float64), rows(exact_layer(x, Rules(SLOPES, q_offset=0)), 0, 10))
+    assert np.all(np.isnan(output[:, 10:]))
+    with pytest.raises(ValueError, match=f"got max_length 10 with {TOTAL} in use"):
+        layer(jnp.asarray(x[:, :1]), cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda layer: layer.make_cache(3, 9), r"cache.key must have shape \(2, 3, 9, 5\).*got \(3, 3, 9, 5\)"),
+        (
+            lambda layer: make_layer(num_kv_heads=6).make_cache(2, 9),
+            r"cache.key must have shape \(2, 3, 9, 5\).*got \(2, 6, 9, 5\)",
+        ),
+        (
+            lambda layer: make_layer(param_dtype=jnp.bfloat16).make_cache(2, 9),
+            "cache.key must have the dtype of the layer's keys, float32, got bfloat16",
+        ),
+    ],
+)
+def test_a_cache_of_another_size_or_dtype_is_refused(make: Callable[..., Any], message: str) -> None:
+    layer = make_layer()
+    with pytest.raises(ValueError, match=message):
+        layer(jnp.asarray(inputs(1)), cache=make(layer))
+
+
+def test_what_is_no_cache_is_refused() -> None:
+    layer = make_layer()
+    with pytest.raises(TypeError, match=r"cache must be an alibi_jax.KVCache, as make_cache returns it, got tuple"):
+        layer(jnp.asarray(inputs(1)), cache=tuple(layer.make_cache(BATCH, 9)))
+    with pytest.raises(ValueError, match="max_length must be at least 1, got 0"):
+        layer.make_cache(BATCH, 0)
+
+
+def test_an_encoder_refuses_a_cache() -> None:
+    layer = make_layer(is_causal=False)
+    with pytest.raises(ValueError, match="cache must be None when is_causal=False"):
+        layer(jnp.asarray(inputs(1)), cache=layer.make_cache(BATCH, 9))
+
+
+# --- weights
+
+
+def test_weights_go_to_a_file_and_back(tmp_path: Any) -> None:
+    options = {"slopes": None, "bias": True, "learnable_slopes": True}
+    layer, other = make_layer(**options), make_layer(**options | {"rngs": nnx.Rngs(1)})
+    layer.k_proj.bias[...] = jnp.arange(15.0)
+    layer.log_slopes[...] = -jnp.arange(6.0)
+    alibi_jax.save_weights(layer, tmp_path / "layer.safetensors")
+    alibi_jax.load_weights(other, tmp_path / "layer.safetensors")
+    for (path, saved), (_, loaded) in zip(*(nnx.to_flat_state(nnx.state(x)) for x in (layer, other)), strict=True):
+        np.testing.assert_array_equal(saved[...], loaded[...], err_msg=str(path))
+
+
+def test_the_file_has_the_names_and_orientation_that_backends_share(tmp_path: Any) -> None:
+    layer = alibi_jax.AlibiAttention(
+        12, 4, num_kv_heads=2, head_dim=5, bias=True, learnable_slopes=True, rngs=nnx.Rngs(0)
+    )
+    alibi_jax.save_weights(layer, tmp_path / "layer.safetensors")
+    weights = load_file(tmp_path / "layer.safetensors")
+    assert {name: array.shape for name, array in weights.items()} == {
+        "q_proj.weight": (20, 12),
+        "k_proj.weight": (10, 12),
+        "v_proj.weight": (10, 12),
+        "out_proj.weight": (12, 20),
+        "q_proj.bias": (20,),
+        "k_proj.bias": (10,),
+        "v_proj.bias": (10,),
+        "out_proj.bias": (12,),
+        "log_slopes": (4,),
+    }
+    np.testing.assert_array_equal(weights["q_proj.weight"][3], layer.q_proj.kernel[:, 3])
+    np.testing.assert_array_equal(weights["log_slopes"], layer.log_slopes[...])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_low_precision_weights_survive_a_file(tmp_path: Any, dtype: str) -> None:
+    layer, other = (make_layer(param_dtype=getattr(jnp, dtype), rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    alibi_jax.save_weights(layer, tmp_path / "layer.safetensors")
+    alibi_jax.load_weights(other, tmp_path / "layer.safetensors")
+    assert other.v_proj.kernel.dtype == dtype
+    np.testing.assert_array_equal(layer.v_proj.kernel[...], other.v_proj.kernel[...])
+
+
+def test_a_layer_keeps_its_dtype_when_it_loads(tmp_path: Any) -> None:
+    layer, other = make_layer(), make_layer(param_dtype=jnp.bfloat16)
+    alibi_jax.save_weights(layer, tmp_path / "layer.safetensors")
+    alibi_jax.load_weights(other, tmp_path / "layer.safetensors")
+    assert other.v_proj.kernel.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(layer.v_proj.kernel.astype(jnp.bfloat16), other.v_proj.kernel[...])
+
+
+def test_a_file_that_does_not_fit_is_refused_and_changes_nothing(tmp_path: Any) -> None:
+    layer, path = make_layer(), tmp_path / "layer.safetensors"
+    before = np.asarray(layer.q_proj.kernel[...])
+    good = {name: np.zeros(shape, np.float32) for name, shape in WEIGHT_SHAPES.items()}
+    bad = {
+        r"got \['v_proj.weight'\] missing and none unknown": {k: v for k, v in good.items() if k != "v_proj.weight"},
+        r"got none missing and \['log_slopes'\] unknown": good | {"log_slopes": np.zeros(6, np.float32)},
+        r"k_proj.weight in .* must have shape \(15, 30\), got \(30, 15\)": good | {"k_proj.weight": np.zeros((30, 15))},
+    }
+    for message, arrays in bad.items():
+        save_file({name: array.astype(np.float32) for name, array in arrays.items()}, path)
+        with pytest.raises(ValueError, match=message):
+            alibi_jax.load_weights(layer, path)
+        np.testing.assert_array_equal(layer.q_proj.kernel[...], before)
+    save_file(good, path)
+    alibi_jax.load_weights(layer, path)
+    np.testing.assert_array_equal(layer.q_proj.kernel[...], 0)
+
+
+WEIGHT_SHAPES = {
+    "q_proj.weight": (30, 30),
+    "k_proj.weight": (15, 30),
+    "v_proj.weight": (15, 30),
+    "out_proj.weight": (30, 30),
+}
+
+
+# --- Flax's own attention modules
+
+
+def mha_alibi(seed: int, x: Any, num_heads: int, qkv_features: int) -> Any:
+    slopes = alibi_core.slopes(num_heads, scheme="geometric")
+    layer = nn.MultiHeadDotProductAttention(
+        num_heads, qkv_features=qkv_features, attention_fn=alibi_jax.attention_fn(slopes, is_causal=False)
+    )
+    return layer.init_with_output(jax.random.key(seed), x)[0].ravel()
+
+
+def mha_alibi_by_hand(seed: int, x: Any, num_heads: int, qkv_features: int, dtype: Any = None) -> Any:
+    slopes = 2.0 ** (-8.0 * (jnp.arange(num_heads) + 1) / num_heads)
+    positions = jnp.arange(x.shape[0])
+    bias = -slopes[:, None, None] * jnp.abs(positions[:, None] - positions)
+
+    def alibi_fn(query: Any, key: Any, value: Any, bias_: Any = None, mask: Any = None, **kwargs: Any) -> Any:
+        return nn.dot_product_attention(query, key, value, bias=bias, mask=mask, **kwargs)
+
+    layer = nn.MultiHeadDotProductAttention(num_heads, qkv_features=qkv_features, attention_fn=alibi_fn, dtype=dtype)
+    return layer.init_with_output(jax.random.key(seed), x)[0].ravel()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("length", "features", "num_heads", "qkv_features"), [(7, 5, 3, 12), (13, 8, 4, 8)])
+def test_alibi_in_a_linen_module_takes_three_lines(
+    seed: int, length: int, features: int, num_heads: int, qkv_features: int
+) -> None:
+    x = np.random.default_rng(seed).standard_normal((length, features)).astype(np.float32)
+    result = mha_alibi(seed, jnp.asarray(x), num_heads, qkv_features)
+    by_hand = mha_alibi_by_hand(seed, jnp.asarray(x), num_heads, qkv_features)
+    with jax.enable_x64(True):
+        wide = np.asarray(mha_alibi_by_hand(seed, jnp.asarray(x), num_heads, qkv_features, jnp.float64))
+    assert result.shape == (length * features,)
+    assert wide.dtype == np.float64
+    error, allowed = (np.linalg.norm(np.asarray(y, np.float64) - wide) for y in (result, by_hand))
+    assert error <= 2 * allowed
+
+
+def identity_module(module: Any, x: Any) -> Any:
+    """Return variables for a Linen module whose query, key, value and output are its input."""
+    variables = module.init(jax.random.key(0), x)
+    params = jax.tree.map(lambda p: jnp.eye(EMBED_DIM).reshape(p.shape) if p.ndim > 1 else p, variables["params"])
+    return variables | {"params": params}
+
+
+def exact_module(x: np.ndarray, rules: Rules) -> Answer:
+    heads = x.reshape(*x.shape[:2], HEADS, HEAD_DIM)
+    # Linen calls with the same scale, by default.
+    answer = exact(heads, heads, heads, rules=rules)
+    return Answer(answer.value.reshape(x.shape), answer.budget.reshape(x.shape))
+
+
+def linen_module(decode: bool = False, **options: Any) -> Any:
+    slopes = jnp.asarray(SLOPES)
+    return nn.MultiHeadDotProductAttention(
+        num_heads=HEADS, use_bias=False, decode=decode, attention_fn=alibi_jax.attention_fn(slopes, **options)
+    )
+
+
+@pytest.mark.parametrize("dtype", [bool, np.float32])
+def test_linen_masks_are_respected_whatever_their_dtype(dtype: Any) -> None:
+    x = inputs(7)
+    mask = np.random.default_rng(5).random((BATCH, 1, 7, 7)) < 0.6
+    module = linen_module(is_causal=False, window_size=4)
+    result = module.apply(identity_module(module, x), x, mask=jnp.asarray(mask, dtype))
+    rules = Rules(SLOPES, q_offset=0, is_causal=False, mask=mask, window_size=4)
+    assert_within(np.asarray(result, np.float64), exact_module(x, rules))
+
+
+@pytest.mark.parametrize("max_length", [TOTAL, 4096])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_linen_decoding_equals_prefill(max_length: int, is_padded: bool) -> None:
+    # The long cache is there for precision: counted from its end, distances would outweigh the scores.
+    x, module = inputs(TOTAL), linen_module(decode=True)
+    is_real = np.arange(max_length) >= np.asarray([[0], [3 if is_padded else 0]])
+    variables = identity_module(module, jnp.zeros((BATCH, max_length, EMBED_DIM)))
+    params, cache = variables["params"], variables["cache"]
+
+    @jax.jit
+    def step(cache: Any, x: Any) -> Any:
+        mask = jnp.asarray(is_real)[:, None, None, :] if is_padded else None
+        output, changed = module.apply({"params": params, "cache": cache}, x, mask=mask, mutable=["cache"])
+        return changed["cache"], output
+
+    outputs = []
+    for i in range(TOTAL):
+        cache, output = step(cache, jnp.asarray(x[:, i : i + 1]))
+        outputs.append(output)
+    outputs = np.concatenate(outputs, axis=1).astype(np.float64)
+    answer = exact_module(x, Rules(SLOPES, q_offset=0, mask=is_real[:, None, None, :TOTAL]))
+    assert_within(outputs, answer)
+
+
+def test_linen_decoding_by_a_query_that_may_not_see_itself() -> None:
+    # Padding on the right, say, while other sequences of the batch go on.
+    x, module = inputs(TOTAL), linen_module(decode=True)
+    is_real = np.arange(TOTAL) < np.asarray([[TOTAL], [PROMPT]])
+    variables = identity_module(module, jnp.zeros((BATCH, TOTAL, EMBED_DIM)))
+    params, cache = variables["params"], variables["cache"]
+    for i in range(TOTAL):
+        output, changed = module.apply(
+            {"params": params, "cache": cache},
+            jnp.asarray(x[:, i : i + 1]),
+            mask=jnp.asarray(is_real[:, None, None, :]),
+            mutable=["cache"],
+        )
+        cache = changed["cache"]
+    answer = exact_module(x, Rules(SLOPES, q_offset=0, mask=is_real[:, None, None, :]))
+    assert_within(np.asarray(output, np.float64), rows(answer, TOTAL - 1, TOTAL))
+
+
+@pytest.mark.parametrize("options", [{"is_causal": False}, {"window_size": 3}])
+def test_linen_decoding_is_refused_where_positions_are_unknown(options: dict[str, Any]) -> None:
+    module = linen_module(decode=True, **options)
+    variables = module.init(jax.random.key(0), jnp.zeros((BATCH, TOTAL, EMBED_DIM)))
+    with pytest.raises(NotImplementedError, match=r"q_len and kv_len must be equal .* got 1 and 13.*with a cache"):
+        module.apply(variables, jnp.asarray(inputs(1)), mutable=["cache"])
+
+
+def test_linen_dropout_of_weights_is_refused_only_while_training() -> None:
+    x = jnp.asarray(inputs(3))
+    module = nn.MultiHeadDotProductAttention(num_heads=HEADS, dropout_rate=0.1, attention_fn=alibi_jax.attention_fn())
+    variables = module.init(jax.random.key(0), x, deterministic=True)
+    assert module.apply(variables, x, deterministic=True).shape == x.shape
+    with pytest.raises(NotImplementedError, match=r"dropout_rate must be 0 while training, got 0\.1"):
+        module.apply(variables, x, deterministic=False, rngs={"dropout": jax.random.key(1)})
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "name"),
+    [
+        ({"precision": "highest"}, {}, "precision"),
+        ({}, {"sow_weights": True}, "module"),
+        (
+            {name: lambda: jnp.einsum for name in ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")},
+            {},
+            "qk_attn_weights_einsum",
+        ),
+    ],
+)
+def test_linen_requests_that_cannot_be_met_are_refused(
+    options: dict[str, Any], call: dict[str, Any], name: str
+) -> None:
+    module = nn.MultiHeadDotProductAttention(num_heads=HEADS, attention_fn=alibi_jax.attention_fn(), **options)
+    with pytest.raises(NotImplementedError, match=f"{name} must be None with ALiBi attention"):
+        module.init(jax.random.key(0), jnp.asarray(inputs(3)), **call)
+
+
+def test_a_further_bias_is_refused() -> None:
+    qkv = map(jnp.asarray, tensors())
+    with pytest.raises(NotImplementedError, match="bias must be None with ALiBi attention"):
+        alibi_jax.attention_fn()(*qkv, bias=jnp.zeros((HEADS, 7, 11)))
+
+
+def test_every_argument_that_linen_passes_is_looked_at() -> None:
+    # Linen leaves out, without a word, what a function does not name.
+    ours, linens = (inspect.signature(f).parameters for f in (alibi_jax.attention_fn(), nn.dot_product_attention))
+    assert set(linens) <= set(ours)
+
+
+def test_linen_modules_may_compute_in_low_precision() -> None:
+    x = jnp.asarray(inputs(3))
+    module = nn.MultiHeadDotProductAttention(num_heads=HEADS, dtype=jnp.bfloat16, attention_fn=alibi_jax.attention_fn())
+    assert module.init_with_output(jax.random.key(0), x)[0].dtype == jnp.bfloat16
+
+
+def test_the_dtype_of_the_module_decides_what_is_computed() -> None:
+    query, key, value = map(jnp.asarray, tensors())
+    low = alibi_jax.attention_fn()(query, key, value, dtype=jnp.bfloat16)
+    assert low.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(low, alibi_jax.attention(*(x.astype(low.dtype) for x in (query, key, value))))
+    assert alibi_jax.attention_fn()(query.astype(low.dtype), key, value).dtype == jnp.float32
+
+
+def test_alibi_works_in_the_attention_module_of_nnx() -> None:
+    x = inputs(TOTAL)
+    module = nnx.MultiHeadAttention(
+        HEADS,
+        EMBED_DIM,
+        use_bias=False,
+        decode=False,
+        attention_fn=alibi_jax.attention_fn(SLOPES),
+        rngs=nnx.Rngs(0),
+    )
+    for linear in (module.query, module.key, module.value, module.out):
+        linear.kernel[...] = jnp.eye(EMBED_DIM).reshape(linear.kernel.shape)
+    answer = exact_module(x, Rules(SLOPES, q_offset=0))
+    assert_within(np.asarray(module(jnp.asarray(x)), np.float64), answer)
+    module.init_cache((BATCH, MAX_LENGTH, EMBED_DIM))
+    for i in range(TOTAL):
+        output = module(jnp.asarray(x[:, i : i + 1]), decode=True)
+        assert_within(np.asarray(output, np.float64), rows(answer, i, i + 1))
+
+
+# --- installation
+
+
+@pytest.mark.parametrize("missing", ["jax", "flax", "safetensors"])
+def test_a_missing_framework_says_how_to_install_it(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; import alibi_jax"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert run.returncode == 1
+    assert "install with pip install 'alibi-core[jax]'" in run.stderr.splitlines()[-1]
+
+
+# --- What is too large or not to be had -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["int64", "int8", "uint8", "uint32", "uint64"])
+def test_offsets_of_every_integer_type(kind: str) -> None:
+    query, key, value = (jax.random.normal(jax.random.key(i), (1, n, 2, 4)) for i, n in enumerate((3, 700, 700)))
+    limits = np.iinfo(kind)
+    with jax.enable_x64(True):
+        for offset in (limits.min, limits.min // 2, 100, limits.max // 2 + 3, limits.max):
+            found = alibi_jax.attention(query, key, value, q_offset=jnp.asarray([offset], kind), implementation="tiled")
+            near = int(np.clip(offset, -(2**20), 2**20))  # from far away all distances differ by as much
+            expected = alibi_jax.attention(query, key, value, q_offset=near, implementation="dense")
+            np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_slopes_near_the_largest_number_leave_a_query_its_own_key() -> None:
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 600, 2, 4))
+    found = alibi_jax.attention(query, key, value, jnp.asarray([3e38, 1e30]))
+    np.testing.assert_allclose(found, value, atol=1e-6)
+
+
+@pytest.mark.parametrize("transform", ["jvp", "jit of jvp", "vmap of jvp", "linearize", "jacfwd"])
+def test_forward_mode_is_refused_by_name(transform: str) -> None:
+    x = jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
+
+    def pushed(tangent: jax.Array) -> jax.Array:
+        return jax.jvp(lambda q: alibi_jax.attention(q, x, x), (x,), (tangent,))[1]
+
+    calls = {
+        "jvp": lambda: pushed(x),
+        "jit of jvp": lambda: jax.jit(pushed)(x),
+        "vmap of jvp": lambda: jax.vmap(pushed)(x[None]),
+        "linearize": lambda: jax.linearize(lambda q: alibi_jax.attention(q, x, x), x)[1](x),
+        "jacfwd": lambda: jax.jacfwd(lambda q: alibi_jax.attention(q, x, x))(x),
+    }
+    with pytest.raises(NotImplementedError, match="in reverse mode, alone; implementation='dense' has others"):
+        calls[transform]()
+
+
+def test_reverse_mode_goes_through_every_other_transformation() -> None:
+    x = jax.random.normal(jax.random.key(0), (2, 1, 8, 2, 4))
+
+    def loss(implementation: str, query: jax.Array) -> jax.Array:
+        def attend(query: jax.Array, _: Any) -> tuple[jax.Array, None]:
+            return alibi_jax.attention(query, x[0], x[1], implementation=implementation), None
+
+        return jnp.sum(jax.lax.scan(jax.checkpoint(attend), query, None, length=2)[0] ** 2)
+
+    for outer in (
+        lambda f: jax.jit(jax.vmap(jax.grad(f))),
+        lambda f: jax.grad(lambda query: jnp.sum(jax.vmap(f)(query))),
+    ):
+        found, expected = (outer(functools.partial(loss, name))(x) for name in ("tiled", "dense"))
+        np.testing.assert_allclose(found, expected, atol=1e-5)

@@ -1,0 +1,106 @@
+"""What ``alibi_jax.explain`` says is what a call does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+pytest.importorskip("flax")
+
+import jax.numpy as jnp  # noqa: E402
+
+import alibi_jax  # noqa: E402
+from alibi_jax import GPU, TPU, explain  # noqa: E402
+
+INTERPRETED = {"tpu": TPU(128, 128, interpret=True), "gpu": GPU(interpret=True)}
+
+
+def tensors(length: int = 1500, heads: int = 4, **changes: Any) -> list[jax.Array]:
+    shape = (changes.get("batch", 1), length, heads, 8)
+    return [jax.random.normal(jax.random.key(seed), shape, changes.get("dtype", jnp.float32)) for seed in range(3)]
+
+
+def test_on_a_cpu_tiles_run_and_kernels_say_why_they_do_not() -> None:
+    explanation = explain(*tensors())
+    assert explanation.implementation == "tiled"
+    assert set(explanation.refusals) == {"tpu", "gpu"}
+    assert "TPUs alone, got cpu" in explanation.refusals["tpu"]
+    assert "NVIDIA GPUs alone, got cpu" in explanation.refusals["gpu"]
+
+
+@pytest.mark.parametrize("name", ["tpu", "gpu"])
+def test_a_kernel_named_on_a_cpu_is_refused_with_what_would_run(name: str) -> None:
+    for function in (explain, alibi_jax.attention, jax.jit(lambda *x: alibi_jax.attention(*x, implementation=name))):
+        arguments = {} if function not in (explain, alibi_jax.attention) else {"implementation": name}
+        with pytest.raises(
+            NotImplementedError, match=f"'{name}' runs on .* alone, got cpu.*'tiled' and 'dense' can run"
+        ):
+            function(*tensors(16), **arguments)
+
+
+@pytest.mark.parametrize("implementation", ["tiled", "dense", *INTERPRETED.values()], ids=str)
+def test_steep_heads_compute_few_scores(implementation: Any) -> None:
+    slopes = jnp.asarray([1.0, 0.5, 0.25, 0.0])
+    explanation = explain(*tensors(), slopes, implementation=implementation)
+    horizons = np.asarray(explanation.horizons)[0]
+    assert explanation.scores_visible == 4 * 1500 * 1501 // 2
+    if implementation == "dense":
+        assert explanation.scores_computed == 4 * 1500**2
+        assert (explanation.tolerance, explanation.error_bound) == (0, 0)
+        assert np.isinf(horizons).all()
+        return
+    assert explanation.tolerance == 2.0**-24
+    assert explanation.error_bound == pytest.approx(2.0**-23 * float(jnp.abs(tensors()[2]).max()))
+    assert math.isinf(horizons[3])
+    # Of normal data, heads look back some 35 / slope tokens; the last head computes about all it sees.
+    assert (np.diff(horizons[:3]) > 0).all()
+    assert 20 < horizons[0] < 60
+    assert 0.25 < explanation.share < 0.9
+
+
+def test_the_kernel_visits_what_it_is_said_to() -> None:
+    from alibi_core import AttentionCall
+    from alibi_core._call import LENGTH_FIRST
+    from alibi_jax._call.operands import take_apart
+    from alibi_jax._tpu.shape import KernelShape
+    from alibi_jax._tpu.tables import inputs_of
+
+    query, key, value = tensors()
+    options = INTERPRETED["tpu"]
+    rules, operands = take_apart(AttentionCall.check(query, key, value, layout=LENGTH_FIRST, xp=jnp), query, key, value)
+    shape = KernelShape.of(rules, operands, options)
+    table = jax.jit(lambda operands: inputs_of(rules, operands, shape).table)(operands)
+    table = np.asarray(table)[:, 0, :-1].reshape(4, -1, 3)
+    blocks = int((table[..., 1] - table[..., 0]).sum())
+    assert explain(query, key, value, implementation=options).scores_computed == blocks * 128 * 128
+
+
+def test_it_prints() -> None:
+    text = str(explain(*tensors(64), window_size=3))
+    assert text.splitlines()[0] == "implementation: tiled"
+    assert "scores:" in text
+    assert "horizons, in tokens, of the heads: 4 4 4 4" in text
+
+
+def test_several_batch_axes_and_offsets() -> None:
+    query, key, value = (x.reshape(1, 2, 750, 4, 8) for x in tensors(750, batch=2))
+    explanation = explain(query[:, :, :1], key, value, q_offset=jnp.asarray([[0, 749]]))
+    assert np.asarray(explanation.horizons).shape == (2, 4)
+    assert explanation.scores_visible == 4 * (1 + 750)
+
+
+def test_nothing_to_compute() -> None:
+    explanation = explain(*tensors(0))
+    assert (explanation.scores_visible, explanation.scores_computed) == (0, 0)
+    assert "none" in str(explain(*(x[:0] for x in tensors(8))))
+
+
+def test_arguments_are_those_of_the_call() -> None:
+    with pytest.raises(TypeError, match="windows"):
+        explain(*tensors(8), windows=3)
+    with pytest.raises(ValueError, match="implementation must be one of"):
+        explain(*tensors(8), implementation="flash")

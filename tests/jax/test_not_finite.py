@@ -1,0 +1,169 @@
+"""NaN, infinity and numbers whose squares overflow: what cannot be bounded is computed whole.
+
+Compiled as users compile. There are enough tokens that XLA's maximum on the CPU passes over a NaN: 4,096 in all heads.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+
+from alibi_jax import GPU, TPU, attention  # noqa: E402
+from alibi_jax._call.operands import Operands, Rules  # noqa: E402
+from alibi_jax._call.plan import needed_keys  # noqa: E402
+from alibi_jax.caches._kv_cache import append, attend, empty_cache  # noqa: E402
+
+LENGTH, HEADS, KV_HEADS, HEAD_DIM = 1024, 4, 2, 4
+GROUP = HEADS // KV_HEADS
+SLOPES = np.asarray([0.5, 0.25, 0.5, 0.02], np.float32)
+KERNELS = {"tiled": "tiled", "tpu": TPU(256, 256, interpret=True), "gpu": GPU(interpret=True)}
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", KERNELS.values(), ids=KERNELS.keys())
+TOKEN = 300
+
+
+def tensors(dtype: Any = jnp.float32) -> list[jax.Array]:
+    random = np.random.default_rng(0)
+    return [jnp.asarray(random.normal(size=(1, LENGTH, n, HEAD_DIM)), dtype) for n in (HEADS, KV_HEADS, KV_HEADS)]
+
+
+@partial(jax.jit, static_argnames=("implementation", "is_causal", "scale"))
+def attended(*arrays: jax.Array, implementation: Any, is_causal: bool = True, scale: float | None = None) -> jax.Array:
+    return attention(*arrays, jnp.asarray(SLOPES), implementation=implementation, is_causal=is_causal, scale=scale)
+
+
+def weights(query: jax.Array, key: jax.Array, is_causal: bool) -> np.ndarray:
+    """Return softmax's weights, ``[heads, queries, keys]``, in float64."""
+    query, key = np.asarray(query, np.float64)[0], np.asarray(key, np.float64)[0].repeat(GROUP, axis=1)
+    behind = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    scores = np.einsum("qhd,khd->hqk", query, key) * HEAD_DIM**-0.5 - SLOPES[:, None, None] * abs(behind)
+    scores = np.where((behind < 0) & is_causal, -np.inf, scores)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def spoilt_rows(result: Any) -> np.ndarray:
+    """Return which rows are NaN or infinite, in every feature or at all: ``[heads, queries]``."""
+    finite = np.isfinite(np.asarray(result, np.float32)[0])
+    return ~finite.any(axis=-1).T, ~finite.all(axis=-1).T
+
+
+@pytest.mark.parametrize(("token", "is_causal"), [(0, True), (TOKEN, False)])
+@IMPLEMENTATIONS
+def test_nan_in_a_key_reaches_every_query_that_may_look_at_it(token: int, implementation: Any, is_causal: bool) -> None:
+    query, key, value = tensors()
+    call = partial(attended, implementation=implementation, is_causal=is_causal)
+    spoilt, _ = spoilt_rows(call(query, key.at[0, token, 1, 2].set(jnp.nan), value))
+    assert spoilt[GROUP:].all()
+    assert not spoilt[:GROUP].any()  # of the other key/value head
+
+
+@IMPLEMENTATIONS
+def test_infinity_in_a_key_takes_all_weight_or_none(implementation: Any) -> None:
+    query, key, value = tensors()
+    query = jnp.abs(query) * jnp.where(jnp.arange(LENGTH) % 2 == 0, 1.0, -1.0)[:, None, None]  # so that signs are known
+    result = attended(query, key.at[0, TOKEN, 1, 2].set(jnp.inf), value, implementation=implementation)
+    exact = attended(query, key.at[0, TOKEN, 1, 2].set(1e6), value, implementation="dense")
+    spoilt, touched = spoilt_rows(result)
+    sees = (np.arange(LENGTH) >= TOKEN) & (np.arange(HEADS) >= GROUP)[:, None]
+    assert spoilt[sees & (np.arange(LENGTH) % 2 == 0)].all()
+    assert not touched[sees & (np.arange(LENGTH) % 2 == 1)].any()
+    np.testing.assert_allclose(*(np.where(spoilt.T[..., None], 0, x[0]) for x in (result, exact)), atol=4e-6)
+
+
+@pytest.mark.parametrize(("bad", "is_causal"), [(np.nan, True), (np.inf, False)])
+@IMPLEMENTATIONS
+def test_a_value_that_is_not_finite_reaches_all_who_give_it_weight(
+    bad: float, implementation: Any, is_causal: bool
+) -> None:
+    query, key, value = tensors()
+    result = attended(query, key, value.at[0, TOKEN, 1].set(bad), implementation=implementation, is_causal=is_causal)
+    spoilt, touched = spoilt_rows(result)
+    assert spoilt[GROUP:][weights(query, key, is_causal)[GROUP:, :, TOKEN] > 2.0**-24].all()
+    assert not touched[:GROUP].any()
+
+
+@IMPLEMENTATIONS
+def test_a_query_that_is_not_finite_spoils_itself_alone(implementation: Any) -> None:
+    query, key, value = tensors()
+    clean = attended(query, key, value, implementation="dense")
+    for bad in (jnp.nan, jnp.inf):
+        result = attended(query.at[0, TOKEN, 1, 2].set(bad), key, value, implementation=implementation)
+        spoilt, touched = spoilt_rows(result)
+        assert np.argwhere(spoilt).tolist() == np.argwhere(touched).tolist() == [[1, TOKEN]]
+        np.testing.assert_allclose(*(np.where(spoilt.T[..., None], 0, x[0]) for x in (result, clean)), atol=4e-6)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("power", [15, 36])  # squares overflow; the sum of all keys, too
+def test_keys_as_large_as_queries_are_small(power: int, implementation: Any) -> None:
+    query, key, value = tensors()
+    query, key = query + jnp.sign(query), key + 1  # so that no product is subnormal, and keys have a mean
+    expected = attended(query, key, value, implementation="dense")
+    result = attended(query * 10.0**-power, key * 10.0**power, value, implementation=implementation)
+    # Queries and keys are rounded once more each, in scores of up to 40.
+    np.testing.assert_allclose(result, expected, atol=40 * 2.0**-22)
+
+
+@IMPLEMENTATIONS
+def test_keys_that_overflow_in_low_precision(implementation: Any) -> None:
+    dtype = jnp.bfloat16 if isinstance(implementation, TPU) else jnp.float16
+    query, key, value = tensors(dtype)
+    key = key.at[0, TOKEN, 1].set(jnp.inf * jnp.sign(query[0, -1, 3]))
+    spoilt, _ = spoilt_rows(attended(query, key, value, implementation=implementation))
+    along = (jnp.sign(query[0, :, 3]) == jnp.sign(query[0, -1, 3])).all(axis=-1)
+    assert spoilt[3][TOKEN:][along[TOKEN:]].all()
+
+
+@IMPLEMENTATIONS
+def test_gradients_of_what_is_spoilt_are_nan(implementation: Any) -> None:
+    query, key, value = tensors()
+
+    def loss(*arrays: jax.Array) -> jax.Array:
+        result = attention(*arrays, jnp.asarray(SLOPES), implementation=implementation)
+        return jnp.sum(result * jnp.cos(jnp.arange(LENGTH))[:, None, None])
+
+    key = key.at[0, TOKEN, 1, 2].set(jnp.nan)
+    by_query, by_key, by_value = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(query, key, value)
+    assert np.isnan(by_query[:, TOKEN:, GROUP:]).all()
+    assert np.isfinite(by_query[:, :, :GROUP]).all()
+    for gradient in (by_key, by_value):
+        assert np.isnan(gradient[:, TOKEN:, 1]).all()
+        assert np.isfinite(gradient[:, :, 0]).all()
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize(("bad", "q_len"), [(np.nan, 1100), (1e30, 1)])
+def test_a_cache_with_a_key_that_cannot_be_bounded(bad: float, q_len: int, implementation: Any) -> None:
+    random = np.random.default_rng(1)
+    length = 2000
+    query = jnp.asarray(random.normal(size=(1, q_len, HEADS, HEAD_DIM)), jnp.float32)
+    key, value = (jnp.asarray(x, jnp.float32) for x in random.normal(size=(2, 1, length, KV_HEADS, HEAD_DIM)))
+    query = query.at[..., 0].set(1e-29)  # so that a key of 1e30 along this axis has a score of 5
+    key = key.at[0, 5, :, 0].set(bad).at[0, length - q_len :, :, 0].set(-10 * np.nan_to_num(bad))
+
+    @partial(jax.jit, static_argnames="implementation")
+    def filled_and_attended(query: Any, key: Any, value: Any, implementation: Any) -> Any:
+        cache, _ = append(empty_cache(1, 2048, KV_HEADS, HEAD_DIM, jnp.float32), key, value)
+        return attend(cache, query, jnp.asarray(SLOPES) / 100, cache.length - q_len, implementation)
+
+    results = [filled_and_attended(query, key, value, x) for x in (implementation, "dense")]
+    assert np.isnan(results[0]).all() == np.isnan(bad)
+    np.testing.assert_allclose(*results, atol=1e-5)
+
+
+def test_a_nan_costs_only_those_who_need_keys() -> None:
+    query, key, value = tensors()
+    operands = Operands(query, key.at[0, 0].set(jnp.nan), value, jnp.asarray(SLOPES[None]))
+    rules = Rules(is_causal=True, q_offset=0, window_size=None, scale=0.5, tolerance=2.0**-24, is_part=True)
+    lower = jnp.where(jnp.arange(LENGTH) < 512, jnp.inf, -jnp.inf)
+    operands = operands._replace(lower=jnp.broadcast_to(lower, (1, HEADS, LENGTH)))
+    needed = jax.jit(lambda operands: needed_keys(rules, operands, 64, 64))(operands)
+    assert not np.asarray(needed.first)[0, 0].any()
+    assert np.array_equal(needed.stop[0, 0, 8:], np.arange(9, 17) * 64)

@@ -1,0 +1,239 @@
+"""One sequence on several devices gives the answer of one device, and little is sent for it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax")
+pytest.importorskip("flax")
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from alibi_core import Shards, shard_plan
+from alibi_jax import KVCache, attention, parallel
+from alibi_jax._call.operands import Operands, Rules
+from alibi_jax._call.plan import needed_keys
+
+NAMES = (
+    "one device",
+    "two devices, long enough for tiles",
+    "two devices, zigzag, devices decide",
+    "four devices, symmetric, uneven",
+    "four devices, asymmetric, window, segments, zigzag",
+    "eight devices, symmetric, segments, devices decide",
+    "eight devices, bfloat16",
+    "batch, tokens, one head a device",
+    "the TPU's kernel",
+)
+
+
+def _lines(*arguments: str) -> Iterator[dict[str, Any]]:
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-m", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    yield from map(json.loads, run.stdout.splitlines())
+
+
+@functools.cache
+def programs() -> dict[str, dict[str, Any]]:
+    return {line["name"]: line for line in _lines("tests.support.parallel_programs")}
+
+
+@functools.cache
+def compiled_for_tpus() -> dict[str, dict[str, Any]]:
+    return {line["name"]: line for line in _lines("tests.support.parallel_topologies")}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_devices_give_the_exact_answer_and_gradients(name: str) -> None:
+    found = programs()[name]
+    assert not found["problem"], found["problem"]
+    assert found["cases"] >= 3
+
+
+@pytest.mark.parametrize("name", ["decoding", "not finite"])
+def test_other_programs_on_several_devices(name: str) -> None:
+    found = programs()[name]
+    assert not found["problem"], found["problem"]
+
+
+def test_keys_are_left_out_by_what_is_known_of_a_row_from_elsewhere() -> None:
+    # Queries that follow 4,096 keys after a gap, so that all but these keys are elsewhere.
+    length, kv_len, slopes, tolerance = 128, 4096, np.asarray([0.02, 0.008]), 1e-6
+    random = np.random.default_rng(0)
+    query, key = (random.normal(size=(n, 2, 16)) for n in (length, kv_len))
+    key += 3  # that all keys have this in common makes no difference
+    scores = np.einsum("qhd,khd->hqk", query, key) / 4
+    distances = np.arange(length)[:, None] + kv_len - np.arange(kv_len)
+    logits = scores - slopes[:, None, None] * distances
+    lower = np.log(np.exp(logits).sum(axis=-1)) + 8
+    tensors = [jnp.asarray(x[None], jnp.float32) for x in (query, key)]
+    rules = Rules(is_causal=True, q_offset=kv_len, window_size=None, scale=0.25, tolerance=tolerance, is_part=True)
+    operands = Operands(tensors[0], tensors[1], tensors[1], jnp.asarray(slopes[None], jnp.float32))
+    without = needed_keys(rules, operands, length, 64)
+    needed = needed_keys(rules, operands._replace(lower=jnp.asarray(lower[None], jnp.float32)), length, 64)
+    first = np.asarray(needed.first)[0, :, 0]
+    assert np.all(first > np.asarray(without.first)[0, :, 0])
+    left_out = np.where(np.arange(kv_len) < first[:, None, None], np.exp(logits - lower[..., None]), 0).sum(axis=-1)
+    assert np.all(left_out <= tolerance)
+    # The bound is no farther off than by the sizes of queries and keys, which it knows instead of scores.
+    assert np.all(left_out.max(axis=-1) > tolerance * np.exp(-2 * 0.25 * 8 * 8))
+
+
+# --- What TPUs would be sent ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5e:4x4"])
+def test_tpus_send_what_the_plan_says_and_gather_nothing(topology: str) -> None:
+    found = compiled_for_tpus()[topology]
+    assert "error" not in found, found["error"]
+    kinds = {x["kind"] for x in found["collectives"]}
+    assert kinds <= {"collective-permute", "all-reduce"}
+    # Only what decisions are made of: the largest norms, and the mean of keys, of each head.
+    assert all(
+        x["elements"] <= found["heads"] * found["head_dim"] for x in found["collectives"] if x["kind"] == "all-reduce"
+    )
+    sent = [x for x in found["collectives"] if x["kind"] == "collective-permute" and not x["is_fallback"]]
+    assert sum(x["bytes"] for x in sent) == found["planned_bytes"]
+    assert 5 * found["planned_bytes"] < found["ring_bytes"]
+    assert found["kernels"] > 0
+
+
+# --- On one device --------------------------------------------------------------------------------------------------
+
+
+def _mesh(*names: str) -> Mesh:
+    return Mesh(np.asarray(jax.devices()[:1]).reshape((1,) * len(names)), names)
+
+
+def _tensors(length: int = 6, heads: int = 4, kv_heads: int = 2, batch: int = 1) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    return tuple(
+        jax.random.normal(key, (batch, length, n, 8)) for key, n in zip(keys, (heads, kv_heads, kv_heads), strict=True)
+    )
+
+
+def _sharded(**changes: Any) -> jax.Array:
+    query, key, value = _tensors()
+    call = {"mesh": _mesh("tokens"), "query": query, "key": key, "value": value, "axis_name": "tokens"} | changes
+    return parallel.sharded_attention(call.pop("mesh"), **call)
+
+
+def _inside(call: Callable[..., Any], mesh: Mesh, *arguments: Any, spec: Spec | None = None) -> Any:
+    spec = Spec(None, "tokens") if spec is None else spec
+    return jax.shard_map(call, mesh=mesh, in_specs=(spec,) * len(arguments), out_specs=spec)(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"axis_name": "sequence"}, r"axis_name must name an axis of the mesh, \('tokens',\), got 'sequence'"),
+        ({"head_axis": "heads"}, r"head_axis must name an axis of the mesh, \('tokens',\), got 'heads'"),
+        ({"batch_axis": "tokens"}, "axis_name, batch_axis and head_axis must differ, got 'tokens', 'tokens'"),
+        ({"slopes": jnp.ones(2)}, r"slopes must have shape \(4,\), those of all devices' heads"),
+        ({"future_slopes": jnp.ones(2), "is_causal": False}, r"future_slopes must have shape \(4,\)"),
+        ({"length": 7}, "length must be at most that of query, 6, got 7"),
+        ({"key": jnp.ones((1, 5, 2, 8))}, "key must have the length of query, 6, got 5"),
+        ({"query": jnp.ones((6, 4, 8))}, r"query must have shape \(batch, length, heads, head_dim\), got \(6, 4, 8\)"),
+        ({"placement": "striped"}, "placement must be one of 'contiguous', 'zigzag', got 'striped'"),
+        ({"score_bound": -1.0}, "score_bound must not be negative, got -1.0"),
+        ({"plan": shard_plan(4, Shards(2, 3), score_bound=1.0, num_kv_heads=2)}, "plan must have shards"),
+        ({"plan": shard_plan(4, Shards(1, 6), score_bound=1.0)}, "plan must have num_kv_heads 2, as the call, got 4"),
+        ({"plan": shard_plan(4, Shards(1, 6), score_bound=1.0), "score_bound": 1.0}, "score_bound must be None"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _sharded(**changes)
+
+
+def test_wrong_kinds_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh, got tuple"):
+        _sharded(mesh=("tokens",))
+    with pytest.raises(TypeError, match="axis_name must be the name of one mesh axis, got \\('tokens',\\)"):
+        _sharded(axis_name=("tokens",))
+    with pytest.raises(TypeError, match="slopes must be an array of all devices' slopes"):
+        _sharded(slopes=4)
+    with pytest.raises(TypeError, match="plan must be an alibi_core.ShardPlan, got int"):
+        _sharded(plan=3)
+    with pytest.raises(TypeError, match="slopes must have known values for score_bound to be of use"):
+        jax.grad(lambda slopes: _sharded(slopes=slopes, score_bound=1.0).sum())(jnp.ones(4))
+    with pytest.raises(NotImplementedError, match="'dense' cannot tell log-sum-exps; 'tpu' and 'tiled' can"):
+        _sharded(implementation="dense")
+
+
+def test_arrays_on_another_mesh_are_refused() -> None:
+    query, key, value = _tensors()
+    key = jax.device_put(key, NamedSharding(_mesh("other"), Spec()))
+    with pytest.raises(ValueError, match="key must be on the mesh given"):
+        _sharded(query=query, key=key, value=value)
+
+
+def test_inside_shard_map_there_must_be_such_an_axis() -> None:
+    with pytest.raises(ValueError, match=r"axis_name must name a mesh axis of the jax.shard_map around, \('tokens',\)"):
+        _inside(functools.partial(parallel.attention, axis_name="sequence"), _mesh("tokens"), *_tensors())
+
+
+def test_default_slopes_need_to_know_which_heads_a_device_has() -> None:
+    tensors = _tensors()
+    mesh, spec = _mesh("tokens", "other"), Spec(None, "tokens", "other")
+    with pytest.raises(
+        ValueError, match="slopes must be given, or head_axis, where query is divided along 'other' too"
+    ):
+        _inside(functools.partial(parallel.attention, axis_name="tokens"), mesh, *tensors, spec=spec)
+    with pytest.raises(ValueError, match="where query is divided along 'other' too"):  # which nobody can tell here
+        jax.shard_map(
+            functools.partial(parallel.attention, axis_name="tokens"),
+            mesh=mesh,
+            in_specs=(spec,) * 3,
+            out_specs=spec,
+            check_vma=False,
+        )(*tensors)
+    found = _inside(
+        functools.partial(parallel.attention, axis_name="tokens", head_axis="other"), mesh, *tensors, spec=spec
+    )
+    np.testing.assert_allclose(found, attention(*tensors, implementation="dense"), atol=1e-6)
+
+
+def test_zigzag_shards_must_have_two_chunks_and_contiguous_ones_are_padded() -> None:
+    query, key, value = _tensors(length=7)
+    with pytest.raises(ValueError, match="query must have a length that 2 chunks divide where placement is 'zigzag'"):
+        _sharded(query=query, key=key, value=value, placement="zigzag")
+
+
+def test_nothing_gives_nothing() -> None:
+    query, key, value = _tensors(batch=0)
+    assert _sharded(query=query, key=key, value=value).shape == query.shape
+
+
+def test_a_cache_must_be_one() -> None:
+    query, key, _ = _tensors(length=1)
+
+    def decode(cache: Any) -> Any:
+        return lambda query: parallel.decode(query, cache, axis_name="tokens")
+
+    with pytest.raises(TypeError, match=r"cache must be an alibi_jax.KVCache, got int"):
+        _inside(decode(3), _mesh("tokens"), query, spec=Spec())
+    key = jnp.swapaxes(key, 1, 2)
+    cache = KVCache(key, key, jnp.ones((1, 2, 1)), jnp.ones((), jnp.int32))
+    with pytest.raises(ValueError, match="with shard_len a multiple of 128"):
+        _inside(decode(cache), _mesh("tokens"), query, spec=Spec())

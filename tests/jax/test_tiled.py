@@ -1,0 +1,444 @@
+"""Tiled attention in plain XLA: tiles so small that little cases have many, and rows longer than horizons."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+from jax.sharding import Mesh, PartitionSpec  # noqa: E402
+
+import alibi_jax  # noqa: E402
+from alibi_core import AttentionCall  # noqa: E402
+from alibi_core._call import LENGTH_FIRST  # noqa: E402
+from alibi_core.conformance._cases.case import SIZES, Case, Sizes, cases  # noqa: E402
+from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Answer, assert_within  # noqa: E402
+from alibi_jax._call.operands import Operands, Rules, take_apart  # noqa: E402
+from alibi_jax._call.plan import NORM_BLOCK, needed_keys  # noqa: E402
+from alibi_jax._tiled import passes as _tiled  # noqa: E402
+from alibi_jax._tiled import tiles as _tiles  # noqa: E402
+from tests.support.frameworks import JAX, Backend  # noqa: E402
+
+BACKEND = Backend(JAX, "alibi_jax", None)
+# A compiler is at work in each example.
+FEW_EXAMPLES = settings(max_examples=max(8, settings.default.max_examples // 4))
+QUICKLY = {"xla_backend_optimization_level": 0}  # for kernels that are interpreted, which are not what users run
+LONGER = (Sizes(2, 2, 2, (150, 150), 4), Sizes(1, 3, 1, (70, 200), 3), Sizes(2, 1, 2, (201, 90), 5))
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The sizes that decide how a call is cut up, in place of those of the module."""
+
+    rows: int = 4
+    keys: int = 3
+    lanes: int = 4
+    scores: int = 1
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        constants = {"ROWS": self.rows, "KEYS": self.keys, "KEYS_OF_FEW": self.keys, "LANES": self.lanes}
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in (constants | {"SCORES": self.scores, "PIECE": 1, "PLAN_KEYS": 4}).items():
+                patch.setattr(_tiles, name, value)
+            yield
+
+
+TILINGS = st.builds(
+    Tiling,
+    rows=st.sampled_from([1, 2, 4, 16]),
+    keys=st.sampled_from([2, 3, 16]),
+    lanes=st.sampled_from([1, 2, 5]),
+    scores=st.sampled_from([1, 2**20]),
+)
+
+
+def operands_of(case: Case, dtype: str = "float32", tolerance: float | None = None) -> tuple[Rules, Operands]:
+    tensors = [JAX.array(BACKEND.layout(case.arrays[name]), dtype) for name in ("query", "key", "value")]
+    slopes = JAX.array(case.arrays["slopes"], "float64" if dtype == "float64" else "float32")
+    arguments = {name: BACKEND._place(value) for name, value in case.arguments.items()}
+    call = AttentionCall.check(
+        *tensors, slopes, **arguments, tolerance=tolerance, allow_negative_slopes=True, layout=LENGTH_FIRST, xp=jnp
+    )
+    return take_apart(call, *tensors)
+
+
+def forward(rules: Rules, operands: Operands, **options: Any) -> tuple[Any, Any]:
+    dtype = operands.query.dtype
+    compiled = jax.jit(lambda x: _tiled.forward(rules, x, dtype, **options))
+    return compiled(operands)
+
+
+def forward_and_backward(rules: Rules, operands: Operands, cotangent: Any, **options: Any) -> tuple[Any, ...]:
+    """Return the result, the log-sum-exps and the five gradients."""
+
+    def both(operands: Operands, cotangent: Any) -> tuple[Any, ...]:
+        result, sums = _tiled.forward(rules, operands, operands.slopes.dtype, **options)
+        gradients = _tiled.backward(rules, operands, result, sums, cotangent, slopes_too=True, **options)
+        return result.astype(operands.query.dtype), sums, *gradients
+
+    return jax.jit(both)(operands, cotangent)
+
+
+def assert_exact(case: Case, dtype: str = "float32", tolerance: float | None = None, **options: Any) -> None:
+    """Assert that the result and all gradients are within their budgets."""
+    rules, operands = operands_of(case, dtype, tolerance)
+    cotangent = JAX.array(BACKEND.layout(case.arrays["cotangent"]), dtype)
+    result, sums, *gradients = forward_and_backward(rules, operands, cotangent, **options)
+    assert (result.shape, result.dtype) == (operands.query.shape, operands.query.dtype)
+    assert (sums.shape, sums.dtype) == (
+        (case.sizes.batch, case.num_heads, case.sizes.lengths[0]),
+        operands.slopes.dtype,
+    )
+    for gradient, tensor in zip(gradients, operands[:3], strict=False):
+        assert (gradient.shape, gradient.dtype) == (tensor.shape, tensor.dtype)
+    problem = case.exact(dtype)
+    slack = left_out(case, rules.tolerance)
+    assert_within(BACKEND.layout(JAX.numpy(result)), widened(problem.output, slack["result"]))
+    sees = np.isfinite(problem.bias).any(axis=-1)
+    np.testing.assert_array_equal(JAX.numpy(sums) == np.inf, ~sees)
+    by_entry = dataclasses.replace(case, slopes_per_batch=True)  # so that gradients by slopes are not summed
+    by_entry.__dict__.update(arrays=case.arrays, arguments=case.arguments)
+    answers = by_entry.gradients(dtype)
+    for name, gradient in zip(("query", "key", "value"), gradients[:3], strict=True):
+        assert_within(BACKEND.layout(JAX.numpy(gradient)), widened(answers[name], slack[name]))
+    assert_within(JAX.numpy(gradients[3]), widened(answers["slopes"], slack["slopes"]))
+    assert (gradients[4] is None) == ("future_slopes" not in case.arguments)
+    if gradients[4] is not None:
+        assert_within(JAX.numpy(gradients[4]), widened(answers["future_slopes"], slack["slopes"]))
+
+
+def widened(answer: Answer, slack: float) -> Answer:
+    return Answer(answer.value, answer.budget + slack)
+
+
+def left_out(case: Case, tolerance: float) -> dict[str, float]:
+    """Return by how much anything may differ for a share of each query's weight that is left out."""
+    query, key, value, grad = (np.abs(case.arrays[x]).max() for x in ("query", "key", "value", "cotangent"))
+    rows, tokens = case.sizes.lengths[0] * case.sizes.group, case.sizes.lengths[1]
+    by_weight = 4 * grad * value * case.sizes.head_dim  # of two rows of weights, 1 + tolerance in sum
+    shares = {"result": 2 * value, "query": by_weight * case.scale * key, "key": by_weight * case.scale * query * rows}
+    shares |= {"value": grad * rows, "slopes": by_weight * rows * tokens}
+    return {name: tolerance * share for name, share in shares.items()}
+
+
+def plain(sizes: Sizes, form: str = "causal", seed: int = 3, **arguments: Any) -> Case:
+    case = Case(sizes, form, None, None, None, None, slopes_per_batch=False, seed=seed)
+    return case.with_arguments(form, case.arguments | arguments)
+
+
+def in_long_rows(case: Case) -> Case:
+    """Give a case slopes steep enough for horizons to end within its rows, and one of 0."""
+    slopes = np.resize(np.float32([1.0, 0.3, 4.0, 0.0]), case.arrays["slopes"].shape).astype(np.float64)
+    return case.with_arrays(slopes=slopes)
+
+
+# --- Exact, in many tiles ------------------------------------------------------------------------------------------
+
+
+@FEW_EXAMPLES
+@given(
+    case=cases(),
+    tiling=TILINGS,
+    precision=st.sampled_from([("float32", None), ("float32", 0.0), ("bfloat16", 0.0), ("float16", 0.0)]),
+)
+@example(case=plain(SIZES[1]), tiling=Tiling(lanes=5), precision=("float32", None))  # lanes without a job
+def test_many_tiles_are_exact_with_their_gradients(
+    case: Case, tiling: Tiling, precision: tuple[str, float | None]
+) -> None:
+    with tiling.applied():
+        for together in (False, True):
+            assert_exact(case, *precision, together=together)
+
+
+@FEW_EXAMPLES
+@given(
+    case=st.sampled_from(LONGER).flatmap(lambda sizes: cases(sizes=sizes)),
+    rows=st.sampled_from([16, 40]),
+    together=st.booleans(),
+)
+@example(case=plain(LONGER[0]), rows=16, together=False)
+@example(case=plain(LONGER[2], "asymmetric"), rows=16, together=True)
+def test_rows_longer_than_horizons_are_exact_with_their_gradients(case: Case, rows: int, together: bool) -> None:
+    with Tiling(rows=rows, keys=24).applied():
+        assert_exact(in_long_rows(case), together=together)
+
+
+KERNELS = (alibi_jax.TPU(interpret=True, q_block=128, kv_block=128), alibi_jax.GPU(interpret=True))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("form", [{}, {"is_causal": False}], ids=str)
+@pytest.mark.parametrize("implementation", ["tiled", *KERNELS], ids=["tiled", "tpu", "gpu"])
+def test_gradients_of_slopes_know_no_rounded_result(implementation: Any, dtype: Any, form: dict[str, Any]) -> None:
+    # Values around 8: the gradients of a row's scores are differences of what is nearly the same.
+    rng = np.random.default_rng(0)
+    query, key, value, weight = (jnp.asarray(x, jnp.float32) for x in rng.standard_normal((4, 1, 256, 2, 16)))
+    tensors, weight = [x.astype(dtype) for x in (query, key, value + 8)], weight.astype(dtype).astype(jnp.float32)
+
+    def gradient(implementation: Any) -> jax.Array:
+        def loss(slopes: jax.Array) -> jax.Array:
+            result = alibi_jax.attention(*tensors, slopes, implementation=implementation, **form)
+            return (result.astype(jnp.float32) * weight).sum()
+
+        options = None if isinstance(implementation, str) else QUICKLY
+        return jax.jit(jax.grad(loss), compiler_options=options)(jnp.asarray([0.5, 0.004]))
+
+    # Both in float32 until the end, whatever the dtype: off by its roundoff times the sum of what cancels, 256 rows of
+    # values of 8 by a mean distance of 100, which is some thousand times the gradient.
+    np.testing.assert_allclose(gradient(implementation), gradient("dense"), rtol=2e-3)
+
+
+def relative_errors(tensors: list[jax.Array], implementation: Any) -> np.ndarray:
+    """Return how far gradients of query, key and value are from the exact ones: norms, as parts of theirs."""
+    weight = jnp.asarray(np.random.default_rng(1).standard_normal(tensors[0].shape), tensors[0].dtype)
+
+    def gradients(tensors: list[jax.Array], implementation: Any) -> list[jax.Array]:
+        def loss(*tensors: jax.Array) -> jax.Array:
+            result = alibi_jax.attention(*tensors, jnp.asarray([0.5, 0.02]), implementation=implementation)
+            return jnp.sum((result * weight).astype(jnp.float32))
+
+        found = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*tensors)
+        return [x.astype(jnp.float32).ravel() for x in found]
+
+    exact = gradients([x.astype(jnp.float32) for x in tensors], "dense")
+    found = gradients(tensors, implementation)
+    return np.asarray([jnp.linalg.norm(x - y) / jnp.linalg.norm(y) for x, y in zip(found, exact, strict=True)])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    ("implementation", "means"),
+    [("tiled", (30, 30)), ("tiled", (0, 30)), *((kernel, (0, 30)) for kernel in KERNELS)],
+    ids=["tiled, keys and values", "tiled, values", "tpu", "gpu"],
+)
+def test_gradients_where_keys_and_values_have_a_mean(implementation: Any, means: Any, dtype: Any) -> None:
+    if isinstance(implementation, alibi_jax.TPU) and dtype == jnp.float16:
+        pytest.skip("TPUs have no float16")
+    tensors = np.random.default_rng(0).standard_normal((3, 1, 512, 2, 32))
+    tensors = [jnp.asarray(x + mean, dtype) for x, mean in zip(tensors, (0, *means), strict=True)]
+    # Dense is off by the rounding of its results alone, and nothing else may be, beside what float32 is off by. The
+    # kernels round weights and gradients of scores as well, for the sake of the units that multiply them: three
+    # roundings for one.
+    slack = 1.1 if implementation == "tiled" else 3**0.5
+    of_float32 = relative_errors([x.astype(jnp.float32) for x in tensors], implementation)
+    assert np.all(relative_errors(tensors, implementation) <= slack * relative_errors(tensors, "dense") + of_float32)
+    assert np.all(of_float32 < 1e-3)
+
+
+@pytest.mark.parametrize("implementation", ["tiled", *KERNELS], ids=["tiled", "tpu", "gpu"])
+def test_gradients_of_scores_beyond_what_float32_counts(implementation: Any) -> None:
+    # Scores of 1e9 or so: one key has all of the weight, and sums in another order are off by hundreds.
+    query, key, value, weight = np.random.default_rng(0).standard_normal((4, 1, 400, 2, 32))
+    tensors = [jnp.asarray(x, jnp.float32) for x in (1e4 * query, 1e4 * key, value)]
+
+    def loss(*tensors: jax.Array) -> jax.Array:
+        result = alibi_jax.attention(*tensors, jnp.asarray([0.5, 0.02]), implementation=implementation)
+        return jnp.sum(result * jnp.asarray(weight, jnp.float32))
+
+    by_query, by_key, by_value = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*tensors)
+    # What is exactly 0 is a difference of sums of 32 products of up to 16, times a key, or as many queries.
+    assert np.abs(by_query).max() <= 5e4 * 32**-0.5 * 32 * 16 * 2.0**-24
+    assert np.abs(by_key).max() <= 400 * 5e4 * 32**-0.5 * 32 * 16 * 2.0**-24
+    assert np.all(np.abs(np.asarray(by_value)) <= np.abs(weight).sum(axis=1, keepdims=True))
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_float64_is_exact_to_its_rounding(together: bool) -> None:
+    with jax.enable_x64(True), Tiling().applied():
+        assert_exact(plain(SIZES[3], "asymmetric"), "float64", together=together)
+
+
+@pytest.mark.parametrize(("q_offset", "is_masked"), [(1_000_000, False), (-1_000_000, False), (1_000_000, True)])
+def test_distances_are_counted_from_the_nearest_key(q_offset: int, is_masked: bool) -> None:
+    mask = np.arange(11) % 4 != 3
+    case = plain(SIZES[3], "symmetric", q_offset=q_offset, **({"mask": mask[None, None, None]} if is_masked else {}))
+    # So steep that a rounded product of slope and distance would be off by much.
+    with Tiling().applied():
+        assert_exact(case.with_arrays(slopes=np.asarray([1.7, 0.3], np.float32).astype(np.float64)))
+
+
+def test_distances_are_counted_from_the_nearest_key_that_is_not_hidden() -> None:
+    # Two neighbours far from the query, which weigh the same: the farther one has the higher score.
+    slopes = np.linspace(90.1, 120.7, 8).astype(np.float32).astype(np.float64)
+    key, value = np.zeros((2, 1, 8, 400, 1))
+    key[0, :, 0, 0], value[..., 0, :], value[..., 1, :] = slopes, 1, -1
+    case = plain(Sizes(1, 8, 1, (1, 400), 1), mask=(np.arange(400) < 2)[None, None, None])
+    case = case.with_arrays(query=np.ones((1, 8, 1, 1)), key=key, value=value, slopes=slopes)
+    result, _ = forward(*operands_of(case))
+    assert_within(BACKEND.layout(JAX.numpy(result)), case.exact("float32").output)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 33])
+def test_lengths_about_those_of_tiles(length: int) -> None:
+    case = plain(Sizes(2, 2, 1, (length, length + 1), 3))
+    with Tiling(rows=16, keys=16).applied():
+        rules, operands = operands_of(case)
+        result, _ = forward(rules, operands)
+    assert_within(BACKEND.layout(JAX.numpy(result)), case.exact("float32").output)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_queries_that_see_nothing_have_no_part_in_anything(together: bool) -> None:
+    mask = np.ones((1, 1, 7, 7), dtype=bool)
+    mask[:, :, 2:6] = False
+    case = plain(SIZES[2], "symmetric", mask=mask)
+    with Tiling(rows=2, keys=3).applied():
+        assert_exact(case, together=together)
+        rules, operands = operands_of(case)
+        cotangent = np.ones(operands.query.shape, np.float32)
+        result, sums, by_query, *_ = forward_and_backward(rules, operands, cotangent, together=together)
+    for array in (result, by_query):
+        assert not np.asarray(array)[:, 2:6].any()
+    assert np.isinf(np.asarray(sums)[:, :, 2:6]).all()
+
+
+# --- The guarantee -------------------------------------------------------------------------------------------------
+
+
+def huge_key(query: np.ndarray, key: np.ndarray) -> None:
+    key[:, :1, 0] = 1000.0
+    key[:, 1:, -1] = -300.0
+
+
+def first_keys_first(query: np.ndarray, key: np.ndarray) -> None:
+    query[...] = 3 + query / 10
+    key[:, :, :4] = 2.0
+
+
+def all_alike(query: np.ndarray, key: np.ndarray) -> None:
+    key[...] = key[:, :, :1]
+    query[:, :, ::2] = 0
+
+
+@pytest.mark.parametrize("tolerance", [0.3, 0.01, 2.0**-24])
+@pytest.mark.parametrize("change", [huge_key, first_keys_first, all_alike])
+def test_no_more_is_left_out_than_the_tolerance(change: Any, tolerance: float) -> None:
+    case = in_long_rows(plain(LONGER[0], "symmetric" if change is first_keys_first else "causal"))
+    arrays = {name: case.arrays[name].copy() for name in ("query", "key")}
+    change(**arrays)
+    case = case.with_arrays(**arrays)
+    with Tiling(rows=16, keys=16).applied():
+        result, _ = forward(*operands_of(case, tolerance=tolerance))
+    answer = case.exact("float32").output
+    most = np.abs(case.arrays["value"]).max(axis=(2, 3)).repeat(case.sizes.group, axis=1)[:, :, None, None]
+    assert_within(BACKEND.layout(JAX.numpy(result)), Answer(answer.value, answer.budget + 2 * tolerance * most))
+
+
+# --- What is computed ----------------------------------------------------------------------------------------------
+
+
+def many_tokens(length: int, heads: tuple[int, int] = (8, 8), q_len: int | None = None) -> tuple[Rules, Operands]:
+    rng = np.random.default_rng(0)
+    num_heads, num_kv_heads = heads
+    query = rng.standard_normal((1, q_len or length, num_heads, 16), np.float32)
+    key, value = rng.standard_normal((2, 1, length, num_kv_heads, 16), np.float32)
+    tensors = [jnp.asarray(x) for x in (query, key, value)]
+    return take_apart(AttentionCall.check(*tensors, layout=LENGTH_FIRST, xp=jnp), *tensors)
+
+
+def test_about_as_many_keys_are_visited_as_are_needed() -> None:
+    rules, operands = many_tokens(16384)
+    sizes = _tiles.sizes_of(rules, operands, together=False)
+    part = sizes.part
+
+    def count(operands: Operands) -> tuple[Any, Any]:
+        needed = needed_keys(rules, operands, part["q"], _tiles.PLAN_KEYS)
+        blocks = _tiles.jobs_of(rules, operands, sizes).blocks
+        return jnp.sum(needed.stop - needed.first), jnp.sum(jnp.max(blocks, axis=1)) * sizes.lanes * part["k"]
+
+    needed, visited = map(int, jax.jit(count)(operands))
+    assert needed <= visited <= 1.1 * needed
+    assert visited * part["q"] <= 0.3 * 8 * 16384**2 / 2  # of the triangles
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
+@pytest.mark.parametrize("q_len", [1, 300])
+def test_nothing_but_the_needed_keys_is_read(q_len: int, heads: tuple[int, int]) -> None:
+    # Norms are given, so that no key has to be looked at for the plan; what nobody needs is poison.
+    length = 4096
+    rules, operands = many_tokens(length, heads, q_len)
+    operands = operands._replace(slopes=jnp.full((1, 8), 0.25, jnp.float32))
+    norms = jnp.linalg.norm(operands.key, axis=-1).max(axis=1)[..., None]
+    operands = operands._replace(key_norms=jnp.broadcast_to(norms * 1.001, (1, heads[1], length // NORM_BLOCK)))
+    expected, _ = forward(rules, operands)
+    read = length - 200 - q_len - _tiles.KEYS_OF_FEW
+    poisoned = {name: getattr(operands, name).at[:, :read].set(jnp.nan) for name in ("key", "value")}
+    result, sums, *gradients = forward_and_backward(rules, operands._replace(**poisoned), jnp.ones_like(operands.query))
+    np.testing.assert_allclose(result, expected, atol=1e-6)
+    assert np.isfinite(sums).all()
+    for gradient in gradients[:4]:
+        assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_memory_grows_with_the_length(together: bool) -> None:
+    def temporaries(length: int) -> int:
+        rules, operands = many_tokens(length, (4, 2))
+
+        def both(operands: Operands) -> tuple[Any, ...]:
+            result, sums = _tiled.forward(rules, operands, jnp.float32, together=together)
+            return _tiled.backward(rules, operands, result, sums, operands.query, slopes_too=True, together=together)
+
+        compiled = jax.jit(both).lower(operands).compile()
+        return int(compiled.memory_analysis().temp_size_in_bytes)
+
+    short, long = temporaries(16384), temporaries(32768)
+    assert long <= 2.2 * short
+    assert long <= 80 * 32768 * 4 * 16  # bytes: 20 tensors of the size of the query
+
+
+def test_few_queries_make_small_tiles() -> None:
+    for q_len, together in ((1, False), (1, True), (5, False), (257, False), (300, True)):
+        rules, operands = many_tokens(5000, (8, 2), q_len)
+        sizes = _tiles.sizes_of(rules, operands, together=together)
+        assert q_len <= sizes.part["q"] * sizes.grid[-1] <= q_len + 32
+        assert sizes.part["q"] <= _tiles.ROWS
+        assert sizes.part["k"] <= _tiles.KEYS_OF_FEW
+
+
+def test_heads_of_short_sequences_share_a_step() -> None:
+    operands = Operands(*(jnp.zeros((8, 128, 12, 64)),) * 3, slopes=jnp.ones((1, 12)))
+    rules = Rules(is_causal=True, q_offset=0, window_size=None, scale=1.0, tolerance=0.0)
+    sizes = _tiles.sizes_of(rules, operands, together=False)
+    assert sizes.steps <= 2
+    assert not sizes.has_idle_rows
+
+
+def test_it_runs_inside_shard_map() -> None:
+    rules, operands = many_tokens(600, (2, 1))
+    mesh = Mesh(np.asarray(jax.devices()[:1]), ("batch",))
+    whole, by_entry = PartitionSpec(), PartitionSpec("batch")
+    specs = Operands(*(by_entry,) * 3, slopes=whole)
+
+    def both(operands: Operands) -> tuple[Any, ...]:
+        result, sums = _tiled.forward(rules, operands, jnp.float32)
+        return result, *_tiled.backward(rules, operands, result, sums, operands.query, slopes_too=True)[:4]
+
+    mapped = jax.shard_map(both, mesh=mesh, in_specs=(specs,), out_specs=(by_entry,) * 5)
+    found = [jax.jit(function)(operands) for function in (mapped, both)]
+    for actual, expected in zip(*found, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_low_precision_is_as_good_as_jaxs_own() -> None:
+    rng = np.random.default_rng(1)
+    tensors = [jnp.asarray(x).astype(jnp.bfloat16) for x in rng.standard_normal((3, 1, 700, 2, 32), np.float32)]
+    flat = jnp.zeros((2,), jnp.float32)
+    rules, operands = take_apart(AttentionCall.check(*tensors, flat, layout=LENGTH_FIRST, xp=jnp), *tensors)
+    result, _ = forward(rules, operands)
+    jaxs = jax.nn.dot_product_attention(*tensors, is_causal=True)
+    exact = jax.nn.dot_product_attention(*(x.astype(jnp.float32) for x in tensors), is_causal=True)
+    errors = [float(jnp.linalg.norm((x.astype(jnp.float32) - exact).ravel())) for x in (result, jaxs)]
+    assert errors[0] <= 1.1 * errors[1]
+    assert errors[0] <= UNIT_ROUNDOFF["bfloat16"] * float(jnp.linalg.norm(exact.ravel()))

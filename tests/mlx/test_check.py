@@ -1,0 +1,342 @@
+"""``python -m alibi_mlx.check``: what it says, and that it notices what is wrong. Its part for Metal needs no Metal.
+
+There a stand-in for MLX's attention refuses what Metal's kernels refuse, for MLX's own reasons, and computes the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
+
+import alibi_core  # noqa: E402
+from alibi_mlx import _compatible, attention  # noqa: E402
+from alibi_mlx._metal.routes import ROUTES  # noqa: E402
+from alibi_mlx.check import __main__ as check  # noqa: E402
+from alibi_mlx.check import _cases as _check_cases  # noqa: E402
+from alibi_mlx.check._budget import TF32, U, deviation, factor_roundoff  # noqa: E402
+from alibi_mlx.check._cases import Outcome, Sizes, asked_for_fused_kernels, outcomes  # noqa: E402
+
+PLAIN = mx.fast.scaled_dot_product_attention
+NEWER, MIDDLE, OLDER = (0, 32, 4), (0, 31, 0), (0, 29, 0)  # versions of MLX
+SHORT = Sizes(decoding=(1, 8), decoding_keys=1100, queries=70, keys=(70,), repeats=1)
+
+
+def metals_attention(query, key, value, *, scale, mask=None, force_fused=False):
+    """Compute attention, unless a fused kernel is wanted and Metal has none."""
+    if force_fused:
+        name, sizes = ("full", (64, 72, 80, 96, 128, 192, 256)) if query.shape[2] > 8 else ("vector", (64, 96, 128))
+        if query.shape[-1] not in sizes or query.shape[-1] != value.shape[-1]:
+            reason = f"the {name} attention kernel supports head dims {sizes}; got query head dim {query.shape[-1]}."
+            message = "[scaled_dot_product_attention] force_fused=True but no fused kernel is available: "
+            raise ValueError(message + reason)
+    mask = mask if mask is None or isinstance(mask, str) else mask.astype(mx.float32)
+    arrays = (x.astype(mx.float32) for x in (query, key, value))
+    return PLAIN(*arrays, scale=scale, mask=mask).astype(query.dtype)
+
+
+@pytest.fixture
+def metal(monkeypatch):
+    """A Mac, as far as the command can tell: short calls, and MLX's newest version."""
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(mx, "set_default_device", lambda device: None)
+    told = {"device_name": "Apple M9", "architecture": "applegpu_x"}
+    monkeypatch.setattr(mx, "device_info", lambda device: told, raising=False)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", metals_attention)
+    monkeypatch.setattr(_compatible, "version", lambda: NEWER)
+    monkeypatch.setattr(_check_cases, "SIZES", dict.fromkeys(_check_cases.SIZES, SHORT))
+
+
+def rows_of(text):
+    """Return the table's lines, but for its head, as lists of their cells."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def tensors(q_len=40, kv_len=1100, dtype=mx.float32):
+    rng = np.random.default_rng(0)
+    shapes = ((1, 4, q_len, 16), (1, 2, kv_len, 16), (1, 2, kv_len, 16))
+    return tuple(mx.array(rng.standard_normal(shape, np.float32)).astype(dtype) for shape in shapes)
+
+
+def compare(arrays, result, **changes):
+    slopes = alibi_core.slopes(4, dtype=np.float64)
+    rounding = {"features": 16, "tolerance": U, "fold_bounds": np.zeros(4), "factor_roundoff": 0.0} | changes
+    return deviation(arrays, result, slopes, **rounding)
+
+
+# Without Metal
+
+
+def test_from_the_command_line_without_metal_it_says_so_and_checks_the_cpu(tmp_path):
+    if mx.metal.is_available():
+        pytest.skip("this machine has a Metal device")
+    path = tmp_path / "check.json"
+    command = [sys.executable, "-W", "error", "-m", "alibi_mlx.check", "--quick", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"alibi-core {alibi_core.__version__}, MLX {mx.__version__}, NumPy {np.__version__}, " in done.stdout
+    assert "There is no Metal device here, so fused kernels were not tried" in done.stdout
+    rows = rows_of(done.stdout)
+    newer = _compatible.has_kernels_for_72_and_96()
+    assert len(rows) == sum(row.device == mx.gpu and (newer or not row.newer) for row in ROUTES)
+    assert {(row[5], row[-1]) for row in rows} == {("-", "right")}
+    assert f"All {len(rows)} calls are as they should be." in done.stdout
+    report = json.loads(path.read_text())
+    assert (report["metal"], report["right"], len(report["calls"])) == (False, True, len(rows))
+    assert report["environment"]["MLX"] == mx.__version__
+    for call in report["calls"]:
+        assert call["right"]
+        assert call["tried"] is None
+        assert 0 < call["share"] < 1
+        assert call["seconds"] > 0 < call["dense_seconds"]
+
+
+def test_in_full_there_is_a_call_for_each_dtype_of_a_row(monkeypatch):
+    monkeypatch.setattr(_check_cases, "SIZES", {(mx.cpu, False): Sizes((1, 8), 70, 40, (70,), 1)})
+    found = list(outcomes(mx.cpu, quick=False))
+    newer = _compatible.has_kernels_for_72_and_96()
+    rows = [row for row in ROUTES if row.device == mx.gpu and (newer or not row.newer)]
+    assert len(found) == sum(len(row.dtypes) * (2 if row.queries[1] <= 8 else 1) for row in rows)
+    assert all(x.is_right and x.error is not None for x in found)
+    assert {x.dtype for x in found} == {"float16", "bfloat16", "float32"}
+    assert {x.q_len for x in found} == {1, 8, 40}
+
+
+def test_the_default_device_is_as_before_also_after_an_interrupt(monkeypatch):
+    set_to = []
+
+    def interrupted(device, quick):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "outcomes", interrupted)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu, 0))  # of an MLX for CUDA, say
+    monkeypatch.setattr(mx, "set_default_device", lambda device: set_to.append(device.type))
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    with pytest.raises(KeyboardInterrupt):
+        check.main([])
+    assert set_to == [mx.cpu, mx.gpu]
+
+
+def test_unknown_options_are_refused(capsys):
+    with pytest.raises(SystemExit) as stop:
+        check.main(["--fast"])
+    assert stop.value.code == 2
+    assert "python -m alibi_mlx.check" in capsys.readouterr().err
+
+
+# What is wrong
+
+
+def steeper(*tensors, **arguments):
+    return attention(*tensors, mx.array(alibi_core.slopes(8)) * 1.02, **arguments)
+
+
+def not_a_number(*tensors, **arguments):
+    result = attention(*tensors, **arguments)
+    result[0, 3, -1, 5] = mx.nan
+    return result
+
+
+def a_token_late(*tensors, **arguments):
+    return attention(*tensors[:1], *(mx.roll(x, 1, axis=2) for x in tensors[1:]), **arguments)
+
+
+def last_row_missing(*tensors, **arguments):
+    result = attention(*tensors, **arguments)
+    result[:, :, -1] = 0
+    return result
+
+
+@pytest.mark.parametrize("wrong", [steeper, not_a_number, a_token_late, last_row_missing])
+def test_a_wrong_result_makes_the_exit_status_1(wrong, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(_check_cases, "attention", wrong)
+    monkeypatch.setattr(_check_cases, "SIZES", {(mx.cpu, True): Sizes((1,), 128, 40, (128,), 1)})
+    path = tmp_path / "check.json"
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    assert check.main(["--quick", "--json", str(path)]) == 1
+    text = capsys.readouterr().out
+    verdicts = [row[-1] for row in rows_of(text)]
+    # A slope that is 2% off is within what bfloat16 rounds, but not within what float32 does.
+    assert all(x == "WRONG" for x, row in zip(verdicts, rows_of(text), strict=True) if row[0] == "float32")
+    assert wrong is steeper or set(verdicts) == {"WRONG"}
+    assert f"{verdicts.count('WRONG')} of {len(verdicts)} calls are WRONG." in text
+    report = json.loads(path.read_text())
+    assert not report["right"]
+    assert [call["right"] for call in report["calls"]] == [x == "right" for x in verdicts]
+    if wrong is not_a_number:
+        assert {(call["error"], call["share"]) for call in report["calls"]} == {(None, None)}
+
+
+def test_a_call_that_raises_is_wrong_and_the_others_still_run(monkeypatch, capsys):
+    def failing(*tensors, implementation):
+        if implementation == "folded":
+            raise RuntimeError("out of memory")
+        return attention(*tensors, implementation=implementation)
+
+    monkeypatch.setattr(_check_cases, "attention", failing)
+    monkeypatch.setattr(_check_cases, "SIZES", {(mx.cpu, True): Sizes((1,), 70, 40, (70,), 1)})
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    assert check.main(["--quick"]) == 1
+    text = capsys.readouterr().out
+    assert {row[-1] for row in rows_of(text) if row[4].startswith("folded")} == {"WRONG"}
+    assert {row[-1] for row in rows_of(text) if row[4].startswith("tiled")} == {"right"}
+    assert "bfloat16, 40 queries, 70 keys, folded 61: raised RuntimeError: out of memory" in text
+
+
+def test_an_outcome_is_right_if_its_share_of_the_budget_is_at_most_1():
+    outcome = Outcome("float32", 1, 1, 64, "tiled", 64, error=0.1, share=1.0)
+    assert outcome.is_right
+    assert not replace(outcome, share=1.001).is_right
+    assert not replace(outcome, share=None).is_right
+    assert not replace(outcome, raised="ValueError: no").is_right
+    assert Outcome("float32", 1, 1, 64, "folded", 64, refused="cannot").is_right
+
+
+# The budget
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("q_len", [1, 40, 300])
+def test_other_ways_to_compute_are_within_the_budget(dtype, q_len):
+    arrays = tensors(q_len, 300, dtype)
+    for implementation in ("tiled", "dense"):
+        off = compare(arrays, attention(*arrays, implementation=implementation))
+        assert 0 < off.share < 1
+        assert off.error < 0.05
+    assert compare(arrays, attention(*arrays), tolerance=0.0).share < 1
+
+
+def test_the_budget_is_no_more_than_rounding_explains():
+    # The reference, moved by twice the budget of the element where that is least, must be out of it.
+    arrays = tensors()
+    exact = np.asarray(attention(*arrays, implementation="dense"))
+    budget = 1e-4 / compare(arrays, mx.array(exact + np.float32(1e-4))).share  # of the element that is most off
+    assert 1e-6 < budget < 1e-4
+    assert compare(arrays, mx.array(exact + np.float32(2 * budget))).share > 1
+    assert compare(arrays, mx.array(exact + np.float32(budget / 2))).share < 1
+
+
+@pytest.mark.parametrize("row", [0, 127, 128, 299])
+def test_every_row_is_compared(row):
+    arrays = tensors(300, 300)
+    wrong = np.array(attention(*arrays, implementation="dense"))
+    wrong[0, 2, row, 3] += 0.01
+    off = compare(arrays, mx.array(wrong))
+    assert off.share > 1
+    assert off.error == pytest.approx(0.01, rel=1e-3)
+
+
+def test_what_may_be_left_out_and_what_folding_does_widen_the_budget():
+    arrays = tensors()
+    moved = attention(*arrays, implementation="dense") + 0.01
+    alone = compare(arrays, moved).share
+    assert alone > 1
+    for name, value in {"tolerance": 0.1, "fold_bounds": np.full(4, 0.1), "factor_roundoff": TF32}.items():
+        assert compare(arrays, moved, **{name: value}).share < alone / 5
+    assert compare(arrays, moved, tolerance=0.1).share < 1
+
+
+def test_a_device_whose_tensor_units_round_is_told_from_one_whose_do_not(monkeypatch):
+    assert factor_roundoff(40, 64) == 0
+
+    def in_tf32(*arrays, **options):
+        return PLAIN(*(mx.round(x * 1024) / 1024 for x in arrays), **options)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", in_tf32)
+    assert factor_roundoff(40, 64) == TF32
+
+
+# With Metal
+
+
+@pytest.mark.usefixtures("metal")
+def test_with_metal_it_says_which_calls_have_fused_kernels_and_why_others_do_not(capsys, tmp_path):
+    path = tmp_path / "check.json"
+    assert check.main(["--quick", "--json", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "device Apple M9, architecture applegpu_x" in text
+    assert "no Metal device" not in text
+    rows = rows_of(text)
+    assert {row[-1] for row in rows} == {"right"}
+    assert all((row[5] == "yes") == (row[4] != "tiled 160") for row in rows)
+    assert [row[5] for row in rows if row[4] == "tiled 160" and row[1] == "70"] == ["0 of 2"]  # of 4 heads each
+    assert "float32, 70 queries, 70 keys, tiled 160: no fused kernel for 2 of 2: the full attention kernel " in text
+    report = json.loads(path.read_text())
+    assert report["metal"]
+    assert {call["tried"] is None for call in report["calls"]} == {False}
+    wide = [call for call in report["calls"] if call["padded"] == 160]
+    assert all(sum(call["unfused"].values()) == call["tried"] for call in wide)
+    assert all(call["unfused"] == {} for call in report["calls"] if call not in wide)
+
+
+@pytest.mark.usefixtures("metal")
+def test_on_a_gpu_each_row_runs_at_its_own_size():
+    found = [(x.head_dim, x.implementation, x.padded, x.q_len <= 8) for x in outcomes(mx.gpu, quick=True)]
+    few = [row for row in ROUTES if row.device == mx.gpu and row.queries[1] <= 8]
+    many = [row for row in ROUTES if row.device == mx.gpu and row.queries[1] > 8]
+    rows = [row for row in few for _ in SHORT.decoding] + many
+    expected = [(min(x.head_dims[1], 160), x.implementation, x.padded or 160, x.queries[1] <= 8) for x in rows]
+    assert found == expected
+
+
+@pytest.mark.usefixtures("metal")
+@pytest.mark.parametrize("version", [MIDDLE, OLDER], ids=str)
+def test_an_mlx_that_cannot_be_asked_is_checked_all_the_same(version, monkeypatch, capsys):
+    def older(*arrays, scale, mask=None):
+        return metals_attention(*arrays, scale=scale, mask=mask)
+
+    monkeypatch.setattr(_compatible, "version", lambda: version)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", older)
+    assert check.main(["--quick"]) == 0
+    text = capsys.readouterr().out
+    assert "This MLX cannot be asked for its fused kernels: that needs 0.32.4 or later." in text
+    rows = rows_of(text)
+    assert {row[5] for row in rows} == {"-"}
+    assert {(row[4].split()[0], row[-1]) for row in rows} == {("tiled", "right")}
+    assert {"72", "96"}.isdisjoint(row[4].split()[1] for row in rows if int(row[1]) > 8)
+
+
+@pytest.mark.usefixtures("metal")
+def test_mlx_is_asked_with_what_the_implementation_hands_to_it_call_by_call(monkeypatch):
+    handed = []
+
+    def watched(*arrays, **options):
+        handed.append(([(x.shape, x.dtype) for x in arrays], options["mask"], options.get("force_fused", False)))
+        return metals_attention(*arrays, **options)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", watched)
+    query, key, value = (mx.zeros((1, 2, 300, 70), mx.bfloat16) for _ in range(3))
+    said = asked_for_fused_kernels(lambda: attention(query, key, value, implementation="tiled"))
+    # 300 queries in tiles of 256: the others are 44.
+    assert said == ["", ""]
+    assert [shapes[0] for shapes, _, _ in handed] == [((1, 2, n, 72), mx.float32) for n in (256, 44)]
+    assert all(mask.shape[-2:] == (n, k) for (_, mask, _), n, k in zip(handed, (256, 44), (256, 300), strict=True))
+    assert all(forced for _, _, forced in handed)
+    handed.clear()
+    said = asked_for_fused_kernels(lambda: attention(query, key, value, implementation="folded"))
+    assert said == [""]
+    assert handed == [([((1, 2, 300, 80), mx.bfloat16)] * 3, "causal", True)]
+    # The last tile's 4 queries are for another kernel, which does not know 72 features.
+    query, key, value = (x[:, :, :260] for x in (query, key, value))
+    said = asked_for_fused_kernels(lambda: attention(query, key, value, implementation="tiled"))
+    assert [bool(x) for x in said] == [False, True]
+    assert said[1].startswith("the vector attention kernel supports head dims")
+    assert mx.fast.scaled_dot_product_attention is watched
+
+
+def test_after_an_error_mlx_is_as_before():
+    def failing():
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        asked_for_fused_kernels(failing)
+    assert mx.fast.scaled_dot_product_attention is PLAIN

@@ -1,0 +1,70 @@
+"""The attention layers of all backends behind one face."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.support.frameworks import JAX, MLX, TORCH, Framework
+
+FRAMEWORK = {"torch": TORCH, "jax": JAX, "mlx": MLX}
+
+
+def make_layer(name: str, **arguments: Any) -> Any:
+    """Return an ``AlibiAttention`` of the framework called ``name``, with weights of its own making."""
+    layer_class = importlib.import_module(f"alibi_{name}").AlibiAttention
+    if name == "jax":
+        from flax import nnx
+
+        arguments["rngs"] = nnx.Rngs(0)
+    return layer_class(arguments.pop("embed_dim"), arguments.pop("num_heads"), **arguments)
+
+
+def save(name: str, layer: Any, path: Path) -> None:
+    """Save a layer's weights as its users would."""
+    if name == "torch":
+        from safetensors.torch import save_file
+
+        save_file(layer.state_dict(), path)
+    elif name == "jax":
+        importlib.import_module("alibi_jax").save_weights(layer, path)
+    else:
+        layer.save_weights(str(path))
+
+
+def load(name: str, layer: Any, path: Path) -> None:
+    """Load a layer's weights as its users would."""
+    if name == "torch":
+        from safetensors.torch import load_file
+
+        layer.load_state_dict(load_file(path))
+    elif name == "jax":
+        importlib.import_module("alibi_jax").load_weights(layer, path)
+    else:
+        layer.load_weights(str(path))
+
+
+def apply(name: str, layer: Any, x: np.ndarray, **arguments: np.ndarray) -> np.ndarray:
+    """Return a layer's output as float64 NumPy."""
+    framework: Framework = FRAMEWORK[name]
+    placed = {key: framework.array(value) for key, value in arguments.items()}
+    return framework.numpy(layer(framework.array(x), **placed))
+
+
+def decode(name: str, layer: Any, x: np.ndarray, steps: list[int], max_length: int) -> np.ndarray:
+    """Return a layer's output for ``x`` fed through a cache, ``steps`` tokens at a time."""
+    framework: Framework = FRAMEWORK[name]
+    cache = layer.make_cache(x.shape[0], max_length)
+    outputs, start = [], 0
+    for step in steps:
+        chunk = framework.array(x[:, start : start + step])
+        if name == "jax":
+            output, cache = layer(chunk, cache=cache)
+        else:
+            output = layer(chunk, cache=cache)
+        outputs.append(framework.numpy(output))
+        start += step
+    return np.concatenate(outputs, axis=1)

@@ -1,0 +1,609 @@
+"""Attention on four processes against the oracle: what ``tests/test_torch_parallel.py`` starts.
+
+    python -m tests.support.parallel_processes          a line of JSON for each check
+    python -m tests.support.parallel_processes NAME...  of these checks alone
+
+Processes are started once, and go through the checks together, in groups of 1, 2 and 4; what they find process 0
+compares. Cases are drawn from a seed, since all processes have to draw the same ones.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from alibi_core.conformance._cases.oracle import (
+    UNIT_ROUNDOFF,
+    Attention,
+    Rules,
+    assert_within,
+    penalties,
+    rounded,
+    summed_over_batch,
+)
+from alibi_torch import AlibiAttention, attention, parallel
+
+WORLD = 4
+TIMEOUT = datetime.timedelta(seconds=60)
+SHORT_TIMEOUT = datetime.timedelta(seconds=2)
+SLOPES = (4.0, 2.0, 1.0, 0.5, 0.2, 0.05, 0.0)
+TENSORS = ("query", "key", "value")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, and the data that it is given."""
+
+    seed: int
+    shards: int
+    length: int
+    placement: str = "contiguous"
+    batch: int = 1
+    kv_heads: int = 2
+    slopes: tuple[float, ...] = (2.0, 0.7, 0.3, 0.1)
+    future_slopes: tuple[float, ...] | None = None
+    head_dim: int = 5
+    score_bound: float | None = None
+    is_causal: bool = True
+    window_size: int | None = None
+    cuts: tuple[float, ...] = ()  # where segments begin, as shares of the length
+    dtype: str = "float32"
+    tolerance: float | None = None
+    large: tuple[tuple[str, int, int, int], ...] = ()  # of which tensor, near which border, on which side, by how much
+    shift: float = 0.0  # of all keys, along one feature
+    drift: float = 0.0  # of the keys of the first half, along the feature that queries look for
+
+    @classmethod
+    def drawn(cls, seed: int, shards: int) -> Case:
+        random = np.random.default_rng(seed)
+
+        def one_of(*values: Any) -> Any:
+            return values[random.integers(len(values))]
+
+        heads, kv_heads = one_of((4, 2), (3, 1), (2, 2), (1, 1), (6, 3))
+        is_causal = bool(random.integers(2))
+        slopes, future = (tuple(random.choice(SLOPES, heads).tolist()) for _ in range(2))
+        large = tuple(
+            (one_of(*TENSORS), int(random.integers(shards + 1)), int(random.integers(2)), int(random.integers(1, 7)))
+            for _ in range(random.integers(4))
+        )
+        return cls(
+            seed=seed,
+            shards=shards,
+            length=int(one_of(1, 7, 64, 131, 200, 250)),
+            placement=one_of("contiguous", "zigzag"),
+            batch=one_of(1, 2),
+            kv_heads=kv_heads,
+            slopes=slopes,
+            future_slopes=None if is_causal or random.integers(2) else future,
+            score_bound=one_of(None, None, 0.0, 4.0, 30.0),
+            is_causal=is_causal,
+            window_size=one_of(None, None, 0, 17, 90),
+            cuts=one_of((), (), (0.3, 0.31, 0.9), (0.5,)),
+            dtype=one_of("float32", "float32", "bfloat16", "float64"),
+            tolerance=one_of(None, None, None, 0.0, 0.01),
+            large=large,
+            shift=one_of(0.0, 0.0, 1.0),
+        )
+
+    @property
+    def share(self) -> float:
+        """What share of softmax weight may be left out."""
+        return UNIT_ROUNDOFF[self.dtype] if self.tolerance is None else self.tolerance
+
+    def divided(self) -> parallel.Shards:
+        return parallel.Shards.of_length(self.length, self.shards, self.placement)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the inputs, in float64: tensors ``[batch, heads, length, head_dim]``."""
+        random = np.random.default_rng(self.seed)
+        heads = {"query": len(self.slopes), "key": self.kv_heads, "value": self.kv_heads, "cotangent": len(self.slopes)}
+        arrays = {name: random.normal(size=(self.batch, n, self.length, self.head_dim)) for name, n in heads.items()}
+        for name, border, side, power in self.large:
+            token = border * self.divided().chunk_len - side
+            arrays[name][:, :, min(max(token, 0), self.length - 1)] *= 4.0**power
+        arrays["key"][..., 0] += 100 * self.shift
+        if self.drift:
+            arrays["key"][:, :, : self.length // 2, 0] += self.drift
+            arrays["query"][..., 0] = abs(arrays["query"][..., 0])
+        cuts = np.asarray([round(cut * self.length) for cut in self.cuts])
+        arrays["ids"] = np.broadcast_to(
+            (np.arange(self.length)[:, None] >= cuts).sum(axis=1), (self.batch, self.length)
+        )
+        return arrays
+
+
+LONG = Case(0, 2, 2111, slopes=(1.0, 0.05), head_dim=4, kv_heads=1)  # longer than what is attended to whole
+CASES = {
+    shards: [Case.drawn(seed, shards) for seed in range(1000 * shards, 1000 * shards + count)]
+    for shards, count in {1: 10, 2: 30, 4: 50}.items()
+} | {
+    "bounds that data break": [
+        # Keys so large that queries of all shards look for them, or only of some, with a bound that is too low.
+        Case(1, 4, 197, score_bound=1.0, large=(("key", 1, 1, 6), ("query", 4, 1, 3))),
+        Case(2, 4, 197, score_bound=1.0, large=(("key", 0, 0, 6),), placement="zigzag"),
+        Case(3, 4, 250, score_bound=1.0, large=(("key", 3, 1, 2), ("key", 2, 0, 4)), is_causal=False),
+        Case(4, 2, 250, score_bound=0.0, shift=1.0),
+        # Keys of far shards that are all what queries look for, beyond nearer ones that are not.
+        Case(5, 4, 80, slopes=(2.0, 1.0), kv_heads=1, drift=120.0),
+    ],
+    "long": [LONG, replace(LONG, score_bound=9.0, is_causal=False, placement="zigzag", dtype="bfloat16")],
+}
+
+
+@cache
+def group_of(size: int) -> Any:
+    """Return the first processes as a group; all have to make the call."""
+    return dist.new_group(list(range(size)), timeout=TIMEOUT)
+
+
+def gathered(value: Any, group: Any) -> list[Any]:
+    """Return what all processes of a group have, on all of them."""
+    found = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+@contextmanager
+def counted() -> Any:
+    """Count the bytes that this process sends to single others."""
+    sent, batch = [0], dist.batch_isend_irecv
+
+    def count(operations: Any) -> Any:
+        sent[0] += sum(x.tensor.nbytes for x in operations if x.op is dist.isend)
+        return batch(operations)
+
+    with mock.patch.object(dist, "batch_isend_irecv", count):
+        yield sent
+
+
+def run(case: Case, group: Any, **options: Any) -> dict[str, np.ndarray]:
+    """Return results and gradients of all processes, put together, and what was ``sent``."""
+    shards, rank = case.divided(), dist.get_rank(group)
+    dtype = getattr(torch, case.dtype)
+    order = shards.order()
+    mine = order.reshape(case.shards, -1)[rank]
+    local = {}
+    for name, array in case.arrays().items():
+        axis = 1 if name == "ids" else 2
+        # What is no token is to make no difference.
+        filling = [(0, len(order) - n if a == axis else 0) for a, n in enumerate(array.shape)]
+        padded = np.pad(array, filling) if name == "ids" else np.pad(array, filling, constant_values=np.nan)
+        local[name] = torch.from_numpy(np.take(padded, mine, axis=axis)).to(torch.int64 if name == "ids" else dtype)
+    tensors = [local[name].requires_grad_() for name in TENSORS]
+    slopes, future = (
+        None if x is None else torch.tensor(x).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        for x in (case.slopes, case.future_slopes)
+    )
+    with counted() as sent:
+        result = parallel.attention(
+            *tensors,
+            slopes,
+            group=group,
+            placement=case.placement,
+            length=case.length,
+            score_bound=case.score_bound,
+            is_causal=case.is_causal,
+            future_slopes=future,
+            segment_ids=local["ids"] if case.cuts else None,
+            window_size=case.window_size,
+            tolerance=case.tolerance,
+            **options,
+        )
+        forward = sent[0]
+        cotangent = torch.nan_to_num(local["cotangent"])
+        inputs = [x for x in (*tensors, slopes, future) if x is not None]
+        grads = torch.autograd.grad(result, inputs, cotangent)
+    names = (*TENSORS, "slopes", "future_slopes")[: len(inputs)]
+    found = {"result": result.detach(), **dict(zip(names, grads, strict=True))}
+    found = {name: x.double().numpy() for name, x in found.items()}
+    everywhere = gathered(found, group)
+    back = np.argsort(order)
+    whole = {}
+    for name in found:
+        parts = [x[name] for x in everywhere]
+        if "slopes" in name:
+            whole[name] = np.sum(parts, axis=0)
+        else:
+            ordered = np.concatenate(parts, axis=2)[:, :, back]
+            assert not ordered[:, :, case.length :].any(), f"{name} of padding"
+            whole[name] = ordered[:, :, : case.length]
+    whole["sent"] = np.asarray([sum(x) for x in zip(*gathered((forward, sent[0] - forward), group), strict=True)])
+    return whole
+
+
+def compared(case: Case, found: dict[str, np.ndarray]) -> None:
+    """Assert that outputs and gradients are the exact ones, but for rounding and the tolerance."""
+    exact = {name: x if name == "ids" else rounded(x, case.dtype) for name, x in case.arrays().items()}
+    shape = (case.batch, len(case.slopes), case.length, case.length)
+    ids = exact["ids"] if case.cuts else None
+
+    def rules(slopes: Any, future: Any) -> Rules:
+        future = None if future is None else rounded(future, "float32")
+        return Rules(rounded(slopes, "float32"), 0, case.is_causal, future, ids, ids, case.window_size)
+
+    bias = penalties(rules(case.slopes, case.future_slopes), *shape)
+    tensors = [exact[name] for name in TENSORS]
+    problem = Attention(*tensors, bias=bias, scale=case.head_dim**-0.5, dtype=case.dtype)
+    assert_within(found["result"], problem.output_without(case.share))
+    ones = np.ones(len(case.slopes))
+    zeros = None if case.future_slopes is None else 0 * ones
+    for name, (slopes, future) in {"slopes": (ones, zeros), "future_slopes": (0 * ones, ones)}.items():
+        if name not in found:
+            continue
+        distances = -penalties(rules(slopes, future), *shape)
+        distances = np.where(np.isfinite(distances), distances, 0)
+        answers = problem.gradients_without(case.share, exact["cotangent"], distances)
+        answers[name] = summed_over_batch(answers.pop("slopes"))
+        for which, answer in answers.items():
+            try:
+                assert_within(found[which], answer)
+            except AssertionError as error:
+                raise AssertionError(f"gradient of {which}, {error}") from None
+
+
+def check(case: Case) -> None:
+    """Run a case on the processes that it is for, and compare what they find on the first."""
+    group = group_of(case.shards)
+    if dist.get_rank() >= case.shards:
+        return
+    found = run(case, group)
+    if dist.get_rank() == 0:
+        try:
+            compared(case, found)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from None
+
+
+def cases(name: Any) -> int:
+    problems = []
+    for case in CASES[name]:
+        try:
+            check(case)
+        except AssertionError as error:
+            problems.append(str(error))
+    assert not problems, "\n".join(problems)
+    return len(CASES[name])
+
+
+def bytes_sent() -> int:
+    """Check that a bound makes processes send what the core's plan says, and that measuring sends as little."""
+    case = Case(0, 4, 4096, slopes=(1.0, 0.5, 0.25, 0.125), kv_heads=4, head_dim=8)
+    found = {}
+    for bound in (None, 12.0):
+        found[bound] = run(replace(case, score_bound=bound), group_of(4))["sent"]
+    shards = case.divided()
+    plan = parallel.shard_plan(np.asarray(case.slopes), shards, score_bound=12.0)
+    assert found[12.0].tolist() == [plan.bytes_exchanged(case.head_dim, 4)] * 2  # gradients come back the same way
+    assert 8 * found[12.0][0] < plan.bytes_of_ring(case.head_dim, 4)
+    assert 8 * found[None][0] < plan.bytes_of_ring(case.head_dim, 4)
+    # One key that all look for makes all of them see it, whatever was promised.
+    hostile = run(replace(case, score_bound=12.0, large=(("key", 0, 0, 6),)), group_of(4))["sent"]
+    assert hostile[0] == found[12.0][0] + plan.bytes_of_ring(case.head_dim, 4) // 2  # half, as it is causal
+    return 3
+
+
+def second_derivatives() -> int:
+    """Check that gradients of gradients are those of one process where its attention has any, and refused elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(3, 1, 2, 28, 3, dtype=torch.float64, generator=generator).requires_grad_().unbind()
+    slopes = torch.tensor([0.5, 0.1])
+
+    def of_penalty(attend: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> Any:
+        result = attend(*tensors, slopes, is_causal=False)
+        grads = torch.autograd.grad(result.square().sum(), tensors, create_graph=True)
+        # By results, too, so that second derivatives that were left out would not be missed.
+        return torch.autograd.grad(result.sum() + sum(x.square().sum() for x in grads), tensors)
+
+    expected = of_penalty(partial(attention, implementation="dense"), whole)
+    mine = slice(7 * dist.get_rank(), 7 * dist.get_rank() + 7)
+    local = [x.detach()[:, :, mine].clone().requires_grad_() for x in whole]
+    for bound in (None, 3.0):
+        found = of_penalty(partial(parallel.attention, implementation="dense", score_bound=bound), local)
+        for one, exact in zip(found, expected, strict=True):
+            _alike(one, exact[:, :, mine], exact.abs().max().item())
+    for tensor in local[1:]:
+        result = parallel.attention(*local, slopes, implementation="tiled")
+        (grad,) = torch.autograd.grad(result.square().sum(), tensor, create_graph=True)
+        _raises(NotImplementedError, "no second derivatives",
+                lambda grad=grad: torch.autograd.grad(grad.square().sum(), local, allow_unused=True))  # fmt: skip
+    return 2
+
+
+def heads_and_tokens() -> int:
+    """Check a mesh that divides batch, heads and tokens: each process has slopes of the heads that it has."""
+    mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), mesh_dim_names=("heads", "tokens"))
+    case = Case(5, 2, 120, kv_heads=2)
+    arrays = case.arrays()
+    row, column = mesh.get_coordinate()
+    q_heads, kv_heads, tokens = slice(2 * row, 2 * row + 2), slice(row, row + 1), slice(60 * column, 60 * column + 60)
+    local = {
+        name: torch.from_numpy(arrays[name][:, q_heads if name in ("query", "cotangent") else kv_heads, tokens]).float()
+        for name in (*TENSORS, "cotangent")
+    }
+    tensors = [local[name].requires_grad_() for name in TENSORS]
+    plan = parallel.shard_plan(
+        np.asarray(case.slopes), case.divided(), score_bound=8.0, num_kv_heads=2, head_shards=2, tolerance=2.0**-24
+    )
+    for options in ({}, {"score_bound": 8.0}, {"plan": plan}):
+        slopes = torch.tensor(case.slopes, requires_grad=True)
+        where = {"group": mesh, "axis_name": "tokens", "head_axis": "heads"}
+        result = parallel.attention(*tensors, slopes, **where, **options)
+        grads = torch.autograd.grad(result, (*tensors, slopes), local["cotangent"])
+        parts = [x.detach().double().numpy() for x in (result, *grads)]
+        everywhere = gathered(parts, dist.group.WORLD)
+        found = {}
+        for index, name in enumerate(("result", *TENSORS)):
+            rows = [np.concatenate([everywhere[2 * r + c][index] for c in range(2)], axis=2) for r in range(2)]
+            found[name] = np.concatenate(rows, axis=1)
+        found["slopes"] = np.sum([x[4] for x in everywhere], axis=0)
+        compared(case, found)
+    # Where no slopes are given they are those of all heads.
+    by_default = parallel.attention(*tensors, **where)
+    canonical = parallel.attention(*tensors, torch.tensor([0.25, 0.0625, 0.015625, 0.00390625]), **where)
+    assert torch.equal(by_default, canonical)
+    return 4
+
+
+def decoding() -> int:
+    """Check decoding against attention to all there is, and that processes beyond every horizon do nothing."""
+    batch, heads, kv_heads, head_dim, prompt, window = 2, 4, 2, 5, 603, 500
+    random = np.random.default_rng(0)
+    shapes = [(batch, n, prompt + 5, head_dim) for n in (heads, kv_heads, kv_heads)]
+    slopes = torch.tensor([2.0, 0.5, 1.0, 0.3])
+    for dtype in ("float32", "bfloat16"):
+        exact = [rounded(random.normal(size=shape), dtype) for shape in shapes]
+        exact[1][:, :, 104] *= 300  # seen, or not, at the border of the window, from afar
+        exact[1] = rounded(exact[1], dtype)
+        bias = penalties(Rules(rounded(slopes, "float32"), 0, window_size=window), batch, heads, prompt + 5, prompt + 5)
+        answer = Attention(*exact, bias=bias, scale=head_dim**-0.5, dtype=dtype).output_without(UNIT_ROUNDOFF[dtype])
+        tensors = [torch.from_numpy(x).to(getattr(torch, dtype)) for x in exact]
+        cache = parallel.ShardedKVCache(batch, kv_heads, 801, head_dim, dtype=tensors[0].dtype)
+        found = []
+        for part in (slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, prompt + 5))):
+            query, key, value = (x[:, :, part] for x in tensors)
+            cache.append(key, value)
+            found.append(cache.attend(query, slopes, window_size=window).double().numpy())
+        assert cache.length == prompt + 5
+        assert_within(np.concatenate(found, axis=2), answer)
+        assert all(
+            np.array_equal(np.concatenate(found, axis=2), x) for x in gathered(np.concatenate(found, axis=2), None)
+        )
+
+    # A process whose keys are beyond every horizon does not look at them, not even at a NaN.
+    cache = parallel.ShardedKVCache(batch, kv_heads, 801, head_dim)
+    query, key, value = (x.float().clamp(-1, 1) for x in tensors)
+    cache.append(key, value)
+    calm = cache.attend(query[:, :, -1:], slopes)
+    attended = gathered(cache.attended, None)
+    assert attended == [0, 0, 1, 1], attended  # 608 tokens in shards of 201: the last one's are 5
+    if dist.get_rank() < 2:
+        cache.local.value.fill_(torch.nan)
+    assert torch.equal(cache.attend(query[:, :, -1:], slopes), calm)
+    cache.truncate(10)
+    assert (cache.length, cache.local.length) == (10, 10 if dist.get_rank() == 0 else 0)
+    return 2
+
+
+class Block(torch.nn.Module):
+    """What models are made of."""
+
+    def __init__(self, *sizes: int, **options: Any) -> None:
+        super().__init__()
+        self.attention = AlibiAttention(*sizes, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attention(x)
+
+
+def tensor_parallel() -> int:
+    """Check layers whose heads are divided, one a process, against the whole layer; and with FSDP around."""
+    whole = dist.device_mesh.init_device_mesh("cpu", (4,), mesh_dim_names=("heads",))
+    square = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "heads"))
+    forms = [
+        {"num_kv_heads": 4},
+        {"num_kv_heads": 4, "learnable_slopes": True, "bias": True},
+        {"num_kv_heads": 4, "is_causal": False, "future_slopes": torch.tensor([0.9, 0.1, 0.5, 0.3])},
+    ]
+    count = 0
+    for mesh, options in ((mesh, options) for mesh in (whole, square) for options in forms):
+        # FSDP wants parameters of one dtype, and slopes are float32.
+        dtype = torch.float64 if mesh is whole else torch.float32
+        torch.manual_seed(0)
+        reference, layer = (Block(20, 4, head_dim=6, **options).to(dtype) for _ in range(2))
+        layer.load_state_dict(reference.state_dict())
+        entries = slice(None)
+        if mesh is whole:
+            parallelize_module(layer, mesh, parallel.tensor_parallel_plan(layer))
+        else:
+            parallelize_module(layer, mesh["heads"], parallel.tensor_parallel_plan(layer))
+            fully_shard(layer, mesh=mesh["data"])
+            first = 2 * mesh.get_local_rank("data")
+            entries = slice(first, first + 2)
+        x = torch.randn(4, 50, 20, dtype=dtype)
+        expected = reference(x)
+        expected.square().mean().backward()
+        result = layer(x[entries])
+        result.square().mean().backward()  # FSDP takes the mean over processes
+        _alike(result, expected[entries])
+        gradients = {name: x.grad for name, x in reference.named_parameters()}
+        largest = max(x.abs().max().item() for x in gradients.values())
+        for name, parameter in layer.named_parameters():
+            assert isinstance(parameter, DTensor), name
+            _alike(parameter.grad.full_tensor(), gradients[name], largest)
+        assert set(layer.state_dict()) == set(reference.state_dict())
+        count += 1
+    # A cache holds this process's heads, and decoding is what the whole layer does.
+    layer = parallelize_module(AlibiAttention(20, 4, learnable_slopes=True), whole, parallel.TensorParallelAttention())
+    cache, x = layer.make_cache(1, 8), torch.ones(1, 8, 20)
+    assert cache.key.shape == (1, 1, 8, 5)
+    with torch.no_grad():
+        steps = torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(8)], dim=1)
+        _alike(steps, layer(x))
+    for sizes, message in (
+        ((6, 6), "num_heads must be divisible by the 4"),
+        ((8, 2), "num_kv_heads must be divisible"),
+    ):
+        _raises(ValueError, message, lambda sizes=sizes: parallelize_module(
+            AlibiAttention(24, sizes[0], num_kv_heads=sizes[1]), whole, parallel.TensorParallelAttention()
+        ))  # fmt: skip
+    _raises(ValueError, "one whose heads are divided already",
+            lambda: parallelize_module(layer, whole, parallel.TensorParallelAttention()))  # fmt: skip
+    return count
+
+
+def _alike(found: torch.Tensor, expected: torch.Tensor, largest: float = 1.0) -> None:
+    """Assert that two computations agree that make some hundred additions, of numbers of this size at most."""
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0, atol=500 * torch.finfo(found.dtype).eps * largest)
+
+
+def _raises(kind: type[Exception], message: str, call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except kind as error:
+        if message in str(error):
+            return
+        raise
+    raise AssertionError(f"nothing was raised that says {message!r}")
+
+
+def readme() -> int:
+    """Run the README's example, whose process group there is already."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (example,) = (x for x in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "import parallel\n\ndist." in x)
+    assert example.count("\n") <= 10  # lines
+    names: dict[str, Any] = {}
+    with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
+        exec(example, names)
+    assert names["result"].shape == names["query"].shape == (1, 8, 2048, 64)
+    return 1
+
+
+def differences() -> int:
+    """Check that all processes refuse what they do not all ask for."""
+    rank = dist.get_rank()
+    tensors = torch.randn(3, 1, 2, 8, 4).unbind()
+    trained = tensors[1].clone().requires_grad_(rank == 1)
+    refused = {
+        "query's shape must be the same on all processes": ([x[:, :, : 8 - rank] for x in tensors], {}),
+        "window_size must be the same": (tensors, {"window_size": 3 + rank // 2}),
+        "plan or score_bound must be the same": (
+            tensors,
+            {"score_bound": 100.0 * rank, "slopes": torch.full((2,), 8.0)},
+        ),
+        "slopes must be the same": (tensors, {"slopes": torch.full((2,), 1.0 + rank)}),
+        "whether key or value requires gradients": ([tensors[0], trained, tensors[2]], {}),
+    }
+    for message, (given, options) in refused.items():
+        _raises(ValueError, message, lambda given=given, options=options: parallel.attention(*given, **options))
+    decoded = parallel.ShardedKVCache(1, 2, 8, 4)
+    decoded.append(*tensors[1:])
+    slopes = torch.full((2,), 1.0 + rank // 3)
+    _raises(ValueError, "and slopes must be the same", lambda: decoded.attend(tensors[0][:, :, -1:], slopes))
+    others = DeviceMesh("cpu", [0, 1])
+    if rank > 1:
+        _raises(ValueError, "a mesh that this process is in", lambda: parallel.attention(*tensors, group=others))
+    return len(refused) + 2
+
+
+def absence() -> int:
+    """Check that who stays away, dies or does another thing is an error in the group's timeout, and no hang."""
+    rank = dist.get_rank()
+    slow, dying, crossed = (dist.new_group(members, timeout=SHORT_TIMEOUT) for members in ([0, 1], [2, 3], [0, 1]))
+    tensors = torch.randn(3, 1, 2, 8, 4).unbind()
+    if rank < 2:  # each would take the other's message for that of another call
+        inputs = [x.clone().requires_grad_() for x in tensors]
+        losses = [parallel.attention(*inputs, group=crossed).sum() for _ in range(2)]
+        _raises(RuntimeError, "", lambda: [x.backward() for x in losses[:: 1 - 2 * rank]])
+    if rank == 3:
+        os._exit(0)
+    if rank in (0, 2):
+        started = time.perf_counter()
+        _raises(RuntimeError, "", lambda: parallel.attention(*tensors, group=slow if rank == 0 else dying))
+        assert time.perf_counter() - started < 5 * SHORT_TIMEOUT.total_seconds()
+    else:
+        time.sleep(3 * SHORT_TIMEOUT.total_seconds())
+    return 1
+
+
+CHECKS: dict[str, Callable[[], int]] = {
+    "one process": lambda: cases(1),
+    "two processes": lambda: cases(2),
+    "four processes": lambda: cases(4),
+    "bounds that data break": lambda: cases("bounds that data break"),
+    "long": lambda: cases("long"),
+    "bytes sent": bytes_sent,
+    "second derivatives": second_derivatives,
+    "heads and tokens": heads_and_tokens,
+    "decoding": decoding,
+    "tensor parallelism": tensor_parallel,
+    "readme": readme,
+    "differences": differences,
+    "absence": absence,  # the last: a process is missing then
+}
+
+
+def work(rank: int, store: str, names: list[str]) -> None:
+    """Go through checks, as one of the processes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=TIMEOUT)
+    for name in names:
+        started, count, problem = time.perf_counter(), 0, ""
+        try:
+            count = CHECKS[name]()
+        except Exception:
+            problem = traceback.format_exc()[-4000:]
+        seconds = time.perf_counter() - started
+        line = {"name": name, "rank": rank, "cases": count, "seconds": seconds, "problem": problem}
+        print(json.dumps(line), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # without a farewell to processes that are gone
+
+
+def main(*names: str) -> int:
+    """Start the processes, and pass on what they say."""
+    command = [sys.executable, *(f"-W{x}" for x in sys.warnoptions), "-m", "tests.support.parallel_processes"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        processes = []
+        for rank in range(WORLD):
+            with (folder / f"lines{rank}").open("w", encoding="utf-8") as lines:
+                process = subprocess.Popen(
+                    [*command, "--rank", str(rank), str(folder / "store"), *(names or CHECKS)],
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                    stdout=lines,
+                )
+            processes.append(process)
+        status = max(process.wait() for process in processes)
+        for rank in range(WORLD):
+            print((folder / f"lines{rank}").read_text(encoding="utf-8"), end="")
+        return status
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        work(int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    sys.exit(main(*sys.argv[1:]))

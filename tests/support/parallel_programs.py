@@ -1,0 +1,388 @@
+"""Sequence-parallel attention on eight virtual devices, against the oracle: what ``tests/test_jax_parallel.py`` starts.
+
+    python -m tests.support.parallel_programs        a line of JSON for each program
+
+A process of its own: how many devices there are is told before JAX is imported. A program is compiled once, and runs on
+many inputs, which Hypothesis draws.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from alibi_core.conformance._cases.oracle import (
+    UNIT_ROUNDOFF,
+    Attention,
+    Rules,
+    assert_within,
+    penalties,
+    rounded,
+    summed_over_batch,
+)
+from alibi_jax import TPU, KVCache, parallel
+from alibi_jax.caches._kv_cache import empty_cache
+from alibi_jax.parallel import _forward as _parallel_forward
+
+STEEP = (2.0, 0.7, 0.3, 0.1)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is compiled. Axes of the mesh that have length 1 are left out of the call."""
+
+    length: int
+    shards: int
+    batch: int = 1
+    batch_shards: int = 1
+    head_shards: int = 1
+    kv_heads: int = 2
+    slopes: tuple[float, ...] = STEEP
+    future_slopes: tuple[float, ...] | None = None
+    head_dim: int = 5
+    placement: str = "contiguous"
+    score_bound: float | None = None
+    is_causal: bool = True
+    window_size: int | None = None
+    has_segments: bool = False
+    dtype: str = "float32"
+    implementation: Any = None
+    examples: int = 8
+    kind: AxisType = AxisType.Auto
+
+
+PROGRAMS = {
+    "one device": Program(37, 1, score_bound=10.0),
+    "two devices, long enough for tiles": Program(
+        1001, 2, slopes=(1.0, 0.25), kv_heads=2, score_bound=12.0, examples=4
+    ),
+    "two devices, zigzag, devices decide": Program(53, 2, placement="zigzag"),
+    "four devices, symmetric, uneven": Program(
+        197, 4, slopes=(4.0, 3.0, 1.0, 0.8), is_causal=False, score_bound=4.0, batch=2
+    ),
+    "four devices, asymmetric, window, segments, zigzag": Program(
+        255,
+        4,
+        placement="zigzag",
+        is_causal=False,
+        slopes=(4.0, 2.0, 1.5, 1.0),
+        future_slopes=(1.0, 0.9, 2.0, 4.0),
+        window_size=30,
+        has_segments=True,
+        score_bound=3.0,
+    ),
+    "eight devices, symmetric, segments, devices decide": Program(
+        85, 8, slopes=(2.0, 0.0, 0.3, 0.1), is_causal=False, has_segments=True, kv_heads=4
+    ),
+    "eight devices, bfloat16": Program(
+        303, 8, slopes=(4.0, 2.0, 1.4, 0.8), score_bound=12.0, dtype="bfloat16", has_segments=True
+    ),
+    "batch, tokens, one head a device": Program(
+        61, 2, batch=2, batch_shards=2, head_shards=2, slopes=(3.0, 2.0), score_bound=6.0, kind=AxisType.Explicit
+    ),
+    # So flat that all is sent, and there is nothing to decide.
+    "the TPU's kernel": Program(
+        300,
+        2,
+        slopes=(0.1, 0.02),
+        kv_heads=1,
+        score_bound=5.0,
+        implementation=TPU(128, 128, interpret=True),
+        examples=3,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a program is given: how large a few tokens near borders of shards are, and where segments begin."""
+
+    seed: int
+    large: tuple[tuple[str, float, int], ...] = ()  # of which tensor, where (a share of the length), and by what power
+    cuts: tuple[float, ...] = ()
+    shift: float = 0.0  # of all keys, away from the queries, so that all scores are far below 0
+
+    def arrays(self, program: Program) -> dict[str, np.ndarray]:
+        """Return the inputs, in float64: tensors ``[batch, heads, length, head_dim]``."""
+        random = np.random.default_rng(self.seed)
+        length, heads = program.length, len(program.slopes)
+        shapes = {"query": heads, "key": program.kv_heads, "value": program.kv_heads, "cotangent": heads}
+        arrays = {name: random.normal(size=(program.batch, n, length, program.head_dim)) for name, n in shapes.items()}
+        size = -(-length // program.shards)
+        for name, share, power in self.large:
+            border = round(share * program.shards) * size + (1 if power % 2 else -1)
+            arrays[name][:, :, min(max(border, 0), length - 1)] *= 4.0**power
+        arrays["key"][..., 0] += 300 * self.shift
+        arrays["query"][..., 0] -= 1.5 * self.shift
+        cuts = np.asarray(sorted(round(cut * length) for cut in self.cuts))
+        arrays["ids"] = np.broadcast_to((np.arange(length)[:, None] >= cuts).sum(axis=1), (program.batch, length))
+        return arrays
+
+
+CASES = st.builds(
+    Case,
+    seed=st.integers(0, 2**16),
+    large=st.lists(
+        st.tuples(st.sampled_from(["query", "key", "value"]), st.floats(0, 1), st.integers(1, 6)), max_size=3
+    ).map(tuple),
+    cuts=st.lists(st.floats(0, 1), max_size=4).map(tuple),
+    shift=st.sampled_from([0.0, 1.0]),
+)
+# A key so large that queries of all shards look for it, and one that only comes near.
+SHIFTED = Case(2, shift=1.0)
+HOSTILE = Case(1, (("key", 0.0, 6), ("query", 1.0, 3), ("key", 0.5, 3)), (0.6,))
+
+
+@dataclass
+class Compiled:
+    """A program, and the function that runs it."""
+
+    program: Program
+    run: Any = field(init=False)
+    plan: Any = field(init=False, default=None)
+    ways: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        program = self.program
+        shards = parallel.Shards.of_length(program.length, program.shards, program.placement)
+        sizes = {"data": program.batch_shards, "heads": program.head_shards, "tokens": program.shards}
+        devices = np.asarray(jax.devices()[: int(np.prod(list(sizes.values())))]).reshape(tuple(sizes.values()))
+        mesh = Mesh(devices, tuple(sizes), axis_types=(program.kind,) * 3)
+        rules = {"is_causal": program.is_causal, "window_size": program.window_size}
+        plan = None
+        if program.score_bound is not None:
+            plan = parallel.shard_plan(
+                np.asarray(program.slopes),
+                shards,
+                score_bound=program.score_bound,
+                tolerance=UNIT_ROUNDOFF[program.dtype],
+                future_slopes=None if program.future_slopes is None else np.asarray(program.future_slopes),
+                num_kv_heads=program.kv_heads,
+                head_shards=program.head_shards,
+                **rules,
+            )
+        is_placed = program.placement == "zigzag"
+        order = shards.order() if is_placed else np.arange(program.length)
+        back = np.argsort(order)[: program.length]
+
+        def placed(array: Any) -> Any:
+            array = jnp.pad(array, [(0, len(order) - n if axis == 1 else 0) for axis, n in enumerate(array.shape)])
+            return array[:, order]
+
+        def attend(query: Any, key: Any, value: Any, slopes: Any, future: Any, ids: Any) -> Any:
+            result = parallel.sharded_attention(
+                mesh,
+                *(placed(x) for x in (query, key, value)),
+                slopes,
+                axis_name="tokens",
+                batch_axis="data" if program.batch_shards > 1 else None,
+                head_axis="heads" if program.head_shards > 1 else None,
+                placement=program.placement,
+                length=program.length,
+                plan=plan,
+                future_slopes=future,
+                segment_ids=placed(ids) if program.has_segments else None,
+                implementation=program.implementation,
+                **rules,
+            )
+            return result[:, back] if is_placed else result
+
+        def with_gradients(tensors: list[Any], slopes: list[Any], ids: Any, cotangent: Any) -> Any:
+            result, pull = jax.vjp(lambda x, y: attend(*x, *y, ids), tensors, slopes)
+            return result, pull(cotangent)
+
+        compiled = jax.jit(with_gradients)
+
+        def told(way: str) -> Any:
+            """Return a way of the forward pass that tells when it is gone."""
+            original = getattr(_parallel_forward, way)
+
+            def tell(*arguments: Any) -> Any:
+                jax.debug.callback(lambda: self.ways.add(way))
+                return original(*arguments)
+
+            return mock.patch.object(_parallel_forward, way, tell)
+
+        def run(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            tensors = {
+                name: jnp.asarray(np.swapaxes(x, 1, 2), program.dtype) for name, x in arrays.items() if name != "ids"
+            }
+            cotangent = tensors.pop("cotangent")
+            slopes = [
+                None if x is None else jnp.asarray(x, jnp.float32) for x in (program.slopes, program.future_slopes)
+            ]
+            with jax.set_mesh(mesh), told("_by_plan"), told("_by_loop"):
+                result, (found, by_slopes) = compiled(
+                    list(tensors.values()), slopes, jnp.asarray(arrays["ids"], jnp.int32), cotangent
+                )
+            answers = dict(zip(("result", *tensors), (result, *found), strict=True))
+            answers = {name: np.swapaxes(np.asarray(x, np.float64), 1, 2) for name, x in answers.items()}
+            pairs = zip(("slopes", "future_slopes"), by_slopes, strict=True)
+            return answers | {name: np.asarray(x, np.float64) for name, x in pairs if x is not None}
+
+        self.run, self.plan = run, plan
+
+    def check(self, case: Case) -> None:
+        """Assert that outputs and gradients are the exact ones, but for rounding and the tolerance."""
+        program, arrays = self.program, case.arrays(self.program)
+        found = self.run(arrays)
+        exact = {name: x if name == "ids" else rounded(x, program.dtype) for name, x in arrays.items()}
+        shape = (program.batch, len(program.slopes), program.length, program.length)
+        ids = exact["ids"] if program.has_segments else None
+
+        def rules(slopes: Any, future: Any) -> Rules:
+            return Rules(
+                rounded(slopes, "float32"),
+                0,
+                program.is_causal,
+                None if future is None else rounded(future, "float32"),
+                ids,
+                ids,
+                program.window_size,
+            )
+
+        tensors = [exact[name] for name in ("query", "key", "value")]
+        bias = penalties(rules(program.slopes, program.future_slopes), *shape)
+        problem = Attention(*tensors, bias=bias, scale=program.head_dim**-0.5, dtype=program.dtype)
+        share = UNIT_ROUNDOFF[program.dtype]
+        assert_within(found["result"], problem.output_without(share))
+        ones = np.ones(shape[1])
+        zeros = None if program.future_slopes is None else 0 * ones
+        for name, (slopes, future) in {"slopes": (ones, zeros), "future_slopes": (0 * ones, ones)}.items():
+            if name not in found:
+                continue
+            distances = -penalties(rules(slopes, future), *shape)
+            distances = np.where(np.isfinite(distances), distances, 0)
+            answers = problem.gradients_without(share, exact["cotangent"], distances)
+            answers[name] = summed_over_batch(answers.pop("slopes"))
+            for which, answer in answers.items():
+                try:
+                    assert_within(found[which], answer)
+                except AssertionError as error:
+                    raise AssertionError(f"gradient of {which}, {error}") from None
+
+
+def checked(program: Program) -> int:
+    """Check a program on all that Hypothesis draws, and return how many cases that were."""
+    compiled, count = Compiled(program), 0
+
+    @settings(
+        max_examples=program.examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(CASES)
+    @example(HOSTILE)
+    @example(SHIFTED)
+    @example(Case(0))
+    def check(case: Case) -> None:
+        nonlocal count
+        count += 1
+        compiled.check(case)
+
+    check()
+    if compiled.plan is not None and program.shards > 1:
+        otherwise = "_by_plan" if compiled.plan.is_complete else "_by_loop"
+        for case, way in ((Case(0), "_by_plan"), (HOSTILE, otherwise)):
+            compiled.ways.clear()
+            compiled.run(case.arrays(program))
+            jax.effects_barrier()
+            assert compiled.ways == {way}, f"{case} goes {compiled.ways}"
+    return count
+
+
+def decoding() -> int:
+    """Check decoding against attention to all there is, and that devices beyond every horizon do nothing."""
+    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("heads", "tokens"))
+    batch, heads, kv_heads, head_dim, capacity, prompt = 2, 4, 2, 5, 1024, 700
+    slopes = jnp.asarray([2.0, 0.5, 1.0, 0.3])
+    by_slot, by_head = PartitionSpec(None, "heads", "tokens"), PartitionSpec(None, None, "heads")
+    specs = KVCache(by_slot, by_slot, by_slot, PartitionSpec())
+
+    def step(cache: Any, query: Any, key: Any, value: Any) -> Any:
+        cache = parallel.append(cache, key, value, axis_name="tokens")
+        return cache, parallel.decode(query, cache, slopes, axis_name="tokens", head_axis="heads", window_size=500)
+
+    in_specs, out_specs = (specs, by_head, by_head, by_head), (specs, by_head)
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+    random = np.random.default_rng(0)
+    shapes = [(batch, n, prompt + 5, head_dim) for n in (heads, kv_heads, kv_heads)]
+    exact = [rounded(random.normal(size=shape), "float32") for shape in shapes]
+    exact[1][:, :, 100] *= 300  # seen, or not, at the border of the window, from afar
+    exact[1] = rounded(exact[1], "float32")
+    rules = Rules(rounded(slopes, "float32"), 0, window_size=500)
+    bias = penalties(rules, batch, heads, prompt + 5, prompt + 5)
+    expected = Attention(*exact, bias=bias, scale=head_dim**-0.5, dtype="float32").output_without(2.0**-24)
+    tensors = [jnp.asarray(np.swapaxes(x, 1, 2), jnp.float32) for x in exact]
+    cache = empty_cache(batch, capacity, kv_heads, head_dim, jnp.float32)
+    found = []
+    for part in (slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, prompt + 5))):
+        cache, result = step(cache, *(x[:, part] for x in tensors))
+        found.append(np.swapaxes(np.asarray(result, np.float64), 1, 2))
+    assert int(cache.length) == prompt + 5
+    assert not np.any(cache.key[:, :, prompt + 5 :])
+    assert_within(np.concatenate(found, axis=2), expected)
+
+    # A device whose keys are beyond every horizon does not look at them, not even at a NaN.
+    calm = [x.at[:, :, :].set(jnp.clip(x, -1, 1)) for x in tensors]
+    cache = step(empty_cache(batch, capacity, kv_heads, head_dim, jnp.float32), *(x[:, :prompt] for x in calm))[0]
+    spoilt = cache._replace(value=cache.value.at[:, :, :256].set(jnp.nan))
+    last = [x[:, prompt : prompt + 1] for x in calm]
+    assert np.array_equal(step(cache, *last)[1], step(spoilt, *last)[1])
+    # Of no use after more tokens than there is room for.
+    assert np.all(np.isnan(step(cache, *(x[:, :prompt] for x in calm))[1]))
+    return 8
+
+
+def not_finite() -> int:
+    """Check that a NaN in a key reaches every query after it, on all devices."""
+    length, heads, head_dim = 4 * 2048, 2, 4  # so many that XLA's maximum of a shard passes over a NaN
+    mesh = Mesh(np.asarray(jax.devices()[:4]), ("tokens",))
+    random = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(random.normal(size=(1, length, heads, head_dim)), jnp.float32) for _ in range(3))
+    slopes = jnp.asarray([2.0, 0.5])
+
+    @jax.jit
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        return parallel.sharded_attention(mesh, query, key, value, slopes, axis_name="tokens")
+
+    with jax.set_mesh(mesh):
+        found = attend(query, key.at[0, 5, 0].set(np.nan), value)
+        assert np.isnan(found[:, 5:, 0]).all()
+        assert np.isfinite(found[:, :, 1]).all()
+    return 1
+
+
+OTHERS = {"decoding": decoding, "not finite": not_finite}
+
+
+def main(*names: str) -> None:
+    for name in names or (*PROGRAMS, *OTHERS):
+        started, count, problem = time.perf_counter(), 0, ""
+        try:
+            count = OTHERS[name]() if name in OTHERS else checked(PROGRAMS[name])
+        except Exception:
+            problem = traceback.format_exc()[-3000:]
+        seconds = time.perf_counter() - started
+        print(json.dumps({"name": name, "cases": count, "seconds": seconds, "problem": problem}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

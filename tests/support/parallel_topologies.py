@@ -1,0 +1,85 @@
+"""Compile sequence-parallel attention for TPUs that are not there, and print what its devices would send, as JSON.
+
+    python -m tests.support.parallel_topologies        a line for each topology
+
+A process of its own: what libtpu is told through the environment it is told before JAX is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import Any
+
+from benchmarks.parallel.hlo import collectives
+
+# A topology, how many tokens a device has there, and whether gradients are compiled, too.
+PROGRAMS = {"v5e:2x2": (8192, True), "v5e:4x4": (2048, False)}
+HEADS, KV_HEADS, HEAD_DIM, SCORE_BOUND = 4, 2, 64, 10.0
+
+
+def main() -> None:
+    os.environ.update(
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # there is no TPU that two processes could want at once
+        JAX_ENABLE_COMPILATION_CACHE="false",
+        JAX_PLATFORMS="cpu",
+        TPU_ACCELERATOR_TYPE="v5litepod-16",
+        TPU_SKIP_MDS_QUERY="1",
+        TPU_WORKER_HOSTNAMES="localhost",
+    )
+    for topology, (shard_len, with_gradients) in PROGRAMS.items():
+        try:
+            found = compiled(topology, shard_len, with_gradients)
+        except Exception as error:  # the test that asks says which program it was
+            found = {"error": f"{type(error).__name__}: {error}"[-2000:]}
+        print(json.dumps({"name": topology} | found), flush=True)
+
+
+def compiled(topology: str, shard_len: int, with_gradients: bool) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from alibi_jax import parallel
+
+    devices = topologies.get_topology_desc(topology, "tpu").devices
+    mesh = Mesh(np.asarray(devices), ("tokens",))
+    placed = NamedSharding(mesh, PartitionSpec(None, "tokens"))
+    length = shard_len * len(devices)
+    tensors = [
+        jax.ShapeDtypeStruct((1, length, n, HEAD_DIM), jnp.bfloat16, sharding=placed)
+        for n in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+
+    def attend(*tensors: jax.Array) -> jax.Array:
+        return parallel.sharded_attention(mesh, *tensors, axis_name="tokens", score_bound=SCORE_BOUND)
+
+    def loss(*tensors: jax.Array) -> jax.Array:
+        return jnp.sum(attend(*tensors).astype(jnp.float32))
+
+    function = jax.grad(loss, argnums=(0, 1, 2)) if with_gradients else attend
+    text = jax.jit(function).lower(*tensors).compile().as_text()
+    plan = parallel.shard_plan(
+        HEADS,
+        parallel.Shards.of_length(length, len(devices)),
+        score_bound=SCORE_BOUND,
+        tolerance=2.0**-8,
+        num_kv_heads=KV_HEADS,
+    )
+    # Forward, again for the backward pass, and the gradients, in float32, back.
+    times = 1 + 1 + 2 if with_gradients else 1
+    return {
+        "collectives": list(collectives(text)),
+        "planned_bytes": times * plan.bytes_exchanged(HEAD_DIM, 2),
+        "ring_bytes": times * plan.bytes_of_ring(HEAD_DIM, 2),
+        "kernels": len(re.findall(r'custom_call_target="tpu_custom_call"', text)),
+        "heads": HEADS,
+        "head_dim": HEAD_DIM,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Cases for the TPU kernel: long enough for several blocks of 128, and what JAX and the oracle make of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import alibi_jax
+from alibi_core import AttentionCall
+from alibi_core._call import LENGTH_FIRST
+from alibi_core.conformance._cases.case import Case, Sizes
+from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Answer, assert_within
+from alibi_jax._call.operands import Operands, Rules, take_apart
+from alibi_jax._call.plan import Needed, needed_keys
+from alibi_jax._tpu.shape import TPU, KernelShape
+from alibi_jax._tpu.tables import Inputs, inputs_of, queries_of_keys
+from tests.support.frameworks import JAX
+
+INTERPRETED = TPU(128, 128, interpret=True)
+QUICKLY = {"xla_backend_optimization_level": 0}  # kernels take seconds to compile, and moments to run
+TENSORS = ("query", "key", "value")
+STEEP = (4.0, 1.0, 0.3, 0.0625, 0.03, 2.0**-16, 0.0)
+
+
+def replaced(case: Case, *, arguments: dict[str, Any] | None = None, **arrays: np.ndarray) -> Case:
+    """Return the case with other arrays or arguments, the rest as they are."""
+    changed = case.with_tensors(**arrays)
+    changed.__dict__["arguments"] = case.arguments if arguments is None else arguments
+    return changed
+
+
+def plain(sizes: Sizes, *, seed: int = 0, slopes: Any = None, arrays: dict[str, np.ndarray] | None = None) -> Case:
+    """Return a causal case of which tests replace what they are about."""
+    case = Case(sizes, "causal", None, None, None, None, slopes_per_batch=False, seed=seed)
+    arrays = {} if arrays is None else arrays
+    return replaced(case, **arrays, **({} if slopes is None else {"slopes": np.asarray(slopes, np.float64)}))
+
+
+# --- What the oracle says -------------------------------------------------------------------------------------------
+
+
+def answers(case: Case, dtype: str, tolerance: float) -> dict[str, Answer]:
+    """Return the exact result and gradients, which may be off by rounding, and by what a share of weight can move."""
+    by_entry = dataclasses.replace(case, slopes_per_batch=case.arrays["slopes"].ndim > 1)
+    by_entry.__dict__.update(arrays=case.arrays, arguments=case.arguments)
+    return {"result": case.exact(dtype).output_without(tolerance)} | by_entry.gradients(dtype, tolerance)
+
+
+# --- What JAX says --------------------------------------------------------------------------------------------------
+
+
+def placed(value: Any) -> Any:
+    """Return NumPy arrays as JAX's; of a tuple, each."""
+    return jax.tree.map(lambda x: JAX.array(x) if isinstance(x, np.ndarray) else x, value)
+
+
+def _split(arguments: dict[str, Any]) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
+    """Return arguments that may be traced, and the others."""
+    arrays = {name: placed(x) for name, x in arguments.items() if isinstance(x, (np.ndarray, tuple))}
+    return arrays, tuple((name, x) for name, x in arguments.items() if name not in arrays)
+
+
+def tensors_of(case: Case, dtype: str) -> dict[str, jax.Array]:
+    """Return the inputs that have gradients, length first."""
+    tensors = {name: JAX.array(np.swapaxes(case.arrays[name], 1, 2), dtype) for name in TENSORS}
+    tensors["slopes"] = JAX.array(case.arrays["slopes"])
+    if "future_slopes" in case.arguments:
+        tensors["future_slopes"] = JAX.array(case.arguments["future_slopes"])
+    return tensors
+
+
+@functools.partial(jax.jit, static_argnames=("rest",), compiler_options=QUICKLY)
+def _result_and_gradients(tensors: Any, arrays: Any, cotangent: Any, rest: Any) -> Any:
+    def attend(tensors: Any) -> jax.Array:
+        return alibi_jax.attention(**tensors, **arrays, **dict(rest))
+
+    result, pull = jax.vjp(attend, tensors)
+    return result, pull(cotangent)[0]
+
+
+def computed(
+    case: Case, dtype: str = "float32", *, tolerance: float | None = None, implementation: Any = INTERPRETED
+) -> dict[str, np.ndarray]:
+    """Return the result and all gradients as the oracle lays them out, float64."""
+    arguments = {name: x for name, x in case.arguments.items() if name != "future_slopes"}
+    arrays, rest = _split(arguments)
+    rest += (("tolerance", tolerance), ("implementation", implementation), ("scale", case.scale))
+    cotangent = JAX.array(np.swapaxes(case.arrays["cotangent"], 1, 2), dtype)
+    result, gradients = _result_and_gradients(tensors_of(case, dtype), arrays, cotangent, rest)
+    assert result.dtype == dtype
+    found = {"result": result} | gradients
+    return {name: JAX.numpy(x) if "slopes" in name else np.swapaxes(JAX.numpy(x), 1, 2) for name, x in found.items()}
+
+
+def assert_exact(case: Case, dtype: str = "float32", *, tolerance: float | None = None) -> dict[str, np.ndarray]:
+    """Assert that result and gradients are exact to rounding, and to the tolerance."""
+    found = computed(case, dtype, tolerance=tolerance)
+    share = UNIT_ROUNDOFF[dtype] if tolerance is None else tolerance
+    for name, answer in answers(case, dtype, share).items():
+        try:
+            assert_within(found[name], answer)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+    return found
+
+
+# --- What the kernels are called with -------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """What the kernels of a case are built for and called with."""
+
+    shape: KernelShape
+    inputs: Inputs
+    needed: Needed
+    turned: jax.Array  # the table, from the keys' side
+
+
+def planned(case: Case, dtype: str = "float32", *, tolerance: float | None = None, options: TPU = INTERPRETED) -> Plan:
+    tensors = tensors_of(case, dtype)
+    arguments = {name: placed(x) for name, x in case.arguments.items()} | {"scale": case.scale}
+    query, key, value, slopes = (tensors[name] for name in (*TENSORS, "slopes"))
+    call = AttentionCall.check(query, key, value, slopes, **arguments, tolerance=tolerance, layout=LENGTH_FIRST, xp=jnp)
+    rules, operands = take_apart(call, query, key, value)
+    return Plan(KernelShape.of(rules, operands, options), *_inputs(rules, operands, options))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2), compiler_options=QUICKLY)
+def _inputs(rules: Rules, operands: Operands, options: TPU) -> Any:
+    shape = KernelShape.of(rules, operands, options)
+    inputs = inputs_of(rules, operands, shape)
+    return inputs, needed_keys(rules, operands, shape.q_block, shape.kv_block), queries_of_keys(inputs.table, shape)
+
+
+def ranges_of(inputs: Inputs, shape: KernelShape) -> np.ndarray:
+    """Return the blocks of keys that blocks of queries visit: ``[batch * num_heads, q_blocks, 2]``."""
+    table = np.asarray(inputs.table)[:, 0, : 3 * shape.q_blocks]
+    return table.reshape(-1, shape.q_blocks, 3)[..., :2]
