@@ -8,9 +8,8 @@ from alibi_core._attention import attention
 from alibi_core._bias import bias, bias_from_positions, key_bias
 from alibi_core._call import AttentionCall
 from alibi_core._fold import fold, fold_error_bound, fold_size
-from alibi_core._horizon.ranges import KeyRanges, ScoreBounds, horizon, key_ranges
-from alibi_core._sharding.plan import Hop, ShardPlan, shard_plan
-from alibi_core._sharding.shards import Shards
+from alibi_core._horizon import KeyRanges, ScoreBounds, horizon, key_ranges
+from alibi_core._sharding import Hop, ShardPlan, Shards, shard_plan
 from alibi_core._slopes import slopes
 
 __version__ = "0.1.0"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from alibi_core._arrays.namespace import asarray, astype, times
-from alibi_core._arrays.typing import Array, Namespace
+from alibi_core._arrays import Array, Namespace, asarray, astype, times
 from alibi_core._call import AttentionCall
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from alibi_core._arrays import checks as _checks
-from alibi_core._arrays.namespace import (
+from alibi_core._arrays import (
+    Array,
+    Device,
+    DType,
+    Namespace,
     arange,
     asarray,
     astype,
+    checks,
     computes_eagerly_without_gradients,
     device_of,
     known_device,
     namespace_of,
     signed,
 )
-from alibi_core._arrays.typing import Array, Device, DType, Namespace
 from alibi_core._contracts import Contract
 from alibi_core._slopes import slope_values
 
@@ -109,11 +112,11 @@ def bias(
         future_slopes=future_slopes,
         allow_negative_slopes=allow_negative_slopes,
     )
-    q_len = _checks.non_negative_int("q_len", q_len)
-    kv_len = q_len if kv_len is None else _checks.non_negative_int("kv_len", kv_len)
-    q_offset = kv_len - q_len if q_offset is None else _checks.integer("q_offset", q_offset)
-    _checks.positions_fit(q_offset, q_len, kv_len)
-    is_positive = _checks.is_int(slopes) and future_slopes is None
+    q_len = checks.non_negative_int("q_len", q_len)
+    kv_len = q_len if kv_len is None else checks.non_negative_int("kv_len", kv_len)
+    q_offset = kv_len - q_len if q_offset is None else checks.integer("q_offset", q_offset)
+    checks.positions_fit(q_offset, q_len, kv_len)
+    is_positive = checks.is_int(slopes) and future_slopes is None
     xp, slopes, future_slopes, dtype, device = _resolve(
         slopes, future_slopes, is_causal, allow_negative_slopes, rule, xp=xp, dtype=dtype, device=device
     )
@@ -202,24 +205,24 @@ def bias_from_positions(
     if q_segment_ids is not None and kv_segment_ids is not None:
         named |= {"q_segment_ids": q_segment_ids, "kv_segment_ids": kv_segment_ids}
     for name, array in named.items():
-        _checks.array(name, array)
+        checks.array(name, array)
     xp = namespace_of(*named.values())
     for name, array in named.items():
-        if _checks.integer_array(xp, name, array).ndim < 1:
+        if checks.integer_array(xp, name, array).ndim < 1:
             raise ValueError(f"{name} must have at least one axis (length), got shape {tuple(array.shape)}")
     device = device_of(xp, q_positions)
     if device_of(xp, kv_positions) != device:
         raise ValueError(
             f"kv_positions must be on the device of q_positions, {device}, got {device_of(xp, kv_positions)}"
         )
-    is_positive = _checks.is_int(slopes) and future_slopes is None
+    is_positive = checks.is_int(slopes) and future_slopes is None
     xp, placed, future, dtype, _ = _resolve(
         slopes, future_slopes, is_causal, allow_negative_slopes, rule, xp=xp, dtype=dtype, device=device
     )
     batch = _leading_shape({name: array.shape[:-1] for name, array in named.items()} | {"slopes": placed.shape[:-1]})
     if q_segment_ids is not None and kv_segment_ids is not None:
-        _checks.broadcastable("q_segment_ids", q_segment_ids.shape, (*batch, q_positions.shape[-1]), "..., q_len")
-        _checks.broadcastable("kv_segment_ids", kv_segment_ids.shape, (*batch, kv_positions.shape[-1]), "..., kv_len")
+        checks.broadcastable("q_segment_ids", q_segment_ids.shape, (*batch, q_positions.shape[-1]), "..., q_len")
+        checks.broadcastable("kv_segment_ids", kv_segment_ids.shape, (*batch, kv_positions.shape[-1]), "..., kv_len")
     relative = with_head_axis(relative_positions(xp, q_positions, kv_positions))
     visible = relative <= 0 if is_causal else None
     if q_segment_ids is not None and kv_segment_ids is not None:
@@ -271,8 +274,8 @@ def key_bias(
         [[[-0.01171875, -0.0078125, -0.00390625, 0.0]]]
     """
     rule = Contract.check(contract, slopes, allow_negative_slopes=allow_negative_slopes)
-    kv_len = _checks.non_negative_int("kv_len", kv_len)
-    _checks.positions_fit(0, 0, kv_len)
+    kv_len = checks.non_negative_int("kv_len", kv_len)
+    checks.positions_fit(0, 0, kv_len)
     xp, slopes, _, dtype, device = _resolve(
         slopes, None, True, allow_negative_slopes, rule, xp=xp, dtype=dtype, device=device
     )
@@ -351,24 +354,24 @@ def _resolve(
     device: Device | None,
 ) -> tuple[Namespace, Any, Any | None, DType, Device | None]:
     """Check slopes and place them: namespace, slopes and future slopes in the product's dtype, result dtype, device."""
-    _checks.direction(is_causal, future_slopes)
-    _checks.boolean("allow_negative_slopes", allow_negative)
+    checks.direction(is_causal, future_slopes)
+    checks.boolean("allow_negative_slopes", allow_negative)
     given = {"slopes": slopes} | ({} if future_slopes is None else {"future_slopes": future_slopes})
-    arrays = {name: _checks.array(name, value) for name, value in given.items() if not _checks.is_int(value)}
+    arrays = {name: checks.array(name, value) for name, value in given.items() if not checks.is_int(value)}
     xp = namespace_of(*arrays.values(), xp=xp)
     known_device(xp, device)
     for name, value in arrays.items():
-        if _checks.floating_array(xp, name, value).ndim < 1 or value.shape[-1] < 1:
+        if checks.floating_array(xp, name, value).ndim < 1 or value.shape[-1] < 1:
             raise ValueError(
                 f"{name} must have shape (..., num_heads) with at least one head, got {tuple(value.shape)}"
             )
     named = "dtype"
     if dtype is None:
         named, dtype = "dtype, by default that of slopes,", next((value.dtype for value in arrays.values()), xp.float32)
-    rule.check_dtype(xp, _checks.floating_dtype(xp, named, dtype))
+    rule.check_dtype(xp, checks.floating_dtype(xp, named, dtype))
     working = xp.float32 if rule.is_key_only else working_dtype(xp, dtype)
     for name, value in arrays.items():
-        _checks.slopes_values(name, value, allow_negative=allow_negative, working=working)
+        checks.slopes_values(name, value, allow_negative=allow_negative, working=working)
     for name, value in arrays.items():
         place = device_of(xp, value)
         device = place if device is None else device
@@ -377,8 +380,8 @@ def _resolve(
     resolved = place_slopes(xp, slopes, working, device, contract=rule.name)
     if future_slopes is None:
         return xp, resolved, None, dtype, device
-    if _checks.is_int(future_slopes):
-        _checks.slopes_count("future_slopes", future_slopes, resolved.shape[-1], "")
+    if checks.is_int(future_slopes):
+        checks.slopes_count("future_slopes", future_slopes, resolved.shape[-1], "")
     future = place_slopes(xp, future_slopes, working, device)
     if tuple(future.shape) not in (tuple(resolved.shape), tuple(resolved.shape[-1:])):
         raise ValueError(
@@ -394,7 +397,7 @@ def working_dtype(xp: Namespace, dtype: DType) -> DType:
 
 def place_slopes(xp: Namespace, slopes: Any, dtype: DType, device: Device | None, *, contract: str = "exact") -> Any:
     """Return slopes as an array of ``dtype``: a contract's (or the canonical ones) for an int, else those given."""
-    if not _checks.is_int(slopes):
+    if not checks.is_int(slopes):
         return astype(xp, slopes, dtype)
     return asarray(xp, slope_values(slopes, contract=contract), dtype, device)
 

@@ -6,9 +6,19 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from alibi_core._arrays import checks as _checks
-from alibi_core._arrays.namespace import arange, asarray, astype, device_of, namespace_of, signed
-from alibi_core._arrays.typing import Array, Device, DType, Namespace
+from alibi_core._arrays import (
+    Array,
+    Device,
+    DType,
+    Namespace,
+    arange,
+    asarray,
+    astype,
+    checks,
+    device_of,
+    namespace_of,
+    signed,
+)
 from alibi_core._bias import linear_bias, place_slopes, relative_positions, with_head_axis, working_dtype
 from alibi_core._mask import check_mask
 
@@ -93,8 +103,8 @@ class AttentionCall:
         batch, dtype = sizes["batch"], query.dtype
         device = _common_device(xp, arrays)
         working = working_dtype(xp, dtype)
-        _checks.direction(is_causal, future_slopes)
-        _checks.boolean("allow_negative_slopes", allow_negative_slopes)
+        checks.direction(is_causal, future_slopes)
+        checks.boolean("allow_negative_slopes", allow_negative_slopes)
         placed = [
             None if given is None else _slopes(xp, name, given, sizes, layout, allow_negative_slopes, working, device)
             for name, given in (
@@ -104,7 +114,7 @@ class AttentionCall:
         ]
         q_segment_ids, kv_segment_ids = _segment_ids(xp, segment_ids, sizes)
         if window_size is not None:
-            window_size = min(_checks.window(window_size), _checks.MAX_POSITION)
+            window_size = min(checks.window(window_size), checks.MAX_POSITION)
         if mask is not None:
             scores = {name: sizes[name] for name in ("num_heads", "q_len", "kv_len")}
             check_mask(xp, mask, dict(zip(_batch_axes(batch), batch, strict=True)), scores)
@@ -122,8 +132,8 @@ class AttentionCall:
             kv_segment_ids=kv_segment_ids,
             window_size=window_size,
             mask=mask,
-            scale=sizes["head_dim"] ** -0.5 if scale is None else _checks.number_in(working, "scale", scale),
-            tolerance=None if tolerance is None else _checks.non_negative_number("tolerance", tolerance),
+            scale=sizes["head_dim"] ** -0.5 if scale is None else checks.number_in(working, "scale", scale),
+            tolerance=None if tolerance is None else checks.non_negative_number("tolerance", tolerance),
         )
 
     @property
@@ -134,7 +144,7 @@ class AttentionCall:
     @property
     def has_offset_array(self) -> bool:
         """Whether the offset is an array, whose values are not to be waited for."""
-        return not _checks.is_int(self.q_offset)
+        return not checks.is_int(self.q_offset)
 
     @property
     def every_query_attends(self) -> bool:
@@ -176,7 +186,7 @@ class AttentionCall:
         relative = relative_positions(xp, positions, keys)
         relative = with_head_axis(relative) if relative.ndim > 2 else relative
         visible = self.visible(relative)
-        far = asarray(xp, _checks.MAX_POSITION, xp.int32, self.device)
+        far = asarray(xp, checks.MAX_POSITION, xp.int32, self.device)
         nearest = xp.min(xp.where(visible, xp.abs(relative), far), axis=-1)
         return xp.where(nearest == far, none, nearest)
 
@@ -317,7 +327,7 @@ class AttentionCall:
         """
         xp = self.xp
         distance = xp.abs(relative)
-        far, none = (asarray(xp, x, distance.dtype, self.device) for x in (_checks.MAX_POSITION, 0))
+        far, none = (asarray(xp, x, distance.dtype, self.device) for x in (checks.MAX_POSITION, 0))
         nearest = xp.where(attends, xp.min(xp.where(visible, distance, far), axis=-1, keepdims=True), none)
         if self.future_slopes is None:
             return nearest
@@ -345,9 +355,9 @@ def _arrays(arguments: dict[str, Any]) -> dict[str, Any]:
     if isinstance(q_offset, (bool, float)):
         raise TypeError(f"q_offset must be an integer or an integer array, got {q_offset}")
     return {
-        name: _checks.array(name, value)
+        name: checks.array(name, value)
         for name, value in arguments.items()
-        if not (name in may_be_int and _checks.is_int(value)) and not (value is None and name not in TENSORS)
+        if not (name in may_be_int and checks.is_int(value)) and not (value is None and name not in TENSORS)
     }
 
 
@@ -361,7 +371,7 @@ def _common_device(xp: Namespace, arrays: dict[str, Any]) -> Device | None:
 
 def _tensor_sizes(xp: Namespace, query: Any, key: Any, value: Any, layout: tuple[str, str, str]) -> dict[str, Any]:
     tensors = {"query": query, "key": key, "value": value}
-    shapes = {name: tuple(_checks.tensor(xp, name, tensor).shape) for name, tensor in tensors.items()}
+    shapes = {name: tuple(checks.tensor(xp, name, tensor).shape) for name, tensor in tensors.items()}
     axes = _axes(layout)
     for name, shape in shapes.items():
         if len(shape) < 3:
@@ -402,12 +412,12 @@ def _slopes(
     dtype: DType,
     device: Device | None,
 ) -> Any:
-    if _checks.is_int(slopes):
-        _checks.slopes_count(name, slopes, sizes["num_heads"], _axes(layout))
+    if checks.is_int(slopes):
+        checks.slopes_count(name, slopes, sizes["num_heads"], _axes(layout))
     else:
-        _checks.floating_array(xp, name, slopes)
-        _checks.slopes_shape(name, slopes, sizes["num_heads"], sizes["batch"], _axes(layout))
-        _checks.slopes_values(name, slopes, allow_negative=allow_negative, working=dtype)
+        checks.floating_array(xp, name, slopes)
+        checks.slopes_shape(name, slopes, sizes["num_heads"], sizes["batch"], _axes(layout))
+        checks.slopes_values(name, slopes, allow_negative=allow_negative, working=dtype)
     return place_slopes(xp, slopes, dtype, device)
 
 
@@ -422,9 +432,9 @@ def _segment_ids(xp: Namespace, segment_ids: Any, sizes: dict[str, Any]) -> tupl
         )
     pair = _pair(segment_ids)
     for name, ids, length in zip(("q_len", "kv_len"), pair, (sizes["q_len"], sizes["kv_len"]), strict=True):
-        shape = tuple(_checks.integer_array(xp, "segment_ids", ids).shape)
+        shape = tuple(checks.integer_array(xp, "segment_ids", ids).shape)
         axes = ", ".join([*_batch_axes(sizes["batch"]), name])
-        _checks.broadcastable("segment_ids", shape, (*sizes["batch"], length), axes)
+        checks.broadcastable("segment_ids", shape, (*sizes["batch"], length), axes)
         if not shape or shape[-1] != length:
             raise ValueError(f"segment_ids must end in the axis {name}, {length}, got shape {shape}")
     if not any("uint" in str(ids.dtype) for ids in pair):
@@ -436,15 +446,15 @@ def _segment_ids(xp: Namespace, segment_ids: Any, sizes: dict[str, Any]) -> tupl
 def _q_offset(xp: Namespace, q_offset: Any, sizes: dict[str, Any]) -> Any:
     if q_offset is None:
         q_offset = sizes["kv_len"] - sizes["q_len"]
-    if _checks.is_int(q_offset):
-        q_offset = _checks.integer("q_offset", q_offset)
-        _checks.positions_fit(q_offset, sizes["q_len"], sizes["kv_len"])
+    if checks.is_int(q_offset):
+        q_offset = checks.integer("q_offset", q_offset)
+        checks.positions_fit(q_offset, sizes["q_len"], sizes["kv_len"])
         return q_offset
-    shape = tuple(_checks.integer_array(xp, "q_offset", q_offset).shape)
+    shape = tuple(checks.integer_array(xp, "q_offset", q_offset).shape)
     if shape not in ((), sizes["batch"]):
         batch = f" or {sizes['batch']} (batch)" if sizes["batch"] else ""
         raise ValueError(f"q_offset must have shape (){batch}, got {shape}")
-    _checks.positions_fit(FARTHEST, sizes["q_len"], sizes["kv_len"])
+    checks.positions_fit(FARTHEST, sizes["q_len"], sizes["kv_len"])
     # A query that is farther counts as being as far as that: all keys of its row move by the same distance, which
     # softmax does not notice (a window of more than 2**30 tokens would). An error would have to wait for the values.
     offset = signed(xp, q_offset)

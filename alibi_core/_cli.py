@@ -83,11 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 def _conformance(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from alibi_core.conformance import LAWS
-    from alibi_core.conformance._backend import ENTRY_POINTS
-    from alibi_core.conformance._golden.set import read_golden
-    from alibi_core.conformance._run.supervisor import Outcome, Settings, supervised
-    from alibi_core.conformance._run.table import details, summary
+    from alibi_core.conformance import ENTRY_POINTS, LAWS, Outcome, Settings, details, read_golden, summary, supervised
 
     unknown = set(options.law or ()) - {law.name for law in LAWS}
     if unknown:

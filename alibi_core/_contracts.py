@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from alibi_core._arrays import checks as _checks
-from alibi_core._arrays.namespace import asarray, astype, device_of
-from alibi_core._arrays.typing import Array, DType, Namespace
+from alibi_core._arrays import Array, DType, Namespace, asarray, astype, checks, device_of
 
 
 @dataclass(frozen=True)
@@ -49,14 +47,14 @@ class Contract:
         contract = named(name)
         if contract.scheme is None:
             return contract
-        if not _checks.is_int(slopes):
+        if not checks.is_int(slopes):
             raise ValueError(
                 f"slopes must be the number of heads with contract {name!r}, whose slopes they are, got "
                 f"{type(slopes).__name__}"
             )
-        if _checks.boolean("allow_negative_slopes", allow_negative_slopes):
+        if checks.boolean("allow_negative_slopes", allow_negative_slopes):
             raise ValueError(f"allow_negative_slopes must be False with contract {name!r}, got True")
-        if contract.is_key_only and not _checks.boolean("is_causal", is_causal):
+        if contract.is_key_only and not checks.boolean("is_causal", is_causal):
             raise ValueError(f"is_causal must be True with contract {name!r}, whose models are causal, got False")
         if future_slopes is not None:
             raise ValueError(f"future_slopes must be None with contract {name!r}, got {type(future_slopes).__name__}")
@@ -97,7 +95,7 @@ _CONTRACTS = {
 
 def named(name: str) -> Contract:
     """Return the contract called ``name``, or raise an error that lists all."""
-    return _CONTRACTS[_checks.one_of("contract", name, tuple(_CONTRACTS))]
+    return _CONTRACTS[checks.one_of("contract", name, tuple(_CONTRACTS))]
 
 
 def _product_in_bfloat16(xp: Namespace, rates: Any, counts: Any) -> Any:

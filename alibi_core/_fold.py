@@ -10,19 +10,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from alibi_core._arrays import checks as _checks
-from alibi_core._arrays.namespace import (
+from alibi_core._arrays import (
+    Array,
+    DType,
+    Namespace,
     arange,
     asarray,
     astype,
     brief,
+    checks,
     device_of,
     floating_name,
     host_values,
     namespace_of,
     times,
 )
-from alibi_core._arrays.typing import Array, DType, Namespace
 from alibi_core._bias import place_slopes, working_dtype
 from alibi_core._call import AttentionCall
 
@@ -91,7 +93,7 @@ def fold(
         "FlashBias", arXiv 2505.12044, for biases of low rank as features. The limbs are this library's own.
     """
     for name, tensor in (("query", query), ("key", key)):
-        _checks.array(name, tensor)
+        checks.array(name, tensor)
     namespace_of(query, key)  # or two libraries' dtypes would be compared
     if query.dtype != key.dtype:
         raise TypeError(f"key must have the dtype of query, {query.dtype}, got {key.dtype}")
@@ -99,7 +101,7 @@ def fold(
     if call.scale == 0:
         raise ValueError("scale must not be 0 (slopes are divided by it), got 0")
     xp, size = call.xp, call.head_dim + fold_size(call.kv_len, call.dtype)
-    head_dim = size if head_dim is None else _checks.size("head_dim", head_dim)
+    head_dim = size if head_dim is None else checks.size("head_dim", head_dim)
     if head_dim < size:
         raise ValueError(
             f"head_dim must be at least {size} ({call.head_dim} features of query and {size - call.head_dim} for "
@@ -190,17 +192,17 @@ def fold_error_bound(slopes: int | Array, kv_len: int, *, head_dim: int, dtype: 
         Jeannerod, Rump, "Improved error bounds for inner products in floating-point arithmetic", SIAM J. Matrix Anal.
         Appl. 34 (2013), proposition 3.1.
     """
-    head_dim, kv_len = _checks.size("head_dim", head_dim), _checks.non_negative_int("kv_len", kv_len)
+    head_dim, kv_len = checks.size("head_dim", head_dim), checks.non_negative_int("kv_len", kv_len)
     features = fold_size(kv_len, dtype)
-    q_len = 1 if q_len is None else _checks.non_negative_int("q_len", q_len)
+    q_len = 1 if q_len is None else checks.non_negative_int("q_len", q_len)
     bits = _bits(dtype)
     roundoff = 2.0**-53 if bits == 53 else 2.0**-24
-    arrays: list[Any] = [] if _checks.is_int(slopes) else [_checks.array("slopes", slopes)]
+    arrays: list[Any] = [] if checks.is_int(slopes) else [checks.array("slopes", slopes)]
     xp = namespace_of(*arrays)
     if arrays:
-        if _checks.floating_array(xp, "slopes", arrays[0]).ndim < 1:
+        if checks.floating_array(xp, "slopes", arrays[0]).ndim < 1:
             raise ValueError("slopes must have shape (..., num_heads), got ()")
-        _checks.slopes_values("slopes", slopes, allow_negative=True)
+        checks.slopes_values("slopes", slopes, allow_negative=True)
     working = working_dtype(xp, arrays[0].dtype) if arrays else xp.float32
     placed = place_slopes(xp, slopes, working, device_of(xp, arrays[0]) if arrays else None)
     centre = _centre(q_len, kv_len)
@@ -229,8 +231,8 @@ def _num_rate_limbs(dtype: DType) -> int:
 
 def _num_position_limbs(kv_len: int, dtype: DType) -> int:
     """Return how many limbs hold each integer up to ``kv_len - 1`` in size."""
-    kv_len, bits = _checks.non_negative_int("kv_len", kv_len), _bits(dtype)
-    _checks.positions_fit(0, 0, kv_len)
+    kv_len, bits = checks.non_negative_int("kv_len", kv_len), _bits(dtype)
+    checks.positions_fit(0, 0, kv_len)
     limbs, largest = 1, kv_len - 1
     while largest > 2**bits:
         limbs, largest = limbs + 1, (largest + 2**bits) >> (bits + 1)
@@ -278,7 +280,7 @@ def largest_slope(call: AttentionCall) -> float:
 
 def _check_range(call: AttentionCall, slopes: Any) -> None:
     """Check that no feature of the query overflows, where slopes can be seen without waiting for them."""
-    values = host_values(call.slopes if slopes is None or _checks.is_int(slopes) else slopes)
+    values = host_values(call.slopes if slopes is None or checks.is_int(slopes) else slopes)
     limit = largest_slope(call)
     if values is not None and values.size and abs(values).max() > limit:
         raise ValueError(

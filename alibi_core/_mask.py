@@ -12,9 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._arrays.checks import broadcastable, broadcasts
-from alibi_core._arrays.namespace import host_values, is_exporting, is_kind, library_name
-from alibi_core._arrays.typing import Namespace
+from alibi_core._arrays import Namespace, broadcastable, broadcasts, host_values, is_exporting, is_kind, library_name
 
 _AS_BOOLEANS = {
     "torch": "mask.bool()",

@@ -9,9 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from alibi_core import _contracts
-from alibi_core._arrays import checks as _checks
-from alibi_core._arrays.namespace import asarray, astype, brief, known_device, namespace_of
-from alibi_core._arrays.typing import Device, DType, Namespace
+from alibi_core._arrays import Device, DType, Namespace, asarray, astype, brief, checks, known_device, namespace_of
 
 MOST_HEADS = 2**20  # each slope takes microseconds of decimal arithmetic
 SCHEMES = ("canonical", "geometric", "linear")
@@ -92,7 +90,7 @@ def slopes(
     values = slope_values(num_heads, scheme=scheme, bias_max=bias_max, contract=contract)
     xp = namespace_of(xp=xp)
     known_device(xp, device)
-    dtype = xp.float32 if dtype is None else _checks.floating_dtype(xp, "dtype", dtype)
+    dtype = xp.float32 if dtype is None else checks.floating_dtype(xp, "dtype", dtype)
     if dtype == xp.float64:
         return asarray(xp, values, xp.float64, device)
     # Lower precisions are reached through float32 in some libraries and directly in others: fix one way.
@@ -103,11 +101,11 @@ def slope_values(
     num_heads: int, *, scheme: str = "canonical", bias_max: float = 8.0, contract: str = "exact"
 ) -> list[float]:
     """Return the slopes as Python floats; arguments and errors as for :func:`slopes`."""
-    num_heads = _checks.positive_int("num_heads", num_heads)
+    num_heads = checks.positive_int("num_heads", num_heads)
     if num_heads > MOST_HEADS:
         raise ValueError(f"num_heads must be at most {MOST_HEADS}, got {brief(num_heads)}")
-    _checks.one_of("scheme", scheme, SCHEMES)
-    bias_max = _checks.positive_number("bias_max", bias_max)
+    checks.one_of("scheme", scheme, SCHEMES)
+    bias_max = checks.positive_number("bias_max", bias_max)
     rule = _contracts.named(contract)
     if rule.scheme is not None and scheme != "canonical":
         raise ValueError(f"scheme must be left at 'canonical' with contract {contract!r}, got {scheme!r}")

@@ -16,8 +16,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 import alibi_core
-from alibi_core.conformance._cases.case import Case, Sizes
-from alibi_core.conformance._cases.oracle import Attention
+from alibi_core.conformance import Attention, Case, Sizes
 from tests.support.frameworks import BACKENDS, FRAMEWORKS, JAX, MLX, NUMPY, TORCH, Backend, Framework
 
 SIZES = Sizes(batch=1, num_kv_heads=6, group=2, lengths=(97, 113), head_dim=32)

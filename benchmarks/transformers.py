@@ -28,8 +28,8 @@ from transformers.utils import logging
 
 import alibi_core
 from alibi_torch.transformers import AlibiCache, accelerate, restore
-from benchmarks.harness import timing as _timing
-from benchmarks.harness.timing import MET, Measurement
+from benchmarks import harness
+from benchmarks.harness import MET, Measurement
 
 SECTIONS = ("bloom", "mpt", "decode")
 VERSIONS = ("numpy", "torch", "transformers")
@@ -146,7 +146,7 @@ def of_forward(kind: str, length: int, sizes: Sizes, bars: tuple[float, float]) 
     measured = Measurement(group, OURS, THEIRS, "seconds", bar=bars[0], faster=True)
     yield measured.timed(lambda: forward(ours, tokens), lambda: forward(theirs, tokens), sizes.pairs)
     peaks = [
-        _timing.peak_growth("benchmarks.transformers:prepared_forward", kind, sizes.narrow, length, accelerated)
+        harness.peak_growth("benchmarks.transformers:prepared_forward", kind, sizes.narrow, length, accelerated)
         for accelerated in (True, False)
     ]
     yield Measurement(group, f"{OURS}, peak memory", THEIRS, "bytes", bar=bars[1]).weighed(*peaks)
@@ -251,12 +251,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="DIR", help=where)
     options = parser.parse_args(arguments)
     logging.set_verbosity_error()
-    machine = _timing.machine()
+    machine = harness.machine()
     sizes = SMALL if options.quick else FULL
     numerics, wrong = check_numbers(sizes)
     measurements = [] if wrong else list(measure(options.only, sizes))
     judged = not options.quick
-    _timing.show(_timing.console(), measurements, judged)
+    harness.show(harness.console(), measurements, judged)
     missed = [each for each in measurements if judged and each.verdict(judged) not in ("", MET)]
     is_whole = judged and options.only == list(SECTIONS)
     path = (options.output or (Path(__file__).parent / "results" if is_whole else Path("out"))) / "transformers.json"
@@ -265,11 +265,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "quick": options.quick,
         "passed": not wrong and not missed,
         "machine": machine | {"threads": torch.get_num_threads()},
-        "versions": {"alibi-core": alibi_core.__version__} | _timing.versions(*VERSIONS),
+        "versions": {"alibi-core": alibi_core.__version__} | harness.versions(*VERSIONS),
         "numerics": numerics,
-        "measurements": _timing.as_json(measurements, judged),
+        "measurements": harness.as_json(measurements, judged),
     }
-    _timing.write_json(path, results)
+    harness.write_json(path, results)
     print(f"Written to {path}; the load of the machine was {machine['load']} at the start.")
     for line in [f"wrong: {line}" for line in wrong] + [f"{each.verdict(judged)}: {each.name}" for each in missed]:
         print(line, file=sys.stderr)

@@ -1,0 +1,80 @@
+"""Arrays of any library behind one face, and the checks of arguments.
+
+In go arrays, dtypes and numbers as a user gave them. Out come a namespace of the array API standard, and values that
+are known to be right, or an error that tells the fix.
+"""
+
+from alibi_core._arrays import checks
+from alibi_core._arrays.checks import (
+    MAX_POSITION,
+    array,
+    boolean,
+    broadcastable,
+    broadcasts,
+    floating_array,
+    floating_dtype,
+    is_int,
+    non_negative_int,
+    non_negative_number,
+    one_of,
+    positive_int,
+    positive_number,
+)
+from alibi_core._arrays.namespace import (
+    arange,
+    asarray,
+    astype,
+    brief,
+    computes_eagerly_without_gradients,
+    device_of,
+    floating_name,
+    host_values,
+    is_exporting,
+    is_kind,
+    known_device,
+    library_name,
+    namespace_of,
+    running_max,
+    running_sum,
+    signed,
+    times,
+)
+from alibi_core._arrays.typing import Array, Device, DType, Namespace
+
+__all__ = [
+    "MAX_POSITION",
+    "Array",
+    "DType",
+    "Device",
+    "Namespace",
+    "arange",
+    "array",
+    "asarray",
+    "astype",
+    "boolean",
+    "brief",
+    "broadcastable",
+    "broadcasts",
+    "checks",
+    "computes_eagerly_without_gradients",
+    "device_of",
+    "floating_array",
+    "floating_dtype",
+    "floating_name",
+    "host_values",
+    "is_exporting",
+    "is_int",
+    "is_kind",
+    "known_device",
+    "library_name",
+    "namespace_of",
+    "non_negative_int",
+    "non_negative_number",
+    "one_of",
+    "positive_int",
+    "positive_number",
+    "running_max",
+    "running_sum",
+    "signed",
+    "times",
+]

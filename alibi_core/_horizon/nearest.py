@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from alibi_core._arrays.checks import MAX_POSITION
-from alibi_core._arrays.namespace import asarray, astype, running_max
+from alibi_core._arrays import MAX_POSITION, asarray, astype, running_max
 from alibi_core._call import AttentionCall
 
 

@@ -15,9 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._arrays import checks as _checks
-from alibi_core._arrays.namespace import arange, asarray, astype, device_of, floating_name, namespace_of, running_sum
-from alibi_core._arrays.typing import Array, Namespace
+from alibi_core._arrays import (
+    Array,
+    Namespace,
+    arange,
+    asarray,
+    astype,
+    checks,
+    device_of,
+    floating_name,
+    namespace_of,
+    running_sum,
+)
 from alibi_core._bias import place_slopes, with_head_axis, working_dtype
 from alibi_core._call import AttentionCall
 
@@ -71,27 +80,27 @@ def horizon(
         Press, Smith, Lewis, "Train Short, Test Long", section 3, arXiv 2108.12409, for the slopes; the bound is this
         library's own.
     """
-    _checks.boolean("is_causal", is_causal)
-    tolerance = 2.0**-24 if tolerance is None else _checks.non_negative_number("tolerance", tolerance)
+    checks.boolean("is_causal", is_causal)
+    tolerance = 2.0**-24 if tolerance is None else checks.non_negative_number("tolerance", tolerance)
     is_array = hasattr(score_range, "shape") and not isinstance(score_range, np.generic)
-    arrays: list[Any] = [] if _checks.is_int(slopes) else [_checks.array("slopes", slopes)]
+    arrays: list[Any] = [] if checks.is_int(slopes) else [checks.array("slopes", slopes)]
     arrays += [score_range] if is_array else []
     xp = namespace_of(*arrays)
     device = device_of(xp, arrays[0]) if arrays else None
     if is_array and device_of(xp, score_range) != device:
         raise ValueError(f"score_range must be on the device of slopes, {device}, got {device_of(xp, score_range)}")
     dtype = xp.float32
-    if not _checks.is_int(slopes):
-        if _checks.floating_array(xp, "slopes", arrays[0]).ndim < 1:
+    if not checks.is_int(slopes):
+        if checks.floating_array(xp, "slopes", arrays[0]).ndim < 1:
             raise ValueError("slopes must have shape (..., num_heads), got ()")
         dtype = working_dtype(xp, arrays[0].dtype)
-        _checks.slopes_values("slopes", slopes, allow_negative=True, working=dtype)
+        checks.slopes_values("slopes", slopes, allow_negative=True, working=dtype)
     placed = place_slopes(xp, slopes, dtype, device)
     excess: Any = score_range
     if not is_array:
-        excess = _checks.number_in(dtype, "score_range", score_range)
+        excess = checks.number_in(dtype, "score_range", score_range)
     else:
-        excess = astype(xp, _checks.floating_array(xp, "score_range", score_range), dtype)
+        excess = astype(xp, checks.floating_array(xp, "score_range", score_range), dtype)
         pairs = zip(reversed(excess.shape), reversed(placed.shape), strict=False)
         if any(n != m and 1 not in (n, m) for n, m in pairs):
             raise ValueError(
@@ -267,7 +276,7 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> Ke
     past = _most(xp, past, xp.where(past < ENDLESS, past, highest + 1))
     future = _most(xp, future, xp.where(future < ENDLESS, future, call.kv_len - lowest))
     if call.window_size is not None:
-        within = min(call.window_size, _checks.MAX_POSITION - 1) + 1
+        within = min(call.window_size, checks.MAX_POSITION - 1) + 1
         past, future = (_least(xp, x, within) for x in (past, future))
     if call.q_segment_ids is not None:
         blocks = _blocks_of_segments(call, bounds)

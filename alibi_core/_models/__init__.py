@@ -1,0 +1,11 @@
+"""What models are made of, for every framework: configurations, layer shapes, checkpoints.
+
+In goes a configuration or a folder with a checkpoint. Out come checked sizes, and weights by the names of this
+library's layers. No framework is imported.
+"""
+
+from alibi_core._models.checkpoints import Checkpoint
+from alibi_core._models.config import AlibiConfig
+from alibi_core._models.layer_shape import LayerShape
+
+__all__ = ["AlibiConfig", "Checkpoint", "LayerShape"]

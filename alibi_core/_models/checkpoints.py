@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._arrays import checks as _checks
+from alibi_core._arrays import checks
 from alibi_core._models.config import AlibiConfig
 from alibi_core._models.families import Family, family_of
 from alibi_core._models.safetensors import StoredTensor, read_json, some, stored_tensors
@@ -71,7 +71,7 @@ class Checkpoint:
         """
         if not isinstance(directory, (str, os.PathLike)):
             raise TypeError(f"directory must be a path, got {type(directory).__name__}")
-        _checks.one_of("contract", contract, CONTRACTS)
+        checks.one_of("contract", contract, CONTRACTS)
         path = Path(directory)
         if not path.is_dir():
             raise FileNotFoundError(f"directory must be one that holds a checkpoint, got {str(path)!r}")

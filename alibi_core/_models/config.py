@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._arrays import checks as _checks
+from alibi_core._arrays import checks
 
 BLOCKS = ("sequential", "normed_residual", "parallel", "shared_norm")
 ACTIVATIONS = ("gelu", "gelu_tanh")
@@ -79,23 +79,23 @@ class AlibiConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "d_model", "num_heads", "max_len", "expansion_factor"):
-            _checks.positive_int(name, getattr(self, name))
+            checks.positive_int(name, getattr(self, name))
         for name in _SWITCHES:
-            _checks.boolean(name, getattr(self, name))
-        _checks.one_of("block", self.block, BLOCKS)
-        _checks.one_of("activation", self.activation, ACTIVATIONS)
-        _checks.positive_number("norm_epsilon", self.norm_epsilon)
+            checks.boolean(name, getattr(self, name))
+        checks.one_of("block", self.block, BLOCKS)
+        checks.one_of("activation", self.activation, ACTIVATIONS)
+        checks.positive_number("norm_epsilon", self.norm_epsilon)
         for name in ("scale", "clip_qkv"):
             if getattr(self, name) is not None:
-                _checks.positive_number(name, getattr(self, name))
-        if not 0 <= _checks.real_number("dropout", self.dropout) < 1:
+                checks.positive_number(name, getattr(self, name))
+        if not 0 <= checks.real_number("dropout", self.dropout) < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
         if self.d_model % self.num_heads:
             raise ValueError(f"d_model must be a multiple of num_heads ({self.num_heads}), got {self.d_model}")
-        if self.num_kv_heads is not None and self.num_heads % _checks.positive_int("num_kv_heads", self.num_kv_heads):
+        if self.num_kv_heads is not None and self.num_heads % checks.positive_int("num_kv_heads", self.num_kv_heads):
             raise ValueError(f"num_kv_heads must divide num_heads ({self.num_heads}), got {self.num_kv_heads}")
         if self.feed_forward_dim is not None:
-            _checks.positive_int("feed_forward_dim", self.feed_forward_dim)
+            checks.positive_int("feed_forward_dim", self.feed_forward_dim)
         if self.slopes is not None:
             self._check_slopes(self.slopes)
 
@@ -105,7 +105,7 @@ class AlibiConfig:
         if len(slopes) != self.num_heads:
             raise ValueError(f"slopes must be one a head ({self.num_heads}), got {len(slopes)}")
         for slope in slopes:
-            _checks.non_negative_number("slopes", slope)
+            checks.non_negative_number("slopes", slope)
 
     @property
     def head_dim(self) -> int:

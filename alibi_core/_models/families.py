@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from alibi_core._arrays import checks as _checks
+from alibi_core._arrays import checks
 from alibi_core._models.config import AlibiConfig
 from alibi_core._slopes import slope_values
 
@@ -71,7 +71,7 @@ class Settings:
         value = self.get(*names, default=None)
         if value is None:
             raise ValueError(f"{self.place} must say {names[0]}, got no such entry")
-        return _checks.positive_int(f"{names[0]} in {self.place}", value)
+        return checks.positive_int(f"{names[0]} in {self.place}", value)
 
     def heads(self, width: int, *names: str) -> int:
         """Return the number of heads, which must divide the width, before anything is computed of every head."""
@@ -81,10 +81,10 @@ class Settings:
         return num_heads
 
     def switch(self, name: str, *, default: bool) -> bool:
-        return _checks.boolean(f"{name} in {self.place}", self.get(name, default=default))
+        return checks.boolean(f"{name} in {self.place}", self.get(name, default=default))
 
     def number(self, name: str, *, default: float) -> float:
-        return _checks.positive_number(f"{name} in {self.place}", self.get(name, default=default))
+        return checks.positive_number(f"{name} in {self.place}", self.get(name, default=default))
 
     def refuse(self, name: str, rule: str, advice: str) -> ValueError:
         return ValueError(f"{name} in {self.place} must be {rule}, got {self.values.get(name)!r}; {advice}")

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from alibi_core._arrays import checks as _checks
-from alibi_core._arrays.namespace import asarray, astype, host_values, namespace_of
-from alibi_core._arrays.typing import Device, Namespace
+from alibi_core._arrays import Device, Namespace, asarray, astype, checks, host_values, namespace_of
 from alibi_core._slopes import slope_values
 
 
@@ -49,32 +47,32 @@ class LayerShape:
             ValueError: If sizes do not divide, a probability or length is out of range, slopes are misshapen,
                 negative or not finite, or slopes of 0 are to be learned.
         """
-        embed_dim = _checks.positive_int("embed_dim", embed_dim)
-        num_heads = _checks.positive_int("num_heads", num_heads)
-        num_kv_heads = num_heads if num_kv_heads is None else _checks.positive_int("num_kv_heads", num_kv_heads)
+        embed_dim = checks.positive_int("embed_dim", embed_dim)
+        num_heads = checks.positive_int("num_heads", num_heads)
+        num_kv_heads = num_heads if num_kv_heads is None else checks.positive_int("num_kv_heads", num_kv_heads)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads, {num_heads}, got {num_kv_heads}")
         if head_dim is None:
             if embed_dim % num_heads:
                 raise ValueError(f"num_heads must divide embed_dim, {embed_dim}, got {num_heads}; or give head_dim")
             head_dim = embed_dim // num_heads
-        head_dim = _checks.positive_int("head_dim", head_dim)
-        _checks.direction(is_causal, future_slopes)
-        _checks.boolean("learnable_slopes", learnable_slopes)
-        _checks.boolean("bias", bias)
+        head_dim = checks.positive_int("head_dim", head_dim)
+        checks.direction(is_causal, future_slopes)
+        checks.boolean("learnable_slopes", learnable_slopes)
+        checks.boolean("bias", bias)
         if learnable_slopes and future_slopes is not None:
             raise ValueError("future_slopes must be None when learnable_slopes=True, whose slopes serve both sides")
         for name, given in (("slopes", slopes), ("future_slopes", future_slopes)):
             if given is not None:
-                _checks.array(name, given)
-                _checks.slopes_shape(name, _checks.floating_array(namespace_of(given), name, given), num_heads)
-                _checks.slopes_values(name, given, allow_negative=False, working="float32")
+                checks.array(name, given)
+                checks.slopes_shape(name, checks.floating_array(namespace_of(given), name, given), num_heads)
+                checks.slopes_values(name, given, allow_negative=False, working="float32")
         values = None if slopes is None else host_values(slopes)
         if learnable_slopes and values is not None and (values.astype("float32") == 0).any():
             raise ValueError(f"slopes must be positive to be learned (as logarithms), got {values.tolist()}")
         if window_size is not None:
-            _checks.window(window_size)
-        if not 0 <= _checks.real_number("dropout", dropout) < 1:
+            checks.window(window_size)
+        if not 0 <= checks.real_number("dropout", dropout) < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}")
         return cls(embed_dim, num_heads, num_kv_heads, head_dim)
 
@@ -85,7 +83,7 @@ class LayerShape:
             TypeError: If it is not such an array.
             ValueError: If it has another shape.
         """
-        _checks.floating_array(namespace_of(_checks.array("x", x), xp=xp), "x", x)
+        checks.floating_array(namespace_of(checks.array("x", x), xp=xp), "x", x)
         shape = tuple(x.shape)
         if len(shape) != 3 or shape[-1] != self.embed_dim:
             raise ValueError(f"x must have shape (batch, length, {self.embed_dim}), got {shape}")

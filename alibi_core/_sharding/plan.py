@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._arrays import checks as _checks
-from alibi_core._arrays.namespace import host_values
-from alibi_core._arrays.typing import Array
-from alibi_core._horizon.ranges import LARGEST_TOLERANCE, reach
+from alibi_core._arrays import Array, checks, host_values
+from alibi_core._horizon import LARGEST_TOLERANCE, reach
 from alibi_core._sharding.shards import Shards
 from alibi_core._slopes import slopes as canonical_slopes
 
@@ -192,15 +190,15 @@ def shard_plan(
     """
     if not isinstance(shards, Shards):
         raise TypeError(f"shards must be alibi_core.Shards, got {type(shards).__name__}")
-    _checks.direction(is_causal, future_slopes)
-    bound = _checks.non_negative_number("score_bound", score_bound)
-    tolerance = 2.0**-24 if tolerance is None else _checks.non_negative_number("tolerance", tolerance)
+    checks.direction(is_causal, future_slopes)
+    bound = checks.non_negative_number("score_bound", score_bound)
+    tolerance = 2.0**-24 if tolerance is None else checks.non_negative_number("tolerance", tolerance)
     tolerance = min(tolerance, LARGEST_TOLERANCE)
-    window = None if window_size is None else _checks.window(window_size)
+    window = None if window_size is None else checks.window(window_size)
     behind = _values("slopes", slopes)
     ahead = behind if future_slopes is None else _values("future_slopes", future_slopes, len(behind))
-    num_kv_heads = len(behind) if num_kv_heads is None else _checks.positive_int("num_kv_heads", num_kv_heads)
-    devices = _checks.positive_int("head_shards", head_shards)
+    num_kv_heads = len(behind) if num_kv_heads is None else checks.positive_int("num_kv_heads", num_kv_heads)
+    devices = checks.positive_int("head_shards", head_shards)
     if len(behind) % num_kv_heads:
         raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {len(behind)}")
     if num_kv_heads % devices:
@@ -235,13 +233,13 @@ def shard_plan(
 
 def _values(name: str, slopes: Any, num_heads: int | None = None) -> Any:
     """Return slopes as float64 values of NumPy."""
-    if _checks.is_int(slopes):
-        return np.asarray(canonical_slopes(_checks.positive_int(name, slopes)), np.float64)
-    values = host_values(_checks.array(name, slopes))
+    if checks.is_int(slopes):
+        return np.asarray(canonical_slopes(checks.positive_int(name, slopes)), np.float64)
+    values = host_values(checks.array(name, slopes))
     if values is None:
         raise TypeError(f"{name} must have values that can be read when the plan is made, got {type(slopes).__name__}")
     if values.ndim != 1 or (num_heads is not None and len(values) != num_heads):
         expected = "[num_heads]" if num_heads is None else f"({num_heads},)"
         raise ValueError(f"{name} must have shape {expected}, got {values.shape}")
-    _checks.slopes_values(name, slopes, allow_negative=True)
+    checks.slopes_values(name, slopes, allow_negative=True)
     return values.astype(np.float64)

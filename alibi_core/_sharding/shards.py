@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._arrays import checks as _checks
+from alibi_core._arrays import checks
 
 PLACEMENTS = ("contiguous", "zigzag")
 Pairs = tuple[tuple[int, int], ...]
@@ -49,24 +49,24 @@ class Shards:
     length: int = -1
 
     def __post_init__(self) -> None:
-        _checks.positive_int("num_shards", self.num_shards)
-        _checks.positive_int("chunk_len", self.chunk_len)
-        _checks.one_of("placement", self.placement, PLACEMENTS)
-        if _checks.integer("length", self.length) == -1:
+        checks.positive_int("num_shards", self.num_shards)
+        checks.positive_int("chunk_len", self.chunk_len)
+        checks.one_of("placement", self.placement, PLACEMENTS)
+        if checks.integer("length", self.length) == -1:
             object.__setattr__(self, "length", self.padded_length)
         if not 1 <= self.length <= self.padded_length:
             raise ValueError(
                 f"length must be between 1 and the {self.padded_length} tokens that {self.num_shards} shards of "
                 f"{self.shard_len} have room for, got {self.length}"
             )
-        _checks.positions_fit(0, self.padded_length, self.padded_length)
+        checks.positions_fit(0, self.padded_length, self.padded_length)
 
     @classmethod
     def of_length(cls, length: int, num_shards: int, placement: str = "contiguous") -> Shards:
         """Divide ``length`` tokens, padding the end if it does not divide."""
-        slots = _slots(_checks.one_of("placement", placement, PLACEMENTS))
-        chunks = _checks.positive_int("num_shards", num_shards) * slots
-        return cls(num_shards, -(-_checks.positive_int("length", length) // chunks), placement, length)
+        slots = _slots(checks.one_of("placement", placement, PLACEMENTS))
+        chunks = checks.positive_int("num_shards", num_shards) * slots
+        return cls(num_shards, -(-checks.positive_int("length", length) // chunks), placement, length)
 
     @classmethod
     def of_shard_len(
@@ -77,8 +77,8 @@ class Shards:
         Raises:
             ValueError: If they cannot be cut into as many chunks as they are to have.
         """
-        slots = _slots(_checks.one_of("placement", placement, PLACEMENTS))
-        if _checks.positive_int("shard_len", shard_len) % slots:
+        slots = _slots(checks.one_of("placement", placement, PLACEMENTS))
+        if checks.positive_int("shard_len", shard_len) % slots:
             raise ValueError(f"shard_len must be even where placement is {placement!r}, got {shard_len}")
         return cls(num_shards, shard_len // slots, placement, -1 if length is None else length)
 

@@ -15,26 +15,47 @@ False
 """
 
 from alibi_core.conformance._adapter import FEATURES, Adapter
-from alibi_core.conformance._backend import installed_adapters, numpy_adapters
-from alibi_core.conformance._golden import GoldenError, GoldenReport, check_golden, golden_results, write_golden
+from alibi_core.conformance._backend import ENTRY_POINTS, BackendAdapter, Library, installed_adapters, numpy_adapters
+from alibi_core.conformance._cases import Attention, Case, Sizes, rounded
+from alibi_core.conformance._golden import (
+    GoldenError,
+    GoldenReport,
+    check_golden,
+    golden_results,
+    read_golden,
+    write_golden,
+)
 from alibi_core.conformance._laws import LAWS
 from alibi_core.conformance._report import Counterexample, Diagnosis, LawReport, Report
-from alibi_core.conformance._run.check import check
+from alibi_core.conformance._run import Outcome, Settings, check, details, summary, supervised
 
 __all__ = [
+    "ENTRY_POINTS",
     "FEATURES",
     "LAWS",
     "Adapter",
+    "Attention",
+    "BackendAdapter",
+    "Case",
     "Counterexample",
     "Diagnosis",
     "GoldenError",
     "GoldenReport",
     "LawReport",
+    "Library",
+    "Outcome",
     "Report",
+    "Settings",
+    "Sizes",
     "check",
     "check_golden",
+    "details",
     "golden_results",
     "installed_adapters",
     "numpy_adapters",
+    "read_golden",
+    "rounded",
+    "summary",
+    "supervised",
     "write_golden",
 ]

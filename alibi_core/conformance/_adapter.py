@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from alibi_core import _contracts
-from alibi_core._arrays import checks as _checks
-from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF
+from alibi_core._arrays import checks
+from alibi_core.conformance._cases import UNIT_ROUNDOFF
 
 MOST_TOKENS = 544  # of a sequence that is decoded: beyond powers of two up to 512, and no multiple of usual blocks
 FUNCTIONS = ("slopes", "bias", "attention", "attention_grad", "decode_step")
@@ -135,15 +135,15 @@ class Offer:
         name = getattr(adapter, "name", default)
         if not isinstance(name, str):
             raise TypeError(f"name of an adapter must be a string, got {type(name).__name__}")
-        dtype = _checks.one_of("dtype", getattr(adapter, "dtype", "float32"), tuple(UNIT_ROUNDOFF))
+        dtype = checks.one_of("dtype", getattr(adapter, "dtype", "float32"), tuple(UNIT_ROUNDOFF))
         contract = _contracts.named(getattr(adapter, "contract", "exact")).name
         declared = getattr(adapter, "features", None)
         if declared is not None:
             if isinstance(declared, str):
                 raise TypeError(f"features must be a collection of strings, got the string {declared!r}")
-            declared = frozenset(_checks.one_of("features", feature, tuple(FEATURES)) for feature in declared)
+            declared = frozenset(checks.one_of("features", feature, tuple(FEATURES)) for feature in declared)
         tolerance = getattr(adapter, "tolerance", None)
-        tolerance = UNIT_ROUNDOFF[dtype] if tolerance is None else _checks.non_negative_number("tolerance", tolerance)
+        tolerance = UNIT_ROUNDOFF[dtype] if tolerance is None else checks.non_negative_number("tolerance", tolerance)
         return cls(adapter, name, dtype, contract, tolerance, declared, functions)
 
     @property

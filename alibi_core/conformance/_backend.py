@@ -12,8 +12,8 @@ import numpy as np
 
 import alibi_core
 from alibi_core.conformance._adapter import FEATURES, MOST_TOKENS
-from alibi_core.conformance._cases.oracle import Values
-from alibi_core.conformance._trial.caller import TENSORS
+from alibi_core.conformance._cases import Values
+from alibi_core.conformance._trial import TENSORS
 
 ENTRY_POINTS = "alibi_core.conformance"
 

@@ -23,12 +23,22 @@ from hypothesis import strategies as st
 import alibi_core
 from alibi_core._slopes import slope_values
 from alibi_core.conformance._adapter import MOST_TOKENS
-from alibi_core.conformance._cases.case import COTANGENTS, FORMS, LONGER, PER_BATCH, Case, Sizes
-from alibi_core.conformance._cases.data import DATA
-from alibi_core.conformance._cases.family import SEEDS, Family
-from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Answer, Rules, penalties
-from alibi_core.conformance._trial.caller import TENSORS, CallError, DepartureError
-from alibi_core.conformance._trial.trial import Trial
+from alibi_core.conformance._cases import (
+    COTANGENTS,
+    DATA,
+    FORMS,
+    LONGER,
+    PER_BATCH,
+    SEEDS,
+    UNIT_ROUNDOFF,
+    Answer,
+    Case,
+    Family,
+    Rules,
+    Sizes,
+    penalties,
+)
+from alibi_core.conformance._trial import TENSORS, CallError, DepartureError, Trial
 
 # Few, for compilers take their time over each; in most, each axis has a length of its own.
 PLAIN = (Sizes(1, 1, 1, (1, 1), 1), Sizes(2, 3, 1, (7, 7), 5))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from alibi_core.conformance._trial.caller import CallError, DepartureError, Evidence
+from alibi_core.conformance._trial import CallError, DepartureError, Evidence
 
 Status = Literal["passed", "failed", "not offered", "not run"]
 

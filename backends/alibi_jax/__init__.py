@@ -10,19 +10,21 @@ except ModuleNotFoundError as error:
         "install with pip install 'alibi-core[jax]'"
     ) from error
 
-from alibi_core._explanation import Explanation
-from alibi_core._models.config import AlibiConfig
+from alibi_core.backend import AlibiConfig, Explanation
 from alibi_jax._attention import attention
 from alibi_jax._explain import explain
-from alibi_jax._gpu.passes import GPU
-from alibi_jax._tpu.shape import TPU
-from alibi_jax.caches._kv_cache import KVCache
-from alibi_jax.nn._attention_fn import attention_fn
-from alibi_jax.nn._checkpoint import load_checkpoint
-from alibi_jax.nn._language_model import AlibiLanguageModel
-from alibi_jax.nn._layer import AlibiAttention
-from alibi_jax.nn._transformer import AlibiTransformer
-from alibi_jax.nn._weights import load_weights, save_weights
+from alibi_jax._gpu import GPU
+from alibi_jax._tpu import TPU
+from alibi_jax.caches import KVCache
+from alibi_jax.nn import (
+    AlibiAttention,
+    AlibiLanguageModel,
+    AlibiTransformer,
+    attention_fn,
+    load_checkpoint,
+    load_weights,
+    save_weights,
+)
 
 __all__ = [
     "GPU",

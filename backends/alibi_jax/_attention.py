@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from alibi_core import AttentionCall
-from alibi_core._attention import dense_attention
-from alibi_core._call import LENGTH_FIRST
-from alibi_jax._call.operands import take_apart
-from alibi_jax._dispatch.choice import Implementation, checked
-from alibi_jax._dispatch.sharded import attend
-from alibi_jax._tiled.materialised import materialised
+from alibi_core.backend import LENGTH_FIRST, dense_attention
+from alibi_jax._call import take_apart
+from alibi_jax._dispatch import Implementation, attend, checked
+from alibi_jax._tiled import materialised
 
 
 def attention(

@@ -13,20 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from alibi_core import AttentionCall
-from alibi_core._call import LENGTH_FIRST
-from alibi_core._explanation import Explanation, visible_pairs
-from alibi_core._horizon.ranges import ENDLESS
+from alibi_core.backend import ENDLESS, LENGTH_FIRST, Explanation, visible_pairs
+from alibi_jax import _gpu, _tpu
 from alibi_jax._attention import attention
-from alibi_jax._call.operands import Operands, Rules, take_apart
-from alibi_jax._call.plan import needed_keys, ranges_of
-from alibi_jax._dispatch.choice import IMPLEMENTATIONS, Implementation, Target, checked, choose, name_of, refusal
-from alibi_jax._gpu import passes as _gpu
-from alibi_jax._gpu.passes import GPU
-from alibi_jax._tiled.tiles import jobs_of, sizes_of
-from alibi_jax._tpu import shape as _tpu_shape
-from alibi_jax._tpu.shape import TPU
+from alibi_jax._call import Operands, Rules, needed_keys, ranges_of, take_apart
+from alibi_jax._dispatch import IMPLEMENTATIONS, Implementation, Target, checked, choose, name_of, refusal
+from alibi_jax._gpu import GPU
+from alibi_jax._tiled import jobs_of, sizes_of
+from alibi_jax._tpu import TPU
 
-SHAPES = {TPU: _tpu_shape.KernelShape, GPU: _gpu.KernelShape}
+SHAPES = {TPU: _tpu.KernelShape, GPU: _gpu.KernelShape}
 
 
 def explain(

@@ -5,16 +5,11 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("alibi_mlx needs MLX; install with pip install 'alibi-core[mlx]'") from error
 
-from alibi_core._explanation import Explanation
-from alibi_core._models.config import AlibiConfig
+from alibi_core.backend import AlibiConfig, Explanation
 from alibi_mlx._attention import attention
 from alibi_mlx._explain import explain
-from alibi_mlx.caches._evicting import EvictingKVCache
-from alibi_mlx.caches._kv_cache import KVCache
-from alibi_mlx.nn._checkpoint import load_checkpoint
-from alibi_mlx.nn._language_model import AlibiLanguageModel
-from alibi_mlx.nn._layer import AlibiAttention
-from alibi_mlx.nn._transformer import AlibiTransformer
+from alibi_mlx.caches import EvictingKVCache, KVCache
+from alibi_mlx.nn import AlibiAttention, AlibiLanguageModel, AlibiTransformer, load_checkpoint
 
 __all__ = [
     "AlibiAttention",

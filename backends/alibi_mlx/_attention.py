@@ -5,16 +5,11 @@ from __future__ import annotations
 import mlx.core as mx
 
 from alibi_core import AttentionCall
-from alibi_core._arrays.checks import boolean, one_of
-from alibi_core._attention import dense_attention
-from alibi_core._horizon.jobs import Job
-from alibi_core._horizon.ranges import tolerance_of
-from alibi_mlx._dispatch.functions import Jobs, Method, attend
-from alibi_mlx._metal.folded import folded_attention
-from alibi_mlx._metal.routes import IMPLEMENTATIONS, choose
-from alibi_mlx._tiled import kernels as _tile_kernels
-from alibi_mlx._tiled import plan as _plan
-from alibi_mlx._tiled.norms import KeyNorms
+from alibi_core.backend import Job, boolean, dense_attention, one_of, tolerance_of
+from alibi_mlx import _tiled
+from alibi_mlx._dispatch import Jobs, Method, attend
+from alibi_mlx._metal import IMPLEMENTATIONS, choose, folded_attention
+from alibi_mlx._tiled import KeyNorms
 
 
 def attention(
@@ -137,11 +132,11 @@ def run(
 
     def plan(call: AttentionCall, *tensors: mx.array) -> list[Job]:
         # The norms are of these keys: of a longer batch, which mx.vmap makes, they are measured.
-        return _plan.jobs(call, *tensors, tolerance_of(call), norms if call.batch == flat.batch else None)
+        return _tiled.jobs(call, *tensors, tolerance_of(call), norms if call.batch == flat.batch else None)
 
     def forward(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, jobs: Jobs) -> mx.array:
         if route.implementation == "folded":
             return folded_attention(call, query, key, value, route.head_dim, fused=route.fused)
-        return _tile_kernels.forward(call, query, key, value, jobs(), route.head_dim)
+        return _tiled.forward(call, query, key, value, jobs(), route.head_dim)
 
     return attend(flat, *tensors, Method(forward, plan)).reshape(query.shape)

@@ -10,13 +10,10 @@ import mlx.core as mx
 import numpy as np
 
 from alibi_core import AttentionCall
-from alibi_core._arrays.checks import boolean, one_of
-from alibi_core._explanation import Explanation, visible_pairs
-from alibi_core._horizon.jobs import entry_of
-from alibi_core._horizon.ranges import ENDLESS, tolerance_of
+from alibi_core.backend import ENDLESS, Explanation, boolean, entry_of, one_of, tolerance_of, visible_pairs
+from alibi_mlx import _tiled
 from alibi_mlx._attention import attention
-from alibi_mlx._metal.routes import IMPLEMENTATIONS, choose, refusal
-from alibi_mlx._tiled import plan as _plan
+from alibi_mlx._metal import IMPLEMENTATIONS, choose, refusal
 
 
 def explain(
@@ -70,14 +67,14 @@ def explain(
     tolerance = tolerance_of(call) if route.implementation == "tiled" else 0.0
     flat = call.with_one_batch_axis()
     query, key, value = (x.reshape(*flat.batch, *x.shape[-3:]) for x in (query, key, value))
-    host = _plan.on_host(flat, query=query, key=key)
+    host = _tiled.on_host(flat, query=query, key=key)
     if host is None:
         raise ValueError("query and key must hold values, which are measured; got traced arrays")
     entries = [entry_of(host, index) for index in range(host.batch[0])]
-    planned = zip(entries, _plan.plans(entries, query, key, tolerance), strict=True)
+    planned = zip(entries, _tiled.plans(entries, query, key, tolerance), strict=True)
     computed = math.prod(flat.batch) * call.num_heads * call.q_len * call.kv_len
     if route.implementation == "tiled":
-        jobs = _plan.jobs(flat, query, key, value, tolerance, None)
+        jobs = _tiled.jobs(flat, query, key, value, tolerance, None)
         sizes = ((len(range(flat.batch[0])[x.batch]), x.heads.stop - x.heads.start, x) for x in jobs)
         computed = sum(entries * heads * x.tiles * x.rows * x.kv_len for entries, heads, x in sizes)
     return Explanation(

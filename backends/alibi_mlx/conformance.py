@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from alibi_core.conformance._backend import BackendAdapter, Library
+from alibi_core.conformance import BackendAdapter, Library
 from alibi_mlx._attention import attention
-from alibi_mlx.caches._kv_cache import KVCache
+from alibi_mlx.caches import KVCache
 
 DTYPES = ("float32", "float16", "bfloat16")
 

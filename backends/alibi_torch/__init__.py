@@ -10,13 +10,8 @@ except ModuleNotFoundError as error:
 
 from alibi_torch._attention import attention
 from alibi_torch._explain import Explanation, explain
-from alibi_torch.caches._evicting import EvictingKVCache
-from alibi_torch.caches._kv_cache import KVCache
-from alibi_torch.nn._bias import AlibiBias
-from alibi_torch.nn._checkpoint import load_checkpoint
-from alibi_torch.nn._language_model import AlibiLanguageModel
-from alibi_torch.nn._layer import AlibiAttention
-from alibi_torch.nn._transformer import AlibiConfig, AlibiTransformer
+from alibi_torch.caches import EvictingKVCache, KVCache
+from alibi_torch.nn import AlibiAttention, AlibiBias, AlibiConfig, AlibiLanguageModel, AlibiTransformer, load_checkpoint
 
 __all__ = [
     "AlibiAttention",

@@ -11,12 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core._arrays.checks import non_negative_number, one_of
-from alibi_core._arrays.namespace import host_values
-from alibi_core._attention import dense_attention
-from alibi_torch._dispatch.choice import IMPLEMENTATIONS, choose
-from alibi_torch._tiled.operators import tiled_attention
-from alibi_torch._tiled.plan import KeyNorms
+from alibi_core.backend import dense_attention, host_values, non_negative_number, one_of
+from alibi_torch._dispatch import IMPLEMENTATIONS, choose
+from alibi_torch._tiled import KeyNorms, tiled_attention
 
 
 def attention(
@@ -120,9 +117,7 @@ def run(
         if chosen == "tiled":
             return tiled_attention(call, query, key, value, norms)
         if chosen == "flex":
-            from alibi_torch._flex.kernels import (
-                flex_attention,  # not before it is used: it brings the compiler with it
-            )
+            from alibi_torch._flex import flex_attention
 
             return flex_attention(call, query, key, value, norms)
         return (dense_attention if chosen == "dense" else _sdpa)(call, query, key, value)

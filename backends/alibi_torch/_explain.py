@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core._arrays.checks import one_of
-from alibi_core._explanation import Explanation, visible_pairs
-from alibi_core._horizon.jobs import entry_of
-from alibi_core._horizon.ranges import ENDLESS, tolerance_of
+from alibi_core.backend import ENDLESS, Explanation, entry_of, one_of, tolerance_of, visible_pairs
 from alibi_torch._attention import attention, norms_of
-from alibi_torch._dispatch.choice import IMPLEMENTATIONS, choose, refusal
-from alibi_torch._tiled.plan import KeyNorms, jobs, needed_keys
+from alibi_torch._dispatch import IMPLEMENTATIONS, choose, refusal
+from alibi_torch._tiled import KeyNorms, jobs, needed_keys
 
 
 def explain(
@@ -117,7 +114,7 @@ def _entry(
 
 
 def _in_blocks(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> int:
-    from alibi_torch._flex.mask import BLOCK, needed_blocks  # not before it is used: it brings the compiler with it
+    from alibi_torch._flex import BLOCK, needed_blocks  # not before it is used: it brings the compiler with it
 
     first, stop = needed_blocks(call, query, key, norms)
     blocks = (stop - first).expand(1, call.num_heads, -1)

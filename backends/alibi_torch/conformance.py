@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_core.conformance._backend import BackendAdapter, Library
+from alibi_core.conformance import BackendAdapter, Library
 from alibi_torch._attention import attention
-from alibi_torch.caches._kv_cache import KVCache
+from alibi_torch.caches import KVCache
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 

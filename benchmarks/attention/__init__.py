@@ -1,0 +1,1 @@
+"""Speed and memory of attention, forward, backward and decoding, beside its peers."""

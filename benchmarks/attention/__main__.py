@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import alibi_core
+from benchmarks import harness
 from benchmarks.attention.backend import Backend
 from benchmarks.attention.numerics import Run, check, reason
 from benchmarks.attention.sections import SECTIONS
 from benchmarks.attention.sizes import FULL, SMALL, Sizes
-from benchmarks.harness import timing as _timing
-from benchmarks.harness.timing import MET, Measurement
+from benchmarks.harness import MET, Measurement
 
 # Where each is: a benchmarks.attention.backend.Backend that takes a device, or None for the best there is.
 BACKENDS = {
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         backend = _backend(options.backend)(options.device)
     except (AssertionError, RuntimeError) as error:  # AssertionError: PyTorch built without CUDA
         parser.error(f"--device must be one that there is, got {options.device}: {error}")
-    machine = _timing.machine() | backend.machine()  # first of all, while the load on it is that of others
+    machine = harness.machine() | backend.machine()  # first of all, while the load on it is that of others
     sizes: Sizes = SMALL[backend.name] if options.quick else FULL[backend.name][backend.device]
     if options.quick and backend.device != "cpu":
         sizes = replace(sizes, longest=None)  # that one is for the memory of a CPU
@@ -65,11 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     judged = not options.quick
     missed = [f"{each.verdict(judged)}: {each.name}" for each in measurements if judged and each.bar is not None]
     missed = [line for line in missed if not line.startswith(MET)]
-    _timing.show(_timing.console(), measurements, judged)
+    harness.show(harness.console(), measurements, judged)
     is_whole = not options.quick and options.only == list(SECTIONS)
     output = options.output or (Path(__file__).parents[1] / "results" if is_whole else Path("out"))
     path = output / f"attention-{backend.name}-{backend.device}.json"
-    _timing.write_json(
+    harness.write_json(
         path,
         {
             "benchmark": "attention",
@@ -80,11 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "sections": options.only,
             "sizes": asdict(sizes),
             "machine": machine,
-            "versions": {"alibi-core": alibi_core.__version__} | _timing.versions(*VERSIONS, *backend.distributions),
+            "versions": {"alibi-core": alibi_core.__version__} | harness.versions(*VERSIONS, *backend.distributions),
             "numerics": run.numerics,
             "limits": run.limits,
             "curves": run.curves,
-            "measurements": _timing.as_json(measurements, judged),
+            "measurements": harness.as_json(measurements, judged),
         },
     )
     written = [path, *_draw(run, machine, path.with_suffix(".png"))]
@@ -125,7 +125,7 @@ def _backend(name: str) -> Callable[[str | None], Backend]:
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
     """Yield what says what happens now: in a terminal with rich on one line, else on lines of their own."""
-    console = _timing.console()
+    console = harness.console()
     if console is None or not console.is_terminal:
         yield lambda line: print(line, file=sys.stderr, flush=True)
         return

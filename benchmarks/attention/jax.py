@@ -20,7 +20,8 @@ from flax import nnx
 
 import alibi_core
 import alibi_jax
-from alibi_jax.caches._kv_cache import append, attend
+from alibi_jax.caches import append, attend
+from benchmarks import harness
 from benchmarks.attention.backend import Call, Contestant, Decode
 from benchmarks.attention.exact import Reference, sample
 from benchmarks.attention.jax_peers import (
@@ -36,7 +37,6 @@ from benchmarks.attention.jax_peers import (
     without_positions,
 )
 from benchmarks.attention.sizes import Decoding, Shape
-from benchmarks.harness import timing as _timing
 
 DISTRIBUTIONS = ("jax", "jaxlib", "flax", "jax-cuda12-plugin", "jax-cuda13-plugin")
 SHARE_OF_MEMORY = 0.6  # of what is free: a contestant that needs more is left out, lest the machine swap
@@ -80,13 +80,13 @@ class Jax:
         if self.device != "cpu":
             stats = self._place.memory_stats()
             return SHARE_OF_MEMORY * (stats["bytes_limit"] - stats["bytes_in_use"])
-        return SHARE_OF_MEMORY * _timing.available_memory()
+        return SHARE_OF_MEMORY * harness.available_memory()
 
     # --- Passes -----------------------------------------------------------------------------------------------------
 
     def seconds(self, call: Call) -> float:
         """Return how long a call takes; each waits for its result."""
-        return _timing.seconds_of(call)
+        return harness.seconds_of(call)
 
     def prepare(self, contestant: Contestant, tensors: Sequence[HeadsFirst | None], backward: bool) -> Call:
         """Return the call to time, compiled, which returns the result, or with ``backward`` the gradients.
@@ -166,7 +166,7 @@ class Jax:
         """Yield how it was found, that memory, and the baseline's and its name: measured, on the CPU, and planned."""
         if self.device == "cpu":
             subject = "benchmarks.attention.jax:peak_subject"
-            peaks = [_timing.peak_growth(subject, asdict(shape), backward, is_ours) for is_ours in (True, False)]
+            peaks = [harness.peak_growth(subject, asdict(shape), backward, is_ours) for is_ours in (True, False)]
             # What is made during the call, and is not extra: the result and, going backward, three gradients.
             made = shape.tensor_bytes * (4 if backward else 1)
             yield "measured", peaks[0] - made, peaks[1] - made, "no positions"
@@ -183,7 +183,7 @@ class Jax:
             shape: Of the pass.
             rows: How many queries a head to recompute.
         """
-        done = _timing.run_alone("benchmarks.attention.jax:longest_subject", asdict(shape), rows)
+        done = harness.run_alone("benchmarks.attention.jax:longest_subject", asdict(shape), rows)
         return {"seconds": done["seconds"], "extra": done["peak"] - shape.tensor_bytes} | done["found"]
 
 

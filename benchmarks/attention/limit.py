@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import alibi_core
-from alibi_core._horizon.ranges import UNIT_ROUNDOFF
+from alibi_core._horizon import UNIT_ROUNDOFF
 
 FINEST_BLOCK, MOST_BLOCKS = 64, 1024  # tokens; blocks of one head, since planning takes their square
 

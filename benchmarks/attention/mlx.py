@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 import alibi_mlx
+from benchmarks import harness
 from benchmarks.attention.backend import Call, Contestant, Decode
 from benchmarks.attention.mlx_peers import (
     NO_POSITIONS,
@@ -23,7 +24,6 @@ from benchmarks.attention.mlx_peers import (
     without_positions,
 )
 from benchmarks.attention.sizes import Decoding, Shape
-from benchmarks.harness import timing as _timing
 
 DISTRIBUTIONS = ("mlx", "mlx-cpu", "mlx-metal")
 SHARE_OF_MEMORY = 0.6  # of what is free: a contestant that needs more is left out, lest the machine swap
@@ -64,13 +64,13 @@ class Mlx:
 
     def free_bytes(self) -> float:
         """Return how much memory a contestant may take; on a Mac the GPU's is that of the machine."""
-        return SHARE_OF_MEMORY * _timing.available_memory()
+        return SHARE_OF_MEMORY * harness.available_memory()
 
     # --- Passes -----------------------------------------------------------------------------------------------------
 
     def seconds(self, call: Call) -> float:
         """Return how long a call takes; each evaluates its result."""
-        return _timing.seconds_of(call)
+        return harness.seconds_of(call)
 
     def prepare(self, contestant: Contestant, tensors: Sequence[mx.array | None], backward: bool) -> Call:
         """Return the call to time, which returns the result, or with ``backward`` the gradients.

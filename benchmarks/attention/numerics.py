@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._horizon.ranges import UNIT_ROUNDOFF
+from alibi_core._horizon import UNIT_ROUNDOFF
 from benchmarks.attention.backend import Backend, Contestant
 from benchmarks.attention.exact import Error, Reference, errors_of_gradients, sample
 from benchmarks.attention.sizes import Shape, Sizes
-from benchmarks.harness.timing import Measurement
+from benchmarks.harness import Measurement
 
 # Relative errors. Gross ones: a wrong slope, mask or offset is off by far more. The accuracy section judges the digits.
 OURS_LIMIT = 16  # units of roundoff of the dtype

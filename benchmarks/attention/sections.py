@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._horizon.ranges import UNIT_ROUNDOFF
+from alibi_core._horizon import UNIT_ROUNDOFF
 from benchmarks.attention.exact import Reference, sample
 from benchmarks.attention.limit import tile_limit
 from benchmarks.attention.numerics import OURS_LIMIT, PEERS_LIMIT, Run, accuracy, reason
 from benchmarks.attention.sizes import MIB, Timed
-from benchmarks.harness.timing import Measurement
+from benchmarks.harness import Measurement
 
 PASSES = {False: "forward", True: "forward and backward"}
 

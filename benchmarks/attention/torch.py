@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import alibi_torch
+from benchmarks import harness
 from benchmarks.attention.backend import Call, Contestant, Decode
 from benchmarks.attention.exact import Reference, sample
 from benchmarks.attention.peers import PEERS, Prepared
 from benchmarks.attention.sizes import Decoding, Shape
-from benchmarks.harness import timing as _timing
 
 DISTRIBUTIONS = ("torch", "triton", "transformers")
 OURS = "alibi_torch"
@@ -67,14 +67,14 @@ class Torch:
         if self.device != "cpu":
             held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # by PyTorch, for nobody
             return SHARE_OF_MEMORY * (torch.cuda.mem_get_info()[0] + held)
-        return SHARE_OF_MEMORY * _timing.available_memory()
+        return SHARE_OF_MEMORY * harness.available_memory()
 
     # --- Clocks -----------------------------------------------------------------------------------------------------
 
     def seconds(self, call: Call) -> float:
         """Return how long a call takes, until its result is there."""
         if self.device == "cpu":
-            return _timing.seconds_of(call)
+            return harness.seconds_of(call)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()
@@ -158,7 +158,7 @@ class Torch:
     def extra_bytes(self, shape: Shape, backward: bool) -> int:
         """Return the peak memory of a pass of ours beyond its arguments, its result and its gradients."""
         if self.device == "cpu":
-            peak = _timing.peak_growth("benchmarks.attention.torch:peak_subject", asdict(shape), backward)
+            peak = harness.peak_growth("benchmarks.attention.torch:peak_subject", asdict(shape), backward)
         else:
             call = self.prepare(self.contestant(), self.tensors(shape, backward), backward)
             call()
@@ -180,7 +180,7 @@ class Torch:
             shape: Of the pass.
             rows: How many queries a head to recompute.
         """
-        done = _timing.run_alone("benchmarks.attention.torch:longest_subject", asdict(shape), rows)
+        done = harness.run_alone("benchmarks.attention.torch:longest_subject", asdict(shape), rows)
         return {"seconds": done["seconds"], "extra": done["peak"] - shape.tensor_bytes} | done["found"]
 
 

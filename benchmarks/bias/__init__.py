@@ -1,0 +1,1 @@
+"""Speed of the bias's construction, beside other builders."""

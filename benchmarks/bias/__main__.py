@@ -30,9 +30,9 @@ import numpy as np
 from rich.console import Console
 
 import alibi_core
+from benchmarks import harness
 from benchmarks.bias.builders import JUDGED, LIBRARIES, OURS, PEERS, Builder, Call, library
-from benchmarks.harness import timing as _timing
-from benchmarks.harness.timing import MET, Measurement
+from benchmarks.harness import MET, Measurement
 
 SPEED_BAR, MEMORY_BAR, PEER_BAR = 2.0, 1.5, 1.0
 VERSIONS = ("numpy", "torch", "jax", "jaxlib", "mlx", "array-api-compat", "transformers", "x-transformers")
@@ -182,7 +182,7 @@ def measure(sizes: Sizes, report: Callable[[str], None]) -> Iterator[Measurement
         except ImportError as error:
             yield replace(empty, note=str(error))
             continue
-        peak = _timing.peak_growth("benchmarks.bias:peak_subject", builder.name, *dense)
+        peak = harness.peak_growth("benchmarks.bias:peak_subject", builder.name, *dense)
         yield empty.weighed(peak, 4 * math.prod(sizes.shape))
 
     group = f"key_bias, {sizes.key_num_heads} heads, {sizes.kv_len:,} keys, against a fill"
@@ -208,15 +208,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = options.output or (Path("out") if options.quick else Path(__file__).parents[1] / "results")
 
     console = Console()
-    machine = _timing.machine()  # first of all, while the load on it is that of others
+    machine = harness.machine()  # first of all, while the load on it is that of others
     with console.status("") as status:
         numerics, wrong = check(sizes, status.update)
         measurements = [] if wrong else list(measure(sizes, status.update))
     judged = not options.quick
     missed = [f"{each.verdict(judged)}: {each.name}" for each in measurements if judged and each.bar is not None]
     missed = [line for line in missed if not line.startswith(MET)]
-    _timing.show(console, measurements, judged)
-    _timing.write_json(
+    harness.show(console, measurements, judged)
+    harness.write_json(
         output / "bias.json",
         {
             "benchmark": "bias",
@@ -224,9 +224,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "passed": not wrong and not missed,
             "sizes": asdict(sizes),
             "machine": machine,
-            "versions": {"alibi-core": alibi_core.__version__} | _timing.versions(*VERSIONS),
+            "versions": {"alibi-core": alibi_core.__version__} | harness.versions(*VERSIONS),
             "numerics": numerics,
-            "measurements": _timing.as_json(measurements, judged),
+            "measurements": harness.as_json(measurements, judged),
         },
     )
     console.print(f"Written to {output / 'bias.json'}; the load of the machine was {machine['load']} at the start.")

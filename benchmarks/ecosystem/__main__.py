@@ -16,10 +16,10 @@ from pathlib import Path
 from rich.console import Console
 from tqdm import tqdm
 
+from benchmarks import harness
 from benchmarks.ecosystem._rows import Row, own_rows, rows_of
 from benchmarks.ecosystem._subjects import SUBJECTS
 from benchmarks.ecosystem._table import LEGEND, markdown, rich_table
-from benchmarks.harness import timing as _timing
 
 WIDTH = 160  # columns that the table takes at least
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in (*LEGEND, *dict.fromkeys(f"{row.name}: {row.note}" for row in rows if row.note)):
         console.print(line, markup=False, highlight=False)
     if options.json is not None:
-        found = {"machine": _timing.machine(), "legend": LEGEND, "rows": [row.to_dict() for row in rows]}
+        found = {"machine": harness.machine(), "legend": LEGEND, "rows": [row.to_dict() for row in rows]}
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     if options.markdown is not None:
         options.markdown.write_text(markdown(rows))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import alibi_core
-from alibi_core.conformance._cases.oracle import rounded
+from alibi_core.conformance import rounded
 
 Values = np.ndarray[Any, Any]
 

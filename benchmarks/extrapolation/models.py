@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alibi_torch.nn._language_model import AlibiLanguageModel
-from alibi_torch.nn._transformer import AlibiConfig
+from alibi_torch.nn import AlibiConfig, AlibiLanguageModel
 from benchmarks.extrapolation.settings import VOCAB_SIZE
 
 METHODS = ("alibi", "sinusoidal", "rotary", "none")

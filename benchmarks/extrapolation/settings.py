@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from alibi_torch.nn._transformer import AlibiConfig
+from alibi_torch.nn import AlibiConfig
 
 MULTIPLES = (1, 2, 4, 8, 16)
 VOCAB_SIZE = 256  # bytes

@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import alibi_core
-from benchmarks.harness import timing as _timing
-from benchmarks.harness.timing import MET, Measurement
+from benchmarks import harness
+from benchmarks.harness import MET, Measurement
 
 BACKENDS = ("jax", "torch")  # each is a module of its own, benchmarks._parallel_NAME
 PLACEMENTS = ("contiguous", "zigzag")
@@ -148,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
                         "benchmarks/results, with other options out)")  # fmt: skip
     options = parser.parse_args(arguments)
     backend = importlib.import_module(f"benchmarks._parallel_{options.backend}")
-    judged, machine = not options.quick, _timing.machine()
+    judged, machine = not options.quick, harness.machine()
     if options.backend == "torch":  # processes, no compiler to ask
         if options.only:
             parser.error("--only must be left out with --backend torch, which has no sections")
@@ -161,11 +161,11 @@ def main(arguments: list[str] | None = None) -> int:
         measurements = [measured for name in names for measured in SECTIONS[name](run)]
     missed = [f"{each.verdict(judged)}: {each.name}" for each in measurements if judged and each.bar is not None]
     missed = [line for line in missed if not line.startswith(MET)]
-    _timing.show(_timing.console(), measurements, judged)
+    harness.show(harness.console(), measurements, judged)
     is_whole = judged and not options.only
     output = options.output or (Path(__file__).parents[1] / "results" if is_whole else Path("out"))
     path = output / f"parallel-{options.backend}.json"
-    _timing.write_json(
+    harness.write_json(
         path,
         {
             "benchmark": "parallel",
@@ -175,8 +175,8 @@ def main(arguments: list[str] | None = None) -> int:
             "sections": names,
             "sizes": asdict(run.sizes),
             "machine": machine,
-            "versions": {"alibi-core": alibi_core.__version__} | _timing.versions(*backend.VERSIONS),
-            "measurements": _timing.as_json(measurements, judged),
+            "versions": {"alibi-core": alibi_core.__version__} | harness.versions(*backend.VERSIONS),
+            "measurements": harness.as_json(measurements, judged),
         },
     )
     print(f"Written to {path}.")

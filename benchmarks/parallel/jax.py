@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.harness.timing import run_alone
+from benchmarks.harness import run_alone
 from benchmarks.parallel.hlo import collectives
 
 NAME = "alibi_jax"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.harness.timing import Measurement
+from benchmarks.harness import Measurement
 
 NAME = "alibi_torch"
 VERSIONS = ("torch", "numpy")

@@ -36,8 +36,8 @@ from transformers.models.falcon.modeling_falcon import build_alibi_tensor as bui
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from alibi_torch.transformers import AlibiCache, accelerate, restore
-from alibi_torch.transformers._accelerate import attention_modules
-from alibi_torch.transformers._caches import GrowingLayer
+from alibi_torch.transformers._cache_layers import GrowingLayer
+from alibi_torch.transformers._modules import attention_modules
 from alibi_torch.transformers._norms import most_of_queries
 
 transformers.logging.set_verbosity_error()

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from alibi_core._slopes import slope_values
-from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Answer
-from alibi_core.conformance._diagnosis._departures.catalogue import ATTENTION
-from alibi_core.conformance._diagnosis._departures.departure import Departure
-from alibi_core.conformance._diagnosis._readings.reading import Reading
+from alibi_core.conformance._cases import UNIT_ROUNDOFF, Answer
+from alibi_core.conformance._diagnosis._departures import ATTENTION, Departure
+from alibi_core.conformance._diagnosis._readings import Reading
 from alibi_core.conformance._diagnosis.observation import Observation, conditions_of
 from alibi_core.conformance._diagnosis.probes import filled, make_case
-from alibi_core.conformance._trial.caller import Caller, CallError
+from alibi_core.conformance._trial import Caller, CallError
 
 SHAPES = ((7, 7), (4, 11), (11, 5), (1, 9), (300, 300))
 

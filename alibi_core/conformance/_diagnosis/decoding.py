@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core.conformance._cases.case import Case
-from alibi_core.conformance._diagnosis._departures.catalogue import ATTENTION
-from alibi_core.conformance._diagnosis._departures.departure import Departure
+from alibi_core.conformance._cases import Case
+from alibi_core.conformance._diagnosis._departures import ATTENTION, Departure
 from alibi_core.conformance._diagnosis.observation import Observation
 from alibi_core.conformance._diagnosis.probes import FLAT, LATE_ROWS, STEEP, filled, make_case
-from alibi_core.conformance._trial.caller import TENSORS, Caller, CallError
+from alibi_core.conformance._trial import TENSORS, Caller, CallError
 
 STEPS = (3, 1, 1, 2, 1)
 MIXED_STEPS = (9, 1, 2)  # whose lengths no other sequence has

@@ -9,15 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF
+from alibi_core.conformance._cases import UNIT_ROUNDOFF
+from alibi_core.conformance._diagnosis import _departures
 from alibi_core.conformance._diagnosis import bias as _bias
 from alibi_core.conformance._diagnosis import decoding as _decoding
 from alibi_core.conformance._diagnosis import gradients as _gradients
-from alibi_core.conformance._diagnosis._departures import catalogue as _departures
-from alibi_core.conformance._diagnosis._departures.departure import Departure
-from alibi_core.conformance._diagnosis._departures.of_bias import FAR_AWAY
-from alibi_core.conformance._diagnosis._departures.of_gradients import FORWARD_RIGHT, GRADIENTS
-from alibi_core.conformance._diagnosis._readings.reading import Reading
+from alibi_core.conformance._diagnosis._departures import FAR_AWAY, FORWARD_RIGHT, GRADIENTS, Departure
+from alibi_core.conformance._diagnosis._readings import Reading
 from alibi_core.conformance._diagnosis.measure import described, estimates, like_rounding
 from alibi_core.conformance._diagnosis.observation import Observation
 from alibi_core.conformance._diagnosis.probes import long_probes, make_case, observe, observed_failures, short_probes
@@ -26,7 +24,7 @@ from alibi_core.conformance._diagnosis.sizes import TOKENS, WIDTHS, beyond_sizes
 from alibi_core.conformance._diagnosis.slopes import diagnose_slopes
 from alibi_core.conformance._diagnosis.state import stale
 from alibi_core.conformance._report import Diagnosis
-from alibi_core.conformance._trial.caller import Caller, Evidence
+from alibi_core.conformance._trial import Caller, Evidence
 
 SECONDS = 4.0  # for the search, beside the adapter's own time
 MOST_FAILURES = 6

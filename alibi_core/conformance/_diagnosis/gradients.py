@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core.conformance._cases.case import Case
-from alibi_core.conformance._cases.oracle import Answer, rounded
-from alibi_core.conformance._diagnosis._readings.gradients import GradientReading
+from alibi_core.conformance._cases import Answer, Case, rounded
+from alibi_core.conformance._diagnosis._readings import GradientReading
 from alibi_core.conformance._diagnosis.observation import Observation, conditions_of
 from alibi_core.conformance._diagnosis.probes import FLAT, STEEP, as_slopes, case_with_slopes, make_case
 from alibi_core.conformance._report import Diagnosis
-from alibi_core.conformance._trial.caller import Caller, CallError, Evidence
+from alibi_core.conformance._trial import Caller, CallError, Evidence
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core.conformance._cases.oracle import Values
-from alibi_core.conformance._diagnosis._departures.departure import Departure
-from alibi_core.conformance._diagnosis._readings.reading import Reading
+from alibi_core.conformance._cases import Values
+from alibi_core.conformance._diagnosis._departures import Departure
+from alibi_core.conformance._diagnosis._readings import Reading
 from alibi_core.conformance._diagnosis.observation import Observation
 
 LARGEST = 88.0  # of scores whose exponentials float32 holds

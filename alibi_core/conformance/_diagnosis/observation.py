@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core.conformance._cases.case import Case
-from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Answer, Values
-from alibi_core.conformance._diagnosis._readings.inputs import Inputs
-from alibi_core.conformance._diagnosis._readings.reading import Reading
+from alibi_core.conformance._cases import UNIT_ROUNDOFF, Answer, Case, Values
+from alibi_core.conformance._diagnosis._readings import Inputs, Reading
 
 MOST_NOISE = 6  # times the largest error of rounding sums once: other sums may be rounded too
 FLOAT32_MAX = float(np.finfo(np.float32).max)

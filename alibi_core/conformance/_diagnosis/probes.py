@@ -11,10 +11,9 @@ import numpy as np
 
 from alibi_core._slopes import slope_values
 from alibi_core.conformance._adapter import Offer
-from alibi_core.conformance._cases.case import Case, Sizes
-from alibi_core.conformance._cases.oracle import Values
+from alibi_core.conformance._cases import Case, Sizes, Values
 from alibi_core.conformance._diagnosis.observation import Observation, conditions_of
-from alibi_core.conformance._trial.caller import Caller, CallError, Evidence
+from alibi_core.conformance._trial import Caller, CallError, Evidence
 
 NUM_HEADS, HEAD_DIM = 6, 8  # no power of two; and a model dimension that differs from everything else
 # Neither sorted nor powers of two, nor any that bfloat16 holds, so that no two ways to take them agree.

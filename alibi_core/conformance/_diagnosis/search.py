@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF
-from alibi_core.conformance._diagnosis._departures.departure import Departure
+from alibi_core.conformance._cases import UNIT_ROUNDOFF
+from alibi_core.conformance._diagnosis._departures import Departure
 from alibi_core.conformance._diagnosis.observation import Observation
 
 LOW = ("bfloat16", "float16")

@@ -6,11 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from alibi_core.conformance._cases.case import Case
+from alibi_core.conformance._cases import Case
 from alibi_core.conformance._laws import all_gradients, large_case
 from alibi_core.conformance._report import Diagnosis
-from alibi_core.conformance._trial.caller import Caller, CallError, DepartureError, Evidence
-from alibi_core.conformance._trial.trial import Trial
+from alibi_core.conformance._trial import Caller, CallError, DepartureError, Evidence, Trial
 
 SMALL, LARGE = 6, 8  # of an axis: no path of a kernel begins at the one, and some do beyond the other
 WIDTHS = {

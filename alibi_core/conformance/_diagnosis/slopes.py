@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from alibi_core._slopes import slope_values
-from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Values, rounded
-from alibi_core.conformance._diagnosis._departures.departure import Departure
-from alibi_core.conformance._trial.caller import Caller, CallError
+from alibi_core.conformance._cases import UNIT_ROUNDOFF, Values, rounded
+from alibi_core.conformance._diagnosis._departures import Departure
+from alibi_core.conformance._trial import Caller, CallError
 
 HEADS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 24, 32, 40, 71, 112)
 Rule = Callable[[int], Values]

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core.conformance._cases.case import Case
-from alibi_core.conformance._diagnosis._departures.departure import Departure
+from alibi_core.conformance._cases import Case
+from alibi_core.conformance._diagnosis._departures import Departure
 from alibi_core.conformance._diagnosis.observation import Observation
 from alibi_core.conformance._diagnosis.probes import (
     FLAT,
@@ -21,7 +21,7 @@ from alibi_core.conformance._diagnosis.probes import (
     make_case,
     observe,
 )
-from alibi_core.conformance._trial.caller import Caller
+from alibi_core.conformance._trial import Caller
 
 _WORDS = {
     "slopes": "slopes",

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._arrays import checks as _checks
-from alibi_core.conformance._cases.oracle import Values
+from alibi_core._arrays import checks
+from alibi_core.conformance._cases import Values
 from alibi_core.conformance._golden.exact import DTYPES
 from alibi_core.conformance._golden.files import (
     FLOATING,
@@ -21,7 +21,7 @@ from alibi_core.conformance._golden.files import (
 )
 from alibi_core.conformance._golden.report import CaseResult, GoldenReport, Worst
 from alibi_core.conformance._golden.set import GOLDEN_VERSION, Result, StoredCase, field, read_golden
-from alibi_core.conformance._trial.caller import MASKED
+from alibi_core.conformance._trial import MASKED
 
 RESULTS_FORMAT, RESULTS_VERSION = "alibi-golden-results", 1
 RESULTS_INDEX = "results.json"
@@ -52,7 +52,7 @@ def check_golden(directory: str | Path, results: str | Path) -> GoldenReport:
         raise GoldenError(f"{path}: golden_version must be {GOLDEN_VERSION}, got {str(index['golden_version'])[:50]}")
     dtype, program = field(path, index, "dtype", str), field(path, index, "program", str)
     try:
-        _checks.one_of("dtype", dtype, DTYPES)
+        checks.one_of("dtype", dtype, DTYPES)
     except ValueError as error:
         raise GoldenError(f"{path}: {error}") from None
     failures = field(path, {"failures": {}} | index, "failures", dict)

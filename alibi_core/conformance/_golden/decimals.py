@@ -14,7 +14,7 @@ from operator import mul
 
 import numpy as np
 
-from alibi_core.conformance._cases.oracle import Values
+from alibi_core.conformance._cases import Values
 
 CONTEXT = decimal.Context(
     prec=50,

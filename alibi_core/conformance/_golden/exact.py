@@ -9,7 +9,7 @@ from decimal import Decimal
 
 import numpy as np
 
-from alibi_core.conformance._cases.oracle import SMALLEST, U32, UNIT_ROUNDOFF, Rules, Values, penalties
+from alibi_core.conformance._cases import SMALLEST, U32, UNIT_ROUNDOFF, Rules, Values, penalties
 from alibi_core.conformance._golden.decimals import (
     CONTEXT,
     ONE,

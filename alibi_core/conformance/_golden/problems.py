@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from alibi_core._slopes import slope_values
-from alibi_core.conformance._cases.case import FAR, Sizes
-from alibi_core.conformance._cases.oracle import Rules, Values, penalties
+from alibi_core.conformance._cases import FAR, Rules, Sizes, Values, penalties
 from alibi_core.conformance._golden.exact import default_scale
 
 STEPS = {"query": 32, "key": 32, "value": 16, "grad_output": 32}  # tensors are whole numbers over these

@@ -10,12 +10,11 @@ import numpy as np
 
 from alibi_core._slopes import slope_values
 from alibi_core.conformance._adapter import Offer
-from alibi_core.conformance._cases.case import Case, Sizes
-from alibi_core.conformance._cases.oracle import Values
+from alibi_core.conformance._cases import Case, Sizes, Values
 from alibi_core.conformance._golden.check import RESULTS_FORMAT, RESULTS_INDEX, RESULTS_VERSION
 from alibi_core.conformance._golden.files import GoldenError, json_bytes, safetensors_bytes
 from alibi_core.conformance._golden.set import GOLDEN_VERSION, StoredCase, read_golden
-from alibi_core.conformance._trial.caller import TENSORS, Caller, CallError
+from alibi_core.conformance._trial import TENSORS, Caller, CallError
 
 _FILE = "results.safetensors"
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from alibi_core.conformance._cases.oracle import Values
+from alibi_core.conformance._cases import Values
 from alibi_core.conformance._golden.exact import DTYPES
 from alibi_core.conformance._golden.files import GoldenError, file_in, read_bytes, read_json, read_safetensors
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from alibi_core.conformance._cases.case import FAR, Sizes
+from alibi_core.conformance._cases import FAR, Sizes
 from alibi_core.conformance._golden.problems import Problem
 
 _SQUARE = Sizes(2, 3, 1, (7, 7), 5)

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from alibi_core.conformance._cases.oracle import Values
+from alibi_core.conformance._cases import Values
 from alibi_core.conformance._golden.cases import KINDS, GoldenCase, golden_cases
 from alibi_core.conformance._golden.exact import Expected
 from alibi_core.conformance._golden.files import (

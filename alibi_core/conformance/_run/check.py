@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._arrays import checks as _checks
+from alibi_core._arrays import checks
 from alibi_core.conformance._adapter import FEATURES, Offer
-from alibi_core.conformance._cases.case import Case, Sizes
+from alibi_core.conformance._cases import Case, Sizes
 from alibi_core.conformance._diagnosis import diagnose
 from alibi_core.conformance._laws import LAWS, Law
 from alibi_core.conformance._report import Counterexample, Diagnosis, LawReport, Report
-from alibi_core.conformance._trial.caller import Caller, CallError, DepartureError
-from alibi_core.conformance._trial.trial import Trial
+from alibi_core.conformance._trial import Caller, CallError, DepartureError, Trial
 
 EXAMPLES = {"quick": 20, "thorough": 400}  # cases that a law draws
 
@@ -61,11 +60,11 @@ def check(
         (False, 'slopes')
     """
     offer = Offer.of(adapter)
-    examples = EXAMPLES[_checks.one_of("profile", profile, tuple(EXAMPLES))]
-    seed = _checks.non_negative_int("seed", seed)
+    examples = EXAMPLES[checks.one_of("profile", profile, tuple(EXAMPLES))]
+    seed = checks.non_negative_int("seed", seed)
     chosen = LAWS if laws is None else [_law(name) for name in laws]
     start = time.monotonic()
-    caller = Caller(offer, _checks.positive_number("time_limit", min(time_limit, threading.TIMEOUT_MAX)))
+    caller = Caller(offer, checks.positive_number("time_limit", min(time_limit, threading.TIMEOUT_MAX)))
     # The exact answers underflow as they should, whatever the user's NumPy makes of that; the adapter's thread has its
     # own settings.
     with np.errstate(all="ignore"), contextlib.closing(caller):
@@ -92,7 +91,7 @@ def check(
 
 
 def _law(name: str) -> Law:
-    return {law.name: law for law in LAWS}[_checks.one_of("laws", name, tuple(law.name for law in LAWS))]
+    return {law.name: law for law in LAWS}[checks.one_of("laws", name, tuple(law.name for law in LAWS))]
 
 
 def _tried(law: Law, trial: Trial, refusals: dict[str, str]) -> tuple[LawReport, DepartureError | CallError | None]:

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from alibi_core.conformance._adapter import FUNCTIONS, Offer
-from alibi_core.conformance._golden.check import check_golden
-from alibi_core.conformance._golden.results import golden_results
+from alibi_core.conformance._golden import check_golden, golden_results
 from alibi_core.conformance._report import LawReport
 from alibi_core.conformance._run.check import check
 

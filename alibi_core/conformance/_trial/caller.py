@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from alibi_core.conformance._adapter import Offer
-from alibi_core.conformance._cases.case import Case
-from alibi_core.conformance._cases.oracle import Answer, Values, rounded
+from alibi_core.conformance._cases import Answer, Case, Values, rounded
 
 TENSORS = ("query", "key", "value")
 MASKED = -30_000.0  # a bias this low is as good as minus infinity; float16 reaches no lower than -65504

@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 import alibi_core
 from alibi_core import _contracts
 from alibi_core.conformance._adapter import Offer
-from alibi_core.conformance._cases.case import Case, smaller_cases
-from alibi_core.conformance._cases.family import Family
-from alibi_core.conformance._cases.oracle import Answer, Attention, Values
+from alibi_core.conformance._cases import Answer, Attention, Case, Family, Values, smaller_cases
 from alibi_core.conformance._trial.caller import Caller, CallError, DepartureError, Evidence
 
 SHRINKING = 8.0  # seconds, after which the smallest counterexample so far has to do

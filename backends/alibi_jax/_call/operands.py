@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from alibi_core import AttentionCall
-from alibi_core._horizon.ranges import tolerance_of
+from alibi_core.backend import tolerance_of
 
 
 class Operands(NamedTuple):

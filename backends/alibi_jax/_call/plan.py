@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from alibi_core import AttentionCall, KeyRanges, ScoreBounds, key_ranges
-from alibi_core._arrays.checks import MAX_POSITION
-from alibi_core._horizon.ranges import by_block
+from alibi_core.backend import MAX_POSITION, by_block
 from alibi_jax._call.operands import Operands, Rules, kv_axis, put_together
 
 NORM_BLOCK = 128  # keys that one of Operands.key_norms bounds

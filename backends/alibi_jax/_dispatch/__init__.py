@@ -1,0 +1,26 @@
+"""Which implementation runs a call, and how it is differentiated, mapped and divided among devices.
+
+In go rules and operands. Out comes attention, as primitives of JAX that choose a kernel when they are compiled.
+"""
+
+from alibi_jax._dispatch.choice import IMPLEMENTATIONS, Implementation, Target, checked, choose, name_of, refusal
+from alibi_jax._dispatch.derivatives import _summed
+from alibi_jax._dispatch.primitive import _parts, _primitive, _together
+from alibi_jax._dispatch.reverse_mode import in_reverse_mode_alone
+from alibi_jax._dispatch.sharded import attend
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Implementation",
+    "Target",
+    "_parts",
+    "_primitive",
+    "_summed",
+    "_together",
+    "attend",
+    "checked",
+    "choose",
+    "in_reverse_mode_alone",
+    "name_of",
+    "refusal",
+]

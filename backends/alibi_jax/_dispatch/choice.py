@@ -7,11 +7,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from alibi_core._arrays import checks as _checks
-from alibi_jax._call.operands import Operands
-from alibi_jax._gpu import passes as _gpu
-from alibi_jax._gpu.passes import GPU
-from alibi_jax._tpu.shape import TPU
+from alibi_core.backend import checks
+from alibi_jax import _gpu
+from alibi_jax._call import Operands
+from alibi_jax._gpu import GPU
+from alibi_jax._tpu import TPU
 
 IMPLEMENTATIONS = ("tpu", "tiled", "gpu", "dense")  # the first that can run a call is the default
 OPTIONS = {"tpu": TPU, "gpu": GPU}
@@ -35,7 +35,7 @@ def checked(implementation: Any) -> Implementation | None:
     """Return the argument ``implementation``, having checked it."""
     if implementation is None or isinstance(implementation, tuple(OPTIONS.values())):
         return implementation
-    return _checks.one_of("implementation", implementation, IMPLEMENTATIONS)
+    return checks.one_of("implementation", implementation, IMPLEMENTATIONS)
 
 
 def name_of(implementation: Implementation) -> str:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from alibi_jax._call.operands import Operands, Rules
+from alibi_jax._call import Operands, Rules
 from alibi_jax._dispatch import primitive as _primitive
 from alibi_jax._dispatch.choice import Implementation
 from alibi_jax._dispatch.reverse_mode import in_reverse_mode_alone

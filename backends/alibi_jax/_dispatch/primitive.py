@@ -15,15 +15,13 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from alibi_jax._call.operands import Operands, Rules
+from alibi_jax import _gpu, _tiled, _tpu
+from alibi_jax._call import Operands, Rules
 from alibi_jax._compatible import shaped_as
 from alibi_jax._dispatch.choice import Implementation, Target, choose
 from alibi_jax._dispatch.reverse_mode import REVERSE_MODE_ALONE
-from alibi_jax._gpu import passes as _gpu
-from alibi_jax._gpu.passes import GPU
-from alibi_jax._tiled import passes as _tiled
-from alibi_jax._tpu import passes as _tpu
-from alibi_jax._tpu.shape import TPU
+from alibi_jax._gpu import GPU
+from alibi_jax._tpu import TPU
 
 KERNELS = {TPU: _tpu, GPU: _gpu}
 

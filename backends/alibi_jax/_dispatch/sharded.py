@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from alibi_jax._call.operands import Operands, Rules
+from alibi_jax._call import Operands, Rules
 from alibi_jax._compatible import varying_alike
 from alibi_jax._dispatch.choice import Implementation
 from alibi_jax._dispatch.derivatives import fused_attention

@@ -32,8 +32,7 @@ from alibi_jax._gpu.forward_kernel import (
     store_rows,
     walk,
 )
-from alibi_jax._tpu.blocks import product
-from alibi_jax._tpu.operands import LOG2_E
+from alibi_jax._tpu import LOG2_E, product
 
 if TYPE_CHECKING:
     from alibi_jax._gpu.passes import Inputs, KernelShape

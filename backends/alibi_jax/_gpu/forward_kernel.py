@@ -23,8 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from alibi_jax._compatible import local
-from alibi_jax._tpu.blocks import product
-from alibi_jax._tpu.operands import LOG2_E
+from alibi_jax._tpu import LOG2_E, product
 
 if TYPE_CHECKING:
     from alibi_jax._gpu.passes import Inputs, KernelShape

@@ -13,10 +13,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from alibi_core._arrays import checks as _checks
-from alibi_jax._call.operands import Operands, Rules, kv_axis
-from alibi_jax._call.plan import needed_keys
-from alibi_jax._tpu.operands import both_slopes, by_slopes, first_positions, row_products
+from alibi_core.backend import checks
+from alibi_jax._call import Operands, Rules, kv_axis, needed_keys
+from alibi_jax._tpu import both_slopes, by_slopes, first_positions, row_products
 
 SMALLEST = 16  # rows and columns of a matrix that Triton multiplies, at least
 WIDEST = 256  # head_dim, at most: wider rows leave no room for a tile
@@ -60,15 +59,15 @@ class GPU:
 
     def __post_init__(self) -> None:
         for name in ("q_block", "kv_block"):
-            size = _checks.positive_int(name, getattr(self, name))
+            size = checks.positive_int(name, getattr(self, name))
             if size < SMALLEST or size != _power_of_two(size):
                 raise ValueError(f"{name} must be a power of two, at least {SMALLEST}, got {size}")
         if self.num_warps is not None:
-            warps = _checks.positive_int("num_warps", self.num_warps)
+            warps = checks.positive_int("num_warps", self.num_warps)
             if warps > 32 or warps != _power_of_two(warps):
                 raise ValueError(f"num_warps must be a power of two, at most 32, got {warps}")
-        _checks.positive_int("num_stages", self.num_stages)
-        _checks.boolean("interpret", self.interpret)
+        checks.positive_int("num_stages", self.num_stages)
+        checks.boolean("interpret", self.interpret)
 
 
 @dataclass(frozen=True)

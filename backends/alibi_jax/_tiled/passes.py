@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from alibi_jax._call.operands import Operands, Rules
+from alibi_jax._call import Operands, Rules
 from alibi_jax._tiled.backward_loop import backward_in_tiles
 from alibi_jax._tiled.forward_loop import forward_in_tiles
 from alibi_jax._tiled.scores import Tensors

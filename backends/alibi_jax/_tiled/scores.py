@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from alibi_core._arrays.checks import MAX_POSITION
-from alibi_jax._call.operands import Operands, Rules, put_together
+from alibi_core.backend import MAX_POSITION
+from alibi_jax._call import Operands, Rules, put_together
 from alibi_jax._tiled.tiles import Places, Sizes, arranged, cut
 
 AXES = {"query": "bqhgd", "key": "bkhd", "value": "bkhd", "slopes": "bhg", "future_slopes": "bhg", "q_offset": "b"}

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from alibi_jax._call.operands import Operands, Rules, kv_axis
-from alibi_jax._call.plan import needed_keys
+from alibi_jax._call import Operands, Rules, kv_axis, needed_keys
 from alibi_jax._tiled.materialised import materialised
 
 ROWS = 256  # queries of a tile, times heads of a group that it covers, at most

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from alibi_core._arrays.checks import MAX_POSITION
-from alibi_jax._call.operands import Operands, Rules
+from alibi_core.backend import MAX_POSITION
+from alibi_jax._call import Operands, Rules
 
 LOG2_E = 1.4426950408889634
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from alibi_jax._call.operands import Operands, Rules
+from alibi_jax._call import Operands, Rules
 from alibi_jax._tpu.backward_kernel import backward_of_keys, backward_of_queries
 from alibi_jax._tpu.forward_kernel import forward as forward_kernel
 from alibi_jax._tpu.operands import by_slopes, row_products

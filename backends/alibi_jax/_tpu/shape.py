@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from alibi_core._arrays import checks as _checks
-from alibi_jax._call.operands import Operands, Rules, kv_axis
+from alibi_core.backend import checks
+from alibi_jax._call import Operands, Rules, kv_axis
 
 LANES = 128  # of a vector register; blocks are multiples of it, because each is along the lanes of some matrix
 VMEM_LIMIT = 64 * 2**20  # bytes: what the smallest of the TPUs since v5 has in a core
@@ -42,9 +42,9 @@ class TPU:
 
     def __post_init__(self) -> None:
         for name in ("q_block", "kv_block"):
-            if _checks.positive_int(name, getattr(self, name)) % LANES:
+            if checks.positive_int(name, getattr(self, name)) % LANES:
                 raise ValueError(f"{name} must be a multiple of {LANES}, got {getattr(self, name)}")
-        _checks.boolean("interpret", self.interpret)
+        checks.boolean("interpret", self.interpret)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from alibi_jax._call.operands import Operands, Rules, kv_axis
-from alibi_jax._call.plan import needed_keys
+from alibi_jax._call import Operands, Rules, kv_axis, needed_keys
 from alibi_jax._tpu.blocks import FIELDS
 from alibi_jax._tpu.operands import both_slopes, first_positions
 from alibi_jax._tpu.shape import KernelShape

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from alibi_core import AttentionCall
-from alibi_core._arrays.checks import positive_int
+from alibi_core.backend import positive_int
 from alibi_jax._attention import run
-from alibi_jax._call.plan import NORM_BLOCK, norm_bounds
-from alibi_jax._dispatch.choice import Implementation
+from alibi_jax._call import NORM_BLOCK, norm_bounds
+from alibi_jax._dispatch import Implementation
 
 
 class KVCache(NamedTuple):

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from alibi_core._arrays.checks import broadcastable
+from alibi_core.backend import broadcastable
 from alibi_jax._attention import attention
-from alibi_jax._dispatch.choice import Implementation, checked
+from alibi_jax._dispatch import Implementation, checked
 
 
 def attention_fn(

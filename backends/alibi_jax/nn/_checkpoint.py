@@ -13,13 +13,8 @@ import numpy as np
 from flax import nnx
 
 from alibi_core import AttentionCall
-from alibi_core._arrays import checks as _checks
-from alibi_core._arrays.namespace import namespace_of
-from alibi_core._attention import dense_attention
-from alibi_core._bias import key_bias
-from alibi_core._models.checkpoints import Checkpoint
-from alibi_core._models.config import AlibiConfig
-from alibi_jax.caches._kv_cache import KVCache, append
+from alibi_core.backend import AlibiConfig, Checkpoint, checks, dense_attention, key_bias, namespace_of
+from alibi_jax.caches import KVCache, append
 from alibi_jax.nn._language_model import AlibiLanguageModel
 from alibi_jax.nn._layer import AlibiAttention
 
@@ -64,7 +59,7 @@ def load_checkpoint(
     """
     checkpoint = Checkpoint.open(directory, contract=contract)
     dtype = jnp.dtype(checkpoint.dtype_name if dtype is None else dtype)
-    _checks.floating_dtype(namespace_of(xp=jnp), "dtype", dtype)
+    checks.floating_dtype(namespace_of(xp=jnp), "dtype", dtype)
     checkpoint.check_precision(jnp.finfo(dtype).bits)
     attention = FalconAttention.made_for if checkpoint.family.rounds_bias else None
 

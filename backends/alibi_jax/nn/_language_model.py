@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from alibi_core._arrays import checks as _checks
-from alibi_core._models.config import AlibiConfig
-from alibi_jax.caches._kv_cache import KVCache
+from alibi_core.backend import AlibiConfig, checks
+from alibi_jax.caches import KVCache
 from alibi_jax.nn._transformer import AlibiTransformer, AttentionFactory, layer_norm
 
 
@@ -56,7 +55,7 @@ class AlibiLanguageModel(nnx.Module):
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.config = config
         init = nnx.initializers.normal(config.d_model**-0.5)
-        vocab_size = _checks.positive_int("vocab_size", vocab_size)
+        vocab_size = checks.positive_int("vocab_size", vocab_size)
         self.embedding = nnx.Embed(vocab_size, config.d_model, embedding_init=init, **options)
         if config.embedding_norm:
             self.embedding_norm = layer_norm(config, **options)
@@ -119,8 +118,8 @@ class AlibiLanguageModel(nnx.Module):
             ValueError: If a number is negative, a key is missing, or ``tokens`` is not ``[batch, length]`` with a
                 token in each row.
         """
-        _checks.non_negative_int("max_new_tokens", max_new_tokens)
-        _checks.non_negative_number("temperature", temperature)
+        checks.non_negative_int("max_new_tokens", max_new_tokens)
+        checks.non_negative_number("temperature", temperature)
         if temperature > 0 and key is None:
             raise ValueError("key must be given with a temperature above 0, got None; jax.random.key makes one")
         if tokens.ndim != 2 or 0 in tokens.shape:

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from alibi_core._arrays import checks as _checks
-from alibi_core._models.layer_shape import LayerShape
+from alibi_core.backend import LayerShape, checks
 from alibi_jax._attention import attention
-from alibi_jax._dispatch.choice import Implementation, checked
-from alibi_jax.caches._kv_cache import KVCache, append, attend, empty_cache
+from alibi_jax._dispatch import Implementation, checked
+from alibi_jax.caches import KVCache, append, attend, empty_cache
 
 
 class AlibiAttention(nnx.Module):
@@ -96,7 +95,7 @@ class AlibiAttention(nnx.Module):
         checked(implementation)
         for name, given in (("dtype", dtype), ("param_dtype", param_dtype)):
             if given is not None:
-                _checks.floating_dtype(jnp, name, jnp.dtype(given))
+                checks.floating_dtype(jnp, name, jnp.dtype(given))
         self.is_causal, self.window_size, self.implementation = is_causal, window_size, implementation
         self.dtype, self.param_dtype = dtype, param_dtype
         options = {"use_bias": bias, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
@@ -185,7 +184,7 @@ def _values(name: str, slopes: Any | None) -> np.ndarray | None:
     if slopes is None:
         return None
     try:
-        return np.asarray(_checks.array(name, slopes), np.float32)
+        return np.asarray(checks.array(name, slopes), np.float32)
     except jax.errors.TracerArrayConversionError:
         raise ValueError(
             f"{name} must be known when the layer is made, got a traced array; pass a NumPy array"

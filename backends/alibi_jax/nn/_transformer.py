@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from alibi_core._models.config import AlibiConfig
-from alibi_jax.caches._kv_cache import KVCache
+from alibi_core.backend import AlibiConfig
+from alibi_jax.caches import KVCache
 from alibi_jax.nn._layer import AlibiAttention
 
 AttentionFactory = Callable[..., nnx.Module]

@@ -11,13 +11,11 @@ import numpy as np
 from jax import lax
 
 from alibi_core import AttentionCall, ShardPlan, Shards, shard_plan
-from alibi_core._arrays import checks as _checks
-from alibi_core._call import LENGTH_FIRST
-from alibi_core._horizon.ranges import tolerance_of
-from alibi_core._slopes import slopes as canonical_slopes
-from alibi_jax._call.operands import take_apart
+from alibi_core.backend import LENGTH_FIRST, checks, tolerance_of
+from alibi_core.backend import slopes as canonical_slopes
+from alibi_jax._call import take_apart
 from alibi_jax._compatible import varying, varying_alike
-from alibi_jax._dispatch.choice import Implementation, checked, name_of
+from alibi_jax._dispatch import Implementation, checked, name_of
 from alibi_jax.parallel._fused import ring_attention
 from alibi_jax.parallel._ring import Ring
 
@@ -111,7 +109,7 @@ def attention(
     """
     num_shards, head_shards = axis_size(axis_name), 1 if head_axis is None else axis_size(head_axis, "head_axis")
     for name, array in (("query", query), ("key", key)):
-        if _checks.array(name, array).ndim != 4:
+        if checks.array(name, array).ndim != 4:
             raise ValueError(f"{name} must have shape (batch, shard_len, heads, head_dim), got {array.shape}")
     given = default_slopes(query, key, axis_name, head_axis, head_shards) if slopes is None else slopes
     local, local_future = (
@@ -211,9 +209,9 @@ def local_slopes(name: str, slopes: Any, heads: int, head_axis: str | None, head
     if slopes is None:
         return None
     total = heads * head_shards
-    if _checks.is_int(slopes):
+    if checks.is_int(slopes):
         raise TypeError(f"{name} must be an array of all devices' slopes or None for the canonical ones, got {slopes}")
-    if tuple(_checks.array(name, slopes).shape) != (total,):
+    if tuple(checks.array(name, slopes).shape) != (total,):
         among = f" on {head_shards} devices along {head_axis!r}" if head_axis else ""
         raise ValueError(
             f"{name} must have shape ({total},), those of all devices' heads ({heads}{among}), got "

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from alibi_jax._call.operands import Operands
+from alibi_jax._call import Operands
 from alibi_jax._compatible import varying_alike
 from alibi_jax.parallel._exchange import Halo, exchange, take
 from alibi_jax.parallel._forward import Taken, made, part_of_hop, part_of_loop, sent_on, signs, travelling_of

@@ -10,13 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from alibi_core import AttentionCall
-from alibi_core._arrays import checks as _checks
-from alibi_core._horizon.ranges import reach, tolerance_of
-from alibi_jax._call.operands import take_apart
-from alibi_jax._call.plan import NORM_BLOCK, norm_bounds
+from alibi_core.backend import checks, reach, tolerance_of
+from alibi_jax._call import NORM_BLOCK, norm_bounds, take_apart
 from alibi_jax._compatible import varying_alike
-from alibi_jax._dispatch.choice import Implementation
-from alibi_jax.caches._kv_cache import KVCache
+from alibi_jax._dispatch import Implementation
+from alibi_jax.caches import KVCache
 from alibi_jax.parallel._attention import axis_size, check_implementation, default_slopes, local_slopes
 from alibi_jax.parallel._part import part_forward
 
@@ -43,10 +41,10 @@ def append(cache: KVCache, key: jax.Array, value: jax.Array, *, axis_name: str) 
     axis_size(axis_name)
     _check_cache(cache)
     batch, num_kv_heads, shard_len, head_dim = cache.key.shape
-    new = _checks.array("key", key).shape[1] if key.ndim == 4 else "new"
+    new = checks.array("key", key).shape[1] if key.ndim == 4 else "new"
     for name, array in (("key", key), ("value", value)):
         expected = (batch, new, num_kv_heads, head_dim)
-        if tuple(_checks.array(name, array).shape) != expected:
+        if tuple(checks.array(name, array).shape) != expected:
             raise ValueError(
                 f"{name} must have shape {expected} (batch, new, num_kv_heads, head_dim), got {array.shape}"
             )
@@ -106,12 +104,12 @@ def decode(
     num_shards, head_shards = axis_size(axis_name), 1 if head_axis is None else axis_size(head_axis, "head_axis")
     _check_cache(cache)
     check_implementation(implementation)
-    if _checks.array("query", query).ndim != 4:
+    if checks.array("query", query).ndim != 4:
         raise ValueError(f"query must have shape (batch, q_len, num_heads, head_dim), got {query.shape}")
     heads = query.shape[2]
     given = default_slopes(query, cache.key, axis_name, head_axis, head_shards) if slopes is None else slopes
     shard_len = cache.key.shape[2]
-    _checks.positions_fit(0, query.shape[1], num_shards * shard_len)
+    checks.positions_fit(0, query.shape[1], num_shards * shard_len)
     start = lax.axis_index(axis_name) * shard_len
     call = AttentionCall.check(
         jnp.swapaxes(query, 1, 2),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from alibi_core import Hop
-from alibi_jax._call.operands import Operands
+from alibi_jax._call import Operands
 from alibi_jax._compatible import varying_alike
 from alibi_jax.parallel._exchange import Halo, exchange
 from alibi_jax.parallel._reach import Measured, largest_anywhere, lower_bounds, needed_tokens

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from alibi_jax._call.operands import Operands
-from alibi_jax._dispatch.derivatives import _summed
-from alibi_jax._dispatch.reverse_mode import in_reverse_mode_alone
+from alibi_jax._call import Operands
+from alibi_jax._dispatch import _summed, in_reverse_mode_alone
 from alibi_jax.parallel._backward import backward
 from alibi_jax.parallel._forward import forward
 from alibi_jax.parallel._ring import Ring, Sums, local_operands

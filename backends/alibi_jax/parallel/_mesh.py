@@ -10,8 +10,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from alibi_core import Shards
-from alibi_core._arrays import checks as _checks
-from alibi_core._slopes import slopes as canonical_slopes
+from alibi_core.backend import checks
+from alibi_core.backend import slopes as canonical_slopes
 from alibi_jax.parallel._attention import attention
 
 TENSORS = ("query", "key", "value")
@@ -80,7 +80,7 @@ def sharded_attention(
     arrays = dict(zip(TENSORS, (query, key, value), strict=True))
     for name, array in (arrays | {"segment_ids": segment_ids}).items():
         if array is not None:
-            _check_placed(mesh, name, _checks.array(name, array), 2 if name == "segment_ids" else 4)
+            _check_placed(mesh, name, checks.array(name, array), 2 if name == "segment_ids" else 4)
     tokens = query.shape[1]
     for name, array in arrays.items():
         if array.shape[1] != tokens:
@@ -100,7 +100,7 @@ def sharded_attention(
             f"query must have a length that {shards.num_chunks} chunks divide where placement is {placement!r}, got "
             f"{tokens}; pad it at the end, before its tokens are put in the order of the shards, and give length"
         )
-    length = tokens if length is None else _checks.positive_int("length", length)
+    length = tokens if length is None else checks.positive_int("length", length)
     if length > tokens:
         raise ValueError(f"length must be at most that of query, {tokens}, got {length}")
     # What is known of slopes stays known: it is no argument of the function that shard_map traces.

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from alibi_core._horizon.ranges import reach
-from alibi_jax._call.operands import Operands
-from alibi_jax._call.plan import norm_bounds
+from alibi_core.backend import reach
+from alibi_jax._call import Operands, norm_bounds
 from alibi_jax._compatible import varying_over
-from alibi_jax._tiled.materialised import materialised
+from alibi_jax._tiled import materialised
 from alibi_jax.parallel._ring import Ring, key_sizes
 
 

@@ -11,10 +11,9 @@ import numpy as np
 from jax import lax
 
 from alibi_core import ShardPlan, Shards
-from alibi_core._sharding.plan import HALO_SHARE
-from alibi_jax._call.operands import Operands, Rules
-from alibi_jax._call.plan import norm_bounds
-from alibi_jax._dispatch.choice import Implementation
+from alibi_core.backend import HALO_SHARE
+from alibi_jax._call import Operands, Rules, norm_bounds
+from alibi_jax._dispatch import Implementation
 from alibi_jax.parallel._exchange import take
 from alibi_jax.parallel._part import part_backward, part_forward
 

@@ -1,0 +1,8 @@
+"""How attention is differentiated, mapped and compiled in MLX.
+
+In go a call's tensors and the tiles to compute. Out come results that have gradients.
+"""
+
+from alibi_mlx._dispatch.functions import Jobs, Method, attend
+
+__all__ = ["Jobs", "Method", "attend"]

@@ -14,8 +14,8 @@ from typing import Any
 import mlx.core as mx
 
 from alibi_core import AttentionCall
-from alibi_core._horizon.jobs import Job
-from alibi_mlx._tiled import kernels as _tile_kernels
+from alibi_core.backend import Job
+from alibi_mlx import _tiled
 
 ARRAYS = ("slopes", "future_slopes", "q_offset", "q_segment_ids", "kv_segment_ids", "mask")
 TRAILING = {"slopes": 1, "future_slopes": 1, "q_offset": 0, "q_segment_ids": 1, "kv_segment_ids": 1, "mask": 3}
@@ -97,7 +97,7 @@ def _gradients(
     def function(*operands: mx.array) -> tuple[mx.array, ...]:
         query, key, value, grad, *arrays = operands
         this = _with_arrays(call, names, arrays)
-        return _tile_kernels.backward(this, (query, key, value), grad, method.jobs(this, query, key, value))
+        return _tiled.backward(this, (query, key, value), grad, method.jobs(this, query, key, value))
 
     @function.vmap
     def mapped(operands: Any, axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:

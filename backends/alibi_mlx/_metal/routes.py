@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from alibi_core import AttentionCall, fold_error_bound, fold_size
-from alibi_core._arrays.namespace import host_values
-from alibi_core._fold import largest_slope
+from alibi_core.backend import host_values, largest_slope
 from alibi_mlx._compatible import can_force_fused, has_kernels_for_72_and_96
 
 IMPLEMENTATIONS = ("tiled", "folded", "dense")

@@ -7,8 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from alibi_core import AttentionCall
-from alibi_core._bias import relative_positions
-from alibi_core._horizon.jobs import Job
+from alibi_core.backend import Job, relative_positions
 
 
 class Biases:

@@ -16,10 +16,19 @@ import mlx.core as mx
 import numpy as np
 
 from alibi_core import AttentionCall, KeyRanges, ScoreBounds, key_ranges
-from alibi_core._arrays.namespace import namespace_of
-from alibi_core._horizon.jobs import FIELDS, Job, TileSizes, entry_of, jobs_of_entry, plain_jobs
-from alibi_core._horizon.nearest import nearest_keys, parts_of
-from alibi_core._horizon.ranges import by_block, log_sum_exp_of_mean
+from alibi_core.backend import (
+    FIELDS,
+    Job,
+    TileSizes,
+    by_block,
+    entry_of,
+    jobs_of_entry,
+    log_sum_exp_of_mean,
+    namespace_of,
+    nearest_keys,
+    parts_of,
+    plain_jobs,
+)
 from alibi_mlx._tiled.norms import KeyNorms, norm_bounds
 
 SHORT = 1024  # keys; so few are attended to whole, for all batch entries and heads at once, and nothing is read

@@ -10,11 +10,9 @@ import mlx.core as mx
 import numpy as np
 
 from alibi_core import AttentionCall, horizon
-from alibi_core._arrays import checks
-from alibi_core._arrays.namespace import namespace_of
-from alibi_core._horizon.ranges import LARGEST_TOLERANCE, UNIT_ROUNDOFF
+from alibi_core.backend import LARGEST_TOLERANCE, UNIT_ROUNDOFF, checks, namespace_of
 from alibi_mlx import _attention
-from alibi_mlx._tiled.norms import EPS, TINY, norm_bounds
+from alibi_mlx._tiled import EPS, TINY, norm_bounds
 from alibi_mlx.caches._kv_cache import check_appended
 
 ROOM = 64  # tokens, at least, that a group of heads makes room for at a time

@@ -7,10 +7,9 @@ from typing import Any
 import mlx.core as mx
 
 from alibi_core import AttentionCall
-from alibi_core._arrays.checks import floating_array, non_negative_int, one_of, positive_int
-from alibi_core._arrays.namespace import namespace_of
+from alibi_core.backend import floating_array, namespace_of, non_negative_int, one_of, positive_int
 from alibi_mlx import _attention
-from alibi_mlx._tiled.norms import norm_bounds
+from alibi_mlx._tiled import norm_bounds
 
 STEP = 256  # tokens; the cache grows by as many at a time, so that it is not copied with each token
 BLOCK = 128  # keys that one bound of their norms is kept for

@@ -13,10 +13,10 @@ import numpy as np
 
 import alibi_core
 from alibi_core import AttentionCall, fold_error_bound, fold_size
-from alibi_core._horizon.ranges import tolerance_of
+from alibi_core.backend import tolerance_of
 from alibi_mlx._attention import attention
 from alibi_mlx._compatible import can_force_fused, has_kernels_for_72_and_96
-from alibi_mlx._metal.routes import FEW, ROUTES, Row, choose, refusal
+from alibi_mlx._metal import FEW, ROUTES, Row, choose, refusal
 from alibi_mlx.check._budget import deviation, factor_roundoff
 
 HEADS, KV_HEADS = 8, 2

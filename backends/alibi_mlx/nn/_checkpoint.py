@@ -10,12 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from alibi_core import AttentionCall
-from alibi_core._arrays import checks as _checks
-from alibi_core._arrays.namespace import namespace_of
-from alibi_core._attention import dense_attention
-from alibi_core._bias import key_bias
-from alibi_core._models.checkpoints import Checkpoint
-from alibi_core._models.config import AlibiConfig
+from alibi_core.backend import AlibiConfig, Checkpoint, checks, dense_attention, key_bias, namespace_of
 from alibi_mlx.nn._language_model import AlibiLanguageModel
 from alibi_mlx.nn._layer import AlibiAttention
 from alibi_mlx.nn._transformer import attention_options
@@ -60,7 +55,7 @@ def load_checkpoint(
     """
     checkpoint = Checkpoint.open(directory, contract=contract)
     xp = namespace_of(xp=mx)
-    dtype = getattr(mx, checkpoint.dtype_name) if dtype is None else _checks.floating_dtype(xp, "dtype", dtype)
+    dtype = getattr(mx, checkpoint.dtype_name) if dtype is None else checks.floating_dtype(xp, "dtype", dtype)
     checkpoint.check_precision(mx.finfo(dtype).bits)
 
     attention = FalconAttention.made_for if checkpoint.family.rounds_bias else None

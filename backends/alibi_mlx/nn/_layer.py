@@ -7,12 +7,9 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core._arrays.checks import boolean, is_int, one_of
-from alibi_core._arrays.namespace import namespace_of
-from alibi_core._models.layer_shape import LayerShape
+from alibi_core.backend import LayerShape, boolean, is_int, namespace_of, one_of
 from alibi_mlx._attention import IMPLEMENTATIONS, attention
-from alibi_mlx.caches._evicting import EvictingKVCache
-from alibi_mlx.caches._kv_cache import KVCache
+from alibi_mlx.caches import EvictingKVCache, KVCache
 
 
 class AlibiAttention(nn.Module):

@@ -8,9 +8,8 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core._models.config import AlibiConfig
-from alibi_mlx.caches._evicting import EvictingKVCache
-from alibi_mlx.caches._kv_cache import KVCache
+from alibi_core.backend import AlibiConfig
+from alibi_mlx.caches import EvictingKVCache, KVCache
 from alibi_mlx.nn._layer import AlibiAttention
 
 AttentionFactory = Callable[[AlibiConfig], nn.Module]

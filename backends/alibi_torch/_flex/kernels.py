@@ -16,9 +16,9 @@ from torch.nn.attention.flex_attention import AuxRequest
 from torch.nn.attention.flex_attention import flex_attention as attend
 
 from alibi_core import AttentionCall
-from alibi_torch._dispatch.choice import needs_gradients
+from alibi_torch._dispatch import needs_gradients
 from alibi_torch._flex.mask import BLOCK, block_mask, nearest_keys, sees_own_key
-from alibi_torch._tiled.plan import KeyNorms
+from alibi_torch._tiled import KeyNorms
 
 LEAST_HEAD_DIM = 16  # of the kernels for GPUs, whose matrix units take no fewer
 SHORT = 128  # queries; fewer have a kernel of their own, which divides the keys among many multiprocessors

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from alibi_core import AttentionCall, ScoreBounds, key_ranges
-from alibi_core._horizon.ranges import tolerance_of
-from alibi_torch._tiled.plan import KeyNorms, norm_bounds
+from alibi_core.backend import tolerance_of
+from alibi_torch._tiled import KeyNorms, norm_bounds
 
 BLOCK = 128  # queries, and keys, in a block: the kernels' own tiles all divide it
 

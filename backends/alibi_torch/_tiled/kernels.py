@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core._horizon.jobs import Job
+from alibi_core.backend import Job
 from alibi_torch._tiled import plan as _tile_plan
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core._bias import working_dtype
-from alibi_core._horizon.jobs import entry_of
-from alibi_core._horizon.ranges import tolerance_of
-from alibi_torch._dispatch.choice import needs_gradients
+from alibi_core.backend import entry_of, tolerance_of, working_dtype
+from alibi_torch._dispatch import needs_gradients
 from alibi_torch._tiled import kernels as _tile_kernels
 from alibi_torch._tiled import vmap as _tiled_vmap
 from alibi_torch._tiled.plan import KeyNorms, jobs

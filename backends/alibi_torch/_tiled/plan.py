@@ -11,9 +11,18 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall, KeyRanges, ScoreBounds, key_ranges
-from alibi_core._horizon.jobs import FIELDS, Job, TileSizes, entry_of, jobs_of_entry, plain_jobs
-from alibi_core._horizon.nearest import nearest_keys, parts_of
-from alibi_core._horizon.ranges import by_block, log_sum_exp_of_mean
+from alibi_core.backend import (
+    FIELDS,
+    Job,
+    TileSizes,
+    by_block,
+    entry_of,
+    jobs_of_entry,
+    log_sum_exp_of_mean,
+    nearest_keys,
+    parts_of,
+    plain_jobs,
+)
 
 SHORT = 1024  # keys; so few are attended to whole, for all batch entries and heads at once
 SIZES = TileSizes(rows=(64, 256), bias_elements=2**22, call_scores=15_000, few=16)

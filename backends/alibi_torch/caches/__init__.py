@@ -1,0 +1,10 @@
+"""Keys and values of earlier tokens, and attention to them.
+
+In go new keys and values. Out comes attention to all that a cache holds; one that evicts drops keys that no query to
+come can need.
+"""
+
+from alibi_torch.caches._evicting import EvictingKVCache
+from alibi_torch.caches._kv_cache import BLOCK, KVCache, check_appended
+
+__all__ = ["BLOCK", "EvictingKVCache", "KVCache", "check_appended"]

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall, horizon
-from alibi_core._arrays.checks import non_negative_int, one_of, positive_int, positive_number
-from alibi_core._horizon.ranges import LARGEST_TOLERANCE, UNIT_ROUNDOFF
+from alibi_core.backend import LARGEST_TOLERANCE, UNIT_ROUNDOFF, non_negative_int, one_of, positive_int, positive_number
 from alibi_torch._attention import run
-from alibi_torch._dispatch.choice import IMPLEMENTATIONS
-from alibi_torch._tiled.plan import SIZES, norm_bounds
+from alibi_torch._dispatch import IMPLEMENTATIONS
+from alibi_torch._tiled import SIZES, norm_bounds
 from alibi_torch.caches._kv_cache import KVCache, check_appended
 
 ROOM = 64  # tokens, at least, that a group of heads makes room for at a time

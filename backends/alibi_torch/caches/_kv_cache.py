@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core._arrays.checks import floating_dtype, non_negative_int, one_of, positive_int
+from alibi_core.backend import floating_dtype, non_negative_int, one_of, positive_int
 from alibi_torch._attention import run
-from alibi_torch._dispatch.choice import IMPLEMENTATIONS
-from alibi_torch._tiled.plan import KeyNorms, norm_bounds
+from alibi_torch._dispatch import IMPLEMENTATIONS
+from alibi_torch._tiled import KeyNorms, norm_bounds
 
 BLOCK = 128  # keys that one bound of their norms is kept for
 

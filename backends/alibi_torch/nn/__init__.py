@@ -1,0 +1,12 @@
+"""Layers, models and the bias as a module, and how checkpoints load into them.
+
+In go configurations, tensors and checkpoints. Out come modules with trainable parameters.
+"""
+
+from alibi_torch.nn._bias import AlibiBias
+from alibi_torch.nn._checkpoint import load_checkpoint
+from alibi_torch.nn._language_model import AlibiLanguageModel
+from alibi_torch.nn._layer import AlibiAttention
+from alibi_torch.nn._transformer import AlibiConfig, AlibiTransformer
+
+__all__ = ["AlibiAttention", "AlibiBias", "AlibiConfig", "AlibiLanguageModel", "AlibiTransformer", "load_checkpoint"]

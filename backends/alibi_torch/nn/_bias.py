@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import alibi_core
-from alibi_core._arrays.checks import non_negative_int
-from alibi_core._models.layer_shape import LayerShape
+from alibi_core.backend import LayerShape, non_negative_int
 from alibi_torch.nn._slopes import KeepsSlopes, host_copy
 
 

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core._arrays import checks as _checks
-from alibi_core._bias import key_bias
-from alibi_core._models.checkpoints import Checkpoint
+from alibi_core.backend import Checkpoint, checks, key_bias
 from alibi_torch._attention import run
-from alibi_torch.caches._kv_cache import KVCache
+from alibi_torch.caches import KVCache
 from alibi_torch.nn._language_model import AlibiLanguageModel
 from alibi_torch.nn._layer import AlibiAttention
 from alibi_torch.nn._transformer import AlibiConfig
@@ -64,7 +62,7 @@ def load_checkpoint(
         FileNotFoundError: directory must be one that holds a checkpoint, got 'no/such/place'
     """
     checkpoint = Checkpoint.open(directory, contract=contract)
-    dtype = getattr(torch, checkpoint.dtype_name) if dtype is None else _checks.floating_dtype(xp, "dtype", dtype)
+    dtype = getattr(torch, checkpoint.dtype_name) if dtype is None else checks.floating_dtype(xp, "dtype", dtype)
     checkpoint.check_precision(torch.finfo(dtype).bits)
 
     with torch.device("meta"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alibi_core._arrays import checks as _checks
+from alibi_core.backend import checks
 from alibi_torch.nn._transformer import AlibiConfig, AlibiTransformer, AttentionFactory, layer_norm
 
 
@@ -43,7 +43,7 @@ class AlibiLanguageModel(nn.Module):
         if not config.causal:
             raise ValueError("causal must be True for a language model, got False (an encoder sees the answer)")
         self.config = config
-        self.embedding = nn.Embedding(_checks.positive_int("vocab_size", vocab_size), config.d_model)
+        self.embedding = nn.Embedding(checks.positive_int("vocab_size", vocab_size), config.d_model)
         nn.init.normal_(self.embedding.weight, std=config.d_model**-0.5)
         if config.embedding_norm:
             self.embedding_norm = layer_norm(config)
@@ -106,8 +106,8 @@ class AlibiLanguageModel(nn.Module):
             TypeError: If an argument is of the wrong kind.
             ValueError: If a number is negative, or ``tokens`` is not ``[batch, length]`` with a token in each row.
         """
-        _checks.non_negative_int("max_new_tokens", max_new_tokens)
-        _checks.non_negative_number("temperature", temperature)
+        checks.non_negative_int("max_new_tokens", max_new_tokens)
+        checks.non_negative_number("temperature", temperature)
         if tokens.ndim != 2 or 0 in tokens.shape:
             raise ValueError(f"tokens must have shape (batch, length), neither of them 0, got {tuple(tokens.shape)}")
         if max_new_tokens == 0:

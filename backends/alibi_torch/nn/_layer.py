@@ -8,11 +8,9 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 
-from alibi_core._arrays.checks import boolean, one_of
-from alibi_core._models.layer_shape import LayerShape
+from alibi_core.backend import LayerShape, boolean, one_of
 from alibi_torch._attention import IMPLEMENTATIONS, attention
-from alibi_torch.caches._evicting import EvictingKVCache
-from alibi_torch.caches._kv_cache import KVCache
+from alibi_torch.caches import EvictingKVCache, KVCache
 from alibi_torch.nn._slopes import KeepsSlopes, host_copy
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from alibi_core._models.config import AlibiConfig
-from alibi_torch.caches._kv_cache import KVCache
+from alibi_core.backend import AlibiConfig
+from alibi_torch.caches import KVCache
 from alibi_torch.nn._layer import AlibiAttention
 
 AttentionFactory = Callable[[AlibiConfig], nn.Module]

@@ -12,12 +12,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from alibi_core import AttentionCall, ShardPlan, Shards, shard_plan
-from alibi_core._arrays import checks as _checks
-from alibi_core._horizon.ranges import LARGEST_TOLERANCE, tolerance_of
-from alibi_core._sharding.plan import HALO_SHARE
-from alibi_core._slopes import slopes as canonical_slopes
+from alibi_core.backend import HALO_SHARE, LARGEST_TOLERANCE, checks, tolerance_of
+from alibi_core.backend import slopes as canonical_slopes
 from alibi_torch._attention import run
-from alibi_torch._dispatch.choice import IMPLEMENTATIONS
+from alibi_torch._dispatch import IMPLEMENTATIONS
 from alibi_torch.parallel._checks import check_plan, facts_of
 from alibi_torch.parallel._group import Place, agree, check_device, local_slopes, place_of
 from alibi_torch.parallel._halo import Exchange, GatherHalo, Halo, Travelling, assembled, start
@@ -114,12 +112,12 @@ def attention(
         raise NotImplementedError("parallel.attention has gradients by torch.autograd, and no torch.func transforms")
     place = place_of(group, axis_name, head_axis)
     for name, tensor in (("query", query), ("key", key)):
-        if _checks.array(name, tensor).ndim != 4:
+        if checks.array(name, tensor).ndim != 4:
             raise ValueError(f"{name} must have shape (batch, heads, shard_len, head_dim), got {tuple(tensor.shape)}")
     if key.shape[2] != query.shape[2]:
         raise ValueError(f"key must have the shard_len of query, {query.shape[2]}, got {key.shape[2]}")
     if implementation is not None:
-        _checks.one_of("implementation", implementation, IMPLEMENTATIONS)
+        checks.one_of("implementation", implementation, IMPLEMENTATIONS)
     heads = query.shape[1]
     if slopes is None:
         slopes = canonical_slopes(heads * place.head_shards, xp=xp, device=query.device)

@@ -12,11 +12,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from alibi_core import AttentionCall
-from alibi_core._arrays.checks import array, non_negative_int, positive_int
-from alibi_core._horizon.ranges import LARGEST_TOLERANCE, reach, tolerance_of
-from alibi_core._slopes import slopes as canonical_slopes
-from alibi_torch._tiled.plan import norm_bounds
-from alibi_torch.caches._kv_cache import KVCache, check_appended
+from alibi_core.backend import LARGEST_TOLERANCE, array, non_negative_int, positive_int, reach, tolerance_of
+from alibi_core.backend import slopes as canonical_slopes
+from alibi_torch._tiled import norm_bounds
+from alibi_torch.caches import KVCache, check_appended
 from alibi_torch.parallel._group import agree, check_device, local_slopes, mark_of, place_of
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from alibi_core._arrays import checks as _checks
+from alibi_core.backend import checks
 
 LARGEST_TAG = 2**24
 
@@ -125,11 +125,11 @@ def local_slopes(name: str, slopes: Any, heads: int, place: Place) -> Any:
     if slopes is None:
         return None
     total = heads * place.head_shards
-    if _checks.is_int(slopes):
+    if checks.is_int(slopes):
         raise TypeError(
             f"{name} must be a tensor of all processes' slopes or None for the canonical ones, got {slopes}"
         )
-    if tuple(_checks.array(name, slopes).shape) != (total,):
+    if tuple(checks.array(name, slopes).shape) != (total,):
         among = f" on each of {place.head_shards} processes" if place.head_shards > 1 else ""
         raise ValueError(
             f"{name} must have shape ({total},), those of all processes' heads ({heads}{among}), got "

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core._horizon.ranges import reach
-from alibi_core._sharding.plan import HALO_SHARE
-from alibi_torch._tiled.plan import _lower_bounds, norm_bounds
+from alibi_core.backend import HALO_SHARE, reach
+from alibi_torch._tiled import _lower_bounds, norm_bounds
 from alibi_torch.parallel._group import Place
 from alibi_torch.parallel._halo import Halo
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from alibi_torch.caches._kv_cache import KVCache
-from alibi_torch.nn._layer import AlibiAttention
+from alibi_torch.caches import KVCache
+from alibi_torch.nn import AlibiAttention
 
 
 class TensorParallelAttention(ParallelStyle):

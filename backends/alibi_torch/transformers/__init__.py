@@ -8,7 +8,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from alibi_torch.transformers._accelerate import accelerate, restore
-from alibi_torch.transformers._caches import AlibiCache
+from alibi_torch.transformers._alibi_cache import AlibiCache
 from alibi_torch.transformers._encoder import with_alibi
 
 __all__ = ["AlibiCache", "accelerate", "restore", "with_alibi"]

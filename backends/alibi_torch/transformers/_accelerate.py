@@ -11,14 +11,14 @@ from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel,
 from transformers.models.falcon.modeling_falcon import FalconAttention, FalconModel, FalconPreTrainedModel
 from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, MptPreTrainedModel
 
-from alibi_core._arrays.checks import one_of
+from alibi_core.backend import one_of
 from alibi_torch.transformers import _facts
-from alibi_torch.transformers._caches import check_cache
+from alibi_torch.transformers._cache_layers import check_cache
 from alibi_torch.transformers._modules import (
-    Accelerated,
     AcceleratedBloomAttention,
     AcceleratedFalconAttention,
     AcceleratedMptAttention,
+    attention_modules,
     become,
     check_own,
     positional_names,
@@ -123,20 +123,6 @@ def restore(model: nn.Module) -> nn.Module:
         if isinstance(outer, BASES):
             _put_builders_back(outer)
     return model
-
-
-def attention_modules(model: Any, *, missing_is_error: bool = True) -> list[Any]:
-    """Return the attention modules of an accelerated model, in order.
-
-    Raises:
-        ValueError: If there is none, unless that is no error.
-    """
-    found = [x for x in model.modules() if isinstance(x, Accelerated)]
-    if not found and missing_is_error:
-        raise ValueError(
-            f"model must be accelerated, got {type(model).__name__}; see alibi_torch.transformers.accelerate"
-        )
-    return found
 
 
 class _Prepare:

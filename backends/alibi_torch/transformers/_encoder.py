@@ -10,9 +10,7 @@ from transformers import BertModel, MegatronBertModel, PreTrainedModel
 from transformers.models.bert.modeling_bert import BertEmbeddings, BertSelfAttention
 from transformers.models.megatron_bert.modeling_megatron_bert import MegatronBertEmbeddings, MegatronBertSelfAttention
 
-from alibi_core._arrays.namespace import host_values
-from alibi_core._models.layer_shape import LayerShape
-from alibi_core._slopes import slope_values
+from alibi_core.backend import LayerShape, host_values, slope_values
 from alibi_torch.transformers import _rows
 from alibi_torch.transformers._encoder_modules import (
     AlibiBertEmbeddings,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alibi_torch.caches._evicting import EvictingKVCache
+from alibi_torch.caches import EvictingKVCache
 from alibi_torch.transformers import _facts
-from alibi_torch.transformers._caches import AlibiLayer, is_frozen
+from alibi_torch.transformers._cache_layers import AlibiLayer, is_frozen
 from alibi_torch.transformers._rules import Rules
 
 NO_LIMIT = 2**31 - 1  # tokens a head

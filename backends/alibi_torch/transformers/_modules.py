@@ -14,7 +14,7 @@ from transformers.models.bloom.modeling_bloom import BloomAttention, build_alibi
 from transformers.models.falcon.modeling_falcon import FalconAttention
 from transformers.models.mpt.modeling_mpt import MptAttention
 
-from alibi_torch.transformers._caches import extended
+from alibi_torch.transformers._cache_layers import extended
 from alibi_torch.transformers._rules import Rules
 
 
@@ -134,6 +134,20 @@ class AcceleratedFalconAttention(Accelerated, FalconAttention):
         query, key, value = fused[..., :-2, :].flatten(2, 3), fused[..., -2, :], fused[..., -1, :]
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         return self.dense(self.attend(query, key, value, attention_mask, layer_past)), None
+
+
+def attention_modules(model: Any, *, missing_is_error: bool = True) -> list[Any]:
+    """Return the attention modules of an accelerated model, in order.
+
+    Raises:
+        ValueError: If there is none, unless that is no error.
+    """
+    found = [x for x in model.modules() if isinstance(x, Accelerated)]
+    if not found and missing_is_error:
+        raise ValueError(
+            f"model must be accelerated, got {type(model).__name__}; see alibi_torch.transformers.accelerate"
+        )
+    return found
 
 
 def check_sizes(projection: Any, features: int, num_heads: int) -> None:

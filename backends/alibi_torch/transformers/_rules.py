@@ -11,9 +11,9 @@ from torch import Tensor
 
 from alibi_core import AttentionCall
 from alibi_core import slopes as slopes_of
-from alibi_core._contracts import named
+from alibi_core.backend import named
 from alibi_torch._attention import run
-from alibi_torch._tiled.plan import KeyNorms
+from alibi_torch._tiled import KeyNorms
 from alibi_torch.transformers import _facts
 
 CONTRACTS = ("model", "exact")

@@ -16,8 +16,8 @@ from rich.table import Table
 
 import alibi_core
 import benchmarks.research.scaling
-from benchmarks.harness import timing as _timing
-from benchmarks.harness.timing import MET, Measurement
+from benchmarks import harness
+from benchmarks.harness import MET, Measurement
 from benchmarks.research.scaling import validation
 from benchmarks.research.scaling.figure import draw
 from benchmarks.research.scaling.inputs import Chip, Layer, chips, table
@@ -30,21 +30,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit status: 1 if the model is off by more than it may."""
     options = _parser().parse_args(arguments)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # what plans here; programs are compiled in processes of their own
-    machine = _timing.machine()
+    machine = harness.machine()
     layer = Layer()
     all_chips = chips(layer.head_dim)
-    console = _timing.console() or Console()
+    console = harness.console() or Console()
     inputs = list(table(layer, all_chips))
     _show_inputs(console, inputs, all_chips)
     rows = [row for chip in all_chips for row in modelled(chip, layer)]
     _show_model(console, rows)
     measurements = list(_validated(layer, options))
-    _timing.show(console, measurements, not options.quick)
+    harness.show(console, measurements, not options.quick)
     missed = [each.name for each in measurements if not options.quick and each.verdict(True) != MET]
     is_whole = not options.quick and options.only == list(SECTIONS)
     output = options.output or (Path(__file__).parents[2] / "results" if is_whole else Path("out"))
     output.mkdir(parents=True, exist_ok=True)
-    _timing.write_json(
+    harness.write_json(
         output / "scaling.json",
         {
             "benchmark": "scaling",
@@ -52,11 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "passed": not missed,
             "sections": options.only,
             "machine": machine,
-            "versions": {"alibi-core": alibi_core.__version__} | _timing.versions("jax", "libtpu", "torch", "numpy"),
+            "versions": {"alibi-core": alibi_core.__version__} | harness.versions("jax", "libtpu", "torch", "numpy"),
             "layer": asdict(layer),
             "inputs": [{"input": name, "values": values, "source": source} for name, values, source in inputs],
             "modelled": rows,
-            "validation": _timing.as_json(measurements, not options.quick),
+            "validation": harness.as_json(measurements, not options.quick),
         },
     )
     draw(rows, f"one attention layer, {layer.length:,} tokens, {layer.heads} heads of {layer.head_dim}",

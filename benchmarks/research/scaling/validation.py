@@ -12,13 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from alibi_core import Shards, shard_plan
-from benchmarks.harness import timing as _timing
-from benchmarks.harness.timing import Measurement
-from benchmarks.parallel import jax as _parallel_jax
-from benchmarks.parallel import torch as _parallel_torch
+from benchmarks import harness, parallel
+from benchmarks.harness import Measurement
+from benchmarks.research import tpu_static
 from benchmarks.research.scaling.inputs import COMPILED, Layer
 from benchmarks.research.scaling.model import BACKWARD_TIMES, parts, temporaries
-from benchmarks.research.tpu_static import visits as _tpu_visits
 
 BAR, EXACTLY = 1.25, 1.0 + 1e-9
 BFLOAT16, FLOAT32 = 2.0**-8, 2.0**-24  # what kernels leave out if nothing is said
@@ -62,7 +60,7 @@ def compiled(layer: Layer, cases: Cases) -> Iterator[Measurement]:
             name = f"{chips} chips of v5e{', with gradients' * gradient}"
             print(f"compiling for {name}", file=sys.stderr, flush=True)
             arguments = layer.heads, layer.head_dim, layer.score_bound, layer.tolerance, gradient
-            found = _parallel_jax.program(chips, layer.length, *arguments)
+            found = parallel.program(chips, layer.length, *arguments)
             sent = sum(x["bytes"] for x in found["collectives"] if not x["is_fallback"])
             times = 1 + BACKWARD_TIMES * gradient
             yield off("Bytes sent, predicted", name, "bytes", times * planned, sent, EXACTLY)
@@ -75,21 +73,21 @@ def visited(cases: Cases) -> Iterator[Measurement]:
     """Hold blocks against the plan that the kernel makes of normally distributed data."""
     for length, head_dim in cases.visited:
         shards = Shards.of_length(length, 1)
-        plan = shard_plan(_tpu_visits.HEADS, shards, score_bound=Layer.score_bound, tolerance=BFLOAT16)
+        plan = shard_plan(tpu_static.HEADS, shards, score_bound=Layer.score_bound, tolerance=BFLOAT16)
         predicted = sum(part.blocks for part in parts(plan))
-        measured, _ = _tpu_visits.visits(length, head_dim)
-        name = f"{length:,} tokens, {_tpu_visits.HEADS} heads of {head_dim}, one chip"
+        measured, _ = tpu_static.visits(length, head_dim)
+        name = f"{length:,} tokens, {tpu_static.HEADS} heads of {head_dim}, one chip"
         yield off("Key blocks visited, predicted", name, "blocks", predicted, measured)
 
 
 def timed(cases: Cases) -> Iterator[Measurement]:
     """Hold times against processes, of one thread each, that share a sequence and this machine's cores."""
-    bandwidth, cores = link(), _timing.machine()["cores"]
+    bandwidth, cores = link(), harness.machine()["cores"]
     measured, speeds = [], [rates(cases)]
     for processes, length in cases.shared:
-        sizes = replace(_parallel_torch.FULL, length=length, processes=processes, pairs=cases.pairs)
+        sizes = replace(parallel.FULL, length=length, processes=processes, pairs=cases.pairs)
         print(f"timing {processes} processes, {length:,} tokens", file=sys.stderr, flush=True)
-        found = [x for x in _parallel_torch.measurements(sizes) if x.unit == "seconds" and x.bar is not None]
+        found = [x for x in parallel.measurements(sizes) if x.unit == "seconds" and x.bar is not None]
         measured.append((sizes, [x.values[0] for x in found if x.values]))
         speeds.append(rates(cases))  # again and again, as a machine is slower for a while
     typical = [statistics.median(column) for column in zip(*speeds, strict=True)]
@@ -108,7 +106,7 @@ def rates(cases: Cases) -> list[float]:
 
     import alibi_torch
 
-    sizes = replace(_parallel_torch.FULL, length=cases.known)
+    sizes = replace(parallel.FULL, length=cases.known)
     tensors = list(torch.randn(4, 1, sizes.heads, sizes.length, sizes.head_dim, generator=torch.manual_seed(0)))
     threads, found = torch.get_num_threads(), []
     torch.set_num_threads(1)
@@ -120,18 +118,18 @@ def rates(cases: Cases) -> list[float]:
             if gradient:
                 torch.autograd.grad(result, inputs, tensors[3])
 
-        seconds = [_timing.seconds_of(call) for _ in range(1 + cases.pairs)][1:]  # the first is to warm up
+        seconds = [harness.seconds_of(call) for _ in range(1 + cases.pairs)][1:]  # the first is to warm up
         found.append(float(_work(sizes, 1).sum()) / statistics.median(seconds))
     torch.set_num_threads(threads)
     return found
 
 
-def _work(sizes: _parallel_torch.Sizes, processes: int):
+def _work(sizes: parallel.Sizes, processes: int):
     shards = Shards.of_length(sizes.length, processes)
     return shard_plan(sizes.heads, shards, score_bound=Layer.score_bound, tolerance=FLOAT32).work()
 
 
-def _sent(sizes: _parallel_torch.Sizes) -> float:
+def _sent(sizes: parallel.Sizes) -> float:
     """Return how many bytes of keys and values all processes send, forward."""
     shards = Shards.of_length(sizes.length, sizes.processes)
     plan = shard_plan(sizes.heads, shards, score_bound=sizes.score_bound, tolerance=FLOAT32)

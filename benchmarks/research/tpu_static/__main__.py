@@ -30,8 +30,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import alibi_core
-from benchmarks.harness import timing as _timing
-from benchmarks.harness.timing import MET, Measurement
+from benchmarks import harness
+from benchmarks.harness import MET, Measurement
 from benchmarks.research.tpu_static.compile import TOPOLOGIES
 from benchmarks.research.tpu_static.figures import PASSES, Program, is_forward, loops, scheduled, weighed
 from benchmarks.research.tpu_static.subjects import BATCH, BLOCK, HEADS, OURS
@@ -149,17 +149,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         QUICK if options.quick else FULL, **({"topologies": tuple(options.topology)} if options.topology else {})
     )
     judged, is_ours = not options.quick, options.ours == OURS
-    machine = _timing.machine()
+    machine = harness.machine()
     run = Run(sizes, options.ours, lambda line: print(line, file=sys.stderr, flush=True))
     measurements = [measured for name in options.only for measured in SECTIONS[name](run)]
     found = _loops(run) if "schedule" in options.only else []
 
     missed = [f"{each.verdict(judged)}: {each.name}" for each in measurements if judged and each.bar is not None]
     missed = [line for line in missed if not line.startswith(MET)]
-    show(_timing.console(), measurements, found, judged)
+    show(harness.console(), measurements, found, judged)
     is_whole = judged and is_ours and sizes == FULL and options.only == list(SECTIONS)
     output = options.output or (Path(__file__).parents[2] / "results" if is_whole else Path("out"))
-    _timing.write_json(
+    harness.write_json(
         output / "tpu-static.json",
         {
             "benchmark": "tpu-static",
@@ -169,9 +169,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "sections": options.only,
             "sizes": asdict(sizes) | {"batch": BATCH, "heads": HEADS, "block": BLOCK, "dtype": "bfloat16"},
             "machine": machine,
-            "versions": {"alibi-core": alibi_core.__version__} | _timing.versions(*VERSIONS),
+            "versions": {"alibi-core": alibi_core.__version__} | harness.versions(*VERSIONS),
             "loops": found,
-            "measurements": _timing.as_json(measurements, judged),
+            "measurements": harness.as_json(measurements, judged),
         },
     )
     print(f"Written to {output / 'tpu-static.json'}.")

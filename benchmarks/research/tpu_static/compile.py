@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.timing import run_alone
+from benchmarks.harness import run_alone
 from benchmarks.research.tpu_static import bundles as _tpu_bundles
 from benchmarks.research.tpu_static.bundles import Kernel
 

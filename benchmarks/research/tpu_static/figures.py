@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from benchmarks.harness.timing import Measurement
+from benchmarks.harness import Measurement
 from benchmarks.research.tpu_static.bundles import Kernel
 from benchmarks.research.tpu_static.compile import Compiled, compile_for
 from benchmarks.research.tpu_static.dump import EXPONENTIALS, PRODUCTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.harness.timing import NOT_JUDGED, Measurement
+from benchmarks.harness import NOT_JUDGED, Measurement
 
 try:
     from rich import box

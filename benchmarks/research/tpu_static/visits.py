@@ -24,8 +24,7 @@ def visits(length: int, head_dim: int) -> tuple[int, int]:
     from alibi_core import AttentionCall
     from alibi_core._call import LENGTH_FIRST
     from alibi_jax import TPU
-    from alibi_jax._call.operands import take_apart
-    from alibi_jax._call.plan import needed_keys
+    from alibi_jax._call import needed_keys, take_apart
     from alibi_jax._explain import visited_blocks
 
     shape = (BATCH, length, HEADS, head_dim)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alibi_core.conformance._cases.oracle import Answer, Values, rounded
+from alibi_core.conformance._cases import Answer, Values, rounded
 from alibi_core.conformance._diagnosis._readings.inputs import SLOPES, Inputs
 from alibi_core.conformance._diagnosis._readings.reading import Reading
 

@@ -11,8 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from alibi_core._slopes import slope_values
-from alibi_core.conformance._cases.case import Case
-from alibi_core.conformance._cases.oracle import Values, rounded
+from alibi_core.conformance._cases import Case, Values, rounded
 
 MOST_KEPT = 3000  # elements of a bias that is kept for the next reading
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from alibi_core.conformance._cases.oracle import Values, rounded
+from alibi_core.conformance._cases import Values, rounded
 
 # Of distances: by how many slopes a key at most that far is penalised.
 LAWS: dict[str, Callable[[Values, float], Values]] = {

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alibi_core.conformance._cases.case import Case
-from alibi_core.conformance._cases.oracle import SMALLEST, U32, UNIT_ROUNDOFF, Answer, Values, rounded
+from alibi_core.conformance._cases import SMALLEST, U32, UNIT_ROUNDOFF, Answer, Case, Values, rounded
 from alibi_core.conformance._diagnosis._readings.inputs import FACTORS, SCALES, SLOPES, Inputs
 from alibi_core.conformance._diagnosis._readings.parts import (
     LAWS,

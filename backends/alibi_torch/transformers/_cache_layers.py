@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far: in the caches of transformers, and in one that knows ALiBi."""
+"""Keys and values of one layer's tokens so far: in the caches of transformers, and in one that knows ALiBi."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
-from alibi_torch._tiled.plan import SIZES, KeyNorms, norm_bounds
-from alibi_torch.caches._kv_cache import BLOCK, KVCache
+from alibi_torch._tiled import SIZES, KeyNorms, norm_bounds
+from alibi_torch.caches import BLOCK, KVCache
 from alibi_torch.transformers._rules import Rules
 
 ROOM = 256  # tokens, at least, that a growing cache makes room for at a time
@@ -18,15 +18,15 @@ ROOM = 256  # tokens, at least, that a growing cache makes room for at a time
 
 def extended(cache: Any, layer_idx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, rules: Rules) -> Tensor:
     """Append keys and values of further tokens to a cache, and return the attention of those tokens over all."""
-    if isinstance(cache, AlibiCache):
-        return cache.layers[layer_idx].attend(query, key, value, mask, rules)
+    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    if isinstance(layer, AlibiLayer):
+        return layer.attend(query, key, value, mask, rules)
     past = cache.get_seq_length(layer_idx)
     if torch.compiler.is_compiling():  # a tensor, in a cache of fixed size, stays one
         past = past.clone() if isinstance(past, Tensor) else past
         keys, values = cache.update(key, value, layer_idx)
         return rules.attend(query, keys, values, mask, past, None)
     past = int(past)
-    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
     if type(layer) is DynamicLayer:
         layer.__class__ = GrowingLayer
     known = _KnownNorms.of(layer, past)
@@ -46,13 +46,14 @@ def check_cache(cache: Any) -> None:
     Raises:
         TypeError: If it is not.
     """
-    if isinstance(cache, AlibiCache):
-        return
     kinds = [type(layer) for layer in getattr(cache, "layers", [])] or [
         getattr(cache, "layer_class_to_replicate", None)
     ]
+    known = (DynamicLayer, GrowingLayer, StaticLayer)
     others = [
-        getattr(kind, "__name__", kind) for kind in kinds if kind not in (DynamicLayer, GrowingLayer, StaticLayer)
+        getattr(kind, "__name__", kind)
+        for kind in kinds
+        if kind not in known and not (isinstance(kind, type) and issubclass(kind, AlibiLayer))
     ]
     if not isinstance(cache, Cache) or others:
         found = type(cache).__name__ + (f" with {others[0]}" if others and isinstance(cache, Cache) else "")
@@ -110,47 +111,6 @@ class _KnownNorms:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _KnownNorms, ()  # a copy's keys are others
-
-
-class AlibiCache(Cache):
-    """A cache for an accelerated model that appends in place and keeps what the horizon needs to know of keys.
-
-    Unlike a ``DynamicCache`` it does not copy all keys at each token, and unlike a ``StaticCache`` it need not know how
-    many there will be. The model takes it as ``past_key_values``, and so does its ``generate``.
-
-    Args:
-        model: The accelerated model.
-        evict: Let heads drop the keys that their horizons prove to be of no weight to any query to come, whatever the
-            tokens are. Batches must be without padding. How long queries can be follows from the model's weights.
-
-    Raises:
-        ValueError: If the model is not accelerated.
-
-    Example:
-        >>> from transformers import BloomConfig, BloomForCausalLM
-        >>> from alibi_torch.transformers import accelerate
-        >>> model = BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=4)).eval()
-        >>> cache = AlibiCache(accelerate(model))
-        >>> tokens = model.generate(torch.tensor([[7, 8, 9]]), past_key_values=cache, max_new_tokens=2)
-        >>> cache.get_seq_length()
-        4
-    """
-
-    def __init__(self, model: Any, *, evict: bool = False) -> None:
-        from alibi_torch.transformers._accelerate import attention_modules
-        from alibi_torch.transformers._evicting_layer import EvictingLayer
-        from alibi_torch.transformers._norms import most_of_queries
-
-        modules = attention_modules(model)
-        if [m.layer_idx for m in modules] != list(range(len(modules))):
-            raise ValueError(
-                f"model must hold the layers of one accelerated model, in order, got {len(modules)} that are numbered "
-                f"{[m.layer_idx for m in modules]}; make a cache for each model in it"
-            )
-        if evict:
-            super().__init__(layers=[EvictingLayer(m.alibi_rules, most_of_queries(model, m)) for m in modules])
-        else:
-            super().__init__(layers=[AlibiLayer() for _ in modules])
 
 
 class AlibiLayer(CacheLayerMixin):

@@ -1,0 +1,111 @@
+"""How the source hangs together: rooms entered by their doors, in one direction, and one contract of core and backends.
+
+A room is a folder; its door is its ``__init__.py``. Imports are read, not run.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BACKENDS = ("alibi_torch", "alibi_jax", "alibi_mlx")
+FOLDERS = {"alibi_core": ROOT, "benchmarks": ROOT} | dict.fromkeys(BACKENDS, ROOT / "backends")
+FOR_BACKENDS = {"alibi_core", "alibi_core.backend", "alibi_core.conformance"}
+MOST_FLOORS = 8
+
+
+def name_of(path: Path, folder: Path) -> str:
+    parts = path.relative_to(folder).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path, root): path for package, root in FOLDERS.items() for path in (root / package).rglob("*.py")}
+ROOMS = {name for name, path in MODULES.items() if path.name == "__init__.py" and "." in name}
+
+
+@cache
+def names_at(door: str) -> frozenset[str]:
+    """Return what a module says that it exports, which may be one of its files."""
+    for node in ast.parse(MODULES[door].read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return frozenset(ast.literal_eval(node.value))
+    return frozenset()
+
+
+@cache
+def imports(module: str) -> tuple[str, ...]:
+    """Return the modules of this project that a module imports, anywhere in its text."""
+
+    def found() -> Iterator[str]:
+        for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module in MODULES:
+                exported = names_at(node.module)
+                for alias in node.names:
+                    name = f"{node.module}.{alias.name}"
+                    yield name if name in MODULES and alias.name not in exported else node.module
+            elif isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names if alias.name in MODULES)
+
+    return tuple(found())
+
+
+def is_in(module: str, room: str) -> bool:
+    return module == room or module.startswith(f"{room}.")
+
+
+def package_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_rooms_are_entered_by_their_doors(module: str) -> None:
+    for target in imports(module):
+        closed = [room for room in ROOMS if is_in(target, room) and not is_in(module, room)]
+        door = min(closed, key=len, default=target)
+        assert target == door, f"{module} imports {target}: let the door {door} export what it needs, and import that"
+
+
+@pytest.mark.parametrize("module", sorted(name for name in MODULES if package_of(name) in BACKENDS))
+def test_backends_import_of_the_core_what_is_meant_for_them(module: str) -> None:
+    for target in imports(module):
+        assert package_of(target) in (package_of(module), "alibi_core"), f"{module} imports {target}, another backend's"
+        if package_of(target) == "alibi_core":
+            assert target in FOR_BACKENDS, f"{module} imports {target}: let alibi_core.backend export what it needs"
+
+
+@pytest.mark.parametrize("module", sorted(name for name in MODULES if package_of(name) == "alibi_core"))
+def test_the_core_imports_no_backend(module: str) -> None:
+    assert {package_of(target) for target in imports(module)} <= {"alibi_core"}
+
+
+@pytest.mark.parametrize("room", [*FOLDERS, *sorted(ROOMS)])
+def test_imports_go_one_way(room: str) -> None:
+    """Among the files and rooms of one room there is no circle, and a room has few floors."""
+
+    def part_of(module: str) -> str:
+        return ".".join(module.split(".")[: room.count(".") + 2])
+
+    graph: dict[str, set[str]] = {}
+    for module in MODULES:
+        if module != room and is_in(module, room):
+            below = {part_of(target) for target in imports(module) if target != room and is_in(target, room)}
+            graph.setdefault(part_of(module), set()).update(below - {part_of(module)})
+    try:
+        order = list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        raise AssertionError(f"imports in {room} go in a circle: {' imports '.join(reversed(error.args[1]))}") from None
+    floors: dict[str, int] = {}
+    for part in order:
+        floors[part] = 1 + max((floors[x] for x in graph.get(part, ())), default=0)
+    assert max(floors.values(), default=0) <= MOST_FLOORS, f"{room}: {floors}"
+
+
+@pytest.mark.parametrize("room", sorted(ROOMS))
+def test_doors_say_what_they_are_for(room: str) -> None:
+    assert ast.get_docstring(ast.parse(MODULES[room].read_text(encoding="utf-8"))), f"{room} has no docstring"
