@@ -13,7 +13,6 @@ except ModuleNotFoundError as error:
 from alibi_core.backend import AlibiConfig, Explanation
 from alibi_jax._attention import attention
 from alibi_jax._explain import explain
-from alibi_jax._gpu import GPU
 from alibi_jax._tpu import TPU
 from alibi_jax.caches import KVCache
 from alibi_jax.nn import (
@@ -27,7 +26,6 @@ from alibi_jax.nn import (
 )
 
 __all__ = [
-    "GPU",
     "TPU",
     "AlibiAttention",
     "AlibiConfig",

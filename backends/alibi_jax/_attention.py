@@ -64,7 +64,7 @@ def attention(
             max|value|``. Default: the dtype's rounding error, 2**-24 for float32. With 0 nothing is left out.
         allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
         implementation: ``"tpu"``, or :class:`TPU` with options, is a kernel for TPUs; ``"tiled"`` runs anywhere,
-            tile by tile; ``"gpu"``, or :class:`GPU`, is a kernel for NVIDIA GPUs that has not been run on one yet;
+            tile by tile;
             ``"dense"`` spells out all scores, and has derivatives of any order. Default: the kernel on a
             TPU, if it can run the call, else ``"tiled"``. The one named runs, or the call raises, when it is
             compiled; :func:`explain` tells why.

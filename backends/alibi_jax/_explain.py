@@ -14,15 +14,11 @@ import numpy as np
 
 from alibi_core import AttentionCall
 from alibi_core.backend import ENDLESS, LENGTH_FIRST, Explanation, visible_pairs
-from alibi_jax import _gpu, _tpu
 from alibi_jax._attention import attention
 from alibi_jax._call import Operands, Rules, needed_keys, ranges_of, take_apart
 from alibi_jax._dispatch import IMPLEMENTATIONS, Implementation, Target, checked, choose, name_of, refusal
-from alibi_jax._gpu import GPU
 from alibi_jax._tiled import jobs_of, sizes_of
-from alibi_jax._tpu import TPU
-
-SHAPES = {TPU: _tpu.KernelShape, GPU: _gpu.KernelShape}
+from alibi_jax._tpu import TPU, KernelShape
 
 
 def explain(
@@ -98,8 +94,8 @@ def _platform(array: jax.Array) -> str:
 
 
 def _scores_computed(chosen: Implementation, rules: Rules, operands: Operands, together: bool) -> int:
-    if isinstance(chosen, tuple(SHAPES)):
-        shape = SHAPES[type(chosen)].of(rules, operands, chosen)
+    if isinstance(chosen, TPU):
+        shape = KernelShape.of(rules, operands, chosen)
         return visited_blocks(rules, operands, chosen) * shape.q_block * shape.kv_block
     batch, q_len, num_heads, _ = operands.query.shape
     if chosen == "dense":
@@ -110,9 +106,9 @@ def _scores_computed(chosen: Implementation, rules: Rules, operands: Operands, t
     return steps * sizes.lanes * math.prod(sizes.part[x] for x in "bhgqk")
 
 
-def visited_blocks(rules: Rules, operands: Operands, options: TPU | GPU) -> int:
+def visited_blocks(rules: Rules, operands: Operands, options: TPU) -> int:
     """Return how many blocks of scores a kernel's forward pass computes, over batch entries and heads."""
-    shape = SHAPES[type(options)].of(rules, operands, options)
+    shape = KernelShape.of(rules, operands, options)
     plan = jax.jit(partial(needed_keys, rules, q_tile=shape.q_block, kv_tile=shape.kv_block))
     first, stop = (np.asarray(x, np.int64) for x in plan(operands))
     return int(np.where(first < stop, -(-stop // shape.kv_block) - first // shape.kv_block, 0).sum())

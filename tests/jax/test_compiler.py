@@ -1,4 +1,4 @@
-"""What XLA's compiler makes of repeated numbers in matrix products, which `alibi_jax._tiled.materialised` works around."""
+"""What XLA's compiler makes of repeated numbers in products, which `alibi_jax._tiled.materialised` works around."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 
-from alibi_jax import GPU, TPU, attention  # noqa: E402
+from alibi_jax import TPU, attention  # noqa: E402
 from alibi_jax._call.operands import Operands, Rules  # noqa: E402
 from alibi_jax._call.plan import needed_keys  # noqa: E402
 from alibi_jax.caches._kv_cache import append, attend, empty_cache  # noqa: E402
@@ -23,7 +23,7 @@ from alibi_jax.caches._kv_cache import append, attend, empty_cache  # noqa: E402
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 1024, 4, 2, 4
 GROUP = HEADS // KV_HEADS
 SLOPES = np.asarray([0.5, 0.25, 0.5, 0.02], np.float32)
-KERNELS = {"tiled": "tiled", "tpu": TPU(256, 256, interpret=True), "gpu": GPU(interpret=True)}
+KERNELS = {"tiled": "tiled", "tpu": TPU(256, 256, interpret=True)}
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", KERNELS.values(), ids=KERNELS.keys())
 TOKEN = 300
 

@@ -20,9 +20,9 @@ torch = pytest.importorskip("torch")
 
 import alibi_torch  # noqa: E402
 from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Answer, Attention, assert_within  # noqa: E402
-from alibi_torch import AlibiAttention, AlibiConfig, AlibiTransformer, EvictingKVCache, KVCache
-from alibi_torch._tiled import plan as _tile_plan
-from alibi_torch.caches import _evicting as _evicting_cache
+from alibi_torch import AlibiAttention, AlibiConfig, AlibiTransformer, EvictingKVCache, KVCache  # noqa: E402
+from alibi_torch._tiled import plan as _tile_plan  # noqa: E402
+from alibi_torch.caches import _evicting as _evicting_cache  # noqa: E402
 from alibi_torch.nn._language_model import AlibiLanguageModel  # noqa: E402
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")

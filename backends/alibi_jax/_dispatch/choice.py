@@ -8,14 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from alibi_core.backend import checks
-from alibi_jax import _gpu
 from alibi_jax._call import Operands
-from alibi_jax._gpu import GPU
 from alibi_jax._tpu import TPU
 
-IMPLEMENTATIONS = ("tpu", "tiled", "gpu", "dense")  # the first that can run a call is the default
-OPTIONS = {"tpu": TPU, "gpu": GPU}
-Implementation = str | TPU | GPU
+IMPLEMENTATIONS = ("tpu", "tiled", "dense")  # the first that can run a call is the default
+Implementation = str | TPU
 
 
 @dataclass(frozen=True)
@@ -33,14 +30,14 @@ class Target:
 
 def checked(implementation: Any) -> Implementation | None:
     """Return the argument ``implementation``, having checked it."""
-    if implementation is None or isinstance(implementation, tuple(OPTIONS.values())):
+    if implementation is None or isinstance(implementation, TPU):
         return implementation
     return checks.one_of("implementation", implementation, IMPLEMENTATIONS)
 
 
 def name_of(implementation: Implementation) -> str:
     """Return the name of an implementation."""
-    return next((name for name, kind in OPTIONS.items() if isinstance(implementation, kind)), implementation)
+    return "tpu" if isinstance(implementation, TPU) else implementation
 
 
 def choose(implementation: Implementation | None, target: Target, operands: Operands) -> Implementation:
@@ -63,23 +60,19 @@ def choose(implementation: Implementation | None, target: Target, operands: Oper
 
 
 def _with_options(implementation: Implementation) -> Any:
-    """Return the options that a name stands for; what has none is returned as it is."""
-    return OPTIONS[implementation]() if implementation in OPTIONS else implementation
+    """Return the options that a name stands for; a name without options is returned as it is."""
+    return TPU() if implementation == "tpu" else implementation
 
 
 def refusal(implementation: Implementation, target: Target, operands: Operands) -> str | None:
     """Return why an implementation cannot run a call, as the rest of a sentence that begins with its name."""
-    name, options = name_of(implementation), _with_options(implementation)
-    if name not in OPTIONS:
+    options = _with_options(implementation)
+    if not isinstance(options, TPU):
         return None
-    platforms, what = {"tpu": (("tpu",), "TPUs"), "gpu": (("cuda", "gpu"), "NVIDIA GPUs")}[name]
-    if target.platform not in platforms and not options.interpret:
-        kind = type(options).__name__
-        return f"runs on {what} alone, got {target.platform} ({kind}(interpret=True) runs its text anywhere, slowly)"
+    if target.platform != "tpu" and not options.interpret:
+        return f"runs on TPUs alone, got {target.platform} (TPU(interpret=True) runs its text anywhere, slowly)"
     if target.is_partitioned:
         return "cannot be divided among devices by the compiler: call it inside jax.shard_map"
-    if name == "gpu":
-        return _gpu.refusal(operands)
     if operands.query.dtype not in (jnp.float32, jnp.bfloat16):
         return f"must be given float32 or bfloat16, got {operands.query.dtype}"
     if operands.mask is not None and operands.mask.shape[1:3] != (1, 1):

@@ -15,15 +15,12 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from alibi_jax import _gpu, _tiled, _tpu
+from alibi_jax import _tiled, _tpu
 from alibi_jax._call import Operands, Rules
 from alibi_jax._compatible import shaped_as
 from alibi_jax._dispatch.choice import Implementation, Target, choose
 from alibi_jax._dispatch.reverse_mode import REVERSE_MODE_ALONE
-from alibi_jax._gpu import GPU
 from alibi_jax._tpu import TPU
-
-KERNELS = {TPU: _tpu, GPU: _gpu}
 
 
 def forward(
@@ -63,8 +60,8 @@ def backward(
 
 def _run_forward(target: Target, *leaves: Any, with_log_sum_exps: bool, **parameters: Any) -> list[Any]:
     rules, operands, chosen = _parts(target, leaves, **parameters)
-    if type(chosen) in KERNELS:
-        results = KERNELS[type(chosen)].forward(rules, operands, chosen, with_log_sum_exps=with_log_sum_exps)
+    if isinstance(chosen, TPU):
+        results = _tpu.forward(rules, operands, chosen, with_log_sum_exps=with_log_sum_exps)
     else:
         dtype = operands.slopes.dtype if with_log_sum_exps else operands.query.dtype
         results = _tiled.forward(rules, operands, dtype, together=_together(target))
@@ -73,8 +70,8 @@ def _run_forward(target: Target, *leaves: Any, with_log_sum_exps: bool, **parame
 
 def _run_backward(target: Target, *leaves: Any, slopes_too: bool, **parameters: Any) -> list[Any]:
     rules, operands, chosen = _parts(target, leaves[3:], **parameters)
-    if type(chosen) in KERNELS:
-        gradients = KERNELS[type(chosen)].backward(rules, operands, *leaves[:3], chosen, slopes_too=slopes_too)
+    if isinstance(chosen, TPU):
+        gradients = _tpu.backward(rules, operands, *leaves[:3], chosen, slopes_too=slopes_too)
     else:
         together = _together(target)
         gradients = _tiled.backward(rules, operands, *leaves[:3], slopes_too=slopes_too, together=together)

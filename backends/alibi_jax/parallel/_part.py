@@ -1,7 +1,7 @@
 """Attention to a part of the keys, as primitives of JAX: what several parts say is merged by their log-sum-exps.
 
-Unlike those of :mod:`alibi_jax._dispatch.primitive`, log-sum-exps here mean the same whoever computes them: natural logarithms,
-of scores whose distances are counted from the query.
+Unlike those of :mod:`alibi_jax._dispatch.primitive`, log-sum-exps here mean the same whoever computes them: natural
+logarithms, of scores whose distances are counted from the query.
 """
 
 from __future__ import annotations

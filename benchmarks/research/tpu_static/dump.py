@@ -30,6 +30,8 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Bundle:
+    """One instruction word: how many operations of each unit it holds, and where it may jump."""
+
     counts: Counter[str]
     branches: tuple[tuple[bool, int], ...]  # whether it depends on something, and the region it goes to
 
