@@ -46,7 +46,7 @@ test: $(VENV)/ready
 test-oldest: export PYTHONPATH := $(VENV)/oldest
 test-oldest: $(VENV)/oldest/ready
 	$(RUN) -c 'from transformers import __version__ as found; assert found == "5.4.0", found'
-	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --maxprocesses 8 tests/test_torch_transformers.py tests/test_torch_encoder.py -k 'not compiled and not learns' $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --maxprocesses 8 tests/torch/test_transformers.py tests/torch/test_encoder.py -k 'not compiled and not learns' $(ARGS)
 
 check: $(VENV)/ready
 	$(RUN) -m alibi_core conformance $(ARGS)

@@ -5,7 +5,8 @@
 Nobody who wrote this has had so many chips. So time and bytes of one attention layer are modelled, from what is known
 of its parts: how many key blocks each chip computes and how many bytes it sends follow from the plan of the heads'
 horizons; what a block costs is read from the schedules that the TPU's compiler writes
-(`benchmarks.research.tpu_static`); clocks and bandwidths are published. All inputs are in one table, which is printed first.
+(`benchmarks.research.tpu_static`); clocks and bandwidths are published. All inputs are in
+one table, which is printed first.
 
 The model is held against what can be measured here, and the exit status is 1 if it is off by more than a quarter, or
 in bytes at all:
