@@ -1,4 +1,4 @@
-"""Attention on four processes against the oracle: what ``tests/test_torch_parallel.py`` starts.
+"""Attention on four processes against the oracle: what ``tests/torch/test_parallel.py`` starts.
 
     python -m tests.support.parallel_processes          a line of JSON for each check
     python -m tests.support.parallel_processes NAME...  of these checks alone

@@ -1,4 +1,4 @@
-"""Sequence-parallel attention on eight virtual devices, against the oracle: what ``tests/test_jax_parallel.py`` starts.
+"""Sequence-parallel attention on eight virtual devices, against the oracle: what ``tests/jax/test_parallel.py`` starts.
 
     python -m tests.support.parallel_programs        a line of JSON for each program
 

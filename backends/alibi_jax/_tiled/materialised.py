@@ -10,7 +10,7 @@ such program::
 A user's own sum counts, as of squares of gradients. ``jax.lax.optimization_barrier`` is no help: it is taken out before
 that fusion is made. A selection by position stays, as no pass of the compiler knows that it always has one outcome; and
 as the library has no selection, what is selected is an array in memory. It costs nothing where a copy is made anyway.
-``tests/test_jax_compiler.py`` has the program and tells when the compiler is mended.
+``tests/jax/test_compiler.py`` has the program and tells when the compiler is mended.
 """
 
 from __future__ import annotations
