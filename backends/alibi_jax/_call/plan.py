@@ -124,7 +124,7 @@ def norm_bounds(vectors: jax.Array) -> jax.Array:
     """
     vanishing = (vectors.shape[-1] * jnp.finfo(vectors.dtype).tiny) ** 0.5
     norms = jnp.sqrt(jnp.sum(vectors * vectors, axis=-1)) + vanishing
-    return jnp.where(norms < jnp.inf, norms, jnp.inf)
+    return jnp.where(norms < jnp.inf, norms, jnp.asarray(jnp.inf, norms.dtype))
 
 
 def _at_own_positions(call: AttentionCall, key: jax.Array, axis: int) -> jax.Array:

@@ -59,7 +59,7 @@ def needed_tokens(ring: Ring, local: Operands, log_sum_exps: jax.Array, measured
     tokens = ring.is_token(chunks)[:, None, None]  # [slots, 1 (batch), 1 (heads), chunk_len]
     excess = measured.bound - (lower_bounds(log_sum_exps, measured) - measured.shift)
     # What cannot be bounded may exceed everything.
-    excess = jnp.where(jnp.abs(excess) < jnp.inf, excess, jnp.inf)
+    excess = jnp.where(jnp.abs(excess) < jnp.inf, excess, jnp.asarray(jnp.inf, excess.dtype))
     future = local.slopes if local.future_slopes is None else local.future_slopes
     before, after = chunks * size, jnp.maximum(shards.length - (chunks + 1) * size, 0)  # tokens that there are
     needs = []
