@@ -167,3 +167,11 @@ def test_a_nan_costs_only_those_who_need_keys() -> None:
     needed = jax.jit(lambda operands: needed_keys(rules, operands, 64, 64))(operands)
     assert not np.asarray(needed.first)[0, 0].any()
     assert np.array_equal(needed.stop[0, 0, 8:], np.arange(9, 17) * 64)
+
+
+def test_queries_next_to_subnormal_numbers_keep_their_digits() -> None:
+    # The compiler makes 0 of subnormal numbers, which a query times the scale may be where it is none itself.
+    query, key, value = tensors()
+    found, dense = (attended(query * 1e-36, key * 1e36, value, implementation=x) for x in ("tiled", "dense"))
+    # Scores up to some 10, of float32, in two orders of summation.
+    np.testing.assert_allclose(found, dense, atol=10 * 2.0**-22)

@@ -78,7 +78,7 @@ def _add_step(
         log_sum_exps: Likewise.
         sums: All gradients so far.
     """
-    places, sizes = scores.places, scores.tensors.sizes
+    places, sizes, scale = scores.places, scores.tensors.sizes, scores.tensors.rules.scale
     mean, log_sum_exps = (arranged(x, STATISTICS, scores.onto) for x in (mean, log_sum_exps))
 
     def add(index: jax.Array, found: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +88,9 @@ def _add_step(
         by_weight = row_products(grad, block.value, scores.onto)
         by_score = weights * (by_weight - mean)
         by_score_matrices, weight_matrices = (x.reshape(*x.shape[:3], -1) for x in (by_score, weights))
-        by_key = jnp.einsum("bhkr,bhrd->bhkd", by_score_matrices, as_matrices(scores.query))
+        by_key = (
+            jnp.einsum("bhkr,bhrd->bhkd", by_score_matrices, as_matrices(scores.query)) * scores.tensors.rules.scale
+        )
         by_value = jnp.einsum("bhkr,bhrd->bhkd", weight_matrices, as_matrices(grad))
         found = found | {
             "query": found["query"] + jnp.einsum("bhkd,bhkgq->bhdgq", block.key, by_score),
@@ -113,7 +115,7 @@ def _add_step(
     slopes = [name for name in ("slopes", "future_slopes") if name in sums]
     start |= {name: full((entries, heads, group), 0) for name in slopes}
     found = lax.fori_loop(0, places.blocks, add, start)
-    by_query = jnp.moveaxis(found["query"], 2, -1) * scores.tensors.rules.scale
+    by_query = jnp.moveaxis(found["query"], 2, -1) * scale
     found["query"] = put_rows(sums["query"], by_query, RESULT, places)
     for name in slopes:
         found[name] = put(sums[name], found[name], SLOPES, sizes, places.starts, _sum)

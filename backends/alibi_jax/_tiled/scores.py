@@ -89,7 +89,7 @@ class Scores:
     tensors: Tensors
     places: Places
     onto: str  # the order of axes of scores: ``bhgqk`` or ``bhkgq``
-    query: jax.Array  # [b, h, g, q, d], times the scale
+    query: jax.Array  # [b, h, g, q, d]
     slopes: jax.Array  # arranged as scores are, as everything below
     future_slopes: Any
     positions: jax.Array
@@ -112,7 +112,7 @@ class Scores:
         last = tensors.sizes.whole["k"] - 1
         is_part = tensors.rules.is_part
         outside = jnp.zeros_like(positions) if is_part else jnp.maximum(jnp.maximum(-positions, positions - last), 0)
-        query = tensors.cut("query", places.starts, "bhgqd").astype(tensors.dtype) * tensors.rules.scale
+        query = tensors.cut("query", places.starts, "bhgqd").astype(tensors.dtype)
         scores = cls(
             tensors,
             places,
@@ -143,7 +143,8 @@ class Scores:
         return Block(starts, key, value, scores, reach, is_ahead)
 
     def _products(self, key: jax.Array) -> jax.Array:
-        return row_products(self.query, key, self.onto)
+        # Not the query times the scale: the compiler makes 0 of subnormal numbers, and what is tiny would become one.
+        return row_products(self.query, key, self.onto) * self.tensors.rules.scale
 
     def _visible(self, starts: dict[str, jax.Array], positions: jax.Array, is_new: jax.Array) -> jax.Array:
         rules = self.tensors.rules
