@@ -152,7 +152,7 @@ def run_alone(function: str, *arguments: Any) -> dict[str, Any]:
     Returns:
         ``peak``: by how many bytes memory grew; ``seconds``; and ``found``, as JSON can carry it.
     """
-    code = "import sys, json; from benchmarks import _timing; _timing._alone(*json.loads(sys.argv[1]))"
+    code = "import sys, json; from benchmarks.harness import timing; timing._alone(*json.loads(sys.argv[1]))"
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps([function, *arguments])],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, ["", *sys.path]))},

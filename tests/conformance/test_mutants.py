@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from alibi_core.conformance import check
-from alibi_core.conformance._run import check as _check
+from alibi_core.conformance._run import run as _check
 from alibi_core.conformance._trial import trial as _trial
 from benchmarks.mutants import MUTANTS, Blockwise, Mutant, Reference
 from benchmarks.mutants._trials import tried

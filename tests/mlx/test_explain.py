@@ -15,8 +15,12 @@ from hypothesis import strategies as st
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 import alibi_core  # noqa: E402
-from alibi_mlx import Explanation, attention, explain  # noqa: E402
-from alibi_mlx._tiled import kernels as _tile_kernels  # noqa: E402
+from alibi_mlx import (  # noqa: E402
+    Explanation,
+    _tiled,
+    attention,
+    explain,
+)
 from alibi_mlx._tiled import plan as _plan  # noqa: E402
 
 
@@ -49,7 +53,7 @@ def counted(*arguments: Any, **rules: Any) -> int:
                 scores.append(len(entries) * len(heads) * len(queries) * len(keys))
         return mx.zeros(query.shape, query.dtype)
 
-    with mock.patch.object(_tile_kernels, "forward", watched):
+    with mock.patch.object(_tiled, "forward", watched):
         attention(*arguments, **rules)
     return sum(scores)
 

@@ -166,7 +166,8 @@ def _jax_gradients(function: Callable[..., Any], tensors: list[Any], weight: Any
 def _mlx_gradients(function: Callable[..., Any], tensors: list[Any], weight: Any) -> Any:
     import mlx.core as mx
 
-    return mx.grad(lambda *x: (function(*x) * weight).sum(), argnums=list(range(len(tensors))))(*tensors)
+    found = mx.grad(lambda *x: (function(*x) * weight).sum(), argnums=list(range(len(tensors))))(*tensors)
+    return found if len(tensors) > 1 else [found]  # MLX returns the only gradient by itself
 
 
 _GRADIENTS = {"torch": _torch_gradients, "jax": _jax_gradients, "mlx": _mlx_gradients}

@@ -1345,3 +1345,19 @@ def pairs_by_head(planned: list[Job]) -> list[int]:
         sum(job.tiles * job.rows * job.kv_len for job in planned if job.heads.start <= head < job.heads.stop)
         for head in range(heads)
     ]
+
+
+def test_gradients_of_who_cannot_see_a_large_key_keep_their_digits() -> None:
+    # The mean of all keys is that of the last one. Without it, scores of the others would be hundreds, and lose digits.
+    query, key, value, weight = torch.randn(4, 1, 2, 7, 32, generator=torch.Generator().manual_seed(0)).unbind()
+    key[:, :, -1] *= 100
+
+    def gradients(implementation: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        tensors = [x.to(dtype).requires_grad_() for x in (query, key, value)]
+        result = alibi_torch.attention(*tensors, implementation=implementation)
+        return [x[:, :, :-1] for x in torch.autograd.grad((result * weight)[:, :, :-1].sum(), tensors)]
+
+    exact = gradients("dense", torch.float64)
+    for found, other in zip(gradients("tiled", torch.float32), exact, strict=True):
+        # Scores up to 10 or so are rounded by a dozen units of 2**-24 of that, and weights by as much of themselves.
+        assert (found - other).norm() <= 16 * 10 * 2**-24 * other.norm()

@@ -3,7 +3,7 @@
 In go adapters. Out come reports, and the table that the command prints.
 """
 
-from alibi_core.conformance._run.check import check
+from alibi_core.conformance._run.run import check
 from alibi_core.conformance._run.supervisor import Outcome, Settings, supervised
 from alibi_core.conformance._run.table import details, summary
 

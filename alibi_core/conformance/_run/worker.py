@@ -19,7 +19,7 @@ from typing import Any
 from alibi_core.conformance._adapter import FUNCTIONS, Offer
 from alibi_core.conformance._golden import check_golden, golden_results
 from alibi_core.conformance._report import LawReport
-from alibi_core.conformance._run.check import check
+from alibi_core.conformance._run.run import check
 
 BEAT = 1.0  # seconds
 

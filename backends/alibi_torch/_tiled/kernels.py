@@ -185,18 +185,21 @@ class Tile:
     has_large_scores: bool = False
 
     def centred(self, keys: Tensor, job: Job) -> Tile:
-        """Return the tile with the mean of its keys taken away, which softmax does not notice.
+        """Return the tile without what its keys have in common, which softmax does not notice.
 
         The gradients of a row's scores have the sum 0, but for rounding, which a mean that all keys have in common
-        would multiply in the gradient of the query.
+        would multiply in the gradient of the query. A mean that a few large keys make is left where it is: queries that
+        cannot see those would have large scores for it, and fewer digits.
 
         Args:
             keys: Of all tiles of the job, from :func:`_span_of`.
             job: Whose tile it is.
         """
         length = keys.shape[-2]
-        centre = keys.new_full((1, length), 1 / length) @ keys  # no sum of large keys, which might overflow
-        centre = torch.where(torch.isfinite(centre), centre, 0.0)
+        mean = keys.new_full((1, length), 1 / length) @ keys  # no sum of large keys, which might overflow
+        spread = (keys - mean).square().sum(dim=(-2, -1), keepdim=True) / length
+        is_common = mean.square().sum(dim=-1, keepdim=True) > 4 * spread  # False where either is not finite
+        centre = torch.where(is_common, mean, 0.0)
         shift = (self.query @ centre.mT)[..., 0] * self.scale
         sums = torch.where(self.logsumexp == math.inf, 0.0, self.logsumexp)
         if torch.maximum(sums.abs(), shift.abs()).max() > LARGE_SCORE / torch.finfo(sums.dtype).eps:

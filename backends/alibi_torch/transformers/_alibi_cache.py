@@ -27,6 +27,7 @@ class AlibiCache(Cache):
         ValueError: If the model is not accelerated.
 
     Example:
+        >>> import torch
         >>> from transformers import BloomConfig, BloomForCausalLM
         >>> from alibi_torch.transformers import accelerate
         >>> model = BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=4)).eval()
