@@ -74,9 +74,10 @@ def test_the_kernel_compiles(topology: str) -> None:
     long, longer = (found[f"causal, {name}{GRADIENT}"]["temporaries"] for name in ("long", "twice as long"))
     # Some of it, more of shorter rows, is in a core's own memory, and does not count.
     assert longer <= 2.2 * (long + ON_CHIP)
-    # Queries, keys, values, cotangents and the gradient of queries; those of keys and values take these two's places.
+    # Queries, keys, values and cotangents, and the result in float32, whose place the gradient of queries takes; those
+    # of keys and values take these two's places.
     sizes, dtype, _ = SINGLE["causal, twice as long"]
-    assert longer <= 5 * elements_of(sizes, 1) * TYPE_BYTES[dtype] + PLAN
+    assert longer <= elements_of(sizes, 1) * (4 * TYPE_BYTES[dtype] + TYPE_BYTES["float32"]) + PLAN
 
 
 # Each generation takes the kernels; how axes are divided among chips is the same for all.
