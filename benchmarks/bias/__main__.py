@@ -182,7 +182,7 @@ def measure(sizes: Sizes, report: Callable[[str], None]) -> Iterator[Measurement
         except ImportError as error:
             yield replace(empty, note=str(error))
             continue
-        peak = harness.peak_growth("benchmarks.bias:peak_subject", builder.name, *dense)
+        peak = harness.peak_growth("benchmarks.bias.__main__:peak_subject", builder.name, *dense)
         yield empty.weighed(peak, 4 * math.prod(sizes.shape))
 
     group = f"key_bias, {sizes.key_num_heads} heads, {sizes.kv_len:,} keys, against a fill"

@@ -15,6 +15,7 @@ import torch
 
 import alibi_core
 import alibi_torch
+from benchmarks import harness
 from benchmarks.attention import __main__ as attention
 from benchmarks.attention import exact as _attention_exact
 from benchmarks.attention import peers as _attention_peers
@@ -200,7 +201,7 @@ def test_a_peer_that_does_not_fit_or_fails_is_told_and_the_run_goes_on(monkeypat
 
 def test_memory_that_is_the_result_or_a_gradient_is_not_extra(monkeypatch):
     shape, grown = Shape(2, 8, 32, "float32"), 100_000
-    monkeypatch.setattr(_timing, "peak_growth", lambda *_: grown)
+    monkeypatch.setattr(harness, "peak_growth", lambda *_: grown)
     tensor = 2 * 8 * 32 * 4
     assert [Torch("cpu").extra_bytes(shape, backward) for backward in (False, True)] == [
         grown - tensor,
@@ -255,7 +256,7 @@ def test_who_answers_one_query_in_jax(jax_cpu):
 
 def test_memory_in_jax_is_that_of_scores_which_the_baseline_holds(jax_cpu, monkeypatch):
     shape, grown = Shape(2, 8, 256, "float32"), iter([300_000, 900_000])
-    monkeypatch.setattr(_timing, "peak_growth", lambda *_: next(grown))
+    monkeypatch.setattr(harness, "peak_growth", lambda *_: next(grown))
     tensor = shape.tensor_bytes
     measured, planned = jax_cpu.weights(shape, True)
     assert measured == ("measured", 300_000 - 4 * tensor, 900_000 - 4 * tensor, "no positions")

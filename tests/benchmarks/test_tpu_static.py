@@ -8,7 +8,7 @@ from benchmarks.harness.timing import Measurement
 from benchmarks.research.tpu_static import __main__ as tpu_static
 from benchmarks.research.tpu_static import bundles as _tpu_bundles
 from benchmarks.research.tpu_static import figures as _tpu_figures
-from benchmarks.research.tpu_static import visits as _tpu_visits
+from benchmarks.research.tpu_static import visits
 from benchmarks.research.tpu_static.bundles import Kernel, Loop, Path
 from benchmarks.research.tpu_static.compile import Compiled, compile_for
 from benchmarks.research.tpu_static.figures import NotMeasuredError, Program
@@ -328,7 +328,7 @@ def test_too_many_blocks_fail(told, tmp_path):
 
 
 def test_what_is_visited_is_what_is_required_or_little_more():
-    visited, required = _tpu_visits.visits(4096, 64)
+    visited, required = visits(4096, 64)
     assert 8 * 8 <= required <= visited <= 1.1 * required < 0.8 * 8 * 36  # 8 heads, 8 blocks of queries; 36 in all
 
 
