@@ -7,13 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel, BloomPreTrainedModel
+from transformers.models.bloom.modeling_bloom import (
+    BloomAttention,
+    BloomModel,
+    BloomPreTrainedModel,
+    build_alibi_tensor,
+)
 from transformers.models.falcon.modeling_falcon import FalconAttention, FalconModel, FalconPreTrainedModel
 from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, MptPreTrainedModel
 
-from alibi_core.backend import one_of
+from alibi_core.backend import boolean, one_of
 from alibi_torch.transformers import _facts
-from alibi_torch.transformers._cache_layers import check_cache
+from alibi_torch.transformers._alibi_cache import AlibiCache
+from alibi_torch.transformers._cache_layers import unknown_cache
 from alibi_torch.transformers._modules import (
     AcceleratedBloomAttention,
     AcceleratedFalconAttention,
@@ -21,9 +27,11 @@ from alibi_torch.transformers._modules import (
     attention_modules,
     become,
     check_own,
+    layers_of,
     positional_names,
     with_arguments,
 )
+from alibi_torch.transformers._paths import Paths
 from alibi_torch.transformers._rules import CONTRACTS
 
 ATTENTION: dict[type, Any] = {
@@ -35,18 +43,24 @@ BASES = (BloomModel, FalconModel, MptModel)
 FAMILIES = (BloomPreTrainedModel, FalconPreTrainedModel, MptPreTrainedModel)
 
 
-def accelerate(model: nn.Module, *, contract: str = "model") -> nn.Module:
+def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = False) -> nn.Module:
     """Let the attention of a BLOOM, MPT or Falcon model of ``transformers`` be computed by this library, in place.
 
     No bias and no mask of queries times keys is formed any more, and keys beyond a head's horizon are left out, which
     changes no result by more than rounding. Weights, their names, and everything but attention stay as they are.
-    Sequences may be longer than MPT's ``max_seq_len``. Rows may hold several sequences if ``position_ids`` restart.
+    Sequences may be longer than MPT's ``max_seq_len``. Padding may lie anywhere in a row. Rows may hold several
+    sequences if ``position_ids`` restart from 0; outside ``torch.compile``, ``use_cache`` is then off.
+
+    The model's own code computes what the library does not: calls with attention weights as output, with dropout of
+    attention weights in training, with a mask of queries times keys, with a cache that holds something else than the
+    keys of all tokens, and calls of a layer by itself. A model warns of the first, and :func:`paths` counts them.
 
     Args:
         model: The model, or anything that contains one, such as a wrapper for adapters.
         contract: ``"model"``: the bias is rounded as the model rounds it, Falcon's scaled as Falcon scales it.
             ``"exact"``: distances and products in float32, the canonical slopes (of MPT's ``alibi_bias_max``), Falcon's
             divided by ``sqrt(head_dim)``.
+        strict: Raise a ValueError at a call that the library does not compute.
 
     Returns:
         The same model. :func:`restore` undoes it.
@@ -89,8 +103,9 @@ def accelerate(model: nn.Module, *, contract: str = "model") -> nn.Module:
             if kind is not None and module not in planned:  # which bases may share
                 planned[module] = ATTENTION[kind], ATTENTION[kind].rules(module, base.config, contract)
                 check_own(module, kind)
+    noted = Paths(boolean("strict", strict))
     for module, (kind, rules) in planned.items():
-        module.alibi_class, module.alibi_rules = type(module), rules
+        module.alibi_class, module.alibi_rules, module.alibi_paths = type(module), rules, noted
         become(module, kind)
     for base in bases:
         _replace_builders(base)
@@ -116,7 +131,7 @@ def restore(model: nn.Module) -> nn.Module:
     # Another model that shares these modules may have put them back.
     for module in attention_modules(model, missing_is_error=not hooked):
         become(module, module.alibi_class)
-        del module.alibi_class, module.alibi_rules
+        del module.alibi_class, module.alibi_rules, module.alibi_paths
     for outer in hooked:
         outer.alibi_hook.remove()
         del outer.alibi_hook, outer.create_masks_for_generate
@@ -141,47 +156,81 @@ class _Prepare:
         mask = given.get("attention_mask")
         if _facts.is_encoded(mask) and mask.dtype == torch.uint8:  # by an outer model
             return args, kwargs
-        if given.get("output_attentions", None) or (
-            given.get("output_attentions") is None and model.config.output_attentions
-        ):
-            raise ValueError(
-                "output_attentions must be False, as no attention weights are stored; undo with "
-                "alibi_torch.transformers.restore(model) to get them"
-            )
         tokens = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
         if not isinstance(tokens, Tensor):
             return args, kwargs  # which the model refuses
-        cache, positions = given.get("past_key_values"), given.get("position_ids")
-        if cache is not None:
-            check_cache(cache)
-        if mask is not None and (cache is not None or given.get("use_cache")) and torch.compiler.is_compiling():
-            positions = None  # nobody can look at them, and the mask tells of padding
-        changed: dict[str, Any] = {"attention_mask": _encoded(mask, positions, cache, tokens)}
-        if _facts.is_packed(changed["attention_mask"]):
+        _check_use(given.get("past_key_values"), given.get("use_cache"))
+        layers = layers_of(model if self.is_base else model.base_model)
+        reason = _reason_for_own_code(model, layers, given, tokens)
+        if self.is_base and reason is not None:
+            layers[0].alibi_paths.by_hook(model, reason)
+        if reason is not None:
+            return args, kwargs
+        encoded = _encoded(mask, given.get("position_ids"), given.get("past_key_values"), tokens)
+        changed: dict[str, Any] = {"attention_mask": encoded}
+        if _facts.is_packed(encoded) and not torch.compiler.is_compiling():
             if given.get("use_cache"):
                 raise ValueError("use_cache must be False where position_ids pack several sequences into a row")
             changed["use_cache"] = False
-        elif not self.is_base:
+        if self.is_base:
+            layers[0].alibi_paths.by_library()
+        elif not _facts.is_packed(encoded):
             return args, kwargs
         return with_arguments(self.names, args, kwargs, changed)
 
 
-def _encoded(mask: Any, position_ids: Any, cache: Any, tokens: Tensor) -> Tensor:
-    batch, q_len = tokens.shape[:2]
+def _reason_for_own_code(model: Any, layers: list[Any], given: dict[str, Any], tokens: Tensor) -> str | None:
+    """Return why the library does not compute a call, as a sentence that begins with an argument; None if it does."""
+    weights = given.get("output_attentions")
+    if model.config.output_attentions if weights is None else weights:
+        return "output_attentions must be False, as the library stores no attention weights, got True"
+    dropped = max(layer.weight_dropout if layer.training else 0.0 for layer in layers)
+    if dropped > 0:
+        return f"dropout of attention weights must be 0 in training, as no weights are stored, got {dropped}"
+    cache, mask = given.get("past_key_values"), given.get("attention_mask")
+    if cache is not None:
+        other = unknown_cache(cache)
+        if other is not None:
+            return f"past_key_values must be a DynamicCache, a StaticCache or an AlibiCache, got {other}"
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        return f"attention_mask must be a tensor, got {type(mask).__name__}"
+    (batch, q_len), past = tokens.shape[:2], _length_of(cache)
+    longest = cache.get_mask_sizes(q_len, 0)[0] if cache is not None and cache.is_compileable else -1
+    if not _facts.is_of_padding(mask, batch, q_len, past, longest):
+        expected = f"({batch}, {longest if longest >= 0 else past + q_len})"
+        return f"attention_mask must be of shape {expected} (batch, tokens so far), got {tuple(mask.shape)}"
+    return None
+
+
+def _check_use(cache: Any, use_cache: Any) -> None:
+    """Check that nobody fills a cache of this library without the use of it."""
+    if use_cache is False and isinstance(cache, AlibiCache):
+        raise ValueError(
+            "use_cache must be True with an AlibiCache, got False (MptConfig's default): generate would send it the "
+            "whole text at each token"
+        )
+
+
+def _length_of(cache: Any) -> Any:
+    """Return how many tokens a cache holds: an int, or a tensor while a compiled call cannot read it."""
     past = 0 if cache is None else cache.get_seq_length()
-    for name, given in (("attention_mask", mask), ("position_ids", position_ids)):
-        if given is not None and not isinstance(given, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(given).__name__}")
-    of_mask = _facts.nothing(tokens.device)
-    if mask is not None:
-        longest = -1
-        if cache is not None and cache.is_compileable:
-            longest = max(cache.get_mask_sizes(q_len, 0)[0], -1)
-        of_mask = _facts.of_padding(mask, batch, q_len, past, longest)
-    if position_ids is None or q_len < 2:
-        return of_mask
-    text = None if mask is None else mask[:, int(past) : int(past) + q_len] != 0
-    return _facts.of_positions(position_ids, batch, q_len, past, text, of_mask)
+    return past if torch.compiler.is_compiling() else int(past)
+
+
+def _encoded(mask: Any, position_ids: Any, cache: Any, tokens: Tensor) -> Tensor:
+    (batch, q_len), past = tokens.shape[:2], _length_of(cache)
+    # While a call is compiled, nobody can look at positions; behind tokens in a cache they do not restart.
+    is_start = isinstance(past, int) and past == 0
+    if position_ids is not None and q_len > 1 and (is_start or not torch.compiler.is_compiling()):
+        if not isinstance(position_ids, Tensor):
+            raise TypeError(f"position_ids must be a tensor, got {type(position_ids).__name__}")
+        text = None if mask is None else mask[:, int(past) : int(past) + q_len] != 0
+        packed = _facts.of_positions(position_ids, batch, q_len, past, text)
+        if packed is not None:
+            return packed
+    return _facts.nothing(tokens.device) if mask is None else _facts.of_padding(mask, q_len, past)
 
 
 def _same_mask(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
@@ -192,17 +241,21 @@ def _same_mask(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
 # --- What the models build for their own attention ------------------------------------------------------------------
 
 
-def _no_bloom_bias(attention_mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+def _bloom_bias(attention_mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+    """Return nothing where the library computes attention, else what the model's own builder does."""
+    if not _facts.is_encoded(attention_mask):
+        return build_alibi_tensor(attention_mask, num_heads, dtype)
     return torch.zeros(0, dtype=dtype, device=attention_mask.device)
 
 
 def _no_mpt_bias(num_heads: int, sequence_length: int, alibi_bias_max: int = 8, device: Any = None) -> Tensor:
+    """Return nothing: a layer that needs the bias builds it."""
     return torch.zeros(0, device=device)
 
 
 def _replace_builders(base: Any) -> None:
     if isinstance(base, BloomModel):
-        base.build_alibi_tensor = _no_bloom_bias
+        base.build_alibi_tensor = _bloom_bias
     elif isinstance(base, MptModel):
         base.build_mpt_alibi_tensor = _no_mpt_bias
     else:

@@ -13,7 +13,7 @@ from alibi_torch._tiled import SIZES, KeyNorms, norm_bounds
 from alibi_torch.caches import BLOCK, KVCache
 from alibi_torch.transformers._rules import Rules
 
-ROOM = 256  # tokens, at least, that a growing cache makes room for at a time
+ROOM = 16  # tokens, at least, that a growing cache makes room for at a time
 
 
 def extended(cache: Any, layer_idx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, rules: Rules) -> Tensor:
@@ -27,7 +27,8 @@ def extended(cache: Any, layer_idx: Any, query: Tensor, key: Tensor, value: Tens
         keys, values = cache.update(key, value, layer_idx)
         return rules.attend(query, keys, values, mask, past, None)
     past = int(past)
-    if type(layer) is DynamicLayer:
+    # What is offloaded is the tensors that others know of; memory with room in it would stay on the device.
+    if type(layer) is DynamicLayer and not getattr(cache, "offloading", False):
         layer.__class__ = GrowingLayer
     known = _KnownNorms.of(layer, past)
     keys, values = cache.update(key, value, layer_idx)
@@ -40,27 +41,16 @@ def extended(cache: Any, layer_idx: Any, query: Tensor, key: Tensor, value: Tens
     return rules.attend(query, keys, values, mask, past, norms)
 
 
-def check_cache(cache: Any) -> None:
-    """Check that a cache is of a kind whose keys are those of all tokens, in order.
-
-    Raises:
-        TypeError: If it is not.
-    """
-    kinds = [type(layer) for layer in getattr(cache, "layers", [])] or [
-        getattr(cache, "layer_class_to_replicate", None)
-    ]
+def unknown_cache(cache: Any) -> str | None:
+    """Return the name of a cache whose keys may not be those of all tokens, in order; None for one whose are."""
+    if not isinstance(cache, Cache):
+        return type(cache).__name__
+    kinds = [type(layer) for layer in cache.layers] or [cache.layer_class_to_replicate]
     known = (DynamicLayer, GrowingLayer, StaticLayer)
-    others = [
-        getattr(kind, "__name__", kind)
-        for kind in kinds
-        if kind not in known and not (isinstance(kind, type) and issubclass(kind, AlibiLayer))
-    ]
-    if not isinstance(cache, Cache) or others:
-        found = type(cache).__name__ + (f" with {others[0]}" if others and isinstance(cache, Cache) else "")
-        raise TypeError(
-            "past_key_values must be a DynamicCache, a StaticCache or an alibi_torch.transformers.AlibiCache, got "
-            f"{found}; use one of those, or undo with restore"
-        )
+    for kind in kinds:
+        if kind not in known and not (isinstance(kind, type) and issubclass(kind, AlibiLayer)):
+            return f"{type(cache).__name__} with {getattr(kind, '__name__', kind)}"
+    return None
 
 
 class _KnownNorms:

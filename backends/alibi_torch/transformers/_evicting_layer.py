@@ -31,7 +31,7 @@ class EvictingLayer(AlibiLayer):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, rules: Rules) -> Tensor:
         """Append keys and values, and return the attention of their tokens over all."""
-        if not _facts.decode(mask, key.shape[2], key.device).has_one_sequence:
+        if not _facts.decode(mask, query.shape[2], key.shape[2], 0, key.device).has_one_sequence:
             raise ValueError(
                 "attention_mask and position_ids must tell of one sequence a row, without padding, with a cache that "
                 "evicts; make it with evict=False"

@@ -1,20 +1,25 @@
 """What padding and position ids say of the tokens, in a form that a model's own code carries to its attention.
 
 A model of transformers hands its attention mask from layer to layer, and takes one of four axes as it is. So what the
-attention needs to know travels as such a mask, ``[batch, kind, 1, length]``: its second axis, which is 1 in any other
-mask, tells by its length what the one row that it repeats means.
+attention needs to know travels as such a mask, ``[batch, kind, 1, length]``: the length of its second axis, which is 1
+in other masks, tells what the row means that it repeats.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PADDED, PACKED = 2, 3  # the row is 1 for text and 0 for padding; it is 1 where a sequence begins after another
+# What the row of an encoded mask holds. Plain numbers, which torch.compile can compare with a symbol.
+ENDS = 2  # 1 for text, 0 for padding, which lies at the ends of a row; or no length at all, without padding
+HOLES = 3  # 1 for text, 0 for padding, which lies anywhere
+PACKED = 4  # 1 where a sequence begins
+PACKED_HOLES = 5  # the row of HOLES, then that of PACKED
 
 
 @dataclass(frozen=True)
@@ -25,133 +30,171 @@ class Facts:
         text: ``[batch, kv_len]`` booleans, False for padding; None where there is none.
         sequences: ``[batch, kv_len]`` integers, one number for each of the sequences packed into a row; None where each
             row is one.
-        positions: ``[kv_len]`` or ``[batch, kv_len]`` integers: of every token in its sequence, counted from the first
-            that is no padding. Padding before has negative ones.
+        columns: ``[kv_len]`` or ``[batch, kv_len]`` integers: columns from the first text of a sequence. Those of
+            padding before it are negative.
+        positions: Likewise: tokens of text from the first of the sequence. The same tensor as ``columns`` where no
+            padding lies between text.
+        blind: ``[batch, q_len]`` booleans, True for padding that no text precedes; None where there is none.
     """
 
     text: Tensor | None
     sequences: Tensor | None
+    columns: Tensor
     positions: Tensor
+    blind: Tensor | None = None
+    _known: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     @property
     def has_one_sequence(self) -> bool:
         """Whether each row is known to be one sequence without padding."""
         return self.text is None and self.sequences is None
 
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` makes of these facts, made once for all layers of a forward pass."""
+        if torch.compiler.is_compiling():
+            return make()
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
 
 def nothing(device: torch.device) -> Tensor:
     """Return the mask that says nothing: each row is one sequence without padding."""
-    return torch.zeros(1, PADDED, 1, 0, dtype=torch.uint8, device=device)
+    return torch.zeros(1, ENDS, 1, 0, dtype=torch.uint8, device=device)
 
 
-def of_padding(attention_mask: Tensor, batch: int, q_len: int, past: Any, longest: int) -> Tensor:
-    """Return what a padding mask says, encoded.
+def is_of_padding(attention_mask: Tensor, batch: int, q_len: int, past: Any, longest: int) -> bool:
+    """Whether a mask has one number for each token so far, or for each that the cache can hold.
 
     Args:
-        attention_mask: ``[batch, past + q_len]``, 0 for padding; as long as the cache if that is longer.
+        attention_mask: A mask that the model was given.
         batch: Of the call.
         q_len: Of the call, in tokens.
         past: Tokens in the cache before, an int or a tensor.
         longest: Tokens that the cache can hold; -1 for any number.
-
-    Raises:
-        ValueError: If its shape is wrong, or padding is not at the ends of a row alone.
     """
-    shape = tuple(attention_mask.shape)
-    is_known = not (torch.compiler.is_compiling() and isinstance(past, Tensor))
-    lengths = {longest} | ({int(past) + q_len} if is_known else set())
-    if len(shape) != 2 or shape[0] != batch or shape[1] not in lengths - {-1}:
-        raise ValueError(
-            f"attention_mask must be of shape ({batch}, {min(lengths - {-1})}) (batch, tokens so far), 0 for padding, "
-            f"got {shape}; a model with masks of another kind must be undone with restore"
-        )
+    if attention_mask.ndim != 2 or attention_mask.shape[0] != batch:
+        return False
+    length = attention_mask.shape[1]
+    if torch.compiler.is_compiling() and isinstance(past, Tensor):  # whose value cannot be read
+        return length == longest
+    return length == longest or length == int(past) + q_len  # compared one by one: lengths may be symbols
+
+
+def of_padding(attention_mask: Tensor, q_len: int, past: Any) -> Tensor:
+    """Return what a padding mask ``[batch, tokens]``, 0 for padding, says, encoded."""
     text = attention_mask != 0
-    if not torch.compiler.is_compiling():
-        seen = text[:, : int(past) + q_len]
-        if bool(seen.all()):
-            return nothing(text.device)
-        changes = (seen[:, 1:] != seen[:, :-1]).sum(dim=1)
-        if bool((changes > 1 + (~seen[:, 0] & ~seen[:, -1]).long()).any()):
-            raise ValueError(
-                "attention_mask must hide the ends of a row alone, got a hole among its tokens; take those tokens out "
-                "of the row and pad it, or undo with restore"
-            )
-    return _encoded(text, PADDED)
+    if torch.compiler.is_compiling():
+        return _encoded(text, HOLES)
+    seen = text[:, : int(past) + q_len]
+    if bool(seen.all()):
+        return nothing(text.device)
+    changes = (seen[:, 1:] != seen[:, :-1]).sum(dim=1)
+    has_holes = bool((changes > 1 + (~seen[:, 0] & ~seen[:, -1]).long()).any())
+    return _encoded(text, HOLES if has_holes else ENDS)
 
 
-def of_positions(
-    position_ids: Tensor, batch: int, q_len: int, past: Any, text: Tensor | None, of_mask: Tensor
-) -> Tensor:
-    """Return what position ids say of sequences packed into rows, encoded; what the mask says if there are none.
+def of_positions(position_ids: Tensor, batch: int, q_len: int, past: Any, text: Tensor | None) -> Tensor | None:
+    """Return what position ids say of sequences packed into rows, encoded; None if each row is known to be one.
+
+    A sequence begins where they are 0. Other jumps mean nothing, as to the models.
 
     Args:
         position_ids: ``[batch or 1, q_len]``; those of padding say nothing.
         batch: Of the call.
         q_len: Of the call, in tokens.
         past: Tokens in the cache before.
-        text: ``[batch, q_len]`` booleans, False for padding at the ends of a row; None where there is none.
-        of_mask: What the mask says, encoded.
+        text: ``[batch, q_len]`` booleans, False for padding; None where there is none.
 
     Raises:
-        ValueError: If their shape is wrong, they neither count up by one nor restart from 0, or restart after tokens in
-            a cache.
+        ValueError: If their shape is wrong, or they restart after tokens in a cache.
     """
     shape = tuple(position_ids.shape)
     if shape[-1:] != (q_len,) or shape[:-1] not in ((), (1,), (batch,)):
         raise ValueError(f"position_ids must be of shape ({batch}, {q_len}) (batch, tokens), got {shape}")
-    position_ids = position_ids.expand(batch, q_len)
-    starts = F.pad(position_ids.diff(dim=-1) != 1, (1, 0))
+    starts = position_ids.expand(batch, q_len) == 0
     if text is not None:
-        before = F.pad(text[:, :-1], (1, 0))
-        starts = starts & text & before
+        starts = starts & text
     if not torch.compiler.is_compiling():
-        if not bool(starts.any()):
-            return of_mask
-        if bool((position_ids[starts] != 0).any()):
-            raise ValueError(
-                "position_ids must count up by one, and from 0 where another sequence begins; a batch with padding "
-                "needs attention_mask instead"
-            )
+        column = torch.arange(1, q_len + 1, device=starts.device) if text is None else text.cumsum(dim=-1)
+        if not bool((starts & (column > 1)).any()):
+            return None
         if int(past) > 0:
             raise ValueError(
                 "position_ids must not restart after tokens in a cache, which do not tell their sequences; "
                 "use one row for each sequence"
             )
-    if text is not None:  # nothing sees padding behind it, and padding before is as another sequence
-        starts = starts | (text & ~before)
-    return _encoded(starts, PACKED)
+    if text is None:
+        return _encoded(starts, PACKED)
+    return _encoded(torch.cat([text, starts], dim=-1), PACKED_HOLES)
 
 
 def is_encoded(mask: Any) -> bool:
     """Whether a mask says what it says in this form."""
-    return isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] in (PADDED, PACKED) and mask.shape[2] == 1
+    return isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[2] == 1 and ENDS <= mask.shape[1] <= PACKED_HOLES
 
 
 def is_packed(mask: Tensor) -> bool:
     """Whether an encoded mask is of several sequences in a row."""
-    return mask.shape[1] == PACKED
+    return mask.shape[1] >= PACKED
 
 
-def decode(mask: Any, kv_len: int, device: torch.device) -> Facts:
+def decode(mask: Tensor, q_len: int, kv_len: int, past: Any, device: torch.device) -> Facts:
     """Return what an encoded mask says of ``kv_len`` tokens. It may have become booleans on its way.
 
-    Raises:
-        ValueError: If it is none.
+    Args:
+        mask: Encoded.
+        q_len: Queries, in tokens.
+        kv_len: Keys; perhaps more than there are tokens, which nothing sees.
+        past: Tokens before the first query, an int or a tensor of one element.
+        device: Where the facts are needed.
     """
-    if not is_encoded(mask):
-        raise ValueError(
-            "attention must get its mask through the model; call model(...), not model.forward(...) or one of its "
-            "layers, or undo with restore"
-        )
+    if torch.compiler.is_compiling() or isinstance(past, Tensor):
+        return _decoded(mask, q_len, kv_len, past, device)
+    # All layers get one mask.
+    known, call = getattr(mask, "alibi_facts", (None, None)), (q_len, kv_len, past, device)
+    if known[0] != call:
+        known = mask.alibi_facts = call, _decoded(mask, *call)  # type: ignore[attr-defined]
+    return known[1]
+
+
+def _decoded(mask: Tensor, q_len: int, kv_len: int, past: Any, device: torch.device) -> Facts:
     columns = torch.arange(kv_len, device=device)
     if mask.shape[-1] == 0:
-        return Facts(None, None, columns)
-    row = mask[:, 0, 0].to(device, torch.bool)
-    if is_packed(mask):
-        begins = torch.where(row, columns, 0).cummax(dim=-1).values
-        return Facts(None, row.cumsum(dim=-1), columns - begins)
-    text = F.pad(row, (0, max(kv_len - row.shape[-1], 0)), value=True)[:, :kv_len]
-    return Facts(text, None, columns - text.int().argmax(dim=-1, keepdim=True))
+        return Facts(None, None, columns, columns)
+    kind, row = mask.shape[1], mask[:, 0, 0].to(device, torch.bool)
+    text, starts = None, None
+    if kind == PACKED_HOLES:
+        text, starts = row.chunk(2, dim=-1)
+    elif kind == PACKED:
+        starts = row
+    else:
+        text = row
+    if text is not None:
+        text = F.pad(text, (0, max(kv_len - text.shape[-1], 0)), value=True)[:, :kv_len]
+    if starts is not None:
+        starts = F.pad(starts, (0, max(kv_len - starts.shape[-1], 0)))[:, :kv_len]
+        begins = torch.where(starts, columns, 0).cummax(dim=-1).values
+    else:
+        assert text is not None  # or there would be sequences
+        begins = text.int().argmax(dim=-1, keepdim=True)
+    positions = columns - begins
+    in_order = positions
+    if text is not None and kind != ENDS:
+        tokens = text.cumsum(dim=-1) - 1
+        positions = tokens - tokens.gather(-1, begins.expand(tokens.shape))
+    return Facts(
+        text, None if starts is None else starts.cumsum(dim=-1), in_order, positions, _blind(text, q_len, past)
+    )
+
+
+def _blind(text: Tensor | None, q_len: int, past: Any) -> Tensor | None:
+    """Return which queries are padding that no text precedes, ``[batch, q_len]``; None where there are none."""
+    if text is None:
+        return None
+    queries = past + torch.arange(q_len, device=text.device)
+    blind = (text.cumsum(dim=-1) == 0)[:, queries.clamp(max=text.shape[-1] - 1)]
+    return blind if torch.compiler.is_compiling() or bool(blind.any()) else None
 
 
 def _encoded(row: Tensor, kind: int) -> Tensor:

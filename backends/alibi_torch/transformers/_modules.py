@@ -10,11 +10,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.models.bloom.modeling_bloom import BloomAttention, build_alibi_tensor
+from transformers.models.bloom.modeling_bloom import BloomAttention
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor as build_bloom_tensor
 from transformers.models.falcon.modeling_falcon import FalconAttention
-from transformers.models.mpt.modeling_mpt import MptAttention
+from transformers.models.falcon.modeling_falcon import build_alibi_tensor as build_falcon_tensor
+from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, build_mpt_alibi_tensor
 
 from alibi_torch.transformers._cache_layers import extended
+from alibi_torch.transformers._facts import is_encoded
+from alibi_torch.transformers._paths import Paths
 from alibi_torch.transformers._rules import Rules
 
 
@@ -22,10 +26,14 @@ class Accelerated:
     """What the attention modules below have in common.
 
     Attributes:
+        alibi_class: The module's own class, whose code computes what the library does not.
         alibi_rules: What the module computes.
+        alibi_paths: What has computed the calls of its model.
     """
 
+    alibi_class: Any
     alibi_rules: Rules
+    alibi_paths: Paths
     layer_idx: int | None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, cache: Any) -> Tensor:
@@ -36,13 +44,13 @@ class Accelerated:
             result = extended(cache, self.layer_idx, query, key, value, mask, self.alibi_rules)
         return result.transpose(1, 2).flatten(2)
 
-    def check_dropout(self, probability: float, training: bool) -> None:
-        """Check that no attention weight is to be dropped."""
-        if training and probability > 0:
-            raise ValueError(
-                f"dropout of attention weights must be 0 in training, got {probability}, as no weights are stored; set "
-                "it to 0 in the config the model is made with, or undo with restore"
-            )
+    def is_of_library(self, mask: Any) -> bool:
+        """Whether the library computes a call, by its mask; else the module's own code does, as is noted."""
+        if is_encoded(mask):
+            return True
+        if not self.alibi_paths.is_noted:
+            self.alibi_paths.by_model(self, "layers must be called by their model, got a call without the model's mask")
+        return False
 
 
 class AcceleratedBloomAttention(Accelerated, BloomAttention):
@@ -60,14 +68,28 @@ class AcceleratedBloomAttention(Accelerated, BloomAttention):
         place = next((x.device for x in module.parameters() if not x.is_meta), torch.device("cpu"))
         text = torch.ones(1, 2, dtype=torch.long, device=place)
         # A power of two numbers may be a unit in the last place off, and which one depends on the processor.
-        own = build_alibi_tensor(text, module.num_heads, torch.float32)[:, 0, 1]
+        own = build_bloom_tensor(text, module.num_heads, torch.float32)[:, 0, 1]
         return Rules.of("bloom", contract, module.num_heads, module.inv_norm_factor, model_slopes=own)
 
+    @property
+    def weight_dropout(self) -> float:
+        """The share of attention weights that are dropped in training."""
+        return float(self.attention_dropout.p)
+
     def forward(
-        self, hidden_states: Tensor, residual: Tensor, alibi: Any, attention_mask: Any, layer_past: Any = None, **_: Any
-    ) -> tuple[Tensor, None]:
-        """Return what the model's own does, but no weights."""
-        self.check_dropout(self.attention_dropout.p, self.training)
+        self,
+        hidden_states: Tensor,
+        residual: Tensor,
+        alibi: Any,
+        attention_mask: Any,
+        layer_past: Any = None,
+        **others: Any,
+    ) -> tuple[Tensor, Any]:
+        """Return what the model's own does; no weights where the library computes it."""
+        if not self.is_of_library(attention_mask):
+            return self.alibi_class.forward(
+                self, hidden_states, residual, alibi, attention_mask, layer_past=layer_past, **others
+            )
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         output = self.dense(self.attend(query, key, value, attention_mask, layer_past))
         return residual + F.dropout(output, p=self.hidden_dropout, training=self.training), None
@@ -86,16 +108,35 @@ class AcceleratedMptAttention(Accelerated, MptAttention):
         check_sizes(module.Wqkv, 3 * module.n_heads * module.head_dim, module.n_heads)
         return Rules.of("mpt", contract, module.n_heads, module.softmax_scale, bias_max=own.alibi_bias_max)
 
+    @property
+    def weight_dropout(self) -> float:
+        """The share of attention weights that are dropped in training."""
+        return float(self.attn_dropout_p)
+
     def forward(
         self,
         hidden_states: Tensor,
         position_bias: Any,
         past_key_values: Any = None,
         attention_mask: Any = None,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
-        """Return what the model's own does, but no weights."""
-        self.check_dropout(self.attn_dropout_p, self.training)
+        **others: Any,
+    ) -> tuple[Tensor, Any]:
+        """Return what the model's own does; no weights where the library computes it."""
+        if not self.is_of_library(attention_mask):
+            if position_bias is not None and position_bias.numel() == 0:
+                past = 0 if past_key_values is None else int(past_key_values.get_seq_length(self.layer_idx))
+                held = past + hidden_states.shape[1] if attention_mask is None else attention_mask.shape[-1]
+                position_bias = build_mpt_alibi_tensor(
+                    self.n_heads, max(self.max_seq_length, held), device=hidden_states.device
+                )
+            return self.alibi_class.forward(
+                self,
+                hidden_states,
+                position_bias,
+                past_key_values=past_key_values,
+                attention_mask=attention_mask,
+                **others,
+            )
         mixed = self.Wqkv(hidden_states)
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
@@ -124,16 +165,46 @@ class AcceleratedFalconAttention(Accelerated, FalconAttention):
         scale = module.inv_norm_factor
         return Rules.of("falcon", contract, module.num_heads, scale, bias_divisor=divisor, additions=additions)
 
+    @property
+    def weight_dropout(self) -> float:
+        """The share of attention weights that are dropped in training."""
+        return float(self.attention_dropout.p)
+
     def forward(
-        self, hidden_states: Tensor, alibi: Any, attention_mask: Any, layer_past: Any = None, **_: Any
-    ) -> tuple[Tensor, None]:
-        """Return what the model's own does, but no weights."""
-        self.check_dropout(self.attention_dropout.p, self.training)
+        self, hidden_states: Tensor, alibi: Any, attention_mask: Any, layer_past: Any = None, **others: Any
+    ) -> tuple[Tensor, Any]:
+        """Return what the model's own does; no weights where the library computes it."""
+        if not self.is_of_library(attention_mask):
+            if alibi is None:
+                alibi, attention_mask = self._with_bias(attention_mask, hidden_states.dtype)
+            if layer_past is not None and self.new_decoder_architecture:
+                layer_past = _CacheOfGroups(layer_past, self.num_heads // self.num_kv_heads)
+            return self.alibi_class.forward(self, hidden_states, alibi, attention_mask, layer_past=layer_past, **others)
         fused = self.query_key_value(hidden_states)
         fused = fused.unflatten(-1, (self.num_kv_heads, -1, self.head_dim))  # the last queries, then a key and a value
         query, key, value = fused[..., :-2, :].flatten(2, 3), fused[..., -2, :], fused[..., -1, :]
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         return self.dense(self.attend(query, key, value, attention_mask, layer_past)), None
+
+    def _with_bias(self, mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the bias that the model forms of a causal mask ``[batch, 1, q_len, kv_len]``, and the two as one."""
+        visible = mask if mask.dtype == torch.bool else mask > -1
+        text = visible[:, 0, -1].long()  # which the last query sees all of
+        alibi = build_falcon_tensor(text, self.num_heads, dtype).unflatten(0, (len(text), -1))
+        whole = (alibi / math.sqrt(self.head_dim)).masked_fill(~visible, torch.finfo(dtype).min)
+        return alibi, whole
+
+
+class _CacheOfGroups:
+    """A cache whose key/value heads are held once, for Falcon's own code, which repeats them for each query head."""
+
+    def __init__(self, cache: Any, group: int) -> None:
+        self.cache, self.group = cache, group
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """Append keys and values, and return those of all tokens, repeated."""
+        held = self.cache.update(key[:, :: self.group], value[:, :: self.group], layer_idx, *args, **kwargs)
+        return tuple(x.repeat_interleave(self.group, dim=1) for x in held)
 
 
 def attention_modules(model: Any, *, missing_is_error: bool = True) -> list[Any]:
@@ -148,6 +219,13 @@ def attention_modules(model: Any, *, missing_is_error: bool = True) -> list[Any]
             f"model must be accelerated, got {type(model).__name__}; see alibi_torch.transformers.accelerate"
         )
     return found
+
+
+def layers_of(base: Any) -> list[Any]:
+    """Return the attention modules of an accelerated base model, without a search."""
+    if isinstance(base, MptModel):
+        return [block.attn for block in base.blocks]
+    return [block.self_attention for block in base.h]
 
 
 def check_sizes(projection: Any, features: int, num_heads: int) -> None:

@@ -13,6 +13,7 @@ from alibi_core import AttentionCall
 from alibi_core import slopes as slopes_of
 from alibi_core.backend import named
 from alibi_torch._attention import run
+from alibi_torch._dispatch import needs_gradients
 from alibi_torch._tiled import KeyNorms
 from alibi_torch.transformers import _facts
 
@@ -30,6 +31,7 @@ class Rules:
         bias_divisor: What the model divides its bias by after it is formed.
         additions: How often the model adds it.
         scale: Factor of the scores.
+        counts_text: Whether distance is counted in tokens of text, and padding between them is none; else in columns.
     """
 
     contract: str
@@ -38,6 +40,7 @@ class Rules:
     bias_divisor: float
     additions: int
     scale: float
+    counts_text: bool
 
     @classmethod
     def of(
@@ -76,6 +79,7 @@ class Rules:
             bias_divisor=bias_divisor,
             additions=additions,
             scale=scale,
+            counts_text=named(family).counts_from == "first key",
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, past: Any, norms: KeyNorms | None) -> Tensor:
@@ -89,10 +93,15 @@ class Rules:
             past: Tokens before the first query, an int or a tensor of one element.
             norms: Bounds of the keys' norms, where they are known.
         """
-        kv_len = key.shape[2]
-        facts = _facts.decode(mask, kv_len, query.device)
+        facts = _facts.decode(mask, query.shape[2], key.shape[2], past, query.device)
         working = torch.promote_types(query.dtype, torch.float32)
-        rates = torch.tensor(self.slopes, dtype=working, device=query.device)
+        rates, added = facts.once(
+            (self, query.dtype),
+            lambda: (
+                torch.tensor(self.slopes, dtype=working, device=query.device),
+                self.added_to_keys(facts.columns, query.dtype, facts.positions),
+            ),
+        )
         call = AttentionCall.check(
             query,
             key,
@@ -104,29 +113,49 @@ class Rules:
             scale=self.scale,
             xp=xp,
         )
-        call = replace(call, key_bias=self.added_to_keys(facts.positions, query.dtype))
-        return run(call, query, key, value, None, norms)
+        result = run(replace(call, key_bias=added), query, key, value, None, norms)
+        if facts.blind is None:
+            return result
+        unseeing = self._of_blind(query, key, value, call.num_heads // call.num_kv_heads)
+        return torch.where(facts.blind[:, None, :, None], unseeing, result)
 
-    def added_to_keys(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return what the model's rounding adds to the bias of every key, in scores of ``dtype``; None for nothing.
+    def _of_blind(self, query: Tensor, key: Tensor, value: Tensor, group: int) -> Tensor:
+        """Return what queries get that see nothing: the mean of all values, ``[..., num_heads, q_len or 1, head_dim]``.
+
+        BLOOM and Falcon hide a key by adding a huge negative number to its score. The score is lost, but its derivative
+        is not: it is that of a softmax with weights of ``1 / kv_len``, ``scale * q_i @ mean_j(k_j (v_j - mean v))``.
+        """
+        mean = value.mean(dim=2, keepdim=True)
+        if self.counts_text and needs_gradients(query, key, value):
+            moment = key.mT @ (value - mean).detach() / key.shape[2]  # [batch, num_kv_heads, head_dim, head_dim]
+            lost = query @ moment.repeat_interleave(group, dim=1) * self.scale
+            return mean.repeat_interleave(group, dim=1) + (lost - lost.detach())
+        return mean.repeat_interleave(group, dim=1)
+
+    def added_to_keys(self, columns: Tensor, dtype: torch.dtype, positions: Tensor | None = None) -> Tensor | None:
+        """Return what the model's bias has beside ``slopes * columns``, of every key, in scores of ``dtype``.
 
         Args:
-            positions: ``[..., kv_len]`` integers, of keys in their sequence, those of all keys so far.
+            columns: ``[..., kv_len]`` integers, of keys in their sequence, those of all keys so far.
             dtype: Of the model.
+            positions: Likewise: the tokens of text before them. Default ``columns``: all are text.
 
         Returns:
-            ``[..., num_heads, kv_len]``, float32, or float64 for float64.
+            ``[..., num_heads, kv_len]``, float32, or float64 for float64; None for nothing.
         """
         rule = named(self.contract)
-        if not rule.is_key_only:
+        counts = columns if positions is None or not self.counts_text else positions
+        if not rule.is_key_only and counts is columns:
             return None
+        device, working = columns.device, torch.promote_types(dtype, torch.float32)
+        slopes = torch.tensor(self.slopes, dtype=torch.float64, device=device)[:, None]
+        if not rule.is_key_only:
+            return (slopes * (counts - columns)[..., None, :]).to(working)
         if rule.counts_from == "last key":  # far from early queries' own keys, so that these are rounded too
-            positions = positions - positions[..., -1:]
-        device, working = positions.device, torch.promote_types(dtype, torch.float32)
+            columns = counts = columns - columns[..., -1:]
         rates = torch.tensor(self.model_slopes, dtype=torch.float32, device=device)
-        rounded = rule.row(xp, rates, positions)[..., 0, :].to(working if rule.is_always_float32 else dtype)
+        rounded = rule.row(xp, rates, counts)[..., 0, :].to(working if rule.is_always_float32 else dtype)
         bias = rounded / self.bias_divisor
         if self.additions > 1:  # the others are formed before the scores are rounded to the dtype
             bias = bias + (self.additions - 1) * rounded.to(working) / self.bias_divisor
-        slopes = torch.tensor(self.slopes, dtype=torch.float64, device=device)[:, None]
-        return (bias.double() - slopes * positions[..., None, :]).to(working)
+        return (bias.double() - slopes * columns[..., None, :]).to(working)
