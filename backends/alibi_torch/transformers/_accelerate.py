@@ -92,7 +92,8 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
             f"model must contain a BLOOM, MPT or Falcon model of transformers, got {type(model).__name__}; encoders "
             "get ALiBi with with_alibi"
         )
-    planned = {}
+    planned: dict[Any, Any] = {}
+    alike: dict[Any, Any] = {}  # layers that compute the same share one object, which is compared fast
     for base in bases:
         if isinstance(base, FalconModel) and not base.use_alibi:
             raise ValueError(
@@ -101,7 +102,8 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
         for module in base.modules():
             kind = next((kind for kind in ATTENTION if isinstance(module, kind)), None)
             if kind is not None and module not in planned:  # which bases may share
-                planned[module] = ATTENTION[kind], ATTENTION[kind].rules(module, base.config, contract)
+                rules = ATTENTION[kind].rules(module, base.config, contract)
+                planned[module] = ATTENTION[kind], alike.setdefault(rules, rules)
                 check_own(module, kind)
     noted = Paths(boolean("strict", strict))
     for module, (kind, rules) in planned.items():
@@ -156,6 +158,8 @@ class _Prepare:
         mask = given.get("attention_mask")
         if _facts.is_encoded(mask) and mask.dtype == torch.uint8:  # by an outer model
             return args, kwargs
+        if not self.is_base and given.get("position_ids") is None:
+            return args, kwargs  # which the base is left to see to
         tokens = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
         if not isinstance(tokens, Tensor):
             return args, kwargs  # which the model refuses
@@ -184,9 +188,9 @@ def _reason_for_own_code(model: Any, layers: list[Any], given: dict[str, Any], t
     weights = given.get("output_attentions")
     if model.config.output_attentions if weights is None else weights:
         return "output_attentions must be False, as the library stores no attention weights, got True"
-    dropped = max(layer.weight_dropout if layer.training else 0.0 for layer in layers)
-    if dropped > 0:
-        return f"dropout of attention weights must be 0 in training, as no weights are stored, got {dropped}"
+    dropped = [layer.weight_dropout for layer in layers if layer.training]
+    if dropped and max(dropped) > 0:
+        return f"dropout of attention weights must be 0 in training, as no weights are stored, got {max(dropped)}"
     cache, mask = given.get("past_key_values"), given.get("attention_mask")
     if cache is not None:
         other = unknown_cache(cache)

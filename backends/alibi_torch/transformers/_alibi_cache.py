@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.cache_utils import Cache
 
-from alibi_torch.transformers._cache_layers import AlibiLayer
+from alibi_torch.transformers._cache_layers import GrowingLayer
 from alibi_torch.transformers._evicting_layer import EvictingLayer
 from alibi_torch.transformers._modules import attention_modules
 from alibi_torch.transformers._norms import most_of_queries
@@ -47,4 +47,4 @@ class AlibiCache(Cache):
         if evict:
             super().__init__(layers=[EvictingLayer(m.alibi_rules, most_of_queries(model, m)) for m in modules])
         else:
-            super().__init__(layers=[AlibiLayer() for _ in modules])
+            super().__init__(layers=[GrowingLayer() for _ in modules])

@@ -1,8 +1,9 @@
-"""Keys and values of one layer's tokens so far: in the caches of transformers, and in one that knows ALiBi."""
+"""Keys and values of one layer's tokens so far, in the caches of transformers."""
 
 from __future__ import annotations
 
 import weakref
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
 from alibi_torch._tiled import SIZES, KeyNorms, norm_bounds
-from alibi_torch.caches import BLOCK, KVCache
-from alibi_torch.transformers._rules import Rules
+from alibi_torch.caches import BLOCK
+from alibi_torch.transformers._rules import Rules, is_short
 
 ROOM = 16  # tokens, at least, that a growing cache makes room for at a time
 
@@ -19,7 +20,7 @@ ROOM = 16  # tokens, at least, that a growing cache makes room for at a time
 def extended(cache: Any, layer_idx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, rules: Rules) -> Tensor:
     """Append keys and values of further tokens to a cache, and return the attention of those tokens over all."""
     layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
-    if isinstance(layer, AlibiLayer):
+    if isinstance(layer, AttendingLayer):
         return layer.attend(query, key, value, mask, rules)
     past = cache.get_seq_length(layer_idx)
     if torch.compiler.is_compiling():  # a tensor, in a cache of fixed size, stays one
@@ -30,15 +31,17 @@ def extended(cache: Any, layer_idx: Any, query: Tensor, key: Tensor, value: Tens
     # What is offloaded is the tensors that others know of; memory with room in it would stay on the device.
     if type(layer) is DynamicLayer and not getattr(cache, "offloading", False):
         layer.__class__ = GrowingLayer
-    known = _KnownNorms.of(layer, past)
+    # Of many queries the plan takes better bounds by itself.
+    wants_norms = query.shape[2] <= SIZES.few and not is_short(query, past + key.shape[2])
+    known = _KnownNorms.of(layer, past) if wants_norms else None
     keys, values = cache.update(key, value, layer_idx)
-    keys, values = (x[:, :, : past + key.shape[2]] for x in (keys, values))
-    norms = None
-    if query.shape[2] <= SIZES.few:  # of more queries the plan takes better bounds by itself
-        known = known.with_keys(keys)
-        known.keep(cache.layers[layer_idx])
-        norms = known.norms
-    return rules.attend(query, keys, values, mask, past, norms)
+    if keys.shape[2] > past + key.shape[2]:  # of a static cache
+        keys, values = (x[:, :, : past + key.shape[2]] for x in (keys, values))
+    if known is None:
+        return rules.attend(query, keys, values, mask, past, None)
+    known = known.with_keys(keys)
+    known.keep(cache.layers[layer_idx])
+    return rules.attend(query, keys, values, mask, past, known.norms)
 
 
 def unknown_cache(cache: Any) -> str | None:
@@ -48,9 +51,17 @@ def unknown_cache(cache: Any) -> str | None:
     kinds = [type(layer) for layer in cache.layers] or [cache.layer_class_to_replicate]
     known = (DynamicLayer, GrowingLayer, StaticLayer)
     for kind in kinds:
-        if kind not in known and not (isinstance(kind, type) and issubclass(kind, AlibiLayer)):
+        if kind not in known and not (isinstance(kind, type) and issubclass(kind, AttendingLayer)):
             return f"{type(cache).__name__} with {getattr(kind, '__name__', kind)}"
     return None
+
+
+class AttendingLayer(CacheLayerMixin):
+    """A layer that does not hold the keys of all tokens, and so computes attention itself."""
+
+    @abstractmethod
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, rules: Rules) -> Tensor:
+        """Append keys and values, and return the attention of their tokens over all."""
 
 
 class _KnownNorms:
@@ -101,90 +112,6 @@ class _KnownNorms:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _KnownNorms, ()  # a copy's keys are others
-
-
-class AlibiLayer(CacheLayerMixin):
-    """The keys and values of one layer, with room for more behind them."""
-
-    is_compileable = False
-    is_sliding = False
-    is_croppable = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.store: KVCache | None = None
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, rules: Rules) -> Tensor:
-        """Append keys and values, and return the attention of their tokens over all."""
-        past = self.get_seq_length()
-        keys, values = self.update(key, value)
-        norms = None
-        if self.store is not None and query.shape[2] <= SIZES.few:
-            norms = KeyNorms(self.store.key_norms[:, :, : -(-self.store.length // BLOCK)], BLOCK)
-        return rules.attend(query, keys, values, mask, past, norms)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        """Make room for the first tokens."""
-        self.store = self._empty(key_states, key_states.shape[2])
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values, and return those of all tokens."""
-        if self.store is None:
-            self.lazy_initialization(key_states)
-        store = self.store
-        assert store is not None  # made just now
-        if store.length + key_states.shape[2] > store.max_length or is_frozen(store.key):
-            held = store.key[:, :, : store.length], store.value[:, :, : store.length]
-            self.store = self._empty(key_states, store.length + key_states.shape[2])
-            self.store.append(*held)
-            store = self.store
-        return store.append(key_states, value_states)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many tokens there will be with further ones, and the position of the first."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Return how many tokens there are."""
-        return 0 if self.store is None else self.store.length
-
-    def get_max_length(self) -> int:
-        """Return -1: there is room for any number."""
-        return -1
-
-    get_max_cache_shape = get_max_length  # as transformers before 5.14 calls it
-
-    def reset(self) -> None:
-        """Forget all tokens."""
-        self.store, self.is_initialized = None, False
-
-    def crop(self, max_length: int) -> None:
-        """Forget the last ``-max_length`` tokens, or all but the first ``max_length``."""
-        if self.store is not None:
-            self.store.truncate(
-                max(self.store.length + max_length, 0) if max_length < 0 else max_length or self.store.length
-            )
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep these entries of the batch."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these entries of the batch."""
-        if self.store is not None:
-            self.store.select_batch(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each entry of the batch."""
-        if self.store is not None:
-            batch = torch.arange(self.store.key.shape[0], device=self.store.key.device)
-            self.store.select_batch(batch.repeat_interleave(repeats))
-
-    def _empty(self, key: Tensor, length: int) -> KVCache:
-        batch_size, num_kv_heads, _, head_dim = key.shape
-        room = length + max(ROOM, length // 4)
-        return KVCache(batch_size, num_kv_heads, room, head_dim, device=key.device, dtype=key.dtype)
 
 
 class GrowingLayer(DynamicLayer):

@@ -10,19 +10,23 @@ from torch import Tensor
 
 from alibi_torch.caches import EvictingKVCache
 from alibi_torch.transformers import _facts
-from alibi_torch.transformers._cache_layers import AlibiLayer, is_frozen
+from alibi_torch.transformers._cache_layers import AttendingLayer, is_frozen
 from alibi_torch.transformers._rules import Rules
 
 NO_LIMIT = 2**31 - 1  # tokens a head
 
 
-class EvictingLayer(AlibiLayer):
+class EvictingLayer(AttendingLayer):
     """The keys and values that queries to come may need.
 
     Args:
         rules: Of the attention module.
         max_query_norm: What no query of it can exceed.
     """
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = True
 
     def __init__(self, rules: Rules, max_query_norm: float) -> None:
         super().__init__()
@@ -31,7 +35,7 @@ class EvictingLayer(AlibiLayer):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, rules: Rules) -> Tensor:
         """Append keys and values, and return the attention of their tokens over all."""
-        if not _facts.decode(mask, query.shape[2], key.shape[2], 0, key.device).has_one_sequence:
+        if not _facts.says_nothing(mask):
             raise ValueError(
                 "attention_mask and position_ids must tell of one sequence a row, without padding, with a cache that "
                 "evicts; make it with evict=False"
@@ -54,7 +58,52 @@ class EvictingLayer(AlibiLayer):
         """Refuse: the keys of all tokens are not held."""
         raise NotImplementedError("a cache that evicts serves accelerated models alone; make it with evict=False")
 
-    def _empty(self, key: Tensor, length: int) -> EvictingKVCache:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Make room for the first tokens."""
+        self.store = self._empty(key_states)
+        self.is_initialized = True
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many tokens there will be with further ones, and the position of the first."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return how many tokens there are."""
+        return 0 if self.store is None else self.store.length
+
+    def get_max_length(self) -> int:
+        """Return -1: there is room for any number."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # as transformers before 5.14 calls it
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.store, self.is_initialized = None, False
+
+    def crop(self, max_length: int) -> None:
+        """Forget the last ``-max_length`` tokens, or all but the first ``max_length``."""
+        if self.store is not None:
+            self.store.truncate(
+                max(self.store.length + max_length, 0) if max_length < 0 else max_length or self.store.length
+            )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep these entries of the batch."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these entries of the batch."""
+        if self.store is not None:
+            self.store.select_batch(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each entry of the batch."""
+        if self.store is not None:
+            batch = torch.arange(self.store.key.shape[0], device=self.store.key.device)
+            self.store.select_batch(batch.repeat_interleave(repeats))
+
+    def _empty(self, key: Tensor) -> EvictingKVCache:
         batch_size, num_kv_heads, _, head_dim = key.shape
         dtype = key.dtype
         working = torch.promote_types(dtype, torch.float32)

@@ -7,8 +7,7 @@ in other masks, tells what the row means that it repeats.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,20 +41,6 @@ class Facts:
     columns: Tensor
     positions: Tensor
     blind: Tensor | None = None
-    _known: dict[Any, Any] = field(default_factory=dict, compare=False)
-
-    @property
-    def has_one_sequence(self) -> bool:
-        """Whether each row is known to be one sequence without padding."""
-        return self.text is None and self.sequences is None
-
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what ``make`` makes of these facts, made once for all layers of a forward pass."""
-        if torch.compiler.is_compiling():
-            return make()
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
 
 
 def nothing(device: torch.device) -> Tensor:
@@ -134,6 +119,11 @@ def is_encoded(mask: Any) -> bool:
     return isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[2] == 1 and ENDS <= mask.shape[1] <= PACKED_HOLES
 
 
+def says_nothing(mask: Tensor) -> bool:
+    """Whether an encoded mask is known to be of one sequence a row, without padding."""
+    return mask.shape[-1] == 0
+
+
 def is_packed(mask: Tensor) -> bool:
     """Whether an encoded mask is of several sequences in a row."""
     return mask.shape[1] >= PACKED
@@ -149,18 +139,8 @@ def decode(mask: Tensor, q_len: int, kv_len: int, past: Any, device: torch.devic
         past: Tokens before the first query, an int or a tensor of one element.
         device: Where the facts are needed.
     """
-    if torch.compiler.is_compiling() or isinstance(past, Tensor):
-        return _decoded(mask, q_len, kv_len, past, device)
-    # All layers get one mask.
-    known, call = getattr(mask, "alibi_facts", (None, None)), (q_len, kv_len, past, device)
-    if known[0] != call:
-        known = mask.alibi_facts = call, _decoded(mask, *call)  # type: ignore[attr-defined]
-    return known[1]
-
-
-def _decoded(mask: Tensor, q_len: int, kv_len: int, past: Any, device: torch.device) -> Facts:
     columns = torch.arange(kv_len, device=device)
-    if mask.shape[-1] == 0:
+    if says_nothing(mask):
         return Facts(None, None, columns, columns)
     kind, row = mask.shape[1], mask[:, 0, 0].to(device, torch.bool)
     text, starts = None, None

@@ -42,7 +42,8 @@ class Accelerated:
             result = self.alibi_rules.attend(query, key, value, mask, 0, None)
         else:
             result = extended(cache, self.layer_idx, query, key, value, mask, self.alibi_rules)
-        return result.transpose(1, 2).flatten(2)
+        batch, heads, length, head_dim = result.shape
+        return result.transpose(1, 2).reshape(batch, length, heads * head_dim)
 
     def is_of_library(self, mask: Any) -> bool:
         """Whether the library computes a call, by its mask; else the module's own code does, as is noted."""
@@ -140,9 +141,8 @@ class AcceleratedMptAttention(Accelerated, MptAttention):
         mixed = self.Wqkv(hidden_states)
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
-        query, key, value = (
-            x.unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2) for x in mixed.chunk(3, dim=2)
-        )
+        mixed = mixed.view(*mixed.shape[:2], 3, self.n_heads, self.head_dim).transpose(1, 3)
+        query, key, value = mixed.unbind(dim=2)
         return self.out_proj(self.attend(query, key, value, attention_mask, past_key_values)), None
 
 
@@ -181,7 +181,8 @@ class AcceleratedFalconAttention(Accelerated, FalconAttention):
                 layer_past = _CacheOfGroups(layer_past, self.num_heads // self.num_kv_heads)
             return self.alibi_class.forward(self, hidden_states, alibi, attention_mask, layer_past=layer_past, **others)
         fused = self.query_key_value(hidden_states)
-        fused = fused.unflatten(-1, (self.num_kv_heads, -1, self.head_dim))  # the last queries, then a key and a value
+        # Of each group the queries, then a key and a value.
+        fused = fused.view(*fused.shape[:2], self.num_kv_heads, -1, self.head_dim)
         query, key, value = fused[..., :-2, :].flatten(2, 3), fused[..., -2, :], fused[..., -1, :]
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         return self.dense(self.attend(query, key, value, attention_mask, layer_past)), None

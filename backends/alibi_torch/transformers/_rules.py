@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import array_api_compat.torch as xp
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from alibi_core import AttentionCall
@@ -18,6 +21,9 @@ from alibi_torch._tiled import KeyNorms
 from alibi_torch.transformers import _facts
 
 CONTRACTS = ("model", "exact")
+FEW = 4  # queries, at most, of a step that decodes
+SHORT = 1024  # keys, at most, of such a step
+SHORT_PROMPT = 256  # keys, at most, of more queries, whose bias grows with the square of the length
 
 
 @dataclass(frozen=True)
@@ -93,31 +99,43 @@ class Rules:
             past: Tokens before the first query, an int or a tensor of one element.
             norms: Bounds of the keys' norms, where they are known.
         """
+        is_lean = is_short(query, key.shape[2]) and not needs_gradients(query, key, value)
+        if is_lean and query.shape[2] == 1 and _facts.says_nothing(mask):
+            sizes = self, key.shape[2], query.dtype
+            row: Tensor = _shared(mask, sizes, lambda: self._row(key.shape[2], key.shape[1], query.dtype))
+            return _with_bias(query, key, value, row, self.scale)
+        sizes = self, query.shape, key.shape, query.dtype, query.device
+        plan: _Plan = _shared(mask, (*sizes, past), lambda: self._plan(query, key, value, mask, past))
+        result = plan.attend(query, key, value) if is_lean else run(plan.call, query, key, value, None, norms)
+        if plan.blind is None:
+            return result
+        unseeing = self._of_blind(query, key, value, query.shape[1] // key.shape[1])
+        return torch.where(plan.blind[:, None, :, None], unseeing, result)
+
+    def _row(self, kv_len: int, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
+        """Return the bias of the last query alone, ``[1, num_kv_heads, heads a group, kv_len]``."""
+        by_distance, by_column = _rows(self, dtype)
+        row = by_distance[:, SHORT - kv_len :]
+        if by_column is not None:
+            row = row + by_column[:, :kv_len]
+        return row.reshape(1, num_kv_heads, -1, kv_len)
+
+    def _plan(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, past: Any) -> _Plan:
         facts = _facts.decode(mask, query.shape[2], key.shape[2], past, query.device)
         working = torch.promote_types(query.dtype, torch.float32)
-        rates, added = facts.once(
-            (self, query.dtype),
-            lambda: (
-                torch.tensor(self.slopes, dtype=working, device=query.device),
-                self.added_to_keys(facts.columns, query.dtype, facts.positions),
-            ),
-        )
         call = AttentionCall.check(
             query,
             key,
             value,
-            rates,
+            torch.tensor(self.slopes, dtype=working, device=query.device),
             q_offset=past,
             segment_ids=facts.sequences,
             mask=None if facts.text is None else facts.text[:, None, None, :],
             scale=self.scale,
             xp=xp,
         )
-        result = run(replace(call, key_bias=added), query, key, value, None, norms)
-        if facts.blind is None:
-            return result
-        unseeing = self._of_blind(query, key, value, call.num_heads // call.num_kv_heads)
-        return torch.where(facts.blind[:, None, :, None], unseeing, result)
+        added = self.added_to_keys(facts.columns, query.dtype, facts.positions)
+        return _Plan(replace(call, key_bias=added), facts.blind)
 
     def _of_blind(self, query: Tensor, key: Tensor, value: Tensor, group: int) -> Tensor:
         """Return what queries get that see nothing: the mean of all values, ``[..., num_heads, q_len or 1, head_dim]``.
@@ -159,3 +177,78 @@ class Rules:
         if self.additions > 1:  # the others are formed before the scores are rounded to the dtype
             bias = bias + (self.additions - 1) * rounded.to(working) / self.bias_divisor
         return (bias.double() - slopes * columns[..., None, :]).to(working)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What the layers of one forward pass share.
+
+    Attributes:
+        call: What each of them computes.
+        blind: ``[batch, q_len]``, True for queries that get the mean of all values; None where there are none.
+    """
+
+    call: AttentionCall
+    blind: Tensor | None
+
+    @functools.cached_property
+    def bias(self) -> tuple[Tensor, Tensor | None]:
+        """The bias of all queries and keys, as :func:`attend` needs it, and where queries see something."""
+        call = self.call
+        bias, attends = call.bias()
+        return bias.reshape(
+            -1, call.num_kv_heads, call.num_heads // call.num_kv_heads * call.q_len, call.kv_len
+        ), attends
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return attention by one call of PyTorch's kernel."""
+        bias, attends = self.bias
+        result = _with_bias(query, key, value, bias, self.call.scale)
+        return result if attends is None else torch.where(attends, result, 0.0)
+
+
+def _shared(mask: Tensor, sizes: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """Return what ``make`` makes, once for all layers of a forward pass: they get one mask, which keeps it."""
+    if torch.compiler.is_compiling() or any(isinstance(x, Tensor) for x in sizes):  # which nobody can compare
+        return make()
+    known = getattr(mask, "alibi_shared", None)
+    if known is None or known[0] != sizes:
+        known = mask.alibi_shared = sizes, make()  # type: ignore[attr-defined]
+    return known[1]
+
+
+@functools.lru_cache(maxsize=32)
+def _rows(rules: Rules, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return the bias of one query by the distance of ``SHORT`` keys, and what is added to that by their column.
+
+    Both are ``[num_heads, SHORT]``, the first for the keys up to the query's own, the second from the first key on.
+    """
+    working = torch.promote_types(dtype, torch.float32)
+    slopes = torch.tensor(rules.slopes, dtype=working)[:, None]
+    columns = torch.arange(SHORT)
+    by_distance = slopes * (columns - (SHORT - 1))
+    added = rules.added_to_keys(columns, dtype)
+    if added is None or rules.counts_text:
+        return by_distance, added
+    return by_distance + added, None  # counted from the last key
+
+
+def _with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Return attention by one call of PyTorch's kernel, with ``bias [batch or 1, num_kv_heads, rows, kv_len]``.
+
+    The queries that share keys become rows of one head, so that no key is copied.
+    """
+    rows = query.reshape(query.shape[0], *bias.shape[1:3], query.shape[3])
+    if torch.is_autocast_enabled("cpu"):  # which would round the bias
+        with torch.autocast("cpu", enabled=False):
+            result = F.scaled_dot_product_attention(rows, key, value, bias, scale=scale)
+    else:
+        result = F.scaled_dot_product_attention(rows, key, value, bias, scale=scale)
+    return result.reshape(query.shape)
+
+
+def is_short(query: Tensor, kv_len: int) -> bool:
+    """Whether a bias of all queries and keys, formed once for all layers, costs less than doing without."""
+    if torch.compiler.is_compiling() or type(query) is not Tensor:  # where a length may be a symbol, a number be none
+        return False
+    return query.device.type == "cpu" and kv_len <= (SHORT if query.shape[2] <= FEW else SHORT_PROMPT)
