@@ -357,6 +357,19 @@ def test_decoding_a_long_text_in_pieces(name: str, kind: str) -> None:
     assert (torch.cat(parts, dim=1) - whole).abs().max() <= 4 * own
 
 
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon, grouped"])
+def test_lengths_around_those_where_another_way_begins(name: str) -> None:
+    # Prompts of 256 tokens, and steps that end at 1,024, are the last with a dense bias.
+    model, tokens = model_of(name), tokens_of(1, 1027)
+    expected = logits_of(model, tokens)
+    accelerate(model)
+    prompts = {length: logits_of(model, tokens[:, :length]) for length in (255, 256, 257)}
+    cache = DynamicCache(config=model.config)
+    parts = [logits_of(model, x, past_key_values=cache) for x in tokens.split([1021, 1, 1, 1, 1, 1, 1], dim=1)]
+    for length, actual in {**prompts, 1027: torch.cat(parts, dim=1)}.items():
+        assert (actual - expected[:, :length]).abs().max() <= 2.0**-13 * expected.abs().max(), length
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_keys_are_evicted(name: str) -> None:
     torch.manual_seed(0)
