@@ -1,4 +1,4 @@
-"""What ``alibi_jax.explain`` says is what a call does."""
+"""What ``explain`` says in JAX alone: of kernels for TPUs, and of programs that are compiled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tensors(length: int = 1500, heads: int = 4, **changes: Any) -> list[jax.Arra
 
 
 def test_on_a_cpu_tiles_run_and_kernels_say_why_they_do_not() -> None:
-    explanation = explain(*tensors())
+    explanation = explain(*tensors(16))
     assert explanation.implementation == "tiled"
     assert set(explanation.refusals) == {"tpu"}
     assert "TPUs alone, got cpu" in explanation.refusals["tpu"]
@@ -38,17 +38,11 @@ def test_a_kernel_named_on_a_cpu_is_refused_with_what_would_run() -> None:
             function(*tensors(16), **arguments)
 
 
-@pytest.mark.parametrize("implementation", ["tiled", "dense", *INTERPRETED.values()], ids=str)
+@pytest.mark.parametrize("implementation", ["tiled", *INTERPRETED.values()], ids=str)
 def test_steep_heads_compute_few_scores(implementation: Any) -> None:
-    slopes = jnp.asarray([1.0, 0.5, 0.25, 0.0])
-    explanation = explain(*tensors(), slopes, implementation=implementation)
+    explanation = explain(*tensors(), jnp.asarray([1.0, 0.5, 0.25, 0.0]), implementation=implementation)
     horizons = np.asarray(explanation.horizons)[0]
     assert explanation.scores_visible == 4 * 1500 * 1501 // 2
-    if implementation == "dense":
-        assert explanation.scores_computed == 4 * 1500**2
-        assert (explanation.tolerance, explanation.error_bound) == (0, 0)
-        assert np.isinf(horizons).all()
-        return
     assert explanation.tolerance == 2.0**-24
     assert explanation.error_bound == pytest.approx(2.0**-23 * float(jnp.abs(tensors()[2]).max()))
     assert math.isinf(horizons[3])
@@ -75,28 +69,8 @@ def test_the_kernel_visits_what_it_is_said_to() -> None:
     assert explain(query, key, value, implementation=options).scores_computed == blocks * 128 * 128
 
 
-def test_it_prints() -> None:
-    text = str(explain(*tensors(64), window_size=3))
-    assert text.splitlines()[0] == "implementation: tiled"
-    assert "scores:" in text
-    assert "horizons, in tokens, of the heads: 4 4 4 4" in text
-
-
 def test_several_batch_axes_and_offsets() -> None:
     query, key, value = (x.reshape(1, 2, 750, 4, 8) for x in tensors(750, batch=2))
     explanation = explain(query[:, :, :1], key, value, q_offset=jnp.asarray([[0, 749]]))
     assert np.asarray(explanation.horizons).shape == (2, 4)
     assert explanation.scores_visible == 4 * (1 + 750)
-
-
-def test_nothing_to_compute() -> None:
-    explanation = explain(*tensors(0))
-    assert (explanation.scores_visible, explanation.scores_computed) == (0, 0)
-    assert "none" in str(explain(*(x[:0] for x in tensors(8))))
-
-
-def test_arguments_are_those_of_the_call() -> None:
-    with pytest.raises(TypeError, match="windows"):
-        explain(*tensors(8), windows=3)
-    with pytest.raises(ValueError, match="implementation must be one of"):
-        explain(*tensors(8), implementation="flash")

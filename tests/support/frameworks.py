@@ -9,7 +9,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -110,18 +110,30 @@ class Backend:
 
     def layout(self, tensor: Any) -> Any:
         """Swap between heads-first and the backend's layout."""
-        return np.swapaxes(tensor, 1, 2) if self.is_length_first else tensor
+        return np.swapaxes(tensor, -3, -2) if self.is_length_first else tensor
 
     def attention(self, query: Any, key: Any, value: Any, slopes: Any = None, *, dtype: str, **arguments: Any) -> Any:
         """Return attention as float64 NumPy, having checked that dtype and type of the result are the query's."""
-        array = self.framework.array
-        tensors = [array(self.layout(x), dtype) for x in (query, key, value)]
+        *tensors, slopes = self.place(query, key, value, slopes, dtype=dtype)
         placed = {name: self._place(value) for name, value in arguments.items()}
-        slopes = None if slopes is None else array(slopes, "float64" if dtype == "float64" else "float32")
         result = self.function(**placed)(*tensors, slopes)
         assert result.dtype == tensors[0].dtype, f"{result.dtype} from {tensors[0].dtype}"
         assert type(result) is type(tensors[0]), f"{type(result)} from {type(tensors[0])}"
         return self.layout(self.framework.numpy(result))
+
+    def explain(self, query: Any, key: Any, value: Any, slopes: Any = None, *, dtype: str, **arguments: Any) -> Any:
+        """Return what the backend's ``explain`` says of a call, its horizons in NumPy."""
+        placed = {name: self._place(value) for name, value in arguments.items()}
+        tensors = self.place(query, key, value, slopes, dtype=dtype)
+        said = importlib.import_module(self.module).explain(*tensors, **placed)
+        return replace(said, horizons=np.asarray(said.horizons))
+
+    def place(self, query: Any, key: Any, value: Any, slopes: Any = None, *, dtype: str) -> list[Any]:
+        """Return the tensors as the framework's arrays, in the backend's layout."""
+        array = self.framework.array
+        if slopes is not None and not isinstance(slopes, int):
+            slopes = array(slopes, "float64" if dtype == "float64" else "float32")
+        return [*(array(self.layout(x), dtype) for x in (query, key, value)), slopes]
 
     def gradients(
         self, tensors: dict[str, np.ndarray], cotangent: np.ndarray, *, dtype: str, **arguments: Any
@@ -190,4 +202,5 @@ FRAMEWORKS = [_param(f, f.name, f) for f in (NUMPY, STRICT, TORCH, JAX, MLX, DAS
 COMPILERS = [_param(f, f.name, f) for f in (TORCH, JAX, MLX)]
 BACKENDS = [_param(b, b.name, b.framework) for b in _BACKENDS]
 LAYER_BACKENDS = [_param(b, b.name, b.framework) for b in _BACKENDS if b.module != "alibi_core"]
+LIBRARIES = [_param(Backend(f, f"alibi_{f.name}", None), f.name, f) for f in (TORCH, JAX, MLX)]
 DIFFERENTIABLE = [_param(b, b.name, b.framework) for b in _BACKENDS if b.framework.name in _GRADIENTS]
