@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -136,23 +136,40 @@ class Backend:
         return [*(array(self.layout(x), dtype) for x in (query, key, value)), slopes]
 
     def gradients(
-        self, tensors: dict[str, np.ndarray], cotangent: np.ndarray, *, dtype: str, **arguments: Any
+        self,
+        tensors: dict[str, np.ndarray],
+        cotangent: Any,
+        *,
+        dtype: str,
+        wanted: Sequence[str] | None = None,
+        loss: Callable[[Any], Any] = lambda result: result,
+        **arguments: Any,
     ) -> dict[str, np.ndarray]:
-        """Return the gradients of ``sum(attention * cotangent)`` by ``tensors``, named as the arguments they are."""
+        """Return the gradients of ``sum(loss(attention) * cotangent)`` by tensors, named as the arguments they are.
+
+        Args:
+            tensors: All of them, and slopes.
+            cotangent: An array, or a number where the loss is one.
+            dtype: Of the tensors.
+            wanted: Those to differentiate by. Default, all.
+            loss: A function of the result.
+            **arguments: Of attention.
+        """
+        names = tuple(tensors if wanted is None else wanted)
         placed = {
             name: self.framework.array(x, "float64" if dtype == "float64" else "float32")
             if "slopes" in name
             else self.framework.array(self.layout(x), dtype)
             for name, x in tensors.items()
         }
-        weight = self.framework.array(self.layout(cotangent), dtype)
+        weight = cotangent if np.ndim(cotangent) == 0 else self.framework.array(self.layout(cotangent), dtype)
         attention = self.function(**{name: self._place(value) for name, value in arguments.items()})
 
         def function(*tensors: Any) -> Any:
-            return attention(**dict(zip(placed, tensors, strict=True)))
+            return loss(attention(**placed | dict(zip(names, tensors, strict=True))))
 
-        gradients = _GRADIENTS[self.framework.name](function, list(placed.values()), weight)
-        values = dict(zip(tensors, map(self.framework.numpy, gradients), strict=True))
+        gradients = _GRADIENTS[self.framework.name](function, [placed[name] for name in names], weight)
+        values = dict(zip(names, map(self.framework.numpy, gradients), strict=True))
         return {name: x if "slopes" in name else self.layout(x) for name, x in values.items()}
 
     def _place(self, value: Any) -> Any:

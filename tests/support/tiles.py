@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
+from alibi_core import AttentionCall
+from alibi_core.backend import Job, TileSizes
 from alibi_core.conformance._cases.case import LONGER, Case, cases
 from alibi_core.conformance._cases.data import DATA, STEEP
 from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Answer, assert_within
@@ -26,6 +33,74 @@ SPANS = {
 }
 
 
+@dataclass(frozen=True)
+class Tiling:
+    """The sizes that decide how a call is cut up, in place of those of the modules."""
+
+    rows: tuple[int, int] = (2, 4)
+    few: int = 1
+    blocks: int = 3
+    bias_elements: int = 2**20
+    plan_elements: int = 2**20
+    kernel_elements: int = 2**21
+    call_scores: int = 0
+    short: int = 0
+
+    @contextlib.contextmanager
+    def applied(self, backend: Backend) -> Iterator[None]:
+        plan, kernels = (importlib.import_module(f"{backend.module}._tiled.{x}") for x in ("plan", "kernels"))
+        sizes = TileSizes(self.rows, self.bias_elements, self.call_scores, self.few)
+        constants = {"SHORT": self.short, "KV_BLOCK": 1, "BLOCKS": self.blocks, "WORTHWHILE": 0}
+        constants["SIZES"] = dict.fromkeys(plan.SIZES, sizes) if isinstance(plan.SIZES, dict) else sizes
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in constants.items():
+                patch.setattr(plan, name, value)
+            patch.setattr(plan, "PART_ELEMENTS", self.plan_elements)
+            patch.setattr(kernels, "PART_ELEMENTS", self.kernel_elements)
+            yield
+
+
+TILINGS = st.builds(
+    Tiling,
+    rows=st.sampled_from([(1, 1), (1, 4), (2, 4), (4, 4), (2, 16)]),
+    few=st.sampled_from([1, 1, 3]),
+    blocks=st.sampled_from([1, 3, 512]),
+    bias_elements=st.sampled_from([1, 24, 100, 2**20]),
+    plan_elements=st.sampled_from([1, 40, 2**20]),
+    kernel_elements=st.sampled_from([1, 300, 2**21]),
+    call_scores=st.sampled_from([0, 20, 10**9]),
+    short=st.sampled_from([0, 0, 0, 1024]),
+)
+
+
+def plain(sizes: Any, form: str = "causal", seed: int = 0, **arguments: Any) -> Case:
+    """Return a case of full, aligned rows, with these arguments besides, and with slopes that entries share."""
+    case = Case(sizes, form, None, None, None, None, slopes_per_batch=False, seed=seed)
+    return case.with_arguments(form, case.arguments | arguments)
+
+
+def planning(backend: Backend, case: Case) -> tuple[AttentionCall, list[Any]]:
+    """Return a call, and its query, key and value."""
+    *tensors, slopes = backend.place(*(case.arrays[x] for x in ("query", "key", "value", "slopes")), dtype="float32")
+    xp = importlib.import_module("array_api_compat.torch") if backend.module == "alibi_torch" else backend.framework.xp
+    arguments = {name: backend._place(value) for name, value in case.arguments.items()}
+    return AttentionCall.check(*tensors, slopes, **arguments, xp=xp), tensors
+
+
+def jobs_of(backend: Backend, case: Case, tolerance: float = 2.0**-24) -> list[Job]:
+    """Return the jobs that a call is made of."""
+    call, tensors = planning(backend, case)
+    tensors = tensors[:2] if backend.module == "alibi_torch" else tensors
+    return list(importlib.import_module(f"{backend.module}._tiled").jobs(call, *tensors, tolerance, None))
+
+
+def without_offsets_by_entry(case: Case) -> Case:
+    """Return the case with one offset for all: jobs are planned of a call whose offset is an int."""
+    if not isinstance(case.arguments.get("q_offset"), np.ndarray):
+        return case
+    return case.with_arguments(case.form, case.arguments | {"q_offset": 1})
+
+
 def attend(backend: Backend, case: Case, dtype: str, **changes: Any) -> np.ndarray:
     arrays = {name: case.arrays[name] for name in ("query", "key", "value", "slopes")}
     return backend.attention(**arrays, dtype=dtype, **(case.arguments | changes))
@@ -40,6 +115,14 @@ def hostile(case: Case, data: str, sign: int) -> Case:
         slopes[..., -1] = -0.125
         case = case.with_arguments(case.form, case.arguments | {"allow_negative_slopes": True})
     return case.with_arrays(**tensors, slopes=slopes)
+
+
+def assert_no_more_left_out(
+    backend: Backend, case: Case, tolerance: float, dtype: str = "float32", **arguments: Any
+) -> None:
+    """Assert that a result is exact to rounding and to what a share of the weight can move."""
+    result = attend(backend, case, dtype, tolerance=tolerance, **arguments)
+    assert_within(result, within_tolerance(case.exact(dtype).output, case, tolerance))
 
 
 def within_tolerance(answer: Answer, case: Case, tolerance: float) -> Answer:

@@ -1,0 +1,582 @@
+"""Attention tile by tile: tiles so small that little cases have many, and rows longer than horizons."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alibi_core.conformance._cases.case import LONGER, SIZES, Case, Sizes, cases
+from alibi_core.conformance._cases.data import DATA, STEEP
+from alibi_core.conformance._cases.oracle import U32, UNIT_ROUNDOFF, Answer, assert_within, penalties
+from tests.support.frameworks import MLX, TORCH, Backend, _param
+from tests.support.tiles import (
+    LONGER_CASES,
+    SPANS,
+    TILINGS,
+    TOLERANCES,
+    Tiling,
+    assert_exact,
+    assert_no_more_left_out,
+    attend,
+    hostile,
+    jobs_of,
+    plain,
+    planning,
+    within_tolerance,
+    without_offsets_by_entry,
+)
+
+BACKENDS = [_param(Backend(f, f"alibi_{f.name}", "tiled"), f.name, f) for f in (TORCH, MLX)]
+EACH = pytest.mark.parametrize("backend", BACKENDS)
+DTYPES = [
+    pytest.param(*x.values, dtype, id=f"{x.id}-{dtype}", marks=x.marks)
+    for x in BACKENDS
+    for dtype in ("float32", "float16", "bfloat16", *(["float64"] if x.id == "torch" else []))
+]
+OF_EACH_DTYPE = pytest.mark.parametrize(("backend", "dtype"), DTYPES)
+FAST = settings(max_examples=max(10, settings.default.max_examples // 2))
+ALL_SIZES = st.sampled_from(LONGER + SIZES).flatmap(lambda sizes: cases(sizes=sizes))
+ANY_DATA = st.sampled_from(sorted(DATA))
+
+
+def dense(backend: Backend) -> Backend:
+    return replace(backend, implementation="dense")
+
+
+def inputs_of(case: Case) -> dict[str, np.ndarray]:
+    """Return what gradients are asked for, named as the arguments are."""
+    inputs = {name: case.arrays[name] for name in ("query", "key", "value", "slopes")}
+    future = case.arguments.get("future_slopes")
+    return inputs if future is None else inputs | {"future_slopes": future}
+
+
+# --- The same laws as for all implementations, in many tiles -------------------------------------------------------
+
+
+@OF_EACH_DTYPE
+@given(case=cases(), tiling=TILINGS, tolerance=st.sampled_from([None, 0.0]))
+def test_many_tiles_are_exact_with_their_gradients(
+    backend: Backend, dtype: str, case: Case, tiling: Tiling, tolerance: float | None
+) -> None:
+    with tiling.applied(backend):
+        assert_exact(backend, case, dtype, tolerance)
+
+
+@EACH
+@FAST
+@given(case=LONGER_CASES, tiling=TILINGS, tolerance=st.sampled_from([None, 0.0]))
+def test_several_blocks_of_keys_are_exact_with_their_gradients(
+    backend: Backend, case: Case, tiling: Tiling, tolerance: float | None
+) -> None:
+    with tiling.applied(backend):
+        assert_exact(backend, case, tolerance=tolerance)
+
+
+@EACH
+@pytest.mark.parametrize("form", ["causal", "asymmetric"])
+def test_long_rows_are_exact_with_their_gradients(backend: Backend, form: str) -> None:
+    case = plain(Sizes(1, 1, 4, (1090, 1090), 6), form, seed=1)
+    assert_exact(backend, case.with_arrays(slopes=STEEP[[1, 2, 4, 6]].astype(np.float64)))
+
+
+@EACH
+def test_a_window_and_padding_in_long_rows(backend: Backend) -> None:
+    mask = np.ones((2, 1, 1, 1100), dtype=bool)
+    mask[1, ..., :600] = mask[0, ..., 1000:] = mask[0, ..., 30:40] = False
+    case = plain(Sizes(2, 2, 1, (1100, 1100), 4), "symmetric", seed=2, mask=mask, window_size=70)
+    assert_exact(backend, case)
+
+
+@EACH
+@pytest.mark.parametrize("call_scores", [0, 10**9])
+@pytest.mark.parametrize("ids", [(0, 1, 2, 3), (0, 1, 0, 1)], ids=str)
+@pytest.mark.parametrize("spans", SPANS)
+def test_runs_of_tiles_end_at_segments(backend: Backend, spans: str, ids: tuple[int, ...], call_scores: int) -> None:
+    # A window makes neighbouring tiles alike, but for segments; horizons that differ, nearly so.
+    case = plain(Sizes(1, 2, 1, (64, 64), 4), seed=5)
+    segment_ids = tuple(np.asarray(ids)[(np.arange(64)[:, None] >= np.asarray(x)).sum(axis=1)] for x in SPANS[spans])
+    packed = case.with_arguments("causal", {"segment_ids": segment_ids, "window_size": 5})
+    steep = case.with_arguments("causal", {"segment_ids": segment_ids})
+    steep = steep.with_arrays(slopes=np.asarray([4.0, 4.0]), query=case.arrays["query"] * 2)
+    for blocks in (3, 512):
+        with Tiling(rows=(4, 4), blocks=blocks, call_scores=call_scores).applied(backend):
+            assert_exact(backend, packed.with_arrays(slopes=np.asarray([0.0, 0.25])), tolerance=0.0)
+            assert_exact(backend, steep)
+
+
+@EACH
+@pytest.mark.parametrize("call_scores", [0, 10**9])
+@pytest.mark.parametrize("holes", [[0, 1, 2], [19, 20], [33], [63], [10, 23, *range(47, 54)]], ids=str)
+@pytest.mark.parametrize("form", ["causal", "symmetric"])
+def test_runs_of_tiles_end_at_masked_keys(backend: Backend, holes: list[int], form: str, call_scores: int) -> None:
+    mask = ~np.isin(np.arange(64), holes)[None, None, None]
+    for window in ({}, {"window_size": 5}):
+        case = plain(Sizes(1, 2, 1, (64, 64), 4), form, seed=6, mask=mask, **window)
+        with Tiling(rows=(4, 4), blocks=512, call_scores=call_scores).applied(backend):
+            assert_exact(backend, case.with_arrays(slopes=np.asarray([4.0, 3.0]), query=case.arrays["query"] * 2))
+
+
+@EACH
+@pytest.mark.parametrize("rule", ["mask", "segment_ids"])
+def test_a_run_of_tiles_is_not_widened_to_what_is_hidden(backend: Backend, rule: str) -> None:
+    # From 56 on, queries care for key 37 alone, for as long as it is within the horizon; those before for no key. Were
+    # all alike to one call, the hidden key 33 at the same place before query 52 would hide key 37 from query 56.
+    query, key, value = np.zeros((1, 1, 64, 1)), np.full((1, 1, 64, 1), -1.0), np.full((1, 1, 64, 1), -1.0)
+    query[:, :, 56:] = 10
+    key[:, :, 37] = value[:, :, 37] = 1
+    places = np.arange(64)
+    hidden = {"mask": (places != 33)[None, None, None], "segment_ids": (places >= 34).astype(np.int32)[None]}
+    case = plain(Sizes(1, 1, 1, (64, 64), 1), **{rule: hidden[rule]})
+    case = case.with_arrays(query=query, key=key, value=value, slopes=np.asarray([1.0]))
+    for call_scores in (0, 10**9):
+        with Tiling(rows=(4, 4), blocks=512, call_scores=call_scores).applied(backend):
+            ranges = {job.q_start: job.kv_start for job in jobs_of(backend, case, 0.3)}
+            assert 34 <= ranges[56] <= 37  # or this says nothing
+            assert_no_more_left_out(backend, case, 0.3)
+
+
+@EACH
+@pytest.mark.parametrize("q_offset", [2**29 - 50, 2**29 + 50, 2**30, 2**30 + 77, 2**31 - 10_000])
+def test_masked_keys_far_from_all_queries_count(backend: Backend, q_offset: int) -> None:
+    mask = np.ones((1, 1, 1, 7), dtype=bool)
+    mask[..., [0, 2, 6]] = False
+    for is_causal, sign in ((True, 1), (False, 1), (False, -1)):
+        far = plain(Sizes(1, 2, 1, (7, 7), 4), seed=3, is_causal=is_causal, mask=mask, q_offset=sign * q_offset)
+        far = far.with_arrays(slopes=np.asarray([0.0, 0.5]))
+        with Tiling().applied(backend):
+            assert_within(attend(backend, far, "float32"), far.exact("float32").output)
+
+
+# --- Gradients -----------------------------------------------------------------------------------------------------
+
+# Around what decides how a call runs: 1,024 keys, 16 queries, and 64 of them in a tile.
+LENGTHS = [(1, 1), (1, 2), (2, 1), (16, 17), (17, 16), (64, 65), (127, 127)]
+LENGTHS += [(1, 1025), (16, 1024), (16, 1025), (17, 1025), (200, 1025)]
+DIFFERENTIABLE = ("query", "key", "value", "slopes", "future_slopes")
+SUBSETS = [names for n in range(1, 6) for names in itertools.combinations(DIFFERENTIABLE, n)]
+LOSSES: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda out: out.sum(),
+    "mean": lambda out: out.mean(),
+    "nothing": lambda out: (out * 0).sum(),
+    "one row": lambda out: out[:, 1, -1].sum(),
+    "one element": lambda out: out[0, 0, 0, 0],
+    "random": lambda out: out,
+}
+
+
+@functools.cache
+def differentiated(lengths: tuple[int, int], form: str) -> tuple[Case, dict[str, dict[str, Answer]]]:
+    """Return a case, and the gradients of each loss."""
+    case = plain(Sizes(1, 2, 2, lengths, 5), form, seed=sum(lengths))
+    case = case.with_arrays(slopes=np.float32([0.7, 0.3, 0.02, 0.0]).astype(np.float64))
+    answers, shape = {}, case.arrays["cotangent"].shape
+    for loss in LOSSES:
+        cotangent = np.zeros(shape) if loss != "random" else case.arrays["cotangent"]
+        if loss in ("sum", "mean"):
+            cotangent[:] = 1 if loss == "sum" else 1 / cotangent.size
+        elif loss.startswith("one"):
+            cotangent[(slice(None), 1, -1) if loss == "one row" else (0, 0, 0, 0)] = 1
+        answers[loss] = case.with_arrays(cotangent=cotangent).gradients("float32", UNIT_ROUNDOFF["float32"])
+    return case, answers
+
+
+@EACH
+@pytest.mark.parametrize("implementation", ["tiled", "dense"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_each_subset_of_gradients_is_right_whatever_the_loss(
+    backend: Backend, lengths: tuple[int, int], implementation: str
+) -> None:
+    for turn, subset in enumerate(SUBSETS, start=sum(lengths)):
+        name, loss = list(LOSSES.items())[turn % len(LOSSES)]
+        both_ways = "future_slopes" in subset or turn % 2
+        case, answers = differentiated(lengths, "asymmetric" if both_ways else "causal")
+        inputs, arguments = inputs_of(case), {} if not both_ways else {"is_causal": False}
+        weight = case.arrays["cotangent"] if name == "random" else 1.0
+        one = replace(backend, implementation=implementation)
+        found = one.gradients(inputs, weight, dtype="float32", wanted=subset, loss=loss, **arguments)
+        for by in subset:
+            assert_within(found[by], answers[name][by])
+
+
+@OF_EACH_DTYPE
+def test_gradients_of_slopes_know_no_rounded_result(backend: Backend, dtype: str) -> None:
+    # Values around 8: the gradients of a row's scores are differences of what is nearly the same.
+    query, key, value, cotangent = np.random.default_rng(0).standard_normal((4, 1, 2, 256, 16))
+    tensors = {"query": query, "key": key, "value": value + 8, "slopes": np.asarray([0.5, 0.004])}
+    tiled, other = (
+        x.gradients(tensors, cotangent, dtype=dtype, wanted=["slopes"])["slopes"] for x in (backend, dense(backend))
+    )
+    # Both in float32 until the end, whatever the dtype: off by its roundoff times the sum of what cancels, 256 rows of
+    # values of 8 by a mean distance of 100, which is some thousand times the gradient.
+    np.testing.assert_allclose(tiled, other, rtol=2e-3)
+
+
+@EACH
+@given(case=cases(forms=("asymmetric",)), tiling=TILINGS)
+def test_gradients_of_both_kinds_of_slopes_add_up(backend: Backend, case: Case, tiling: Tiling) -> None:
+    slopes = case.arrays["slopes"].astype(np.float32)
+    arguments = {name: value for name, value in case.arguments.items() if name != "future_slopes"}
+    inputs = {name: case.arrays[name] for name in ("query", "key", "value")} | {"slopes": slopes}
+    gradients = functools.partial(backend.gradients, cotangent=case.arrays["cotangent"], dtype="float32", **arguments)
+    with tiling.applied(backend):
+        together = gradients(inputs)["slopes"]
+        found = gradients(inputs | {"future_slopes": slopes})
+    budget = case.with_arguments("symmetric", arguments).gradients("float32")["slopes"].budget
+    assert np.all(np.abs(found["slopes"] + found["future_slopes"] - together) <= 3 * budget)
+
+
+@EACH
+@pytest.mark.parametrize("window_size", [None, 256])
+@pytest.mark.parametrize(("kv_len", "shared"), [(700, "slopes"), (1060, "slopes"), (1060, "future_slopes")])
+def test_one_kind_of_slopes_may_be_shared_and_the_other_of_each_batch_entry(
+    backend: Backend, shared: str, kv_len: int, window_size: int | None
+) -> None:
+    case = plain(Sizes(2, 2, 1, (20, kv_len), 5), "symmetric", seed=3, q_offset=kv_len // 2, window_size=window_size)
+    apart = np.float32([[0.1, 0.05], [0.02, 0.2]]).astype(np.float64)
+    slopes = {"slopes": apart, "future_slopes": apart[:, ::-1]} | {shared: apart[0]}
+    inputs = inputs_of(case) | slopes
+    case = replace(case, slopes_per_batch=True)  # so that gradients by slopes are not summed
+    arguments = {"is_causal": False, "q_offset": kv_len // 2, "window_size": window_size}
+    case.__dict__["arguments"] = arguments | {"future_slopes": np.broadcast_to(slopes["future_slopes"], (2, 2))}
+    case = case.with_arrays(slopes=np.broadcast_to(slopes["slopes"], (2, 2)))
+    answers = case.gradients("float32", UNIT_ROUNDOFF["float32"])
+    found = backend.gradients(inputs, case.arrays["cotangent"], dtype="float32", **arguments)
+    found[shared] = found[shared][None]
+    summed = answers[shared]
+    answers[shared] = Answer(*(x.sum(axis=0, keepdims=True) for x in (summed.value, summed.budget)))
+    for name, gradient in found.items():
+        assert_within(gradient, answers[name])
+
+
+@OF_EACH_DTYPE
+@pytest.mark.parametrize(
+    ("length", "of_keys", "of_values", "drift"),
+    [(400, 30, 0, 0), (400, 0, 30, 0), (400, 100, 100, 0), (400, 30, 100, 60), (1100, 30, 30, 0), (1100, 60, 60, 40)],
+)
+def test_means_that_keys_or_values_have_in_common_cost_no_digits(
+    backend: Backend, dtype: str, length: int, of_keys: float, of_values: float, drift: float
+) -> None:
+    # As those of trained models have: a row's gradients of scores are then differences of what is nearly the same, and
+    # their sum is multiplied by the mean of the keys.
+    case = plain(Sizes(1, 2, 1, (length, length), 16), seed=3).with_arrays(slopes=np.asarray([0.5, 0.01]))
+    drifting = np.linspace(-drift, drift, length)[:, None]
+    arrays = {name: x / x.std() for name, x in case.arrays.items()}
+    arrays |= {"key": arrays["key"] + of_keys + drifting, "value": arrays["value"] + of_values - drifting}
+    case = case.with_arrays(**{name: arrays[name] for name in ("key", "value")}, query=arrays["query"] / 4)
+    tiled, other = (
+        x.gradients(inputs_of(case), case.arrays["cotangent"], dtype=dtype) for x in (backend, dense(backend))
+    )
+    answers = case.gradients(dtype)
+    rounding = length / 2**0.5 * UNIT_ROUNDOFF["float64" if dtype == "float64" else "float32"]
+    names = ("query", "key", "value", *(["slopes"] if backend.framework is MLX else []))  # PyTorch adds in other orders
+    for name in names:  # each on its own side; and what sums of so many terms are rounded by
+        ours, theirs = (np.linalg.norm(x[name] - answers[name].value) for x in (tiled, other))
+        assert ours <= 2 * theirs + rounding * np.linalg.norm(answers[name].value), (
+            name
+        )  # of so many terms, each on its side
+
+
+@EACH
+@pytest.mark.parametrize("sign", [1, -1])
+def test_gradients_of_slopes_are_the_same_however_far_all_keys_are(backend: Backend, sign: int) -> None:
+    case = plain(Sizes(1, 2, 1, (8, 8), 16)).with_arrays(slopes=np.asarray([0.5, 0.125]))
+    gradient = functools.partial(
+        backend.gradients,
+        inputs_of(case),
+        case.arrays["cotangent"],
+        dtype="float32",
+        wanted=["slopes"],
+        is_causal=False,
+    )
+    near = gradient(q_offset=sign * 20)["slopes"]
+    assert np.any(near)
+    for q_offset in (10**4, 10**6, 10**8, 2**31 - 20):
+        assert np.array_equal(gradient(q_offset=sign * q_offset)["slopes"], near)
+
+
+# --- The guarantee -------------------------------------------------------------------------------------------------
+
+
+@OF_EACH_DTYPE
+@FAST
+@given(
+    case=ALL_SIZES,
+    data=ANY_DATA,
+    tiling=TILINGS,
+    tolerance=st.sampled_from(TOLERANCES),
+    sign=st.sampled_from([1, 1, -1]),
+)
+def test_no_more_is_left_out_than_the_tolerance(
+    backend: Backend, dtype: str, case: Case, data: str, tiling: Tiling, tolerance: float, sign: int
+) -> None:
+    if dtype != "float16":  # which does not hold such keys
+        with tiling.applied(backend):
+            assert_no_more_left_out(backend, hostile(case, data, sign), tolerance, dtype)
+
+
+@EACH
+@pytest.mark.parametrize("data", sorted(DATA))
+def test_no_more_is_left_out_of_long_rows(backend: Backend, data: str) -> None:
+    index = sorted(DATA).index(data)
+    lengths = ((1100, 1100), (257, 1400), (1300, 1100), (1024, 1025))[index % 4]
+    form = ("causal", "causal", "symmetric", "asymmetric", "clamped")[index % 5]
+    packing = "one row" if index == 6 else None
+    case = Case(Sizes(1, 2, 2, lengths, 6), form, None, None, packing, None, index % 2 == 0, seed=index)
+    case = hostile(case, data, -1 if index == 5 else 1)
+    for tolerance in TOLERANCES:
+        assert_no_more_left_out(backend, case, tolerance)
+
+
+@EACH
+@pytest.mark.parametrize("factor", [-8.0, 16.0])
+@pytest.mark.parametrize("data", ["opposed", "stripes"])
+def test_no_more_is_left_out_of_large_scores(backend: Backend, factor: float, data: str) -> None:
+    case = hostile(Case(LONGER[0], "causal", None, None, None, None, True, seed=8), data, 1)
+    case = case.with_arrays(**{name: case.arrays[name] * 0.25 for name in ("query", "key")})
+    scaled = case.with_arrays(query=case.arrays["query"] * factor)
+    for tolerance in TOLERANCES:
+        with Tiling(blocks=512).applied(backend):
+            result = attend(backend, case, "float32", scale=case.scale * factor, tolerance=tolerance)
+        assert_within(result, within_tolerance(scaled.exact("float32").output, case, tolerance))
+
+
+@EACH
+@pytest.mark.parametrize("q_len", [1, 2, 15, 16, 17])
+@pytest.mark.parametrize("data", ["outlier", "sinks", "opposed", "fading"])
+def test_a_few_queries_over_many_keys(backend: Backend, q_len: int, data: str) -> None:
+    form = "causal" if q_len % 2 else "asymmetric"
+    case = Case(Sizes(2, 2, 2, (q_len, 1500), 4), form, None if q_len > 2 else 1400, None, None, None, True, seed=q_len)
+    case = hostile(case, data, 1)
+    norms = np.linalg.norm(np.float32(case.arrays["key"]), axis=-1).max(axis=-1) * (1 + 2.0**-20)
+    for known in (None, norms.astype(np.float32), float(norms.max())):
+        if known is None or backend.framework is TORCH:
+            for tolerance in (2.0**-24, 0.01):
+                given = {} if known is None else {"max_key_norm": known}
+                assert_no_more_left_out(backend, case, tolerance, **given)
+
+
+@EACH
+@given(
+    case=ALL_SIZES,
+    data=ANY_DATA,
+    tiling=TILINGS,
+    block=st.sampled_from([1, 3, 64, 1000]),
+    tolerance=st.sampled_from(TOLERANCES),
+)
+def test_norms_by_block_leave_out_no_more(
+    backend: Backend, case: Case, data: str, tiling: Tiling, block: int, tolerance: float
+) -> None:
+    case = hostile(case, data, 1)
+    call, tensors = planning(backend, case)
+    norms = np.linalg.norm(np.float32(case.arrays["key"]), axis=-1) * (1 + 2.0**-20)
+    norms = np.pad(norms, [(0, 0), (0, 0), (0, -norms.shape[-1] % block)])
+    norms = backend.framework.array(norms.reshape(*norms.shape[:2], -1, block).max(axis=-1))
+    known = importlib.import_module(f"{backend.module}._tiled").KeyNorms(norms, block)
+    call = replace(call, tolerance=tolerance)
+    with tiling.applied(backend):
+        if backend.framework is TORCH:
+            result = importlib.import_module("alibi_torch._tiled").tiled_attention(call, *tensors, known)
+        else:
+            result = importlib.import_module("alibi_mlx._attention").run(call, *tensors, "tiled", known)
+    assert_within(backend.framework.numpy(result), within_tolerance(case.exact("float32").output, case, tolerance))
+
+
+@EACH
+@pytest.mark.parametrize("number", [3e38, -1e30])
+def test_huge_keys_are_seen_from_afar_without_a_warning(backend: Backend, number: float) -> None:
+    query, key, value = np.ones((3, 1, 1, 1500, 4))
+    key[0, 0, 3, 1], value[0, 0, 3] = number, 7.0
+    tiled, other = (x.attention(query, key, value, [1.0], dtype="float32") for x in (backend, dense(backend)))
+    np.testing.assert_allclose(tiled, other, atol=2e-6)
+
+
+def through_caches(
+    backend: Backend, arrays: Any, slopes: np.ndarray, dtype: str = "float32", **arguments: Any
+) -> list[np.ndarray]:
+    """Return attention through an MLX cache, which measures its keys when they come; PyTorch's has tests of its own."""
+    if backend.framework is TORCH:
+        return []
+    query, key, value, slopes = backend.place(*(arrays[x] for x in ("query", "key", "value")), slopes, dtype=dtype)
+    cache = importlib.import_module(backend.module).KVCache()
+    cache.update_and_fetch(key, value)
+    return [backend.framework.numpy(cache.attend(query, slopes, **arguments))]
+
+
+@EACH
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("lengths", [(300, 300), (1, 1100), (17, 1100), (1100, 1100), (40, 4500)], ids=str)
+@pytest.mark.parametrize("place", ["query", "key", "value"])
+def test_what_is_not_finite_makes_no_finite_result_wrong(
+    backend: Backend, place: str, lengths: tuple[int, int], number: float
+) -> None:
+    (q_len, kv_len), slopes = lengths, np.asarray([0.5, 0.5])
+    rng = np.random.default_rng(0)
+    tensors = {n: np.float32(rng.standard_normal((1, 2, kv_len, 4))) for n in ("query", "key", "value")}
+    tensors["query"] = tensors["query"][:, :, -q_len:]
+    for at in (0, kv_len // 2, kv_len - 1):
+        broken = {name: x.copy() for name, x in tensors.items()}
+        broken[place][0, 0, min(at, q_len - 1) if place == "query" else at, 1] = number
+        query, key, value = (x[0, 0].astype(np.float64) for x in broken.values())
+        distance = np.arange(kv_len - q_len, kv_len)[:, None] - np.arange(kv_len)
+        with np.errstate(invalid="ignore"):
+            scores = np.where(distance < 0, -np.inf, query @ key.T / 2 - slopes[0] * distance)
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        some = ~np.isneginf(scores).all(axis=-1)  # whoever sees only scores of -inf may have seen nothing
+        depends = np.isnan(weights).any(axis=-1) | (weights[:, ~np.isfinite(value).all(axis=-1)] > U32).any(axis=-1)
+        expected = weights @ np.where(np.isfinite(value), value, 0)
+        attention = functools.partial(backend.attention, **broken, slopes=slopes, dtype="float32")
+        results = [
+            attention(),
+            attention(tolerance=0.0),
+            dense(backend).attention(**broken, slopes=slopes, dtype="float32"),
+        ]
+        for result in (*results, *through_caches(backend, broken, slopes)):
+            finite = np.isfinite(result[0, 0]).all(axis=-1)
+            assert not finite[depends & some].any()
+            right = finite & some
+            np.testing.assert_allclose(result[0, 0][right], expected[right], rtol=0, atol=1e-5)
+            assert np.isfinite(result[0, 1]).all()  # the other head
+            if place == "query":
+                assert finite.sum() >= q_len - 1
+
+
+FIRST = (np.arange(1100)[:, None] < 200) * np.eye(4)[0]  # of the first 200 keys, one feature
+UNMEASURED = {  # queries and keys made of normal ones: their factors, dtype and scale; scores are of ordinary size
+    "squares overflow": (1e-36, lambda key: key * 1e36, "float32", None),
+    "means overflow": (1e-37, lambda key: (np.abs(key) + 1) * 1e37, "float32", None),
+    "the largest": (1e-38, lambda key: np.clip(key, -1, 1) * 3e38, "bfloat16", None),
+    "squares overflow float16": (1e-4, lambda key: np.clip(key * 3e4, -65000, 65000), "float16", None),
+    "squares vanish": (1e6, lambda key: FIRST * 1e-23, "float32", 6e18),
+    "queries' squares vanish": (1e-23, lambda key: FIRST * 1e6, "float32", 6e18),
+}
+
+
+@EACH
+@pytest.mark.parametrize("q_len", [1, 17, 1100])
+@pytest.mark.parametrize("keys", UNMEASURED)
+def test_keys_that_cannot_be_measured_are_attended_to_whole(backend: Backend, keys: str, q_len: int) -> None:
+    factor, of_normal, dtype, scale = UNMEASURED[keys]
+    sizes = Sizes(1, 2, 1, (q_len, 1100), 4)
+    case = Case(sizes, "causal", None, None, None, None, False, seed=1, scaling=scale)
+    query, key = (case.arrays[name] / case.arrays[name].std() for name in ("query", "key"))
+    query = np.abs(query) * np.eye(4)[0] if scale else query
+    key = np.broadcast_to(of_normal(key), key.shape)
+    case = case.with_arrays(query=query * factor, key=key, slopes=np.asarray([0.5, 0.02]))
+    answer = case.exact(dtype).output_without(UNIT_ROUNDOFF[dtype])
+    assert_within(attend(backend, case, dtype), answer)
+    for result in through_caches(backend, case.arrays, case.arrays["slopes"], dtype, scale=scale):
+        assert_within(result, answer)
+    if backend.framework is TORCH and "overflow" in keys:
+        assert_within(attend(backend, case, dtype, max_key_norm=3e38), answer)
+
+
+# --- The plan ------------------------------------------------------------------------------------------------------
+
+
+@EACH
+@given(case=cases(), tiling=TILINGS, tolerance=st.sampled_from([0.0, 2.0**-24]))
+def test_each_query_is_in_one_job_that_has_all_it_may_see(
+    backend: Backend, case: Case, tiling: Tiling, tolerance: float
+) -> None:
+    batch, heads, (q_len, kv_len) = case.sizes.batch, case.num_heads, case.sizes.lengths
+    case = without_offsets_by_entry(case)
+    with tiling.applied(backend):
+        planned = jobs_of(backend, case, tolerance)
+    computed = np.zeros((batch, heads, q_len, kv_len), dtype=int)
+    times = np.zeros((batch, heads, q_len), dtype=int)
+    for job, tile in ((x, tile) for x in planned for tile in range(x.tiles)):
+        start, kv_start = job.q_start + tile * job.rows, job.kv_start + tile * job.rows
+        assert 0 <= start < start + job.rows <= q_len
+        assert 0 <= kv_start < kv_start + job.kv_len <= kv_len
+        assert job.tiles == 1 or len(range(batch)[job.batch]) == 1
+        times[job.batch, job.heads, start : start + job.rows] += 1
+        computed[job.batch, job.heads, start : start + job.rows, kv_start : kv_start + job.kv_len] = 1
+    assert np.all(times == 1)
+    if tolerance == 0:
+        visible = np.isfinite(penalties(case.rules(case.arrays["slopes"]), batch, heads, q_len, kv_len))
+        assert np.all(computed[visible] == 1)
+
+
+@EACH
+def test_no_job_is_larger_than_it_may_be(backend: Backend) -> None:
+    case = plain(Sizes(1, 2, 2, (64, 64), 5)).with_arrays(slopes=np.zeros(4))
+    for limit in (300, 2000, 10**6):
+        with Tiling(rows=(4, 16), bias_elements=limit).applied(backend):
+            sizes = [(x.heads.stop - x.heads.start, x.rows * x.kv_len) for x in jobs_of(backend, case)]
+        assert all(heads == 1 or heads * bias <= limit for heads, bias in sizes)
+    assert max(heads for heads, _ in sizes) == 2  # those of a group
+    case = plain(Sizes(11, 2, 2, (64, 64), 5)).with_arrays(slopes=np.zeros((11, 4)))
+    for limit in (300, 2000, 4 * 64 * 64, 10**6):
+        with Tiling(rows=(4, 16), bias_elements=limit, short=1024).applied(backend):
+            planned = jobs_of(backend, case)
+        biases = [(x.heads.stop - x.heads.start) * len(range(11)[x.batch]) for x in planned]
+        assert all(n == 1 or n * x.rows * x.kv_len <= limit for n, x in zip(biases, planned, strict=True))
+
+
+@EACH
+def test_horizons_save_work(backend: Backend) -> None:
+    length, rows = 4096, {"torch": 64, "mlx": 16}[backend.framework.name]
+    rng = np.random.default_rng(0)
+    case = plain(Sizes(1, 2, 2, (length, length), 5))
+    case = case.with_arrays(**{name: rng.standard_normal(case.arrays[name].shape) for name in ("query", "key")})
+    case = case.with_arrays(slopes=np.asarray([1.0, 0.25, 2.0**-6, 0.0]))
+    by_head = {tolerance: np.zeros(4) for tolerance in (0.3, 2.0**-24, 0.0)}
+    for tolerance, pairs in by_head.items():
+        for job in jobs_of(backend, case, tolerance):
+            pairs[job.heads] += job.tiles * job.rows * job.kv_len
+    triangle = length * (length + 1) // 2
+    assert (by_head[0.3] <= by_head[2.0**-24]).all()
+    assert (by_head[2.0**-24] <= by_head[0.0]).all()
+    assert (by_head[0.0] >= triangle).all()
+    steepest, steep, _, flat = by_head[2.0**-24]
+    # A score exceeds another by 2 * scale * |query| * |key|, 12 or so, and the logarithm of 2**-24 is -17.
+    assert steepest <= length * (60 + 2 * rows)
+    assert steep <= length * (4 * 60 + 3 * rows)
+    assert triangle <= flat <= 1.1 * triangle
+    # Runs of tiles in one call each: not a call for every tile.
+    assert len([job for job in jobs_of(backend, case) if job.heads.start == 0]) < length / rows / 4
+
+
+@EACH
+def test_heads_alike_share_calls(backend: Backend) -> None:
+    case = plain(Sizes(1, 4, 1, (128, 128), 5))
+    case = case.with_arrays(**{name: case.arrays[name][:, :1].repeat(4, axis=1) for name in ("query", "key")})
+    with Tiling(rows=(8, 8)).applied(backend):
+        same, apart = (
+            jobs_of(backend, case.with_arrays(slopes=np.asarray(slopes)), 0.01)
+            for slopes in ([0.5] * 4, [4.0, 0.0, 4.0, 4.0])
+        )
+    assert all(job.heads == slice(0, 4) for job in same)
+    assert any(job.heads == slice(2, 4) for job in apart)
+    for head in range(4):
+        assert sum(job.tiles * job.rows for job in apart if job.heads.start <= head < job.heads.stop) == 128
+
+
+@EACH
+def test_a_last_tile_of_fewer_rows_is_a_call_of_its_own(backend: Backend) -> None:
+    case = plain(Sizes(1, 2, 2, (7, 20), 5), q_offset=6, window_size=2).with_arrays(slopes=np.ones(4))
+    with Tiling(call_scores=10**9, short=0).applied(backend):
+        planned = jobs_of(backend, case, 2.0**-40)
+    assert {(job.q_start, job.rows, job.tiles) for job in planned} == {(0, 2, 3), (6, 1, 1)}
+
+
+@EACH
+def test_a_tolerance_of_zero_leaves_nothing_out(backend: Backend) -> None:
+    query, value = np.zeros((2, 1, 1, 1400, 4))
+    value[:, :, 0] = 2.0**100  # far away, it weighs exp(-35)
+    none, some = (
+        backend.attention(query, query, value, [0.025], dtype="float32", tolerance=x)[0, 0, -1, 0] for x in (0.0, 2e-8)
+    )
+    assert some == 0
+    weight = np.exp(-0.025 * np.arange(1400)[::-1])
+    assert none == pytest.approx(weight[0] / weight.sum() * 2.0**100, rel=1e-4)
