@@ -25,38 +25,6 @@ def tensors(*lengths: int, dtype: torch.dtype = torch.float32, seed: int = 0) ->
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_gradcheck_in_float64(implementation: str, is_causal: bool) -> None:
-    inputs = [x[:1, : 2 - (i > 0)].clone().requires_grad_() for i, x in enumerate(tensors(3, 5, dtype=torch.float64))]
-    slopes = torch.tensor([0.3, 0.05], dtype=torch.float64, requires_grad=True)
-    mask = torch.ones(3, 5, dtype=torch.bool)
-    mask[1] = False  # a query that may look nowhere
-
-    def function(*x: torch.Tensor) -> torch.Tensor:
-        return alibi_torch.attention(*x, is_causal=is_causal, mask=mask, implementation=implementation)
-
-    assert torch.autograd.gradcheck(function, (*inputs, slopes))
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(
-    "arguments",
-    [{}, {"is_causal": False}, {"q_offset": -1, "window_size": 3}, {"mask": torch.ones(5, 7, dtype=torch.bool).tril()}],
-    ids=["causal", "symmetric", "window", "mask"],
-)
-def test_attention_compiles_whole(implementation: str, arguments: dict[str, object]) -> None:
-    torch._dynamo.reset()
-    slopes = alibi_core.slopes(6, xp=torch)
-
-    def function(*x: torch.Tensor) -> torch.Tensor:
-        return alibi_torch.attention(*x, slopes, implementation=implementation, **arguments)
-
-    inputs = tensors(5, 7)
-    compiled = torch.compile(function, fullgraph=True)(*inputs)
-    torch.testing.assert_close(compiled, function(*inputs), rtol=0, atol=2e-6)
-
-
 @pytest.mark.parametrize("learnable_slopes", [False, True])
 def test_layer_compiles_whole_with_its_gradients(learnable_slopes: bool) -> None:
     torch._dynamo.reset()
@@ -162,20 +130,6 @@ def test_strided_inputs_are_fine(implementation: str) -> None:
     torch.testing.assert_close(alibi_torch.attention(*strided, implementation=implementation), expected)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("batch", [(), (2, 3)])
-def test_any_number_of_batch_axes(implementation: str, batch: tuple[int, ...]) -> None:
-    flat = [torch.randn(6, *x.shape[1:]) for x in tensors(5, 7)]
-    if batch:
-        shaped = [x.reshape(*batch, *x.shape[1:]) for x in flat]
-        result = alibi_torch.attention(*shaped, implementation=implementation).flatten(0, 1)
-        expected = alibi_torch.attention(*flat, implementation=implementation)
-    else:
-        result = alibi_torch.attention(*(x[0] for x in flat), implementation=implementation)
-        expected = alibi_torch.attention(*flat, implementation=implementation)[0]
-    torch.testing.assert_close(result, expected, rtol=0, atol=2e-6)
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -203,12 +157,6 @@ def test_slopes_stay_float32_when_the_layer_is_cast(learnable_slopes: bool, cast
     assert after.dtype == torch.float32
     assert torch.equal(after, before)
     assert isinstance(after, torch.nn.Parameter) == learnable_slopes
-
-
-def test_only_parameters_are_saved() -> None:
-    names = ["k_proj.weight", "out_proj.weight", "q_proj.weight", "v_proj.weight"]
-    assert sorted(AlibiAttention(24, 6).state_dict()) == names
-    assert sorted(AlibiAttention(24, 6, learnable_slopes=True).state_dict()) == sorted([*names, "log_slopes"])
 
 
 def test_layer_survives_copying_pickling_and_other_devices() -> None:
@@ -264,24 +212,6 @@ def test_training_goes_on_after_a_cast() -> None:
     optimizer.step()
 
 
-def test_learnable_slopes_learn_and_stay_positive() -> None:
-    torch.manual_seed(0)
-    layer = AlibiAttention(24, 6, learnable_slopes=True)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=10.0)
-    before = layer.log_slopes.detach().clone()
-    layer(torch.randn(2, 5, 24)).square().sum().backward()
-    optimizer.step()
-    assert not torch.equal(layer.log_slopes, before)
-    assert (layer.log_slopes.exp() > 0).all()
-
-
-def test_dropout_acts_only_in_training() -> None:
-    layer, x = AlibiAttention(24, 6, dropout=0.5), torch.randn(2, 50, 24)
-    zeros = (layer(x) == 0).float().mean()
-    assert 0.4 < zeros < 0.6
-    assert (layer.eval()(x) != 0).all()
-
-
 def test_layer_takes_numpy_slopes_and_other_dtypes() -> None:
     layer = AlibiAttention(24, 4, slopes=alibi_core.slopes(12)[8:], dtype=torch.bfloat16)
     np.testing.assert_array_equal(layer.slopes.numpy(), alibi_core.slopes(12)[8:])
@@ -289,18 +219,6 @@ def test_layer_takes_numpy_slopes_and_other_dtypes() -> None:
 
 
 # --- The cache -----------------------------------------------------------------------------------------------------
-
-
-def test_cache_appends_in_place() -> None:
-    cache = KVCache(2, 3, 10, 8)
-    storage = cache.key.data_ptr()
-    for step in range(1, 4):
-        key, value = torch.full((2, 3, 2, 8), float(step)), torch.full((2, 3, 2, 8), -float(step))
-        keys, values = cache.append(key, value)
-        assert keys.data_ptr() == storage
-        assert cache.length == keys.shape[2] == values.shape[2] == 2 * step
-        assert torch.equal(keys[:, :, -2:], key)
-        assert torch.equal(values[:, :, -2:], value)
 
 
 @pytest.mark.parametrize(
@@ -328,15 +246,6 @@ def test_cache_follows_autocast() -> None:
         cache = layer.make_cache(2, 7)
         decoded = torch.cat([layer(x[:, i : i + 1], cache=cache) for i in range(7)], dim=1)
         torch.testing.assert_close(decoded, layer(x), rtol=0, atol=2**-6)
-
-
-def test_a_refused_call_leaves_the_cache_as_it_was() -> None:
-    layer, x = AlibiAttention(24, 6), torch.randn(2, 3, 24)
-    cache = layer.make_cache(2, 10)
-    layer(x, cache=cache)
-    with pytest.raises(ValueError, match="mask must broadcast"):
-        layer(x, mask=torch.ones(5, 5, dtype=torch.bool), cache=cache)
-    assert cache.length == 3
 
 
 def test_what_is_no_cache_or_no_tensor_is_refused() -> None:
