@@ -81,6 +81,16 @@ def test_bias_has_numpys_bits_eager_and_compiled(compiled):
         assert np.array_equal(bits(actual), function(slopes, positions, ids).view(np.int32))
 
 
+def test_the_bias_of_mapped_segments_equals_a_loop():
+    positions, ids = np.arange(5, dtype=np.int32), np.asarray([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]], np.int32)
+
+    def bias(ids, positions):
+        return alibi_core.bias_from_positions(2, positions, positions, q_segment_ids=ids, kv_segment_ids=ids)
+
+    actual = mx.vmap(bias, in_axes=(1, None))(mx.array(ids.T), mx.array(positions))
+    assert np.array_equal(numpy(actual), np.stack([bias(x, positions) for x in ids]))
+
+
 @pytest.mark.usefixtures("on_cpu")
 def test_float64_slopes_are_not_rounded_to_float32():
     assert np.array_equal(

@@ -1,7 +1,8 @@
-"""Tiled attention in MLX alone: what it evaluates, and what it costs."""
+"""Tiled attention in MLX alone: its gradients once compiled, what it evaluates, and what it costs."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,23 @@ def test_a_tolerance_of_zero_evaluates_nothing() -> None:
     np.testing.assert_allclose(
         np.asarray(result), np.asarray(attention(query, key, value, implementation="dense")), atol=2e-6
     )
+
+
+@pytest.mark.parametrize("lengths", [(17, 16), (17, 1025)])
+def test_compiled_gradients_are_those_that_are_not(lengths: tuple[int, int]) -> None:
+    names, rng = ("query", "key", "value", "slopes", "future_slopes"), np.random.default_rng(0)
+    shapes = [(1, 4, lengths[0], 5), *[(1, 2, lengths[1], 5)] * 2, (4,), (4,)]
+    arrays = {name: mx.array(rng.random(shape, np.float32)) for name, shape in zip(names, shapes, strict=True)}
+    for wanted in itertools.chain(itertools.combinations(names, 2), [(name,) for name in names]):
+        for loss in (lambda out: out.sum(), lambda out: out[0, 0, 0, 0], lambda out: (out * out).mean()):
+
+            def total(*some: Any, wanted: Any = wanted, loss: Any = loss) -> Any:
+                return loss(attention(**arrays | dict(zip(wanted, some, strict=True)), is_causal=False))
+
+            gradient = mx.grad(total, argnums=list(range(len(wanted))))
+            found, expected = (f(*(arrays[n] for n in wanted)) for f in (mx.compile(gradient), gradient))
+            for one, other in zip(found, expected, strict=True) if len(wanted) > 1 else [(found, expected)]:
+                np.testing.assert_allclose(np.array(one), np.array(other), rtol=2e-5, atol=2e-5)
 
 
 def peak(compute: Callable[[], Any]) -> int:

@@ -1,11 +1,9 @@
-"""Tiled attention in PyTorch alone: operators, compilation, autograd, torch.func, strides and threads."""
+"""Tiled attention in PyTorch alone: operators, compilation, autograd, strides and threads."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -328,149 +326,6 @@ def test_exports_with_dynamic_lengths(strict: bool) -> None:
     for lengths in ((5, 13), (40, 1100)):
         inputs = tensors(lengths)
         torch.testing.assert_close(exported.module()(*inputs), tiled(*inputs), rtol=0, atol=0)
-
-
-# --- torch.func ----------------------------------------------------------------------------------------------------
-
-# Shorter and longer than what is attended to whole, few queries and more; the shortest in several tiles as well.
-MAPPED_LENGTHS = [(7, 11), (7, 7), (1, 1040), (16, 1040), (17, 1040), (40, 1024), (300, 1025)]
-MAPPED_SIZE = 3
-
-
-@dataclass(frozen=True)
-class Mapped:
-    """Arguments of ``attention``, each with or without a batch axis, and each mapped along some axis or shared.
-
-    Attributes:
-        arrays: The arguments that are arrays, the mapped axis included.
-        dims: The axis that is mapped; None for a shared argument.
-        others: The other arguments.
-        tiling: Sizes of tiles; None for those of the module.
-    """
-
-    arrays: dict[str, torch.Tensor]
-    dims: dict[str, int | None]
-    others: dict[str, Any]
-    tiling: Tiling | None
-
-    @property
-    def differentiable(self) -> tuple[int, ...]:
-        floating = (x.is_floating_point() and name != "max_key_norm" for name, x in self.arrays.items())
-        return tuple(i for i, is_one in enumerate(floating) if is_one)
-
-    def entries(self) -> list[tuple[torch.Tensor, ...]]:
-        """Return the arrays of each mapped entry."""
-        return [
-            tuple(x if self.dims[name] is None else x.select(self.dims[name], i) for name, x in self.arrays.items())
-            for i in range(MAPPED_SIZE)
-        ]
-
-    def attention(self, implementation: str) -> Callable[..., torch.Tensor]:
-        """Return attention as a function of the arrays."""
-
-        def function(*x: torch.Tensor) -> torch.Tensor:
-            arguments = dict(zip(self.arrays, x, strict=True)) | self.others
-            if "kv_segment_ids" in arguments:
-                arguments["segment_ids"] = arguments["segment_ids"], arguments.pop("kv_segment_ids")
-            return alibi_torch.attention(**arguments, implementation=implementation)
-
-        return function
-
-
-@st.composite
-def mapped_calls(draw: st.DrawFn) -> Mapped:
-    q_len, kv_len = draw(st.sampled_from(MAPPED_LENGTHS))
-    is_causal = draw(st.booleans())
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    either = [(4,), (2, 4)]
-    shapes: dict[str, list[Any]] = {
-        "query": [(2, 4, q_len, 5)],
-        "key": [(2, 2, kv_len, 5)],
-        "value": [(2, 2, kv_len, 5)],
-        "slopes": either,
-        "future_slopes": [] if is_causal else [None, *either],
-        "max_key_norm": [None, (2, 2)],
-    }
-    if draw(st.booleans()):  # or distance alone matters
-        shapes |= {
-            "q_offset": [None, (), (2,)],
-            "segment_ids": [None, (q_len,), (1, q_len), (2, q_len)],
-            "kv_segment_ids": [(kv_len,), (1, kv_len), (2, kv_len), *([None] if q_len == kv_len else [])],
-            "mask": [
-                None,
-                (kv_len,),
-                (q_len, 1),
-                (1, 1, kv_len),
-                (2, 1, 1, kv_len),
-                (1, 4, 1, 1),
-                (2, 4, q_len, kv_len),
-            ],
-        }
-    chosen = {name: draw(st.sampled_from(options), label=name) for name, options in shapes.items() if options}
-    if chosen.get("segment_ids") is None:
-        chosen["kv_segment_ids"] = None
-    chosen = {name: shape for name, shape in chosen.items() if shape is not None}
-    dims = {name: draw(st.sampled_from([None, *range(len(shape) + 1)])) for name, shape in chosen.items()}
-    if all(dim is None for dim in dims.values()):
-        dims[draw(st.sampled_from(sorted(dims)))] = 0
-    arrays = {}
-    for name, shape in chosen.items():
-        size = (*shape[: dims[name]], MAPPED_SIZE, *shape[dims[name] :]) if dims[name] is not None else shape
-        if name in ("query", "key", "value"):
-            arrays[name] = torch.randn(size, generator=generator, dtype=torch.float64)
-        elif "slopes" in name:
-            arrays[name] = 10 ** (-3 * torch.rand(size, generator=generator, dtype=torch.float64))
-        elif name == "q_offset":
-            arrays[name] = kv_len - q_len + torch.randint(-3, 4, size, generator=generator)
-        elif name == "mask":
-            arrays[name] = torch.rand(size, generator=generator) < 0.7
-        elif name == "max_key_norm":
-            arrays[name] = arrays["key"].abs().max() * 5 + torch.zeros(size)
-        else:
-            arrays[name] = torch.randint(0, 2, size, generator=generator)
-    others = {"is_causal": is_causal, "window_size": draw(st.sampled_from([None, 5, 300]))}
-    tiling = draw(st.sampled_from([None, Tiling()])) if kv_len < 20 else None
-    return Mapped(arrays, dims, others, tiling)
-
-
-@given(case=mapped_calls())
-def test_maps_over_any_arguments_along_any_axes(case: Mapped) -> None:
-    entries, argnums, in_dims = case.entries(), case.differentiable, tuple(case.dims.values())
-    tiled, dense = case.attention("tiled"), case.attention("dense")
-    weight = torch.randn(entries[0][0].shape, dtype=torch.float64)
-
-    def loss(*x: torch.Tensor) -> torch.Tensor:
-        return (tiled(*x) * weight).sum()
-
-    with contextlib.nullcontext() if case.tiling is None else case.tiling.applied(TILED):
-        result = torch.func.vmap(tiled, in_dims)(*case.arrays.values())
-        of_entries = torch.func.vmap(torch.func.grad(loss, argnums), in_dims)(*case.arrays.values())
-        of_all = torch.func.grad(lambda *x: torch.func.vmap(loss, in_dims)(*x).sum(), argnums)(*case.arrays.values())
-    expected, expected_grads = [], []
-    for entry in entries:
-        inputs = [entry[i].clone().requires_grad_() for i in argnums]
-        whole = list(entry)
-        for i, x in zip(argnums, inputs, strict=True):
-            whole[i] = x
-        expected.append(dense(*whole))
-        expected_grads.append(torch.autograd.grad((expected[-1] * weight).sum(), inputs))
-    # Float64 throughout: what is not the same call is off by far more. Slopes' gradients add up a thousand distances.
-    close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
-    close(result, torch.stack(expected).detach())
-    for i, one, all_, right in zip(argnums, of_entries, of_all, zip(*expected_grads, strict=True), strict=True):
-        close(one, torch.stack(right))
-        close(all_, sum(right) if in_dims[i] is None else torch.stack(right, dim=in_dims[i]))
-
-
-def test_maps_twice() -> None:
-    query, key, value = (torch.randn(2, 3, h, n, 5) for h, n in ((4, 7), (2, 11), (2, 11)))
-    slopes = torch.rand(3, 4)
-    with Tiling().applied(TILED):
-        result = torch.func.vmap(torch.func.vmap(tiled), (0, 0, 0, None))(query, key, value, slopes)
-    expected = torch.stack(
-        [alibi_torch.attention(*x, slopes, implementation="dense") for x in zip(query, key, value, strict=True)]
-    )
-    torch.testing.assert_close(result, expected, rtol=0, atol=2e-6)
 
 
 # --- Memory: strides, aliases, growth ------------------------------------------------------------------------------
