@@ -399,80 +399,31 @@ def test_geometric_is_exact_with_the_slopes_of_the_papers_text(is_causal: bool, 
 
 ONES = np.ones(3, np.float32)
 PLACES = np.arange(4)
-REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
-    (alibi_core.bias, (3, 4), {"contract": "gpt"}, ValueError, "contract must be one of 'exact', .*'mpt', got 'gpt'"),
-    (alibi_core.bias, (3, 4), {"contract": None}, TypeError, "contract must be a string"),
-    (alibi_core.slopes, (3,), {"contract": "gpt"}, ValueError, "contract must be one of"),
-    (
-        alibi_core.slopes,
-        (3,),
-        {"contract": "mpt", "scheme": "linear"},
-        ValueError,
-        "scheme must be left at 'canonical'",
-    ),
-    (alibi_core.slopes, (3,), {"contract": "geometric", "scheme": "geometric"}, ValueError, "scheme must be left at"),
-    (
-        alibi_core.slopes,
-        (3,),
-        {"contract": "bloom", "bias_max": 16},
-        ValueError,
-        "bias_max must be left at 8 with contract",
-    ),
-    (alibi_core.slopes, (3,), {"contract": "falcon", "bias_max": 4}, ValueError, "bias_max must be left at 8"),
-    (
-        alibi_core.bias,
-        (3, 4),
-        {"contract": "mpt", "dtype": np.float16},
-        ValueError,
-        "dtype must be float32 with contract",
-    ),
-    (alibi_core.key_bias, (3, 4), {"contract": "mpt", "dtype": np.float64}, ValueError, "dtype must be float32 with"),
-    (
-        alibi_core.key_bias,
-        (ONES, 4),
-        {"contract": "bloom"},
-        ValueError,
-        "slopes must be the number of heads with contract",
-    ),
-    (
-        alibi_core.bias_from_positions,
-        (3, PLACES, PLACES),
-        {"contract": "mpt"},
-        ValueError,
-        "contract must be one that knows",
-    ),
+LENGTHS = (alibi_core.bias, 3, 4)
+REFUSED = [  # a function and its arguments by position, by name, and what is said
+    (LENGTHS, {"contract": "gpt"}, "contract must be one of 'exact', .*'mpt', got 'gpt'"),
+    (LENGTHS, {"contract": None}, "contract must be a string"),
+    ((alibi_core.slopes, 3), {"contract": "gpt"}, "contract must be one of"),
+    ((alibi_core.slopes, 3), {"contract": "mpt", "scheme": "linear"}, "scheme must be left at 'canonical'"),
+    ((alibi_core.slopes, 3), {"contract": "geometric", "scheme": "geometric"}, "scheme must be left at"),
+    ((alibi_core.slopes, 3), {"contract": "bloom", "bias_max": 16}, "bias_max must be left at 8 with contract"),
+    ((alibi_core.slopes, 3), {"contract": "falcon", "bias_max": 4}, "bias_max must be left at 8"),
+    (LENGTHS, {"contract": "mpt", "dtype": np.float16}, "dtype must be float32 with contract"),
+    ((alibi_core.key_bias, 3, 4), {"contract": "mpt", "dtype": np.float64}, "dtype must be float32 with"),
+    ((alibi_core.key_bias, ONES, 4), {"contract": "bloom"}, "slopes must be the number of heads with contract"),
+    ((alibi_core.bias_from_positions, 3, PLACES, PLACES), {"contract": "mpt"}, "contract must be one that knows"),
 ]
-for contract in CONTRACTS:
-    for arguments, message in (
-        (
-            {"future_slopes": ONES, "is_causal": False},
-            "(future_slopes must be None|is_causal must be True) with contract",
-        ),
-        ({"allow_negative_slopes": True}, "allow_negative_slopes must be False with contract"),
-    ):
-        REFUSED.append((alibi_core.bias, (3, 4), {"contract": contract, **arguments}, ValueError, message))
-    REFUSED.append(
-        (
-            alibi_core.bias,
-            (ONES, 4),
-            {"contract": contract},
-            ValueError,
-            "slopes must be the number of heads .*got ndarray",
-        )
-    )
-for contract in KEY_ONLY:
-    REFUSED.append(
-        (alibi_core.bias, (3, 4), {"contract": contract, "is_causal": False}, ValueError, "is_causal must be True with")
-    )
+OF_EACH = [
+    (LENGTHS, {"allow_negative_slopes": True}, "allow_negative_slopes must be False with contract"),
+    (LENGTHS, {"future_slopes": ONES, "is_causal": False}, "(future_slopes must be None|is_causal must be True) with"),
+    ((alibi_core.bias, ONES, 4), {}, "slopes must be the number of heads .*got ndarray"),
+]
+REFUSED += [(call, {"contract": x} | options, told) for x in CONTRACTS for call, options, told in OF_EACH]
+REFUSED += [(LENGTHS, {"contract": x, "is_causal": False}, "is_causal must be True with") for x in KEY_ONLY]
 
 
-@pytest.mark.parametrize(("function", "positional", "arguments", "error", "message"), REFUSED)
-def test_what_makes_no_sense_is_refused(
-    function: Callable[..., Any],
-    positional: tuple[Any, ...],
-    arguments: dict[str, Any],
-    error: type[Exception],
-    message: str,
-) -> None:
-    with pytest.raises(error, match=message):
-        function(*positional, **arguments)
+@pytest.mark.parametrize(("call", "options", "message"), REFUSED)
+def test_what_makes_no_sense_is_refused(call: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+    function, *arguments = call
+    with pytest.raises(TypeError if options.get("contract") is None else ValueError, match=message):
+        function(*arguments, **options)
