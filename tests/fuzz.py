@@ -22,6 +22,8 @@ import numpy as np
 from alibi_core.conformance._cases.case import FAR, PER_BATCH, Case, Sizes
 from alibi_core.conformance._cases.data import DATA
 from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Answer, rounded, summed_over_batch
+from tests.support.frameworks import Backend
+from tests.support.layers import FRAMEWORK
 
 TENSORS = ("query", "key", "value")
 # Lengths at which an implementation may change its way, and one more and one less of each.
@@ -162,125 +164,76 @@ def _with_shared(case: Case, names: tuple[str, ...]) -> Case:
 # --- Frameworks -------------------------------------------------------------------------------------------------------
 
 
-def inputs(problem: Problem, array: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a call's arrays by name, tensors, slopes and ``weight`` first, and its other arguments.
-
-    Args:
-        problem: The problem.
-        array: Makes an array of the framework of NumPy values and, for what is rounded, a dtype's name.
-    """
-    case, arguments = problem.case, dict(problem.case.arguments)
-    arrays = {name: array(case.arrays[name], problem.dtype) for name in TENSORS}
+def gradients_of(problem: Problem, backend: Backend) -> dict[str, np.ndarray]:
+    """Return the gradients that a problem asks for, and the result where it is kept."""
+    case, arguments, framework = problem.case, dict(problem.case.arguments), backend.framework
     slopes = {"slopes": case.arrays["slopes"]}
     if "future_slopes" in arguments:
         slopes["future_slopes"] = arguments.pop("future_slopes")
+    if "mask" in arguments:
+        mask = arguments["mask"]
+        arguments["mask"] = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    arguments = {name: backend._place(value) for name, value in arguments.items()}
+    tensors = {name: case.arrays[name] for name in TENSORS} | {"weight": case.arrays["cotangent"]}
+    arrays = {name: framework.array(backend.layout(x), problem.dtype) for name, x in tensors.items()}
     for name, values in slopes.items():
-        arrays[name] = array(values[0] if name in problem.shared else values, "float32")
-    arrays["weight"] = array(case.arrays["cotangent"], problem.dtype)
-    for name, value in arguments.items():
-        if name == "mask":
-            arguments[name] = array(value.reshape((1,) * (4 - value.ndim) + value.shape))
-        elif isinstance(value, tuple):
-            arguments[name] = tuple(array(x) for x in value)
-        elif isinstance(value, np.ndarray):
-            arguments[name] = array(value)
-    return arrays, arguments
-
-
-def of_jax(problem: Problem) -> dict[str, np.ndarray]:
-    import jax
-    import jax.numpy as jnp
-
-    import alibi_jax
-
-    def array(values: np.ndarray, dtype: str | None = None) -> Any:
-        made = jnp.asarray(values, None if dtype is None else jnp.dtype(dtype))
-        return jnp.swapaxes(made, 1, 2) if dtype == problem.dtype and made.ndim == 4 else made
-
-    arrays, arguments = inputs(problem, array)
+        arrays[name] = framework.array(np.array(values[0] if name in problem.shared else values), "float32")
+    attention = backend.function(**arguments)
+    asked = {name: arrays[name] for name in problem.wrt}
     fixed = {name: x for name, x in arrays.items() if name not in problem.wrt}
 
     def loss(asked: dict[str, Any], others: dict[str, Any]) -> tuple[Any, Any]:
         given = asked | (fixed if problem.closed_over else others)
         weight = given.pop("weight")
-        result = alibi_jax.attention(**given, **arguments)
-        value = problem.of_result(result, weight, 1)
-        return (value, result) if problem.keeps_result else value
+        result = attention(**given)
+        return problem.of_result(result, weight, 1 if backend.is_length_first else 2), result
 
-    function = jax.grad(loss, has_aux=problem.keeps_result)
-    found = (jax.jit(function) if problem.compiled else function)({x: arrays[x] for x in problem.wrt}, fixed)
-    gradients, result = found if problem.keeps_result else (found, None)
-    gradients = gradients | ({} if result is None else {"result": result})
-    found = {name: np.asarray(x.astype(jnp.float32), np.float64) for name, x in gradients.items()}
-    return {name: np.swapaxes(x, 1, 2) if x.ndim == 4 else x for name, x in found.items()}
+    gradients, result = DIFFERENTIATED[framework.name](problem, loss, asked, fixed)
+    found = {**gradients, **({"result": result} if problem.keeps_result else {})}
+    found = {name: framework.numpy(x) for name, x in found.items()}
+    return {name: backend.layout(x) if x.ndim == 4 else x for name, x in found.items()}
 
 
-def of_torch(problem: Problem) -> dict[str, np.ndarray]:
+def by_jax(problem: Problem, loss: Any, asked: dict[str, Any], fixed: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    import jax
+
+    function = jax.grad(loss, has_aux=True) if problem.keeps_result else jax.grad(lambda *x: loss(*x)[0])
+    found = (jax.jit(function) if problem.compiled else function)(asked, fixed)
+    return found if problem.keeps_result else (found, None)
+
+
+def by_torch(problem: Problem, loss: Any, asked: dict[str, Any], fixed: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     import torch
 
-    import alibi_torch
-
-    def array(values: np.ndarray, dtype: str | None = None) -> Any:
-        made = torch.from_numpy(np.array(values))
-        return made if dtype is None else made.to(getattr(torch, dtype))
-
-    arrays, arguments = inputs(problem, array)
-    fixed = {name: x for name, x in arrays.items() if name not in problem.wrt}
-
-    def loss(asked: dict[str, Any], others: dict[str, Any]) -> tuple[Any, Any]:
-        given = asked | (fixed if problem.closed_over else others)
-        weight = given.pop("weight")
-        result = alibi_torch.attention(**given, **arguments)
-        return problem.of_result(result, weight, 2), result
-
-    asked = {name: arrays[name].requires_grad_() for name in problem.wrt}
+    asked = {name: x.requires_grad_() for name, x in asked.items()}
     if problem.compiled:
         torch._dynamo.reset()
     value, result = (torch.compile(loss) if problem.compiled else loss)(asked, fixed)
-    gradients = dict(zip(problem.wrt, torch.autograd.grad(value, list(asked.values())), strict=True))
-    gradients |= {"result": result.detach()} if problem.keeps_result else {}
-    return {name: x.to(torch.float64).numpy() for name, x in gradients.items()}
+    return dict(zip(asked, torch.autograd.grad(value, list(asked.values())), strict=True)), result
 
 
-def of_mlx(problem: Problem) -> dict[str, np.ndarray]:
+def by_mlx(problem: Problem, loss: Any, asked: dict[str, Any], fixed: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     import mlx.core as mx
 
-    import alibi_mlx
-
-    def array(values: np.ndarray, dtype: str | None = None) -> Any:
-        made = mx.array(np.asarray(values, np.float32 if np.asarray(values).dtype == np.float64 else None))
-        made = made if dtype is None else made.astype(getattr(mx, dtype))
-        mx.eval(made)  # mx.compile closes over no array that is yet to be computed
-        return made
-
-    arrays, arguments = inputs(problem, array)
-    fixed = {name: x for name, x in arrays.items() if name not in problem.wrt}
-
-    def loss(asked: dict[str, Any], others: dict[str, Any]) -> Any:
-        given = asked | (fixed if problem.closed_over else others)
-        weight = given.pop("weight")
-        result = alibi_mlx.attention(**given, **arguments)
-        return problem.of_result(result, weight, 2), result
-
+    mx.eval(*asked.values(), *fixed.values())  # mx.compile closes over no array that is yet to be computed
     function = mx.value_and_grad(loss)
-    found = (mx.compile(function) if problem.compiled else function)(
-        {x: arrays[x] for x in problem.wrt}, {} if problem.closed_over else fixed
-    )
-    (_, result), gradients = found
-    gradients |= {"result": result} if problem.keeps_result else {}
-    return {name: np.array(x.astype(mx.float32)).astype(np.float64) for name, x in gradients.items()}
+    compiled = mx.compile(function) if problem.compiled else function
+    (_, result), gradients = compiled(asked, {} if problem.closed_over else fixed)
+    return gradients, result
 
 
+DIFFERENTIATED = {"jax": by_jax, "torch": by_torch, "mlx": by_mlx}
 # Programs take JAX seconds to compile, and PyTorch a minute.
-FRAMEWORKS = {"jax": (of_jax, 0.8), "torch": (of_torch, 0.005), "mlx": (of_mlx, 0.5)}
+COMPILED = {"jax": 0.8, "torch": 0.005, "mlx": 0.5}  # a share of problems
 
 
 # --- The fuzz ---------------------------------------------------------------------------------------------------------
 
 
-def departures(problem: Problem, gradients: Callable[[Problem], dict[str, np.ndarray]]) -> tuple[list[str], float]:
+def departures(problem: Problem, framework: str) -> tuple[list[str], float]:
     """Return what is wrong with a framework's gradients, and the largest share of a budget that is used up."""
-    exact, actual = problem.exact(), gradients(problem)
+    exact = problem.exact()
+    actual = gradients_of(problem, Backend(FRAMEWORK[framework], f"alibi_{framework}", None))
     wrong, most = [], 0.0
     for name, answer in exact.items():
         distance = np.abs(actual[name] - answer.value)
@@ -294,20 +247,19 @@ def departures(problem: Problem, gradients: Callable[[Problem], dict[str, np.nda
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--framework", choices=[*FRAMEWORKS, "all"], default="all")
+    parser.add_argument("--framework", choices=[*COMPILED, "all"], default="all")
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--count", type=int, help="how many problems, in place of minutes")
     parser.add_argument("--seed", type=int, default=0, help="of the first problem")
     options = parser.parse_args()
-    names = list(FRAMEWORKS) if options.framework == "all" else [options.framework]
+    names = list(COMPILED) if options.framework == "all" else [options.framework]
     counts, failures, most = collections.Counter[str](), 0, 0.0
     end, seed = time.monotonic() + 60 * options.minutes, options.seed
     while seed < options.seed + options.count if options.count else time.monotonic() < end:
         for name in names:
-            gradients, share = FRAMEWORKS[name]
-            problem = Problem.drawn(seed, compiled=share)
+            problem = Problem.drawn(seed, compiled=COMPILED[name])
             try:
-                wrong, used = departures(problem, gradients)
+                wrong, used = departures(problem, name)
             except Exception as error:  # one that a call should not raise is a finding, and the next one is wanted too
                 wrong, used = [f"{type(error).__name__}: {str(error)[:300]}"], 0.0
             counts[name] += 1
