@@ -41,9 +41,9 @@ from alibi_core.conformance._cases.oracle import (
     assert_within,
     penalties,
     rounded,
-    summed_over_batch,
 )
 from alibi_torch import AlibiAttention, attention, parallel
+from tests.support.divided import assert_exact
 
 WORLD = 4
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -236,32 +236,7 @@ def run(case: Case, group: Any, **options: Any) -> dict[str, np.ndarray]:
 
 def compared(case: Case, found: dict[str, np.ndarray]) -> None:
     """Assert that outputs and gradients are the exact ones, but for rounding and the tolerance."""
-    exact = {name: x if name == "ids" else rounded(x, case.dtype) for name, x in case.arrays().items()}
-    shape = (case.batch, len(case.slopes), case.length, case.length)
-    ids = exact["ids"] if case.cuts else None
-
-    def rules(slopes: Any, future: Any) -> Rules:
-        future = None if future is None else rounded(future, "float32")
-        return Rules(rounded(slopes, "float32"), 0, case.is_causal, future, ids, ids, case.window_size)
-
-    bias = penalties(rules(case.slopes, case.future_slopes), *shape)
-    tensors = [exact[name] for name in TENSORS]
-    problem = Attention(*tensors, bias=bias, scale=case.head_dim**-0.5, dtype=case.dtype)
-    assert_within(found["result"], problem.output_without(case.share))
-    ones = np.ones(len(case.slopes))
-    zeros = None if case.future_slopes is None else 0 * ones
-    for name, (slopes, future) in {"slopes": (ones, zeros), "future_slopes": (0 * ones, ones)}.items():
-        if name not in found:
-            continue
-        distances = -penalties(rules(slopes, future), *shape)
-        distances = np.where(np.isfinite(distances), distances, 0)
-        answers = problem.gradients_without(case.share, exact["cotangent"], distances)
-        answers[name] = summed_over_batch(answers.pop("slopes"))
-        for which, answer in answers.items():
-            try:
-                assert_within(found[which], answer)
-            except AssertionError as error:
-                raise AssertionError(f"gradient of {which}, {error}") from None
+    assert_exact(case, case.arrays(), found, case.share, has_segments=bool(case.cuts))
 
 
 def check(case: Case) -> None:

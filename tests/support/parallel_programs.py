@@ -33,11 +33,11 @@ from alibi_core.conformance._cases.oracle import (
     assert_within,
     penalties,
     rounded,
-    summed_over_batch,
 )
 from alibi_jax import TPU, KVCache, parallel
 from alibi_jax.caches._kv_cache import empty_cache
 from alibi_jax.parallel import _forward as _parallel_forward
+from tests.support.divided import assert_exact
 
 STEEP = (2.0, 0.7, 0.3, 0.1)
 
@@ -240,41 +240,8 @@ class Compiled:
     def check(self, case: Case) -> None:
         """Assert that outputs and gradients are the exact ones, but for rounding and the tolerance."""
         program, arrays = self.program, case.arrays(self.program)
-        found = self.run(arrays)
-        exact = {name: x if name == "ids" else rounded(x, program.dtype) for name, x in arrays.items()}
-        shape = (program.batch, len(program.slopes), program.length, program.length)
-        ids = exact["ids"] if program.has_segments else None
-
-        def rules(slopes: Any, future: Any) -> Rules:
-            return Rules(
-                rounded(slopes, "float32"),
-                0,
-                program.is_causal,
-                None if future is None else rounded(future, "float32"),
-                ids,
-                ids,
-                program.window_size,
-            )
-
-        tensors = [exact[name] for name in ("query", "key", "value")]
-        bias = penalties(rules(program.slopes, program.future_slopes), *shape)
-        problem = Attention(*tensors, bias=bias, scale=program.head_dim**-0.5, dtype=program.dtype)
         share = UNIT_ROUNDOFF[program.dtype]
-        assert_within(found["result"], problem.output_without(share))
-        ones = np.ones(shape[1])
-        zeros = None if program.future_slopes is None else 0 * ones
-        for name, (slopes, future) in {"slopes": (ones, zeros), "future_slopes": (0 * ones, ones)}.items():
-            if name not in found:
-                continue
-            distances = -penalties(rules(slopes, future), *shape)
-            distances = np.where(np.isfinite(distances), distances, 0)
-            answers = problem.gradients_without(share, exact["cotangent"], distances)
-            answers[name] = summed_over_batch(answers.pop("slopes"))
-            for which, answer in answers.items():
-                try:
-                    assert_within(found[which], answer)
-                except AssertionError as error:
-                    raise AssertionError(f"gradient of {which}, {error}") from None
+        assert_exact(program, arrays, self.run(arrays), share, has_segments=program.has_segments)
 
 
 def checked(program: Program) -> int:
