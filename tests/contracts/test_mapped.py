@@ -24,11 +24,11 @@ from alibi_core.conformance._cases.oracle import (
     penalties,
     summed_over_batch,
 )
-from tests.support.frameworks import MLX, TORCH, Backend, _param
+from tests.support.frameworks import MLX, TORCH, Backend, param
 from tests.support.tiles import Tiling
 
 BACKENDS = [
-    _param(Backend(f, f"alibi_{f.name}", name), f"{f.name}-{name}", f)
+    param(Backend(f, f"alibi_{f.name}", name), f"{f.name}-{name}", f)
     for f in (TORCH, MLX)
     for name in ("tiled", "dense")
 ]

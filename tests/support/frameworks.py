@@ -209,15 +209,15 @@ _BACKENDS = [
 ]
 
 
-def _param(item: Any, name: str, framework: Framework) -> Any:
+def param(item: Any, name: str, framework: Framework) -> Any:
     module = framework.module.partition(".")[0]
     missing = importlib.util.find_spec(module) is None
     return pytest.param(item, id=name, marks=pytest.mark.skipif(missing, reason=f"{module} is not installed"))
 
 
-FRAMEWORKS = [_param(f, f.name, f) for f in (NUMPY, STRICT, TORCH, JAX, MLX, DASK)]
-COMPILERS = [_param(f, f.name, f) for f in (TORCH, JAX, MLX)]
-BACKENDS = [_param(b, b.name, b.framework) for b in _BACKENDS]
-LAYER_BACKENDS = [_param(b, b.name, b.framework) for b in _BACKENDS if b.module != "alibi_core"]
-LIBRARIES = [_param(Backend(f, f"alibi_{f.name}", None), f.name, f) for f in (TORCH, JAX, MLX)]
-DIFFERENTIABLE = [_param(b, b.name, b.framework) for b in _BACKENDS if b.framework.name in _GRADIENTS]
+FRAMEWORKS = [param(f, f.name, f) for f in (NUMPY, STRICT, TORCH, JAX, MLX, DASK)]
+COMPILERS = [param(f, f.name, f) for f in (TORCH, JAX, MLX)]
+BACKENDS = [param(b, b.name, b.framework) for b in _BACKENDS]
+LAYER_BACKENDS = [param(b, b.name, b.framework) for b in _BACKENDS if b.module != "alibi_core"]
+LIBRARIES = [param(Backend(f, f"alibi_{f.name}", None), f.name, f) for f in (TORCH, JAX, MLX)]
+DIFFERENTIABLE = [param(b, b.name, b.framework) for b in _BACKENDS if b.framework.name in _GRADIENTS]
