@@ -20,8 +20,8 @@ class Explanation:
         refusals: Why others cannot run the call, by name.
         tolerance: The share of softmax weight that may be left out.
         error_bound: How far that can move an element of the result, beside rounding: ``2 * tolerance * max|value|``.
-        horizons: ``[batch, num_heads]`` floats, tokens: the distance from which on no query of the head needs a key
-            behind it. Infinite where one needs every key.
+        horizons: ``[batch, num_heads]``, NumPy's float64, tokens: the distance from which on no query of the head needs
+            a key behind it. Infinite where one needs every key.
         scores_visible: Pairs of queries and keys that causality and the window leave, over batch entries and heads.
         scores_computed: Pairs that the implementation computes; more than are visible where tiles straddle an edge.
     """

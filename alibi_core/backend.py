@@ -24,6 +24,16 @@ from alibi_core._arrays import (
 )
 from alibi_core._attention import dense_attention
 from alibi_core._bias import key_bias, relative_positions, working_dtype
+from alibi_core._caching import (
+    EvictionPolicy,
+    EvictionRules,
+    HeadGroup,
+    cache_summary,
+    check_new_tokens,
+    check_room,
+    check_span,
+    check_truncated,
+)
 from alibi_core._call import LENGTH_FIRST
 from alibi_core._contracts import named
 from alibi_core._explanation import Explanation, visible_pairs
@@ -45,7 +55,7 @@ from alibi_core._horizon import (
     reach,
     tolerance_of,
 )
-from alibi_core._models import AlibiConfig, Checkpoint, LayerShape
+from alibi_core._models import AlibiConfig, Checkpoint, LayerShape, fixed_or_scheme_slopes
 from alibi_core._sharding import HALO_SHARE
 from alibi_core._slopes import slope_values, slopes
 
@@ -59,7 +69,10 @@ __all__ = [
     "UNIT_ROUNDOFF",
     "AlibiConfig",
     "Checkpoint",
+    "EvictionPolicy",
+    "EvictionRules",
     "Explanation",
+    "HeadGroup",
     "Job",
     "LayerShape",
     "TileSizes",
@@ -67,9 +80,15 @@ __all__ = [
     "boolean",
     "broadcastable",
     "by_block",
+    "cache_summary",
+    "check_new_tokens",
+    "check_room",
+    "check_span",
+    "check_truncated",
     "checks",
     "dense_attention",
     "entry_of",
+    "fixed_or_scheme_slopes",
     "floating_array",
     "floating_dtype",
     "host_values",

@@ -125,7 +125,7 @@ class Checkpoint:
 
 def _sources(family: Family, prefix: str) -> dict[str, Source]:
     config, names = family.config, family.names
-    width, hidden = config.d_model, config.hidden_dim
+    width, hidden = config.embed_dim, config.hidden_dim
     fused = (config.num_heads + 2 * (config.num_kv_heads or config.num_heads)) * config.head_dim
     sources: dict[str, Source] = {}
 

@@ -2,32 +2,61 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from alibi_core._arrays import checks
+from alibi_core._models.layer_shape import LayerShape
 
 BLOCKS = ("sequential", "normed_residual", "parallel", "shared_norm")
 ACTIVATIONS = ("gelu", "gelu_tanh")
-_SWITCHES = ("causal", "bias", "feed_forward_bias", "norm_bias", "embedding_norm", "scale_embedding", "tied_head")
+_SWITCHES = ("is_causal", "bias", "feed_forward_bias", "norm_bias", "embedding_norm", "scale_embedding", "tied_head")
 
 
+def _also_spelled(**spellings: str) -> Callable[[type], type]:
+    """Return a decorator that lets fields of a class be given, and read, by other names, too."""
+
+    def decorate(cls: Any) -> Any:
+        init = cls.__init__
+
+        @functools.wraps(init)
+        def with_other_spellings(self: Any, *values: Any, **options: Any) -> None:
+            for other, name in spellings.items():
+                if other in options:
+                    options[name] = options.pop(other)
+            init(self, *values, **options)
+
+        cls.__init__ = with_other_spellings
+        for other, name in spellings.items():
+            setattr(cls, other, property(operator.attrgetter(name), doc=f"Same as ``{name}``."))
+        return cls
+
+    return decorate
+
+
+@_also_spelled(d_model="embed_dim", causal="is_causal")
 @dataclass(frozen=True)
 class AlibiConfig:
-    """The shape of an ALiBi transformer.
+    """The shape of an ALiBi transformer, in the words of the attention layers.
+
+    ``embed_dim`` may be spelled ``d_model``, and ``is_causal`` ``causal``: where both are given, as by
+    ``dataclasses.replace``, that spelling counts.
 
     Args:
         num_layers: Number of blocks, each an attention layer and a feed-forward layer.
-        d_model: Features a token.
-        num_heads: Attention heads; must divide ``d_model``.
+        embed_dim: Features a token.
+        num_heads: Attention heads; must divide ``embed_dim``.
         max_len: Length the model is trained at, in tokens. A record, never a limit: longer inputs are what ALiBi is
             for.
         dropout: Probability, while training, that a feature of a layer's output is dropped; at least 0, below 1.
-        causal: True for a decoder, whose tokens see those before them; False for an encoder with symmetric bias.
-        expansion_factor: Width of the feed-forward layers, in multiples of ``d_model``.
+        is_causal: True for a decoder, whose tokens see those before them; False for an encoder with symmetric bias.
+        expansion_factor: Width of the feed-forward layers, in multiples of ``embed_dim``.
         num_kv_heads: Key and value heads; must divide ``num_heads``. Default ``num_heads``.
         bias: Whether the attention layers' projections add a bias vector.
         block: How attention and feed-forward layer are put together. ``"sequential"``: one after the other, each on
@@ -35,7 +64,7 @@ class AlibiConfig:
             ``"parallel"``: both on the block's input, each with a norm of its own. ``"shared_norm"``: both on one norm
             of it.
         activation: Of the feed-forward layers: ``"gelu"``, or ``"gelu_tanh"``, its approximation by ``tanh``.
-        feed_forward_dim: Width of the feed-forward layers. Default ``expansion_factor * d_model``.
+        feed_forward_dim: Width of the feed-forward layers. Default ``expansion_factor * embed_dim``.
         feed_forward_bias: Whether the feed-forward layers add bias vectors.
         norm_bias: Whether layer norms do.
         norm_epsilon: What layer norms add to the variance.
@@ -43,24 +72,28 @@ class AlibiConfig:
         scale: Factor of the scores. Default ``head_dim ** -0.5``. The bias is not scaled.
         clip_qkv: What queries, keys and values are clipped to, on either side of 0. Default: they are not.
         embedding_norm: Whether a language model normalises its embeddings.
-        scale_embedding: Whether a language model multiplies its embeddings by ``sqrt(d_model)``.
+        scale_embedding: Whether a language model multiplies its embeddings by ``sqrt(embed_dim)``.
         tied_head: Whether a language model reads out logits with the matrix that embeds its tokens.
+        future_slopes: One slope a head for keys after the query, for an asymmetric encoder. Default: ``slopes``.
+        learnable_slopes: Whether slopes are trained, starting from ``slopes``.
+        window_size: Keys farther than this many tokens are masked. Default: none are.
+        implementation: As for the backend's ``attention``, which checks it.
 
     Raises:
         TypeError: If a field is of the wrong kind.
         ValueError: If a value is out of range or does not divide what it must.
 
     Example:
-        >>> AlibiConfig(num_layers=2, causal=False).head_dim
+        >>> AlibiConfig(num_layers=2, is_causal=False).head_dim
         32
     """
 
     num_layers: int = 6
-    d_model: int = 256
+    embed_dim: int = 256
     num_heads: int = 8
     max_len: int = 256
     dropout: float = 0.1
-    causal: bool = True
+    is_causal: bool = True
     expansion_factor: int = 1
     num_kv_heads: int | None = None
     bias: bool = False
@@ -76,10 +109,16 @@ class AlibiConfig:
     embedding_norm: bool = False
     scale_embedding: bool = True
     tied_head: bool = True
+    future_slopes: tuple[float, ...] | None = None
+    learnable_slopes: bool = False
+    window_size: int | None = None
+    implementation: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "d_model", "num_heads", "max_len", "expansion_factor"):
+        for name in ("num_layers", "embed_dim", "num_heads", "max_len", "expansion_factor"):
             checks.positive_int(name, getattr(self, name))
+        if self.embed_dim % self.num_heads:
+            raise ValueError(f"embed_dim must be a multiple of num_heads ({self.num_heads}), got {self.embed_dim}")
         for name in _SWITCHES:
             checks.boolean(name, getattr(self, name))
         checks.one_of("block", self.block, BLOCKS)
@@ -88,34 +127,31 @@ class AlibiConfig:
         for name in ("scale", "clip_qkv"):
             if getattr(self, name) is not None:
                 checks.positive_number(name, getattr(self, name))
-        if not 0 <= checks.real_number("dropout", self.dropout) < 1:
-            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
-        if self.d_model % self.num_heads:
-            raise ValueError(f"d_model must be a multiple of num_heads ({self.num_heads}), got {self.d_model}")
-        if self.num_kv_heads is not None and self.num_heads % checks.positive_int("num_kv_heads", self.num_kv_heads):
-            raise ValueError(f"num_kv_heads must divide num_heads ({self.num_heads}), got {self.num_kv_heads}")
         if self.feed_forward_dim is not None:
             checks.positive_int("feed_forward_dim", self.feed_forward_dim)
-        if self.slopes is not None:
-            self._check_slopes(self.slopes)
+        for name in ("slopes", "future_slopes"):
+            self._check_slopes(name, getattr(self, name))
+        options = self.attention_options
+        del options["implementation"]
+        LayerShape.check(**options)
 
-    def _check_slopes(self, slopes: tuple[float, ...]) -> None:
+    def _check_slopes(self, name: str, slopes: Any) -> None:
+        if slopes is None:
+            return
         if not isinstance(slopes, tuple):
-            raise TypeError(f"slopes must be a tuple of numbers, got {type(slopes).__name__}")
-        if len(slopes) != self.num_heads:
-            raise ValueError(f"slopes must be one a head ({self.num_heads}), got {len(slopes)}")
+            raise TypeError(f"{name} must be a tuple of numbers, got {type(slopes).__name__}")
         for slope in slopes:
-            checks.non_negative_number("slopes", slope)
+            checks.non_negative_number(name, slope)
 
     @property
     def head_dim(self) -> int:
         """Features a head."""
-        return self.d_model // self.num_heads
+        return self.embed_dim // self.num_heads
 
     @property
     def hidden_dim(self) -> int:
         """Width of the feed-forward layers."""
-        return self.expansion_factor * self.d_model if self.feed_forward_dim is None else self.feed_forward_dim
+        return self.expansion_factor * self.embed_dim if self.feed_forward_dim is None else self.feed_forward_dim
 
     @property
     def query_factor(self) -> float:
@@ -125,12 +161,9 @@ class AlibiConfig:
     @property
     def attention_options(self) -> dict[str, Any]:
         """The arguments of every backend's ``AlibiAttention``, slopes as a NumPy array."""
-        return {
-            "embed_dim": self.d_model,
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "bias": self.bias,
-            "is_causal": self.causal,
-            "slopes": None if self.slopes is None else np.asarray(self.slopes, np.float32),
-            "dropout": self.dropout,
+        arrays = {
+            name: None if values is None else np.asarray(values, np.float32)
+            for name, values in (("slopes", self.slopes), ("future_slopes", self.future_slopes))
         }
+        names = ("embed_dim", "num_heads", "num_kv_heads", "bias", "is_causal", "learnable_slopes", "window_size")
+        return arrays | {name: getattr(self, name) for name in (*names, "dropout", "implementation")}

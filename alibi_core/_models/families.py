@@ -244,7 +244,7 @@ def _falcon_block(settings: Settings, grouped: bool) -> tuple[str, tuple[str, st
 
 def _common(settings: Settings, width: int, hidden: int | None = None) -> dict[str, Any]:
     return {
-        "d_model": width,
+        "embed_dim": width,
         "max_len": settings.get("seq_length", "max_position_embeddings", default=2048),
         "dropout": 0.0,
         "feed_forward_dim": 4 * width if hidden is None else hidden,

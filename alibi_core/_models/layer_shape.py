@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alibi_core._arrays import Device, Namespace, asarray, astype, checks, host_values, namespace_of
-from alibi_core._slopes import slope_values
+from alibi_core._slopes import slope_values, slopes
 
 
 @dataclass(frozen=True)
@@ -93,3 +93,12 @@ class LayerShape:
         if slopes is not None:
             return astype(xp, slopes, xp.float32)
         return asarray(xp, slope_values(self.num_heads), xp.float32, device)
+
+
+def fixed_or_scheme_slopes(num_heads: int, given: Any | None, scheme: str | None) -> Any:
+    """Return the slopes that a module of the bias is given, or those of a scheme, as a NumPy array."""
+    if given is None:
+        return slopes(num_heads, scheme="canonical" if scheme is None else scheme)
+    if scheme is not None:
+        raise ValueError(f"scheme must be None when slopes are given, got {scheme!r}")
+    return given

@@ -10,13 +10,15 @@ except ModuleNotFoundError as error:
         "install with pip install 'alibi-core[jax]'"
     ) from error
 
-from alibi_core.backend import AlibiConfig, Explanation
+from alibi_core.backend import Explanation
 from alibi_jax._attention import attention
 from alibi_jax._explain import explain
 from alibi_jax._tpu import TPU
-from alibi_jax.caches import KVCache
+from alibi_jax.caches import EvictingKVCache, KVCache
 from alibi_jax.nn import (
     AlibiAttention,
+    AlibiBias,
+    AlibiConfig,
     AlibiLanguageModel,
     AlibiTransformer,
     attention_fn,
@@ -28,9 +30,11 @@ from alibi_jax.nn import (
 __all__ = [
     "TPU",
     "AlibiAttention",
+    "AlibiBias",
     "AlibiConfig",
     "AlibiLanguageModel",
     "AlibiTransformer",
+    "EvictingKVCache",
     "Explanation",
     "KVCache",
     "attention",

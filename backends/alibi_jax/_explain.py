@@ -44,7 +44,7 @@ def explain(
         **arguments: Likewise.
 
     Returns:
-        The explanation.
+        The explanation, its horizons in NumPy.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As the call would.

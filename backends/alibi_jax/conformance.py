@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from alibi_core.conformance import BackendAdapter, Library
-from alibi_jax import caches
 from alibi_jax._attention import attention
 from alibi_jax.caches import KVCache
+
+__all__ = ["adapters"]
 
 DTYPES = ("float32", "float16", "bfloat16")
 Fixed = tuple[tuple[str, bool | int | float], ...]
@@ -105,7 +106,7 @@ def _decode_step(
 ) -> tuple[jax.Array, KVCache]:
     if cache is None:
         batch, heads, _, head_dim = key.shape
-        cache = caches.empty_cache(batch, BackendAdapter.MAX_LENGTH, heads, head_dim, key.dtype)
+        cache = KVCache.make(batch, heads, BackendAdapter.MAX_LENGTH, head_dim, dtype=key.dtype)
     result: tuple[jax.Array, KVCache] = _step(implementation, query, key, value, slopes, cache)
     return result
 
@@ -116,6 +117,6 @@ def _step(
 ) -> tuple[jax.Array, KVCache]:
     """Decode as users do, with one program for all steps of as many tokens."""
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-    longer, _ = caches.append(cache, key, value)
-    result = caches.attend(longer, query, slopes, cache.length, implementation)
+    longer = cache.append(key, value)
+    result = longer.attend(query, slopes, implementation=implementation)
     return jnp.swapaxes(result, 1, 2), longer

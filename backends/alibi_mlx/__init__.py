@@ -5,14 +5,15 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("alibi_mlx needs MLX; install with pip install 'alibi-core[mlx]'") from error
 
-from alibi_core.backend import AlibiConfig, Explanation
+from alibi_core.backend import Explanation
 from alibi_mlx._attention import attention
 from alibi_mlx._explain import explain
 from alibi_mlx.caches import EvictingKVCache, KVCache
-from alibi_mlx.nn import AlibiAttention, AlibiLanguageModel, AlibiTransformer, load_checkpoint
+from alibi_mlx.nn import AlibiAttention, AlibiBias, AlibiConfig, AlibiLanguageModel, AlibiTransformer, load_checkpoint
 
 __all__ = [
     "AlibiAttention",
+    "AlibiBias",
     "AlibiConfig",
     "AlibiLanguageModel",
     "AlibiTransformer",

@@ -13,6 +13,8 @@ from alibi_core.conformance import BackendAdapter, Library
 from alibi_mlx._attention import attention
 from alibi_mlx.caches import KVCache
 
+__all__ = ["adapters"]
+
 DTYPES = ("float32", "float16", "bfloat16")
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import array_api_compat.torch as xp
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,7 +41,7 @@ def explain(
         **arguments: Likewise.
 
     Returns:
-        The explanation.
+        The explanation, its horizons in NumPy.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As the call would.
@@ -74,13 +75,13 @@ def explain(
             tensors = [x.detach().reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key)]
             entries = [_entry(flat, index, *tensors, tolerance, chosen, known) for index in range(flat.batch[0])]
             largest = max(abs(x.item()) for x in torch.aminmax(value.detach()))
-    none = torch.zeros(math.prod(call.batch), call.num_heads, dtype=torch.float64)
+    none = np.zeros((math.prod(call.batch), call.num_heads))
     return Explanation(
         implementation=chosen,
         refusals={name: reason for name, reason in reasons.items() if reason is not None},
         tolerance=tolerance,
         error_bound=2 * tolerance * largest,
-        horizons=torch.stack([x[0] for x in entries]) if entries else none,
+        horizons=np.stack([x[0] for x in entries]) if entries else none,
         scores_visible=sum(x[1] for x in entries),
         scores_computed=sum(x[2] for x in entries),
     )
@@ -94,15 +95,15 @@ def _entry(
     tolerance: float,
     chosen: str,
     known: KeyNorms | None,
-) -> tuple[Tensor, int, int]:
+) -> tuple[np.ndarray, int, int]:
     """Return the horizons ``[num_heads]`` of one batch entry, and the scores that are visible and computed in it."""
     call = entry_of(flat, index)
     tensors = query[index : index + 1], key[index : index + 1]
     norms = None if known is None else known.of_entries(slice(index, index + 1))
     ranges = needed_keys(call, *tensors, tolerance, norms)
-    reach = torch.from_numpy(ranges.past).amax(dim=1).double()
+    reach = ranges.past.max(axis=1).astype(np.float64)
     # No key is further back than the first is from the last query.
-    horizons = torch.where(reach >= min(ENDLESS, call.q_offset + call.q_len), math.inf, reach)
+    horizons = np.where(reach >= min(ENDLESS, call.q_offset + call.q_len), math.inf, reach)
     if chosen == "tiled":
         planned = jobs(call, *tensors, tolerance, norms)
         computed = sum((x.heads.stop - x.heads.start) * x.tiles * x.rows * x.kv_len for x in planned)

@@ -14,6 +14,8 @@ from alibi_core.conformance import BackendAdapter, Library
 from alibi_torch._attention import attention
 from alibi_torch.caches import KVCache
 
+__all__ = ["adapters"]
+
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 

@@ -20,7 +20,6 @@ from flax import nnx
 
 import alibi_core
 import alibi_jax
-from alibi_jax.caches import append, attend
 from benchmarks import harness
 from benchmarks.attention.backend import Call, Contestant, Decode
 from benchmarks.attention.exact import Reference, sample
@@ -199,10 +198,10 @@ def _cached(query: jax.Array, key: jax.Array, value: jax.Array) -> Call:
     """
     batch, length, num_heads, head_dim = key.shape
     layer = alibi_jax.AlibiAttention(num_heads * head_dim, num_heads, dtype=key.dtype, rngs=nnx.Rngs(0))
-    cache, _ = append(layer.make_cache(batch, length + 8), key, value)
+    cache = layer.make_cache(batch, length + 8).append(key, value)
 
     def attend_to(query: jax.Array, cache: alibi_jax.KVCache) -> jax.Array:
-        return attend(cache, query, alibi_core.slopes(num_heads, xp=jnp), cache.length - query.shape[1], None)
+        return cache.attend(query, alibi_core.slopes(num_heads, xp=jnp))
 
     return compiled_call(attend_to, query, cache)
 

@@ -9,7 +9,7 @@ from torch import nn  # noqa: E402
 from alibi_torch.nn._language_model import AlibiLanguageModel  # noqa: E402
 from alibi_torch.nn._transformer import AlibiConfig, AlibiTransformer  # noqa: E402
 
-SMALL = AlibiConfig(num_layers=3, d_model=28, num_heads=7, max_len=11, dropout=0.0, expansion_factor=2)
+SMALL = AlibiConfig(num_layers=3, embed_dim=28, num_heads=7, max_len=11, dropout=0.0, expansion_factor=2)
 VOCAB_SIZE = 31
 
 
@@ -46,18 +46,18 @@ def test_config_has_the_customary_defaults():
     [
         ("num_layers", 0, ValueError, "num_layers must be at least 1, got 0"),
         ("num_layers", 2.0, TypeError, "num_layers must be an integer, got 2.0"),
-        ("d_model", -8, ValueError, "d_model must be at least 1, got -8"),
-        ("d_model", 100, ValueError, r"d_model must be a multiple of num_heads \(8\), got 100"),
+        ("d_model", -8, ValueError, "embed_dim must be at least 1, got -8"),
+        ("d_model", 100, ValueError, r"embed_dim must be a multiple of num_heads \(8\), got 100"),
         ("num_heads", True, TypeError, "num_heads must be an integer, got True"),
-        ("num_heads", 7, ValueError, r"d_model must be a multiple of num_heads \(7\), got 256"),
+        ("num_heads", 7, ValueError, r"embed_dim must be a multiple of num_heads \(7\), got 256"),
         ("max_len", 0, ValueError, "max_len must be at least 1, got 0"),
-        ("dropout", 1.0, ValueError, "dropout must be at least 0 and below 1, got 1.0"),
-        ("dropout", -0.1, ValueError, "dropout must be at least 0 and below 1, got -0.1"),
+        ("dropout", 1.0, ValueError, r"dropout must be in \[0, 1\), got 1.0"),
+        ("dropout", -0.1, ValueError, r"dropout must be in \[0, 1\), got -0.1"),
         ("dropout", float("nan"), ValueError, "dropout must be finite, got nan"),
         ("dropout", "0.1", TypeError, "dropout must be a real number, got '0.1'"),
-        ("causal", 1, TypeError, "causal must be True or False, got 1"),
+        ("causal", 1, TypeError, "is_causal must be True or False, got 1"),
         ("expansion_factor", 0, ValueError, "expansion_factor must be at least 1, got 0"),
-        ("num_kv_heads", 3, ValueError, r"num_kv_heads must divide num_heads \(8\), got 3"),
+        ("num_kv_heads", 3, ValueError, r"num_kv_heads must divide num_heads, 8, got 3"),
         ("num_kv_heads", 0, ValueError, "num_kv_heads must be at least 1, got 0"),
         ("bias", None, TypeError, "bias must be True or False, got None"),
         ("norm_bias", 1, TypeError, "norm_bias must be True or False, got 1"),
@@ -68,8 +68,12 @@ def test_config_has_the_customary_defaults():
         ("scale", -1.0, ValueError, "scale must be positive, got -1.0"),
         ("clip_qkv", 0, ValueError, "clip_qkv must be positive, got 0"),
         ("slopes", [0.5] * 8, TypeError, "slopes must be a tuple of numbers, got list"),
-        ("slopes", (0.5,), ValueError, r"slopes must be one a head \(8\), got 1"),
+        ("slopes", (0.5,), ValueError, r"slopes must have shape \(8,\) \(num_heads\), got \(1,\)"),
         ("slopes", (-0.5,) * 8, ValueError, "slopes must not be negative, got -0.5"),
+        ("future_slopes", (0.5,) * 8, ValueError, "future_slopes must be None when is_causal=True"),
+        ("future_slopes", 0.5, TypeError, "future_slopes must be a tuple of numbers, got float"),
+        ("learnable_slopes", 1, TypeError, "learnable_slopes must be True or False, got 1"),
+        ("window_size", -1, ValueError, "window_size must not be negative, got -1"),
     ],
 )
 def test_config_refuses(name, value, error, message):
@@ -84,12 +88,12 @@ def test_quick_start_shapes():
 
 @pytest.mark.parametrize("shape", [(2, 5, 27), (5, 28), (2, 3, 5, 28)])
 def test_transformer_names_the_width_it_wants(shape):
-    with pytest.raises(ValueError, match=r"^x must have shape \(batch, length, d_model 28\), got"):
+    with pytest.raises(ValueError, match=r"^x must have shape \(batch, length, embed_dim 28\), got"):
         AlibiTransformer(SMALL)(torch.randn(shape))
 
 
 def test_max_len_is_no_limit_and_changes_nothing():
-    x = torch.randn(2, 4 * SMALL.max_len + 1, SMALL.d_model)
+    x = torch.randn(2, 4 * SMALL.max_len + 1, SMALL.embed_dim)
     model = AlibiTransformer(SMALL)
     recorded = AlibiTransformer(dataclasses.replace(SMALL, max_len=2))
     recorded.load_state_dict(model.state_dict())
@@ -97,28 +101,28 @@ def test_max_len_is_no_limit_and_changes_nothing():
 
 
 def test_decoder_does_not_look_ahead():
-    model, x = AlibiTransformer(SMALL), torch.randn(2, 13, SMALL.d_model)
+    model, x = AlibiTransformer(SMALL), torch.randn(2, 13, SMALL.embed_dim)
     changed = x.clone()
-    changed[:, 7:] = torch.randn(2, 6, SMALL.d_model)
+    changed[:, 7:] = torch.randn(2, 6, SMALL.embed_dim)
     difference = (model(x) - model(changed)).detach().abs().amax(dim=(0, 2))
-    assert difference[:7].max() <= rounding(SMALL.d_model)
+    assert difference[:7].max() <= rounding(SMALL.embed_dim)
     assert difference[7:].min() > 1e-2
 
 
 def test_encoder_reads_both_ways_alike():
-    model = AlibiTransformer(dataclasses.replace(SMALL, causal=False))
-    x = torch.randn(2, 13, SMALL.d_model)
+    model = AlibiTransformer(dataclasses.replace(SMALL, is_causal=False))
+    x = torch.randn(2, 13, SMALL.embed_dim)
     forwards, backwards = model(x), model(x.flip(1)).flip(1)
-    torch.testing.assert_close(forwards, backwards, rtol=0, atol=rounding(SMALL.d_model * SMALL.num_layers))
+    torch.testing.assert_close(forwards, backwards, rtol=0, atol=rounding(SMALL.embed_dim * SMALL.num_layers))
     shuffled = model(x.roll(3, dims=1)).roll(-3, dims=1)
     assert (forwards - shuffled).abs().max() > 1e-2  # it does sense positions
 
 
 def test_mask_and_segments_reach_every_block():
-    model, x = AlibiTransformer(SMALL), torch.randn(2, 13, SMALL.d_model)
+    model, x = AlibiTransformer(SMALL), torch.randn(2, 13, SMALL.embed_dim)
     ids = (torch.arange(13) >= 5).int().expand(2, -1)
     apart = torch.cat([model(x[:, :5]), model(x[:, 5:])], dim=1)
-    budget = rounding(SMALL.d_model * SMALL.num_layers)
+    budget = rounding(SMALL.embed_dim * SMALL.num_layers)
     torch.testing.assert_close(model(x, segment_ids=ids), apart, rtol=0, atol=budget)
     mask = (ids[:, None, :, None] == ids[:, None, None, :]).expand(-1, SMALL.num_heads, -1, -1)
     torch.testing.assert_close(model(x, mask=mask), apart, rtol=0, atol=budget)
@@ -142,7 +146,7 @@ def test_attention_factory_replaces_attention_alone():
     seen = []
     model = AlibiTransformer(SMALL, attention=lambda config: seen.append(config) or Still())
     assert seen == [SMALL] * SMALL.num_layers
-    x = torch.randn(2, 5, SMALL.d_model)
+    x = torch.randn(2, 5, SMALL.embed_dim)
     order = torch.tensor([3, 1, 4, 0, 2])
     torch.testing.assert_close(model(x)[:, order], model(x[:, order]))  # no token hears of another
 
@@ -182,8 +186,8 @@ def test_one_matrix_embeds_and_reads_out():
 
 
 def test_language_model_refuses_an_encoder():
-    with pytest.raises(ValueError, match=r"^causal must be True for a language model, got False"):
-        AlibiLanguageModel(dataclasses.replace(SMALL, causal=False), VOCAB_SIZE)
+    with pytest.raises(ValueError, match=r"^is_causal must be True for a language model, got False"):
+        AlibiLanguageModel(dataclasses.replace(SMALL, is_causal=False), VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("prompt_length", [1, 5])

@@ -412,14 +412,14 @@ def test_an_overflow_that_cannot_be_seen_poisons_all_that_follows(decode: Callab
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda layer: layer.make_cache(3, 9), r"cache.key must have shape \(2, 3, 9, 5\).*got \(3, 3, 9, 5\)"),
+        (lambda layer: layer.make_cache(3, 9), r"key must have shape \(3, 1, 3, 5\).*got \(2, 1, 3, 5\)"),
         (
             lambda layer: make_layer(num_kv_heads=6).make_cache(2, 9),
-            r"cache.key must have shape \(2, 3, 9, 5\).*got \(2, 6, 9, 5\)",
+            r"key must have shape \(2, 1, 6, 5\).*got \(2, 1, 3, 5\)",
         ),
         (
             lambda layer: make_layer(param_dtype=jnp.bfloat16).make_cache(2, 9),
-            "cache.key must have the dtype of the layer's keys, float32, got bfloat16",
+            "cache must have the dtype of the layer's keys, float32, got bfloat16",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""A cache in JAX knows the norms of its keys: a decoding step reads no more than the horizon needs."""
+"""What JAX's caches alone have: compiled steps that read no more than they need, and say NaN where none can raise."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ nnx = pytest.importorskip("flax.nnx")
 
 import jax.numpy as jnp  # noqa: E402
 
-from alibi_jax import TPU, AlibiAttention, KVCache  # noqa: E402
-from alibi_jax.caches._kv_cache import append, attend, empty_cache  # noqa: E402
+from alibi_jax import TPU, AlibiAttention, EvictingKVCache, KVCache, attention  # noqa: E402
 
 QUICKLY = {"xla_backend_optimization_level": 0}  # kernels take seconds to compile, and moments to run
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 700, 4, 2, 8
@@ -28,15 +27,15 @@ def tokens(length: int, heads: int = KV_HEADS, seed: int = 0) -> jax.Array:
 
 
 def filled(length: int = LENGTH, max_length: int = 1000) -> KVCache:
-    cache = empty_cache(2, max_length, KV_HEADS, HEAD_DIM, jnp.float32)
+    cache = KVCache.make(2, KV_HEADS, max_length, HEAD_DIM)
     for start in range(0, length, 300):
         part = slice(start, min(start + 300, length))
-        cache, _ = append(cache, tokens(length)[:, part], tokens(length, seed=1)[:, part])
+        cache = cache.append(tokens(length)[:, part], tokens(length, seed=1)[:, part])
     return cache
 
 
 def _last_attended(cache: KVCache, query: jax.Array, implementation: Any) -> jax.Array:
-    return attend(cache, query, SLOPES, cache.length - query.shape[1], implementation)
+    return cache.attend(query, SLOPES, implementation=implementation)
 
 
 COMPILED = {quickly: jax.jit(_last_attended, static_argnums=2, compiler_options=QUICKLY if quickly else None)
@@ -74,7 +73,7 @@ def test_what_is_too_far_away_is_not_read(implementation: Any) -> None:
 def test_an_outlier_far_back_is_found(implementation: Any) -> None:
     query = tokens(1, HEADS, seed=2)
     key = tokens(LENGTH).at[:, 5].set(2000 * jnp.sign(query[:, 0, ::2]))
-    cache, _ = append(empty_cache(2, 1000, KV_HEADS, HEAD_DIM, jnp.float32), key, tokens(LENGTH, seed=1))
+    cache = KVCache.make(2, KV_HEADS, 1000, HEAD_DIM).append(key, tokens(LENGTH, seed=1))
     found, exact = (last_attended(cache, query, x) for x in (implementation, "dense"))
     assert jnp.abs(exact[:, :, 0] - cache.value[:, 0, 5][:, None]).max() < 1e-5  # it takes all the weight
     np.testing.assert_allclose(found, exact, atol=4e-6)
@@ -107,8 +106,8 @@ def test_a_cache_can_be_differentiated(options: Any) -> None:
     query = tokens(3, HEADS, seed=2)
 
     def loss(implementation: str, query: Any, key: Any, value: Any) -> Any:
-        cache, _ = append(empty_cache(2, 40, KV_HEADS, HEAD_DIM, jnp.float32), key, value)
-        return jnp.sum(jnp.sin(attend(cache, query, SLOPES, cache.length - 3, implementation)))
+        cache = KVCache.make(2, KV_HEADS, 40, HEAD_DIM).append(key, value)
+        return jnp.sum(jnp.sin(cache.attend(query, SLOPES, implementation=implementation)))
 
     arrays = query, tokens(30), tokens(30, seed=1)
     gradients = jax.jit(jax.grad(loss, argnums=(1, 2, 3)), static_argnums=0, compiler_options=options)
@@ -121,10 +120,120 @@ def test_memory_does_not_grow_with_the_cache() -> None:
     query = tokens(1, HEADS, seed=2)
 
     def temporaries(max_length: int) -> int:
-        cache = jax.eval_shape(lambda: empty_cache(2, max_length, KV_HEADS, HEAD_DIM, jnp.bfloat16))
-        step = jax.jit(lambda query, cache: attend(cache, query, SLOPES, cache.length - 1, "tiled"))
+        cache = jax.eval_shape(lambda: KVCache.make(2, KV_HEADS, max_length, HEAD_DIM, dtype=jnp.bfloat16))
+        step = jax.jit(lambda query, cache: cache.attend(query, SLOPES, implementation="tiled"))
         compiled = step.lower(query.astype(jnp.bfloat16), cache).compile()
         return int(compiled.memory_analysis().temp_size_in_bytes)
 
     # Bounds of norms, one for each 128 keys of 16 bytes, are all that is as long as the cache.
     assert temporaries(2**17) < temporaries(2**14) + 2 * KV_HEADS * 2**17 * HEAD_DIM * 2 // 4
+
+
+def test_what_an_overflow_hid_stays_nan() -> None:
+    """Under jit nothing can be raised, and a shorter length does not bring back what was written over."""
+    cache = KVCache.make(2, KV_HEADS, 10, HEAD_DIM)
+    cache = jax.jit(lambda cache: cache.append(tokens(7), tokens(7)).append(tokens(4), tokens(4)))(cache)
+    query = tokens(1, HEADS)
+    assert int(cache.length) == 11
+    assert jnp.isnan(cache.attend(query, SLOPES)).all()
+    assert jnp.isnan(cache.truncate(3).attend(query, SLOPES)).all()
+    one = KVCache.make(2, KV_HEADS, 10, HEAD_DIM).append(tokens(1), tokens(1))
+    assert jnp.isnan(last_attended(one, tokens(2, HEADS), "dense")).all()  # of more queries than there are tokens
+    with pytest.raises(ValueError, match=r"cache.key must have shape \(batch, num_kv_heads, max_length, head_dim\)"):
+        jax.tree.map(lambda x: x[None], cache).append(tokens(1), tokens(1))
+
+
+# --- The cache that evicts ------------------------------------------------------------------------------------------
+
+
+def evicting(max_length: int = 100, max_key_norm: float | None = 6.0, **options: Any) -> EvictingKVCache:
+    sizes = 2, KV_HEADS, max_length, HEAD_DIM
+    options = {"slopes": SLOPES, "max_query_norm": 7.0, "max_key_norm": max_key_norm} | options
+    return EvictingKVCache.make(*sizes, **options)
+
+
+def step(cache: EvictingKVCache, tokens: tuple[jax.Array, ...]) -> tuple[EvictingKVCache, jax.Array]:
+    query, key, value = (x[:, None] for x in tokens)
+    cache = cache.append(key, value)
+    return cache, cache.attend(query)[:, 0]
+
+
+def test_a_scan_decodes_in_one_program_what_attention_gives() -> None:
+    query, key, value = tokens(400, HEADS, seed=2), tokens(400), tokens(400, seed=1)
+    first = evicting(max_length=200)
+    scanned = jax.jit(lambda cache, tokens: jax.lax.scan(step, cache, tokens))
+    cache, found = scanned(first, tuple(jnp.swapaxes(x, 0, 1) for x in (query, key, value)))
+    expected = attention(query, key, value, SLOPES, tolerance=0.0, implementation="dense")
+    # What is left out weighs 2**-24 of values of up to 5; the rest is rounding.
+    np.testing.assert_allclose(jnp.swapaxes(found, 0, 1), expected, rtol=0, atol=4e-6)
+    assert jax.tree.structure(cache) == jax.tree.structure(first)
+    assert [x.shape for x in jax.tree.leaves(cache)] == [x.shape for x in jax.tree.leaves(first)]
+    assert int(cache.length) == 400
+    assert max(cache.kept) < 200
+    assert int(cache.evicted) > 200
+
+
+def test_slots_are_as_many_as_horizons_and_windows_need() -> None:
+    assert evicting(10_000, None).nbytes == 2 * 2 * KV_HEADS * HEAD_DIM * 10_000 * 4
+    need = int(np.ceil((2 * HEAD_DIM**-0.5 * 7 * 6 - np.log(2.0**-25 * -np.expm1(-0.5))) / 0.5))
+    bounded = evicting(10_000)
+    slots = [held.key.shape[2] for held in bounded.groups]
+    assert need <= max(slots) <= 1.3 * need + 70
+    assert {held.key.shape[2] for held in evicting(10_000, window_size=5).groups} == {5 + 1 + 64}
+    assert {held.key.shape[2] for held in evicting(10_000, slopes=jnp.zeros(4)).groups} == {10_000}
+    with pytest.raises(ValueError, match=f"key must be of at most {min(slots)} tokens at a time, .* got 1000"):
+        bounded.append(tokens(1000), tokens(1000))
+
+
+def test_keys_larger_than_was_said_are_held_or_refused_and_never_wrong() -> None:
+    """Slots that were made for small keys do not do for large ones: the next tokens tell."""
+    small, keys = evicting(1000, 0.01), 10 * tokens(200)
+    slots = [held.key.shape[2] for held in small.groups]
+    assert max(slots) < 130
+    eager = small
+    for i in range(min(slots)):
+        eager = eager.append(keys[:, i : i + 1], keys[:, i : i + 1])
+    with pytest.raises(ValueError, match=r"room for 1 more tokens, got max_length \d+ with \d+ in use"):
+        eager.append(keys[:, :1], keys[:, :1])
+    assert jnp.isfinite(eager.attend(tokens(1, HEADS))).all()
+    arrays = tuple(jnp.swapaxes(x, 0, 1) for x in (tokens(200, HEADS), keys, keys))
+    cache, found = jax.jit(lambda cache, tokens: jax.lax.scan(step, cache, tokens))(small, arrays)
+    told = jnp.isnan(found).all(axis=(1, 2, 3))
+    assert told.tolist() == [i >= min(slots) for i in range(200)]
+    assert jnp.isnan(cache.attend(tokens(1, HEADS))).all()
+    assert jnp.isnan(jax.jit(lambda cache: cache.truncate(190))(cache).attend(tokens(1, HEADS))).all()
+
+
+@pytest.mark.parametrize(
+    "change", [{"query": 2.0}, {"query": jnp.nan}, {"slopes": 2.0}, {"queries": 2}, {"length": 50}], ids=str
+)
+def test_what_would_be_refused_is_nan_where_arrays_are_traced(change: dict[str, Any]) -> None:
+    @jax.jit
+    def attended(cache: EvictingKVCache, length: Any, query: Any, slopes: Any) -> jax.Array:
+        return cache.truncate(length).attend(query, slopes)
+
+    cache = evicting(60, None, slopes=jnp.full(4, 8.0)).append(tokens(60), tokens(60))
+    cache = cache.append(tokens(1), tokens(1))
+    assert int(cache.evicted) == 60
+    query = jnp.zeros((2, change.get("queries", 1), HEADS, HEAD_DIM)).at[..., 0].set(6.9)
+    right = attended(cache, 61, query[:, :1], jnp.full(4, 8.0))
+    assert jnp.isfinite(right).all()
+    arguments = change.get("length", 61), query * change.get("query", 1.0), jnp.full(4, 8.0) * change.get("slopes", 1.0)
+    assert jnp.isnan(attended(cache, *arguments)).all()
+    with pytest.raises(ValueError, match=r"^(query|slopes|length) must"):
+        cache.truncate(arguments[0]).attend(*arguments[1:])
+
+
+def test_a_cache_can_be_mapped_and_shown_whatever_its_leaves_are() -> None:
+    cache = jax.vmap(lambda _: evicting())(jnp.arange(3))
+    longer = jax.vmap(lambda cache, key: cache.append(key, key))(cache, jnp.stack([tokens(2)] * 3))
+    assert longer.length.tolist() == [2, 2, 2]
+    for tree in (evicting(), KVCache.make(1, 1, 4, 4)):
+        assert "length=0, " in repr(tree)
+        assert "None" in repr(jax.tree.map(lambda x: None, tree))
+        assert "length=traced" in str(jax.eval_shape(lambda tree=tree: tree))
+
+
+def test_slopes_that_are_traced_make_no_cache() -> None:
+    with pytest.raises(ValueError, match="slopes must be known when the cache is made"):
+        jax.jit(lambda slopes: evicting(slopes=slopes).length)(SLOPES)

@@ -15,10 +15,13 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
 
-from alibi_jax import TPU, attention  # noqa: E402
+from alibi_jax import (  # noqa: E402
+    TPU,
+    KVCache,
+    attention,
+)
 from alibi_jax._call.operands import Operands, Rules  # noqa: E402
 from alibi_jax._call.plan import needed_keys  # noqa: E402
-from alibi_jax.caches._kv_cache import append, attend, empty_cache  # noqa: E402
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 1024, 4, 2, 4
 GROUP = HEADS // KV_HEADS
@@ -150,8 +153,8 @@ def test_a_cache_with_a_key_that_cannot_be_bounded(bad: float, q_len: int, imple
 
     @partial(jax.jit, static_argnames="implementation")
     def filled_and_attended(query: Any, key: Any, value: Any, implementation: Any) -> Any:
-        cache, _ = append(empty_cache(1, 2048, KV_HEADS, HEAD_DIM, jnp.float32), key, value)
-        return attend(cache, query, jnp.asarray(SLOPES) / 100, cache.length - q_len, implementation)
+        cache = KVCache.make(1, KV_HEADS, 2048, HEAD_DIM).append(key, value)
+        return cache.attend(query, jnp.asarray(SLOPES) / 100, implementation=implementation)
 
     results = [filled_and_attended(query, key, value, x) for x in (implementation, "dense")]
     assert np.isnan(results[0]).all() == np.isnan(bad)

@@ -14,9 +14,9 @@ nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
 import jax.numpy as jnp  # noqa: E402
 
 from alibi_jax import AlibiAttention, AlibiConfig, AlibiLanguageModel, AlibiTransformer  # noqa: E402
-from alibi_jax.nn._checkpoint import named_parameters  # noqa: E402
+from alibi_jax.nn._weights import named_parameters  # noqa: E402
 
-SMALL = AlibiConfig(num_layers=2, d_model=28, num_heads=4, num_kv_heads=2, dropout=0.0, expansion_factor=2, bias=True)
+SMALL = AlibiConfig(num_layers=2, embed_dim=28, num_heads=4, num_kv_heads=2, dropout=0.0, expansion_factor=2, bias=True)
 VOCAB_SIZE = 31
 EPS = 2.0**-23
 
@@ -29,7 +29,7 @@ def tokens(*shape: int, seed: int = 0) -> Any:
     return jnp.asarray(np.random.default_rng(seed).integers(0, VOCAB_SIZE, shape).astype(np.int32))
 
 
-def assert_close(actual: Any, expected: Any, *, terms: int = SMALL.d_model * SMALL.num_layers) -> None:
+def assert_close(actual: Any, expected: Any, *, terms: int = SMALL.embed_dim * SMALL.num_layers) -> None:
     """Assert that two ways of summing this many float32 terms of unit size give the same."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.shape == expected.shape
@@ -51,7 +51,7 @@ def lively_model(factor: float = 4, **changes: Any) -> AlibiLanguageModel:
 def test_pytorchs_weights_give_pytorchs_answers(causal: bool) -> None:
     torch, alibi_torch = pytest.importorskip("torch"), pytest.importorskip("alibi_torch")
     torch.manual_seed(0)
-    config = dataclasses.replace(SMALL, causal=causal)
+    config = dataclasses.replace(SMALL, is_causal=causal)
     source, model = alibi_torch.AlibiTransformer(config).eval(), AlibiTransformer(config, rngs=nnx.Rngs(0))
     parameters, state = named_parameters(model), source.state_dict()
     assert parameters.keys() == state.keys()
@@ -59,7 +59,7 @@ def test_pytorchs_weights_give_pytorchs_answers(causal: bool) -> None:
         array = state[name].numpy() * (2 if is_turned else 1)
         state[name].data.copy_(torch.from_numpy(array))
         parameter[...] = jnp.asarray(array.T if is_turned else array)
-    x, mask = normal(2, 13, SMALL.d_model), np.arange(13) < 9
+    x, mask = normal(2, 13, SMALL.embed_dim), np.arange(13) < 9
     given = torch.from_numpy(np.array(x))
     assert_close(model(x), source(given).detach().numpy())
     assert_close(model(x, mask=jnp.asarray(mask)), source(given, mask=torch.from_numpy(mask)).detach().numpy())
@@ -79,18 +79,18 @@ def test_names_are_those_of_pytorch() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 5, 27), (5, 28), (2, 3, 5, 28)])
 def test_transformer_names_the_width_it_wants(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"^x must have shape \(batch, length, d_model 28\), got"):
+    with pytest.raises(ValueError, match=r"^x must have shape \(batch, length, embed_dim 28\), got"):
         AlibiTransformer(SMALL, rngs=nnx.Rngs(0))(jnp.zeros(shape))
 
 
 def test_segments_reach_every_block() -> None:
-    model, x = AlibiTransformer(SMALL, rngs=nnx.Rngs(0)), normal(2, 13, SMALL.d_model)
+    model, x = AlibiTransformer(SMALL, rngs=nnx.Rngs(0)), normal(2, 13, SMALL.embed_dim)
     ids = jnp.broadcast_to((jnp.arange(13) >= 5).astype(jnp.int32), (2, 13))
     assert_close(model(x, segment_ids=ids), jnp.concatenate([model(x[:, :5]), model(x[:, 5:])], axis=1))
 
 
 def test_caches_continue_a_sequence() -> None:
-    model, x = AlibiTransformer(SMALL, rngs=nnx.Rngs(0)), normal(3, 13, SMALL.d_model)
+    model, x = AlibiTransformer(SMALL, rngs=nnx.Rngs(0)), normal(3, 13, SMALL.embed_dim)
     first, caches = model(x[:, :6], caches=model.make_caches(3, 16))
     second, caches = model(x[:, 6:], caches=caches)
     assert [int(cache.length) for cache in caches] == [13] * SMALL.num_layers
@@ -104,9 +104,9 @@ def test_attention_factory_replaces_attention_alone() -> None:
 
     def windowed(config: AlibiConfig, **options: Any) -> AlibiAttention:
         seen.append(config)
-        return AlibiAttention(config.d_model, config.num_heads, window_size=0, **options)
+        return AlibiAttention(config.embed_dim, config.num_heads, window_size=0, **options)
 
-    model, x = AlibiTransformer(SMALL, attention=windowed, rngs=nnx.Rngs(0)), normal(2, 5, SMALL.d_model)
+    model, x = AlibiTransformer(SMALL, attention=windowed, rngs=nnx.Rngs(0)), normal(2, 5, SMALL.embed_dim)
     assert seen == [SMALL] * SMALL.num_layers
     order = jnp.asarray([3, 1, 4, 0, 2])
     assert_close(model(x)[:, order], model(x[:, order]))  # no token hears of another
@@ -146,8 +146,8 @@ def test_untrained_model_knows_nothing() -> None:
 
 
 def test_language_model_refuses_an_encoder() -> None:
-    with pytest.raises(ValueError, match=r"^causal must be True for a language model, got False"):
-        AlibiLanguageModel(dataclasses.replace(SMALL, causal=False), VOCAB_SIZE, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"^is_causal must be True for a language model, got False"):
+        AlibiLanguageModel(dataclasses.replace(SMALL, is_causal=False), VOCAB_SIZE, rngs=nnx.Rngs(0))
 
 
 def test_generate_with_caches_is_greedy_without() -> None:

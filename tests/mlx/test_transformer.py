@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten  # noqa: E402
 
 from alibi_mlx import AlibiAttention, AlibiConfig, AlibiLanguageModel, AlibiTransformer  # noqa: E402
 
-SMALL = AlibiConfig(num_layers=3, d_model=28, num_heads=4, num_kv_heads=2, dropout=0.0, expansion_factor=2, bias=True)
+SMALL = AlibiConfig(num_layers=3, embed_dim=28, num_heads=4, num_kv_heads=2, dropout=0.0, expansion_factor=2, bias=True)
 VOCAB_SIZE = 31
 EPS = 2.0**-23
 
@@ -32,7 +32,7 @@ def tokens(*shape: int, seed: int = 0) -> Any:
     return mx.array(np.random.default_rng(seed).integers(0, VOCAB_SIZE, shape).astype(np.int32))
 
 
-def assert_close(actual: Any, expected: Any, *, terms: int = SMALL.d_model * SMALL.num_layers) -> None:
+def assert_close(actual: Any, expected: Any, *, terms: int = SMALL.embed_dim * SMALL.num_layers) -> None:
     """Assert that two ways of summing this many float32 terms of unit size give the same."""
     actual, expected = numpy(actual), numpy(expected)
     assert actual.shape == expected.shape
@@ -69,7 +69,7 @@ def test_a_file_that_pytorch_wrote_gives_pytorchs_logits_and_back(changes, tmp_p
     assert_close(model(prompt), mx.array(expected))
     assert model.generate(prompt, 30).tolist() == source.generate(torch.tensor(prompt.tolist()), 30).tolist()
 
-    model.update({"transformer": {"norm": {"bias": normal(SMALL.d_model)}}})
+    model.update({"transformer": {"norm": {"bias": normal(SMALL.embed_dim)}}})
     model.save_weights(path)
     source.load_state_dict(load_file(path))
     assert_close(model(prompt), mx.array(source(torch.tensor(prompt.tolist())).detach().numpy()))
@@ -80,10 +80,10 @@ def test_an_encoder_of_pytorchs_gives_the_same(tmp_path):
     from safetensors.torch import save_file
 
     torch.manual_seed(0)
-    config = dataclasses.replace(SMALL, causal=False)
+    config = dataclasses.replace(SMALL, is_causal=False)
     source, path = alibi_torch.AlibiTransformer(config).eval(), str(tmp_path / "model.safetensors")
     save_file(source.state_dict(), path)
-    model, x = AlibiTransformer(config), normal(2, 13, SMALL.d_model)
+    model, x = AlibiTransformer(config), normal(2, 13, SMALL.embed_dim)
     model.load_weights(path)
     mask = mx.arange(13) < 9
     for arguments in ({}, {"mask": mask}):
@@ -96,20 +96,20 @@ def test_an_encoder_of_pytorchs_gives_the_same(tmp_path):
 
 @pytest.mark.parametrize("shape", [(2, 5, 27), (5, 28), (2, 3, 5, 28)])
 def test_transformer_names_the_width_it_wants(shape):
-    with pytest.raises(ValueError, match=r"^x must have shape \(batch, length, d_model 28\), got"):
+    with pytest.raises(ValueError, match=r"^x must have shape \(batch, length, embed_dim 28\), got"):
         AlibiTransformer(SMALL)(mx.zeros(shape))
 
 
 def test_decoder_does_not_look_ahead():
-    model, x = AlibiTransformer(SMALL), normal(2, 13, SMALL.d_model)
-    changed = mx.concatenate([x[:, :7], normal(2, 6, SMALL.d_model, seed=1)], axis=1)
+    model, x = AlibiTransformer(SMALL), normal(2, 13, SMALL.embed_dim)
+    changed = mx.concatenate([x[:, :7], normal(2, 6, SMALL.embed_dim, seed=1)], axis=1)
     difference = np.abs(numpy(model(x)) - numpy(model(changed))).max(axis=(0, 2))
-    assert difference[:7].max() <= SMALL.d_model * EPS
+    assert difference[:7].max() <= SMALL.embed_dim * EPS
     assert difference[7:].min() > 1e-2
 
 
 def test_encoder_reads_both_ways_alike():
-    model, x = AlibiTransformer(dataclasses.replace(SMALL, causal=False)), normal(2, 13, SMALL.d_model)
+    model, x = AlibiTransformer(dataclasses.replace(SMALL, is_causal=False)), normal(2, 13, SMALL.embed_dim)
     forwards, backwards = model(x), model(x[:, ::-1])[:, ::-1]
     assert_close(forwards, backwards)
     shuffled = mx.roll(model(mx.roll(x, 3, axis=1)), -3, axis=1)
@@ -117,7 +117,7 @@ def test_encoder_reads_both_ways_alike():
 
 
 def test_mask_and_segments_reach_every_block():
-    model, x = AlibiTransformer(SMALL), normal(2, 13, SMALL.d_model)
+    model, x = AlibiTransformer(SMALL), normal(2, 13, SMALL.embed_dim)
     ids = mx.broadcast_to((mx.arange(13) >= 5).astype(mx.int32), (2, 13))
     apart = mx.concatenate([model(x[:, :5]), model(x[:, 5:])], axis=1)
     assert_close(model(x, segment_ids=ids), apart)
@@ -126,7 +126,7 @@ def test_mask_and_segments_reach_every_block():
 
 @pytest.mark.parametrize("options", [{}, {"evict": True, "max_query_norm": 50.0}], ids=["all", "evicting"])
 def test_caches_continue_a_sequence(options):
-    model, x = AlibiTransformer(SMALL), normal(3, 13, SMALL.d_model)
+    model, x = AlibiTransformer(SMALL), normal(3, 13, SMALL.embed_dim)
     caches = model.make_caches(3, 13, **options)
     parts = [model(x[:, a:b], caches=caches) for a, b in ((0, 5), (5, 6), (6, 13))]
     assert_close(mx.concatenate(parts, axis=1), model(x))
@@ -136,7 +136,7 @@ def test_caches_continue_a_sequence(options):
 
 @pytest.mark.parametrize("evict", [False, True])
 def test_a_model_whose_last_block_refuses_leaves_all_caches_as_they_were(evict):
-    model, x = AlibiTransformer(SMALL), normal(1, 8, SMALL.d_model)
+    model, x = AlibiTransformer(SMALL), normal(1, 8, SMALL.embed_dim)
     options = {"evict": True, "max_query_norm": 50.0} if evict else {}
     caches = model.make_caches(**options)
     caches[2] = model.blocks[2].attention.make_cache(max_length=6, **options)
@@ -156,7 +156,7 @@ def test_attention_factory_replaces_attention_alone():
     seen = []
     model = AlibiTransformer(SMALL, attention=lambda config: seen.append(config) or Still())
     assert seen == [SMALL] * SMALL.num_layers
-    x, order = normal(2, 5, SMALL.d_model), mx.array([3, 1, 4, 0, 2])
+    x, order = normal(2, 5, SMALL.embed_dim), mx.array([3, 1, 4, 0, 2])
     assert_close(model(x)[:, order], model(x[:, order]))  # no token hears of another
 
 
@@ -170,8 +170,8 @@ def test_untrained_model_knows_nothing():
 
 
 def test_language_model_refuses_an_encoder():
-    with pytest.raises(ValueError, match=r"^causal must be True for a language model, got False"):
-        AlibiLanguageModel(dataclasses.replace(SMALL, causal=False), VOCAB_SIZE)
+    with pytest.raises(ValueError, match=r"^is_causal must be True for a language model, got False"):
+        AlibiLanguageModel(dataclasses.replace(SMALL, is_causal=False), VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("prompt_length", [1, 5])
@@ -291,7 +291,7 @@ def test_a_model_of_low_precision_computes_in_it_but_for_its_slopes():
 
 
 def test_a_quantized_model_computes_with_the_quantized_weights():
-    config = AlibiConfig(num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, dropout=0.0, bias=True)
+    config = AlibiConfig(num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, dropout=0.0, bias=True)
     mx.random.seed(0)
     model, exact = (AlibiLanguageModel(config, VOCAB_SIZE) for _ in range(2))
     exact.update(model.parameters())

@@ -35,7 +35,6 @@ from alibi_core.conformance._cases.oracle import (
     rounded,
 )
 from alibi_jax import TPU, KVCache, parallel
-from alibi_jax.caches._kv_cache import empty_cache
 from alibi_jax.parallel import _forward as _parallel_forward
 from tests.support.divided import assert_exact
 
@@ -298,7 +297,7 @@ def decoding() -> int:
     bias = penalties(rules, batch, heads, prompt + 5, prompt + 5)
     expected = Attention(*exact, bias=bias, scale=head_dim**-0.5, dtype="float32").output_without(2.0**-24)
     tensors = [jnp.asarray(np.swapaxes(x, 1, 2), jnp.float32) for x in exact]
-    cache = empty_cache(batch, capacity, kv_heads, head_dim, jnp.float32)
+    cache = KVCache.make(batch, kv_heads, capacity, head_dim)
     found = []
     for part in (slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, prompt + 5))):
         cache, result = step(cache, *(x[:, part] for x in tensors))
@@ -309,7 +308,7 @@ def decoding() -> int:
 
     # A device whose keys are beyond every horizon does not look at them, not even at a NaN.
     calm = [x.at[:, :, :].set(jnp.clip(x, -1, 1)) for x in tensors]
-    cache = step(empty_cache(batch, capacity, kv_heads, head_dim, jnp.float32), *(x[:, :prompt] for x in calm))[0]
+    cache = step(KVCache.make(batch, kv_heads, capacity, head_dim), *(x[:, :prompt] for x in calm))[0]
     spoilt = cache._replace(value=cache.value.at[:, :, :256].set(jnp.nan))
     last = [x[:, prompt : prompt + 1] for x in calm]
     assert np.array_equal(step(cache, *last)[1], step(spoilt, *last)[1])

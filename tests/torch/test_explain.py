@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -39,8 +40,7 @@ def test_refusals_say_why_not() -> None:
 def test_it_changes_nothing_and_records_no_gradient() -> None:
     inputs = [x.requires_grad_() for x in tensors(1100)]
     before = [x.detach().clone() for x in inputs]
-    result = explain(*inputs)
-    assert not result.horizons.requires_grad
+    explain(*inputs)
     assert all(torch.equal(x, y) and x.grad is None for x, y in zip(inputs, before, strict=True))
 
 
@@ -94,7 +94,7 @@ def test_flex_counts_the_blocks_of_its_mask(max_key_norm: Any, is_causal: bool) 
     result = explain(*inputs, slopes, **rules)
     assert result.scores_computed == 128**2 * counts
     if max_key_norm is None:
-        assert not torch.equal(*result.horizons)
+        assert not np.array_equal(*result.horizons)
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 5), (5, 0)])

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from alibi_core import AttentionCall
-from alibi_core.backend import positive_int
+from alibi_core.backend import (
+    cache_summary,
+    check_new_tokens,
+    check_room,
+    check_span,
+    checks,
+    host_values,
+    namespace_of,
+    non_negative_int,
+    positive_int,
+)
 from alibi_jax._attention import run
 from alibi_jax._call import NORM_BLOCK, norm_bounds
-from alibi_jax._dispatch import Implementation
+from alibi_jax._dispatch import Implementation, checked
 
 
 class KVCache(NamedTuple):
     """A key/value cache of fixed size: a pytree to pass through ``jax.jit`` or carry through ``jax.lax.scan``.
 
-    Its shapes do not change as it fills, so one compiled step serves all of a decoding loop.
+    Its shapes do not change as it fills, so one compiled step serves all of a decoding loop. Nothing changes in place:
+    each operation returns the cache that it leads to. :meth:`make` makes one.
+
+    Nothing can be raised where the length is traced (under ``jax.jit``, say). There, a cache that overflows answers
+    with NaN, then and ever after.
 
     Attributes:
         key: ``[batch, num_kv_heads, max_length, head_dim]``; what lies at ``length`` and beyond is not in use. Heads
@@ -26,6 +41,13 @@ class KVCache(NamedTuple):
         key_norms: ``[batch, num_kv_heads, blocks]``, float32 (float64 for float64 keys): what no norm of each 128 keys
             exceeds, which tells how far back a query has to look.
         length: Tokens held, int32 scalar.
+
+    Example:
+        >>> cache = KVCache.make(1, 2, 5, 4).append(jnp.ones((1, 3, 2, 4)), jnp.ones((1, 3, 2, 4)))
+        >>> cache.attend(jnp.ones((1, 1, 2, 4))).shape
+        (1, 1, 2, 4)
+        >>> cache
+        KVCache(batch_size=1, num_kv_heads=2, head_dim=4, length=3, max_length=5, nbytes=320)
     """
 
     key: jax.Array
@@ -33,90 +55,175 @@ class KVCache(NamedTuple):
     key_norms: jax.Array
     length: jax.Array
 
+    @classmethod
+    def make(
+        cls, batch_size: int, num_kv_heads: int, max_length: int, head_dim: int, *, dtype: Any = jnp.float32
+    ) -> KVCache:
+        """Return a cache that holds nothing yet.
 
-def empty_cache(batch_size: int, max_length: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> KVCache:
-    """Return a cache that holds nothing yet."""
-    shape = (positive_int("batch_size", batch_size), num_kv_heads, positive_int("max_length", max_length), head_dim)
-    norms = jnp.zeros((*shape[:2], -(-max_length // NORM_BLOCK)), jnp.promote_types(dtype, jnp.float32))
-    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), norms, jnp.zeros((), jnp.int32))
+        Args:
+            batch_size: Sequences.
+            num_kv_heads: Key/value heads.
+            max_length: Tokens that it can hold.
+            head_dim: Features a head.
+            dtype: Of keys and values.
 
+        Raises:
+            TypeError: If an argument is of the wrong kind.
+            ValueError: If a size is less than 1.
+        """
+        shape = cache_shape(batch_size, num_kv_heads, max_length, head_dim)
+        dtype = checks.floating_dtype(namespace_of(xp=jnp), "dtype", jnp.dtype(dtype))
+        norms = jnp.zeros((*shape[:2], -(-shape[2] // NORM_BLOCK)), jnp.promote_types(dtype, jnp.float32))
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), norms, jnp.zeros((), jnp.int32))
 
-def append(cache: KVCache, key: jax.Array, value: jax.Array) -> tuple[KVCache, jax.Array | None]:
-    """Return the cache with the keys and values of further tokens.
+    @property
+    def max_length(self) -> int:
+        """Capacity, in tokens."""
+        return int(self.key.shape[2])
 
-    Args:
-        cache: What was there.
-        key: ``[batch, new, num_kv_heads, head_dim]``.
-        value: Likewise.
+    @property
+    def nbytes(self) -> int:
+        """Memory of keys and values, room for more included."""
+        return bytes_of(self.key) + bytes_of(self.value)
 
-    Returns:
-        cache: The longer cache.
-        fits: Boolean scalar, False if the tokens did not fit, in which case the cache is of no more use; None if it is
-            known that they did.
+    def __repr__(self) -> str:
+        if len(getattr(self.key, "shape", ())) != 4:  # a tree of what goes with a cache: shardings, say
+            fields = ", ".join(f"{name}={value!r}" for name, value in self._asdict().items())
+            return f"KVCache({fields})"
+        batch_size, num_kv_heads, max_length, head_dim = self.key.shape
+        sizes = batch_size, num_kv_heads, head_dim
+        return cache_summary("KVCache", sizes, known(self.length, "traced"), max_length, self.nbytes)
 
-    Raises:
-        TypeError: If ``cache`` is no cache.
-        ValueError: If it is of another size or dtype, or has no room as far as can be known.
-    """
-    if not isinstance(cache, KVCache):
-        raise TypeError(f"cache must be an alibi_jax.KVCache, as make_cache returns it, got {type(cache).__name__}")
-    batch_size, new, num_kv_heads, head_dim = key.shape
-    max_length = cache.key.shape[2] if cache.key.ndim == 4 else "max_length"
-    expected = (batch_size, num_kv_heads, max_length, head_dim)
-    for name, array in (("key", cache.key), ("value", cache.value)):
-        if array.shape != expected:
-            sizes = ", ".join(map(str, expected))
+    def append(self, key: jax.Array, value: jax.Array) -> KVCache:
+        """Return the cache with the keys and values of further tokens.
+
+        Args:
+            key: ``[batch, new, num_kv_heads, head_dim]``.
+            value: Likewise.
+
+        Raises:
+            TypeError: If an argument is no floating array of four axes.
+            ValueError: If the cache is of another size or dtype, or has no room as far as can be known.
+        """
+        if self.key.ndim != 4:
             raise ValueError(
-                f"cache.{name} must have shape ({sizes}) (batch, num_kv_heads, max_length, head_dim), got {array.shape}"
+                f"cache.key must have shape (batch, num_kv_heads, max_length, head_dim), got {self.key.shape}"
             )
-        if array.dtype != key.dtype:
-            raise ValueError(
-                f"cache.{name} must have the dtype of the layer's keys, {key.dtype}, got {array.dtype}; give the layer "
-                "a dtype if its input has another than its parameters"
-            )
-    held = _known(cache.length)
-    if (held or 0) + new > max_length:
-        raise ValueError(
-            f"cache must have room for {new} more tokens, got max_length {max_length} with "
-            f"{'an unknown number' if held is None else held} in use"
+        batch_size, num_kv_heads, max_length, head_dim = self.key.shape
+        sizes = batch_size, num_kv_heads, head_dim, head_dim
+        check_new_tokens(jnp, key, value, sizes, self.key.dtype, length_axis=1)
+        new = key.shape[1]
+        check_room(new, max_length, known(self.length))
+        key, value = (jnp.swapaxes(x, 1, 2) for x in (key, value))
+        norms = norm_bounds(key.astype(self.key_norms.dtype))  # [batch, num_kv_heads, new]
+        blocks = (self.length + jnp.arange(new)) // NORM_BLOCK
+        return KVCache(
+            jax.lax.dynamic_update_slice_in_dim(self.key, key, self.length, axis=2),
+            jax.lax.dynamic_update_slice_in_dim(self.value, value, self.length, axis=2),
+            self.key_norms.at[:, :, blocks].max(jax.lax.stop_gradient(norms), mode="drop"),
+            self.length + new,
         )
-    key, value = (jnp.swapaxes(x, 1, 2) for x in (key, value))
-    norms = norm_bounds(key.astype(cache.key_norms.dtype))  # [batch, num_kv_heads, new]
-    blocks = (cache.length + jnp.arange(new)) // NORM_BLOCK
-    longer = KVCache(
-        jax.lax.dynamic_update_slice_in_dim(cache.key, key, cache.length, axis=2),
-        jax.lax.dynamic_update_slice_in_dim(cache.value, value, cache.length, axis=2),
-        cache.key_norms.at[:, :, blocks].max(jax.lax.stop_gradient(norms), mode="drop"),
-        cache.length + new,
+
+    def attend(
+        self,
+        query: jax.Array,
+        slopes: jax.Array | None = None,
+        *,
+        mask: jax.Array | None = None,
+        segment_ids: tuple[jax.Array, jax.Array] | None = None,
+        window_size: int | None = None,
+        scale: float | None = None,
+        tolerance: float | None = None,
+        implementation: Implementation | None = None,
+    ) -> jax.Array:
+        """Return the causal attention of the last tokens held over all tokens held, reading no more than they need.
+
+        Args:
+            query: ``[batch, q_len, num_heads, head_dim]``, of the last ``q_len`` tokens.
+            slopes: As for :func:`alibi_jax.attention`, like all the rest.
+            mask: Over all ``max_length`` slots, likewise; those not in use are masked anyway.
+            segment_ids: A pair (queries, all ``max_length`` slots).
+            window_size: In tokens.
+            scale: Factor of the scores.
+            tolerance: The share of softmax weight that may be left out.
+            implementation: As there.
+
+        Returns:
+            ``[batch, q_len, num_heads, head_dim]``; NaN where a traced length hides that the cache has overflowed, or
+            holds fewer tokens than queries are given.
+
+        Raises:
+            TypeError: If an argument is of the wrong kind.
+            ValueError: If fewer tokens are held than queries are given, or a value or a shape is wrong.
+        """
+        checked(implementation)
+        rules = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size, "scale": scale}
+        # Checked beside the cache, which is too large to turn around.
+        heads_first = jnp.swapaxes(checks.array("query", query), -3, -2) if len(query.shape) == 4 else query
+        offset = self.length - heads_first.shape[-2]
+        call = AttentionCall.check(
+            heads_first, self.key, self.value, slopes, q_offset=offset, tolerance=tolerance, xp=jnp, **rules
+        )
+        held = known(self.length)
+        if held is not None and held <= self.max_length:
+            check_span(held, call.q_len)
+        result = run(call, query, self.key, self.value, implementation, self.key_norms)
+        if held is not None and held <= self.max_length:
+            return result
+        return jnp.where((self.length <= self.max_length) & (offset >= 0), result, jnp.nan)
+
+    def truncate(self, length: int | jax.Array) -> KVCache:
+        """Return the cache of the first ``length`` tokens; of all, if there are no more. An overflow is not undone.
+
+        Raises:
+            TypeError: If ``length`` is no integer.
+            ValueError: If it is negative.
+        """
+        length = whole_number(length)
+        return self._replace(
+            length=jnp.where(self.length > self.max_length, self.length, jnp.minimum(self.length, length))
+        )
+
+    def select_batch(self, indices: jax.Array) -> KVCache:
+        """Return the cache of the sequences at ``indices`` of the batch axis; one may be asked for repeatedly.
+
+        Beam search does so, as its candidates fall behind or branch.
+
+        Args:
+            indices: ``[batch]`` integers, for a batch size that may be another than before.
+        """
+        return self._replace(**{name: getattr(self, name)[indices] for name in ("key", "value", "key_norms")})
+
+
+def cache_shape(batch_size: int, num_kv_heads: int, max_length: int, head_dim: int) -> tuple[int, int, int, int]:
+    """Return the shape of a cache's keys, its sizes checked."""
+    return (
+        positive_int("batch_size", batch_size),
+        positive_int("num_kv_heads", num_kv_heads),
+        positive_int("max_length", max_length),
+        positive_int("head_dim", head_dim),
     )
-    return longer, longer.length <= max_length if held is None else None
 
 
-def attend(
-    cache: KVCache,
-    query: jax.Array,
-    slopes: jax.Array,
-    q_offset: jax.Array,
-    implementation: Implementation | None,
-    **arguments: Any,
-) -> jax.Array:
-    """Return the causal attention of queries to what a cache holds, reading no more keys than they need.
-
-    Args:
-        cache: What is held.
-        query: ``[batch, q_len, num_heads, head_dim]``.
-        slopes: ``[num_heads]``.
-        q_offset: Position of the first query, in tokens.
-        implementation: As for :func:`alibi_jax.attention`.
-        **arguments: ``segment_ids``, ``window_size`` and ``mask`` of it; keys are all ``max_length`` slots.
-    """
-    heads_first = jnp.swapaxes(query, 1, 2)  # to be checked beside the cache, which is too large to turn around
-    call = AttentionCall.check(heads_first, *cache[:2], slopes, q_offset=q_offset, xp=jnp, **arguments)
-    return run(call, query, cache.key, cache.value, implementation, cache.key_norms)
+def bytes_of(array: Any) -> int:
+    """Return the memory of an array, or of one whose shape alone is known."""
+    return math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
 
 
-def _known(length: jax.Array) -> int | None:
+def known(number: Any, otherwise: Any = None) -> Any:
+    """Return an integer of a cache, or ``otherwise`` if it is traced."""
     try:
-        return int(length)
-    except jax.errors.ConcretizationTypeError:  # traced
-        return None
+        return int(number)
+    except (jax.errors.ConcretizationTypeError, TypeError):  # TypeError: no scalar, as jax.vmap leaves it
+        return otherwise
+
+
+def whole_number(length: Any) -> jax.Array:
+    """Return a length, checked as far as it is known, as int32."""
+    if isinstance(length, jax.Array):
+        values = host_values(checks.integer_array(jnp, "length", length))
+        if values is None:
+            return length.astype(jnp.int32)
+        length = int(values)
+    return jnp.asarray(min(non_negative_int("length", length), checks.MAX_POSITION), jnp.int32)

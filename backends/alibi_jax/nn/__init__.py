@@ -3,7 +3,9 @@
 In go configurations, arrays and checkpoints. Out come modules with trainable parameters.
 """
 
+from alibi_core.backend import AlibiConfig
 from alibi_jax.nn._attention_fn import attention_fn
+from alibi_jax.nn._bias import AlibiBias
 from alibi_jax.nn._checkpoint import load_checkpoint
 from alibi_jax.nn._language_model import AlibiLanguageModel
 from alibi_jax.nn._layer import AlibiAttention
@@ -12,6 +14,8 @@ from alibi_jax.nn._weights import load_weights, save_weights
 
 __all__ = [
     "AlibiAttention",
+    "AlibiBias",
+    "AlibiConfig",
     "AlibiLanguageModel",
     "AlibiTransformer",
     "attention_fn",

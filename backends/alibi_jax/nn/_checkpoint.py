@@ -14,9 +14,10 @@ from flax import nnx
 
 from alibi_core import AttentionCall
 from alibi_core.backend import AlibiConfig, Checkpoint, checks, dense_attention, key_bias, namespace_of
-from alibi_jax.caches import KVCache, append
+from alibi_jax.caches import KVCache
 from alibi_jax.nn._language_model import AlibiLanguageModel
-from alibi_jax.nn._layer import AlibiAttention
+from alibi_jax.nn._layer import AlibiAttention, appended
+from alibi_jax.nn._weights import named_parameters
 
 
 def load_checkpoint(
@@ -76,16 +77,6 @@ def load_checkpoint(
     return model
 
 
-def named_parameters(model: nnx.Module) -> dict[str, tuple[nnx.Param, bool]]:
-    """Return a model's parameters by the names they have in files, and whether they are ``[in, out]``, turned there."""
-    named = {}
-    for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        *modules, leaf = map(str, path)
-        name = "weight" if leaf in ("kernel", "scale", "embedding") else leaf
-        named[".".join([*modules, name])] = parameter, leaf == "kernel"
-    return named
-
-
 class FalconAttention(AlibiAttention):
     """Attention with the bias that Falcon's model computes, from keys' positions rounded to bfloat16."""
 
@@ -108,10 +99,10 @@ class FalconAttention(AlibiAttention):
             y.reshape(*y.shape[:2], -1, self.shape.head_dim)  # [batch, length, heads, head_dim]
             for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         )
-        fits, offset = None, None
+        offset = None
         if cache is not None:
             offset = cache.length
-            cache, fits = append(cache, key, value)
+            cache = appended(cache, key, value)
             key, value = cache.key, cache.value
         else:
             key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
@@ -122,12 +113,18 @@ class FalconAttention(AlibiAttention):
         linear = call.slopes[:, None] * jnp.arange(call.kv_len)
         call = replace(call, key_bias=self._bias(call.kv_len, query.dtype) - linear)
         attended = jnp.swapaxes(dense_attention(call, query, key, value), 1, 2)
+        if cache is not None:
+            attended = jnp.where(cache.length <= cache.max_length, attended, jnp.nan)
         output = self.out_proj(attended.reshape(*x.shape[:2], -1))
         if self.dropout is not None:
             output = self.dropout(output)
-        if fits is not None:
-            output = jnp.where(fits, output, jnp.nan)
         return output if cache is None else (output, cache)
+
+    def make_cache(self, batch_size: int, max_length: int, *, evict: bool = False, **options: Any) -> KVCache:
+        """Return an empty cache, which keeps every key."""
+        if evict:
+            raise ValueError("evict must be False with contract 'model', whose bias no horizon bounds, got True")
+        return super().make_cache(batch_size, max_length, **options)
 
     def _bias(self, kv_len: int, dtype: Any) -> jax.Array:
         """Return what is added to the scores, ``[num_heads, kv_len]``."""

@@ -11,15 +11,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from alibi_core.backend import AlibiConfig, checks
-from alibi_jax.caches import KVCache
 from alibi_jax.nn._transformer import AlibiTransformer, AttentionFactory, layer_norm
 
 
 class AlibiLanguageModel(nnx.Module):
     """Predict each next token from those before it, at any length.
 
-    One matrix embeds the tokens and reads out the logits. Its entries start with a variance of ``1 / d_model``, which
-    gives logits of unit variance; embeddings are multiplied by ``sqrt(d_model)``, which gives them the same.
+    One matrix embeds the tokens and reads out the logits. Its entries start with a variance of ``1 / embed_dim``, which
+    gives logits of unit variance; embeddings are multiplied by ``sqrt(embed_dim)``, which gives them the same.
     ``config`` may ask for another matrix to read out with, for embeddings as they are, or for their layer norm.
 
     Args:
@@ -50,18 +49,18 @@ class AlibiLanguageModel(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        if not config.causal:
-            raise ValueError("causal must be True for a language model, got False (an encoder sees the answer)")
+        if not config.is_causal:
+            raise ValueError("is_causal must be True for a language model, got False (an encoder sees the answer)")
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.config = config
-        init = nnx.initializers.normal(config.d_model**-0.5)
+        init = nnx.initializers.normal(config.embed_dim**-0.5)
         vocab_size = checks.positive_int("vocab_size", vocab_size)
-        self.embedding = nnx.Embed(vocab_size, config.d_model, embedding_init=init, **options)
+        self.embedding = nnx.Embed(vocab_size, config.embed_dim, embedding_init=init, **options)
         if config.embedding_norm:
             self.embedding_norm = layer_norm(config, **options)
         self.transformer = AlibiTransformer(config, attention=attention, **options)
         if not config.tied_head:
-            self.head = nnx.Linear(config.d_model, vocab_size, use_bias=False, **options)
+            self.head = nnx.Linear(config.embed_dim, vocab_size, use_bias=False, **options)
 
     def __call__(
         self,
@@ -69,8 +68,8 @@ class AlibiLanguageModel(nnx.Module):
         *,
         mask: jax.Array | None = None,
         segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-        caches: Sequence[KVCache] | None = None,
-    ) -> jax.Array | tuple[jax.Array, list[KVCache]]:
+        caches: Sequence[Any] | None = None,
+    ) -> jax.Array | tuple[jax.Array, list[Any]]:
         """Return the logits of the token after each of ``tokens``.
 
         Args:
@@ -86,14 +85,14 @@ class AlibiLanguageModel(nnx.Module):
         return self.read_out(hidden[0]), hidden[1]
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """Return what the transformer is given for ``tokens``: ``[batch, length, d_model]``."""
+        """Return what the transformer is given for ``tokens``: ``[batch, length, embed_dim]``."""
         x = self.embedding(tokens)
         if self.config.scale_embedding:
-            x = x * self.config.d_model**0.5
+            x = x * self.config.embed_dim**0.5
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
     def read_out(self, hidden: jax.Array) -> jax.Array:
-        """Return the logits, ``[..., vocab_size]``, of the transformer's output, ``[..., d_model]``."""
+        """Return the logits, ``[..., vocab_size]``, of the transformer's output, ``[..., embed_dim]``."""
         return self.embedding.attend(hidden) if self.config.tied_head else self.head(hidden)
 
     def generate(
@@ -143,8 +142,8 @@ class AlibiLanguageModel(nnx.Module):
 
 @partial(jax.jit, static_argnums=(0, 4), donate_argnums=3)
 def _extend(
-    graph: Any, state: Any, tokens: jax.Array, caches: list[KVCache], temperature: float, key: jax.Array | None
-) -> tuple[jax.Array, list[KVCache]]:
+    graph: Any, state: Any, tokens: jax.Array, caches: list[Any], temperature: float, key: jax.Array | None
+) -> tuple[jax.Array, list[Any]]:
     """Return the tokens, ``[batch, 1]``, that follow ``tokens``, and the caches with the latter appended."""
     model = nnx.merge(graph, state)
     hidden, caches = model.transformer(model.embed(tokens), caches=caches)

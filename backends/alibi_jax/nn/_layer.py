@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from alibi_core.backend import LayerShape, checks
+from alibi_core.backend import LayerShape, boolean, checks
 from alibi_jax._attention import attention
 from alibi_jax._dispatch import Implementation, checked
-from alibi_jax.caches import KVCache, append, attend, empty_cache
+from alibi_jax.caches import EvictingKVCache, KVCache
 
 
 class AlibiAttention(nnx.Module):
@@ -78,7 +78,7 @@ class AlibiAttention(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        slopes, future_slopes = _values("slopes", slopes), _values("future_slopes", future_slopes)
+        slopes, future_slopes = slope_values_of("slopes", slopes), slope_values_of("future_slopes", future_slopes)
         self.shape = shape = LayerShape.check(
             embed_dim,
             num_heads,
@@ -129,8 +129,8 @@ class AlibiAttention(nnx.Module):
         *,
         mask: jax.Array | None = None,
         segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-        cache: KVCache | None = None,
-    ) -> jax.Array | tuple[jax.Array, KVCache]:
+        cache: KVCache | EvictingKVCache | None = None,
+    ) -> jax.Array | tuple[jax.Array, KVCache | EvictingKVCache]:
         """Attend within ``x``, or from ``x`` to the tokens in ``cache`` and ``x``.
 
         Args:
@@ -156,31 +156,68 @@ class AlibiAttention(nnx.Module):
             y.reshape(*y.shape[:2], -1, self.shape.head_dim)  # [batch, length, heads, head_dim]
             for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         )
-        arguments = {"segment_ids": segment_ids, "window_size": self.window_size, "mask": mask}
-        fits = None
+        rules = {"segment_ids": segment_ids, "window_size": self.window_size, "mask": mask}
+        rules["implementation"] = self.implementation
         if cache is None:
-            arguments |= {"is_causal": self.is_causal, "future_slopes": self.future_slopes}
-            attended = attention(query, key, value, self.slopes, implementation=self.implementation, **arguments)
+            direction = {"is_causal": self.is_causal, "future_slopes": self.future_slopes}
+            attended = attention(query, key, value, self.slopes, **direction, **rules)
         else:
             if not self.is_causal:
                 raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
-            longer, fits = append(cache, key, value)
-            attended = attend(longer, query, self.slopes, cache.length, self.implementation, **arguments)
-            cache = longer
+            cache = appended(cache, key, value)
+            attended = cache.attend(query, self.slopes, **rules)
         output = self.out_proj(attended.reshape(*x.shape[:2], -1))
         if self.dropout is not None:
             output = self.dropout(output)
-        if fits is not None:
-            output = jnp.where(fits, output, jnp.nan)
         return output if cache is None else (output, cache)
 
-    def make_cache(self, batch_size: int, max_length: int) -> KVCache:
-        """Return an empty cache for ``batch_size`` sequences of up to ``max_length`` tokens."""
+    def make_cache(
+        self,
+        batch_size: int,
+        max_length: int,
+        *,
+        evict: bool = False,
+        max_query_norm: float | None = None,
+        max_key_norm: float | None = None,
+    ) -> KVCache | EvictingKVCache:
+        """Return an empty cache for ``batch_size`` sequences of up to ``max_length`` tokens.
+
+        Args:
+            batch_size: Sequences.
+            max_length: Tokens that the cache can hold.
+            evict: Let heads drop the keys that their horizons prove to be of no weight to any query to come.
+            max_query_norm: With ``evict``, what no query's norm will exceed; one that does gives an error, or NaN
+                under ``jax.jit``.
+            max_key_norm: With ``evict``, what no key's norm is expected to exceed, so that heads have no more slots
+                than their horizons need. Default: ``max_length`` slots a head.
+        """
         dtype = self.param_dtype if self.dtype is None else self.dtype
-        return empty_cache(batch_size, max_length, self.shape.num_kv_heads, self.shape.head_dim, dtype)
+        sizes = batch_size, self.shape.num_kv_heads, max_length, self.shape.head_dim
+        if not boolean("evict", evict):
+            for name, given in (("max_query_norm", max_query_norm), ("max_key_norm", max_key_norm)):
+                if given is not None:
+                    raise ValueError(f"{name} must be None without evict=True, got {given}")
+            return KVCache.make(*sizes, dtype=dtype)
+        if max_query_norm is None:
+            raise ValueError("max_query_norm must be given with evict=True: it decides which keys may be dropped")
+        norms = {"max_query_norm": max_query_norm, "max_key_norm": max_key_norm}
+        return EvictingKVCache.make(*sizes, slopes=self.slopes, window_size=self.window_size, dtype=dtype, **norms)
 
 
-def _values(name: str, slopes: Any | None) -> np.ndarray | None:
+def appended(cache: KVCache | EvictingKVCache, key: jax.Array, value: jax.Array) -> KVCache | EvictingKVCache:
+    """Return a layer's cache with further tokens, ``[batch, new, num_kv_heads, head_dim]``."""
+    if not isinstance(cache, (KVCache, EvictingKVCache)):
+        raise TypeError(f"cache must be an alibi_jax.KVCache, as make_cache returns it, got {type(cache).__name__}")
+    if key.dtype != (held := jax.tree.leaves(cache)[0].dtype):
+        raise ValueError(
+            f"cache must have the dtype of the layer's keys, {key.dtype}, got {held}; give the layer a dtype if its "
+            "input has another than its parameters"
+        )
+    return cache.append(key, value)
+
+
+def slope_values_of(name: str, slopes: Any | None) -> np.ndarray | None:
+    """Return slopes that a module is given as constants of it, float32."""
     if slopes is None:
         return None
     try:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from alibi_core.backend import AlibiConfig
-from alibi_jax.caches import KVCache
 from alibi_jax.nn._layer import AlibiAttention
 
 AttentionFactory = Callable[..., nnx.Module]
@@ -51,7 +50,7 @@ def layer_norm(config: AlibiConfig, **options: Any) -> nnx.LayerNorm:
     """Return a layer norm as ``config`` describes it."""
     # The fast variance is a difference of squares, which loses digits where the mean is large.
     form = {"epsilon": config.norm_epsilon, "use_bias": config.norm_bias, "use_fast_variance": False}
-    return nnx.LayerNorm(config.d_model, **form, **options)
+    return nnx.LayerNorm(config.embed_dim, **form, **options)
 
 
 class AlibiTransformer(nnx.Module):
@@ -99,12 +98,12 @@ class AlibiTransformer(nnx.Module):
         *,
         mask: jax.Array | None = None,
         segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-        caches: Sequence[KVCache] | None = None,
-    ) -> jax.Array | tuple[jax.Array, list[KVCache]]:
+        caches: Sequence[Any] | None = None,
+    ) -> jax.Array | tuple[jax.Array, list[Any]]:
         """Return ``x`` transformed.
 
         Args:
-            x: ``[batch, length, d_model]``.
+            x: ``[batch, length, embed_dim]``.
             mask: Booleans that broadcast to ``[batch, num_heads, length, kv_len]``, True where a query may attend;
                 with caches, ``kv_len`` is their ``max_length``.
             segment_ids: ``[batch, length]`` integers; tokens attend only where theirs are equal. With caches, a pair
@@ -112,13 +111,13 @@ class AlibiTransformer(nnx.Module):
             caches: One key-value cache a block, as :meth:`make_caches` or the call before returns them.
 
         Returns:
-            ``[batch, length, d_model]``; with caches, the pair of that and the longer caches.
+            ``[batch, length, embed_dim]``; with caches, the pair of that and the longer caches.
 
         Raises:
             ValueError: If ``x`` has another shape, or there is not one cache a block.
         """
-        if x.ndim != 3 or x.shape[-1] != self.config.d_model:
-            raise ValueError(f"x must have shape (batch, length, d_model {self.config.d_model}), got {x.shape}")
+        if x.ndim != 3 or x.shape[-1] != self.config.embed_dim:
+            raise ValueError(f"x must have shape (batch, length, embed_dim {self.config.embed_dim}), got {x.shape}")
         if caches is not None and len(caches) != len(self.blocks):
             raise ValueError(f"caches must be one a block ({len(self.blocks)}), got {len(caches)}")
         longer = []
@@ -127,9 +126,12 @@ class AlibiTransformer(nnx.Module):
             longer.append(cache)
         return self.norm(x) if caches is None else (self.norm(x), longer)
 
-    def make_caches(self, batch_size: int, max_length: int) -> list[KVCache]:
-        """Return an empty key-value cache for each block, with room for ``max_length`` tokens a sequence."""
-        return [block.attention.make_cache(batch_size, max_length) for block in self.blocks]
+    def make_caches(self, batch_size: int, max_length: int, **options: Any) -> list[Any]:
+        """Return an empty key-value cache for each block, with room for ``max_length`` tokens a sequence.
+
+        Options are those of the attention layers' ``make_cache``.
+        """
+        return [block.attention.make_cache(batch_size, max_length, **options) for block in self.blocks]
 
 
 class Block(nnx.Module):
@@ -143,9 +145,9 @@ class Block(nnx.Module):
             self.feed_forward_norm = layer_norm(config, **options)
         # The layers have the indices that they have in PyTorch, whose names files hold.
         layers = [
-            nnx.Linear(config.d_model, hidden, use_bias=config.feed_forward_bias, **options),
+            nnx.Linear(config.embed_dim, hidden, use_bias=config.feed_forward_bias, **options),
             Gelu(config.activation == "gelu_tanh"),
-            nnx.Linear(hidden, config.d_model, use_bias=config.feed_forward_bias, **options),
+            nnx.Linear(hidden, config.embed_dim, use_bias=config.feed_forward_bias, **options),
         ]
         if config.dropout > 0:
             layers.append(nnx.Dropout(config.dropout, rngs=options["rngs"]))
@@ -157,9 +159,9 @@ class Block(nnx.Module):
         *,
         mask: jax.Array | None,
         segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None,
-        cache: KVCache | None,
-    ) -> tuple[jax.Array, KVCache | None]:
-        """Return ``x``, ``[batch, length, d_model]``, with both layers' contributions added, and the longer cache."""
+        cache: Any | None,
+    ) -> tuple[jax.Array, Any | None]:
+        """Return ``x``, ``[batch, length, embed_dim]``, with both layers' contributions added, and the longer cache."""
         normed = self.attention_norm(x)
         attended = self.attention(normed, mask=mask, segment_ids=segment_ids, cache=cache)
         if cache is not None:

@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from alibi_core import AttentionCall, horizon
-from alibi_core.backend import LARGEST_TOLERANCE, UNIT_ROUNDOFF, checks, namespace_of
+from alibi_core import AttentionCall
+from alibi_core.backend import (
+    EvictionRules,
+    HeadGroup,
+    cache_summary,
+    check_room,
+    check_span,
+    check_truncated,
+    checks,
+)
 from alibi_mlx import _attention
-from alibi_mlx._tiled import EPS, TINY, norm_bounds
+from alibi_mlx._tiled import norm_bounds
 from alibi_mlx.caches._kv_cache import check_appended
 
-ROOM = 64  # tokens, at least, that a group of heads makes room for at a time
-LARGEST_FLOAT = (2 - EPS) * 2.0**127  # of float32
 FEW = 16  # queries; so few are not worth a second look: what is kept is about what they need
 
 
 class EvictingKVCache:
     """A key/value cache whose heads keep no more keys than their horizons allow.
 
-    Let no query's norm exceed ``Q``. When a key ``j`` is dropped, before the token at position ``p`` is appended, no
-    key so far exceeds some norm ``K``, and ``j`` is at least ``w`` tokens before the last of them, ``p - 1``. To any
-    query from then on, the scaled score of ``j`` is at most ``scale * Q * K``, that of the key at ``p - 1`` at least
-    minus that, and ``j`` is at least ``w`` tokens further away. So all keys dropped together weigh at most
-    ``exp(2 * scale * Q * K) * exp(-slope * w) / (1 - exp(-slope))`` times that key, which is what
-    :func:`alibi_core.horizon` makes as small as the tolerance. Keys dropped at another time are bounded by another
-    such key, and the keys that bound do not weigh more than all: the share left out never exceeds the tolerance,
-    whatever keys are to come.
+    It drops keys that weigh no more than the tolerance for any query whose norm is at most ``max_query_norm``,
+    whatever keys are to come; the proof is that of :class:`alibi_core.backend.EvictionPolicy`.
 
     Heads of similar slopes share their storage. The keys of all tokens appended at once are kept until the next are.
     Norms are read, and keys dropped, only where room has to be made: at the first step, after a long one, and at
@@ -73,18 +74,13 @@ class EvictingKVCache:
         window_size: int | None = None,
         tolerance: float | None = None,
     ) -> None:
-        if not isinstance(slopes, mx.array) or slopes.ndim != 1:
+        if not isinstance(slopes, mx.array):
             raise TypeError(f"slopes must be an MLX array of one axis, got {getattr(slopes, 'shape', slopes)}")
-        checks.floating_array(namespace_of(xp=mx), "slopes", slopes)
-        checks.slopes_values("slopes", slopes, allow_negative=False)
-        self._slopes = _on_host(slopes)  # a copy, as the horizons are of these
+        options = {"scale": scale, "window_size": window_size, "tolerance": tolerance}
+        self._rules = EvictionRules.check(slopes, _on_host(slopes), max_query_norm, **options)
         self._slopes_dtype = str(slopes.dtype).rpartition(".")[2]  # a name, for dtypes cannot be copied
-        self._max_query_norm = checks.positive_number("max_query_norm", max_query_norm)
         self.batch_size = None if batch_size is None else checks.positive_int("batch_size", batch_size)
         self.max_length = None if max_length is None else checks.positive_int("max_length", max_length)
-        self._given_scale = None if scale is None else checks.real_number("scale", scale)
-        self._window_size = None if window_size is None else checks.window(window_size)
-        self._given_tolerance = None if tolerance is None else checks.non_negative_number("tolerance", tolerance)
         self._forget()
 
     def _forget(self) -> None:
@@ -105,7 +101,7 @@ class EvictingKVCache:
     @property
     def kept(self) -> list[int]:
         """Tokens that each key/value head holds."""
-        counts = {head: group.count for group in self._groups for head in group.heads}
+        counts = {head: group.count for group in self._groups for head in group.which.heads}
         return [counts[head] for head in sorted(counts)]
 
     @property
@@ -118,12 +114,19 @@ class EvictingKVCache:
         """All arrays held, for ``mx.eval``."""
         return [x for group in self._groups for x in (group.key, group.value)]
 
-    def append(self, keys: mx.array, values: mx.array) -> None:
+    def __repr__(self) -> str:
+        sizes = (self.batch_size, None, None)
+        if self._groups:
+            like = self._groups[0].key
+            sizes = like.shape[0], len(self._largest), like.shape[3]
+        return cache_summary(type(self).__name__, sizes, self.length, self.max_length, self.nbytes)
+
+    def append(self, key: mx.array, value: mx.array) -> None:
         """Drop what no query of these tokens, or later ones, can need, and store their keys and values.
 
         Args:
-            keys: ``[batch, num_kv_heads, new, head_dim]``.
-            values: Likewise.
+            key: ``[batch, num_kv_heads, new, head_dim]``.
+            value: Likewise.
 
         Raises:
             TypeError: If an argument is no floating MLX array of four axes.
@@ -133,81 +136,59 @@ class EvictingKVCache:
         if self.length == 0:
             self._forget()  # whatever a refused call brought decides nothing
         like = self._like() if self._groups else None
-        check_appended(keys, values, like, like, self.batch_size)
-        if values.shape[3] != keys.shape[3]:
-            raise ValueError(f"values must have the head_dim of keys, {keys.shape[3]}, got {values.shape[3]}")
-        groups = self._groups or self._grouped(keys)
-        new = keys.shape[2]
+        check_appended(key, value, like, like, self.batch_size)
+        if value.shape[3] != key.shape[3]:
+            raise ValueError(f"value must have the head_dim of key, {key.shape[3]}, got {value.shape[3]}")
+        groups = self._groups or self._grouped(key)
+        new = key.shape[2]
         looks = self._looks_next or any(group.count + new > group.key.shape[2] for group in groups)
         if looks:
             self._make_room(groups, new)
         for group in groups:
-            group.add(_of_heads(keys, group.heads), _of_heads(values, group.heads))
-        self._groups, self._looked, self._looks_next = groups, looks, new > ROOM
+            group.add(_of_heads(key, group.which.heads), _of_heads(value, group.which.heads))
+        self._groups, self._looked, self._looks_next = groups, looks, new > self._policy.room
         self.length += new
 
-    def _grouped(self, keys: mx.array) -> list[_Group]:
-        """Return groups, still empty, of the key/value heads whose least slopes are within a factor of 2."""
-        num_heads, num_kv_heads = len(self._slopes), keys.shape[1]
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(f"num_kv_heads must divide num_heads, {num_heads} (slopes), got {num_kv_heads}")
-        head_dim, tolerance = keys.shape[3], self._given_tolerance
-        self._scale = head_dim**-0.5 if self._given_scale is None else self._given_scale
-        if tolerance is None:
-            tolerance = UNIT_ROUNDOFF[str(keys.dtype).removeprefix("mlx.core.")]
-        # One half is for what is dropped, the other for what the attention over the rest leaves out.
-        self._tolerance = min(tolerance, LARGEST_TOLERANCE) / 2
-        # What norm_bounds says at most of a query that is as long as allowed.
-        limit = self._max_query_norm * (1 + 2 * (head_dim + 8) * EPS) + 2 * (head_dim * TINY) ** 0.5
-        self._query_limit = min(limit, LARGEST_FLOAT)  # or infinity would be within it
+    def _grouped(self, key: mx.array) -> list[_Group]:
+        """Return groups, still empty, of the key/value heads of these keys."""
+        batch_size, num_kv_heads, _, head_dim = key.shape
+        self._policy = self._rules.policy(num_kv_heads, head_dim, str(key.dtype).removeprefix("mlx.core."))
         self._largest = np.zeros(num_kv_heads)
-        by_kv_head = self._slopes.reshape(num_kv_heads, -1)
-        least = by_kv_head.min(axis=1).tolist()
-        members: dict[int | None, list[int]] = {}
-        for head, slope in enumerate(least):
-            members.setdefault(math.frexp(slope)[1] if slope > 0 else None, []).append(head)
+        slopes, dtype = np.asarray(self._rules.slopes), getattr(mx, self._slopes_dtype)
         return [
             _Group(
-                heads,
-                min(least[head] for head in heads),
-                mx.array(by_kv_head[heads].reshape(-1), dtype=getattr(mx, self._slopes_dtype)),
-                *(mx.zeros((keys.shape[0], len(heads), 0, head_dim), keys.dtype) for _ in range(2)),
+                which,
+                mx.array(slopes[list(which.query_heads)], dtype=dtype),
+                *(mx.zeros((batch_size, len(which.heads), 0, head_dim), key.dtype) for _ in range(2)),
             )
-            for heads in members.values()
+            for which in self._policy.groups
         ]
 
     def _make_room(self, groups: list[_Group], new: int) -> None:
         """Read the norms that were not known yet, and make room for ``new`` tokens beside those that may be needed."""
         query_norm = self._query_norm.item()
-        if query_norm > self._query_limit:
+        if query_norm > self._policy.measured_limit:
             self._query_norm = mx.array(0.0)  # this is how that is told
-            raise ValueError(self._refusal(query_norm) + "; the results since then are NaN")
+            self._check_query_norm(query_norm, "; the results since then are NaN")
         largest = self._largest.copy()
         if self._known < self.length:  # and those tokens are all held yet
             unknown = [group.key[:, :, group.count - (self.length - self._known) : group.count] for group in groups]
             norms = [norm_bounds(keys).max(axis=(0, 2)) for keys in unknown]
             mx.eval(norms)
             for group, found in zip(groups, norms, strict=True):
-                largest[group.heads] = np.maximum(largest[group.heads], found.tolist())
+                heads = list(group.which.heads)
+                largest[heads] = np.maximum(largest[heads], found.tolist())
         needs = [min(group.count, self._reach(group, largest)) for group in groups]
         most = math.inf if self.max_length is None else self.max_length
-        if max(needs) + new > most:
-            raise ValueError(
-                f"cache must have room for {new} more tokens, got max_length {most} with {max(needs)} in use; make it "
-                "longer with make_cache"
-            )
+        check_room(new, most, max(needs))
         self._largest, self._known = largest, self.length
         for group, need in zip(groups, needs, strict=True):
-            if group.make_room(need, new, most):
+            if group.make_room(need, new, self._policy.storage(need, new, most)):
                 self._evicted = self.length
 
     def _reach(self, group: _Group, largest: np.ndarray) -> int:
         """Return how many of the last keys so far may matter to queries that are to come."""
-        score_range = 2 * abs(self._scale) * self._query_limit * largest[group.heads].max().item()
-        reach = self.length
-        if group.slope > 0 and math.isfinite(score_range):
-            reach = min(reach, horizon(np.asarray([group.slope]), score_range, tolerance=self._tolerance).item())
-        return int(reach if self._window_size is None else min(reach, self._window_size))
+        return self._policy.reach(group.which, largest[list(group.which.heads)].max().item(), self.length)
 
     def attend(
         self,
@@ -217,6 +198,8 @@ class EvictingKVCache:
         mask: mx.array | None = None,
         segment_ids: tuple[mx.array, mx.array] | None = None,
         window_size: int | None = None,
+        scale: float | None = None,
+        tolerance: float | None = None,
         implementation: str | None = None,
     ) -> mx.array:
         """Return the causal attention of the last tokens appended over all tokens so far.
@@ -227,6 +210,8 @@ class EvictingKVCache:
             mask: None: a key that hides another from a query cannot tell that the other no longer matters.
             segment_ids: None, likewise.
             window_size: None, or what the cache was made for.
+            scale: Likewise.
+            tolerance: Likewise.
             implementation: As for :func:`alibi_mlx.attention`.
 
         Returns:
@@ -235,60 +220,62 @@ class EvictingKVCache:
 
         Raises:
             TypeError: If an argument is of the wrong kind.
-            ValueError: If a query's norm exceeds ``max_query_norm`` where room was made, if keys that a query needs
-                have been dropped, or if shapes, slopes or masks are not those that the cache was made for.
+            ValueError: If the cache is empty, if a query's norm exceeds ``max_query_norm`` where room was made, if keys
+                that a query needs have been dropped, or if shapes, slopes or masks are not those that the cache was
+                made for.
         """
         if implementation is not None:
             checks.one_of("implementation", implementation, _attention.IMPLEMENTATIONS)
-        self._check_attend(query, slopes, mask, segment_ids, window_size)
+        if not self._groups:
+            raise ValueError("cache must hold the tokens that query is of, got an empty one; see append")
+        policy = self._policy
+        policy.check_rules(
+            mask=mask, segment_ids=segment_ids, window_size=window_size, scale=scale, tolerance=tolerance
+        )
+        self._check_query(query, slopes)
         query_norm = norm_bounds(query).max() if query.size else mx.array(0.0)
-        if self._looked and query_norm.item() > self._query_limit:  # the host has waited anyway
+        if self._looked and query_norm.item() > policy.measured_limit:  # the host has waited anyway
             self._looks_next = True  # so that another try is told so too
-            raise ValueError(self._refusal(query_norm.item()))
-        share = len(self._slopes) // len(self._largest)  # query heads a key/value head
-        tolerance = 0.0 if query.shape[2] <= FEW else self._tolerance
-        rules: dict[str, Any] = {"window_size": self._window_size, "scale": self._scale, "tolerance": tolerance}
+            self._check_query_norm(query_norm.item())
+        rules: dict[str, Any] = {"tolerance": 0.0 if query.shape[2] <= FEW else policy.share_dropped}
+        rules |= {"window_size": policy.window_size, "scale": policy.scale}
         parts, order = [], []
         for group in self._groups:
-            heads = [head * share + i for head in group.heads for i in range(share)]
-            part, (key, value) = _of_heads(query, heads), group.held
+            part, (key, value) = _of_heads(query, group.which.query_heads), group.held
             call = AttentionCall.check(part, key, value, group.slopes, xp=mx, **rules)
             parts.append(_attention.run(call, part, key, value, implementation, None))
-            order += heads
+            order += group.which.query_heads
         result = _of_heads(mx.concatenate(parts, axis=1), np.argsort(order).tolist())
         self._query_norm = mx.maximum(self._query_norm, query_norm)
-        return mx.where(self._query_norm <= self._query_limit, result, mx.nan)
+        return mx.where(self._query_norm <= policy.measured_limit, result, mx.nan)
 
     def _like(self) -> mx.array:
         """Return an array of the shape and dtype of one token's keys."""
         one = self._groups[0].key[:, :1, :1]
         return mx.broadcast_to(one, (one.shape[0], len(self._largest), *one.shape[2:]))
 
-    def _refusal(self, query_norm: float) -> str:
-        return (
-            f"query must have norms of at most max_query_norm, {self._max_query_norm:g}, for which keys are kept, got "
-            f"{query_norm:g}; make the cache with a larger one"
-        )
+    def _check_query_norm(self, measured: float, consequence: str = "") -> None:
+        try:
+            self._policy.check_query_norm(measured, self._policy.measured_limit)
+        except ValueError as error:
+            raise ValueError(f"{error}{consequence}") from None
 
-    def _check_attend(self, query: mx.array, slopes: Any, mask: Any, segment_ids: Any, window_size: int | None) -> None:
-        for name, given in (("mask", mask), ("segment_ids", segment_ids)):
-            if given is not None:
-                raise ValueError(f"{name} must be None with a cache that evicts; make it with evict=False")
-        if not self._groups or self.length == 0:
-            raise ValueError("cache must hold the tokens that query is of, got an empty one; see append")
+    def _check_query(self, query: mx.array, slopes: Any) -> None:
+        """Check that a query is of the last tokens, and of the heads and slopes of this cache."""
         like = self._like()
         call = AttentionCall.check(query, like, like, slopes, xp=mx)
-        if call.num_heads != len(self._slopes):
-            raise ValueError(f"query must have {len(self._slopes)} heads, as many as the cache, got {call.num_heads}")
-        if slopes is not None and not (isinstance(slopes, mx.array) and np.array_equal(_on_host(slopes), self._slopes)):
+        known = np.asarray(self._rules.slopes)
+        if call.num_heads != len(known):
+            raise ValueError(f"query must have {len(known)} heads, as many as the cache, got {call.num_heads}")
+        if slopes is not None and not (isinstance(slopes, mx.array) and np.array_equal(_on_host(slopes), known)):
             raise ValueError("slopes must be those that the cache was made for; make a new one")
-        if window_size is not None and window_size != self._window_size:
-            raise ValueError(f"window_size must be what the cache was made for, {self._window_size}, got {window_size}")
-        if self.length - query.shape[2] < self._evicted:
-            raise ValueError(
-                f"query must be of the {self.length - self._evicted} last tokens, whose keys are all held, "
-                f"got q_len {query.shape[2]}"
-            )
+        check_span(self.length, query.shape[2], self._evicted)
+
+    def select_batch(self, indices: mx.array) -> None:
+        """Keep the sequences at ``indices`` of the batch axis, as :meth:`KVCache.select_batch`."""
+        for group in self._groups:
+            group.key, group.value = (mx.take(x, indices, axis=0) for x in (group.key, group.value))
+        self.batch_size = None if self.batch_size is None else len(indices)
 
     def truncate(self, length: int) -> None:
         """Forget the last tokens, so that ``length`` remain.
@@ -297,9 +284,7 @@ class EvictingKVCache:
             TypeError: If ``length`` is no integer.
             ValueError: If keys that then were among the last have been dropped.
         """
-        checks.non_negative_int("length", length)
-        if length < self._evicted:
-            raise ValueError(f"length must be at least {self._evicted}, before which keys were dropped, got {length}")
+        length = check_truncated(length, self._evicted)
         for group in self._groups:
             group.count -= max(self.length - length, 0)
         self.length = min(self.length, length)
@@ -316,8 +301,7 @@ class EvictingKVCache:
 class _Group:
     """The keys and values of some heads: the last ``count`` tokens, in order, with room for more behind them."""
 
-    heads: list[int]
-    slope: float  # the least
+    which: HeadGroup
     slopes: mx.array  # of their query heads
     key: mx.array
     value: mx.array
@@ -327,10 +311,9 @@ class _Group:
     def held(self) -> tuple[mx.array, mx.array]:
         return self.key[:, :, : self.count], self.value[:, :, : self.count]
 
-    def make_room(self, need: int, new: int, most: float) -> bool:
+    def make_room(self, need: int, new: int, wanted: int) -> bool:
         """Make room for ``new`` tokens beside the last ``need``, and return whether others were dropped for it."""
         room = self.key.shape[2]
-        wanted = int(min(need + new + max(ROOM, (need + new) // 4), most))
         if self.count + new <= room <= 4 * wanted:
             return False
         self.key, self.value = (
@@ -347,13 +330,15 @@ class _Group:
         self.count = end
 
 
-def _of_heads(array: mx.array, heads: list[int]) -> mx.array:
+def _of_heads(array: mx.array, heads: Sequence[int]) -> mx.array:
     """Return those heads of ``[batch, heads, ...]``: a view where they follow one another."""
-    if heads == list(range(heads[0], heads[0] + len(heads))):
+    if list(heads) == list(range(heads[0], heads[0] + len(heads))):
         return array[:, heads[0] : heads[0] + len(heads)]
-    return mx.take(array, mx.array(heads), axis=1)
+    return mx.take(array, mx.array(list(heads)), axis=1)
 
 
-def _on_host(slopes: mx.array) -> np.ndarray:
-    """Return slopes as float64; MLX 0.29 makes no list of that, and NumPy has no bfloat16."""
+def _on_host(slopes: mx.array) -> np.ndarray | None:
+    """Return a copy in float64, None of what is no number; MLX 0.29 makes no list of that, NumPy has no bfloat16."""
+    if not mx.issubdtype(slopes.dtype, mx.floating):
+        return None
     return np.array(slopes if slopes.dtype == mx.float64 else slopes.astype(mx.float32), dtype=np.float64)

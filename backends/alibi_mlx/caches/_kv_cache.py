@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import mlx.core as mx
 
 from alibi_core import AttentionCall
-from alibi_core.backend import floating_array, namespace_of, non_negative_int, one_of, positive_int
+from alibi_core.backend import (
+    cache_summary,
+    check_new_tokens,
+    check_room,
+    check_span,
+    non_negative_int,
+    one_of,
+    positive_int,
+)
 from alibi_mlx import _attention
 from alibi_mlx._tiled import norm_bounds
 
@@ -38,9 +47,9 @@ class KVCache:
 
     Example:
         >>> cache = KVCache(max_length=5)
-        >>> keys, values = cache.update_and_fetch(mx.zeros((2, 4, 3, 8)), mx.zeros((2, 4, 3, 8)))
-        >>> keys, values = cache.update_and_fetch(mx.zeros((2, 4, 1, 8)), mx.zeros((2, 4, 1, 8)))
-        >>> keys.shape, cache.offset
+        >>> keys, values = cache.append(mx.zeros((2, 4, 3, 8)), mx.zeros((2, 4, 3, 8)))
+        >>> keys, values = cache.append(mx.zeros((2, 4, 1, 8)), mx.zeros((2, 4, 1, 8)))
+        >>> keys.shape, cache.length
         ((2, 4, 4, 8), 4)
         >>> cache.attend(mx.zeros((2, 8, 1, 8))).shape
         (2, 8, 1, 8)
@@ -51,15 +60,15 @@ class KVCache:
         self.max_length = None if max_length is None else positive_int("max_length", max_length)
         self._forget()
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def append(self, key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
         """Store the keys and values of further tokens and return those of all tokens so far.
 
         Args:
-            keys: ``[batch, num_kv_heads, new, head_dim]``.
-            values: Likewise; their ``head_dim`` may be another.
+            key: ``[batch, num_kv_heads, new, head_dim]``.
+            value: Likewise; its ``head_dim`` may be another.
 
         Returns:
-            Keys and values, ``[batch, num_kv_heads, offset, head_dim]`` each.
+            Keys and values, ``[batch, num_kv_heads, length, head_dim]`` each.
 
         Raises:
             TypeError: If an argument is no floating MLX array of four axes.
@@ -67,13 +76,15 @@ class KVCache:
         """
         if self.offset == 0:
             self._forget()  # whatever once was held decides nothing
-        self._check(keys, values)
-        start, end = self.offset, self.offset + keys.shape[-2]
+        check_appended(key, value, self.keys, self.values, self.batch_size)
+        self._check_offset()
+        start, end = self.offset, self.offset + key.shape[-2]
+        check_room(key.shape[-2], math.inf if self.max_length is None else self.max_length, start)
         self.keys, self.values = (
-            self._with_room(held, new, end) for held, new in ((self.keys, keys), (self.values, values))
+            self._with_room(held, new, end) for held, new in ((self.keys, key), (self.values, value))
         )
-        self.keys[..., start:end, :] = keys
-        self.values[..., start:end, :] = values
+        self.keys[..., start:end, :] = key
+        self.values[..., start:end, :] = value
         self.offset = end
         self._measured = min(self._measured, start)
         return self.keys[..., :end, :], self.values[..., :end, :]
@@ -109,7 +120,7 @@ class KVCache:
     ) -> mx.array:
         """Return the causal attention of the last tokens held over all tokens held.
 
-        It equals :func:`alibi_mlx.attention` on what :meth:`update_and_fetch` returned, but need not read all keys to
+        It equals :func:`alibi_mlx.attention` on what :meth:`append` returned, but need not read all keys to
         find out how large they are.
 
         Args:
@@ -132,14 +143,52 @@ class KVCache:
         if implementation is not None:
             one_of("implementation", implementation, _attention.IMPLEMENTATIONS)
         self._check_offset()
-        if self.offset == 0:
-            raise ValueError("cache must hold the tokens that query is of, got an empty one; see update_and_fetch")
+        if self.keys is None:
+            raise ValueError("cache must hold the tokens that query is of, got an empty one; see append")
         rules: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size}
         key, value = self.state[:2]
         call = AttentionCall.check(query, key, value, slopes, scale=scale, tolerance=tolerance, xp=mx, **rules)
+        check_span(self.offset, query.shape[2])
         return _attention.run(call, query, key, value, implementation, _NormsOf(self))
 
-    # The rest of what mlx-lm asks of a cache.
+    def truncate(self, length: int) -> None:
+        """Forget all tokens but the first ``length``.
+
+        Raises:
+            TypeError: If ``length`` is no integer.
+            ValueError: If it is negative.
+        """
+        self.offset = min(self.offset, non_negative_int("length", length))
+
+    def select_batch(self, indices: mx.array) -> None:
+        """Keep the sequences at ``indices`` of the batch axis, in that order; one may be asked for repeatedly.
+
+        Beam search does so, as its candidates fall behind or branch.
+
+        Args:
+            indices: ``[batch]`` integers, for a batch size that may be another than before.
+        """
+        if self.keys is not None:
+            self.keys, self.values = (mx.take(x, indices, axis=0) for x in (self.keys, self.values))
+        self._norms = None if self._norms is None else mx.take(self._norms, indices, axis=0)
+        self.batch_size = None if self.batch_size is None else len(indices)
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self.offset
+
+    def __repr__(self) -> str:
+        sizes = (self.batch_size, None, None)
+        if self.keys is not None:
+            sizes = self.keys.shape[0], self.keys.shape[1], self.keys.shape[3]
+        return cache_summary(type(self).__name__, sizes, self.length, self.max_length, self.nbytes)
+
+    # What mlx-lm asks of a cache.
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store further tokens and return all, as :meth:`append` does."""
+        return self.append(keys, values)
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -184,9 +233,9 @@ class KVCache:
 
     def trim(self, n: int) -> int:
         """Forget the last ``n`` tokens, or all if there are fewer, and return how many those were."""
-        n = min(self.offset, non_negative_int("n", n))
-        self.offset -= n
-        return n
+        before = self.offset
+        self.truncate(max(before - non_negative_int("n", n), 0))
+        return before - self.offset
 
     def make_mask(self, length: int, *, return_array: bool = False, window_size: int | None = None) -> Any:
         """Return the causal mask for so many tokens to come, as the models of mlx-lm hand it to their attention.
@@ -214,16 +263,6 @@ class KVCache:
         self.offset = 0
         self._norms: mx.array | None = None
         self._measured = 0  # tokens, from the first on, whose norms are known
-
-    def _check(self, keys: mx.array, values: mx.array) -> None:
-        check_appended(keys, values, self.keys, self.values, self.batch_size)
-        self._check_offset()
-        length = keys.shape[2]
-        if self.max_length is not None and self.offset + length > self.max_length:
-            raise ValueError(
-                f"cache must have room for {length} more tokens, got max_length {self.max_length} with "
-                f"{self.offset} in use; make it longer with make_cache"
-            )
 
     def _check_offset(self) -> None:
         capacity = 0 if self.keys is None else self.keys.shape[2]
@@ -258,23 +297,13 @@ class _NormsOf:
 
 
 def check_appended(
-    keys: mx.array, values: mx.array, held_keys: mx.array | None, held_values: mx.array | None, batch_size: int | None
+    key: mx.array, value: mx.array, held_key: mx.array | None, held_value: mx.array | None, batch_size: int | None
 ) -> None:
     """Check that keys and values fit each other and those that a cache holds, in all but their number."""
-    for name, new in (("keys", keys), ("values", values)):
-        if len(getattr(new, "shape", ())) != 4:
-            raise TypeError(f"{name} must be an array of four axes, got {getattr(new, 'shape', type(new).__name__)}")
-        floating_array(namespace_of(new, xp=mx), name, new)
-    for name, new, held in (("keys", keys, held_keys), ("values", values, held_values)):
-        like = keys if held is None else held
-        expected = (
-            batch_size or like.shape[0],
-            like.shape[1],
-            keys.shape[2],
-            new.shape[3] if held is None else held.shape[3],
-        )
-        if new.shape != expected or new.dtype != like.dtype:
-            raise ValueError(
-                f"{name} must be {like.dtype} of shape {expected} (batch, num_kv_heads, length, head_dim) to fit "
-                f"the cache, got {new.dtype} of shape {new.shape}"
-            )
+    like_key, like_value = key if held_key is None else held_key, value if held_value is None else held_value
+    if len(getattr(like_key, "shape", ())) == len(getattr(like_value, "shape", ())) == 4:
+        batch = batch_size or like_key.shape[0]
+        sizes = (batch, like_key.shape[1], like_key.shape[3], like_value.shape[3])
+    else:
+        sizes = (0, 0, 0, 0)  # of no array: it is refused before they are looked at
+    check_new_tokens(mx, key, value, sizes, getattr(like_key, "dtype", None))

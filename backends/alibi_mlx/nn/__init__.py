@@ -3,9 +3,11 @@
 In go configurations, arrays and checkpoints. Out come modules with trainable parameters.
 """
 
+from alibi_core.backend import AlibiConfig
+from alibi_mlx.nn._bias import AlibiBias
 from alibi_mlx.nn._checkpoint import load_checkpoint
 from alibi_mlx.nn._language_model import AlibiLanguageModel
 from alibi_mlx.nn._layer import AlibiAttention
 from alibi_mlx.nn._transformer import AlibiTransformer
 
-__all__ = ["AlibiAttention", "AlibiLanguageModel", "AlibiTransformer", "load_checkpoint"]
+__all__ = ["AlibiAttention", "AlibiBias", "AlibiConfig", "AlibiLanguageModel", "AlibiTransformer", "load_checkpoint"]

@@ -13,7 +13,6 @@ from alibi_core import AttentionCall
 from alibi_core.backend import AlibiConfig, Checkpoint, checks, dense_attention, key_bias, namespace_of
 from alibi_mlx.nn._language_model import AlibiLanguageModel
 from alibi_mlx.nn._layer import AlibiAttention
-from alibi_mlx.nn._transformer import attention_options
 
 
 def load_checkpoint(
@@ -71,7 +70,7 @@ class FalconAttention(AlibiAttention):
     @classmethod
     def made_for(cls, config: AlibiConfig) -> FalconAttention:
         """Return the layer that ``config`` describes."""
-        return cls(**attention_options(config))
+        return cls(**config.attention_options)
 
     def __call__(
         self,
@@ -88,7 +87,7 @@ class FalconAttention(AlibiAttention):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         if cache is not None:
-            key, value = cache.update_and_fetch(key, value)
+            key, value = cache.append(key, value)
         call = AttentionCall.check(query, key, value, self.slopes, mask=mask, segment_ids=segment_ids, xp=mx)
         form = {"contract": "falcon", "xp": mx, "dtype": query.dtype}
         bias = key_bias(call.num_heads, call.kv_len, **form)[:, 0] / math.sqrt(call.head_dim)

@@ -15,8 +15,8 @@ from alibi_mlx.nn._transformer import AlibiTransformer, AttentionFactory, layer_
 class AlibiLanguageModel(nn.Module):
     """Predict each next token from those before it, at any length.
 
-    One matrix embeds the tokens and reads out the logits. Its entries start with a variance of ``1 / d_model``, which
-    gives logits of unit variance; embeddings are multiplied by ``sqrt(d_model)``, which gives them the same.
+    One matrix embeds the tokens and reads out the logits. Its entries start with a variance of ``1 / embed_dim``, which
+    gives logits of unit variance; embeddings are multiplied by ``sqrt(embed_dim)``, which gives them the same.
     ``config`` may ask for another matrix to read out with, for embeddings as they are, or for their layer norm.
 
     Args:
@@ -39,16 +39,16 @@ class AlibiLanguageModel(nn.Module):
 
     def __init__(self, config: AlibiConfig, vocab_size: int, *, attention: AttentionFactory | None = None) -> None:
         super().__init__()
-        if not config.causal:
-            raise ValueError("causal must be True for a language model, got False (an encoder sees the answer)")
+        if not config.is_causal:
+            raise ValueError("is_causal must be True for a language model, got False (an encoder sees the answer)")
         self.config = config
-        self.embedding = nn.Embedding(checks.positive_int("vocab_size", vocab_size), config.d_model)
-        self.embedding.weight = mx.random.normal(self.embedding.weight.shape, scale=config.d_model**-0.5)
+        self.embedding = nn.Embedding(checks.positive_int("vocab_size", vocab_size), config.embed_dim)
+        self.embedding.weight = mx.random.normal(self.embedding.weight.shape, scale=config.embed_dim**-0.5)
         if config.embedding_norm:
             self.embedding_norm = layer_norm(config)
         self.transformer = AlibiTransformer(config, attention=attention)
         if not config.tied_head:
-            self.head = nn.Linear(config.d_model, vocab_size, bias=False)
+            self.head = nn.Linear(config.embed_dim, vocab_size, bias=False)
 
     def __call__(
         self,
@@ -70,14 +70,14 @@ class AlibiLanguageModel(nn.Module):
         return self.read_out(self.transformer(self.embed(tokens), mask=mask, segment_ids=segment_ids, caches=caches))
 
     def embed(self, tokens: mx.array) -> mx.array:
-        """Return what the transformer is given for ``tokens``: ``[batch, length, d_model]``."""
+        """Return what the transformer is given for ``tokens``: ``[batch, length, embed_dim]``."""
         x = self.embedding(tokens)
         if self.config.scale_embedding:
-            x = x * self.config.d_model**0.5
+            x = x * self.config.embed_dim**0.5
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
     def read_out(self, hidden: mx.array) -> mx.array:
-        """Return the logits, ``[..., vocab_size]``, of the transformer's output, ``[..., d_model]``."""
+        """Return the logits, ``[..., vocab_size]``, of the transformer's output, ``[..., embed_dim]``."""
         return self.embedding.as_linear(hidden) if self.config.tied_head else self.head(hidden)
 
     def generate(

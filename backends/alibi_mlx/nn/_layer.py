@@ -180,15 +180,12 @@ class AlibiAttention(nn.Module):
         value: mx.array,
         rules: dict[str, Any],
     ) -> mx.array:
-        held = cache.offset
-        if isinstance(cache, KVCache):
-            cache.update_and_fetch(key, value)
-        else:
-            cache.append(key, value)
+        held = cache.length
+        cache.append(key, value)
         try:
             return cache.attend(query, self.slopes, **rules)
         except Exception:
-            cache.trim(cache.offset - held)  # a call that was refused leaves no tokens behind
+            cache.truncate(held)  # a call that was refused leaves no tokens behind
             raise
 
     def _attend_to_foreign(

@@ -17,13 +17,7 @@ AttentionFactory = Callable[[AlibiConfig], nn.Module]
 
 def alibi_attention(config: AlibiConfig) -> AlibiAttention:
     """Return the attention layer that ``config`` describes."""
-    return finished(AlibiAttention(**attention_options(config)), config)
-
-
-def attention_options(config: AlibiConfig) -> dict[str, Any]:
-    """Return the arguments of the attention layer that ``config`` describes."""
-    slopes = None if config.slopes is None else mx.array(config.slopes, mx.float32)
-    return config.attention_options | {"slopes": slopes}
+    return finished(AlibiAttention(**config.attention_options), config)
 
 
 def finished(layer: AlibiAttention, config: AlibiConfig) -> AlibiAttention:
@@ -53,7 +47,7 @@ class Projection(nn.Linear):
 
 def layer_norm(config: AlibiConfig) -> nn.LayerNorm:
     """Return a layer norm as ``config`` describes it."""
-    return nn.LayerNorm(config.d_model, eps=config.norm_epsilon, bias=config.norm_bias)
+    return nn.LayerNorm(config.embed_dim, eps=config.norm_epsilon, bias=config.norm_bias)
 
 
 class AlibiTransformer(nn.Module):
@@ -95,29 +89,29 @@ class AlibiTransformer(nn.Module):
         """Return ``x`` transformed.
 
         Args:
-            x: ``[batch, length, d_model]``.
+            x: ``[batch, length, embed_dim]``.
             mask: Booleans that broadcast to ``[batch, num_heads, length, kv_len]``, True where a query may attend.
             segment_ids: ``[batch, length]`` integers; tokens attend only where theirs are equal. With caches, a pair
                 (of ``x``, of all tokens).
             caches: One key-value cache a block, as :meth:`make_caches` returns them.
 
         Returns:
-            ``[batch, length, d_model]``.
+            ``[batch, length, embed_dim]``.
 
         Raises:
             ValueError: If ``x`` has another shape, or there is not one cache a block.
         """
-        if x.ndim != 3 or x.shape[-1] != self.config.d_model:
-            raise ValueError(f"x must have shape (batch, length, d_model {self.config.d_model}), got {x.shape}")
+        if x.ndim != 3 or x.shape[-1] != self.config.embed_dim:
+            raise ValueError(f"x must have shape (batch, length, embed_dim {self.config.embed_dim}), got {x.shape}")
         if caches is not None and len(caches) != len(self.blocks):
             raise ValueError(f"caches must be one a block ({len(self.blocks)}), got {len(caches)}")
-        held = [(cache, cache.offset) for cache in caches or () if isinstance(cache, (KVCache, EvictingKVCache))]
+        held = [(cache, cache.length) for cache in caches or () if isinstance(cache, (KVCache, EvictingKVCache))]
         try:
             for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
                 x = block(x, mask=mask, segment_ids=segment_ids, cache=cache)
         except Exception:
-            for cache, offset in held:
-                cache.trim(cache.offset - offset)  # what one block refused is not to stay in those before it
+            for cache, length in held:
+                cache.truncate(length)  # what one block refused is not to stay in those before it
             raise
         return self.norm(x)
 
@@ -141,9 +135,9 @@ class Block(nn.Module):
             self.feed_forward_norm = layer_norm(config)
         # A list, not nn.Sequential, which would put a "layers" into the names that PyTorch does not have.
         self.feed_forward = [
-            nn.Linear(config.d_model, hidden, bias=config.feed_forward_bias),
+            nn.Linear(config.embed_dim, hidden, bias=config.feed_forward_bias),
             nn.GELU("precise" if config.activation == "gelu_tanh" else "none"),
-            nn.Linear(hidden, config.d_model, bias=config.feed_forward_bias),
+            nn.Linear(hidden, config.embed_dim, bias=config.feed_forward_bias),
             nn.Dropout(config.dropout),
         ]
 
@@ -155,7 +149,7 @@ class Block(nn.Module):
         segment_ids: mx.array | tuple[mx.array, mx.array] | None,
         cache: Any | None,
     ) -> mx.array:
-        """Return ``x``, ``[batch, length, d_model]``, with both layers' contributions added."""
+        """Return ``x``, ``[batch, length, embed_dim]``, with both layers' contributions added."""
         normed = self.attention_norm(x)
         attended = self.attention(normed, mask=mask, segment_ids=segment_ids, cache=cache)
         if self.kind == "shared_norm":

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core.backend import floating_dtype, non_negative_int, one_of, positive_int
+from alibi_core.backend import (
+    cache_summary,
+    check_new_tokens,
+    check_room,
+    check_span,
+    floating_dtype,
+    non_negative_int,
+    one_of,
+    positive_int,
+)
 from alibi_torch._attention import run
 from alibi_torch._dispatch import IMPLEMENTATIONS
 from alibi_torch._tiled import KeyNorms, norm_bounds
@@ -55,6 +64,16 @@ class KVCache:
         """Capacity, in tokens."""
         return self.key.shape[2]
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of keys and values, room for more included."""
+        return self.key.nbytes + self.value.nbytes
+
+    def __repr__(self) -> str:
+        batch_size, num_kv_heads, _, head_dim = self.key.shape
+        sizes = batch_size, num_kv_heads, head_dim
+        return cache_summary(type(self).__name__, sizes, self.length, self.max_length, self.nbytes)
+
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store the keys and values of further tokens and return those of all tokens so far.
 
@@ -67,16 +86,12 @@ class KVCache:
             :meth:`append`, as far as gradients are concerned; decode under ``torch.no_grad()``.
 
         Raises:
-            TypeError: If an argument is no tensor of four axes.
+            TypeError: If an argument is no floating tensor of four axes.
             ValueError: If the cache is full, or holds another batch, dtype or device.
         """
         check_appended(key, value, self.key)
-        end, max_length = self.length + key.shape[2], self.max_length
-        if end > max_length:
-            raise ValueError(
-                f"cache must have room for {key.shape[2]} more tokens, got max_length {max_length} with "
-                f"{self.length} in use; make it longer with make_cache"
-            )
+        check_room(key.shape[2], self.max_length, self.length)
+        end = self.length + key.shape[2]
         self.key[:, :, self.length : end] = key
         self.value[:, :, self.length : end] = value
         norms = norm_bounds(key.detach())
@@ -114,12 +129,17 @@ class KVCache:
 
         Returns:
             ``[batch_size, num_heads, q_len, head_dim]``.
+
+        Raises:
+            TypeError: If an argument is of the wrong kind.
+            ValueError: If fewer tokens are held than queries are given, or a value or a shape is wrong.
         """
         if implementation is not None:
             one_of("implementation", implementation, IMPLEMENTATIONS)
         rules: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size}
         key, value = self.key[:, :, : self.length], self.value[:, :, : self.length]
         call = AttentionCall.check(query, key, value, slopes, scale=scale, tolerance=tolerance, xp=xp, **rules)
+        check_span(self.length, query.shape[2])
         norms = KeyNorms(self.key_norms[:, :, : -(-self.length // BLOCK)], BLOCK)
         return run(call, query, key, value, implementation, norms)
 
@@ -143,16 +163,7 @@ class KVCache:
 def check_appended(key: Tensor, value: Tensor, like: Tensor) -> None:
     """Check that keys and values fit those that a cache holds, in all but their number."""
     batch_size, num_kv_heads, _, head_dim = like.shape
+    check_new_tokens(xp, key, value, (batch_size, num_kv_heads, head_dim, head_dim), like.dtype)
     for name, tensor in (("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor) or tensor.ndim != 4:
-            raise TypeError(f"{name} must be a tensor of four axes, got {getattr(tensor, 'shape', tensor)}")
-        if (tensor.dtype, tensor.device) != (like.dtype, like.device):
-            raise ValueError(
-                f"{name} must be {like.dtype} on {like.device} as the cache is, got {tensor.dtype} on {tensor.device}"
-            )
-        expected = (batch_size, num_kv_heads, key.shape[2], head_dim)
-        if tuple(tensor.shape) != expected:
-            raise ValueError(
-                f"{name} must have shape {expected} (batch_size, num_kv_heads, length, head_dim) to fit the cache, "
-                f"got {tuple(tensor.shape)}"
-            )
+        if tensor.device != like.device:
+            raise ValueError(f"{name} must be on {like.device} as the cache is, got {tensor.device}")

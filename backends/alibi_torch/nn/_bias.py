@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import alibi_core
-from alibi_core.backend import LayerShape, non_negative_int
+from alibi_core.backend import LayerShape, fixed_or_scheme_slopes, non_negative_int
 from alibi_torch.nn._slopes import KeepsSlopes, host_copy
 
 
@@ -41,11 +41,7 @@ class AlibiBias(KeepsSlopes):
         self, num_heads: int, *, is_causal: bool = True, slopes: Any | None = None, scheme: str | None = None
     ) -> None:
         super().__init__()
-        if slopes is None:
-            chosen = "canonical" if scheme is None else scheme
-            slopes = alibi_core.slopes(num_heads, scheme=chosen, xp=torch, device="cpu")
-        elif scheme is not None:
-            raise ValueError(f"scheme must be None when slopes are given, got {scheme!r}")
+        slopes = fixed_or_scheme_slopes(num_heads, slopes, scheme)
         LayerShape.check(num_heads, num_heads, is_causal=is_causal, slopes=slopes)
         self.is_causal = is_causal
         place = slopes.device if isinstance(slopes, Tensor) else torch.get_default_device()

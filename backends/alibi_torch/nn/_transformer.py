@@ -46,7 +46,7 @@ class Projection(nn.Linear):
 
 def layer_norm(config: AlibiConfig) -> nn.LayerNorm:
     """Return a layer norm as ``config`` describes it."""
-    return nn.LayerNorm(config.d_model, eps=config.norm_epsilon, bias=config.norm_bias)
+    return nn.LayerNorm(config.embed_dim, eps=config.norm_epsilon, bias=config.norm_bias)
 
 
 class AlibiTransformer(nn.Module):
@@ -88,19 +88,21 @@ class AlibiTransformer(nn.Module):
         """Return ``x`` transformed.
 
         Args:
-            x: ``[batch, length, d_model]``.
+            x: ``[batch, length, embed_dim]``.
             mask: Booleans that broadcast to ``[batch, num_heads, length, kv_len]``, True where a query may attend.
             segment_ids: ``[batch, length]`` integers; tokens attend only where theirs are equal.
             caches: One key-value cache a block, as :meth:`make_caches` returns them.
 
         Returns:
-            ``[batch, length, d_model]``, of the dtype of ``x``.
+            ``[batch, length, embed_dim]``, of the dtype of ``x``.
 
         Raises:
             ValueError: If ``x`` has another shape, or there is not one cache a block.
         """
-        if x.ndim != 3 or x.shape[-1] != self.config.d_model:
-            raise ValueError(f"x must have shape (batch, length, d_model {self.config.d_model}), got {tuple(x.shape)}")
+        if x.ndim != 3 or x.shape[-1] != self.config.embed_dim:
+            raise ValueError(
+                f"x must have shape (batch, length, embed_dim {self.config.embed_dim}), got {tuple(x.shape)}"
+            )
         if caches is not None and len(caches) != len(self.blocks):
             raise ValueError(f"caches must be one a block ({len(self.blocks)}), got {len(caches)}")
         held = [(cache, cache.length) for cache in caches or () if isinstance(cache, KVCache)]
@@ -132,14 +134,14 @@ class Block(nn.Module):
         if self.kind != "shared_norm":
             self.feed_forward_norm = layer_norm(config)
         self.feed_forward = nn.Sequential(
-            nn.Linear(config.d_model, hidden, bias=config.feed_forward_bias),
+            nn.Linear(config.embed_dim, hidden, bias=config.feed_forward_bias),
             nn.GELU("tanh" if config.activation == "gelu_tanh" else "none"),
-            nn.Linear(hidden, config.d_model, bias=config.feed_forward_bias),
+            nn.Linear(hidden, config.embed_dim, bias=config.feed_forward_bias),
             nn.Dropout(config.dropout),
         )
 
     def forward(self, x: Tensor, *, mask: Tensor | None, segment_ids: Tensor | None, cache: Any | None) -> Tensor:
-        """Return ``x``, ``[batch, length, d_model]``, with both layers' contributions added."""
+        """Return ``x``, ``[batch, length, embed_dim]``, with both layers' contributions added."""
         normed = self.attention_norm(x)
         attended = self.attention(normed, mask=mask, segment_ids=segment_ids, cache=cache)
         if self.kind == "shared_norm":

@@ -1,0 +1,118 @@
+"""The caches of all backends behind one face: NumPy in, NumPy out, heads first, changed in place."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tests.support.frameworks import JAX, MLX, TORCH, Framework
+
+FRAMEWORKS = {"torch": TORCH, "jax": JAX, "mlx": MLX}
+
+
+@dataclass
+class Cache:
+    """A cache of one backend."""
+
+    framework: Framework
+    inner: Any
+    dtype: str
+
+    @property
+    def is_functional(self) -> bool:
+        return self.framework.name == "jax"
+
+    def tensor(self, values: Any) -> Any:
+        """Return values, heads first, as the backend takes them; what is no floating NumPy array as it is."""
+        if not isinstance(values, np.ndarray) or values.dtype != np.float64:
+            return values
+        swapped = np.swapaxes(values, 1, 2) if self.is_functional and values.ndim == 4 else values
+        return self.framework.array(swapped, self.dtype)
+
+    def append(self, key: Any, value: Any) -> None:
+        result = self.inner.append(self.tensor(key), self.tensor(value))
+        self.inner = result if self.is_functional else self.inner
+
+    def attend(self, query: Any, slopes: Any = None, **rules: Any) -> np.ndarray:
+        """Return attention in float64; a mask or segments of the tokens held are padded to all slots where need be."""
+        slopes = self.framework.array(np.asarray(slopes)) if isinstance(slopes, tuple) else slopes
+        if self.is_functional and isinstance(rules.get("mask"), np.ndarray):
+            rules["mask"] = self._to_all_slots(rules["mask"])
+        if self.is_functional and isinstance(rules.get("segment_ids"), tuple):
+            rules["segment_ids"] = rules["segment_ids"][0], self._to_all_slots(rules["segment_ids"][1])
+        placed = {
+            name: tuple(map(self._placed, x)) if isinstance(x, tuple) else self._placed(x) for name, x in rules.items()
+        }
+        result = self.framework.numpy(self.inner.attend(self.tensor(query), slopes, **placed))
+        return np.swapaxes(result, 1, 2) if self.is_functional else result
+
+    def _placed(self, value: Any) -> Any:
+        return self.framework.array(value) if isinstance(value, np.ndarray) else value
+
+    def _to_all_slots(self, values: np.ndarray) -> np.ndarray:
+        return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, max(self.inner.max_length - values.shape[-1], 0))])
+
+    def truncate(self, length: Any) -> None:
+        result = self.inner.truncate(length)
+        self.inner = result if self.is_functional else self.inner
+
+    def select_batch(self, indices: list[int]) -> None:
+        result = self.inner.select_batch(self.framework.array(np.asarray(indices, np.int32)))
+        self.inner = result if self.is_functional else self.inner
+
+    @property
+    def length(self) -> int:
+        return int(self.inner.length)
+
+    @property
+    def kept(self) -> list[int]:
+        return self.inner.kept
+
+    @property
+    def key_norms(self) -> np.ndarray:
+        """The bounds of the blocks in use, ``[batch, num_kv_heads, blocks]``."""
+        return self.framework.numpy(self.inner.key_norms)[:, :, : -(-self.length // 128)]
+
+
+def keeping(name: str, sizes: tuple[int, int, int, int], dtype: str = "float32") -> Cache:
+    """Return a ``KVCache`` of so many sequences, key/value heads, tokens, and features a head."""
+    return Cache(FRAMEWORKS[name], _made(name, "KVCache", sizes, dtype, {}), dtype)
+
+
+def evicting(
+    name: str, sizes: tuple[int, int, int, int], dtype: str = "float32", room: int | None = None, **options: Any
+) -> Cache:
+    """Return an ``EvictingKVCache``.
+
+    Args:
+        name: Of the framework.
+        sizes: As for :func:`keeping`.
+        dtype: Of keys and values.
+        room: Tokens that are made room for at a time, at least. Default: what the library has.
+        **options: Of the class; ``max_key_norm`` reaches the backend that has it.
+    """
+    framework = FRAMEWORKS[name]
+    if isinstance(options["slopes"], tuple):
+        options["slopes"] = framework.array(np.asarray(options["slopes"]))
+    if name != "jax":
+        options.pop("max_key_norm", None)
+    inner = _made(name, "EvictingKVCache", sizes, dtype, options)
+    if room is not None and name == "torch":
+        inner._policy = dataclasses.replace(inner._policy, room=room)
+    elif room is not None and name == "mlx":
+        inner._rules = dataclasses.replace(inner._rules, room=room)
+    return Cache(framework, inner, dtype)
+
+
+def _made(name: str, kind: str, sizes: tuple[int, int, int, int], dtype: str, options: dict[str, Any]) -> Any:
+    cache_class = getattr(importlib.import_module(f"alibi_{name}"), kind)
+    batch_size, num_kv_heads, max_length, head_dim = sizes
+    if name == "mlx":  # which takes the rest from the first keys
+        return cache_class(batch_size=batch_size, max_length=max_length, **options)
+    make = cache_class if name == "torch" else cache_class.make
+    kind_of_number = getattr(FRAMEWORKS[name].xp, dtype)
+    return make(batch_size, num_kv_heads, max_length, head_dim, dtype=kind_of_number, **options)
