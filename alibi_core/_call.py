@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +26,22 @@ from alibi_core._mask import check_mask
 HEADS_FIRST = ("heads", "length", "head_dim")
 LENGTH_FIRST = ("length", "heads", "head_dim")
 TENSORS = ("query", "key", "value")
+# The arrays of a call, and how many axes each has besides those of the batch, which come first and may be missing.
+ARRAY_AXES = {"slopes": 1, "future_slopes": 1, "q_offset": 0, "q_segment_ids": 1, "kv_segment_ids": 1, "mask": 3}
+ARRAY_AXES |= {"added_key_bias": 2}
 FARTHEST = 2**30  # tokens that an offset in an array may be from the first key, so that int32 holds positions
+
+
+@dataclass(frozen=True)
+class CallRules:
+    """What of a call is neither an array nor a size: what a compiler knows of it. Hashable."""
+
+    is_causal: bool
+    q_offset: int | None  # None where it is an array
+    window_size: int | None
+    scale: float
+    tolerance: float | None
+    shares_ids: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,7 +72,8 @@ class AttentionCall:
     mask: Any | None  # booleans that broadcast to [*batch, num_heads, q_len, kv_len]
     scale: float
     tolerance: float | None
-    key_bias: Any | None = None  # [num_heads, kv_len] or [*batch, num_heads, kv_len], added to the linear bias
+    shares_ids: bool = False  # whether the key at a query's position, where there is one, has the query's segment id
+    added_key_bias: Any | None = None  # [num_heads, kv_len] or [*batch, num_heads, kv_len], added to the linear bias
 
     @classmethod
     def check(
@@ -113,6 +130,7 @@ class AttentionCall:
             )
         ]
         q_segment_ids, kv_segment_ids = _segment_ids(xp, segment_ids, sizes)
+        offset = _q_offset(xp, q_offset, sizes)
         if window_size is not None:
             window_size = min(checks.window(window_size), checks.MAX_POSITION)
         if mask is not None:
@@ -127,14 +145,73 @@ class AttentionCall:
             slopes=placed[0],
             future_slopes=placed[1],
             is_causal=bool(is_causal),
-            q_offset=_q_offset(xp, q_offset, sizes),
+            q_offset=offset,
             q_segment_ids=q_segment_ids,
             kv_segment_ids=kv_segment_ids,
             window_size=window_size,
             mask=mask,
             scale=sizes["head_dim"] ** -0.5 if scale is None else checks.number_in(working, "scale", scale),
             tolerance=None if tolerance is None else checks.non_negative_number("tolerance", tolerance),
+            shares_ids=q_ids is not None and q_ids is kv_ids and checks.is_int(offset) and offset == 0,
         )
+
+    @classmethod
+    def of_parts(
+        cls,
+        xp: Namespace,
+        shapes: tuple[tuple[int, ...], tuple[int, ...]],
+        dtype: DType,
+        rules: CallRules,
+        arrays: Mapping[str, Any],
+        device: Device | None = None,
+    ) -> AttentionCall:
+        """Return a checked call that was taken apart, as compilers ask for.
+
+        Args:
+            xp: Namespace of the arrays.
+            shapes: Of query and key, heads first.
+            dtype: Of both.
+            rules: From :attr:`rules`.
+            arrays: From :attr:`arrays`; what is absent may be None. The sizes of the batch may be others than before.
+            device: Of the arrays.
+        """
+        (*batch, num_heads, q_len, head_dim), (*_, num_kv_heads, kv_len, _) = shapes
+        fields = dict.fromkeys(ARRAY_AXES) | {"q_offset": rules.q_offset}
+        fields |= {name: array for name, array in arrays.items() if array is not None}
+        return cls(
+            xp=xp,
+            batch=tuple(batch),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            q_len=q_len,
+            kv_len=kv_len,
+            head_dim=head_dim,
+            dtype=dtype,
+            working_dtype=working_dtype(xp, dtype),
+            device=device,
+            is_causal=rules.is_causal,
+            window_size=rules.window_size,
+            scale=rules.scale,
+            tolerance=rules.tolerance,
+            shares_ids=rules.shares_ids,
+            **fields,
+        )
+
+    @property
+    def rules(self) -> CallRules:
+        """What of the call is neither an array nor a size."""
+        offset = None if self.has_offset_array else self.q_offset
+        return CallRules(self.is_causal, offset, self.window_size, self.scale, self.tolerance, self.shares_ids)
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The arrays that the call has, by the names of its fields: ``replace(call, **arrays)`` puts others there."""
+        fields = {name: getattr(self, name) for name in ARRAY_AXES}
+        return {name: x for name, x in fields.items() if x is not None and not checks.is_int(x)}
+
+    def map_arrays(self, change: Callable[[Any, int], Any]) -> AttentionCall:
+        """Return the call with ``change(array, axes)`` in place of each array, ``axes`` as in ``ARRAY_AXES``."""
+        return replace(self, **{name: change(array, ARRAY_AXES[name]) for name, array in self.arrays.items()})
 
     @property
     def is_empty(self) -> bool:
@@ -149,14 +226,18 @@ class AttentionCall:
     @property
     def every_query_attends(self) -> bool:
         """Whether each query is known, from the arguments' shapes alone, to have a key to attend to."""
-        if self.mask is not None or self.has_offset_array or self.is_empty:
+        if self.is_empty or self.sees_own_key:
+            return not self.is_empty
+        if self.mask is not None or self.q_segment_ids is not None or self.window_size is not None:
             return False
-        own_key: bool = self.q_offset >= 0 and self.q_offset + self.q_len <= self.kv_len
-        if self.q_segment_ids is not None:
-            return own_key and self.q_segment_ids is self.kv_segment_ids  # so q_len is kv_len, and the offset 0
-        if self.window_size is not None:
-            return own_key
-        return not self.is_causal or bool(self.q_offset >= 0)
+        return not self.has_offset_array and (not self.is_causal or bool(self.q_offset >= 0))
+
+    @property
+    def sees_own_key(self) -> bool:
+        """Whether each query is known, from the arguments' shapes alone, to see a key at its own position."""
+        if self.mask is not None or self.has_offset_array or not (self.q_segment_ids is None or self.shares_ids):
+            return False
+        return bool(self.q_offset >= 0 and self.q_offset + self.q_len <= self.kv_len)
 
     def positions(self) -> tuple[Any, Any]:
         """Return the positions of queries, ``[q_len]`` or ``[*batch, q_len]``, and keys, ``[kv_len]``; int32."""
@@ -227,7 +308,7 @@ class AttentionCall:
             q_segment_ids=cut(self.q_segment_ids, batch, queries),
             kv_segment_ids=cut(self.kv_segment_ids, batch, keys),
             mask=cut(self.mask, batch, heads, queries, keys),
-            key_bias=cut(self.key_bias, batch, heads, keys),
+            added_key_bias=cut(self.added_key_bias, batch, heads, keys),
         )
 
     def with_one_batch_axis(self) -> AttentionCall:
@@ -241,26 +322,14 @@ class AttentionCall:
 
         def merged(array: Any, axes: int) -> Any:
             """Merge the axes before the last ``axes`` ones."""
-            if array is None or array.ndim <= axes:
+            if array.ndim <= axes:
                 return array
             own = array.shape[array.ndim - axes :]
             if all(n == 1 for n in array.shape[: array.ndim - axes]):
                 return xp.reshape(array, (1, *own))
             return xp.reshape(xp.broadcast_to(array, (*batch, *own)), (math.prod(batch), *own))
 
-        q_ids = merged(self.q_segment_ids, 1)
-        return replace(
-            self,
-            batch=(math.prod(batch),),
-            slopes=merged(self.slopes, 1),
-            future_slopes=merged(self.future_slopes, 1),
-            q_offset=merged(self.q_offset, 0) if self.has_offset_array else self.q_offset,
-            q_segment_ids=q_ids,
-            # One array for both tells that each query's own key is visible.
-            kv_segment_ids=q_ids if self.kv_segment_ids is self.q_segment_ids else merged(self.kv_segment_ids, 1),
-            mask=merged(self.mask, 3),
-            key_bias=merged(self.key_bias, 2),
-        )
+        return replace(self.map_arrays(merged), batch=(math.prod(batch),))
 
     def visible(self, relative: Any) -> Any | None:
         """Return where a query may look, from key minus query positions; None where it may look everywhere.
@@ -318,7 +387,7 @@ class AttentionCall:
     def _linear_bias(self, relative: Any, visible: Any | None, nearest: Any) -> Any:
         slopes, future_slopes = self.slopes, self.future_slopes
         bias = linear_bias(self.xp, slopes, future_slopes, relative, visible, is_causal=self.is_causal, nearest=nearest)
-        return bias if self.key_bias is None else bias + self.key_bias[..., None, :]
+        return bias if self.added_key_bias is None else bias + self.added_key_bias[..., None, :]
 
     def _nearest_visible(self, relative: Any, visible: Any, attends: Any) -> Any:
         """Return the distance of each query's nearest visible key, ``[..., q_len, 1]``, to count distances from.
@@ -439,8 +508,7 @@ def _segment_ids(xp: Namespace, segment_ids: Any, sizes: dict[str, Any]) -> tupl
             raise ValueError(f"segment_ids must end in the axis {name}, {length}, got shape {shape}")
     if not any("uint" in str(ids.dtype) for ids in pair):
         return pair
-    queries, keys = (signed(xp, ids) for ids in pair)  # PyTorch neither compares nor casts most unsigned ones
-    return queries, queries if pair[0] is pair[1] else keys  # one array for both still tells that they are the same
+    return signed(xp, pair[0]), signed(xp, pair[1])  # PyTorch neither compares nor casts most unsigned ones
 
 
 def _q_offset(xp: Namespace, q_offset: Any, sizes: dict[str, Any]) -> Any:

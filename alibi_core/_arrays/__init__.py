@@ -21,6 +21,7 @@ from alibi_core._arrays.checks import (
     positive_number,
 )
 from alibi_core._arrays.namespace import (
+    along_axis,
     arange,
     asarray,
     astype,
@@ -34,6 +35,7 @@ from alibi_core._arrays.namespace import (
     known_device,
     library_name,
     namespace_of,
+    on_host,
     running_max,
     running_sum,
     signed,
@@ -47,6 +49,7 @@ __all__ = [
     "DType",
     "Device",
     "Namespace",
+    "along_axis",
     "arange",
     "array",
     "asarray",
@@ -70,6 +73,7 @@ __all__ = [
     "namespace_of",
     "non_negative_int",
     "non_negative_number",
+    "on_host",
     "one_of",
     "positive_int",
     "positive_number",

@@ -177,6 +177,20 @@ def running_max(xp: Namespace, array: Any) -> Any:
     raise NotImplementedError(f"running_max must be given arrays of numpy or torch, got {library_name(xp)}")
 
 
+def along_axis(xp: Namespace, array: Any, index: Any, axis: int) -> Any:
+    """``xp.take_along_axis``, the other axes broadcast. All indices must be within the array."""
+    if library_name(xp) == "torch":
+        return xp.take_along_dim(array, index.long(), dim=axis)
+    if _is_jax(xp):
+        return xp.take_along_axis(array, index, axis=axis, mode="clip")  # without a test of each index
+    return xp.take_along_axis(array, index, axis=axis)
+
+
+def on_host(xp: Namespace, array: Any) -> np.ndarray[Any, Any]:
+    """Return an array in NumPy, having waited for it."""
+    return np.asarray(array.cpu() if library_name(xp) == "torch" else array)
+
+
 def times(xp: Namespace, array: Any, factor: float) -> Any:
     """``array * factor``, to the precision of ``array``."""
     # MLX 0.29 rounds a Python number to float32, whatever it meets.

@@ -5,7 +5,17 @@ queries needs, as ranges, and the rectangles of scores, the jobs, in which a bac
 """
 
 from alibi_core._horizon.jobs import FIELDS, Job, TileSizes, entry_of, jobs_of_entry, plain_jobs
-from alibi_core._horizon.nearest import nearest_keys, parts_of
+from alibi_core._horizon.measure import (
+    KeyNorms,
+    Measured,
+    Measuring,
+    by_query_head,
+    lower_bounds,
+    measure,
+    norm_bounds,
+    ranges_on_host,
+)
+from alibi_core._horizon.nearest import nearest_keys
 from alibi_core._horizon.ranges import (
     ENDLESS,
     LARGEST_TOLERANCE,
@@ -15,10 +25,11 @@ from alibi_core._horizon.ranges import (
     by_block,
     horizon,
     key_ranges,
-    log_sum_exp_of_mean,
     reach,
+    score_rounding,
     tolerance_of,
 )
+from alibi_core._horizon.tiling import Tiling, current_tiling, tiled_as
 
 __all__ = [
     "ENDLESS",
@@ -26,18 +37,28 @@ __all__ = [
     "LARGEST_TOLERANCE",
     "UNIT_ROUNDOFF",
     "Job",
+    "KeyNorms",
     "KeyRanges",
+    "Measured",
+    "Measuring",
     "ScoreBounds",
     "TileSizes",
+    "Tiling",
     "by_block",
+    "by_query_head",
+    "current_tiling",
     "entry_of",
     "horizon",
     "jobs_of_entry",
     "key_ranges",
-    "log_sum_exp_of_mean",
+    "lower_bounds",
+    "measure",
     "nearest_keys",
-    "parts_of",
+    "norm_bounds",
     "plain_jobs",
+    "ranges_on_host",
     "reach",
+    "score_rounding",
+    "tiled_as",
     "tolerance_of",
 ]

@@ -74,8 +74,6 @@ def entry_of(call: AttentionCall, index: int) -> AttentionCall:
     """Return the part of a call that concerns one batch entry, its offset as an int."""
     whole = slice(0, call.num_heads), slice(0, call.q_len), slice(0, call.kv_len)
     entry = call.tile(batch=slice(index, index + 1), heads=whole[0], queries=whole[1], keys=whole[2])
-    if call.q_segment_ids is call.kv_segment_ids:  # which tells that each query's own key is visible
-        entry = replace(entry, kv_segment_ids=entry.q_segment_ids)
     return replace(entry, q_offset=int(entry.q_offset.reshape(-1)[0] if call.has_offset_array else entry.q_offset))
 
 

@@ -9,7 +9,7 @@ from alibi_core._arrays import MAX_POSITION, asarray, astype, running_max
 from alibi_core._call import AttentionCall
 
 
-def nearest_keys(call: AttentionCall, part_elements: int) -> Any:
+def nearest_keys(call: AttentionCall, part_elements: int | None = None) -> Any:
     """Return ``call.nearest_keys()`` for one batch entry whose offset is an int.
 
     Where there are segments, or a mask of queries and keys, it takes time in proportion to ``q_len * kv_len``.
@@ -19,7 +19,7 @@ def nearest_keys(call: AttentionCall, part_elements: int) -> Any:
         part_elements: Of what is as large as ``q_len * kv_len``, how much may be held at a time.
     """
     xp = call.xp
-    if call.every_query_attends and 0 <= call.q_offset <= call.kv_len - call.q_len:
+    if call.sees_own_key:
         return xp.zeros_like(call.positions()[0])
     if call.mask is None and call.q_segment_ids is None:
         return call.nearest_keys()
@@ -34,9 +34,9 @@ def nearest_keys(call: AttentionCall, part_elements: int) -> Any:
     return xp.concat(parts, axis=-1)
 
 
-def parts_of(length: int, elements: int, part_elements: int) -> Iterator[slice]:
-    """Yield slices of a length, each of as many tokens (of so many elements) as ``part_elements`` allows."""
-    step = max(1, part_elements // elements)
+def parts_of(length: int, elements: int, part_elements: int | None) -> Iterator[slice]:
+    """Yield slices of a length, each of as many tokens (of so many elements) as ``part_elements`` allows; None: all."""
+    step = length if part_elements is None else max(1, part_elements // elements)
     return (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 

@@ -10,7 +10,7 @@ Nothing here assumes anything of the data: a key of huge norm, wherever it is, w
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -182,14 +182,13 @@ class ScoreBounds:
             kv_block: Keys in a block.
         """
         xp = call.xp
-        # How far a float32 score may be from the exact one, as a part of its bound: here and in what was measured.
-        rounding = 2.0**-23 * (call.head_dim + 8)
+        rounding = score_rounding(call.head_dim)  # here and in what was measured
         # Before any maximum is taken: those of some compilers pass over a NaN.
-        q_norms, key_norms = (_or_endless(xp, x) for x in (q_norms, key_norms))
+        q_norms, key_norms = (or_endless(xp, x) for x in (q_norms, key_norms))
         if key_norms.shape[-1] == call.kv_len:
             key_norms = xp.max(by_block(xp, key_norms, kv_block), axis=-1)
         largest = xp.max(key_norms, axis=-1, keepdims=True)
-        bound = _or_endless(xp, q_norms * largest)
+        bound = or_endless(xp, q_norms * largest)
         endless = asarray(xp, math.inf, bound.dtype, call.device)
         slopes = call.slopes if call.future_slopes is None else xp.maximum(call.slopes, call.future_slopes)
         # Of a query far from all keys only differences of distances count, and those are rounded a dozen times.
@@ -200,8 +199,8 @@ class ScoreBounds:
             anchors = _most(xp, anchors, lower)
             needs_none = needs_none | (lower == endless)
         anchors = anchors - rounding * bound
-        if call.key_bias is not None and call.kv_len > 0:  # which may help any key, and harm that of the anchor
-            spread = xp.max(call.key_bias, axis=-1) - xp.min(call.key_bias, axis=-1)
+        if call.added_key_bias is not None and call.kv_len > 0:  # which may help any key, and harm that of the anchor
+            spread = xp.max(call.added_key_bias, axis=-1) - xp.min(call.added_key_bias, axis=-1)
             anchors = anchors - spread[..., None]
         # Where bounds are infinite, differences of them are NaN: nothing is known.
         anchors = xp.where((bound < endless) & (xp.abs(anchors) < endless), anchors, -endless)
@@ -217,6 +216,20 @@ class ScoreBounds:
             q_most=xp.max(by_block(xp, q_norms, q_block), axis=-1) * (1 + rounding),
             key_norm=key_norms,
         )
+
+    @classmethod
+    def unmeasured(cls, call: AttentionCall, *, q_block: int, kv_block: int) -> ScoreBounds:
+        """Return bounds for a tolerance of 0, with which masks alone decide: zeros."""
+        q_blocks, kv_blocks = (
+            call.xp.broadcast_to(asarray(call.xp, 0.0, call.working_dtype, call.device), (1, call.num_heads, blocks))
+            for blocks in (-(-call.q_len // q_block), -(-call.kv_len // kv_block))
+        )
+        return cls(q_block, kv_block, q_blocks, q_blocks, q_blocks, q_blocks, kv_blocks)
+
+    def of_heads(self, heads: slice) -> ScoreBounds:
+        """Return the bounds of these heads."""
+        names = ("excess", "anchor", "q_least", "q_most", "key_norm")
+        return replace(self, **{name: getattr(self, name)[:, heads] for name in names})
 
 
 @dataclass(frozen=True)
@@ -289,6 +302,11 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> Ke
     return KeyRanges(bounds.q_block, *(astype(xp, x, xp.int32) for x in (first, stop, past, future)))
 
 
+def score_rounding(head_dim: int) -> float:
+    """Return how far a float32 score may be from the exact one, as a part of the product of its norms."""
+    return 2.0**-23 * (head_dim + 8)
+
+
 def log_sum_exp_of_mean(slopes: Any, mean_score: Any, mean_distance: Any, count: int) -> Any:
     """Return what the log-sum-exp of a query is at least, from the mean of its scores with ``count`` visible keys.
 
@@ -358,7 +376,7 @@ def _tokens(xp: Namespace, reach: Any) -> Any:
     return astype(xp, xp.where(reach < endless, reach, endless), xp.int32)
 
 
-def _or_endless(xp: Namespace, sizes: Any) -> Any:
+def or_endless(xp: Namespace, sizes: Any) -> Any:
     """Return sizes, infinity for a NaN."""
     endless = asarray(xp, math.inf, sizes.dtype, device_of(xp, sizes))
     return xp.where(sizes < endless, sizes, endless)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._arrays import Array, checks, host_values
+from alibi_core._arrays import Array, Namespace, checks, host_values
 from alibi_core._horizon import LARGEST_TOLERANCE, reach
 from alibi_core._sharding.shards import Shards
 from alibi_core._slopes import slopes as canonical_slopes
@@ -229,6 +229,22 @@ def shard_plan(
         horizons=tuple(zip(exact[0].tolist(), (exact[1] * (not is_causal)).tolist(), strict=True)),
         num_kv_heads=num_kv_heads,
     )
+
+
+def tokens_beyond(xp: Namespace, slopes: Any, excess: Any, tolerance: float, inside: Any, limit: Any) -> Any:
+    """Return how many tokens beyond its chunk each query needs on one side, as whole numbers of the dtype of slopes.
+
+    Args:
+        xp: Namespace of the arrays.
+        slopes: ``[..., num_heads, 1]``.
+        excess: ``[..., num_heads, chunk_len]``: by how much a score may exceed what bounds the log-sum-exp from below.
+        tolerance: The share of softmax weight on that side that may be left out.
+        inside: ``[chunk_len]``: how many tokens of its chunk each query has on that side.
+        limit: How many tokens beyond it there are to see.
+    """
+    far = reach(xp, slopes, excess, tolerance) - 1 - inside
+    far = xp.where(far < 0, xp.zeros_like(far), far)
+    return xp.where(far < limit, far, limit)  # a NaN compares as too far
 
 
 def _values(name: str, slopes: Any, num_heads: int | None = None) -> Any:

@@ -14,8 +14,9 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
+from alibi_core._horizon.tiling import tiled_as  # noqa: E402
 from alibi_mlx import AlibiAttention, EvictingKVCache, KVCache  # noqa: E402
-from alibi_mlx._tiled import plan as _plan  # noqa: E402
+from alibi_mlx._tiled.configuration import norm_bounds, tiling  # noqa: E402
 from alibi_mlx.caches import _kv_cache as _cache  # noqa: E402
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 5
@@ -68,11 +69,16 @@ def test_a_decoding_step_measures_one_block_at_most(monkeypatch: pytest.MonkeyPa
     layer, x, measured = layer_of(), normal(BATCH, held + 2, EMBED_DIM), []
     cache = layer.make_cache()
     mx.eval(layer(x[:, :held], cache=cache), layer(x[:, held : held + 1], cache=cache))
-    for module in (_cache, _plan):
-        measure = module.norm_bounds
-        monkeypatch.setattr(module, "norm_bounds", lambda x, f=measure: measured.append(x.shape[-2]) or f(x))
-    decoded = layer(x[:, held + 1 :], cache=cache)
-    assert bool(measured) == (held > _plan.SHORT)
+
+    def watched(vectors: mx.array) -> mx.array:
+        measured.append(vectors.shape[-2])
+        return norm_bounds(vectors)
+
+    monkeypatch.setattr(_cache, "norm_bounds", watched)
+    measuring = dataclasses.replace(tiling().measuring, norm_bounds=watched)
+    with tiled_as(dataclasses.replace(tiling(), measuring=measuring)):
+        decoded = layer(x[:, held + 1 :], cache=cache)
+    assert bool(measured) == (held > tiling().short)
     assert max(measured, default=0) <= 128
     assert_close(decoded, layer(x)[:, -1:], terms=HEADS * HEAD_DIM)
 

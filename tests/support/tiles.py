@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 
 from alibi_core import AttentionCall
+from alibi_core._horizon.tiling import tiled_as
 from alibi_core.backend import Job, TileSizes
 from alibi_core.conformance._cases.case import LONGER, Case, cases
 from alibi_core.conformance._cases.data import DATA, STEEP
@@ -35,7 +35,7 @@ SPANS = {
 
 @dataclass(frozen=True)
 class Tiling:
-    """The sizes that decide how a call is cut up, in place of those of the modules."""
+    """The sizes that decide how a call is cut up, in place of those by default."""
 
     rows: tuple[int, int] = (2, 4)
     few: int = 1
@@ -46,18 +46,15 @@ class Tiling:
     call_scores: int = 0
     short: int = 0
 
-    @contextlib.contextmanager
-    def applied(self, backend: Backend) -> Iterator[None]:
-        plan, kernels = (importlib.import_module(f"{backend.module}._tiled.{x}") for x in ("plan", "kernels"))
+    def applied(self, backend: Backend) -> contextlib.AbstractContextManager[None]:
+        default = importlib.import_module(f"{backend.module}._tiled.configuration").tiling()
+        blocks = {"q_block": self.rows[1], "kv_block": 1, "most_blocks": self.blocks}
+        measuring = dataclasses.replace(
+            default.measuring, **blocks, part_elements=self.plan_elements, few=self.few, worthwhile=0
+        )
         sizes = TileSizes(self.rows, self.bias_elements, self.call_scores, self.few)
-        constants = {"SHORT": self.short, "KV_BLOCK": 1, "BLOCKS": self.blocks, "WORTHWHILE": 0}
-        constants["SIZES"] = dict.fromkeys(plan.SIZES, sizes) if isinstance(plan.SIZES, dict) else sizes
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in constants.items():
-                patch.setattr(plan, name, value)
-            patch.setattr(plan, "PART_ELEMENTS", self.plan_elements)
-            patch.setattr(kernels, "PART_ELEMENTS", self.kernel_elements)
-            yield
+        changes = {"sizes": sizes, "measuring": measuring, "kernel_elements": self.kernel_elements}
+        return tiled_as(dataclasses.replace(default, short=self.short, **changes))
 
 
 TILINGS = st.builds(

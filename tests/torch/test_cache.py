@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from unittest import mock
 
@@ -9,8 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from alibi_core._horizon.tiling import tiled_as  # noqa: E402
 from alibi_torch import AlibiAttention, AlibiConfig, EvictingKVCache, KVCache  # noqa: E402
-from alibi_torch._tiled import plan as _tile_plan  # noqa: E402
+from alibi_torch._tiled.configuration import norm_bounds, tiling  # noqa: E402
 from alibi_torch.nn._language_model import AlibiLanguageModel  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 4
@@ -24,7 +26,9 @@ Tensor = torch.Tensor
 def test_decoding_reads_no_key_to_find_out_how_large_it_is() -> None:
     cache = KVCache(2, KV_HEADS, 2000, HEAD_DIM)
     cache.append(*torch.randn(2, 2, KV_HEADS, 2000, HEAD_DIM).unbind())
-    with mock.patch.object(_tile_plan, "norm_bounds", side_effect=_tile_plan.norm_bounds) as measure:
+    measure = mock.Mock(side_effect=norm_bounds)
+    measuring = dataclasses.replace(tiling().measuring, norm_bounds=measure)
+    with tiled_as(dataclasses.replace(tiling(), measuring=measuring)):
         cache.attend(torch.randn(2, HEADS, 1, HEAD_DIM), torch.ones(HEADS))
     assert {call.args[0].shape[2] for call in measure.call_args_list} == {1}  # the query alone
 

@@ -182,7 +182,7 @@ def test_wrong_kinds_are_refused_by_name() -> None:
         _attend(group=3)
     with pytest.raises(TypeError, match="axis_name must be the name of one mesh dimension, got 1"):
         _attend(group=_square(), axis_name=1)
-    with pytest.raises(TypeError, match="slopes must be a tensor of all processes' slopes"):
+    with pytest.raises(TypeError, match="slopes must be an array of all processes' slopes"):
         _attend(slopes=4)
     with pytest.raises(TypeError, match="plan must be an alibi_core.ShardPlan, got int"):
         _attend(plan=3)

@@ -18,10 +18,11 @@ import array_api_compat.torch as xp  # noqa: E402
 import alibi_torch  # noqa: E402
 from alibi_core import AttentionCall  # noqa: E402
 from alibi_core._horizon.jobs import entry_of  # noqa: E402
+from alibi_core._horizon.measure import lower_bounds  # noqa: E402
 from alibi_core._horizon.nearest import nearest_keys  # noqa: E402
 from alibi_core.conformance._cases.case import LONGER, Case, Sizes, cases  # noqa: E402
 from alibi_core.conformance._cases.data import DATA  # noqa: E402
-from alibi_torch._tiled import plan as _tile_plan  # noqa: E402
+from alibi_torch._tiled import configuration  # noqa: E402
 from benchmarks.harness import timing as _timing  # noqa: E402
 from tests.support.frameworks import TORCH, Backend  # noqa: E402
 from tests.support.tiles import (  # noqa: E402
@@ -137,7 +138,9 @@ def assert_lower_bounds(case: Case, tiling: Tiling) -> None:
     with tiling.applied(TILED):
         for index in range(case.sizes.batch):
             one = slice(index, index + 1)
-            bounds = _tile_plan._lower_bounds(entry_of(call, index), query[one], key[one], middle[one])
+            bounds = lower_bounds(
+                entry_of(call, index), query[one], key[one], middle[one], configuration.tiling().measuring
+            )
             if bounds is not None:
                 rounding = 2.0**-20 * (1 + np.abs(np.where(np.isfinite(scores), scores, 0)).max())
                 assert np.all(TORCH.numpy(bounds)[0] <= actual[index] + rounding)
@@ -148,7 +151,7 @@ def test_lower_bounds_shorten_horizons() -> None:
     query, key = torch.ones(1, 1, 150, 4), torch.ones(1, 1, 150, 4)
     call = AttentionCall.check(query, key, key, torch.tensor([0.03]), xp=xp)
     with Tiling().applied(TILED):
-        bounds = _tile_plan._lower_bounds(call, query, key, key.mean(dim=2, keepdim=True))
+        bounds = lower_bounds(call, query, key, key.mean(dim=2, keepdim=True), configuration.tiling().measuring)
     assert (bounds[..., 32:] > np.log(32) - 0.03 * 64).all()
     assert (bounds[..., :16] == -torch.inf).all()
 
@@ -160,7 +163,7 @@ def test_nearest_keys_are_the_calls_own(case: Case, tiling: Tiling) -> None:
     with tiling.applied(TILED):
         for index in range(case.sizes.batch):
             entry = entry_of(call, index)
-            found, expected = nearest_keys(entry, _tile_plan.PART_ELEMENTS), entry.nearest_keys()
+            found, expected = nearest_keys(entry, tiling.plan_elements), entry.nearest_keys()
             assert torch.equal(*torch.broadcast_tensors(found, expected))
 
 

@@ -4,8 +4,9 @@ In goes an :class:`alibi_core.AttentionCall` with its tensors. Out come rules, o
 the device. Every kernel starts from these.
 """
 
+from alibi_core.backend import norm_bounds
 from alibi_jax._call.operands import Operands, Rules, kv_axis, put_together, take_apart
-from alibi_jax._call.plan import NORM_BLOCK, needed_keys, norm_bounds, ranges_of
+from alibi_jax._call.plan import NORM_BLOCK, needed_keys, ranges_of
 
 __all__ = [
     "NORM_BLOCK",

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from alibi_core import AttentionCall, KeyRanges, ScoreBounds, key_ranges
-from alibi_core.backend import MAX_POSITION, by_block
-from alibi_jax._call.operands import Operands, Rules, kv_axis, put_together
+from alibi_core.backend import (
+    FIELDS,
+    MAX_POSITION,
+    KeyNorms,
+    Measured,
+    Measuring,
+    by_block,
+    by_query_head,
+    measure,
+    norm_bounds,
+    score_rounding,
+)
+from alibi_jax._call.operands import Operands, Rules, put_together
 
 NORM_BLOCK = 128  # keys that one of Operands.key_norms bounds
-BLOCKS = 512  # of queries or keys, that score bounds are held for, at most
 
 
 class Needed(NamedTuple):
@@ -40,19 +51,16 @@ def needed_keys(rules: Rules, operands: Operands, q_tile: int, kv_tile: int) -> 
 def ranges_of(rules: Rules, operands: Operands, q_tile: int, kv_tile: int) -> KeyRanges:
     """Return the core's plan for blocks of a multiple of ``q_tile`` queries, ``[batch, num_heads, q_blocks]``."""
     call = put_together(rules, operands)
-    q_block = _multiple(q_tile, call.q_len)
-    ranges = key_ranges(call, _bounds(rules, operands, call, q_block, kv_tile), rules.tolerance)
-    shape = (call.batch[0], call.num_heads, -(-call.q_len // q_block))
-    return KeyRanges(q_block, *(jnp.broadcast_to(getattr(ranges, x), shape) for x in _FIELDS))
-
-
-_FIELDS = ("first", "stop", "past", "future")
+    bounds = _bounds(rules, operands, call, Measuring(q_block=q_tile, kv_block=kv_tile))
+    ranges = key_ranges(call, bounds, rules.tolerance)
+    shape = (call.batch[0], call.num_heads, bounds.excess.shape[-1])
+    return KeyRanges(bounds.q_block, *(jnp.broadcast_to(getattr(ranges, x), shape) for x in FIELDS))
 
 
 def _of_tiles(call: AttentionCall, ranges: KeyRanges, q_tile: int) -> Needed:
     """Narrow the ranges of blocks of queries to the tiles they consist of."""
     starts = jnp.arange(-(-call.q_len // q_tile), dtype=jnp.int32) * q_tile
-    first, stop, past, future = (getattr(ranges, x)[..., starts // ranges.q_block] for x in _FIELDS)
+    first, stop, past, future = (getattr(ranges, x)[..., starts // ranges.q_block] for x in FIELDS)
     offset = call.q_offset[:, None, None] if call.has_offset_array else call.q_offset
     lowest = starts + offset
     highest = jnp.minimum(starts + q_tile, call.q_len) - 1 + offset
@@ -68,73 +76,33 @@ def _of_tiles(call: AttentionCall, ranges: KeyRanges, q_tile: int) -> Needed:
     return Needed(jnp.minimum(first, jnp.maximum(stop, 0)), jnp.maximum(stop, 0))
 
 
-def _multiple(tile: int, length: int) -> int:
-    """Return the least multiple of ``tile`` of which at most ``BLOCKS`` make up ``length``."""
-    return tile * max(1, -(-length // (tile * BLOCKS)))
-
-
-def _bounds(rules: Rules, operands: Operands, call: AttentionCall, q_block: int, kv_tile: int) -> ScoreBounds:
+def _bounds(rules: Rules, operands: Operands, call: AttentionCall, how: Measuring) -> ScoreBounds:
     if call.tolerance == 0:  # nothing to measure
-        blocks = jnp.zeros((1, call.num_heads, -(-call.q_len // q_block)), call.working_dtype)
-        return ScoreBounds(q_block, call.kv_len, blocks, blocks, blocks, blocks, blocks[..., :1])
-    group = call.num_heads // call.num_kv_heads
-    query, key, axis = operands.query, operands.key, kv_axis(rules)
+        return ScoreBounds.unmeasured(call, q_block=how.q_block_of(call), kv_block=call.kv_len)
+    query, key = jnp.swapaxes(operands.query, 1, 2), operands.key
+    key = key if rules.kv_heads_first else jnp.swapaxes(key, 1, 2)
+    measured = measure(call, query, key, how, _known_norms(call, operands, how))
+    if operands.lower is not None:
+        measured = replace(measured, lower=_of_centred_scores(call, query, operands.lower, measured))
+    return measured.bounds(call, _nearest_keys(call))
+
+
+def _known_norms(call: AttentionCall, operands: Operands, how: Measuring) -> KeyNorms | None:
+    """Return what is known of keys' norms, of no more blocks than score bounds are held for."""
     if operands.key_norms is None:
-        # Softmax does not notice a vector taken from every key; without their mean they are smaller.
-        centre = jnp.mean(key, axis=axis, keepdims=True, dtype=call.working_dtype)
-        kv_block = _multiple(kv_tile, call.kv_len)
-        norms = norm_bounds(key.astype(call.working_dtype) - centre)
-        norms = norms if rules.kv_heads_first else jnp.swapaxes(norms, 1, 2)  # [batch, num_kv_heads, kv_len]
-        norms = by_block(jnp, norms, kv_block).max(axis=-1)
-    else:
-        centre = jnp.zeros((1, 1, 1, 1), call.working_dtype)
-        kv_block, norms = NORM_BLOCK, operands.key_norms.astype(call.working_dtype)
-        coarser = _multiple(NORM_BLOCK, call.kv_len)
-        if coarser > kv_block:
-            norms = by_block(jnp, norms, coarser // kv_block).max(axis=-1)
-            kv_block = coarser
-    own_keys = _at_own_positions(call, key, axis).astype(call.working_dtype) - centre
-    own_keys = jnp.swapaxes(own_keys, 1, 2) if rules.kv_heads_first else own_keys  # [batch, q_len, num_kv_heads, ...]
-    by_group = query.reshape(*query.shape[:2], call.num_kv_heads, group, call.head_dim).astype(call.working_dtype)
-    own_scores = jnp.sum(by_group * own_keys[:, :, :, None], axis=-1).reshape(query.shape[:3])
-    q_norms = jnp.swapaxes(norm_bounds(query.astype(call.working_dtype)), 1, 2) * abs(call.scale)
-    lower = operands.lower
-    if lower is not None and operands.key_norms is None:  # it is of scores with the keys as they are
-        centre = centre[:, :, 0] if rules.kv_heads_first else centre[:, 0]  # [batch, num_kv_heads, head_dim]
-        of_centre = jnp.sum(by_group * centre[:, None, :, None], axis=-1).reshape(query.shape[:3])
-        rounding = 2.0**-23 * (call.head_dim + 8) * q_norms * jnp.repeat(norm_bounds(centre), group, axis=1)[..., None]
-        lower = lower - jnp.swapaxes(of_centre, 1, 2) * call.scale - rounding
-    return ScoreBounds.of_tokens(
-        call,
-        q_norms,
-        jnp.swapaxes(own_scores, 1, 2) * call.scale,
-        jnp.repeat(norms, group, axis=1),
-        _nearest_keys(call),
-        lower,
-        q_block=q_block,
-        kv_block=kv_block,
-    )
+        return None
+    block = replace(how, kv_block=NORM_BLOCK).kv_block_of(call)
+    return KeyNorms(by_block(jnp, operands.key_norms, block // NORM_BLOCK).max(axis=-1), block)
 
 
-def norm_bounds(vectors: jax.Array) -> jax.Array:
-    """Return bounds of the norms of ``[..., head_dim]``, but for rounding: squares of what is tiny may vanish.
-
-    Infinity where a vector holds a NaN, or where squares overflow. A NaN would not do: of some thousand numbers, XLA's
-    maximum passes over it on the CPU.
-    """
-    vanishing = (vectors.shape[-1] * jnp.finfo(vectors.dtype).tiny) ** 0.5
-    norms = jnp.sqrt(jnp.sum(vectors * vectors, axis=-1)) + vanishing
-    return jnp.where(norms < jnp.inf, norms, jnp.asarray(jnp.inf, norms.dtype))
-
-
-def _at_own_positions(call: AttentionCall, key: jax.Array, axis: int) -> jax.Array:
-    """Return the key at each query's position, along this axis; anything where there is none."""
-    if not call.has_offset_array and 0 <= call.q_offset <= call.kv_len - call.q_len:
-        return jax.lax.slice_in_dim(key, call.q_offset, call.q_offset + call.q_len, axis=axis)
-    positions = jnp.clip(call.positions()[0], 0, call.kv_len - 1)
-    shape = [1, 1, 1, 1]
-    shape[0], shape[axis] = (positions.shape[0] if positions.ndim > 1 else 1), call.q_len
-    return jnp.take_along_axis(key, positions.reshape(shape), axis=axis, mode="clip")
+def _of_centred_scores(call: AttentionCall, query: jax.Array, lower: jax.Array, measured: Measured) -> jax.Array:
+    """Return lower bounds of log-sum-exps, of scores with keys as they are, for those with centred keys."""
+    if measured.centre is None:
+        return lower
+    centre = by_query_head(call, measured.centre[:, :, 0])  # [batch, num_heads, head_dim]
+    shift = jnp.sum(query.astype(centre.dtype) * centre[:, :, None], axis=-1) * call.scale
+    rounding = score_rounding(call.head_dim) * measured.q_norms * norm_bounds(centre)[..., None]
+    return lower - shift - rounding
 
 
 def _nearest_keys(call: AttentionCall) -> jax.Array:
@@ -143,7 +111,7 @@ def _nearest_keys(call: AttentionCall) -> jax.Array:
     A query whose own key is hidden counts as far from all keys, where it takes more than that to find the nearest:
     then its block needs all keys that it sees.
     """
-    if call.every_query_attends and not call.has_offset_array and 0 <= call.q_offset <= call.kv_len - call.q_len:
+    if call.sees_own_key:
         return jnp.zeros(call.q_len, jnp.int32)
     if call.mask is None and call.q_segment_ids is None:
         return call.nearest_keys()

@@ -111,7 +111,7 @@ class FalconAttention(AlibiAttention):
         call = AttentionCall.check(query, key, value, self.slopes, xp=jnp, **arguments)
         # A call's bias by keys comes on top of the linear one.
         linear = call.slopes[:, None] * jnp.arange(call.kv_len)
-        call = replace(call, key_bias=self._bias(call.kv_len, query.dtype) - linear)
+        call = replace(call, added_key_bias=self._bias(call.kv_len, query.dtype) - linear)
         attended = jnp.swapaxes(dense_attention(call, query, key, value), 1, 2)
         if cache is not None:
             attended = jnp.where(cache.length <= cache.max_length, attended, jnp.nan)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from alibi_core import AttentionCall, ShardPlan, Shards, shard_plan
-from alibi_core.backend import LENGTH_FIRST, checks, tolerance_of
+from alibi_core.backend import LENGTH_FIRST, check_plan, check_shard_slopes, checks, tolerance_of
 from alibi_core.backend import slopes as canonical_slopes
 from alibi_jax._call import take_apart
 from alibi_jax._compatible import varying, varying_alike
@@ -132,8 +132,7 @@ def attention(
     )
     shards = Shards.of_shard_len(query.shape[1], num_shards, placement, length)
     check_implementation(implementation)
-    if score_bound is not None and plan is not None:
-        raise ValueError("score_bound must be None when a plan is given, which is made of one")
+    plan = check_plan(plan, score_bound, call, shards, head_shards)
     if score_bound is not None:
         plan = shard_plan(
             _known("slopes", given),
@@ -146,8 +145,6 @@ def attention(
             num_kv_heads=key.shape[2] * head_shards,
             head_shards=head_shards,
         )
-    if plan is not None:
-        _check_plan(plan, call, shards, head_shards)
     if call.is_empty:
         return jnp.zeros_like(query)
     rules, operands = take_apart(call, query, key, value)
@@ -208,15 +205,7 @@ def local_slopes(name: str, slopes: Any, heads: int, head_axis: str | None, head
     """
     if slopes is None:
         return None
-    total = heads * head_shards
-    if checks.is_int(slopes):
-        raise TypeError(f"{name} must be an array of all devices' slopes or None for the canonical ones, got {slopes}")
-    if tuple(checks.array(name, slopes).shape) != (total,):
-        among = f" on {head_shards} devices along {head_axis!r}" if head_axis else ""
-        raise ValueError(
-            f"{name} must have shape ({total},), those of all devices' heads ({heads}{among}), got "
-            f"{tuple(slopes.shape)}; local slopes would not tell which heads a device has"
-        )
+    check_shard_slopes(name, slopes, heads, head_shards, "devices")
     slopes = jnp.asarray(slopes)
     if head_axis is None:
         return slopes
@@ -231,21 +220,3 @@ def _known(name: str, slopes: Any) -> Any:
             "plan=alibi_core.shard_plan(...) of the values they start with, or neither to let devices decide"
         )
     return np.asarray(slopes)
-
-
-def _check_plan(plan: Any, call: AttentionCall, shards: Shards, head_shards: int) -> None:
-    """Check that a plan is about this call."""
-    if not isinstance(plan, ShardPlan):
-        raise TypeError(f"plan must be an alibi_core.ShardPlan, got {type(plan).__name__}")
-    expected = {
-        "shards": shards,
-        "is_causal": call.is_causal,
-        "window_size": call.window_size,
-        "head_shards": head_shards,
-        "num_kv_heads": call.num_kv_heads * head_shards,
-        "num_heads": call.num_heads * head_shards,
-    }
-    for name, value in expected.items():
-        found = len(plan.horizons) if name == "num_heads" else getattr(plan, name)
-        if found != value:
-            raise ValueError(f"plan must have {name} {value}, as the call, got {found}")

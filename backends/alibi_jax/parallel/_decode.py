@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from alibi_core import AttentionCall
-from alibi_core.backend import checks, reach, tolerance_of
+from alibi_core.backend import checks, reach, score_rounding, tolerance_of
 from alibi_jax._call import NORM_BLOCK, norm_bounds, take_apart
 from alibi_jax._compatible import varying_alike
 from alibi_jax._dispatch import Implementation
@@ -129,7 +129,7 @@ def decode(
     group = call.num_heads // call.num_kv_heads
     norms = lax.pmax(cache.key_norms.max(axis=-1), axis_name)  # [batch, num_kv_heads]
     bound = jnp.swapaxes(norm_bounds(query.astype(call.working_dtype)), 1, 2) * abs(call.scale)
-    bound = bound * jnp.repeat(norms, group, axis=1)[..., None] * (1 + 2.0**-22 * (call.head_dim + 8))
+    bound = bound * jnp.repeat(norms, group, axis=1)[..., None] * (1 + 2 * score_rounding(call.head_dim))
     # A query's own key is in the cache, so that its log-sum-exp is no less than that key's score.
     operands = operands._replace(key_norms=cache.key_norms, lower=-bound)
     far = reach(jnp, operands.slopes[..., None], 2 * bound, tolerance_of(call) / 2)

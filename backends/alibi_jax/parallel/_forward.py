@@ -13,7 +13,7 @@ from alibi_jax._call import Operands
 from alibi_jax._compatible import varying_alike
 from alibi_jax.parallel._exchange import Halo, exchange
 from alibi_jax.parallel._reach import Measured, largest_anywhere, lower_bounds, needed_tokens
-from alibi_jax.parallel._ring import Part, Ring, Sums, add, arrived_part, own_part, start
+from alibi_jax.parallel._ring import Arrived, Part, Ring, Sums, add, arrived_part, own_part, start
 
 
 class Taken(NamedTuple):
@@ -21,13 +21,6 @@ class Taken(NamedTuple):
 
     follows_plan: jax.Array  # boolean scalar
     hops: jax.Array  # int32 [2]: how many hops a loop makes for keys before and after
-
-
-class Arrived(NamedTuple):
-    """What a hop brings."""
-
-    tensors: jax.Array  # [slots, batch, tokens, heads, 2 * head_dim]: keys and values
-    ids: jax.Array | None  # [slots, batch, tokens]
 
 
 def forward(ring: Ring, local: Operands) -> tuple[Sums, Taken]:
@@ -84,9 +77,8 @@ def _by_plan(ring: Ring, local: Operands, sums: Sums, lower: jax.Array, sent: di
 
 def part_of_hop(ring: Ring, local: Operands, hop: Hop, arrived: Arrived, lower: jax.Array) -> Part:
     heads = tuple(head for head, tokens in enumerate(hop.tokens) if tokens)
-    return arrived_part(
-        ring, local, len(ring.plan.hops), *arrived, hop.distance, heads, lower, is_past=hop.distance > 0
-    )
+    count, is_past = len(ring.plan.hops), hop.distance > 0
+    return arrived_part(ring, local, count, arrived, hop.distance, heads, lower, is_past=is_past)
 
 
 class Travelling(NamedTuple):
@@ -130,5 +122,5 @@ def part_of_loop(
     ring: Ring, local: Operands, travelling: Travelling, distance: jax.Array, lower: jax.Array, sign: int
 ) -> Part:
     heads = tuple(range(local.key.shape[2]))
-    arrived, ids = travelling.tensors, travelling.ids
-    return arrived_part(ring, local, ring.shards.num_chunks, arrived, ids, distance, heads, lower, is_past=sign > 0)
+    arrived, count = Arrived(travelling.tensors, travelling.ids), ring.shards.num_chunks
+    return arrived_part(ring, local, count, arrived, distance, heads, lower, is_past=sign > 0)

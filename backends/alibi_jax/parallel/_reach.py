@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from alibi_core.backend import reach
+from alibi_core.backend import score_rounding, tokens_beyond
 from alibi_jax._call import Operands, norm_bounds
 from alibi_jax._compatible import varying_over
 from alibi_jax._tiled import materialised
@@ -32,7 +32,7 @@ class Measured(NamedTuple):
         centre = materialised(jnp.repeat(centre, group, axis=1))
         shift = jnp.einsum("bqhd,bhd->bhq", query, centre, precision="highest")
         norms = jnp.swapaxes(norm_bounds(query), 1, 2) * abs(ring.rules.scale)
-        rounding = 2.0**-23 * (query.shape[-1] + 8)
+        rounding = score_rounding(query.shape[-1])
         return cls(norms * centred * (1 + rounding), shift * ring.rules.scale, norms * plain * 2 * rounding)
 
 
@@ -65,11 +65,9 @@ def needed_tokens(ring: Ring, local: Operands, log_sum_exps: jax.Array, measured
     needs = []
     for slopes, inside, exist in ((local.slopes, index, before), (future, size - 1 - index, after)):
         limit = exist if ring.rules.window_size is None else jnp.minimum(exist, ring.rules.window_size)
-        limit = limit[:, None, None, None]
-        far = reach(jnp, slopes[..., None], excess, ring.halo_tolerance) - 1 - inside
+        limit = jnp.repeat(limit, batch // shards.slots)[:, None, None]
+        far = tokens_beyond(jnp, slopes[..., None], excess, ring.halo_tolerance, inside, limit).astype(jnp.int32)
         far = far.reshape(shards.slots, batch // shards.slots, num_heads, size)
-        # A NaN compares as too far.
-        far = jnp.where(far < limit, jnp.maximum(far, 0), limit).astype(jnp.int32)
         needs.append(jnp.max(jnp.where(tokens, far, 0), axis=(0, 1, 3)))
     needed = jnp.stack(needs).reshape(2, local.key.shape[2], -1).max(axis=-1)
     return needed.at[1].set(0) if ring.rules.is_causal else needed

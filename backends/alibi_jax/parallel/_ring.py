@@ -76,6 +76,13 @@ class Sums(NamedTuple):
     log_sum_exps: jax.Array  # [slots * batch, num_heads, chunk_len]
 
 
+class Arrived(NamedTuple):
+    """What a hop brings."""
+
+    tensors: jax.Array  # [slots, batch, tokens, heads, 2 * head_dim]: keys and values
+    ids: jax.Array | None  # [slots, batch, tokens]: their segments; None if there are none
+
+
 class Part(NamedTuple):
     """Keys that have arrived, and the queries they are for."""
 
@@ -113,8 +120,7 @@ def arrived_part(
     ring: Ring,
     local: Operands,
     parts: int,
-    arrived: jax.Array,
-    ids: jax.Array | None,
+    arrived: Arrived,
     distance: int | jax.Array,
     heads: tuple[int, ...],
     lower: jax.Array,
@@ -127,17 +133,15 @@ def arrived_part(
         ring: The setup.
         local: From :func:`local_operands`.
         parts: How many of this kind there may be.
-        arrived: ``[slots, batch, tokens, heads, 2 * head_dim]``: keys and values of these heads, the last tokens of
-            chunks before, or the first of chunks after.
-        ids: ``[slots, batch, tokens]``: their segments; None if there are none.
+        arrived: Keys and values of these heads, the last tokens of chunks before, or the first of chunks after.
         distance: How many chunks before; negative for after. May be traced.
         heads: Key/value heads.
         lower: ``[slots * batch, num_heads, chunk_len]``: bounds of log-sum-exps.
         is_past: Whether the distance is positive.
     """
-    size, tokens, group = ring.shards.chunk_len, arrived.shape[2], local.query.shape[2] // local.key.shape[2]
-    arrived = arrived.reshape(-1, *arrived.shape[2:])
-    key, value = jnp.split(arrived, 2, axis=-1)
+    ids, group = arrived.ids, local.query.shape[2] // local.key.shape[2]
+    size, tokens = ring.shards.chunk_len, arrived.tensors.shape[2]
+    key, value = jnp.split(arrived.tensors.reshape(-1, *arrived.tensors.shape[2:]), 2, axis=-1)
     q_heads = tuple(head * group + member for head in heads for member in range(group))
     chunks = ring.chunks()
     source = ring.is_token(chunks - distance)  # [slots, chunk_len]

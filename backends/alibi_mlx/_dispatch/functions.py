@@ -14,12 +14,8 @@ from typing import Any
 import mlx.core as mx
 
 from alibi_core import AttentionCall
-from alibi_core.backend import Job
+from alibi_core.backend import ARRAY_AXES, Job
 from alibi_mlx import _tiled
-
-ARRAYS = ("slopes", "future_slopes", "q_offset", "q_segment_ids", "kv_segment_ids", "mask")
-TRAILING = {"slopes": 1, "future_slopes": 1, "q_offset": 0, "q_segment_ids": 1, "kv_segment_ids": 1, "mask": 3}
-
 
 Jobs = Callable[[], list[Job]]
 
@@ -49,7 +45,7 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
         value: Likewise.
         method: How to compute it.
     """
-    names = _names(call)
+    names = tuple(call.arrays)
     planned: dict[tuple[int, ...], list[Job]] = {}  # once for both passes, and once more for a longer batch
 
     def jobs(call: AttentionCall, *tensors: mx.array) -> list[Job]:
@@ -59,13 +55,13 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
 
     @mx.custom_function
     def function(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> mx.array:
-        this = _with_arrays(call, names, arrays)
+        this = replace(call, **dict(zip(names, arrays, strict=True)))
         return method.forward(this, query, key, value, lambda: jobs(this, query, key, value))
 
     @function.vjp
     def differentiate(primals: Any, grad: mx.array, result: mx.array) -> Any:
         query, key, value, *arrays = primals
-        this = _with_arrays(call, names, arrays)
+        this = replace(call, **dict(zip(names, arrays, strict=True)))
         once = replace(method, jobs=jobs)
         *by_tensors, past, future = _gradients(this, query, key, value, grad, once)
         by_slopes = {"slopes": past, "future_slopes": future}
@@ -76,10 +72,10 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
 
     @function.vmap
     def mapped(operands: Any, axes: Any) -> tuple[mx.array, int]:
-        size, longer, tensors = _as_longer_batch(call, names, operands, axes, 3)
+        size, longer, tensors = _as_longer_batch(call, operands, axes, 3)
         return attend(longer, *tensors, method).reshape(size, *call.batch, *tensors[0].shape[1:]), 0
 
-    return function(query, key, value, *(getattr(call, name) for name in names))
+    return function(query, key, value, *call.arrays.values())
 
 
 def _gradients(
@@ -91,21 +87,21 @@ def _gradients(
     method: Method,
 ) -> tuple[mx.array, ...]:
     """Return the gradients by query, key, value, and by the slopes of each batch entry, past and future."""
-    names = _names(call)
+    names = tuple(call.arrays)
 
     @mx.custom_function
     def function(*operands: mx.array) -> tuple[mx.array, ...]:
         query, key, value, grad, *arrays = operands
-        this = _with_arrays(call, names, arrays)
+        this = replace(call, **dict(zip(names, arrays, strict=True)))
         return _tiled.backward(this, (query, key, value), grad, method.jobs(this, query, key, value))
 
     @function.vmap
     def mapped(operands: Any, axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
-        size, longer, tensors = _as_longer_batch(call, names, operands, axes, 4)
+        size, longer, tensors = _as_longer_batch(call, operands, axes, 4)
         grads = _gradients(longer, *tensors, method)
         return tuple(x.reshape(size, *call.batch, *x.shape[1:]) for x in grads), (0,) * len(grads)
 
-    return tuple(function(query, key, value, grad, *(getattr(call, name) for name in names)))
+    return tuple(function(query, key, value, grad, *call.arrays.values()))
 
 
 def _of_shape(shape: tuple[int, ...], by_entry: mx.array) -> mx.array:
@@ -113,23 +109,8 @@ def _of_shape(shape: tuple[int, ...], by_entry: mx.array) -> mx.array:
     return by_entry if by_entry.shape == shape else mx.sum(by_entry, axis=0).reshape(shape)
 
 
-def _names(call: AttentionCall) -> tuple[str, ...]:
-    """Return which of a call's fields hold arrays, but for one that is another's."""
-    names = tuple(name for name in ARRAYS if isinstance(getattr(call, name), mx.array))
-    if call.kv_segment_ids is call.q_segment_ids:  # which tells that each query's own key is visible
-        names = tuple(name for name in names if name != "kv_segment_ids")
-    return names
-
-
-def _with_arrays(call: AttentionCall, names: tuple[str, ...], arrays: Any) -> AttentionCall:
-    fields = dict(zip(names, arrays, strict=True))
-    if call.kv_segment_ids is call.q_segment_ids and "q_segment_ids" in fields:
-        fields["kv_segment_ids"] = fields["q_segment_ids"]
-    return replace(call, **fields)
-
-
 def _as_longer_batch(
-    call: AttentionCall, names: tuple[str, ...], operands: Any, axes: Any, count: int
+    call: AttentionCall, operands: Any, axes: Any, count: int
 ) -> tuple[int, AttentionCall, list[mx.array]]:
     """Return how many were mapped, and the call and the first ``count`` operands with that axis part of the batch."""
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
@@ -138,13 +119,10 @@ def _as_longer_batch(
         whole = mx.broadcast_to(x, (size, *x.shape)) if axis is None else mx.moveaxis(x, axis, 0)
         tensors.append(whole.reshape(size * whole.shape[1], *whole.shape[2:]))
     fields = {}
-    for name, x, axis in zip(names, operands[count:], axes[count:], strict=True):
+    for name, x, axis in zip(call.arrays, operands[count:], axes[count:], strict=True):
         if axis is not None:
             x = mx.moveaxis(x, axis, 0)
-            missing = 2 + TRAILING[name] - x.ndim  # axes that are the same for all of the batch
+            missing = 2 + ARRAY_AXES[name] - x.ndim  # axes that are the same for all of the batch
             x = x.reshape(size, *[1] * missing, *x.shape[1:])
         fields[name] = x
-    longer = replace(call, batch=(size, *call.batch), **fields)
-    if "q_segment_ids" in fields and "kv_segment_ids" not in fields:
-        longer = replace(longer, kv_segment_ids=longer.q_segment_ids)
-    return size, longer.with_one_batch_axis(), tensors
+    return size, replace(call, batch=(size, *call.batch), **fields).with_one_batch_axis(), tensors

@@ -148,6 +148,8 @@ def _refusal_of_folded(call: AttentionCall) -> str | None:
         return "must be causal (distance on both sides is no product of a query's and a key's features)"
     if call.mask is not None or call.q_segment_ids is not None or call.window_size is not None:
         return "takes no mask, segment_ids or window_size"
+    if call.added_key_bias is not None:
+        return "takes no added_key_bias"
     if call.has_offset_array or call.q_offset != call.kv_len - call.q_len or call.q_offset < 0:
         return "must have the last query at the last key, and no query before the first"
     slopes = host_values(call.slopes)

@@ -17,9 +17,9 @@ from alibi_core import AttentionCall
 from alibi_core.backend import Job
 from alibi_mlx._compatible import padded
 from alibi_mlx._tiled.biases import Biases
+from alibi_mlx._tiled.configuration import tiling
 
 COPIED_FOR = 8  # queries, at least, that keys are laid out anew for
-PART_ELEMENTS = 2**21  # scores, and elements of keys or queries, of the tiles that are computed at once, about
 
 
 def forward(
@@ -40,7 +40,7 @@ def forward(
     """
     # MLX before 0.32.2 crashes where mx.jvp meets an assignment to what does not vary: let it vary with everything.
     result = _after(mx.zeros(query.shape, query.dtype), [query, key, value, call.slopes])
-    biases = Biases(call)
+    biases = Biases(replace(call, added_key_bias=None))
     before: list[mx.array] = []
     for job in jobs:
         bias, attends = biases.of(job)
@@ -49,7 +49,8 @@ def forward(
             # MLX rounds the bias to the dtype of the tensors, which must therefore be float32.
             wide = [padded(_float32(x), 3, 0, head_dim - call.head_dim) for x in tensors]
             wide[0], wide[1] = _after(wide[0], before), for_scores(wide[1], part)
-            out = mx.fast.scaled_dot_product_attention(*wide, scale=call.scale, mask=bias)[..., : call.head_dim]
+            whole = _with_added(call, part, bias)
+            out = mx.fast.scaled_dot_product_attention(*wide, scale=call.scale, mask=whole)[..., : call.head_dim]
             if attends is not None:
                 out = mx.where(attends, out, 0.0)
             out = out.astype(result.dtype)
@@ -72,7 +73,7 @@ def backward(
     by_query = mx.zeros(query.shape, query.dtype)
     by_key, by_value = _KeySums(call, key), _KeySums(call, value)
     by_slopes = [mx.zeros((*call.batch, call.num_heads)) for _ in range(2)]
-    biases = Biases(call)
+    biases = Biases(replace(call, added_key_bias=None))
     before: list[mx.array] = []
     for job in jobs:
         bias, attends = biases.of(job)
@@ -84,7 +85,7 @@ def backward(
                 grads = mx.where(attends, grads, 0.0)
             queries, grads = (_after(x, before) for x in (queries * call.scale, grads))
             # [batch entries or tiles, heads, rows, kv_len]; the heads of a job share their keys or are ungrouped
-            weights = _softmax(queries @ for_scores(keys, part).swapaxes(-1, -2) + bias)
+            weights = _softmax(queries @ for_scores(keys, part).swapaxes(-1, -2) + _with_added(call, part, bias))
             by_weight = grads @ for_scores(values, part).swapaxes(-1, -2)
             # Not from the result: it was rounded to the dtype of the tensors, which slopes' gradients do not forgive.
             mean = mx.sum(weights * by_weight, axis=-1, keepdims=True)
@@ -104,6 +105,17 @@ def backward(
                 ),
             ]
     return by_query, by_key.total(), by_value.total(), *by_slopes
+
+
+def _with_added(call: AttentionCall, job: Job, bias: mx.array) -> mx.array:
+    """Return a job's bias with what is added to that of its keys, ``[batch entries or tiles, heads, rows, kv_len]``."""
+    if call.added_key_bias is None:
+        return bias
+    added = mx.broadcast_to(call.added_key_bias, (*call.batch, call.num_heads, call.kv_len))[job.batch, job.heads]
+    if job.tiles == 1:
+        return bias + added[:, :, None, job.keys]
+    keys = mx.arange(job.tiles)[:, None] * job.rows + mx.arange(job.kv_start, job.kv_start + job.kv_len)
+    return bias + added[0][:, keys].swapaxes(0, 1)[:, :, None]
 
 
 def _softmax(scores: mx.array) -> mx.array:
@@ -142,7 +154,7 @@ def _parts(job: Job, head_dim: int) -> Iterator[Job]:
     """Yield a job as jobs of so few tiles that what is computed of them stays small."""
     heads = job.heads.stop - job.heads.start
     elements = heads * max(job.rows * job.kv_len, (job.rows + job.kv_len) * head_dim)
-    step = max(1, PART_ELEMENTS // elements)
+    step = max(1, tiling().kernel_elements // elements)
     for tile in range(0, job.tiles, step):
         shift = tile * job.rows
         tiles = min(step, job.tiles - tile)

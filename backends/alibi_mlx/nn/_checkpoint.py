@@ -94,7 +94,7 @@ class FalconAttention(AlibiAttention):
         bias = bias.astype(call.working_dtype)
         # A call's bias by keys comes on top of the linear one.
         linear = call.slopes[:, None] * mx.arange(call.kv_len)
-        attended = dense_attention(replace(call, key_bias=bias - linear), query, key, value)
+        attended = dense_attention(replace(call, added_key_bias=bias - linear), query, key, value)
         return self.dropout(self.out_proj(mx.flatten(attended.swapaxes(1, 2), -2)))
 
     def make_cache(self, *sizes: int | None, evict: bool = False, **options: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.nn.attention.flex_attention import flex_attention as attend
 
 from alibi_core import AttentionCall
 from alibi_torch._dispatch import needs_gradients
-from alibi_torch._flex.mask import BLOCK, block_mask, nearest_keys, sees_own_key
+from alibi_torch._flex.mask import BLOCK, block_mask, nearest_keys
 from alibi_torch._tiled import KeyNorms
 
 LEAST_HEAD_DIM = 16  # of the kernels for GPUs, whose matrix units take no fewer
@@ -82,24 +81,12 @@ def one_batch_axis(call: AttentionCall) -> AttentionCall:
     call = call.with_one_batch_axis()
     (size,) = call.batch
 
-    def whole(array: Any, *rest: int) -> Any:
-        return None if array is None else array.expand(size, *rest)
+    def whole(array: Tensor, axes: int) -> Tensor:
+        if axes == 3:  # the mask
+            return array.reshape((1,) * (4 - array.ndim) + tuple(array.shape))
+        return array.expand(size, *array.shape[array.ndim - axes :])
 
-    q_ids = whole(call.q_segment_ids, call.q_len)
-    is_same = call.kv_segment_ids is call.q_segment_ids  # which tells that each query's own key is visible
-    mask = call.mask
-    if mask is not None:
-        mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
-    return replace(
-        call,
-        slopes=whole(call.slopes, call.num_heads),
-        future_slopes=whole(call.future_slopes, call.num_heads),
-        q_offset=whole(call.q_offset).to(torch.int32) if call.has_offset_array else call.q_offset,
-        q_segment_ids=q_ids,
-        kv_segment_ids=q_ids if is_same else whole(call.kv_segment_ids, call.kv_len),
-        mask=mask,
-        key_bias=whole(call.key_bias, call.num_heads, call.kv_len),
-    )
+    return call.map_arrays(whole)
 
 
 def slopes_by_kind(call: AttentionCall) -> dict[str, Tensor]:
@@ -137,7 +124,7 @@ def mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[dict[str
 
     # The compiler names sizes after the order of what a function captures, which is that of names, and its template for
     # CPUs (2.13) confuses some of its names: one that sorts last changes none of the others.
-    surplus = None if call.key_bias is None else F.pad(call.key_bias, (0, kv_padding))
+    surplus = None if call.added_key_bias is None else F.pad(call.added_key_bias, (0, kv_padding))
     slopes, future_slopes, offset, nearest, kv_len, q_ids, kv_ids, mask, surplus = (
         _stored(x) for x in (slopes, future_slopes, offset, nearest, kv_len, q_ids, kv_ids, mask, surplus)
     )
@@ -195,7 +182,7 @@ def _distance_origin(call: AttentionCall, q_padding: int) -> Tensor | None:
     That of the nearest key: softmax ignores what is constant along a row, but where all keys are far, float32 would
     spend its digits on it. With slopes of two kinds it is a constant only where all keys lie on one side.
     """
-    if sees_own_key(call):
+    if call.sees_own_key:
         return None
     nearest = nearest_keys(call).clamp(min=0)
     if call.future_slopes is not None and (call.mask is not None or call.q_segment_ids is not None):
@@ -245,7 +232,7 @@ def _kernel(call: AttentionCall, query: Tensor, kind: str, is_padded: bool) -> C
     if torch.compiler.is_compiling():
         return attend
     rules = (call.is_causal, call.window_size, call.mask is None, call.q_segment_ids is None, is_padded)
-    rules += (call.key_bias is None,)
+    rules += (call.added_key_bias is None,)
     sizes = (call.num_heads, call.num_kv_heads, query.shape[-1], call.scale, call.q_len < SHORT)
     return _compiled(query.device.type, query.dtype, kind, call.future_slopes is None, rules, sizes)
 

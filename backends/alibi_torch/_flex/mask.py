@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from alibi_core import AttentionCall, ScoreBounds, key_ranges
-from alibi_core.backend import tolerance_of
-from alibi_torch._tiled import KeyNorms, norm_bounds
+from alibi_core.backend import KeyNorms, Measuring, measure, tolerance_of
+from alibi_torch._tiled import norm_bounds
 
 BLOCK = 128  # queries, and keys, in a block: the kernels' own tiles all divide it
+MEASURING = Measuring(q_block=BLOCK, kv_block=BLOCK, most_blocks=None, norm_bounds=norm_bounds)
 
 
 def block_mask(
@@ -69,16 +70,9 @@ def block_mask(
 
 def nearest_keys(call: AttentionCall) -> Tensor:
     """Return :meth:`AttentionCall.nearest_keys`, at no cost where each query's own key is known to be visible."""
-    if sees_own_key(call):
+    if call.sees_own_key:
         return torch.zeros(call.q_len, dtype=torch.int32, device=call.device)
     return call.nearest_keys()
-
-
-def sees_own_key(call: AttentionCall) -> bool:
-    """Whether shapes alone tell that there is a key at each query's position, which it may look at."""
-    if call.mask is not None or call.has_offset_array or call.q_segment_ids is not call.kv_segment_ids:
-        return False
-    return bool(call.q_offset >= 0 and call.q_offset + call.q_len <= call.kv_len)
 
 
 def needed_blocks(
@@ -90,42 +84,13 @@ def needed_blocks(
     """
     tolerance = tolerance_of(call)
     if tolerance == 0:  # nothing to measure
-        q_blocks, kv_blocks = (
-            query.new_zeros(1, 1, -(-n // BLOCK), dtype=torch.float32) for n in (call.q_len, call.kv_len)
-        )
-        bounds = ScoreBounds(BLOCK, BLOCK, q_blocks, q_blocks, q_blocks, q_blocks, kv_blocks)
+        bounds = ScoreBounds.unmeasured(call, q_block=BLOCK, kv_block=BLOCK)
     else:
-        bounds = _measure(call, query.detach(), key.detach(), norms)
+        bounds = measure(call, query.detach(), key.detach(), MEASURING, norms).bounds(call, nearest_keys(call))
     ranges = key_ranges(call, bounds, tolerance)
     first = torch.div(ranges.first, BLOCK, rounding_mode="floor")
     stop = torch.div(ranges.stop + (BLOCK - 1), BLOCK, rounding_mode="floor")
     return first, torch.where(ranges.first < ranges.stop, stop, first)
-
-
-def _measure(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> ScoreBounds:
-    group = call.num_heads // call.num_kv_heads
-    positions, _ = call.positions()  # [q_len] or [batch, q_len]
-    own = positions.clamp(0, call.kv_len - 1).long().expand(query.shape[0], call.q_len)
-    own_keys = key.gather(2, own[:, None, :, None].expand(-1, call.num_kv_heads, -1, call.head_dim)).float()
-    query = query.float()
-    if norms is None:
-        # Softmax does not notice a vector taken from every key; without their mean they are smaller.
-        centre = key.mean(dim=-2, keepdim=True, dtype=torch.float32)
-        key_norms, kv_block = norm_bounds(key.float() - centre), BLOCK
-        own_keys = own_keys - centre
-    else:
-        key_norms, kv_block = norms.values.float().expand(call.batch[0], call.num_kv_heads, -1), norms.block
-    grouped = query.reshape(-1, call.num_kv_heads, group, call.q_len, call.head_dim)
-    own_scores = (grouped * own_keys[:, :, None]).sum(-1).flatten(1, 2)
-    return ScoreBounds.of_tokens(
-        call,
-        norm_bounds(query) * abs(call.scale),
-        own_scores * call.scale,
-        key_norms.repeat_interleave(group, dim=1),
-        nearest_keys(call),
-        q_block=BLOCK,
-        kv_block=kv_block,
-    )
 
 
 def _full_blocks(call: AttentionCall, first: Tensor, stop: Tensor, q_blocks: int) -> tuple[Tensor, Tensor]:

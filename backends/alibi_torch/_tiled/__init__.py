@@ -4,7 +4,18 @@ In go a call and its tensors. Out come results and gradients, computed in as few
 horizons allow.
 """
 
-from alibi_torch._tiled.operators import tiled_attention
-from alibi_torch._tiled.plan import SIZES, KeyNorms, _lower_bounds, jobs, needed_keys, norm_bounds
+from alibi_core.backend import KeyNorms
+from alibi_torch._tiled.configuration import SIZES, norm_bounds, tiling
+from alibi_torch._tiled.operators import tiled_attention, tiled_attention_with_sums
+from alibi_torch._tiled.plan import jobs, needed_keys
 
-__all__ = ["SIZES", "KeyNorms", "_lower_bounds", "jobs", "needed_keys", "norm_bounds", "tiled_attention"]
+__all__ = [
+    "SIZES",
+    "KeyNorms",
+    "jobs",
+    "needed_keys",
+    "norm_bounds",
+    "tiled_attention",
+    "tiled_attention_with_sums",
+    "tiling",
+]

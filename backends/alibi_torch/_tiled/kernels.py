@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from alibi_core import AttentionCall
 from alibi_core.backend import Job
-from alibi_torch._tiled import plan as _tile_plan
+from alibi_torch._tiled.configuration import tiling
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -27,7 +28,6 @@ FEATURES = 8  # a multiple of these suits the kernels
 # Times 1 / eps: larger scores are rounded so much that their log-sum-exp, rounded as well, makes no weights of them
 # whose sum is 1.
 LARGE_SCORE = 2.0**-14
-PART_ELEMENTS = 2**22  # in what a kernel call allocates for its results, about
 
 
 def forward(
@@ -44,13 +44,13 @@ def forward(
     # In low precision the kernel would round the weights to it, and is no faster: a part at a time is cast.
     dtype = call.working_dtype
     jobs = in_order(jobs)
-    biases = Biases(replace(call, key_bias=None), jobs)
+    biases = Biases(replace(call, added_key_bias=None), jobs)
     for job in jobs:
         bias, attends = biases.of(job)
         for part in _parts(job, job.rows * call.head_dim):
             tensors = queries_of(query, part).to(dtype), *(keys_of(x, part, call, dtype) for x in (key, value))
             whole = bias
-            if call.key_bias is not None:
+            if call.added_key_bias is not None:
                 whole, *tensors = _with_key_bias(call, part, bias, *tensors)
             out, lse = _forward(*tensors, 0.0, False, attn_mask=whole, scale=call.scale)
             out = out[..., : call.head_dim]
@@ -103,7 +103,7 @@ def _windows(tensor: Tensor, job: Job, start: int, length: int) -> Tensor:
 
 def _parts(job: Job, elements: int) -> Iterator[Job]:
     """Yield a job as jobs of so few tiles that results of ``elements`` a tile and head stay small."""
-    step = max(1, PART_ELEMENTS // (elements * (job.heads.stop - job.heads.start)))
+    step = max(1, tiling().kernel_elements // (elements * (job.heads.stop - job.heads.start)))
     step = step - step % 2 if step > 2 else step  # even, for two threads or more
     for tile in range(0, job.tiles, step):
         yield replace(
@@ -114,22 +114,25 @@ def _parts(job: Job, elements: int) -> Iterator[Job]:
         )
 
 
+class Saved(NamedTuple):
+    """What gradients follow from, ``[batch, heads, length, head_dim]``."""
+
+    grad: Tensor  # by the result
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    result: Tensor
+    logsumexp: Tensor  # [batch, num_heads, q_len]
+
+
 def backward(
-    call: AttentionCall,
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    result: Tensor,
-    logsumexp: Tensor,
-    jobs: Iterable[Job],
-    *,
-    by_slopes: bool,
+    call: AttentionCall, saved: Saved, jobs: Iterable[Job], *, by_slopes: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of ``sum(result * grad)`` by query, key, value, slopes and future slopes.
 
     Those by slopes are ``[batch, num_heads]``, for the keys on one side of the query each, and zeros unless asked for.
     """
+    grad, query, key, value, result, logsumexp = saved
     query_grad = torch.empty(query.shape, dtype=query.dtype)
     key_grad, value_grad = (torch.zeros(key.shape, dtype=key.dtype) for _ in range(2))
     # Two tensors, not one: what an operator returns must not share memory.
@@ -137,7 +140,7 @@ def backward(
     # In low precision the kernel would round the gradients of scores to it, which large keys multiply.
     dtype = call.working_dtype
     jobs = in_order(jobs)
-    biases = Biases(replace(call, key_bias=None), jobs)
+    biases = Biases(replace(call, added_key_bias=None), jobs)
     for entries, some_jobs in itertools.groupby(jobs, lambda job: (job.batch.start, job.batch.stop)):
         batch = slice(*entries)
         # A key's gradient is a sum over tiles, to be rounded once, at the end.
@@ -154,7 +157,7 @@ def backward(
                     call.scale,
                 )
                 tile = tile.centred(_span_of(key, part, call).to(dtype), part)
-                if call.key_bias is not None:
+                if call.added_key_bias is not None:
                     tile = tile.with_key_bias(call, part)
                 if by_slopes:
                     by_query, by_key, by_value = _with_slopes(call, part, tile, slope_grads)
@@ -286,10 +289,10 @@ def _with_key_bias(
     depends on distance alone, which many tiles share.
     """
     span = slice(job.kv_start, job.kv_start + (job.tiles - 1) * job.rows + job.kv_len)
-    added = call.key_bias.expand(call.batch[0], -1, -1)[job.batch, job.heads, span]
+    added = call.added_key_bias.expand(call.batch[0], -1, -1)[job.batch, job.heads, span]
     if job.tiles > 1:
         added = _windows(added[0], job, 0, job.kv_len)  # [tiles, heads, kv_len]
-    if job.rows <= _tile_plan.SIZES.few or call.scale == 0:
+    if job.rows <= tiling().sizes.few or call.scale == 0:
         return bias + added[:, :, None, :], query, key, value
     more = FEATURES - query.shape[-1] % FEATURES
     query, key, value = (F.pad(x, (0, more)) for x in (query, key, value))
@@ -396,7 +399,7 @@ class Biases:
         if key != self._key or back > self._back or not covered:
             # At once for all heads that ask for the like, if that is not too much.
             first, stop, most = self._alike[key]
-            if (stop - first) * job.rows * (most + job.rows) > _tile_plan.SIZES.bias_elements:
+            if (stop - first) * job.rows * (most + job.rows) > tiling().sizes.bias_elements:
                 first, stop, most = job.heads.start, job.heads.stop, back
             self._key, self._heads, self._back = key, slice(first, stop), most
             self._kept = self._toeplitz(replace(job, heads=self._heads), most, most + job.kv_len - back)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core.backend import entry_of, tolerance_of, working_dtype
+from alibi_core.backend import ARRAY_AXES, CallRules, KeyNorms, entry_of, tolerance_of, working_dtype
 from alibi_torch._dispatch import needs_gradients
 from alibi_torch._tiled import kernels as _tile_kernels
 from alibi_torch._tiled import vmap as _tiled_vmap
-from alibi_torch._tiled.plan import KeyNorms, jobs
+from alibi_torch._tiled.plan import jobs
 
 
 def tiled_attention(
@@ -34,66 +34,103 @@ def tiled_attention(
     flat = call.with_one_batch_axis()
     tensors = [x.reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key, value)]
     mapped = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-    result, _ = (_Attention.apply if mapped else _attend)(
-        *tensors,
-        flat.slopes,
-        flat.future_slopes,
-        flat.q_offset if flat.has_offset_array else None,
-        flat.q_segment_ids,
-        # One tensor for both says that each query sees its own key.
-        None if flat.kv_segment_ids is flat.q_segment_ids else flat.kv_segment_ids,
-        flat.mask,
-        flat.key_bias,
-        None if norms is None else norms.values,
-        0 if norms is None else norms.block,
-        0 if flat.has_offset_array else flat.q_offset,
-        flat.is_causal,
-        flat.window_size,
-        flat.scale,
-        tolerance_of(call),
-        # Without gradients there is no use for more digits than those of the dtype.
-        mapped or needs_gradients(*tensors, flat.slopes, flat.future_slopes),
-    )
+    # Without gradients there is no use for more digits than those of the dtype.
+    is_exact = mapped or needs_gradients(*tensors, flat.slopes, flat.future_slopes)
+    result, _ = (_Attention.apply if mapped else _attend)(*tensors, *Packed.of(flat, norms), is_exact)
     return result.reshape(query.shape).to(call.dtype)
 
 
+def tiled_attention_with_sums(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return attention without gradients, and each softmax's log-sum-exp, both in the working dtype.
+
+    Args:
+        call: With one batch axis.
+        query: As checked for ``call``.
+        key: Likewise.
+        value: Likewise.
+    """
+    return _attend(query, key, value, *Packed.of(call, None), True)
+
+
+class Packed(NamedTuple):
+    """A call and what is known of its keys, in the order in which the operators take it."""
+
+    slopes: Tensor
+    future_slopes: Tensor | None
+    q_offset: Tensor | None
+    q_segment_ids: Tensor | None
+    kv_segment_ids: Tensor | None
+    mask: Tensor | None
+    added_key_bias: Tensor | None
+    key_norms: Tensor | None
+    norms_block: int
+    first_position: int  # the offset where it is no tensor
+    is_causal: bool
+    window_size: int | None
+    scale: float
+    tolerance: float
+    shares_ids: bool
+
+    @classmethod
+    def of(cls, call: AttentionCall, norms: KeyNorms | None) -> Packed:
+        """Pack a call with one batch axis."""
+        arrays = dict.fromkeys(ARRAY_AXES) | call.arrays
+        return cls(
+            **arrays,
+            key_norms=None if norms is None else norms.values,
+            norms_block=0 if norms is None else norms.block,
+            first_position=0 if call.has_offset_array else call.q_offset,
+            is_causal=call.is_causal,
+            window_size=call.window_size,
+            scale=call.scale,
+            tolerance=tolerance_of(call),
+            shares_ids=call.shares_ids,
+        )
+
+    def call(self, query: Tensor, key: Tensor) -> AttentionCall:
+        """Return the call of these tensors."""
+        offset = self.first_position if self.q_offset is None else None
+        rules = CallRules(self.is_causal, offset, self.window_size, self.scale, self.tolerance, self.shares_ids)
+        arrays = {name: getattr(self, name) for name in ARRAY_AXES}
+        return AttentionCall.of_parts(xp, (query.shape, key.shape), query.dtype, rules, arrays, query.device)
+
+    def norms(self, batch: slice) -> KeyNorms | None:
+        """Return what is known of the keys of these batch entries."""
+        return None if self.key_norms is None else KeyNorms(self.key_norms, self.norms_block).of_entries(batch)
+
+
+TENSORS = 1 + Packed._fields.index("key_norms")  # of its fields, the first
+
+
 # --- The operators -------------------------------------------------------------------------------------------------
+# Schemas know tensors and numbers alone, each by its own name.
+
+_PACKED = (
+    "Tensor slopes, Tensor? future_slopes, Tensor? q_offset, Tensor? q_segment_ids, Tensor? kv_segment_ids, "
+    "Tensor? mask, Tensor? added_key_bias, Tensor? key_norms, SymInt norms_block, SymInt first_position, "
+    "bool is_causal, SymInt? window_size, float scale, float tolerance, bool shares_ids"
+)
+_SCHEMA = f"(Tensor query, Tensor key, Tensor value, {_PACKED}, bool is_exact) -> (Tensor, Tensor)"
+_BACKWARD_SCHEMA = (
+    f"(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor result, Tensor logsumexp, {_PACKED}, "
+    "bool by_slopes) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
 
 
-@torch.library.custom_op("alibi::attention", mutates_args=())
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    slopes: Tensor,
-    future_slopes: Tensor | None,
-    q_offsets: Tensor | None,
-    q_segment_ids: Tensor | None,
-    kv_segment_ids: Tensor | None,
-    mask: Tensor | None,
-    key_bias: Tensor | None,
-    key_norms: Tensor | None,
-    norms_block: int,
-    q_offset: int,
-    is_causal: bool,
-    window_size: int | None,
-    scale: float,
-    tolerance: float,
-    is_exact: bool,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("alibi::attention", mutates_args=(), schema=_SCHEMA)
+def _attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Return the result, ``[batch, num_heads, q_len, head_dim]``, and each softmax's log-sum-exp.
 
     Gradients of scores are differences from means that follow from the result: where it is to be differentiated,
     ``is_exact`` asks for it in the working dtype, as the log-sum-exp is.
     """
-    rules = q_offsets, q_segment_ids, kv_segment_ids, mask, key_bias, q_offset, is_causal, window_size, scale
-    call = _call(query, key, slopes, future_slopes, *rules)
+    packed, is_exact = Packed(*rest[:-1]), rest[-1]
+    call = packed.call(query, key)
     query, key, value = (_last_axis_dense(x) for x in (query, key, value))
 
     def attend(call: AttentionCall, batch: slice) -> tuple[Tensor, Tensor]:
         tensors = [x[batch] for x in (query, key, value)]
-        known = None if key_norms is None else KeyNorms(key_norms, norms_block).of_entries(batch)
-        planned = jobs(call, *tensors[:2], tolerance, known)
+        planned = jobs(call, *tensors[:2], packed.tolerance, packed.norms(batch))
         return _tile_kernels.forward(call, *tensors, planned, call.working_dtype if is_exact else call.dtype)
 
     parts = [attend(*part) for part in _parts(call)]
@@ -107,46 +144,24 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
     return result, query.new_empty(query.shape[:-1], dtype=dtype)
 
 
-@torch.library.custom_op("alibi::attention_backward", mutates_args=())
-def _attend_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    result: Tensor,
-    logsumexp: Tensor,
-    slopes: Tensor,
-    future_slopes: Tensor | None,
-    q_offsets: Tensor | None,
-    q_segment_ids: Tensor | None,
-    kv_segment_ids: Tensor | None,
-    mask: Tensor | None,
-    key_bias: Tensor | None,
-    key_norms: Tensor | None,
-    norms_block: int,
-    q_offset: int,
-    is_causal: bool,
-    window_size: int | None,
-    scale: float,
-    tolerance: float,
-    by_slopes: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op("alibi::attention_backward", mutates_args=(), schema=_BACKWARD_SCHEMA)
+def _attend_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients by query, key, value, slopes and future slopes (zeros if ``by_slopes`` is False)."""
-    rules = q_offsets, q_segment_ids, kv_segment_ids, mask, key_bias, q_offset, is_causal, window_size, scale
-    call = _call(query, key, slopes, future_slopes, *rules)
-    grad, query, key, value = (_last_axis_dense(x) for x in (grad, query, key, value))
+    saved, packed, by_slopes = _unpacked(arguments)
+    call = packed.call(saved.query, saved.key)
+    dense = saved._replace(**{x: _last_axis_dense(getattr(saved, x)) for x in ("grad", "query", "key", "value")})
 
     def differentiate(call: AttentionCall, batch: slice) -> tuple[Tensor, ...]:
-        tensors = [x[batch] for x in (grad, query, key, value, result, logsumexp)]
-        known = None if key_norms is None else KeyNorms(key_norms, norms_block).of_entries(batch)
-        planned = jobs(call, *tensors[1:3], tolerance, known)
-        return _tile_kernels.backward(call, *tensors, planned, by_slopes=by_slopes)
+        some = _tile_kernels.Saved(*(x[batch] for x in dense))
+        planned = jobs(call, some.query, some.key, packed.tolerance, packed.norms(batch))
+        return _tile_kernels.backward(call, some, planned, by_slopes=by_slopes)
 
     with torch.autocast("cpu", enabled=False):  # gradients may be asked for where it is on
         parts = [differentiate(*part) for part in _parts(call)]
     joined = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
     *by_inputs, past, future = joined
-    if future_slopes is None and not is_causal:
+    slopes, future_slopes = packed.slopes, packed.future_slopes
+    if future_slopes is None and not packed.is_causal:
         past = past + future
     like = slopes if future_slopes is None else future_slopes
     by_past, by_future = (
@@ -156,26 +171,22 @@ def _attend_backward(
 
 
 @_attend_backward.register_fake
-def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    result: Tensor,
-    logsumexp: Tensor,
-    slopes: Tensor,
-    future_slopes: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    future = slopes if future_slopes is None else future_slopes
-    return tuple(x.new_empty(x.shape) for x in (query, key, value, slopes, future))
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    saved, packed, _ = _unpacked(arguments)
+    future = packed.slopes if packed.future_slopes is None else packed.future_slopes
+    return tuple(x.new_empty(x.shape) for x in (saved.query, saved.key, saved.value, packed.slopes, future))
+
+
+def _unpacked(arguments: tuple[Any, ...]) -> tuple[_tile_kernels.Saved, Packed, bool]:
+    """Return the arguments of the operator for gradients."""
+    count = len(_tile_kernels.Saved._fields)
+    return _tile_kernels.Saved(*arguments[:count]), Packed(*arguments[count:-1]), arguments[-1]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, slopes, future_slopes, *rest = inputs
-    tensors, numbers = rest[:6], rest[6:-1]
-    ctx.save_for_backward(query, key, value, *output, slopes, future_slopes, *tensors)
-    ctx.numbers = numbers
+    query, key, value, *packed, _ = inputs
+    ctx.save_for_backward(query, key, value, *output, *packed[:TENSORS])
+    ctx.numbers = packed[TENSORS:]
     ctx.by_slopes = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
     ctx.mark_non_differentiable(output[1])
 
@@ -183,7 +194,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor, backward: Any = _attend_backward) -> tuple[Tensor | None, ...]:
     grads = backward(grad, *ctx.saved_tensors, *ctx.numbers, ctx.by_slopes)
     wanted = (x if needed else None for x, needed in zip(grads, ctx.needs_input_grad[:5], strict=True))
-    return (*wanted, *(None for _ in range(13)))
+    others = len(ctx.needs_input_grad) - 5
+    return (*wanted, *(None,) * others)
 
 
 def _refuse_to_differentiate(ctx: Any, *grads: Tensor) -> None:
@@ -230,47 +242,6 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
         _refuse_to_differentiate(ctx, *grads)
-
-
-def _call(
-    query: Tensor,
-    key: Tensor,
-    slopes: Tensor,
-    future_slopes: Tensor | None,
-    q_offsets: Tensor | None,
-    q_segment_ids: Tensor | None,
-    kv_segment_ids: Tensor | None,
-    mask: Tensor | None,
-    key_bias: Tensor | None,
-    q_offset: int,
-    is_causal: bool,
-    window_size: int | None,
-    scale: float,
-) -> AttentionCall:
-    """Return the checked call that an operator's arguments were made of."""
-    return AttentionCall(
-        xp=xp,
-        batch=(query.shape[0],),
-        num_heads=query.shape[1],
-        num_kv_heads=key.shape[1],
-        q_len=query.shape[2],
-        kv_len=key.shape[2],
-        head_dim=query.shape[3],
-        dtype=query.dtype,
-        working_dtype=working_dtype(xp, query.dtype),
-        device=query.device,
-        slopes=slopes,
-        future_slopes=future_slopes,
-        is_causal=is_causal,
-        q_offset=q_offset if q_offsets is None else q_offsets,
-        q_segment_ids=q_segment_ids,
-        kv_segment_ids=q_segment_ids if kv_segment_ids is None else kv_segment_ids,
-        window_size=window_size,
-        mask=mask,
-        scale=scale,
-        tolerance=None,
-        key_bias=key_bias,
-    )
 
 
 def _parts(call: AttentionCall) -> Iterator[tuple[AttentionCall, slice]]:

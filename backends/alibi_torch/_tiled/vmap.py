@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alibi_core.backend import ARRAY_AXES
+
 # Axes of an operator's tensors besides the batch axis, in their order.
 INPUTS = {"query": 3, "key": 3, "value": 3}
-RULES = {"slopes": 1, "future_slopes": 1, "q_offsets": 0, "q_segment_ids": 1, "kv_segment_ids": 1, "mask": 3}
-RULES |= {"key_bias": 2, "key_norms": 2}
+RULES = ARRAY_AXES | {"key_norms": 2}
 OF_FORWARD = (*INPUTS.values(), *RULES.values())
 OF_BACKWARD = (3, *INPUTS.values(), 3, 2, *RULES.values())
 

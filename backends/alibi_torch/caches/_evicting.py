@@ -192,7 +192,7 @@ class EvictingKVCache(KVCache):
             part = query[:, heads]
             call = AttentionCall.check(part, key, value, self._slopes[heads], xp=xp, **rules)
             if self._key_bias is not None:
-                call = replace(call, key_bias=self._added_to(group))
+                call = replace(call, added_key_bias=self._added_to(group))
             result[:, heads] = run(call, part, key, value, implementation, None)
         return result
 

@@ -102,7 +102,7 @@ class FalconAttention(AlibiAttention):
         bias = key_bias(call.num_heads, call.kv_len, **form)[:, 0] / math.sqrt(call.head_dim)
         # A call's bias by keys comes on top of the linear one.
         linear = call.slopes.double()[:, None] * torch.arange(call.kv_len, device=query.device)
-        call = replace(call, key_bias=(bias.double() - linear).to(call.working_dtype))
+        call = replace(call, added_key_bias=(bias.double() - linear).to(call.working_dtype))
         attended = run(call, query, key, value, None, None)
         return self.dropout(self.out_proj(attended.transpose(1, 2).flatten(2)))
 

@@ -12,11 +12,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from alibi_core import AttentionCall, ShardPlan, Shards, shard_plan
-from alibi_core.backend import HALO_SHARE, LARGEST_TOLERANCE, checks, tolerance_of
+from alibi_core.backend import HALO_SHARE, LARGEST_TOLERANCE, check_plan, checks, tolerance_of
 from alibi_core.backend import slopes as canonical_slopes
 from alibi_torch._attention import run
 from alibi_torch._dispatch import IMPLEMENTATIONS
-from alibi_torch.parallel._checks import check_plan, facts_of
+from alibi_torch.parallel._checks import facts_of
 from alibi_torch.parallel._group import Place, agree, check_device, local_slopes, place_of
 from alibi_torch.parallel._halo import Exchange, GatherHalo, Halo, Travelling, assembled, start
 from alibi_torch.parallel._reach import needed_tokens
@@ -141,10 +141,7 @@ def attention(
     )
     check_device(place, group, query)
     shards = Shards.of_shard_len(query.shape[2], place.size, placement, length)
-    if score_bound is not None and plan is not None:
-        raise ValueError("score_bound must be None when a plan is given, which is made of one")
-    if plan is not None:
-        check_plan(plan, call, shards, place)
+    plan = check_plan(plan, score_bound, call, shards, place.head_shards)
     share = min(tolerance_of(call), LARGEST_TOLERANCE)
     if score_bound is not None:
         plan = shard_plan(

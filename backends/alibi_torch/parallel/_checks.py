@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall, ShardPlan, Shards
-from alibi_torch.parallel._group import Place
 
 
 def facts_of(
@@ -33,21 +32,3 @@ def facts_of(
         "implementation": implementation,
         "whether key or value requires gradients": differentiated,
     }
-
-
-def check_plan(plan: Any, call: AttentionCall, shards: Shards, place: Place) -> None:
-    """Check that a plan is about this call."""
-    if not isinstance(plan, ShardPlan):
-        raise TypeError(f"plan must be an alibi_core.ShardPlan, got {type(plan).__name__}")
-    expected = {
-        "shards": shards,
-        "is_causal": call.is_causal,
-        "window_size": call.window_size,
-        "head_shards": place.head_shards,
-        "num_kv_heads": call.num_kv_heads * place.head_shards,
-        "num_heads": call.num_heads * place.head_shards,
-    }
-    for name, value in expected.items():
-        found = len(plan.horizons) if name == "num_heads" else getattr(plan, name)
-        if found != value:
-            raise ValueError(f"plan must have {name} {value}, as the call, got {found}")

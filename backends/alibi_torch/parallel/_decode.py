@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import array_api_compat.torch as xp
 import torch
@@ -12,9 +12,17 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from alibi_core import AttentionCall
-from alibi_core.backend import LARGEST_TOLERANCE, array, non_negative_int, positive_int, reach, tolerance_of
+from alibi_core.backend import (
+    LARGEST_TOLERANCE,
+    array,
+    non_negative_int,
+    positive_int,
+    reach,
+    score_rounding,
+    tolerance_of,
+)
 from alibi_core.backend import slopes as canonical_slopes
-from alibi_torch._tiled import norm_bounds
+from alibi_torch._tiled import norm_bounds, tiled_attention_with_sums
 from alibi_torch.caches import KVCache, check_appended
 from alibi_torch.parallel._group import agree, check_device, local_slopes, mark_of, place_of
 
@@ -195,7 +203,7 @@ class ShardedKVCache:
         norms = self.max_norms.repeat_interleave(group, dim=1)[..., None]
         bound = norm_bounds(query).to(call.working_dtype) * abs(call.scale) * norms
         # A query's own key is in the cache, so that its log-sum-exp is no less than that key's score.
-        far = reach(xp, call.slopes[:, None], 2 * bound * (1 + 2.0**-22 * (call.head_dim + 8)), share)
+        far = reach(xp, call.slopes[:, None], 2 * bound * (1 + 2 * score_rounding(call.head_dim)), share)
         nearest = call.q_offset + torch.arange(call.q_len, device=query.device) - (call.kv_len - 1)
         sees = (nearest > -call.kv_len) & ~(nearest >= far)  # a NaN compares as within
         if call.window_size is not None:
@@ -208,9 +216,8 @@ def _part(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, tolera
 
     These are -inf for queries that see nothing.
     """
-    rules: tuple[Any, ...] = (call.q_offset, call.is_causal, call.window_size, call.scale, tolerance)
     if query.device.type == "cpu":
-        result, sums = torch.ops.alibi.attention(query, key, value, call.slopes, *(None,) * 7, 0, *rules, is_exact=True)
+        result, sums = tiled_attention_with_sums(replace(call, tolerance=tolerance), query, key, value)
     else:
         result, sums = _dense_part(call, query, key, value)
     # Those of the operator count from the nearest key that there is.

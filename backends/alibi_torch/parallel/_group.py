@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from alibi_core.backend import checks
+from alibi_core.backend import check_shard_slopes
 
 LARGEST_TAG = 2**24
 
@@ -124,17 +124,7 @@ def local_slopes(name: str, slopes: Any, heads: int, place: Place) -> Any:
     """
     if slopes is None:
         return None
-    total = heads * place.head_shards
-    if checks.is_int(slopes):
-        raise TypeError(
-            f"{name} must be a tensor of all processes' slopes or None for the canonical ones, got {slopes}"
-        )
-    if tuple(checks.array(name, slopes).shape) != (total,):
-        among = f" on each of {place.head_shards} processes" if place.head_shards > 1 else ""
-        raise ValueError(
-            f"{name} must have shape ({total},), those of all processes' heads ({heads}{among}), got "
-            f"{tuple(slopes.shape)}; local slopes would not tell which heads a process has"
-        )
+    check_shard_slopes(name, slopes, heads, place.head_shards, "processes")
     return slopes[place.head_rank * heads :][:heads]
 
 

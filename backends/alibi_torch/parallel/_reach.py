@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core.backend import HALO_SHARE, reach
-from alibi_torch._tiled import _lower_bounds, norm_bounds
+from alibi_core.backend import HALO_SHARE, lower_bounds, score_rounding, tokens_beyond
+from alibi_torch._tiled import norm_bounds, tiling
 from alibi_torch.parallel._group import Place
 from alibi_torch.parallel._halo import Halo
 
@@ -51,7 +51,7 @@ def needed_tokens(
     # What is not finite becomes infinite: how processes compare a NaN is not laid down.
     norms = place.all_reduced(norms.nan_to_num(nan=math.inf, posinf=math.inf))
     centred, plain = norms.repeat_interleave(group, dim=2)[..., None]  # [batch, num_heads, 1]
-    rounding = 2.0**-23 * (call.head_dim + 8)
+    rounding = score_rounding(call.head_dim)
 
     needs = torch.zeros(2, call.num_heads, dtype=torch.int64, device=query.device)
     future_slopes = call.slopes if call.future_slopes is None else call.future_slopes
@@ -65,9 +65,7 @@ def needed_tokens(
         sides = [(call.slopes, inside, before), (future_slopes, size - 1 - inside, after)]
         for row, (slopes, within, exist) in enumerate(sides[: 1 if call.is_causal else 2]):
             limit = exist if call.window_size is None else min(exist, call.window_size)
-            far = reach(call.xp, slopes[:, None], excess, side) - 1 - within
-            # A NaN compares as too far.
-            far = torch.where(far < limit, far.clamp(min=0), limit)
+            far = tokens_beyond(call.xp, slopes[:, None], excess, side, within, limit)
             needs[row] = torch.maximum(needs[row], far.amax(dim=(0, 2)).long())
     by_kv_head = needs.unflatten(1, (-1, group)).amax(dim=-1)
     past, future = place.all_reduced(by_kv_head).tolist()
@@ -86,7 +84,7 @@ def _log_sum_exps_at_least(
     for index in range(call.batch[0]):
         one = slice(index, index + 1)
         part = call.tile(batch=one, heads=slice(0, call.num_heads), queries=tokens, keys=tokens)
-        means = _lower_bounds(part, query[one, :, tokens], key[one, :, tokens], centre[one])
+        means = lower_bounds(part, query[one, :, tokens], key[one, :, tokens], centre[one], tiling().measuring)
         if means is not None:
             own[one] = torch.maximum(own[one], means)
     return own

@@ -135,7 +135,7 @@ class Rules:
             xp=xp,
         )
         added = self.added_to_keys(facts.columns, query.dtype, facts.positions)
-        return _Plan(replace(call, key_bias=added), facts.blind)
+        return _Plan(replace(call, added_key_bias=added), facts.blind)
 
     def _of_blind(self, query: Tensor, key: Tensor, value: Tensor, group: int) -> Tensor:
         """Return what queries get that see nothing: the mean of all values, ``[..., num_heads, q_len or 1, head_dim]``.

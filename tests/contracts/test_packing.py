@@ -1,0 +1,70 @@
+"""What compilers and operators take instead of a call says the same as the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from alibi_core import AttentionCall
+from alibi_core._call import HEADS_FIRST, LENGTH_FIRST
+from tests.support.frameworks import JAX, MLX, TORCH, Framework
+
+IDS = np.asarray([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 4]], np.int32)
+RULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one array of ids": {"segment_ids": IDS, "window_size": 3, "tolerance": 0.1},
+    "two arrays of ids": {"segment_ids": (IDS, IDS[:, ::-1].copy()), "tolerance": 0.1},
+    "ids elsewhere": {"segment_ids": IDS, "q_offset": 2, "tolerance": 0.1},
+    "both sides": {"is_causal": False, "future_slopes": np.asarray([0.1, 0.2], np.float32), "tolerance": 0.0},
+    "arrays": {"q_offset": np.asarray([1, 2], np.int32), "mask": IDS[:, None, None] > 0, "scale": 0.3},
+}
+
+
+def by_operator(call: AttentionCall, query: Any, key: Any) -> AttentionCall:
+    from alibi_torch._tiled.operators import Packed
+
+    return Packed.of(call, None).call(query, key)
+
+
+def by_compiler(call: AttentionCall, query: Any, key: Any) -> AttentionCall:
+    from alibi_jax._call import put_together, take_apart
+
+    return put_together(*take_apart(call, query, key, key))
+
+
+def on_host(call: AttentionCall, query: Any, key: Any) -> AttentionCall:
+    from alibi_mlx._tiled import on_host
+
+    found = on_host(call, query=query, key=key)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize(("framework", "pack"), [(TORCH, by_operator), (JAX, by_compiler), (MLX, on_host)])
+def test_a_call_is_the_same_put_together(
+    framework: Framework, pack: Callable[[AttentionCall, Any, Any], AttentionCall], rules: dict[str, Any]
+) -> None:
+    pytest.importorskip(framework.module, reason=f"{framework.name} is not installed")
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(placed(x) for x in value)
+        return framework.array(value) if isinstance(value, np.ndarray) else value
+
+    layout, shape = (LENGTH_FIRST, (2, 7, 2, 5)) if framework is JAX else (HEADS_FIRST, (2, 2, 7, 5))
+    query = framework.array(np.zeros(shape, np.float32))
+    arguments = {name: placed(value) for name, value in rules.items()}
+    call = AttentionCall.check(query, query, query, layout=layout, xp=framework.xp, **arguments)
+    again = pack(call, query, query)
+    assert again.sees_own_key == call.sees_own_key
+    assert again.every_query_attends == call.every_query_attends
+    biases = [x.bias() for x in (call, again)]
+    for one, other in zip(*biases, strict=True):
+        if one is not None or other is not None:
+            np.testing.assert_array_equal(*np.broadcast_arrays(framework.numpy(one), framework.numpy(other)))
+    for name in ("num_heads", "q_len", "kv_len", "head_dim", "dtype", "window_size", "scale", "is_causal"):
+        assert getattr(again, name) == getattr(call, name)

@@ -1,0 +1,70 @@
+"""A call, taken apart and cut to pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from alibi_core import AttentionCall
+from alibi_core._horizon import entry_of
+
+IDS = np.asarray([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 4]])
+
+
+def call_of(**rules: Any) -> AttentionCall:
+    query, key = np.zeros((2, 3, 7, 5), np.float32), np.zeros((2, 3, 7, 5), np.float32)
+    return AttentionCall.check(query, key, key, **rules)
+
+
+def parted(call: AttentionCall) -> AttentionCall:
+    """Take a call apart, and put it together again."""
+    shapes = [(*call.batch, n, m, call.head_dim) for n, m in ((call.num_heads, call.q_len), (3, call.kv_len))]
+    return AttentionCall.of_parts(call.xp, tuple(shapes), call.dtype, call.rules, call.arrays, call.device)
+
+
+def test_queries_with_the_ids_of_keys_see_their_own_key_in_every_form_of_the_call() -> None:
+    call = call_of(segment_ids=IDS)
+    whole = {"batch": slice(0, 2), "heads": slice(0, 3), "keys": slice(2, 7)}
+    forms = [call, call.with_one_batch_axis(), entry_of(call, 1), parted(call), call.map_arrays(lambda x, _: x.copy())]
+    forms.append(call.tile(queries=slice(2, 5), **whole))
+    for form in forms:
+        assert form.sees_own_key
+        assert form.every_query_attends
+        assert form.bias()[1] is None
+    apart = call.tile(queries=slice(1, 5), **whole)  # the first of which are before the first key
+    assert not apart.sees_own_key
+    assert not apart.every_query_attends
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"segment_ids": (IDS, IDS.copy())},
+        {"segment_ids": IDS, "q_offset": 2},
+        {"segment_ids": IDS, "q_offset": -2},
+        {"segment_ids": IDS, "q_offset": np.asarray([0, 0])},
+        {"segment_ids": IDS, "mask": np.ones((2, 1, 1, 7), bool)},
+    ],
+)
+def test_nobody_claims_that_queries_see_their_own_key_who_does_not_know(rules: dict[str, Any]) -> None:
+    call = call_of(**rules)
+    assert not call.sees_own_key
+    assert not call.every_query_attends
+    tile = call.tile(batch=slice(0, 2), heads=slice(0, 3), queries=slice(2, 5), keys=slice(0, 7))
+    assert not tile.sees_own_key
+
+
+def test_a_shift_of_positions_hides_no_mistake_of_ids() -> None:
+    """A tile's own keys are those of the whole call, whose ids they have."""
+    call = call_of(segment_ids=IDS, is_causal=False)
+    whole = {"batch": slice(0, 2), "heads": slice(0, 3)}
+    bias = np.broadcast_to(call.bias()[0], (2, 3, 7, 7))
+    for queries, keys in ((slice(2, 5), slice(1, 7)), (slice(0, 3), slice(3, 7)), (slice(4, 7), slice(0, 5))):
+        tile, attends = call.tile(queries=queries, keys=keys, **whole).bias()
+        expected = bias[:, :, queries, keys]
+        seen = np.isfinite(expected)
+        if attends is not None:
+            seen = seen | ~attends  # rows that see nothing of the tile
+        assert np.array_equal(np.isfinite(np.broadcast_to(tile, expected.shape)), seen)
