@@ -14,22 +14,19 @@ bar is not met. About 25 minutes on two cores, most of it for the models' own at
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import BloomConfig, BloomForCausalLM, BloomModel, DynamicCache, MptConfig, MptModel
 from transformers.utils import logging
 
-import alibi_core
 from alibi_torch.transformers import AlibiCache, accelerate, restore
 from benchmarks import harness
-from benchmarks.harness import MET, Measurement
+from benchmarks.harness import Measurement
 
 SECTIONS = ("bloom", "mpt", "decode")
 VERSIONS = ("numpy", "torch", "transformers")
@@ -240,40 +237,21 @@ def measure(sections: Sequence[str], sizes: Sizes) -> Iterator[Measurement]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.transformers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--quick", action="store_true", help="small shapes: checks numbers, judges no speed")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections (default all)")
-    where = "where transformers.json goes (default benchmarks/results, with --quick or --only out)"
-    parser.add_argument("--output", type=Path, metavar="DIR", help=where)
-    options = parser.parse_args(arguments)
+    options = harness.parser("transformers", __doc__, SECTIONS).parse_args(arguments)
     logging.set_verbosity_error()
     machine = harness.machine()
     sizes = SMALL if options.quick else FULL
     numerics, wrong = check_numbers(sizes)
-    measurements = [] if wrong else list(measure(options.only, sizes))
-    judged = not options.quick
-    harness.show(harness.console(), measurements, judged)
-    missed = [each for each in measurements if judged and each.verdict(judged) not in ("", MET)]
-    is_whole = judged and options.only == list(SECTIONS)
-    path = (options.output or (Path(__file__).parent / "results" if is_whole else Path("out"))) / "transformers.json"
-    results = {
-        "benchmark": "transformers",
-        "quick": options.quick,
-        "passed": not wrong and not missed,
-        "machine": machine | {"threads": torch.get_num_threads()},
-        "versions": {"alibi-core": alibi_core.__version__} | harness.versions(*VERSIONS),
-        "numerics": numerics,
-        "measurements": harness.as_json(measurements, judged),
-    }
-    harness.write_json(path, results)
-    print(f"Written to {path}; the load of the machine was {machine['load']} at the start.")
-    for line in [f"wrong: {line}" for line in wrong] + [f"{each.verdict(judged)}: {each.name}" for each in missed]:
-        print(line, file=sys.stderr)
-    return 1 if wrong or missed else 0
+    return harness.conclude(
+        harness.folder(options, options.only == list(SECTIONS)) / "transformers.json",
+        [] if wrong else list(measure(options.only, sizes)),
+        not options.quick,
+        wrong,
+        benchmark="transformers",
+        machine=machine | {"threads": torch.get_num_threads()},
+        versions=harness.versions(*VERSIONS),
+        numerics=numerics,
+    )
 
 
 if __name__ == "__main__":

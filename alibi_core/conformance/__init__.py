@@ -17,6 +17,7 @@ False
 from alibi_core.conformance._adapter import FEATURES, Adapter
 from alibi_core.conformance._backend import ENTRY_POINTS, BackendAdapter, Library, installed_adapters, numpy_adapters
 from alibi_core.conformance._cases import Attention, Case, Sizes, rounded
+from alibi_core.conformance._diagnosis import MISTAKES, Mistaken
 from alibi_core.conformance._golden import (
     GoldenError,
     GoldenReport,
@@ -33,6 +34,7 @@ __all__ = [
     "ENTRY_POINTS",
     "FEATURES",
     "LAWS",
+    "MISTAKES",
     "Adapter",
     "Attention",
     "BackendAdapter",
@@ -43,6 +45,7 @@ __all__ = [
     "GoldenReport",
     "LawReport",
     "Library",
+    "Mistaken",
     "Outcome",
     "Report",
     "Settings",

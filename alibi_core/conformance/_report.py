@@ -106,7 +106,7 @@ class LawReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON takes it."""
-        known: dict[str, Any] = _plain(asdict(self))
+        known: dict[str, Any] = plain(asdict(self))
         return known
 
     @classmethod
@@ -167,7 +167,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON takes it."""
-        known: dict[str, Any] = _plain(asdict(self))
+        known: dict[str, Any] = plain(asdict(self))
         return {"passed": self.passed} | known
 
     def to_json(self) -> str:
@@ -197,10 +197,10 @@ def _number(value: float | str | None) -> float | None:
     return None if value is None else float(value)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return the same with words for numbers that JSON lacks."""
     if isinstance(value, dict):
-        return {name: _plain(x) for name, x in value.items()}
+        return {name: plain(x) for name, x in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(x) for x in value]
+        return [plain(x) for x in value]
     return str(value) if isinstance(value, float) and not np.isfinite(value) else value

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import importlib
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from benchmarks import harness
+from benchmarks.attention.exact import Reference, sample
 from benchmarks.attention.sizes import Decoding, Shape
 
 Call = Callable[[], Any]
+BACKENDS = {
+    "torch": "benchmarks.attention.torch:Torch",
+    "jax": "benchmarks.attention.jax:Jax",
+    "mlx": "benchmarks.attention.mlx:Mlx",
+}
+SHARE_OF_MEMORY = 0.6  # of what is free: a contestant that needs more is left out, lest the machine swap
 
 
 @dataclass(frozen=True)
@@ -56,67 +67,136 @@ class Decode:
     row_name: str = "SDPA, a row of biases"
 
 
-class Backend(Protocol):
+class Backend:
     """A library on one kind of device. Tensors are ``[batch, num_heads, length, head_dim]``, or look as if they were.
 
     Attributes:
         name: As on the command line.
         device: ``"cpu"``, ``"cuda"`` or ``"metal"``.
-        ours: The name of what is measured.
+        ours: This library, as it is by default.
         peers: Others who compute ALiBi attention; the first, with a dense bias.
         distributions: Whose versions belong to the results.
     """
 
     name: str
     device: str
-    ours: str
+    ours: Contestant
     peers: tuple[Contestant, ...]
     distributions: tuple[str, ...]
 
     def machine(self) -> dict[str, Any]:
         """Describe what is special about the device."""
+        return {}
 
     def tensors(self, shape: Shape, backward: bool = False) -> tuple[Any, ...]:
         """Return normally distributed query, key, value and, with ``backward``, gradient of the result, else None."""
+        raise NotImplementedError
 
     def as_float64(self, tensor: Any) -> np.ndarray:
         """Return a piece of a tensor as a NumPy array."""
+        raise NotImplementedError
 
     def free_bytes(self) -> float:
-        """Return how much memory a contestant may take."""
+        """Return how much memory a contestant may take; on a Mac the GPU's is that of the machine."""
+        return SHARE_OF_MEMORY * harness.available_memory()
 
     def seconds(self, call: Call) -> float:
         """Return how long a call takes, until its result is there."""
-
-    def contestant(self) -> Contestant:
-        """Return this library."""
+        return harness.seconds_of(call)
 
     def baseline(self, tensors: Sequence[Any], backward: bool) -> Contestant:
         """Return the fastest causal attention with no positions."""
+        raise NotImplementedError
 
     def prepare(self, contestant: Contestant, tensors: Sequence[Any], backward: bool) -> Call:
-        """Return the call to time, which returns the result, or with ``backward`` the gradients."""
+        """Return the call to time, which returns the result, or with ``backward`` the gradients.
+
+        Args:
+            contestant: Whose.
+            tensors: Query, key, value and the gradient of the result.
+            backward: Whether to go on to the gradients.
+        """
+        raise NotImplementedError
+
+    def fastest(self, calls: Mapping[Any, Callable[[], Call]]) -> Any:
+        """Return the key of the fastest call, of those that can be made and do run."""
+        if len(calls) == 1:
+            return next(iter(calls))
+        times = {}
+        for key, make in calls.items():
+            with suppress(RuntimeError, ValueError):  # it does not take these, or needs too much memory
+                call = make()
+                times[key] = statistics.median([self.seconds(call) for _ in range(5)][2:])
+        return min(times, key=times.__getitem__)
 
     def decode(self, size: Decoding) -> Decode:
         """Fill a layer's cache and return who attends to it with one query."""
+        raise NotImplementedError
 
     def extra_bytes(self, shape: Shape, backward: bool) -> int:
         """Return the peak memory of a pass of ours beyond its arguments, its result and its gradients.
 
         Asked where the sizes have no ``weighed_shares``.
         """
+        return self.peak_on_cpu(shape, backward)
 
     def weights(self, shape: Shape, backward: bool) -> Iterator[tuple[str, int, int, str]]:
         """Yield how it was found, that peak, the peak of another, and what that other is called.
 
         Asked where the sizes have ``weighed_shares``.
         """
+        raise NotImplementedError
+
+    def peak_on_cpu(self, shape: Shape, backward: bool, is_ours: bool = True) -> int:
+        """Return the peak of a pass, of ours or of the baseline, in a process of its own."""
+        subject = "benchmarks.attention.backend:peak_subject"
+        return harness.peak_growth(subject, self.name, asdict(shape), backward, is_ours) - made_in(shape, backward)
 
     def longest(self, shape: Shape, rows: int) -> dict[str, float]:
-        """Return what a very long forward pass costs, and the errors of so many of its rows a head.
+        """Return what a very long forward pass on the CPU costs, and the errors of so many of its rows a head.
 
         Asked where the sizes have such a shape.
 
         Returns:
-            ``seconds``, ``extra`` bytes, and the errors of ``_attention_exact.Error``.
+            ``seconds``, ``extra`` bytes, and the errors of ``exact.Error``.
         """
+        done = harness.run_alone("benchmarks.attention.backend:longest_subject", self.name, asdict(shape), rows)
+        return {"seconds": done["seconds"], "extra": done["peak"] - shape.tensor_bytes} | done["found"]
+
+
+def load(name: str, device: str | None) -> Backend:
+    """Return a backend on a device, or on the best there is."""
+    module, attribute = BACKENDS[name].split(":")
+    return getattr(importlib.import_module(module), attribute)(device)
+
+
+def made_in(shape: Shape, backward: bool) -> int:
+    """Return the bytes of what a pass makes that is not extra: the result and, going backward, three gradients."""
+    return shape.tensor_bytes * (4 if backward else 1)
+
+
+# --- In processes of their own ----------------------------------------------------------------------------------------
+
+
+def peak_subject(name: str, sizes: dict[str, Any], backward: bool, is_ours: bool) -> Call:
+    """Prepare a pass on the CPU: arguments are made, and a small call starts whatever starts only once."""
+    backend, shape = load(name, "cpu"), Shape(**sizes)
+    for each in (replace(shape, length=min(256, shape.length), batch=1), shape):
+        tensors = backend.tensors(each, backward)
+        contestant = backend.ours if is_ours else backend.baseline(tensors, backward)
+        call = backend.prepare(contestant, tensors, backward)
+        if each is not shape:
+            call()
+    return call
+
+
+def longest_subject(name: str, sizes: dict[str, Any], rows: int) -> tuple[Call, Callable[[Any], dict[str, float]]]:
+    """Prepare a forward pass of ours on the CPU, and what tells the errors of some of its rows."""
+    backend = load(name, "cpu")
+    tensors = backend.tensors(Shape(**sizes))
+    chosen = sample(tensors[0].shape[2], rows)
+
+    def examine(result: Any) -> dict[str, float]:
+        return asdict(Reference.of(tensors, chosen, backend.as_float64).error(result))
+
+    return backend.prepare(backend.ours, tensors, False), examine

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from alibi_core.conformance import rounded
+
 SCORES_AT_ONCE = 2**24  # 128 MiB in float64
 MOST_HEADS = 32  # of a batch, all its entries counted, that are recomputed
 
@@ -148,15 +150,6 @@ class Reference:
     def rounding(self, dtype: str) -> Error:
         """Return the error of the exact result once rounded to a dtype of 16 bits: no result has less."""
         return Error.between((rounded(exact, dtype), exact) for exact in self.exact.values())
-
-
-def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return float64 values rounded to ``float16`` or ``bfloat16``, ties to even (by way of float32)."""
-    if dtype == "float16":
-        return values.astype(np.float16).astype(np.float64)
-    bits = values.astype(np.float32).view(np.uint32)
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-    return bits.astype(np.uint32).view(np.float32).astype(np.float64)
 
 
 def errors_of_gradients(

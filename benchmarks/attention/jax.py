@@ -6,10 +6,8 @@ to the rest of the benchmark as it expects them.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,170 +18,135 @@ from flax import nnx
 
 import alibi_core
 import alibi_jax
-from benchmarks import harness
-from benchmarks.attention.backend import Call, Contestant, Decode
-from benchmarks.attention.exact import Reference, sample
-from benchmarks.attention.jax_peers import (
-    IMPLEMENTATIONS,
-    OURS,
-    HeadsFirst,
-    called,
-    compiled_call,
-    compiled_pass,
-    peers,
-    slopes_of,
-    this_library,
-    without_positions,
-)
+from benchmarks.attention.backend import SHARE_OF_MEMORY, Backend, Call, Contestant, Decode
 from benchmarks.attention.sizes import Decoding, Shape
 
-DISTRIBUTIONS = ("jax", "jaxlib", "flax", "jax-cuda12-plugin", "jax-cuda13-plugin")
-SHARE_OF_MEMORY = 0.6  # of what is free: a contestant that needs more is left out, lest the machine swap
+# JAX's own attention: what there is on each kind of device.
+IMPLEMENTATIONS = {"cpu": ("xla",), "cuda": ("cudnn", "xla")}
 
 
-class Jax:
-    """JAX on one kind of device."""
+@dataclass(frozen=True)
+class HeadsFirst:
+    """A JAX array ``[batch, length, num_heads, head_dim]`` that is looked at with the heads before the length."""
 
-    name, ours, distributions = "jax", OURS, DISTRIBUTIONS
+    array: jax.Array
 
-    def __init__(self, device: str | None = None) -> None:
-        if device == "cpu":
-            jax.config.update("jax_platforms", "cpu")  # lest other devices are looked for, and their memory taken
-        self.device = device or ("cuda" if jax.default_backend() == "gpu" else "cpu")
-        self._place = jax.devices(self.device)[0]  # fails here where there is none
-        self.peers = peers(self.device)
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """``(batch, num_heads, length, head_dim)``."""
+        batch, length, num_heads, head_dim = self.array.shape
+        return batch, num_heads, length, head_dim
 
-    def machine(self) -> dict[str, Any]:
-        """Describe what is special about this device."""
-        if self.device == "cpu":
-            return {}  # XLA takes all cores there are
-        return {"gpu": self._place.device_kind, "gpu_memory": self._place.memory_stats()["bytes_limit"]}
+    def __getitem__(self, place: Any) -> np.ndarray:
+        """Return a piece: on the CPU a view."""
+        return np.swapaxes(np.asarray(self.array), 1, 2)[place]
 
-    # --- Data -------------------------------------------------------------------------------------------------------
 
-    def tensors(self, shape: Shape, backward: bool = False) -> tuple[HeadsFirst | None, ...]:
-        """Return normally distributed query, key, value and, with ``backward``, gradient of the result, else None."""
-        batch, num_heads, length, head_dim = shape.dims
-        made = []
-        for seed in range(4 if backward else 3):
-            array = jax.random.normal(jax.random.key(seed), (batch, length, num_heads, head_dim)).astype(shape.dtype)
-            made.append(HeadsFirst(jax.device_put(array, self._place)))
-        return (*made, *[None] * (4 - len(made)))
+@dataclass(frozen=True)
+class Prepared:
+    """A pass that is ready to be compiled.
 
-    def as_float64(self, piece: Any) -> np.ndarray:
-        """Return a piece of a tensor as a NumPy array."""
-        return np.asarray(piece).astype(np.float64)
+    Attributes:
+        attend: Takes query, key, value, ``[batch, length, num_heads, head_dim]``, and what is held.
+        held: Arrays that a model builds once for all its layers. Arguments, lest they become constants of the program.
+    """
 
-    def free_bytes(self) -> float:
-        """Return how much memory a contestant may take."""
-        if self.device != "cpu":
-            stats = self._place.memory_stats()
-            return SHARE_OF_MEMORY * (stats["bytes_limit"] - stats["bytes_in_use"])
-        return SHARE_OF_MEMORY * harness.available_memory()
+    attend: Callable[..., jax.Array]
+    held: tuple[jax.Array, ...] = ()
 
-    # --- Passes -----------------------------------------------------------------------------------------------------
 
-    def seconds(self, call: Call) -> float:
-        """Return how long a call takes; each waits for its result."""
-        return harness.seconds_of(call)
+OURS = Contestant("alibi_jax", lambda query, key, value: Prepared(alibi_jax.attention))
 
-    def prepare(self, contestant: Contestant, tensors: Sequence[HeadsFirst | None], backward: bool) -> Call:
-        """Return the call to time, compiled, which returns the result, or with ``backward`` the gradients.
 
-        Args:
-            contestant: Whose.
-            tensors: Query, key, value and the gradient of the result.
-            backward: Whether to go on to the gradients.
-        """
-        compiled, arrays = compiled_pass(contestant, tensors, backward)
+def without_positions(implementation: str) -> Contestant:
+    """Return JAX's causal attention with no positions."""
+    attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
+    return Contestant(
+        f"{called(implementation)}, no positions",
+        lambda query, key, value: Prepared(attend),
+        is_dense=implementation == "xla",
+    )
 
-        def call() -> Any:
-            results = [HeadsFirst(x) for x in jax.block_until_ready(compiled(*arrays))]
-            return results[1:] if backward else results[0]
 
-        return call
-
-    def baseline(self, tensors: Sequence[HeadsFirst | None], backward: bool) -> Contestant:
-        """Return causal attention with no positions: on a GPU the fastest of those that JAX has."""
-        contestants = {name: without_positions(name) for name in IMPLEMENTATIONS[self.device]}
-        calls = {name: partial(self.prepare, each, tensors, backward) for name, each in contestants.items()}
-        return contestants[self._fastest(calls)]
-
-    def _fastest(self, calls: dict[str, Callable[[], Call]]) -> str:
-        """Return the name of the fastest call, of those that can be made and do run."""
-        if len(calls) == 1:
-            return next(iter(calls))
-        times = {}
-        for name, make in calls.items():
-            with suppress(RuntimeError, ValueError):  # it does not take these, or needs too much memory
-                call = make()
-                times[name] = statistics.median([self.seconds(call) for _ in range(5)][2:])
-        return min(times, key=times.__getitem__)
-
-    def contestant(self) -> Contestant:
-        """Return this library."""
-        return this_library()
-
-    # --- Decoding ---------------------------------------------------------------------------------------------------
-
-    def decode(self, size: Decoding) -> Decode:
-        """Fill a layer's cache and return who attends to it with one query."""
-        shape = size.shape
-        query, key, value = (x.array for x in self.tensors(shape)[:3])
-        query = query[:, -1:]
-        distance = jnp.arange(shape.length - 1, -1, -1)
-        row = (-slopes_of(shape.num_heads)[:, None] * distance)[None, :, None]  # [1, num_heads, 1, kv_len]
-        row = jax.device_put(row.astype(query.dtype), self._place)
-        arrays = query, key, value
-        # All keys are in the past of the last token: nothing is to be masked.
-        plain = {
-            name: partial(jax.nn.dot_product_attention, implementation=name) for name in IMPLEMENTATIONS[self.device]
-        }
-        fastest = self._fastest({name: partial(compiled_call, attend, *arrays) for name, attend in plain.items()})
-        with_row = partial(jax.nn.dot_product_attention, implementation="xla")
-        return Decode(
-            tuple(map(HeadsFirst, arrays)),
-            cached=_cached(query, key, value),
-            bare=compiled_call(alibi_jax.attention, *arrays),
-            baseline=compiled_call(plain[fastest], *arrays),
-            with_row=compiled_call(with_row, *arrays, row),
-            baseline_name=f"{called(fastest)}, no positions",
-            row_name=f"{called('xla')}, a row of biases",
+def peers(device: str) -> tuple[Contestant, ...]:
+    """Return others who compute ALiBi attention."""
+    return tuple(
+        Contestant(
+            f"{called(implementation)}, dense bias",
+            partial(_dense_bias, implementation),
+            _DENSE_BYTES[implementation],
+            note="the bias is built before, in the dtype of the query",
         )
+        for implementation in IMPLEMENTATIONS[device]
+    )
 
-    # --- Memory -----------------------------------------------------------------------------------------------------
 
-    def extra_bytes(self, shape: Shape, backward: bool) -> int:
-        """Return the memory that XLA plans for a pass of ours beyond its arguments, its result and its gradients.
+def called(implementation: str) -> str:
+    """Return what JAX's attention is called in the results."""
+    return f"JAX {implementation}"
 
-        On a GPU that is what is allocated, and the peak that the device tells of cannot be reset.
-        """
-        tensors = self.tensors(shape, backward)
-        return _planned(this_library(), tensors, backward)
 
-    def weights(self, shape: Shape, backward: bool) -> Iterator[tuple[str, int, int, str]]:
-        """Yield how it was found, that memory, and the baseline's and its name: measured, on the CPU, and planned."""
-        if self.device == "cpu":
-            subject = "benchmarks.attention.jax:peak_subject"
-            peaks = [harness.peak_growth(subject, asdict(shape), backward, is_ours) for is_ours in (True, False)]
-            # What is made during the call, and is not extra: the result and, going backward, three gradients.
-            made = shape.tensor_bytes * (4 if backward else 1)
-            yield "measured", peaks[0] - made, peaks[1] - made, "no positions"
-        tensors = self.tensors(shape, backward)
-        ours, theirs = (
-            _planned(each, tensors, backward) for each in (this_library(), self.baseline(tensors, backward))
-        )
-        yield "planned", ours, theirs, "no positions"
+def slopes_of(num_heads: int) -> jax.Array:
+    """Return the slopes of a power of two of heads, ``[num_heads]``."""
+    return jnp.exp2(-8 / num_heads * jnp.arange(1, num_heads + 1))
 
-    def longest(self, shape: Shape, rows: int) -> dict[str, Any]:
-        """Return what a very long forward pass costs, ``seconds`` and ``extra`` bytes, and its errors.
 
-        Args:
-            shape: Of the pass.
-            rows: How many queries a head to recompute.
-        """
-        done = harness.run_alone("benchmarks.attention.jax:longest_subject", asdict(shape), rows)
-        return {"seconds": done["seconds"], "extra": done["peak"] - shape.tensor_bytes} | done["found"]
+def _dense_bias(implementation: str, query: jax.Array, key: jax.Array, value: jax.Array) -> Prepared:
+    bias = jax.device_put(_bias(query.shape[2], query.shape[1], query.dtype), query.sharding)
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(query, key, value, bias, is_causal=True, implementation=implementation)
+
+    return Prepared(attend, (bias,))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))  # one fused loop: nothing else of that size is made on the way
+def _bias(num_heads: int, length: int, dtype: Any) -> jax.Array:
+    position = jnp.arange(length)
+    distance = position[:, None] - position
+    return (-slopes_of(num_heads)[:, None, None] * distance)[None].astype(dtype)  # [1, num_heads, length, length]
+
+
+def _bias_bytes(shape: Shape) -> int:
+    return shape.scores // shape.batch * shape.element_bytes
+
+
+def _xla_bytes(shape: Shape) -> int:
+    return _bias_bytes(shape) + 13 * shape.scores  # going backward, three times the scores in float32 and a mask
+
+
+_DENSE_BYTES = {"xla": _xla_bytes, "cudnn": _bias_bytes}
+
+
+# --- Compiled -------------------------------------------------------------------------------------------------------
+
+
+def compiled_pass(
+    contestant: Contestant, tensors: Sequence[HeadsFirst | None], backward: bool
+) -> tuple[jax.stages.Compiled, tuple[jax.Array, ...]]:
+    """Return the compiled pass, whose results are a tuple, and its arguments."""
+    query, key, value, grad = (None if x is None else x.array for x in tensors)
+    prepared = contestant.prepare(query, key, value)
+
+    def forward(query: jax.Array, key: jax.Array, value: jax.Array, *held: jax.Array) -> tuple[jax.Array, ...]:
+        return (prepared.attend(query, key, value, *held),)
+
+    def gradients(
+        grad: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array, *held: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        result, pull = jax.vjp(lambda *tensors: prepared.attend(*tensors, *held), query, key, value)
+        # The result too, as a model has to have it: else XLA would leave out what only the result needs.
+        return result, *pull(grad)
+
+    arrays = (query, key, value, *prepared.held)
+    arrays, function = ((grad, *arrays), gradients) if backward else (arrays, forward)
+    return jax.jit(function).lower(*arrays).compile(), arrays
+
+
+def compiled_call(function: Callable[..., jax.Array], *arguments: Any) -> Call:
+    """Return a call that waits for its result."""
+    compiled = jax.jit(function).lower(*arguments).compile()
+    return lambda: HeadsFirst(jax.block_until_ready(compiled(*arguments)))
 
 
 def _planned(contestant: Contestant, tensors: Sequence[HeadsFirst | None], backward: bool) -> int:
@@ -206,29 +169,99 @@ def _cached(query: jax.Array, key: jax.Array, value: jax.Array) -> Call:
     return compiled_call(attend_to, query, cache)
 
 
-# --- In processes of their own ----------------------------------------------------------------------------------------
+class Jax(Backend):
+    """JAX on one kind of device."""
 
+    name, ours = "jax", OURS
+    distributions = ("jax", "jaxlib", "flax", "jax-cuda12-plugin", "jax-cuda13-plugin")
 
-def peak_subject(sizes: dict[str, Any], backward: bool, is_ours: bool) -> Call:
-    """Prepare a pass on the CPU: all is compiled, and a small call starts whatever starts only once."""
-    jax_cpu = Jax("cpu")
-    shape = Shape(**sizes)
-    small = Shape(shape.num_heads, shape.head_dim, min(256, shape.length), shape.dtype)
-    for each in (small, shape):
-        tensors = jax_cpu.tensors(each, backward)
-        call = jax_cpu.prepare(this_library() if is_ours else jax_cpu.baseline(tensors, backward), tensors, backward)
-        if each is small:
-            call()
-    return call
+    def __init__(self, device: str | None = None) -> None:
+        if device == "cpu":
+            jax.config.update("jax_platforms", "cpu")  # lest other devices are looked for, and their memory taken
+        self.device = device or ("cuda" if jax.default_backend() == "gpu" else "cpu")
+        self._place = jax.devices(self.device)[0]  # fails here where there is none
+        self.peers = peers(self.device)
 
+    def machine(self) -> dict[str, Any]:
+        if self.device == "cpu":
+            return {}  # XLA takes all cores there are
+        return {"gpu": self._place.device_kind, "gpu_memory": self._place.memory_stats()["bytes_limit"]}
 
-def longest_subject(sizes: dict[str, Any], rows: int) -> tuple[Call, Callable[[HeadsFirst], dict[str, float]]]:
-    """Prepare a forward pass of ours on the CPU, and what tells the errors of some of its rows."""
-    jax_cpu = Jax("cpu")
-    tensors = jax_cpu.tensors(Shape(**sizes))
-    chosen = sample(tensors[0].shape[2], rows)
+    # --- Data -------------------------------------------------------------------------------------------------------
 
-    def examine(result: HeadsFirst) -> dict[str, float]:
-        return asdict(Reference.of(tensors, chosen, jax_cpu.as_float64).error(result))
+    def tensors(self, shape: Shape, backward: bool = False) -> tuple[HeadsFirst | None, ...]:
+        batch, num_heads, length, head_dim = shape.dims
+        made = []
+        for seed in range(4 if backward else 3):
+            array = jax.random.normal(jax.random.key(seed), (batch, length, num_heads, head_dim)).astype(shape.dtype)
+            made.append(HeadsFirst(jax.device_put(array, self._place)))
+        return (*made, *[None] * (4 - len(made)))
 
-    return jax_cpu.prepare(jax_cpu.contestant(), tensors, False), examine
+    def as_float64(self, piece: Any) -> np.ndarray:
+        return np.asarray(piece).astype(np.float64)
+
+    def free_bytes(self) -> float:
+        if self.device != "cpu":
+            stats = self._place.memory_stats()
+            return SHARE_OF_MEMORY * (stats["bytes_limit"] - stats["bytes_in_use"])
+        return super().free_bytes()
+
+    # --- Passes -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, contestant: Contestant, tensors: Sequence[HeadsFirst | None], backward: bool) -> Call:
+        compiled, arrays = compiled_pass(contestant, tensors, backward)
+
+        def call() -> Any:
+            results = [HeadsFirst(x) for x in jax.block_until_ready(compiled(*arrays))]
+            return results[1:] if backward else results[0]
+
+        return call
+
+    def baseline(self, tensors: Sequence[HeadsFirst | None], backward: bool) -> Contestant:
+        """Return causal attention with no positions: on a GPU the fastest of those that JAX has."""
+        contestants = {name: without_positions(name) for name in IMPLEMENTATIONS[self.device]}
+        calls = {name: partial(self.prepare, each, tensors, backward) for name, each in contestants.items()}
+        return contestants[self.fastest(calls)]
+
+    # --- Decoding ---------------------------------------------------------------------------------------------------
+
+    def decode(self, size: Decoding) -> Decode:
+        shape = size.shape
+        query, key, value = (x.array for x in self.tensors(shape)[:3])
+        query = query[:, -1:]
+        distance = jnp.arange(shape.length - 1, -1, -1)
+        row = (-slopes_of(shape.num_heads)[:, None] * distance)[None, :, None]  # [1, num_heads, 1, kv_len]
+        row = jax.device_put(row.astype(query.dtype), self._place)
+        arrays = query, key, value
+        # All keys are in the past of the last token: nothing is to be masked.
+        plain = {
+            name: partial(jax.nn.dot_product_attention, implementation=name) for name in IMPLEMENTATIONS[self.device]
+        }
+        fastest = self.fastest({name: partial(compiled_call, attend, *arrays) for name, attend in plain.items()})
+        with_row = partial(jax.nn.dot_product_attention, implementation="xla")
+        return Decode(
+            tuple(map(HeadsFirst, arrays)),
+            cached=_cached(query, key, value),
+            bare=compiled_call(alibi_jax.attention, *arrays),
+            baseline=compiled_call(plain[fastest], *arrays),
+            with_row=compiled_call(with_row, *arrays, row),
+            baseline_name=f"{called(fastest)}, no positions",
+            row_name=f"{called('xla')}, a row of biases",
+        )
+
+    # --- Memory -----------------------------------------------------------------------------------------------------
+
+    def extra_bytes(self, shape: Shape, backward: bool) -> int:
+        """Return the memory that XLA plans for a pass of ours beyond its arguments, its result and its gradients.
+
+        On a GPU that is what is allocated, and the peak that the device tells of cannot be reset.
+        """
+        tensors = self.tensors(shape, backward)
+        return _planned(self.ours, tensors, backward)
+
+    def weights(self, shape: Shape, backward: bool) -> Iterator[tuple[str, int, int, str]]:
+        if self.device == "cpu":
+            yield "measured", *(self.peak_on_cpu(shape, backward, each) for each in (True, False)), "no positions"
+        tensors = self.tensors(shape, backward)
+        ours, theirs = (_planned(each, tensors, backward) for each in (self.ours, self.baseline(tensors, backward)))
+        yield "planned", ours, theirs, "no positions"

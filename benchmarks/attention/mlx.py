@@ -5,34 +5,98 @@ MLX is lazy, so every call ends with the evaluation of what it returns. Memory i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx import nn
 
 import alibi_mlx
-from benchmarks import harness
-from benchmarks.attention.backend import Call, Contestant, Decode
-from benchmarks.attention.mlx_peers import (
-    NO_POSITIONS,
-    OURS,
-    PEERS,
-    fast,
-    slopes_of,
-    this_library,
-    without_positions,
-)
+from benchmarks.attention.backend import Backend, Call, Contestant, Decode, made_in
 from benchmarks.attention.sizes import Decoding, Shape
 
-DISTRIBUTIONS = ("mlx", "mlx-cpu", "mlx-metal")
-SHARE_OF_MEMORY = 0.6  # of what is free: a contestant that needs more is left out, lest the machine swap
+NO_POSITIONS, DENSE_MASK = "mx.fast, no positions", "mx.fast, dense mask"
+
+# Takes query, key and value, so that gradients can be asked for.
+Attend = Callable[[mx.array, mx.array, mx.array], mx.array]
 
 
-class Mlx:
+def without_positions(is_dense: bool) -> Contestant:
+    """Return MLX's causal attention with no positions.
+
+    Args:
+        is_dense: Whether it computes whole scores: MLX has a fused kernel on Metal alone.
+    """
+    return Contestant(NO_POSITIONS, lambda query, key, value: partial(fast, mask="causal"), is_dense=is_dense)
+
+
+def fast(query: mx.array, key: mx.array, value: mx.array, mask: mx.array | str | None = None) -> mx.array:
+    """Return MLX's own attention, with the usual scale."""
+    return mx.fast.scaled_dot_product_attention(query, key, value, scale=query.shape[-1] ** -0.5, mask=mask)
+
+
+def slopes_of(num_heads: int) -> mx.array:
+    """Return the slopes of a power of two of heads, ``[num_heads]``, float32."""
+    return mx.array(np.exp2(-8 / num_heads * np.arange(1, num_heads + 1)), dtype=mx.float32)
+
+
+def _dense_mask(query: mx.array, key: mx.array, value: mx.array) -> Attend:
+    num_heads, length = query.shape[1:3]
+    position = mx.arange(length)
+    distance = position[:, None] - position
+    bias = mx.where(distance < 0, -mx.inf, -slopes_of(num_heads)[:, None, None] * distance)
+    mask = bias[None].astype(query.dtype)  # [1, num_heads, length, length]; MLX takes no wider one than the query
+    mx.eval(mask)
+    return partial(fast, mask=mask)
+
+
+def _module(query: mx.array, key: mx.array, value: mx.array) -> Attend:
+    alibi = nn.ALiBi()
+    hidden = nn.MultiHeadAttention.create_additive_causal_mask(query.shape[2], query.dtype)
+    mx.eval(hidden)
+
+    def attend(query: mx.array, key: mx.array, value: mx.array) -> mx.array:
+        scores = (query * query.shape[-1] ** -0.5) @ key.swapaxes(-1, -2)
+        return mx.softmax(alibi(scores, mask=hidden), axis=-1, precise=True) @ value
+
+    return attend
+
+
+def _bytes(times: int, shape: Shape) -> int:
+    """Return the memory of so many float32 arrays of all scores, what it takes to build a mask included."""
+    return times * 4 * shape.scores
+
+
+PEERS = (
+    Contestant(
+        DENSE_MASK,
+        _dense_mask,
+        partial(_bytes, 6),
+        note="the mask, [1, heads, queries, keys] in the dtype of the query, is built before",
+        is_dense=True,
+    ),
+    Contestant(
+        "nn.ALiBi, softmax",
+        _module,
+        partial(_bytes, 8),
+        note="products and a softmax around the module, which builds its biases in each call",
+        is_dense=True,
+    ),
+)
+
+
+def _evaluated(result: mx.array) -> mx.array:
+    mx.eval(result)
+    return result
+
+
+class Mlx(Backend):
     """MLX on one kind of device."""
 
-    name, ours, distributions, peers = "mlx", OURS, DISTRIBUTIONS, PEERS
+    name, distributions = "mlx", ("mlx", "mlx-cpu", "mlx-metal")
+    ours, peers = Contestant("alibi_mlx", lambda query, key, value: alibi_mlx.attention), PEERS
 
     def __init__(self, device: str | None = None) -> None:
         there = ("metal", "cpu") if mx.metal.is_available() else ("cpu",)
@@ -42,7 +106,6 @@ class Mlx:
         mx.set_default_device(mx.cpu if self.device == "cpu" else mx.gpu)
 
     def machine(self) -> dict[str, Any]:
-        """Describe what is special about this device."""
         if self.device == "cpu":
             return {}
         about = (mx if hasattr(mx, "device_info") else mx.metal).device_info()  # depends on the version of MLX
@@ -51,7 +114,6 @@ class Mlx:
     # --- Data -------------------------------------------------------------------------------------------------------
 
     def tensors(self, shape: Shape, backward: bool = False) -> tuple[mx.array | None, ...]:
-        """Return normally distributed query, key, value and, with ``backward``, gradient of the result, else None."""
         made = []
         for seed in range(4 if backward else 3):
             made.append(mx.random.normal(shape.dims, key=mx.random.key(seed)).astype(getattr(mx, shape.dtype)))
@@ -59,27 +121,11 @@ class Mlx:
         return (*made, *[None] * (4 - len(made)))
 
     def as_float64(self, piece: mx.array) -> np.ndarray:
-        """Return a piece of a tensor as a NumPy array."""
         return np.array(piece.astype(mx.float32)).astype(np.float64)  # NumPy has no bfloat16
-
-    def free_bytes(self) -> float:
-        """Return how much memory a contestant may take; on a Mac the GPU's is that of the machine."""
-        return SHARE_OF_MEMORY * harness.available_memory()
 
     # --- Passes -----------------------------------------------------------------------------------------------------
 
-    def seconds(self, call: Call) -> float:
-        """Return how long a call takes; each evaluates its result."""
-        return harness.seconds_of(call)
-
     def prepare(self, contestant: Contestant, tensors: Sequence[mx.array | None], backward: bool) -> Call:
-        """Return the call to time, which returns the result, or with ``backward`` the gradients.
-
-        Args:
-            contestant: Whose.
-            tensors: Query, key, value and the gradient of the result.
-            backward: Whether to go on to the gradients.
-        """
         *tensors, grad = tensors
         attend = contestant.prepare(*tensors)
         mx.clear_cache()  # on Metal MLX keeps what others have freed
@@ -95,17 +141,11 @@ class Mlx:
         return gradients if backward else forward
 
     def baseline(self, tensors: Sequence[mx.array | None], backward: bool) -> Contestant:
-        """Return causal attention with no positions."""
         return without_positions(is_dense=self.device == "cpu")
-
-    def contestant(self) -> Contestant:
-        """Return this library."""
-        return this_library()
 
     # --- Decoding ---------------------------------------------------------------------------------------------------
 
     def decode(self, size: Decoding) -> Decode:
-        """Fill a layer's cache and return who attends to it with one query."""
         shape = size.shape
         query, key, value, _ = self.tensors(shape)
         query = mx.contiguous(query[:, :, -1:])
@@ -127,11 +167,9 @@ class Mlx:
     # --- Memory -----------------------------------------------------------------------------------------------------
 
     def extra_bytes(self, shape: Shape, backward: bool) -> int:
-        """Return the peak memory of a pass of ours beyond its arguments, its result and its gradients."""
-        return self._extra(this_library(), shape, backward)
+        return self._extra(self.ours, shape, backward)
 
     def weights(self, shape: Shape, backward: bool) -> Iterator[tuple[str, int, int, str]]:
-        """Yield how it was found, that peak, the other's, and its name: with a dense mask, and without positions."""
         ours = self.extra_bytes(shape, backward)
         for other in (PEERS[0], self.baseline((), backward)):
             theirs = self._extra(other, shape, backward)
@@ -146,10 +184,4 @@ class Mlx:
         result = call()
         peak = mx.get_peak_memory() - before
         del result
-        # What is made during the call, and is not extra: the result and, going backward, three gradients.
-        return peak - shape.tensor_bytes * (4 if backward else 1)
-
-
-def _evaluated(result: mx.array) -> mx.array:
-    mx.eval(result)
-    return result
+        return peak - made_in(shape, backward)

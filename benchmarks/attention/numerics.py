@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+import alibi_core
 from alibi_core._horizon import UNIT_ROUNDOFF
 from benchmarks.attention.backend import Backend, Contestant
 from benchmarks.attention.exact import Error, Reference, errors_of_gradients, sample
@@ -72,9 +73,9 @@ def check(run: Run) -> None:
     tensors = backend.tensors(shape, backward=True)
     reference = Reference.of(tensors, np.arange(shape.length), backend.as_float64)
     where = f"{shape.heads}, {shape.length:,} tokens"
-    for contestant in (backend.contestant(), *backend.peers):
+    for contestant in (backend.ours, *backend.peers):
         run.report(f"checking {contestant.name}")
-        is_ours = contestant.name == backend.ours
+        is_ours = contestant.name == backend.ours.name
         limit = OURS_LIMIT * UNIT_ROUNDOFF[shape.dtype] if is_ours else PEERS_LIMIT
         try:
             error = reference.error(backend.prepare(contestant, tensors, False)()).relative
@@ -84,9 +85,9 @@ def check(run: Run) -> None:
                 raise
             run.numerics[f"{contestant.name}, {where}"] = reason(failure)
     run.report("checking gradients")
-    gradients = backend.prepare(backend.contestant(), tensors, True)()
+    gradients = backend.prepare(backend.ours, tensors, True)()
     for name, error in errors_of_gradients(gradients, tensors[:3], tensors[3], backend.as_float64).items():
-        run.is_right(f"{backend.ours}, gradient of {name}, {where}", error.relative, shape.dtype)
+        run.is_right(f"{backend.ours.name}, gradient of {name}, {where}", error.relative, shape.dtype)
 
 
 def accuracy(run: Run) -> Iterator[Measurement]:
@@ -103,8 +104,8 @@ def accuracy(run: Run) -> Iterator[Measurement]:
     run.report("error of float32")
     tensors = backend.tensors(sizes.exact)
     every = np.arange(sizes.exact.length)
-    error = _error(backend, backend.contestant(), tensors, every)
-    empty = Measurement(group, f"{backend.ours}, float32, worst", f"{sizes.worst_bar:g}", "error", 1.0)
+    error = _error(backend, backend.ours, tensors, every)
+    empty = Measurement(group, f"{backend.ours.name}, float32, worst", f"{sizes.worst_bar:g}", "error", 1.0)
     yield empty.weighed(error.worst, sizes.worst_bar)
     for dtype in sizes.low_precision:
         run.report(f"error of {dtype}")
@@ -114,9 +115,9 @@ def accuracy(run: Run) -> Iterator[Measurement]:
         plain = backend.baseline(tensors, False)
         errors = [
             _error(backend, contestant, tensors, rows, has_bias)
-            for contestant, has_bias in ((backend.contestant(), True), (plain, False))
+            for contestant, has_bias in ((backend.ours, True), (plain, False))
         ]
-        names = f"{backend.ours}, {dtype}", f"{plain.name}, {dtype}"
+        names = f"{backend.ours.name}, {dtype}", f"{plain.name}, {dtype}"
         run.numerics |= {f"{group}: {name}": asdict(error) for name, error in zip(names, errors, strict=True)}
         ours, theirs = errors
         least = Reference.of(tensors, rows, backend.as_float64).rounding(dtype)
@@ -138,3 +139,55 @@ def reason(error: Exception) -> str:
     """Return the first line of what went wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+# --- The tile limit ---------------------------------------------------------------------------------------------------
+
+FINEST_BLOCK, MOST_BLOCKS = 64, 1024  # tokens; blocks of one head, since planning takes their square
+
+
+def tile_limit(
+    tensors: Sequence[Any], dtype: str, as_float64: Callable[[Any], np.ndarray], is_dense: bool = False
+) -> float:
+    """Return the tile limit of the default tolerance: how much faster attention could be at best.
+
+    It is the number of pairs of a query and a key that attention without positions computes (the causal half, or all
+    where it is dense), over the number within the key ranges that the core proves to be needed, block by block of
+    queries, for the same data. A kernel that computed just those pairs, as fast each, and planned for free, would
+    reach it.
+
+    Args:
+        tensors: Query, key and value, ``[batch, num_heads, length, head_dim]``; the queries are the last tokens.
+        dtype: Theirs, by name.
+        as_float64: Makes a NumPy array of a piece of a tensor.
+        is_dense: Whether attention without positions computes the scores of keys after the query, too.
+    """
+    shapes = [tuple(x.shape) for x in tensors]
+    # A call reads the shapes of tensors alone, and these take no memory.
+    call = alibi_core.AttentionCall.check(*(np.broadcast_to(np.float32(0), shape) for shape in shapes))
+    batch, num_heads, q_len, _ = shapes[0]
+    block = max(FINEST_BLOCK, 2 ** (call.kv_len // MOST_BLOCKS - 1).bit_length())
+    needed = 0
+    for entry, head in np.ndindex(batch, num_heads):  # one by one: the plan of all heads at once takes much memory
+        query, key = (as_float64(x[entry, head]) for x in tensors[:2])
+        own = np.sum(query * key[-q_len:], axis=-1)
+        part = replace(call, batch=(1,), num_heads=1, num_kv_heads=1, slopes=call.slopes[head : head + 1])
+        needed += _pairs(part, query, own, key, block, UNIT_ROUNDOFF[dtype])
+    causal = int(np.sum(np.arange(call.kv_len - q_len + 1, call.kv_len + 1)))
+    return batch * num_heads * (q_len * call.kv_len if is_dense else causal) / needed
+
+
+def _pairs(
+    call: alibi_core.AttentionCall, query: np.ndarray, own: np.ndarray, key: np.ndarray, block: int, tolerance: float
+) -> int:
+    """Count the pairs of one head that the key ranges hold."""
+    sizes = (call.scale * np.linalg.norm(query, axis=-1), call.scale * own, np.linalg.norm(key, axis=-1))
+    sizes = tuple(x.astype(np.float32)[None, None] for x in sizes)
+    bounds = alibi_core.ScoreBounds.of_tokens(call, *sizes, call.nearest_keys(), q_block=block, kv_block=block)
+    ranges = alibi_core.key_ranges(call, bounds, tolerance)
+    first, stop, past = (
+        np.repeat(np.asarray(x, np.int64).ravel(), block)[: call.q_len]
+        for x in (ranges.first, ranges.stop, ranges.past)
+    )
+    positions = np.arange(call.q_len) + call.q_offset
+    return int(np.sum(np.maximum(np.minimum(stop, positions + 1) - np.maximum(first, positions - past + 1), 0)))

@@ -10,8 +10,7 @@ import numpy as np
 
 from alibi_core._horizon import UNIT_ROUNDOFF
 from benchmarks.attention.exact import Reference, sample
-from benchmarks.attention.limit import tile_limit
-from benchmarks.attention.numerics import OURS_LIMIT, PEERS_LIMIT, Run, accuracy, reason
+from benchmarks.attention.numerics import OURS_LIMIT, PEERS_LIMIT, Run, accuracy, reason, tile_limit
 from benchmarks.attention.sizes import MIB, Timed
 from benchmarks.harness import Measurement
 
@@ -35,7 +34,7 @@ def passes(run: Run, backward: bool) -> Iterator[Measurement]:
         empty = Measurement(group, "", plain.name, "seconds", faster=True)
         if size.warm_up:
             plain_call()
-        ours = replace(empty, candidate=f"{backend.ours}, {shape.length:,}", bar=size.bars[backward])
+        ours = replace(empty, candidate=f"{backend.ours.name}, {shape.length:,}", bar=size.bars[backward])
         yield (done := _ours(run, size, tensors, reference, plain_call, ours, plain.is_dense))
         if size.dense_bars[backward] is not None:
             yield _beside_dense(run, size, tensors, replace(done, bar=size.dense_bars[backward]))
@@ -49,9 +48,9 @@ def _ours(
 ) -> Measurement:
     backend, shape, backward = run.backend, size.shape, tensors[3] is not None
     kind = PASSES[backward]
-    subject = f"{backend.ours}, {kind}, {shape.heads}, {shape.length:,} tokens"
+    subject = f"{backend.ours.name}, {kind}, {shape.heads}, {shape.length:,} tokens"
     try:
-        call = backend.prepare(backend.contestant(), tensors, backward)
+        call = backend.prepare(backend.ours, tensors, backward)
         result = call()  # the first call, so it warms up too
         error = reference.error(result[0] if backward else result)
         del result
@@ -63,7 +62,7 @@ def _ours(
         return replace(empty, note=reason(failure))
     limit = next((each["tile_limit"] for each in run.limits if each["shape"] == asdict(shape)), None)
     limit = limit or tile_limit(tensors[:3], shape.dtype, backend.as_float64, is_dense)
-    run.plot(kind, backend.ours, shape, done.ratio)
+    run.plot(kind, backend.ours.name, shape, done.ratio)
     run.plot(kind, "tile limit", shape, limit)
     return replace(done, note=run.note_limit(kind, shape, limit, done.ratio))
 
@@ -77,7 +76,7 @@ def _beside_dense(run: Run, size: Timed, tensors: Any, ours: Measurement) -> Mea
     beside = replace(ours, group=group, baseline=dense.name)
     if ours.ratio is None:
         return beside
-    calls = (backend.prepare(each, tensors, backward) for each in (backend.contestant(), dense))
+    calls = (backend.prepare(each, tensors, backward) for each in (backend.ours, dense))
     return replace(beside.timed(*calls, size.pairs, clock=backend.seconds), note="")
 
 
@@ -120,8 +119,8 @@ def decode(run: Run) -> Iterator[Measurement]:
     empty = Measurement(group + shape.heads, "", found.baseline_name, "seconds", faster=True)
     reference = Reference.of(found.tensors, np.arange(1), backend.as_float64)
     for name, call, bar in (
-        (f"{backend.ours}, the layer's cache", found.cached, size.cached_bar),
-        (f"{backend.ours}, attention", found.bare, size.bare_bar),
+        (f"{backend.ours.name}, the layer's cache", found.cached, size.cached_bar),
+        (f"{backend.ours.name}, attention", found.bare, size.bare_bar),
         (found.row_name, found.with_row, None),
     ):
         this = replace(empty, candidate=name, bar=bar)
@@ -156,12 +155,14 @@ def memory(run: Run) -> Iterator[Measurement]:
         if sizes.weighed_shares is not None:
             bar = sizes.weighed_shares[backward]
             for how, ours, theirs, name in backend.weights(shape, backward):
-                yield Measurement(group, f"{backend.ours}, {kind}, {how}", name, "bytes", bar).weighed(ours, theirs)
+                yield Measurement(group, f"{backend.ours.name}, {kind}, {how}", name, "bytes", bar).weighed(
+                    ours, theirs
+                )
             continue
         extra = backend.extra_bytes(shape, backward)
         allowed = sizes.weighed_bars[backward] * MIB if sizes.weighed_bars else shape.tensor_bytes
         baseline = "what is allowed" if sizes.weighed_bars else "the query"
-        empty = Measurement(group, f"{backend.ours}, {kind}", baseline, "bytes", sizes.weighed_bars and 1.0)
+        empty = Measurement(group, f"{backend.ours.name}, {kind}", baseline, "bytes", sizes.weighed_bars and 1.0)
         yield empty.weighed(extra, allowed)
 
 
@@ -172,9 +173,9 @@ def longest(run: Run) -> Iterator[Measurement]:
         return
     run.report(f"{shape.length:,} tokens")
     group = f"A causal forward pass over {shape.length:,} tokens, {shape.heads}"
-    empty = Measurement(group, f"{backend.ours}, extra memory", "arguments and result", "bytes", 1.0)
+    empty = Measurement(group, f"{backend.ours.name}, extra memory", "arguments and result", "bytes", 1.0)
     found = backend.longest(shape, run.sizes.rows)
-    subject = f"{backend.ours}, {shape.length:,} tokens"
+    subject = f"{backend.ours.name}, {shape.length:,} tokens"
     run.numerics[subject] = found
     is_right = run.is_right(f"{subject}, sampled rows", found["relative"], shape.dtype)
     rows = "the sampled rows are right" if is_right else "sampled rows are wrong"

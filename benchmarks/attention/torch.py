@@ -1,49 +1,181 @@
-"""The attention benchmark in PyTorch: data, clocks, and who computes attention."""
+"""The attention benchmark in PyTorch: data, clocks, and who computes attention: this library, and others.
+
+Others have a dense bias, FlexAttention, and the eager attention of BLOOM.
+"""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict
+import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import alibi_torch
-from benchmarks import harness
-from benchmarks.attention.backend import Call, Contestant, Decode
-from benchmarks.attention.exact import Reference, sample
-from benchmarks.attention.peers import PEERS, Prepared
+from benchmarks.attention.backend import SHARE_OF_MEMORY, Backend, Call, Contestant, Decode, made_in
 from benchmarks.attention.sizes import Decoding, Shape
 
-DISTRIBUTIONS = ("torch", "triton", "transformers")
-OURS = "alibi_torch"
 NO_POSITIONS = "SDPA, no positions"
 FUSED = {
     "FLASH": SDPBackend.FLASH_ATTENTION,
     "CUDNN": SDPBackend.CUDNN_ATTENTION,
     "EFFICIENT": SDPBackend.EFFICIENT_ATTENTION,
 }
-SHARE_OF_MEMORY = 0.6  # of what is free: a contestant that needs more is left out, lest the machine swap
+FLEX_BLOCK = 128
 
 
-class Torch:
+@dataclass(frozen=True)
+class Prepared:
+    """A pass that is ready to run.
+
+    Attributes:
+        attend: Returns the result, ``[batch, num_heads, length, head_dim]``.
+        leaves: What gradients are due for.
+    """
+
+    attend: Call
+    leaves: tuple[Tensor, ...]
+
+
+def _normal(device: str, shape: Shape, seed: int) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape.dims, generator=generator, device=device).to(getattr(torch, shape.dtype))
+
+
+def _ours(query: Tensor, key: Tensor, value: Tensor) -> Prepared:
+    return Prepared(lambda: alibi_torch.attention(query, key, value), (query, key, value))
+
+
+def _without_positions(query: Tensor, key: Tensor, value: Tensor, backend: SDPBackend | None = None) -> Prepared:
+    call = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
+    return Prepared(call if backend is None else partial(_with_backend, backend, call), (query, key, value))
+
+
+def _with_backend(backend: SDPBackend, call: Call) -> Tensor:
+    with sdpa_kernel(backend):
+        return call()
+
+
+# --- Others, and this library. What a model builds once for all its layers is built before anything is timed -------
+
+
+def _slopes(num_heads: int, device: torch.device) -> Tensor:
+    return torch.exp2(-8 / num_heads * torch.arange(1, num_heads + 1, device=device))
+
+
+def _dense_bias(query: Tensor, key: Tensor, value: Tensor) -> Prepared:
+    _, num_heads, length, _ = query.shape
+    position = torch.arange(length, device=query.device, dtype=torch.float32)
+    distance = position[:, None] - position
+    hidden = distance < 0
+    bias = torch.empty(1, num_heads, length, length, dtype=query.dtype, device=query.device)
+    for head, slope in enumerate(_slopes(num_heads, query.device).tolist()):  # in place, so that one is held, not two
+        bias[0, head] = (distance * -slope).masked_fill_(hidden, -math.inf)
+    return Prepared(lambda: F.scaled_dot_product_attention(query, key, value, attn_mask=bias), (query, key, value))
+
+
+def _dense_bias_bytes(shape: Shape) -> int:
+    return (shape.scores // shape.batch) * shape.element_bytes + 3 * 4 * shape.length**2
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor) -> Prepared:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._dynamo.reset()  # one compilation a shape: after some it would fall back to what is not compiled
+    slopes = _slopes(query.shape[1], query.device)
+    blocks = _causal_blocks(query.shape[2], query.device)
+    compiled = torch.compile(flex_attention, fullgraph=True)
+
+    def alibi(score: Tensor, batch: Tensor, head: Tensor, q_index: Tensor, kv_index: Tensor) -> Tensor:
+        return score + slopes[head] * (kv_index - q_index)
+
+    return Prepared(lambda: compiled(query, key, value, score_mod=alibi, block_mask=blocks), (query, key, value))
+
+
+def _causal_blocks(length: int, device: torch.device) -> Any:
+    """Return the usual causal block mask, from the ranges of blocks: from a predicate it takes minutes on a CPU."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    rows = torch.arange(-(-length // FLEX_BLOCK), dtype=torch.int32, device=device)
+    indices = rows.expand(1, 1, len(rows), len(rows)).contiguous()
+    on_diagonal = torch.zeros_like(indices)
+    on_diagonal[..., 0] = rows  # of each row of blocks, the one that is masked in part; all before it are full
+    return BlockMask.from_kv_blocks(
+        torch.ones_like(rows)[None, None],
+        on_diagonal,
+        rows[None, None].contiguous(),
+        indices,
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=lambda batch, head, q_index, kv_index: q_index >= kv_index,
+        seq_lengths=(length, length),
+    )
+
+
+def _bloom(query: Tensor, key: Tensor, value: Tensor) -> Prepared:
+    from transformers import BloomConfig
+    from transformers.models.bloom.modeling_bloom import BloomAttention, build_alibi_tensor
+
+    batch, num_heads, length, head_dim = query.shape
+    config = BloomConfig(hidden_size=num_heads * head_dim, n_head=num_heads, hidden_dropout=0.0, attention_dropout=0.0)
+    module = BloomAttention(config, layer_idx=0).eval()
+    module.query_key_value = module.dense = nn.Identity()  # the projections are no part of what is compared
+    # BLOOM keeps the three together: [batch, length, num_heads, 3, head_dim].
+    fused = torch.stack([x.detach() for x in (query, key, value)], dim=-2).transpose(1, 2).flatten(2).contiguous()
+    fused.requires_grad_(query.requires_grad)
+    everything = torch.ones(batch, length, dtype=torch.int64, device=query.device)
+    alibi = build_alibi_tensor(everything, num_heads, query.dtype)
+    lowest = torch.finfo(query.dtype).min
+    mask = torch.full((1, 1, length, length), lowest, dtype=query.dtype, device=query.device).triu_(1)
+    residual = torch.zeros_like(query).reshape(batch, length, -1)
+
+    def attend() -> Tensor:
+        result, _ = module(fused, residual, alibi, mask)
+        return result.unflatten(2, (num_heads, head_dim)).transpose(1, 2)
+
+    return Prepared(attend, (fused,))
+
+
+def _bloom_bytes(shape: Shape) -> int:
+    # Scores, those with the mask, and weights in float32, then in the dtype; going backward, no more at once.
+    element = shape.element_bytes
+    return shape.scores * (2 * element + 4 + (element if element < 4 else 0)) + shape.length**2 * element
+
+
+PEERS = (
+    Contestant(
+        "SDPA, dense bias", _dense_bias, _dense_bias_bytes, note="the bias is built before, in the dtype of the query"
+    ),
+    Contestant(
+        "FlexAttention",
+        _flex,
+        backward_on=("cuda",),
+        note="compiled, score_mod and causal blocks of 128; blocks from ranges, not from a predicate",
+    ),
+    Contestant(
+        "BLOOM, eager",
+        _bloom,
+        _bloom_bytes,
+        note="transformers' BloomAttention without its projections; bias row and mask are built before",
+    ),
+)
+
+
+class Torch(Backend):
     """PyTorch on one kind of device."""
 
-    name, ours, distributions, peers = "torch", OURS, DISTRIBUTIONS, PEERS
+    name, distributions = "torch", ("torch", "triton", "transformers")
+    ours, peers = Contestant("alibi_torch", _ours), PEERS
 
     def __init__(self, device: str | None = None) -> None:
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         torch.empty(0, device=self.device)  # fails here where there is none
 
     def machine(self) -> dict[str, Any]:
-        """Describe what is special about this device."""
         if self.device == "cpu":
             return {"threads": torch.get_num_threads()}
         properties = torch.cuda.get_device_properties(self.device)
@@ -52,29 +184,25 @@ class Torch:
     # --- Data -------------------------------------------------------------------------------------------------------
 
     def tensors(self, shape: Shape, backward: bool = False) -> tuple[Tensor, ...]:
-        """Return normally distributed query, key, value and, with ``backward``, gradient of the result, else None."""
         return (
             *(_normal(self.device, shape, seed) for seed in range(3)),
             _normal(self.device, shape, 3) if backward else None,
         )
 
     def as_float64(self, tensor: Tensor) -> np.ndarray:
-        """Return a piece of a tensor as a NumPy array."""
         return tensor.detach().double().cpu().numpy()
 
     def free_bytes(self) -> float:
-        """Return how much memory a contestant may take."""
         if self.device != "cpu":
             held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # by PyTorch, for nobody
             return SHARE_OF_MEMORY * (torch.cuda.mem_get_info()[0] + held)
-        return SHARE_OF_MEMORY * harness.available_memory()
+        return super().free_bytes()
 
     # --- Clocks -----------------------------------------------------------------------------------------------------
 
     def seconds(self, call: Call) -> float:
-        """Return how long a call takes, until its result is there."""
         if self.device == "cpu":
-            return harness.seconds_of(call)
+            return super().seconds(call)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()
@@ -87,13 +215,6 @@ class Torch:
     # --- Passes -----------------------------------------------------------------------------------------------------
 
     def prepare(self, contestant: Contestant, tensors: tuple[Tensor, ...], backward: bool) -> Call:
-        """Return the call to time, which returns the result, or with ``backward`` the gradients.
-
-        Args:
-            contestant: Whose.
-            tensors: Query, key, value and the gradient of the result.
-            backward: Whether to go on to the gradients.
-        """
         *tensors, grad = tensors
         prepared = contestant.prepare(*(x.detach().requires_grad_(backward) for x in tensors))
         if backward:
@@ -104,22 +225,15 @@ class Torch:
         """Return causal attention with no positions: on a GPU the fastest of those that PyTorch has."""
         if self.device == "cpu":
             return Contestant(NO_POSITIONS, _without_positions)
-        times = {}
-        for name, backend in FUSED.items():
-            contestant = Contestant(f"SDPA {name}, no positions", partial(_without_positions, backend=backend))
-            with suppress(RuntimeError):  # it does not take these
-                call = self.prepare(contestant, tensors, backward)
-                times[contestant] = statistics.median([self.seconds(call) for _ in range(5)][2:])
-        return min(times, key=times.__getitem__)
-
-    def contestant(self) -> Contestant:
-        """Return this library."""
-        return Contestant(OURS, _ours)
+        contestants = [
+            Contestant(f"SDPA {name}, no positions", partial(_without_positions, backend=backend))
+            for name, backend in FUSED.items()
+        ]
+        return self.fastest({each: partial(self.prepare, each, tensors, backward) for each in contestants})
 
     # --- Decoding ---------------------------------------------------------------------------------------------------
 
     def decode(self, size: Decoding) -> Decode:
-        """Fill a layer's cache and return who attends to it with one query."""
         shape = size.shape
         query, key, value, _ = self.tensors(shape)
         query = query[:, :, -1:].clone()
@@ -146,82 +260,21 @@ class Torch:
         plain = partial(F.scaled_dot_product_attention, *tensors)  # all keys are in the past of the last token
         if self.device == "cpu":
             return plain
-        times = {}
-        for backend in FUSED.values():
-            call = partial(_with_backend, backend, plain)
-            with suppress(RuntimeError), torch.no_grad():
-                times[call] = statistics.median([self.seconds(call) for _ in range(5)][2:])
-        return min(times, key=times.__getitem__)
+        calls = [torch.no_grad()(partial(_with_backend, backend, plain)) for backend in FUSED.values()]
+        return self.fastest({call: lambda call=call: call for call in calls})
 
     # --- Memory -----------------------------------------------------------------------------------------------------
 
     def extra_bytes(self, shape: Shape, backward: bool) -> int:
-        """Return the peak memory of a pass of ours beyond its arguments, its result and its gradients."""
         if self.device == "cpu":
-            peak = harness.peak_growth("benchmarks.attention.torch:peak_subject", asdict(shape), backward)
-        else:
-            call = self.prepare(self.contestant(), self.tensors(shape, backward), backward)
-            call()
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            result = call()
-            torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated() - before
-            del result
-        # What is made during the call, and is not extra: the result and, going backward, three gradients. The
-        # arguments and the gradient of the result were there before.
-        return peak - shape.tensor_bytes * (4 if backward else 1)
-
-    def longest(self, shape: Shape, rows: int) -> dict[str, Any]:
-        """Return what a very long forward pass costs, ``seconds`` and ``extra`` bytes, and its errors.
-
-        Args:
-            shape: Of the pass.
-            rows: How many queries a head to recompute.
-        """
-        done = harness.run_alone("benchmarks.attention.torch:longest_subject", asdict(shape), rows)
-        return {"seconds": done["seconds"], "extra": done["peak"] - shape.tensor_bytes} | done["found"]
-
-
-def _normal(device: str, shape: Shape, seed: int) -> Tensor:
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randn(shape.dims, generator=generator, device=device).to(getattr(torch, shape.dtype))
-
-
-def _ours(query: Tensor, key: Tensor, value: Tensor) -> Prepared:
-    return Prepared(lambda: alibi_torch.attention(query, key, value), (query, key, value))
-
-
-def _without_positions(query: Tensor, key: Tensor, value: Tensor, backend: SDPBackend | None = None) -> Prepared:
-    call = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
-    return Prepared(call if backend is None else partial(_with_backend, backend, call), (query, key, value))
-
-
-def _with_backend(backend: SDPBackend, call: Call) -> Tensor:
-    with sdpa_kernel(backend):
-        return call()
-
-
-# --- In processes of their own ----------------------------------------------------------------------------------------
-
-
-def peak_subject(sizes: dict[str, Any], backward: bool) -> Call:
-    """Prepare a pass of ours on the CPU: arguments are made, and a small call starts whatever starts only once."""
-    torch_cpu = Torch("cpu")
-    shape = Shape(**sizes)
-    small = Shape(shape.num_heads, shape.head_dim, min(256, shape.length), shape.dtype)
-    torch_cpu.prepare(torch_cpu.contestant(), torch_cpu.tensors(small, backward), backward)()
-    return torch_cpu.prepare(torch_cpu.contestant(), torch_cpu.tensors(shape, backward), backward)
-
-
-def longest_subject(sizes: dict[str, Any], rows: int) -> tuple[Call, Callable[[Tensor], dict[str, float]]]:
-    """Prepare a forward pass of ours on the CPU, and what tells the errors of some of its rows."""
-    torch_cpu = Torch("cpu")
-    tensors = torch_cpu.tensors(Shape(**sizes))
-    chosen = sample(tensors[0].shape[2], rows)
-
-    def examine(result: Tensor) -> dict[str, float]:
-        return asdict(Reference.of(tensors, chosen, torch_cpu.as_float64).error(result))
-
-    return torch_cpu.prepare(torch_cpu.contestant(), tensors, False), examine
+            return self.peak_on_cpu(shape, backward)
+        call = self.prepare(self.ours, self.tensors(shape, backward), backward)
+        call()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = call()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        del result
+        return peak - made_in(shape, backward)

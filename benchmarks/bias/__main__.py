@@ -16,23 +16,20 @@ has 2.1 GB, and some builders hold two at once.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 import alibi_core
 from benchmarks import harness
 from benchmarks.bias.builders import JUDGED, LIBRARIES, OURS, PEERS, Builder, Call, library
-from benchmarks.harness import MET, Measurement
+from benchmarks.harness import Measurement
 
 SPEED_BAR, MEMORY_BAR, PEER_BAR = 2.0, 1.5, 1.0
 VERSIONS = ("numpy", "torch", "jax", "jaxlib", "mlx", "array-api-compat", "transformers", "x-transformers")
@@ -197,42 +194,25 @@ def measure(sizes: Sizes, report: Callable[[str], None]) -> Iterator[Measurement
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bias", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="small shapes: checks numbers, judges no speed")
-    parser.add_argument("--output", type=Path, metavar="DIR",
-                        help="where bias.json goes (default benchmarks/results, with --quick out)")  # fmt: skip
-    options = parser.parse_args(arguments)
+    options = harness.parser("bias", __doc__).parse_args(arguments)
     sizes = QUICK if options.quick else FULL
-    output = options.output or (Path("out") if options.quick else Path(__file__).parents[1] / "results")
-
-    console = Console()
     machine = harness.machine()  # first of all, while the load on it is that of others
-    with console.status("") as status:
-        numerics, wrong = check(sizes, status.update)
-        measurements = [] if wrong else list(measure(sizes, status.update))
-    judged = not options.quick
-    missed = [f"{each.verdict(judged)}: {each.name}" for each in measurements if judged and each.bar is not None]
-    missed = [line for line in missed if not line.startswith(MET)]
-    harness.show(console, measurements, judged)
-    harness.write_json(
-        output / "bias.json",
-        {
-            "benchmark": "bias",
-            "quick": options.quick,
-            "passed": not wrong and not missed,
-            "sizes": asdict(sizes),
-            "machine": machine,
-            "versions": {"alibi-core": alibi_core.__version__} | harness.versions(*VERSIONS),
-            "numerics": numerics,
-            "measurements": harness.as_json(measurements, judged),
-        },
+
+    def report(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    numerics, wrong = check(sizes, report)
+    return harness.conclude(
+        harness.folder(options, True) / "bias.json",
+        [] if wrong else list(measure(sizes, report)),
+        not options.quick,
+        wrong,
+        benchmark="bias",
+        sizes=asdict(sizes),
+        machine=machine,
+        versions=harness.versions(*VERSIONS),
+        numerics=numerics,
     )
-    console.print(f"Written to {output / 'bias.json'}; the load of the machine was {machine['load']} at the start.")
-    for line in [f"wrong: {line}" for line in wrong] + missed:
-        print(line, file=sys.stderr)
-    return 1 if wrong or missed else 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ measured beside it. The exit status is 0 whatever others do.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from tqdm import tqdm
 
-from benchmarks import harness
-from benchmarks.ecosystem._rows import Row, own_rows, rows_of
+from benchmarks.ecosystem._rows import Row, rows_of
 from benchmarks.ecosystem._subjects import SUBJECTS
 from benchmarks.ecosystem._table import LEGEND, markdown, rich_table
 
@@ -27,26 +25,21 @@ WIDTH = 160  # columns that the table takes at least
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, write the files that are asked for, and return 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ecosystem", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was found as JSON")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="only implementations whose names contain one of these"
     )
-    parser.add_argument("--own", action="store_true", help="also this library's own backends; those take their time")
     parser.add_argument("--profile", choices=("quick", "thorough", "none"), default="quick", help="of the kit")
     options = parser.parse_args(arguments)
     console = Console(width=max(Console().width, WIDTH))
     profile = None if options.profile == "none" else options.profile
     chosen = [x for x in SUBJECTS if not options.only or any(part.lower() in x.name.lower() for part in options.only)]
-    rows: list[Row] = list(own_rows(profile)) if options.own else []
+    rows: list[Row] = []
     for subject in tqdm(chosen, unit="implementation", disable=None, leave=False):
         rows += rows_of(subject, profile=profile)
     console.print(rich_table(rows))
     for line in (*LEGEND, *dict.fromkeys(f"{row.name}: {row.note}" for row in rows if row.note)):
         console.print(line, markup=False, highlight=False)
-    if options.json is not None:
-        found = {"machine": harness.machine(), "legend": LEGEND, "rows": [row.to_dict() for row in rows]}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
     if options.markdown is not None:
         options.markdown.write_text(markdown(rows))
     return 0

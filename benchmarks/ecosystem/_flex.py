@@ -99,9 +99,3 @@ class ExampleAsFirstPublished(Example):
     """
 
     sign = -1
-
-
-def make(kind: str, dtype: str, contract: str) -> TorchAdapter:
-    """Return an adapter."""
-    kinds = {"gym": AttentionGym, "example": Example, "first example": ExampleAsFirstPublished}
-    return kinds[kind](dtype, contract)

@@ -80,10 +80,5 @@ class KerasHub(TorchAdapter):
         return to_numpy(result), (kept, index + q_len)
 
 
-def make(kind: str, dtype: str, contract: str) -> KerasHub:
-    """Return the adapter."""
-    return KerasHub(dtype, contract)
-
-
 def _given(tensor: Tensor, features: Tensor) -> Tensor:
     return tensor

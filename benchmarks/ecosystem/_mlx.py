@@ -84,10 +84,5 @@ class MlxNn:
         return [mx.array(np.ascontiguousarray(x)).astype(getattr(mx, self.dtype)) for x in arrays]
 
 
-def make(kind: str, dtype: str, contract: str) -> MlxNn:
-    """Return the adapter."""
-    return MlxNn(dtype, contract)
-
-
 def _numpy(array: mx.array) -> Values:
     return np.array(array.astype(mx.float32) if array.dtype == mx.bfloat16 else array)

@@ -76,8 +76,3 @@ class Labml(TorchAdapter):
         visible = ~hidden(length, length)[:, :, None]
         result = module(query=features[0], key=features[1], value=features[2], mask=visible)
         return result.unflatten(2, (num_heads, head_dim)).permute(1, 2, 0, 3)
-
-
-def make(kind: str, dtype: str, contract: str) -> TorchAdapter:
-    """Return an adapter."""
-    return {"curated": Curated, "labml": Labml}[kind](dtype, contract)

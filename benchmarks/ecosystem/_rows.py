@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from importlib import metadata
+from dataclasses import dataclass, field
 from typing import Any
 
 from alibi_core import conformance
 from benchmarks.ecosystem._magnitude import HEADS, Magnitude, measure
-from benchmarks.ecosystem._subjects import LOW, Subject
+from benchmarks.ecosystem._subjects import Subject
 
 NOT_INSTALLED = "not installed"
 
@@ -81,24 +80,14 @@ class Row:
             return (self.note,) if self.note else ()
         return tuple(dict.fromkeys(sentence for x in verdicts for sentence in x.departures))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row as JSON takes it."""
-        return asdict(self)
 
-
-def rows_of(subject: Subject, *, dtypes: tuple[str, ...] = (), profile: str | None = "quick") -> Iterator[Row]:
-    """Yield the rows of one implementation.
-
-    Args:
-        subject: Whose.
-        dtypes: Which precisions. Default, all that it is run in.
-        profile: Of the kit; None to leave it out.
-    """
+def rows_of(subject: Subject, *, profile: str | None = "quick") -> Iterator[Row]:
+    """Yield the rows of one implementation, in a profile of the kit; None leaves the kit out."""
     base = {"name": subject.name, "package": subject.package, "note": subject.note}
     if subject.version is None:
         yield Row(**base, version=None, dtype="", problem=NOT_INSTALLED)
         return
-    for dtype in dtypes or subject.dtypes:
+    for dtype in subject.dtypes:
         known: dict[str, Any] = base | {"version": subject.version, "dtype": dtype}
         try:
             yield Row(**known, **_found(subject, dtype, profile))
@@ -120,13 +109,3 @@ def _found(subject: Subject, dtype: str, profile: str | None) -> dict[str, Any]:
             if subject.contract != "exact":
                 found["own"] = Verdict.of(conformance.check(own, profile=profile))
     return found
-
-
-def own_rows(profile: str | None) -> Iterator[Row]:
-    """Yield the rows of this library's own backends, for comparison."""
-    for adapter in conformance.installed_adapters(dtypes=LOW):
-        found: dict[str, Any] = {"magnitudes": tuple(measure(adapter, n) for n in HEADS)}
-        if profile is not None:
-            found["exact"] = Verdict.of(conformance.check(adapter, profile=profile))
-        package = "alibi-core"
-        yield Row(adapter.name, package, metadata.version(package), adapter.dtype, **found)

@@ -17,7 +17,7 @@ class Subject:
     Attributes:
         name: In the table.
         package: The distribution that it comes in.
-        adapter: Which module of this package has its adapter, and which of its kinds that is.
+        adapter: Which module of this package has its adapter, and the class.
         dtypes: The precisions that it is run in.
         contract: What it means to be, besides exact.
         bias_max: What it is configured with.
@@ -47,7 +47,7 @@ class Subject:
             ImportError: If the package, or what it needs, is not installed.
         """
         module, kind = self.adapter
-        adapter = importlib.import_module(f"benchmarks.ecosystem.{module}").make(kind, dtype, contract)
+        adapter = getattr(importlib.import_module(f"benchmarks.ecosystem.{module}"), kind)(dtype, contract)
         adapter.name = self.name
         return adapter
 
@@ -92,34 +92,34 @@ SUBJECTS = (
     Subject(
         "x-transformers",
         "x-transformers",
-        ("_x_transformers", "eager"),
+        ("_x_transformers", "XTransformers"),
         note="Query head h reads key/value head h % num_kv_heads, where others have h // (num_heads // num_kv_heads). "
         "Slopes, distances and bias are rounded to the model's dtype.",
     ),
     Subject(
         "x-transformers, flash",
         "x-transformers",
-        ("_x_transformers", "flash"),
+        ("_x_transformers", "XTransformersFlash"),
         note="The same bias as the mask of PyTorch's scaled_dot_product_attention.",
     ),
     Subject(
         "keras-hub",
         "keras-hub",
-        ("_keras", ""),
+        ("_keras", "KerasHub"),
         note="AlibiBias in its BloomAttention. Counts from the last key; slopes, positions and bias are rounded to the "
         "compute dtype.",
     ),
     Subject(
         "mlx.nn.ALiBi",
         "mlx",
-        ("_mlx", ""),
+        ("_mlx", "MlxNn"),
         dtypes=("float32", "float16", "bfloat16"),
         note="Slopes, distances and bias are rounded to the dtype of the scores.",
     ),
     Subject(
         "attention-gym",
         "attn-gym",
-        ("_flex", "gym"),
+        ("_flex", "AttentionGym"),
         contract="geometric",
         note="generate_alibi_bias in eager FlexAttention, which computes scores in float32. The bias is signed: "
         "without a causal mask, keys ahead gain.",
@@ -127,26 +127,26 @@ SUBJECTS = (
     Subject(
         "FlexAttention's example",
         "torch",
-        ("_flex", "example"),
+        ("_flex", "Example"),
         note="The score_mod of the text that introduced FlexAttention, with slopes of the caller's. Signed likewise.",
     ),
     Subject(
         "FlexAttention's first example",
         "torch",
-        ("_flex", "first example"),
+        ("_flex", "ExampleAsFirstPublished"),
         note="The same text had slope * (query - key) at first, which rewards distance; copies of it are still about.",
     ),
     Subject(
         "curated-transformers",
         "curated-transformers",
-        ("_others", "curated"),
+        ("_others", "Curated"),
         note="Counts from the last key if causal, by distance if not; slopes, distances and bias are rounded to the "
         "model's dtype.",
     ),
     Subject(
         "labml-nn",
         "labml-nn",
-        ("_others", "labml"),
+        ("_others", "Labml"),
         dtypes=("float32",),
         note="Counts from 1 at the first key, in float32.",
     ),

@@ -54,6 +54,17 @@ class _Model(TorchAdapter):
     features: frozenset[str] = frozenset()  # fewer queries than keys come with its cache, in decode_step
     block = ""  # where the model keeps its blocks, and the block its attention
 
+    def __init__(self, dtype: str, contract: str) -> None:
+        super().__init__(dtype, contract)
+        if _contracts.named(contract).is_key_only:  # then it shows its bias too, which is no distance
+            self.bias = self.own_bias
+
+    def own_bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Values:
+        """Return the model's bias, in the model's own form, ``[num_heads, q_len, kv_len]``."""
+        if not is_causal:
+            raise NotImplementedError("causal only")
+        return np.where(hidden(q_len, kv_len), -np.inf, self.key_bias(num_heads, kv_len)[:, None])
+
     def slopes(self, num_heads: int) -> Values:
         first, second = self.key_bias(num_heads, 2, torch.float32).T
         return second - first
@@ -109,15 +120,6 @@ class _Model(TorchAdapter):
     def empty_model(self, config: Any) -> nn.Module:
         """Return a model with random weights."""
         raise NotImplementedError
-
-
-class _WithBias:
-    """Shows the model's bias, in the model's own form, where that is what it means to be."""
-
-    def bias(self: Any, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Values:
-        if not is_causal:
-            raise NotImplementedError("causal only")
-        return np.where(hidden(q_len, kv_len), -np.inf, self.key_bias(num_heads, kv_len)[:, None])
 
 
 class Bloom(_Model):
@@ -217,14 +219,6 @@ class MptBiasMax16(Mpt):
     """MPT configured with ``alibi_bias_max=16``, as its StoryWriter checkpoint is."""
 
     attention_config = {"alibi_bias_max": 16}  # noqa: RUF012
-
-
-def make(kind: str, dtype: str, contract: str) -> _Model:
-    """Return an adapter of a model. Under its own contract it shows its bias too, which is no distance."""
-    model = {x.__name__: x for x in (Bloom, Falcon, FalconEager, Mpt, MptBiasMax16)}[kind]
-    if _contracts.named(contract).is_key_only:
-        model = type(model.__name__, (_WithBias, model), {})
-    return model(dtype, contract)
 
 
 def _as_many(num_heads: int, num_kv_heads: int) -> None:

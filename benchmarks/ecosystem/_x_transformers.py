@@ -94,8 +94,3 @@ class XTransformersFlash(XTransformers):
     """Its attention with ``flash=True``: PyTorch's fused one, with the bias for a mask."""
 
     flash = True
-
-
-def make(kind: str, dtype: str, contract: str) -> XTransformers:
-    """Return an adapter."""
-    return {"eager": XTransformers, "flash": XTransformersFlash}[kind](dtype, contract)

@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 import benchmarks.extrapolation
+from benchmarks import harness
 from benchmarks.extrapolation.corpus import Corpus, standard_library, text_file
 from benchmarks.extrapolation.evaluation import Held, evaluate
 from benchmarks.extrapolation.figure import draw
@@ -27,26 +28,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit status: 0, or 1 if a loss is not finite."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    settings = _settings(options)
+    settings = FULL if options.full else QUICK
     try:
         torch.empty(0, device=options.device)
         corpus = _corpus(options.text, settings)
         options.output.mkdir(parents=True, exist_ok=True)
         results = Results.start(settings, corpus, options.seed, options.device, options.full)
-        if options.resume:
-            results.take_over(options.output / "results.json")
     except (OSError, RuntimeError, AssertionError, ValueError) as error:  # AssertionError: PyTorch built without CUDA
         parser.error(str(error))
 
     started = time.perf_counter()
-    for method in options.methods:
-        if method not in results.methods:
-            results.methods[method] = _measure(method, corpus, settings, options)
-            results.seconds += results.methods[method]["seconds"]
-            results.save(options.output / "results.json")  # after each method, so that --resume has something to find
+    for method in METHODS:
+        results.methods[method] = _measure(method, corpus, settings, options)
+        results.seconds += results.methods[method]["seconds"]
+    harness.write_json(options.output / "results.json", asdict(results))
     console = Console()
-    results.show(console, options.methods)
-    draw(results, options.methods, options.output / "extrapolation.png")
+    results.show(console)
+    draw(results, options.output / "extrapolation.png")
     console.print(
         f"{time.perf_counter() - started:.0f} s; written to {options.output}/: results.json, extrapolation.png"
     )
@@ -89,11 +87,6 @@ def _corpus(text: Path | None, settings: Settings) -> Corpus:
     return standard_library(settings.corpus_bytes, most) if text is None else text_file(text, most, least)
 
 
-def _settings(options: argparse.Namespace) -> Settings:
-    given = {name: getattr(options, name) for name in ("train_length", "steps") if getattr(options, name) is not None}
-    return replace(FULL if options.full else QUICK, **given)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.extrapolation",
@@ -104,23 +97,11 @@ def _parser() -> argparse.ArgumentParser:
     size.add_argument("--quick", action="store_true", help="small models: about two minutes on two cores (default)")
     size.add_argument("--full", action="store_true", help="larger models, longer inputs: about half an hour")
     parser.add_argument("--text", type=Path, metavar="FILE", help="any text; default Python's standard library")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD",
-                        help=f"which to compare, of {', '.join(METHODS)} (default all)")  # fmt: skip
-    parser.add_argument("--train-length", type=_positive, metavar="BYTES", help="length of the training pieces")
-    parser.add_argument("--steps", type=_positive, help="training steps")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the text (default 0)")
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda, mps, ...")
     parser.add_argument("--output", type=Path, default=Path("out/extrapolation"), metavar="DIR",
                         help="where results.json and extrapolation.png go (default %(default)s)")  # fmt: skip
-    parser.add_argument("--resume", action="store_true", help="keep the methods that DIR/results.json has already")
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
 
 
 if __name__ == "__main__":

@@ -57,8 +57,7 @@ def text_file(path: Path, held_out_bytes: int, least_held_out: int) -> Corpus:
     least = 5 * least_held_out
     if len(text) < least:
         raise ValueError(
-            f"text must have at least {least:,} bytes, got {len(text):,} in {path.name}; "
-            "use a longer text or a shorter train length"
+            f"text must have at least {least:,} bytes, got {len(text):,} in {path.name}; use a longer text"
         )
     held = min(max(len(text) // 10, least_held_out), held_out_bytes)
     return _corpus(path.name, text[:-held], text[-held:], least_held_out)
@@ -69,6 +68,6 @@ def _corpus(name: str, training: bytes, held_out: bytes, least_held_out: int) ->
         if len(text) < least_held_out:
             raise ValueError(
                 f"{part} text must have at least {least_held_out:,} bytes, got {len(text):,} in {name}; "
-                "use a longer text or a shorter train length"
+                "use a longer text"
             )
     return Corpus(name, *(torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (training, held_out)))

@@ -27,7 +27,7 @@ STYLES = {
 BINS_AN_OCTAVE = 2
 
 
-def draw(results: Results, methods: Sequence[str], path: Path) -> None:
+def draw(results: Results, path: Path) -> None:
     """Write the picture as PNG."""
     length, lengths = results.settings["train_length"], results.settings["lengths"]
     figure, axes = plt.subplots(1, 3, figsize=(13, 4.8), sharey=True, layout="constrained")
@@ -42,8 +42,8 @@ def draw(results: Results, methods: Sequence[str], path: Path) -> None:
         ax.grid(axis="y", color="#dddddd")
         ax.spines[["top", "right"]].set_visible(False)
         ax.axvline(length, color="#999999", linestyle=(0, (4, 3)), linewidth=1, zorder=1)
-    for method in methods:
-        found, style = results.methods[method], {"markersize": 5, "linewidth": 1.8} | STYLES[method]
+    for method, found in results.methods.items():
+        style = {"markersize": 5, "linewidth": 1.8} | STYLES[method]
         for ax, protocol in zip(axes, PROTOCOLS, strict=False):
             ax.plot(lengths, [found[protocol][str(n)] for n in lengths], **style)
         axes[2].plot(*_by_octave(found["by_position"]), **style | {"markersize": 3.5})
@@ -55,7 +55,9 @@ def draw(results: Results, methods: Sequence[str], path: Path) -> None:
     axes[0].set_ylabel("loss, nats a byte (lower is better)")
     axes[0].annotate("trained\nlength", (length, 0.99), xycoords=("data", "axes fraction"), xytext=(5, 0),
                      textcoords="offset points", va="top", color="#666666", fontsize=9)  # fmt: skip
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(methods), frameon=False)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(results.methods), frameon=False
+    )
     figure.suptitle(
         f"Trained at {length:,} bytes, tested at up to {lengths[-1]:,}   |   {results.corpus['name']:.32}",
         x=0.01, ha="left", fontsize=12.5, fontweight="bold",

@@ -4,33 +4,29 @@ In go functions to compare. Out come medians, spreads and ratios, with versions 
 """
 
 from benchmarks.harness.timing import (
-    MET,
-    NOT_JUDGED,
     Measurement,
-    as_json,
     available_memory,
-    console,
+    conclude,
+    folder,
     machine,
+    parser,
     peak_growth,
     run_alone,
     seconds_of,
-    show,
     versions,
     write_json,
 )
 
 __all__ = [
-    "MET",
-    "NOT_JUDGED",
     "Measurement",
-    "as_json",
     "available_memory",
-    "console",
+    "conclude",
+    "folder",
     "machine",
+    "parser",
     "peak_growth",
     "run_alone",
     "seconds_of",
-    "show",
     "versions",
     "write_json",
 ]

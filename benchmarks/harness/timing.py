@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import importlib
@@ -14,17 +15,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-try:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-except ModuleNotFoundError:  # a machine lent for its accelerator may lack it: the tables are plainer there
-    Console = None
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import alibi_core
 
 MET, MISSED, NOT_MEASURED, NOT_JUDGED = "met", "missed", "not measured", "not judged"
 WIDTH = 120  # of tables that go to a file
@@ -218,8 +218,8 @@ def machine() -> dict[str, Any]:
 
 
 def versions(*distributions: str) -> dict[str, str]:
-    """Return the versions of Python and of those distributions that are installed."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python, of this library and of those distributions that are installed."""
+    found = {"python": platform.python_version(), "alibi-core": alibi_core.__version__}
     for name in distributions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
@@ -247,17 +247,14 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def console() -> Console | None:
-    """Return where tables go, None without rich."""
-    if Console is None:
-        return None
+def console() -> Console:
+    """Return where tables go."""
     return Console() if sys.stdout.isatty() else Console(width=WIDTH)
 
 
-def show(console: Console | None, measurements: Sequence[Measurement], judged: bool) -> None:
-    """Print one table a group, and the notes under it; without a console (without rich), a plainer one."""
-    if console is None:
-        return _show_plainly(measurements, judged)
+def show(measurements: Sequence[Measurement], judged: bool) -> None:
+    """Print one table a group, and the notes under it."""
+    out = console()
     for group in dict.fromkeys(each.group for each in measurements):
         table = Table(title=group, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
         for column in ("candidate", "baseline"):
@@ -268,24 +265,11 @@ def show(console: Console | None, measurements: Sequence[Measurement], judged: b
         for each in members:
             verdict = each.verdict(judged).replace(NOT_JUDGED, "")
             table.add_row(each.candidate, each.baseline, *_cells(each), f"[{_STYLES.get(verdict, 'none')}]{verdict}[/]")
-        console.print(table)
+        out.print(table)
         for note in _notes(members):
-            console.print(f"  {note}", style="dim", highlight=False, soft_wrap=True)
+            out.print(f"  {note}", style="dim", highlight=False, soft_wrap=True)
     if not judged:
-        console.print("Bars are judged at full size only.")
-
-
-def _show_plainly(measurements: Sequence[Measurement], judged: bool) -> None:
-    for group in dict.fromkeys(each.group for each in measurements):
-        print(f"\n{group}")
-        members = [each for each in measurements if each.group == group]
-        for each in members:
-            verdict = each.verdict(judged).replace(NOT_JUDGED, "")
-            print("  " + "  ".join(filter(None, (each.candidate, "|", each.baseline, "|", *_cells(each), verdict))))
-        for note in _notes(members):
-            print(f"  {note}")
-    if not judged:
-        print("Bars are judged at full size only.")
+        out.print("Bars are judged at full size only.")
 
 
 def _notes(members: Sequence[Measurement]) -> list[str]:
@@ -315,3 +299,57 @@ def _quantity(value: float, unit: str) -> str:
     if value >= 1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.0f} ms" if value >= 1e-2 else f"{value * 1e6:.0f} us"
+
+
+# --- The program of a benchmark ---------------------------------------------------------------------------------------
+
+
+def parser(name: str, doc: str | None, sections: Iterable[str] = ()) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark: ``--quick``, ``--output`` and, where it has sections, ``--only``."""
+    names = list(sections)
+
+    def chosen(text: str) -> list[str]:
+        asked = text.split(",")
+        if unknown := [each for each in asked if each not in names]:
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(names)}, got {', '.join(unknown)}")
+        return [each for each in names if each in asked]
+
+    made = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--quick", action="store_true", help="small shapes: checks numbers, judges no speed")
+    where = "where results go (default benchmarks/results, with --quick or --only out)"
+    made.add_argument("--output", type=Path, metavar="DIR", help=where)
+    if names:
+        options = {"type": chosen, "default": names, "metavar": "SECTION,..."}
+        made.add_argument("--only", help=f"of {', '.join(names)} (default all)", **options)
+    return made
+
+
+def folder(options: argparse.Namespace, is_whole: bool) -> Path:
+    """Return where results go: of a whole run, to those that are kept."""
+    is_kept = is_whole and not options.quick
+    return options.output or (Path(__file__).parents[1] / "results" if is_kept else Path("out"))
+
+
+def conclude(
+    path: Path, measurements: Sequence[Measurement], judged: bool, wrong: Sequence[str] = (), **results: Any
+) -> int:
+    """Print tables, write all results, tell what is wrong or was missed, and return the exit status.
+
+    Args:
+        path: Of the JSON file.
+        measurements: What was measured.
+        judged: Whether bars count.
+        wrong: A line for each number that is wrong.
+        results: What else is to be written.
+    """
+    verdicts = [(each.verdict(judged), each.name) for each in measurements if judged]
+    missed = [f"{verdict}: {name}" for verdict, name in verdicts if verdict in (MISSED, NOT_MEASURED)]
+    show(measurements, judged)
+    found = {"quick": not judged, "passed": not wrong and not missed, **results}
+    write_json(path, found | {"measurements": as_json(measurements, judged)})
+    print(f"Written to {path}; the load of the machine was {results['machine']['load']} at the start.")
+    for line in [*(f"wrong: {line}" for line in wrong), *missed]:
+        print(line, file=sys.stderr)
+    return 1 if wrong or missed else 0

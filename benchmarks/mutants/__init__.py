@@ -1,25 +1,19 @@
 """Wrong implementations of ALiBi attention, one realistic mistake each: what a conformance kit is there to find.
 
-``python -m benchmarks.mutants`` holds all of them to the laws of :mod:`alibi_core.conformance`.
+``python -m benchmarks.mutants`` holds all of them to the laws of :mod:`alibi_core.conformance`. Most are mistakes of
+the kit's own catalogue, run as adapters; the others are what no reading of ALiBi explains: state, sizes, conduct.
 """
 
-from benchmarks.mutants import (
-    bias,
-    blocks,
-    conduct,
-    decoding,
-    gradients,
-    heads,
-    large,
-    positions,
-    precision,
-    slopes,
-    visibility,
-)
-from benchmarks.mutants._mutant import Mutant
+from benchmarks.mutants import blocks, catalogue, conduct, decoding, forward, gradients, large
+from benchmarks.mutants._mutant import Mutant, tried
 from benchmarks.mutants.reference import Blockwise, Reference
 
-_MODULES = (slopes, bias, positions, visibility, heads, large, precision, blocks, gradients, decoding, conduct)
-MUTANTS: tuple[Mutant, ...] = tuple(x for module in _MODULES for x in vars(module).values() if isinstance(x, Mutant))
+_BY_HAND = [x for module in (forward, blocks, gradients, decoding, conduct) for x in vars(module).values()]
+MUTANTS: tuple[Mutant, ...] = (
+    *catalogue.MUTANTS,
+    *large.MUTANTS,
+    *decoding.PAGED,
+    *(x for x in _BY_HAND if isinstance(x, Mutant)),
+)
 
-__all__ = ["MUTANTS", "Blockwise", "Mutant", "Reference"]
+__all__ = ["MUTANTS", "Blockwise", "Mutant", "Reference", "tried"]

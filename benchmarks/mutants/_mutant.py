@@ -1,11 +1,20 @@
-"""What a mutant is: an adapter with one mistake, the laws that it breaks, and the words that name the mistake."""
+"""A mutant is an adapter with one mistake; what comes of holding one to the laws."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+from alibi_core.conformance import FEATURES, MISTAKES, Diagnosis, Mistaken, check
 from benchmarks.mutants.reference import Reference
+
+LISTS, CALLS = ("slopes", "bias"), ("attention", "attention_grad", "decode_step")
+BF16, FP16 = "bfloat16", "float16"
+TIME_LIMIT = 10.0  # seconds that one call may take: one of them never returns
+NOT_FAR = frozenset(FEATURES) - {"far"}
 
 
 @dataclass(frozen=True)
@@ -13,21 +22,31 @@ class Mutant:
     """An adapter with one mistake.
 
     Attributes:
-        name: Of its class.
+        name: Of its class, or of the mistake in the catalogue.
         mistake: In one line.
-        adapter: The class; each trial takes a new object.
+        adapter: Makes the adapter; each trial takes a new one.
         laws: Those by which it ought to be killed, some or all.
         expected: Regular expression of what a diagnosis has to say to be right; it is found in any case of letters.
         is_diagnosable: Whether tests hold the kit to naming the mistake; elsewhere it may but say where results are
             wrong, or take long.
+        key: That of the diagnosis that is right, where the mistake is one of the catalogue.
     """
 
     name: str
     mistake: str
-    adapter: type[Reference]
+    adapter: Callable[[], Any]
     laws: tuple[str, ...]
     expected: str
     is_diagnosable: bool
+    key: str = ""
+
+    def is_named_by(self, diagnosis: Diagnosis) -> bool:
+        """Return whether a diagnosis names the mistake."""
+        if diagnosis.key == "unexplained":  # it says but where results are wrong, whatever words are in it
+            return False
+        if self.key:
+            return diagnosis.key.startswith(self.key)
+        return bool(re.search(self.expected, diagnosis.sentence, re.IGNORECASE))
 
 
 def mutant(*laws: str, expected: str, is_diagnosable: bool = True) -> Callable[[type[Reference]], Mutant]:
@@ -38,3 +57,73 @@ def mutant(*laws: str, expected: str, is_diagnosable: bool = True) -> Callable[[
         return Mutant(adapter.__name__, mistake, adapter, laws, expected, is_diagnosable)
 
     return made
+
+
+def sized(base: type[Reference], size: int, *laws: str, expected: str, is_diagnosable: bool = True) -> Mutant:
+    """Return a mutant whose mistake, that of ``base``, depends on a size."""
+    adapter = type(
+        f"{base.__name__.strip('_')}{size}", (base,), {"size": size, "__doc__": base.__doc__.format(size=size)}
+    )
+    return mutant(*laws, expected=expected, is_diagnosable=is_diagnosable)(adapter)
+
+
+def catalogued(
+    mistake: str,
+    laws: str,
+    *others: str,
+    functions: Collection[str] = (),
+    told: str = "",
+    dtype: str = "float32",
+    features: Collection[str] | None = None,
+    is_diagnosable: bool = True,
+) -> Mutant:
+    """Make a mistake of the catalogue a mutant.
+
+    Args:
+        mistake: Its name, of ``MISTAKES``.
+        laws: Those by which it ought to be killed.
+        others: More that is done, and not to be named.
+        functions: Which functions make it. Default, all.
+        told: By what other name the kit is to call it. Default, its own.
+        dtype: As in ``Mistaken``.
+        features: As in ``Mistaken``.
+        is_diagnosable: As in ``Mutant``.
+    """
+    options = {"functions": functions} if functions else {}
+    adapter = partial(Mistaken, mistake, *others, dtype=dtype, features=features, **options)
+    where = f" ({', '.join([dtype] * (dtype != 'float32') + [*functions])})" if functions != CALLS else ""
+    name = f"{mistake}{where}" if dtype == "float32" else f"{mistake} ({dtype})"
+    key = told or mistake.partition(":")[0]
+    return Mutant(
+        " and ".join([name, *others]), MISTAKES[mistake], adapter, tuple(laws.split()), "", is_diagnosable, key
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one mutant.
+
+    Attributes:
+        mutant: Its name.
+        mistake: In one line.
+        killed_by: The laws that it breaks.
+        diagnoses: What the kit says that it does.
+        is_right: Whether a diagnosis names the mistake.
+        seconds: That the check took.
+    """
+
+    mutant: str
+    mistake: str
+    killed_by: tuple[str, ...]
+    diagnoses: tuple[str, ...]
+    is_right: bool
+    seconds: float
+
+
+def tried(mutant: Mutant, *, laws: Iterable[str] | None = None) -> Outcome:
+    """Hold a mutant to laws, all by default, in the quick profile."""
+    report = check(mutant.adapter(), laws=laws, time_limit=TIME_LIMIT)
+    sentences = tuple(x.sentence for x in report.diagnoses)
+    is_right = any(mutant.is_named_by(x) for x in report.diagnoses)
+    killed_by = tuple(law.name for law in report.failed)
+    return Outcome(mutant.name, mutant.mistake, killed_by, sentences, is_right, report.seconds)

@@ -12,15 +12,6 @@ from benchmarks.mutants.reference import Array, Blockwise, Call
 BLOCK = "block|tail|last keys|tile|partial|multiple"
 
 
-@mutant("long", expected=BLOCK + "|drop")
-class LastBlockDropped(Blockwise):
-    """The last keys, which fill no block, are left out, where there are full blocks before them."""
-
-    def output(self, call: Call) -> Array:
-        kept = max(call.lengths[1] // self.block_size * self.block_size, min(self.block_size, call.lengths[1]))
-        return super().output(first_keys(call, kept))
-
-
 def first_keys(call: Call, count: int) -> Call:
     """Return a call without the keys after the first ``count``."""
     ids, mask = call.segment_ids, call.mask
@@ -33,18 +24,6 @@ def first_keys(call: Call, count: int) -> Call:
     )
 
 
-@mutant("symmetric", "combined", expected="pad|" + BLOCK)
-class PaddingCounted(Blockwise):
-    """The last block is padded with zeros, which count as keys where nothing but the causal mask hides them."""
-
-    def output(self, call: Call) -> Array:
-        missing = -call.lengths[1] % self.block_size
-        if call.segment_ids is not None or call.mask is not None:
-            return super().output(call)
-        widths = ((0, 0), (0, 0), (0, missing), (0, 0))
-        return super().output(dataclasses.replace(call, key=np.pad(call.key, widths), value=np.pad(call.value, widths)))
-
-
 @mutant("long", expected=BLOCK + "|drop|first 64")
 class KeyBlocksOfTopLeftQueries(Blockwise):
     """Blocks of keys are read up to the query's own index, not position: keys after that are missing."""
@@ -54,37 +33,6 @@ class KeyBlocksOfTopLeftQueries(Blockwise):
             return super().output(call)
         blocks = -(-call.lengths[0] // self.block_size)
         return super().output(first_keys(call, blocks * self.block_size))
-
-
-@mutant("long", expected=BLOCK + "|causal|offset|q_offset|drop")
-class KeyBlocksRoundedDown(Blockwise):
-    """The number of blocks that a causal row needs is rounded down, so that the block on the diagonal is missing."""
-
-    def output(self, call: Call) -> Array:
-        if not call.is_causal:
-            return super().output(call)
-        reached = int(call.q_offset.max(initial=0)) + call.lengths[0]
-        return super().output(first_keys(call, max(reached // self.block_size, 1) * self.block_size))
-
-
-@mutant("long", expected="rescal|correct|maximum|online|running|block")
-class SumOfValuesNotRescaled(Blockwise):
-    """When a later block has a higher score, the sum of values is not scaled down."""
-
-    def updated(self, highest: Array, total: Array, result: Array, scores: Array, values: Array) -> tuple[Array, ...]:
-        new, new_total, new_result = super().updated(highest, total, result, scores, values)
-        base = np.where(np.isfinite(new), new, 0)
-        return new, new_total, new_result + result * (1 - np.exp(highest - base))
-
-
-@mutant("long", expected="rescal|correct|maximum|online|running|block|denominator")
-class SumOfWeightsNotRescaled(Blockwise):
-    """When a later block has a higher score, the sum of weights is not scaled down."""
-
-    def updated(self, highest: Array, total: Array, result: Array, scores: Array, values: Array) -> tuple[Array, ...]:
-        new, new_total, new_result = super().updated(highest, total, result, scores, values)
-        base = np.where(np.isfinite(new), new, 0)
-        return new, new_total + total * (1 - np.exp(highest - base)), new_result
 
 
 @mutant("long", expected="nan|infin")
@@ -110,33 +58,6 @@ class MaximumBeginsWithZero(Blockwise):
     def beginning(self, call: Call) -> tuple[Array, Array, Array]:
         highest, total, result = super().beginning(call)
         return np.zeros_like(highest), total, result
-
-
-@mutant("causal", expected="extra|\\+ ?1|denominator|softmax1|off.by.one|sink|sum to|add up to")
-class OneMoreInTheDenominator(Blockwise):
-    """The denominator has one more, as if there were a sink (softmax1)."""
-
-    def beginning(self, call: Call) -> tuple[Array, Array, Array]:
-        highest, total, result = super().beginning(call)
-        return np.zeros_like(highest), np.ones_like(total), result
-
-
-@mutant("causal", expected="normali[sz]|divi|denominator|sum to|add up to|last block|denominator")
-class NotNormalised(Blockwise):
-    """The sum of values is not divided by the sum of weights."""
-
-    def output(self, call: Call) -> Array:
-        scores, values = self.scores(call), self.grouped(call, call.value)
-        return self.updated(*self.beginning(call), scores, values)[2] if call.lengths[1] else super().output(call)
-
-
-@mutant("nowhere", expected="nan")
-class DividedByAnEmptySum(Blockwise):
-    """A row that sees nothing is divided by the sum of its weights, which is 0."""
-
-    def output(self, call: Call) -> Array:
-        sees = self.visible(call).any(axis=-1, keepdims=True)
-        return np.where(sees, super().output(call), np.nan)
 
 
 # --- Horizons ---------------------------------------------------------------------------------------------------------
@@ -227,11 +148,3 @@ class HorizonOfNoSlopeIsNan(_Horizon):
 
     def horizon(self, call: Call, gap: Array, slopes: Array) -> Array:
         return np.where(slopes == 0, np.nan, super().horizon(call, gap, slopes))
-
-
-@mutant("long", expected="last key|horizon|window|far|distan|drop|left out|fixed|256")
-class FixedHorizon(Blockwise):
-    """Keys more than 128 tokens back are dropped in all heads, steep or not."""
-
-    def masked(self, call: Call, scores: Array) -> Array:
-        return np.where(-self.ahead(call) <= 128, super().masked(call, scores), -np.inf)

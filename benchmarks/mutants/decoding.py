@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from benchmarks.mutants._mutant import mutant
+from benchmarks.mutants._mutant import Mutant, mutant, sized
 from benchmarks.mutants.reference import Array, Call, Reference
-
-
-@mutant("decoding", expected="no bias|bias.*(lost|missing|ignor|absent|left out|0)|without.*bias")
-class BiasLostInDecoding(Reference):
-    """Decoding has no bias (keras-hub)."""
-
-    def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
-        return super().decode_step(query, key, value, slopes * 0, cache)
 
 
 @mutant("decoding", expected="no bias|bias.*(lost|missing|ignor|absent|left out|0)|without.*bias|later|after the first")
@@ -27,41 +20,6 @@ class BiasLostAfterTheFirstStep(Reference):
         return super().decode_step(query, key, value, slopes * (cache is None), cache)
 
 
-@mutant("decoding", expected="off by one|one (token|position|key|too|step)|shift|by 1|\\+ ?1")
-class DecodingOneTooFar(Reference):
-    """The new tokens are one position too far, and see one too many of themselves."""
-
-    def decode_offset(self, query: Array, keys: Array) -> int:
-        return super().decode_offset(query, keys) + 1
-
-
-@mutant("decoding", expected="off by one|one (token|position|key|too|step)|shift|by 1|- ?1", is_diagnosable=False)
-class DecodingOneShort(Reference):
-    """The new tokens are one position short, and do not see themselves."""
-
-    def decode_offset(self, query: Array, keys: Array) -> int:
-        return super().decode_offset(query, keys) - 1
-
-
-@mutant("decoding", expected="restart|from 0|at 0|beginning|again|q_offset|first key|position")
-class DecodingRestartsAtZero(Reference):
-    """The positions of each step begin with 0 again."""
-
-    def decode_offset(self, query: Array, keys: Array) -> int:
-        return 0
-
-
-@mutant("decoding", expected="chunk|causal|to come|ahead|future|step|one another|each other")
-class ChunkNotCausal(Reference):
-    """The tokens of one step all see one another."""
-
-    def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
-        _, (keys, values) = super().decode_step(query, key, value, slopes, cache)
-        mask = np.ones((1, 1, query.shape[2], keys.shape[2]), dtype=bool)
-        offset = self.decode_offset(query, keys)
-        return self.attention(query, keys, values, slopes, False, offset, mask=mask), (keys, values)
-
-
 @mutant("decoding", expected="last|chunk|same position|one position|step", is_diagnosable=False)
 class ChunkAtOnePosition(Reference):
     """All tokens of one step have the position of the last."""
@@ -69,7 +27,7 @@ class ChunkAtOnePosition(Reference):
     def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
         _, (keys, values) = super().decode_step(query, key, value, slopes, cache)
         outputs = [
-            self.attention(query[:, :, i : i + 1], keys, values, slopes, True, keys.shape[2] - 1)
+            self.attention(query[:, :, i : i + 1], keys, values, slopes, is_causal=True, q_offset=keys.shape[2] - 1)
             for i in range(query.shape[2])
         ]
         return np.concatenate(outputs, axis=2), (keys, values)
@@ -86,44 +44,13 @@ class CacheSharedBetweenSequences(Reference):
         return output, True
 
 
-@mutant(
-    "decoding", expected="forget|window|at most|capacity|evict|oldest|first keys|limit|drop|lost", is_diagnosable=False
-)
-class CacheOfFiveTokens(Reference):
-    """The cache holds the last five tokens."""
-
-    def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
-        output, kept = super().decode_step(query, key, value, slopes, cache)
-        return output, tuple(x[:, :, -5:] for x in kept)
-
-
-@mutant("decoding", expected="last|overwrit|only|one token|first|dropp|lost|forg", is_diagnosable=False)
-class CacheKeepsOneTokenOfAStep(Reference):
-    """Of the tokens of one step, only the last is kept in the cache."""
-
-    def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
-        output, (keys, values) = super().decode_step(query, key, value, slopes, cache)
-        before = keys.shape[2] - key.shape[2]
-        kept = [*range(before), keys.shape[2] - 1] if cache is not None else [*range(keys.shape[2])]
-        return output, (keys[:, :, kept], values[:, :, kept])
-
-
-@mutant("decoding", expected="twice|duplicat|again|double", is_diagnosable=False)
-class NewTokensCachedTwice(Reference):
-    """After the first step the new tokens are in the cache already, and appended again."""
-
-    def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
-        output, kept = super().decode_step(query, key, value, slopes, cache)
-        return output, tuple(np.concatenate([x, x[:, :, -1:]], axis=2) for x in kept)
-
-
 # --- Caches that are right in short sequences -------------------------------------------------------------------------
 
 
 class _Paged(Reference):
-    """Attention itself is right; decoding takes positions modulo a page."""
+    """Positions in a cache are those in its pages of {size} tokens."""
 
-    page = 16
+    size = 16
     attention_is_step = False
 
     def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
@@ -136,42 +63,17 @@ class _Paged(Reference):
     def raw_bias(self, call: Call) -> Array:
         if not self.attention_is_step:
             return super().raw_bias(call)
-        distances = self.q_positions(call) % self.page - self.kv_positions(call) % self.page
+        distances = self.q_positions(call) % self.size - self.kv_positions(call) % self.size
         return -self.steepness(call).astype(np.float64) * np.abs(distances)
 
 
-@mutant("long_decoding", expected="restart every 16")
-class PositionsModuloPageOf16(_Paged):
-    """Positions in a cache are those in its pages of 16 tokens."""
-
-
-@mutant("long_decoding", expected="restart every 64")
-class PositionsModuloPageOf64(_Paged):
-    """Positions in a cache are those in its pages of 64 tokens."""
-
-    page = 64
-
-
-@mutant("long_decoding", expected="restart every 128")
-class PositionsModuloPageOf128(_Paged):
-    """Positions in a cache are those in its pages of 128 tokens."""
-
-    page = 128
-
-
-@mutant("long_decoding", expected="restart every 256")
-class PositionsModuloPageOf256(_Paged):
-    """Positions in a cache are those in its pages of 256 tokens."""
-
-    page = 256
+PAGED = tuple(sized(_Paged, n, "long_decoding", expected=f"restart every {n}") for n in (16, 64, 128, 256))
 
 
 class _Keeping(Reference):
     """A cache that keeps not all tokens where they belong."""
 
-    def kept(self, held: Array, before: int) -> Array:
-        """Return what becomes of keys, or values, ``before`` of which were there before the step."""
-        raise NotImplementedError
+    kept: Any
 
     def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
         output, kept = super().decode_step(query, key, value, slopes, cache)
@@ -179,74 +81,86 @@ class _Keeping(Reference):
         return output, tuple(self.kept(x, before) for x in kept)
 
 
-@mutant("long_decoding", expected="horizon|64|last|window", is_diagnosable=False)
-class CacheOf64Tokens(_Keeping):
+def keeping(*laws: str, expected: str) -> Callable[[Callable[[Array, int], Array]], Mutant]:
+    """Make what becomes of keys, or values, ``before`` of which were there before the step, a mutant."""
+
+    def made(kept: Callable[[Array, int], Array]) -> Mutant:
+        adapter = type(kept.__name__, (_Keeping,), {"kept": staticmethod(kept), "__doc__": kept.__doc__})
+        return mutant(*laws, expected=expected, is_diagnosable=False)(adapter)
+
+    return made
+
+
+@keeping("decoding", expected="forget|window|at most|capacity|evict|oldest|first keys|limit|drop|lost")
+def cache_of_five_tokens(held: Array, before: int) -> Array:
+    """The cache holds the last five tokens."""
+    return held[:, :, -5:]
+
+
+@keeping("decoding", expected="last|overwrit|only|one token|first|dropp|lost|forg")
+def cache_keeps_one_token_of_a_step(held: Array, before: int) -> Array:
+    """Of the tokens of one step, only the last is kept in the cache."""
+    return held if before == 0 else np.concatenate([held[:, :, :before], held[:, :, -1:]], axis=2)
+
+
+@keeping("decoding", expected="twice|duplicat|again|double")
+def new_tokens_cached_twice(held: Array, before: int) -> Array:
+    """After the first step the new tokens are in the cache already, and appended again."""
+    return np.concatenate([held, held[:, :, -1:]], axis=2)
+
+
+@keeping("long_decoding", expected="horizon|64|last|window")
+def cache_of_64_tokens(held: Array, before: int) -> Array:
     """The cache holds the last 64 tokens."""
-
-    def kept(self, held: Array, before: int) -> Array:
-        return held[:, :, -64:]
+    return held[:, :, -64:]
 
 
-@mutant("long_decoding", expected="horizon|256|last|window", is_diagnosable=False)
-class CacheOf256Tokens(_Keeping):
+@keeping("long_decoding", expected="horizon|256|last|window")
+def cache_of_256_tokens(held: Array, before: int) -> Array:
     """The cache holds the last 256 tokens."""
-
-    def kept(self, held: Array, before: int) -> Array:
-        return held[:, :, -256:]
+    return held[:, :, -256:]
 
 
-@mutant("long_decoding", expected="lost|grow", is_diagnosable=False)
-class TokenLostEveryEight(_Keeping):
+@keeping("long_decoding", expected="lost|grow")
+def token_lost_every_eight(held: Array, before: int) -> Array:
     """The cache grows by eight tokens at a time, and loses the last one of those that it held."""
-
-    def kept(self, held: Array, before: int) -> Array:
-        return np.delete(held, before - 1, axis=2) if before // 8 < held.shape[2] // 8 and before else held
+    return np.delete(held, before - 1, axis=2) if before // 8 < held.shape[2] // 8 and before else held
 
 
-@mutant("long_decoding", expected="lost|grow", is_diagnosable=False)
-class TokenLostAtDoubling(_Keeping):
+@keeping("long_decoding", expected="lost|grow")
+def token_lost_at_doubling(held: Array, before: int) -> Array:
     """The cache doubles its capacity, from 16 tokens on, and copies one too few."""
-
-    def kept(self, held: Array, before: int) -> Array:
-        grows = max(before, 15).bit_length() < held.shape[2].bit_length()
-        return np.delete(held, before - 1, axis=2) if grows and before else held
+    grows = max(before, 15).bit_length() < held.shape[2].bit_length()
+    return np.delete(held, before - 1, axis=2) if grows and before else held
 
 
-@mutant("long_decoding", expected="capacity|off by one", is_diagnosable=False)
-class LastTokenOfACapacityOverwritten(_Keeping):
+@keeping("long_decoding", expected="capacity|off by one")
+def last_token_of_a_capacity_overwritten(held: Array, before: int) -> Array:
     """A token that comes when the cache of 512 is full but for one takes the place of the one before."""
-
-    def kept(self, held: Array, before: int) -> Array:
-        return np.delete(held, before - 1, axis=2) if before < 512 <= held.shape[2] else held
+    return np.delete(held, before - 1, axis=2) if before < 512 <= held.shape[2] else held
 
 
-@mutant("long_decoding", expected="prefill|overwrit", is_diagnosable=False)
-class PrefillOverwrites(_Keeping):
+@keeping("long_decoding", expected="prefill|overwrit")
+def prefill_overwrites(held: Array, before: int) -> Array:
     """Whatever comes 32 tokens or more at a time is written to the beginning of the cache, as prompts are."""
-
-    def kept(self, held: Array, before: int) -> Array:
-        new = held.shape[2] - before
-        if new < 32 or before == 0:
-            return held
-        return np.concatenate([held[:, :, before:], held[:, :, new:before], held[:, :, before:]], axis=2)
+    new = held.shape[2] - before
+    if new < 32 or before == 0:
+        return held
+    return np.concatenate([held[:, :, before:], held[:, :, new:before], held[:, :, before:]], axis=2)
 
 
-@mutant("long_decoding", expected="stale|entry", is_diagnosable=False)
-class StaleEntry(_Keeping):
+@keeping("long_decoding", expected="stale|entry")
+def stale_entry(held: Array, before: int) -> Array:
     """The first token of a page of 64 is not written, and what was there before stays: nothing, or zeros."""
-
-    def kept(self, held: Array, before: int) -> Array:
-        is_first = (np.arange(held.shape[2]) % 64 == 0) & (np.arange(held.shape[2]) >= max(before, 1))
-        return np.where(is_first[:, None], np.asarray(0, held.dtype), held)
+    is_first = (np.arange(held.shape[2]) % 64 == 0) & (np.arange(held.shape[2]) >= max(before, 1))
+    return np.where(is_first[:, None], np.asarray(0, held.dtype), held)
 
 
-@mutant("long_decoding", expected="ring|wrap|overwrit", is_diagnosable=False)
-class RingOf512Tokens(_Keeping):
+@keeping("long_decoding", expected="ring|wrap|overwrit")
+def ring_of_512_tokens(held: Array, before: int) -> Array:
     """The cache is a ring of 512 tokens: the one after that takes the place of the first."""
-
-    def kept(self, held: Array, before: int) -> Array:
-        over = max(held.shape[2] - 512, 0)
-        return np.concatenate([np.zeros_like(held[:, :, :over]), held[:, :, over:]], axis=2)
+    over = max(held.shape[2] - 512, 0)
+    return np.concatenate([np.zeros_like(held[:, :, :over]), held[:, :, over:]], axis=2)
 
 
 @mutant("long_decoding", expected="chunk|16|position", is_diagnosable=False)

@@ -8,17 +8,9 @@ import numpy as np
 
 from benchmarks.mutants._mutant import mutant
 from benchmarks.mutants.blocks import _Horizon
-from benchmarks.mutants.reference import Array, Call, Reference, to_bfloat16
+from benchmarks.mutants.reference import Array, Call, Reference
 
 # --- By slopes --------------------------------------------------------------------------------------------------------
-
-
-@mutant("slope_gradients", expected="zero|\\b0\\b|no gradient")
-class SlopeGradientOfZero(Reference):
-    """The gradient of slopes is zero (flash-attn)."""
-
-    def grad_slopes(self, call: Call, grad_scores: Array, distances: Array) -> Array:
-        return 0 * super().grad_slopes(call, grad_scores, distances)
 
 
 @mutant("slope_gradients", expected="no gradient|missing|return(s|ed) no")
@@ -29,39 +21,12 @@ class SlopeGradientMissing(Reference):
         return {}
 
 
-@mutant("slope_gradients", expected="sign|negat|minus|opposite")
-class SlopeGradientOfWrongSign(Reference):
-    """The gradient of slopes has the sign of the gradient of the bias."""
-
-    def grad_slopes(self, call: Call, grad_scores: Array, distances: Array) -> Array:
-        return -super().grad_slopes(call, grad_scores, distances)
-
-
 @mutant("slope_gradients", expected="shape")
 class SlopeGradientByEntry(Reference):
     """The gradient of slopes is not summed over the batch."""
 
     def grad_slopes(self, call: Call, grad_scores: Array, distances: Array) -> Array:
         return -(grad_scores * distances.astype(self.working_dtype)).sum(axis=(2, 3))
-
-
-@mutant("slope_gradients", expected="mean|average|batch|divided")
-class SlopeGradientAveragedOverTheBatch(Reference):
-    """The gradient of slopes is averaged over the batch, not summed."""
-
-    def grad_slopes(self, call: Call, grad_scores: Array, distances: Array) -> Array:
-        total = super().grad_slopes(call, grad_scores, distances)
-        return total if call.slopes.ndim == 2 else total / call.query.shape[0]
-
-
-@mutant("slope_gradients", expected="first (batch )?entry|batch|entry")
-class SlopeGradientOfTheFirstEntry(Reference):
-    """The gradient of slopes is that of the first batch entry: others overwrite nothing."""
-
-    def grad_slopes(self, call: Call, grad_scores: Array, distances: Array) -> Array:
-        if call.slopes.ndim == 2:
-            return super().grad_slopes(call, grad_scores, distances)
-        return super().grad_slopes(call, grad_scores[:1], distances[:1])
 
 
 @mutant("long_gradients", expected="future|both sides|past|side", is_diagnosable=False)
@@ -74,31 +39,6 @@ class SlopeGradientOfBothSides(Reference):
         return grads | {"slopes": both}
 
 
-@mutant("slope_gradients", expected="scal|sqrt|head_dim")
-class SlopeGradientScaled(Reference):
-    """The gradient of slopes is scaled like that of queries."""
-
-    def grad_slopes(self, call: Call, grad_scores: Array, distances: Array) -> Array:
-        return np.asarray(call.scale, self.working_dtype) * super().grad_slopes(call, grad_scores, distances)
-
-
-@mutant("slope_gradients", expected="bfloat16|bf16")
-class SlopeGradientFromBfloat16(Reference):
-    """The gradient of slopes is summed up from gradients of scores that were rounded to bfloat16."""
-
-    def grad_slopes(self, call: Call, grad_scores: Array, distances: Array) -> Array:
-        return super().grad_slopes(call, to_bfloat16(grad_scores), distances)
-
-
-@mutant("slope_gradients", expected="batch|entry|entries|sum")
-class SlopeGradientSharedByEntries(Reference):
-    """The gradient of slopes by batch entry is summed over the batch, for all alike."""
-
-    def grad_slopes(self, call: Call, grad_scores: Array, distances: Array) -> Array:
-        gradient = super().grad_slopes(call, grad_scores, distances)
-        return gradient if call.slopes.ndim == 1 else gradient * 0 + gradient.sum(axis=0)
-
-
 @mutant("gradients", expected="mask", is_diagnosable=False)
 class ValueGradientBlindToMask(Reference):
     """The gradient of values counts queries that a mask hides them from."""
@@ -108,73 +48,6 @@ class ValueGradientBlindToMask(Reference):
 
 
 # --- By query, key and value ------------------------------------------------------------------------------------------
-
-
-@mutant("gradients", expected="scal|sqrt|head_dim")
-class QueryGradientNotScaled(Reference):
-    """The gradient of queries lacks the scale."""
-
-    def grad_query(self, call: Call, grad_scores: Array) -> Array:
-        return super().grad_query(dataclasses.replace(call, scale=1.0), grad_scores)
-
-
-@mutant("gradients", expected="scal|sqrt|head_dim")
-class KeyGradientNotScaled(Reference):
-    """The gradient of keys lacks the scale."""
-
-    def grad_key(self, call: Call, grad_scores: Array) -> Array:
-        return super().grad_key(dataclasses.replace(call, scale=1.0), grad_scores)
-
-
-@mutant("gradients", expected="group|first (query )?head|summed|key/value head")
-class KeyGradientOfOneHeadOfTheGroup(Reference):
-    """The gradients of keys and values are those of one query head: others of the group overwrite them."""
-
-    def summed_over_group(self, call: Call, by_head: Array) -> Array:
-        return by_head[:, call.group - 1 :: call.group]
-
-
-@mutant("gradients", expected="group|mean|average|divided|key/value head")
-class KeyGradientAveragedOverTheGroup(Reference):
-    """The gradients of keys and values are averaged over the group, not summed."""
-
-    def summed_over_group(self, call: Call, by_head: Array) -> Array:
-        return super().summed_over_group(call, by_head) / np.asarray(call.group, self.working_dtype)
-
-
-@mutant("gradients", expected="delta|mean|softmax|row|subtract")
-class DeltaMissing(Reference):
-    """The softmax's gradient lacks the mean that is subtracted in each row."""
-
-    def grad_scores(self, call: Call, weights: Array, grad_output: Array) -> Array:
-        return weights * (grad_output @ self.grouped(call, call.value).swapaxes(-1, -2))
-
-
-@mutant("gradients", expected="bias|position|slope", is_diagnosable=False)
-class BiasLostInBackward(Reference):
-    """The backward pass computes its weights again, without the bias."""
-
-    def grad_scores(self, call: Call, weights: Array, grad_output: Array) -> Array:
-        again = self.softmax(self.masked(call, self.products(call)))
-        return super().grad_scores(call, again, grad_output)
-
-
-@mutant("gradients", expected="caus|future|to come|ahead", is_diagnosable=False)
-class CausalMaskLostInBackward(Reference):
-    """The backward pass computes its weights again, without the causal mask."""
-
-    def grad_scores(self, call: Call, weights: Array, grad_output: Array) -> Array:
-        free = dataclasses.replace(call, is_causal=False)
-        return super().grad_scores(call, self.weights(free), grad_output)
-
-
-@mutant("gradients", expected="interleav|modulo|%|wrong heads|tiled?")
-class KeyGradientOfGroupsInterleaved(Reference):
-    """The gradients of keys and values are summed over the wrong heads, as if groups were interleaved."""
-
-    def summed_over_group(self, call: Call, by_head: Array) -> Array:
-        batch, num_kv_heads, kv_len, head_dim = call.key.shape
-        return by_head.reshape(batch, call.group, num_kv_heads, kv_len, head_dim).sum(axis=1)
 
 
 @mutant("long_gradients", expected="block|tail|tile|partial|last keys|multiple|drop|zero", is_diagnosable=False)
@@ -220,14 +93,6 @@ class _Blind(_Horizon):
 
     def horizon(self, call: Call, gap: Array, slopes: Array) -> Array:
         return super().horizon(call, np.zeros_like(gap), slopes)
-
-
-@mutant("gradients", expected="(key|zero|\\b0\\b).*(zero|\\b0\\b|no gradient|key)")
-class KeysDetached(Reference):
-    """Keys get no gradient: they come from a cache."""
-
-    def grad_key(self, call: Call, grad_scores: Array) -> Array:
-        return 0 * super().grad_key(call, grad_scores)
 
 
 # --- By what is asked for, and by what of the result counts -----------------------------------------------------------

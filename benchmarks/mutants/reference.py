@@ -34,11 +34,11 @@ class Call:
     slopes: Array
     is_causal: bool
     q_offset: Array
-    future_slopes: Array | None
-    window_size: int | None
-    segment_ids: tuple[Array, Array] | None
-    mask: Array | None
     scale: float
+    future_slopes: Array | None = None
+    window_size: int | None = None
+    segment_ids: tuple[Array, Array] | None = None
+    mask: Array | None = None
 
     @property
     def group(self) -> int:
@@ -62,27 +62,11 @@ class Reference:
 
     def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Array:
         tensors = (np.zeros((1, num_heads, n, 1), self.working_dtype) for n in (q_len, kv_len, kv_len))
-        call = self.call(*tensors, self.slopes(num_heads), is_causal, kv_len - q_len)
+        call = self.call(*tensors, self.slopes(num_heads), is_causal=is_causal, q_offset=kv_len - q_len)
         return self.masked(call, self.raw_bias(call))[0].astype(self.working_dtype)
 
-    def attention(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        slopes: Array,
-        is_causal: bool,
-        q_offset: int | Array,
-        future_slopes: Array | None = None,
-        window_size: int | None = None,
-        segment_ids: tuple[Array, Array] | None = None,
-        mask: Array | None = None,
-        scale: float | None = None,
-    ) -> Array:
-        call = self.call(
-            query, key, value, slopes, is_causal, q_offset, future_slopes, window_size, segment_ids, mask, scale
-        )
-        return self.stored(self.output(call))
+    def attention(self, query: Array, key: Array, value: Array, slopes: Array, **arguments: Any) -> Array:
+        return self.stored(self.output(self.call(query, key, value, slopes, **arguments)))
 
     def attention_grad(
         self,
@@ -90,19 +74,12 @@ class Reference:
         key: Array,
         value: Array,
         slopes: Array,
+        *,
         grad_output: Array,
-        is_causal: bool,
-        q_offset: int | Array,
-        future_slopes: Array | None = None,
-        window_size: int | None = None,
-        segment_ids: tuple[Array, Array] | None = None,
-        mask: Array | None = None,
-        scale: float | None = None,
         wrt: tuple[str, ...] | None = None,
+        **arguments: Any,
     ) -> dict[str, Array]:
-        call = self.call(
-            query, key, value, slopes, is_causal, q_offset, future_slopes, window_size, segment_ids, mask, scale
-        )
+        call = self.call(query, key, value, slopes, **arguments)
         grads = self.grads(call, grad_output.astype(self.working_dtype), wrt)
         return {name: x for name, x in grads.items() if wrt is None or name in wrt}
 
@@ -111,29 +88,18 @@ class Reference:
             cache = key[:, :, :0], value[:, :, :0]
         keys, values = (np.concatenate(pair, axis=2) for pair in zip(cache, (key, value), strict=True))
         q_offset = self.decode_offset(query, keys)
-        return self.attention(query, keys, values, slopes, True, q_offset), (keys, values)
+        return self.attention(query, keys, values, slopes, is_causal=True, q_offset=q_offset), (keys, values)
 
     # --- Steps of the forward pass ------------------------------------------------------------------------------------
 
     def call(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        slopes: Array,
-        is_causal: bool,
-        q_offset: int | Array,
-        future_slopes: Array | None = None,
-        window_size: int | None = None,
-        segment_ids: tuple[Array, Array] | None = None,
-        mask: Array | None = None,
-        scale: float | None = None,
+        self, query: Array, key: Array, value: Array, slopes: Array, *, q_offset: int | Array, **arguments: Any
     ) -> Call:
         """Return the arguments, defaults filled in."""
         query, key, value = (x.astype(self.working_dtype) for x in (query, key, value))
         offsets = np.broadcast_to(np.asarray(q_offset, np.int64), query.shape[:1])[:, None, None, None]
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        return Call(query, key, value, slopes, is_causal, offsets, future_slopes, window_size, segment_ids, mask, scale)
+        given = {name: x for name, x in arguments.items() if x is not None}
+        return Call(query, key, value, slopes, q_offset=offsets, **{"scale": query.shape[-1] ** -0.5} | given)
 
     def slope_list(self, num_heads: int) -> Array:
         """Return the slopes of the paper's code: a power of two's, then every other one of twice as many."""

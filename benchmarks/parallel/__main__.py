@@ -23,20 +23,18 @@ The exit status is 1 if, at full size, a bar is not met or could not be measured
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import alibi_core
 from benchmarks import harness
-from benchmarks.harness import MET, Measurement
+from benchmarks.harness import Measurement
 
-BACKENDS = ("jax", "torch")  # each is a module of its own, benchmarks._parallel_NAME
+BACKENDS = ("jax", "torch")  # each is a module of its own, benchmarks.parallel.NAME
 PLACEMENTS = ("contiguous", "zigzag")
 RING_BAR, WORK_BAR = 5.0, math.nextafter(1.3, math.inf)
 REQUIRED_BAR, HALVING_BAR = (math.nextafter(bar, math.inf) for bar in (1.1, 0.55))
@@ -138,51 +136,30 @@ SECTIONS: dict[str, Callable[[Run], Iterator[Measurement]]] = {"bytes": bytes_se
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.parallel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser("parallel", __doc__, SECTIONS)
     parser.add_argument("--backend", choices=BACKENDS, default="jax", help="whose attention (default jax)")
-    parser.add_argument("--quick", action="store_true", help="a small shape: judges nothing")
-    parser.add_argument("--only", choices=SECTIONS, action="append", help="a section; may be given several times")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where parallel-BACKEND.json goes (default "
-                        "benchmarks/results, with other options out)")  # fmt: skip
     options = parser.parse_args(arguments)
-    backend = importlib.import_module(f"benchmarks._parallel_{options.backend}")
-    judged, machine = not options.quick, harness.machine()
+    backend = importlib.import_module(f"benchmarks.parallel.{options.backend}")
+    machine, is_whole = harness.machine(), options.only == list(SECTIONS)
     if options.backend == "torch":  # processes, no compiler to ask
-        if options.only:
+        if not is_whole:
             parser.error("--only must be left out with --backend torch, which has no sections")
-        names: list[str] = []
         run = Run(backend.QUICK if options.quick else backend.FULL, backend)
         measurements = list(backend.measurements(run.sizes))
     else:
-        names = options.only or list(SECTIONS)
         run = Run(QUICK if options.quick else FULL, backend)
-        measurements = [measured for name in names for measured in SECTIONS[name](run)]
-    missed = [f"{each.verdict(judged)}: {each.name}" for each in measurements if judged and each.bar is not None]
-    missed = [line for line in missed if not line.startswith(MET)]
-    harness.show(harness.console(), measurements, judged)
-    is_whole = judged and not options.only
-    output = options.output or (Path(__file__).parents[1] / "results" if is_whole else Path("out"))
-    path = output / f"parallel-{options.backend}.json"
-    harness.write_json(
-        path,
-        {
-            "benchmark": "parallel",
-            "backend": backend.NAME,
-            "quick": options.quick,
-            "passed": not missed,
-            "sections": names,
-            "sizes": asdict(run.sizes),
-            "machine": machine,
-            "versions": {"alibi-core": alibi_core.__version__} | harness.versions(*backend.VERSIONS),
-            "measurements": harness.as_json(measurements, judged),
-        },
+        measurements = [measured for name in options.only for measured in SECTIONS[name](run)]
+    return harness.conclude(
+        harness.folder(options, is_whole) / f"parallel-{options.backend}.json",
+        measurements,
+        not options.quick,
+        benchmark="parallel",
+        backend=backend.NAME,
+        sections=options.only,
+        sizes=asdict(run.sizes),
+        machine=machine,
+        versions=harness.versions(*backend.VERSIONS),
     )
-    print(f"Written to {path}.")
-    for line in missed:
-        print(line, file=sys.stderr)
-    return 1 if missed else 0
 
 
 if __name__ == "__main__":

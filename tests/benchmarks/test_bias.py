@@ -158,19 +158,6 @@ def test_one_wrong_bit_fails_and_is_named_before_anything_is_timed(function, tmp
     assert results["measurements"] == []
 
 
-def test_a_bar_that_is_missed_or_was_not_measured_fails_and_is_named(tmp_path, monkeypatch, capsys):
-    found = [replace(BAR, ratio=r, lowest=r, highest=r, values=(r, 1.0)) for r in (1.5, 2.5)] + [BAR]
-    monkeypatch.setattr(bias, "check", lambda sizes, report: ({}, []))
-    monkeypatch.setattr(bias, "measure", lambda sizes, report: iter(found))
-    assert bias.main(["--output", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.splitlines() == [
-        "missed: group: ours against theirs, ratio 2.50",
-        "not measured: group: ours against theirs",
-    ]
-    monkeypatch.setattr(bias, "measure", lambda sizes, report: iter(found[:1]))
-    assert bias.main(["--output", str(tmp_path)]) == 0
-
-
 @pytest.mark.parametrize("num_heads", [1, 3, 12, 32, 112])
 def test_exact_slopes_are_the_canonical_ones(num_heads):
     np.testing.assert_array_equal(bias.exact_slopes(num_heads).astype(np.float32), alibi_core.slopes(num_heads))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from rich.console import Console
 from alibi_core import conformance
 from alibi_core.conformance._cases.oracle import Attention, assert_within, rounded
 from benchmarks.ecosystem.__main__ import main
-from benchmarks.ecosystem._magnitude import Magnitude, exact_bias, exact_slopes, measure
-from benchmarks.ecosystem._rows import NOT_INSTALLED, Row, Verdict, own_rows, rows_of
+from benchmarks.ecosystem._magnitude import Magnitude, exact_slopes, measure
+from benchmarks.ecosystem._rows import NOT_INSTALLED, Row, rows_of
 from benchmarks.ecosystem._subjects import SUBJECTS, Subject
 from benchmarks.ecosystem._table import COLUMNS, cells, markdown, rich_table
 
@@ -107,12 +106,8 @@ def call(adapter: Any, function: str, arrays: tuple[np.ndarray, ...], **options:
     return method(*arrays, **{key: x for key, x in options.items() if key in known})
 
 
-def test_every_subject_is_written_out() -> None:
-    assert set(ADDED) == set(NAMES)
-
-
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("length", [1, 7, 300])
+@pytest.mark.parametrize("length", [7, 300])
 def test_adapters_give_what_their_packages_compute(name: str, length: int) -> None:
     adapter, arrays = adapter_of(name), tensors(length)
     exact = exactly(name, arrays, is_causal=True).output
@@ -136,7 +131,7 @@ def test_gradients_are_those_of_what_is_computed(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["BLOOM", "Falcon, sdpa", "Falcon, eager", "MPT", "x-transformers", "keras-hub",
                                   "mlx.nn.ALiBi"])  # fmt: skip
-@pytest.mark.parametrize("steps", [(7,), (4, 1, 2), (1,) * 7])
+@pytest.mark.parametrize("steps", [(4, 1, 2), (1,) * 7])
 def test_decoding_with_their_caches_is_attention(name: str, steps: tuple[int, ...]) -> None:
     adapter, arrays = adapter_of(name), tensors(7)
     exact = exactly(name, arrays, is_causal=True).output
@@ -211,12 +206,6 @@ def test_slopes_distances_and_bias_are_rounded(name: str) -> None:
     assert np.array_equal(actual, -rounded(rounded(canonical(12), "bfloat16") * back, "bfloat16"))
 
 
-def test_bloom_in_bfloat16_has_few_biases_near_the_query() -> None:
-    row = adapter_of("BLOOM", "bfloat16").key_bias(8, 2048)
-    assert len(np.unique(row[0, -64:])) == 9  # with a slope of 1/2
-    assert len(np.unique(adapter_of("MPT", "bfloat16").key_bias(8, 2048)[0, -64:])) == 64
-
-
 # --- The table's facts -----------------------------------------------------------------------------------------------
 
 
@@ -256,20 +245,6 @@ def test_attention_gym_has_other_slopes_if_heads_are_no_power_of_two() -> None:
     assert np.array_equal(adapter.slopes(16), exact_slopes(16).astype(np.float32))
 
 
-def test_the_first_example_rewards_distance() -> None:
-    found = magnitude("FlexAttention's first example", "float32", 8)
-    assert found.bias == 2047  # +1023.5 for -1023.5
-    assert found.output > 0.5
-
-
-def test_in_bfloat16_bloom_loses_what_mpt_keeps() -> None:
-    lost, kept = (magnitude(name, "bfloat16", 8) for name in ("BLOOM", "MPT"))
-    assert lost.bias == 4
-    assert lost.output > 0.3
-    assert kept.bias == 0
-    assert kept.output < 2.0**-8
-
-
 @pytest.mark.parametrize(("name", "contract", "passes"), [
     ("BLOOM", "bloom", True),
     ("Falcon, sdpa", "falcon", True),
@@ -297,14 +272,6 @@ def test_the_kit_says_where_others_depart(name: str, contract: str, broken: set[
 
 
 # --- The table -------------------------------------------------------------------------------------------------------
-
-
-def test_this_librarys_own_adapters_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conformance, "installed_adapters", lambda dtypes: conformance.numpy_adapters()[:1])
-    (row,) = own_rows(None)
-    assert (row.name, row.dtype, row.problem) == ("alibi_core", "float32", "")
-    assert [x.num_heads for x in row.magnitudes] == [8, 12]
-    assert max(x.output for x in row.magnitudes) < 2.0**-20
 
 
 def test_what_is_missing_is_a_row_that_says_so() -> None:
@@ -337,27 +304,11 @@ def test_the_table_says_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(column in printed for column in (*COLUMNS, "a|b", "A note."))
 
 
-def test_a_verdict_names_a_few_laws_and_counts_many() -> None:
-    verdicts = [Verdict("exact", not laws, 5, laws, ()) for laws in ((), ("slopes",), ("a", "b", "c", "d"))]
-    assert list(map(str, verdicts)) == ["yes", "no: slopes", "no, 4 of 5 laws"]
-
-
 def test_main_writes_what_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     adapter_of("mlx.nn.ALiBi")
-    files = [tmp_path / name for name in ("found.json", "found.md")]
-    options = ["--only", "mlx", "nobody", "--profile", "none", "--json", str(files[0]), "--markdown", str(files[1])]
+    options = ["--only", "mlx", "nobody", "--profile", "none", "--markdown", str(tmp_path / "found.md")]
     assert main(options) == 0
     assert "mlx.nn.ALiBi" in capsys.readouterr().out
-    rows = json.loads(files[0].read_text())["rows"]
-    assert [row["dtype"] for row in rows] == ["float32", "float16", "bfloat16"]
-    assert rows[0]["magnitudes"][0]["slopes"] == 0
-    assert files[1].read_text().startswith("| implementation |")
-
-
-def test_the_exact_bias_is_the_papers() -> None:
-    bias = exact_bias(2, 2, 3)
-    expected = [[[-1, 0, -np.inf], [-2, -1, 0]], [[-1, 0, -np.inf], [-2, -1, 0]]]
-    slopes = np.asarray([2.0**-4, 2.0**-8])[:, None, None]
-    assert np.array_equal(
-        bias, np.where(np.isfinite(expected), slopes * np.where(np.isfinite(expected), expected, 0), -np.inf)
-    )
+    written = (tmp_path / "found.md").read_text()
+    assert written.startswith("| implementation |")
+    assert all(f"| {dtype} |" in written for dtype in ("float32", "float16", "bfloat16"))

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import alibi_core
-from alibi_core.conformance._adapter import FEATURES, Offer
+from alibi_core.conformance import MISTAKES, Mistaken
+from alibi_core.conformance._adapter import FEATURES, FUNCTIONS, Offer
 from alibi_core.conformance._cases.case import FORMS, LONGER, PER_BATCH, SIZES, Case
 from alibi_core.conformance._cases.oracle import Answer, rounded
 from alibi_core.conformance._diagnosis._departures.catalogue import ATTENTION, FUTURE_RIGHT
@@ -25,7 +26,6 @@ from alibi_core.conformance._diagnosis.slopes import CHANGES, RULES
 from alibi_core.conformance._trial.caller import Caller, Evidence
 
 ALL = frozenset(FEATURES)
-STORED = {"float64": np.float64, "float16": np.float16}
 Array = np.ndarray[Any, Any]
 
 
@@ -57,89 +57,51 @@ def test_the_default_reading_is_the_paper(form: str, q_offset: int | None) -> No
             assert np.all(np.abs(found[name].value - answer.value) <= 1e-3 * answer.budget + 1e-13), name
 
 
-# --- Adapters made of readings ---------------------------------------------------------------------------------------
+# --- The catalogue, run as adapters -----------------------------------------------------------------------------------
 
-
-def resolved(dtype: str, query: Array, key: Array, value: Array, slopes: Array, **arguments: Any) -> Inputs:
-    batch, heads, q_len, head_dim = query.shape
-    future, mask, scale = (arguments.get(name) for name in ("future_slopes", "mask", "scale"))
-    tensors = [x.astype(np.float64) for x in (query, key, value)]
-    return Inputs(
-        *tensors,
-        slopes=np.broadcast_to(slopes.astype(np.float64), (batch, heads)),
-        future_slopes=None if future is None else np.broadcast_to(future.astype(np.float64), (batch, heads)),
-        offsets=np.broadcast_to(np.float64(arguments["q_offset"]), (batch,)),
-        is_causal=arguments["is_causal"],
-        window_size=arguments.get("window_size"),
-        ids=arguments.get("segment_ids"),
-        mask=None if mask is None else np.broadcast_to(mask, (batch, heads, q_len, key.shape[2])),
-        scale=head_dim**-0.5 if scale is None else scale,
-        dtype=dtype,
-        total=q_len,
-    )
-
-
-def adapter_of(reading: Any, dtype: str = "float32") -> Any:
-    """Return an adapter that computes attention, or gradients, as the reading says."""
-
-    def stored(x: Array) -> Array:
-        return rounded(x, dtype).astype(STORED.get(dtype, np.float32))
-
-    @np.errstate(all="ignore")  # of a wrong reading, there may be overflows and divisions by zero
-    def attention(query: Array, key: Array, value: Array, slopes: Array, **arguments: Any) -> Array:
-        return stored(reading.answer(resolved(dtype, query, key, value, slopes, **arguments)).value)
-
-    @np.errstate(all="ignore")
-    def attention_grad(query: Array, key: Array, value: Array, slopes: Array, **arguments: Any) -> dict[str, Array]:
-        inputs, cotangent = resolved(dtype, query, key, value, slopes, **arguments), arguments["grad_output"]
-        found = reading.gradients(inputs, cotangent.astype(np.float64), shares_slopes=slopes.ndim == 1)
-        return {name: stored(x.value) for name, x in found.items()}
-
-    functions = {"attention": attention}
-    if isinstance(reading, GradientReading):
-        functions["attention_grad"] = attention_grad
-    return SimpleNamespace(dtype=dtype, features=tuple(FEATURES), name="reading", **functions)
-
-
-def one_of_each_key(departures: Sequence[Departure]) -> list[Departure]:
-    """Return a departure of each key; of those that come by block sizes, one that is neither smallest nor largest."""
-    found: dict[str, Departure] = {}
-    for x in departures:
-        if x.key not in found or BLOCKS[3] in [n for n in x.changes.values() if isinstance(n, tuple) for n in n]:
-            found.setdefault(x.key, x)
-    return [x for x in found.values() if x not in (FUTURE_RIGHT,) and x.key != FORWARD_RIGHT]
-
-
+NOT_TOLD_APART = ("", "canonical slopes", "mpt slopes", "squared slopes", "root of slopes")
+LISTS = [x for x in (*RULES, *CHANGES) if x not in NOT_TOLD_APART]
 # Two names for what cannot be told apart, or not in what an attention takes: (made, told).
 ALIASES = {"tf32 inputs": "float16 inputs", "next power of two": "eight-head slopes"}
-
-
 # Of what may be rounded to either, most is tried in bfloat16 alone.
 IN_FLOAT16 = ("float16 slopes", "float16 distances", "float16 bias", "float16 scores", "float16 inputs")
-NAMED = [x for x in one_of_each_key(ATTENTION) if not x.key.startswith("float16") or x.key in IN_FLOAT16]
 
 
-@pytest.mark.parametrize("departure", NAMED, ids=lambda x: x.key)
-def test_every_departure_of_attention_is_named(departure: Departure) -> None:
-    found = named(adapter_of(departure.applied(Reading())), "attention")
-    assert found == [ALIASES.get(departure.key, departure.key)]
+def one_of_each_key(departures: Sequence[Departure]) -> list[str]:
+    """Return a name of each key; of those that come by block sizes, one that is neither smallest nor largest."""
+    found: dict[str, str] = {}
+    for name in MISTAKES:
+        key, _, number = name.partition(": ")
+        if not number.isdigit() or number == str(BLOCKS[3]):
+            found.setdefault(key, name)
+    keys = dict.fromkeys(x.key for x in departures if x.key not in (FUTURE_RIGHT.key, FORWARD_RIGHT))
+    return [found.get(key, f"{key}: 10") for key in keys]
+
+
+NAMED = [x for x in one_of_each_key(ATTENTION) if not x.startswith("float16") or x.partition(":")[0] in IN_FLOAT16]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_mistake_of_attention_is_named(name: str) -> None:
+    key = name.partition(":")[0]
+    assert named(Mistaken(name), "attention") == [ALIASES.get(key, key)]
 
 
 IN_LOW_PRECISION = [
-    "signed", "geometric slopes", "bias lost", "bias scaled", "negated bias", "top-left", "causal hides own key",
-    "window one less", "grouped heads interleaved", "extra 1 in softmax", "bfloat16 positions", "squared distance",
-    "mean where nowhere to look", "scale missing", "mask ignored", "segments ignored", "clamped", "horizon too short",
+    "signed: signed", "geometric slopes", "bias lost", "bias scaled", "negated bias", "top-left",
+    "causal hides own key", "window one less", "grouped heads interleaved", "extra 1 in softmax", "bfloat16 positions",
+    "squared distance", "mean where nowhere to look", "scale missing", "mask ignored", "segments ignored", "clamped",
+    "horizon too short: 64",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("key", "dtype"),
-    [(key, ("bfloat16", "float16", "float64")[i % 3]) for i, key in enumerate(IN_LOW_PRECISION)]
-    + [(key, "bfloat16") for i, key in enumerate(IN_LOW_PRECISION) if i % 3],
+    ("name", "dtype"),
+    [(name, ("bfloat16", "float16", "float64")[i % 3]) for i, name in enumerate(IN_LOW_PRECISION)]
+    + [(name, "bfloat16") for i, name in enumerate(IN_LOW_PRECISION) if i % 3],
 )
-def test_departures_are_named_in_other_dtypes(key: str, dtype: str) -> None:
-    departure = next(x for x in one_of_each_key(ATTENTION) if x.key == key)
-    assert named(adapter_of(departure.applied(Reading()), dtype), "attention") == [key]
+def test_mistakes_are_named_in_other_dtypes(name: str, dtype: str) -> None:
+    assert named(Mistaken(name, dtype=dtype), "attention") == [name.partition(":")[0]]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
@@ -147,25 +109,32 @@ def test_departures_are_named_in_other_dtypes(key: str, dtype: str) -> None:
     "features", [ALL, frozenset(), frozenset({"symmetric", "lengths"})], ids=["all", "none", "two"]
 )
 def test_of_a_right_implementation_nothing_is_said(dtype: str, features: frozenset[str]) -> None:
-    adapter = adapter_of(GradientReading(), dtype)
-    assert named(adapter, "attention", features) == []
-    assert named(adapter, "attention_grad", features) == []
+    for function in FUNCTIONS if features else ("attention", "attention_grad"):
+        assert named(Mistaken(dtype=dtype), function, features) == []
 
 
-ONLY_IN_GRADIENTS = [x for x in one_of_each_key(GRADIENTS) if x.key not in {y.key for y in ATTENTION}]
-
-
-@pytest.mark.parametrize("departure", ONLY_IN_GRADIENTS, ids=lambda x: x.key)
-def test_every_departure_of_gradients_is_named(departure: Departure) -> None:
-    assert named(adapter_of(departure.applied(GradientReading())), "attention_grad") == [departure.key]
+ONLY_IN_GRADIENTS = one_of_each_key([x for x in GRADIENTS if x.key not in {y.key for y in ATTENTION}])
 
 
 @pytest.mark.parametrize(
-    "key", ["bias lost", "signed", "geometric slopes", "bias scaled", "causal hides own key", "top-left"]
+    "name",
+    [
+        *ONLY_IN_GRADIENTS,
+        *("bias lost", "signed: signed", "geometric slopes", "bias scaled", "causal hides own key", "top-left"),
+    ],
 )
-def test_gradients_of_a_wrong_attention_are_named_after_it(key: str) -> None:
-    departure = next(x for x in ATTENTION if x.key == key)
-    assert named(adapter_of(departure.applied(GradientReading())), "attention_grad") == [key]
+def test_every_mistake_of_gradients_is_named(name: str) -> None:
+    assert named(Mistaken(name), "attention_grad") == [name.partition(":")[0]]
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_every_list_of_slopes_is_named(name: str) -> None:
+    assert named(Mistaken(name), "slopes") == [name]
+
+
+def test_a_mistake_that_is_not_in_the_catalogue_is_refused() -> None:
+    with pytest.raises(ValueError, match="mistakes must be names of MISTAKES, got no such thing"):
+        Mistaken("bias lost", "no such thing")
 
 
 # --- Implementations written independently ---------------------------------------------------------------------------
@@ -377,21 +346,7 @@ def test_whatever_an_adapter_does_there_is_no_error(function: str) -> None:
         named(SimpleNamespace(features=tuple(FEATURES), **{function: wrong}), function)
 
 
-# --- Slopes, bias, decoding ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", [x for x in RULES if x not in ("canonical slopes", "mpt slopes")])
-def test_every_rule_of_slopes_is_named(rule: str) -> None:
-    compute = RULES[rule][1]
-    assert named(SimpleNamespace(slopes=lambda num_heads: np.float32(compute(num_heads))), "slopes") == [rule]
-
-
-@pytest.mark.parametrize("change", [x for x in CHANGES if x not in ("", "squared slopes", "root of slopes")])
-def test_every_change_of_slopes_is_named(change: str) -> None:
-    def slopes(num_heads: int) -> Array:
-        return np.float32(CHANGES[change][1](alibi_core.slopes(num_heads).astype(np.float64)))
-
-    assert named(SimpleNamespace(slopes=slopes), "slopes") == [change]
+# --- Bias, decoding --------------------------------------------------------------------------------------------------
 
 
 def bias_adapter(compute: Callable[..., Array]) -> Any:

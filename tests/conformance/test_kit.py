@@ -18,8 +18,6 @@ import alibi_core
 from alibi_core import _cli as _command
 from alibi_core.conformance import FEATURES, LAWS, Report, check, installed_adapters
 from alibi_core.conformance._backend import BackendAdapter, Library
-from alibi_core.conformance._cases.case import FORMS, Case, Sizes
-from alibi_core.conformance._cases.family import Family
 from alibi_core.conformance._run.worker import load
 from benchmarks.mutants import Reference
 
@@ -153,31 +151,6 @@ def test_a_constant_grad_output_is_a_number_to_a_library() -> None:
         assert list(found) == ["key"]
     assert weights[:2] == [2.0, 0.0]
     np.testing.assert_array_equal(weights[2], grad_output)
-
-
-def test_decoding_meets_every_page_in_single_steps_and_chunks() -> None:
-    met: dict[tuple[int, str], set[int]] = {}
-    lengths, sizes = set(), set()
-
-    class Recording(Reference):
-        def decode_step(self, query: Any, key: Any, value: Any, slopes: Any, cache: Any) -> Any:
-            start = 0 if cache is None else cache[0].shape[2]
-            end = start + key.shape[2]
-            sizes.add(key.shape)
-            lengths.add(end)
-            for page in (16, 32, 64, 128, 256, 512):
-                if start // page < end // page:
-                    kind = "single" if end == start + 1 else "to its end" if end % page == 0 else "across"
-                    met.setdefault((page, kind), set()).add(start)
-            return super().decode_step(query, key, value, slopes, cache)
-
-    for seed in range(5):
-        met.clear()
-        assert check(Recording(), laws=["long_decoding"], seed=seed).passed
-        assert {(page, kind) for page in (16, 32, 64, 128, 256, 512) for kind in ("single", "across")} <= set(met)
-        assert (64, "to its end") in met
-    assert max(lengths) == BackendAdapter.MAX_LENGTH
-    assert len(sizes) <= 4  # compilers make a program of each
 
 
 def test_a_bias_alone_has_laws_of_its_own() -> None:
@@ -394,50 +367,6 @@ def test_the_counterexample_is_small_and_the_diagnosis_names_the_mistake() -> No
     assert abs(example.expected - example.actual) > example.budget
     assert [x.key for x in report.diagnoses] == ["signed"]
     assert "uture keys are rewarded" in report.diagnoses[0].sentence
-
-
-def test_more_values_meet_in_a_design_than_in_random_cases() -> None:
-    sizes = (Sizes(2, 3, 1, (7, 7), 5), Sizes(2, 2, 1, (5, 11), 3), Sizes(1, 3, 2, (7, 7), 8))
-    family = Family(sizes, FORMS, frozenset(FEATURES))
-
-    def met(cases: Any) -> int:
-        names = ("sizes", "form", "q_offset", "window_size", "packing", "masking", "slopes_per_batch", "scaling")
-        pairs = itertools.combinations(names, 2)
-        return len({(*pair, *(getattr(x, name) for name in pair)) for pair in pairs for x in cases})
-
-    counts = {"design": 0, "random": 0}
-    for seed in range(10):
-        design, rng = family.design(20, seed), np.random.default_rng(seed)
-        assert len(design) == 20
-        assert design == family.design(20, seed)
-        random = []
-        for size in (sizes[i] for i in rng.integers(0, 3, 20)):
-            chosen = {name: values[rng.integers(len(values))] for name, values in family.options(size).items()}
-            random.append(Case(size, seed=0, **chosen))
-        counts["design"] += met(design)
-        counts["random"] += met(random)
-    assert counts["design"] > counts["random"]
-    assert family.design(20, 0) != family.design(20, 1)
-    assert len(Family(sizes[:1], FORMS[:2]).design(20, 0)) == 2  # there are no more
-
-
-def test_compilers_have_few_programs_to_make() -> None:
-    programs: set[Any] = set()
-
-    class Recording(BackendAdapter):
-        def attention(self, *tensors: Any, **arguments: Any) -> Any:
-            shapes = [x.shape for x in (*tensors[:3], arguments["slopes"])]
-            options = [
-                (name, x if x is None or isinstance(x, int | float) else "array") for name, x in arguments.items()
-            ]
-            programs.add((*shapes, *options))
-            return super().attention(*tensors, **arguments)
-
-    library = Library(np, lambda values, dtype: np.asarray(values, dtype), np.asarray)
-    report = check(Recording("alibi_core", library, alibi_core.attention))
-    assert report.passed
-    assert sum(x.calls for x in report.laws) > 500
-    assert len(programs) <= 120  # compiling takes 0.2 s or so each, and gradients as long again
 
 
 def test_the_same_seed_gives_the_same_report() -> None:

@@ -7,8 +7,7 @@ import pytest
 from alibi_core.conformance import check
 from alibi_core.conformance._run import run as _check
 from alibi_core.conformance._trial import trial as _trial
-from benchmarks.mutants import MUTANTS, Blockwise, Mutant, Reference
-from benchmarks.mutants._trials import tried
+from benchmarks.mutants import MUTANTS, Blockwise, Mutant, Reference, tried
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +32,4 @@ def test_a_mutant_dies_by_the_laws_that_it_breaks(mutant: Mutant, monkeypatch: p
     outcome = tried(mutant, laws=("causal", *mutant.laws))  # for conduct to be judged, something has to be called
     assert set(mutant.laws) <= set(outcome.killed_by)
     if mutant.is_diagnosable:
-        assert outcome.is_right, f"expected {mutant.expected!r}, got {outcome.diagnoses}"
-
-
-def test_most_mutants_can_be_diagnosed() -> None:
-    assert sum(mutant.is_diagnosable for mutant in MUTANTS) >= 35
+        assert outcome.is_right, f"expected {mutant.key or mutant.expected!r}, got {outcome.diagnoses}"

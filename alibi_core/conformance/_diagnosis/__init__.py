@@ -2,9 +2,10 @@
 
 A *reading* says how an implementation may read ALiBi, and computes what comes of it; a *departure* is one change of a
 reading, with its name. The diagnosis calls the adapter on probes and searches for the fewest departures that explain
-all that it sees.
+all that it sees. The catalogue can be run, too: an adapter that makes the mistakes of these names.
 """
 
 from alibi_core.conformance._diagnosis.diagnosis import diagnose
+from alibi_core.conformance._diagnosis.mistaken import MISTAKES, Mistaken
 
-__all__ = ["diagnose"]
+__all__ = ["MISTAKES", "Mistaken", "diagnose"]

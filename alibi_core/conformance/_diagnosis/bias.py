@@ -11,9 +11,8 @@ import numpy as np
 from alibi_core._slopes import slope_values
 from alibi_core.conformance._cases import UNIT_ROUNDOFF, Answer
 from alibi_core.conformance._diagnosis._departures import ATTENTION, Departure
+from alibi_core.conformance._diagnosis._observations import Observation, conditions_of, filled, make_case, sized
 from alibi_core.conformance._diagnosis._readings import Reading
-from alibi_core.conformance._diagnosis.observation import Observation, conditions_of
-from alibi_core.conformance._diagnosis.probes import filled, make_case
 from alibi_core.conformance._trial import Caller, CallError
 
 SHAPES = ((7, 7), (4, 11), (11, 5), (1, 9), (300, 300))
@@ -44,7 +43,15 @@ BIAS = (
         for x in ATTENTION
         if not x.is_noisy
         and x.changes.keys() <= _PARTS
-        and x.changes.get("factor") not in ("scale", "default scale", "1/scale", "d_model", "1/head_dim", "group")
+        and x.changes.get("factor")
+        not in (
+            "bias scaled",
+            "bias scaled by default",
+            "bias scaled up",
+            "bias scaled by d_model",
+            "bias over head_dim",
+            "bias summed over the group",
+        )
     ),
 )
 
@@ -76,7 +83,8 @@ def observed_biases(caller: Caller, features: frozenset[str]) -> Iterator[BiasOb
             if lengths[0] != lengths[1] and "lengths" not in features:
                 continue
             shown = min(lengths[0], 8)
-            case = make_case(offer, lengths, num_heads=12, batch=1, form=form, one_hot=True, head_dim=max(lengths))
+            sizes = sized(lengths, num_heads=12, batch=1, head_dim=max(lengths))
+            case = make_case(offer, sizes, form=form, one_hot=True)
             slopes = np.asarray(slope_values(case.num_heads, contract=offer.contract))
             case = filled(case, case.arrays | {"slopes": slopes}, case.arguments)
             try:

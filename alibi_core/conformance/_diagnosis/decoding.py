@@ -10,8 +10,15 @@ import numpy as np
 
 from alibi_core.conformance._cases import Case
 from alibi_core.conformance._diagnosis._departures import ATTENTION, Departure
-from alibi_core.conformance._diagnosis.observation import Observation
-from alibi_core.conformance._diagnosis.probes import FLAT, LATE_ROWS, STEEP, filled, make_case
+from alibi_core.conformance._diagnosis._observations import (
+    FLAT,
+    LATE_ROWS,
+    STEEP,
+    Observation,
+    filled,
+    make_case,
+    sized,
+)
 from alibi_core.conformance._trial import TENSORS, Caller, CallError
 
 STEPS = (3, 1, 1, 2, 1)
@@ -29,7 +36,9 @@ DECODING = (
 def decoding_case(caller: Caller, *, group: int = 1, seed: int = 0, flat: bool = False, one_hot: bool = False) -> Case:
     """Return a whole sequence; those with a seed are of other lengths."""
     length = sum(MIXED_STEPS if seed else STEPS)
-    case = make_case(caller.offer, (length, length), group=group, slopes=FLAT if flat else STEEP, one_hot=one_hot)
+    case = make_case(
+        caller.offer, sized((length, length), group=group), slopes=FLAT if flat else STEEP, one_hot=one_hot
+    )
     rng = np.random.default_rng(seed)
     tensors = case.arrays
     if not one_hot:
@@ -78,7 +87,7 @@ def observations(caller: Caller, features: frozenset[str]) -> list[Observation]:
     if "grouped" in features:
         found += decoded(caller, decoding_case(caller, group=2))
     length = 2 * STEPS[0] + 290
-    long = make_case(caller.offer, (length, length), batch=1, slopes=FLAT)
+    long = make_case(caller.offer, sized((length, length), batch=1), slopes=FLAT)
     return found + decoded(caller, long, (length - 4, 1, 3))
 
 

@@ -15,14 +15,19 @@ from alibi_core.conformance._diagnosis import bias as _bias
 from alibi_core.conformance._diagnosis import decoding as _decoding
 from alibi_core.conformance._diagnosis import gradients as _gradients
 from alibi_core.conformance._diagnosis._departures import FAR_AWAY, FORWARD_RIGHT, GRADIENTS, Departure
+from alibi_core.conformance._diagnosis._observations import (
+    Observation,
+    long_probes,
+    make_case,
+    observe,
+    observed_failures,
+    short_probes,
+)
 from alibi_core.conformance._diagnosis._readings import Reading
+from alibi_core.conformance._diagnosis.circumstances import TOKENS, WIDTHS, beyond_sizes, stale
 from alibi_core.conformance._diagnosis.measure import described, estimates, like_rounding
-from alibi_core.conformance._diagnosis.observation import Observation
-from alibi_core.conformance._diagnosis.probes import long_probes, make_case, observe, observed_failures, short_probes
 from alibi_core.conformance._diagnosis.search import Search, contract_that_explains, rounded_scores
-from alibi_core.conformance._diagnosis.sizes import TOKENS, WIDTHS, beyond_sizes
 from alibi_core.conformance._diagnosis.slopes import diagnose_slopes
-from alibi_core.conformance._diagnosis.state import stale
 from alibi_core.conformance._report import Diagnosis
 from alibi_core.conformance._trial import Caller, Evidence
 
@@ -191,7 +196,7 @@ def base_reading(contract: str, dtype: str, *, has_slopes: bool) -> Reading:
     if contract == "bloom" and dtype in ("bfloat16", "float16") and not has_slopes:
         return Reading(rounding=("key bias", dtype))
     if contract == "falcon" and not has_slopes:
-        return Reading(slope_dtype="bfloat16", rounding=("falcon", "bfloat16"), factor="scale")
+        return Reading(slope_dtype="bfloat16", rounding=("falcon", "bfloat16"), factor="bias scaled")
     return Reading()
 
 

@@ -9,9 +9,17 @@ from typing import Any
 import numpy as np
 
 from alibi_core.conformance._cases import Answer, Case, rounded
+from alibi_core.conformance._diagnosis._observations import (
+    FLAT,
+    STEEP,
+    Observation,
+    as_slopes,
+    case_with_slopes,
+    conditions_of,
+    make_case,
+    sized,
+)
 from alibi_core.conformance._diagnosis._readings import GradientReading
-from alibi_core.conformance._diagnosis.observation import Observation, conditions_of
-from alibi_core.conformance._diagnosis.probes import FLAT, STEEP, as_slopes, case_with_slopes, make_case
 from alibi_core.conformance._report import Diagnosis
 from alibi_core.conformance._trial import Caller, CallError, Evidence
 
@@ -75,7 +83,7 @@ def gradient_probes(caller: Caller, features: frozenset[str]) -> Iterator[Case]:
     if "asymmetric" in features:
         yield make(form="asymmetric", future_slopes=future)
     if "grouped" in features:
-        yield make(group=2)
+        yield make(sized((7, 7), group=2))
     forms = ["causal", "symmetric"] if "symmetric" in features else ["causal"]
     if "window" in features:
         yield from (make((9, 9), form=form, window_size=3) for form in forms)
@@ -88,7 +96,7 @@ def gradient_probes(caller: Caller, features: frozenset[str]) -> Iterator[Case]:
         yield make(mask=(np.random.default_rng(5).random((2, 6, 7, 7)) < 0.6) | np.eye(7, dtype=bool))
     if {"nowhere", "lengths"} <= features:
         yield make((9, 5))
-    yield make((150, 150), num_heads=2, batch=1, slopes=FLAT)
+    yield make(sized((150, 150), num_heads=2, batch=1), slopes=FLAT)
 
 
 def circumstances(caller: Caller, failures: Sequence[Evidence], base: GradientReading) -> list[Diagnosis]:
@@ -140,5 +148,5 @@ def asked_otherwise(case: Case, **changes: Any) -> Case:
 def base_gradients(contract: str, dtype: str, *, has_slopes: bool) -> GradientReading:
     """Return how the gradients of an adapter of this contract should be read."""
     if contract == "falcon" and not has_slopes:
-        return GradientReading(slope_dtype="bfloat16", rounding=("falcon", "bfloat16"), factor="scale")
+        return GradientReading(slope_dtype="bfloat16", rounding=("falcon", "bfloat16"), factor="bias scaled")
     return GradientReading()

@@ -9,8 +9,8 @@ import numpy as np
 
 from alibi_core.conformance._cases import Values
 from alibi_core.conformance._diagnosis._departures import Departure
+from alibi_core.conformance._diagnosis._observations import Observation
 from alibi_core.conformance._diagnosis._readings import Reading
-from alibi_core.conformance._diagnosis.observation import Observation
 
 LARGEST = 88.0  # of scores whose exponentials float32 holds
 LEAST = 1e-30  # weights below this are not relied upon

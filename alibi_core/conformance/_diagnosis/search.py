@@ -12,7 +12,7 @@ import numpy as np
 
 from alibi_core.conformance._cases import UNIT_ROUNDOFF
 from alibi_core.conformance._diagnosis._departures import Departure
-from alibi_core.conformance._diagnosis.observation import Observation
+from alibi_core.conformance._diagnosis._observations import Observation
 
 LOW = ("bfloat16", "float16")
 LONGEST = 2.0  # seconds for the pairs of one observation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,11 +20,13 @@ from alibi_core.conformance._golden.files import (
     read_safetensors,
 )
 from alibi_core.conformance._golden.report import CaseResult, GoldenReport, Worst
-from alibi_core.conformance._golden.set import GOLDEN_VERSION, Result, StoredCase, field, read_golden
+from alibi_core.conformance._golden.set import GOLDEN_VERSION, Result, StoredCase, read_golden
 from alibi_core.conformance._trial import MASKED
 
 RESULTS_FORMAT, RESULTS_VERSION = "alibi-golden-results", 1
 RESULTS_INDEX = "results.json"
+
+_Kind = TypeVar("_Kind")
 
 
 def check_golden(directory: str | Path, results: str | Path) -> GoldenReport:
@@ -64,6 +66,18 @@ def check_golden(directory: str | Path, results: str | Path) -> GoldenReport:
         raise GoldenError(f"{path}: must offer some result, got none")
     judged = tuple(_judged(case, offered, dtype, failures.get(case.name)) for case in cases)
     return GoldenReport(program, dtype, GOLDEN_VERSION, judged)
+
+
+def field(path: Path, index: dict[str, Any], name: str, kind: type[_Kind]) -> _Kind:
+    """Return what an index of results has by a name, if it is of this kind.
+
+    Raises:
+        GoldenError: If it is not.
+    """
+    value = index.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise GoldenError(f"{path}: {name} must be {kind.__name__}, got {str(value)[:200]!r}")
+    return value
 
 
 def _read(directory: Path, index: Path, names: list[Any], cases: list[StoredCase]) -> dict[str, Values]:

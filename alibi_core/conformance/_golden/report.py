@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from alibi_core.conformance._report import plain
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,6 @@ class Worst:
             f"off by {self.ratio:.3g} times that"
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the same for JSON, which has no numbers that are not finite: they are strings."""
-        numbers = {name: getattr(self, name) for name in ("expected", "actual", "budget", "ratio")}
-        numbers = {name: x if math.isfinite(x) else str(x) for name, x in numbers.items()}
-        return {"tensor": self.tensor, "index": list(self.index), **numbers}
-
 
 @dataclass(frozen=True)
 class CaseResult:
@@ -63,18 +59,6 @@ class CaseResult:
     def __str__(self) -> str:
         reason = self.remark or (str(self.worst) if self.status == "failed" else "")
         return f"{self.name}: {self.status}" + (f", {reason}" if reason else "")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the same for JSON."""
-        worst = None if self.worst is None else self.worst.to_dict()
-        return {
-            "id": self.name,
-            "description": self.description,
-            "status": self.status,
-            "worst": worst,
-            "missing": list(self.missing),
-            "remark": self.remark,
-        }
 
 
 @dataclass(frozen=True)
@@ -110,12 +94,7 @@ class GoldenReport:
         return "\n".join([head, *(f"  {case}" for case in self.cases if case.status == "failed")])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same for JSON."""
-        return {
-            "program": self.program,
-            "dtype": self.dtype,
-            "golden_version": self.golden_version,
-            "passed": self.passed,
-            "counts": self.counts,
-            "cases": [case.to_dict() for case in self.cases],
-        }
+        """Return the same for JSON, which has no numbers that are not finite: they are strings."""
+        known: dict[str, Any] = plain(asdict(self))
+        cases = [{"id": case.pop("name"), **case} for case in known["cases"]]
+        return known | {"passed": self.passed, "counts": self.counts, "cases": cases}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +15,6 @@ from alibi_core.conformance._golden.files import GoldenError, file_in, read_byte
 
 GOLDEN_FORMAT, GOLDEN_VERSION = "alibi-golden", 1
 INDEX = "index.json"
-
-_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True)
@@ -58,95 +55,48 @@ def read_golden(directory: str | Path) -> list[StoredCase]:
     directory = Path(directory)
     path = file_in(directory, INDEX)
     index = read_json(path, GOLDEN_FORMAT, range(GOLDEN_VERSION, GOLDEN_VERSION + 1))
-    tensors: dict[str, dict[str, Values]] = {}
-    for number, entry in enumerate(field(path, index, "files", list)):
-        where = f"{path}: files[{number}]"
-        name = field(where, entry, "name", str)
-        if name in tensors:
-            raise GoldenError(f"{where}: the name {name!r} stands twice")
-        tensors[name] = _verified(directory, where, entry)
-    cases = [_case(f"{path}: cases[{n}]", entry, tensors) for n, entry in enumerate(field(path, index, "cases", list))]
-    names = [case.name for case in cases] + [result.tensor for case in cases for result in case.expected.values()]
-    if len(set(names)) < len(names):
-        raise GoldenError(f"{path}: no two cases may have one id, and no two results one tensor")
-    return cases
+    try:
+        files = {entry["name"]: _verified(directory, entry) for entry in index["files"]}
+        return [_case(entry, files[entry["file"]]) for entry in index["cases"]]
+    except GoldenError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise GoldenError(f"{path}: is not as FORMAT.md says, {type(error).__name__}: {str(error)[:200]}") from None
 
 
-def field(where: object, entry: Any, name: str, kind: type[_Kind]) -> _Kind:
-    """Return what an object of a JSON file has by a name, if it is of this kind.
-
-    Raises:
-        GoldenError: If it is not.
-    """
-    if not isinstance(entry, dict):
-        raise GoldenError(f"{where}: must be an object, got {type(entry).__name__}")
-    value = entry.get(name)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise GoldenError(f"{where}: {name} must be {kind.__name__}, got {str(value)[:200]!r}")
-    return value
-
-
-def _verified(directory: Path, where: str, entry: Any) -> dict[str, Values]:
-    path = file_in(directory, field(where, entry, "name", str))
-    size, digest = field(where, entry, "bytes", int), field(where, entry, "sha256", str)
+def _verified(directory: Path, entry: Any) -> dict[str, Values]:
+    path = file_in(directory, entry["name"])
     content = read_bytes(path)
-    if len(content) != size:
-        raise GoldenError(f"{path}: must have {size} bytes, got {len(content)}")
-    if hashlib.sha256(content).hexdigest() != digest:
-        raise GoldenError(f"{path}: must have the SHA-256 {digest[:64]!r}, got {hashlib.sha256(content).hexdigest()}")
+    if len(content) != entry["bytes"]:
+        raise GoldenError(f"{path}: must have {entry['bytes']} bytes, got {len(content)}")
+    if (digest := hashlib.sha256(content).hexdigest()) != entry["sha256"]:
+        raise GoldenError(f"{path}: must have the SHA-256 {str(entry['sha256'])[:64]!r}, got {digest}")
     if path.suffix != ".safetensors":
         return {}
     return {name: array for name, (_, array) in read_safetensors(path, content).items()}
 
 
-def _case(where: str, entry: Any, files: dict[str, dict[str, Values]]) -> StoredCase:
-    file = field(where, entry, "file", str)
-    if file not in files:
-        raise GoldenError(f"{where}: file must be one of {', '.join(sorted(files))}, got {file!r}")
-    tensors = files[file]
-    inputs = {
-        name: _tensor(f"{where}: inputs {name!r}", tensors, stored, field(where, stored, "shape", list))
-        for name, stored in field(where, entry, "inputs", dict).items()
-    }
-    expected = {
-        name: _result(f"{where}: expected {name!r}", tensors, stored)
-        for name, stored in field(where, entry, "expected", dict).items()
-    }
+def _case(entry: Any, tensors: dict[str, Values]) -> StoredCase:
     return StoredCase(
-        name=field(where, entry, "id", str),
-        kind=field(where, entry, "kind", str),
-        description=field(where, entry, "description", str),
-        features=frozenset(map(str, field(where, entry, "features", list))),
-        default_slopes=field(where, entry, "default_slopes", bool),
-        arguments=field(where, entry, "arguments", dict),
-        inputs=inputs,
-        expected=expected,
+        name=entry["id"],
+        kind=entry["kind"],
+        description=entry["description"],
+        features=frozenset(entry["features"]),
+        default_slopes=entry["default_slopes"],
+        arguments=entry["arguments"],
+        inputs={name: tensors[stored["tensor"]] for name, stored in entry["inputs"].items()},
+        expected={name: _result(tensors, stored) for name, stored in entry["expected"].items()},
     )
 
 
-def _result(where: str, tensors: dict[str, Values], entry: Any) -> Result:
-    shape = field(where, entry, "shape", list)
-    value = _tensor(where, tensors, entry, shape)
+def _result(tensors: dict[str, Values], entry: Any) -> Result:
+    value = tensors[entry["tensor"]]
     budgets = {}
     for dtype in DTYPES:
-        stored = field(where, field(where, entry, "budgets", dict), dtype, dict)
+        stored = entry["budgets"][dtype]
         if "tensor" in stored:
-            budget = _tensor(where, tensors, stored, shape)
+            budgets[dtype] = tensors[stored["tensor"]]
         else:
-            relative, absolute = (field(where, stored, name, float) for name in ("relative", "absolute"))
-            budget = np.abs(np.where(np.isfinite(value), value, 0)) * relative + absolute
-        if not (np.isfinite(budget) & (budget >= 0)).all():
-            raise GoldenError(f"{where}: budgets must be finite and not negative")
-        budgets[dtype] = budget
-    if np.isnan(value).any() or (value == math.inf).any():
-        raise GoldenError(f"{where}: results must be numbers or -inf")
-    return Result(field(where, entry, "tensor", str), value, budgets)
-
-
-def _tensor(where: str, tensors: dict[str, Values], entry: Any, shape: list[Any]) -> Values:
-    name = field(where, entry, "tensor", str)
-    if name not in tensors:
-        raise GoldenError(f"{where}: there is no tensor {name!r} in its file")
-    if list(tensors[name].shape) != shape:
-        raise GoldenError(f"{where}: {name!r} must have shape {shape}, got {list(tensors[name].shape)}")
-    return tensors[name]
+            size = np.abs(np.where(np.isfinite(value), value, 0))
+            budgets[dtype] = size * stored["relative"] + stored["absolute"]
+    return Result(entry["tensor"], value, budgets)

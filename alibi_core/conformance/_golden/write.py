@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from alibi_core.conformance._golden.files import (
     read_json,
     safetensors_bytes,
 )
-from alibi_core.conformance._golden.format import FORMAT
 from alibi_core.conformance._golden.set import GOLDEN_FORMAT, GOLDEN_VERSION, INDEX
 
 _FORMAT_FILE = "FORMAT.md"
@@ -76,7 +76,8 @@ def _files() -> dict[str, bytes]:
     """Return what is in every file, the index last."""
     cases = list(golden_cases())
     metadata = {"format": GOLDEN_FORMAT, "version": str(GOLDEN_VERSION)}
-    files = {_FORMAT_FILE: FORMAT.encode()}
+    about = resources.files(__package__).joinpath(_FORMAT_FILE).read_text(encoding="utf-8")
+    files = {_FORMAT_FILE: about.encode()}
     for kind in KINDS:
         tensors: dict[str, Values] = {}
         for case in cases:
@@ -86,7 +87,7 @@ def _files() -> dict[str, bytes]:
     index = {
         "format": GOLDEN_FORMAT,
         "version": GOLDEN_VERSION,
-        "about": FORMAT.splitlines(),
+        "about": about.splitlines(),
         "files": [
             {"name": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
             for name, content in sorted(files.items())

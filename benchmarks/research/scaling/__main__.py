@@ -7,17 +7,15 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import alibi_core
 import benchmarks.research.scaling
 from benchmarks import harness
-from benchmarks.harness import MET, Measurement
+from benchmarks.harness import Measurement
 from benchmarks.research.scaling import validation
 from benchmarks.research.scaling.figure import draw
 from benchmarks.research.scaling.inputs import Chip, Layer, chips, table
@@ -28,43 +26,35 @@ SECTIONS = ("programs", "blocks", "time")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit status: 1 if the model is off by more than it may."""
-    options = _parser().parse_args(arguments)
+    parser = harness.parser("research.scaling", benchmarks.research.scaling.__doc__, SECTIONS)
+    options = parser.parse_args(arguments)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # what plans here; programs are compiled in processes of their own
     machine = harness.machine()
     layer = Layer()
     all_chips = chips(layer.head_dim)
-    console = harness.console() or Console()
     inputs = list(table(layer, all_chips))
-    _show_inputs(console, inputs, all_chips)
+    names = [chip.name for chip in all_chips]
+    told = [(name, *values, *[""] * (len(names) - len(values)), source) for name, values, source in inputs]
+    _show("What the model is told", [("", *names, "source"), *told])
     rows = [row for chip in all_chips for row in modelled(chip, layer)]
-    _show_model(console, rows)
-    measurements = list(_validated(layer, options))
-    harness.show(console, measurements, not options.quick)
-    missed = [each.name for each in measurements if not options.quick and each.verdict(True) != MET]
-    is_whole = not options.quick and options.only == list(SECTIONS)
-    output = options.output or (Path(__file__).parents[2] / "results" if is_whole else Path("out"))
-    output.mkdir(parents=True, exist_ok=True)
-    harness.write_json(
+    shown = [[f"{x:.4g}" if isinstance(x, float) else x for x in row.values()] for row in rows]
+    _show("One layer: modelled, not run. In seconds and bytes", [list(rows[0]), *shown])
+    output = harness.folder(options, options.only == list(SECTIONS))
+    status = harness.conclude(
         output / "scaling.json",
-        {
-            "benchmark": "scaling",
-            "quick": options.quick,
-            "passed": not missed,
-            "sections": options.only,
-            "machine": machine,
-            "versions": {"alibi-core": alibi_core.__version__} | harness.versions("jax", "libtpu", "torch", "numpy"),
-            "layer": asdict(layer),
-            "inputs": [{"input": name, "values": values, "source": source} for name, values, source in inputs],
-            "modelled": rows,
-            "validation": harness.as_json(measurements, not options.quick),
-        },
+        list(_validated(layer, options)),
+        not options.quick,
+        benchmark="scaling",
+        sections=options.only,
+        machine=machine,
+        versions=harness.versions("jax", "libtpu", "torch", "numpy"),
+        layer=asdict(layer),
+        inputs=[{"input": name, "values": values, "source": source} for name, values, source in inputs],
+        modelled=rows,
     )
     draw(rows, f"one attention layer, {layer.length:,} tokens, {layer.heads} heads of {layer.head_dim}",
          output / "scaling.png")  # fmt: skip
-    print(f"Written to {output}/: scaling.json, scaling.png.")
-    for line in missed:
-        print(f"off: {line}", file=sys.stderr)
-    return 1 if missed else 0
+    return status
 
 
 def modelled(chip: Chip, layer: Layer) -> list[dict[str, Any]]:
@@ -111,54 +101,14 @@ def _validated(layer: Layer, options: argparse.Namespace) -> list[Measurement]:
     return found
 
 
-def _show_inputs(
-    console: Console, inputs: Sequence[tuple[str, tuple[str, ...], str]], all_chips: Sequence[Chip]
-) -> None:
-    shown = _table("What the model is told")
-    for column in ("", *(chip.name for chip in all_chips), "source"):
-        shown.add_column(column)
-    for name, values, source in inputs:
-        shown.add_row(name, *values, *[""] * (len(all_chips) - len(values)), source)
-    console.print(shown)
-
-
-def _show_model(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    for name in dict.fromkeys(row["chip"] for row in rows):
-        shown = _table(f"TPU {name}, one layer, forward and backward: modelled, not run. In ms, MB and GB")
-        for column in ("chips", "tokens", "hops", "forward", "both", "kernels", "passes", "exchange", "sent", "held",
-                       "ring", "sent", "faster", "kept"):  # fmt: skip
-            shown.add_column(column, justify="right", no_wrap=True)
-        found = [row for row in rows if row["chip"] == name]
-        for row in found:
-            kept = found[0]["seconds"] * found[0]["chips"] / (row["seconds"] * row["chips"])
-            times = [f"{1e3 * row[key]:.2f}" for key in ("forward_seconds", "seconds", "compute", "passes", "exchange")]
-            memory = f"{row['held'] / 1e9:.1f}" + ("" if row["fits"] else "!")
-            shown.add_row(str(row["chips"]), f"{row['tokens']:,}", str(row["hops"]), *times, f"{row['sent'] / 1e6:.0f}",
-                          memory, f"{1e3 * row['ring_seconds']:,.0f}", f"{row['ring_sent'] / 1e9:.1f}",
-                          f"{row['ring_seconds'] / row['seconds']:.0f}x", f"{kept:.0%}")  # fmt: skip
-        console.print(shown)
-    console.print(
-        "  sent: by a chip, forward. held: by a chip; ! is more than it has. ring: the full ring, and what its chips\n"
-        "  send, in GB. faster: than the ring. kept: of the speed that as many times more chips than 8 would give.",
-        style="dim", highlight=False,
-    )  # fmt: skip
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.research.scaling",
-        description=benchmarks.research.scaling.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--quick", action="store_true", help="small cases to hold the model against: judges nothing")
-    parser.add_argument("--only", choices=SECTIONS, nargs="*", default=list(SECTIONS), help="what to hold it against")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where scaling.json and scaling.png go (default "
-                        "benchmarks/results, with other options out)")  # fmt: skip
-    return parser
+def _show(title: str, rows: Sequence[Sequence[Any]]) -> None:
+    """Print a table, whose first row is its head."""
+    shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in rows[0]:
+        shown.add_column(str(column))
+    for row in rows[1:]:
+        shown.add_row(*map(str, row))
+    Console().print(shown)
 
 
 if __name__ == "__main__":

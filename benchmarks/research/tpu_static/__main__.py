@@ -9,7 +9,7 @@ splash attention, JAX's kernel for attention without positions (causal, blocks o
             dense bias in JAX's own attention, and growth from 16,384 to 32,768, where the compiler still has room for
             some arrays on the chip, so that what is left of them grows faster (splash's by 2.4 to 3.0);
   schedule  bundles for a key block that needs no mask, at most 1.05 times splash's forward, and 1.10 times backward,
-            where all backward kernels are added up. benchmarks/_tpu_bundles.py says how they are counted. Waiting for
+            where all backward kernels are added up. bundles.py says how they are counted. Waiting for
             memory does not show in them, nor key blocks that are left out;
   blocks    blocks of keys that are visited, beside those that the horizon requires, at 16,384 and 65,536 tokens: at
             most 1.1 times as many.
@@ -20,22 +20,18 @@ full size, a bar is not met or could not be measured. About eight minutes on two
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
-import alibi_core
 from benchmarks import harness
-from benchmarks.harness import MET, Measurement
+from benchmarks.harness import Measurement
 from benchmarks.research.tpu_static.compile import TOPOLOGIES
 from benchmarks.research.tpu_static.figures import PASSES, Program, is_forward, loops, scheduled, weighed
 from benchmarks.research.tpu_static.subjects import BATCH, BLOCK, HEADS, OURS
-from benchmarks.research.tpu_static.tables import show
 from benchmarks.research.tpu_static.visits import visits
 
 SPLASH, DENSE = "benchmarks.research.tpu_static.subjects:splash", "benchmarks.research.tpu_static.subjects:dense"
@@ -74,7 +70,6 @@ class Run:
     """A run, and what it is told to say while it runs."""
 
     sizes: Sizes
-    name: str
     report: Callable[[str], None]
 
     def programs(self, section: str) -> Iterator[tuple[str, Program]]:
@@ -84,7 +79,7 @@ class Run:
                 for head_dim in self.sizes.head_dims:
                     subject = f"{topology}, {PASSES[gradient]}, {HEADS} heads of {head_dim}"
                     self.report(f"{section}: {subject}")
-                    yield subject, Program(topology, self.name, self.sizes.length, head_dim, gradient)
+                    yield subject, Program(topology, OURS, self.sizes.length, head_dim, gradient)
 
 
 def memory(run: Run) -> Iterator[Measurement]:
@@ -112,7 +107,6 @@ def schedule(run: Run) -> Iterator[Measurement]:
         empty = Measurement(group, subject, "splash", "bundles", SCHEDULE_BARS[ours.gradient])
         least = fused if ours.gradient else separate
         yield scheduled(empty, ours, separate, least)
-        yield scheduled(replace(empty, baseline="splash, no grid", bar=None), ours, separate, least, straight=True)
         if ours.gradient:
             yield scheduled(replace(empty, baseline="splash, fused", bar=None), ours, fused, least)
 
@@ -140,44 +134,26 @@ SECTIONS = {"memory": memory, "schedule": schedule, "blocks": blocks}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit status."""
-    parser = _parser()
+    parser = harness.parser("research.tpu_static", __doc__, SECTIONS)
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("libtpu") is None:
         parser.error("libtpu must be installed (pip install libtpu, on Linux), got none")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # what plans here; programs are compiled in processes of their own
-    sizes = replace(
-        QUICK if options.quick else FULL, **({"topologies": tuple(options.topology)} if options.topology else {})
-    )
-    judged, is_ours = not options.quick, options.ours == OURS
     machine = harness.machine()
-    run = Run(sizes, options.ours, lambda line: print(line, file=sys.stderr, flush=True))
+    run = Run(QUICK if options.quick else FULL, lambda line: print(line, file=sys.stderr, flush=True))
     measurements = [measured for name in options.only for measured in SECTIONS[name](run)]
-    found = _loops(run) if "schedule" in options.only else []
-
-    missed = [f"{each.verdict(judged)}: {each.name}" for each in measurements if judged and each.bar is not None]
-    missed = [line for line in missed if not line.startswith(MET)]
-    show(harness.console(), measurements, found, judged)
-    is_whole = judged and is_ours and sizes == FULL and options.only == list(SECTIONS)
-    output = options.output or (Path(__file__).parents[2] / "results" if is_whole else Path("out"))
-    harness.write_json(
-        output / "tpu-static.json",
-        {
-            "benchmark": "tpu-static",
-            "ours": "alibi_jax" if is_ours else options.ours,
-            "quick": options.quick,
-            "passed": not missed,
-            "sections": options.only,
-            "sizes": asdict(sizes) | {"batch": BATCH, "heads": HEADS, "block": BLOCK, "dtype": "bfloat16"},
-            "machine": machine,
-            "versions": {"alibi-core": alibi_core.__version__} | harness.versions(*VERSIONS),
-            "loops": found,
-            "measurements": harness.as_json(measurements, judged),
-        },
+    return harness.conclude(
+        harness.folder(options, options.only == list(SECTIONS)) / "tpu-static.json",
+        measurements,
+        not options.quick,
+        benchmark="tpu-static",
+        ours="alibi_jax",
+        sections=options.only,
+        sizes=asdict(run.sizes) | {"batch": BATCH, "heads": HEADS, "block": BLOCK, "dtype": "bfloat16"},
+        machine=machine,
+        versions=harness.versions(*VERSIONS),
+        loops=_loops(run) if "schedule" in options.only else [],
     )
-    print(f"Written to {output / 'tpu-static.json'}.")
-    for line in missed:
-        print(line, file=sys.stderr)
-    return 1 if missed else 0
 
 
 def _loops(run: Run) -> list[dict[str, object]]:
@@ -189,34 +165,6 @@ def _loops(run: Run) -> list[dict[str, object]]:
         for program in (ours, *splash):
             found += [loop for loop in loops(program) if not (ours.gradient and is_forward(str(loop["kernel"])))]
     return found
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.research.tpu_static",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--quick", action="store_true", help="one TPU and a small shape: judges nothing")
-    parser.add_argument("--only", type=_chosen(SECTIONS), default=list(SECTIONS), metavar="SECTION,...",
-                        help=f"of {', '.join(SECTIONS)} (default all)")  # fmt: skip
-    parser.add_argument("--topology", type=_chosen(TOPOLOGIES), metavar="NAME,...",
-                        help=f"of {', '.join(TOPOLOGIES)} (default all, with --quick the first)")  # fmt: skip
-    parser.add_argument("--ours", default=OURS, metavar="MODULE:NAME", help="another function to judge in its place: "
-                        "takes the length, returns a function of query, key and value")  # fmt: skip
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where tpu-static.json goes (default "
-                        "benchmarks/results, with other options out)")  # fmt: skip
-    return parser
-
-
-def _chosen(names: Sequence[str] | dict[str, object]) -> Callable[[str], list[str]]:
-    def choose(text: str) -> list[str]:
-        chosen = text.split(",")
-        if unknown := [name for name in chosen if name not in names]:
-            raise argparse.ArgumentTypeError(f"must be of {', '.join(names)}, got {', '.join(unknown)}")
-        return [name for name in names if name in chosen]
-
-    return choose
 
 
 if __name__ == "__main__":

@@ -30,18 +30,14 @@ class Path:
 
     Attributes:
         bundles: How many.
-        straight: How many of them stand together around the matrix products, between branches and their targets.
         counts: How many instructions of a kind, by kind: ``products``, ``exponentials`` (in bfloat16, twice as many, as
             they work on twice as many numbers), ``transfers`` that start, ``selects``.
-        busy: In how many bundles there is one of that kind.
         units: How many slots of a unit are used (``MATMUL``, ``VALU``, ``EUP``, ...), by unit, as far as the compiler
             says so.
     """
 
     bundles: int
-    straight: int
     counts: Mapping[str, int]
-    busy: Mapping[str, int]
     units: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -129,7 +125,6 @@ def read(name: str, total: int, bundles: str, utilization: str | None = None) ->
             else:
                 ways[last] = [*([last + 1] if depends else []), target]
     loops.sort(key=lambda loop: (loop[0], -loop[1]))
-    targets = {after for address, each in ways.items() for after in each if after != address + 1}
     found = []
     for first, last in loops:
         inside = [
@@ -137,7 +132,7 @@ def read(name: str, total: int, bundles: str, utilization: str | None = None) ->
         ]
         depth = sum(start <= first and last <= end for start, end in loops)
         innermost = not any(_has(parsed[start : end + 1], PRODUCTS) for start, end in inside)
-        found.append(Loop(first, last - first + 1, depth, innermost, _path(parsed, ways, targets, first, last, used)))
+        found.append(Loop(first, last - first + 1, depth, innermost, _path(parsed, ways, first, last, used)))
     return Kernel(name, total, tuple(found), capacity)
 
 
@@ -148,7 +143,6 @@ def _has(bundles: Sequence[Bundle], kind: str) -> bool:
 def _path(
     bundles: Sequence[Bundle],
     ways: Mapping[int, Sequence[int]],
-    targets: set[int],
     first: int,
     last: int,
     used: Sequence[dict[str, int]],
@@ -178,29 +172,14 @@ def _path(
     while address > first:
         _, address, passed = best[address - first][passed]
         addresses.append(address)
-    return _along(bundles, ways, targets, addresses[::-1], used)
+    return _along(bundles, addresses, used)
 
 
-def _along(
-    bundles: Sequence[Bundle],
-    ways: Mapping[int, Sequence[int]],
-    targets: set[int],
-    addresses: Sequence[int],
-    used: Sequence[dict[str, int]],
-) -> Path:
+def _along(bundles: Sequence[Bundle], addresses: Sequence[int], used: Sequence[dict[str, int]]) -> Path:
     """Describe the way along those bundles."""
-    runs: list[list[Bundle]] = [[]]
-    for address in addresses:
-        if address in targets:
-            runs.append([])
-        runs[-1].append(bundles[address])
-        if ways[address] != [address + 1]:
-            runs.append([])
     slots = sum((Counter(used[address]) for address in addresses), Counter()) if used else {}
     return Path(
         bundles=len(addresses),
-        straight=sum(len(run) for run in runs if _has(run, PRODUCTS)),
         counts={kind: sum(bundles[address].counts[kind] for address in addresses) for kind in KINDS},
-        busy={kind: sum(bundles[address].counts[kind] > 0 for address in addresses) for kind in KINDS},
         units=dict(slots),
     )

@@ -4,13 +4,11 @@ The compiler is that of libtpu, which needs no TPU. What it is told through the 
 imported, and what it writes down about kernels is to be about these alone: therefore the process.
 
     found = compile_for("v5e:2x2", "module:build", 64)          build(64) returns a function, and shapes and dtypes
-    python -m benchmarks.research.tpu_static.compile v5e:2x2 module:build 64   the same, as a table
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import sys
@@ -119,27 +117,3 @@ def _dumped(folder: Path, name: str) -> dict[str, Any]:
     # Of the analysis the head is enough: further down it holds the whole kernel in base64.
     total = _TOTAL.search(texts.pop("total", "")[:400])
     return texts | {"total": int(total[1])} if total else texts
-
-
-def show(compiled: Compiled) -> None:
-    """Print a line for each loop with matrix products."""
-    print(f"temporaries: {compiled.temporaries:,} bytes  {compiled.problem}")
-    for kernel in compiled.kernels:
-        print(f"{kernel.name}: {kernel.bundles:,} bundles")
-        for loop in kernel.loops:
-            mark = "main" if loop is kernel.main else ""
-            print(f"  loop at {loop.first:#x}, depth {loop.depth}, {loop.bundles:,} bundles  {mark}")
-            if loop.path:
-                path = loop.path
-                print(f"    path of {path.bundles:,} bundles, {path.straight:,} of them without a branch")
-                print(
-                    "    " + ", ".join(f"{path.counts[kind]:,} {kind} in {path.busy[kind]:,}" for kind in path.counts)
-                )
-                used = {
-                    name: path.units.get(name, 0) / (slots * path.bundles) for name, slots in kernel.capacity.items()
-                }
-                print("    " + ", ".join(f"{name} {share:.0%}" for name, share in used.items()))
-
-
-if __name__ == "__main__":
-    show(compile_for(*sys.argv[1:3], *map(json.loads, sys.argv[3:])))

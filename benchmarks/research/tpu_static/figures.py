@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -94,13 +94,12 @@ def key_blocks(kernel: Kernel, gradient: bool) -> int:
     return blocks
 
 
-def bundles(kernels: Iterable[Kernel], gradient: bool, straight: bool = False) -> tuple[float, float]:
+def bundles(kernels: Iterable[Kernel], gradient: bool) -> tuple[float, float]:
     """Return the bundles for one key block, of all kernels with matrix products, and the matrix units' slots used.
 
     Args:
         kernels: Of one pass.
         gradient: Whether that is the backward pass.
-        straight: Count only bundles that stand together around the matrix products: without the steps of a grid.
     """
     total = slots = 0.0
     for kernel in kernels:
@@ -108,16 +107,14 @@ def bundles(kernels: Iterable[Kernel], gradient: bool, straight: bool = False) -
             path, blocks = kernel.main.path, key_blocks(kernel, gradient)
             if not path.units:
                 raise NotMeasuredError(f"the compiler must write down the use of units, got none for {kernel.name}")
-            total += (path.straight if straight else path.bundles) / blocks
+            total += path.bundles / blocks
             slots += path.units["MATMUL"] / blocks
     if not total:
         raise NotMeasuredError("a kernel must hold a loop with matrix products, got none")
     return total, slots
 
 
-def scheduled(
-    empty: Measurement, ours: Program, theirs: Program, least: Program, straight: bool = False
-) -> Measurement:
+def scheduled(empty: Measurement, ours: Program, theirs: Program, least: Program) -> Measurement:
     """Return this with the bundles for a key block of both.
 
     Args:
@@ -125,12 +122,11 @@ def scheduled(
         ours: The candidate.
         theirs: The baseline.
         least: What needs the fewest matrix products; the candidate cannot do with much less.
-        straight: Leave out the steps of the baseline's grid.
     """
 
     def figures() -> tuple[float, float]:
         candidate, slots = bundles(kernels_of(ours), ours.gradient)
-        baseline, _ = bundles(kernels_of(theirs), theirs.gradient, straight)
+        baseline, _ = bundles(kernels_of(theirs), theirs.gradient)
         fewest = LEAST_PRODUCTS * bundles(kernels_of(least), least.gradient)[1]
         if slots < fewest:
             raise NotMeasuredError(f"main loops must use {fewest:.0f} slots of the matrix units, got {slots:.0f}")
@@ -164,16 +160,8 @@ def loops(program: Program) -> list[dict[str, Any]]:
             "depth": loop.depth,
             "loop_bundles": loop.bundles,
             "path": loop.path.bundles,
-            "straight": loop.path.straight,
-            "counts": dict(loop.path.counts),
-            "bundles_with": dict(loop.path.busy),
-            "use": _shares(kernel, loop.path.units, loop.path.bundles),
         }
         for kernel in found.kernels
         for loop in kernel.loops
         if loop.path and loop.path.counts[PRODUCTS]
     ]
-
-
-def _shares(kernel: Kernel, units: Mapping[str, int], count: int) -> dict[str, float]:
-    return {name: units.get(name, 0) / (slots * count) for name, slots in kernel.capacity.items() if units}

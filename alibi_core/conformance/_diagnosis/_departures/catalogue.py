@@ -31,7 +31,7 @@ CONTRACTS = (
         "sqrt(head_dim). Declare contract = 'falcon' if that is meant.",
         slope_dtype="bfloat16",
         rounding=("falcon", "bfloat16"),
-        factor="scale",
+        factor="bias scaled",
     ),
     make(
         "falcon contract, unscaled",

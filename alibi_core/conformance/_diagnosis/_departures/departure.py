@@ -74,6 +74,14 @@ def make(key: str, sentence: str, *, noisy: bool = False, **changes: Any) -> Dep
     return Departure(key, sentence, changes, is_noisy=noisy)
 
 
+def table(field: str, sentences: Mapping[str, str], number: int | None = None) -> list[Departure]:
+    """Return departures by their keys, to which they change a field of the reading, or to the key and a number."""
+    return [
+        Departure(key, sentence, {field: key if number is None else (key, number)})
+        for key, sentence in sentences.items()
+    ]
+
+
 def placed(key: str, sentence: str, names: tuple[str, ...], kind: str) -> Departure:
     """Return a departure that changes all of these fields alike."""
     return Departure(key, sentence, dict.fromkeys(names, kind))

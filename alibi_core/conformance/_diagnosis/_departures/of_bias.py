@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from alibi_core.conformance._diagnosis._departures.departure import BLOCKS, make
+from alibi_core.conformance._diagnosis._departures.departure import BLOCKS, make, table
 
 FAR_AWAY = "float32 scores far away"
 
@@ -11,41 +11,21 @@ FACTORS = [
     make(
         "negated bias", "The sign of the bias is flipped: distance is rewarded. Subtract slope * distance.", factor=-1.0
     ),
-    make(
-        "bias scaled",
-        "The bias is multiplied by scale (divided by sqrt(head_dim)): add it after scaling the scores.",
-        factor="scale",
-    ),
-    make(
-        "bias scaled twice",
-        "The bias is multiplied by scale twice (divided by head_dim): it must not be scaled.",
-        factor="scale squared",
-    ),
-    make(
-        "bias scaled by default",
-        "The bias is divided by sqrt(head_dim), whatever the scale: it must not be scaled.",
-        factor="default scale",
-    ),
-    make(
-        "bias scaled up",
-        "The bias is divided by scale (multiplied by sqrt(head_dim)): it must not be scaled.",
-        factor="1/scale",
-    ),
-    make(
-        "bias scaled by d_model",
-        "The bias is divided by sqrt(num_heads * head_dim): it must not be scaled.",
-        factor="d_model",
-    ),
-    make("bias over head_dim", "The bias is divided by head_dim.", factor="1/head_dim"),
-    make(
-        "bias in base 2",
-        "The bias is multiplied by ln 2: scores are in base 2, the bias is not. Multiply it by log2(e) too.",
-        factor="ln 2",
-    ),
-    make(
-        "bias times log2 e",
-        "The bias is multiplied by log2(e), which a softmax in base e must not have.",
-        factor="log2 e",
+    *table(
+        "factor",
+        {
+            "bias scaled": "The bias is multiplied by scale (divided by sqrt(head_dim)): add it after scaling the "
+            "scores.",
+            "bias scaled twice": "The bias is multiplied by scale twice (divided by head_dim): it must not be scaled.",
+            "bias scaled by default": "The bias is divided by sqrt(head_dim), whatever the scale: it must not be "
+            "scaled.",
+            "bias scaled up": "The bias is divided by scale (multiplied by sqrt(head_dim)): it must not be scaled.",
+            "bias scaled by d_model": "The bias is divided by sqrt(num_heads * head_dim): it must not be scaled.",
+            "bias over head_dim": "The bias is divided by head_dim.",
+            "bias in base 2": "The bias is multiplied by ln 2: scores are in base 2, the bias is not. Multiply it by "
+            "log2(e) too.",
+            "bias times log2 e": "The bias is multiplied by log2(e), which a softmax in base e must not have.",
+        },
     ),
     make("bias halved", "The bias is half of what it should be.", factor=0.5),
     make(
@@ -53,9 +33,14 @@ FACTORS = [
         "The bias is twice what it should be: it is added twice, or as a mask and as a bias.",
         factor=2.0,
     ),
-    make("bias over kv_len", "The bias is divided by the number of keys: distances are normalised.", factor="1/kv_len"),
-    make("bias over num_heads", "The bias is divided by the number of heads.", factor="1/num_heads"),
-    make("bias summed over the group", "The bias is added once for every query head of a group.", factor="group"),
+    *table(
+        "factor",
+        {
+            "bias over kv_len": "The bias is divided by the number of keys: distances are normalised.",
+            "bias over num_heads": "The bias is divided by the number of heads.",
+            "bias summed over the group": "The bias is added once for every query head of a group.",
+        },
+    ),
 ]
 
 DISTANCES = [
@@ -82,44 +67,27 @@ DISTANCES = [
         "Future keys are rewarded by their own slope: the bias is signed. Use abs(i - j).",
         distance=("signed, of its own slope", 0),
     ),
-    make(
-        "clamped",
-        "Future distances count 0 though they should count like past ones: the bias is clamped.",
-        distance=("clamped", 0),
+    *table(
+        "distance",
+        {
+            "clamped": "Future distances count 0 though they should count like past ones: the bias is clamped.",
+            "past clamped": "Past distances count 0: the difference has the wrong sign before it is clamped.",
+            "future slopes ignored": "future_slopes are ignored: keys on both sides have the slopes of the past.",
+            "future slopes of 0 ignored": "future_slopes that are all 0 are ignored, as if not given: keys on both "
+            "sides have the slopes of the past.",
+            "future slopes swapped": "Slopes and future_slopes are swapped: past keys have the future's.",
+            "future slopes for all": "future_slopes are used for past keys too.",
+            "squared distance": "The bias grows with the square of the distance.",
+            "root of distance": "The bias grows with the square root of the distance.",
+            "log distance": "The bias grows with log(1 + distance).",
+            "log2 distance": "The bias grows with log2(1 + distance).",
+            "int8 positions": "Positions wrap around at 128: they are held in int8.",
+            "distances one more": "All distances but that of the own key count one token too many.",
+            "future one farther": "Future keys count one token farther than they are.",
+            "future one nearer": "Future keys count one token nearer than they are.",
+        },
+        number=0,
     ),
-    make(
-        "past clamped",
-        "Past distances count 0: the difference has the wrong sign before it is clamped.",
-        distance=("past clamped", 0),
-    ),
-    make(
-        "future slopes ignored",
-        "future_slopes are ignored: keys on both sides have the slopes of the past.",
-        distance=("symmetric", 0),
-    ),
-    make(
-        "future slopes of 0 ignored",
-        "future_slopes that are all 0 are ignored, as if not given: keys on both sides have the slopes of the past.",
-        distance=("symmetric where 0", 0),
-    ),
-    make(
-        "future slopes swapped",
-        "Slopes and future_slopes are swapped: past keys have the future's.",
-        distance=("swapped", 0),
-    ),
-    make("future slopes for all", "future_slopes are used for past keys too.", distance=("future slope for all", 0)),
-    make("squared distance", "The bias grows with the square of the distance.", distance=("squared", 0)),
-    make("root of distance", "The bias grows with the square root of the distance.", distance=("square root", 0)),
-    make("log distance", "The bias grows with log(1 + distance).", distance=("log", 0)),
-    make("log2 distance", "The bias grows with log2(1 + distance).", distance=("log2", 0)),
-    make("int8 positions", "Positions wrap around at 128: they are held in int8.", distance=("int8", 0)),
-    make(
-        "distances one more",
-        "All distances but that of the own key count one token too many.",
-        distance=("one more but for the own key", 0),
-    ),
-    make("future one farther", "Future keys count one token farther than they are.", distance=("future one more", 0)),
-    make("future one nearer", "Future keys count one token nearer than they are.", distance=("future one less", 0)),
     *(
         make(key, sentence.format(n), distance=(kind, n))
         for n in (2, 4, *BLOCKS)

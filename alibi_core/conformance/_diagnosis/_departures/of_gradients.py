@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from alibi_core.conformance._diagnosis._departures import catalogue as _departures
-from alibi_core.conformance._diagnosis._departures.departure import Departure
+from alibi_core.conformance._diagnosis._departures.departure import Departure, table
 
 FORWARD_RIGHT = "forward pass right"  # no departure in itself: where weights of the backward pass are wrong
 
@@ -15,72 +15,32 @@ def _make(key: str, sentence: str, **changes: Any) -> Departure:
 
 
 _SLOPES = [
-    _make("slope gradient zero", "The gradient of slopes is zero: they are not trained.", slope_gradient="zero"),
-    _make(
-        "slope gradient negated",
-        "The gradient of slopes has the wrong sign: the bias is minus slope times distance.",
-        slope_gradient="negated",
-    ),
-    _make(
-        "slope gradient scaled",
-        "The gradient of slopes is multiplied by scale, which the bias is not.",
-        slope_gradient="times scale",
-    ),
-    _make(
-        "slope gradient scaled up",
-        "The gradient of slopes is divided by scale, which the bias is not.",
-        slope_gradient="over scale",
-    ),
-    _make(
-        "slope gradient of first batch entry",
-        "The gradient of slopes is the first batch entry's alone: sum it over the batch.",
-        slope_gradient="first of batch",
-    ),
-    _make(
-        "slope gradient of last batch entry",
-        "The gradient of slopes is the last batch entry's alone: sum it over the batch.",
-        slope_gradient="last of batch",
-    ),
-    _make(
-        "slope gradient averaged",
-        "The gradient of slopes is averaged over the batch instead of summed.",
-        slope_gradient="mean of batch",
-    ),
-    _make(
-        "slope gradient summed over batch",
-        "The gradient of slopes [batch, num_heads] is summed over the batch.",
-        slope_gradient="summed over batch",
-    ),
-    _make(
-        "slope gradient averaged over queries",
-        "The gradient of slopes is averaged over queries instead of summed.",
-        slope_gradient="over queries",
-    ),
-    _make(
-        "slope gradient summed over heads",
-        "The gradient of slopes is summed over heads.",
-        slope_gradient="summed over heads",
-    ),
-    _make(
-        "slope gradient by key position",
-        "The gradient of slopes is taken along key positions instead of distances, which is right for causal "
-        "attention alone.",
-        slope_gradient="by key position",
-    ),
-    _make(
-        "slope gradient times slopes",
-        "The gradient of slopes is multiplied by the slopes, as if they were exponents.",
-        slope_gradient="times slopes",
-    ),
-    _make(
-        "slope gradient times ln 2",
-        "The gradient of slopes is multiplied by ln 2: it is that of scores in base 2.",
-        slope_gradient="ln 2",
-    ),
-    _make(
-        "slope gradient times log2 e",
-        "The gradient of slopes is multiplied by log2(e): it is that of scores in base 2.",
-        slope_gradient="log2 e",
+    *table(
+        "slope_gradient",
+        {
+            "slope gradient zero": "The gradient of slopes is zero: they are not trained.",
+            "slope gradient negated": "The gradient of slopes has the wrong sign: the bias is minus slope times "
+            "distance.",
+            "slope gradient scaled": "The gradient of slopes is multiplied by scale, which the bias is not.",
+            "slope gradient scaled up": "The gradient of slopes is divided by scale, which the bias is not.",
+            "slope gradient of first batch entry": "The gradient of slopes is the first batch entry's alone: sum it "
+            "over the batch.",
+            "slope gradient of last batch entry": "The gradient of slopes is the last batch entry's alone: sum it "
+            "over the batch.",
+            "slope gradient averaged": "The gradient of slopes is averaged over the batch instead of summed.",
+            "slope gradient summed over batch": "The gradient of slopes [batch, num_heads] is summed over the batch.",
+            "slope gradient averaged over queries": "The gradient of slopes is averaged over queries instead of "
+            "summed.",
+            "slope gradient summed over heads": "The gradient of slopes is summed over heads.",
+            "slope gradient by key position": "The gradient of slopes is taken along key positions instead of "
+            "distances, which is right for causal attention alone.",
+            "slope gradient times slopes": "The gradient of slopes is multiplied by the slopes, as if they were "
+            "exponents.",
+            "slope gradient times ln 2": "The gradient of slopes is multiplied by ln 2: it is that of scores in base "
+            "2.",
+            "slope gradient times log2 e": "The gradient of slopes is multiplied by log2(e): it is that of scores in "
+            "base 2.",
+        },
     ),
     Departure(
         "slope gradient of bfloat16 scores",
@@ -88,8 +48,13 @@ _SLOPES = [
         {"slope_gradient": "from bfloat16"},
         is_noisy=True,
     ),
-    _make("slope gradient doubled", "The gradient of slopes is twice what it should be.", slope_gradient="doubled"),
-    _make("slope gradient halved", "The gradient of slopes is half of what it should be.", slope_gradient="halved"),
+    *table(
+        "slope_gradient",
+        {
+            "slope gradient doubled": "The gradient of slopes is twice what it should be.",
+            "slope gradient halved": "The gradient of slopes is half of what it should be.",
+        },
+    ),
 ]
 
 _SIDES = [
@@ -144,41 +109,32 @@ _SIDES = [
     ),
     _make("value gradient scaled", "The gradient of value is multiplied by scale.", value_gradient="scaled"),
     _make("value gradient zero", "The gradient of value is zero.", value_gradient="zero"),
-    _make(
-        "delta missing",
-        "The row mean (delta, sum of output times its gradient) is not subtracted from the gradient of weights.",
-        mean="missing",
-    ),
-    _make(
-        "delta unweighted",
-        "From the gradient of weights its plain mean is subtracted instead of that by weights (delta).",
-        mean="without weights",
+    *table(
+        "mean",
+        {
+            "delta missing": "The row mean (delta, sum of output times its gradient) is not subtracted from the "
+            "gradient of weights.",
+            "delta unweighted": "From the gradient of weights its plain mean is subtracted instead of that by weights "
+            "(delta).",
+        },
     ),
     _make(
         FORWARD_RIGHT,
         "The mean of the forward pass is subtracted (delta), but weights are recomputed otherwise.",
         mean="of the forward pass",
     ),
-    _make(
-        "group's first gradient",
-        "Gradients of key and value are those of the group's first query head: sum them over the group.",
-        grouping="first",
-    ),
-    _make(
-        "group's last gradient",
-        "Gradients of key and value are those of the group's last query head, which overwrites the others: sum them.",
-        grouping="last",
-    ),
-    _make(
-        "group's gradients interleaved",
-        "Gradients of key and value are summed over the wrong query heads, as if groups were interleaved: those of "
-        "key/value head h are h * group to h * group + group - 1.",
-        grouping="interleaved",
-    ),
-    _make(
-        "group's mean gradient",
-        "Gradients of key and value are averaged over the group's query heads instead of summed.",
-        grouping="mean",
+    *table(
+        "grouping",
+        {
+            "group's first gradient": "Gradients of key and value are those of the group's first query head: sum them "
+            "over the group.",
+            "group's last gradient": "Gradients of key and value are those of the group's last query head, which "
+            "overwrites the others: sum them.",
+            "group's gradients interleaved": "Gradients of key and value are summed over the wrong query heads, as if "
+            "groups were interleaved: those of key/value head h are h * group to h * group + group - 1.",
+            "group's mean gradient": "Gradients of key and value are averaged over the group's query heads instead of "
+            "summed.",
+        },
     ),
 ]
 

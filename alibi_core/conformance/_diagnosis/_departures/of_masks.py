@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from alibi_core.conformance._diagnosis._departures.departure import BLOCKS, Departure, make, placed
+from alibi_core.conformance._diagnosis._departures.departure import BLOCKS, Departure, make, placed, table
 
 _ALIGNED = ("bias_offset", "causal_offset", "window_offset")
 
@@ -70,27 +70,17 @@ OFFSETS = [
 ]
 
 MASKS = [
-    make(
-        "causal hides own key",
-        "The causal mask hides each query's own key: it must hide j > i, not j >= i.",
-        causal=("hides own key", 0),
-    ),
-    make(
-        "causal sees the next key",
-        "The causal mask lets each query see one key too many, the next.",
-        causal=("sees the next key", 0),
-    ),
-    make("causal ignored", "There is no causal mask: future keys are seen.", causal=("ignored", 0)),
-    make("always causal", "Attention is causal although is_causal=False.", causal=("always", 0)),
-    make(
-        "causal reversed",
-        "The causal mask is reversed: queries see what is ahead, not what is past.",
-        causal=("only future", 0),
-    ),
-    make(
-        "one query not causal",
-        "The causal mask is left out for a single query, even where keys lie after it.",
-        causal=("not for one query", 0),
+    *table(
+        "causal",
+        {
+            "causal hides own key": "The causal mask hides each query's own key: it must hide j > i, not j >= i.",
+            "causal sees the next key": "The causal mask lets each query see one key too many, the next.",
+            "causal ignored": "There is no causal mask: future keys are seen.",
+            "always causal": "Attention is causal although is_causal=False.",
+            "causal reversed": "The causal mask is reversed: queries see what is ahead, not what is past.",
+            "one query not causal": "The causal mask is left out for a single query, even where keys lie after it.",
+        },
+        number=0,
     ),
     *(
         make(
@@ -100,71 +90,44 @@ MASKS = [
         )
         for n in BLOCKS
     ),
-    make("window ignored", "window_size is ignored.", window="ignored"),
-    make(
-        "window one less",
-        "The window is one key too short: distances up to window_size are to be seen, window_size included.",
-        window="one less",
+    *table(
+        "window",
+        {
+            "window ignored": "window_size is ignored.",
+            "window one less": "The window is one key too short: distances up to window_size are to be seen, "
+            "window_size included.",
+            "window 0 as none": "A window_size of 0 is ignored, as if no window were given: it lets the query's own "
+            "position be seen.",
+            "window one more": "The window is one key too long.",
+            "window halved": "window_size is divided by two: it is the reach of each side, not the sum.",
+            "window doubled": "The window reaches twice as far as window_size.",
+            "window on past side only": "The window limits past keys only: its future side is ignored.",
+            "window on future side only": "The window limits future keys only: its past side is ignored.",
+            "window hides the future": "With a window nothing ahead is seen: it is made for causal attention.",
+        },
     ),
-    make(
-        "window 0 as none",
-        "A window_size of 0 is ignored, as if no window were given: it lets the query's own position be seen.",
-        window="0 is none",
+    *table(
+        "segments",
+        {
+            "segments ignored": "segment_ids are ignored: packed sequences see one another.",
+            "segments of first batch": "All batch entries have the first one's segment_ids.",
+            "segments see earlier ones": "Segments see earlier ones too: ids must be equal.",
+            "segments inverted": "Segments see all others and not themselves.",
+            "segment 0 hidden": "Segment 0 is hidden, as if it were padding.",
+            "segments of keys only": "Queries are given the ids of the first keys: their own are ignored.",
+            "segments of last keys": "Queries have the segments of the last keys, not those of their own ids.",
+            "segments of queries only": "Keys are given the ids of queries: their own are ignored.",
+            "segment positions restart": "Positions restart with each segment, of queries and of keys, so that a "
+            "segment's first query stands at its first key whatever q_offset says.",
+            "segment key positions restart": "Positions of keys restart with each segment, those of queries do not.",
+        },
     ),
-    make("window one more", "The window is one key too long.", window="one more"),
-    make("window halved", "window_size is divided by two: it is the reach of each side, not the sum.", window="half"),
-    make("window doubled", "The window reaches twice as far as window_size.", window="twice"),
-    make(
-        "window on past side only",
-        "The window limits past keys only: its future side is ignored.",
-        window="past side only",
-    ),
-    make(
-        "window on future side only",
-        "The window limits future keys only: its past side is ignored.",
-        window="future side only",
-    ),
-    make(
-        "window hides the future",
-        "With a window nothing ahead is seen: it is made for causal attention.",
-        window="past, nothing ahead",
-    ),
-    make("segments ignored", "segment_ids are ignored: packed sequences see one another.", segments="ignored"),
-    make("segments of first batch", "All batch entries have the first one's segment_ids.", segments="first batch"),
-    make("segments see earlier ones", "Segments see earlier ones too: ids must be equal.", segments="earlier ones too"),
-    make("segments inverted", "Segments see all others and not themselves.", segments="inverted"),
-    make("segment 0 hidden", "Segment 0 is hidden, as if it were padding.", segments="0 is padding"),
-    make(
-        "segments of keys only",
-        "Queries are given the ids of the first keys: their own are ignored.",
-        segments="keys' ids for queries",
-    ),
-    make(
-        "segments of last keys",
-        "Queries have the segments of the last keys, not those of their own ids.",
-        segments="last keys' ids for queries",
-    ),
-    make(
-        "segments of queries only",
-        "Keys are given the ids of queries: their own are ignored.",
-        segments="queries' ids for keys",
-    ),
-    make(
-        "segment positions restart",
-        "Positions restart with each segment, of queries and of keys, so that a segment's first query stands at "
-        "its first key whatever q_offset says.",
-        segments="positions restart",
-    ),
-    make(
-        "segment key positions restart",
-        "Positions of keys restart with each segment, those of queries do not.",
-        segments="positions restart in keys",
-    ),
-    make("mask ignored", "mask is ignored.", mask="ignored"),
-    make(
-        "mask after softmax",
-        "The mask is applied after the softmax, in whose sum hidden keys count.",
-        mask="after softmax",
+    *table(
+        "mask",
+        {
+            "mask ignored": "mask is ignored.",
+            "mask after softmax": "The mask is applied after the softmax, in whose sum hidden keys count.",
+        },
     ),
     *(
         make(
@@ -175,14 +138,15 @@ MASKS = [
         )
         for number in (10, 100, 1000, 10_000)
     ),
-    make("mask inverted", "mask is inverted: True must let a key be seen.", mask="inverted"),
-    make("mask added", "mask is added to the scores as numbers 0 and 1: turn False into minus infinity.", mask="added"),
-    make(
-        "mask multiplied",
-        "Scores are multiplied by mask, which makes hidden ones 0 instead of minus infinity.",
-        mask="multiplied",
+    *table(
+        "mask",
+        {
+            "mask inverted": "mask is inverted: True must let a key be seen.",
+            "mask added": "mask is added to the scores as numbers 0 and 1: turn False into minus infinity.",
+            "mask multiplied": "Scores are multiplied by mask, which makes hidden ones 0 instead of minus infinity.",
+            "mask of first batch": "All batch entries have the first one's mask.",
+            "mask of first head": "All heads have the first one's mask.",
+            "mask of first query": "All queries have the first one's mask.",
+        },
     ),
-    make("mask of first batch", "All batch entries have the first one's mask.", mask="first batch"),
-    make("mask of first head", "All heads have the first one's mask.", mask="first head"),
-    make("mask of first query", "All queries have the first one's mask.", mask="first query"),
 ]

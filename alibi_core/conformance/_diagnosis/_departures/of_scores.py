@@ -2,74 +2,54 @@
 
 from __future__ import annotations
 
-from alibi_core.conformance._diagnosis._departures.departure import BLOCKS, make
+from alibi_core.conformance._diagnosis._departures.departure import BLOCKS, make, table
 
 SCORES = [
-    make(
-        "grouped heads interleaved",
-        "Query head h reads key/value head h % num_kv_heads; it must be h // (num_heads // num_kv_heads).",
-        heads="interleaved",
+    *table(
+        "heads",
+        {
+            "grouped heads interleaved": "Query head h reads key/value head h % num_kv_heads; it must be h // "
+            "(num_heads // num_kv_heads).",
+            "first kv head for all": "All query heads read the first key/value head.",
+            "kv heads reversed": "Query heads read key/value heads in reversed order.",
+        },
     ),
-    make("first kv head for all", "All query heads read the first key/value head.", heads="first"),
-    make("kv heads reversed", "Query heads read key/value heads in reversed order.", heads="reversed"),
-    make("scale ignored", "scale is ignored: it uses 1 / sqrt(head_dim).", scale="default"),
-    make("scale missing", "Products of query and key are not scaled.", scale="none"),
-    make(
-        "scaled by d_model",
-        "Scores are scaled by 1 / sqrt(num_heads * head_dim), that is d_model, instead of 1 / sqrt(head_dim).",
-        scale="d_model",
+    *table(
+        "scale",
+        {
+            "scale ignored": "scale is ignored: it uses 1 / sqrt(head_dim).",
+            "scale missing": "Products of query and key are not scaled.",
+            "scaled by d_model": "Scores are scaled by 1 / sqrt(num_heads * head_dim), that is d_model, instead of 1 "
+            "/ sqrt(head_dim).",
+            "scaled by kv d_model": "Scores are scaled by 1 / sqrt(num_kv_heads * head_dim) instead of 1 / "
+            "sqrt(head_dim).",
+            "scaled twice": "Scores are scaled twice.",
+            "scaled by the default too": "Scores are scaled by scale and again by 1 / sqrt(head_dim).",
+            "root of scale": "Scores are scaled by the square root of scale: only one of query and key is scaled.",
+            "scaled by head_dim": "Scores are divided by head_dim instead of its square root.",
+            "scale inverted": "Scores are divided by scale instead of multiplied.",
+            "scaled by kv_len": "Scores are divided by sqrt(kv_len) instead of sqrt(head_dim): the wrong axis.",
+            "scores in base 2": "Products of query and key are multiplied by ln 2: exp2 is used where log2(e) is "
+            "missing.",
+            "scores times log2 e": "Products of query and key are multiplied by log2(e), which a softmax in base e "
+            "must not have.",
+            "scores negated": "Products of query and key have the wrong sign.",
+        },
     ),
-    make(
-        "scaled by kv d_model",
-        "Scores are scaled by 1 / sqrt(num_kv_heads * head_dim) instead of 1 / sqrt(head_dim).",
-        scale="kv d_model",
+    *table(
+        "softmax",
+        {
+            "extra 1 in softmax": "The softmax has an extra 1 in its denominator (a sink that takes weight): weights "
+            "do not sum to 1.",
+            "softmax over queries": "The softmax runs over queries instead of keys.",
+            "softmax in base 2": "The softmax is in base 2: multiply scores and bias by log2(e).",
+            "not normalised": "Weights are not divided by their sum.",
+            "bias as a factor": "Scores are multiplied by exp(bias) instead of adding the bias.",
+            "hidden keys counted": "Hidden keys count in the softmax's sum: they are hidden after it. Weights do not "
+            "sum to 1.",
+            "hidden scores 0": "Hidden keys have score 0 instead of minus infinity.",
+        },
     ),
-    make("scaled twice", "Scores are scaled twice.", scale="twice"),
-    make(
-        "scaled by the default too",
-        "Scores are scaled by scale and again by 1 / sqrt(head_dim).",
-        scale="with the default",
-    ),
-    make(
-        "root of scale",
-        "Scores are scaled by the square root of scale: only one of query and key is scaled.",
-        scale="square root",
-    ),
-    make("scaled by head_dim", "Scores are divided by head_dim instead of its square root.", scale="head_dim"),
-    make("scale inverted", "Scores are divided by scale instead of multiplied.", scale="inverted"),
-    make(
-        "scaled by kv_len",
-        "Scores are divided by sqrt(kv_len) instead of sqrt(head_dim): the wrong axis.",
-        scale="kv_len",
-    ),
-    make(
-        "scores in base 2",
-        "Products of query and key are multiplied by ln 2: exp2 is used where log2(e) is missing.",
-        scale="ln 2",
-    ),
-    make(
-        "scores times log2 e",
-        "Products of query and key are multiplied by log2(e), which a softmax in base e must not have.",
-        scale="log2 e",
-    ),
-    make("scores negated", "Products of query and key have the wrong sign.", scale="negated"),
-    make(
-        "extra 1 in softmax",
-        "The softmax has an extra 1 in its denominator (a sink that takes weight): weights do not sum to 1.",
-        softmax="one more",
-    ),
-    make("softmax over queries", "The softmax runs over queries instead of keys.", softmax="over queries"),
-    make("softmax in base 2", "The softmax is in base 2: multiply scores and bias by log2(e).", softmax="base 2"),
-    make("not normalised", "Weights are not divided by their sum.", softmax="not normalised"),
-    make(
-        "bias as a factor", "Scores are multiplied by exp(bias) instead of adding the bias.", softmax="bias as a factor"
-    ),
-    make(
-        "hidden keys counted",
-        "Hidden keys count in the softmax's sum: they are hidden after it. Weights do not sum to 1.",
-        softmax="hidden counted",
-    ),
-    make("hidden scores 0", "Hidden keys have score 0 instead of minus infinity.", softmax="hidden score 0"),
     *(
         make(key, sentence.format(n), softmax=f"{kind} {n}")
         for n in BLOCKS
@@ -86,15 +66,13 @@ SCORES = [
             ),
         )
     ),
-    make(
-        "heads come back reversed",
-        "Heads come back in reversed order: each head's output is at another's place.",
-        order="heads reversed",
-    ),
-    make(
-        "batch comes back reversed",
-        "Batch entries come back in reversed order: each one's output is at another's place.",
-        order="batch reversed",
+    *table(
+        "order",
+        {
+            "heads come back reversed": "Heads come back in reversed order: each head's output is at another's place.",
+            "batch comes back reversed": "Batch entries come back in reversed order: each one's output is at "
+            "another's place.",
+        },
     ),
     make("last key missing", "The last key never takes part.", keys=("not last", 1)),
     make("first key missing", "The first key never takes part.", keys=("first block", 1)),
@@ -119,40 +97,25 @@ SCORES = [
             ("horizon too short", "horizon", "Keys {} tokens away or farther weigh nothing."),
         )
     ),
-    make(
-        "mean where nowhere to look",
-        "Queries that may look nowhere get the mean of all values: give zeros.",
-        nowhere="mean",
+    *table(
+        "nowhere",
+        {
+            "mean where nowhere to look": "Queries that may look nowhere get the mean of all values: give zeros.",
+            "NaN where nowhere to look": "Queries that may look nowhere get NaN: the softmax divides 0 by 0. Give "
+            "zeros.",
+            "masks dropped where nowhere to look": "Queries that may look nowhere look everywhere: the mask is a "
+            "finite number, the same for all keys. Give zeros.",
+            "mean of past where nowhere to look": "Queries that may look nowhere get the mean of the values that are "
+            "not ahead: give zeros.",
+            "first value where nowhere to look": "Queries that may look nowhere get the first value: give zeros.",
+            "last value where nowhere to look": "Queries that may look nowhere get the last value: give zeros.",
+        },
     ),
-    make(
-        "NaN where nowhere to look",
-        "Queries that may look nowhere get NaN: the softmax divides 0 by 0. Give zeros.",
-        nowhere="NaN",
-    ),
-    make(
-        "masks dropped where nowhere to look",
-        "Queries that may look nowhere look everywhere: the mask is a finite number, the same for all keys. "
-        "Give zeros.",
-        nowhere="unmasked",
-    ),
-    make(
-        "mean of past where nowhere to look",
-        "Queries that may look nowhere get the mean of the values that are not ahead: give zeros.",
-        nowhere="mean of what is not ahead",
-    ),
-    make(
-        "first value where nowhere to look",
-        "Queries that may look nowhere get the first value: give zeros.",
-        nowhere="first",
-    ),
-    make(
-        "last value where nowhere to look",
-        "Queries that may look nowhere get the last value: give zeros.",
-        nowhere="last",
-    ),
-    make(
-        "no maximum in softmax",
-        "The softmax does not subtract the row's largest score: it overflows, or divides 0 by 0.",
-        softmax="no maximum",
+    *table(
+        "softmax",
+        {
+            "no maximum in softmax": "The softmax does not subtract the row's largest score: it overflows, or divides "
+            "0 by 0.",
+        },
     ),
 ]

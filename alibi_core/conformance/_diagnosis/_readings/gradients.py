@@ -12,7 +12,14 @@ from alibi_core.conformance._diagnosis._readings.inputs import SLOPES, Inputs
 from alibi_core.conformance._diagnosis._readings.reading import Reading
 
 # What slopes may be, and the gradient still be that of what is given: each head's comes from one place.
-_TRACED = ("given", "reversed", "of the next head", "of the previous head", "by kv head", "by kv head, tiled")
+_TRACED = (
+    "given",
+    "reversed slopes",
+    "next head's slope",
+    "previous head's slope",
+    "slopes by kv head",
+    "slopes by kv head, tiled",
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class GradientReading(Reading):
         mean = (weights * d_weights).sum(axis=-1, keepdims=True)
         if self.mean == "of the forward pass":
             mean = (Reading().weights(inputs) * d_weights).sum(axis=-1, keepdims=True)
-        kinds = {"missing": 0.0, "without weights": d_weights.mean(axis=-1, keepdims=True)}
+        kinds = {"delta missing": 0.0, "delta unweighted": d_weights.mean(axis=-1, keepdims=True)}
         d_scores = weights * (d_weights - kinds.get(self.mean, mean))
         relative = 3 * error + 2.0**-22 * (inputs.head_dim + inputs.kv_len + inputs.q_len * inputs.group)
         size = relative * weights * (sizes + (weights * sizes).sum(axis=-1, keepdims=True)) + 1e-36
@@ -78,11 +85,15 @@ class GradientReading(Reading):
         return Answer(scale * answer[0], abs(scale) * answer[1])
 
     def _grouped(self, x: Values, inputs: Inputs) -> Values:
-        if self.heads == "interleaved" or self.grouping == "interleaved":
+        if self.heads == "grouped heads interleaved" or self.grouping == "group's gradients interleaved":
             groups = x.reshape(x.shape[0], inputs.group, inputs.num_kv_heads, *x.shape[2:]).swapaxes(1, 2)
         else:
             groups = x.reshape(x.shape[0], inputs.num_kv_heads, inputs.group, *x.shape[2:])
-        kinds = {"first": groups[:, :, 0], "last": groups[:, :, -1], "mean": groups.mean(axis=2)}
+        kinds = {
+            "group's first gradient": groups[:, :, 0],
+            "group's last gradient": groups[:, :, -1],
+            "group's mean gradient": groups.mean(axis=2),
+        }
         return np.asarray(kinds[self.grouping] if self.grouping in kinds else groups.sum(axis=2))
 
     def _to_slopes(self, inputs: Inputs, d_scores: Values, size: Values, *, shares_slopes: bool) -> dict[str, Answer]:
@@ -98,9 +109,7 @@ class GradientReading(Reading):
             unit = dataclasses.replace(inputs, slopes=one * past, future_slopes=future_ones, _kept={})
             plain = dataclasses.replace(self, slopes="given", slope_dtype="float64", rounding=("nothing", "float64"))
             along = plain.bias(unit)
-            if self.slope_gradient == "unscaled":
-                along = dataclasses.replace(plain, factor=1.0).bias(unit)
-            if self.slope_gradient == "by key position":
+            if self.slope_gradient == "slope gradient by key position":
                 along = np.broadcast_to(np.arange(inputs.kv_len) * 1.0, along.shape)
             value, budget = (d_scores * along).sum(axis=(2, 3)), (size * np.abs(along)).sum(axis=(2, 3))
             value, budget = self._traced(value, inputs), self._traced(budget, inputs)
@@ -122,19 +131,29 @@ class GradientReading(Reading):
 
     def _over_batch(self, value: Values, budget: Values, inputs: Inputs, *, shares_slopes: bool) -> Answer:
         factors = {
-            "zero": 0.0, "negated": -1.0, "times scale": inputs.scale, "over scale": 1 / (inputs.scale or 1.0),
-            "over queries": 1 / inputs.q_len, "ln 2": np.log(2), "log2 e": 1 / np.log(2), "doubled": 2.0, "halved": 0.5,
-        }  # fmt: skip
+            "slope gradient zero": 0.0,
+            "slope gradient negated": -1.0,
+            "slope gradient scaled": inputs.scale,
+            "slope gradient scaled up": 1 / (inputs.scale or 1.0),
+            "slope gradient averaged over queries": 1 / inputs.q_len,
+            "slope gradient times ln 2": np.log(2),
+            "slope gradient times log2 e": 1 / np.log(2),
+            "slope gradient doubled": 2.0,
+            "slope gradient halved": 0.5,
+        }
         factor = factors.get(self.slope_gradient, 1.0)
-        if self.slope_gradient == "times slopes":
+        if self.slope_gradient == "slope gradient times slopes":
             value, budget = value * inputs.slopes, budget * inputs.slopes
         value, budget = factor * value, abs(factor) * budget
-        if self.slope_gradient == "summed over heads":
+        if self.slope_gradient == "slope gradient summed over heads":
             value, budget = (np.broadcast_to(x.sum(axis=1, keepdims=True), x.shape) for x in (value, budget))
         if not shares_slopes:
-            if self.slope_gradient == "summed over batch":
+            if self.slope_gradient == "slope gradient summed over batch":
                 value, budget = (np.broadcast_to(x.sum(axis=0), x.shape) for x in (value, budget))
             return Answer(value, budget)
-        kinds = {"first of batch": (value[0], budget[0]), "last of batch": (value[-1], budget[-1])}
-        kinds["mean of batch"] = value.mean(axis=0), budget.mean(axis=0)
+        kinds = {
+            "slope gradient of first batch entry": (value[0], budget[0]),
+            "slope gradient of last batch entry": (value[-1], budget[-1]),
+            "slope gradient averaged": (value.mean(axis=0), budget.mean(axis=0)),
+        }
         return Answer(*kinds.get(self.slope_gradient, (value.sum(axis=0), budget.sum(axis=0))))

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -44,22 +45,32 @@ class Inputs:
     @classmethod
     def of(cls, case: Case, dtype: str) -> Inputs:
         """Resolve a case."""
-        arguments, arrays = case.arguments, case.arrays
-        (q_len, kv_len), heads = case.sizes.lengths, (case.sizes.batch, case.num_heads)
-        kept = "float64" if dtype == "float64" else "float32"
-        future, mask = arguments.get("future_slopes"), arguments.get("mask")
+        arguments = {"scale": case.scale} | case.arguments
+        if "segment_ids" in arguments:
+            arguments["segment_ids"] = case.segment_ids
+        query, key, value = (rounded(case.arrays[name], dtype) for name in ("query", "key", "value"))
+        return cls.given(query, key, value, case.arrays["slopes"], dtype=dtype, **arguments)
+
+    @classmethod
+    def given(
+        cls, query: Values, key: Values, value: Values, slopes: Values, *, dtype: str, **arguments: Any
+    ) -> Inputs:
+        """Resolve the arguments of an adapter's attention, tensors as its dtype holds them."""
+        (batch, num_heads, q_len, head_dim), kv_len = query.shape, key.shape[2]
+        heads, kept = (batch, num_heads), "float64" if dtype == "float64" else "float32"
+        future, mask, scale = (arguments.get(name) for name in ("future_slopes", "mask", "scale"))
         return cls(
-            query=rounded(arrays["query"], dtype),
-            key=rounded(arrays["key"], dtype),
-            value=rounded(arrays["value"], dtype),
-            slopes=np.broadcast_to(rounded(arrays["slopes"], kept), heads),
+            query=np.asarray(query, np.float64),
+            key=np.asarray(key, np.float64),
+            value=np.asarray(value, np.float64),
+            slopes=np.broadcast_to(rounded(slopes, kept), heads),
             future_slopes=None if future is None else np.broadcast_to(rounded(future, kept), heads),
             offsets=np.broadcast_to(arguments.get("q_offset", kv_len - q_len), heads[:1]).astype(np.float64),
             is_causal=arguments.get("is_causal", True),
             window_size=arguments.get("window_size"),
-            ids=case.segment_ids if "segment_ids" in arguments else None,
+            ids=arguments.get("segment_ids"),
             mask=None if mask is None else np.broadcast_to(mask, (*heads, q_len, kv_len)),
-            scale=float(arguments.get("scale", case.scale)),
+            scale=head_dim**-0.5 if scale is None else float(scale),
             dtype=dtype,
             total=q_len,
         )
@@ -145,42 +156,42 @@ def _scheme(inputs: Inputs, **options: object) -> Values:
 # How slopes [batch, num_heads] come about. Each returns what broadcasts to that shape.
 SLOPES: dict[str, Callable[[Values, Inputs], Values]] = {
     "given": lambda x, i: x,
-    "canonical": lambda x, i: _scheme(i),
-    "geometric": lambda x, i: _scheme(i, scheme="geometric"),
-    "linear": lambda x, i: _scheme(i, scheme="linear"),
+    "canonical slopes": lambda x, i: _scheme(i),
+    "geometric slopes": lambda x, i: _scheme(i, scheme="geometric"),
+    "linear slopes": lambda x, i: _scheme(i, scheme="linear"),
     "bias_max 4": lambda x, i: _scheme(i, bias_max=4.0),
     "bias_max 16": lambda x, i: _scheme(i, bias_max=16.0),
-    "powers of two": lambda x, i: _powers(i),
-    "powers of two from 1": lambda x, i: 2 * _powers(i),
-    "starting at 1": lambda x, i: 2.0 ** (-8 * np.arange(i.num_heads) / i.num_heads),
-    "of the next power of two": lambda x, i: _scheme_of(1 << (i.num_heads - 1).bit_length(), i.num_heads),
-    "canonical of kv heads": lambda x, i: np.asarray(slope_values(i.num_kv_heads)).repeat(i.group),
-    "canonical of kv heads, tiled": lambda x, i: np.tile(slope_values(i.num_kv_heads), i.group),
-    "descending": lambda x, i: -np.sort(-x, axis=1),
-    "ascending": lambda x, i: np.sort(x, axis=1),
-    "reversed": lambda x, i: x[:, ::-1],
-    "of the next head": lambda x, i: np.roll(x, -1, axis=1),
-    "of the previous head": lambda x, i: np.roll(x, 1, axis=1),
-    "by kv head": lambda x, i: x[:, np.arange(i.num_heads) // i.group],
-    "by kv head, tiled": lambda x, i: x[:, np.arange(i.num_heads) % i.num_kv_heads],
-    "by place in the group": lambda x, i: x[:, np.arange(i.num_heads) % i.group],
-    "first of the group": lambda x, i: x[:, np.arange(i.num_heads) // i.group * i.group],
-    "transposed groups": lambda x, i: x.reshape(-1, i.group, i.num_kv_heads).swapaxes(1, 2).reshape(x.shape),
-    "transposed groups back": lambda x, i: x.reshape(-1, i.num_kv_heads, i.group).swapaxes(1, 2).reshape(x.shape),
-    "of the next head but the last": lambda x, i: x[:, np.minimum(np.arange(i.num_heads) + 1, i.num_heads - 1)],
-    "of the first half": lambda x, i: x[:, np.arange(i.num_heads) % -(-i.num_heads // 2)],
-    "first head": lambda x, i: x[:, :1],
-    "mean of heads": lambda x, i: x.mean(axis=1, keepdims=True),
-    "first batch": lambda x, i: x[:1],
-    "last batch": lambda x, i: x[-1:],
-    "next batch": lambda x, i: np.roll(x, -1, axis=0),
-    "by batch entry": lambda x, i: x[:, np.arange(i.batch) % i.num_heads].diagonal()[:, None],
-    "batch and heads swapped": lambda x, i: x.reshape(i.num_heads, i.batch).T,
-    "batch and heads divided": lambda x, i: x[:, np.arange(i.batch * i.num_heads) // i.batch][0].reshape(x.shape),
-    "squared": lambda x, i: x**2,
-    "square root": lambda x, i: x**0.5,
-    "exponentiated": lambda x, i: np.exp(-x),
-    "powers with slopes as exponents": lambda x, i: 2.0**-x,
+    "eight-head slopes": lambda x, i: _powers(i),
+    "eight-head slopes from 1": lambda x, i: 2 * _powers(i),
+    "slopes from 1": lambda x, i: 2.0 ** (-8 * np.arange(i.num_heads) / i.num_heads),
+    "next power of two": lambda x, i: _scheme_of(1 << (i.num_heads - 1).bit_length(), i.num_heads),
+    "slopes of kv heads": lambda x, i: np.asarray(slope_values(i.num_kv_heads)).repeat(i.group),
+    "slopes of kv heads, tiled": lambda x, i: np.tile(slope_values(i.num_kv_heads), i.group),
+    "sorted slopes": lambda x, i: -np.sort(-x, axis=1),
+    "sorted slopes, ascending": lambda x, i: np.sort(x, axis=1),
+    "reversed slopes": lambda x, i: x[:, ::-1],
+    "next head's slope": lambda x, i: np.roll(x, -1, axis=1),
+    "previous head's slope": lambda x, i: np.roll(x, 1, axis=1),
+    "slopes by kv head": lambda x, i: x[:, np.arange(i.num_heads) // i.group],
+    "slopes by kv head, tiled": lambda x, i: x[:, np.arange(i.num_heads) % i.num_kv_heads],
+    "slopes by place in the group": lambda x, i: x[:, np.arange(i.num_heads) % i.group],
+    "group's first slope": lambda x, i: x[:, np.arange(i.num_heads) // i.group * i.group],
+    "slopes transposed": lambda x, i: x.reshape(-1, i.group, i.num_kv_heads).swapaxes(1, 2).reshape(x.shape),
+    "slopes transposed back": lambda x, i: x.reshape(-1, i.num_kv_heads, i.group).swapaxes(1, 2).reshape(x.shape),
+    "next head's slope, cut": lambda x, i: x[:, np.minimum(np.arange(i.num_heads) + 1, i.num_heads - 1)],
+    "first half's slopes": lambda x, i: x[:, np.arange(i.num_heads) % -(-i.num_heads // 2)],
+    "first head's slope": lambda x, i: x[:, :1],
+    "mean slope": lambda x, i: x.mean(axis=1, keepdims=True),
+    "first batch slopes": lambda x, i: x[:1],
+    "last batch slopes": lambda x, i: x[-1:],
+    "next batch slopes": lambda x, i: np.roll(x, -1, axis=0),
+    "slopes by batch entry": lambda x, i: x[:, np.arange(i.batch) % i.num_heads].diagonal()[:, None],
+    "slopes of batch and head swapped": lambda x, i: x.reshape(i.num_heads, i.batch).T,
+    "slopes by flat index": lambda x, i: x[:, np.arange(i.batch * i.num_heads) // i.batch][0].reshape(x.shape),
+    "squared slopes": lambda x, i: x**2,
+    "root of slopes": lambda x, i: x**0.5,
+    "exponentiated slopes": lambda x, i: np.exp(-x),
+    "powers of slopes": lambda x, i: 2.0**-x,
 }
 
 
@@ -207,33 +218,33 @@ OFFSETS: dict[str, Callable[[Values, Inputs], Values]] = {
 
 SCALES: dict[str, Callable[[Inputs], float]] = {
     "given": lambda i: i.scale,
-    "default": lambda i: i.head_dim**-0.5,
-    "none": lambda i: 1.0,
-    "d_model": lambda i: (i.head_dim * i.num_heads) ** -0.5,
-    "kv d_model": lambda i: (i.head_dim * i.num_kv_heads) ** -0.5,
-    "twice": lambda i: i.scale**2,
-    "with the default": lambda i: i.scale * i.head_dim**-0.5,
-    "square root": lambda i: math.sqrt(abs(i.scale)),
-    "head_dim": lambda i: 1 / i.head_dim,
-    "inverted": lambda i: 1 / i.scale if i.scale else 0.0,
-    "kv_len": lambda i: i.kv_len**-0.5,
-    "ln 2": lambda i: i.scale * math.log(2),
-    "log2 e": lambda i: i.scale / math.log(2),
+    "scale ignored": lambda i: i.head_dim**-0.5,
+    "scale missing": lambda i: 1.0,
+    "scaled by d_model": lambda i: (i.head_dim * i.num_heads) ** -0.5,
+    "scaled by kv d_model": lambda i: (i.head_dim * i.num_kv_heads) ** -0.5,
+    "scaled twice": lambda i: i.scale**2,
+    "scaled by the default too": lambda i: i.scale * i.head_dim**-0.5,
+    "root of scale": lambda i: math.sqrt(abs(i.scale)),
+    "scaled by head_dim": lambda i: 1 / i.head_dim,
+    "scale inverted": lambda i: 1 / i.scale if i.scale else 0.0,
+    "scaled by kv_len": lambda i: i.kv_len**-0.5,
+    "scores in base 2": lambda i: i.scale * math.log(2),
+    "scores times log2 e": lambda i: i.scale / math.log(2),
     "half": lambda i: i.scale / 2,
     "doubled": lambda i: i.scale * 2,
-    "negated": lambda i: -i.scale,
+    "scores negated": lambda i: -i.scale,
 }
 
 FACTORS: dict[str, Callable[[Inputs], float]] = {
-    "scale": lambda i: i.scale,
-    "scale squared": lambda i: i.scale**2,
-    "1/scale": lambda i: 1 / i.scale if i.scale else 0.0,
-    "default scale": lambda i: i.head_dim**-0.5,
-    "d_model": lambda i: (i.head_dim * i.num_heads) ** -0.5,
-    "1/head_dim": lambda i: 1 / i.head_dim,
-    "1/kv_len": lambda i: 1 / i.kv_len,
-    "1/num_heads": lambda i: 1 / i.num_heads,
-    "group": lambda i: i.group,
-    "ln 2": lambda i: math.log(2),
-    "log2 e": lambda i: 1 / math.log(2),
+    "bias scaled": lambda i: i.scale,
+    "bias scaled twice": lambda i: i.scale**2,
+    "bias scaled up": lambda i: 1 / i.scale if i.scale else 0.0,
+    "bias scaled by default": lambda i: i.head_dim**-0.5,
+    "bias scaled by d_model": lambda i: (i.head_dim * i.num_heads) ** -0.5,
+    "bias over head_dim": lambda i: 1 / i.head_dim,
+    "bias over kv_len": lambda i: 1 / i.kv_len,
+    "bias over num_heads": lambda i: 1 / i.num_heads,
+    "bias summed over the group": lambda i: i.group,
+    "bias in base 2": lambda i: math.log(2),
+    "bias times log2 e": lambda i: 1 / math.log(2),
 }

@@ -10,24 +10,24 @@ from alibi_core.conformance._cases import Values, rounded
 
 # Of distances: by how many slopes a key at most that far is penalised.
 LAWS: dict[str, Callable[[Values, float], Values]] = {
-    "squared": lambda x, n: x**2,
-    "square root": lambda x, n: np.sqrt(x),
-    "log": lambda x, n: np.log1p(x),
-    "log2": lambda x, n: np.log2(1 + x),
+    "squared distance": lambda x, n: x**2,
+    "root of distance": lambda x, n: np.sqrt(x),
+    "log distance": lambda x, n: np.log1p(x),
+    "log2 distance": lambda x, n: np.log2(1 + x),
     "clipped": lambda x, n: np.minimum(x, n),
     "in steps": lambda x, n: x // n * n,
     "in blocks": lambda x, n: x // n,
-    "int8": lambda x, n: np.abs((x + 128) % 256 - 128),
+    "int8 positions": lambda x, n: np.abs((x + 128) % 256 - 128),
     "power": lambda x, n: x**n,
 }
 
 
 def softmax(scores: Values, kind: str) -> Values:
     """Return weights of scores."""
-    axis = -2 if kind == "over queries" else -1
+    axis = -2 if kind == "softmax over queries" else -1
     highest = scores.max(axis=axis, keepdims=True, initial=-np.inf)
     highest = np.where(np.isfinite(highest), highest, 0.0)
-    if kind == "no maximum":
+    if kind == "no maximum in softmax":
         shown = np.exp(scores.astype(np.float32)).astype(np.float64)
         return np.asarray(shown / shown.sum(axis=-1, keepdims=True, dtype=np.float32))
     if kind == "not normalised":
@@ -39,7 +39,7 @@ def softmax(scores: Values, kind: str) -> Values:
         total = other.sum(axis=-1, keepdims=True)
         return np.asarray(one / np.where(total > 0, total, 1.0))
     total = weights.sum(axis=axis, keepdims=True)
-    if kind == "one more":
+    if kind == "extra 1 in softmax":
         total = total + np.exp(np.minimum(-highest, 700))
     return np.asarray(weights / np.where(total > 0, total, 1.0))
 
@@ -59,36 +59,41 @@ def side_slopes(kind: str, past: Values, future: Values) -> tuple[Values, Values
         "signed, of its own slope": (past, -future),
         "clamped": (past, future * 0),
         "past clamped": (past * 0, future),
-        "symmetric": (past, past),
-        "symmetric where 0": (past, future if np.any(future) else past),
-        "swapped": (future, past),
-        "future slope for all": (future, future),
+        "future slopes ignored": (past, past),
+        "future slopes of 0 ignored": (past, future if np.any(future) else past),
+        "future slopes swapped": (future, past),
+        "future slopes for all": (future, future),
     }
     return kinds.get(kind, (past, future))
 
 
 def is_in_order(kind: str, number: int, ahead: Values, columns: Values, q_len: int) -> Values:
     """Return which keys the causal mask shows."""
-    if kind == "not for one query" and q_len == 1:
+    if kind == "one query not causal" and q_len == 1:
         return np.ones((1, 1, 1, columns.size), dtype=bool)
-    if kind == "only future":
+    if kind == "causal reversed":
         return ahead >= 0
     if kind == "by blocks":
         return np.asarray(columns // number <= (columns - ahead) // number)
-    return ahead <= {"hides own key": -1, "sees the next key": 1}.get(kind, 0)
+    return ahead <= {"causal hides own key": -1, "causal sees the next key": 1}.get(kind, 0)
 
 
 def is_in_window(kind: str, ahead: Values, size: int) -> Values:
     """Return which keys the window shows."""
-    if kind == "0 is none" and size == 0:
+    if kind == "window 0 as none" and size == 0:
         return np.ones_like(ahead, dtype=bool)
-    widths = {"one less": size - 1, "one more": size + 1, "half": size // 2, "twice": 2 * size}
+    widths = {
+        "window one less": size - 1,
+        "window one more": size + 1,
+        "window halved": size // 2,
+        "window doubled": 2 * size,
+    }
     width = widths.get(kind, size)
-    if kind == "past side only":
+    if kind == "window on past side only":
         return -ahead <= width
-    if kind == "future side only":
+    if kind == "window on future side only":
         return ahead <= width
-    if kind == "past, nothing ahead":
+    if kind == "window hides the future":
         return (ahead <= 0) & (-ahead <= width)
     return np.abs(ahead) <= width
 
@@ -96,20 +101,20 @@ def is_in_window(kind: str, ahead: Values, size: int) -> Values:
 def is_in_segment(kind: str, q_ids: Values, kv_ids: Values) -> Values:
     """Return which keys are in the query's segment, ``[batch, 1, q_len, kv_len]``."""
     q_len, kv_len = q_ids.shape[1], kv_ids.shape[1]
-    if kind == "first batch":
+    if kind == "segments of first batch":
         q_ids, kv_ids = q_ids[:1], kv_ids[:1]
-    if kind == "keys' ids for queries":
+    if kind == "segments of keys only":
         q_ids = np.resize(kv_ids.T, (q_len, kv_ids.shape[0])).T
-    if kind == "last keys' ids for queries" and q_len <= kv_len:
+    if kind == "segments of last keys" and q_len <= kv_len:
         q_ids = kv_ids[:, kv_len - q_len :]
-    if kind == "queries' ids for keys":
+    if kind == "segments of queries only":
         kv_ids = np.resize(q_ids.T, (kv_len, q_ids.shape[0])).T
     one, other = q_ids[:, None, :, None], kv_ids[:, None, None, :]
-    if kind == "earlier ones too":
+    if kind == "segments see earlier ones":
         return np.asarray(one >= other)
-    if kind == "inverted":
+    if kind == "segments inverted":
         return np.asarray(one != other)
-    if kind == "0 is padding":
+    if kind == "segment 0 hidden":
         return np.asarray((one == other) & (other != 0))
     return np.asarray(one == other)
 
@@ -117,10 +122,10 @@ def is_in_segment(kind: str, q_ids: Values, kv_ids: Values) -> Values:
 def taken_mask(kind: str, mask: Values) -> Values:
     """Return the mask, as it is taken."""
     kinds: dict[str, Callable[[], Values]] = {
-        "inverted": lambda: ~mask,
-        "first batch": lambda: mask[:1],
-        "first head": lambda: mask[:, :1],
-        "first query": lambda: mask[:, :, :1],
+        "mask inverted": lambda: ~mask,
+        "mask of first batch": lambda: mask[:1],
+        "mask of first head": lambda: mask[:, :1],
+        "mask of first query": lambda: mask[:, :, :1],
     }
     return kinds[kind]() if kind in kinds else mask
 

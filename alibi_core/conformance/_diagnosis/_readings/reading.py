@@ -22,7 +22,7 @@ from alibi_core.conformance._diagnosis._readings.parts import (
     taken_mask,
 )
 
-VISIBLE_MASKS = ("ignored", "added", "multiplied", "after softmax")  # that hide no score
+VISIBLE_MASKS = ("mask ignored", "mask added", "mask multiplied", "mask after softmax")  # that hide no score
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,10 @@ class Reading:
         if self.noise[0] == "weights":
             weights = rounded(weights, self.noise[1])
         output = weights @ value
-        if self.nowhere == "NaN":
+        if self.nowhere == "NaN where nowhere to look":
             output = np.where(weights.any(axis=-1, keepdims=True), output, np.nan)
         if self.order != "given":
-            output = output[:, ::-1] if self.order == "heads reversed" else output[::-1]
+            output = output[:, ::-1] if self.order == "heads come back reversed" else output[::-1]
         return rounded(output, self.noise[1]) if self.noise[0] == "output" else np.asarray(output)
 
     def kept_bias(self, inputs: Inputs) -> Values:
@@ -182,11 +182,11 @@ class Reading:
             size = LAWS[kind](size, number)
         elif kind == "one more":
             size = size + 1
-        elif kind == "one more but for the own key":
+        elif kind == "distances one more":
             size = size + (size > 0)
-        elif kind == "future one more":
+        elif kind == "future one farther":
             size = size + (ahead > 0)
-        elif kind == "future one less":
+        elif kind == "future one nearer":
             size = size - (ahead > 0)
         result = -np.where(ahead > 0, future, past) * size
         if kind == "penalty clipped":
@@ -210,10 +210,10 @@ class Reading:
             kv_positions = kv_positions % number
         if kind in ("queries restart", "both restart"):
             q_positions = q_positions % number
-        if inputs.ids is not None and self.segments.startswith("positions restart"):
+        if inputs.ids is not None and self.segments in ("segment positions restart", "segment key positions restart"):
             starts = [np.maximum.accumulate(segment_starts(ids), axis=-1) for ids in inputs.ids]
             kv_positions = kv_positions - starts[1][:, None, None]
-            if self.segments == "positions restart":
+            if self.segments == "segment positions restart":
                 q_positions = np.arange(inputs.q_len)[:, None] - starts[0][:, None, :, None]
         return q_positions, kv_positions
 
@@ -223,13 +223,13 @@ class Reading:
         ahead = columns - inputs.q_positions(self.causal_offset)
         result: Values = np.ones((1, 1, 1, inputs.kv_len), dtype=bool)
         causal, number = self.causal
-        if (inputs.is_causal and causal != "ignored") or causal == "always":
+        if (inputs.is_causal and causal != "causal ignored") or causal == "always causal":
             result = result & is_in_order(causal, number, ahead, columns, inputs.total)
-        if inputs.window_size is not None and self.window != "ignored":
+        if inputs.window_size is not None and self.window != "window ignored":
             if self.window_offset != self.causal_offset:
                 ahead = columns - inputs.q_positions(self.window_offset)
             result = result & is_in_window(self.window, ahead, inputs.window_size)
-        if inputs.ids is not None and self.segments != "ignored":
+        if inputs.ids is not None and self.segments != "segments ignored":
             result = result & is_in_segment(self.segments, *inputs.ids)
         if inputs.mask is not None and self.mask not in VISIBLE_MASKS and not self.mask.startswith("minus"):
             result = result & taken_mask(self.mask, inputs.mask)
@@ -261,9 +261,9 @@ class Reading:
         heads = np.arange(inputs.num_heads)
         kinds = {
             "given": heads // inputs.group,
-            "interleaved": heads % inputs.num_kv_heads,
-            "first": heads * 0,
-            "reversed": inputs.num_kv_heads - 1 - heads // inputs.group,
+            "grouped heads interleaved": heads % inputs.num_kv_heads,
+            "first kv head for all": heads * 0,
+            "kv heads reversed": inputs.num_kv_heads - 1 - heads // inputs.group,
         }
         return np.asarray(tensor[:, kinds[self.heads]])
 
@@ -282,11 +282,11 @@ class Reading:
         result = result * np.exp(bias) if self.softmax == "bias as a factor" else result + bias
         if inputs.mask is not None and self.mask.startswith("minus"):
             result = result - float(self.mask.split()[1]) * ~inputs.mask
-        if inputs.mask is not None and self.mask in ("added", "multiplied"):
-            result = result + inputs.mask if self.mask == "added" else result * inputs.mask
+        if inputs.mask is not None and self.mask in ("mask added", "mask multiplied"):
+            result = result + inputs.mask if self.mask == "mask added" else result * inputs.mask
         if noise in ("scores", "all scores"):
             result = rounded(result, dtype)
-        return result * np.log(2) if self.softmax == "base 2" else result
+        return result * np.log(2) if self.softmax == "softmax in base 2" else result
 
     def weights(self, inputs: Inputs) -> Values:
         """Return what each key weighs, ``[batch, num_heads, q_len, kv_len]``."""
@@ -295,27 +295,28 @@ class Reading:
     def _weights(self, inputs: Inputs, bias: Values, visible: Values) -> Values:
         scores = self._scores(inputs, bias)
         visible = np.broadcast_to(visible, scores.shape)
-        if self.softmax == "hidden score 0":
+        if self.softmax == "hidden scores 0":
             scores, visible = np.where(visible, scores, 0), np.ones_like(visible)
-        counted = np.where(visible | (self.softmax == "hidden counted"), scores, -np.inf)
+        counted = np.where(visible | (self.softmax == "hidden keys counted"), scores, -np.inf)
         weights = softmax(counted, self.softmax)
-        if self.softmax == "hidden counted":
+        if self.softmax == "hidden keys counted":
             weights = weights * visible
-        if self.mask == "after softmax" and inputs.mask is not None:
+        if self.mask == "mask after softmax" and inputs.mask is not None:
             weights = weights * inputs.mask
-        if self.nowhere not in ("zeros", "NaN"):
+        if self.nowhere not in ("zeros", "NaN where nowhere to look"):
             nowhere = ~visible.any(axis=-1, keepdims=True)
             if nowhere.any():
                 weights = np.where(nowhere, self._weights_nowhere(inputs, scores), weights)
         return weights
 
     def _weights_nowhere(self, inputs: Inputs, scores: Values) -> Values:
-        if self.nowhere in ("first", "last"):
-            place = 0 if self.nowhere == "first" else inputs.kv_len - 1
+        places = {"first value where nowhere to look": 0, "last value where nowhere to look": inputs.kv_len - 1}
+        if self.nowhere in places:
+            place = places[self.nowhere]
             return np.broadcast_to(np.arange(inputs.kv_len) == place, scores.shape) * 1.0
-        if self.nowhere == "mean":
+        if self.nowhere == "mean where nowhere to look":
             return np.full(scores.shape, 1 / max(inputs.kv_len, 1))
         is_past = np.arange(inputs.kv_len) <= inputs.q_positions("given")
-        if self.nowhere == "mean of what is not ahead":
+        if self.nowhere == "mean of past where nowhere to look":
             return softmax(np.where(is_past, scores * 0, -np.inf), "given")
         return softmax(scores, "given")  # as if nothing were hidden

@@ -12,7 +12,7 @@ import numpy as np
 from alibi_core._slopes import slope_values
 from alibi_core.conformance._adapter import Offer
 from alibi_core.conformance._cases import Case, Sizes, Values
-from alibi_core.conformance._diagnosis.observation import Observation, conditions_of
+from alibi_core.conformance._diagnosis._observations.observation import Observation, conditions_of
 from alibi_core.conformance._trial import Caller, CallError, Evidence
 
 NUM_HEADS, HEAD_DIM = 6, 8  # no power of two; and a model dimension that differs from everything else
@@ -23,14 +23,17 @@ MOST_SCORES = 10**6  # of a failure: larger ones take too long to be read in man
 LONG, LATE_ROWS = 300, 8  # no multiple of any block; and how many of the last rows are looked at
 
 
+def sized(
+    lengths: tuple[int, int], *, batch: int = 2, num_heads: int = NUM_HEADS, group: int = 1, head_dim: int = HEAD_DIM
+) -> Sizes:
+    """Return the sizes of a probe; ``num_heads`` are those of queries."""
+    return Sizes(batch, num_heads // group, group, lengths, head_dim)
+
+
 def make_case(
     offer: Offer,
-    lengths: tuple[int, int] = (7, 7),
+    sizes: Sizes | tuple[int, int] = (7, 7),
     *,
-    num_heads: int = NUM_HEADS,
-    batch: int = 2,
-    group: int = 1,
-    head_dim: int = HEAD_DIM,
     slopes: tuple[float, ...] = STEEP,
     form: str = "causal",
     one_hot: bool = False,
@@ -41,8 +44,7 @@ def make_case(
 
     Args:
         offer: Whose slopes count, if its attention takes none.
-        lengths: Of queries and keys.
-        num_heads, batch, group, head_dim: As in ``Sizes``.
+        sizes: Of all axes, or lengths alone.
         slopes: ``[num_heads]``.
         form: As in ``Case``.
         one_hot: Whether values are one-hot, and queries 0 by default, so that the output is the weights; with long keys
@@ -50,12 +52,13 @@ def make_case(
         size: Of queries. Default 1.
         arguments: Of ``attention``.
     """
-    q_len, kv_len = lengths
+    sizes = sizes if isinstance(sizes, Sizes) else sized(sizes)
+    (q_len, kv_len), head_dim = sizes.lengths, sizes.head_dim
     size = (0.0 if one_hot else 1.0) if size is None else size
     rng = np.random.default_rng(q_len * 1000 + kv_len)
-    num_kv_heads = num_heads // group
-    if one_hot and kv_len > head_dim:
-        batch = -(-kv_len // head_dim)
+    num_kv_heads, num_heads = sizes.num_kv_heads, sizes.num_kv_heads * sizes.group
+    batch = -(-kv_len // head_dim) if one_hot and kv_len > head_dim else sizes.batch
+    sizes = dataclasses.replace(sizes, batch=batch)
     tensors = {
         name: rng.standard_normal((batch, heads, length, head_dim))
         for name, heads, length in (
@@ -69,7 +72,6 @@ def make_case(
         eye = np.arange(kv_len)[:, None] == (first + np.arange(head_dim))[:, None]
         tensors["value"] = np.broadcast_to(eye[:, None] * 1.0, tensors["value"].shape).copy()
     taken = np.resize(slopes, num_heads) if offer.has_slopes else slope_values(num_heads, contract=offer.contract)
-    sizes = Sizes(batch, num_kv_heads, group, lengths, head_dim)
     case = Case(sizes, form, None, None, None, None, False, 0, scaling=arguments.get("scale"))
     if form != "causal":
         arguments["is_causal"] = False
@@ -153,10 +155,10 @@ def short_probes(offer: Offer, features: frozenset[str]) -> Iterator[Case]:
         yield make(form="asymmetric", future_slopes=future)
         yield make(form="clamped", future_slopes=future * 0)
     if "grouped" in features:
-        yield make(group=2, one_hot=True)
-        yield make(group=2)
+        yield make(sized((7, 7), group=2), one_hot=True)
+        yield make(sized((7, 7), group=2))
         if "lengths" in features:
-            yield make((4, 11), group=2)
+            yield make(sized((4, 11), group=2))
     yield from _masked_probes(features, make)
 
 
@@ -197,11 +199,11 @@ def long_probes(offer: Offer, features: frozenset[str]) -> Iterator[tuple[Case, 
     """Yield long cases, for blocks, horizons, clipping and rounding, and which rows of them to look at."""
     late = slice(-LATE_ROWS, None)
     if "lengths" in features:
-        yield make_case(offer, (3, LONG), slopes=FLAT, head_dim=64, one_hot=True), slice(None)
+        yield make_case(offer, sized((3, LONG), head_dim=64), slopes=FLAT, one_hot=True), slice(None)
         yield make_case(offer, (5, LONG), slopes=FLAT), slice(None)
         yield make_case(offer, (2, 2100), slopes=FLAT), slice(None)
     else:
-        yield make_case(offer, (LONG, LONG), slopes=FLAT, head_dim=64, one_hot=True), late
+        yield make_case(offer, sized((LONG, LONG), head_dim=64), slopes=FLAT, one_hot=True), late
     yield make_case(offer, (LONG, LONG), slopes=FLAT), late
     yield make_case(offer, (LONG, LONG), slopes=FLAT), slice(145, 145 + LATE_ROWS)
     if "symmetric" in features:

@@ -111,7 +111,7 @@ class Observation:
 
     def tells(self, reading: Any) -> bool:
         """Return whether it can tell anything of this reading: of a softmax over queries only if it has them all."""
-        return self.rows is None or getattr(reading, "softmax", "") != "over queries"
+        return self.rows is None or getattr(reading, "softmax", "") != "softmax over queries"
 
     def fingerprint(self, reading: Any) -> float:
         """Return a number that two readings share if they say the same."""
