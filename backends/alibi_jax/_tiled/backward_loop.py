@@ -35,6 +35,8 @@ def backward_in_tiles(
     """
     sizes, dtype = tensors.sizes, tensors.dtype
     whole = sizes.whole
+    # Of a part of the keys the gradients of a row's scores need not have the sum 0.
+    is_centred = jnp.bool_(False) if tensors.rules.is_part else _have_mean(tensors.arrays["key"], dtype)
 
     def step(index: jax.Array, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
         places = Places.of_step(sizes, jobs, index)
@@ -46,7 +48,7 @@ def backward_in_tiles(
         if places.own_rows is not None:
             row_sums = jnp.where(arranged(places.own_rows, "bq", STATISTICS), row_sums, jnp.inf)  # so that they weigh 0
         scores = Scores.of_step(tensors, places, "bhkgq")
-        return _add_step(scores, grad, mean, row_sums, sums)
+        return _add_step(scores, grad, mean, row_sums, is_centred, sums)
 
     start = {
         "query": tensors.full([whole[x] for x in RESULT], 0, tensors.arrays["query"].dtype),
@@ -60,12 +62,25 @@ def backward_in_tiles(
     return lax.fori_loop(0, sizes.steps, step, start)
 
 
+def _have_mean(key: jax.Array, dtype: Any) -> jax.Array:
+    """Return whether a mean that all keys of some head have in common is a good part of them."""
+    key = key.astype(dtype)
+    mean = jnp.mean(key, axis=KEYS.index("k"))
+    squares = jnp.mean(jnp.sum(key * key, axis=-1), axis=KEYS.index("k"))
+    return jnp.any(4 * jnp.sum(mean * mean, axis=-1) > squares)  # not if any is NaN
+
+
 def _sum(there: jax.Array, part: jax.Array, lane: Any) -> jax.Array:
     return there + part
 
 
 def _add_step(
-    scores: Scores, grad: jax.Array, mean: jax.Array, log_sum_exps: jax.Array, sums: dict[str, jax.Array]
+    scores: Scores,
+    grad: jax.Array,
+    mean: jax.Array,
+    log_sum_exps: jax.Array,
+    is_centred: jax.Array,
+    sums: dict[str, jax.Array],
 ) -> dict[str, jax.Array]:
     """Add the gradients that a step makes.
 
@@ -76,6 +91,7 @@ def _add_step(
         grad: ``[b, h, g, q, d]``, the cotangent.
         mean: ``[b, h, g, q]``, its product with the result.
         log_sum_exps: Likewise.
+        is_centred: Whether the mean of a row's keys is to be multiplied by nothing in the gradient of its query.
         sums: All gradients so far.
     """
     places, sizes, scale = scores.places, scores.tensors.sizes, scores.tensors.rules.scale
@@ -92,7 +108,16 @@ def _add_step(
             jnp.einsum("bhkr,bhrd->bhkd", by_score_matrices, as_matrices(scores.query)) * scores.tensors.rules.scale
         )
         by_value = jnp.einsum("bhkr,bhrd->bhkd", weight_matrices, as_matrices(grad))
+
+        def add_mean(mean_key: jax.Array, slip: jax.Array) -> tuple[jax.Array, jax.Array]:
+            mean_key = mean_key + jnp.einsum("bhkd,bhkgq->bhdgq", block.key, weights)
+            return mean_key, slip + jnp.sum(by_score, axis=2)
+
+        mean_key, slip = found["mean_key"], found["slip"]
+        mean_key, slip = lax.cond(is_centred, add_mean, lambda *same: same, mean_key, slip)
         found = found | {
+            "mean_key": mean_key,
+            "slip": slip,
             "query": found["query"] + jnp.einsum("bhkd,bhkgq->bhdgq", block.key, by_score),
             **{
                 name: put(found[name], jnp.swapaxes(x, 1, 2), KEYS, sizes, block.starts, _sum)
@@ -111,11 +136,15 @@ def _add_step(
     entries, heads, group, rows, head_dim = grad.shape
     full = scores.tensors.full
     # Sums of this step begin anew; those by key and value go on.
-    start = sums | {"query": full((entries, heads, head_dim, group, rows), 0)}
+    start = sums | dict.fromkeys(("query", "mean_key"), full((entries, heads, head_dim, group, rows), 0))
+    start["slip"] = full((entries, heads, group, rows), 0)
     slopes = [name for name in ("slopes", "future_slopes") if name in sums]
     start |= {name: full((entries, heads, group), 0) for name in slopes}
     found = lax.fori_loop(0, places.blocks, add, start)
-    by_query = jnp.moveaxis(found["query"], 2, -1) * scale
+    # The gradients of a row's scores have the sum 0, but for rounding: their slip, which a mean that its keys have in
+    # common would multiply.
+    by_query = found["query"] - found.pop("slip")[:, :, None] * found.pop("mean_key")
+    by_query = jnp.moveaxis(by_query, 2, -1) * scale
     found["query"] = put_rows(sums["query"], by_query, RESULT, places)
     for name in slopes:
         found[name] = put(sums[name], found[name], SLOPES, sizes, places.starts, _sum)

@@ -19,6 +19,7 @@ from alibi_jax._compatible import local
 from alibi_jax._tpu.blocks import (
     FIELDS,
     OFFSET,
+    ONE,
     ZERO,
     Bias,
     Branch,
@@ -41,6 +42,8 @@ from alibi_jax._tpu.tables import Inputs
 LOG_SUM_EXP, DELTA = 0, 1  # rows of the statistics
 # Of each query, some in each lane: score gradients times distances, weights times distances, and score gradients alone.
 SLOPE_SUMS = ("behind", "ahead", "mean_behind", "mean_ahead", "slip")
+# Of each query, some in each lane: weights, and the rounding errors of score gradients.
+ROUNDING_SUMS = ("weight", "excess")
 
 
 def backward_of_keys(
@@ -176,10 +179,12 @@ def backward_of_queries(
     batch_heads, _, head_dim = inputs.query.shape
     of_rows = pl.BlockSpec((1, 2, shape.q_block), lambda n, i: (n, 0, i))
     of_parts = pl.BlockSpec((1, 1, LANES), lambda n, i: (n, 0, i))
+    of_head = pl.BlockSpec((1, 1, 1), lambda n, i: (quotient(n, shape.group), 0, 0), memory_space=pltpu.SMEM)
     of_tables, of_block, in_hbm, of_ids, scratch = layout(shape, inputs)
     of_lanes = pltpu.VMEM((shape.q_block, LANES), jnp.float32)
     scratch |= {"log_sum_exp": of_lanes, "delta": of_lanes}
-    scratch["d_query"] = pltpu.VMEM((shape.q_block, head_dim), jnp.float32)
+    scratch |= dict.fromkeys(ROUNDING_SUMS, of_lanes)
+    scratch |= dict.fromkeys(("d_query", "mean_key"), pltpu.VMEM((shape.q_block, head_dim), jnp.float32))
     out_shape = [local(inputs.query.shape, inputs.query.dtype)]
     if slopes_too:
         scratch |= dict.fromkeys(SLOPE_SUMS, of_lanes)
@@ -187,7 +192,7 @@ def backward_of_queries(
     return pl.pallas_call(
         partial(_kernel_of_queries, shape, slopes_too, tuple(scratch)),
         grid=(batch_heads, shape.q_blocks),
-        in_specs=[*of_tables, of_block, of_block, of_rows, in_hbm, in_hbm, *of_ids],
+        in_specs=[*of_tables, of_head, of_block, of_block, of_rows, in_hbm, in_hbm, *of_ids],
         out_specs=[of_block, of_parts, of_parts][: len(out_shape)],
         out_shape=out_shape,
         scratch_shapes=list(scratch.values()),
@@ -197,13 +202,22 @@ def backward_of_queries(
         interpret=shape.interpret,
         name="alibi_backward_of_queries",
     )(
-        *(inputs.table, inputs.slopes, inputs.query, cotangent, statistics, inputs.key, inputs.value),
+        *(inputs.table, inputs.slopes, _have_mean(inputs.key, shape.kv_len)),
+        *(inputs.query, cotangent, statistics, inputs.key, inputs.value),
         *inputs.segment_ids,
     )
 
 
+def _have_mean(key: jax.Array, kv_len: int) -> jax.Array:
+    """Return whether a mean that all keys of a head have in common is a good part of them, ``[heads, 1, 1]`` int32."""
+    keys = key.astype(jnp.float32)
+    squares = jnp.sum(keys * keys, axis=(1, 2)) / kv_len  # keys that are not there are 0
+    mean = jnp.sum(keys, axis=1) / kv_len
+    return (4 * jnp.sum(mean * mean, axis=1) > squares).astype(jnp.int32)[:, None, None]  # not if any is NaN
+
+
 def _kernel_of_queries(shape: KernelShape, slopes_too: bool, names: tuple[str, ...], *refs: Any) -> None:
-    table, slopes, query, cotangent, statistics, key, value, *refs = refs
+    table, slopes, have_mean, query, cotangent, statistics, key, value, *refs = refs
     q_ids, kv_ids, *refs = refs if shape.has_segments else (None, None, *refs)
     out_query, *refs = refs  # [1, q_block, head_dim]
     out_slopes, refs = (refs[:2], refs[2:]) if slopes_too else ([], refs)  # [1, 1, LANES] each
@@ -212,13 +226,30 @@ def _kernel_of_queries(shape: KernelShape, slopes_too: bool, names: tuple[str, .
         scratch[name][...] = column_of(statistics[0, row : row + 1])
     for name in ("d_query", *SLOPE_SUMS) if slopes_too else ("d_query",):
         scratch[name][...] = jnp.zeros_like(scratch[name])
+    where_keys_have_a_mean = pl.when(have_mean[0, 0, 0] != 0)
+
+    @where_keys_have_a_mean
+    def _() -> None:
+        for name in ("mean_key", *ROUNDING_SUMS):
+            scratch[name][...] = jnp.zeros_like(scratch[name])
 
     def attend(branch: Branch, place: Place, bias: Bias, keys: Any, values: Any) -> None:
         scores = product(query[0], keys, (1, 1))  # [q_block, kv_block]
         weights = _weights(shape, scores, bias, scratch["log_sum_exp"][...])
         d_weights = product(cotangent[0], values, (1, 1))
         d_scores = weights * (d_weights - lanes(scratch["delta"][...], shape.kv_block))
-        scratch["d_query"][...] += product(d_scores.astype(keys.dtype), keys, (1, 0))
+        rounded = d_scores.astype(keys.dtype)
+        scratch["d_query"][...] += product(rounded, keys, (1, 0))
+
+        @where_keys_have_a_mean
+        def _() -> None:
+            # The gradients of a row's scores have the sum 0, but for rounding. Of a part of the keys they need not.
+            excess = rounded.astype(jnp.float32)
+            scratch["excess"][...] += _by_lane(excess - d_scores if shape.is_part else excess)
+            scratch["weight"][...] += _by_lane(weights)
+            low = jnp.bfloat16  # has digits enough for a mean that is multiplied by a rounding error
+            scratch["mean_key"][...] += product(weights.astype(low), keys.astype(low), (1, 0))
+
         if slopes_too:
             behind = distances(shape, place, scratch["own"][...], 0)
             scratch["slip"][...] += _by_lane(d_scores)
@@ -232,6 +263,14 @@ def _kernel_of_queries(shape: KernelShape, slopes_too: bool, names: tuple[str, .
                 scratch["mean_ahead"][...] -= _by_lane(weights * future)
 
     walk_over_keys(shape, table, slopes, (key, value), (q_ids, kv_ids), scratch, attend)
+
+    @where_keys_have_a_mean
+    def _() -> None:
+        # A mean that all keys have in common multiplies the sum of the rounding errors of a row's score gradients. The
+        # mean of the keys that the row sees, by weight, has as much of it.
+        weight, excess = (jnp.sum(scratch[name][...], axis=1)[:, None] for name in ROUNDING_SUMS)
+        scratch["d_query"][...] -= excess * (scratch["mean_key"][...] / jnp.where(weight == 0, ONE, weight))
+
     out_query[0] = (scratch["d_query"][...] * shape.scale).astype(out_query.dtype)
     if slopes_too:
         # The gradients of a row's scores have the sum 0, but for what delta, from a result that was rounded, is off by.

@@ -121,7 +121,7 @@ class KernelShape:
         """About how much of a core's memory the hungriest of the kernels takes, in bytes."""
         row = _round_up(self.head_dim, LANES)
         blocks = 6 * (self.q_block + self.kv_block) * row * self.itemsize  # each held twice, for what comes next
-        sums = 2 * max(self.q_block, self.kv_block) * (row + 2 * LANES) * 4
+        sums = 2 * max(self.q_block, self.kv_block) * (row + 5 * LANES) * 4
         return blocks + sums + TILES * self.q_block * self.kv_block * 4
 
     @property
