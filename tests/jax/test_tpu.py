@@ -149,6 +149,12 @@ def test_bfloat16_is_exact_to_its_rounding(structure: str, data: st.DataObject) 
     assert_exact(data.draw(filled(STRUCTURES[structure], hostile)), "bfloat16", tolerance=tolerance)
 
 
+@pytest.mark.parametrize("seed", [41915, 42648])
+def test_products_that_are_subnormal_may_become_zero(seed: int) -> None:
+    # Weights of 1e-37 or so, times cotangents below 1/16: the sum of a group's is a normal number, no product is.
+    assert_exact(dataclasses.replace(STRUCTURES["decoding"], seed=seed), "bfloat16", tolerance=0.0)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @settings(max_examples=60 if IS_THOROUGH else 2)  # each compiles
 @given(data=st.data())
@@ -440,6 +446,28 @@ def test_the_gradient_of_queries_reads_no_key_that_is_not_needed(name: str) -> N
         for part, expected in zip(parts, d_slopes, strict=True):
             np.testing.assert_array_equal(part[head, 0, lanes], expected[head, 0, lanes])
         assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize("of_all_keys", [True, False])
+def test_the_gradient_of_queries_of_a_part_where_keys_have_a_mean(of_all_keys: bool) -> None:
+    # With other keys besides, gradients of scores have any sum, which the mean of these keys multiplies.
+    case = plain(Sizes(1, 1, 1, (256, 256), 32), slopes=[0.02])
+    case = replaced(case, key=case.arrays["key"] + 100)
+    shape, inputs, *_ = planned(case, "bfloat16", tolerance=0.0)
+    shape = dataclasses.replace(shape, is_part=True)
+    query, key, value = (np.asarray(x[0], np.float64) for x in inputs[2:5])
+    cotangent = np.random.default_rng(2).standard_normal((256, 32)).astype(inputs.query.dtype).astype(np.float64)
+    distance = np.arange(256)[:, None] - np.arange(256)
+    scores = np.where(distance >= 0, query @ key.T * case.scale - 0.02 * distance, -np.inf)
+    log_sum_exps = np.log(np.exp(scores).sum(axis=1))
+    weights = np.exp(scores - log_sum_exps[:, None])
+    by_weight = cotangent @ value.T
+    delta = (weights * by_weight).sum(axis=1) * of_all_keys
+    exact = (weights * (by_weight - delta[:, None])) @ key * case.scale
+    statistics = jnp.asarray(np.stack([log_sum_exps / np.log(2), delta])[None], jnp.float32)
+    arguments = statistics, jnp.asarray(cotangent[None], inputs.query.dtype)
+    found = np.asarray(run_backward_of_queries(shape, inputs, *arguments)[0][0], np.float64)
+    assert np.linalg.norm(found - exact) <= 2 * 2.0**-9 * np.linalg.norm(exact)
 
 
 @pytest.mark.parametrize("name", POISONED)

@@ -14,7 +14,7 @@ import alibi_jax
 from alibi_core import AttentionCall
 from alibi_core._call import LENGTH_FIRST
 from alibi_core.conformance._cases.case import Case, Sizes
-from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Answer, assert_within
+from alibi_core.conformance._cases.oracle import SMALLEST, UNIT_ROUNDOFF, Answer, assert_within
 from alibi_jax._call.operands import Operands, Rules, take_apart
 from alibi_jax._call.plan import Needed, needed_keys
 from alibi_jax._tpu.shape import TPU, KernelShape
@@ -48,7 +48,12 @@ def answers(case: Case, dtype: str, tolerance: float) -> dict[str, Answer]:
     """Return the exact result and gradients, which may be off by rounding, and by what a share of weight can move."""
     by_entry = dataclasses.replace(case, slopes_per_batch=case.arrays["slopes"].ndim > 1)
     by_entry.__dict__.update(arrays=case.arrays, arguments=case.arguments)
-    return {"result": case.exact(dtype).output_without(tolerance)} | by_entry.gradients(dtype, tolerance)
+    found = {"result": case.exact(dtype).output_without(tolerance)} | by_entry.gradients(dtype, tolerance)
+    # Each product of a sum may be subnormal, and become 0, also where the sum is not.
+    q_len, kv_len = case.sizes.lengths
+    terms = {"result": kv_len, "query": kv_len, "key": q_len * case.sizes.group, "value": q_len * case.sizes.group}
+    underflow = {name: terms.get(name, q_len * kv_len) * SMALLEST[dtype] for name in found}
+    return {name: Answer(x.value, x.budget + underflow[name]) for name, x in found.items()}
 
 
 # --- What JAX says --------------------------------------------------------------------------------------------------
