@@ -4,8 +4,8 @@ In go rules and operands. Out comes attention, as primitives of JAX that choose 
 """
 
 from alibi_jax._dispatch.choice import IMPLEMENTATIONS, Implementation, Target, checked, choose, name_of, refusal
-from alibi_jax._dispatch.derivatives import _summed
-from alibi_jax._dispatch.primitive import _parts, _primitive, _together
+from alibi_jax._dispatch.derivatives import summed_as
+from alibi_jax._dispatch.primitive import heads_together, primitive_of, unpacked
 from alibi_jax._dispatch.reverse_mode import in_reverse_mode_alone
 from alibi_jax._dispatch.sharded import attend
 
@@ -13,14 +13,14 @@ __all__ = [
     "IMPLEMENTATIONS",
     "Implementation",
     "Target",
-    "_parts",
-    "_primitive",
-    "_summed",
-    "_together",
     "attend",
     "checked",
     "choose",
+    "heads_together",
     "in_reverse_mode_alone",
     "name_of",
+    "primitive_of",
     "refusal",
+    "summed_as",
+    "unpacked",
 ]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from alibi_jax._call import Operands, Rules
-from alibi_jax._dispatch import primitive as _primitive
+from alibi_jax._dispatch import primitive
 from alibi_jax._dispatch.choice import Implementation
 from alibi_jax._dispatch.reverse_mode import in_reverse_mode_alone
 
@@ -23,13 +23,13 @@ def fused_attention(rules: Rules, implementation: Implementation | None, operand
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(rules: Rules, implementation: Implementation | None, operands: Operands) -> jax.Array:
-    return _primitive.forward(rules, operands, implementation, with_log_sum_exps=False)[0]
+    return primitive.forward(rules, operands, implementation, with_log_sum_exps=False)[0]
 
 
 def _forward(rules: Rules, implementation: Implementation | None, operands: Any) -> tuple[jax.Array, Any]:
     slopes_too = any(x is not None and x.perturbed for x in (operands.slopes, operands.future_slopes))
     operands = jax.tree.map(lambda x: x.value, operands, is_leaf=lambda x: hasattr(x, "perturbed"))
-    exact, log_sum_exps = _primitive.forward(rules, operands, implementation, with_log_sum_exps=True)
+    exact, log_sum_exps = primitive.forward(rules, operands, implementation, with_log_sum_exps=True)
     # A score's gradient is a difference from a mean, which follows from the result. Of a rounded one it is off by as
     # much in all scores of a row: times what keys, or queries, or distances have in common, that may be anything.
     # Whether slopes are to have a gradient is known now, and has to be told by the structure of what is kept.
@@ -48,7 +48,7 @@ def _backward(rules: Rules, implementation: Implementation | None, kept: Any, co
     nothing = jax.tree.map(lambda x: None, operands)
     if isinstance(cotangent, SymbolicZero):
         return (nothing,)
-    gradients = _primitive.backward(
+    gradients = primitive.backward(
         rules,
         operands,
         result,
@@ -59,14 +59,14 @@ def _backward(rules: Rules, implementation: Implementation | None, kept: Any, co
     )
     # A gradient that nobody asks for is zero rather than absent: JAX 0.8 wants one structure, however often it traces.
     shared = [
-        None if operand is None else jnp.zeros_like(operand) if gradient is None else _summed(gradient, operand)
+        None if operand is None else jnp.zeros_like(operand) if gradient is None else summed_as(gradient, operand)
         for gradient, operand in zip(gradients[3:], (operands.slopes, operands.future_slopes), strict=True)
     ]
     names = ("query", "key", "value", "slopes", "future_slopes")
     return (nothing._replace(**dict(zip(names, (*gradients[:3], *shared), strict=True))),)
 
 
-def _summed(gradient: jax.Array, operand: jax.Array) -> jax.Array:
+def summed_as(gradient: jax.Array, operand: jax.Array) -> jax.Array:
     """Return the gradient of slopes that all batch entries may share."""
     return gradient if operand.shape[0] == gradient.shape[0] else jnp.sum(gradient, axis=0, keepdims=True)
 

@@ -59,31 +59,32 @@ def backward(
 
 
 def _run_forward(target: Target, *leaves: Any, with_log_sum_exps: bool, **parameters: Any) -> list[Any]:
-    rules, operands, chosen = _parts(target, leaves, **parameters)
+    rules, operands, chosen = unpacked(target, leaves, **parameters)
     if isinstance(chosen, TPU):
         results = _tpu.forward(rules, operands, chosen, with_log_sum_exps=with_log_sum_exps)
     else:
         dtype = operands.slopes.dtype if with_log_sum_exps else operands.query.dtype
-        results = _tiled.forward(rules, operands, dtype, together=_together(target))
+        results = _tiled.forward(rules, operands, dtype, together=heads_together(target))
     return list(results[: 1 + with_log_sum_exps])
 
 
 def _run_backward(target: Target, *leaves: Any, slopes_too: bool, **parameters: Any) -> list[Any]:
-    rules, operands, chosen = _parts(target, leaves[3:], **parameters)
+    rules, operands, chosen = unpacked(target, leaves[3:], **parameters)
     if isinstance(chosen, TPU):
         gradients = _tpu.backward(rules, operands, *leaves[:3], chosen, slopes_too=slopes_too)
     else:
-        together = _together(target)
+        together = heads_together(target)
         gradients = _tiled.backward(rules, operands, *leaves[:3], slopes_too=slopes_too, together=together)
     return [gradient for gradient in gradients if gradient is not None]
 
 
-def _parts(target: Target, leaves: Any, *, rules: Rules, structure: Any, implementation: Any) -> tuple[Any, ...]:
+def unpacked(target: Target, leaves: Any, *, rules: Rules, structure: Any, implementation: Any) -> tuple[Any, ...]:
+    """Return a pass's rules, its operands, of which ``leaves`` are those that are there, and what is to run it."""
     operands = jax.tree.unflatten(structure, leaves)
     return rules, operands, choose(implementation, target, operands)
 
 
-def _together(target: Target) -> bool:
+def heads_together(target: Target) -> bool:
     """Whether to compute heads together: a loop over them could not be divided, and would keep a GPU waiting."""
     return target.is_partitioned or target.platform != "cpu"
 
@@ -142,7 +143,9 @@ def _with_longer_batch(array: Any, axis: Any, size: int, batch: int, is_whole: b
     return array.reshape(size * batch, *array.shape[2:])
 
 
-def _primitive(name: str, run: Callable[..., list[Any]], shapes: Callable[..., list[Any]], *, whole: int) -> Primitive:
+def primitive_of(
+    name: str, run: Callable[..., list[Any]], shapes: Callable[..., list[Any]], *, whole: int
+) -> Primitive:
     """Return a primitive of which the first ``whole`` operands have the whole batch, the last three the tensors."""
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -181,5 +184,5 @@ def _primitive(name: str, run: Callable[..., list[Any]], shapes: Callable[..., l
     return primitive
 
 
-_forward = _primitive("alibi_attention", _run_forward, _forward_shapes, whole=3)
-_backward = _primitive("alibi_attention_backward", _run_backward, _backward_shapes, whole=6)
+_forward = primitive_of("alibi_attention", _run_forward, _forward_shapes, whole=3)
+_backward = primitive_of("alibi_attention_backward", _run_backward, _backward_shapes, whole=6)

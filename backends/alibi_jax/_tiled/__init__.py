@@ -6,17 +6,17 @@ In go rules and operands. Out come results and gradients, in memory that grows w
 from alibi_jax._tiled.backward_loop import backward_in_tiles
 from alibi_jax._tiled.forward_loop import forward_in_tiles
 from alibi_jax._tiled.materialised import materialised
-from alibi_jax._tiled.passes import _precision, backward, forward
+from alibi_jax._tiled.passes import backward, forward, full_precision
 from alibi_jax._tiled.scores import Tensors
 from alibi_jax._tiled.tiles import jobs_of, sizes_of
 
 __all__ = [
     "Tensors",
-    "_precision",
     "backward",
     "backward_in_tiles",
     "forward",
     "forward_in_tiles",
+    "full_precision",
     "jobs_of",
     "materialised",
     "sizes_of",

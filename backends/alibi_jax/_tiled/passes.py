@@ -35,7 +35,7 @@ def forward(rules: Rules, operands: Operands, dtype: Any, *, together: bool = Fa
             to is between the two functions; infinite for a query that sees no key.
     """
     sizes = sizes_of(rules, operands, together=together)
-    with _precision(operands):
+    with full_precision(operands):
         result, log_sum_exps = forward_in_tiles(Tensors(rules, operands, sizes), jobs_of(rules, operands, sizes), dtype)
     batch, _, q_len = log_sum_exps.shape[0], *log_sum_exps.shape[2:]
     return result.reshape(operands.query.shape), log_sum_exps.reshape(batch, -1, q_len)
@@ -68,7 +68,7 @@ def backward(
     """
     sizes = sizes_of(rules, operands, together=together)
     tensors = Tensors(rules, operands, sizes, result, log_sum_exps, cotangent)
-    with _precision(operands):
+    with full_precision(operands):
         found = backward_in_tiles(
             tensors,
             jobs_of(rules, operands, sizes),
@@ -86,7 +86,7 @@ def backward(
     )
 
 
-def _precision(operands: Operands) -> contextlib.AbstractContextManager[object]:
+def full_precision(operands: Operands) -> contextlib.AbstractContextManager[object]:
     """Return a context where products of float32 tensors are float32 products, which accelerators otherwise shorten."""
     is_low = operands.query.dtype.itemsize == 2
     return contextlib.nullcontext() if is_low else jax.default_matmul_precision("highest")

@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from alibi_jax._compatible import local
 from alibi_jax._tpu.blocks import (
     FIELDS,
+    LOG2_E,
     OFFSET,
     ONE,
     ZERO,
@@ -34,7 +35,6 @@ from alibi_jax._tpu.blocks import (
     quotient,
     walk,
 )
-from alibi_jax._tpu.operands import LOG2_E
 from alibi_jax._tpu.rows import layout, walk_over_keys
 from alibi_jax._tpu.shape import LANES, KernelShape
 from alibi_jax._tpu.tables import Inputs

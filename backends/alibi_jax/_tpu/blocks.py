@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 
 from alibi_jax._tpu.shape import LANES, KernelShape
 
+LOG2_E = 1.4426950408889634
 # Numbers that are float32 also where float64 is enabled, which the kernels' compiler lacks.
 HIDDEN = np.float32(-1e30)  # the score of a masked key: finite, so that differences of two are no NaN
 ZERO, ONE = np.float32(0), np.float32(1)

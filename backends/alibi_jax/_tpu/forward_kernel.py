@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from alibi_jax._compatible import local
 from alibi_jax._tpu.blocks import (
     HIDDEN,
+    LOG2_E,
     ONE,
     ZERO,
     Bias,
@@ -22,7 +23,6 @@ from alibi_jax._tpu.blocks import (
     lanes,
     product,
 )
-from alibi_jax._tpu.operands import LOG2_E
 from alibi_jax._tpu.rows import layout, walk_over_keys
 from alibi_jax._tpu.shape import LANES, KernelShape
 from alibi_jax._tpu.tables import Inputs

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from alibi_jax._call import Operands, Rules
 from alibi_jax._tpu.backward_kernel import backward_of_keys, backward_of_queries
 from alibi_jax._tpu.forward_kernel import forward as forward_kernel
-from alibi_jax._tpu.operands import by_slopes, row_products
 from alibi_jax._tpu.shape import TPU, KernelShape
 from alibi_jax._tpu.tables import by_head, by_token, inputs_of, queries_of_keys
 
@@ -37,7 +36,7 @@ def backward(
     """Return the gradients of query, key, value, and ``[batch, num_heads]`` of slopes and future slopes, or None."""
     shape = KernelShape.of(rules, operands, options)
     inputs = inputs_of(rules, operands, shape)
-    statistics = jnp.stack([log_sum_exps, row_products(cotangent, result)], axis=2)  # [batch, num_heads, 2, q_len]
+    statistics = jnp.stack([log_sum_exps, _row_products(cotangent, result)], axis=2)  # [batch, num_heads, 2, q_len]
     # A query that is not there sees nothing.
     padding = shape.q_blocks * shape.q_block - shape.q_len
     statistics = jnp.pad(statistics, ((0, 0), (0, 0), (0, 0), (0, padding)), constant_values=jnp.inf)
@@ -57,5 +56,20 @@ def backward(
         d_query,
         by_token(d_key, shape.num_kv_heads, shape.kv_len),
         by_token(d_value, shape.num_kv_heads, shape.kv_len),
-        *by_slopes(operands, behind, ahead),
+        *_by_slopes(operands, behind, ahead),
     )
+
+
+def _row_products(cotangent: jax.Array, result: jax.Array) -> jax.Array:
+    """Return the sums of cotangent times result over features, ``[batch, num_heads, q_len]`` float32."""
+    products = jnp.sum(cotangent.astype(jnp.float32) * result.astype(jnp.float32), axis=-1)
+    return jnp.swapaxes(products, 1, 2)
+
+
+def _by_slopes(
+    operands: Operands, behind: jax.Array | None, ahead: jax.Array | None
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Return the gradients of slopes and future slopes, from those for keys behind and ahead; None where not asked."""
+    if operands.future_slopes is not None or behind is None or ahead is None:
+        return behind, ahead
+    return behind + ahead, None

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from alibi_core.backend import MAX_POSITION
 from alibi_jax._call import Operands, Rules, kv_axis, needed_keys
-from alibi_jax._tpu.blocks import FIELDS
-from alibi_jax._tpu.operands import both_slopes, first_positions
+from alibi_jax._tpu.blocks import FIELDS, LOG2_E
 from alibi_jax._tpu.shape import KernelShape
 
 PAIRS = 2**22  # of blocks that are looked at together
@@ -30,7 +30,7 @@ def inputs_of(rules: Rules, operands: Operands, shape: KernelShape) -> Inputs:
     """Return what the kernels read."""
     heads = shape.batch, shape.num_heads
     tokens = shape.q_blocks * shape.q_block + shape.kv_blocks * shape.kv_block
-    offset = first_positions(rules, operands, tokens)
+    offset = _first_positions(rules, operands, tokens)
     needed = needed_keys(rules, operands, shape.q_block, shape.kv_block)
     starts = offset + jnp.arange(shape.q_blocks, dtype=jnp.int32) * shape.q_block
     base = jnp.clip(starts, needed.first, jnp.maximum(needed.stop - 1, needed.first))
@@ -43,12 +43,30 @@ def inputs_of(rules: Rules, operands: Operands, shape: KernelShape) -> Inputs:
     table = jnp.concatenate([blocks, ends, jnp.broadcast_to(offset, (*heads, 1))], axis=-1)
     return Inputs(
         table=table.reshape(-1, 1, table.shape[-1]),
-        slopes=both_slopes(operands).reshape(-1, 1, 2),
+        slopes=_both_slopes(operands).reshape(-1, 1, 2),
         query=by_head(operands.query, shape.q_blocks * shape.q_block),
         key=by_head(operands.key, shape.kv_blocks * shape.kv_block, kv_axis(rules)),
         value=by_head(operands.value, shape.kv_blocks * shape.kv_block, kv_axis(rules)),
         segment_ids=_segment_ids(operands, shape) if shape.has_segments else (),
     )
+
+
+def _first_positions(rules: Rules, operands: Operands, tokens: int) -> jax.Array:
+    """Return the positions of the first queries, ``[batch or 1, 1, 1]`` int32, with room for ``tokens`` around them.
+
+    Farther from all keys than that it makes no difference, and the last block's positions must fit.
+    """
+    offset = rules.q_offset if rules.q_offset is not None else operands.q_offset
+    most = MAX_POSITION - 2 * tokens
+    return jnp.clip(jnp.asarray(offset, jnp.int32), -most, most).reshape(-1, 1, 1)
+
+
+def _both_slopes(operands: Operands) -> jax.Array:
+    """Return the slopes for keys behind and ahead, times log2(e): ``[batch, num_heads, 2]`` float32."""
+    heads = operands.query.shape[0], operands.query.shape[2]
+    ahead = operands.slopes if operands.future_slopes is None else operands.future_slopes
+    slopes = jnp.stack([jnp.broadcast_to(x, heads) for x in (operands.slopes, ahead)], axis=-1)
+    return slopes.astype(jnp.float32) * LOG2_E
 
 
 def by_head(tensor: jax.Array, length: int, axis: int = 1) -> jax.Array:

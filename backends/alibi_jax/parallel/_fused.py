@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from alibi_jax._call import Operands
-from alibi_jax._dispatch import _summed, in_reverse_mode_alone
+from alibi_jax._dispatch import in_reverse_mode_alone, summed_as
 from alibi_jax.parallel._backward import backward
 from alibi_jax.parallel._forward import forward
 from alibi_jax.parallel._ring import Ring, Sums, local_operands
@@ -57,7 +57,7 @@ def _backward(ring: Ring, kept: Any, cotangent: Any) -> tuple[Operands]:
     found = backward(ring, local, sums, taken, cotangent, slopes_too is not None)
     tensors = {name: ring.join(getattr(found, name)).astype(operands.query.dtype) for name in ("query", "key", "value")}
     shared = {
-        name: jnp.zeros_like(operand) if gradient is None else _summed(gradient, operand)
+        name: jnp.zeros_like(operand) if gradient is None else summed_as(gradient, operand)
         for name, gradient, operand in (
             ("slopes", found.slopes, operands.slopes),
             ("future_slopes", found.future_slopes, operands.future_slopes),

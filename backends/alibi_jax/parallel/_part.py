@@ -16,7 +16,7 @@ from alibi_jax import _dispatch, _tpu
 from alibi_jax._call import Operands, Rules
 from alibi_jax._compatible import shaped_as
 from alibi_jax._dispatch import Implementation, Target
-from alibi_jax._tiled import Tensors, _precision, backward_in_tiles, forward_in_tiles, jobs_of, sizes_of
+from alibi_jax._tiled import Tensors, backward_in_tiles, forward_in_tiles, full_precision, jobs_of, sizes_of
 from alibi_jax._tpu import TPU
 
 LN_2 = math.log(2)
@@ -67,14 +67,14 @@ def part_backward(
 
 
 def _run_forward(target: Target, *leaves: Any, **parameters: Any) -> list[jax.Array]:
-    rules, operands, chosen = _dispatch._parts(target, leaves, **parameters)
+    rules, operands, chosen = _dispatch.unpacked(target, leaves, **parameters)
     if isinstance(chosen, TPU):
         result, sums = _tpu.forward(rules, operands, chosen, with_log_sum_exps=True)
         result, sums = result.astype(sums.dtype), sums * LN_2
     else:
-        sizes = sizes_of(rules, operands, together=_dispatch._together(target))
+        sizes = sizes_of(rules, operands, together=_dispatch.heads_together(target))
         tensors, jobs = Tensors(rules, operands, sizes), jobs_of(rules, operands, sizes)
-        with _precision(operands):
+        with full_precision(operands):
             result, sums = forward_in_tiles(tensors, jobs, tensors.dtype)
         result = result.reshape(operands.query.shape)
         sums = sums.reshape(sums.shape[0], -1, sums.shape[-1])
@@ -82,14 +82,14 @@ def _run_forward(target: Target, *leaves: Any, **parameters: Any) -> list[jax.Ar
 
 
 def _run_backward(target: Target, *leaves: Any, slopes_too: bool, **parameters: Any) -> list[jax.Array]:
-    rules, operands, chosen = _dispatch._parts(target, leaves[3:], **parameters)
+    rules, operands, chosen = _dispatch.unpacked(target, leaves[3:], **parameters)
     result, sums, cotangent = leaves[:3]
     if isinstance(chosen, TPU):
         gradients = _tpu.backward(rules, operands, result, sums / LN_2, cotangent, chosen, slopes_too=slopes_too)
         return [x.astype(sums.dtype) for x in gradients if x is not None]
-    sizes = sizes_of(rules, operands, together=_dispatch._together(target))
+    sizes = sizes_of(rules, operands, together=_dispatch.heads_together(target))
     tensors = Tensors(rules, operands, sizes, result, sums, cotangent)
-    with _precision(operands):
+    with full_precision(operands):
         found = backward_in_tiles(
             tensors,
             jobs_of(rules, operands, sizes),
@@ -118,5 +118,5 @@ def _backward_shapes(*leaves: Any, structure: Any, slopes_too: bool, **_: Any) -
     return tensors + [slopes] * (slopes_too * (1 if operands.future_slopes is None else 2))
 
 
-_forward = _dispatch._primitive("alibi_attention_part", _run_forward, _forward_shapes, whole=3)
-_backward = _dispatch._primitive("alibi_attention_part_backward", _run_backward, _backward_shapes, whole=6)
+_forward = _dispatch.primitive_of("alibi_attention_part", _run_forward, _forward_shapes, whole=3)
+_backward = _dispatch.primitive_of("alibi_attention_part_backward", _run_backward, _backward_shapes, whole=6)
