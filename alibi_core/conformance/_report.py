@@ -161,6 +161,22 @@ class Report:
         return tuple(law for law in self.laws if law.status == "failed")
 
     @property
+    def by_urgency(self) -> tuple[LawReport, ...]:
+        """The laws that were to be tried: those that are broken, then those that were not run, then those kept."""
+        statuses = ("failed", "not run", "passed")
+        return tuple(law for status in statuses for law in self.laws if law.status == status)
+
+    @property
+    def not_offered(self) -> str:
+        """The other laws in one line, with the reasons; empty if there are none."""
+        reasons: dict[str, list[str]] = {}
+        for law in self.laws:
+            if law.status == "not offered":
+                reasons.setdefault(law.reason, []).append(law.name)
+        told = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in reasons.items())
+        return told and f"not offered: {told}"
+
+    @property
     def diagnoses(self) -> tuple[Diagnosis, ...]:
         """All that is done instead, each said once."""
         return tuple(dict.fromkeys(x for law in self.laws for x in law.diagnoses))
@@ -184,12 +200,13 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.name}, {self.dtype}, contract {self.contract}: {'passed' if self.passed else 'FAILED'}"]
         lines += [f"  crashed: {self.crash}"] if self.crash else []
-        for law in self.laws:
+        lines += [f"  diagnosis: {x.sentence}" for x in self.diagnoses]
+        for law in self.by_urgency:
             more = f" ({law.reason})" if law.reason else ""
             lines.append(f"  {law.status:<12}{law.name}: {law.statement}{more}")
             if law.counterexample is not None:
                 lines.append(f"    {law.counterexample}")
-        lines += [f"  diagnosis: {x.sentence}" for x in self.diagnoses]
+        lines += [f"  {self.not_offered}"] if self.not_offered else []
         return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from alibi_core.conformance._report import LawReport, Report
 from alibi_core.conformance._run.supervisor import Outcome
 
-_STYLES = {"passed": "green", "failed": "bold red", "not offered": "dim", "not run": "yellow"}
+_STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow"}
 
 
 def summary(outcomes: Sequence[Outcome]) -> Table:
@@ -49,23 +49,25 @@ def _golden(outcome: Outcome) -> str:
 
 
 def details(outcome: Outcome, *, every_law: bool) -> Group:
-    """Return what is known of an adapter: its laws (all, or those it does not keep), and what it does instead."""
+    """Return what is known of an adapter: what it does instead, then its laws (all, or those it does not keep)."""
     report = outcome.report
     if report is None:
         return Group()
-    table = Table(title=escape(f"{report.name}, {report.dtype}, contract {report.contract}"), title_justify="left")
-    for column in ("law", "", "what it says; what was found"):
-        table.add_column(column)
-    shown = [law for law in report.laws if every_law or law.status in ("failed", "not run")]
-    for law in shown:
-        table.add_row(law.name, Text(law.status, style=_STYLES[law.status]), _told(law))
-    parts: list[Table | Text] = [table] if shown else [Text(table.title if isinstance(table.title, str) else "")]
+    parts: list[Table | Text] = [Text(f"{report.name}, {report.dtype}, contract {report.contract}", style="italic")]
     if report.crash:
         parts.append(Text(f"It crashed: {report.crash}", style="bold red"))
     parts += [Text(f"→ {x.sentence}", style="bold") for x in report.diagnoses]
     if outcome.golden is not None and not outcome.golden["passed"]:
         failed = [case["id"] for case in outcome.golden["cases"] if case["status"] == "failed"]
         parts.append(Text(f"Golden vectors that it misses: {', '.join(failed)}", style="bold red"))
+    shown = [law for law in report.by_urgency if every_law or law.status != "passed"]
+    if shown:
+        table = Table("law", "", "what it says; what was found")
+        for law in shown:
+            table.add_row(law.name, Text(law.status, style=_STYLES[law.status]), _told(law))
+        parts.append(table)
+    if every_law and report.not_offered:
+        parts.append(Text(report.not_offered, style="dim"))
     return Group(*parts)
 
 
