@@ -37,6 +37,7 @@ from alibi_core._caching import (
 from alibi_core._call import ARRAY_AXES, LENGTH_FIRST, CallRules
 from alibi_core._contracts import named
 from alibi_core._explanation import Explanation, visible_pairs
+from alibi_core._extras import install_hint
 from alibi_core._fold import largest_slope
 from alibi_core._horizon import (
     ENDLESS,
@@ -111,6 +112,7 @@ __all__ = [
     "floating_array",
     "floating_dtype",
     "host_values",
+    "install_hint",
     "is_int",
     "jobs_of_entry",
     "key_bias",

@@ -1,13 +1,14 @@
 """ALiBi attention for JAX, and layers for Flax."""
 
+from alibi_core.backend import install_hint as _install_hint
+
 try:
     import flax as _flax  # noqa: F401
     import jax as _jax  # noqa: F401
     import safetensors as _safetensors  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"alibi_jax needs JAX, Flax and safetensors, and found no {error.name}; "
-        "install with pip install 'alibi-core[jax]'"
+        f"alibi_jax needs JAX, Flax and safetensors, and found no {error.name}; {_install_hint('jax')}"
     ) from error
 
 from alibi_core.backend import Explanation

@@ -1,9 +1,11 @@
 """ALiBi attention, layers and models for MLX."""
 
+from alibi_core.backend import install_hint as _install_hint
+
 try:
     import mlx.core as _mlx  # noqa: F401
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("alibi_mlx needs MLX; install with pip install 'alibi-core[mlx]'") from error
+    raise ModuleNotFoundError(f"alibi_mlx needs MLX; {_install_hint('mlx')}") from error
 
 from alibi_core.backend import Explanation
 from alibi_mlx._attention import attention

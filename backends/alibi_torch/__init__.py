@@ -3,10 +3,12 @@
 import importlib
 from typing import Any
 
+from alibi_core.backend import install_hint as _install_hint
+
 try:
     import torch as _torch  # noqa: F401
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("alibi_torch needs PyTorch; install with pip install 'alibi-core[torch]'") from error
+    raise ModuleNotFoundError(f"alibi_torch needs PyTorch; {_install_hint('torch')}") from error
 
 from alibi_torch._attention import attention
 from alibi_torch._explain import Explanation, explain

@@ -1,10 +1,9 @@
-"""The conformance kit as its users meet it: adapters of any kind, bad ones too, reports, the command, the plugin."""
+"""The conformance kit as its users meet it: adapters of any kind, bad ones too, reports, the plugin."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,8 +14,7 @@ import numpy as np
 import pytest
 
 import alibi_core
-from alibi_core import _cli as _command
-from alibi_core.conformance import FEATURES, LAWS, Report, check, installed_adapters
+from alibi_core.conformance import FEATURES, LAWS, Report, check
 from alibi_core.conformance._backend import BackendAdapter, Library
 from alibi_core.conformance._run.worker import load
 from benchmarks.mutants import Reference
@@ -378,135 +376,21 @@ def test_the_same_seed_gives_the_same_report() -> None:
     ]
 
 
+def test_a_report_says_first_what_matters_most() -> None:
+    laws = ["slopes", "symmetric", "window", "decoding", "causal"]
+    lines = str(check(only(attention=signed), laws=laws)).splitlines()
+    starts = ["diagnosis: Future keys are rewarded", "failed", "passed", "not offered: slopes"]
+    assert lines[-1] == (
+        "  not offered: slopes (the adapter has no slopes); window (attention has no parameter for window_size); "
+        "decoding (the adapter has no decode_step)"
+    )
+    order = [next(i for i, line in enumerate(lines) if line.strip().startswith(x)) for x in starts]
+    assert order == sorted(order)
+
+
 def test_a_report_survives_json() -> None:
     report = check(only(attention=signed, name="signed"))
     assert Report.from_dict(json.loads(report.to_json())) == report
-
-
-# --- The command ------------------------------------------------------------------------------------------------------
-
-ADAPTERS = """
-import os
-import time
-import numpy as np
-from tests.conformance.test_kit import Right, signed
-
-
-class Dies(Right):
-    def attention(self, query, key, value, slopes, is_causal, q_offset):
-        if query.shape[1] == 6:
-            os.abort()
-        return super().attention(query, key, value, slopes, is_causal, q_offset)
-
-
-class Signed:
-    attention = staticmethod(signed)
-
-
-class Leaves(Right):
-    name = "[/red] leaves"
-
-    def attention(self, query, key, value, slopes, is_causal, q_offset):
-        os._exit(0)
-
-
-def several():
-    return [Dies(), Leaves(), Right()]
-
-
-def leaves():
-    raise SystemExit(0)
-
-
-not_one = 3
-"""
-
-
-@pytest.fixture
-def adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "my_adapters.py").write_text(ADAPTERS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    return tmp_path
-
-
-def test_the_command_prints_a_table_and_writes_json(adapters: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        "--adapter",
-        "my_adapters:Signed",
-        "--adapter",
-        "tests.conformance.test_kit:Right",
-        "--json",
-        "report.json",
-    ]
-    assert _command.main(["conformance", *arguments]) == 1
-    printed = capsys.readouterr().out
-    assert "Is it ALiBi?" in printed
-    assert "→ Future keys are rewarded" in printed
-    content = json.loads((adapters / "report.json").read_text())
-    assert [x["passed"] for x in content["reports"]] == [False, True]
-    assert _command.main(["conformance", "--adapter", "tests.conformance.test_kit:Right", "--law", "causal"]) == 0
-    assert "Causal attention is exact to rounding" in capsys.readouterr().out
-
-
-def test_a_process_that_dies_is_reported_and_the_next_adapter_checked(
-    adapters: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _command.main(["conformance", "--adapter", "my_adapters:several", "--json", "report.json"]) == 1
-    assert "It crashed: the process ended with signal" in capsys.readouterr().out
-    dead, left, right = json.loads((adapters / "report.json").read_text())["reports"]
-    assert "signal 6" in dead["report"]["crash"]
-    assert "the process ended with exit status 0" in left["report"]["crash"]
-    assert [x["passed"] for x in (dead, left, right)] == [False, False, True]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["--adapter", "my_adapters:not_one"], 2, "adapter must have one of the functions"),
-        (["--adapter", "my_adapters:missing"], 2, "has no attribute 'missing'"),
-        (["--adapter", "no_such_module:x"], 2, "No module named 'no_such_module'"),
-        (["--adapter", "my_adapters:leaves"], 2, "SystemExit: 0"),
-        (["--time-limit", "inf"], 2, "--time-limit must be positive"),
-        (["--json", "nowhere/report.json"], 2, "nowhere/report.json"),
-        (["--law", "windows"], 2, "--law must be one of slopes, causal_bias"),
-        (["--seed", "-1"], 2, "--seed must not be negative"),
-        (["--adapter", "my_adapters:Signed", "--dtype", "float64"], 2, "there is no adapter to check of that dtype"),
-        (["--adapter", "tests.conformance.test_kit:Right", "--golden", "nowhere"], 2, "nowhere"),
-    ],
-)
-def test_what_cannot_be_checked_is_told(
-    adapters: Path, arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _command.main(["conformance", *arguments]) == code
-    captured = capsys.readouterr()
-    assert message in " ".join((captured.out + captured.err).split())
-
-
-def test_golden_vectors_are_written_and_checked_by_the_command(
-    adapters: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _command.main(["golden", "write", "golden"]) == 0
-    options = ["--law", "causal", "--golden", "golden", "--json", "report.json"]
-    assert _command.main(["conformance", "--adapter", "tests.conformance.test_kit:Right", *options]) == 0
-    assert json.loads((adapters / "report.json").read_text())["reports"][0]["golden"]["passed"]
-    assert _command.main(["conformance", "--adapter", "my_adapters:Signed", *options]) == 1
-    assert "Golden vectors that it misses" in capsys.readouterr().out
-    assert _command.main(["golden", "check", "golden", "nowhere"]) == 2
-    assert "nowhere" in capsys.readouterr().err
-
-
-def test_the_command_checks_every_installed_backend() -> None:
-    names = {adapter.name.partition("[")[0] for adapter in installed_adapters()}
-    output = subprocess.run(
-        [sys.executable, "-m", "alibi_core", "conformance", "--law", "slopes", "--law", "symmetric_bias"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    ).stdout
-    assert all(f"│ {name}" in output for name in names)
-    assert "NO" not in output
 
 
 # --- The plugin -------------------------------------------------------------------------------------------------------
@@ -537,6 +421,25 @@ def test_the_plugin_makes_a_test_of_each_law(pytester: pytest.Pytester, monkeypa
     assert outcomes["passed"] > 15
     result.stdout.fnmatch_lines(["*test_mine*signed-symmetric*FAILED*", "*Future keys are rewarded*"])
     result.stdout.no_fnmatch_line("*Traceback*")
+
+
+def test_the_plugin_says_once_that_there_is_no_adapter(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("""
+        import pytest
+
+        def test_mine(alibi_law):
+            alibi_law()
+
+        @pytest.mark.parametrize("alibi_adapter", [object()])
+        def test_of_a_parameter(alibi_law, alibi_adapter):
+            pass
+
+        def test_another():
+            pass
+    """)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=len(LAWS) + 1, errors=1)
+    result.stdout.fnmatch_lines(["*alibi_adapter must be a fixture of yours that returns an adapter, got none*"])
 
 
 # --- The laws themselves ----------------------------------------------------------------------------------------------

@@ -689,7 +689,7 @@ def test_a_missing_framework_says_how_to_install_it(missing: str) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert run.returncode == 1
-    assert "install with pip install 'alibi-core[jax]'" in run.stderr.splitlines()[-1]
+    assert "install with pip install '.[jax]'" in run.stderr.splitlines()[-1]
 
 
 # --- What is too large or not to be had -----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from alibi_core.conformance._laws import LAWS
 from alibi_core.conformance._report import LawReport, Report
 
 PATIENCE = 30.0  # seconds that Python may stand still, besides what a call may take
@@ -76,13 +77,13 @@ def supervised(source: str, settings: Settings, console: Console) -> Iterator[Ou
         settings: How to check them.
         console: Where to show which law is being tried.
     """
-    first, count = 0, 1
+    first, count, laws = 0, 1, len(settings.laws or LAWS)
     while first < count:
         seen = _Seen()
         with tempfile.TemporaryDirectory() as folder, console.status(escape(f"{source} …")) as status:
             for event in _events(source, settings, first, Path(folder) / "events", seen):
                 seen.take(event)
-                status.update(escape(seen.words))
+                status.update(escape(f"{seen.words} ({len(seen.laws)} of {laws} laws done)"))
                 if "report" in event:
                     yield Outcome(source, Report.from_dict(event["report"]), event["golden"])
                     first += 1

@@ -1,10 +1,12 @@
 """Models of ``transformers`` with ALiBi: BLOOM, MPT and Falcon sped up in place, BERT given ALiBi."""
 
+from alibi_core.backend import install_hint as _install_hint
+
 try:
     import transformers as _transformers  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "alibi_torch.transformers needs transformers; install with pip install 'alibi-core[transformers]'"
+        f"alibi_torch.transformers needs transformers; {_install_hint('transformers')}"
     ) from error
 
 from alibi_torch.transformers._accelerate import accelerate, restore

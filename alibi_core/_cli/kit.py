@@ -1,4 +1,4 @@
-"""The command ``alibi-core``: is an implementation ALiBi, and golden vectors for those that are not in Python."""
+"""What needs the conformance kit: ``alibi-core conformance`` and ``alibi-core golden``."""
 
 from __future__ import annotations
 
@@ -7,46 +7,19 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from alibi_core._cli.errors import UnusableError
+from alibi_core._cli.waiting import waiting
+from alibi_core._extras import install_hint
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0 if all is well, 1 if a check failed, 2 if it could not be made.
-
-    Args:
-        arguments: Of the command line; default, those of the process.
-    """
-    try:
-        import alibi_core.conformance  # noqa: F401
-    except ModuleNotFoundError as error:
-        print(f"alibi-core needs {error.name}; install with pip install 'alibi-core[conformance]'", file=sys.stderr)
-        return 2
-    from alibi_core.conformance import GoldenError
-
-    options = _parser().parse_args(arguments)
-    try:
-        status: int = options.run(options)
-    except (GoldenError, OSError, _UnusableError) as error:
-        print(f"alibi-core: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("alibi-core: interrupted", file=sys.stderr)
-        return 130
-    return status
-
-
-class _UnusableError(Exception):
-    """What was asked for cannot be done."""
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="alibi-core", description="ALiBi, attention with linear biases: is it?")
-    parser.add_argument("--version", action="version", version=importlib.metadata.version("alibi-core"))
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+def add_commands(commands: Any) -> None:
+    """Add the commands of this file to those of a parser."""
     check = commands.add_parser("conformance", help="hold implementations to the laws of ALiBi")
     check.add_argument(
         "--adapter",
@@ -64,20 +37,37 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="that one call may take")
     check.add_argument("--golden", metavar="DIR", help="compare with the golden vectors in DIR, too")
     check.add_argument("--json", metavar="FILE", help="write what was found to this file, too")
-    check.set_defaults(run=_conformance)
+    check.set_defaults(run=_with_kit(_conformance))
     golden = commands.add_parser("golden", help="golden vectors, for implementations in any language")
     actions = golden.add_subparsers(required=True, metavar="ACTION")
     write = actions.add_parser("write", help="write the golden vectors")
     write.add_argument("directory", metavar="DIR", help="is made; what it holds must be golden vectors")
-    write.set_defaults(run=_write)
+    write.set_defaults(run=_with_kit(_write))
     verify = actions.add_parser(
         "check", help="check results that a program wrote; DIR/FORMAT.md tells how to write them"
     )
     verify.add_argument("directory", metavar="DIR", help="the golden vectors")
     verify.add_argument("results", metavar="RESULTS", help="the directory with results.json")
     verify.add_argument("--json", metavar="FILE", help="write what was found to this file, too")
-    verify.set_defaults(run=_verify)
-    return parser
+    verify.set_defaults(run=_with_kit(_verify))
+
+
+def _with_kit(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Return a command that says what it needs where the kit cannot be imported, and reports the kit's errors."""
+
+    def with_kit(options: argparse.Namespace) -> int:
+        try:
+            from alibi_core.conformance import GoldenError
+        except ModuleNotFoundError as error:
+            raise UnusableError(f"this command needs {error.name}; {install_hint('conformance')}") from error
+        try:
+            return run(options)
+        except BrokenPipeError:
+            raise
+        except (GoldenError, OSError) as error:
+            raise UnusableError(str(error)) from error
+
+    return with_kit
 
 
 def _conformance(options: argparse.Namespace) -> int:
@@ -88,9 +78,9 @@ def _conformance(options: argparse.Namespace) -> int:
     unknown = set(options.law or ()) - {law.name for law in LAWS}
     if unknown:
         known = ", ".join(law.name for law in LAWS)
-        raise _UnusableError(f"--law must be one of {known}, got {min(unknown)!r}")
+        raise UnusableError(f"--law must be one of {known}, got {min(unknown)!r}")
     if options.seed < 0 or not 0 < options.time_limit < 1e6:
-        raise _UnusableError("--seed must not be negative, and --time-limit must be positive, below a million seconds")
+        raise UnusableError("--seed must not be negative, and --time-limit must be positive, below a million seconds")
     if options.json is not None:
         Path(options.json).touch()  # to be refused before anything is checked
     if options.golden is not None:
@@ -106,37 +96,46 @@ def _conformance(options: argparse.Namespace) -> int:
         dtypes=() if "all" in dtypes else tuple(dtypes),
         golden=None if options.golden is None else os.path.abspath(options.golden),
     )
-    console = Console(width=None if sys.stdout.isatty() else 120)
     outcomes: list[Outcome] = []
     missing: list[Outcome] = []
     for source in sources:
-        for outcome in supervised(source, settings, console):
+        for outcome in supervised(source, settings, Console(stderr=True)):
             (missing if outcome.missing else outcomes).append(outcome)
-    console.print(summary(outcomes))
-    for outcome in outcomes:
-        if len(outcomes) == 1 or not outcome.passed:
-            console.print(details(outcome, every_law=len(outcomes) == 1))
-    for outcome in missing:
-        console.print(f"Not checked: {outcome.source} ({outcome.missing}).", markup=False)
+    if outcomes:
+        console = Console(width=None if sys.stdout.isatty() else 120)
+        with console.capture() as printed:  # written by print, for broken pipes end every command alike
+            console.print(summary(outcomes))
+            for outcome in outcomes:
+                if len(outcomes) == 1 or not outcome.passed:
+                    console.print(details(outcome, every_law=len(outcomes) == 1))
+        print(printed.get(), end="")
+    for outcome in () if options.adapter else missing:
+        print(f"Not checked: {outcome.source} ({outcome.missing}).")
     _write_json(options.json, {"passed": all(x.passed for x in outcomes), "reports": [x.to_dict() for x in outcomes]})
-    if not outcomes:
-        raise _UnusableError("there is no adapter to check" + (" of that dtype" if options.dtype else ""))
     if missing and options.adapter:
-        return 2
+        raise UnusableError(
+            "--adapter must be package.module:NAME of an adapter, in a module that can be imported here, got "
+            + ", ".join(f"{outcome.source} ({outcome.missing})" for outcome in missing)
+        )
+    if not outcomes:
+        raise UnusableError("there is no adapter to check" + (" of that dtype" if options.dtype else ""))
     return 0 if all(x.passed for x in outcomes) else 1
 
 
 def _write(options: argparse.Namespace) -> int:
     from alibi_core.conformance import write_golden
 
-    print(f"golden vectors in {write_golden(options.directory)}")
+    with waiting("golden vectors"):
+        path = write_golden(options.directory)
+    print(f"golden vectors in {path}")
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
     from alibi_core.conformance import check_golden
 
-    report = check_golden(options.directory, options.results)
+    with waiting("results"):
+        report = check_golden(options.directory, options.results)
     print(report)
     _write_json(options.json, report.to_dict())
     return 0 if report.passed else 1

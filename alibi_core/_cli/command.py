@@ -1,0 +1,59 @@
+"""The entry point: arguments, exit statuses, and what is printed when something is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import alibi_core
+from alibi_core._cli import kit, tables
+from alibi_core._cli.errors import UnusableError
+
+INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 and the number of the signal, as shells have it
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: 0 if all is well, 1 if a check failed, 2 if it could not be made.
+
+    Args:
+        arguments: Of the command line; default, those of the process.
+    """
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        # Python would write what is left once more when it ends, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # as with "| head -1": who reads has seen enough
+            return BROKEN_PIPE
+        print(f"alibi-core: the output cannot be written: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except UnusableError as error:
+        print(f"alibi-core: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("alibi-core: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="alibi-core",
+        description="ALiBi, attention with linear biases: its numbers as tables, and tests of implementations.",
+    )
+    parser.add_argument("--version", action="version", version=alibi_core.__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    tables.add_commands(commands)
+    kit.add_commands(commands)
+    return parser

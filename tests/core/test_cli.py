@@ -1,0 +1,326 @@
+"""The command ``alibi-core``: tables that need the core alone, reports of the kit, errors that tell the fix."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import alibi_core
+from alibi_core._cli import main, tables
+from alibi_core.backend import install_hint
+from alibi_core.conformance import installed_adapters
+
+ROOT = Path(__file__).parents[2]
+
+# --- Tables ----------------------------------------------------------------------------------------------------------
+
+ALONE = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("hypothesis", "jax", "matplotlib", "mlx", "pytest", "rich", "safetensors", "torch", "tqdm"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from alibi_core._cli import main
+sys.exit(main())
+"""
+
+
+def alone(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command where NumPy and array-api-compat alone are installed."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "backends")))}
+    command = [sys.executable, "-c", ALONE, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "printed"),
+    [
+        (["--help"], "print slopes and horizons"),
+        (["conformance", "--help"], "PACKAGE.MODULE:NAME"),
+        (["--version"], alibi_core.__version__),
+        (["slopes", "12"], "0.088388346"),
+        (["explain", "64"], "of visible"),
+    ],
+)
+def test_tables_and_help_need_the_core_alone(arguments: list[str], printed: str) -> None:
+    result = alone(*arguments)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert printed in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["conformance"], ["golden", "write", "nowhere"], ["golden", "check", "a", "b"]])
+def test_a_missing_extra_is_named_by_the_command_that_needs_it(arguments: list[str]) -> None:
+    result = alone(*arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    needed = re.fullmatch(r"alibi-core: this command needs (\w+); (.*)\n", result.stderr)
+    assert needed is not None
+    assert needed[1] in ("hypothesis", "rich", "safetensors")
+    assert needed[2] == install_hint("conformance")
+
+
+def table(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """Return the cells of what was printed, a line a head, without the header."""
+    lines = capsys.readouterr().out.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("head")) + 1
+    return [line.replace(",", "").split() for line in lines[first : lines.index("", first)]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule", "score_range"),
+    [
+        ([], {}, 16.0),
+        (["--scheme", "geometric", "--bias-max", "4"], {"scheme": "geometric", "bias_max": 4.0}, 16.0),
+        (["--scheme", "linear", "--score-range", "3.5"], {"scheme": "linear"}, 3.5),
+    ],
+)
+def test_slopes_are_the_cores(
+    arguments: list[str], rule: dict[str, Any], score_range: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["slopes", "12", *arguments]) == 0
+    slopes = alibi_core.slopes(12, **rule)
+    heads, printed, horizons = zip(*table(capsys), strict=True)
+    assert heads == tuple(map(str, range(12)))
+    assert np.array_equal(np.float32(printed), slopes)
+    assert np.array_equal(np.float32(horizons), alibi_core.horizon(slopes, score_range))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("window_size", [None, 0, 7, 10**12])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(53, 53), (5, 53), (53, 5), (1, 1)])
+def test_explain_counts_scores(
+    q_len: int, kv_len: int, window_size: int | None, is_causal: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    norms = ["--query-norm", "1", "--key-norm", "2", "--head-dim", "16"]  # a range of 2 * 1 * 2 / 4
+    options = ["--q-len", str(q_len), "--num-heads", "3", "--tolerance", "0.1", "--bias-max", "2", *norms]
+    options += [] if is_causal else ["--no-causal"]
+    options += [] if window_size is None else ["--window-size", str(window_size)]
+    assert main(["explain", str(kv_len), *options]) == 0
+    *rows, everything = table(capsys)
+    back = np.arange(q_len)[:, None] + kv_len - q_len - np.arange(kv_len)
+    visible = np.ones_like(back, dtype=bool) if window_size is None else np.abs(back) <= window_size
+    visible &= (back >= 0) | (not is_causal)
+    horizons = alibi_core.horizon(alibi_core.slopes(3, bias_max=2.0), 1.0, tolerance=0.1, is_causal=is_causal)
+    needed = [int((visible & (np.abs(back) < horizon)).sum()) for horizon in horizons]
+    assert [int(row[3]) for row in rows] == needed
+    assert [row[4] for row in rows] == [f"{n / visible.sum():.1%}" for n in needed]
+    assert everything == ["all", str(sum(needed)), f"{sum(needed) / visible.sum() / 3:.1%}"]
+
+
+def test_explain_says_where_every_key_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "1000000000", "--q-len", "999999999", "--tolerance", "0", "--num-heads", "1"]) == 0
+    assert table(capsys)[0][2::2] == ["all", "100.0%"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["slopes", "0"], "num_heads must be at least 1, got 0"),
+        (["slopes", "-3"], "num_heads must be at least 1, got -3"),
+        (["slopes", "10000000"], "num_heads must be at most 1048576, got 10000000"),
+        (["slopes", "4", "--scheme", "x"], "scheme must be one of 'canonical', 'geometric', 'linear', got 'x'"),
+        (["slopes", "4", "--bias-max", "0"], "bias_max must be positive, got 0.0"),
+        (["slopes", "4", "--score-range", "nan"], "--score-range must be finite, got nan"),
+        (["explain", "-8"], "LENGTH must be at least 1, got -8"),
+        (["explain", "8", "--q-len", "0"], "--q-len must be at least 1, got 0"),
+        (["explain", "2147483647"], "lengths must stay within 2147483647 tokens"),
+        (["explain", "8", "--num-heads", "0"], "num_heads must be at least 1, got 0"),
+        (["explain", "8", "--window-size", "-1"], "window_size must not be negative, got -1"),
+        (["explain", "8", "--tolerance", "-1"], "tolerance must not be negative, got -1.0"),
+        (["explain", "8", "--key-norm", "1"], "--query-norm and --key-norm must be given together"),
+        (["explain", "8", "--query-norm", "-1", "--key-norm", "1"], "--query-norm must not be negative, got -1.0"),
+        (["explain", "8", "--head-dim", "4"], "--head-dim must stand beside --query-norm and --key-norm"),
+    ],
+)
+def test_bad_arguments_are_refused_with_the_rule(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("alibi-core: ")
+    assert message in printed.err
+
+
+@pytest.mark.parametrize("arguments", [[], ["slopes"], ["slopes", "twelve"], ["slope", "12"], ["explain", "8", "--q"]])
+def test_what_is_no_command_line_prints_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "usage: alibi-core" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "statuses"), [(["slopes", "9000"], {141}), (["--help"], {0, 141})])
+def test_a_reader_that_leaves_is_no_error(arguments: list[str], statuses: set[int]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "alibi_core", *arguments]
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(write)
+    assert result.returncode in statuses  # some versions of argparse pass over what help cannot write
+    assert result.stderr == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_output_that_cannot_be_written_is_told() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "alibi_core", "slopes", "3"]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert result.returncode == 2
+    assert result.stderr.startswith("alibi-core: the output cannot be written: ")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_takes_long_says_so_on_a_terminal(
+    has_rich: bool, is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    if not has_rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setattr(tables, "QUICK", 3)
+    assert main(["slopes", "4"]) == 0
+    printed = capsys.readouterr()
+    assert "0.25" in printed.out
+    assert ("4 slopes" in printed.err) == is_terminal
+
+
+# --- The conformance kit ---------------------------------------------------------------------------------------------
+
+ADAPTERS = """
+import os
+import time
+import numpy as np
+from tests.conformance.test_kit import Right, signed
+
+
+class Dies(Right):
+    def attention(self, query, key, value, slopes, is_causal, q_offset):
+        if query.shape[1] == 6:
+            os.abort()
+        return super().attention(query, key, value, slopes, is_causal, q_offset)
+
+
+class Signed:
+    attention = staticmethod(signed)
+
+
+class Leaves(Right):
+    name = "[/red] leaves"
+
+    def attention(self, query, key, value, slopes, is_causal, q_offset):
+        os._exit(0)
+
+
+def several():
+    return [Dies(), Leaves(), Right()]
+
+
+def leaves():
+    raise SystemExit(0)
+
+
+not_one = 3
+"""
+
+
+@pytest.fixture
+def adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my_adapters.py").write_text(ADAPTERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return tmp_path
+
+
+def test_the_command_prints_a_table_and_writes_json(adapters: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--adapter",
+        "my_adapters:Signed",
+        "--adapter",
+        "tests.conformance.test_kit:Right",
+        "--json",
+        "report.json",
+    ]
+    assert main(["conformance", *arguments]) == 1
+    printed = capsys.readouterr().out
+    assert "Is it ALiBi?" in printed
+    order = ["Is it ALiBi?", "→ Future keys are rewarded", "what it says"]
+    assert [printed.find(x) for x in order] == sorted(printed.find(x) for x in order)
+    assert all(x in printed for x in order)
+    assert "not offered:" not in printed  # of one adapter alone
+    content = json.loads((adapters / "report.json").read_text())
+    assert [x["passed"] for x in content["reports"]] == [False, True]
+    assert main(["conformance", "--adapter", "tests.conformance.test_kit:Right", "--law", "causal"]) == 0
+    assert "Causal attention is exact to rounding" in capsys.readouterr().out
+
+
+def test_a_process_that_dies_is_reported_and_the_next_adapter_checked(
+    adapters: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["conformance", "--adapter", "my_adapters:several", "--json", "report.json"]) == 1
+    assert "It crashed: the process ended with signal" in capsys.readouterr().out
+    dead, left, right = json.loads((adapters / "report.json").read_text())["reports"]
+    assert "signal 6" in dead["report"]["crash"]
+    assert "the process ended with exit status 0" in left["report"]["crash"]
+    assert [x["passed"] for x in (dead, left, right)] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--adapter", "my_adapters:not_one"], 2, "adapter must have one of the functions"),
+        (["--adapter", "my_adapters:missing"], 2, "has no attribute 'missing'"),
+        (["--adapter", "no_such_module:x"], 2, "No module named 'no_such_module'"),
+        (["--adapter", "my_adapters:leaves"], 2, "SystemExit: 0"),
+        (["--time-limit", "inf"], 2, "--time-limit must be positive"),
+        (["--json", "nowhere/report.json"], 2, "nowhere/report.json"),
+        (["--law", "windows"], 2, "--law must be one of slopes, causal_bias"),
+        (["--seed", "-1"], 2, "--seed must not be negative"),
+        (["--adapter", "my_adapters:Signed", "--dtype", "float64"], 2, "there is no adapter to check of that dtype"),
+        (["--adapter", "tests.conformance.test_kit:Right", "--golden", "nowhere"], 2, "nowhere"),
+    ],
+)
+def test_what_cannot_be_checked_is_told(
+    adapters: Path, arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["conformance", *arguments]) == code
+    printed = capsys.readouterr()
+    assert message in " ".join(printed.err.split())
+    assert printed.out == ""
+
+
+def test_golden_vectors_are_written_and_checked_by_the_command(
+    adapters: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["golden", "write", "golden"]) == 0
+    options = ["--law", "causal", "--golden", "golden", "--json", "report.json"]
+    assert main(["conformance", "--adapter", "tests.conformance.test_kit:Right", *options]) == 0
+    assert json.loads((adapters / "report.json").read_text())["reports"][0]["golden"]["passed"]
+    assert main(["conformance", "--adapter", "my_adapters:Signed", *options]) == 1
+    assert "Golden vectors that it misses" in capsys.readouterr().out
+    assert main(["golden", "check", "golden", "nowhere"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_the_command_checks_every_installed_backend() -> None:
+    names = {adapter.name.partition("[")[0] for adapter in installed_adapters()}
+    output = subprocess.run(
+        [sys.executable, "-m", "alibi_core", "conformance", "--law", "slopes", "--law", "symmetric_bias"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    ).stdout
+    assert all(f"│ {name}" in output for name in names)
+    assert "NO" not in output
