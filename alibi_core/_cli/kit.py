@@ -108,7 +108,8 @@ def _conformance(options: argparse.Namespace) -> int:
             for outcome in outcomes:
                 if len(outcomes) == 1 or not outcome.passed:
                     console.print(details(outcome, every_law=len(outcomes) == 1))
-        print(printed.get(), end="")
+        encoding = sys.stdout.encoding or "utf-8"  # which may lack an arrow
+        print(printed.get().encode(encoding, "replace").decode(encoding), end="")
     for outcome in () if options.adapter else missing:
         print(f"Not checked: {outcome.source} ({outcome.missing}).")
     _write_json(options.json, {"passed": all(x.passed for x in outcomes), "reports": [x.to_dict() for x in outcomes]})

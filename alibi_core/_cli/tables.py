@@ -141,7 +141,8 @@ def _heads(options: argparse.Namespace, score_range: float, *, is_causal: bool) 
     else:
         with waiting(f"{options.num_heads:,} slopes"):
             slopes = alibi_core.slopes(options.num_heads, **rule)
-    horizons = alibi_core.horizon(slopes, score_range, tolerance=options.tolerance, is_causal=is_causal)
+    with np.errstate(over="ignore"):  # what is too far for float32 is infinitely far
+        horizons = alibi_core.horizon(slopes, score_range, tolerance=options.tolerance, is_causal=is_causal)
     return list(slopes), horizons.tolist()
 
 
