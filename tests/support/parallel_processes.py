@@ -466,8 +466,8 @@ def _raises(kind: type[Exception], message: str, call: Callable[[], Any]) -> Non
 
 
 def readme() -> int:
-    """Run the README's example, whose process group there is already."""
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    """Run the example of the page on several devices, whose process group there is already."""
+    text = (Path(__file__).parents[2] / "docs/parallel.md").read_text(encoding="utf-8")
     (example,) = (x for x in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "import parallel\n\ndist." in x)
     assert example.count("\n") <= 10  # lines
     names: dict[str, Any] = {}
