@@ -524,6 +524,23 @@ def test_gradients_are_the_models_own(name: str, checkpointing: bool, side: str)
         assert (gradient - exact[parameter]).abs().max() / scale <= 8 * own, parameter
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("low_first", [True, False])
+def test_autocast_that_begins_or_ends_within_a_text(name: str, low_first: bool) -> None:
+    # A DynamicCache then holds the dtype that its old and its new keys have in common.
+    model, tokens = model_of(name), tokens_of(2, 16)
+    found = []
+    for x in (model, accelerate(copy.deepcopy(model))):
+        cache, parts = DynamicCache(config=model.config), []
+        for i, j in ((0, 9), (9, 10), (10, 11), (11, 14), (14, 16)):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low_first == (j <= 10)):
+                parts.append(logits_of(x, tokens[:, i:j], past_key_values=cache).float())
+        found.append((torch.cat(parts, dim=1), cache.layers[0].keys.dtype))
+    (expected, own), (actual, dtype) = found
+    assert (actual - expected).abs().max() <= 2.0**-5 * expected.abs().max()
+    assert dtype == own == torch.float32
+
+
 def test_autocast() -> None:
     model, tokens = model_of("bloom"), tokens_of(1, 40)
     expected = logits_of(model, tokens)

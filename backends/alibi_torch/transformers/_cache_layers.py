@@ -129,7 +129,7 @@ class GrowingLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         room, length = getattr(self, "alibi_room", None), self.get_seq_length()
-        if room is None or not room.follows(self.keys, self.values, length) or length + key_states.shape[2] > room.size:
+        if room is None or not room.follows(self.keys, self.values, length) or not room.holds(key_states, length):
             room = _Room(self.keys, self.values, key_states, length)
         self.alibi_room = room
         self.keys, self.values = room.append(key_states, value_states, length)
@@ -147,7 +147,8 @@ class _Room:
     def __init__(self, keys: Tensor, values: Tensor, like: Tensor, length: int) -> None:
         batch, heads, new, _ = like.shape
         self.size = length + new + max(ROOM, (length + new) // 4)
-        self.tensors = [like.new_empty(batch, heads, self.size, like.shape[3]) for _ in range(2)]
+        dtype = torch.promote_types(keys.dtype, like.dtype)  # as torch.cat
+        self.tensors = [like.new_empty(batch, heads, self.size, like.shape[3], dtype=dtype) for _ in range(2)]
         for tensor, held in zip(self.tensors, (keys, values), strict=True):
             if length:
                 tensor[:, :, :length] = held
@@ -159,6 +160,11 @@ class _Room:
         if is_frozen(self.tensors[0]):
             return False
         return starts and self.used == length and keys.shape[:2] == self.tensors[0].shape[:2]
+
+    def holds(self, new: Tensor, length: int) -> bool:
+        """Whether there is room for these too, in a dtype that does not round them."""
+        dtype = self.tensors[0].dtype
+        return length + new.shape[2] <= self.size and torch.promote_types(dtype, new.dtype) == dtype
 
     def append(self, key: Tensor, value: Tensor, length: int) -> tuple[Tensor, Tensor]:
         end = length + key.shape[2]

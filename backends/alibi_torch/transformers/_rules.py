@@ -99,6 +99,8 @@ class Rules:
             past: Tokens before the first query, an int or a tensor of one element.
             norms: Bounds of the keys' norms, where they are known.
         """
+        if key.dtype != query.dtype and torch.is_autocast_enabled(query.device.type):  # which casts what a cache holds
+            key, value, norms = key.to(query.dtype), value.to(query.dtype), None
         is_lean = is_short(query, key.shape[2]) and not needs_gradients(query, key, value)
         if is_lean and query.shape[2] == 1 and _facts.says_nothing(mask):
             sizes = self, key.shape[2], query.dtype
