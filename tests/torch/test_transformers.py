@@ -524,6 +524,19 @@ def test_gradients_are_the_models_own(name: str, checkpointing: bool, side: str)
         assert (gradient - exact[parameter]).abs().max() / scale <= 8 * own, parameter
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: bloom(hidden_size=42), lambda: mpt(d_model=42), lambda: falcon(hidden_size=56)]
+)
+def test_a_default_device_is_not_that_of_the_model(make: Callable[[], Any]) -> None:
+    model, tokens = make().eval(), tokens_of(2, 10)  # of a size that no other test has, as what is kept is by that
+    accelerated = accelerate(copy.deepcopy(model))
+    cache = DynamicCache(config=model.config)
+    expected = logits_of(model, tokens)
+    with torch.device("meta"):  # a kernel of the CPU reads whatever the memory of a meta tensor's place holds
+        parts = [logits_of(accelerated, tokens[:, i:j], past_key_values=cache) for i, j in ((0, 9), (9, 10))]
+    assert torch.allclose(torch.cat(parts, dim=1), expected, atol=1e-5 * expected.abs().max().item())
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("low_first", [True, False])
 def test_autocast_that_begins_or_ends_within_a_text(name: str, low_first: bool) -> None:

@@ -224,10 +224,11 @@ def _rows(rules: Rules, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Return the bias of one query by the distance of ``SHORT`` keys, and what is added to that by their column.
 
     Both are ``[num_heads, SHORT]``, the first for the keys up to the query's own, the second from the first key on.
+    They are kept, so they lie on the CPU, whatever device is the default when they are asked for first.
     """
     working = torch.promote_types(dtype, torch.float32)
-    slopes = torch.tensor(rules.slopes, dtype=working)[:, None]
-    columns = torch.arange(SHORT)
+    slopes = torch.tensor(rules.slopes, dtype=working, device="cpu")[:, None]
+    columns = torch.arange(SHORT, device="cpu")
     by_distance = slopes * (columns - (SHORT - 1))
     added = rules.added_to_keys(columns, dtype)
     if added is None or rules.counts_text:
