@@ -537,6 +537,18 @@ def test_a_default_device_is_not_that_of_the_model(make: Callable[[], Any]) -> N
     assert torch.allclose(torch.cat(parts, dim=1), expected, atol=1e-5 * expected.abs().max().item())
 
 
+@pytest.mark.parametrize("heads", [2, 3, 4, 5])
+@pytest.mark.filterwarnings("ignore:MptModel computes this call")
+def test_a_mask_of_each_head_is_not_taken_for_padding(heads: int) -> None:
+    # MPT alone takes one; of one row for all queries it looks like what the library hands from layer to layer.
+    model, tokens = mpt(n_heads=heads, attn_config={"softmax_scale": 1.0}).eval(), tokens_of(2, 12)
+    hidden = torch.arange(2 * heads * 12).reshape(2, heads, 1, 12) % 5 == 3
+    accelerated = accelerate(copy.deepcopy(model))
+    for mask in (hidden, hidden.to(torch.uint8)):
+        expected = logits_of(model, tokens, attention_mask=mask)
+        assert torch.allclose(logits_of(accelerated, tokens, attention_mask=mask), expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("low_first", [True, False])
 def test_autocast_that_begins_or_ends_within_a_text(name: str, low_first: bool) -> None:

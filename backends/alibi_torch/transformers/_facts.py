@@ -1,8 +1,8 @@
 """What padding and position ids say of the tokens, in a form that a model's own code carries to its attention.
 
 A model of transformers hands its attention mask from layer to layer, and takes one of four axes as it is. So what the
-attention needs to know travels as such a mask, ``[batch, kind, 1, length]``: the length of its second axis, which is 1
-in other masks, tells what the row means that it repeats.
+attention needs to know travels as such a mask, ``[batch, kind, 1, length]``: the length of its second axis tells what
+the row means that it repeats. In other masks that is 1 or the number of heads, which is none of these primes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # What the row of an encoded mask holds. Plain numbers, which torch.compile can compare with a symbol.
-ENDS = 2  # 1 for text, 0 for padding, which lies at the ends of a row; or no length at all, without padding
-HOLES = 3  # 1 for text, 0 for padding, which lies anywhere
-PACKED = 4  # 1 where a sequence begins
-PACKED_HOLES = 5  # the row of HOLES, then that of PACKED
+ENDS = 11  # 1 for text, 0 for padding, which lies at the ends of a row; or no length at all, without padding
+HOLES = 13  # 1 for text, 0 for padding, which lies anywhere
+PACKED = 17  # 1 where a sequence begins
+PACKED_HOLES = 19  # the row of HOLES, then that of PACKED
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,9 @@ def of_positions(position_ids: Tensor, batch: int, q_len: int, past: Any, text: 
 
 def is_encoded(mask: Any) -> bool:
     """Whether a mask says what it says in this form."""
-    return isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[2] == 1 and ENDS <= mask.shape[1] <= PACKED_HOLES
+    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[2] != 1:
+        return False
+    return any(mask.shape[1] == kind for kind in (ENDS, HOLES, PACKED, PACKED_HOLES))
 
 
 def says_nothing(mask: Tensor) -> bool:
