@@ -549,6 +549,32 @@ def test_a_mask_of_each_head_is_not_taken_for_padding(heads: int) -> None:
         assert torch.allclose(logits_of(accelerated, tokens, attention_mask=mask), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
+@pytest.mark.parametrize("name", ["mpt", "falcon"])  # BLOOM's activation refuses them all
+def test_transforms_of_torch_func_with_a_cache(name: str, transform: str) -> None:
+    model, tokens = model_of(name), tokens_of(1, 10)
+
+    def transformed(x: Any) -> torch.Tensor:
+        weights = {name: weight.detach() for name, weight in x.named_parameters()}
+
+        def logits(weights: Any) -> torch.Tensor:
+            cache = DynamicCache(config=x.config)
+            for part in (tokens[:, :9], tokens[:, 9:]):
+                out = torch.func.functional_call(x, weights, (part,), {"past_key_values": cache}).logits
+            return out
+
+        if transform == "vmap":
+            with torch.no_grad():
+                return torch.vmap(logits)({name: torch.stack([x, 0.9 * x]) for name, x in weights.items()})
+        if transform == "jvp":
+            return torch.func.jvp(logits, (weights,), ({name: 0.01 * x for name, x in weights.items()},))[1]
+        found = torch.func.grad(lambda weights: logits(weights).square().mean())(weights)
+        return torch.cat([x.flatten() for x in found.values()])
+
+    expected, actual = transformed(model), transformed(accelerate(model))
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("low_first", [True, False])
 def test_autocast_that_begins_or_ends_within_a_text(name: str, low_first: bool) -> None:

@@ -123,7 +123,9 @@ class GrowingLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values, and return those of all tokens."""
         wants_gradients = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
-        if wants_gradients or torch.compiler.is_compiling():  # which cannot look where memory lies
+        # What compiles or transforms functions cannot look where memory lies.
+        is_traced = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+        if wants_gradients or is_traced:
             self.alibi_room = None
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:

@@ -11,6 +11,7 @@ import array_api_compat.torch as xp
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from alibi_core import AttentionCall
 from alibi_core import slopes as slopes_of
@@ -253,5 +254,8 @@ def _with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: f
 def is_short(query: Tensor, kv_len: int) -> bool:
     """Whether a bias of all queries and keys, formed once for all layers, costs less than doing without."""
     if torch.compiler.is_compiling() or type(query) is not Tensor:  # where a length may be a symbol, a number be none
+        return False
+    # The fused kernel can neither be mapped nor differentiated forward.
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return False
     return query.device.type == "cpu" and kv_len <= (SHORT if query.shape[2] <= FEW else SHORT_PROMPT)
