@@ -213,7 +213,7 @@ def test_caches_refuse_what_does_not_fit() -> None:
         cache.append(key[:, :, :1], value[:, :, :1])
     with pytest.raises(ValueError, match=r"slopes must have shape \(4,\)"):
         cache.attend(query, torch.ones(2))
-    with pytest.raises(TypeError, match="key must be a tensor of four axes"):
+    with pytest.raises(TypeError, match="key must be an array of four axes"):
         cache.append(key[0], value)
     with pytest.raises(TypeError, match=r"query must be an array, got \[1.0\]"):
         cache.attend([1.0])

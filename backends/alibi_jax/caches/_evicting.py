@@ -341,9 +341,8 @@ def _reach(cache: EvictingKVCache, which: Any) -> jax.Array:
 
 
 def _upper_norms(vectors: jax.Array, dtype: Any) -> jax.Array:
-    """Return what no norm of ``[..., head_dim]`` exceeds, however sums of squares are rounded."""
-    rounding = (vectors.shape[-1] + 8) * 2.0**-23
-    return jax.lax.stop_gradient(norm_bounds(vectors.astype(dtype)) * (1 + rounding))
+    """Return what no norm of ``[..., head_dim]`` exceeds, in ``dtype``, which is no low precision."""
+    return jax.lax.stop_gradient(norm_bounds(vectors.astype(dtype)))
 
 
 def _on_host(slopes: Any) -> np.ndarray | None:
