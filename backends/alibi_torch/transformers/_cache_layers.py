@@ -137,6 +137,12 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = room.append(key_states, value_states, length)
         return self.keys, self.values
 
+    def reset(self) -> None:
+        """Forget all tokens, as transformers does by now; earlier versions kept as many zeros."""
+        self.keys = self.values = self.alibi_room = None
+        self.is_initialized = False
+        super().reset()
+
 
 def is_frozen(tensor: Tensor) -> bool:
     """Whether a tensor must not be written to: it is of an inference mode that has ended, or gradients need it."""
