@@ -104,9 +104,7 @@ def _add_step(
         by_weight = row_products(grad, block.value, scores.onto)
         by_score = weights * (by_weight - mean)
         by_score_matrices, weight_matrices = (x.reshape(*x.shape[:3], -1) for x in (by_score, weights))
-        by_key = (
-            jnp.einsum("bhkr,bhrd->bhkd", by_score_matrices, as_matrices(scores.query)) * scores.tensors.rules.scale
-        )
+        by_key = jnp.einsum("bhkr,bhrd->bhkd", by_score_matrices, as_matrices(scores.query)) * scale
         by_value = jnp.einsum("bhkr,bhrd->bhkd", weight_matrices, as_matrices(grad))
 
         def add_mean(mean_key: jax.Array, slip: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -160,14 +160,12 @@ def decode(mask: Tensor, q_len: int, kv_len: int, past: Any, device: torch.devic
     else:
         assert text is not None  # or there would be sequences
         begins = text.int().argmax(dim=-1, keepdim=True)
-    positions = columns - begins
-    in_order = positions
+    columns = positions = columns - begins
     if text is not None and kind != ENDS:
         tokens = text.cumsum(dim=-1) - 1
         positions = tokens - tokens.gather(-1, begins.expand(tokens.shape))
-    return Facts(
-        text, None if starts is None else starts.cumsum(dim=-1), in_order, positions, _blind(text, q_len, past)
-    )
+    sequences = None if starts is None else starts.cumsum(dim=-1)
+    return Facts(text, sequences, columns, positions, _blind(text, q_len, past))
 
 
 def _blind(text: Tensor | None, q_len: int, past: Any) -> Tensor | None:

@@ -34,6 +34,7 @@ class Accelerated:
     alibi_class: Any
     alibi_rules: Rules
     alibi_paths: Paths
+    attention_dropout: Any
     layer_idx: int | None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, cache: Any) -> Tensor:
@@ -44,6 +45,11 @@ class Accelerated:
             result = extended(cache, self.layer_idx, query, key, value, mask, self.alibi_rules)
         batch, heads, length, head_dim = result.shape
         return result.transpose(1, 2).reshape(batch, length, heads * head_dim)
+
+    @property
+    def weight_dropout(self) -> float:
+        """The share of attention weights that are dropped in training."""
+        return float(self.attention_dropout.p)
 
     def is_of_library(self, mask: Any) -> bool:
         """Whether the library computes a call, by its mask; else the module's own code does, as is noted."""
@@ -71,11 +77,6 @@ class AcceleratedBloomAttention(Accelerated, BloomAttention):
         # A power of two numbers may be a unit in the last place off, and which one depends on the processor.
         own = build_bloom_tensor(text, module.num_heads, torch.float32)[:, 0, 1]
         return Rules.of("bloom", contract, module.num_heads, module.inv_norm_factor, model_slopes=own)
-
-    @property
-    def weight_dropout(self) -> float:
-        """The share of attention weights that are dropped in training."""
-        return float(self.attention_dropout.p)
 
     def forward(
         self,
@@ -164,11 +165,6 @@ class AcceleratedFalconAttention(Accelerated, FalconAttention):
         divisor = math.sqrt(module.head_dim)
         scale = module.inv_norm_factor
         return Rules.of("falcon", contract, module.num_heads, scale, bias_divisor=divisor, additions=additions)
-
-    @property
-    def weight_dropout(self) -> float:
-        """The share of attention weights that are dropped in training."""
-        return float(self.attention_dropout.p)
 
     def forward(
         self, hidden_states: Tensor, alibi: Any, attention_mask: Any, layer_past: Any = None, **others: Any
