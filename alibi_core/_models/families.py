@@ -249,6 +249,6 @@ def _common(settings: Settings, width: int, hidden: int | None = None) -> dict[s
         "dropout": 0.0,
         "feed_forward_dim": 4 * width if hidden is None else hidden,
         "norm_epsilon": settings.number("layer_norm_epsilon", default=1e-5),
-        "scale_embedding": False,
+        "embedding_scale": 1.0,
         "tied_head": settings.switch("tie_word_embeddings", default=True),
     }

@@ -43,11 +43,18 @@ class Projection(nnx.Linear):
         y = super().__call__(inputs, *arguments, **options)
         if self.clip is not None:
             y = jnp.clip(y, -self.clip, self.clip)
-        return y if self.factor == 1 else y * self.factor
+        return scaled(y, self.factor)
 
 
-def layer_norm(config: AlibiConfig, **options: Any) -> nnx.LayerNorm:
-    """Return a layer norm as ``config`` describes it."""
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """Return ``x`` multiplied by ``factor``."""
+    return x if factor == 1 else x * factor
+
+
+def norm_layer(config: AlibiConfig, **options: Any) -> nnx.Module:
+    """Return a norm as ``config`` describes it."""
+    if config.norm == "rms_norm":
+        return nnx.RMSNorm(config.embed_dim, epsilon=config.norm_epsilon, **options)
     # The fast variance is a difference of squares, which loses digits where the mean is large.
     form = {"epsilon": config.norm_epsilon, "use_bias": config.norm_bias, "use_fast_variance": False}
     return nnx.LayerNorm(config.embed_dim, **form, **options)
@@ -90,7 +97,7 @@ class AlibiTransformer(nnx.Module):
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.config = config
         self.blocks = nnx.List(Block(config, attention or alibi_attention, **options) for _ in range(config.num_layers))
-        self.norm = layer_norm(config, **options)
+        self.norm = norm_layer(config, **options)
 
     def __call__(
         self,
@@ -138,16 +145,16 @@ class Block(nnx.Module):
     """Add to each token what attention finds among the others, and what a feed-forward layer makes of that."""
 
     def __init__(self, config: AlibiConfig, attention: AttentionFactory, **options: Any) -> None:
-        self.kind, hidden = config.block, config.hidden_dim
-        self.attention_norm = layer_norm(config, **options)
+        self.kind = config.block
+        self.attention_norm = norm_layer(config, **options)
         self.attention = attention(config, **options)
         if self.kind != "shared_norm":
-            self.feed_forward_norm = layer_norm(config, **options)
+            self.feed_forward_norm = norm_layer(config, **options)
         # The layers have the indices that they have in PyTorch, whose names files hold.
         layers = [
-            nnx.Linear(config.embed_dim, hidden, use_bias=config.feed_forward_bias, **options),
-            Gelu(config.activation == "gelu_tanh"),
-            nnx.Linear(hidden, config.embed_dim, use_bias=config.feed_forward_bias, **options),
+            nnx.Linear(config.embed_dim, config.up_dim, use_bias=config.feed_forward_bias, **options),
+            Activation(config.activation, config.gated),
+            nnx.Linear(config.hidden_dim, config.embed_dim, use_bias=config.feed_forward_bias, **options),
         ]
         if config.dropout > 0:
             layers.append(nnx.Dropout(config.dropout, rngs=options["rngs"]))
@@ -180,12 +187,20 @@ class Block(nnx.Module):
         return x
 
 
-class Gelu(nnx.Module):
-    """The GELU activation, or its approximation by ``tanh``."""
+class Activation(nnx.Module):
+    """An activation; gated, that of the first half of the features, times the second half."""
 
-    def __init__(self, approximate: bool) -> None:
-        self.approximate = approximate
+    def __init__(self, name: str, gated: bool) -> None:
+        self.name, self.gated = name, gated
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the activation of each of ``x``."""
-        return jax.nn.gelu(x, approximate=self.approximate)
+        """Return ``[..., hidden]`` of ``x``, ``[..., hidden]`` or, gated, ``[..., 2 * hidden]``."""
+        if self.gated:
+            gate, up = jnp.split(x, 2, axis=-1)
+            return self._activated(gate) * up
+        return self._activated(x)
+
+    def _activated(self, x: jax.Array) -> jax.Array:
+        if self.name in ("gelu", "gelu_tanh"):
+            return jax.nn.gelu(x, approximate=self.name == "gelu_tanh")
+        return jax.nn.silu(x) if self.name == "silu" else jax.nn.relu(x)

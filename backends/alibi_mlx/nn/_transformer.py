@@ -42,12 +42,39 @@ class Projection(nn.Linear):
         y = super().__call__(x)
         if self.clip is not None:
             y = mx.clip(y, -self.clip, self.clip)
-        return y if self.factor == 1 else y * self.factor
+        return scaled(y, self.factor)
 
 
-def layer_norm(config: AlibiConfig) -> nn.LayerNorm:
-    """Return a layer norm as ``config`` describes it."""
+def scaled(x: mx.array, factor: float) -> mx.array:
+    """Return ``x`` multiplied by ``factor``."""
+    return x if factor == 1 else x * factor
+
+
+def norm_layer(config: AlibiConfig) -> nn.Module:
+    """Return a norm as ``config`` describes it."""
+    if config.norm == "rms_norm":
+        return nn.RMSNorm(config.embed_dim, eps=config.norm_epsilon)
     return nn.LayerNorm(config.embed_dim, eps=config.norm_epsilon, bias=config.norm_bias)
+
+
+class Gated(nn.Module):
+    """The activation of the first half of the features, times the second half."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return ``[..., hidden]`` of ``x``, ``[..., 2 * hidden]``."""
+        gate, up = mx.split(x, 2, axis=-1)
+        return self.activation(gate) * up
+
+
+def activation_layer(config: AlibiConfig) -> nn.Module:
+    """Return the activation of feed-forward layers, gated if ``config`` says so."""
+    makers = {"gelu": nn.GELU, "gelu_tanh": lambda: nn.GELU("precise"), "silu": nn.SiLU, "relu": nn.ReLU}
+    activation = makers[config.activation]()
+    return Gated(activation) if config.gated else activation
 
 
 class AlibiTransformer(nn.Module):
@@ -76,7 +103,7 @@ class AlibiTransformer(nn.Module):
         super().__init__()
         self.config = config
         self.blocks = [Block(config, attention or alibi_attention) for _ in range(config.num_layers)]
-        self.norm = layer_norm(config)
+        self.norm = norm_layer(config)
 
     def __call__(
         self,
@@ -128,16 +155,16 @@ class Block(nn.Module):
 
     def __init__(self, config: AlibiConfig, attention: AttentionFactory) -> None:
         super().__init__()
-        self.kind, hidden = config.block, config.hidden_dim
-        self.attention_norm = layer_norm(config)
+        self.kind = config.block
+        self.attention_norm = norm_layer(config)
         self.attention = attention(config)
         if self.kind != "shared_norm":
-            self.feed_forward_norm = layer_norm(config)
+            self.feed_forward_norm = norm_layer(config)
         # A list, not nn.Sequential, which would put a "layers" into the names that PyTorch does not have.
         self.feed_forward = [
-            nn.Linear(config.embed_dim, hidden, bias=config.feed_forward_bias),
-            nn.GELU("precise" if config.activation == "gelu_tanh" else "none"),
-            nn.Linear(hidden, config.embed_dim, bias=config.feed_forward_bias),
+            nn.Linear(config.embed_dim, config.up_dim, bias=config.feed_forward_bias),
+            activation_layer(config),
+            nn.Linear(config.hidden_dim, config.embed_dim, bias=config.feed_forward_bias),
             nn.Dropout(config.dropout),
         ]
 
