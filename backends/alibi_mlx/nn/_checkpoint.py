@@ -1,4 +1,4 @@
-"""Checkpoints of BLOOM, MPT and Falcon as a language model of this package."""
+"""Checkpoints of decoders with ALiBi as a language model of this package."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ from alibi_mlx.nn._layer import AlibiAttention
 def load_checkpoint(
     directory: str | os.PathLike[str], *, dtype: mx.Dtype | None = None, contract: str = "exact"
 ) -> AlibiLanguageModel:
-    """Return a language model with the weights of a BLOOM, MPT or Falcon checkpoint of ``transformers``.
+    """Return a language model with the weights of a decoder's checkpoint.
+
+    Known are BLOOM, Falcon and MPT of ``transformers``, MPT of llm-foundry (Replit-code, too), Baichuan-13B,
+    Baichuan2-13B, BTLM, Jais and Refact.
 
     Its logits are those of the checkpoint's own model, to rounding, where that has ALiBi with the slopes that it was
-    trained with. Two models of ``transformers`` compute another bias, which ``contract="model"`` gives instead:
+    trained with. Some models compute another bias, which ``contract="model"`` gives instead:
 
     - Falcon rounds slopes, positions and their product to bfloat16. It is the bias of its ``sdpa`` attention; its
       ``eager`` one adds that twice. Whole score matrices are held for it, and positions count from the first token
       of a row, masked or not;
-    - MPT passes no ``alibi_bias_max`` on: its slopes are always those of 8.
+    - MPT, in ``transformers``, passes no ``alibi_bias_max`` on: its slopes are always those of 8. Nor does it scale
+      logits;
+    - Jais and BTLM multiply by slopes that are stored, rounded, in the checkpoint.
 
     The model is in evaluation mode and has no dropout. Nothing is downloaded, and nothing in the files is executed.
 
@@ -43,7 +48,8 @@ def load_checkpoint(
         FileNotFoundError: If a file is missing.
         TypeError: If an argument, or an entry of ``config.json``, is of the wrong kind.
         ValueError: If the checkpoint is of another model or one without ALiBi, is damaged, or does not hold the
-            tensors that its config describes; or BLOOM is to have its own model's bias in low precision.
+            tensors that its config describes; or a model is to have its own bias, which it rounds
+            to its dtype, in low precision.
 
     Example:
         >>> model = load_checkpoint("models/bloom-560m")  # doctest: +SKIP
