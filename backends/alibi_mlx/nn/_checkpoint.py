@@ -93,7 +93,7 @@ class FalconAttention(AlibiAttention):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         if cache is not None:
-            key, value = cache.append(key, value)
+            key, value = cache.update_and_fetch(key, value)
         call = AttentionCall.check(query, key, value, self.slopes, mask=mask, segment_ids=segment_ids, xp=mx)
         form = {"contract": "falcon", "xp": mx, "dtype": query.dtype}
         bias = key_bias(call.num_heads, call.kv_len, **form)[:, 0] / math.sqrt(call.head_dim)

@@ -18,6 +18,7 @@ class AlibiLanguageModel(nn.Module):
     One matrix embeds the tokens and reads out the logits. Its entries start with a variance of ``1 / embed_dim``, which
     gives logits of unit variance; embeddings are multiplied by ``sqrt(embed_dim)``, which gives them the same.
     ``config`` may ask for a head of its own, another scale of embeddings or logits, or the norm of embeddings.
+    mlx-lm runs the model as it is: ``mlx_lm.generate(model, tokenizer, prompt)``.
 
     Args:
         config: Shape of the model; must be causal.
@@ -57,16 +58,25 @@ class AlibiLanguageModel(nn.Module):
         mask: mx.array | None = None,
         segment_ids: mx.array | tuple[mx.array, mx.array] | None = None,
         caches: Sequence[Any] | None = None,
+        cache: Sequence[Any] | None = None,
     ) -> mx.array:
         """Return the logits of the token after each of ``tokens``.
 
         Args:
             tokens: ``[batch, length]`` integers below ``vocab_size``.
             mask, segment_ids, caches: As for :class:`AlibiTransformer`.
+            cache: The same as ``caches``, in the words of mlx-lm.
 
         Returns:
             ``[batch, length, vocab_size]``.
+
+        Raises:
+            ValueError: If both ``caches`` and ``cache`` are given; and as for :class:`AlibiTransformer`.
         """
+        if cache is not None:
+            if caches is not None:
+                raise ValueError("cache must be None where caches are given: both mean one cache a block")
+            caches = cache
         return self.read_out(self.transformer(self.embed(tokens), mask=mask, segment_ids=segment_ids, caches=caches))
 
     def embed(self, tokens: mx.array) -> mx.array:
@@ -78,6 +88,15 @@ class AlibiLanguageModel(nn.Module):
         """Return the logits, ``[..., vocab_size]``, of the transformer's output, ``[..., embed_dim]``."""
         logits = self.embedding.as_linear(hidden) if self.config.tied_head else self.head(hidden)
         return scaled(logits, self.config.logit_scale)
+
+    @property
+    def layers(self) -> list[Any]:
+        """The blocks, as mlx-lm counts them."""
+        return self.transformer.blocks
+
+    def make_cache(self) -> list[Any]:
+        """Return an empty cache for each block, for any number of sequences and tokens, as mlx-lm asks for them."""
+        return self.transformer.make_caches()
 
     def generate(
         self, tokens: mx.array, max_new_tokens: int, *, temperature: float = 0.0, key: mx.array | None = None
