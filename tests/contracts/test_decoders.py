@@ -18,6 +18,7 @@ import pytest
 
 import alibi_core
 from alibi_core._models.checkpoints import Checkpoint
+from alibi_core._models.decoders import FAMILIES
 from tests.support.frameworks import JAX, MLX, TORCH
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
@@ -133,6 +134,15 @@ def same(one: Checkpoint, other: Checkpoint) -> bool:
     return first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)
 
 
+def test_the_page_lists_every_family() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    assert all(f"`{name}`" in page for name in FAMILIES)
+    assert {"btlm", *(entry["config"]["model_type"] for entry in MODELS.values())} == FAMILIES.keys() - {
+        "bloom",
+        "falcon",
+    }
+
+
 def test_a_published_refact_is_that_of_its_trainer(tmp_path: Path) -> None:
     checkpoint = opened(tmp_path, "gpt_refact")
     tensors = tensors_of("gpt_refact")
@@ -182,12 +192,14 @@ def test_a_head_of_unit_rows_is_baichuan2s(tmp_path: Path) -> None:
     [
         ("baichuan", {"max_position_embeddings": 4096}, "^max_position_embeddings in .* must be absent, .*rotary"),
         ("baichuan", {"hidden_act": "swiglu"}, "^hidden_act in .* must be one of 'gelu', .*, got 'swiglu'"),
+        ("baichuan", {"hidden_act": ["silu"]}, r"^hidden_act in .* must be one of 'gelu', .*, got \['silu'\]"),
         ("baichuan", {"tie_word_embeddings": True}, "^lm_head.weight in .* must equal model.embed_tokens.weight"),
         ("jais", {"position_embedding_type": "learned"}, "^position_embedding_type in .* must be 'alibi'"),
         ("jais", {"scale_attn_by_inverse_layer_idx": True}, "^scale_attn_by_inverse_layer_idx in .* must be false"),
         ("jais", {"alibi_scaling": {"train_seq_len": 64}}, "^train_seq_len in alibi_scaling in .* must be null"),
         ("jais", {"activation_function": "gelu"}, r"got none missing and \['transformer.h.0.mlp.c_fc2.bias'"),
         ("gpt_refact", {"n_inner": 800}, r"weight in .* must have shape \(48, 768\) .*got \(48, 256\)"),
+        ("gpt_refact", {"n_inner": -1}, "^n_inner in .* must be at least 1, got -1"),
         ("mpt, groups and gates", {"ffn_config": {"ffn_type": "mb_moe"}}, "^ffn_type in ffn_config in .* 'mptglu'"),
         ("mpt, groups and gates", {"norm_eps": None}, "^norm_type in .* must be a layer norm where norm_eps"),
         ("mpt, groups and gates", {"attention_bias": True}, "^attention_bias in .* must be False with no_bias True"),

@@ -49,7 +49,7 @@ def baichuan(settings: Settings, contract: str) -> Family:
         slopes=tuple(slope_values(num_heads)),
         **settings.common(width, settings.size("intermediate_size"))
         | {
-            "max_len": settings.get("model_max_length", default=4096),
+            "max_len": settings.size("model_max_length", default=4096),
             "norm_epsilon": settings.number("rms_norm_eps", default=1e-6),
             "tied_head": settings.switch("tie_word_embeddings", default=False),
         },

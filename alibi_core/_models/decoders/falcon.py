@@ -50,7 +50,7 @@ def falcon(settings: Settings, contract: str) -> Family:
         activation=activation,
         feed_forward_bias=has_bias,
         slopes=tuple(slopes),
-        **settings.common(width, settings.get("ffn_hidden_size", default=4 * width)),
+        **settings.common(width, settings.size("ffn_hidden_size", default=4 * width)),
     )
     layout = replace(LAYOUT, block=norms | LAYOUT.block)
     return Family("falcon", named("falcon"), config, settings.size("vocab_size"), (layout,), rounded)

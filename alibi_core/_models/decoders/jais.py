@@ -28,7 +28,7 @@ def jais(settings: Settings, contract: str) -> Family:
     )
     width = settings.size("n_embd", "hidden_size")
     num_heads = settings.heads(width, "n_head", "num_attention_heads")
-    is_gated = settings.get("activation_function", default="gelu_new") == "swiglu"
+    is_gated = settings.values.get("activation_function") == "swiglu"
     activation = "silu" if is_gated else settings.activation("activation_function", default="gelu_new")
     config = AlibiConfig(
         num_layers=settings.size("n_layer", "num_hidden_layers"),
@@ -39,7 +39,7 @@ def jais(settings: Settings, contract: str) -> Family:
         slopes=tuple(slope / _stretching(settings) for slope in slope_values(num_heads)),
         scale=_scale(settings, width // num_heads),
         logit_scale=_logit_scale(settings),
-        **settings.common(width, settings.get("n_inner", default=4 * width))
+        **settings.common(width, settings.size("n_inner", default=4 * width))
         | {
             "max_len": settings.size("n_positions", "max_position_embeddings"),
             "embedding_scale": settings.number("embeddings_scale", "mup_embeddings_scale", default=1.0),

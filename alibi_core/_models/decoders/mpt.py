@@ -79,25 +79,19 @@ def mpt(settings: Settings, contract: str) -> Family:
 def _feed_forward(settings: Settings, width: int) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the fields of ``AlibiConfig`` for the feed-forward layers, and the names in a block."""
     part = settings.part("ffn_config")
-    kind = part.get("ffn_type", default="mptmlp")
-    if kind not in ("mptmlp", "mptglu"):
-        raise part.refuse("ffn_type", "'mptmlp' or 'mptglu'", UNKNOWN)
+    kind = part.choice("ffn_type", ("mptmlp", "mptglu"), default="mptmlp")
     function = part.part("ffn_act_fn")
     activation = function.activation("name", default="gelu")
     if activation == "gelu" and function.get("approximate", default="none") == "tanh":
         activation = "gelu_tanh"
-    hidden = part.get("ffn_hidden_size", default=None)
-    if hidden is None:
-        hidden = int(width * settings.number("expansion_ratio", default=4))
+    hidden = part.size("ffn_hidden_size", default=int(width * settings.number("expansion_ratio", default=4)))
     is_gated = kind == "mptglu"
     block = LAYOUT.block | {"ffn.gate_proj": "gate"} if is_gated else LAYOUT.block
     return {"activation": activation, "gated": is_gated, "feed_forward_dim": hidden}, block
 
 
 def _norm(settings: Settings) -> dict[str, Any]:
-    name = settings.get("norm_type", default="layernorm")
-    if name not in NORMS:
-        raise settings.refuse("norm_type", f"one of {', '.join(map(repr, NORMS))}", UNKNOWN)
+    name = settings.choice("norm_type", NORMS, default="layernorm")
     if NORMS[name] == "rms_norm" and "norm_eps" not in settings.values:
         advice = "versions of llm-foundry that do not write norm_eps compute other norms by that name"
         raise settings.refuse("norm_type", "a layer norm where norm_eps is absent", advice)
@@ -106,12 +100,10 @@ def _norm(settings: Settings) -> dict[str, Any]:
 
 
 def _kv_heads(attention: Settings, num_heads: int) -> int:
-    kind = attention.get("attn_type", default="multihead_attention")
+    kinds = ("multihead_attention", "multiquery_attention", "grouped_query_attention")
+    kind = attention.choice("attn_type", kinds, default=kinds[0])
     if kind == "grouped_query_attention":
         return attention.size("kv_n_heads")
-    if kind not in ("multihead_attention", "multiquery_attention"):
-        rule = "'multihead_attention', 'multiquery_attention' or 'grouped_query_attention'"
-        raise attention.refuse("attn_type", rule, UNKNOWN)
     return 1 if kind == "multiquery_attention" else num_heads
 
 

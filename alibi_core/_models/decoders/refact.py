@@ -31,8 +31,8 @@ def refact(settings: Settings, contract: str) -> Family:
     """Return what a ``config.json`` says of a Refact."""
     width = settings.size("n_embd", "hidden_size")
     num_heads = settings.heads(width, "n_head", "num_attention_heads")
-    inner = settings.get("n_inner", default=4 * width)
-    hidden = -(-int(2 * inner / 3) // MULTIPLE) * MULTIPLE
+    inner = settings.size("n_inner", default=4 * width)
+    hidden = -(-(2 * inner // 3) // MULTIPLE) * MULTIPLE
     config = AlibiConfig(
         num_layers=settings.size("n_layer", "num_hidden_layers"),
         num_heads=num_heads,
@@ -42,6 +42,6 @@ def refact(settings: Settings, contract: str) -> Family:
         feed_forward_bias=False,
         norm_bias=False,
         slopes=tuple(slope_values(num_heads)),
-        **settings.common(width, hidden) | {"max_len": settings.get("n_positions", default=1024)},
+        **settings.common(width, hidden) | {"max_len": settings.size("n_positions", default=1024)},
     )
     return Family("refact", BIAS, config, settings.size("vocab_size"), LAYOUTS)

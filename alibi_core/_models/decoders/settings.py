@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from alibi_core._arrays import checks
@@ -27,9 +28,9 @@ class Settings:
         """Return the entry of the first name that is there and not null, else ``default``."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), default)
 
-    def size(self, *names: str) -> int:
-        """Return an entry that must be there, a positive integer."""
-        value = self.get(*names, default=None)
+    def size(self, *names: str, default: int | None = None) -> int:
+        """Return a positive integer, which must be there unless there is a default."""
+        value = self.get(*names, default=default)
         if value is None:
             raise ValueError(f"{self.place} must say {names[0]}, got no such entry")
         return checks.positive_int(f"{names[0]} in {self.place}", value)
@@ -47,12 +48,16 @@ class Settings:
     def number(self, *names: str, default: float) -> float:
         return checks.positive_number(f"{names[0]} in {self.place}", self.get(*names, default=default))
 
+    def choice(self, name: str, known: Collection[str], *, default: str) -> str:
+        """Return an entry that must be one of a few words."""
+        value = self.get(name, default=default)
+        if not isinstance(value, str) or value not in known:
+            raise self.refuse(name, f"one of {', '.join(map(repr, known))}", "no language model here has another")
+        return value
+
     def activation(self, name: str, *, default: str) -> str:
         """Return an activation as ``AlibiConfig`` calls it."""
-        value = self.get(name, default=default)
-        if value not in _ACTIVATIONS:
-            raise self.refuse(name, f"one of {', '.join(map(repr, _ACTIVATIONS))}", "no other is known")
-        return _ACTIVATIONS[value]
+        return _ACTIVATIONS[self.choice(name, _ACTIVATIONS, default=default)]
 
     def part(self, name: str) -> Settings:
         """Return the entries of an object among the entries, none where it is absent."""
@@ -80,7 +85,7 @@ class Settings:
         """
         return {
             "embed_dim": width,
-            "max_len": self.get("seq_length", "max_position_embeddings", default=2048),
+            "max_len": self.size("seq_length", "max_position_embeddings", default=2048),
             "dropout": 0.0,
             "feed_forward_dim": 4 * width if hidden is None else hidden,
             "norm_epsilon": self.number("layer_norm_epsilon", default=1e-5),
