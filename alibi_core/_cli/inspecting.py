@@ -21,7 +21,7 @@ def add_commands(commands: Any) -> None:
         "inspect",
         help="print what ALiBi is in a local checkpoint",
         description="Print the family, slopes and bias of a local checkpoint, how far back the keys of each head "
-        "matter, and which share of the visible scores that is for longer and longer texts. No weight is read.",
+        "matter, and which share of the visible scores that is for longer and longer texts.",
     )
     parser.add_argument("directory", metavar="DIR", help="of config.json and model.safetensors, or its shards")
     typical = "that of normally distributed queries and keys, 2 * scale * features of a head"

@@ -193,8 +193,9 @@ def _check_tensors(
             f"{some(missing) if missing else 'none'} missing and {some(unknown) if unknown else 'none'} unknown; "
             f"save the model with the config it was made with, and without adapters or other heads"
         )
-    for name, shape in expected.items():
+    for name in expected.keys() | tensors.keys() & {HEAD}:
         tensors[name].check_dtype(name)
+    for name, shape in expected.items():
         if tensors[name].shape != shape:
             raise ValueError(f"{name} in {path} must have shape {shape} by its config.json, got {tensors[name].shape}")
     if HEAD in tensors and HEAD not in expected:
