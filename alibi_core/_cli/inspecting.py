@@ -40,7 +40,8 @@ def _inspect(options: argparse.Namespace) -> None:
     for name, words in _facts(checkpoint, slopes).items():
         print(f"{name:8}{words}")
     print()
-    needed = {length: [_needed(length, horizon, config.window_size) for horizon in horizons] for length in LENGTHS}
+    rules = config.window_size, config.is_causal
+    needed = {length: [_needed(length, horizon, *rules) for horizon in horizons] for length in LENGTHS}
     rows = [
         (str(head), *tables.shown(slope, horizon), *(f"{needed[length][head]:.1%}" for length in LENGTHS))
         for head, (slope, horizon) in enumerate(zip(slopes, horizons, strict=True))
@@ -65,17 +66,18 @@ def _facts(checkpoint: Checkpoint, slopes: Any) -> dict[str, str]:
         rounding = "in bfloat16"
     else:
         rounding = "in float32" if bias.is_always_float32 else "in the model's dtype"
+    kind = "causal" if config.is_causal else "symmetric"
     return {
         "family": f"{family.name}, {size:,} parameters in {checkpoint.dtype_name}",
         "layers": str(config.num_layers),
-        "heads": f"{config.num_heads} of {config.head_dim} features{keys}, causal",
+        "heads": f"{config.num_heads} of {config.head_dim} features{keys}, {kind}",
         "slopes": f"{bias.scheme}, from {slopes.max():.4g} to {slopes.min():.4g}",
         "bias": f"slopes times {counted[bias.counts_from]}, {rounding}; load_checkpoint takes the exact one instead",
         "texts": f"of {config.max_len:,} tokens in training, by its config",
     }
 
 
-def _needed(length: int, horizon: float, window: int | None) -> float:
+def _needed(length: int, horizon: float, window: int | None, is_causal: bool) -> float:
     """Return the share of the visible scores of so many tokens that a head needs."""
-    visible = tables.pairs(length, length, window, True)
-    return tables.pairs(length, length, tables.farthest(horizon, window), True) / visible
+    visible = tables.pairs(length, length, window, is_causal)
+    return tables.pairs(length, length, tables.farthest(horizon, window), is_causal) / visible

@@ -1,4 +1,4 @@
-"""Checkpoints of decoders with ALiBi: what is in them, under which names a language model has it."""
+"""Checkpoints of models with ALiBi: what is in them, under which names the models of this library have it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 from alibi_core._arrays import checks
 from alibi_core._models.config import AlibiConfig
 from alibi_core._models.decoders import Family, Layout, family_of
+from alibi_core._models.encoders import MODEL_TYPE, encoder_of
 from alibi_core._models.safetensors import StoredTensor, read_json, some, stored_tensors
 from alibi_core._models.sources import Source, part_of_groups, rows_of, rows_of_unit_norm
 from alibi_core._slopes import slope_values
@@ -23,7 +24,7 @@ HEAD = "lm_head.weight"
 CONTRACTS = ("exact", "model")
 QKV = ("q", "k", "v")
 
-# What a block of a language model calls what a layout speaks of.
+# What a block of a model calls what a layout speaks of.
 MODULES = {letter: f"attention.{letter}_proj" for letter in QKV} | {
     "out": "attention.out_proj",
     "gate": "feed_forward.0",  # the first rows of it
@@ -42,10 +43,10 @@ class Checkpoint:
 
     Attributes:
         family: Whose it is and what that says of its attention.
-        config: Shape of the language model.
+        config: Shape of the language model or encoder.
         vocab_size: Number of its tokens.
-        sources: Where each parameter comes from, by its name in ``AlibiLanguageModel``: its rows, one source below
-            the other.
+        sources: Where each parameter comes from, by its name in ``AlibiLanguageModel`` or ``AlibiEncoder``: its rows,
+            one source below the other.
         tensors: What the files hold.
         contract: Whose bias it is to be loaded with.
     """
@@ -68,7 +69,7 @@ class Checkpoint:
         Raises:
             FileNotFoundError: If a file is missing.
             TypeError: If an argument or an entry of the config is of the wrong kind.
-            ValueError: If it is no checkpoint of an ALiBi decoder that can be loaded, is damaged, or does not hold
+            ValueError: If it is no checkpoint of a model with ALiBi that can be loaded, is damaged, or does not hold
                 the tensors that its config describes.
         """
         if not isinstance(directory, (str, os.PathLike)):
@@ -77,14 +78,19 @@ class Checkpoint:
         path = Path(directory)
         if not path.is_dir():
             raise FileNotFoundError(f"directory must be one that holds a checkpoint, got {str(path)!r}")
-        family = family_of(read_json(path / "config.json"), path / "config.json", contract)
-        tensors = stored_tensors(path)
+        values, place = read_json(path / "config.json"), path / "config.json"
+        if values.get("model_type") == MODEL_TYPE:
+            tensors = stored_tensors(path)
+            family = encoder_of(values, place, tensors)
+        else:
+            family = family_of(values, place, contract)
+            tensors = stored_tensors(path)
         if family.config.num_layers > len(tensors):
             raise ValueError(
-                f"number of layers in {path / 'config.json'} must be that of the checkpoint, which holds "
+                f"number of layers in {place} must be that of the checkpoint, which holds "
                 f"{len(tensors)} tensors, got {family.config.num_layers}"
             )
-        layout = _layout(family, tensors)
+        layout = max((x.as_in(tensors) for x in family.layouts), key=lambda x: x.count_known(tensors))
         sources = _sources(family, layout)
         _check_tensors(path, family, layout, sources, tensors)
         config = _with_stored_slopes(path, family.config, layout, tensors, contract)
@@ -117,35 +123,28 @@ class Checkpoint:
             yield name, parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _layout(family: Family, tensors: dict[str, StoredTensor]) -> Layout:
-    """Return what the tensors are called: the layout with the most modules of the first block, prefix or none."""
-    layouts = [*family.layouts, *(layout.without_prefix() for layout in family.layouts)]
-
-    def known(layout: Layout) -> int:
-        names = {f"{layout.embedding}.weight", *(f"{layout.blocks}.0.{name}.weight" for name in layout.block)}
-        return len(names & tensors.keys())
-
-    return max(layouts, key=known)
-
-
 def _sources(family: Family, layout: Layout) -> Sources:
     config = family.config
     matrix = (family.vocab_size, config.embed_dim)
     sources: Sources = {"embedding.weight": (Source(f"{layout.embedding}.weight", matrix),)}
+    if layout.token_type_embedding is not None:
+        shape = (config.token_types, config.embed_dim)
+        sources["token_type_embedding.weight"] = (Source(f"{layout.token_type_embedding}.weight", shape),)
     if layout.embedding_norm is not None:
         _add_norm(sources, "embedding_norm", layout.embedding_norm, config)
     for index in range(config.num_layers):
         ours, theirs = f"transformer.blocks.{index}", f"{layout.blocks}.{index}"
         found: dict[str, dict[str, Source]] = {}  # by parameter, then by what the layout calls its rows
         for module, held in layout.block.items():
-            if held.endswith("_norm"):
+            if held.endswith("norm"):
                 _add_norm(sources, f"{ours}.{held}", f"{theirs}.{module}", config)
                 continue
             for ending, name, source in _projections(config, layout, f"{theirs}.{module}", held.split()):
                 found.setdefault(f"{ours}.{MODULES[name]}.{ending}", {})[name] = source
         # In the order of MODULES, whichever comes first in the checkpoint: a gate before what it multiplies.
         sources |= {name: tuple(rows[x] for x in MODULES if x in rows) for name, rows in found.items()}
-    _add_norm(sources, "transformer.norm", layout.norm, config)
+    if layout.norm is not None:
+        _add_norm(sources, "transformer.norm", layout.norm, config)
     if not config.tied_head:
         take = rows_of_unit_norm if layout.head_of_unit_rows else None
         sources["head.weight"] = (Source(HEAD, matrix, take),)
@@ -165,7 +164,8 @@ def _projections(
     sizes = {"q": width, "k": keys * config.head_dim, "v": keys * config.head_dim, "out": width, "down": width}
     rows = [sizes.get(part, hidden) for part in parts]
     shape = sum(rows), hidden if parts == ["down"] else width
-    has_bias = config.bias if MODULES[parts[0]].startswith("attention") else config.feed_forward_bias
+    of_module = {"feed_forward.0": config.has_up_bias, "feed_forward.2": config.feed_forward_bias}
+    has_bias = of_module.get(MODULES[parts[0]], config.bias)
     for ending in ("weight", "bias") if has_bias else ("weight",):
         is_turned = layout.is_turned and ending == "weight"
         stored = shape[:1] if ending == "bias" else shape[::-1] if is_turned else shape
@@ -189,7 +189,7 @@ def _check_tensors(
     )
     if missing or unknown:
         raise ValueError(
-            f"{path} must hold the tensors of the {family.name} language model in its config.json, got "
+            f"{path} must hold the tensors of the {family.name} model in its config.json, got "
             f"{some(missing) if missing else 'none'} missing and {some(unknown) if unknown else 'none'} unknown; "
             f"save the model with the config it was made with, and without adapters or other heads"
         )

@@ -14,10 +14,11 @@ import numpy as np
 from alibi_core._arrays import checks
 from alibi_core._models.layer_shape import LayerShape
 
-BLOCKS = ("sequential", "normed_residual", "parallel", "shared_norm")
+POST_NORM_BLOCKS = ("post_norm", "double_post_norm")
+BLOCKS = ("sequential", "normed_residual", "parallel", "shared_norm", *POST_NORM_BLOCKS)
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 NORMS = ("layer_norm", "rms_norm")
-_SWITCHES = ("is_causal", "bias", "gated", "feed_forward_bias", "norm_bias", "embedding_norm", "tied_head")
+_SWITCHES = ("is_causal", "bias", "gated", "feed_forward_bias", "qk_norm", "norm_bias", "embedding_norm", "tied_head")
 
 
 def _also_spelled(**spellings: str) -> Callable[[type], type]:
@@ -63,13 +64,17 @@ class AlibiConfig:
         block: How attention and feed-forward layer are put together. ``"sequential"``: one after the other, each on
             the norm of what came before and added to it. ``"normed_residual"``: likewise, but added to that norm.
             ``"parallel"``: both on the block's input, each with a norm of its own. ``"shared_norm"``: both on one norm
-            of it.
+            of it. ``"post_norm"``: one after the other, each added to its input and the sum normed.
+            ``"double_post_norm"``: likewise, but the sum of attention is added to the block's input once more, and
+            normed again.
         activation: Of the feed-forward layers: ``"gelu"``, ``"gelu_tanh"``, its approximation by ``tanh``, ``"silu"``
             or ``"relu"``.
         gated: Whether the feed-forward layers are gated: the activation of one projection times another projection
             (SwiGLU with ``"silu"``). The rows of the first weight are those of the gate, then the others.
         feed_forward_dim: Width of the feed-forward layers. Default ``expansion_factor * embed_dim``.
         feed_forward_bias: Whether the feed-forward layers add bias vectors.
+        up_bias: Whether the first of their two projections does. Default ``feed_forward_bias``.
+        qk_norm: Whether queries and keys are normed, those of all heads together.
         norm: ``"layer_norm"``, or ``"rms_norm"``, which subtracts no mean and has no bias.
         norm_bias: Whether layer norms add bias vectors.
         norm_epsilon: What norms add to the variance.
@@ -80,6 +85,7 @@ class AlibiConfig:
         embedding_scale: What a language model multiplies its embeddings by. Default ``sqrt(embed_dim)``.
         logit_scale: What it multiplies its logits by.
         tied_head: Whether a language model reads out logits with the matrix that embeds its tokens.
+        token_types: How many types of tokens an encoder tells apart; 0 for none.
         future_slopes: One slope a head for keys after the query, for an asymmetric encoder. Default: ``slopes``.
         learnable_slopes: Whether slopes are trained, starting from ``slopes``.
         window_size: Keys farther than this many tokens are masked. Default: none are.
@@ -108,6 +114,8 @@ class AlibiConfig:
     gated: bool = False
     feed_forward_dim: int | None = None
     feed_forward_bias: bool = True
+    up_bias: bool | None = None
+    qk_norm: bool = False
     norm: str = "layer_norm"
     norm_bias: bool = True
     norm_epsilon: float = 1e-5
@@ -118,6 +126,7 @@ class AlibiConfig:
     embedding_scale: float | None = None
     logit_scale: float = 1.0
     tied_head: bool = True
+    token_types: int = 0
     future_slopes: tuple[float, ...] | None = None
     learnable_slopes: bool = False
     window_size: int | None = None
@@ -133,6 +142,9 @@ class AlibiConfig:
         checks.one_of("block", self.block, BLOCKS)
         checks.one_of("activation", self.activation, ACTIVATIONS)
         checks.one_of("norm", self.norm, NORMS)
+        checks.non_negative_int("token_types", self.token_types)
+        if self.up_bias is not None:
+            checks.boolean("up_bias", self.up_bias)
         for name in ("norm_epsilon", "logit_scale"):
             checks.positive_number(name, getattr(self, name))
         for name in ("scale", "clip_qkv", "embedding_scale"):
@@ -168,6 +180,16 @@ class AlibiConfig:
     def up_dim(self) -> int:
         """What the feed-forward layers project to, the gate included if there is one."""
         return 2 * self.hidden_dim if self.gated else self.hidden_dim
+
+    @property
+    def has_up_bias(self) -> bool:
+        """Whether the first projection of the feed-forward layers adds a bias vector."""
+        return self.feed_forward_bias if self.up_bias is None else self.up_bias
+
+    @property
+    def is_post_norm(self) -> bool:
+        """Whether blocks norm their output, so that no norm follows the last one."""
+        return self.block in POST_NORM_BLOCKS
 
     @property
     def embedding_factor(self) -> float:

@@ -6,5 +6,6 @@ computes, and what the tensors of its checkpoints are called. A further family i
 
 from alibi_core._models.decoders.catalogue import FAMILIES, family_of
 from alibi_core._models.decoders.family import Family, Layout
+from alibi_core._models.decoders.settings import Settings
 
-__all__ = ["FAMILIES", "Family", "Layout", "family_of"]
+__all__ = ["FAMILIES", "Family", "Layout", "Settings", "family_of"]
