@@ -188,8 +188,9 @@ def _check_tensors(
         name for name in tensors.keys() - expected.keys() - {layout.stored_slopes} if not ignored.fullmatch(name)
     )
     if missing or unknown:
+        kind = "language model" if family.config.is_causal else "encoder"
         raise ValueError(
-            f"{path} must hold the tensors of the {family.name} model in its config.json, got "
+            f"{path} must hold the tensors of the {family.name} {kind} in its config.json, got "
             f"{some(missing) if missing else 'none'} missing and {some(unknown) if unknown else 'none'} unknown; "
             f"save the model with the config it was made with, and without adapters or other heads"
         )
