@@ -148,7 +148,7 @@ def encoder_of(values: dict[str, Any], path: Path, tensors: Collection[str]) -> 
         num_layers=settings.size("num_hidden_layers"),
         embed_dim=width,
         num_heads=num_heads,
-        max_len=settings.get("max_position_embeddings", default=512),
+        max_len=settings.size("max_position_embeddings", default=512),
         dropout=0.0,
         is_causal=False,
         bias=True,
@@ -174,10 +174,7 @@ def _activation(settings: Settings, facts: EncoderFacts) -> str:
     if facts.activation == "hidden_act":
         return settings.activation("hidden_act", default="gelu")
     known = {"geglu": "gelu", "reglu": "relu"}
-    name = settings.get(facts.activation, default=None)
-    if not isinstance(name, str) or name not in known:
-        raise settings.refuse(facts.activation, f"one of {', '.join(map(repr, known))}", "no other is known")
-    return known[name]
+    return known[settings.choice(facts.activation, known, default="")]
 
 
 def _saved_slopes(settings: Settings, entry: str) -> tuple[float, ...] | None:

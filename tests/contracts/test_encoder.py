@@ -20,6 +20,7 @@ import pytest
 import alibi_core
 from alibi_core._models.checkpoints import Checkpoint
 from alibi_core._models.encoders import ENCODERS
+from alibi_core.backend import POOLING
 from tests.support.frameworks import LIBRARIES, Backend
 
 pytest.importorskip("safetensors")
@@ -251,3 +252,27 @@ def test_bert_that_was_given_alibi_is_read_with_its_slopes(tmp_path: Path) -> No
     with torch.no_grad():
         expected, actual = model(tokens).last_hidden_state, load_checkpoint(tmp_path)(tokens)
     assert torch.allclose(actual, expected, rtol=0, atol=1e-5)
+
+
+# --- What one framework has ----------------------------------------------------------------------------------------
+
+
+def test_jax_traces_an_encoder_with_its_padding_masked(tmp_path: Path) -> None:
+    jax, alibi_jax = pytest.importorskip("jax"), pytest.importorskip("alibi_jax")
+    record, model = RECORDS[SMALLEST], alibi_jax.load_checkpoint(save(SMALLEST, tmp_path))
+    encode = jax.jit(lambda tokens, lengths: [model.encode(tokens, lengths=lengths, pooling=x) for x in POOLING])
+    for pooling, embeddings in zip(POOLING, encode(texts(record)[0], np.asarray(record["lengths"])), strict=True):
+        close(record, "types zeros", pooling, np.asarray(embeddings))
+
+
+def test_gradients_of_packed_texts_are_those_of_each_alone(tmp_path: Path) -> None:
+    torch, alibi_torch = pytest.importorskip("torch"), pytest.importorskip("alibi_torch")
+    record, model = RECORDS[SMALLEST], alibi_torch.load_checkpoint(save(SMALLEST, tmp_path), dtype=torch.float64)
+    tokens, lengths = torch.from_numpy(texts(record)[0]), record["lengths"]
+
+    def gradients(embeddings: Any) -> Any:
+        return torch.autograd.grad(embeddings.sin().sum(), list(model.parameters()))
+
+    alone = torch.cat([model.encode(tokens[i : i + 1, :length]) for i, length in enumerate(lengths)])
+    for one, other in zip(gradients(model.encode(tokens, lengths=lengths)), gradients(alone), strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)

@@ -52,7 +52,7 @@ class Settings:
         """Return an entry that must be one of a few words."""
         value = self.get(name, default=default)
         if not isinstance(value, str) or value not in known:
-            raise self.refuse(name, f"one of {', '.join(map(repr, known))}", "no language model here has another")
+            raise self.refuse(name, f"one of {', '.join(map(repr, known))}", "no model here has another")
         return value
 
     def activation(self, name: str, *, default: str) -> str:
