@@ -63,7 +63,7 @@ class EncoderFacts:
         )
 
 
-_EXACT_TO_ROUNDING = Contract("jina", "canonical", "query")
+_MODEL_DTYPE = Contract("jina", "canonical", "query")
 _FLOAT32 = Contract("mosaic-bert", "canonical", "query", is_always_float32=True)
 _PROJECTIONS = {"attention.self.query": "q", "attention.self.key": "k", "attention.self.value": "v"}
 _OUTPUT = {"attention.output.dense": "out", "attention.output.LayerNorm": "attention_norm"}
@@ -78,14 +78,14 @@ _JINA, _JINA_CODE = "jinaai/jina-bert-implementation: JinaBertModel", "jinaai/ji
 ENCODERS = {
     "jina": EncoderFacts(
         original=f"{_JINA} with feed_forward_type geglu or reglu (jina-embeddings-v2-small-en, -base-en, -de, ...)",
-        bias=_EXACT_TO_ROUNDING,
+        bias=_MODEL_DTYPE,
         block="post_norm",
         modules=_PROJECTIONS | _OUTPUT | _GATED,
         activation="feed_forward_type",
     ),
     "jina-plain": EncoderFacts(
         original=f"{_JINA} with another feed_forward_type; BERT that alibi_torch.transformers.with_alibi gave ALiBi",
-        bias=_EXACT_TO_ROUNDING,
+        bias=_MODEL_DTYPE,
         block="post_norm",
         modules=_PROJECTIONS
         | _OUTPUT
@@ -95,7 +95,7 @@ ENCODERS = {
     ),
     "jina-code": EncoderFacts(
         original=f"{_JINA_CODE} with feed_forward_type geglu or reglu (jina-embeddings-v2-base-code)",
-        bias=_EXACT_TO_ROUNDING,
+        bias=_MODEL_DTYPE,
         block="double_post_norm",
         modules=_NORMED_PROJECTIONS
         | _OUTPUT
@@ -105,7 +105,7 @@ ENCODERS = {
     ),
     "jina-code-plain": EncoderFacts(
         original=f"{_JINA_CODE} with another feed_forward_type",
-        bias=_EXACT_TO_ROUNDING,
+        bias=_MODEL_DTYPE,
         block="double_post_norm",
         modules=_NORMED_PROJECTIONS | _OUTPUT | _TWO_NORMS | {"mlp.up_layer": "up", "mlp.down_layer": "down"},
         activation="hidden_act",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,9 @@ import numpy as np
 
 Numbers = np.ndarray[Any, Any]
 POOLING = ("mean", "cls")
+# Tokens that are packed together at most: so few that a CPU's caches and its allocator do well, or so many that an
+# accelerator is busy.
+MOST_PACKED = {"cpu": 2048, "accelerator": 65_536}
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,17 @@ class TextRows:
     def row_of_place(self) -> Numbers:
         """The row of each token of text, ``[tokens of text]`` int32: segment ids where rows are packed."""
         return np.nonzero(self.text)[0].astype(np.int32)
+
+    def packs(self, most: int) -> Iterator[tuple[Numbers, Numbers]]:
+        """Yield ``places`` and ``row_of_place`` in parts: as many rows as have ``most`` tokens together, or one row."""
+        starts, size = [0], 0
+        for row, count in enumerate(self.counts):
+            if size > 0 and size + count > most:
+                starts.append(row)
+                size = 0
+            size += count
+        edges = np.searchsorted(self.row_of_place, [*starts[1:]])
+        yield from zip(np.split(self.places, edges), np.split(self.row_of_place, edges), strict=True)
 
 
 def _of_kind(name: str, value: Any, kinds: str, words: str) -> Numbers:

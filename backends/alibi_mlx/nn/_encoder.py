@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from alibi_core.backend import POOLING, AlibiConfig, TextRows, checks
+from alibi_core.backend import MOST_PACKED, POOLING, AlibiConfig, TextRows, checks
 from alibi_mlx.nn._transformer import AlibiTransformer, AttentionFactory, norm_layer, scaled
 
 
@@ -94,7 +94,7 @@ class AlibiEncoder(nn.Module):
     ) -> mx.array:
         """Return a vector for each text.
 
-        Padding is not computed: texts of several lengths are packed into one row, and cost what their tokens cost.
+        Padding is not computed: texts of several lengths are packed into rows, and cost what their tokens cost.
         Padding between tokens of one text counts in the distances and is computed. Where the padding is, the host has
         to know: this is not for ``mx.compile``.
 
@@ -128,13 +128,17 @@ class AlibiEncoder(nn.Module):
         """Return the vectors of the tokens that are text, ``[tokens of text, embed_dim]``, row by row."""
         if rows.is_full:
             return mx.flatten(self(tokens, token_types=token_types), 0, 1)
-        places = mx.array(rows.places)
         if rows.has_gaps:
             hidden = self(tokens, mask=mx.array(rows.text)[:, None, None], token_types=token_types)
-            return mx.flatten(hidden, 0, 1)[places]
-        types = None if token_types is None else mx.flatten(token_types)[places][None]
-        segment_ids = mx.array(rows.row_of_place)[None]
-        return self(mx.flatten(tokens)[places][None], segment_ids=segment_ids, token_types=types)[0]
+            return mx.flatten(hidden, 0, 1)[mx.array(rows.places)]
+
+        def vectors_of(*pack: np.ndarray) -> mx.array:
+            places, segment_ids = (mx.array(x) for x in pack)
+            types = None if token_types is None else mx.flatten(token_types)[places][None]
+            return self(mx.flatten(tokens)[places][None], segment_ids=segment_ids[None], token_types=types)[0]
+
+        most = MOST_PACKED["cpu" if mx.default_device() == mx.cpu else "accelerator"]
+        return mx.concatenate([vectors_of(*pack) for pack in rows.packs(most)])
 
 
 def _on_host(value: Any) -> Any:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from alibi_core.backend import POOLING, TextRows, checks
+from alibi_core.backend import MOST_PACKED, POOLING, TextRows, checks
 from alibi_torch.nn._transformer import AlibiConfig, AlibiTransformer, AttentionFactory, norm_layer, scaled
 
 
@@ -94,7 +95,7 @@ class AlibiEncoder(nn.Module):
     ) -> Tensor:
         """Return a vector for each text.
 
-        Padding is not computed: texts of several lengths are packed into one row, and cost what their tokens cost.
+        Padding is not computed: texts of several lengths are packed into rows, and cost what their tokens cost.
         Padding between tokens of one text counts in the distances and is computed. Where the padding is, the host has
         to know, so an accelerator waits once.
 
@@ -126,13 +127,17 @@ class AlibiEncoder(nn.Module):
         """Return the vectors of the tokens that are text, ``[tokens of text, embed_dim]``, row by row."""
         if rows.is_full:
             return self(tokens, token_types=token_types).flatten(0, 1)
-        places = torch.from_numpy(rows.places).to(tokens.device)
         if rows.has_gaps:
             text = torch.from_numpy(rows.text).to(tokens.device)
-            return self(tokens, mask=text[:, None, None], token_types=token_types).flatten(0, 1)[places]
-        types = None if token_types is None else token_types.flatten()[places][None]
-        segment_ids = torch.from_numpy(rows.row_of_place).to(tokens.device)[None]
-        return self(tokens.flatten()[places][None], segment_ids=segment_ids, token_types=types)[0]
+            return self(tokens, mask=text[:, None, None], token_types=token_types)[text]
+
+        def vectors_of(*pack: np.ndarray) -> Tensor:
+            places, segment_ids = (torch.from_numpy(x).to(tokens.device) for x in pack)
+            types = None if token_types is None else token_types.flatten()[places][None]
+            return self(tokens.flatten()[places][None], segment_ids=segment_ids[None], token_types=types)[0]
+
+        most = MOST_PACKED["cpu" if tokens.device.type == "cpu" else "accelerator"]
+        return torch.cat([vectors_of(*pack) for pack in rows.packs(most)])
 
 
 def _on_host(value: Any) -> Any:
