@@ -65,7 +65,15 @@ from alibi_core._horizon import (
     score_rounding,
     tolerance_of,
 )
-from alibi_core._models import AlibiConfig, Checkpoint, LayerShape, fixed_or_scheme_slopes
+from alibi_core._models import (
+    MOST_PACKED,
+    POOLING,
+    AlibiConfig,
+    Checkpoint,
+    LayerShape,
+    TextRows,
+    fixed_or_scheme_slopes,
+)
 from alibi_core._sharding import HALO_SHARE, check_plan, check_shard_slopes, tokens_beyond
 from alibi_core._slopes import slope_values, slopes
 
@@ -77,6 +85,8 @@ __all__ = [
     "LARGEST_TOLERANCE",
     "LENGTH_FIRST",
     "MAX_POSITION",
+    "MOST_PACKED",
+    "POOLING",
     "UNIT_ROUNDOFF",
     "AlibiConfig",
     "CallRules",
@@ -90,6 +100,7 @@ __all__ = [
     "LayerShape",
     "Measured",
     "Measuring",
+    "TextRows",
     "TileSizes",
     "Tiling",
     "array",

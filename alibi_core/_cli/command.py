@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import alibi_core
-from alibi_core._cli import kit, tables
+from alibi_core._cli import inspecting, kit, tables
 from alibi_core._cli.errors import UnusableError
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 and the number of the signal, as shells have it
@@ -55,5 +55,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=alibi_core.__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     tables.add_commands(commands)
+    inspecting.add_commands(commands)
     kit.add_commands(commands)
     return parser

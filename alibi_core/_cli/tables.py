@@ -25,7 +25,7 @@ def add_commands(commands: Any) -> None:
     """Add the commands of this file to those of a parser."""
     slopes = commands.add_parser("slopes", help="print slopes and horizons, a line a head")
     slopes.add_argument("num_heads", type=int, metavar="NUM_HEADS")
-    slopes.set_defaults(run=_refusing(_slopes))
+    slopes.set_defaults(run=refusing(_slopes))
     explain = commands.add_parser(
         "explain",
         help="print which share of the scores a call has to compute, a line a head",
@@ -46,32 +46,38 @@ def add_commands(commands: Any) -> None:
         default=True,
         help="whether a query sees no key after it (default yes)",
     )
-    explain.set_defaults(run=_refusing(_explain))
+    explain.set_defaults(run=refusing(_explain))
     for parser in (slopes, explain):
         parser.add_argument("--scheme", default="canonical", metavar="NAME", help="canonical, geometric or linear")
         parser.add_argument("--bias-max", type=float, default=8.0, metavar="X", help="of the scheme (default 8)")
-        parser.add_argument(
-            "--score-range",
-            type=float,
-            metavar="X",
-            help="by how much a scaled score may exceed that of the query's own key (default "
-            f"{TYPICAL_RANGE:g}, about that of normally distributed queries and keys of {HEAD_DIM} features)",
-        )
-        parser.add_argument(
-            "--tolerance",
-            type=float,
-            metavar="X",
-            help="the share of softmax weight that may be left out (default 2**-24, float32's rounding error)",
+        add_horizon_options(
+            parser, f"{TYPICAL_RANGE:g}, about that of normally distributed queries and keys of {HEAD_DIM} features"
         )
 
 
-def _refusing(run: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
+def add_horizon_options(parser: argparse.ArgumentParser, default_range: str) -> None:
+    """Add the options that decide how far horizons are."""
+    parser.add_argument(
+        "--score-range",
+        type=float,
+        metavar="X",
+        help=f"by how much a scaled score may exceed that of the query's own key (default {default_range})",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="the share of softmax weight that may be left out (default 2**-24, float32's rounding error)",
+    )
+
+
+def refusing(run: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
     """Return the command with the library's errors of arguments as its own."""
 
     def refusing(options: argparse.Namespace) -> int:
         try:
             run(options)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, FileNotFoundError) as error:
             raise UnusableError(str(error)) from error
         return 0
 
@@ -81,9 +87,9 @@ def _refusing(run: Callable[[argparse.Namespace], None]) -> Callable[[argparse.N
 def _slopes(options: argparse.Namespace) -> None:
     score_range = _of_queries_own_key(options)
     slopes, horizons = _heads(options, score_range, is_causal=True)
-    rows = [(str(head), *_shown(*pair)) for head, pair in enumerate(zip(slopes, horizons, strict=True))]
-    _print_table(("head", "slope", "horizon"), rows)
-    print(f"\n{_what_a_horizon_is(options, score_range)}")
+    rows = [(str(head), *shown(*pair)) for head, pair in enumerate(zip(slopes, horizons, strict=True))]
+    print_table(("head", "slope", "horizon"), rows)
+    print(f"\n{what_a_horizon_is(score_range, options.tolerance)}")
 
 
 def _explain(options: argparse.Namespace) -> None:
@@ -93,20 +99,18 @@ def _explain(options: argparse.Namespace) -> None:
     window = None if options.window_size is None else checks.window(options.window_size)
     score_range = _score_range(options)
     slopes, horizons = _heads(options, score_range, is_causal=options.causal)
-    visible = _pairs(q_len, kv_len, window, options.causal)
+    visible = pairs(q_len, kv_len, window, options.causal)
     rows, total = [], 0
     for head, (slope, horizon) in enumerate(zip(slopes, horizons, strict=True)):
-        back = window if math.isinf(horizon) else max(int(horizon) - 1, 0)  # the nearest key is always needed
-        back = back if window is None else min(window, window if back is None else back)
-        needed = _pairs(q_len, kv_len, back, options.causal)
+        needed = pairs(q_len, kv_len, farthest(horizon, window), options.causal)
         total += needed
-        rows.append((str(head), *_shown(slope, horizon), f"{needed:,}", f"{needed / visible:.1%}"))
+        rows.append((str(head), *shown(slope, horizon), f"{needed:,}", f"{needed / visible:.1%}"))
     rows.append(("all", "", "", f"{total:,}", f"{total / (visible * len(slopes)):.1%}"))
     seen = "" if window is None else f", {window:,} tokens back" + ("" if options.causal else " and ahead")
     direction = "causal" if options.causal else "to both sides"
     print(f"queries: {q_len:,}, keys: {kv_len:,}, {direction}{seen}\n")
-    _print_table(("head", "slope", "horizon", "scores needed", "of visible"), rows)
-    print(f"\n{_what_a_horizon_is(options, score_range)}")
+    print_table(("head", "slope", "horizon", "scores needed", "of visible"), rows)
+    print(f"\n{what_a_horizon_is(score_range, options.tolerance)}")
     print("Backends compute whole tiles of scores, so a few more.")
 
 
@@ -141,12 +145,26 @@ def _heads(options: argparse.Namespace, score_range: float, *, is_causal: bool) 
     else:
         with waiting(f"{options.num_heads:,} slopes"):
             slopes = alibi_core.slopes(options.num_heads, **rule)
+    return list(slopes), horizons_of(slopes, score_range, options.tolerance, is_causal=is_causal)
+
+
+def horizons_of(slopes: Any, score_range: float, tolerance: float | None, *, is_causal: bool = True) -> list[float]:
+    """Return the horizon of each head."""
     with np.errstate(over="ignore"):  # what is too far for float32 is infinitely far
-        horizons = alibi_core.horizon(slopes, score_range, tolerance=options.tolerance, is_causal=is_causal)
-    return list(slopes), horizons.tolist()
+        horizons = alibi_core.horizon(slopes, score_range, tolerance=tolerance, is_causal=is_causal)
+    found: list[float] = horizons.tolist()
+    return found
 
 
-def _pairs(q_len: int, kv_len: int, back: int | None, is_causal: bool) -> int:
+def farthest(horizon: float, window: int | None) -> int | None:
+    """Return how far the farthest key is that a head needs, in tokens; None for any number."""
+    if math.isinf(horizon):
+        return window
+    back = max(int(horizon) - 1, 0)  # the nearest key is always needed
+    return back if window is None else min(window, back)
+
+
+def pairs(q_len: int, kv_len: int, back: int | None, is_causal: bool) -> int:
     """Return how many pairs of a query and a key are at most ``back`` tokens apart; None: any number.
 
     The queries are the last of the tokens. Integers of Python, so that no length is too large.
@@ -166,12 +184,14 @@ def _pairs(q_len: int, kv_len: int, back: int | None, is_causal: bool) -> int:
     return keys_before(1 if is_causal else most + 1) - keys_before(-most)
 
 
-def _shown(slope: Any, horizon: float) -> tuple[str, str]:
+def shown(slope: Any, horizon: float) -> tuple[str, str]:
+    """Return slope and horizon as they are printed."""
     return str(np.float32(slope)), f"{horizon:,.0f}" if math.isfinite(horizon) else "all"
 
 
-def _what_a_horizon_is(options: argparse.Namespace, score_range: float) -> str:
-    tolerance = 2.0**-24 if options.tolerance is None else options.tolerance
+def what_a_horizon_is(score_range: float, tolerance: float | None) -> str:
+    """Return the sentence below a table of horizons."""
+    tolerance = 2.0**-24 if tolerance is None else tolerance
     return (
         f"Horizon, in tokens: keys at that distance from a query and beyond hold at most {tolerance:.3g} of its\n"
         "softmax weight, all together, if no scaled score exceeds that of the query's own key by more than "
@@ -179,7 +199,8 @@ def _what_a_horizon_is(options: argparse.Namespace, score_range: float) -> str:
     )
 
 
-def _print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print columns that are aligned to the right."""
     rows = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print("\n".join("  ".join(x.rjust(width) for x, width in zip(row, widths, strict=True)) for row in rows))

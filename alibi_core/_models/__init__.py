@@ -7,5 +7,6 @@ library's layers. No framework is imported.
 from alibi_core._models.checkpoints import Checkpoint
 from alibi_core._models.config import AlibiConfig
 from alibi_core._models.layer_shape import LayerShape, fixed_or_scheme_slopes
+from alibi_core._models.text_rows import MOST_PACKED, POOLING, TextRows
 
-__all__ = ["AlibiConfig", "Checkpoint", "LayerShape", "fixed_or_scheme_slopes"]
+__all__ = ["MOST_PACKED", "POOLING", "AlibiConfig", "Checkpoint", "LayerShape", "TextRows", "fixed_or_scheme_slopes"]

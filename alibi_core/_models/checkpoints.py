@@ -1,10 +1,12 @@
-"""Checkpoints of ``transformers``' ALiBi decoders: what is in them, under which names a language model has it."""
+"""Checkpoints of models with ALiBi: what is in them, under which names the models of this library have it."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +14,27 @@ import numpy as np
 
 from alibi_core._arrays import checks
 from alibi_core._models.config import AlibiConfig
-from alibi_core._models.families import Family, family_of
+from alibi_core._models.decoders import Family, Layout, family_of
+from alibi_core._models.encoders import MODEL_TYPE, encoder_of
 from alibi_core._models.safetensors import StoredTensor, read_json, some, stored_tensors
+from alibi_core._models.sources import Source, part_of_groups, rows_of, rows_of_unit_norm
+from alibi_core._slopes import slope_values
 
-PREFIX, HEAD = "transformer.", "lm_head.weight"
+HEAD = "lm_head.weight"
 CONTRACTS = ("exact", "model")
 QKV = ("q", "k", "v")
 
+# What a block of a model calls what a layout speaks of.
+MODULES = {letter: f"attention.{letter}_proj" for letter in QKV} | {
+    "out": "attention.out_proj",
+    "gate": "feed_forward.0",  # the first rows of it
+    "up": "feed_forward.0",
+    "down": "feed_forward.2",
+    "attention_norm": "attention_norm",
+    "feed_forward_norm": "feed_forward_norm",
+}
 
-@dataclass(frozen=True)
-class Source:
-    """Where a parameter comes from.
-
-    Attributes:
-        tensor: Name of the checkpoint's tensor.
-        shape: Its shape.
-        part: Index of query, key or value in a tensor of all three; None for a tensor taken whole.
-    """
-
-    tensor: str
-    shape: tuple[int, ...]
-    part: int | None = None
+Sources = dict[str, tuple[Source, ...]]
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,10 @@ class Checkpoint:
 
     Attributes:
         family: Whose it is and what that says of its attention.
-        config: Shape of the language model.
+        config: Shape of the language model or encoder.
         vocab_size: Number of its tokens.
-        sources: Where each parameter comes from, by its name in ``AlibiLanguageModel``.
+        sources: Where each parameter comes from, by its name in ``AlibiLanguageModel`` or ``AlibiEncoder``: its rows,
+            one source below the other.
         tensors: What the files hold.
         contract: Whose bias it is to be loaded with.
     """
@@ -51,7 +54,7 @@ class Checkpoint:
     family: Family
     config: AlibiConfig
     vocab_size: int
-    sources: dict[str, Source]
+    sources: Sources
     tensors: dict[str, StoredTensor]
     contract: str = "exact"
 
@@ -66,7 +69,7 @@ class Checkpoint:
         Raises:
             FileNotFoundError: If a file is missing.
             TypeError: If an argument or an entry of the config is of the wrong kind.
-            ValueError: If it is no checkpoint of an ALiBi decoder that can be loaded, is damaged, or does not hold
+            ValueError: If it is no checkpoint of a model with ALiBi that can be loaded, is damaged, or does not hold
                 the tensors that its config describes.
         """
         if not isinstance(directory, (str, os.PathLike)):
@@ -75,102 +78,154 @@ class Checkpoint:
         path = Path(directory)
         if not path.is_dir():
             raise FileNotFoundError(f"directory must be one that holds a checkpoint, got {str(path)!r}")
-        family = family_of(read_json(path / "config.json"), path / "config.json", contract)
-        tensors = stored_tensors(path)
+        values, place = read_json(path / "config.json"), path / "config.json"
+        if values.get("model_type") == MODEL_TYPE:
+            tensors = stored_tensors(path)
+            family = encoder_of(values, place, tensors)
+        else:
+            family = family_of(values, place, contract)
+            tensors = stored_tensors(path)
         if family.config.num_layers > len(tensors):
             raise ValueError(
-                f"number of layers in {path / 'config.json'} must be that of the checkpoint, which holds "
+                f"number of layers in {place} must be that of the checkpoint, which holds "
                 f"{len(tensors)} tensors, got {family.config.num_layers}"
             )
-        # A model without its head is saved without the prefix, BLOOM's own files among them.
-        prefix = "" if f"{family.names.embedding}.weight" in tensors else PREFIX
-        sources = _sources(family, prefix)
-        expected = {source.tensor: source.shape for source in sources.values()}
-        _check_tensors(path, family, prefix, expected, tensors)
-        return cls(family, family.config, family.vocab_size, sources, tensors, contract)
+        layout = max((x.as_in(tensors) for x in family.layouts), key=lambda x: x.count_known(tensors))
+        sources = _sources(family, layout)
+        _check_tensors(path, family, layout, sources, tensors)
+        config = _with_stored_slopes(path, family.config, layout, tensors, contract)
+        return cls(family, config, family.vocab_size, sources, tensors, contract)
 
     @property
     def dtype_name(self) -> str:
         """Name of the dtype that its embeddings are stored in, as every framework calls it."""
-        stored = self.tensors[self.sources["embedding.weight"].tensor].dtype
+        stored = self.tensors[self.sources["embedding.weight"][0].tensor].dtype
         return {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}[stored]
 
     def check_precision(self, bits: int) -> None:
         """Check that a model whose dtype has so many bits can have the bias asked for."""
-        if self.contract == "model" and self.family.name == "bloom" and bits < 32:
+        is_rounded = not (self.family.bias.is_always_float32 or self.family.rounds_bias)
+        if self.contract == "model" and is_rounded and bits < 32:
             raise ValueError(
-                "contract must be 'exact' for BLOOM in low precision, got 'model', whose bias is rounded to the "
-                "model's dtype; or load it as float32, where the two agree to rounding"
+                f"contract must be 'exact' for {self.family.name} in low precision, got 'model', whose bias is rounded "
+                "to the model's dtype; or load it as float32, where the two agree to rounding"
             )
 
     def parameters(self) -> Iterator[tuple[str, Any]]:
         """Yield each parameter's name and values, one tensor being read at a time (bfloat16 as float32)."""
-        last, array = "", None
-        for name, source in self.sources.items():
-            if source.tensor != last:
-                last, array = source.tensor, self.tensors[source.tensor].read()
-            yield name, array if source.part is None else self._part(array, source.part)
-
-    def _part(self, fused: Any, part: int) -> Any:
-        """Return the rows of query, key or value, ``[heads * head_dim, ...]``, of a projection to all three."""
-        config, rest = self.config, fused.shape[1:]
-        if self.family.names.stacks_qkv:  # [queries, keys, values]
-            return np.split(fused, 3)[part]
-        num_kv_heads = config.num_kv_heads or config.num_heads
-        group = config.num_heads // num_kv_heads
-        rows = fused.reshape(num_kv_heads, group + 2, config.head_dim, *rest)  # its queries, then key and value
-        chosen = (slice(0, group), slice(group, group + 1), slice(group + 1, group + 2))[part]
-        return np.ascontiguousarray(rows[:, chosen]).reshape(-1, *rest)
+        last, array = "", np.empty(0)
+        for name, sources in self.sources.items():
+            parts = []
+            for source in sources:
+                if source.tensor != last:
+                    last, array = source.tensor, self.tensors[source.tensor].read()
+                parts.append(array if source.take is None else source.take(array))
+            yield name, parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _sources(family: Family, prefix: str) -> dict[str, Source]:
-    config, names = family.config, family.names
-    width, hidden = config.embed_dim, config.hidden_dim
-    fused = (config.num_heads + 2 * (config.num_kv_heads or config.num_heads)) * config.head_dim
-    sources: dict[str, Source] = {}
-
-    def add(ours: str, theirs: str, shape: tuple[int, ...], has_bias: bool, part: int | None = None) -> None:
-        sources[f"{ours}.weight"] = Source(f"{prefix}{theirs}.weight", shape, part)
-        if has_bias:
-            sources[f"{ours}.bias"] = Source(f"{prefix}{theirs}.bias", shape[:1], part)
-
-    add("embedding", names.embedding, (family.vocab_size, width), has_bias=False)
-    if names.embedding_norm is not None:
-        add("embedding_norm", names.embedding_norm, (width,), config.norm_bias)
+def _sources(family: Family, layout: Layout) -> Sources:
+    config = family.config
+    matrix = (family.vocab_size, config.embed_dim)
+    sources: Sources = {"embedding.weight": (Source(f"{layout.embedding}.weight", matrix),)}
+    if layout.token_type_embedding is not None:
+        shape = (config.token_types, config.embed_dim)
+        sources["token_type_embedding.weight"] = (Source(f"{layout.token_type_embedding}.weight", shape),)
+    if layout.embedding_norm is not None:
+        _add_norm(sources, "embedding_norm", layout.embedding_norm, config)
     for index in range(config.num_layers):
-        ours, theirs = f"transformer.blocks.{index}", f"{names.blocks}.{index}"
-        add(f"{ours}.attention_norm", f"{theirs}.{names.attention_norm}", (width,), config.norm_bias)
-        for part, letter in enumerate(QKV):
-            add(f"{ours}.attention.{letter}_proj", f"{theirs}.{names.qkv}", (fused, width), config.bias, part)
-        add(f"{ours}.attention.out_proj", f"{theirs}.{names.out}", (width, width), config.bias)
-        if names.feed_forward_norm is not None:
-            add(f"{ours}.feed_forward_norm", f"{theirs}.{names.feed_forward_norm}", (width,), config.norm_bias)
-        add(f"{ours}.feed_forward.0", f"{theirs}.{names.up}", (hidden, width), config.feed_forward_bias)
-        add(f"{ours}.feed_forward.2", f"{theirs}.{names.down}", (width, hidden), config.feed_forward_bias)
-    add("transformer.norm", names.norm, (width,), config.norm_bias)
+        ours, theirs = f"transformer.blocks.{index}", f"{layout.blocks}.{index}"
+        found: dict[str, dict[str, Source]] = {}  # by parameter, then by what the layout calls its rows
+        for module, held in layout.block.items():
+            if held.endswith("norm"):
+                _add_norm(sources, f"{ours}.{held}", f"{theirs}.{module}", config)
+                continue
+            for ending, name, source in _projections(config, layout, f"{theirs}.{module}", held.split()):
+                found.setdefault(f"{ours}.{MODULES[name]}.{ending}", {})[name] = source
+        # In the order of MODULES, whichever comes first in the checkpoint: a gate before what it multiplies.
+        sources |= {name: tuple(rows[x] for x in MODULES if x in rows) for name, rows in found.items()}
+    if layout.norm is not None:
+        _add_norm(sources, "transformer.norm", layout.norm, config)
     if not config.tied_head:
-        sources["head.weight"] = Source(HEAD, (family.vocab_size, width))
+        take = rows_of_unit_norm if layout.head_of_unit_rows else None
+        sources["head.weight"] = (Source(HEAD, matrix, take),)
     return sources
 
 
+def _add_norm(sources: Sources, ours: str, theirs: str, config: AlibiConfig) -> None:
+    for ending in ("weight", "bias") if config.norm_bias and config.norm == "layer_norm" else ("weight",):
+        sources[f"{ours}.{ending}"] = (Source(f"{theirs}.{ending}", (config.embed_dim,)),)
+
+
+def _projections(
+    config: AlibiConfig, layout: Layout, module: str, parts: list[str]
+) -> Iterator[tuple[str, str, Source]]:
+    """Yield, for weight and bias of a module and each of the projections that it holds, where its rows are."""
+    width, hidden, keys = config.embed_dim, config.hidden_dim, (config.num_kv_heads or config.num_heads)
+    sizes = {"q": width, "k": keys * config.head_dim, "v": keys * config.head_dim, "out": width, "down": width}
+    rows = [sizes.get(part, hidden) for part in parts]
+    shape = sum(rows), hidden if parts == ["down"] else width
+    of_module = {"feed_forward.0": config.has_up_bias, "feed_forward.2": config.feed_forward_bias}
+    has_bias = of_module.get(MODULES[parts[0]], config.bias)
+    for ending in ("weight", "bias") if has_bias else ("weight",):
+        is_turned = layout.is_turned and ending == "weight"
+        stored = shape[:1] if ending == "bias" else shape[::-1] if is_turned else shape
+        for index, part in enumerate(parts):
+            take: Any = partial(rows_of, start=sum(rows[:index]), stop=sum(rows[: index + 1]), is_turned=is_turned)
+            if layout.groups_qkv and parts == list(QKV):
+                take = partial(part_of_groups, index=index, num_heads=config.num_heads, num_kv_heads=keys)
+            elif len(parts) == 1 and not is_turned:
+                take = None
+            yield ending, part, Source(f"{module}.{ending}", stored, take)
+
+
 def _check_tensors(
-    path: Path, family: Family, prefix: str, expected: dict[str, tuple[int, ...]], tensors: dict[str, StoredTensor]
+    path: Path, family: Family, layout: Layout, sources: Sources, tensors: dict[str, StoredTensor]
 ) -> None:
+    expected = {source.tensor: source.shape for parts in sources.values() for source in parts}
+    ignored = re.compile("|".join((re.escape(HEAD), *layout.ignored)))
     missing = sorted(expected.keys() - tensors.keys())
-    unknown = sorted(tensors.keys() - expected.keys() - {HEAD})
+    unknown = sorted(
+        name for name in tensors.keys() - expected.keys() - {layout.stored_slopes} if not ignored.fullmatch(name)
+    )
     if missing or unknown:
+        kind = "language model" if family.config.is_causal else "encoder"
         raise ValueError(
-            f"{path} must hold the tensors of the {family.name} language model in its config.json, got "
+            f"{path} must hold the tensors of the {family.name} {kind} in its config.json, got "
             f"{some(missing) if missing else 'none'} missing and {some(unknown) if unknown else 'none'} unknown; "
             f"save the model with the config it was made with, and without adapters or other heads"
         )
+    for name in expected.keys() | tensors.keys() & {HEAD}:
+        tensors[name].check_dtype(name)
     for name, shape in expected.items():
         if tensors[name].shape != shape:
             raise ValueError(f"{name} in {path} must have shape {shape} by its config.json, got {tensors[name].shape}")
     if HEAD in tensors and HEAD not in expected:
-        embedding = f"{prefix}{family.names.embedding}.weight"
+        embedding = f"{layout.embedding}.weight"
         if not np.array_equal(tensors[HEAD].read(), tensors[embedding].read()):
             raise ValueError(
                 f"{HEAD} in {path} must equal {embedding} where config.json says tie_word_embeddings, got another; "
                 "set tie_word_embeddings to false if the model has a head of its own"
             )
+
+
+def _with_stored_slopes(
+    path: Path, config: AlibiConfig, layout: Layout, tensors: dict[str, StoredTensor], contract: str
+) -> AlibiConfig:
+    """Return a config with the slopes that the checkpoint stores, where the contract is its model's.
+
+    They are those of the family's rule, rounded to the dtype that they are stored in, or they are refused.
+    """
+    name = layout.stored_slopes
+    if name is None or name not in tensors:
+        return config
+    tensors[name].check_dtype(name)
+    rule = np.asarray(slope_values(config.num_heads))
+    stored = np.asarray(tensors[name].read(), np.float64).reshape(-1)
+    rounding = {"BF16": 2.0**-8, "F16": 2.0**-10}.get(tensors[name].dtype, 2.0**-22)
+    if stored.shape != rule.shape or not (np.abs(stored - rule) <= rounding * rule).all():
+        raise ValueError(
+            f"{name} in {path} must hold the canonical slopes of {config.num_heads} heads, got {some(stored.tolist())}"
+        )
+    if contract == "exact" or config.slopes is None:
+        return config
+    return replace(config, slopes=tuple((np.asarray(config.slopes) * (stored / rule)).tolist()))

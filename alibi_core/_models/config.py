@@ -14,9 +14,11 @@ import numpy as np
 from alibi_core._arrays import checks
 from alibi_core._models.layer_shape import LayerShape
 
-BLOCKS = ("sequential", "normed_residual", "parallel", "shared_norm")
-ACTIVATIONS = ("gelu", "gelu_tanh")
-_SWITCHES = ("is_causal", "bias", "feed_forward_bias", "norm_bias", "embedding_norm", "scale_embedding", "tied_head")
+POST_NORM_BLOCKS = ("post_norm", "double_post_norm")
+BLOCKS = ("sequential", "normed_residual", "parallel", "shared_norm", *POST_NORM_BLOCKS)
+ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
+NORMS = ("layer_norm", "rms_norm")
+_SWITCHES = ("is_causal", "bias", "gated", "feed_forward_bias", "qk_norm", "norm_bias", "embedding_norm", "tied_head")
 
 
 def _also_spelled(**spellings: str) -> Callable[[type], type]:
@@ -62,18 +64,28 @@ class AlibiConfig:
         block: How attention and feed-forward layer are put together. ``"sequential"``: one after the other, each on
             the norm of what came before and added to it. ``"normed_residual"``: likewise, but added to that norm.
             ``"parallel"``: both on the block's input, each with a norm of its own. ``"shared_norm"``: both on one norm
-            of it.
-        activation: Of the feed-forward layers: ``"gelu"``, or ``"gelu_tanh"``, its approximation by ``tanh``.
+            of it. ``"post_norm"``: one after the other, each added to its input and the sum normed.
+            ``"double_post_norm"``: likewise, but the sum of attention is added to the block's input once more, and
+            normed again.
+        activation: Of the feed-forward layers: ``"gelu"``, ``"gelu_tanh"``, its approximation by ``tanh``, ``"silu"``
+            or ``"relu"``.
+        gated: Whether the feed-forward layers are gated: the activation of one projection times another projection
+            (SwiGLU with ``"silu"``). The rows of the first weight are those of the gate, then the others.
         feed_forward_dim: Width of the feed-forward layers. Default ``expansion_factor * embed_dim``.
         feed_forward_bias: Whether the feed-forward layers add bias vectors.
-        norm_bias: Whether layer norms do.
-        norm_epsilon: What layer norms add to the variance.
+        up_bias: Whether the first of their two projections does. Default ``feed_forward_bias``.
+        qk_norm: Whether queries and keys are normed, those of all heads together.
+        norm: ``"layer_norm"``, or ``"rms_norm"``, which subtracts no mean and has no bias.
+        norm_bias: Whether layer norms add bias vectors.
+        norm_epsilon: What norms add to the variance.
         slopes: One slope a head, not negative. Default: the canonical ones.
         scale: Factor of the scores. Default ``head_dim ** -0.5``. The bias is not scaled.
         clip_qkv: What queries, keys and values are clipped to, on either side of 0. Default: they are not.
         embedding_norm: Whether a language model normalises its embeddings.
-        scale_embedding: Whether a language model multiplies its embeddings by ``sqrt(embed_dim)``.
+        embedding_scale: What a language model multiplies its embeddings by. Default ``sqrt(embed_dim)``.
+        logit_scale: What it multiplies its logits by.
         tied_head: Whether a language model reads out logits with the matrix that embeds its tokens.
+        token_types: How many types of tokens an encoder tells apart; 0 for none.
         future_slopes: One slope a head for keys after the query, for an asymmetric encoder. Default: ``slopes``.
         learnable_slopes: Whether slopes are trained, starting from ``slopes``.
         window_size: Keys farther than this many tokens are masked. Default: none are.
@@ -99,16 +111,22 @@ class AlibiConfig:
     bias: bool = False
     block: str = "sequential"
     activation: str = "gelu"
+    gated: bool = False
     feed_forward_dim: int | None = None
     feed_forward_bias: bool = True
+    up_bias: bool | None = None
+    qk_norm: bool = False
+    norm: str = "layer_norm"
     norm_bias: bool = True
     norm_epsilon: float = 1e-5
     slopes: tuple[float, ...] | None = None
     scale: float | None = None
     clip_qkv: float | None = None
     embedding_norm: bool = False
-    scale_embedding: bool = True
+    embedding_scale: float | None = None
+    logit_scale: float = 1.0
     tied_head: bool = True
+    token_types: int = 0
     future_slopes: tuple[float, ...] | None = None
     learnable_slopes: bool = False
     window_size: int | None = None
@@ -123,8 +141,13 @@ class AlibiConfig:
             checks.boolean(name, getattr(self, name))
         checks.one_of("block", self.block, BLOCKS)
         checks.one_of("activation", self.activation, ACTIVATIONS)
-        checks.positive_number("norm_epsilon", self.norm_epsilon)
-        for name in ("scale", "clip_qkv"):
+        checks.one_of("norm", self.norm, NORMS)
+        checks.non_negative_int("token_types", self.token_types)
+        if self.up_bias is not None:
+            checks.boolean("up_bias", self.up_bias)
+        for name in ("norm_epsilon", "logit_scale"):
+            checks.positive_number(name, getattr(self, name))
+        for name in ("scale", "clip_qkv", "embedding_scale"):
             if getattr(self, name) is not None:
                 checks.positive_number(name, getattr(self, name))
         if self.feed_forward_dim is not None:
@@ -152,6 +175,26 @@ class AlibiConfig:
     def hidden_dim(self) -> int:
         """Width of the feed-forward layers."""
         return self.expansion_factor * self.embed_dim if self.feed_forward_dim is None else self.feed_forward_dim
+
+    @property
+    def up_dim(self) -> int:
+        """What the feed-forward layers project to, the gate included if there is one."""
+        return 2 * self.hidden_dim if self.gated else self.hidden_dim
+
+    @property
+    def has_up_bias(self) -> bool:
+        """Whether the first projection of the feed-forward layers adds a bias vector."""
+        return self.feed_forward_bias if self.up_bias is None else self.up_bias
+
+    @property
+    def is_post_norm(self) -> bool:
+        """Whether blocks norm their output, so that no norm follows the last one."""
+        return self.block in POST_NORM_BLOCKS
+
+    @property
+    def embedding_factor(self) -> float:
+        """What embeddings are multiplied by."""
+        return math.sqrt(self.embed_dim) if self.embedding_scale is None else self.embedding_scale
 
     @property
     def query_factor(self) -> float:

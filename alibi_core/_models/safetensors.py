@@ -33,6 +33,14 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
 
+    def check_dtype(self, name: str) -> None:
+        """Check that a tensor of this name holds floating numbers that can be read."""
+        if self.dtype not in _NUMPY_DTYPES:
+            raise ValueError(
+                f"{name} in {self.path} must be of dtype {', '.join(_NUMPY_DTYPES)}, got {self.dtype}; "
+                "save a quantized model in floating point first"
+            )
+
     def read(self) -> Any:
         """Return its values as an array of its own, bfloat16 as float32."""
         stored = np.memmap(self.path, _NUMPY_DTYPES[self.dtype], mode="r", offset=self.offset, shape=self.shape)
@@ -46,7 +54,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
     Raises:
         FileNotFoundError: If a file is missing.
-        ValueError: If a file is cut short or not what it should be, or holds tensors of no floating dtype.
+        ValueError: If a file is cut short or not what it should be.
     """
     if (directory / WHOLE).is_file():
         return _header(directory / WHOLE)
@@ -84,8 +92,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def some(names: list[str]) -> str:
-    """Return a list of names, cut short where it is long."""
+def some(names: list[Any]) -> str:
+    """Return a list of names or numbers, cut short where it is long."""
     return f"{names[:4]}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
@@ -107,10 +115,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
         raise _damaged(path, f"{size} bytes where its header tells of {8 + length + end}")
     for name, tensor in tensors.items():
         if tensor.dtype not in _NUMPY_DTYPES:
-            raise ValueError(
-                f"{name} in {path} must be of dtype {', '.join(_NUMPY_DTYPES)}, got {tensor.dtype}; "
-                "save a quantized model in floating point first"
-            )
+            continue  # a mask, say, which nobody reads
         start, stop = entries[name]["data_offsets"]
         if stop - start != math.prod(tensor.shape) * np.dtype(_NUMPY_DTYPES[tensor.dtype]).itemsize:
             raise _damaged(path, f"{stop - start} bytes for {name} of {tensor.dtype} and shape {tensor.shape}")

@@ -11,12 +11,21 @@ from alibi_core.backend import Explanation
 from alibi_mlx._attention import attention
 from alibi_mlx._explain import explain
 from alibi_mlx.caches import EvictingKVCache, KVCache
-from alibi_mlx.nn import AlibiAttention, AlibiBias, AlibiConfig, AlibiLanguageModel, AlibiTransformer, load_checkpoint
+from alibi_mlx.nn import (
+    AlibiAttention,
+    AlibiBias,
+    AlibiConfig,
+    AlibiEncoder,
+    AlibiLanguageModel,
+    AlibiTransformer,
+    load_checkpoint,
+)
 
 __all__ = [
     "AlibiAttention",
     "AlibiBias",
     "AlibiConfig",
+    "AlibiEncoder",
     "AlibiLanguageModel",
     "AlibiTransformer",
     "EvictingKVCache",

@@ -51,9 +51,13 @@ DIFFERENCES = {
     "AlibiTransformer(rngs)": ("jax *", FLAX),
     "AlibiTransformer.make_caches(batch_size)": ("torch, jax, mlx =None", GROWS),
     "AlibiTransformer.make_caches(max_length)": ("torch, jax, mlx =None", GROWS),
+    "AlibiEncoder(dtype)": ("jax *=None", FLAX),
+    "AlibiEncoder(param_dtype)": ("jax *=float32", FLAX),
+    "AlibiEncoder(rngs)": ("jax *", FLAX),
     "AlibiLanguageModel(dtype)": ("jax *=None", FLAX),
     "AlibiLanguageModel(param_dtype)": ("jax *=float32", FLAX),
     "AlibiLanguageModel(rngs)": ("jax *", FLAX),
+    "AlibiLanguageModel.forward(cache)": ("mlx *=None", "mlx-lm's word for caches"),
     "AlibiLanguageModel.generate(generator)": ("torch *=None", "PyTorch's source of random numbers"),
     "AlibiLanguageModel.generate(key)": ("jax *=None, mlx *=None", "the source of random numbers of JAX and MLX"),
     "KVCache(num_kv_heads)": ("torch, jax", GROWS),
@@ -94,6 +98,7 @@ MISSING = {
         f"KVCache.{name}": ("mlx", "the models of mlx-lm ask it of a cache")
         for name in ("empty", "from_state", "is_trimmable", "make_mask", "size", "trim", "update_and_fetch")
     },
+    "AlibiLanguageModel.make_cache": ("mlx", "mlx-lm's word for the transformer's make_caches"),
     "EvictingKVCache.trim": ("mlx", "mlx-lm's word for truncate"),
     "AlibiAttention.extra_repr": ("torch", "PyTorch's hook for printing a module"),
     "AlibiAttention.register_slopes": ("torch", "slopes are a buffer there, which tensor parallelism sets anew"),

@@ -128,9 +128,43 @@ def test_explain_says_where_every_key_is_needed(capsys: pytest.CaptureFixture[st
     assert table(capsys)[0][2::2] == ["all", "100.0%"]
 
 
+def write_baichuan(directory: Path, num_heads: int) -> Path:
+    """Write a checkpoint of one layer with nothing in it but names and shapes."""
+    file = pytest.importorskip("safetensors.numpy")
+    width, hidden, config = 8 * num_heads, 24, {"model_type": "baichuan", "vocab_size": 11, "num_hidden_layers": 1}
+    config |= {"hidden_size": width, "intermediate_size": hidden, "num_attention_heads": num_heads}
+    block = {"self_attn.W_pack": (3 * width, width), "self_attn.o_proj": (width, width)}
+    block |= {"mlp.gate_proj": (hidden, width), "mlp.up_proj": (hidden, width), "mlp.down_proj": (width, hidden)}
+    block |= {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
+    shapes = {f"model.layers.0.{name}": shape for name, shape in block.items()}
+    shapes |= {"model.embed_tokens": (11, width), "model.norm": (width,), "lm_head": (11, width)}
+    tensors = {f"{name}.weight": np.zeros(shape, np.float16) for name, shape in shapes.items()}
+    file.save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_a_checkpoint_is_inspected_by_the_core_alone(tmp_path: Path) -> None:
+    result = alone("inspect", str(write_baichuan(tmp_path, 6)))
+    assert (result.returncode, result.stderr) == (0, "")
+    facts, rows = result.stdout.split("\n\n")[:2]
+    assert "baichuan, 13,872 parameters in float16" in facts
+    assert "6 of 8 features, causal" in facts
+    assert "canonical, from 0.5 to 0.003906" in facts
+    assert "slopes times positions, in the model's dtype" in facts
+    found = [row.split() for row in rows.splitlines()[1:]]
+    horizons = alibi_core.horizon(alibi_core.slopes(6), 2 * 8**0.5)
+    assert [row[2] for row in found[:6]] == [f"{horizon:,.0f}" for horizon in horizons]
+    needed = [np.minimum(np.arange(8192) + 1, horizon // 1).sum() / (8192 * 8193 / 2) for horizon in horizons]
+    assert [row[4] for row in found[:6]] == [f"{share:.1%}" for share in needed]
+    assert found[6][2] == f"{np.mean(needed):.1%}"
+    assert found[7][3:5] == [f"{1 / np.mean(needed):.1f}", "x"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["inspect", "nowhere"], "directory must be one that holds a checkpoint, got 'nowhere'"),
         (["slopes", "0"], "num_heads must be at least 1, got 0"),
         (["slopes", "-3"], "num_heads must be at least 1, got -3"),
         (["slopes", "10000000"], "num_heads must be at most 1048576, got 10000000"),

@@ -609,3 +609,31 @@ def test_gradients_of_who_cannot_see_a_large_key_keep_their_digits() -> None:
     for found, other in zip(gradients("tiled", torch.float32), exact, strict=True):
         # Scores up to 10 or so are rounded by a dozen units of 2**-24 of that, and weights by as much of themselves.
         assert (found - other).norm() <= 16 * 10 * 2**-24 * other.norm()
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_packed_sequences_are_computed_one_by_one(is_causal: bool) -> None:
+    """Result and gradients are bit for bit those of each alone; ids that do not stand together are masked."""
+    lengths = [[40, 60, 33, 67], [100, 0, 50, 50]]
+    ids = torch.stack([torch.repeat_interleave(torch.tensor([7, 0, 9, 3]), torch.tensor(n)) for n in lengths])
+    inputs = [x.requires_grad_() for x in tensors((200, 200), batch=2, heads=(4, 2))]
+    slopes = torch.rand(2, 4)
+
+    def gradients(result: torch.Tensor) -> list[torch.Tensor]:
+        return [result, *torch.autograd.grad((result * result.detach().cos()).sum(), inputs)]
+
+    rows = []
+    for entry, of_entry in enumerate(lengths):
+        split = zip(*(x[entry : entry + 1].split([n for n in of_entry if n], dim=2) for x in inputs), strict=True)
+        alone = [alibi_torch.attention(*x, slopes[entry : entry + 1], is_causal=is_causal) for x in split]
+        rows.append(torch.cat(alone, dim=2))
+    with recorded() as calls:
+        packed = alibi_torch.attention(*inputs, slopes, is_causal=is_causal, segment_ids=ids)
+    assert len(calls) == 7
+    for one, other in zip(gradients(packed), gradients(torch.cat(rows)), strict=True):
+        assert torch.equal(one, other)
+    order = torch.randperm(200)
+    shuffled = [x[:, :, order] for x in inputs]
+    with recorded() as calls:
+        alibi_torch.attention(*shuffled, slopes, is_causal=is_causal, segment_ids=ids[:, order])
+    assert len(calls) == 1

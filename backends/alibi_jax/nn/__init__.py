@@ -7,6 +7,7 @@ from alibi_core.backend import AlibiConfig
 from alibi_jax.nn._attention_fn import attention_fn
 from alibi_jax.nn._bias import AlibiBias
 from alibi_jax.nn._checkpoint import load_checkpoint
+from alibi_jax.nn._encoder import AlibiEncoder
 from alibi_jax.nn._language_model import AlibiLanguageModel
 from alibi_jax.nn._layer import AlibiAttention
 from alibi_jax.nn._transformer import AlibiTransformer
@@ -16,6 +17,7 @@ __all__ = [
     "AlibiAttention",
     "AlibiBias",
     "AlibiConfig",
+    "AlibiEncoder",
     "AlibiLanguageModel",
     "AlibiTransformer",
     "attention_fn",

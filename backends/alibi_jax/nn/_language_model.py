@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from alibi_core.backend import AlibiConfig, checks
-from alibi_jax.nn._transformer import AlibiTransformer, AttentionFactory, layer_norm
+from alibi_jax.nn._transformer import AlibiTransformer, AttentionFactory, norm_layer, scaled
 
 
 class AlibiLanguageModel(nnx.Module):
@@ -19,7 +19,7 @@ class AlibiLanguageModel(nnx.Module):
 
     One matrix embeds the tokens and reads out the logits. Its entries start with a variance of ``1 / embed_dim``, which
     gives logits of unit variance; embeddings are multiplied by ``sqrt(embed_dim)``, which gives them the same.
-    ``config`` may ask for another matrix to read out with, for embeddings as they are, or for their layer norm.
+    ``config`` may ask for a head of its own, another scale of embeddings or logits, or the norm of embeddings.
 
     Args:
         config: Shape of the model; must be causal.
@@ -57,7 +57,7 @@ class AlibiLanguageModel(nnx.Module):
         vocab_size = checks.positive_int("vocab_size", vocab_size)
         self.embedding = nnx.Embed(vocab_size, config.embed_dim, embedding_init=init, **options)
         if config.embedding_norm:
-            self.embedding_norm = layer_norm(config, **options)
+            self.embedding_norm = norm_layer(config, **options)
         self.transformer = AlibiTransformer(config, attention=attention, **options)
         if not config.tied_head:
             self.head = nnx.Linear(config.embed_dim, vocab_size, use_bias=False, **options)
@@ -86,14 +86,13 @@ class AlibiLanguageModel(nnx.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Return what the transformer is given for ``tokens``: ``[batch, length, embed_dim]``."""
-        x = self.embedding(tokens)
-        if self.config.scale_embedding:
-            x = x * self.config.embed_dim**0.5
+        x = scaled(self.embedding(tokens), self.config.embedding_factor)
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
     def read_out(self, hidden: jax.Array) -> jax.Array:
         """Return the logits, ``[..., vocab_size]``, of the transformer's output, ``[..., embed_dim]``."""
-        return self.embedding.attend(hidden) if self.config.tied_head else self.head(hidden)
+        logits = self.embedding.attend(hidden) if self.config.tied_head else self.head(hidden)
+        return scaled(logits, self.config.logit_scale)
 
     def generate(
         self, tokens: jax.Array, max_new_tokens: int, *, temperature: float = 0.0, key: jax.Array | None = None

@@ -21,43 +21,62 @@ def alibi_attention(config: AlibiConfig, **options: Any) -> AlibiAttention:
 
 
 def finished(layer: AlibiAttention, config: AlibiConfig, **options: Any) -> AlibiAttention:
-    """Return an attention layer with projections that clip and scale as ``config`` says, if it does."""
-    if config.clip_qkv is not None or config.scale is not None:
+    """Return an attention layer with projections that clip, norm and scale as ``config`` says, if it does."""
+    if config.clip_qkv is not None or config.scale is not None or config.qk_norm:
         for name, factor in (("q_proj", config.query_factor), ("k_proj", 1.0), ("v_proj", 1.0)):
             before = getattr(layer, name)
-            sizes = before.in_features, before.out_features
-            clipped = Projection(*sizes, use_bias=config.bias, clip=config.clip_qkv, factor=factor, **options)
-            setattr(layer, name, clipped)
+            form = {"is_normed": config.qk_norm and name != "v_proj", "factor": factor}
+            setattr(layer, name, Projection(config, before.in_features, before.out_features, **form, **options))
     return layer
 
 
 class Projection(nnx.Linear):
-    """A linear layer whose output is clipped to ``clip`` on either side of 0, then multiplied by ``factor``."""
+    """A linear layer whose output is clipped as ``config`` says, then normed, then multiplied by ``factor``."""
 
-    def __init__(self, in_features: int, out_features: int, *, clip: float | None, factor: float, **options: Any):
-        super().__init__(in_features, out_features, **options)
-        self.clip, self.factor = clip, factor
+    def __init__(
+        self,
+        config: AlibiConfig,
+        in_features: int,
+        out_features: int,
+        *,
+        is_normed: bool,
+        factor: float,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, use_bias=config.bias, **options)
+        self.clip, self.factor = config.clip_qkv, factor
+        self.norm = norm_layer(config, out_features, **options) if is_normed else None
 
     def __call__(self, inputs: jax.Array, *arguments: Any, **options: Any) -> jax.Array:
         """Return ``inputs``, ``[..., in_features]``, projected to ``[..., out_features]``."""
         y = super().__call__(inputs, *arguments, **options)
         if self.clip is not None:
             y = jnp.clip(y, -self.clip, self.clip)
-        return y if self.factor == 1 else y * self.factor
+        if self.norm is not None:
+            y = self.norm(y)
+        return scaled(y, self.factor)
 
 
-def layer_norm(config: AlibiConfig, **options: Any) -> nnx.LayerNorm:
-    """Return a layer norm as ``config`` describes it."""
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """Return ``x`` multiplied by ``factor``."""
+    return x if factor == 1 else x * factor
+
+
+def norm_layer(config: AlibiConfig, features: int | None = None, **options: Any) -> nnx.Module:
+    """Return a norm of so many features (default ``embed_dim``) as ``config`` describes it."""
+    features = features or config.embed_dim
+    if config.norm == "rms_norm":
+        return nnx.RMSNorm(features, epsilon=config.norm_epsilon, **options)
     # The fast variance is a difference of squares, which loses digits where the mean is large.
     form = {"epsilon": config.norm_epsilon, "use_bias": config.norm_bias, "use_fast_variance": False}
-    return nnx.LayerNorm(config.embed_dim, **form, **options)
+    return nnx.LayerNorm(features, **form, **options)
 
 
 class AlibiTransformer(nnx.Module):
     """Transform vectors into vectors by blocks of ALiBi attention, each on normed input, then a final norm.
 
     Nothing else in the model knows of positions, so it takes inputs of any length: longer ones than
-    ``config.max_len`` are the point.
+    ``config.max_len`` are the point. Post-norm blocks norm their output instead, and no norm follows them.
 
     Args:
         config: Shape of the model.
@@ -90,7 +109,7 @@ class AlibiTransformer(nnx.Module):
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.config = config
         self.blocks = nnx.List(Block(config, attention or alibi_attention, **options) for _ in range(config.num_layers))
-        self.norm = layer_norm(config, **options)
+        self.norm = None if config.is_post_norm else norm_layer(config, **options)
 
     def __call__(
         self,
@@ -124,7 +143,9 @@ class AlibiTransformer(nnx.Module):
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
             x, cache = block(x, mask=mask, segment_ids=segment_ids, cache=cache)
             longer.append(cache)
-        return self.norm(x) if caches is None else (self.norm(x), longer)
+        if self.norm is not None:
+            x = self.norm(x)
+        return x if caches is None else (x, longer)
 
     def make_caches(self, batch_size: int, max_length: int, **options: Any) -> list[Any]:
         """Return an empty key-value cache for each block, with room for ``max_length`` tokens a sequence.
@@ -138,16 +159,18 @@ class Block(nnx.Module):
     """Add to each token what attention finds among the others, and what a feed-forward layer makes of that."""
 
     def __init__(self, config: AlibiConfig, attention: AttentionFactory, **options: Any) -> None:
-        self.kind, hidden = config.block, config.hidden_dim
-        self.attention_norm = layer_norm(config, **options)
+        self.kind = config.block
+        self.attention_norm = norm_layer(config, **options)
         self.attention = attention(config, **options)
         if self.kind != "shared_norm":
-            self.feed_forward_norm = layer_norm(config, **options)
+            self.feed_forward_norm = norm_layer(config, **options)
+        if self.kind == "double_post_norm":
+            self.second_attention_norm = norm_layer(config, **options)
         # The layers have the indices that they have in PyTorch, whose names files hold.
         layers = [
-            nnx.Linear(config.embed_dim, hidden, use_bias=config.feed_forward_bias, **options),
-            Gelu(config.activation == "gelu_tanh"),
-            nnx.Linear(hidden, config.embed_dim, use_bias=config.feed_forward_bias, **options),
+            nnx.Linear(config.embed_dim, config.up_dim, use_bias=config.has_up_bias, **options),
+            Activation(config.activation, config.gated),
+            nnx.Linear(config.hidden_dim, config.embed_dim, use_bias=config.feed_forward_bias, **options),
         ]
         if config.dropout > 0:
             layers.append(nnx.Dropout(config.dropout, rngs=options["rngs"]))
@@ -162,6 +185,8 @@ class Block(nnx.Module):
         cache: Any | None,
     ) -> tuple[jax.Array, Any | None]:
         """Return ``x``, ``[batch, length, embed_dim]``, with both layers' contributions added, and the longer cache."""
+        if self.kind in ("post_norm", "double_post_norm"):
+            return self._post_norm(x, mask=mask, segment_ids=segment_ids, cache=cache)
         normed = self.attention_norm(x)
         attended = self.attention(normed, mask=mask, segment_ids=segment_ids, cache=cache)
         if cache is not None:
@@ -174,18 +199,35 @@ class Block(nnx.Module):
         normed = self.feed_forward_norm(x)
         return (normed if self.kind == "normed_residual" else x) + self._fed_forward(normed), cache
 
+    def _post_norm(self, x: jax.Array, *, cache: Any | None, **rules: Any) -> tuple[jax.Array, Any | None]:
+        attended = self.attention(x, cache=cache, **rules)
+        if cache is not None:
+            attended, cache = attended
+        attended = self.attention_norm(x + attended)
+        if self.kind == "double_post_norm":
+            attended = self.second_attention_norm(x + attended)
+        return self.feed_forward_norm(attended + self._fed_forward(attended)), cache
+
     def _fed_forward(self, x: jax.Array) -> jax.Array:
         for layer in self.feed_forward:
             x = layer(x)
         return x
 
 
-class Gelu(nnx.Module):
-    """The GELU activation, or its approximation by ``tanh``."""
+class Activation(nnx.Module):
+    """An activation; gated, that of the first half of the features, times the second half."""
 
-    def __init__(self, approximate: bool) -> None:
-        self.approximate = approximate
+    def __init__(self, name: str, gated: bool) -> None:
+        self.name, self.gated = name, gated
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the activation of each of ``x``."""
-        return jax.nn.gelu(x, approximate=self.approximate)
+        """Return ``[..., hidden]`` of ``x``, ``[..., hidden]`` or, gated, ``[..., 2 * hidden]``."""
+        if self.gated:
+            gate, up = jnp.split(x, 2, axis=-1)
+            return self._activated(gate) * up
+        return self._activated(x)
+
+    def _activated(self, x: jax.Array) -> jax.Array:
+        if self.name in ("gelu", "gelu_tanh"):
+            return jax.nn.gelu(x, approximate=self.name == "gelu_tanh")
+        return jax.nn.silu(x) if self.name == "silu" else jax.nn.relu(x)

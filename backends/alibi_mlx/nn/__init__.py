@@ -6,8 +6,17 @@ In go configurations, arrays and checkpoints. Out come modules with trainable pa
 from alibi_core.backend import AlibiConfig
 from alibi_mlx.nn._bias import AlibiBias
 from alibi_mlx.nn._checkpoint import load_checkpoint
+from alibi_mlx.nn._encoder import AlibiEncoder
 from alibi_mlx.nn._language_model import AlibiLanguageModel
 from alibi_mlx.nn._layer import AlibiAttention
 from alibi_mlx.nn._transformer import AlibiTransformer
 
-__all__ = ["AlibiAttention", "AlibiBias", "AlibiConfig", "AlibiLanguageModel", "AlibiTransformer", "load_checkpoint"]
+__all__ = [
+    "AlibiAttention",
+    "AlibiBias",
+    "AlibiConfig",
+    "AlibiEncoder",
+    "AlibiLanguageModel",
+    "AlibiTransformer",
+    "load_checkpoint",
+]

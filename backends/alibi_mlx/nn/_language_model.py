@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx import nn
 
 from alibi_core.backend import AlibiConfig, checks
-from alibi_mlx.nn._transformer import AlibiTransformer, AttentionFactory, layer_norm
+from alibi_mlx.nn._transformer import AlibiTransformer, AttentionFactory, norm_layer, scaled
 
 
 class AlibiLanguageModel(nn.Module):
@@ -17,7 +17,8 @@ class AlibiLanguageModel(nn.Module):
 
     One matrix embeds the tokens and reads out the logits. Its entries start with a variance of ``1 / embed_dim``, which
     gives logits of unit variance; embeddings are multiplied by ``sqrt(embed_dim)``, which gives them the same.
-    ``config`` may ask for another matrix to read out with, for embeddings as they are, or for their layer norm.
+    ``config`` may ask for a head of its own, another scale of embeddings or logits, or the norm of embeddings.
+    mlx-lm runs the model as it is: ``mlx_lm.generate(model, tokenizer, prompt)``.
 
     Args:
         config: Shape of the model; must be causal.
@@ -45,7 +46,7 @@ class AlibiLanguageModel(nn.Module):
         self.embedding = nn.Embedding(checks.positive_int("vocab_size", vocab_size), config.embed_dim)
         self.embedding.weight = mx.random.normal(self.embedding.weight.shape, scale=config.embed_dim**-0.5)
         if config.embedding_norm:
-            self.embedding_norm = layer_norm(config)
+            self.embedding_norm = norm_layer(config)
         self.transformer = AlibiTransformer(config, attention=attention)
         if not config.tied_head:
             self.head = nn.Linear(config.embed_dim, vocab_size, bias=False)
@@ -57,28 +58,45 @@ class AlibiLanguageModel(nn.Module):
         mask: mx.array | None = None,
         segment_ids: mx.array | tuple[mx.array, mx.array] | None = None,
         caches: Sequence[Any] | None = None,
+        cache: Sequence[Any] | None = None,
     ) -> mx.array:
         """Return the logits of the token after each of ``tokens``.
 
         Args:
             tokens: ``[batch, length]`` integers below ``vocab_size``.
             mask, segment_ids, caches: As for :class:`AlibiTransformer`.
+            cache: The same as ``caches``, in the words of mlx-lm.
 
         Returns:
             ``[batch, length, vocab_size]``.
+
+        Raises:
+            ValueError: If both ``caches`` and ``cache`` are given; and as for :class:`AlibiTransformer`.
         """
+        if cache is not None:
+            if caches is not None:
+                raise ValueError("cache must be None where caches are given: both mean one cache a block")
+            caches = cache
         return self.read_out(self.transformer(self.embed(tokens), mask=mask, segment_ids=segment_ids, caches=caches))
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Return what the transformer is given for ``tokens``: ``[batch, length, embed_dim]``."""
-        x = self.embedding(tokens)
-        if self.config.scale_embedding:
-            x = x * self.config.embed_dim**0.5
+        x = scaled(self.embedding(tokens), self.config.embedding_factor)
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
     def read_out(self, hidden: mx.array) -> mx.array:
         """Return the logits, ``[..., vocab_size]``, of the transformer's output, ``[..., embed_dim]``."""
-        return self.embedding.as_linear(hidden) if self.config.tied_head else self.head(hidden)
+        logits = self.embedding.as_linear(hidden) if self.config.tied_head else self.head(hidden)
+        return scaled(logits, self.config.logit_scale)
+
+    @property
+    def layers(self) -> list[Any]:
+        """The blocks, as mlx-lm counts them."""
+        return self.transformer.blocks
+
+    def make_cache(self) -> list[Any]:
+        """Return an empty cache for each block, for any number of sequences and tokens, as mlx-lm asks for them."""
+        return self.transformer.make_caches()
 
     def generate(
         self, tokens: mx.array, max_new_tokens: int, *, temperature: float = 0.0, key: mx.array | None = None

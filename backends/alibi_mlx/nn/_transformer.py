@@ -21,41 +21,75 @@ def alibi_attention(config: AlibiConfig) -> AlibiAttention:
 
 
 def finished(layer: AlibiAttention, config: AlibiConfig) -> AlibiAttention:
-    """Return an attention layer with projections that clip and scale as ``config`` says, if it does."""
-    if config.clip_qkv is not None or config.scale is not None:
+    """Return an attention layer with projections that clip, norm and scale as ``config`` says, if it does."""
+    if config.clip_qkv is not None or config.scale is not None or config.qk_norm:
         for name, factor in (("q_proj", config.query_factor), ("k_proj", 1.0), ("v_proj", 1.0)):
             out_features, in_features = getattr(layer, name).weight.shape
-            options = {"bias": config.bias, "clip": config.clip_qkv, "factor": factor}
-            setattr(layer, name, Projection(in_features, out_features, **options))
+            options = {"is_normed": config.qk_norm and name != "v_proj", "factor": factor}
+            setattr(layer, name, Projection(config, in_features, out_features, **options))
     return layer
 
 
 class Projection(nn.Linear):
-    """A linear layer whose output is clipped to ``clip`` on either side of 0, then multiplied by ``factor``."""
+    """A linear layer whose output is clipped as ``config`` says, then normed, then multiplied by ``factor``."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, clip: float | None, factor: float) -> None:
-        super().__init__(in_features, out_features, bias=bias)
-        self.clip, self.factor = clip, factor
+    def __init__(
+        self, config: AlibiConfig, in_features: int, out_features: int, *, is_normed: bool, factor: float
+    ) -> None:
+        super().__init__(in_features, out_features, bias=config.bias)
+        self.clip, self.factor = config.clip_qkv, factor
+        self.norm = norm_layer(config, out_features) if is_normed else None
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return ``x``, ``[..., in_features]``, projected to ``[..., out_features]``."""
         y = super().__call__(x)
         if self.clip is not None:
             y = mx.clip(y, -self.clip, self.clip)
-        return y if self.factor == 1 else y * self.factor
+        if self.norm is not None:
+            y = self.norm(y)
+        return scaled(y, self.factor)
 
 
-def layer_norm(config: AlibiConfig) -> nn.LayerNorm:
-    """Return a layer norm as ``config`` describes it."""
-    return nn.LayerNorm(config.embed_dim, eps=config.norm_epsilon, bias=config.norm_bias)
+def scaled(x: mx.array, factor: float) -> mx.array:
+    """Return ``x`` multiplied by ``factor``."""
+    return x if factor == 1 else x * factor
+
+
+def norm_layer(config: AlibiConfig, features: int | None = None) -> nn.Module:
+    """Return a norm of so many features (default ``embed_dim``) as ``config`` describes it."""
+    features = features or config.embed_dim
+    if config.norm == "rms_norm":
+        return nn.RMSNorm(features, eps=config.norm_epsilon)
+    return nn.LayerNorm(features, eps=config.norm_epsilon, bias=config.norm_bias)
+
+
+class Gated(nn.Module):
+    """The activation of the first half of the features, times the second half."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return ``[..., hidden]`` of ``x``, ``[..., 2 * hidden]``."""
+        gate, up = mx.split(x, 2, axis=-1)
+        return self.activation(gate) * up
+
+
+def activation_layer(config: AlibiConfig) -> nn.Module:
+    """Return the activation of feed-forward layers, gated if ``config`` says so."""
+    makers = {"gelu": nn.GELU, "gelu_tanh": lambda: nn.GELU("precise"), "silu": nn.SiLU, "relu": nn.ReLU}
+    activation = makers[config.activation]()
+    return Gated(activation) if config.gated else activation
 
 
 class AlibiTransformer(nn.Module):
     """Transform vectors into vectors by blocks of ALiBi attention, each on normed input, then a final norm.
 
     Nothing else in the model knows of positions, so it takes inputs of any length: longer ones than
-    ``config.max_len`` are the point. Parameters have the names that they have in PyTorch, so that a state dict saved
-    as safetensors loads with ``load_weights``, and back.
+    ``config.max_len`` are the point. Post-norm blocks norm their output instead, and no norm follows them. Parameters
+    have the names that they have in PyTorch, so that a state dict saved as safetensors loads with ``load_weights``, and
+    back.
 
     Args:
         config: Shape of the model.
@@ -76,7 +110,7 @@ class AlibiTransformer(nn.Module):
         super().__init__()
         self.config = config
         self.blocks = [Block(config, attention or alibi_attention) for _ in range(config.num_layers)]
-        self.norm = layer_norm(config)
+        self.norm = nn.Identity() if config.is_post_norm else norm_layer(config)
 
     def __call__(
         self,
@@ -128,16 +162,18 @@ class Block(nn.Module):
 
     def __init__(self, config: AlibiConfig, attention: AttentionFactory) -> None:
         super().__init__()
-        self.kind, hidden = config.block, config.hidden_dim
-        self.attention_norm = layer_norm(config)
+        self.kind = config.block
+        self.attention_norm = norm_layer(config)
         self.attention = attention(config)
         if self.kind != "shared_norm":
-            self.feed_forward_norm = layer_norm(config)
+            self.feed_forward_norm = norm_layer(config)
+        if self.kind == "double_post_norm":
+            self.second_attention_norm = norm_layer(config)
         # A list, not nn.Sequential, which would put a "layers" into the names that PyTorch does not have.
         self.feed_forward = [
-            nn.Linear(config.embed_dim, hidden, bias=config.feed_forward_bias),
-            nn.GELU("precise" if config.activation == "gelu_tanh" else "none"),
-            nn.Linear(hidden, config.embed_dim, bias=config.feed_forward_bias),
+            nn.Linear(config.embed_dim, config.up_dim, bias=config.has_up_bias),
+            activation_layer(config),
+            nn.Linear(config.hidden_dim, config.embed_dim, bias=config.feed_forward_bias),
             nn.Dropout(config.dropout),
         ]
 
@@ -150,6 +186,11 @@ class Block(nn.Module):
         cache: Any | None,
     ) -> mx.array:
         """Return ``x``, ``[batch, length, embed_dim]``, with both layers' contributions added."""
+        if self.kind in ("post_norm", "double_post_norm"):
+            attended = self.attention_norm(x + self.attention(x, mask=mask, segment_ids=segment_ids, cache=cache))
+            if self.kind == "double_post_norm":
+                attended = self.second_attention_norm(x + attended)
+            return self.feed_forward_norm(attended + self._fed_forward(attended))
         normed = self.attention_norm(x)
         attended = self.attention(normed, mask=mask, segment_ids=segment_ids, cache=cache)
         if self.kind == "shared_norm":

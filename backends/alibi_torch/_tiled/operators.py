@@ -15,6 +15,7 @@ from alibi_torch._dispatch import needs_gradients
 from alibi_torch._tiled import kernels as _tile_kernels
 from alibi_torch._tiled import vmap as _tiled_vmap
 from alibi_torch._tiled.plan import jobs
+from alibi_torch._tiled.sequences import parts_of, sequences
 
 
 def tiled_attention(
@@ -34,6 +35,10 @@ def tiled_attention(
     flat = call.with_one_batch_axis()
     tensors = [x.reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key, value)]
     mapped = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    packed = None if mapped or norms is not None else sequences(flat)
+    if packed is not None:
+        entries = [[tiled_attention(*part) for part in entry] for entry in parts_of(flat, packed, *tensors)]
+        return torch.cat([torch.cat(entry, dim=2) for entry in entries]).reshape(query.shape)
     # Without gradients there is no use for more digits than those of the dtype.
     is_exact = mapped or needs_gradients(*tensors, flat.slopes, flat.future_slopes)
     result, _ = (_Attention.apply if mapped else _attend)(*tensors, *Packed.of(flat, norms), is_exact)

@@ -1,4 +1,4 @@
-"""Checkpoints of BLOOM, MPT and Falcon as a language model of this package."""
+"""Checkpoints of models with ALiBi as a language model or an encoder of this package."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from alibi_core import AttentionCall
 from alibi_core.backend import Checkpoint, checks, key_bias
 from alibi_torch._attention import run
 from alibi_torch.caches import KVCache
+from alibi_torch.nn._encoder import AlibiEncoder
 from alibi_torch.nn._language_model import AlibiLanguageModel
 from alibi_torch.nn._layer import AlibiAttention
 from alibi_torch.nn._transformer import AlibiConfig
@@ -26,15 +27,21 @@ def load_checkpoint(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     contract: str = "exact",
-) -> AlibiLanguageModel:
-    """Return a language model with the weights of a BLOOM, MPT or Falcon checkpoint of ``transformers``.
+) -> AlibiLanguageModel | AlibiEncoder:
+    """Return a model with the weights of a checkpoint: a language model for decoders, an encoder for encoders.
 
-    Its logits are those of the checkpoint's own model, to rounding, where that has ALiBi with the slopes that it was
-    trained with. Two models of ``transformers`` compute another bias, which ``contract="model"`` gives instead:
+    Known decoders are BLOOM, Falcon and MPT of ``transformers``, MPT of llm-foundry (Replit-code, too), Baichuan-13B,
+    Baichuan2-13B, BTLM, Jais and Refact. Known encoders are Jina-embeddings-v2, its kin for code, MosaicBERT and
+    DNABERT-2.
+
+    What a model returns is what the checkpoint's own does, to rounding, where that has ALiBi with the slopes that it
+    was trained with. Some models compute another bias, which ``contract="model"`` gives instead:
 
     - Falcon rounds slopes, positions and their product to bfloat16. It is the bias of its ``sdpa`` attention; its
       ``eager`` one adds that twice. Positions count from the first token of a row, masked or not;
-    - MPT passes no ``alibi_bias_max`` on: its slopes are always those of 8.
+    - MPT, in ``transformers``, passes no ``alibi_bias_max`` on: its slopes are always those of 8. Nor does it scale
+      logits;
+    - Jais and BTLM multiply by slopes that are stored, rounded, in the checkpoint.
 
     The model is in evaluation mode and has no dropout. Nothing is downloaded, and nothing in the files is executed.
 
@@ -52,11 +59,13 @@ def load_checkpoint(
         FileNotFoundError: If a file is missing.
         TypeError: If an argument, or an entry of ``config.json``, is of the wrong kind.
         ValueError: If the checkpoint is of another model or one without ALiBi, is damaged, or does not hold the
-            tensors that its config describes; or BLOOM is to have its own model's bias in low precision.
+            tensors that its config describes; or a model is to have its own bias, which it rounds
+            to its dtype, in low precision.
 
     Example:
         >>> model = load_checkpoint("models/bloom-560m")  # doctest: +SKIP
         >>> model.generate(torch.tensor([[5, 7, 11]]), max_new_tokens=20)  # doctest: +SKIP
+        >>> load_checkpoint("models/jina-embeddings-v2-small-en").encode(tokens)  # doctest: +SKIP
         >>> load_checkpoint("no/such/place")
         Traceback (most recent call last):
         FileNotFoundError: directory must be one that holds a checkpoint, got 'no/such/place'
@@ -67,7 +76,8 @@ def load_checkpoint(
 
     with torch.device("meta"):
         attention = FalconAttention.made_for if checkpoint.family.rounds_bias else None
-        model = AlibiLanguageModel(checkpoint.config, checkpoint.vocab_size, attention=attention)
+        kind = AlibiLanguageModel if checkpoint.config.is_causal else AlibiEncoder
+        model = kind(checkpoint.config, checkpoint.vocab_size, attention=attention)
     state = {name: torch.from_numpy(array).to(device, dtype) for name, array in checkpoint.parameters()}
     model.load_state_dict(state, assign=True)
     return model.eval()

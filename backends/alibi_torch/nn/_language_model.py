@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alibi_core.backend import checks
-from alibi_torch.nn._transformer import AlibiConfig, AlibiTransformer, AttentionFactory, layer_norm
+from alibi_torch.nn._transformer import AlibiConfig, AlibiTransformer, AttentionFactory, norm_layer, scaled
 
 
 class AlibiLanguageModel(nn.Module):
@@ -18,7 +18,7 @@ class AlibiLanguageModel(nn.Module):
 
     One matrix embeds the tokens and reads out the logits. Its entries start with a variance of ``1 / embed_dim``, which
     gives logits of unit variance; embeddings are multiplied by ``sqrt(embed_dim)``, which gives them the same.
-    ``config`` may ask for another matrix to read out with, for embeddings as they are, or for their layer norm.
+    ``config`` may ask for a head of its own, another scale of embeddings or logits, or the norm of embeddings.
 
     Args:
         config: Shape of the model; must be causal.
@@ -46,7 +46,7 @@ class AlibiLanguageModel(nn.Module):
         self.embedding = nn.Embedding(checks.positive_int("vocab_size", vocab_size), config.embed_dim)
         nn.init.normal_(self.embedding.weight, std=config.embed_dim**-0.5)
         if config.embedding_norm:
-            self.embedding_norm = layer_norm(config)
+            self.embedding_norm = norm_layer(config)
         self.transformer = AlibiTransformer(config, attention=attention)
         if not config.tied_head:
             self.head = nn.Linear(config.embed_dim, vocab_size, bias=False)
@@ -72,14 +72,13 @@ class AlibiLanguageModel(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return what the transformer is given for ``tokens``: ``[batch, length, embed_dim]``."""
-        x = self.embedding(tokens)
-        if self.config.scale_embedding:
-            x = x * self.config.embed_dim**0.5
+        x = scaled(self.embedding(tokens), self.config.embedding_factor)
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
     def read_out(self, hidden: Tensor) -> Tensor:
         """Return the logits, ``[..., vocab_size]``, of the transformer's output, ``[..., embed_dim]``."""
-        return F.linear(hidden, self.embedding.weight if self.config.tied_head else self.head.weight)
+        logits = F.linear(hidden, self.embedding.weight if self.config.tied_head else self.head.weight)
+        return scaled(logits, self.config.logit_scale)
 
     @torch.no_grad()
     def generate(

@@ -1,0 +1,185 @@
+"""Encoders with ALiBi: a catalogue of families, and what a ``config.json`` says of one.
+
+Each entry of ``ENCODERS`` states what the original code of a family does. All of them have in common:
+
+- embeddings: those of the token and of its type, added, then a layer norm; none of positions;
+- scores ``query @ key.mT / sqrt(head_dim) - slope * |i - j|``: the bias is symmetric, counted from the query's own
+  position, and not scaled; keys that are padding get a large negative number;
+- the canonical slopes, which for a number of heads that is no power of 2 take every other slope of twice as many;
+- post-norm: the output of a layer is added to its input, and the sum is normed; no norm follows the last block;
+- biases of the projections and of the feed-forward layer's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alibi_core._contracts import Contract
+from alibi_core._models.config import AlibiConfig
+from alibi_core._models.decoders import Family, Layout, Settings
+from alibi_core._slopes import slope_values
+
+MODEL_TYPE = "bert"  # of all families
+
+
+@dataclass(frozen=True)
+class EncoderFacts:
+    """What the original code of a family does, and what its checkpoints call things.
+
+    Attributes:
+        original: The class that defines it, and models of that class.
+        bias: How it forms its bias. Attention here adds the exact one, which is the same to rounding in float32.
+        block: As for ``AlibiConfig``.
+        modules: Names of a block's modules, and what their weights hold, as for ``Layout``.
+        activation: Entry of ``config.json`` that names the activation, or None for ``"gelu"``, always.
+        up_bias: Whether the first projection of the feed-forward layer has a bias.
+        says_alibi: Whether ``config.json`` must say ``position_embedding_type: alibi``; without it, models of the class
+            have embeddings of positions. Otherwise the class has nothing but ALiBi, whatever the entry says.
+    """
+
+    original: str
+    bias: Contract
+    block: str
+    modules: dict[str, str]
+    activation: str | None
+    up_bias: bool = False
+    says_alibi: bool = True
+
+    @property
+    def layout(self) -> Layout:
+        """Names of the tensors in the checkpoint of a model with a head; one without is saved without ``bert.``."""
+        return Layout(
+            embedding="bert.embeddings.word_embeddings",
+            token_type_embedding="bert.embeddings.token_type_embeddings",
+            embedding_norm="bert.embeddings.LayerNorm",
+            blocks="bert.encoder.layer",
+            block=self.modules,
+            norm=None,
+            # Heads that read embeddings, and a bias that was saved as a buffer.
+            ignored=(r"(bert\.)?pooler\..*", r"cls\..*", r"(bert\.)?encoder\.alibi"),
+        )
+
+
+_MODEL_DTYPE = Contract("jina", "canonical", "query")
+_FLOAT32 = Contract("mosaic-bert", "canonical", "query", is_always_float32=True)
+_PROJECTIONS = {"attention.self.query": "q", "attention.self.key": "k", "attention.self.value": "v"}
+_OUTPUT = {"attention.output.dense": "out", "attention.output.LayerNorm": "attention_norm"}
+_GATED = {"mlp.gated_layers": "gate up", "mlp.wo": "down", "mlp.layernorm": "feed_forward_norm"}
+_NORMED_PROJECTIONS = _PROJECTIONS | {
+    "attention.self.layer_norm_q": "attention.q_proj.norm",
+    "attention.self.layer_norm_k": "attention.k_proj.norm",
+}
+_TWO_NORMS = {"layer_norm_1": "second_attention_norm", "layer_norm_2": "feed_forward_norm"}
+_JINA, _JINA_CODE = "jinaai/jina-bert-implementation: JinaBertModel", "jinaai/jina-bert-v2-qk-post-norm: JinaBertModel"
+
+ENCODERS = {
+    "jina": EncoderFacts(
+        original=f"{_JINA} with feed_forward_type geglu or reglu (jina-embeddings-v2-small-en, -base-en, -de, ...)",
+        bias=_MODEL_DTYPE,
+        block="post_norm",
+        modules=_PROJECTIONS | _OUTPUT | _GATED,
+        activation="feed_forward_type",
+    ),
+    "jina-plain": EncoderFacts(
+        original=f"{_JINA} with another feed_forward_type; BERT that alibi_torch.transformers.with_alibi gave ALiBi",
+        bias=_MODEL_DTYPE,
+        block="post_norm",
+        modules=_PROJECTIONS
+        | _OUTPUT
+        | {"intermediate.dense": "up", "output.dense": "down", "output.LayerNorm": "feed_forward_norm"},
+        activation="hidden_act",
+        up_bias=True,
+    ),
+    "jina-code": EncoderFacts(
+        original=f"{_JINA_CODE} with feed_forward_type geglu or reglu (jina-embeddings-v2-base-code)",
+        bias=_MODEL_DTYPE,
+        block="double_post_norm",
+        modules=_NORMED_PROJECTIONS
+        | _OUTPUT
+        | _TWO_NORMS
+        | {"mlp.up_gated_layer": "up gate", "mlp.down_layer": "down"},  # the gate comes second there
+        activation="feed_forward_type",
+    ),
+    "jina-code-plain": EncoderFacts(
+        original=f"{_JINA_CODE} with another feed_forward_type",
+        bias=_MODEL_DTYPE,
+        block="double_post_norm",
+        modules=_NORMED_PROJECTIONS | _OUTPUT | _TWO_NORMS | {"mlp.up_layer": "up", "mlp.down_layer": "down"},
+        activation="hidden_act",
+    ),
+    "mosaic-bert": EncoderFacts(
+        original="mosaicml/examples, bert_layers.py: BertModel (MosaicBERT; DNABERT-2 and DNABERT-S have a copy of it)",
+        bias=_FLOAT32,
+        block="post_norm",
+        modules={"attention.self.Wqkv": "q k v"} | _OUTPUT | _GATED,
+        activation=None,
+        says_alibi=False,
+    ),
+}
+
+
+def encoder_of(values: dict[str, Any], path: Path, tensors: Collection[str]) -> Family:
+    """Return what a ``config.json`` and the names of a checkpoint's tensors say of an encoder.
+
+    Configs of these families look alike, and may lack what would tell them apart. So the names of the first block's
+    modules decide, and the config must agree.
+
+    Args:
+        values: Content of ``config.json``.
+        path: Where it is, for messages.
+        tensors: Names of the checkpoint's tensors.
+
+    Raises:
+        TypeError: If an entry is of the wrong kind.
+        ValueError: If they are of no encoder with ALiBi, or of one with parts that none here has.
+    """
+    settings = Settings(values, str(path))
+    name, facts = max(ENCODERS.items(), key=lambda entry: entry[1].layout.as_in(tensors).count_known(tensors))
+    if facts.says_alibi and values.get("position_embedding_type") != "alibi":
+        raise settings.refuse("position_embedding_type", "'alibi'", "a BERT with embeddings of positions is not loaded")
+    advice = "an encoder is loaded, whose tokens see those after them"
+    settings.refuse_switches("is_decoder", "add_cross_attention", advice=advice)
+    width = settings.size("hidden_size")
+    num_heads = settings.heads(width, "num_attention_heads")
+    config = AlibiConfig(
+        num_layers=settings.size("num_hidden_layers"),
+        embed_dim=width,
+        num_heads=num_heads,
+        max_len=settings.size("max_position_embeddings", default=512),
+        dropout=0.0,
+        is_causal=False,
+        bias=True,
+        block=facts.block,
+        activation=_activation(settings, facts),
+        gated=facts.activation != "hidden_act",
+        feed_forward_dim=settings.size("intermediate_size"),
+        up_bias=facts.up_bias,
+        qk_norm="attention.self.layer_norm_q" in facts.modules,
+        norm_epsilon=settings.number("layer_norm_eps", default=1e-12),
+        slopes=_saved_slopes(settings, "alibi_slopes") or tuple(slope_values(num_heads)),
+        embedding_norm=True,
+        embedding_scale=1.0,
+        token_types=settings.size("type_vocab_size"),
+        future_slopes=_saved_slopes(settings, "alibi_future_slopes"),
+    )
+    return Family(name, facts.bias, config, settings.size("vocab_size"), (facts.layout,))
+
+
+def _activation(settings: Settings, facts: EncoderFacts) -> str:
+    if facts.activation is None:
+        return "gelu"
+    if facts.activation == "hidden_act":
+        return settings.activation("hidden_act", default="gelu")
+    known = {"geglu": "gelu", "reglu": "relu"}
+    return known[settings.choice(facts.activation, known, default="")]
+
+
+def _saved_slopes(settings: Settings, entry: str) -> tuple[float, ...] | None:
+    """Return the slopes that ``with_alibi`` left in a config, if it did."""
+    values = settings.get(entry, default=None)
+    if values is not None and not isinstance(values, list):
+        raise TypeError(f"{entry} in {settings.place} must be a list of numbers, got {type(values).__name__}")
+    return None if values is None else tuple(values)

@@ -1,0 +1,235 @@
+"""Decoders that bring their own code: the logits that it computed of small models, in every framework.
+
+``decoders.json`` holds, for each model, which code ran, its config, the names and shapes of its tensors, the float64
+logits of some tokens, and how far that code's own float32 logits were from them. Weights follow from a seed and names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import alibi_core
+from alibi_core._models.checkpoints import Checkpoint
+from alibi_core._models.decoders import FAMILIES, family_of
+from tests.support.frameworks import JAX, MLX, TORCH
+
+safetensors_numpy = pytest.importorskip("safetensors.numpy")
+
+RECORD = json.loads(Path(__file__).with_name("decoders.json").read_text())
+MODELS, TOKENS, POSITIONS = RECORD["models"], np.asarray(RECORD["tokens"], np.int32), RECORD["positions"]
+FRAMEWORK = {"torch": TORCH, "jax": JAX, "mlx": MLX}
+BACKENDS = list(FRAMEWORK)
+NEW_TOKENS = 4
+
+
+def weight(name: str, shape: list[int]) -> np.ndarray:
+    noise = np.random.default_rng([RECORD["seed"], zlib.crc32(name.encode())]).standard_normal(shape)
+    if len(shape) == 2:
+        return (noise * 1.5 / math.sqrt(shape[-1])).astype(np.float32)
+    return (0.1 * noise if name.endswith("bias") else 1 + 0.3 * noise).astype(np.float32)
+
+
+def tensors_of(model: str) -> dict[str, np.ndarray]:
+    tensors: dict[str, np.ndarray] = {}
+    for name, stored in MODELS[model]["tensors"].items():
+        if isinstance(stored, list):
+            tensors[name] = weight(name, stored)
+        elif "values" in stored:
+            tensors[name] = np.asarray(stored["values"], np.float32)
+        elif "dtype" in stored:
+            tensors[name] = np.ones(stored["shape"], stored["dtype"])
+    return tensors
+
+
+def write(directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], shards: int = 1) -> Path:
+    (directory / "config.json").write_text(json.dumps(config))
+    if shards == 1:
+        safetensors_numpy.save_file(tensors, directory / "model.safetensors")
+        return directory
+    places = {name: f"model-{index % shards}.safetensors" for index, name in enumerate(tensors)}
+    for file in set(places.values()):
+        held = {name: tensor for name, tensor in tensors.items() if places[name] == file}
+        safetensors_numpy.save_file(held, directory / file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return directory
+
+
+def published_refact(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return a Refact's tensors as the published checkpoints have them: keys with values, gates with what they gate."""
+    joined = dict(tensors)
+    for block in ("transformer.h.0", "transformer.h.1"):
+        for name, parts in (("attn.kv", ("attn.k", "attn.v")), ("mlp.gate_up_proj", ("mlp.linear_1", "mlp.linear_3"))):
+            rows = [joined.pop(f"{block}.{part}.weight") for part in parts]
+            joined[f"{block}.{name}.weight"] = np.concatenate(rows)
+    return joined
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function from the name of a model to its checkpoint, each written once; Baichuan2's in two files."""
+    made: dict[str, Path] = {}
+
+    def get(model: str) -> Path:
+        if model not in made:
+            directory = tmp_path_factory.mktemp("decoder")
+            made[model] = write(directory, MODELS[model]["config"], tensors_of(model), 1 + (model == "baichuan2"))
+        return made[model]
+
+    return get
+
+
+def load(backend: str, directory: Path, **options: Any) -> Any:
+    pytest.importorskip(f"alibi_{backend}")
+    return importlib.import_module(f"alibi_{backend}").load_checkpoint(directory, **options)
+
+
+def run(backend: str, model: Any, tokens: np.ndarray) -> np.ndarray:
+    return FRAMEWORK[backend].numpy(model(FRAMEWORK[backend].array(tokens)))
+
+
+def check_logits(backend: str, model: Any, name: str) -> None:
+    """Check that logits are at most four times as far from the original's in float64 as its own in float32 are."""
+    found = run(backend, model, TOKENS)[:, POSITIONS]
+    assert np.abs(found - np.asarray(MODELS[name]["logits"])).max() <= 4 * MODELS[name]["error"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_the_originals(saved: Any, name: str, backend: str) -> None:
+    check_logits(backend, load(backend, saved(name)), name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["baichuan2", "gpt_refact", "jais"])
+def test_generated_text_is_that_without_a_cache(saved: Any, name: str, backend: str) -> None:
+    model, text = load(backend, saved(name)), TOKENS[:, :9]
+    generated = FRAMEWORK[backend].numpy(model.generate(FRAMEWORK[backend].array(text), NEW_TOKENS))
+    whole = run(backend, model, generated[:, :-1])
+    assert np.array_equal(whole[:, 8:].argmax(-1), generated[:, 9:])
+
+
+# --- What the core alone decides -------------------------------------------------------------------------------------
+
+
+def opened(directory: Path, model: str, tensors: dict[str, Any] | None = None, **config: Any) -> Checkpoint:
+    """Return a model's checkpoint with other entries in its config or other tensors, which go where None is given."""
+    entries = MODELS[model]["config"] | config
+    held = tensors_of(model) | (tensors or {})
+    contract = entries.pop("contract", "exact")
+    held = {name: tensor for name, tensor in held.items() if tensor is not None}
+    write(directory, {name: entry for name, entry in entries.items() if entry is not None}, held)
+    return Checkpoint.open(directory, contract=contract)
+
+
+def same(one: Checkpoint, other: Checkpoint) -> bool:
+    first, second = dict(one.parameters()), dict(other.parameters())
+    return first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)
+
+
+def test_the_page_lists_every_family() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    assert all(f"`{name}`" in page for name in FAMILIES)
+    assert {"btlm", *(entry["config"]["model_type"] for entry in MODELS.values())} == FAMILIES.keys() - {
+        "bloom",
+        "falcon",
+    }
+
+
+def test_a_published_refact_is_that_of_its_trainer(tmp_path: Path) -> None:
+    checkpoint = opened(tmp_path, "gpt_refact")
+    tensors = tensors_of("gpt_refact")
+    joined = published_refact(tensors)
+    (tmp_path / "published").mkdir()
+    published = opened(tmp_path / "published", "gpt_refact", dict.fromkeys(tensors) | joined)
+    assert same(checkpoint, published)
+
+
+def test_a_btlm_is_a_jais_and_the_first_jais_says_its_scales_in_other_words(tmp_path: Path) -> None:
+    jais = opened(tmp_path, "jais")
+    btlm = opened(tmp_path, "jais", model_type="btlm")
+    assert (btlm.config, btlm.family.name) == (jais.config, "btlm")
+    other = {"width_scale": 0.25 * 2.2, "embeddings_scale": 3.0, "scale_qk_dot_by_d": True}
+    first = opened(tmp_path, "jais", **other, **{name: None for name in MODELS["jais"]["config"] if "mup" in name})
+    assert first.config == jais.config
+    assert same(first, jais)
+
+
+def test_slopes_that_are_stored_are_those_of_the_model(tmp_path: Path) -> None:
+    name, rule = "transformer.relative_pe.slopes", alibi_core.slopes(6, dtype=np.float64)
+    rounded = {name: (rule * (1 + 2.0**-10)).astype(np.float16)[:, None]}
+    for contract in ("exact", "model"):
+        config = opened(tmp_path, "jais", rounded, contract=contract).config
+        expected = rule if contract == "exact" else rounded[name][:, 0]
+        np.testing.assert_allclose(config.slopes, np.asarray(expected, np.float64), rtol=2.0**-50)
+    with pytest.raises(ValueError, match=rf"^{name} in .* must hold the canonical slopes of 6 heads"):
+        opened(tmp_path, "jais", {name: (rule * 1.01).astype(np.float32)[:, None]})
+
+
+def test_a_head_of_unit_rows_is_baichuan2s(tmp_path: Path) -> None:
+    heads = {
+        second: dict(opened(tmp_path, "baichuan", **entry).parameters())["head.weight"]
+        for second, entry in ((False, {}), (True, {"z_loss_weight": 0}))
+    }
+    norms = np.linalg.norm(heads[True].astype(np.float64), axis=1)
+    np.testing.assert_allclose(norms, 1, rtol=1e-6)
+    np.testing.assert_allclose(
+        heads[False] / np.linalg.norm(heads[False], axis=1, keepdims=True), heads[True], rtol=1e-6
+    )
+    other = MODELS["baichuan"]["config"] | {"vocab_size": 125_696}
+    assert family_of(other, tmp_path, "exact").layouts[0].head_of_unit_rows
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "message"),
+    [
+        ("baichuan", {"max_position_embeddings": 4096}, "^max_position_embeddings in .* must be absent, .*rotary"),
+        ("baichuan", {"hidden_act": "swiglu"}, "^hidden_act in .* must be one of 'gelu', .*, got 'swiglu'"),
+        ("baichuan", {"hidden_act": ["silu"]}, r"^hidden_act in .* must be one of 'gelu', .*, got \['silu'\]"),
+        ("baichuan", {"tie_word_embeddings": True}, "^lm_head.weight in .* must equal model.embed_tokens.weight"),
+        ("jais", {"position_embedding_type": "learned"}, "^position_embedding_type in .* must be 'alibi'"),
+        ("jais", {"scale_attn_by_inverse_layer_idx": True}, "^scale_attn_by_inverse_layer_idx in .* must be false"),
+        ("jais", {"alibi_scaling": {"train_seq_len": 64}}, "^train_seq_len in alibi_scaling in .* must be null"),
+        ("jais", {"activation_function": "gelu"}, r"got none missing and \['transformer.h.0.mlp.c_fc2.bias'"),
+        ("gpt_refact", {"n_inner": 800}, r"weight in .* must have shape \(48, 768\) .*got \(48, 256\)"),
+        ("gpt_refact", {"n_inner": -1}, "^n_inner in .* must be at least 1, got -1"),
+        ("mpt, groups and gates", {"ffn_config": {"ffn_type": "mb_moe"}}, "^ffn_type in ffn_config in .* 'mptglu'"),
+        ("mpt, groups and gates", {"norm_eps": None}, "^norm_type in .* must be a layer norm where norm_eps"),
+        ("mpt, groups and gates", {"attention_bias": True}, "^attention_bias in .* must be False with no_bias True"),
+        ("mpt, groups and gates", {"head_dim": 16}, "^head_dim in .* must be null, got 16"),
+        ("mpt, window and biases", {"no_bias": True, "attention_bias": None}, r"missing and \[.*bias'.* unknown"),
+    ],
+)  # fmt: skip
+def test_what_no_language_model_here_has_is_refused(
+    tmp_path: Path, model: str, config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        opened(tmp_path, model, **config)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"model.norm.weight": None}, r"baichuan language model .* \['model.norm.weight'\] missing and none unknown"),
+        ({"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}, r"none missing and \[.*inv_freq'\] unknown"),
+        ({"lm_head.weight": np.ones((36, 48))}, r"^lm_head.weight in .* shape \(37, 48\) .*, got \(36, 48\)"),
+        ({"model.norm.weight": np.ones(48, np.int32)}, "^model.norm.weight in .* must be of dtype .*, got I32"),
+    ],
+)
+def test_tensors_of_another_model_are_refused(tmp_path: Path, tensors: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        opened(tmp_path, "baichuan", tensors)
+
+
+def test_a_bias_that_is_rounded_to_the_models_dtype_is_not_to_be_had(tmp_path: Path) -> None:
+    checkpoint = opened(tmp_path, "baichuan", contract="model")
+    checkpoint.check_precision(32)
+    with pytest.raises(ValueError, match="^contract must be 'exact' for baichuan in low precision, got 'model'"):
+        checkpoint.check_precision(16)

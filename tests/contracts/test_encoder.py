@@ -1,0 +1,286 @@
+"""Encoders with ALiBi: embeddings of the families' original code, in every framework.
+
+``tests/support/encoders`` holds what that code returned: a file a variant, with its config, the names and shapes of its
+state dict, and the embeddings of padded texts in float64, with the error that it made in float32. Weights and tokens
+are drawn here as they were there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import alibi_core
+from alibi_core._models.checkpoints import Checkpoint
+from alibi_core._models.encoders import ENCODERS
+from alibi_core.backend import POOLING, TextRows
+from tests.support.frameworks import LIBRARIES, Backend
+
+pytest.importorskip("safetensors")
+from safetensors.numpy import save_file
+
+RECORDS = {
+    path.stem: json.loads(path.read_text()) for path in sorted(Path(__file__).parents[1].glob("support/encoders/*"))
+}
+FAMILY = {"dnabert-2": "mosaic-bert", "jina-geglu": "jina", "jina-reglu": "jina", "jina-code-geglu": "jina-code"}
+SMALLEST = "jina-geglu"
+
+
+def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a weight, a bias or a norm's factor, each unlike any other."""
+    noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
+    if len(shape) == 2:
+        noise = noise * 1.5 * shape[1] ** -0.5
+    else:
+        noise = 0.1 * noise if name.endswith("bias") else 1 + 0.3 * noise
+    return noise.astype(np.float32)
+
+
+def texts(record: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and token types, ``[3, length]``."""
+    rng, shape = np.random.default_rng(11), (len(record["lengths"]), max(record["lengths"]))
+    return rng.integers(1, 31, shape).astype(np.int32), rng.integers(0, 2, shape).astype(np.int32)
+
+
+def save(variant: str, directory: Path, *, prefix: str = "", shards: int = 1, **tensors: Any) -> Path:
+    """Write a variant's checkpoint as ``save_pretrained`` does, with other tensors in place of some, or without."""
+    record = RECORDS[variant]
+    held = {name: drawn(name, tuple(shape)) for name, shape in record["shapes"].items()} | tensors
+    held = {f"{prefix}{name}": tensor for name, tensor in held.items() if tensor is not None}
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(record["config"]))
+    if shards == 1:
+        save_file(held, directory / "model.safetensors")
+        return directory
+    parts = [list(held)[start::shards] for start in range(shards)]
+    for index, names in enumerate(parts):
+        save_file({name: held[name] for name in names}, directory / f"model-{index}.safetensors")
+    places = {name: f"model-{index}.safetensors" for index, names in enumerate(parts) for name in names}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Backend, str], Any]:
+    """Return a function from a backend and a variant to its encoder, each loaded once."""
+    made: dict[tuple[str, str], Any] = {}
+
+    def get(backend: Backend, variant: str) -> Any:
+        if (backend.name, variant) not in made:
+            directory = save(variant, tmp_path_factory.mktemp("encoder"))
+            made[backend.name, variant] = importlib.import_module(backend.module).load_checkpoint(directory)
+        return made[backend.name, variant]
+
+    return get
+
+
+def encode(backend: Backend, model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
+    array = backend.framework.array
+    placed = {name: array(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    return backend.framework.numpy(model.encode(array(tokens), **placed))
+
+
+def close(record: dict[str, Any], case: str, pooling: str, actual: np.ndarray) -> None:
+    """Check embeddings to four times the error that the original makes in float32."""
+    expected = record[case]
+    assert np.abs(actual - expected[pooling]).max() <= 4 * expected["float32_error"]
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+@pytest.mark.parametrize("variant", RECORDS)
+def test_embeddings_are_those_of_the_original(variant: str, backend: Backend, loaded: Any) -> None:
+    record, model = RECORDS[variant], loaded(backend, variant)
+    tokens, types = texts(record)
+    options = {"lengths": np.asarray(record["lengths"]), "token_types": types}
+    close(record, "types mixed", "mean", encode(backend, model, tokens, **options))
+
+
+@pytest.mark.parametrize("variant", RECORDS)
+def test_slopes_are_those_of_the_original(variant: str) -> None:
+    slopes = RECORDS[variant]["slopes"]
+    ours = alibi_core.slopes(len(slopes), dtype=np.float64)
+    assert np.abs(ours / slopes - 1).max() <= np.finfo(np.float32).eps
+
+
+@pytest.mark.parametrize("variant", RECORDS)
+def test_the_catalogue_names_every_tensor_of_the_original(variant: str, tmp_path: Path) -> None:
+    layout, record = ENCODERS[FAMILY.get(variant, variant)].layout.without_prefix(), RECORDS[variant]
+    names = {layout.embedding, layout.token_type_embedding, layout.embedding_norm}
+    names |= {f"{layout.blocks}.{index}.{name}" for index in range(2) for name in layout.block}
+    assert {x.rpartition(".")[0] for x in record["shapes"] if not x.startswith("pooler.")} == names
+    assert Checkpoint.open(save(variant, tmp_path)).family.name == FAMILY.get(variant, variant)
+
+
+# --- Padding -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_padding_may_be_anywhere_and_is_told_by_lengths_or_a_mask(backend: Backend, loaded: Any) -> None:
+    record, model = RECORDS[SMALLEST], loaded(backend, SMALLEST)
+    tokens, lengths = texts(record)[0], record["lengths"]
+    shifted, mask = np.zeros_like(tokens), np.zeros(tokens.shape, bool)
+    for row, (length, start) in enumerate(zip(lengths, (0, 40, 11), strict=True)):
+        shifted[row, start : start + length] = tokens[row, :length]
+        mask[row, start : start + length] = True
+    for pooling, said in (("mean", mask), ("cls", mask.astype(np.int32))):
+        close(record, "types zeros", pooling, encode(backend, model, shifted, mask=said, pooling=pooling))
+
+
+def test_packs_hold_whole_rows_and_all_tokens() -> None:
+    rows = TextRows.check((6, 9), [3, 0, 9, 1, 4, 0], None)
+    packs = list(rows.packs(5))
+    assert [x.tolist() for x in np.split(rows.places, [3, 12])] == [places.tolist() for places, _ in packs]
+    assert [ids.tolist() for _, ids in packs] == [[0] * 3, [2] * 9, [3] + [4] * 4]
+    assert [len(places) for places, _ in TextRows.check((2, 9), [0, 0], None).packs(5)] == [0]
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_padding_within_a_text_counts_in_its_distances(backend: Backend, loaded: Any) -> None:
+    record, tokens = RECORDS[SMALLEST], texts(RECORDS[SMALLEST])[0]
+    mask = np.arange(tokens.shape[1]) < np.asarray(record["lengths"])[:, None]
+    mask[:, 5:15] = False
+    actual = encode(backend, loaded(backend, SMALLEST), tokens, mask=mask)
+    close(record, "gap from 5 to 15", "mean", actual)
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_what_stands_in_padding_changes_nothing_and_rows_without_text_are_zeros(backend: Backend, loaded: Any) -> None:
+    record, model = RECORDS[SMALLEST], loaded(backend, SMALLEST)
+    tokens, lengths = texts(record)[0], [*record["lengths"][:2], 0]
+    other = np.where(np.arange(tokens.shape[1]) < np.asarray(lengths)[:, None], tokens, 3)
+    first, second = (encode(backend, model, x, lengths=lengths) for x in (tokens, other))
+    assert np.array_equal(first, second)
+    assert (first[2] == 0).all()
+    assert np.isfinite(first).all()
+    assert (encode(backend, model, tokens, lengths=[0, 0, 0], pooling="cls") == 0).all()
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_arguments_that_do_not_fit_are_refused(backend: Backend, loaded: Any) -> None:
+    model, tokens = loaded(backend, SMALLEST), texts(RECORDS[SMALLEST])[0]
+    for error, message, options in (
+        (ValueError, "^pooling must be one of 'mean', 'cls', got 'max'", {"pooling": "max"}),
+        (ValueError, "^lengths must be None where a mask is given", {"lengths": [1] * 3, "mask": tokens != 0}),
+        (ValueError, r"^lengths must have shape \(batch 3,\), got \(2,\)", {"lengths": [1, 2]}),
+        (ValueError, r"^lengths must be from 0 to .* 70, got \[1, 2, 71\]", {"lengths": [1, 2, 71]}),
+        (TypeError, "^lengths must be integers, got float64", {"lengths": [1.0, 2.0, 3.0]}),
+        (TypeError, "^mask must be booleans, or integers, got float32", {"mask": np.ones((3, 70), np.float32)}),
+        (ValueError, r"^mask must have the shape of tokens, \(3, 70\), got \(3, 69\)", {"mask": tokens[:, 1:] != 0}),
+    ):
+        with pytest.raises(error, match=message):
+            encode(backend, model, tokens, **options)
+    with pytest.raises(ValueError, match=r"^tokens must have shape \(batch, length\), got \(70,\)"):
+        encode(backend, model, tokens[0])
+    package = importlib.import_module(backend.module)
+    options = {"rngs": importlib.import_module("flax.nnx").Rngs(0)} if backend.framework.name == "jax" else {}
+    with pytest.raises(ValueError, match="^is_causal must be False for an encoder, got True"):
+        package.AlibiEncoder(package.AlibiConfig(), 16, **options)
+    plain = package.AlibiEncoder(package.AlibiConfig(num_layers=1, is_causal=False), 31, **options)
+    with pytest.raises(ValueError, match="^token_types must be None for a model whose config has none"):
+        encode(backend, plain, tokens, token_types=tokens)
+
+
+# --- Files ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_shards_of_a_model_with_heads_are_read(backend: Backend, tmp_path: Path) -> None:
+    record, head = RECORDS["mosaic-bert"], np.zeros((31, 24), np.float32)
+    save("mosaic-bert", tmp_path, prefix="bert.", shards=3)
+    save_file({"cls.predictions.decoder.weight": head}, tmp_path / "model-3.safetensors")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    index["weight_map"]["cls.predictions.decoder.weight"] = "model-3.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    package = importlib.import_module(backend.module)
+    model = package.load_checkpoint(tmp_path)
+    close(record, "types zeros", "mean", encode(backend, model, texts(record)[0], lengths=record["lengths"]))
+    low = package.load_checkpoint(tmp_path, dtype=backend.framework.xp.bfloat16)
+    embeddings = low.encode(backend.framework.array(texts(record)[0]), lengths=record["lengths"])
+    assert "float32" in str(embeddings.dtype)
+    # Each of the block's dozen roundings is by 2**-9 at most, of numbers of unit variance.
+    assert np.abs(backend.framework.numpy(embeddings) - record["types zeros"]["mean"]).max() <= 24 * 2**-9 * 3
+
+
+GATE = "encoder.layer.1.mlp.gated_layers.weight"
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "error", "message"),
+    [
+        ({}, {GATE: None}, ValueError, rf"got \['{GATE}'\] missing and none unknown"),
+        ({}, {"encoder.x": np.ones(2)}, ValueError, r"got none missing and \['encoder.x'\] unknown"),
+        ({}, {"classifier.weight": np.ones(2)}, ValueError, r"got none missing and \['classifier.weight'\] unknown"),
+        ({}, {GATE: np.ones((39, 24))}, ValueError, rf"^{GATE} in .* must have shape \(40, 24\) .*, got \(39, 24\)"),
+        ({"intermediate_size": 21}, {}, ValueError, r"gated_layers.weight in .* must have shape \(42, 24\)"),
+        ({"num_hidden_layers": 3}, {}, ValueError, r"got \['encoder.layer.2.attention.*missing"),
+        ({"position_embedding_type": "absolute"}, {}, ValueError, "^position_embedding_type in .* 'alibi', got 'abso"),
+        ({"feed_forward_type": "swiglu"}, {}, ValueError, "^feed_forward_type in .* 'geglu', 'reglu', got 'swiglu'"),
+        ({"feed_forward_type": ["geglu"]}, {}, ValueError, "^feed_forward_type in .* must be one of"),
+        ({"is_decoder": True}, {}, ValueError, "^is_decoder in .* must be false, got True"),
+        ({"num_attention_heads": 7}, {}, ValueError, "^num_attention_heads in .* must divide .* 24, got 7"),
+        ({"hidden_size": None}, {}, ValueError, "must say hidden_size, got no such entry"),
+        ({"alibi_slopes": 1}, {}, TypeError, "^alibi_slopes in .* must be a list of numbers, got int"),
+        ({"alibi_slopes": [1.0]}, {}, ValueError, r"^slopes must have shape"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], tensors: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    save(SMALLEST, tmp_path, **tensors)
+    (tmp_path / "config.json").write_text(json.dumps(RECORDS[SMALLEST]["config"] | config))
+    with pytest.raises(error, match=message):
+        Checkpoint.open(tmp_path)
+
+
+def test_the_bias_that_jinas_code_rounds_is_not_to_be_had(tmp_path: Path) -> None:
+    Checkpoint.open(save(SMALLEST, tmp_path), contract="model").check_precision(32)
+    with pytest.raises(ValueError, match="^contract must be 'exact' for jina in low precision, got 'model'"):
+        Checkpoint.open(tmp_path, contract="model").check_precision(16)
+
+
+def test_bert_that_was_given_alibi_is_read_with_its_slopes(tmp_path: Path) -> None:
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    from alibi_torch import load_checkpoint
+    from alibi_torch.transformers import with_alibi
+
+    config = {k: v for k, v in RECORDS["jina-plain"]["config"].items() if k not in ("model_type", "feed_forward_type")}
+    config["position_embedding_type"] = "absolute"
+    torch.manual_seed(3)
+    slopes = {"slopes": np.linspace(0.1, 0.9, 6), "future_slopes": np.linspace(0.5, 1.5, 6)}
+    model = with_alibi(transformers.BertModel(transformers.BertConfig(**config)).eval(), **slopes)
+    model.save_pretrained(tmp_path)
+    tokens = torch.from_numpy(texts(RECORDS["jina-plain"])[0]).long()
+    with torch.no_grad():
+        expected, actual = model(tokens).last_hidden_state, load_checkpoint(tmp_path)(tokens)
+    assert torch.allclose(actual, expected, rtol=0, atol=1e-5)
+
+
+# --- What one framework has ----------------------------------------------------------------------------------------
+
+
+def test_jax_traces_an_encoder_with_its_padding_masked(tmp_path: Path) -> None:
+    jax, alibi_jax = pytest.importorskip("jax"), pytest.importorskip("alibi_jax")
+    record, model = RECORDS[SMALLEST], alibi_jax.load_checkpoint(save(SMALLEST, tmp_path))
+    encode = jax.jit(lambda tokens, lengths: [model.encode(tokens, lengths=lengths, pooling=x) for x in POOLING])
+    for pooling, embeddings in zip(POOLING, encode(texts(record)[0], np.asarray(record["lengths"])), strict=True):
+        close(record, "types zeros", pooling, np.asarray(embeddings))
+
+
+def test_gradients_of_packed_texts_are_those_of_each_alone(tmp_path: Path) -> None:
+    torch, alibi_torch = pytest.importorskip("torch"), pytest.importorskip("alibi_torch")
+    record, model = RECORDS[SMALLEST], alibi_torch.load_checkpoint(save(SMALLEST, tmp_path), dtype=torch.float64)
+    tokens, lengths = torch.from_numpy(texts(record)[0]), record["lengths"]
+
+    def gradients(embeddings: Any) -> Any:
+        return torch.autograd.grad(embeddings.sin().sum(), list(model.parameters()))
+
+    alone = torch.cat([model.encode(tokens[i : i + 1, :length]) for i, length in enumerate(lengths)])
+    for one, other in zip(gradients(model.encode(tokens, lengths=lengths)), gradients(alone), strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
