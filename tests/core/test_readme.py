@@ -32,6 +32,7 @@ NEEDS = {
     "transformers": r"\btransformers\b",
     "safetensors": r"\b(?:safetensors|\w+_weights|load_checkpoint)\b",
     "hypothesis": r"\bconformance\b",
+    "matplotlib": r"\bplot\b|\.figure\(",
 }
 
 
@@ -45,7 +46,8 @@ def examples() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "blocks"), examples())
-def test_examples_run(name: str, blocks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_run(name: str, blocks: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # where an example writes files
     for module, said in NEEDS.items():
         if any(re.search(said, block) for block in blocks):
             pytest.importorskip(module, reason=f"the examples of {name} need {module}")
