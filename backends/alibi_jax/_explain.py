@@ -15,7 +15,7 @@ import numpy as np
 from alibi_core import AttentionCall, KeyRanges
 from alibi_core.backend import ENDLESS, FIELDS, LENGTH_FIRST, Explanation, KeySpans, Measuring, visible_pairs
 from alibi_jax._attention import attention
-from alibi_jax._call import Operands, Rules, needed_keys, ranges_of, take_apart
+from alibi_jax._call import Operands, Rules, as_slopes, needed_keys, ranges_of, take_apart
 from alibi_jax._dispatch import IMPLEMENTATIONS, Implementation, Target, checked, choose, name_of, refusal
 from alibi_jax._tiled import jobs_of, sizes_of
 from alibi_jax._tpu import TPU, KernelShape
@@ -60,7 +60,9 @@ def explain(
     """
     implementation = checked(implementation)
     inspect.signature(attention).bind(query, key, value, **arguments)  # refuses what is no argument of the call
-    call = AttentionCall.check(query, key, value, slopes, layout=LENGTH_FIRST, xp=jnp, **arguments)
+    if "future_slopes" in arguments:
+        arguments["future_slopes"] = as_slopes(arguments["future_slopes"])
+    call = AttentionCall.check(query, key, value, as_slopes(slopes), layout=LENGTH_FIRST, xp=jnp, **arguments)
     if call.is_empty:
         none = np.zeros((math.prod(call.batch), call.num_heads))
         return Explanation("dense", {}, 0.0, 0.0, none, 0, 0)
