@@ -124,6 +124,9 @@ def explanation(explained: Any, *, entry: int = 0, heads: Sequence[int] | None =
     Raises:
         ModuleNotFoundError: If matplotlib is not installed, when this module is imported.
         ValueError: If there is nothing to draw, or the batch entry or a head is not there.
+
+    Example:
+        See ``alibi_torch.explain``, ``alibi_jax.explain`` and ``alibi_mlx.explain``, whose results have ``figure()``.
     """
     spans, horizons = explained.spans, np.asarray(explained.horizons)
     if spans is None:
