@@ -33,7 +33,7 @@ def namespace_of(*arrays: Array | None, xp: Namespace | None = None) -> Namespac
             to ``xp``.
     """
     if isinstance(xp, str) and xp in NAMED:
-        xp = importlib.import_module(xp)
+        xp = sys.modules.get(xp) or importlib.import_module(xp)  # which torch.compile cannot trace
     if xp is not None and not (hasattr(xp, "asarray") or hasattr(xp, "array")):
         raise TypeError(
             f"xp must be an array namespace such as numpy, torch or jax.numpy, or the name of one, got {brief(xp)}"

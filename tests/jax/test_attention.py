@@ -762,8 +762,11 @@ def test_slopes_of_numpy_are_slopes(is_causal: bool) -> None:
         assert np.array_equal(result, expected)
     explained = alibi_jax.explain(query, query, query, is_causal=is_causal, **both)
     assert str(explained) == str(alibi_jax.explain(query, query, query, is_causal=is_causal, **in_jax))
-    with pytest.raises(ValueError, match="slopes must not be negative"):
-        alibi_jax.attention(query, query, query, -slopes)
+    for bad, message in ((-slopes, "must not be negative"), (1e300 * slopes, "must be finite")):
+        with pytest.raises(ValueError, match=f"slopes {message}"):
+            alibi_jax.attention(query, query, query, bad)
+    with pytest.raises(TypeError, match="arrays must belong to one array namespace"):
+        alibi_jax.attention(query, query, query, slopes.astype(str))
 
 
 def test_caches_take_slopes_of_numpy() -> None:

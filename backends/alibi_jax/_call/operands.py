@@ -39,7 +39,10 @@ class Rules(CallRules):
 
 def as_slopes(slopes: Any) -> Any:
     """Return slopes as they are, NumPy's as JAX's: a few numbers, which may well be constants of a program."""
-    return jnp.asarray(slopes) if type(slopes) is np.ndarray else slopes
+    if type(slopes) is not np.ndarray or not np.issubdtype(slopes.dtype, np.number):
+        return slopes
+    with np.errstate(over="ignore"):  # what becomes infinite is refused
+        return jnp.asarray(slopes)
 
 
 def kv_axis(rules: Rules) -> int:
