@@ -2,6 +2,7 @@
 # make test    the whole suite        make test ARGS='-k bias'        HYPOTHESIS_PROFILE=thorough make test
 # make test-oldest   the models of transformers again, with the oldest version that is supported
 # make lint    ruff and mypy
+# make docs    the site, in out/site; a warning is an error
 # make check   the conformance kit: is every installed backend ALiBi?
 # make bench   speed and memory, against peers
 # Each sets up .venv by itself, with the versions of constraints.txt.
@@ -18,7 +19,7 @@ ifeq (,$(wildcard /dev/accel* /dev/vfio /dev/nvidiactl))
 export JAX_PLATFORMS ?= cpu
 endif
 
-.PHONY: demo test test-oldest check lint format bench build clean
+.PHONY: demo test test-oldest docs check lint format bench build clean
 .DEFAULT_GOAL := test
 
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -29,6 +30,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 
 $(VENV)/ready-bench: $(VENV)/ready
 	$(PIP) --editable '.[bench]'
+	@touch $@
+
+$(VENV)/ready-docs: $(VENV)/ready
+	$(PIP) --editable '.[docs]'
 	@touch $@
 
 $(VENV)/oldest/ready: constraints-oldest.txt $(VENV)/ready
@@ -47,6 +52,9 @@ test-oldest: export PYTHONPATH := $(VENV)/oldest
 test-oldest: $(VENV)/oldest/ready
 	$(RUN) -c 'from transformers import __version__ as found; assert found == "5.4.0", found'
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --maxprocesses 8 tests/torch/test_transformers.py tests/torch/test_encoder.py -k 'not compiled and not learns' $(ARGS)
+
+docs: $(VENV)/ready-docs
+	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going -c docs . $(OUT)/site
 
 check: $(VENV)/ready
 	$(RUN) -m alibi_core conformance $(ARGS)

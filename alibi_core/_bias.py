@@ -33,6 +33,7 @@ def bias(
     future_slopes: Array | None = None,
     allow_negative_slopes: bool = False,
     contract: str = "exact",
+    segment_ids: None = None,
     xp: Namespace | None = None,
     dtype: DType | None = None,
     device: Device | None = None,
@@ -81,8 +82,10 @@ def bias(
         allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
         contract: Whose bias: ``"exact"`` (as above), or ``"bloom"``, ``"falcon"``, ``"mpt"`` or ``"geometric"``, with
             which ``slopes`` must be the number of heads; the first three of these are causal.
-        xp: Array namespace of the result. Default that of ``slopes``, else NumPy.
-        dtype: Floating dtype of the result. Default that of ``slopes``, else float32; float32 alone with ``"mpt"``.
+        segment_ids: Not taken: packed rows are what :func:`bias_from_positions` is for.
+        xp: Array namespace of the result, or its name: ``torch``, ``"torch"``. Default that of ``slopes``, else NumPy.
+        dtype: Floating dtype of the result, or its name. Default that of ``slopes``, else float32; float32 alone with
+            ``"mpt"``.
         device: Device of the result. Default that of ``slopes``.
 
     Returns:
@@ -105,6 +108,11 @@ def bias(
         Press, Smith, Lewis, "Train Short, Test Long", section 3, arXiv 2108.12409. Contracts: ``transformers`` 5.23,
         ``build_alibi_tensor`` and the attention of BLOOM, Falcon and MPT.
     """
+    if segment_ids is not None:
+        raise TypeError(
+            f"segment_ids must be None, got {type(segment_ids).__name__}: bias knows lengths alone; "
+            "bias_from_positions takes positions with q_segment_ids and kv_segment_ids"
+        )
     rule = Contract.check(
         contract,
         slopes,
@@ -161,7 +169,7 @@ def bias_from_positions(
         contract: As for :func:`bias`. BLOOM and Falcon count positions by the padding mask (1 for text, 0 for padding),
             ``(cumsum(mask) - 1) * mask``, and the mask serves as segment ids. Not ``"mpt"``, which counts columns:
             its bias is :func:`bias`'s with any padding.
-        dtype: Floating dtype of the result. Default that of ``slopes``, else float32.
+        dtype: Floating dtype of the result, or its name. Default that of ``slopes``, else float32.
 
     Returns:
         ``[..., num_heads, q_len, kv_len]`` array, on the device of ``q_positions``.
@@ -257,8 +265,8 @@ def key_bias(
         allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
         contract: As for :func:`bias`. ``"bloom"`` and ``"falcon"`` are 0 at the first key instead. MPT's with another
             ``bias_max`` is the exact form of its slopes, ``key_bias(slopes(n, bias_max=b, contract="mpt"), kv_len)``.
-        xp: Array namespace of the result. Default that of ``slopes``, else NumPy.
-        dtype: Floating dtype of the result. Default that of ``slopes``, else float32; float32 alone with ``"mpt"``.
+        xp: As for :func:`bias`.
+        dtype: Likewise.
         device: Device of the result. Default that of ``slopes``.
 
     Returns:
@@ -368,7 +376,8 @@ def _resolve(
     named = "dtype"
     if dtype is None:
         named, dtype = "dtype, by default that of slopes,", next((value.dtype for value in arrays.values()), xp.float32)
-    rule.check_dtype(xp, checks.floating_dtype(xp, named, dtype))
+    dtype = checks.floating_dtype(xp, named, dtype)
+    rule.check_dtype(xp, dtype)
     working = xp.float32 if rule.is_key_only else working_dtype(xp, dtype)
     for name, value in arrays.items():
         checks.slopes_values(name, value, allow_negative=allow_negative, working=working)

@@ -101,8 +101,7 @@ class AttentionCall:
             query: ``[*batch, *layout]``.
             key: As ``query``, with ``num_kv_heads`` heads and its own length.
             value: As ``key``.
-            slopes, is_causal, future_slopes, q_offset, segment_ids, window_size, mask, scale, tolerance,
-            allow_negative_slopes: As for :func:`alibi_core.attention`.
+            slopes: As for :func:`alibi_core.attention`, like all arguments but the last two.
             layout: Order of the last three axes, ``HEADS_FIRST`` or ``LENGTH_FIRST``.
             xp: The namespace the arrays must belong to; default, whichever they belong to.
 
@@ -205,7 +204,7 @@ class AttentionCall:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """The arrays that the call has, by the names of its fields: ``replace(call, **arrays)`` puts others there."""
+        """The arrays that the call has, by the names of its fields; ``replace(call, **arrays)`` puts others there."""
         fields = {name: getattr(self, name) for name in ARRAY_AXES}
         return {name: x for name, x in fields.items() if x is not None and not checks.is_int(x)}
 
@@ -215,7 +214,7 @@ class AttentionCall:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compute: no scores, so a result of zeros."""
+        """Whether there is nothing to compute, which makes the result zeros."""
         return 0 in (*self.batch, self.q_len, self.kv_len)
 
     @property

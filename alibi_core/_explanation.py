@@ -3,12 +3,42 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from alibi_core._call import AttentionCall
+from alibi_core._horizon import KeyRanges
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class KeySpans(NamedTuple):
+    """Which keys each block of queries sees and needs, as the first and the one after the last: NumPy, in tokens.
+
+    Attributes:
+        edges: ``[blocks + 1]``: the first query of each block, and the number of queries.
+        kv_len: Number of keys.
+        visible: ``[batch, blocks, 2]``: what causality and the window leave.
+        needed: ``[batch, num_heads, blocks, 2]``: what can matter of it.
+    """
+
+    edges: Any
+    kv_len: int
+    visible: Any
+    needed: Any
+
+    @classmethod
+    def of(cls, entries: Sequence[AttentionCall], ranges: Sequence[KeyRanges]) -> KeySpans:
+        """Take them from the plans of batch entries, whose offsets are ints."""
+        call = entries[0]
+        edges = np.append(np.arange(0, call.q_len, ranges[0].q_block), call.q_len)
+        visible = [np.stack(visible_keys(entry, edges[:-1], edges[1:] - 1), axis=-1) for entry in entries]
+        needed = [np.stack([np.asarray(x.first), np.asarray(x.stop)], axis=-1) for x in ranges]
+        return cls(edges, call.kv_len, np.stack(visible), np.clip(np.stack(needed), 0, call.kv_len))
 
 
 @dataclass(frozen=True)
@@ -24,6 +54,9 @@ class Explanation:
             a key behind it. Infinite where one needs every key.
         scores_visible: Pairs of queries and keys that causality and the window leave, over batch entries and heads.
         scores_computed: Pairs that the implementation computes; more than are visible where tiles straddle an edge.
+        spans: Which keys blocks of queries see and need; None where there is nothing to compute. ``edges``, ``[blocks +
+            1]``, are the first query of each block and the number of queries; ``visible``, ``[batch, blocks, 2]``, and
+            ``needed``, ``[batch, num_heads, blocks, 2]``, the first key and the one after the last; ``kv_len`` keys.
     """
 
     implementation: str
@@ -33,11 +66,29 @@ class Explanation:
     horizons: Any
     scores_visible: int
     scores_computed: int
+    spans: KeySpans | None = field(default=None, repr=False)
 
     @property
     def share(self) -> float:
         """Scores computed, as a part of those visible."""
         return self.scores_computed / max(self.scores_visible, 1)
+
+    def figure(self, *, entry: int = 0, heads: Sequence[int] | None = None) -> Figure:
+        """Draw the keys that each block of queries needs, by head, with the horizons beside.
+
+        Needs matplotlib, of the ``plot`` extra. A notebook shows the figure, ``figure.savefig("keys.png")`` writes it.
+
+        Args:
+            entry: Which batch entry, where there are several batch axes, counted over all of them.
+            heads: Which to draw. Default all, or of more than 8 the first, the last and 6 between.
+
+        Raises:
+            ModuleNotFoundError: If matplotlib is not installed; the message says how to install it.
+            ValueError: If there is nothing to draw, or the batch entry or a head is not there.
+        """
+        from alibi_core import plot
+
+        return plot.explanation(self, entry=entry, heads=heads)
 
     def __str__(self) -> str:
         lines = [f"implementation: {self.implementation}"]
@@ -54,8 +105,14 @@ class Explanation:
 
 def visible_pairs(call: AttentionCall) -> int:
     """Return how many pairs of a query and a key causality and the window leave, a head, the offset being an int."""
-    window = 2**40 if call.window_size is None else call.window_size
-    positions = np.arange(call.q_len, dtype=np.int64) + int(call.q_offset)
-    first = np.clip(positions - window, 0, call.kv_len)
-    stop = np.clip(positions + (1 if call.is_causal else window + 1), 0, call.kv_len)
+    queries = np.arange(call.q_len, dtype=np.int64)
+    first, stop = visible_keys(call, queries, queries)
     return int((stop - first).clip(0).sum())
+
+
+def visible_keys(call: AttentionCall, lowest: Any, highest: Any) -> tuple[Any, Any]:
+    """Return which keys causality and the window let queries ``lowest`` to ``highest`` see: first, and last + 1."""
+    window = 2**40 if call.window_size is None else call.window_size
+    first = lowest + int(call.q_offset) - window
+    stop = highest + int(call.q_offset) + (1 if call.is_causal else window + 1)
+    return np.clip(first, 0, call.kv_len), np.clip(stop, 0, call.kv_len)

@@ -63,8 +63,8 @@ def slopes(
             ``scheme="linear"`` and contracts ``"bloom"`` and ``"falcon"``, where it has no meaning.
         contract: Whose slopes: ``"exact"`` (the scheme's), ``"bloom"``, ``"falcon"``, ``"mpt"`` or ``"geometric"``,
             with which ``scheme`` must be left alone.
-        xp: Array namespace of the result. Default NumPy.
-        dtype: Floating dtype of the result. Default float32.
+        xp: Array namespace of the result, or its name. Default NumPy.
+        dtype: Floating dtype of the result, or its name. Default float32.
         device: Device of the result, as ``xp.asarray`` takes it.
 
     Returns:

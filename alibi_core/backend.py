@@ -36,7 +36,7 @@ from alibi_core._caching import (
 )
 from alibi_core._call import ARRAY_AXES, LENGTH_FIRST, CallRules
 from alibi_core._contracts import named
-from alibi_core._explanation import Explanation, visible_pairs
+from alibi_core._explanation import Explanation, KeySpans, visible_pairs
 from alibi_core._extras import install_hint
 from alibi_core._fold import largest_slope
 from alibi_core._horizon import (
@@ -97,6 +97,7 @@ __all__ = [
     "HeadGroup",
     "Job",
     "KeyNorms",
+    "KeySpans",
     "LayerShape",
     "Measured",
     "Measuring",

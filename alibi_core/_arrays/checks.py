@@ -139,6 +139,9 @@ def array(name: str, value: Any) -> Any:
 
 
 def floating_dtype(xp: Namespace, name: str, dtype: DType) -> DType:
+    """Return a floating dtype of the library, which may be given by its name."""
+    if isinstance(dtype, str) and dtype in FLOATING:
+        dtype = getattr(xp, dtype, dtype)
     if not is_kind(xp, dtype, "real floating"):
         raise TypeError(f"{name} must be a real floating dtype of {library_name(xp)}, got {brief(dtype)}")
     if floating_name(dtype) is None:

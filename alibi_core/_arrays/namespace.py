@@ -6,6 +6,7 @@ standard (data-apis.org/array-api) alone.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from alibi_core._arrays.mlx import MLXNamespace
 from alibi_core._arrays.typing import Array, Device, DType, Namespace
 
+NAMED = ("numpy", "torch", "jax.numpy", "mlx.core", "dask.array", "cupy", "array_api_strict")  # as strings, too
 FLOATING = ("float64", "float32", "bfloat16", "float16")  # the floating types that are computed with
 
 
@@ -23,14 +25,19 @@ def namespace_of(*arrays: Array | None, xp: Namespace | None = None) -> Namespac
 
     Args:
         *arrays: Arrays of one library; None is passed over.
-        xp: The namespace the caller asked for, as the user imported it (``torch``, ``jax.numpy``, ...), or None.
+        xp: The namespace the caller asked for, as the user imported it (``torch``, ``jax.numpy``, ...) or by its name;
+            or None.
 
     Raises:
         TypeError: If an argument is no array, if the arrays belong to different libraries, or if they do not belong
             to ``xp``.
     """
+    if isinstance(xp, str) and xp in NAMED:
+        xp = sys.modules.get(xp) or importlib.import_module(xp)  # which torch.compile cannot trace
     if xp is not None and not (hasattr(xp, "asarray") or hasattr(xp, "array")):
-        raise TypeError(f"xp must be an array namespace such as numpy, torch or jax.numpy, got {brief(xp)}")
+        raise TypeError(
+            f"xp must be an array namespace such as numpy, torch or jax.numpy, or the name of one, got {brief(xp)}"
+        )
     found = [_namespace_of_one(array) for array in arrays if array is not None]
     names = {library_name(namespace) for namespace in found} | (set() if xp is None else {library_name(xp)})
     if len(names) > 1:

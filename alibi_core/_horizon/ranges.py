@@ -252,6 +252,23 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> Ke
 
     Masks by position (causal, window) and, for packed sequences whose tokens stand together, by segment narrow the
     ranges too. Nothing is read on the host: shapes alone decide which operations run.
+
+    Args:
+        call: The call, from :meth:`AttentionCall.check`.
+        bounds: What is known of its scores.
+        tolerance: The share of softmax weight that may be left out; 0 lets masks alone decide.
+
+    Returns:
+        First and last keys of each block of queries, ``[..., num_heads, q_blocks]``, int32, in tokens.
+
+    Example:
+        A causal mask alone, for 8 tokens in blocks of 4:
+
+        >>> query = key = value = np.ones((1, 1, 8, 2))
+        >>> call = AttentionCall.check(query, key, value)
+        >>> ranges = key_ranges(call, ScoreBounds.unmeasured(call, q_block=4, kv_block=4), tolerance=0.0)
+        >>> ranges.first.tolist(), ranges.stop.tolist()
+        ([[[0, 0]]], [[[4, 8]]])
     """
     xp, device = call.xp, call.device
     q_blocks, kv_blocks = bounds.excess.shape[-1], bounds.key_norm.shape[-1]

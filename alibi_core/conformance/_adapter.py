@@ -54,7 +54,9 @@ class Adapter(Protocol):
     ``[batch, num_kv_heads, kv_len, head_dim]``, slopes ``[num_heads]``. They have the adapter's ``dtype``; what is
     bfloat16, which NumPy lacks, comes as float32 that bfloat16 holds. Slopes are float32 (float64 in float64).
 
-    Attributes, all of which may be missing:
+    All attributes may be missing.
+
+    Attributes:
         name: In reports. Default, that of its class or module.
         dtype: ``"float32"`` (default), ``"float64"``, ``"float16"`` or ``"bfloat16"``.
         contract: What it means to be: ``"exact"`` (default), ``"geometric"``, ``"bloom"``, ``"falcon"`` or ``"mpt"``.

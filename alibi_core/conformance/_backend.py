@@ -168,7 +168,12 @@ def installed_adapters(*, dtypes: Iterable[str] | None = ("float32",)) -> list[A
 
 
 def numpy_adapters() -> list[BackendAdapter]:
-    """Return the core's reference on NumPy arrays."""
+    """Return the core's reference on NumPy arrays.
+
+    Example:
+        >>> [adapter.dtype for adapter in numpy_adapters()]
+        ['float32', 'float64']
+    """
     library = Library(np, lambda values, dtype: np.asarray(values, dtype), np.asarray)
     return [
         BackendAdapter("alibi_core", library, alibi_core.attention, dtype=dtype) for dtype in ("float32", "float64")

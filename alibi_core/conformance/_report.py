@@ -146,7 +146,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether it is what it means to be: at least one law passed, none failed, and none was left out."""
+        """Whether it is what it means to be, i.e. at least one law passed, none failed, and none was left out."""
         statuses = {law.status for law in self.laws}
         return "passed" in statuses and not statuses & {"failed", "not run"} and not self.crash
 
@@ -162,7 +162,7 @@ class Report:
 
     @property
     def by_urgency(self) -> tuple[LawReport, ...]:
-        """The laws that were to be tried: those that are broken, then those that were not run, then those kept."""
+        """The laws that were to be tried, the broken ones first, then those that were not run, then those kept."""
         statuses = ("failed", "not run", "passed")
         return tuple(law for status in statuses for law in self.laws if law.status == status)
 

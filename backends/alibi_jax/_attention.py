@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from alibi_core import AttentionCall
 from alibi_core.backend import LENGTH_FIRST, dense_attention
-from alibi_jax._call import take_apart
+from alibi_jax._call import as_slopes, take_apart
 from alibi_jax._dispatch import Implementation, attend, checked
 from alibi_jax._tiled import materialised
 
@@ -49,7 +49,8 @@ def attention(
         key: ``[batch, kv_len, num_kv_heads, head_dim]``; ``num_kv_heads`` divides ``num_heads``, and query head ``h``
             reads key/value head ``h // (num_heads // num_kv_heads)``.
         value: Of the shape of ``key``.
-        slopes: ``[num_heads]`` or ``[batch, num_heads]``, not negative. Default: the canonical slopes.
+        slopes: ``[num_heads]`` or ``[batch, num_heads]``, not negative; NumPy's will do. Default: the
+            canonical slopes.
         is_causal: Mask keys after the query.
         future_slopes: With ``is_causal=False``, the slopes for keys after the query, shaped as ``slopes`` may be.
             Default ``slopes`` (symmetric).
@@ -94,9 +95,9 @@ def attention(
         query,
         key,
         value,
-        slopes,
+        as_slopes(slopes),
         is_causal=is_causal,
-        future_slopes=future_slopes,
+        future_slopes=as_slopes(future_slopes),
         q_offset=q_offset,
         segment_ids=segment_ids,
         window_size=window_size,

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alibi_core import AttentionCall
-from alibi_core.backend import ENDLESS, LENGTH_FIRST, Explanation, visible_pairs
+from alibi_core import AttentionCall, KeyRanges
+from alibi_core.backend import ENDLESS, FIELDS, LENGTH_FIRST, Explanation, KeySpans, Measuring, visible_pairs
 from alibi_jax._attention import attention
-from alibi_jax._call import Operands, Rules, needed_keys, ranges_of, take_apart
+from alibi_jax._call import Operands, Rules, as_slopes, needed_keys, ranges_of, take_apart
 from alibi_jax._dispatch import IMPLEMENTATIONS, Implementation, Target, checked, choose, name_of, refusal
 from alibi_jax._tiled import jobs_of, sizes_of
 from alibi_jax._tpu import TPU, KernelShape
@@ -60,7 +60,9 @@ def explain(
     """
     implementation = checked(implementation)
     inspect.signature(attention).bind(query, key, value, **arguments)  # refuses what is no argument of the call
-    call = AttentionCall.check(query, key, value, slopes, layout=LENGTH_FIRST, xp=jnp, **arguments)
+    if "future_slopes" in arguments:
+        arguments["future_slopes"] = as_slopes(arguments["future_slopes"])
+    call = AttentionCall.check(query, key, value, as_slopes(slopes), layout=LENGTH_FIRST, xp=jnp, **arguments)
     if call.is_empty:
         none = np.zeros((math.prod(call.batch), call.num_heads))
         return Explanation("dense", {}, 0.0, 0.0, none, 0, 0)
@@ -70,14 +72,17 @@ def explain(
     reasons = {name: refusal(name, target, operands) for name in IMPLEMENTATIONS if name != name_of(chosen)}
     if chosen == "dense":
         rules = replace(rules, tolerance=0.0)
-    tile = getattr(chosen, "q_block", 1)
-    reach = jax.jit(lambda operands: ranges_of(rules, operands, max(tile, 128), 128).past)
-    past = np.asarray(reach(operands)).max(axis=2).astype(np.float64)
+    tile = max(getattr(chosen, "q_block", 1), 128)
+    plan = jax.jit(lambda operands: [getattr(ranges_of(rules, operands, tile, 128), name) for name in FIELDS])
+    limits = [np.asarray(x) for x in plan(operands)]
+    ranges = KeyRanges(Measuring(q_block=tile, kv_block=128).q_block_of(call), *limits)
+    past = ranges.past.max(axis=2).astype(np.float64)
     flat = call.with_one_batch_axis()
     offsets = np.broadcast_to(np.asarray(flat.q_offset, np.int64), flat.batch)
+    entries = [replace(flat, q_offset=int(offset)) for offset in offsets]
     # No key is further back than the first is from the last query.
     horizons = np.where(past >= np.minimum(ENDLESS, offsets + call.q_len)[:, None], math.inf, past)
-    visible = sum(visible_pairs(replace(flat, q_offset=int(offset))) for offset in offsets)
+    visible = sum(visible_pairs(entry) for entry in entries)
     return Explanation(
         implementation=name_of(chosen),
         refusals={name: reason for name, reason in reasons.items() if reason is not None},
@@ -86,6 +91,7 @@ def explain(
         horizons=horizons,
         scores_visible=call.num_heads * visible,
         scores_computed=_scores_computed(chosen, rules, operands, together=target.platform != "cpu"),
+        spans=KeySpans.of(entries, [replace(ranges, first=x, stop=y) for x, y in zip(*limits[:2], strict=True)]),
     )
 
 

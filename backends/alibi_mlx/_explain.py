@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from alibi_core import AttentionCall
-from alibi_core.backend import ENDLESS, Explanation, boolean, entry_of, one_of, tolerance_of, visible_pairs
+from alibi_core.backend import ENDLESS, Explanation, KeySpans, boolean, entry_of, one_of, tolerance_of, visible_pairs
 from alibi_mlx import _tiled
 from alibi_mlx._attention import attention
 from alibi_mlx._metal import IMPLEMENTATIONS, choose, refusal
@@ -71,7 +71,7 @@ def explain(
     if host is None:
         raise ValueError("query and key must hold values, which are measured; got traced arrays")
     entries = [entry_of(host, index) for index in range(host.batch[0])]
-    planned = zip(entries, _tiled.plans(entries, query, key, tolerance), strict=True)
+    planned = _tiled.plans(entries, query, key, tolerance)
     computed = math.prod(flat.batch) * call.num_heads * call.q_len * call.kv_len
     if route.implementation == "tiled":
         jobs = _tiled.jobs(flat, query, key, value, tolerance, None)
@@ -82,9 +82,10 @@ def explain(
         refusals={name: reason for name, reason in refusals.items() if reason is not None},
         tolerance=tolerance,
         error_bound=2 * tolerance * mx.abs(value).max().item() if tolerance else 0.0,
-        horizons=np.stack([_horizons(entry, ranges.past) for entry, ranges in planned]),
+        horizons=np.stack([_horizons(*each) for each in zip(entries, (x.past for x in planned), strict=True)]),
         scores_visible=call.num_heads * sum(visible_pairs(entry) for entry in entries),
         scores_computed=computed,
+        spans=KeySpans.of(entries, planned),
     )
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_core import AttentionCall
-from alibi_core.backend import ENDLESS, Explanation, entry_of, one_of, tolerance_of, visible_pairs
+from alibi_core import AttentionCall, KeyRanges
+from alibi_core.backend import ENDLESS, Explanation, KeySpans, entry_of, one_of, tolerance_of, visible_pairs
 from alibi_torch._attention import attention, norms_of
 from alibi_torch._dispatch import IMPLEMENTATIONS, choose, refusal
 from alibi_torch._tiled import KeyNorms, jobs, needed_keys
@@ -84,6 +84,9 @@ def explain(
         horizons=np.stack([x[0] for x in entries]) if entries else none,
         scores_visible=sum(x[1] for x in entries),
         scores_computed=sum(x[2] for x in entries),
+        spans=KeySpans.of([entry_of(flat, x) for x in range(len(entries))], [x[3] for x in entries])
+        if entries
+        else None,
     )
 
 
@@ -95,8 +98,8 @@ def _entry(
     tolerance: float,
     chosen: str,
     known: KeyNorms | None,
-) -> tuple[np.ndarray, int, int]:
-    """Return the horizons ``[num_heads]`` of one batch entry, and the scores that are visible and computed in it."""
+) -> tuple[np.ndarray, int, int, KeyRanges]:
+    """Return the horizons ``[num_heads]`` of one batch entry, its visible and its computed scores, and its plan."""
     call = entry_of(flat, index)
     tensors = query[index : index + 1], key[index : index + 1]
     norms = None if known is None else known.of_entries(slice(index, index + 1))
@@ -111,7 +114,7 @@ def _entry(
         computed = _in_blocks(replace(call, tolerance=tolerance), *tensors, norms)
     else:
         computed = call.num_heads * call.q_len * call.kv_len
-    return horizons, call.num_heads * visible_pairs(call), computed
+    return horizons, call.num_heads * visible_pairs(call), computed, ranges
 
 
 def _in_blocks(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> int:

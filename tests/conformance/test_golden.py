@@ -31,7 +31,7 @@ from alibi_core.conformance._golden.write import write_golden
 from benchmarks.mutants import Reference as Right
 
 # Whoever means to change a number in the golden vectors changes their version, and this.
-INDEX_SHA256 = "d6a79a9050a392d25ae05dac87aa201d85045b483c29102adff7e43b041b65b8"
+INDEX_SHA256 = "a51165d36cfa72386dbb54d5fc28263ead60cc9d3e93e1ac9a5675e84d63cc19"
 DTYPES = tuple(UNIT_ROUNDOFF)
 KINDS = ("slopes", "bias", "attention", "decode")
 

@@ -259,6 +259,8 @@ def test_attention_refuses_arrays_of_another_library(backend: Backend) -> None:
     arguments = {"query": floats(1, 3, 3, 4), "key": floats(1, 3, 3, 4), "value": floats(1, 3, 3, 4)}
     arguments |= {"slopes": floats(3), "mask": bools(3, 3)}
     for name, values in arguments.items():
+        if backend.framework is JAX and name == "slopes":
+            continue  # NumPy's will do there
         mixed = {other: array(x) for other, x in arguments.items()} | {name: stranger.array(values)}
         with pytest.raises(TypeError, match=r"arrays must belong to one array namespace, got \S+ and \S+"):
             function(**mixed)
@@ -329,6 +331,9 @@ KV_LEN = [
 LENGTHS = [
     *KV_LEN,
     Bad({"q_len": -1}, ValueError, "q_len must not be negative, got -1"),
+    Bad(
+        {"segment_ids": ints(3)}, TypeError, "segment_ids must be None, got .*: bias knows .* bias_from_positions takes"
+    ),
 ]
 
 
@@ -398,7 +403,7 @@ LAYER = [
 ]
 
 
-@pytest.mark.parametrize("xp", ["torch", 5, np.linalg])
+@pytest.mark.parametrize("xp", ["jax", 5, np.linalg])
 def test_what_is_no_namespace_is_refused(xp: Any) -> None:
     with pytest.raises(TypeError, match="xp must be an array namespace such as numpy, torch or jax.numpy"):
         alibi_core.bias(2, 3, xp=xp)

@@ -349,3 +349,27 @@ def test_no_batch_entry_at_all(backend: Backend) -> None:
     result = explain(backend, *tensors(batch=(2, 0)))
     assert result.horizons.shape == (0, 4)
     assert str(result).endswith("of the heads: none")
+
+
+# --- Which keys ----------------------------------------------------------------------------------------------------
+
+
+@EACH
+def test_spans_hold_the_keys_that_blocks_of_queries_need(backend: Backend) -> None:
+    query, key, value = tensors(1100, 1200, batch=(2,))
+    slopes = np.asarray([1.0, 0.25, 0.01, 0.0])
+    spans = explain(backend, query, key, value, slopes, q_offset=np.asarray([100, 0], np.int32)).spans
+    assert (spans.edges[0], spans.edges[-1], spans.kv_len) == (0, 1100, 1200)
+    distance = (np.asarray([100, 0])[:, None] + np.arange(1100))[..., None] - np.arange(1200)
+    scores = 8**-0.5 * query @ key.repeat(2, axis=1).swapaxes(-1, -2) - slopes[:, None, None] * distance[:, None]
+    weights = np.exp(np.where(distance[:, None] >= 0, scores, -np.inf))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    for block, (start, stop) in enumerate(zip(spans.edges[:-1], spans.edges[1:], strict=True)):
+        assert spans.visible[:, block].tolist() == [[0, 100 + stop], [0, stop]]
+        for entry, head in np.ndindex(2, 4):
+            first, last = spans.needed[entry, head, block]
+            assert 0 <= first < last <= spans.visible[entry, block, 1]
+            seen = weights[entry, head, start:stop]
+            assert seen[:, first:last].sum(axis=-1).min() > 1 - 1e-6
+    assert (spans.needed[:, 0, -1, 0] > 500).all()
+    assert (spans.needed[:, 3, :, 0] == 0).all()

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 BACKENDS = ("torch", "jax", "mlx")
 NAMES = [pytest.param(f.values[0].name, id=f.id, marks=f.marks) for f in COMPILERS]
 ROOMS = {
-    "alibi_core": ("conformance",),
+    "alibi_core": ("plot", "conformance"),
     "alibi_torch": ("nn", "caches", "parallel", "transformers", "conformance"),
     "alibi_jax": ("nn", "caches", "parallel", "conformance"),
     "alibi_mlx": ("nn", "caches", "conformance"),

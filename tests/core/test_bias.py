@@ -250,6 +250,19 @@ def test_namespace_and_dtype_are_those_of_the_slopes(framework: Framework) -> No
         assert result.dtype == framework.xp.float32
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_namespace_and_dtype_may_be_given_by_name(framework: Framework) -> None:
+    xp, name = framework.xp, framework.xp.__name__
+    by_name = alibi_core.bias(4, 3, xp=name, dtype="float32")
+    assert type(by_name) is type(alibi_core.bias(4, 3, xp=xp))
+    assert by_name.dtype == alibi_core.slopes(4, xp=name, dtype="float32").dtype == xp.float32
+    compiled = framework.compiled(lambda x: x + alibi_core.key_bias(4, 3, xp=name, dtype="float32"))
+    assert compiled(framework.array(np.ones(1))).dtype == xp.float32
+    if not hasattr(xp, "bfloat16"):
+        with pytest.raises(TypeError, match="dtype must be a real floating dtype of .*, got 'bfloat16'"):
+            alibi_core.slopes(4, xp=xp, dtype="bfloat16")
+
+
 def test_the_device_is_that_of_the_slopes_or_the_one_asked_for() -> None:
     torch = pytest.importorskip("torch")
     assert alibi_core.slopes(3, xp=torch, device="meta").device.type == "meta"

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+import alibi_core
+
 ROOT = Path(__file__).parents[2]
 README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 MOST_LINES = 150  # of README
 BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.*)$", flags=re.MULTILINE)
@@ -30,6 +32,7 @@ NEEDS = {
     "transformers": r"\btransformers\b",
     "safetensors": r"\b(?:safetensors|\w+_weights|load_checkpoint)\b",
     "hypothesis": r"\bconformance\b",
+    "matplotlib": r"\bplot\b|\.figure\(",
 }
 
 
@@ -37,13 +40,14 @@ def examples() -> list[Any]:
     """Return name and blocks of each page that has any, README's by section."""
     sections = re.split(r"^(?=#+ )", README.read_text(encoding="utf-8"), flags=re.MULTILINE)
     texts = {f"README, {HEADING.findall(section)[0]}": section for section in sections if BLOCK.search(section)}
-    texts |= {f"docs/{page.name}": page.read_text(encoding="utf-8") for page in PAGES[1:]}
+    texts |= {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES[1:]}
     found = {name: BLOCK.findall(text) for name, text in texts.items()}
     return [pytest.param(name, blocks, id=name) for name, blocks in found.items() if blocks]
 
 
 @pytest.mark.parametrize(("name", "blocks"), examples())
-def test_examples_run(name: str, blocks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_run(name: str, blocks: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # where an example writes files
     for module, said in NEEDS.items():
         if any(re.search(said, block) for block in blocks):
             pytest.importorskip(module, reason=f"the examples of {name} need {module}")
@@ -63,7 +67,7 @@ def test_examples_run(name: str, blocks: list[str], monkeypatch: pytest.MonkeyPa
     assert runner.failures == 0, "".join(output)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     for text, target in links(page):
         path, _, anchor = target.partition("#")
@@ -77,8 +81,14 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_list_of_pages_names_each() -> None:
-    listed = {target.partition("#")[0] for _, target in links(INDEX)}
-    assert {page.name for page in PAGES[1:]} - {INDEX.name} <= listed
+    listed = {(INDEX.parent / target.partition("#")[0]).resolve() for _, target in links(INDEX)}
+    assert set(PAGES[1:]) - {INDEX} <= listed
+
+
+def test_the_reference_has_each_public_name_of_the_core() -> None:
+    """The other packages' pages take all names of theirs, by ``automodule``."""
+    page = (ROOT / "docs" / "reference" / "alibi_core.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\.\. auto(?:function|class):: (\w+)$", page, re.MULTILINE)) == set(alibi_core.__all__)
 
 
 def test_readme_is_short_and_names_the_two_commands() -> None:

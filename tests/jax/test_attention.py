@@ -746,3 +746,32 @@ def test_reverse_mode_goes_through_every_other_transformation() -> None:
     ):
         found, expected = (outer(functools.partial(loss, name))(x) for name in ("tiled", "dense"))
         np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+# NumPy's slopes
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_slopes_of_numpy_are_slopes(is_causal: bool) -> None:
+    query, slopes = jnp.ones((1, 5, 3, 4)), np.asarray([1.0, 0.25, 0.5])  # float64, as NumPy's are
+    both = {"slopes": slopes} if is_causal else {"slopes": slopes, "future_slopes": slopes[::-1]}
+    in_jax = {name: jnp.asarray(x) for name, x in both.items()}
+    expected = alibi_jax.attention(query, query, query, is_causal=is_causal, **in_jax)
+    compiled = jax.jit(lambda x: alibi_jax.attention(x, x, x, is_causal=is_causal, **both))(query)
+    for result in (alibi_jax.attention(query, query, query, is_causal=is_causal, **both), compiled):
+        assert np.array_equal(result, expected)
+    explained = alibi_jax.explain(query, query, query, is_causal=is_causal, **both)
+    assert str(explained) == str(alibi_jax.explain(query, query, query, is_causal=is_causal, **in_jax))
+    for bad, message in ((-slopes, "must not be negative"), (1e300 * slopes, "must be finite")):
+        with pytest.raises(ValueError, match=f"slopes {message}"):
+            alibi_jax.attention(query, query, query, bad)
+    with pytest.raises(TypeError, match="arrays must belong to one array namespace"):
+        alibi_jax.attention(query, query, query, slopes.astype(str))
+
+
+def test_caches_take_slopes_of_numpy() -> None:
+    slopes, token = np.asarray([2.0, 1.0], np.float32), jnp.ones((1, 1, 2, 4))
+    evicting = alibi_jax.EvictingKVCache.make(1, 2, 8, 4, slopes=jnp.asarray(slopes), max_query_norm=3.0)
+    for cache in (alibi_jax.KVCache.make(1, 2, 8, 4), evicting):
+        cache = cache.append(token, token)
+        assert np.array_equal(cache.attend(token, slopes), cache.attend(token, jnp.asarray(slopes)))

@@ -20,7 +20,12 @@ SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126, 
 
 
 def rounded(values: Any, dtype: str) -> Values:
-    """Return float64 values rounded to ``dtype``, to even between two, by way of float32 where that is lower."""
+    """Return float64 values rounded to ``dtype``, to even between two, by way of float32 where that is lower.
+
+    Example:
+        >>> rounded([0.1, 1.0], "bfloat16").tolist()
+        [0.10009765625, 1.0]
+    """
     if dtype == "float64":
         return np.asarray(values, np.float64)
     result = np.asarray(values).astype(np.float32)

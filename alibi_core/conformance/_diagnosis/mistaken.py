@@ -50,6 +50,10 @@ class Mistaken:
         dtype: As in :class:`Adapter`.
         features: As in :class:`Adapter`. Default, all; in float64 all but ``"far"``, for which a bias has to be counted
             from the nearest key.
+
+    Example:
+        >>> Mistaken("negated slopes").slopes(2).tolist()
+        [-0.0625, -0.00390625]
     """
 
     def __init__(

@@ -5,13 +5,14 @@ the device. Every kernel starts from these.
 """
 
 from alibi_core.backend import norm_bounds
-from alibi_jax._call.operands import Operands, Rules, kv_axis, put_together, take_apart
+from alibi_jax._call.operands import Operands, Rules, as_slopes, kv_axis, put_together, take_apart
 from alibi_jax._call.plan import NORM_BLOCK, needed_keys, ranges_of
 
 __all__ = [
     "NORM_BLOCK",
     "Operands",
     "Rules",
+    "as_slopes",
     "kv_axis",
     "needed_keys",
     "norm_bounds",

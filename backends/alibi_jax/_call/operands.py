@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from alibi_core import AttentionCall
 from alibi_core.backend import ARRAY_AXES, CallRules, tolerance_of
@@ -34,6 +35,14 @@ class Rules(CallRules):
 
     kv_heads_first: bool = False  # whether key and value are [batch, num_kv_heads, kv_len, head_dim], as a cache is
     is_part: bool = False  # whether queries have other keys besides: then distances are counted from the queries alone
+
+
+def as_slopes(slopes: Any) -> Any:
+    """Return slopes as they are, NumPy's as JAX's: a few numbers, which may well be constants of a program."""
+    if type(slopes) is not np.ndarray or not np.issubdtype(slopes.dtype, np.number):
+        return slopes
+    with np.errstate(over="ignore"):  # what becomes infinite is refused
+        return jnp.asarray(slopes)
 
 
 def kv_axis(rules: Rules) -> int:

@@ -25,7 +25,7 @@ from alibi_core.backend import (
     reach,
 )
 from alibi_jax._attention import run
-from alibi_jax._call import NORM_BLOCK, norm_bounds
+from alibi_jax._call import NORM_BLOCK, as_slopes, norm_bounds
 from alibi_jax._dispatch import Implementation, checked
 from alibi_jax.caches._kv_cache import bytes_of, cache_shape, known, whole_number
 
@@ -234,6 +234,7 @@ class EvictingKVCache:
         policy.check_rules(
             mask=mask, segment_ids=segment_ids, window_size=window_size, scale=scale, tolerance=tolerance
         )
+        slopes = as_slopes(slopes)
         own_slopes = self._check_query(query, slopes)
         measured = jnp.max(_upper_norms(query, self.largest_norms.dtype), initial=0)
         sound = self.fits & (self.length - query.shape[1] >= self.evicted) & (measured <= policy.measured_limit)

@@ -21,7 +21,7 @@ from alibi_core.backend import (
     positive_int,
 )
 from alibi_jax._attention import run
-from alibi_jax._call import NORM_BLOCK, norm_bounds
+from alibi_jax._call import NORM_BLOCK, as_slopes, norm_bounds
 from alibi_jax._dispatch import Implementation, checked
 
 
@@ -163,7 +163,7 @@ class KVCache(NamedTuple):
         heads_first = jnp.swapaxes(checks.array("query", query), -3, -2) if len(query.shape) == 4 else query
         offset = self.length - heads_first.shape[-2]
         call = AttentionCall.check(
-            heads_first, self.key, self.value, slopes, q_offset=offset, tolerance=tolerance, xp=jnp, **rules
+            heads_first, self.key, self.value, as_slopes(slopes), q_offset=offset, tolerance=tolerance, xp=jnp, **rules
         )
         held = known(self.length)
         if held is not None and held <= self.max_length:

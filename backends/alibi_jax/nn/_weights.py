@@ -50,6 +50,9 @@ def load_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
         TypeError: If ``module`` is none.
         FileNotFoundError: If there is no file.
         ValueError: If parameters are missing, unknown, or of another shape.
+
+    Example:
+        See :func:`save_weights`.
     """
     parameters, arrays = _named(module), load_file(path)
     if arrays.keys() != parameters.keys():

@@ -91,7 +91,7 @@ class KVCache:
 
     @property
     def key_norms(self) -> mx.array | None:
-        """What no norm of each 128 keys exceeds: ``[batch, num_kv_heads, blocks]``, float32; None if there are none.
+        """What no norm of each 128 keys exceeds, ``[batch, num_kv_heads, blocks]``, float32; None if there are none.
 
         Asking for it is what measures the keys that came since the last time, so other models never pay for it.
         """

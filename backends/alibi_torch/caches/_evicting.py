@@ -36,6 +36,13 @@ class EvictingKVCache(KVCache):
 
     Attributes:
         length: Tokens appended.
+
+    Example:
+        >>> cache = EvictingKVCache(1, 2, 200, 4, slopes=torch.tensor([2.0, 0.0]), max_query_norm=1.0)
+        >>> for _ in range(200):
+        ...     cache.append(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4))
+        >>> cache.length, cache.kept[0] < 90, cache.kept[1]
+        (200, True, 200)
     """
 
     def __init__(

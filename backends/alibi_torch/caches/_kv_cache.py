@@ -34,6 +34,14 @@ class KVCache:
         value: Likewise.
         key_norms: ``[batch_size, num_kv_heads, blocks]``, float32: a bound of the norms of each 128 keys.
         length: Tokens held.
+
+    Example:
+        >>> cache = KVCache(1, 2, 5, 4)
+        >>> _ = cache.append(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))
+        >>> cache.attend(torch.ones(1, 2, 1, 4)).shape
+        torch.Size([1, 2, 1, 4])
+        >>> cache.length
+        3
     """
 
     def __init__(

@@ -128,6 +128,12 @@ def restore(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: If it is not accelerated.
+
+    Example:
+        >>> from transformers import BloomConfig, BloomModel
+        >>> model = BloomModel(BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=4)).eval()
+        >>> type(restore(accelerate(model)).h[0].self_attention).__name__
+        'BloomAttention'
     """
     hooked: list[Any] = [x for x in model.modules() if "alibi_hook" in vars(x)]
     # Another model that shares these modules may have put them back.

@@ -1,0 +1,220 @@
+"""Pictures of biases, and of what a call computes. They need matplotlib, of the ``plot`` extra.
+
+Each function returns a figure, which a notebook shows and ``figure.savefig("picture.png")`` writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from alibi_core._arrays import Array, astype, checks, namespace_of, on_host
+from alibi_core._bias import bias as bias_of
+from alibi_core._extras import install_hint
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"alibi_core.plot needs matplotlib; {install_hint('plot')}") from error
+
+__all__ = ["bias", "explanation"]
+
+# Of Okabe and Ito's palette, which colour-blind readers can tell apart.
+BLUE, ORANGE, PALE = "#0072B2", "#D55E00", "#DDE3E8"
+LEAST_SHOWN = -8.0  # of a bias: a key at -8 weighs 0.0003 of one at 0, all else alike
+MOST_HEADS, COLUMNS = 8, 4  # of panels, where heads are not chosen
+
+
+class _Picture(Figure):
+    """A figure of matplotlib that notebooks show, also where nobody imported ``pyplot``."""
+
+    def _repr_png_(self) -> bytes:
+        from io import BytesIO
+
+        stream = BytesIO()
+        self.savefig(stream, format="png", dpi=100)
+        return stream.getvalue()
+
+
+def bias(
+    slopes: int | Array,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    heads: Sequence[int] | None = None,
+    query: int = -1,
+    **arguments: Any,
+) -> Figure:
+    """Draw biases, heads side by side, and under each what a query sees.
+
+    Above, darker is more negative; white is masked. Below are the weights ``softmax(bias)`` of one query, which are
+    those of its attention where all scores are alike.
+
+    Args:
+        slopes: As for :func:`alibi_core.bias`, one for each head.
+        q_len: Number of queries, in tokens.
+        kv_len: Number of keys, in tokens. Default ``q_len``.
+        heads: Which to draw. Default all, or of more than 8 the first, the last and 6 between.
+        query: Whose weights to draw below, counted from the first; a negative number is counted from the end.
+        **arguments: As for :func:`alibi_core.bias`.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed, when this module is imported.
+        TypeError: As :func:`alibi_core.bias` does.
+        ValueError: Likewise; and if there is nothing to draw, slopes have a batch axis, or a head or the query is not
+            there.
+
+    Example:
+        >>> figure = bias(4, 12)
+        >>> [ax.get_title() for ax in figure.axes[:4]]
+        ['head 0', 'head 1', 'head 2', 'head 3']
+    """
+    biases = bias_of(slopes, q_len, kv_len, **arguments)
+    if biases.ndim != 3 or 0 in biases.shape:
+        raise ValueError(
+            f"slopes and lengths must make a bias [num_heads, q_len, kv_len], none of them 0, got {tuple(biases.shape)}"
+        )
+    xp = namespace_of(biases)
+    values = on_host(xp, astype(xp, biases, xp.float32))
+    shown = _chosen(heads, len(values))
+    if not -values.shape[1] <= checks.integer("query", query) < values.shape[1]:
+        raise ValueError(f"query must be one of {values.shape[1]}, got {query}")
+    query %= values.shape[1]
+    columns, finite = len(shown), values[shown][np.isfinite(values[shown])]
+    least = float(np.clip(finite.min(initial=0.0), LEAST_SHOWN, -1.0))
+    figure = _Picture(figsize=(1.2 + 2.0 * columns, 3.9), layout="constrained")
+    axes = figure.subplots(2, columns, squeeze=False, sharex=True, sharey="row", height_ratios=[2, 1])
+    for column, head in enumerate(shown):
+        above, below = axes[:, column]
+        image = _draw_bias(above, values[head], query, least)
+        above.set_title(f"head {head}", fontsize=10)
+        below.stairs(_weights(values[head, query]), np.arange(values.shape[2] + 1) - 0.5, fill=True, color=BLUE)
+        below.set_xlabel("key")
+        _whole_numbers(below.xaxis)
+    axes[0, 0].set_ylabel("query")
+    axes[1, 0].set_ylabel(f"weight for\nquery {query}")
+    figure.colorbar(image, ax=axes[0], label="bias", extend="min" if finite.min(initial=0.0) < least else "neither")
+    return figure
+
+
+def explanation(explained: Any, *, entry: int = 0, heads: Sequence[int] | None = None) -> Figure:
+    """Draw what a call computes: the keys that each block of queries needs, by head, with the horizons beside.
+
+    Pale is what masks leave, blue what is needed of it. An implementation computes the blue part, and at its edges
+    somewhat more. :meth:`Explanation.figure` is this function.
+
+    Args:
+        explained: What a backend's ``explain`` returned.
+        entry: Which batch entry, where there are several batch axes, counted over all of them.
+        heads: Which to draw. Default all, or of more than 8 the first, the last and 6 between.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed, when this module is imported.
+        ValueError: If there is nothing to draw, or the batch entry or a head is not there.
+
+    Example:
+        See ``alibi_torch.explain``, ``alibi_jax.explain`` and ``alibi_mlx.explain``, whose results have ``figure()``.
+    """
+    spans, horizons = explained.spans, np.asarray(explained.horizons)
+    if spans is None:
+        raise ValueError("explained must be of a call that has something to compute, got one of an empty call")
+    if not 0 <= checks.integer("entry", entry) < len(horizons):
+        raise ValueError(f"entry must be one of {len(horizons)}, got {entry}")
+    shown = _chosen(heads, horizons.shape[1])
+    columns = min(len(shown), COLUMNS)
+    rows = -(-len(shown) // columns)
+    figure = _Picture(figsize=(3.4 + 1.9 * columns, 0.9 + 2.1 * rows), layout="constrained")
+    panels, beside = figure.subfigures(1, 2, width_ratios=[1.9 * columns, 3.0], squeeze=False)[0]
+    axes = panels.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    for ax in axes.flat[len(shown) :]:
+        ax.set_visible(False)
+    visible = spans.visible[entry]
+    for ax, head in zip(axes.flat, shown, strict=False):
+        needed = spans.needed[entry, head]
+        for (first, stop), colour in ((visible.T, PALE), (needed.T, BLUE)):
+            ax.stairs(stop, spans.edges, baseline=first, orientation="horizontal", fill=True, color=colour)
+        ax.set_title(f"head {head}: {_share(spans.edges, needed, visible):.0%}", fontsize=10)
+        ax.set_xlim(0, spans.kv_len)
+        ax.set_ylim(spans.edges[-1], 0)
+        _whole_numbers(ax.xaxis, ax.yaxis)
+    panels.supxlabel("key", fontsize=10)
+    panels.supylabel("query", fontsize=10)
+    _draw_horizons(beside.subplots(), horizons[entry, shown], shown, spans.kv_len)
+    figure.suptitle(
+        f"{explained.implementation}: {explained.share:.1%} of the visible scores (pale) are computed (blue)",
+        fontsize=11,
+    )
+    return figure
+
+
+def _chosen(heads: Sequence[int] | None, num_heads: int) -> list[int]:
+    """Return the heads to draw: those given, or some of all."""
+    if heads is None:
+        return [int(x) for x in np.linspace(0, num_heads - 1, min(num_heads, MOST_HEADS)).round()]
+    chosen = [checks.integer("heads", head) for head in heads]
+    if not chosen or not all(0 <= head < num_heads for head in chosen):
+        raise ValueError(f"heads must be some of {num_heads}, from 0, got {chosen}")
+    return chosen
+
+
+def _draw_bias(ax: Axes, values: np.ndarray[Any, Any], query: int, least: float) -> Any:
+    """Draw the bias of one head in shades down to ``least``, and mark a query."""
+    colours = ListedColormap([(0.0, 0.447, 0.698, 0.1 + 0.9 * (1 - x)) for x in np.linspace(0, 1, 256)])
+    masked = np.ma.masked_where(~np.isfinite(values), values)
+    image = ax.imshow(masked, cmap=colours, vmin=least, vmax=0, aspect="auto", interpolation="nearest")
+    ax.axhspan(query - 0.5, query + 0.5, fill=False, edgecolor=ORANGE, linewidth=1)
+    _whole_numbers(ax.xaxis, ax.yaxis)
+    return image
+
+
+def _weights(row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the softmax of a row of biases: zeros where all is masked."""
+    largest = row.max()
+    if not np.isfinite(largest):
+        return np.zeros_like(row)
+    weights = np.exp(row - largest)
+    result: np.ndarray[Any, Any] = weights / weights.sum()
+    return result
+
+
+def _share(edges: Any, needed: Any, visible: Any) -> float:
+    """Return which part of the visible keys is needed, over blocks of queries."""
+    rows = np.diff(edges)
+    total = float((rows * (visible[:, 1] - visible[:, 0])).sum())
+    return float((rows * (needed[:, 1] - needed[:, 0])).sum()) / max(total, 1.0)
+
+
+def _draw_horizons(ax: Axes, horizons: np.ndarray[Any, Any], heads: Sequence[int], kv_len: int) -> None:
+    """Draw how far back heads look, in tokens; one that needs every key, as far as there are keys."""
+    endless = ~np.isfinite(horizons)
+    rows = np.arange(len(heads))
+    ax.barh(rows, np.where(endless, kv_len, horizons), color=[PALE if x else BLUE for x in endless])
+    for row, horizon in zip(rows, horizons, strict=True):
+        text = f"{horizon:,.0f}" if math.isfinite(horizon) else "all keys"
+        ax.annotate(text, (1, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9, color="black",
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.85})  # fmt: skip
+    ax.set_xscale("log")
+    ax.set_xlim(1, max(2.0, kv_len))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    ax.set_yticks(rows, [f"head {head}" for head in heads])
+    ax.invert_yaxis()
+    ax.set_title("horizon", fontsize=10)
+    ax.set_xlabel("tokens")
+
+
+def _whole_numbers(*axes: Axis) -> None:
+    for axis in axes:
+        axis.set_major_locator(MaxNLocator(4, integer=True))

@@ -1,0 +1,59 @@
+"""How Sphinx makes the site of the pages (``make docs``).
+
+The whole repository is its source folder, so that links and pictures are the same files on the site and in a checkout.
+"""
+
+import os
+import re
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the reference imports JAX, which need not look for accelerators
+
+project = "alibi-core"
+author = project_copyright = "the authors of alibi-core"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+
+root_doc = "docs/index"
+include_patterns = [
+    "CHANGELOG.md",
+    "docs/**.md",
+    "benchmarks/README.md",
+    "benchmarks/results/*.md",
+    "alibi_core/conformance/_golden/FORMAT.md",
+]
+exclude_patterns = [".*", "out", "dist", "build"]
+
+myst_heading_anchors = 4
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+autodoc_default_options = {"members": True}
+autodoc_member_order = "bysource"
+python_maximum_signature_line_length = 88
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+
+html_theme = "furo"
+html_title = "alibi-core"
+html_extra_path = ["site"]
+html_show_sphinx = False
+html_copy_source = False
+
+
+def prepare(app, page, source):
+    """Make the tables of the first page the navigation, a caption a section. Drop the empty last lines of examples."""
+    source[0] = source[0].replace("\n\n```\n", "\n```\n")
+    if page == "benchmarks/results/ecosystem":  # which is written as a table alone
+        source[0] = f"# Other people's code, held to the laws\n\n{source[0]}"
+    if page != root_doc:
+        return
+    for section in source[0].split("\n## ")[1:]:
+        caption = section.partition("\n")[0]
+        found = re.findall(r"^\| \[(.*?)\]\((.*?)\.md\)", section, re.MULTILINE)
+        entries = "\n".join(f"{name} <{path}>" for name, path in found)
+        source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
+
+
+def setup(app):
+    """Connect with Sphinx."""
+    app.connect("source-read", prepare)
