@@ -114,7 +114,7 @@ def mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[dict[str
     future_slopes = None if call.future_slopes is None else call.future_slopes.detach()
     offset = call.q_offset if call.has_offset_array else slopes.new_full(call.batch, call.q_offset, dtype=torch.int32)
     nearest = _distance_origin(call, q_padding)
-    is_exact = nearest is None and counts_in_float(call)
+    within_float = nearest is None and counts_in_float(call)  # sorts last: see ``surplus``
     is_causal, window_size = call.is_causal, call.window_size
     kv_len = slopes.new_full(call.batch, call.kv_len, dtype=torch.int32) if kv_padding else None
     q_ids, kv_ids = call.q_segment_ids, call.kv_segment_ids
@@ -135,7 +135,7 @@ def mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[dict[str
 
     def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the score with its bias, the distance in tokens from the origin of the row, and the direction."""
-        relative = _ahead(kv_idx, q_idx + offset[b], is_exact)
+        relative = _ahead(kv_idx, q_idx + offset[b], within_float)
         distance = relative.abs()
         if nearest is not None:
             distance = distance - nearest[b, h, q_idx]
@@ -164,7 +164,7 @@ def mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[dict[str
         return score + torch.log(distance.clamp(min=0) * (relative > 0))
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        relative = _ahead(kv_idx, q_idx + offset[b], is_exact)
+        relative = _ahead(kv_idx, q_idx + offset[b], within_float)
         visible = kv_idx >= 0 if kv_len is None else kv_idx < kv_len[b]
         if is_causal:
             visible = visible & (relative <= 0)
