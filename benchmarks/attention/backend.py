@@ -108,6 +108,10 @@ class Backend:
         """Return the fastest causal attention with no positions."""
         raise NotImplementedError
 
+    def everyone(self, is_causal: bool) -> tuple[Contestant, ...]:
+        """Return this library, each kernel of the framework's attention with no positions, and others with ALiBi."""
+        raise NotImplementedError
+
     def prepare(self, contestant: Contestant, tensors: Sequence[Any], backward: bool) -> Call:
         """Return the call to time, which returns the result, or with ``backward`` the gradients.
 

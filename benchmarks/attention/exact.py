@@ -33,9 +33,15 @@ class Exact:
 
 
 def attend(
-    query: np.ndarray, key: np.ndarray, value: np.ndarray, slope: float, positions: np.ndarray, grad: Any = None
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    slope: float,
+    positions: np.ndarray,
+    grad: Any = None,
+    is_causal: bool = True,
 ) -> Exact:
-    """Return causal ALiBi attention of one head, over all keys.
+    """Return ALiBi attention of one head, over all keys.
 
     Args:
         query: ``[queries, head_dim]``, float64, as all of them.
@@ -44,6 +50,7 @@ def attend(
         slope: 0 for attention without positions.
         positions: ``[queries]``, in tokens, increasing.
         grad: ``[queries, head_dim]``: the gradient of the result, to have those of the arguments too.
+        is_causal: False for the symmetric form.
     """
     scale = query.shape[-1] ** -0.5
     exact = Exact(np.empty_like(query))
@@ -53,9 +60,10 @@ def attend(
     for start in range(0, len(query), step):
         rows = slice(start, start + step)
         place = positions[rows, None]
-        stop = int(place[-1, 0]) + 1  # no query of these sees a key after it
+        stop = int(place[-1, 0]) + 1 if is_causal else len(key)  # where causal, no query of these sees a key after it
         distance = place - np.arange(stop)
-        scores = np.where(distance < 0, -np.inf, scale * (query[rows] @ key[:stop].T) - slope * distance)
+        scores = scale * (query[rows] @ key[:stop].T) - slope * np.abs(distance)
+        scores = np.where(distance < 0, -np.inf, scores) if is_causal else scores
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
         exact.result[rows] = weights @ value[:stop]
@@ -121,6 +129,7 @@ class Reference:
         *,
         grad: Any = None,
         has_bias: bool = True,
+        is_causal: bool = True,
     ) -> Reference:
         """Compute results, or where ``grad`` is given gradients of the query, over all keys of each query.
 
@@ -130,6 +139,7 @@ class Reference:
             as_float64: Makes a NumPy array of a piece of a tensor.
             grad: The gradient of the result.
             has_bias: False for attention without positions.
+            is_causal: False for the symmetric form.
         """
         batch, num_heads, q_len, _ = tensors[0].shape
         slopes = canonical_slopes(num_heads) * has_bias
@@ -139,7 +149,7 @@ class Reference:
         for entry, head in places[:: -(-len(places) // MOST_HEADS)]:
             query, key, value = (as_float64(x[entry, head]) for x in tensors[:3])
             chosen = None if grad is None else as_float64(grad[entry, head])[rows]
-            found = attend(query[rows], key, value, slopes[head], positions, chosen)
+            found = attend(query[rows], key, value, slopes[head], positions, chosen, is_causal)
             exact[entry, head] = found.result if grad is None else found.query_grad
         return cls(rows, exact, as_float64)
 
@@ -153,14 +163,18 @@ class Reference:
 
 
 def errors_of_gradients(
-    found: Sequence[Any], tensors: Sequence[Any], grad: Any, as_float64: Callable[[Any], np.ndarray]
+    found: Sequence[Any],
+    tensors: Sequence[Any],
+    grad: Any,
+    as_float64: Callable[[Any], np.ndarray],
+    is_causal: bool = True,
 ) -> dict[str, Error]:
     """Return the errors of the gradients of query, key and value, all ``[batch, num_heads, length, head_dim]``."""
     batch, num_heads, length, _ = tensors[0].shape
     pairs: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {"query": [], "key": [], "value": []}
     for entry, head in np.ndindex(batch, num_heads):
         arrays = [as_float64(x[entry, head]) for x in (*tensors, grad)]
-        exact = attend(*arrays[:3], canonical_slopes(num_heads)[head], np.arange(length), arrays[3])
+        exact = attend(*arrays[:3], canonical_slopes(num_heads)[head], np.arange(length), arrays[3], is_causal)
         for index, name in enumerate(pairs):
             pairs[name].append((as_float64(found[index][entry, head]), getattr(exact, f"{name}_grad")))
     return {name: Error.between(each) for name, each in pairs.items()}

@@ -223,6 +223,19 @@ class Jax(Backend):
         calls = {name: partial(self.prepare, each, tensors, backward) for name, each in contestants.items()}
         return contestants[self.fastest(calls)]
 
+    def everyone(self, is_causal: bool) -> tuple[Contestant, ...]:
+        if not is_causal:
+            raise NotImplementedError("JAX's contestants are causal")
+        ours = (
+            Contestant(
+                f"alibi_jax, {name}",
+                lambda *_, name=name: Prepared(partial(alibi_jax.attention, implementation=name)),
+                _xla_bytes if name == "dense" else lambda shape: 0,
+            )
+            for name in ("tiled", "dense")
+        )
+        return *ours, *map(without_positions, IMPLEMENTATIONS[self.device]), *self.peers
+
     # --- Decoding ---------------------------------------------------------------------------------------------------
 
     def decode(self, size: Decoding) -> Decode:

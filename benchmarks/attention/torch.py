@@ -47,12 +47,14 @@ def _normal(device: str, shape: Shape, seed: int) -> Tensor:
     return torch.randn(shape.dims, generator=generator, device=device).to(getattr(torch, shape.dtype))
 
 
-def _ours(query: Tensor, key: Tensor, value: Tensor) -> Prepared:
-    return Prepared(lambda: alibi_torch.attention(query, key, value), (query, key, value))
+def _ours(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Prepared:
+    return Prepared(lambda: alibi_torch.attention(query, key, value, **options), (query, key, value))
 
 
-def _without_positions(query: Tensor, key: Tensor, value: Tensor, backend: SDPBackend | None = None) -> Prepared:
-    call = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
+def _without_positions(
+    query: Tensor, key: Tensor, value: Tensor, backend: SDPBackend | None = None, is_causal: bool = True
+) -> Prepared:
+    call = partial(F.scaled_dot_product_attention, query, key, value, is_causal=is_causal)
     return Prepared(call if backend is None else partial(_with_backend, backend, call), (query, key, value))
 
 
@@ -68,11 +70,12 @@ def _slopes(num_heads: int, device: torch.device) -> Tensor:
     return torch.exp2(-8 / num_heads * torch.arange(1, num_heads + 1, device=device))
 
 
-def _dense_bias(query: Tensor, key: Tensor, value: Tensor) -> Prepared:
+def _dense_bias(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = True) -> Prepared:
     _, num_heads, length, _ = query.shape
     position = torch.arange(length, device=query.device, dtype=torch.float32)
     distance = position[:, None] - position
-    hidden = distance < 0
+    hidden = distance < 0 if is_causal else torch.zeros(1, dtype=torch.bool, device=query.device)
+    distance = distance if is_causal else distance.abs()
     bias = torch.empty(1, num_heads, length, length, dtype=query.dtype, device=query.device)
     for head, slope in enumerate(_slopes(num_heads, query.device).tolist()):  # in place, so that one is held, not two
         bias[0, head] = (distance * -slope).masked_fill_(hidden, -math.inf)
@@ -95,6 +98,31 @@ def _flex(query: Tensor, key: Tensor, value: Tensor) -> Prepared:
         return score + slopes[head] * (kv_index - q_index)
 
     return Prepared(lambda: compiled(query, key, value, score_mod=alibi, block_mask=blocks), (query, key, value))
+
+
+def _flex_without_blocks(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = True) -> Prepared:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    slopes = _slopes(query.shape[1], query.device)
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+
+    def alibi(score: Tensor, batch: Tensor, head: Tensor, q_index: Tensor, kv_index: Tensor) -> Tensor:
+        biased = score - slopes[head] * (kv_index - q_index).abs()
+        return torch.where(q_index >= kv_index, biased, -math.inf) if is_causal else biased
+
+    return Prepared(lambda: compiled(query, key, value, score_mod=alibi), (query, key, value))
+
+
+def _flash_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = True) -> Prepared:
+    from flash_attn import flash_attn_func
+
+    slopes = _slopes(query.shape[1], query.device)
+
+    def attend() -> Tensor:
+        tensors = (x.transpose(1, 2) for x in (query, key, value))  # [batch, length, num_heads, head_dim]
+        return flash_attn_func(*tensors, causal=is_causal, alibi_slopes=slopes).transpose(1, 2)
+
+    return Prepared(attend, (query, key, value))
 
 
 def _causal_blocks(length: int, device: torch.device) -> Any:
@@ -231,6 +259,36 @@ class Torch(Backend):
         ]
         return self.fastest({each: partial(self.prepare, each, tensors, backward) for each in contestants})
 
+    def everyone(self, is_causal: bool) -> tuple[Contestant, ...]:
+        """Return this library, each kernel of PyTorch's attention with no positions, and others with ALiBi.
+
+        What has to be compiled for each length is the last.
+        """
+        form = {"is_causal": is_causal}
+        kernels = {"MATH": SDPBackend.MATH} | FUSED
+        plain = (
+            Contestant(
+                f"SDPA {name}, no positions",
+                partial(_without_positions, backend=backend, **form),
+                _bloom_bytes if name == "MATH" else lambda shape: 0,
+            )
+            for name, backend in kernels.items()
+        )
+        return (
+            Contestant("alibi_torch", partial(_ours, **form)),
+            *plain,
+            Contestant("SDPA, dense bias", partial(_dense_bias, **form), _dense_bias_bytes),
+            Contestant("flash-attn 2, ALiBi", partial(_flash_attention, **form)),
+            Contestant("FlexAttention, score_mod alone", partial(_flex_without_blocks, **form), backward_on=("cuda",)),
+        )
+
+    def implementations(self, is_causal: bool) -> tuple[Contestant, ...]:
+        """Return each implementation of this library."""
+        return tuple(
+            Contestant(f"alibi_torch, {name}", partial(_ours, is_causal=is_causal, implementation=name))
+            for name in ("tiled", "flex", "sdpa", "dense")
+        )
+
     # --- Decoding ---------------------------------------------------------------------------------------------------
 
     def decode(self, size: Decoding) -> Decode:
@@ -270,6 +328,11 @@ class Torch(Backend):
             return self.peak_on_cpu(shape, backward)
         call = self.prepare(self.ours, self.tensors(shape, backward), backward)
         call()
+        return self.peak(call) - made_in(shape, backward)
+
+    @staticmethod
+    def peak(call: Call) -> int:
+        """Return by how many bytes a call makes the GPU's memory grow, at its peak."""
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -277,4 +340,4 @@ class Torch(Backend):
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
         del result
-        return peak - made_in(shape, backward)
+        return peak

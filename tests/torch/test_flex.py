@@ -18,6 +18,7 @@ import alibi_torch  # noqa: E402
 from alibi_core import AttentionCall  # noqa: E402
 from alibi_core._attention import dense_attention  # noqa: E402
 from alibi_torch._flex import kernels as _flex  # noqa: E402
+from alibi_torch._flex.blocks import Gpu, options_on  # noqa: E402
 from alibi_torch._flex.kernels import flex_attention  # noqa: E402
 from alibi_torch._flex.mask import BLOCK, block_mask  # noqa: E402
 
@@ -194,8 +195,9 @@ def emulated(
 
 @pytest.fixture
 def kernel_with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let calls run on the CPU by an emulation of the kernels that has gradients."""
+    """Let calls run on the CPU by an emulation of the kernels that has gradients, and as on a GPU."""
     monkeypatch.setattr(_flex, "_kernel", lambda *_: emulated)
+    monkeypatch.setattr(_flex, "counts_in_float", _flex.has_exact_positions)
 
 
 # --- The block mask ------------------------------------------------------------------------------------------------
@@ -302,6 +304,35 @@ def test_any_number_of_batch_axes(batch: tuple[int, ...]) -> None:
         }
     result = flex_attention(check(*inputs, **arguments), *inputs)
     assert_near({"result": result}, reference(inputs, **arguments), roundoff=4e-6)
+
+
+@pytest.mark.usefixtures("kernel_with_gradients")
+def test_distances_are_exact_at_any_position() -> None:
+    far = 2**24 + 299  # float32 holds no odd number beyond 2**24
+    query, key = torch.zeros(1, 1, 1, 16), torch.zeros(1).expand(1, 1, far + 1, 16)
+    call = _flex.one_batch_axis(check(query, key, key, torch.ones(1)))
+    bias = _flex.mods(call, 0, 0)[0]["bias"]
+    zero = torch.tensor(0)
+    distances = (0, 1, 2, 3)
+    assert [bias(torch.tensor(0.0), zero, zero, zero, torch.tensor(far - d)).item() for d in distances] == [
+        0,
+        -1,
+        -2,
+        -3,
+    ]
+
+
+@pytest.mark.parametrize(("lengths", "whole"), [((256, 512), True), ((256, 500), False), ((1, 512), False)])
+def test_only_whole_blocks_are_read_unchecked(lengths: tuple[int, int], whole: bool) -> None:
+    call = _flex.one_batch_axis(check(*tensors(lengths)))
+    assert options_on(Gpu(132, (9, 0)), call, lengths, HEAD_DIM).get("IS_DIVISIBLE", False) == whole
+
+
+def test_the_keys_of_one_query_are_divided_among_enough_parts() -> None:
+    for length, parts in ((1000, 66), (100_000, 256)):  # as PyTorch does it for 132 multiprocessors; of 1024 keys
+        query, key = torch.zeros(1, 4, 1, 16), torch.zeros(1).expand(1, 4, length, 16)
+        call = _flex.one_batch_axis(check(query, key, key))
+        assert options_on(Gpu(132, (9, 0)), call, (1, length), 16) == {"SPLIT_KV": parts}
 
 
 # --- The compiled kernel -------------------------------------------------------------------------------------------

@@ -16,11 +16,11 @@ from torch.nn.attention.flex_attention import flex_attention as attend
 
 from alibi_core import AttentionCall
 from alibi_torch._dispatch import needs_gradients
+from alibi_torch._flex.blocks import SHORT, kernel_options
 from alibi_torch._flex.mask import BLOCK, block_mask, nearest_keys
 from alibi_torch._tiled import KeyNorms
 
 LEAST_HEAD_DIM = 16  # of the kernels for GPUs, whose matrix units take no fewer
-SHORT = 128  # queries; fewer have a kernel of their own, which divides the keys among many multiprocessors
 RECOMPILE_LIMIT = 64  # of one kernel: sizes of 1, lengths that vary, tensors with and without gradients, strides, ...
 
 Mod = Callable[..., Tensor]
@@ -53,13 +53,16 @@ def flex_attention(
     score_mods, mask_mod = mods(call, q_padding, kv_padding)
     lengths = call.q_len + q_padding, call.kv_len + kv_padding
     mask = block_mask(call, query, key, mask_mod, norms, seq_lengths=lengths, backward=backward)
+    tuning = kernel_options(call, query, lengths, width)
     query = F.pad(query, (0, width, 0, q_padding)) if width or q_padding else query
     key, value = (F.pad(x, (0, width, 0, kv_padding)) if width or kv_padding else x for x in (key, value))
 
     def run(kind: str, *tensors: Tensor) -> Any:
         options = {"scale": call.scale, "enable_gqa": call.num_heads != call.num_kv_heads, "block_mask": mask}
         options |= {"return_aux": AuxRequest(lse=True)} if learns else {}
-        return _kernel(call, query, kind, bool(kv_padding))(*tensors, score_mod=score_mods[kind], **options)
+        options |= {"kernel_options": tuning} if tuning else {}
+        kernel = _kernel(call, query, kind, (bool(kv_padding), *tuning.items()))
+        return kernel(*tensors, score_mod=score_mods[kind], **options)
 
     result = run("bias", query, key, value)
     if learns:
@@ -111,6 +114,7 @@ def mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[dict[str
     future_slopes = None if call.future_slopes is None else call.future_slopes.detach()
     offset = call.q_offset if call.has_offset_array else slopes.new_full(call.batch, call.q_offset, dtype=torch.int32)
     nearest = _distance_origin(call, q_padding)
+    within_float = nearest is None and counts_in_float(call)  # sorts last: see ``surplus``
     is_causal, window_size = call.is_causal, call.window_size
     kv_len = slopes.new_full(call.batch, call.kv_len, dtype=torch.int32) if kv_padding else None
     q_ids, kv_ids = call.q_segment_ids, call.kv_segment_ids
@@ -131,7 +135,7 @@ def mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[dict[str
 
     def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the score with its bias, the distance in tokens from the origin of the row, and the direction."""
-        relative = kv_idx - (q_idx + offset[b])
+        relative = _ahead(kv_idx, q_idx + offset[b], within_float)
         distance = relative.abs()
         if nearest is not None:
             distance = distance - nearest[b, h, q_idx]
@@ -160,7 +164,7 @@ def mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[dict[str
         return score + torch.log(distance.clamp(min=0) * (relative > 0))
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        relative = kv_idx - (q_idx + offset[b])
+        relative = _ahead(kv_idx, q_idx + offset[b], within_float)
         visible = kv_idx >= 0 if kv_len is None else kv_idx < kv_len[b]
         if is_causal:
             visible = visible & (relative <= 0)
@@ -191,6 +195,26 @@ def _distance_origin(call: AttentionCall, q_padding: int) -> Tensor | None:
         is_outside = is_outside[..., None, :] if is_outside.ndim > 1 else is_outside
         nearest = torch.where(is_outside, nearest, 0)
     return F.pad(nearest, (0, q_padding)).expand(*call.batch, call.num_heads, call.q_len + q_padding)
+
+
+def _ahead(key: Tensor, query: Tensor, is_exact: bool) -> Tensor:
+    """Return how many tokens the position of a key is ahead of a query's, in float32 where that is exact.
+
+    There the conversion is one for each row and each column of a block, in place of one for each of its scores.
+    """
+    return key.to(torch.float32) - query.to(torch.float32) if is_exact else key - query
+
+
+def counts_in_float(call: AttentionCall) -> bool:
+    """Whether distances are differences of float32 positions; not on a CPU, whose template (2.13) converts none."""
+    return call.device.type != "cpu" and has_exact_positions(call)
+
+
+def has_exact_positions(call: AttentionCall) -> bool:
+    """Whether float32 holds the position of each query and key, padding included, as far as the host knows."""
+    if call.has_offset_array:
+        return False
+    return max(abs(call.q_offset), abs(call.q_offset + call.q_len), call.kv_len) + BLOCK <= 2**24
 
 
 def _stored(tensor: Any) -> Any:
@@ -227,11 +251,11 @@ def _tangent(result: Tensor, lse: Tensor, moved: Tensor, moved_lse: Tensor) -> T
     return torch.exp(share)[..., None] * (result.float() - moved.float())
 
 
-def _kernel(call: AttentionCall, query: Tensor, kind: str, is_padded: bool) -> Callable[..., Any]:
+def _kernel(call: AttentionCall, query: Tensor, kind: str, how: tuple[Any, ...]) -> Callable[..., Any]:
     """Return FlexAttention, compiled; as it is where the caller is being compiled, to become a part of that."""
     if torch.compiler.is_compiling():
         return attend
-    rules = (call.is_causal, call.window_size, call.mask is None, call.q_segment_ids is None, is_padded)
+    rules = (call.is_causal, call.window_size, call.mask is None, call.q_segment_ids is None, *how)
     rules += (call.added_key_bias is None,)
     sizes = (call.num_heads, call.num_kv_heads, query.shape[-1], call.scale, call.q_len < SHORT)
     return _compiled(query.device.type, query.dtype, kind, call.future_slopes is None, rules, sizes)

@@ -1,0 +1,460 @@
+"""What is there to learn of an NVIDIA GPU in nine minutes? All that this project wants to know of one, in order.
+
+  tests      pytest -m cuda;
+  numerics   each implementation against float64, results and gradients, and whether two runs give the same bits;
+  attention  forward, backward and decoding, 2,048 to 65,536 tokens, 32 heads of 128 and 8 of 64, bfloat16, causal and
+             symmetric, beside each kernel of scaled_dot_product_attention, a dense bias, FlexAttention and flash-attn;
+  models     layers of BLOOM-560m's and MPT-7B's shape, as they are and accelerated, and compiled whole;
+  jax        the same attention in JAX;
+  kernels    what the compilers say of the kernels: registers, spills, shared memory (runs nothing).
+
+Each step is a process of its own, has a budget of seconds and gives what it leaves to those after it. After every
+figure all figures are written, so a run that is ended loses none; what fails or is left out is written with its reason.
+With --dry-run all of it runs in small on the CPU. It needs NumPy, array-api-compat and PyTorch; each step says what
+else it lacks. No installation is needed: PYTHONPATH=.:backends python -m benchmarks.cuda_session --output DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 535
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """How much of it is to be done.
+
+    Attributes:
+        device: ``"cuda"`` or ``"cpu"``.
+        ends: When a step has to come to an end, by ``time.monotonic``.
+        heads: Numbers of heads, and their sizes.
+        lengths: In tokens.
+        checked: Tokens of what is compared with float64 in whole.
+        text: Tokens that models are given.
+        narrow: By what the widths of the models are divided.
+        worth: Seconds that a call is repeated for.
+    """
+
+    device: str
+    ends: float
+    heads: tuple[tuple[int, int], ...] = ((32, 128), (8, 64))
+    lengths: tuple[int, ...] = (2048, 4096, 16_384, 65_536)
+    checked: int = 2048
+    text: tuple[int, ...] = (2048, 8192)
+    narrow: int = 1
+    worth: float = 0.5
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self.ends
+
+
+# --- Steps ------------------------------------------------------------------------------------------------------------
+
+
+def tests(scope: Scope) -> Iterator[Row]:
+    """Run the tests that need a GPU, by several processes where that is possible."""
+    import importlib.util
+
+    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-v", "-rs", "--durations=8", "-p", "no:cacheprovider"]
+    command += ["tests/torch/test_flex.py", "tests/torch/test_attention.py"]
+    if scope.device == "cuda" and importlib.util.find_spec("xdist"):
+        command += ["-n", "8"]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        shown = -1
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=5)
+            log.seek(0)
+            text = log.read()
+            results = re.findall(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b", text.split("short test summary")[0])
+            if len(results) != shown or process.returncode is not None or scope.is_over:
+                shown = len(results)
+                counts = {each.lower(): results.count(each) for each in sorted(set(results))}
+                failed = sorted(set(re.findall(r"(?:FAILED|ERROR) (tests/\S+)", text)))
+                yield {"tests": counts, "status": process.returncode, "failed": failed, "log": text[-6000:]}
+            if process.returncode is not None:
+                return
+            if scope.is_over:
+                process.kill()
+
+
+def numerics(scope: Scope) -> Iterator[Row]:
+    """Compare each implementation with float64."""
+    import numpy as np
+    import torch
+
+    from benchmarks.attention import Reference, Shape, errors_of_gradients, load
+
+    backend = load("torch", scope.device)
+    cases = itertools.product((True, False), ("bfloat16", "float32", "float16"), ((8, 64), (4, 128)))
+    for is_causal, dtype, (num_heads, head_dim) in cases:
+        shape = Shape(num_heads, head_dim, scope.checked, dtype)
+        tensors = backend.tensors(shape, backward=True)
+        every = np.arange(shape.length)
+        form = {"is_causal": is_causal}
+        reference = Reference.of(tensors, every, backend.as_float64, **form)
+        plain = Reference.of(tensors, every, backend.as_float64, has_bias=False, **form)
+        subjects = [(each, reference) for each in backend.implementations(is_causal)]
+        subjects += [(each, plain) for each in backend.everyone(is_causal) if each.name == "SDPA FLASH, no positions"]
+        for contestant, exact in subjects:
+            row = {"name": contestant.name, "form": _form(is_causal), **_of(shape)}
+            try:
+                if scope.device == "cpu" and contestant.name.endswith("flex"):
+                    raise NotImplementedError("C++ takes a minute to compile")
+                call = backend.prepare(contestant, tensors, False)
+                first, second = call(), call()
+                row |= {"error": asdict(exact.error(first)), "same_bits": torch.equal(first, second)}
+                row["error_of_rounding"] = asdict(exact.rounding(dtype)) if dtype != "float32" else None
+                if exact is reference and dtype == "bfloat16":
+                    call = backend.prepare(contestant, tensors, True)
+                    first, second = call(), call()
+                    errors = errors_of_gradients(first, tensors[:3], tensors[3], backend.as_float64, **form)
+                    row["gradients"] = {name: asdict(each) for name, each in errors.items()}
+                    row["same_bits_of_gradients"] = all(map(torch.equal, first, second))
+            except Exception as error:
+                row |= _problem(error, exact is reference)
+            yield row
+
+
+def attention(scope: Scope) -> Iterator[Row]:
+    """Time PyTorch's attention, ours and others'."""
+    from benchmarks.attention import load
+
+    backend = load("torch", scope.device)
+    yield from _passes(scope, backend, [True], lambda is_causal: backend.everyone(is_causal)[:-1])
+    yield from _decoding(scope, backend)
+    yield from _passes(scope, backend, [False], lambda is_causal: backend.everyone(is_causal)[:-1])
+    yield from _passes(scope, backend, [True, False], lambda is_causal: backend.everyone(is_causal)[-1:])
+
+
+def models(scope: Scope) -> Iterator[Row]:
+    """Time layers of transformers' models."""
+    import copy
+
+    import torch
+
+    from alibi_torch.transformers import accelerate
+    from benchmarks import transformers as subjects
+    from benchmarks.attention import load
+
+    backend = load("torch", scope.device)
+    dtype = torch.bfloat16 if scope.device == "cuda" else torch.float32
+    for kind, length in itertools.product(("bloom", "mpt"), scope.text):
+        theirs = subjects.model_of(kind, scope.narrow, length).to(scope.device, dtype)
+        tokens = subjects.tokens_of(1, length).to(scope.device)
+        ours = accelerate(copy.deepcopy(theirs))
+        calls = {
+            "eager": partial(subjects.forward, theirs, tokens),
+            "accelerated": partial(subjects.forward, ours, tokens),
+        }
+        if scope.device == "cuda":
+            calls["accelerated, compiled"] = partial(subjects.forward, torch.compile(ours), tokens)
+        expected = None
+        for name, call in calls.items():
+            row = {"name": f"{kind}, {name}", "tokens": length}
+            try:
+                row |= _timed(scope, backend, call)
+                result = call().float()
+                expected = result if expected is None else expected
+                row["apart_from_eager"] = (result - expected).abs().max().item()
+            except Exception as error:
+                row |= _problem(error, is_ours=name != "eager")
+            yield row
+
+
+def jax(scope: Scope) -> Iterator[Row]:
+    """Time JAX's attention, ours and others'."""
+    from benchmarks.attention import load
+
+    backend = load("jax", scope.device)
+    yield from _passes(scope, backend, [True], backend.everyone)
+    yield from _decoding(scope, backend)
+
+
+def kernels(scope: Scope) -> Iterator[Row]:
+    """Compile kernels, and say what the compilers say."""
+    from benchmarks.research import cuda_static
+
+    if scope.device == "cpu":
+        yield {"skipped": "it takes a minute, and is the same everywhere: python -m benchmarks.research.cuda_static"}
+        return
+    passes = itertools.product(scope.heads, ("forward", "backward", "decode"), (True, False), (False, True))
+    for (num_heads, head_dim), kind, has_bias, varies in passes:
+        subject = cuda_static.Subject(90, kind, num_heads, head_dim, has_bias, varies=varies)
+        try:
+            yield asdict(subject) | {"kernels": cuda_static.compiled(subject)}
+        except RuntimeError as error:
+            yield asdict(subject) | {"skipped": _reason(error)}
+
+
+STEPS: dict[str, tuple[Callable[[Scope], Iterator[Row]], int]] = {
+    "tests": (tests, 150),
+    "numerics": (numerics, 50),
+    "attention": (attention, 165),
+    "models": (models, 45),
+    "jax": (jax, 75),
+    "kernels": (kernels, 50),
+}
+
+
+# --- What steps share -------------------------------------------------------------------------------------------------
+
+
+def _passes(
+    scope: Scope, backend: Any, forms: Sequence[bool], contestants: Callable[[bool], Sequence[Any]]
+) -> Iterator[Row]:
+    """Yield a row for each contestant, at each length, forward and backward."""
+    from benchmarks.attention import Reference, Shape, sample
+
+    for is_causal, (num_heads, head_dim), backward in itertools.product(forms, scope.heads, (False, True)):
+        for length in scope.lengths:
+            if scope.is_over:
+                return
+            shape = Shape(num_heads, head_dim, length, "bfloat16")
+            tensors = backend.tensors(shape, backward)
+            rows = sample(length, 8)
+            kind = {"pass": "forward and backward" if backward else "forward", "form": _form(is_causal)} | _of(shape)
+            references: dict[bool, Any] = {}
+            for contestant in contestants(is_causal):
+                row = {"name": contestant.name, **kind}
+                has_bias = "no positions" not in contestant.name
+                try:
+                    if contestant.bytes_needed(shape) > backend.free_bytes():
+                        raise MemoryError(f"it needs {contestant.bytes_needed(shape) / 2**30:.0f} GiB")
+                    if backward and backend.device not in contestant.backward_on:
+                        raise NotImplementedError(f"no backward pass on {backend.device}")
+                    if backend.device == "cpu" and "score_mod alone" in contestant.name:
+                        raise NotImplementedError("C++ takes a minute to compile")
+                    call = backend.prepare(contestant, tensors, backward)
+                    row |= _timed(scope, backend, call)
+                    if not backward:
+                        if has_bias not in references:
+                            of = partial(Reference.of, tensors, rows, backend.as_float64, is_causal=is_causal)
+                            references[has_bias] = of(has_bias=has_bias)
+                        row["error"] = asdict(references[has_bias].error(call()))
+                except Exception as error:
+                    row |= _problem(error, contestant.name.startswith("alibi"))
+                yield row
+
+
+def _decoding(scope: Scope, backend: Any) -> Iterator[Row]:
+    """Yield a row for each who answers one query, at each length."""
+    from benchmarks.attention import Decoding, Shape
+
+    for (num_heads, head_dim), length in itertools.product(scope.heads, reversed(scope.lengths)):
+        if scope.is_over:
+            return
+        shape = Shape(num_heads, head_dim, length, "bfloat16")
+        found = backend.decode(Decoding(shape, 0))
+        subjects = {
+            "our cache": found.cached,
+            "our attention": found.bare,
+            found.baseline_name: found.baseline,
+            found.row_name: found.with_row,
+        }
+        for name, call in subjects.items():
+            row = {"name": name, "pass": "decode", **_of(shape)}
+            try:
+                row |= _timed(scope, backend, call)
+            except Exception as error:
+                row |= _problem(error, name.startswith("our"))
+            yield row
+
+
+def _timed(scope: Scope, backend: Any, call: Callable[[], Any]) -> Row:
+    """Return the seconds of the first call, which compiles, and of those after it, and a call's peak of memory."""
+    start = time.perf_counter()
+    backend.seconds(call)
+    first = time.perf_counter() - start
+    least = backend.seconds(call)
+    count = max(2, min(30, int(scope.worth / max(least, 1e-6))))
+    times = [backend.seconds(call) for _ in range(count)]
+    row = {"seconds": statistics.median(times), "range": [min(times), max(times)], "first_call": first}
+    if scope.device == "cuda" and hasattr(backend, "peak"):
+        row["peak_bytes"] = backend.peak(call)
+    return row
+
+
+def _of(shape: Any) -> Row:
+    return {"heads": shape.num_heads, "head_dim": shape.head_dim, "tokens": shape.length, "dtype": shape.dtype}
+
+
+def _form(is_causal: bool) -> str:
+    return "causal" if is_causal else "symmetric"
+
+
+def _problem(error: Exception, is_ours: bool) -> Row:
+    """Return why there is no figure: it was left out, or what is ours failed."""
+    is_refusal = isinstance(error, NotImplementedError | MemoryError | ImportError)
+    return {"failed" if is_ours and not is_refusal else "skipped": _reason(error)}
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' / '.join([*lines[:1], *lines[-2:]])[:600]}"
+
+
+# --- The run ----------------------------------------------------------------------------------------------------------
+
+
+def run_step(name: str, scope: Scope, path: Path) -> None:
+    """Run one step, in a process of its own, and write its rows after each."""
+    rows: list[Row] = []
+    found: Row = {"rows": rows}
+    start = time.monotonic()
+    try:
+        for row in STEPS[name][0](scope):
+            if name == "tests":
+                rows.clear()  # each row of it holds all there was before
+            rows.append(row)
+            _write(path, found | {"seconds": time.monotonic() - start})
+            if scope.is_over and name != "tests":
+                found["cut"] = "the time was over"
+                break
+    except (ImportError, AssertionError) as error:  # AssertionError: PyTorch without CUDA
+        found["skipped"] = _reason(error)
+        found["traceback"] = traceback.format_exc()[-3000:]
+    except Exception:
+        found["failed"] = traceback.format_exc()[-6000:]
+    _write(path, found | {"seconds": time.monotonic() - start})
+
+
+def _write(path: Path, found: Any) -> None:
+    """Write JSON at once or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the session and return its exit status: 1 if a step failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cuda_session",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, default=Path("out"), metavar="DIR", help="where cuda-session.json goes")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything (default %(default)s)")
+    parser.add_argument("--only", default=",".join(STEPS), metavar="STEP,...", help="of %(default)s")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, in small")
+    parser.add_argument("--step", nargs=2, metavar=("STEP", "PATH"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.step:
+        name, path = options.step
+        ends = time.monotonic() + options.seconds
+        small = {"heads": ((2, 16),), "lengths": (64,), "checked": 64, "text": (64,), "narrow": 16, "worth": 0.0}
+        scope = Scope("cpu", ends, **small) if options.dry_run else Scope("cuda", ends)
+        run_step(name, scope, Path(path))
+        return 0
+    names = options.only.split(",")
+    if unknown := [name for name in names if name not in STEPS]:
+        parser.error(f"--only must be of {', '.join(STEPS)}, got {', '.join(unknown)}")
+    options.output.mkdir(parents=True, exist_ok=True)
+    return _session(names, options.output / "cuda-session.json", options.seconds, options.dry_run)
+
+
+def _session(names: Sequence[str], path: Path, seconds: float, is_dry: bool) -> int:
+    """Run steps one after the other, and write what they have found while they run."""
+    ends = time.monotonic() + seconds
+    results: dict[str, Any] = {"dry_run": is_dry, "machine": _machine(), "steps": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        for index, name in enumerate(names):
+            after = sum(STEPS[each][1] for each in names[index + 1 :])
+            budget = max(STEPS[name][1] / 3, ends - time.monotonic() - after)  # with what those before have left
+            budget = min(budget, ends - time.monotonic())
+            print(f"{name}: {budget:.0f} seconds", flush=True)
+            _step(name, Path(folder, f"{name}.json"), budget, is_dry, partial(_merge, results, name, path))
+            found = results["steps"][name]
+            reason = (
+                found.get("skipped") or (found.get("failed") or found.get("cut") or "done").strip().splitlines()[-1]
+            )
+            print(f"  {len(found.get('rows', []))} rows, {reason}", flush=True)
+    print(f"Written to {path}")
+    steps = results["steps"].values()
+    return int(any(found.get("failed") for step in steps for found in (step, *step["rows"])))
+
+
+def _step(name: str, path: Path, budget: float, is_dry: bool, merge: Callable[[Row], None]) -> None:
+    """Run a step in a process, which is ended a little after its time is over."""
+    command = [sys.executable, "-m", "benchmarks.cuda_session", "--step", name, str(path), "--seconds", f"{budget - 5}"]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "backends"), os.environ.get("PYTHONPATH", "")])
+    if is_dry:
+        environment["JAX_PLATFORMS"] = "cpu"
+    if name == "kernels":
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # a GPU is described to the compilers, whether there is one or not
+    ends = time.monotonic() + budget
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [*command, *(["--dry-run"] if is_dry else [])],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        while process.poll() is None and time.monotonic() < ends:
+            time.sleep(0.2)
+            with contextlib.suppress(FileNotFoundError):
+                merge(json.loads(path.read_text(encoding="utf-8")))
+        was_ended = process.poll() is None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with whatever compiles for it
+        process.wait()
+        log.seek(0)
+        said = log.read()[-4000:]
+    found: Row = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+    if was_ended:
+        found["cut"] = "the time was over, and the step was ended"
+    elif process.returncode:
+        found["failed"] = f"the process ended with {process.returncode}\n{said}"
+    found["said"] = said
+    merge(found)
+
+
+def _merge(results: dict[str, Any], name: str, path: Path, found: Row) -> None:
+    if results["steps"].get(name) != found:
+        results["steps"][name] = found
+        _write(path, results)
+
+
+def _machine() -> Row:
+    """Return versions and the GPU, without a context on it."""
+    import importlib.metadata
+    import platform
+
+    found: Row = {"python": platform.python_version()}
+    for name in ("torch", "triton", "jax", "jaxlib", "transformers", "flash-attn", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    with contextlib.suppress(OSError):
+        query = "--query-gpu=name,driver_version,memory.total"
+        done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True)
+        found["gpu"] = done.stdout.strip()
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
