@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import array_api_compat.torch as xp
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core.backend import ARRAY_AXES, CallRules, KeyNorms, entry_of, tolerance_of, working_dtype
+from alibi_core.backend import ARRAY_AXES, CallRules, Job, KeyNorms, entry_of, tolerance_of, working_dtype
 from alibi_torch._dispatch import is_watched, needs_gradients
 from alibi_torch._tiled import kernels as _tile_kernels
 from alibi_torch._tiled import short
@@ -116,19 +117,31 @@ TENSORS = 1 + Packed._fields.index("key_norms")  # of its fields, the first
 
 
 def _forward(
-    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None, *, is_exact: bool
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    norms: KeyNorms | None,
+    *,
+    is_exact: bool,
+    plans: list[list[Job]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return result and log-sum-exp; the result is in the working dtype if ``is_exact``."""
+    """Return result and log-sum-exp; the result is in the working dtype if ``is_exact``.
+
+    The jobs of each part of the call are added to ``plans``, where there is such a list.
+    """
     query, key, value = (_last_axis_dense(x) for x in (query, key, value))
     result_dtype = call.working_dtype if is_exact else call.dtype
-    if is_short(call):
+    if is_short(call, norms_are_known=norms is not None):
         return short.forward(call, query, key, value, result_dtype)
     tolerance = tolerance_of(call)
 
     def attend(call: AttentionCall, batch: slice) -> tuple[Tensor, Tensor]:
         tensors = [x[batch] for x in (query, key, value)]
         known = None if norms is None else norms.of_entries(batch)
-        planned = kernel_jobs(call, *tensors[:2], tolerance, known)
+        planned = list(kernel_jobs(call, *tensors[:2], tolerance, known))
+        if plans is not None:
+            plans.append(planned)
         return _tile_kernels.forward(call, *tensors, planned, result_dtype)
 
     parts = [attend(*part) for part in _parts(call)]
@@ -136,25 +149,35 @@ def _forward(
 
 
 def _backward(
-    call: AttentionCall, saved: _tile_kernels.Saved, norms: KeyNorms | None, *, by_slopes: bool
+    call: AttentionCall,
+    saved: _tile_kernels.Saved,
+    norms: KeyNorms | None,
+    *,
+    by_slopes: bool,
+    plans: Sequence[list[Job]] = (),
 ) -> tuple[Tensor, ...]:
-    """Return the gradients by query, key, value, slopes and future slopes; zeros by slopes unless asked for."""
+    """Return the gradients by query, key, value, slopes and future slopes; zeros by slopes unless asked for.
+
+    ``plans`` are those that the forward pass made, where they are known.
+    """
     dense = saved._replace(**{x: _last_axis_dense(getattr(saved, x)) for x in ("grad", "query", "key", "value")})
     slopes, future_slopes = call.slopes, call.future_slopes
     like = slopes if future_slopes is None else future_slopes
     tolerance = tolerance_of(call)
 
-    def differentiate(call: AttentionCall, batch: slice) -> tuple[Tensor, ...]:
+    def differentiate(call: AttentionCall, batch: slice, planned: Iterable[Job] | None) -> tuple[Tensor, ...]:
         some = _tile_kernels.Saved(*(x[batch] for x in dense))
-        known = None if norms is None else norms.of_entries(batch)
-        planned = kernel_jobs(call, some.query, some.key, tolerance, known)
+        if planned is None:
+            known = None if norms is None else norms.of_entries(batch)
+            planned = kernel_jobs(call, some.query, some.key, tolerance, known)
         return _tile_kernels.backward(call, some, planned, by_slopes=by_slopes)
 
+    is_plain = is_short(call, norms_are_known=norms is not None)
     with torch.autocast("cpu", enabled=False):  # gradients may be asked for where it is on
-        found = short.backward(call, dense) if is_short(call) and not by_slopes else None
+        found = short.backward(call, dense) if is_plain and not by_slopes else None
         if found is not None:
             return *found, torch.zeros_like(slopes), torch.zeros_like(like)
-        parts = [differentiate(*part) for part in _parts(call)]
+        parts = [differentiate(*part, plan) for part, plan in itertools.zip_longest(_parts(call), plans)]
     joined = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
     *by_inputs, past, future = joined
     if future_slopes is None and not call.is_causal:
@@ -261,7 +284,8 @@ class _EagerAttention(torch.autograd.Function):
         call: AttentionCall,
         norms: KeyNorms | None,
     ) -> Tensor:
-        result, logsumexp = _forward(call, query, key, value, norms, is_exact=True)
+        ctx.plans = []
+        result, logsumexp = _forward(call, query, key, value, norms, is_exact=True, plans=ctx.plans)
         # The arrays of the call are saved for PyTorch to notice if somebody writes to them in between.
         ctx.save_for_backward(query, key, value, result, logsumexp, *call.arrays.values())
         ctx.call, ctx.norms = call, norms
@@ -278,7 +302,7 @@ class _EagerAttention(torch.autograd.Function):
             packed = Packed.of(ctx.call, ctx.norms)
             gradients = _attend_backward(*saved, *packed, by_slopes)
         else:
-            gradients = _backward(ctx.call, saved, ctx.norms, by_slopes=by_slopes)
+            gradients = _backward(ctx.call, saved, ctx.norms, by_slopes=by_slopes, plans=ctx.plans)
         wanted = (x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad[:5], strict=True))
         return (*wanted, None, None)
 

@@ -26,7 +26,7 @@ def jobs(call: AttentionCall, query: Tensor, key: Tensor, tolerance: float, norm
 
     Query and key are ``[batch, heads, length, head_dim]``.
     """
-    if is_short(call):
+    if is_short(call, norms_are_known=norms is not None):
         return iter(short_jobs(call))
     return kernel_jobs(call, query, key, tolerance, norms)
 

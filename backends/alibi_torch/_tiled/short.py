@@ -23,20 +23,27 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # Queries in a block, by the number of keys: more of them waste scores on keys that only the last ones see, fewer take
 # more calls. Measured on AVX-512.
 KEPT = 2**18  # elements; a bias of so few is kept with its call, which may come again
+LONG_DECODING = 2**13  # times the keys of a short call: numbers in the keys of one batch entry
+CAST = 2**18  # elements that are cast at once
 BLOCKS = {
     False: ((512, 64), (1024, 128), (math.inf, 256)),
     True: ((512, 64), (1024, 128), (math.inf, 256)),  # of gradients
 }
 
 
-def is_short(call: AttentionCall) -> bool:
-    """Whether the functions of this module compute a call."""
-    return (
-        call.kv_len <= tiling().short
-        and call.sees_own_key
-        and call.q_segment_ids is None
-        and call.added_key_bias is None
-    )
+def is_short(call: AttentionCall, *, norms_are_known: bool = False) -> bool:
+    """Whether the functions of this module compute a call.
+
+    A few queries may as well read all keys, until those are so many that finding out what is needed takes less time.
+    """
+    how = tiling()
+    if not call.sees_own_key or call.q_segment_ids is not None or call.added_key_bias is not None:
+        return False
+    if call.kv_len <= how.short or call.q_len > how.sizes.few:
+        return call.kv_len <= how.short
+    # Norms that are not known take a pass over the keys; of float32 that is half of what attention reads.
+    limit = LONG_DECODING * (4 if call.dtype == call.working_dtype and not norms_are_known else 1)
+    return call.num_kv_heads * call.kv_len * call.head_dim < limit * how.short
 
 
 def short_jobs(call: AttentionCall, *, by_gradient: bool = False) -> list[Job]:
@@ -59,17 +66,36 @@ def forward(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, result_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Compute a short call; takes and returns what ``kernels.forward`` does."""
-    # In low precision the kernel would round the weights to it, and is no faster.
-    query, key, value = (x.to(call.working_dtype) for x in (query, key, value))
-    key, value = (_for_query_heads(call, x) for x in (key, value))
     jobs = short_jobs(call)
     biases = _biases(call, jobs)
-    parts = []
-    for job, bias in zip(jobs, biases, strict=True):
-        keys = (x[:, :, job.keys] for x in (key, value))
-        parts.append(_forward(query[:, :, job.queries], *keys, 0.0, False, attn_mask=bias, scale=call.scale))
-    result, logsumexp = (_joined(x) for x in zip(*parts, strict=True))
+    by_heads = []
+    for heads, kv_heads in _heads_at_once(call):
+        # In low precision the kernel would round the weights to it, and is no faster.
+        some_query = query[:, heads].to(call.working_dtype)
+        keys, values = (_for_query_heads(call, x[:, kv_heads].to(call.working_dtype)) for x in (key, value))
+        parts = []
+        for job, bias in zip(jobs, biases, strict=True):
+            operands = some_query[:, :, job.queries], keys[:, :, job.keys], values[:, :, job.keys]
+            parts.append(_forward(*operands, 0.0, False, attn_mask=bias[:, heads], scale=call.scale))
+        by_heads.append([_joined(x, 2) for x in zip(*parts, strict=True)])
+    result, logsumexp = (_joined(x, 1) for x in zip(*by_heads, strict=True))
     return result.to(result_dtype), logsumexp
+
+
+def _heads_at_once(call: AttentionCall) -> list[tuple[slice, slice]]:
+    """Return the query heads, and the heads of their keys, that are computed together.
+
+    All of them, but for a few queries whose keys are to be cast: in new memory, which is to be small enough to be had
+    at once.
+    """
+    count = call.num_kv_heads
+    if call.dtype != call.working_dtype and call.q_len <= tiling().sizes.few:
+        count = min(count, max(1, CAST // (call.batch[0] * call.kv_len * call.head_dim)))
+    group = call.num_heads // call.num_kv_heads
+    return [
+        (slice(first * group, (first + count) * group), slice(first, first + count))
+        for first in range(0, call.num_kv_heads, count)
+    ]
 
 
 def backward(call: AttentionCall, saved: Saved) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -104,12 +130,11 @@ def backward(call: AttentionCall, saved: Saved) -> tuple[Tensor, Tensor, Tensor]
     if call.num_kv_heads < call.num_heads:
         by_keys = [x.unflatten(1, (call.num_kv_heads, -1)).sum(dim=2) for x in by_keys]
     by_key, by_value = (x.to(call.dtype) for x in by_keys)
-    return _joined(by_query).to(call.dtype), by_key, by_value
+    return _joined(by_query, 2).to(call.dtype), by_key, by_value
 
 
-def _joined(blocks: Sequence[Tensor]) -> Tensor:
-    """Return blocks of queries as one tensor."""
-    return blocks[0] if len(blocks) == 1 else torch.cat(list(blocks), dim=2)
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
 
 
 def _for_query_heads(call: AttentionCall, tensor: Tensor) -> Tensor:
