@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from alibi_core._arrays import (
@@ -339,15 +340,19 @@ class AttentionCall:
         Returns:
             Booleans that broadcast to ``[*batch, num_heads, q_len, kv_len]``.
         """
-        rules = []
-        if self.is_causal:
-            rules.append(relative <= 0)
-        if self.window_size is not None:
-            rules.append(self.xp.abs(relative) <= self.window_size)
+        rules = self._rules_of_distance(relative)
         if self.q_segment_ids is not None and self.kv_segment_ids is not None:
             rules.append(with_head_axis(self.q_segment_ids[..., :, None] == self.kv_segment_ids[..., None, :]))
         if self.mask is not None:
             rules.append(self.mask)
+        return self._all(rules)
+
+    def _rules_of_distance(self, relative: Any) -> list[Any]:
+        """Return where direction and window let a query look."""
+        rules = [relative <= 0] if self.is_causal else []
+        return rules if self.window_size is None else [*rules, self.xp.abs(relative) <= self.window_size]
+
+    def _all(self, rules: list[Any]) -> Any | None:
         visible = None
         for rule in rules:
             # Not `&`: under mx.vmap its result has the shape of the first operand, whatever that of the second.
@@ -378,12 +383,29 @@ class AttentionCall:
         bias = self._linear_bias(relative, visible, nearest)
         return xp.where(attends, bias, asarray(xp, 0.0, self.working_dtype, self.device)), attends
 
+    @cached_property
+    def worked_out(self) -> dict[Any, Any]:
+        """A place for what a backend works out and would need again should the call come again."""
+        return {}
+
+    @cached_property
+    def bias_by_distance(self) -> Any:
+        """The bias of keys by their distance, where positions alone decide it and the offset is an int.
+
+        ``[..., num_heads, q_len + kv_len - 1]`` in ``working_dtype``, from the farthest that a key is before a query to
+        the farthest that one is after a query; -inf where direction or window hide it.
+        """
+        farthest = self.q_offset + self.q_len - 1
+        relative = (arange(self.xp, self.q_len + self.kv_len - 1, self.device) - farthest)[None]
+        visible = self._all(self._rules_of_distance(relative))
+        return self._linear_bias(relative, visible, None)[..., 0, :]
+
     def _outside(self, positions: Any) -> Any:
         """Return how far the keys as a whole are from each position, 0 among them."""
         beyond = positions - (self.kv_len - 1)
         return self.xp.where(positions < 0, -positions, self.xp.where(beyond > 0, beyond, self.xp.zeros_like(beyond)))
 
-    def _linear_bias(self, relative: Any, visible: Any | None, nearest: Any) -> Any:
+    def _linear_bias(self, relative: Any, visible: Any | None, nearest: Any | None) -> Any:
         slopes, future_slopes = self.slopes, self.future_slopes
         bias = linear_bias(self.xp, slopes, future_slopes, relative, visible, is_causal=self.is_causal, nearest=nearest)
         return bias if self.added_key_bias is None else bias + self.added_key_bias[..., None, :]

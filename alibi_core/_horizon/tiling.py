@@ -30,10 +30,16 @@ class Tiling:
 
     @classmethod
     def of_sizes(
-        cls, sizes: TileSizes, *, kv_block: int, norm_bounds: Callable[[Any], Any], kernel_elements: int
+        cls,
+        sizes: TileSizes,
+        *,
+        kv_block: int,
+        norm_bounds: Callable[[Any], Any],
+        kernel_elements: int,
+        part_elements: int = 2**20,
     ) -> Tiling:
         """Return the tiling whose blocks of queries are the largest tiles; the rest as in :class:`Measuring`."""
-        blocks = {"q_block": sizes.rows[1], "kv_block": kv_block, "part_elements": 2**20, "few": sizes.few}
+        blocks = {"q_block": sizes.rows[1], "kv_block": kv_block, "part_elements": part_elements, "few": sizes.few}
         return cls(sizes, Measuring(**blocks, worthwhile=20, norm_bounds=norm_bounds), kernel_elements)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from alibi_core import AttentionCall
 from alibi_core.backend import dense_attention, host_values, non_negative_number, one_of
-from alibi_torch._dispatch import IMPLEMENTATIONS, choose
+from alibi_torch._dispatch import IMPLEMENTATIONS, choose, memory
 from alibi_torch._tiled import KeyNorms, tiled_attention
 
 
@@ -85,13 +85,13 @@ def attention(
     """
     if implementation is not None:
         one_of("implementation", implementation, IMPLEMENTATIONS)
-    call = AttentionCall.check(
+    call = checked(
         query,
         key,
         value,
         slopes,
+        future_slopes,
         is_causal=is_causal,
-        future_slopes=future_slopes,
         q_offset=q_offset,
         segment_ids=segment_ids,
         window_size=window_size,
@@ -99,10 +99,21 @@ def attention(
         scale=scale,
         tolerance=tolerance,
         allow_negative_slopes=allow_negative_slopes,
-        xp=xp,
     )
     norms = None if max_key_norm is None else norms_of(call, max_key_norm)
     return run(call, query, key, value, implementation, norms)
+
+
+def checked(
+    query: Tensor, key: Tensor, value: Tensor, slopes: Any, future_slopes: Any = None, **rules: Any
+) -> AttentionCall:
+    """Return the call that arguments of :func:`attention` make, checked now or before."""
+    known = memory.key_of((query, key, value), slopes, future_slopes, rules)
+    call = memory.recall(known)
+    if call is None:
+        call = AttentionCall.check(query, key, value, slopes, future_slopes=future_slopes, xp=xp, **rules)
+        memory.remember(known, call)
+    return call
 
 
 def run(

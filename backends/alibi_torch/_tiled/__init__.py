@@ -8,10 +8,12 @@ from alibi_core.backend import KeyNorms
 from alibi_torch._tiled.configuration import SIZES, norm_bounds, tiling
 from alibi_torch._tiled.operators import tiled_attention, tiled_attention_with_sums
 from alibi_torch._tiled.plan import jobs, needed_keys
+from alibi_torch._tiled.short import is_short
 
 __all__ = [
     "SIZES",
     "KeyNorms",
+    "is_short",
     "jobs",
     "needed_keys",
     "norm_bounds",

@@ -30,7 +30,10 @@ def _fast_norm_bounds(vectors: Tensor) -> Tensor:
     return norm_bounds(vectors, vectors.dtype)
 
 
-DEFAULT = Tiling.of_sizes(SIZES, kv_block=128, norm_bounds=_fast_norm_bounds, kernel_elements=2**22)
+# Copies of larger parts are new memory each time, whose pages take longer to come by than to fill.
+DEFAULT = Tiling.of_sizes(
+    SIZES, kv_block=128, norm_bounds=_fast_norm_bounds, kernel_elements=2**22, part_elements=2**18
+)
 
 
 def tiling() -> Tiling:

@@ -39,8 +39,8 @@ def forward(
         The result, ``[batch, num_heads, q_len, head_dim]``, and the logarithm of each query's softmax denominator,
         ``[batch, num_heads, q_len]``, infinite for a query that sees nothing.
     """
-    result = torch.empty(query.shape, dtype=result_dtype)
-    logsumexp = torch.empty(query.shape[:-1], dtype=call.working_dtype)
+    result = query.new_empty(query.shape, dtype=result_dtype)
+    logsumexp = query.new_empty(query.shape[:-1], dtype=call.working_dtype)
     # In low precision the kernel would round the weights to it, and is no faster: a part at a time is cast.
     dtype = call.working_dtype
     jobs = in_order(jobs)
@@ -133,10 +133,10 @@ def backward(
     Those by slopes are ``[batch, num_heads]``, for the keys on one side of the query each, and zeros unless asked for.
     """
     grad, query, key, value, result, logsumexp = saved
-    query_grad = torch.empty(query.shape, dtype=query.dtype)
-    key_grad, value_grad = (torch.zeros(key.shape, dtype=key.dtype) for _ in range(2))
+    query_grad = query.new_empty(query.shape)
+    key_grad, value_grad = (key.new_zeros(key.shape) for _ in range(2))
     # Two tensors, not one: what an operator returns must not share memory.
-    slope_grads = [torch.zeros(call.batch[0], call.num_heads, dtype=torch.float64) for _ in range(2)]
+    slope_grads = [query.new_zeros((call.batch[0], call.num_heads), dtype=torch.float64) for _ in range(2)]
     # In low precision the kernel would round the gradients of scores to it, which large keys multiply.
     dtype = call.working_dtype
     jobs = in_order(jobs)
@@ -188,26 +188,16 @@ class Tile:
     has_large_scores: bool = False
 
     def centred(self, keys: Tensor, job: Job) -> Tile:
-        """Return the tile without what its keys have in common, which softmax does not notice.
-
-        The gradients of a row's scores have the sum 0, but for rounding, which a mean that all keys have in common
-        would multiply in the gradient of the query. A mean that a few large keys make is left where it is: queries that
-        cannot see those would have large scores for it, and fewer digits.
+        """Return the tile without what its keys have in common.
 
         Args:
             keys: Of all tiles of the job, from :func:`_span_of`.
             job: Whose tile it is.
         """
-        length = keys.shape[-2]
-        mean = keys.new_full((1, length), 1 / length) @ keys  # no sum of large keys, which might overflow
-        spread = (keys - mean).square().sum(dim=(-2, -1), keepdim=True) / length
-        is_common = mean.square().sum(dim=-1, keepdim=True) > 4 * spread  # False where either is not finite
-        centre = torch.where(is_common, mean, 0.0)
-        shift = (self.query @ centre.mT)[..., 0] * self.scale
-        sums = torch.where(self.logsumexp == math.inf, 0.0, self.logsumexp)
-        if torch.maximum(sums.abs(), shift.abs()).max() > LARGE_SCORE / torch.finfo(sums.dtype).eps:
+        parts = without_common_part(self.query, keys, self.logsumexp, self.scale)
+        if parts is None:
             return replace(self, has_large_scores=True)
-        return replace(self, key=_by_tile(keys - centre, job), logsumexp=self.logsumexp - shift)
+        return self if parts[0] is keys else replace(self, key=_by_tile(parts[0], job), logsumexp=parts[1])
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients by query, key and value."""
@@ -280,6 +270,40 @@ class Tile:
         return _backward(*tensors, 0.0, False, attn_mask=self.bias, scale=self.scale)
 
 
+def without_common_part(query: Tensor, key: Tensor, logsumexp: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
+    """Return keys without what all of them have in common, which softmax does not notice, and what is left of the sums.
+
+    The gradients of a row's scores have the sum 0, but for rounding, which a mean that all keys have in common would
+    multiply in the gradient of the query. A mean that a few large keys make is left where it is: queries that cannot
+    see those would have large scores for it, and fewer digits.
+
+    Args:
+        query: ``[..., heads, rows, head_dim]``.
+        key: ``[..., heads or 1, kv_len, head_dim]``.
+        logsumexp: Of each query's softmax, ``[..., heads, rows]``.
+        scale: Factor of the scores.
+
+    Returns:
+        Both, or None if scores are large.
+    """
+    mean = key.mean(dim=-2, keepdim=True)
+    common, whole = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (mean, key))
+    is_common = common > whole * (0.8 / key.shape[-2]) ** 0.5  # False where the keys, or their sum, are not finite
+    large = LARGE_SCORE / torch.finfo(logsumexp.dtype).eps
+    if not is_common.any():
+        if logsumexp.abs().max() <= large:
+            return key, logsumexp
+        shift = logsumexp.new_zeros(())
+        centre = shift
+    else:
+        centre = torch.where(is_common, mean, 0.0)
+        shift = (query @ centre.mT)[..., 0] * scale
+    sums = torch.where(logsumexp == math.inf, 0.0, logsumexp)
+    if torch.maximum(sums.abs(), shift.abs()).max() > large:
+        return None
+    return key - centre, logsumexp - shift
+
+
 def _with_key_bias(
     call: AttentionCall, job: Job, bias: Tensor, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -314,11 +338,11 @@ def _with_slopes(call: AttentionCall, job: Job, tile: Tile, slope_grads: list[Te
     edges = [min(max(n, 0), job.kv_len) for n in (lowest - job.kv_start, lowest + job.rows - job.kv_start)]
     if tile.has_large_scores:  # which are to be seen together
         edges = [0, job.kv_len]
-    positions = torch.arange(job.kv_start, job.kv_start + job.kv_len)
-    q_positions = torch.arange(lowest, lowest + job.rows)
+    positions = torch.arange(job.kv_start, job.kv_start + job.kv_len, device=call.device)
+    q_positions = torch.arange(lowest, lowest + job.rows, device=call.device)
     by_query = torch.zeros_like(wide.query)
-    by_key, by_value = (torch.zeros(*x.shape, dtype=x.dtype) for x in (wide.key, wide.value))
-    past, future = (torch.zeros(*wide.query.shape[:-1], dtype=torch.float64) for _ in range(2))
+    by_key, by_value = (x.new_zeros(x.shape) for x in (wide.key, wide.value))
+    past, future = (wide.query.new_zeros(wide.query.shape[:-1], dtype=torch.float64) for _ in range(2))
     sides = [(slice(0, edges[0]), past, 1), (slice(edges[1], job.kv_len), future, -1)]
     for some, total, sign in sides:
         if some.start == some.stop:
@@ -381,7 +405,7 @@ class Biases:
             widest = min(first, heads[0]), max(stop, heads[1]), max(back, self._back_of(job))
             self._alike[self._kind(job)] = widest
         self._key: tuple[int, ...] = ()
-        self._kept = torch.empty(0)
+        self._kept = torch.empty(0, device=call.device)
         self._heads = slice(0, 0)  # that the kept bias covers
         self._back = 0  # keys before the first query's own that it covers
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import array_api_compat.torch as xp
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core.backend import ARRAY_AXES, CallRules, KeyNorms, entry_of, tolerance_of, working_dtype
-from alibi_torch._dispatch import needs_gradients
+from alibi_core.backend import ARRAY_AXES, CallRules, Job, KeyNorms, entry_of, tolerance_of, working_dtype
+from alibi_torch._dispatch import is_watched, needs_gradients
 from alibi_torch._tiled import kernels as _tile_kernels
+from alibi_torch._tiled import short
 from alibi_torch._tiled import vmap as _tiled_vmap
-from alibi_torch._tiled.plan import jobs
+from alibi_torch._tiled.plan import kernel_jobs
 from alibi_torch._tiled.sequences import parts_of, sequences
+from alibi_torch._tiled.short import is_short
 
 
 def tiled_attention(
@@ -34,13 +37,21 @@ def tiled_attention(
     """
     flat = call.with_one_batch_axis()
     tensors = [x.reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key, value)]
-    mapped = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-    packed = None if mapped or norms is not None else sequences(flat)
+    is_plain = not is_watched(*tensors)
+    packed = sequences(flat) if is_plain and norms is None else None
     if packed is not None:
         entries = [[tiled_attention(*part) for part in entry] for entry in parts_of(flat, packed, *tensors)]
         return torch.cat([torch.cat(entry, dim=2) for entry in entries]).reshape(query.shape)
+    differentiates = needs_gradients(*tensors, flat.slopes, flat.future_slopes)
+    if is_plain and differentiates:
+        result = _EagerAttention.apply(*tensors, flat.slopes, flat.future_slopes, flat, norms)
+        return result.reshape(query.shape).to(call.dtype)
+    if is_plain:
+        result, _ = _forward(flat, *tensors, norms, is_exact=False)
+        return result.reshape(query.shape).to(call.dtype)
+    mapped = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
     # Without gradients there is no use for more digits than those of the dtype.
-    is_exact = mapped or needs_gradients(*tensors, flat.slopes, flat.future_slopes)
+    is_exact = mapped or differentiates
     result, _ = (_Attention.apply if mapped else _attend)(*tensors, *Packed.of(flat, norms), is_exact)
     return result.reshape(query.shape).to(call.dtype)
 
@@ -99,12 +110,94 @@ class Packed(NamedTuple):
         arrays = {name: getattr(self, name) for name in ARRAY_AXES}
         return AttentionCall.of_parts(xp, (query.shape, key.shape), query.dtype, rules, arrays, query.device)
 
-    def norms(self, batch: slice) -> KeyNorms | None:
-        """Return what is known of the keys of these batch entries."""
-        return None if self.key_norms is None else KeyNorms(self.key_norms, self.norms_block).of_entries(batch)
+    @property
+    def norms(self) -> KeyNorms | None:
+        """What is known of the keys."""
+        return None if self.key_norms is None else KeyNorms(self.key_norms, self.norms_block)
 
 
 TENSORS = 1 + Packed._fields.index("key_norms")  # of its fields, the first
+
+
+# --- What they compute ---------------------------------------------------------------------------------------------
+
+
+def _forward(
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    norms: KeyNorms | None,
+    *,
+    is_exact: bool,
+    plans: list[list[Job]] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return result and log-sum-exp; the result is in the working dtype if ``is_exact``.
+
+    The jobs of each part of the call are added to ``plans``, where there is such a list.
+    """
+    query, key, value = (_last_axis_dense(x) for x in (query, key, value))
+    result_dtype = call.working_dtype if is_exact else call.dtype
+    if is_short(call, norms_are_known=norms is not None):
+        return short.forward(call, query, key, value, result_dtype)
+    tolerance = tolerance_of(call)
+
+    def attend(call: AttentionCall, batch: slice) -> tuple[Tensor, Tensor]:
+        tensors = [x[batch] for x in (query, key, value)]
+        known = None if norms is None else norms.of_entries(batch)
+        planned = list(kernel_jobs(call, *tensors[:2], tolerance, known))
+        if plans is not None:
+            plans.append(planned)
+        return _tile_kernels.forward(call, *tensors, planned, result_dtype)
+
+    parts = [attend(*part) for part in _parts(call)]
+    return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
+
+
+def _backward(
+    call: AttentionCall,
+    saved: _tile_kernels.Saved,
+    norms: KeyNorms | None,
+    *,
+    by_slopes: bool,
+    plans: Sequence[list[Job]] = (),
+) -> tuple[Tensor, ...]:
+    """Return the gradients by query, key, value, slopes and future slopes; zeros by slopes unless asked for.
+
+    ``plans`` are those that the forward pass made, where they are known.
+    """
+    dense = saved._replace(**{x: _last_axis_dense(getattr(saved, x)) for x in ("grad", "query", "key", "value")})
+    slopes, future_slopes = call.slopes, call.future_slopes
+    like = slopes if future_slopes is None else future_slopes
+    tolerance = tolerance_of(call)
+
+    def differentiate(call: AttentionCall, batch: slice, planned: Iterable[Job] | None) -> tuple[Tensor, ...]:
+        some = _tile_kernels.Saved(*(x[batch] for x in dense))
+        if planned is None:
+            known = None if norms is None else norms.of_entries(batch)
+            planned = kernel_jobs(call, some.query, some.key, tolerance, known)
+        return _tile_kernels.backward(call, some, planned, by_slopes=by_slopes)
+
+    is_plain = is_short(call, norms_are_known=norms is not None)
+    with torch.autocast("cpu", enabled=False):  # gradients may be asked for where it is on
+        found = short.backward(call, dense) if is_plain and not by_slopes else None
+        if found is not None:
+            return *found, torch.zeros_like(slopes), torch.zeros_like(like)
+        parts = [differentiate(*part, plan) for part, plan in itertools.zip_longest(_parts(call), plans)]
+    joined = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
+    *by_inputs, past, future = joined
+    if future_slopes is None and not call.is_causal:
+        past = past + future
+    by_past, by_future = (
+        (x.sum(dim=0) if of.ndim == 1 else x).to(of.dtype) for x, of in ((past, slopes), (future, like))
+    )
+    return *by_inputs, by_past, by_future
+
+
+def _unpacked(arguments: tuple[Any, ...]) -> tuple[_tile_kernels.Saved, Packed, bool]:
+    """Return the arguments of the operator for gradients."""
+    count = len(_tile_kernels.Saved._fields)
+    return _tile_kernels.Saved(*arguments[:count]), Packed(*arguments[count:-1]), arguments[-1]
 
 
 # --- The operators -------------------------------------------------------------------------------------------------
@@ -130,16 +223,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tens
     ``is_exact`` asks for it in the working dtype, as the log-sum-exp is.
     """
     packed, is_exact = Packed(*rest[:-1]), rest[-1]
-    call = packed.call(query, key)
-    query, key, value = (_last_axis_dense(x) for x in (query, key, value))
-
-    def attend(call: AttentionCall, batch: slice) -> tuple[Tensor, Tensor]:
-        tensors = [x[batch] for x in (query, key, value)]
-        planned = jobs(call, *tensors[:2], packed.tolerance, packed.norms(batch))
-        return _tile_kernels.forward(call, *tensors, planned, call.working_dtype if is_exact else call.dtype)
-
-    parts = [attend(*part) for part in _parts(call)]
-    return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
+    found = _forward(packed.call(query, key), query, key, value, packed.norms, is_exact=is_exact)
+    return tuple(x.contiguous() for x in found)  # as compilers have been told
 
 
 @_attend.register_fake
@@ -153,26 +238,8 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 def _attend_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients by query, key, value, slopes and future slopes (zeros if ``by_slopes`` is False)."""
     saved, packed, by_slopes = _unpacked(arguments)
-    call = packed.call(saved.query, saved.key)
-    dense = saved._replace(**{x: _last_axis_dense(getattr(saved, x)) for x in ("grad", "query", "key", "value")})
-
-    def differentiate(call: AttentionCall, batch: slice) -> tuple[Tensor, ...]:
-        some = _tile_kernels.Saved(*(x[batch] for x in dense))
-        planned = jobs(call, some.query, some.key, packed.tolerance, packed.norms(batch))
-        return _tile_kernels.backward(call, some, planned, by_slopes=by_slopes)
-
-    with torch.autocast("cpu", enabled=False):  # gradients may be asked for where it is on
-        parts = [differentiate(*part) for part in _parts(call)]
-    joined = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
-    *by_inputs, past, future = joined
-    slopes, future_slopes = packed.slopes, packed.future_slopes
-    if future_slopes is None and not packed.is_causal:
-        past = past + future
-    like = slopes if future_slopes is None else future_slopes
-    by_past, by_future = (
-        (x.sum(dim=0) if of.ndim == 1 else x).to(of.dtype) for x, of in ((past, slopes), (future, like))
-    )
-    return *by_inputs, by_past, by_future
+    found = _backward(packed.call(saved.query, saved.key), saved, packed.norms, by_slopes=by_slopes)
+    return tuple(x.contiguous() for x in found)
 
 
 @_attend_backward.register_fake
@@ -180,12 +247,6 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     saved, packed, _ = _unpacked(arguments)
     future = packed.slopes if packed.future_slopes is None else packed.future_slopes
     return tuple(x.new_empty(x.shape) for x in (saved.query, saved.key, saved.value, packed.slopes, future))
-
-
-def _unpacked(arguments: tuple[Any, ...]) -> tuple[_tile_kernels.Saved, Packed, bool]:
-    """Return the arguments of the operator for gradients."""
-    count = len(_tile_kernels.Saved._fields)
-    return _tile_kernels.Saved(*arguments[:count]), Packed(*arguments[count:-1]), arguments[-1]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -213,6 +274,43 @@ def _refuse_to_differentiate(ctx: Any, *grads: Tensor) -> None:
 _attend.register_autograd(_differentiate, setup_context=_setup)
 _attend_backward.register_autograd(_refuse_to_differentiate)
 _tiled_vmap.register(_attend, _attend_backward)
+
+
+class _EagerAttention(torch.autograd.Function):
+    """What the operators compute, without the time that an operator takes to dispatch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        slopes: Tensor,
+        future_slopes: Tensor | None,
+        call: AttentionCall,
+        norms: KeyNorms | None,
+    ) -> Tensor:
+        ctx.plans = []
+        result, logsumexp = _forward(call, query, key, value, norms, is_exact=True, plans=ctx.plans)
+        # The arrays of the call are saved for PyTorch to notice if somebody writes to them in between.
+        ctx.save_for_backward(query, key, value, result, logsumexp, *call.arrays.values())
+        ctx.call, ctx.norms = call, norms
+        ctx.set_materialize_grads(False)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 7
+        saved = _tile_kernels.Saved(grad, *ctx.saved_tensors[:5])
+        by_slopes = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+        if torch.is_grad_enabled():  # the gradients are to be differentiated again, which the operator refuses
+            packed = Packed.of(ctx.call, ctx.norms)
+            gradients = _attend_backward(*saved, *packed, by_slopes)
+        else:
+            gradients = _backward(ctx.call, saved, ctx.norms, by_slopes=by_slopes, plans=ctx.plans)
+        wanted = (x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad[:5], strict=True))
+        return (*wanted, None, None)
 
 
 class _Attention(torch.autograd.Function):

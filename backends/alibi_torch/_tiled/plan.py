@@ -18,13 +18,23 @@ from alibi_core.backend import (
     ranges_on_host,
 )
 from alibi_torch._tiled.configuration import tiling
+from alibi_torch._tiled.short import is_short, short_jobs
 
 
 def jobs(call: AttentionCall, query: Tensor, key: Tensor, tolerance: float, norms: KeyNorms | None) -> Iterator[Job]:
-    """Yield the jobs that make up ``call``, whose offset is an int.
+    """Yield the jobs that make up the result of ``call``, whose offset is an int.
 
     Query and key are ``[batch, heads, length, head_dim]``.
     """
+    if is_short(call, norms_are_known=norms is not None):
+        return iter(short_jobs(call))
+    return kernel_jobs(call, query, key, tolerance, norms)
+
+
+def kernel_jobs(
+    call: AttentionCall, query: Tensor, key: Tensor, tolerance: float, norms: KeyNorms | None
+) -> Iterator[Job]:
+    """Yield jobs as ``kernels`` takes them: their heads share their keys or are ungrouped."""
     sizes = tiling().sizes
     if call.kv_len <= tiling().short:
         yield from plain_jobs(call, sizes)

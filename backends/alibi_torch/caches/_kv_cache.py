@@ -21,7 +21,7 @@ from alibi_core.backend import (
 )
 from alibi_torch._attention import run
 from alibi_torch._dispatch import IMPLEMENTATIONS
-from alibi_torch._tiled import KeyNorms, norm_bounds
+from alibi_torch._tiled import KeyNorms, is_short, norm_bounds
 
 BLOCK = 128  # keys that one bound of their norms is kept for
 
@@ -32,7 +32,6 @@ class KVCache:
     Attributes:
         key: ``[batch_size, num_kv_heads, max_length, head_dim]``; the first ``length`` positions are in use.
         value: Likewise.
-        key_norms: ``[batch_size, num_kv_heads, blocks]``, float32: a bound of the norms of each 128 keys.
         length: Tokens held.
 
     Example:
@@ -64,13 +63,25 @@ class KVCache:
             floating_dtype(xp, "dtype", dtype)
         self.key, self.value = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         statistics = torch.promote_types(self.key.dtype, torch.float32)
-        self.key_norms = torch.zeros(*shape[:2], -(-shape[2] // BLOCK), device=device, dtype=statistics)
+        self._norms = torch.zeros(*shape[:2], -(-shape[2] // BLOCK), device=device, dtype=statistics)
+        self._measured = 0  # tokens whose norms are among them
         self.length = 0
 
     @property
     def max_length(self) -> int:
         """Capacity, in tokens."""
         return self.key.shape[2]
+
+    @property
+    def key_norms(self) -> Tensor:
+        """``[batch_size, num_kv_heads, blocks]``, float32: a bound of the norms of each 128 keys."""
+        if self._measured < self.length:  # not with each token: few keys are attended to without
+            some = slice(self._measured, self.length)
+            norms = norm_bounds(self.key[:, :, some].detach())
+            blocks = torch.arange(some.start, some.stop, device=norms.device) // BLOCK
+            self._norms.scatter_reduce_(2, blocks.expand_as(norms), norms, "amax")
+            self._measured = self.length
+        return self._norms
 
     @property
     def nbytes(self) -> int:
@@ -102,9 +113,6 @@ class KVCache:
         end = self.length + key.shape[2]
         self.key[:, :, self.length : end] = key
         self.value[:, :, self.length : end] = value
-        norms = norm_bounds(key.detach())
-        blocks = torch.arange(self.length, end, device=norms.device) // BLOCK
-        self.key_norms.scatter_reduce_(2, blocks.expand_as(norms), norms, "amax")
         self.length = end
         return self.key[:, :, :end], self.value[:, :, :end]
 
@@ -148,12 +156,15 @@ class KVCache:
         key, value = self.key[:, :, : self.length], self.value[:, :, : self.length]
         call = AttentionCall.check(query, key, value, slopes, scale=scale, tolerance=tolerance, xp=xp, **rules)
         check_span(self.length, query.shape[2])
-        norms = KeyNorms(self.key_norms[:, :, : -(-self.length // BLOCK)], BLOCK)
+        norms = None
+        if key.device.type != "cpu" or not is_short(call, norms_are_known=True):
+            norms = KeyNorms(self.key_norms[:, :, : -(-self.length // BLOCK)], BLOCK)
         return run(call, query, key, value, implementation, norms)
 
     def truncate(self, length: int) -> None:
         """Forget all tokens but the first ``length``."""
         self.length = min(self.length, non_negative_int("length", length))
+        self._measured = min(self._measured, self.length)
 
     def select_batch(self, indices: Tensor) -> None:
         """Keep the sequences at ``indices`` of the batch axis, in that order; one may be asked for repeatedly.
@@ -165,7 +176,7 @@ class KVCache:
         """
         indices = indices.to(self.key.device)
         self.key, self.value = (x.index_select(0, indices) for x in (self.key, self.value))
-        self.key_norms = self.key_norms.index_select(0, indices)
+        self._norms = self._norms.index_select(0, indices)
 
 
 def check_appended(key: Tensor, value: Tensor, like: Tensor) -> None:

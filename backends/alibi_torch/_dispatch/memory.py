@@ -1,0 +1,71 @@
+"""Calls that were checked before: of short ones, checking takes longer than the rest of what is not attention."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from alibi_core import AttentionCall
+
+ROOM = 32  # calls, each with the biases by distance of its heads
+MANY = 2048  # keys of the longest call to be remembered; longer ones take long enough
+_calls: OrderedDict[tuple[Any, ...], AttentionCall] = OrderedDict()
+
+
+def key_of(tensors: tuple[Tensor, Tensor, Tensor], slopes: Any, future_slopes: Any, rules: dict[str, Any]) -> Any:
+    """Return what a checked call of plain CPU tensors follows from; None if that is more than sizes and numbers.
+
+    Args:
+        tensors: Query, key and value.
+        slopes: As given by the caller, like all the rest. Their values are part of the answer.
+        future_slopes: Likewise.
+        rules: The other arguments, by name.
+    """
+    if is_watched(*tensors) or any(x.device.type != "cpu" for x in tensors) or tensors[1].shape[-2] > MANY:
+        return None
+    if forward_ad._current_level >= 0:  # slopes may carry a derivative
+        return None
+    numbers = tuple(rules.values())
+    if any(x is not None and type(x) not in (bool, int, float) for x in numbers):
+        return None
+    rates = []
+    for given in (slopes, future_slopes):
+        if type(given) in (Tensor, torch.nn.Parameter):
+            if given.device.type != "cpu" or given.ndim != 1 or (given.requires_grad and torch.is_grad_enabled()):
+                return None
+            given = (given.dtype, *given.tolist())
+        elif given is not None and type(given) is not int:
+            return None
+        rates.append(given)
+    sizes = tuple((x.shape, x.dtype) for x in tensors)
+    return sizes, *rates, numbers, tuple(map(type, numbers))  # 1, 1.0 and True are equal, but not as arguments
+
+
+def recall(key: Any) -> AttentionCall | None:
+    """Return the call of a key, if it is remembered."""
+    return None if key is None else _calls.get(key)
+
+
+def remember(key: Any, call: AttentionCall) -> None:
+    """Keep a call that was checked; of many, the last."""
+    if key is None:
+        return
+    with torch.inference_mode(False), torch.no_grad():  # what it keeps may take part in a differentiated call
+        _calls[key] = call.map_arrays(lambda array, _: array.clone())  # the caller may write to those given
+    while len(_calls) > ROOM:
+        _calls.popitem(last=False)
+
+
+def is_watched(*tensors: Tensor) -> bool:
+    """Whether something is to see operators: a compiler, a tracer, a mapping, a mode, or a tensor of its own kind."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or any(type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta for x in tensors)
+    )

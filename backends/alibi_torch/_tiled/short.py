@@ -1,0 +1,172 @@
+"""Short calls whose bias depends on distance alone: block after block of queries, with little but the kernel's time.
+
+All blocks share one bias, that of the last: the block before sees the same keys as far back as there are any, each one
+block nearer to the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from alibi_core import AttentionCall
+from alibi_core.backend import Job
+from alibi_torch._tiled.configuration import tiling
+from alibi_torch._tiled.kernels import Saved, without_common_part
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# Queries in a block, by the number of keys: more of them waste scores on keys that only the last ones see, fewer take
+# more calls. Measured on AVX-512.
+KEPT = 2**18  # elements; a bias of so few is kept with its call, which may come again
+LONG_DECODING = 2**13  # times the keys of a short call: numbers in the keys of one batch entry
+CAST = 2**18  # elements that are cast at once
+BLOCKS = {
+    False: ((512, 64), (1024, 128), (math.inf, 256)),
+    True: ((512, 64), (1024, 128), (math.inf, 256)),  # of gradients
+}
+
+
+def is_short(call: AttentionCall, *, norms_are_known: bool = False) -> bool:
+    """Whether the functions of this module compute a call.
+
+    A few queries may as well read all keys, until those are so many that finding out what is needed takes less time.
+    """
+    how = tiling()
+    if not call.sees_own_key or call.q_segment_ids is not None or call.added_key_bias is not None:
+        return False
+    if call.kv_len <= how.short or call.q_len > how.sizes.few:
+        return call.kv_len <= how.short
+    # Norms that are not known take a pass over the keys; of float32 that is half of what attention reads.
+    limit = LONG_DECODING * (4 if call.dtype == call.working_dtype and not norms_are_known else 1)
+    return call.num_kv_heads * call.kv_len * call.head_dim < limit * how.short
+
+
+def short_jobs(call: AttentionCall, *, by_gradient: bool = False) -> list[Job]:
+    """Return blocks of queries, with the keys that the call's direction and window let them see."""
+    rows = min(call.q_len, next(rows for keys, rows in BLOCKS[by_gradient] if call.kv_len <= keys))
+    batch, heads = slice(0, call.batch[0]), slice(0, call.num_heads)
+    before = call.kv_len if call.window_size is None else call.window_size
+    after = 0 if call.is_causal else before
+    jobs = []
+    for start in range(call.q_len % rows - rows if call.q_len % rows else 0, call.q_len, rows):
+        stop = start + rows
+        start = max(start, 0)
+        first, last = start + call.q_offset, stop - 1 + call.q_offset  # positions
+        kv_start, kv_stop = max(0, first - before), min(call.kv_len, last + 1 + after)
+        jobs.append(Job(batch, heads, start, stop - start, 1, kv_start, kv_stop - kv_start))
+    return jobs
+
+
+def forward(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, result_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Compute a short call; takes and returns what ``kernels.forward`` does."""
+    jobs = short_jobs(call)
+    biases = _biases(call, jobs)
+    by_heads = []
+    for heads, kv_heads in _heads_at_once(call):
+        # In low precision the kernel would round the weights to it, and is no faster.
+        some_query = query[:, heads].to(call.working_dtype)
+        keys, values = (_for_query_heads(call, x[:, kv_heads].to(call.working_dtype)) for x in (key, value))
+        parts = []
+        for job, bias in zip(jobs, biases, strict=True):
+            operands = some_query[:, :, job.queries], keys[:, :, job.keys], values[:, :, job.keys]
+            parts.append(_forward(*operands, 0.0, False, attn_mask=bias[:, heads], scale=call.scale))
+        by_heads.append([_joined(x, 2) for x in zip(*parts, strict=True)])
+    result, logsumexp = (_joined(x, 1) for x in zip(*by_heads, strict=True))
+    return result.to(result_dtype), logsumexp
+
+
+def _heads_at_once(call: AttentionCall) -> list[tuple[slice, slice]]:
+    """Return the query heads, and the heads of their keys, that are computed together.
+
+    All of them, but for a few queries whose keys are to be cast: in new memory, which is to be small enough to be had
+    at once.
+    """
+    count = call.num_kv_heads
+    if call.dtype != call.working_dtype and call.q_len <= tiling().sizes.few:
+        count = min(count, max(1, CAST // (call.batch[0] * call.kv_len * call.head_dim)))
+    group = call.num_heads // call.num_kv_heads
+    return [
+        (slice(first * group, (first + count) * group), slice(first, first + count))
+        for first in range(0, call.num_kv_heads, count)
+    ]
+
+
+def backward(call: AttentionCall, saved: Saved) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return the gradients of ``sum(result * grad)`` by query, key and value, each in the dtype of its own.
+
+    None where it takes the care of ``kernels.backward``: scores are large, or heads too few to occupy all threads.
+    """
+    if call.batch[0] * call.num_heads < torch.get_num_threads():
+        return None
+    # In low precision the kernel would round the gradients of scores to it.
+    grad, query, key, value, result = (x.to(call.working_dtype) for x in saved[:5])
+    key, value = (_for_query_heads(call, x) for x in (key, value))
+    centred = without_common_part(query, key, saved.logsumexp, call.scale)
+    if centred is None:
+        return None
+    key, logsumexp = centred
+    by_query: list[Tensor] = []
+    by_keys: list[Tensor] = []
+    jobs = short_jobs(call, by_gradient=True)
+    for job, bias in reversed(list(zip(jobs, _biases(call, jobs), strict=True))):
+        some = slice(None), slice(None), job.queries
+        keys = (x[:, :, job.keys] for x in (key, value))
+        tensors = grad[some], query[some], *keys, result[some], logsumexp[some]
+        parts = _backward(*tensors, 0.0, False, attn_mask=bias, scale=call.scale)
+        by_query.insert(0, parts[0])
+        if not by_keys and job.kv_len == call.kv_len:
+            by_keys = list(parts[1:])
+            continue
+        by_keys = by_keys or [x.new_zeros(x.shape) for x in (key, value)]
+        for total, part in zip(by_keys, parts[1:], strict=True):
+            total[:, :, job.keys] += part
+    if call.num_kv_heads < call.num_heads:
+        by_keys = [x.unflatten(1, (call.num_kv_heads, -1)).sum(dim=2) for x in by_keys]
+    by_key, by_value = (x.to(call.dtype) for x in by_keys)
+    return _joined(by_query, 2).to(call.dtype), by_key, by_value
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
+
+
+def _for_query_heads(call: AttentionCall, tensor: Tensor) -> Tensor:
+    """Return keys, or values, for each query head."""
+    group = call.num_heads // call.num_kv_heads
+    return tensor if group == 1 else tensor.repeat_interleave(group, dim=1)
+
+
+def _biases(call: AttentionCall, jobs: list[Job]) -> list[Tensor]:
+    """Return the bias of each job, ``[batch or 1, heads, rows, kv_len]``: views of one that is in memory."""
+    backs = [job.back + call.q_offset for job in jobs]
+    back, ahead = max(backs), max(job.kv_len - before for job, before in zip(jobs, backs, strict=True))
+    sizes = jobs[-1].rows, back, ahead
+    whole = call.worked_out.get(sizes)
+    if whole is None:
+        whole = _shifted_rows(call, *sizes)
+        if whole.shape[:-1].numel() * (back + ahead + sizes[0]) <= KEPT:
+            call.worked_out[sizes] = whole
+    return [
+        whole[:, :, : job.rows, back - before : back - before + job.kv_len]
+        for job, before in zip(jobs, backs, strict=True)
+    ]
+
+
+def _shifted_rows(call: AttentionCall, rows: int, back: int, ahead: int) -> Tensor:
+    """Return the bias of ``rows`` queries, from ``back`` keys before the first one's own to ``ahead`` from it on."""
+    row = call.bias_by_distance
+    row = row if row.ndim == 3 else row[None]
+    first = call.q_offset + call.q_len - back - rows  # the distance farthest back, of the last query
+    width = back + ahead + rows - 1
+    copies = row[:, :, None, first : first + width].expand(-1, -1, rows, -1).contiguous()
+    # One element less than a row apart, rows move one to the right each.
+    batch, head, step, _ = copies.stride()
+    size = (*copies.shape[:3], back + ahead)
+    return copies.as_strided(size, (batch, head, step - 1, 1), rows - 1)

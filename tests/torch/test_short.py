@@ -1,0 +1,131 @@
+"""Short calls on the CPU: the lean way gives what dense scores give, and what is remembered is never out of date."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import alibi_torch  # noqa: E402
+from alibi_torch._dispatch import memory  # noqa: E402
+
+DIRECTIONS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "symmetric": {"is_causal": False},
+    "asymmetric": {"is_causal": False, "future_slopes": torch.tensor([0.3, 0.0, 1.5, 0.01])},
+    "window": {"window_size": 33},
+    "window on both sides": {"is_causal": False, "window_size": 33},
+}
+
+
+def tensors(q_len: int, kv_len: int, dtype: torch.dtype = torch.float32, heads: int = 4, head_dim: int = 8) -> Any:
+    generator = torch.Generator().manual_seed(q_len * 10_007 + kv_len)
+    query = torch.randn(2, heads, q_len, head_dim, generator=generator)
+    key, value = torch.randn(2, 2, heads // 2, kv_len, head_dim, generator=generator).unbind()
+    return [x.to(dtype).requires_grad_() for x in (query, key, value)]
+
+
+def gradients(inputs: list[Any], **arguments: Any) -> list[Any]:
+    result = alibi_torch.attention(*inputs, **arguments)
+    cotangent = torch.linspace(-1, 1, result.numel(), dtype=result.dtype).reshape(result.shape)
+    return [result, *torch.autograd.grad(result, inputs, cotangent)]
+
+
+def assert_near(found: list[Any], expected: list[Any], eps: float) -> None:
+    for one, right in zip(found, expected, strict=True):
+        # Sums of up to 1,025 products, as large as the largest.
+        assert (one.double() - right.double()).abs().max() <= 64 * eps * right.double().abs().max().clamp(min=1)
+
+
+# One above and below each limit: of a block, of longer blocks, of short calls.
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 129, 512, 513, 1024, 1025])
+def test_every_length_gives_what_dense_scores_give(length: int) -> None:
+    inputs = tensors(length, length)
+    assert_near(gradients(inputs), gradients(inputs, implementation="dense"), 2.0**-24)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "q_offset"), [(70, 70, None), (70, 200, None), (1, 90, None), (70, 200, 13)]
+)
+def test_directions_and_offsets(direction: str, q_len: int, kv_len: int, q_offset: int | None) -> None:
+    inputs = tensors(q_len, kv_len)
+    arguments = DIRECTIONS[direction] | {"q_offset": q_offset}
+    assert_near(gradients(inputs, **arguments), gradients(inputs, implementation="dense", **arguments), 2.0**-24)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_keys_in_low_precision_are_cast_some_heads_at_a_time(dtype: torch.dtype) -> None:
+    inputs = [x.detach() for x in tensors(1, 700, dtype, heads=8, head_dim=64)]
+    found = alibi_torch.attention(*inputs)
+    right = alibi_torch.attention(*(x.double() for x in inputs), implementation="dense")
+    assert (found.double() - right).abs().max() <= torch.finfo(dtype).eps * right.abs().max()
+
+
+@pytest.mark.parametrize("direction", ["causal", "symmetric"])
+def test_slopes_of_each_entry(direction: str) -> None:
+    inputs = tensors(70, 70)
+    slopes = torch.tensor([[0.5, 0.25, 1.0, 0.0], [0.1, 2.0, 0.7, 0.3]])
+    arguments = DIRECTIONS[direction] | {"slopes": slopes}
+    assert_near(gradients(inputs, **arguments), gradients(inputs, implementation="dense", **arguments), 2.0**-24)
+
+
+def test_slopes_that_were_written_to_are_seen() -> None:
+    inputs = [x.detach() for x in tensors(9, 9)]
+    slopes = torch.tensor([0.5, 0.25, 1.0, 0.0])
+    before = alibi_torch.attention(*inputs, slopes)
+    assert torch.equal(alibi_torch.attention(*inputs, slopes), before)
+    slopes.data[1] = 2.0  # which PyTorch does not count as a new version
+    changed = alibi_torch.attention(*inputs, slopes)
+    assert torch.equal(changed[:, [0, 2, 3]], before[:, [0, 2, 3]])
+    assert not torch.equal(changed[:, 1], before[:, 1])
+    right = alibi_torch.attention(*inputs, slopes, implementation="dense")
+    assert_near([changed], [right], 2.0**-24)
+    slopes[2] = -1.0
+    with pytest.raises(ValueError, match="slopes must not be negative"):
+        alibi_torch.attention(*inputs, slopes)
+
+
+def test_slopes_remembered_without_gradients_get_theirs() -> None:
+    inputs, slopes = tensors(9, 9), torch.tensor([0.5, 0.25, 1.0, 0.1], requires_grad=True)
+    with torch.inference_mode():
+        alibi_torch.attention(*inputs, slopes)
+    with torch.no_grad():
+        alibi_torch.attention(*inputs, slopes)
+    found = torch.autograd.grad(alibi_torch.attention(*inputs, slopes).square().sum(), slopes)[0]
+    dense = alibi_torch.attention(*inputs, slopes, implementation="dense")
+    assert_near([found], [torch.autograd.grad(dense.square().sum(), slopes)[0]], 2.0**-22)
+
+
+def test_what_inference_mode_remembers_serves_training() -> None:
+    inputs = tensors(11, 11)
+    with torch.inference_mode():
+        alibi_torch.attention(*inputs)
+    assert_near(gradients(inputs), gradients(inputs, implementation="dense"), 2.0**-24)
+
+
+def test_equal_numbers_of_another_kind_are_other_arguments() -> None:
+    inputs = [x.detach() for x in tensors(5, 5)]
+    alibi_torch.attention(*inputs, window_size=1)
+    with pytest.raises(TypeError, match="window_size must be an integer"):
+        alibi_torch.attention(*inputs, window_size=1.0)
+    with pytest.raises(TypeError, match="window_size must be an integer"):
+        alibi_torch.attention(*inputs, window_size=True)
+    with pytest.raises(TypeError, match="is_causal must be"):
+        alibi_torch.attention(*inputs, is_causal=1)
+
+
+def test_few_calls_are_remembered() -> None:
+    for length in range(1, 2 * memory.ROOM):
+        alibi_torch.attention(*(x.detach() for x in tensors(length, length)))
+    assert len(memory._calls) <= memory.ROOM
+
+
+def test_a_slope_written_to_before_the_gradients_is_noticed() -> None:
+    inputs, slopes = tensors(9, 9), torch.tensor([0.5, 0.25, 1.0, 0.1], requires_grad=True)
+    result = alibi_torch.attention(*inputs, slopes)
+    with torch.no_grad():
+        slopes *= 2
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()
