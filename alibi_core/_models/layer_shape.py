@@ -72,8 +72,7 @@ class LayerShape:
             raise ValueError(f"slopes must be positive to be learned (as logarithms), got {values.tolist()}")
         if window_size is not None:
             checks.window(window_size)
-        if not 0 <= checks.real_number("dropout", dropout) < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        checks.probability("dropout", dropout)
         return cls(embed_dim, num_heads, num_kv_heads, head_dim)
 
     def check_input(self, x: Any, xp: Namespace) -> None:

@@ -58,6 +58,7 @@ def explain(
     if implementation is not None:
         one_of("implementation", implementation, IMPLEMENTATIONS)
     inspect.signature(attention).bind(query, key, value, **arguments)  # refuses what is no argument of the call
+    arguments.pop("dropout_key", None)
     call = AttentionCall.check(query, key, value, slopes, xp=mx, **arguments)
     boolean("training", training)
     if call.is_empty:

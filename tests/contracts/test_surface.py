@@ -70,6 +70,7 @@ DIFFERENCES = {
     "EvictingKVCache(key_bias)": ("torch *=None", "models of transformers, accelerated in place, round their bias"),
     "EvictingKVCache(device)": ("torch *=None", PLACED),
     "EvictingKVCache(dtype)": ("torch *=None, jax *=float32", f"{GROWS}; PyTorch has a default dtype"),
+    "attention(dropout_key)": ("jax *=None, mlx *=None", "PyTorch's own dropout draws from its global generator, too"),
     "attention(max_key_norm)": ("torch *=None", "JAX measures keys in the program; MLX's cache knows their norms"),
     "attention(training)": ("mlx *=False", "an MLX array does not tell whether gradients will be asked for"),
     "explain(training)": ("mlx *=False", "as for attention"),
