@@ -13,13 +13,22 @@ except ModuleNotFoundError as error:
 from alibi_torch._attention import attention
 from alibi_torch._explain import Explanation, explain
 from alibi_torch.caches import EvictingKVCache, KVCache
-from alibi_torch.nn import AlibiAttention, AlibiBias, AlibiConfig, AlibiLanguageModel, AlibiTransformer, load_checkpoint
+from alibi_torch.nn import (
+    AlibiAttention,
+    AlibiBias,
+    AlibiConfig,
+    AlibiLanguageModel,
+    AlibiMultiheadAttention,
+    AlibiTransformer,
+    load_checkpoint,
+)
 
 __all__ = [
     "AlibiAttention",
     "AlibiBias",
     "AlibiConfig",
     "AlibiLanguageModel",
+    "AlibiMultiheadAttention",
     "AlibiTransformer",
     "EvictingKVCache",
     "Explanation",

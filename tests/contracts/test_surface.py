@@ -86,6 +86,11 @@ DIFFERENCES = {
 # What one backend has and others have not.
 MISSING = {
     "TPU": ("jax", "options of a kernel that no other framework has"),
+    "AlibiMultiheadAttention": (
+        "torch",
+        "the module of PyTorch, with its state dict; Flax's takes attention_fn, and MLX's gets its masks as numbers, of "
+        "which AlibiAttention and attention take what there is",
+    ),
     "attention_fn": ("jax", "Flax's own attention modules take a function; those of PyTorch and MLX do not"),
     "load_weights": ("jax", "a module of PyTorch and MLX loads its own weights"),
     "save_weights": ("jax", "a module of PyTorch and MLX saves its own weights"),

@@ -7,6 +7,15 @@ from alibi_torch.nn._bias import AlibiBias
 from alibi_torch.nn._checkpoint import load_checkpoint
 from alibi_torch.nn._language_model import AlibiLanguageModel
 from alibi_torch.nn._layer import AlibiAttention
+from alibi_torch.nn._multihead import AlibiMultiheadAttention
 from alibi_torch.nn._transformer import AlibiConfig, AlibiTransformer
 
-__all__ = ["AlibiAttention", "AlibiBias", "AlibiConfig", "AlibiLanguageModel", "AlibiTransformer", "load_checkpoint"]
+__all__ = [
+    "AlibiAttention",
+    "AlibiBias",
+    "AlibiConfig",
+    "AlibiLanguageModel",
+    "AlibiMultiheadAttention",
+    "AlibiTransformer",
+    "load_checkpoint",
+]
