@@ -7,8 +7,10 @@ from typing import Any
 
 from alibi_core._arrays import Array, Namespace, asarray, astype, times
 from alibi_core._call import AttentionCall
+from alibi_core._keywords import explains_keywords
 
 
+@explains_keywords
 def attention(
     query: Array,
     key: Array,

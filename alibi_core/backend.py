@@ -65,7 +65,8 @@ from alibi_core._horizon import (
     score_rounding,
     tolerance_of,
 )
-from alibi_core._models import AlibiConfig, Checkpoint, LayerShape, fixed_or_scheme_slopes
+from alibi_core._keywords import check_keywords, explains_keywords
+from alibi_core._models import AlibiConfig, Checkpoint, Generation, LayerShape, fixed_or_scheme_slopes
 from alibi_core._sharding import HALO_SHARE, check_plan, check_shard_slopes, tokens_beyond
 from alibi_core._slopes import slope_values, slopes
 
@@ -84,6 +85,7 @@ __all__ = [
     "EvictionPolicy",
     "EvictionRules",
     "Explanation",
+    "Generation",
     "HeadGroup",
     "Job",
     "KeyNorms",
@@ -98,6 +100,7 @@ __all__ = [
     "by_block",
     "by_query_head",
     "cache_summary",
+    "check_keywords",
     "check_new_tokens",
     "check_plan",
     "check_room",
@@ -108,6 +111,7 @@ __all__ = [
     "current_tiling",
     "dense_attention",
     "entry_of",
+    "explains_keywords",
     "fixed_or_scheme_slopes",
     "floating_array",
     "floating_dtype",

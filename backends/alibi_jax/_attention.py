@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from alibi_core import AttentionCall
-from alibi_core.backend import LENGTH_FIRST, dense_attention
+from alibi_core.backend import LENGTH_FIRST, dense_attention, explains_keywords
 from alibi_jax._call import take_apart
 from alibi_jax._dispatch import Implementation, attend, checked, in_full
 from alibi_jax._tiled import materialised
 
 
+@explains_keywords
 def attention(
     query: jax.Array,
     key: jax.Array,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from alibi_core import AttentionCall
-from alibi_core.backend import ENDLESS, LENGTH_FIRST, Explanation, visible_pairs
+from alibi_core.backend import ENDLESS, LENGTH_FIRST, Explanation, check_keywords, visible_pairs
 from alibi_jax._attention import attention
 from alibi_jax._call import Operands, Rules, needed_keys, ranges_of, take_apart
 from alibi_jax._dispatch import IMPLEMENTATIONS, Implementation, Target, checked, choose, in_full, name_of, refusal
@@ -59,7 +58,7 @@ def explain(
         horizons, in tokens, of the heads: all all
     """
     implementation = checked(implementation)
-    inspect.signature(attention).bind(query, key, value, **arguments)  # refuses what is no argument of the call
+    check_keywords(attention, arguments)
     arguments.pop("dropout_key", None)
     call = AttentionCall.check(query, key, value, slopes, layout=LENGTH_FIRST, xp=jnp, **arguments)
     if call.dense_only is not None:

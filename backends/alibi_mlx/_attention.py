@@ -5,13 +5,14 @@ from __future__ import annotations
 import mlx.core as mx
 
 from alibi_core import AttentionCall
-from alibi_core.backend import Job, boolean, dense_attention, one_of, tolerance_of
+from alibi_core.backend import Job, boolean, dense_attention, explains_keywords, one_of, tolerance_of
 from alibi_mlx import _tiled
 from alibi_mlx._dispatch import Jobs, Method, attend
 from alibi_mlx._metal import IMPLEMENTATIONS, choose, folded_attention
 from alibi_mlx._tiled import KeyNorms
 
 
+@explains_keywords
 def attention(
     query: mx.array,
     key: mx.array,

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core.backend import dense_attention, host_values, non_negative_number, one_of
+from alibi_core.backend import dense_attention, explains_keywords, host_values, non_negative_number, one_of
 from alibi_torch._dispatch import IMPLEMENTATIONS, choose
 from alibi_torch._tiled import KeyNorms, tiled_attention
 
 
+@explains_keywords
 def attention(
     query: Tensor,
     key: Tensor,

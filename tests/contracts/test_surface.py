@@ -88,8 +88,7 @@ MISSING = {
     "TPU": ("jax", "options of a kernel that no other framework has"),
     "AlibiMultiheadAttention": (
         "torch",
-        "the module of PyTorch, with its state dict; Flax's takes attention_fn, and MLX's gets its masks as numbers, of "
-        "which AlibiAttention and attention take what there is",
+        "a drop-in for PyTorch's module and its state dict; Flax's own takes attention_fn, MLX's has other arguments",
     ),
     "attention_fn": ("jax", "Flax's own attention modules take a function; those of PyTorch and MLX do not"),
     "load_weights": ("jax", "a module of PyTorch and MLX loads its own weights"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -144,12 +143,10 @@ def test_transformer_layers_of_pytorch_take_it(training: bool, masks: str) -> No
     encoder, x = nn.TransformerEncoder(layer, 1).train(training), torch.randn(BATCH, KV_LEN, EMBED)
     causal = nn.Transformer.generate_square_subsequent_mask(KV_LEN)
     padding = torch.arange(KV_LEN) >= torch.tensor([[KV_LEN], [3]])
-    options = {"none": {}, "causal": {"mask": causal}, "padding": {"src_key_padding_mask": padding}}[masks]
-    with torch.no_grad(), warnings.catch_warnings():
-        found = encoder(x, **options)
-        attended = expected(plain, x, x, x, attn_mask=options.get("mask"), padding=options.get("src_key_padding_mask"))[
-            0
-        ]
+    options = {"none": {}, "causal": {"attn_mask": causal}, "padding": {"padding": padding}}[masks]
+    with torch.no_grad():
+        found = encoder(x, options.get("attn_mask"), options.get("padding"))
+        attended = expected(plain, x, x, x, **options)[0]
         y = layer.norm1(x + attended)
         output = layer.norm2(y + layer.linear2(layer.linear1(y).relu()))
     shown = slice(None) if masks != "padding" else ~padding

@@ -20,6 +20,7 @@ from alibi_core.backend import (
     check_span,
     check_truncated,
     checks,
+    explains_keywords,
     namespace_of,
     positive_number,
     reach,
@@ -197,6 +198,7 @@ class EvictingKVCache:
             check_room(new, self.groups[at_fault].key.shape[2], int(needs[at_fault]))
         return longer
 
+    @explains_keywords
     def attend(
         self,
         query: jax.Array,

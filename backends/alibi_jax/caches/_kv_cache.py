@@ -15,6 +15,7 @@ from alibi_core.backend import (
     check_room,
     check_span,
     checks,
+    explains_keywords,
     host_values,
     namespace_of,
     non_negative_int,
@@ -125,6 +126,7 @@ class KVCache(NamedTuple):
             self.length + new,
         )
 
+    @explains_keywords
     def attend(
         self,
         query: jax.Array,

@@ -19,6 +19,7 @@ from alibi_core.backend import (
     check_span,
     check_truncated,
     checks,
+    explains_keywords,
 )
 from alibi_mlx import _attention
 from alibi_mlx._tiled import norm_bounds
@@ -190,6 +191,7 @@ class EvictingKVCache:
         """Return how many of the last keys so far may matter to queries that are to come."""
         return self._policy.reach(group.which, largest[list(group.which.heads)].max().item(), self.length)
 
+    @explains_keywords
     def attend(
         self,
         query: mx.array,

@@ -13,6 +13,7 @@ from alibi_core.backend import (
     check_new_tokens,
     check_room,
     check_span,
+    explains_keywords,
     non_negative_int,
     one_of,
     positive_int,
@@ -106,6 +107,7 @@ class KVCache:
             self._norms, self._measured = mx.concatenate([*known, norms], axis=-1), self.offset
         return None if self._norms is None else self._norms[..., : -(-self.offset // BLOCK)]
 
+    @explains_keywords
     def attend(
         self,
         query: mx.array,

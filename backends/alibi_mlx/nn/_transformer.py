@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core.backend import AlibiConfig
+from alibi_core.backend import AlibiConfig, explains_keywords
 from alibi_mlx.caches import EvictingKVCache, KVCache
 from alibi_mlx.nn._layer import AlibiAttention
 
@@ -78,6 +78,7 @@ class AlibiTransformer(nn.Module):
         self.blocks = [Block(config, attention or alibi_attention) for _ in range(config.num_layers)]
         self.norm = layer_norm(config)
 
+    @explains_keywords
     def __call__(
         self,
         x: mx.array,

@@ -18,6 +18,7 @@ from alibi_core.backend import (
     check_room,
     check_span,
     check_truncated,
+    explains_keywords,
     one_of,
     positive_int,
 )
@@ -143,6 +144,7 @@ class EvictingKVCache(KVCache):
         largest = max(self._largest_norms[head] for head in group.which.heads)
         return self._policy.reach(group.which, largest, self.length, added_range)
 
+    @explains_keywords
     def attend(
         self,
         query: Tensor,

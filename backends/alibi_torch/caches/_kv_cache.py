@@ -14,6 +14,7 @@ from alibi_core.backend import (
     check_new_tokens,
     check_room,
     check_span,
+    explains_keywords,
     floating_dtype,
     non_negative_int,
     one_of,
@@ -100,6 +101,7 @@ class KVCache:
         self.length = end
         return self.key[:, :, :end], self.value[:, :, :end]
 
+    @explains_keywords
     def attend(
         self,
         query: Tensor,

@@ -139,8 +139,8 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
             key_padding_mask: ``[batch, kv_len]`` (``[kv_len]`` for a query of two axes): booleans, True where a key is
                 NOT attended to, or numbers to add to scores.
             need_weights: Return weights, too, which takes memory for all of them.
-            attn_mask: ``[q_len, kv_len]`` or ``[batch * num_heads, q_len, kv_len]``: booleans, True where NOT to attend,
-                or numbers to add to scores.
+            attn_mask: ``[q_len, kv_len]`` or ``[batch * num_heads, q_len, kv_len]``: booleans, True where NOT to
+                attend, or numbers to add to scores.
             average_attn_weights: Average the weights returned over the heads.
             is_causal: That ``attn_mask`` is the causal mask, or is to be: it may be left out, and where ``q_len`` is
                 ``kv_len`` it is not read.

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from alibi_core.backend import AlibiConfig
+from alibi_core.backend import AlibiConfig, explains_keywords
 from alibi_torch.caches import KVCache
 from alibi_torch.nn._layer import AlibiAttention
 
@@ -77,6 +77,7 @@ class AlibiTransformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, attention or alibi_attention) for _ in range(config.num_layers))
         self.norm = layer_norm(config)
 
+    @explains_keywords
     def forward(
         self,
         x: Tensor,
