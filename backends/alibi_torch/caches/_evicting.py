@@ -25,7 +25,7 @@ from alibi_core.backend import (
 from alibi_torch._attention import run
 from alibi_torch._dispatch import IMPLEMENTATIONS
 from alibi_torch._tiled import SIZES, norm_bounds
-from alibi_torch.caches._kv_cache import KVCache, check_appended
+from alibi_torch.caches._kv_cache import KVCache, check_appended, guarded
 
 
 class EvictingKVCache(KVCache):
@@ -196,7 +196,7 @@ class EvictingKVCache(KVCache):
             if self._key_bias is not None:
                 call = replace(call, added_key_bias=self._added_to(group))
             result[:, heads] = run(call, part, key, value, implementation, None)
-        return result
+        return guarded(result, [group.key for group in self._groups])
 
     def _added_to(self, group: _Group) -> Tensor:
         """Return what is added to the bias of the keys that a group holds, ``[heads, count]``."""

@@ -143,7 +143,7 @@ class KVCache:
         call = AttentionCall.check(query, key, value, slopes, scale=scale, tolerance=tolerance, xp=xp, **rules)
         check_span(self.length, query.shape[2])
         norms = KeyNorms(self.key_norms[:, :, : -(-self.length // BLOCK)], BLOCK)
-        return run(call, query, key, value, implementation, norms)
+        return guarded(run(call, query, key, value, implementation, norms), [self.key])
 
     def truncate(self, length: int) -> None:
         """Forget all tokens but the first ``length``."""
@@ -162,9 +162,45 @@ class KVCache:
         self.key_norms = self.key_norms.index_select(0, indices)
 
 
+def _autocast_dtype(place: str) -> torch.dtype | None:
+    """Return what autocast makes of tensors on a kind of device, None where it is off."""
+    if place == "meta" or not torch.is_autocast_enabled(place):
+        return None
+    return torch.get_autocast_dtype(place)
+
+
+def guarded(result: Tensor, held: list[Tensor]) -> Tensor:
+    """Return a result, whose backward pass refuses to run where keys have been changed in place since.
+
+    Args:
+        result: Of attention.
+        held: The storage of the keys that it attended to.
+    """
+    if not result.requires_grad or torch.compiler.is_compiling():
+        return result
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # which has no hooks
+        return result
+    versions = [x._version for x in held]
+
+    def check(gradient: Tensor) -> None:
+        if [x._version for x in held] != versions:
+            raise RuntimeError(
+                "a backward pass through a cache must come before further tokens are appended to it, which changes in "
+                "place what the pass needs; decode under torch.no_grad(), and train on whole sequences, without a cache"
+            )
+
+    result.register_hook(check)
+    return result
+
+
 def check_appended(key: Tensor, value: Tensor, like: Tensor) -> None:
     """Check that keys and values fit those that a cache holds, in all but their number."""
     batch_size, num_kv_heads, _, head_dim = like.shape
+    if isinstance(key, Tensor) and key.dtype != like.dtype and key.dtype == _autocast_dtype(like.device.type):
+        raise ValueError(
+            f"cache must be made under the autocast that it is used in, where make_cache gives it {key.dtype}, got one "
+            f"of {like.dtype}"
+        )
     check_new_tokens(xp, key, value, (batch_size, num_kv_heads, head_dim, head_dim), like.dtype)
     for name, tensor in (("key", key), ("value", value)):
         if tensor.device != like.device:
