@@ -69,6 +69,7 @@ _TABLE = {
     ("num_key_value_heads", "n_kv_heads"): Hint("num_kv_heads", "num_kv_heads", "AlibiAttention"),
     ("use_bias", "qkv_bias"): Hint("bias", "bias, for the four projections", "AlibiAttention"),
     ("batch_first", "kdim", "vdim"): Hint("batch_first", "arguments of nn.MultiheadAttention", _PYTORCHS),
+    ("lengths",): Hint("lengths", "lengths, how many of the new tokens of each row count", "KVCache"),
     ("input_ids",): Hint("tokens", "tokens", "AlibiLanguageModel"),
     ("max_length", "max_tokens"): Hint("max_new_tokens", "max_new_tokens, beside the prompt's", "generate"),
     ("do_sample",): Hint("temperature", "temperature: 0 takes the likeliest token, 1 draws", "generate"),

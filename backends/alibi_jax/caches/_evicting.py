@@ -175,6 +175,7 @@ class EvictingKVCache:
         batch_size, _, _, head_dim = self.groups[0].key.shape
         return batch_size, self.largest_norms.shape[0], head_dim, head_dim
 
+    @explains_keywords
     def append(self, key: jax.Array, value: jax.Array) -> EvictingKVCache:
         """Return the cache with the keys and values of further tokens, less what no query of these can need, or later.
 

@@ -122,6 +122,7 @@ class EvictingKVCache:
             sizes = like.shape[0], len(self._largest), like.shape[3]
         return cache_summary(type(self).__name__, sizes, self.length, self.max_length, self.nbytes)
 
+    @explains_keywords
     def append(self, key: mx.array, value: mx.array) -> None:
         """Drop what no query of these tokens, or later ones, can need, and store their keys and values.
 

@@ -109,6 +109,7 @@ class EvictingKVCache(KVCache):
         """Memory of keys and values, room for more included."""
         return sum(x.nbytes for group in self._groups for x in (group.key, group.value))
 
+    @explains_keywords
     def append(self, key: Tensor, value: Tensor) -> None:  # type: ignore[override]
         """Drop what no query of these tokens, or later ones, can need, and store their keys and values.
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import array_api_compat.torch as xp
+import numpy as np
 import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall
 from alibi_core.backend import (
+    RowTokens,
     cache_summary,
+    check_lengths,
     check_new_tokens,
     check_room,
     check_span,
@@ -34,7 +37,8 @@ class KVCache:
         key: ``[batch_size, num_kv_heads, max_length, head_dim]``; the first ``length`` positions are in use.
         value: Likewise.
         key_norms: ``[batch_size, num_kv_heads, blocks]``, float32: a bound of the norms of each 128 keys.
-        length: Tokens held.
+        length: Tokens held, by the longest row if rows have lengths of their own.
+        lengths: Those, a NumPy array ``[batch_size]``; None while all rows are as long.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class KVCache:
         statistics = torch.promote_types(self.key.dtype, torch.float32)
         self.key_norms = torch.zeros(*shape[:2], -(-shape[2] // BLOCK), device=device, dtype=statistics)
         self.length = 0
+        self.lengths: np.ndarray[Any, Any] | None = None
 
     @property
     def max_length(self) -> int:
@@ -75,12 +80,14 @@ class KVCache:
         sizes = batch_size, num_kv_heads, head_dim
         return cache_summary(type(self).__name__, sizes, self.length, self.max_length, self.nbytes)
 
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, key: Tensor, value: Tensor, *, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Store the keys and values of further tokens and return those of all tokens so far.
 
         Args:
             key: ``[batch_size, num_kv_heads, new, head_dim]``.
             value: Likewise.
+            lengths: ``[batch_size]`` integers: how many of the new tokens of each row count, where prompts of different
+                lengths are padded behind. What comes next goes behind those. Default: all.
 
         Returns:
             Views of the cache, ``[batch_size, num_kv_heads, length, head_dim]`` each. They are valid until the next
@@ -91,6 +98,8 @@ class KVCache:
             ValueError: If the cache is full, or holds another batch, dtype or device.
         """
         check_appended(key, value, self.key)
+        if lengths is not None or self.lengths is not None:
+            return self._append_by_row(key, value, self._counts(lengths, key.shape[2]))
         check_room(key.shape[2], self.max_length, self.length)
         end = self.length + key.shape[2]
         self.key[:, :, self.length : end] = key
@@ -99,6 +108,29 @@ class KVCache:
         blocks = torch.arange(self.length, end, device=norms.device) // BLOCK
         self.key_norms.scatter_reduce_(2, blocks.expand_as(norms), norms, "amax")
         self.length = end
+        return self.key[:, :, :end], self.value[:, :, :end]
+
+    def _counts(self, lengths: Tensor | None, new: int) -> np.ndarray[Any, Any]:
+        """Return how many of ``new`` tokens count in each row."""
+        if lengths is None:
+            return np.full(self.key.shape[0], new)
+        return check_lengths(xp, lengths, self.key.shape[0], new).cpu().numpy().astype(np.int64)
+
+    def _append_by_row(self, key: Tensor, value: Tensor, counts: np.ndarray[Any, Any]) -> tuple[Tensor, Tensor]:
+        tokens = RowTokens.of(self.length if self.lengths is None else self.lengths, counts)
+        end = int(tokens.ends.max())
+        check_room(end - self.length, self.max_length, self.length)
+        rows, columns, slots, ends, new = (
+            torch.from_numpy(x).to(key.device)
+            for x in (tokens.rows, tokens.columns, tokens.slots, tokens.ends[:, None], counts[:, None])
+        )
+        self.key[rows, :, slots] = key[rows, :, columns]
+        self.value[rows, :, slots] = value[rows, :, columns]
+        places = torch.arange(key.shape[2], device=key.device)
+        norms = torch.where((places < new)[:, None], norm_bounds(key.detach()), 0.0)
+        blocks = ((ends - new + places) // BLOCK).clamp(max=self.key_norms.shape[2] - 1)[:, None]
+        self.key_norms.scatter_reduce_(2, blocks.expand_as(norms), norms, "amax")
+        self.lengths, self.length = tokens.ends, end
         return self.key[:, :, :end], self.value[:, :, :end]
 
     @explains_keywords
@@ -113,6 +145,7 @@ class KVCache:
         scale: float | None = None,
         tolerance: float | None = None,
         implementation: str | None = None,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """Return the causal attention of the last tokens held over all tokens held.
 
@@ -128,6 +161,8 @@ class KVCache:
             scale: Factor of the scores.
             tolerance: The share of softmax weight that may be left out.
             implementation: As there.
+            lengths: ``[batch_size]`` integers: how many of the queries of each row count, as :meth:`append` was told of
+                its tokens; the others' results mean nothing. Default: all.
 
         Returns:
             ``[batch_size, num_heads, q_len, head_dim]``.
@@ -139,6 +174,11 @@ class KVCache:
         if implementation is not None:
             one_of("implementation", implementation, IMPLEMENTATIONS)
         rules: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size}
+        if lengths is not None or self.lengths is not None:
+            held = self.length if self.lengths is None else self.lengths
+            offsets = held - self._counts(lengths, query.shape[2])
+            check_span(self.length, self.length - int(offsets.min()))
+            rules["q_offset"] = torch.from_numpy(offsets).to(self.key.device)
         key, value = self.key[:, :, : self.length], self.value[:, :, : self.length]
         call = AttentionCall.check(query, key, value, slopes, scale=scale, tolerance=tolerance, xp=xp, **rules)
         check_span(self.length, query.shape[2])
@@ -146,8 +186,10 @@ class KVCache:
         return guarded(run(call, query, key, value, implementation, norms), [self.key])
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens but the first ``length``."""
+        """Forget all tokens but the first ``length`` of each row."""
         self.length = min(self.length, non_negative_int("length", length))
+        if self.lengths is not None:
+            self.lengths = np.minimum(self.lengths, self.length)
 
     def select_batch(self, indices: Tensor) -> None:
         """Keep the sequences at ``indices`` of the batch axis, in that order; one may be asked for repeatedly.
@@ -160,6 +202,9 @@ class KVCache:
         indices = indices.to(self.key.device)
         self.key, self.value = (x.index_select(0, indices) for x in (self.key, self.value))
         self.key_norms = self.key_norms.index_select(0, indices)
+        if self.lengths is not None:
+            self.lengths = self.lengths[indices.cpu().numpy()]
+            self.length = int(self.lengths.max())
 
 
 def _autocast_dtype(place: str) -> torch.dtype | None:
