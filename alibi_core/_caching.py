@@ -232,25 +232,26 @@ class RowTokens:
         return cls(rows, columns, starts[rows] + columns, starts + counts)
 
 
-def check_lengths(xp: Namespace, lengths: Any, batch_size: int, new: int) -> Any:
-    """Return how many of ``new`` tokens count in each row, having checked it as far as values can be seen.
+def check_lengths(xp: Namespace, name: str, lengths: Any, batch_size: int, most: int = checks.MAX_POSITION) -> Any:
+    """Return a number of tokens for each row, having checked them as far as values can be seen.
 
     Args:
         xp: The cache's array library.
+        name: Of the argument.
         lengths: ``[batch_size]`` integers.
         batch_size: Of the cache.
-        new: Tokens, padding included.
+        most: Tokens that there are of each row.
 
     Raises:
         TypeError: If it is no integer array of that library.
-        ValueError: If its shape is another, or a number is below 0 or above ``new``.
+        ValueError: If its shape is another, or a number is below 0 or above ``most``.
     """
-    shape = tuple(checks.integer_array(namespace_of(checks.array("lengths", lengths), xp=xp), "lengths", lengths).shape)
+    shape = tuple(checks.integer_array(namespace_of(checks.array(name, lengths), xp=xp), name, lengths).shape)
     if shape != (batch_size,):
-        raise ValueError(f"lengths must have shape ({batch_size},) (batch_size), got {shape}")
+        raise ValueError(f"{name} must have shape ({batch_size},) (batch_size), got {shape}")
     values = host_values(lengths)
-    if values is not None and not np.all((values >= 0) & (values <= new)):
-        raise ValueError(f"lengths must be from 0 to the number of tokens, {new}, got {values.astype(int).tolist()}")
+    if values is not None and not np.all((values >= 0) & (values <= most)):
+        raise ValueError(f"{name} must be from 0 to the number of tokens, {most}, got {values.astype(int).tolist()}")
     return lengths
 
 

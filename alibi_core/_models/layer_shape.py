@@ -87,7 +87,7 @@ class LayerShape:
         if len(shape) != 3 or shape[-1] != self.embed_dim:
             raise ValueError(f"{name} must have shape (batch, length, {self.embed_dim}), got {shape}")
 
-    def source_of_keys(self, x: Any, xp: Namespace, *, context: Any, q_offset: Any, cache: Any) -> Any:
+    def source_of_keys(self, x: Any, xp: Namespace, *, context: Any, q_offset: Any, cache: Any, lengths: Any) -> Any:
         """Return what a layer makes keys and values of: its input, or another sequence; both are checked.
 
         Args:
@@ -96,12 +96,15 @@ class LayerShape:
             context: ``[batch, kv_len, embed_dim]``, or None.
             q_offset: As given beside it.
             cache: As given beside it.
+            lengths: As given beside it.
 
         Raises:
             TypeError: If one is no floating array.
             ValueError: If one has another shape, or arguments exclude each other.
         """
         self.check_input(x, xp)
+        if lengths is not None and cache is None:
+            raise ValueError("lengths must be None without a cache: padding behind a row changes nothing before it")
         if context is None:
             if q_offset is not None:
                 raise ValueError("q_offset must be None without a context: x and its keys have the same positions")

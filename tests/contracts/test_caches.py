@@ -404,6 +404,9 @@ def test_rows_may_have_lengths_of_their_own(name: str) -> None:
     rows.cache.select_batch([2, 1, 2])
     rows.keys, rows.values = ([y[2], y[1], y[2]] for y in (rows.keys, rows.values))
     rows.step(1)
+    rows.cache.truncate(rows.cache.framework.array(np.asarray([0, 4, 9], np.int32)))
+    rows.keys, rows.values = ([x[:, :n] for x, n in zip(y, (0, 4, 9), strict=True)] for y in (rows.keys, rows.values))
+    rows.step(2)
     later = Rows.of(name, 3, 150)
     later.step(1)  # of one length at first
     later.step(3, [0, 2, 3])

@@ -227,3 +227,23 @@ def test_another_sequence_is_refused(name: str, x: np.ndarray) -> None:
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             layer(array(x), **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_of_different_lengths_share_a_cache(name: str, x: np.ndarray) -> None:
+    layer, array = make_layer(name, **SIZES), FRAMEWORK[name].array
+    cache, lengths, outputs = layer.make_cache(2, 12), array(np.asarray([3, 6], np.int32)), []
+    for chunk, own in ((x[:, :6], {"lengths": lengths}), (x[:, 6:7], {}), (x[:, 7:9], {})):
+        output = layer(array(chunk), cache=cache, **own)
+        output, cache = output if name == "jax" else (output, cache)
+        outputs.append(FRAMEWORK[name].numpy(output))
+    for row, length in enumerate((3, 6)):
+        text = np.concatenate([x[row : row + 1, :length], x[row : row + 1, 6:9]], axis=1)
+        found = np.concatenate([outputs[0][row, :length], outputs[1][row], outputs[2][row]])
+        np.testing.assert_allclose(found, apply(name, layer, text)[0], rtol=0, atol=2e-5)
+    if name != "jax":  # whose cache is not changed in place
+        with pytest.raises(ValueError, match="mask must broadcast"):
+            layer(array(x[:, :2]), cache=cache, mask=array(np.ones((5, 5), bool)))
+        assert np.asarray(cache.lengths).tolist() == [6, 9]
+    with pytest.raises(ValueError, match="^lengths must be None without a cache"):
+        layer(array(x), lengths=lengths)

@@ -95,7 +95,8 @@ class KVCache(NamedTuple):
             return f"KVCache({fields})"
         batch_size, num_kv_heads, max_length, head_dim = self.key.shape
         sizes = batch_size, num_kv_heads, head_dim
-        return cache_summary("KVCache", sizes, known(self.length, "traced"), max_length, self.nbytes)
+        longest = jnp.max(self.length) if getattr(self.length, "ndim", 0) else self.length
+        return cache_summary("KVCache", sizes, known(longest, "traced"), max_length, self.nbytes)
 
     def append(self, key: jax.Array, value: jax.Array, *, lengths: jax.Array | None = None) -> KVCache:
         """Return the cache with the keys and values of further tokens.
@@ -207,13 +208,18 @@ class KVCache(NamedTuple):
         return jnp.where(is_right if is_right.ndim == 0 else is_right[:, None, None, None], result, jnp.nan)
 
     def truncate(self, length: int | jax.Array) -> KVCache:
-        """Return the cache of the first ``length`` tokens; of all, if there are no more. An overflow is not undone.
+        """Return the cache of the first ``length`` tokens of each row: a number, or ``[batch]`` integers.
+
+        Rows that hold no more keep all. An overflow is not undone.
 
         Raises:
-            TypeError: If ``length`` is no integer.
-            ValueError: If it is negative.
+            TypeError: If ``length`` is of another kind.
+            ValueError: If it is negative, or of another shape.
         """
-        length = whole_number(length)
+        if getattr(length, "ndim", 0):
+            length = check_lengths(jnp, "length", length, self.key.shape[0]).astype(jnp.int32)
+        else:
+            length = whole_number(length)
         return self._replace(
             length=jnp.where(self.length > self.max_length, self.length, jnp.minimum(self.length, length))
         )
@@ -234,7 +240,7 @@ def _counts(lengths: jax.Array | None, batch_size: int, new: int) -> jax.Array:
     """Return how many of ``new`` tokens count in each row."""
     if lengths is None:
         return jnp.full((batch_size,), new, jnp.int32)
-    return check_lengths(jnp, lengths, batch_size, new).astype(jnp.int32)
+    return check_lengths(jnp, "lengths", lengths, batch_size, new).astype(jnp.int32)
 
 
 def cache_shape(batch_size: int, num_kv_heads: int, max_length: int, head_dim: int) -> tuple[int, int, int, int]:

@@ -38,7 +38,7 @@ class KVCache:
             while the cache is empty.
         values: Likewise.
         offset: Tokens held, by the longest row if rows have lengths of their own.
-        lengths: Those, a NumPy array ``[batch]``; None while all rows are as long.
+        lengths: Those, ``[batch]`` int32; None while all rows are as long.
         batch_size: As given.
         max_length: As given.
 
@@ -99,7 +99,7 @@ class KVCache:
         return self.keys[..., :end, :], self.values[..., :end, :]
 
     def _append_by_row(self, key: mx.array, value: mx.array, counts: np.ndarray[Any, Any]) -> tuple[mx.array, mx.array]:
-        tokens = RowTokens.of(self.offset if self.lengths is None else self.lengths, counts)
+        tokens = RowTokens.of(self._held(counts.size), counts)
         end = int(tokens.ends.max())
         check_room(end - self.offset, math.inf if self.max_length is None else self.max_length, self.offset)
         self.keys, self.values = (
@@ -109,7 +109,7 @@ class KVCache:
         if tokens.rows.size:
             self.keys[rows, :, slots] = key[rows, :, columns]
             self.values[rows, :, slots] = value[rows, :, columns]
-        self.lengths, self.offset = tokens.ends, end
+        self._hold(tokens.ends)
         self._measured = min(self._measured, int((tokens.ends - counts).min()))
         return self.keys[..., :end, :], self.values[..., :end, :]
 
@@ -176,23 +176,30 @@ class KVCache:
         rules: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size}
         key, value = self.state[:2]
         if lengths is not None or self.lengths is not None:
-            offsets = (self.offset if self.lengths is None else self.lengths) - _counts(lengths, *query.shape[:3:2])
+            offsets = self._held(query.shape[0]) - _counts(lengths, *query.shape[:3:2])
             check_span(self.offset, self.offset - int(offsets.min()))
             rules["q_offset"] = mx.array(offsets.astype(np.int32))
         call = AttentionCall.check(query, key, value, slopes, scale=scale, tolerance=tolerance, xp=mx, **rules)
         check_span(self.offset, query.shape[2])
         return _attention.run(call, query, key, value, implementation, _NormsOf(self))
 
-    def truncate(self, length: int) -> None:
-        """Forget all tokens but the first ``length`` of each row.
+    def truncate(self, length: int | mx.array) -> None:
+        """Forget all tokens but the first ``length`` of each row: a number, or ``[batch]`` integers.
+
+        So rows go on from where they differ, as after tokens that were guessed.
 
         Raises:
-            TypeError: If ``length`` is no integer.
-            ValueError: If it is negative.
+            TypeError: If ``length`` is of another kind.
+            ValueError: If it is negative, or of another shape.
         """
+        if isinstance(length, mx.array):
+            batch_size = length.size if self.keys is None else self.keys.shape[0]
+            most = np.asarray(check_lengths(mx, "length", length, batch_size))
+            self._hold(np.minimum(self._held(batch_size), most))
+            return
         self.offset = min(self.offset, non_negative_int("length", length))
         if self.lengths is not None:
-            self.lengths = np.minimum(self.lengths, self.offset)
+            self._hold(np.minimum(self._held(), self.offset))
 
     def select_batch(self, indices: mx.array) -> None:
         """Keep the sequences at ``indices`` of the batch axis, in that order; one may be asked for repeatedly.
@@ -207,8 +214,7 @@ class KVCache:
         self._norms = None if self._norms is None else mx.take(self._norms, indices, axis=0)
         self.batch_size = None if self.batch_size is None else len(indices)
         if self.lengths is not None:
-            self.lengths = self.lengths[np.asarray(indices)]
-            self.offset = int(self.lengths.max())
+            self._hold(self._held()[np.asarray(indices)])
 
     @property
     def length(self) -> int:
@@ -237,7 +243,7 @@ class KVCache:
         """
         if self.keys is None or self.values is None:
             return ()
-        own = () if self.lengths is None else (mx.array(self.lengths.astype(np.int32)),)
+        own = () if self.lengths is None else (self.lengths,)
         return self.keys[..., : self.offset, :], self.values[..., : self.offset, :], self.offset, *own
 
     @state.setter
@@ -276,7 +282,7 @@ class KVCache:
         """Forget the last ``n`` tokens, or all if there are fewer, and return how many those were."""
         before = self.offset
         if self.lengths is not None:
-            self.lengths = np.maximum(self.lengths - non_negative_int("n", n), 0)
+            self._hold(np.maximum(self._held() - non_negative_int("n", n), 0))
         self.truncate(max(before - non_negative_int("n", n), 0))
         return before - self.offset
 
@@ -304,11 +310,18 @@ class KVCache:
 
     def _forget(self) -> None:
         self.keys: mx.array | None = None
-        self.lengths: np.ndarray[Any, Any] | None = None
+        self.lengths: mx.array | None = None
         self.values: mx.array | None = None
         self.offset = 0
         self._norms: mx.array | None = None
         self._measured = 0  # tokens, from the first on, whose norms are known
+
+    def _held(self, batch_size: int = 1) -> np.ndarray[Any, Any]:
+        """Return how many tokens each row holds."""
+        return np.full(batch_size, self.offset) if self.lengths is None else np.asarray(self.lengths)
+
+    def _hold(self, lengths: np.ndarray[Any, Any]) -> None:
+        self.lengths, self.offset = mx.array(lengths.astype(np.int32)), int(lengths.max())
 
     def _check_offset(self) -> None:
         capacity = 0 if self.keys is None else self.keys.shape[2]
@@ -330,7 +343,7 @@ def _counts(lengths: mx.array | None, batch_size: int, new: int) -> np.ndarray[A
     """Return how many of ``new`` tokens count in each row."""
     if lengths is None:
         return np.full(batch_size, new)
-    return np.asarray(check_lengths(mx, lengths, batch_size, new)).astype(np.int64)
+    return np.asarray(check_lengths(mx, "lengths", lengths, batch_size, new)).astype(np.int64)
 
 
 class _NormsOf:

@@ -108,6 +108,7 @@ class AlibiAttention(nn.Module):
         cache: Any | None = None,
         context: mx.array | None = None,
         q_offset: int | mx.array | None = None,
+        lengths: mx.array | None = None,
     ) -> mx.array:
         """Attend within ``x``, from ``x`` to the tokens in ``cache`` and ``x``, or from ``x`` to those of ``context``.
 
@@ -123,6 +124,8 @@ class AlibiAttention(nn.Module):
                 ``x``. Distances are those of ``alibi_core.bias(length, kv_len)``: by default the last tokens of both
                 have one position. No cache goes with it.
             q_offset: With a ``context``, the position of the first token of ``x``, as for ``attention``.
+            lengths: With a ``cache``, ``[batch]`` integers: how many tokens of each row of ``x`` count, where prompts
+                of different lengths are padded behind.
 
         Returns:
             ``[batch, length, embed_dim]``, of the dtype of the projections' output.
@@ -131,7 +134,7 @@ class AlibiAttention(nn.Module):
             TypeError: If an argument is of the wrong kind.
             ValueError: If a shape is wrong, the cache does not fit, or the layer is not causal and gets a cache.
         """
-        source = self.shape.source_of_keys(x, mx, context=context, q_offset=q_offset, cache=cache)
+        source = self.shape.source_of_keys(x, mx, context=context, q_offset=q_offset, cache=cache, lengths=lengths)
         query, key, value = (
             mx.unflatten(proj(y), -1, (-1, self.shape.head_dim)).swapaxes(1, 2)  # [batch, heads, length, head_dim]
             for proj, y in ((self.q_proj, x), (self.k_proj, source), (self.v_proj, source))
@@ -148,7 +151,9 @@ class AlibiAttention(nn.Module):
         elif not self.is_causal:
             raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
         elif isinstance(cache, (KVCache, EvictingKVCache)):
-            attended = self._attend_to(cache, query, key, value, rules)
+            attended = self._attend_to(cache, query, key, value, rules, lengths)
+        elif lengths is not None:
+            raise ValueError(f"lengths must be None but with the caches of make_cache, got a {type(cache).__name__}")
         else:
             attended = self._attend_to_foreign(cache, query, key, value, rules)
         return self.dropout(self.out_proj(mx.flatten(attended.swapaxes(1, 2), -2)))
@@ -191,11 +196,14 @@ class AlibiAttention(nn.Module):
         key: mx.array,
         value: mx.array,
         rules: dict[str, Any],
+        lengths: mx.array | None,
     ) -> mx.array:
-        held = cache.length
-        cache.append(key, value)
+        rows = getattr(cache, "lengths", None)
+        held = cache.length if rows is None else rows
+        own = {} if lengths is None else {"lengths": lengths}
+        cache.append(key, value, **own)
         try:
-            return cache.attend(query, self.slopes, **rules)
+            return cache.attend(query, self.slopes, **rules, **own)
         except Exception:
             cache.truncate(held)  # a call that was refused leaves no tokens behind
             raise

@@ -106,7 +106,9 @@ class AlibiTransformer(nn.Module):
             raise ValueError(f"x must have shape (batch, length, embed_dim {self.config.embed_dim}), got {x.shape}")
         if caches is not None and len(caches) != len(self.blocks):
             raise ValueError(f"caches must be one a block ({len(self.blocks)}), got {len(caches)}")
-        held = [(cache, cache.length) for cache in caches or () if isinstance(cache, (KVCache, EvictingKVCache))]
+        own = [cache for cache in caches or () if isinstance(cache, (KVCache, EvictingKVCache))]
+        rows = [getattr(cache, "lengths", None) for cache in own]
+        held = [(cache, cache.length if x is None else x) for cache, x in zip(own, rows, strict=True)]
         try:
             for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
                 x = block(x, mask=mask, segment_ids=segment_ids, cache=cache)

@@ -38,7 +38,7 @@ class KVCache:
         value: Likewise.
         key_norms: ``[batch_size, num_kv_heads, blocks]``, float32: a bound of the norms of each 128 keys.
         length: Tokens held, by the longest row if rows have lengths of their own.
-        lengths: Those, a NumPy array ``[batch_size]``; None while all rows are as long.
+        lengths: Those, ``[batch_size]`` int64 on the CPU; None while all rows are as long.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class KVCache:
         statistics = torch.promote_types(self.key.dtype, torch.float32)
         self.key_norms = torch.zeros(*shape[:2], -(-shape[2] // BLOCK), device=device, dtype=statistics)
         self.length = 0
-        self.lengths: np.ndarray[Any, Any] | None = None
+        self.lengths: Tensor | None = None
 
     @property
     def max_length(self) -> int:
@@ -114,10 +114,17 @@ class KVCache:
         """Return how many of ``new`` tokens count in each row."""
         if lengths is None:
             return np.full(self.key.shape[0], new)
-        return check_lengths(xp, lengths, self.key.shape[0], new).cpu().numpy().astype(np.int64)
+        return check_lengths(xp, "lengths", lengths, self.key.shape[0], new).cpu().numpy().astype(np.int64)
+
+    def _held(self) -> np.ndarray[Any, Any]:
+        """Return how many tokens each row holds."""
+        return np.full(self.key.shape[0], self.length) if self.lengths is None else self.lengths.numpy()
+
+    def _hold(self, lengths: np.ndarray[Any, Any]) -> None:
+        self.lengths, self.length = torch.from_numpy(lengths), int(lengths.max())
 
     def _append_by_row(self, key: Tensor, value: Tensor, counts: np.ndarray[Any, Any]) -> tuple[Tensor, Tensor]:
-        tokens = RowTokens.of(self.length if self.lengths is None else self.lengths, counts)
+        tokens = RowTokens.of(self._held(), counts)
         end = int(tokens.ends.max())
         check_room(end - self.length, self.max_length, self.length)
         rows, columns, slots, ends, new = (
@@ -130,7 +137,7 @@ class KVCache:
         norms = torch.where((places < new)[:, None], norm_bounds(key.detach()), 0.0)
         blocks = ((ends - new + places) // BLOCK).clamp(max=self.key_norms.shape[2] - 1)[:, None]
         self.key_norms.scatter_reduce_(2, blocks.expand_as(norms), norms, "amax")
-        self.lengths, self.length = tokens.ends, end
+        self._hold(tokens.ends)
         return self.key[:, :, :end], self.value[:, :, :end]
 
     @explains_keywords
@@ -175,8 +182,7 @@ class KVCache:
             one_of("implementation", implementation, IMPLEMENTATIONS)
         rules: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size}
         if lengths is not None or self.lengths is not None:
-            held = self.length if self.lengths is None else self.lengths
-            offsets = held - self._counts(lengths, query.shape[2])
+            offsets = self._held() - self._counts(lengths, query.shape[2])
             check_span(self.length, self.length - int(offsets.min()))
             rules["q_offset"] = torch.from_numpy(offsets).to(self.key.device)
         key, value = self.key[:, :, : self.length], self.value[:, :, : self.length]
@@ -185,11 +191,22 @@ class KVCache:
         norms = KeyNorms(self.key_norms[:, :, : -(-self.length // BLOCK)], BLOCK)
         return guarded(run(call, query, key, value, implementation, norms), [self.key])
 
-    def truncate(self, length: int) -> None:
-        """Forget all tokens but the first ``length`` of each row."""
+    def truncate(self, length: int | Tensor) -> None:
+        """Forget all tokens but the first ``length`` of each row: a number, or ``[batch_size]`` integers.
+
+        So rows go on from where they differ, as after tokens that were guessed.
+
+        Raises:
+            TypeError: If ``length`` is of another kind.
+            ValueError: If it is negative, or of another shape.
+        """
+        if isinstance(length, Tensor):
+            most = check_lengths(xp, "length", length, self.key.shape[0]).cpu().numpy()
+            self._hold(np.minimum(self._held(), most))
+            return
         self.length = min(self.length, non_negative_int("length", length))
         if self.lengths is not None:
-            self.lengths = np.minimum(self.lengths, self.length)
+            self._hold(np.minimum(self._held(), self.length))
 
     def select_batch(self, indices: Tensor) -> None:
         """Keep the sequences at ``indices`` of the batch axis, in that order; one may be asked for repeatedly.
@@ -203,8 +220,7 @@ class KVCache:
         self.key, self.value = (x.index_select(0, indices) for x in (self.key, self.value))
         self.key_norms = self.key_norms.index_select(0, indices)
         if self.lengths is not None:
-            self.lengths = self.lengths[indices.cpu().numpy()]
-            self.length = int(self.lengths.max())
+            self._hold(self._held()[indices.cpu().numpy()])
 
 
 def _autocast_dtype(place: str) -> torch.dtype | None:

@@ -112,6 +112,7 @@ class AlibiAttention(KeepsSlopes):
         cache: KVCache | None = None,
         context: Tensor | None = None,
         q_offset: int | Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """Attend within ``x``, from ``x`` to the tokens in ``cache`` and ``x``, or from ``x`` to those of ``context``.
 
@@ -126,6 +127,8 @@ class AlibiAttention(KeepsSlopes):
                 ``x``. Distances are those of ``alibi_core.bias(length, kv_len)``: by default the last tokens of both
                 have one position. No cache goes with it.
             q_offset: With a ``context``, the position of the first token of ``x``, as for ``attention``.
+            lengths: With a ``cache``, ``[batch]`` integers: how many tokens of each row of ``x`` count, where prompts
+                of different lengths are padded behind.
 
         Returns:
             ``[batch, length, embed_dim]``, of the dtype of the projections' output.
@@ -134,7 +137,7 @@ class AlibiAttention(KeepsSlopes):
             TypeError: If an argument is of the wrong kind.
             ValueError: If a shape is wrong, the cache does not fit, or the layer is not causal and gets a cache.
         """
-        source = self.shape.source_of_keys(x, xp, context=context, q_offset=q_offset, cache=cache)
+        source = self.shape.source_of_keys(x, xp, context=context, q_offset=q_offset, cache=cache, lengths=lengths)
         query, key, value = (
             proj(y).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)  # [batch, heads, length, head_dim]
             for proj, y in ((self.q_proj, x), (self.k_proj, source), (self.v_proj, source))
@@ -150,20 +153,28 @@ class AlibiAttention(KeepsSlopes):
             }
             attended = attention(query, key, value, slopes, **direction, **rules)
         else:
-            attended = self._attend_to(cache, query, key, value, slopes, rules)
+            attended = self._attend_to(cache, query, key, value, slopes, rules, lengths)
         return self.dropout(self.out_proj(attended.transpose(1, 2).flatten(2)))
 
     def _attend_to(
-        self, cache: KVCache, query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, rules: dict[str, Any]
+        self,
+        cache: KVCache,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        slopes: Tensor,
+        rules: dict[str, Any],
+        lengths: Tensor | None,
     ) -> Tensor:
         if not self.is_causal:
             raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
         if not isinstance(cache, KVCache):
             raise TypeError(f"cache must be an alibi_torch.KVCache, got {type(cache).__name__}; see make_cache")
-        held = cache.length
-        cache.append(key, value)
+        held = cache.length if cache.lengths is None else cache.lengths
+        own = {} if lengths is None else {"lengths": lengths}
+        cache.append(key, value, **own)
         try:
-            return cache.attend(query, slopes, **rules)
+            return cache.attend(query, slopes, **rules, **own)
         except Exception:
             cache.truncate(held)  # a call that was refused leaves no tokens behind
             raise

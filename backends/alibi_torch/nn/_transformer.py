@@ -106,7 +106,11 @@ class AlibiTransformer(nn.Module):
             )
         if caches is not None and len(caches) != len(self.blocks):
             raise ValueError(f"caches must be one a block ({len(self.blocks)}), got {len(caches)}")
-        held = [(cache, cache.length) for cache in caches or () if isinstance(cache, KVCache)]
+        held = [
+            (cache, cache.length if cache.lengths is None else cache.lengths)
+            for cache in caches or ()
+            if isinstance(cache, KVCache)
+        ]
         try:
             for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
                 x = block(x, mask=mask, segment_ids=segment_ids, cache=cache)
