@@ -142,15 +142,13 @@ class AttentionCall:
         offset = _q_offset(xp, q_offset, sizes)
         if window_size is not None:
             window_size = min(checks.window(window_size), checks.MAX_POSITION)
-        axes = dict(zip(_batch_axes(batch), batch, strict=True))
-        scores = {name: sizes[name] for name in ("num_heads", "q_len", "kv_len")}
         if mask is not None:
-            check_mask(xp, mask, axes, scores)
+            check_mask(xp, mask, *_score_axes(sizes))
         if added_bias is not None:
             if is_kind(xp, added_bias.dtype, "bool"):
                 raise TypeError(f"added_bias must be floating, got {added_bias.dtype}; booleans are a mask")
             checks.floating_array(xp, "added_bias", added_bias)
-            check_score_axes("added_bias", added_bias, axes, scores)
+            check_score_axes("added_bias", added_bias, *_score_axes(sizes))
             mask, added_bias = _split_off_mask(xp, mask, astype(xp, added_bias, working))
         return cls(
             xp=xp,
@@ -433,6 +431,13 @@ class AttentionCall:
         # With slopes of two kinds in a row no one distance is worth the same everywhere.
         sides = [xp.any(xp.logical_and(visible, x), axis=-1, keepdims=True) for x in (relative < 0, relative > 0)]
         return xp.where(xp.logical_and(*sides), none, nearest)
+
+
+def _score_axes(sizes: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the axes of scores, by name: those of the batch, and the others."""
+    batch = sizes["batch"]
+    names = ("num_heads", "q_len", "kv_len")
+    return dict(zip(_batch_axes(batch), batch, strict=True)), {name: sizes[name] for name in names}
 
 
 def _batch_axes(batch: tuple[int, ...]) -> list[str]:

@@ -120,7 +120,7 @@ class KVCache(NamedTuple):
         sizes = batch_size, num_kv_heads, head_dim, head_dim
         check_new_tokens(jnp, key, value, sizes, self.key.dtype, length_axis=1)
         new = key.shape[1]
-        if lengths is not None or self.length.ndim:
+        if lengths is not None or jnp.ndim(self.length):
             return self._append_by_row(key, value, _counts(lengths, batch_size, new))
         check_room(new, max_length, known(self.length))
         key, value = (jnp.swapaxes(x, 1, 2) for x in (key, value))
@@ -233,7 +233,7 @@ class KVCache(NamedTuple):
             indices: ``[batch]`` integers, for a batch size that may be another than before.
         """
         names = ("key", "value", "key_norms", "length")
-        return self._replace(**{x: getattr(self, x)[indices] for x in names if getattr(self, x).ndim})
+        return self._replace(**{x: getattr(self, x)[indices] for x in names if jnp.ndim(getattr(self, x))})
 
 
 def _counts(lengths: jax.Array | None, batch_size: int, new: int) -> jax.Array:
