@@ -126,7 +126,7 @@ class AttentionCall:
         )
         xp = namespace_of(*arrays.values(), xp=xp)
         sizes = _tensor_sizes(xp, query, key, value, layout)
-        batch, dtype = sizes["batch"], query.dtype
+        dtype = query.dtype
         device = _common_device(xp, arrays)
         working = working_dtype(xp, dtype)
         checks.direction(is_causal, future_slopes)

@@ -388,6 +388,9 @@ class Rows:
                 )
                 exact = Attention(*tensors, bias=bias[None], scale=SCALE, dtype="float32")
                 assert_within(found[row : row + 1, :, :count], leaving_out(exact, UNIT_ROUNDOFF["float32"]))
+        for bounds, held_keys in zip(self.cache.key_norms, self.keys, strict=True):
+            by_token = np.repeat(bounds, 128, axis=-1)[:, : held_keys.shape[1]]
+            assert np.all(by_token >= np.linalg.norm(held_keys, axis=-1))
         held = [x.shape[1] for x in self.keys]
         assert np.broadcast_to(self.cache.lengths, batch).tolist() == held
         assert self.cache.length == max(held)
