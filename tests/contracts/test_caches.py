@@ -412,7 +412,7 @@ def test_rows_may_have_lengths_of_their_own(name: str) -> None:
     rows.step(2)
     later = Rows.of(name, 3, 150)
     later.step(1)  # of one length at first
-    later.step(3, [0, 2, 3])
+    later.step(8, [0, 2, 3])  # which no row fills
     later.step(1)
 
 

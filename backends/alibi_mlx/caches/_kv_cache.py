@@ -180,7 +180,8 @@ class KVCache:
             check_span(self.offset, self.offset - int(offsets.min()))
             rules["q_offset"] = mx.array(offsets.astype(np.int32))
         call = AttentionCall.check(query, key, value, slopes, scale=scale, tolerance=tolerance, xp=mx, **rules)
-        check_span(self.offset, query.shape[2])
+        if not call.has_offset_array:
+            check_span(self.offset, query.shape[2])
         return _attention.run(call, query, key, value, implementation, _NormsOf(self))
 
     def truncate(self, length: int | mx.array) -> None:

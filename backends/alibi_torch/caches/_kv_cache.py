@@ -187,7 +187,8 @@ class KVCache:
             rules["q_offset"] = torch.from_numpy(offsets).to(self.key.device)
         key, value = self.key[:, :, : self.length], self.value[:, :, : self.length]
         call = AttentionCall.check(query, key, value, slopes, scale=scale, tolerance=tolerance, xp=xp, **rules)
-        check_span(self.length, query.shape[2])
+        if not call.has_offset_array:
+            check_span(self.length, query.shape[2])
         norms = KeyNorms(self.key_norms[:, :, : -(-self.length // BLOCK)], BLOCK)
         return guarded(run(call, query, key, value, implementation, norms), [self.key])
 
