@@ -7,8 +7,10 @@ from typing import Any
 
 from alibi_core._arrays import Array, Namespace, asarray, astype, times
 from alibi_core._call import AttentionCall
+from alibi_core._keywords import explains_keywords
 
 
+@explains_keywords
 def attention(
     query: Array,
     key: Array,
@@ -22,6 +24,8 @@ def attention(
     window_size: int | None = None,
     mask: Array | None = None,
     scale: float | None = None,
+    added_bias: Array | None = None,
+    return_weights: bool = False,
     allow_negative_slopes: bool = False,
 ) -> Any:
     """Return ALiBi attention: ``softmax(scale * query @ key.T - slopes * distance) @ value``, over visible keys.
@@ -48,6 +52,10 @@ def attention(
             tokens, ``[batch, kv_len]``, is ``mask[:, None, None, :]``. Where sizes agree so that a mask of two or three
             axes might be meant as one of ``[batch, kv_len]`` or ``[batch, q_len, kv_len]``, it is refused.
         scale: Factor of the scores. Default ``head_dim ** -0.5``. The bias is not scaled.
+        added_bias: Floating numbers to add to the scaled scores beside ALiBi's bias, of axes as ``mask`` has them. -inf
+            hides a key, as a mask does.
+        return_weights: Return the pair of the result and the weights, ``[..., num_heads, q_len, kv_len]``, of its
+            dtype: zeros for a query that may look nowhere.
         allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
 
     Returns:
@@ -81,13 +89,20 @@ def attention(
         window_size=window_size,
         mask=mask,
         scale=scale,
+        added_bias=added_bias,
+        return_weights=return_weights,
         allow_negative_slopes=allow_negative_slopes,
     )
     return dense_attention(call, query, key, value)
 
 
 def dense_attention(
-    call: AttentionCall, query: Any, key: Any, value: Any, softmax: Callable[[Any], Any] | None = None
+    call: AttentionCall,
+    query: Any,
+    key: Any,
+    value: Any,
+    softmax: Callable[[Any], Any] | None = None,
+    drop: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Compute ``call`` on heads-first tensors, whole score matrix and all, in operations of the standard.
 
@@ -97,6 +112,10 @@ def dense_attention(
         key: ``[..., num_kv_heads, kv_len, head_dim]``.
         value: Of the shape of ``key``.
         softmax: Along the last axis, where scores are not all -inf. Default: in operations of the standard.
+        drop: Drops out weights, as ``call.dropout`` says; asked only if it is above 0.
+
+    Returns:
+        The result, or the pair of it and the weights that were applied, if the call asks for them.
     """
     xp = call.xp
     group = call.num_heads // call.num_kv_heads
@@ -107,11 +126,18 @@ def dense_attention(
     scores = times(xp, xp.matmul(query, xp.matrix_transpose(key)), call.scale)
     scores = scores + _split_heads(xp, bias, call.num_kv_heads, group)
     weights = _softmax(xp, scores) if softmax is None else softmax(scores)
-    result = xp.matmul(weights, value)
-    result = xp.reshape(result, (*call.batch, call.num_heads, call.q_len, call.head_dim))
-    if attends is not None:
-        result = xp.where(attends, result, asarray(xp, 0.0, call.working_dtype, call.device))
-    return astype(xp, result, call.dtype)
+    if call.dropout > 0 and drop is not None:
+        weights = drop(weights)
+
+    def finished(array: Any) -> Any:
+        """Return ``[..., num_kv_heads, group, q_len, n]`` by heads, with zeros for queries that look nowhere."""
+        array = xp.reshape(array, (*call.batch, call.num_heads, call.q_len, array.shape[-1]))
+        if attends is not None:
+            array = xp.where(attends, array, asarray(xp, 0.0, call.working_dtype, call.device))
+        return astype(xp, array, call.dtype)
+
+    result = finished(xp.matmul(weights, value))
+    return (result, finished(weights)) if call.return_weights else result
 
 
 def _softmax(xp: Namespace, scores: Any) -> Any:

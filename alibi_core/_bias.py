@@ -20,9 +20,11 @@ from alibi_core._arrays import (
     signed,
 )
 from alibi_core._contracts import Contract
+from alibi_core._keywords import explains_keywords
 from alibi_core._slopes import slope_values
 
 
+@explains_keywords
 def bias(
     slopes: int | Array,
     q_len: int,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._arrays import Namespace, checks, namespace_of
+from alibi_core._arrays import Namespace, checks, host_values, namespace_of
 from alibi_core._horizon import LARGEST_TOLERANCE, UNIT_ROUNDOFF, horizon
 
 EPS, TINY = 2.0**-23, 2.0**-126  # of float32: the spacing at 1, and the least normal number
@@ -206,6 +206,53 @@ def check_new_tokens(
             )
         if new.dtype != dtype:
             raise ValueError(f"{name} must be {dtype} as the cache is, got {new.dtype}")
+
+
+@dataclass(frozen=True)
+class RowTokens:
+    """New tokens of rows that hold different numbers of them, and where they go; all in NumPy.
+
+    Attributes:
+        rows: The row of each token that counts.
+        columns: Where it lies among the new tokens of its row.
+        slots: Where it goes in the cache.
+        ends: ``[batch]``: how many tokens each row then holds.
+    """
+
+    rows: np.ndarray[Any, Any]
+    columns: np.ndarray[Any, Any]
+    slots: np.ndarray[Any, Any]
+    ends: np.ndarray[Any, Any]
+
+    @classmethod
+    def of(cls, held: Any, counts: np.ndarray[Any, Any]) -> RowTokens:
+        """Return the places of the first ``counts`` tokens of each row, of which ``held`` are held."""
+        rows, columns = np.nonzero(np.arange(counts.max(initial=0)) < counts[:, None])
+        starts = np.broadcast_to(np.asarray(held, np.int64), counts.shape)
+        return cls(rows, columns, starts[rows] + columns, starts + counts)
+
+
+def check_lengths(xp: Namespace, name: str, lengths: Any, batch_size: int, most: int = checks.MAX_POSITION) -> Any:
+    """Return a number of tokens for each row, having checked them as far as values can be seen.
+
+    Args:
+        xp: The cache's array library.
+        name: Of the argument.
+        lengths: ``[batch_size]`` integers.
+        batch_size: Of the cache.
+        most: Tokens that there are of each row.
+
+    Raises:
+        TypeError: If it is no integer array of that library.
+        ValueError: If its shape is another, or a number is below 0 or above ``most``.
+    """
+    shape = tuple(checks.integer_array(namespace_of(checks.array(name, lengths), xp=xp), name, lengths).shape)
+    if shape != (batch_size,):
+        raise ValueError(f"{name} must have shape ({batch_size},) (batch_size), got {shape}")
+    values = host_values(lengths)
+    if values is not None and not np.all((values >= 0) & (values <= most)):
+        raise ValueError(f"{name} must be from 0 to the number of tokens, {most}, got {values.astype(int).tolist()}")
+    return lengths
 
 
 def check_room(new: int, max_length: float, held: Any) -> None:

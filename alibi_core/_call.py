@@ -18,11 +18,12 @@ from alibi_core._arrays import (
     astype,
     checks,
     device_of,
+    is_kind,
     namespace_of,
     signed,
 )
 from alibi_core._bias import linear_bias, place_slopes, relative_positions, with_head_axis, working_dtype
-from alibi_core._mask import check_mask
+from alibi_core._mask import check_mask, check_score_axes
 
 HEADS_FIRST = ("heads", "length", "head_dim")
 LENGTH_FIRST = ("length", "heads", "head_dim")
@@ -75,6 +76,10 @@ class AttentionCall:
     tolerance: float | None
     shares_ids: bool = False  # whether the key at a query's position, where there is one, has the query's segment id
     added_key_bias: Any | None = None  # [num_heads, kv_len] or [*batch, num_heads, kv_len], added to the linear bias
+    # What "dense" alone can do, and so is no part of `arrays` and `rules`, which compiled kernels are made of:
+    added_bias: Any | None = None  # finite, broadcasts to [*batch, num_heads, q_len, kv_len], added to the bias
+    dropout: float = 0.0  # probability of zeroing a weight
+    return_weights: bool = False
 
     @classmethod
     def check(
@@ -92,6 +97,9 @@ class AttentionCall:
         mask: Array | None = None,
         scale: float | None = None,
         tolerance: float | None = None,
+        added_bias: Array | None = None,
+        dropout: float = 0.0,
+        return_weights: bool = False,
         allow_negative_slopes: bool = False,
         layout: tuple[str, str, str] = HEADS_FIRST,
         xp: Namespace | None = None,
@@ -102,7 +110,7 @@ class AttentionCall:
             query: ``[*batch, *layout]``.
             key: As ``query``, with ``num_kv_heads`` heads and its own length.
             value: As ``key``.
-            slopes: As for :func:`alibi_core.attention`, like all arguments but the last two.
+            slopes: As for the ``attention`` of the core and the backends, like all arguments but the last two.
             layout: Order of the last three axes, ``HEADS_FIRST`` or ``LENGTH_FIRST``.
             xp: The namespace the arrays must belong to; default, whichever they belong to.
 
@@ -114,10 +122,11 @@ class AttentionCall:
         arrays = _arrays(
             {"query": query, "key": key, "value": value, "slopes": slopes, "future_slopes": future_slopes}
             | {"q_offset": q_offset, "segment_ids": q_ids, "segment_ids of keys": kv_ids, "mask": mask}
+            | {"added_bias": added_bias}
         )
         xp = namespace_of(*arrays.values(), xp=xp)
         sizes = _tensor_sizes(xp, query, key, value, layout)
-        batch, dtype = sizes["batch"], query.dtype
+        dtype = query.dtype
         device = _common_device(xp, arrays)
         working = working_dtype(xp, dtype)
         checks.direction(is_causal, future_slopes)
@@ -134,8 +143,13 @@ class AttentionCall:
         if window_size is not None:
             window_size = min(checks.window(window_size), checks.MAX_POSITION)
         if mask is not None:
-            scores = {name: sizes[name] for name in ("num_heads", "q_len", "kv_len")}
-            check_mask(xp, mask, dict(zip(_batch_axes(batch), batch, strict=True)), scores)
+            check_mask(xp, mask, *_score_axes(sizes))
+        if added_bias is not None:
+            if is_kind(xp, added_bias.dtype, "bool"):
+                raise TypeError(f"added_bias must be floating, got {added_bias.dtype}; booleans are a mask")
+            checks.floating_array(xp, "added_bias", added_bias)
+            check_score_axes("added_bias", added_bias, *_score_axes(sizes))
+            mask, added_bias = _split_off_mask(xp, mask, astype(xp, added_bias, working))
         return cls(
             xp=xp,
             **sizes,
@@ -153,6 +167,9 @@ class AttentionCall:
             scale=sizes["head_dim"] ** -0.5 if scale is None else checks.number_in(working, "scale", scale),
             tolerance=None if tolerance is None else checks.non_negative_number("tolerance", tolerance),
             shares_ids=q_ids is not None and q_ids is kv_ids and checks.is_int(offset) and offset == 0,
+            added_bias=added_bias,
+            dropout=checks.probability("dropout", dropout),
+            return_weights=checks.boolean("return_weights", return_weights),
         )
 
     @classmethod
@@ -176,7 +193,7 @@ class AttentionCall:
             device: Of the arrays.
         """
         (*batch, num_heads, q_len, head_dim), (*_, num_kv_heads, kv_len, _) = shapes
-        fields = dict.fromkeys(ARRAY_AXES) | {"q_offset": rules.q_offset}
+        fields: dict[str, Any] = dict.fromkeys(ARRAY_AXES) | {"q_offset": rules.q_offset}
         fields |= {name: array for name, array in arrays.items() if array is not None}
         return cls(
             xp=xp,
@@ -212,6 +229,15 @@ class AttentionCall:
     def map_arrays(self, change: Callable[[Any, int], Any]) -> AttentionCall:
         """Return the call with ``change(array, axes)`` in place of each array, ``axes`` as in ``ARRAY_AXES``."""
         return replace(self, **{name: change(array, ARRAY_AXES[name]) for name, array in self.arrays.items()})
+
+    @property
+    def dense_only(self) -> str | None:
+        """Why no other implementation than ``"dense"`` can run the call, as the rest of a sentence."""
+        if self.added_bias is not None:
+            return "takes no added_bias"
+        if self.dropout > 0:
+            return "has no dropout of weights"
+        return "returns no weights" if self.return_weights else None
 
     @property
     def is_empty(self) -> bool:
@@ -408,7 +434,9 @@ class AttentionCall:
     def _linear_bias(self, relative: Any, visible: Any | None, nearest: Any | None) -> Any:
         slopes, future_slopes = self.slopes, self.future_slopes
         bias = linear_bias(self.xp, slopes, future_slopes, relative, visible, is_causal=self.is_causal, nearest=nearest)
-        return bias if self.added_key_bias is None else bias + self.added_key_bias[..., None, :]
+        if self.added_key_bias is not None:
+            bias = bias + self.added_key_bias[..., None, :]
+        return bias if self.added_bias is None else bias + self.added_bias
 
     def _nearest_visible(self, relative: Any, visible: Any, attends: Any) -> Any:
         """Return the distance of each query's nearest visible key, ``[..., q_len, 1]``, to count distances from.
@@ -426,8 +454,22 @@ class AttentionCall:
         return xp.where(xp.logical_and(*sides), none, nearest)
 
 
+def _score_axes(sizes: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the axes of scores, by name: those of the batch, and the others."""
+    batch = sizes["batch"]
+    names = ("num_heads", "q_len", "kv_len")
+    return dict(zip(_batch_axes(batch), batch, strict=True)), {name: sizes[name] for name in names}
+
+
 def _batch_axes(batch: tuple[int, ...]) -> list[str]:
     return ["batch"] if len(batch) == 1 else [f"batch{axis}" for axis in range(len(batch))]
+
+
+def _split_off_mask(xp: Namespace, mask: Any | None, added_bias: Any) -> tuple[Any, Any]:
+    """Return a mask that hides what ``added_bias`` hides by -inf, too, and the bias with zeros there."""
+    visible = added_bias != -math.inf
+    bias = xp.where(visible, added_bias, xp.zeros_like(added_bias))
+    return visible if mask is None else xp.logical_and(mask, visible), bias
 
 
 def _pair(segment_ids: Any) -> tuple[Any, Any]:

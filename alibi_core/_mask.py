@@ -24,23 +24,28 @@ _HIDDEN = -100  # an additive mask has this or less where nothing is to be seen;
 
 
 def check_mask(xp: Namespace, mask: Any, batch: dict[str, int], scores: dict[str, int]) -> None:
-    """Check that ``mask`` is boolean, and broadcasts to the scores in no other way than it may be meant.
+    """Check that ``mask`` is boolean, and broadcasts to the scores in no other way than it may be meant."""
+    if not is_kind(xp, mask.dtype, "bool"):
+        raise TypeError(f"mask must be boolean (True where a query may look), got {mask.dtype}; {_remedy(xp, mask)}")
+    check_score_axes("mask", mask, batch, scores)
+
+
+def check_score_axes(name: str, array: Any, batch: dict[str, int], scores: dict[str, int]) -> None:
+    """Check that an array broadcasts to the scores in no other way than it may be meant.
 
     Arrays broadcast from the last axis on. Of a mask with batch axes first that lacks some of the others, as a
     tokenizer's ``[batch, kv_len]`` does, that makes nonsense, in silence where sizes happen to agree.
 
     Args:
-        xp: The mask's namespace.
-        mask: Array.
+        name: Of the argument.
+        array: A mask, or what is added to scores.
         batch: Sizes of the batch axes, by name.
         scores: Those of ``num_heads``, ``q_len`` and ``kv_len``.
     """
-    if not is_kind(xp, mask.dtype, "bool"):
-        raise TypeError(f"mask must be boolean (True where a query may look), got {mask.dtype}; {_remedy(xp, mask)}")
-    shape, target = tuple(mask.shape), (*batch.values(), *scores.values())
+    shape, target = tuple(array.shape), (*batch.values(), *scores.values())
     axes = [*batch, *scores]
     if not shape:
-        raise ValueError("mask must have at least the axis kv_len, got shape ()")
+        raise ValueError(f"{name} must have at least the axis kv_len, got shape ()")
     listed = ", ".join(axes)
     for missing in () if is_exporting() else (2, 1):  # without num_heads and q_len, or without num_heads
         own = [*batch, *axes[len(batch) + missing :]]
@@ -50,17 +55,17 @@ def check_mask(xp: Namespace, mask: Any, batch: dict[str, int], scores: dict[str
             continue
         if not broadcasts(as_meant, target):
             continue
-        meant = f"mask[{', '.join([':'] * len(batch) + ['None'] * missing + [':'] * (missing == 2))}]"
+        meant = f"{name}[{', '.join([':'] * len(batch) + ['None'] * missing + [':'] * (missing == 2))}]"
         if not broadcasts(shape, target):
             raise ValueError(
-                f"mask must broadcast to {target} ({listed}), got {shape}; of axes [{', '.join(own)}], use {meant}"
+                f"{name} must broadcast to {target} ({listed}), got {shape}; of axes [{', '.join(own)}], use {meant}"
             )
-        plain = f"mask[{', '.join(['None'] * (len(target) - len(shape)))}]"
+        plain = f"{name}[{', '.join(['None'] * (len(target) - len(shape)))}]"
         raise ValueError(
-            f"mask must have axes that cannot be mistaken, got {shape} for scores of {target} ({listed}); use {meant} "
-            f"if they are [{', '.join(own)}], or {plain} if they are [{', '.join(axes[-len(shape) :])}]"
+            f"{name} must have axes that cannot be mistaken, got {shape} for scores of {target} ({listed}); use "
+            f"{meant} if they are [{', '.join(own)}], or {plain} if they are [{', '.join(axes[-len(shape) :])}]"
         )
-    broadcastable("mask", shape, target, listed)
+    broadcastable(name, shape, target, listed)
 
 
 def _remedy(xp: Namespace, mask: Any) -> str:
@@ -75,4 +80,4 @@ def _remedy(xp: Namespace, mask: Any) -> str:
         return ones
     if np.all((values == 0) | (values <= _HIDDEN)):
         return additive
-    return "with other numbers it is none: those of packed sequences are segment_ids, and the only bias is of slopes"
+    return "with other numbers it is none: those of packed sequences are segment_ids, those to add to scores added_bias"

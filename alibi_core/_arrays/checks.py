@@ -108,6 +108,12 @@ def non_negative_number(name: str, value: Any) -> float:
     return float(value)
 
 
+def probability(name: str, value: Any) -> float:
+    if not 0 <= real_number(name, value) < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {value}")
+    return float(value)
+
+
 def boolean(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, got {_shown(value)}")

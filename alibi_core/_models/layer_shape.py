@@ -72,21 +72,49 @@ class LayerShape:
             raise ValueError(f"slopes must be positive to be learned (as logarithms), got {values.tolist()}")
         if window_size is not None:
             checks.window(window_size)
-        if not 0 <= checks.real_number("dropout", dropout) < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+        checks.probability("dropout", dropout)
         return cls(embed_dim, num_heads, num_kv_heads, head_dim)
 
-    def check_input(self, x: Any, xp: Namespace) -> None:
+    def check_input(self, x: Any, xp: Namespace, name: str = "x") -> None:
         """Check that a layer's input is ``[batch, length, embed_dim]``, floating, of the layer's array library.
 
         Raises:
             TypeError: If it is not such an array.
             ValueError: If it has another shape.
         """
-        checks.floating_array(namespace_of(checks.array("x", x), xp=xp), "x", x)
+        checks.floating_array(namespace_of(checks.array(name, x), xp=xp), name, x)
         shape = tuple(x.shape)
         if len(shape) != 3 or shape[-1] != self.embed_dim:
-            raise ValueError(f"x must have shape (batch, length, {self.embed_dim}), got {shape}")
+            raise ValueError(f"{name} must have shape (batch, length, {self.embed_dim}), got {shape}")
+
+    def source_of_keys(self, x: Any, xp: Namespace, *, context: Any, q_offset: Any, cache: Any, lengths: Any) -> Any:
+        """Return what a layer makes keys and values of: its input, or another sequence; both are checked.
+
+        Args:
+            x: ``[batch, length, embed_dim]``.
+            xp: The layer's array library.
+            context: ``[batch, kv_len, embed_dim]``, or None.
+            q_offset: As given beside it.
+            cache: As given beside it.
+            lengths: As given beside it.
+
+        Raises:
+            TypeError: If one is no floating array.
+            ValueError: If one has another shape, or arguments exclude each other.
+        """
+        self.check_input(x, xp)
+        if lengths is not None and cache is None:
+            raise ValueError("lengths must be None without a cache: padding behind a row changes nothing before it")
+        if context is None:
+            if q_offset is not None:
+                raise ValueError("q_offset must be None without a context: x and its keys have the same positions")
+            return x
+        if cache is not None:
+            raise ValueError("cache must be None with a context, whose tokens are all given in each call")
+        self.check_input(context, xp, "context")
+        if context.shape[0] != x.shape[0]:
+            raise ValueError(f"context must have the batch of x, {x.shape[0]}, got {context.shape[0]}")
+        return context
 
     def fixed_slopes(self, xp: Namespace, slopes: Any | None, device: Device | None = None) -> Any:
         """Return the given slopes, or the canonical ones, as ``[num_heads]`` float32."""

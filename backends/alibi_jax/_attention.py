@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from alibi_core import AttentionCall
-from alibi_core.backend import LENGTH_FIRST, dense_attention
+from alibi_core.backend import LENGTH_FIRST, dense_attention, explains_keywords
 from alibi_jax._call import as_slopes, take_apart
-from alibi_jax._dispatch import Implementation, attend, checked
+from alibi_jax._dispatch import Implementation, attend, checked, in_full
 from alibi_jax._tiled import materialised
 
 
+@explains_keywords
 def attention(
     query: jax.Array,
     key: jax.Array,
@@ -28,9 +30,13 @@ def attention(
     mask: jax.Array | None = None,
     scale: float | None = None,
     tolerance: float | None = None,
+    added_bias: jax.Array | None = None,
+    dropout: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    return_weights: bool = False,
     allow_negative_slopes: bool = False,
     implementation: Implementation | None = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Return ALiBi attention, ``softmax(scale * query @ key.T - slopes * distance) @ value``, over visible keys.
 
     Memory is in proportion to the lengths, also with gradients, and keys too far away to matter are left out: they
@@ -38,8 +44,8 @@ def attention(
 
     Works under ``jax.jit``, ``jax.vmap``, ``jax.grad`` (also of ``slopes`` and ``future_slopes``; first derivatives, in
     reverse mode), ``jax.checkpoint`` and ``jax.shard_map``, and divides batch and heads as arrays are sharded. Arrays
-    may be traced; ``is_causal``, ``window_size``, ``scale``, ``tolerance``, ``allow_negative_slopes`` and
-    ``implementation`` are Python values. The sign of traced slopes goes unchecked.
+    may be traced; ``is_causal``, ``window_size``, ``scale``, ``tolerance``, ``dropout``, ``return_weights``,
+    ``allow_negative_slopes`` and ``implementation`` are Python values. The sign of traced slopes goes unchecked.
 
     Bias and softmax are float32 (float64 for float64 inputs), whatever the dtype of the tensors. A query that may look
     nowhere gives zeros.
@@ -63,6 +69,12 @@ def attention(
         scale: Factor of the scores. Default ``head_dim ** -0.5``. The bias is not scaled.
         tolerance: The share of softmax weight that may be left out, which moves the result by at most ``2 * tolerance *
             max|value|``. Default: the dtype's rounding error, 2**-24 for float32. With 0 nothing is left out.
+        added_bias: Floating numbers to add to the scaled scores beside ALiBi's bias, of axes as ``mask`` has them; -inf
+            hides a key. ``"dense"`` alone takes it, as the next three arguments, and is then the default.
+        dropout: Probability of zeroing a weight, the others being divided by what is left of 1. It happens in each
+            call: give 0 where a model is not training.
+        dropout_key: Of ``jax.random.key``, from which the draws follow; must be given where there are any.
+        return_weights: Return a pair, with the weights that were applied, ``[batch, num_heads, q_len, kv_len]``.
         allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
         implementation: ``"tpu"``, or :class:`TPU` with options, is a kernel for TPUs; ``"tiled"`` runs anywhere,
             tile by tile;
@@ -71,7 +83,8 @@ def attention(
             compiled; :func:`explain` tells why.
 
     Returns:
-        ``[batch, q_len, num_heads, head_dim]``, of the dtype of ``query``.
+        ``[batch, q_len, num_heads, head_dim]``, of the dtype of ``query``; with ``return_weights``, the pair of that
+        and the weights.
 
     Raises:
         TypeError: If an argument is of the wrong kind (a traced array where a Python value is asked for, say), or
@@ -104,11 +117,19 @@ def attention(
         mask=mask,
         scale=scale,
         tolerance=tolerance,
+        added_bias=added_bias,
+        dropout=dropout,
+        return_weights=return_weights,
         allow_negative_slopes=allow_negative_slopes,
         layout=LENGTH_FIRST,
         xp=jnp,
     )
-    return run(call, query, key, value, checked(implementation))
+    if call.dropout > 0 and dropout_key is None:
+        raise ValueError("dropout_key must be given with a dropout above 0, got None; jax.random.key makes one")
+    if call.dense_only is None:
+        return run(call, query, key, value, checked(implementation))
+    in_full(call, checked(implementation))
+    return _dense(call, *(jnp.swapaxes(x, -3, -2) for x in (query, key, value)), dropout_key=dropout_key)
 
 
 def run(
@@ -134,16 +155,26 @@ def run(
         return jnp.zeros_like(query)
     is_cache = key_norms is not None
     if implementation == "dense":
-        query, key, value = (materialised(x) for x in (query, key, value))
-        query, *others = (jnp.swapaxes(x, -3, -2) for x in (query, key, value))
-        others = (key, value) if is_cache else others
-        # JAX's softmax takes the maximum for a constant. Its derivative asks which scores are equal to it: none are if
-        # the compiler computes them twice, rounded in two ways, and then it divides by zero.
-        result = dense_attention(call, query, *others, softmax=jax.nn.softmax)
-        return jnp.swapaxes(materialised(result), -3, -2)  # for the sake of its cotangent
+        heads_first = (key, value) if is_cache else (jnp.swapaxes(x, -3, -2) for x in (key, value))
+        return _dense(call, jnp.swapaxes(query, -3, -2), *heads_first)
     rules, operands = take_apart(call, query, key, value)
     rules = replace(rules, kv_heads_first=is_cache)
     return _attend(rules, implementation, operands._replace(key_norms=key_norms)).reshape(query.shape)
+
+
+def _dense(call: AttentionCall, *tensors: jax.Array, dropout_key: jax.Array | None = None) -> Any:
+    """Compute a call on heads-first tensors, and return the result with its lengths first."""
+
+    def drop(weights: jax.Array) -> jax.Array:
+        kept = jax.random.bernoulli(dropout_key, 1 - call.dropout, weights.shape)
+        return jnp.where(kept, weights / (1 - call.dropout), 0)
+
+    # JAX's softmax takes the maximum for a constant. Its derivative asks which scores are equal to it: none are if
+    # the compiler computes them twice, rounded in two ways, and then it divides by zero.
+    found = dense_attention(call, *map(materialised, tensors), softmax=jax.nn.softmax, drop=drop)
+    result, *weights = found if call.return_weights else (found,)
+    result = jnp.swapaxes(materialised(result), -3, -2)  # for the sake of its cotangent
+    return (result, *weights) if call.return_weights else result
 
 
 # Outside of jax.jit, too, it is compiled as one: tiles are loops.

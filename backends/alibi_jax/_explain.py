@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from dataclasses import replace
 from functools import partial
@@ -13,10 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from alibi_core import AttentionCall, KeyRanges
-from alibi_core.backend import ENDLESS, FIELDS, LENGTH_FIRST, Explanation, KeySpans, Measuring, visible_pairs
+from alibi_core.backend import (
+    ENDLESS,
+    FIELDS,
+    LENGTH_FIRST,
+    Explanation,
+    KeySpans,
+    Measuring,
+    check_keywords,
+    visible_pairs,
+)
 from alibi_jax._attention import attention
 from alibi_jax._call import Operands, Rules, as_slopes, needed_keys, ranges_of, take_apart
-from alibi_jax._dispatch import IMPLEMENTATIONS, Implementation, Target, checked, choose, name_of, refusal
+from alibi_jax._dispatch import IMPLEMENTATIONS, Implementation, Target, checked, choose, in_full, name_of, refusal
 from alibi_jax._tiled import jobs_of, sizes_of
 from alibi_jax._tpu import TPU, KernelShape
 
@@ -59,17 +67,21 @@ def explain(
         horizons, in tokens, of the heads: all all
     """
     implementation = checked(implementation)
-    inspect.signature(attention).bind(query, key, value, **arguments)  # refuses what is no argument of the call
+    check_keywords(attention, arguments)
+    arguments.pop("dropout_key", None)
     if "future_slopes" in arguments:
         arguments["future_slopes"] = as_slopes(arguments["future_slopes"])
     call = AttentionCall.check(query, key, value, as_slopes(slopes), layout=LENGTH_FIRST, xp=jnp, **arguments)
+    if call.dense_only is not None:
+        implementation = in_full(call, implementation)
     if call.is_empty:
         none = np.zeros((math.prod(call.batch), call.num_heads))
         return Explanation("dense", {}, 0.0, 0.0, none, 0, 0)
     rules, operands = take_apart(call, query, key, value)
     target = Target(_platform(query))
     chosen = choose(implementation, target, operands)
-    reasons = {name: refusal(name, target, operands) for name in IMPLEMENTATIONS if name != name_of(chosen)}
+    others = (name for name in IMPLEMENTATIONS if name != name_of(chosen))
+    reasons = {name: call.dense_only or refusal(name, target, operands) for name in others}
     if chosen == "dense":
         rules = replace(rules, tolerance=0.0)
     tile = max(getattr(chosen, "q_block", 1), 128)

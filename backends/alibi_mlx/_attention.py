@@ -5,13 +5,14 @@ from __future__ import annotations
 import mlx.core as mx
 
 from alibi_core import AttentionCall
-from alibi_core.backend import Job, boolean, dense_attention, one_of, tolerance_of
+from alibi_core.backend import Job, boolean, dense_attention, explains_keywords, one_of, tolerance_of
 from alibi_mlx import _tiled
 from alibi_mlx._dispatch import Jobs, Method, attend
 from alibi_mlx._metal import IMPLEMENTATIONS, choose, folded_attention
 from alibi_mlx._tiled import KeyNorms
 
 
+@explains_keywords
 def attention(
     query: mx.array,
     key: mx.array,
@@ -26,10 +27,14 @@ def attention(
     mask: mx.array | None = None,
     scale: float | None = None,
     tolerance: float | None = None,
+    added_bias: mx.array | None = None,
+    dropout: float = 0.0,
+    dropout_key: mx.array | None = None,
+    return_weights: bool = False,
     allow_negative_slopes: bool = False,
     training: bool = False,
     implementation: str | None = None,
-) -> mx.array:
+) -> mx.array | tuple[mx.array, mx.array]:
     """Return ALiBi attention, ``softmax(scale * query @ key.T - slopes * distance) @ value``, over visible keys.
 
     Differentiable in ``query``, ``key``, ``value``, ``slopes`` and ``future_slopes``, in memory that grows with the
@@ -58,6 +63,12 @@ def attention(
         scale: Factor of the scores. Default ``head_dim ** -0.5``. The bias is not scaled.
         tolerance: The share of softmax weight that may be left out, which moves the result by at most ``2 * tolerance
             * max|value|``. Default: the rounding error of the dtype. 0 computes every score.
+        added_bias: Floating numbers to add to the scaled scores beside ALiBi's bias, of axes as ``mask`` has them; -inf
+            hides a key. ``"dense"`` alone takes it, as the next three arguments, and is then the default.
+        dropout: Probability of zeroing a weight, the others being divided by what is left of 1. It happens in each
+            call: give 0 where a model is not training.
+        dropout_key: Of ``mx.random.key``, from which the draws follow. Default: MLX's global one.
+        return_weights: Return a pair, with the weights that were applied, ``[batch, num_heads, q_len, kv_len]``.
         allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
         training: Whether gradients are going to be asked for. They are right in either case, but on a GPU what is best
             without them may not be with them.
@@ -66,7 +77,8 @@ def attention(
             comparison, and for float64). The one named runs, or the call raises. Default: what :func:`explain` says.
 
     Returns:
-        ``[batch, num_heads, q_len, head_dim]``, of the dtype of ``query``.
+        ``[batch, num_heads, q_len, head_dim]``, of the dtype of ``query``; with ``return_weights``, the pair of that
+        and the weights.
 
     Raises:
         TypeError: If an argument is of the wrong kind, or dtypes or array libraries are mixed.
@@ -95,10 +107,21 @@ def attention(
         mask=mask,
         scale=scale,
         tolerance=tolerance,
+        added_bias=added_bias,
+        dropout=dropout,
+        return_weights=return_weights,
         allow_negative_slopes=allow_negative_slopes,
         xp=mx,
     )
+    if call.dense_only is not None:
+        choose(call, chosen)  # raises, if another was named
+        return dense_attention(call, query, key, value, drop=lambda weights: _dropped(weights, dropout, dropout_key))
     return run(call, query, key, value, chosen, None, training=boolean("training", training))
+
+
+def _dropped(weights: mx.array, probability: float, key: mx.array | None) -> mx.array:
+    kept = mx.random.bernoulli(1 - probability, weights.shape, key=key)
+    return mx.where(kept, weights / (1 - probability), 0)
 
 
 def run(

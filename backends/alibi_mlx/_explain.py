@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any
 
@@ -10,7 +9,17 @@ import mlx.core as mx
 import numpy as np
 
 from alibi_core import AttentionCall
-from alibi_core.backend import ENDLESS, Explanation, KeySpans, boolean, entry_of, one_of, tolerance_of, visible_pairs
+from alibi_core.backend import (
+    ENDLESS,
+    Explanation,
+    KeySpans,
+    boolean,
+    check_keywords,
+    entry_of,
+    one_of,
+    tolerance_of,
+    visible_pairs,
+)
 from alibi_mlx import _tiled
 from alibi_mlx._attention import attention
 from alibi_mlx._metal import IMPLEMENTATIONS, choose, refusal
@@ -57,7 +66,8 @@ def explain(
     """
     if implementation is not None:
         one_of("implementation", implementation, IMPLEMENTATIONS)
-    inspect.signature(attention).bind(query, key, value, **arguments)  # refuses what is no argument of the call
+    check_keywords(attention, arguments)
+    arguments.pop("dropout_key", None)
     call = AttentionCall.check(query, key, value, slopes, xp=mx, **arguments)
     boolean("training", training)
     if call.is_empty:

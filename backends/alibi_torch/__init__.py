@@ -19,6 +19,7 @@ from alibi_torch.nn import (
     AlibiConfig,
     AlibiEncoder,
     AlibiLanguageModel,
+    AlibiMultiheadAttention,
     AlibiTransformer,
     load_checkpoint,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "AlibiConfig",
     "AlibiEncoder",
     "AlibiLanguageModel",
+    "AlibiMultiheadAttention",
     "AlibiTransformer",
     "EvictingKVCache",
     "Explanation",

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core.backend import dense_attention, host_values, non_negative_number, one_of
+from alibi_core.backend import dense_attention, explains_keywords, host_values, non_negative_number, one_of
 from alibi_torch._dispatch import IMPLEMENTATIONS, choose, memory
 from alibi_torch._tiled import KeyNorms, tiled_attention
 
 
+@explains_keywords
 def attention(
     query: Tensor,
     key: Tensor,
@@ -31,9 +32,12 @@ def attention(
     scale: float | None = None,
     tolerance: float | None = None,
     max_key_norm: float | Tensor | None = None,
+    added_bias: Tensor | None = None,
+    dropout: float = 0.0,
+    return_weights: bool = False,
     allow_negative_slopes: bool = False,
     implementation: str | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Return ALiBi attention, ``softmax(scale * query @ key.mT - slopes * distance) @ value``, over visible keys.
 
     Differentiable in ``query``, ``key``, ``value``, ``slopes`` and ``future_slopes``; in forward mode by ``"dense"``
@@ -62,13 +66,19 @@ def attention(
             * max|value|``. Default: the rounding error of the dtype. 0 computes every score.
         max_key_norm: What no key's norm exceeds, as the caller vouches: a number, or a ``[batch, num_kv_heads]``
             tensor. It saves reading all keys to find out, which a few queries may not be worth.
+        added_bias: Floating numbers to add to the scaled scores beside ALiBi's bias, of axes as ``mask`` has them; -inf
+            hides a key. ``"dense"`` alone takes it, as the next two arguments, and is then the default.
+        dropout: Probability of zeroing a weight, the others being divided by what is left of 1. It happens in each
+            call: give 0 where a model is not training. PyTorch's global generator draws.
+        return_weights: Return a pair, with the weights that were applied, ``[batch, num_heads, q_len, kv_len]``.
         allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
         implementation: ``"tiled"`` (CPU), ``"flex"`` (FlexAttention, for CUDA), ``"sdpa"``
             (``scaled_dot_product_attention`` with the bias as its mask) or ``"dense"`` (whole scores, for comparison).
             The one named runs, or the call raises. Default: what :func:`explain` says.
 
     Returns:
-        ``[batch, num_heads, q_len, head_dim]``, of the dtype and on the device of ``query``.
+        ``[batch, num_heads, q_len, head_dim]``, of the dtype and on the device of ``query``; with ``return_weights``,
+        the pair of that and the weights.
 
     Raises:
         TypeError: If an argument is of the wrong kind, or dtypes or array libraries are mixed.
@@ -98,6 +108,9 @@ def attention(
         mask=mask,
         scale=scale,
         tolerance=tolerance,
+        added_bias=added_bias,
+        dropout=dropout,
+        return_weights=return_weights,
         allow_negative_slopes=allow_negative_slopes,
     )
     norms = None if max_key_norm is None else norms_of(call, max_key_norm)
@@ -131,7 +144,9 @@ def run(
             from alibi_torch._flex import flex_attention
 
             return flex_attention(call, query, key, value, norms)
-        return (dense_attention if chosen == "dense" else _sdpa)(call, query, key, value)
+        if chosen == "dense":
+            return dense_attention(call, query, key, value, drop=lambda weights: F.dropout(weights, call.dropout))
+        return _sdpa(call, query, key, value)
 
 
 def norms_of(call: AttentionCall, max_key_norm: float | Tensor) -> KeyNorms:

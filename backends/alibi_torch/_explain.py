@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,16 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall, KeyRanges
-from alibi_core.backend import ENDLESS, Explanation, KeySpans, entry_of, one_of, tolerance_of, visible_pairs
+from alibi_core.backend import (
+    ENDLESS,
+    Explanation,
+    KeySpans,
+    check_keywords,
+    entry_of,
+    one_of,
+    tolerance_of,
+    visible_pairs,
+)
 from alibi_torch._attention import attention, norms_of
 from alibi_torch._dispatch import IMPLEMENTATIONS, choose, refusal
 from alibi_torch._tiled import KeyNorms, jobs, needed_keys
@@ -57,7 +65,7 @@ def explain(
     """
     if implementation is not None:
         one_of("implementation", implementation, IMPLEMENTATIONS)
-    inspect.signature(attention).bind(query, key, value, **arguments)  # refuses what is no argument of the call
+    check_keywords(attention, arguments)
     max_key_norm = arguments.pop("max_key_norm", None)
     call = AttentionCall.check(query, key, value, slopes, xp=xp, **arguments)
     known = None if max_key_norm is None else norms_of(call, max_key_norm)

@@ -113,7 +113,11 @@ MASK_VALUES = {  # of masks that are no booleans: what the message tells to make
     "additive": (np.asarray([0, 0, -np.inf, 0, 0, 0, -np.inf], np.float32), "mask == 0", "bool"),
     "additive, finite": (np.asarray([-1e4, 0, 0, 0, 0, 0, -1e4], np.float32), "mask == 0", "bool"),
     "zeros, which may be either": (floats(7) * 0, "bool.*mask == 0", "slopes"),
-    "a bias": (np.asarray([-6, -5, -4, -3, -2, -1, 0], np.float32), "the only bias is of slopes", "use"),
+    "a bias": (
+        np.asarray([-6, -5, -4, -3, -2, -1, 0], np.float32),
+        "those to add to scores added_bias",
+        "use",
+    ),
     "numbers of sequences": (np.asarray([0, 0, 1, 1, 2, 2, 2]), "are segment_ids", "use"),
 }
 BACKEND_ONLY = [

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import alibi_core
 from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Answer, Attention, assert_within
 from tests.support.caches import FRAMEWORKS, Cache, evicting, keeping
 from tests.support.frameworks import COMPILERS
@@ -350,6 +351,91 @@ def test_sequences_are_chosen_repeated_and_reordered(name: str, evict: bool) -> 
     expected = Answer(expected.value[indices][:, :, last], expected.budget[indices][:, :, last])
     assert_within(cache.attend(query[indices][:, :, last], None if evict else TOGETHER), expected)
     assert "batch_size=3, " in repr(cache.inner)
+
+
+@dataclass
+class Rows:
+    """A cache whose rows hold different numbers of tokens, and what each holds."""
+
+    cache: Cache
+    keys: list[np.ndarray]
+    values: list[np.ndarray]
+    seed: int = 0
+
+    @classmethod
+    def of(cls, name: str, batch: int, max_length: int) -> Rows:
+        nothing = [np.zeros((KV_HEADS, 0, HEAD_DIM))] * batch
+        return cls(keeping(name, (batch, KV_HEADS, max_length, HEAD_DIM)), list(nothing), list(nothing))
+
+    def step(self, new: int, counts: list[int] | None = None, **rules: Any) -> None:
+        """Append tokens, of which ``counts`` count, and compare what their queries find with each row alone."""
+        batch, self.seed = len(self.keys), self.seed + 3
+        query, key, value = (
+            normal(batch, heads, new, HEAD_DIM, seed=self.seed + i)
+            for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))
+        )
+        lengths = None if counts is None else np.asarray(counts, np.int32)
+        self.cache.append(key, value, lengths)
+        found = self.cache.attend(query, STEEP, **({} if lengths is None else {"lengths": lengths}), **rules)
+        for row, count in enumerate([new] * batch if counts is None else counts):
+            self.keys[row] = np.concatenate([self.keys[row], key[row, :, :count]], axis=1)
+            self.values[row] = np.concatenate([self.values[row], value[row, :, :count]], axis=1)
+            if count:
+                tensors = query[row : row + 1, :, :count], self.keys[row][None], self.values[row][None]
+                bias = alibi_core.bias(np.asarray(STEEP), count, tensors[1].shape[2])
+                bias = np.where(
+                    bias < -rules.get("window_size", 2**20) * np.asarray(STEEP)[:, None, None], -np.inf, bias
+                )
+                exact = Attention(*tensors, bias=bias[None], scale=SCALE, dtype="float32")
+                assert_within(found[row : row + 1, :, :count], leaving_out(exact, UNIT_ROUNDOFF["float32"]))
+        for bounds, held_keys in zip(self.cache.key_norms, self.keys, strict=True):
+            by_token = np.repeat(bounds, 128, axis=-1)[:, : held_keys.shape[1]]
+            assert np.all(by_token >= np.linalg.norm(held_keys, axis=-1))
+        held = [x.shape[1] for x in self.keys]
+        assert np.broadcast_to(self.cache.lengths, batch).tolist() == held
+        assert self.cache.length == max(held)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_may_have_lengths_of_their_own(name: str) -> None:
+    rows = Rows.of(name, 3, 150)
+    rows.step(130, [130, 0, 7])  # one beyond a block of norms
+    rows.step(1)
+    rows.step(3, [1, 3, 0], window_size=4)
+    rows.cache.truncate(5)
+    rows.keys, rows.values = ([x[:, :5] for x in y] for y in (rows.keys, rows.values))
+    rows.cache.select_batch([2, 1, 2])
+    rows.keys, rows.values = ([y[2], y[1], y[2]] for y in (rows.keys, rows.values))
+    rows.step(1)
+    rows.cache.truncate(rows.cache.framework.array(np.asarray([0, 4, 9], np.int32)))
+    rows.keys, rows.values = ([x[:, :n] for x, n in zip(y, (0, 4, 9), strict=True)] for y in (rows.keys, rows.values))
+    rows.step(2)
+    later = Rows.of(name, 3, 150)
+    later.step(1)  # of one length at first
+    later.step(8, [0, 2, 3])  # which no row fills
+    later.step(1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lengths_of_rows_are_refused(name: str) -> None:
+    cache = keeping(name, (2, KV_HEADS, 4, HEAD_DIM))
+    for lengths, error, message in (
+        (np.asarray([1, 4], np.int32), ValueError, r"lengths must be from 0 to the number of tokens, 3, got \[1, 4\]"),
+        (np.asarray([1, -1], np.int32), ValueError, "lengths must be from 0 to the number of tokens, 3"),
+        (np.asarray([1], np.int32), ValueError, r"lengths must have shape \(2,\) \(batch_size\), got \(1,\)"),
+        (np.asarray([1.0, 2.0]), TypeError, "lengths must have an integer dtype"),
+    ):
+        with pytest.raises(error, match=f"^{message}"):
+            cache.append(*zeros(3), lengths)
+    cache.append(*zeros(3), np.asarray([3, 1], np.int32))
+    with pytest.raises(ValueError, match="^cache must have room for 2 more tokens"):
+        cache.append(*zeros(2))
+    cache.append(*zeros(2), np.asarray([1, 2], np.int32))
+    assert cache.lengths == [4, 3]
+    with pytest.raises(TypeError, match="KVCache takes it: give lengths"):
+        evicting(name, (2, KV_HEADS, 4, HEAD_DIM), slopes=STEEP, max_query_norm=1.0).append(
+            *zeros(3), np.asarray([1, 2], np.int32)
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)

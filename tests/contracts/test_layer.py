@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import alibi_core
 from alibi_core.conformance._cases.oracle import Attention, Rules, penalties
 from tests.support.frameworks import COMPILERS
 from tests.support.layers import FRAMEWORK, apply, decode, load, make_layer, save
@@ -182,8 +183,6 @@ def test_masks_and_segments_reach_the_attention(name: str, x: np.ndarray) -> Non
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shard_of_heads_takes_a_slice_of_the_global_slopes(name: str, x: np.ndarray, tmp_path: Path) -> None:
-    import alibi_core
-
     whole, xp = weights({}), FRAMEWORK[name].xp
     total = np.zeros(x.shape)
     for shard in (slice(0, 2), slice(2, 6)):
@@ -196,3 +195,55 @@ def test_a_shard_of_heads_takes_a_slice_of_the_global_slopes(name: str, x: np.nd
         total += apply(name, layer, x)
     output, budget = expected_output({}, x.astype(np.float64))
     assert np.all(np.abs(total - output) <= 2 * budget)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("is_causal", "q_offset"), [(True, None), (True, 2), (False, None), (False, -3)])
+def test_a_layer_attends_to_another_sequence(
+    name: str, is_causal: bool, q_offset: int | None, x: np.ndarray, tmp_path: Path
+) -> None:
+    layer = layer_with_weights(name, CONFIGURATIONS["grouped"] | {"is_causal": is_causal}, tmp_path)
+    context = np.random.default_rng(2).standard_normal((2, 7, SIZES["embed_dim"])).astype(np.float32)
+    found = apply(name, layer, x, context=context, **({} if q_offset is None else {"q_offset": np.int32(q_offset)}))
+    parameters = weights(CONFIGURATIONS["grouped"])
+    query, key, value = (
+        (y @ parameters[f"{proj}.weight"].T).reshape(2, y.shape[1], -1, 5).swapaxes(1, 2)
+        for proj, y in (("q_proj", x), ("k_proj", context), ("v_proj", context))
+    )
+    attended = alibi_core.attention(query, key, value, is_causal=is_causal, q_offset=q_offset)
+    expected = attended.swapaxes(1, 2).reshape(2, 11, -1) @ parameters["out_proj.weight"].T
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+    assert np.array_equal(apply(name, layer, x, context=x), apply(name, layer, x))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_sequence_is_refused(name: str, x: np.ndarray) -> None:
+    layer, array = make_layer(name, **SIZES), FRAMEWORK[name].array
+    for options, message in (
+        ({"q_offset": 2}, "q_offset must be None without a context"),
+        ({"context": array(x), "cache": layer.make_cache(2, 20)}, "cache must be None with a context"),
+        ({"context": array(x[:1])}, "context must have the batch of x, 2, got 1"),
+        ({"context": array(x[..., :3])}, r"context must have shape \(batch, length, 30\), got"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            layer(array(x), **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_of_different_lengths_share_a_cache(name: str, x: np.ndarray) -> None:
+    layer, array = make_layer(name, **SIZES), FRAMEWORK[name].array
+    cache, lengths, outputs = layer.make_cache(2, 12), array(np.asarray([3, 6], np.int32)), []
+    for chunk, own in ((x[:, :6], {"lengths": lengths}), (x[:, 6:7], {}), (x[:, 7:9], {})):
+        output = layer(array(chunk), cache=cache, **own)
+        output, cache = output if name == "jax" else (output, cache)
+        outputs.append(FRAMEWORK[name].numpy(output))
+    for row, length in enumerate((3, 6)):
+        text = np.concatenate([x[row : row + 1, :length], x[row : row + 1, 6:9]], axis=1)
+        found = np.concatenate([outputs[0][row, :length], outputs[1][row], outputs[2][row]])
+        np.testing.assert_allclose(found, apply(name, layer, text)[0], rtol=0, atol=2e-5)
+    if name != "jax":  # whose cache is not changed in place
+        with pytest.raises(ValueError, match="mask must broadcast"):
+            layer(array(x[:, :2]), cache=cache, mask=array(np.ones((5, 5), bool)))
+        assert np.asarray(cache.lengths).tolist() == [6, 9]
+    with pytest.raises(ValueError, match="^lengths must be None without a cache"):
+        layer(array(x), lengths=lengths)

@@ -74,6 +74,7 @@ DIFFERENCES = {
     "EvictingKVCache(key_bias)": ("torch *=None", "models of transformers, accelerated in place, round their bias"),
     "EvictingKVCache(device)": ("torch *=None", PLACED),
     "EvictingKVCache(dtype)": ("torch *=None, jax *=float32", f"{GROWS}; PyTorch has a default dtype"),
+    "attention(dropout_key)": ("jax *=None, mlx *=None", "PyTorch's own dropout draws from its global generator, too"),
     "attention(max_key_norm)": ("torch *=None", "JAX measures keys in the program; MLX's cache knows their norms"),
     "attention(training)": ("mlx *=False", "an MLX array does not tell whether gradients will be asked for"),
     "explain(training)": ("mlx *=False", "as for attention"),
@@ -89,6 +90,10 @@ DIFFERENCES = {
 # What one backend has and others have not.
 MISSING = {
     "TPU": ("jax", "options of a kernel that no other framework has"),
+    "AlibiMultiheadAttention": (
+        "torch",
+        "a drop-in for PyTorch's module and its state dict; Flax's own takes attention_fn, MLX's has other arguments",
+    ),
     "attention_fn": ("jax", "Flax's own attention modules take a function; those of PyTorch and MLX do not"),
     "load_weights": ("jax", "a module of PyTorch and MLX loads its own weights"),
     "save_weights": ("jax", "a module of PyTorch and MLX saves its own weights"),

@@ -197,37 +197,6 @@ def test_language_model_refuses_an_encoder():
         AlibiLanguageModel(dataclasses.replace(SMALL, is_causal=False), VOCAB_SIZE)
 
 
-@pytest.mark.parametrize("prompt_length", [1, 5])
-def test_generate_with_caches_is_greedy_without(prompt_length):
-    model = lively_model()
-    prompt = torch.randint(VOCAB_SIZE, (3, prompt_length), dtype=torch.int32)
-    expected = prompt
-    for _ in range(3 * SMALL.max_len):
-        expected = torch.cat([expected, model(expected)[:, -1:].argmax(-1).int()], dim=1)
-    found = model.generate(prompt, 3 * SMALL.max_len)
-    assert found.dtype == torch.int32
-    assert torch.equal(found, expected)
-    assert len(found.unique()) > 5  # it said something
-    assert torch.equal(model.generate(prompt, 0), prompt)
-
-
-def test_generate_draws_from_the_models_distribution():
-    model = AlibiLanguageModel(SMALL, VOCAB_SIZE).eval()
-    prompt = torch.randint(VOCAB_SIZE, (1, 5)).expand(4000, -1)
-
-    def draw(seed, **options):
-        return model.generate(prompt, 1, generator=torch.Generator().manual_seed(seed), **options)[:, -1]
-
-    assert torch.equal(draw(1, temperature=1.0), draw(1, temperature=1.0))
-    assert not torch.equal(draw(1, temperature=1.0), draw(2, temperature=1.0))
-    for temperature in (0.5, 1.0):
-        probability = (model(prompt[:1])[0, -1] / temperature).softmax(-1)
-        frequency = torch.bincount(draw(3, temperature=temperature), minlength=VOCAB_SIZE) / len(prompt)
-        # Five standard deviations of a binomial frequency.
-        assert ((frequency - probability).abs() <= 5 * (probability * (1 - probability) / len(prompt)).sqrt()).all()
-    assert torch.equal(draw(1, temperature=1e-30), model.generate(prompt, 1)[:, -1])
-
-
 def test_generate_turns_dropout_off_and_back_on():
     model = lively_model(dropout=0.5)
     model.transformer.blocks[0].eval()
@@ -235,19 +204,3 @@ def test_generate_turns_dropout_off_and_back_on():
     prompt = torch.randint(VOCAB_SIZE, (2, 5))
     assert torch.equal(model.generate(prompt, 20), model.generate(prompt, 20))
     assert [module.training for module in model.modules()] == before
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "error", "message"),
-    [
-        ((2, 0), {}, ValueError, r"tokens must have shape \(batch, length\), neither of them 0, got \(2, 0\)"),
-        ((5,), {}, ValueError, r"tokens must have shape \(batch, length\), neither of them 0, got \(5,\)"),
-        ((2, 5), {"max_new_tokens": -1}, ValueError, "max_new_tokens must not be negative, got -1"),
-        ((2, 5), {"max_new_tokens": 1.5}, TypeError, "max_new_tokens must be an integer, got 1.5"),
-        ((2, 5), {"temperature": -1.0}, ValueError, "temperature must not be negative, got -1.0"),
-    ],
-)
-def test_generate_refuses(prompt, options, error, message):
-    model = AlibiLanguageModel(SMALL, VOCAB_SIZE)
-    with pytest.raises(error, match=f"^{message}"):
-        model.generate(torch.zeros(prompt, dtype=torch.int64), **{"max_new_tokens": 3} | options)

@@ -605,13 +605,15 @@ def test_linen_decoding_is_refused_where_positions_are_unknown(options: dict[str
         module.apply(variables, jnp.asarray(inputs(1)), mutable=["cache"])
 
 
-def test_linen_dropout_of_weights_is_refused_only_while_training() -> None:
+def test_linen_drops_weights_out_while_training() -> None:
     x = jnp.asarray(inputs(3))
-    module = nn.MultiHeadDotProductAttention(num_heads=HEADS, dropout_rate=0.1, attention_fn=alibi_jax.attention_fn())
+    module = nn.MultiHeadDotProductAttention(num_heads=HEADS, dropout_rate=0.5, attention_fn=alibi_jax.attention_fn())
     variables = module.init(jax.random.key(0), x, deterministic=True)
-    assert module.apply(variables, x, deterministic=True).shape == x.shape
-    with pytest.raises(NotImplementedError, match=r"dropout_rate must be 0 while training, got 0\.1"):
-        module.apply(variables, x, deterministic=False, rngs={"dropout": jax.random.key(1)})
+    kept = module.apply(variables, x, deterministic=True)
+    keys = [{"dropout": jax.random.key(i)} for i in (1, 1, 2)]
+    dropped = [module.apply(variables, x, deterministic=False, rngs=rngs) for rngs in keys]
+    assert np.array_equal(dropped[0], dropped[1])
+    assert not any(np.array_equal(dropped[0], other) for other in (dropped[2], kept))
 
 
 @pytest.mark.parametrize(
@@ -634,10 +636,14 @@ def test_linen_requests_that_cannot_be_met_are_refused(
         module.init(jax.random.key(0), jnp.asarray(inputs(3)), **call)
 
 
-def test_a_further_bias_is_refused() -> None:
-    qkv = map(jnp.asarray, tensors())
-    with pytest.raises(NotImplementedError, match="bias must be None with ALiBi attention"):
-        alibi_jax.attention_fn()(*qkv, bias=jnp.zeros((HEADS, 7, 11)))
+def test_a_further_bias_is_added() -> None:
+    qkv, bias = (
+        [jnp.asarray(x) for x in tensors()],
+        jnp.asarray(np.random.default_rng(0).standard_normal((HEADS, 7, 11))),
+    )
+    expected = alibi_jax.attention(*qkv, added_bias=bias)
+    assert np.array_equal(alibi_jax.attention_fn()(*qkv, bias=bias), expected)
+    assert not np.array_equal(alibi_jax.attention(*qkv), expected)
 
 
 def test_every_argument_that_linen_passes_is_looked_at() -> None:

@@ -239,3 +239,25 @@ def test_a_cache_can_be_mapped_and_shown_whatever_its_leaves_are() -> None:
 def test_slopes_that_are_traced_make_no_cache() -> None:
     with pytest.raises(ValueError, match="slopes must be known when the cache is made"):
         jax.jit(lambda slopes: evicting(slopes=slopes).length)(SLOPES)
+
+
+def test_rows_of_different_lengths_are_decoded_in_one_program() -> None:
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.standard_normal((2, 8, 2, 4)), jnp.float32) for _ in range(3))
+    prompts = KVCache.make(2, 2, 8, 4).append(key[:, :4], value[:, :4], lengths=jnp.asarray([4, 2]))
+
+    def step(cache: KVCache, i: Any) -> Any:
+        cache = cache.append(*(jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1) for x in (key, value)))
+        return cache, cache.attend(jax.lax.dynamic_slice_in_dim(query, i, 1, axis=1))[:, 0]
+
+    cache, found = jax.lax.scan(step, prompts, jnp.arange(4, 8))
+    assert cache.length.tolist() == [8, 6]
+    assert "length=8" in repr(cache)
+    for row, length in enumerate((4, 2)):
+        parts = (
+            jnp.concatenate([x[row : row + 1, :length], x[row : row + 1, 4:]], axis=1) for x in (query, key, value)
+        )
+        np.testing.assert_allclose(found[:, row], attention(*parts)[0, length:], rtol=1e-5, atol=1e-5)
+    _, overflown = jax.lax.scan(step, cache, jnp.arange(4, 6))  # of the first row alone
+    assert np.isnan(overflown[:, 0]).all()
+    assert np.isfinite(overflown[:, 1]).all()

@@ -150,53 +150,9 @@ def test_language_model_refuses_an_encoder() -> None:
         AlibiLanguageModel(dataclasses.replace(SMALL, is_causal=False), VOCAB_SIZE, rngs=nnx.Rngs(0))
 
 
-def test_generate_with_caches_is_greedy_without() -> None:
-    model, prompt = lively_model(), tokens(3, 5)
-    found = model.generate(prompt, 9)
-    assert found.dtype == jnp.int32
-    # What follows a prefix does not change the logits at it, so one pass over the text checks every choice.
-    assert found[:, 5:].tolist() == model(found)[:, 4:-1].argmax(-1).tolist()
-    assert len(set(np.ravel(found[:, 5:]).tolist())) > 5  # it said something
-    assert model.generate(prompt, 0) is prompt
-
-
-def test_generate_draws_from_the_models_distribution() -> None:
-    model, prompt = AlibiLanguageModel(SMALL, VOCAB_SIZE, rngs=nnx.Rngs(0)), jnp.tile(tokens(1, 5), (4000, 1))
-
-    def draw(seed: int, temperature: float) -> Any:
-        return model.generate(prompt, 1, temperature=temperature, key=jax.random.key(seed))[:, -1]
-
-    assert (draw(1, 0.5) == draw(1, 0.5)).all()
-    assert (draw(1, 0.5) != draw(2, 0.5)).any()
-    probability = np.asarray(jax.nn.softmax(model(prompt[:1])[0, -1] / 0.5))
-    frequency = np.bincount(np.asarray(draw(3, 0.5)), minlength=VOCAB_SIZE) / len(prompt)
-    # Five standard deviations of a binomial frequency.
-    assert (np.abs(frequency - probability) <= 5 * np.sqrt(probability * (1 - probability) / len(prompt))).all()
-    assert (draw(1, 1e-30) == model.generate(prompt, 1)[:, -1]).all()
-
-
 def test_generate_turns_dropout_off_for_itself() -> None:
     model, prompt = lively_model(dropout=0.5), tokens(2, 5)
     text = model.generate(prompt, 9)
     assert (model(prompt) != model(prompt)).any()  # it is still training
     model.eval()
     assert (model.generate(prompt, 9) == text).all()
-
-
-@pytest.mark.parametrize(
-    ("shape", "options", "error", "message"),
-    [
-        ((2, 0), {}, ValueError, r"tokens must have shape \(batch, length\), neither of them 0, got \(2, 0\)"),
-        ((5,), {}, ValueError, r"tokens must have shape \(batch, length\), neither of them 0, got \(5,\)"),
-        ((2, 5), {"max_new_tokens": -1}, ValueError, "max_new_tokens must not be negative, got -1"),
-        ((2, 5), {"max_new_tokens": 1.5}, TypeError, "max_new_tokens must be an integer, got 1.5"),
-        ((2, 5), {"temperature": -1.0}, ValueError, "temperature must not be negative, got -1.0"),
-        ((2, 5), {"temperature": 1.0}, ValueError, "key must be given with a temperature above 0, got None"),
-    ],
-)
-def test_generate_refuses(
-    shape: tuple[int, ...], options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    model = AlibiLanguageModel(SMALL, VOCAB_SIZE, rngs=nnx.Rngs(0))
-    with pytest.raises(error, match=f"^{message}"):
-        model.generate(jnp.zeros(shape, jnp.int32), **{"max_new_tokens": 3} | options)

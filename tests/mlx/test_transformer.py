@@ -174,37 +174,6 @@ def test_language_model_refuses_an_encoder():
         AlibiLanguageModel(dataclasses.replace(SMALL, is_causal=False), VOCAB_SIZE)
 
 
-@pytest.mark.parametrize("prompt_length", [1, 5])
-def test_generate_with_caches_is_greedy_without(prompt_length):
-    model, prompt = lively_model(), tokens(3, prompt_length)
-    expected = prompt
-    for _ in range(33):
-        expected = mx.concatenate([expected, model(expected)[:, -1:].argmax(axis=-1).astype(mx.int32)], axis=1)
-    found = model.generate(prompt, 33)
-    assert found.dtype == mx.int32
-    assert found.tolist() == expected.tolist()
-    assert len(np.unique(numpy(found))) > 5  # it said something
-    assert model.generate(prompt, 0).tolist() == prompt.tolist()
-
-
-def test_generate_draws_from_the_models_distribution():
-    model, one = AlibiLanguageModel(SMALL, VOCAB_SIZE), tokens(1, 5)
-    prompt = mx.broadcast_to(one, (4000, 5))
-
-    def draw(seed, **options):
-        return numpy(model.generate(prompt, 1, key=mx.random.key(seed), **options)[:, -1]).astype(int)
-
-    assert np.array_equal(draw(1, temperature=1.0), draw(1, temperature=1.0))
-    assert not np.array_equal(draw(1, temperature=1.0), draw(2, temperature=1.0))
-    for temperature in (0.5, 1.0):
-        probability = numpy(mx.softmax(model(one)[0, -1] / temperature))
-        frequency = np.bincount(draw(3, temperature=temperature), minlength=VOCAB_SIZE) / len(prompt)
-        # Five standard deviations of a binomial frequency.
-        assert (np.abs(frequency - probability) <= 5 * np.sqrt(probability * (1 - probability) / len(prompt))).all()
-    model.transformer.norm.weight = 100 * model.transformer.norm.weight  # logits too large to be divided by so little
-    assert np.array_equal(draw(1, temperature=1e-37), numpy(model.generate(prompt, 1)[:, -1]))
-
-
 def test_each_token_is_drawn_with_a_key_of_its_own():
     model = AlibiLanguageModel(SMALL, VOCAB_SIZE)
     drawn = model.generate(tokens(1, 1), 60, temperature=1e6, key=mx.random.key(0))[0, 1:].tolist()
@@ -218,22 +187,6 @@ def test_generate_turns_dropout_off_and_back_on():
     assert len(set(before)) == 2
     assert model.generate(prompt, 20).tolist() == model.generate(prompt, 20).tolist()
     assert [module.training for module in model.modules()] == before
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "error", "message"),
-    [
-        ((2, 0), {}, ValueError, r"tokens must have shape \(batch, length\), neither of them 0, got \(2, 0\)"),
-        ((5,), {}, ValueError, r"tokens must have shape \(batch, length\), neither of them 0, got \(5,\)"),
-        ((2, 5), {"max_new_tokens": -1}, ValueError, "max_new_tokens must not be negative, got -1"),
-        ((2, 5), {"max_new_tokens": 1.5}, TypeError, "max_new_tokens must be an integer, got 1.5"),
-        ((2, 5), {"temperature": -1.0}, ValueError, "temperature must not be negative, got -1.0"),
-    ],
-)
-def test_generate_refuses(prompt, options, error, message):
-    model = AlibiLanguageModel(SMALL, VOCAB_SIZE)
-    with pytest.raises(error, match=f"^{message}"):
-        model.generate(mx.zeros(prompt, mx.int32), **{"max_new_tokens": 3} | options)
 
 
 # What MLX does with modules

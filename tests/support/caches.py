@@ -33,8 +33,9 @@ class Cache:
         swapped = np.swapaxes(values, 1, 2) if self.is_functional and values.ndim == 4 else values
         return self.framework.array(swapped, self.dtype)
 
-    def append(self, key: Any, value: Any) -> None:
-        result = self.inner.append(self.tensor(key), self.tensor(value))
+    def append(self, key: Any, value: Any, lengths: np.ndarray | None = None) -> None:
+        own = {} if lengths is None else {"lengths": self.framework.array(lengths)}
+        result = self.inner.append(self.tensor(key), self.tensor(value), **own)
         self.inner = result if self.is_functional else self.inner
 
     def attend(self, query: Any, slopes: Any = None, **rules: Any) -> np.ndarray:
@@ -66,7 +67,13 @@ class Cache:
 
     @property
     def length(self) -> int:
-        return int(self.inner.length)
+        return int(np.max(np.asarray(self.inner.length)))
+
+    @property
+    def lengths(self) -> Any:
+        """How many tokens each row holds, or all of them do."""
+        is_one = self.is_functional or self.inner.lengths is None
+        return np.asarray(self.inner.length if is_one else self.inner.lengths).tolist()
 
     @property
     def kept(self) -> list[int]:

@@ -166,3 +166,24 @@ def test_a_model_whose_last_block_refuses_leaves_all_caches_as_they_were() -> No
     with torch.no_grad(), pytest.raises(ValueError, match="max_query_norm"):
         model(torch.randn(1, 3, 32), caches=caches)
     assert [cache.length for cache in caches] == [0, 0]
+
+
+# --- What both say of gradients and autocast -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"evict": True, "max_query_norm": 100.0}], ids=["keeping", "evicting"])
+def test_a_backward_pass_through_a_cache_says_when_it_comes_too_late(options: dict[str, object]) -> None:
+    layer, x = AlibiAttention(16, 4), torch.randn(1, 6, 16)
+    cache = layer.make_cache(1, 8, **options)
+    with torch.no_grad():
+        layer(x[:, :3], cache=cache)
+    layer(x[:, 3:4], cache=cache).sum().backward()  # in time
+    cache = layer.make_cache(1, 8, **options)
+    outputs = [layer(part, cache=cache) for part in x.split(3, dim=1)]
+    with pytest.raises(RuntimeError, match=r"must come before further tokens are appended .* under torch.no_grad\(\)"):
+        sum(output.sum() for output in outputs).backward()
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ValueError, match="made under the autocast .*, got"),
+    ):
+        layer(x[:, :1], cache=cache)

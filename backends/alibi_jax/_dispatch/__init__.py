@@ -3,7 +3,16 @@
 In go rules and operands. Out comes attention, as primitives of JAX that choose a kernel when they are compiled.
 """
 
-from alibi_jax._dispatch.choice import IMPLEMENTATIONS, Implementation, Target, checked, choose, name_of, refusal
+from alibi_jax._dispatch.choice import (
+    IMPLEMENTATIONS,
+    Implementation,
+    Target,
+    checked,
+    choose,
+    in_full,
+    name_of,
+    refusal,
+)
 from alibi_jax._dispatch.derivatives import summed_as
 from alibi_jax._dispatch.primitive import heads_together, primitive_of, unpacked
 from alibi_jax._dispatch.reverse_mode import in_reverse_mode_alone
@@ -17,6 +26,7 @@ __all__ = [
     "checked",
     "choose",
     "heads_together",
+    "in_full",
     "in_reverse_mode_alone",
     "name_of",
     "primitive_of",

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from alibi_core import AttentionCall
 from alibi_core.backend import checks
 from alibi_jax._call import Operands
 from alibi_jax._tpu import TPU
@@ -33,6 +34,18 @@ def checked(implementation: Any) -> Implementation | None:
     if implementation is None or isinstance(implementation, TPU):
         return implementation
     return checks.one_of("implementation", implementation, IMPLEMENTATIONS)
+
+
+def in_full(call: AttentionCall, implementation: Implementation | None) -> str:
+    """Return ``"dense"``, where nothing else can run a call, unless another implementation is named.
+
+    Raises:
+        NotImplementedError: If one is.
+    """
+    if implementation not in (None, "dense"):
+        name = name_of(implementation)
+        raise NotImplementedError(f"implementation {name!r} {call.dense_only}; 'dense' can run this call")
+    return "dense"
 
 
 def name_of(implementation: Implementation) -> str:

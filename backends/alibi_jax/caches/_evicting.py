@@ -20,6 +20,7 @@ from alibi_core.backend import (
     check_span,
     check_truncated,
     checks,
+    explains_keywords,
     namespace_of,
     positive_number,
     reach,
@@ -174,6 +175,7 @@ class EvictingKVCache:
         batch_size, _, _, head_dim = self.groups[0].key.shape
         return batch_size, self.largest_norms.shape[0], head_dim, head_dim
 
+    @explains_keywords
     def append(self, key: jax.Array, value: jax.Array) -> EvictingKVCache:
         """Return the cache with the keys and values of further tokens, less what no query of these can need, or later.
 
@@ -197,6 +199,7 @@ class EvictingKVCache:
             check_room(new, self.groups[at_fault].key.shape[2], int(needs[at_fault]))
         return longer
 
+    @explains_keywords
     def attend(
         self,
         query: jax.Array,

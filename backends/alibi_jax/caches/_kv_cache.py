@@ -11,10 +11,12 @@ import jax.numpy as jnp
 from alibi_core import AttentionCall
 from alibi_core.backend import (
     cache_summary,
+    check_lengths,
     check_new_tokens,
     check_room,
     check_span,
     checks,
+    explains_keywords,
     host_values,
     namespace_of,
     non_negative_int,
@@ -40,7 +42,7 @@ class KVCache(NamedTuple):
         value: Likewise.
         key_norms: ``[batch, num_kv_heads, blocks]``, float32 (float64 for float64 keys): what no norm of each 128 keys
             exceeds, which tells how far back a query has to look.
-        length: Tokens held, int32 scalar.
+        length: Tokens held, int32: a scalar, or ``[batch]`` where rows have lengths of their own.
 
     Example:
         >>> cache = KVCache.make(1, 2, 5, 4).append(jnp.ones((1, 3, 2, 4)), jnp.ones((1, 3, 2, 4)))
@@ -93,14 +95,18 @@ class KVCache(NamedTuple):
             return f"KVCache({fields})"
         batch_size, num_kv_heads, max_length, head_dim = self.key.shape
         sizes = batch_size, num_kv_heads, head_dim
-        return cache_summary("KVCache", sizes, known(self.length, "traced"), max_length, self.nbytes)
+        longest = jnp.max(self.length) if getattr(self.length, "ndim", 0) else self.length
+        return cache_summary("KVCache", sizes, known(longest, "traced"), max_length, self.nbytes)
 
-    def append(self, key: jax.Array, value: jax.Array) -> KVCache:
+    def append(self, key: jax.Array, value: jax.Array, *, lengths: jax.Array | None = None) -> KVCache:
         """Return the cache with the keys and values of further tokens.
 
         Args:
             key: ``[batch, new, num_kv_heads, head_dim]``.
             value: Likewise.
+            lengths: ``[batch]`` integers: how many of the new tokens of each row count, where prompts of different
+                lengths are padded behind. What comes next goes behind those, and ``length`` is ``[batch]`` from then
+                on. Default: all.
 
         Raises:
             TypeError: If an argument is no floating array of four axes.
@@ -114,6 +120,8 @@ class KVCache(NamedTuple):
         sizes = batch_size, num_kv_heads, head_dim, head_dim
         check_new_tokens(jnp, key, value, sizes, self.key.dtype, length_axis=1)
         new = key.shape[1]
+        if lengths is not None or jnp.ndim(self.length):
+            return self._append_by_row(key, value, _counts(lengths, batch_size, new))
         check_room(new, max_length, known(self.length))
         key, value = (jnp.swapaxes(x, 1, 2) for x in (key, value))
         norms = norm_bounds(key.astype(self.key_norms.dtype))  # [batch, num_kv_heads, new]
@@ -125,6 +133,27 @@ class KVCache(NamedTuple):
             self.length + new,
         )
 
+    def _append_by_row(self, key: jax.Array, value: jax.Array, counts: jax.Array) -> KVCache:
+        length = self.length + counts  # [batch]
+        held, most = known(jnp.max(self.length)), known(jnp.max(length))
+        if held is not None and most is not None:
+            check_room(most - held, self.max_length, held)
+        places = jnp.arange(key.shape[1])
+        slots = jnp.where(
+            places < counts[:, None], (length - counts)[:, None] + places, self.max_length
+        )  # [batch, new]
+        rows = jnp.arange(key.shape[0])[:, None]
+        norms = jnp.swapaxes(norm_bounds(jnp.swapaxes(key, 1, 2).astype(self.key_norms.dtype)), 1, 2)
+        # What does not count goes to a block that there is not, and is dropped.
+        blocks = jnp.where(slots < self.max_length, slots // NORM_BLOCK, self.key_norms.shape[2])
+        return KVCache(
+            self.key.at[rows, :, slots].set(key, mode="drop"),
+            self.value.at[rows, :, slots].set(value, mode="drop"),
+            self.key_norms.at[rows, :, blocks].max(jax.lax.stop_gradient(norms), mode="drop"),
+            length,
+        )
+
+    @explains_keywords
     def attend(
         self,
         query: jax.Array,
@@ -136,6 +165,7 @@ class KVCache(NamedTuple):
         scale: float | None = None,
         tolerance: float | None = None,
         implementation: Implementation | None = None,
+        lengths: jax.Array | None = None,
     ) -> jax.Array:
         """Return the causal attention of the last tokens held over all tokens held, reading no more than they need.
 
@@ -148,6 +178,8 @@ class KVCache(NamedTuple):
             scale: Factor of the scores.
             tolerance: The share of softmax weight that may be left out.
             implementation: As there.
+            lengths: ``[batch]`` integers: how many of the queries of each row count, as :meth:`append` was told of
+                its tokens; the others' results mean nothing. Default: all.
 
         Returns:
             ``[batch, q_len, num_heads, head_dim]``; NaN where a traced length hides that the cache has overflowed, or
@@ -161,26 +193,33 @@ class KVCache(NamedTuple):
         rules = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size, "scale": scale}
         # Checked beside the cache, which is too large to turn around.
         heads_first = jnp.swapaxes(checks.array("query", query), -3, -2) if len(query.shape) == 4 else query
-        offset = self.length - heads_first.shape[-2]
+        q_len = heads_first.shape[-2]
+        offset = self.length - (q_len if lengths is None else _counts(lengths, self.key.shape[0], q_len))
         call = AttentionCall.check(
             heads_first, self.key, self.value, as_slopes(slopes), q_offset=offset, tolerance=tolerance, xp=jnp, **rules
         )
-        held = known(self.length)
+        held = known(self.length) if offset.ndim == 0 else None
         if held is not None and held <= self.max_length:
             check_span(held, call.q_len)
         result = run(call, query, self.key, self.value, implementation, self.key_norms)
         if held is not None and held <= self.max_length:
             return result
-        return jnp.where((self.length <= self.max_length) & (offset >= 0), result, jnp.nan)
+        is_right = (self.length <= self.max_length) & (offset >= 0)
+        return jnp.where(is_right if is_right.ndim == 0 else is_right[:, None, None, None], result, jnp.nan)
 
     def truncate(self, length: int | jax.Array) -> KVCache:
-        """Return the cache of the first ``length`` tokens; of all, if there are no more. An overflow is not undone.
+        """Return the cache of the first ``length`` tokens of each row: a number, or ``[batch]`` integers.
+
+        Rows that hold no more keep all. An overflow is not undone.
 
         Raises:
-            TypeError: If ``length`` is no integer.
-            ValueError: If it is negative.
+            TypeError: If ``length`` is of another kind.
+            ValueError: If it is negative, or of another shape.
         """
-        length = whole_number(length)
+        if getattr(length, "ndim", 0):
+            length = check_lengths(jnp, "length", length, self.key.shape[0]).astype(jnp.int32)
+        else:
+            length = whole_number(length)
         return self._replace(
             length=jnp.where(self.length > self.max_length, self.length, jnp.minimum(self.length, length))
         )
@@ -193,7 +232,15 @@ class KVCache(NamedTuple):
         Args:
             indices: ``[batch]`` integers, for a batch size that may be another than before.
         """
-        return self._replace(**{name: getattr(self, name)[indices] for name in ("key", "value", "key_norms")})
+        names = ("key", "value", "key_norms", "length")
+        return self._replace(**{x: getattr(self, x)[indices] for x in names if jnp.ndim(getattr(self, x))})
+
+
+def _counts(lengths: jax.Array | None, batch_size: int, new: int) -> jax.Array:
+    """Return how many of ``new`` tokens count in each row."""
+    if lengths is None:
+        return jnp.full((batch_size,), new, jnp.int32)
+    return check_lengths(jnp, "lengths", lengths, batch_size, new).astype(jnp.int32)
 
 
 def cache_shape(batch_size: int, num_kv_heads: int, max_length: int, head_dim: int) -> tuple[int, int, int, int]:

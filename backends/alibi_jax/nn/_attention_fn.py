@@ -26,8 +26,9 @@ def attention_fn(
 
     For Flax Linen, and for ``nnx.MultiHeadAttention``, whose ``attention_fn`` takes the same arguments. The function
     keeps Flax's conventions: a mask may have any dtype, nonzero where a query may look, and low-precision tensors are
-    first cast to the module's ``dtype``. It differs in two ways: the softmax is always at least float32, and a query
-    that may look nowhere gives zeros.
+    first cast to the module's ``dtype``. It differs in three ways: the softmax is always at least float32, a query
+    that may look nowhere gives zeros, and dropout draws for each weight by itself, also with ``broadcast_dropout``.
+    Dropout and a further bias take the implementation ``"dense"``.
 
     ``decode=True`` works with causal attention. There, one query meets a cache whose unfilled slots are masked; the
     query is taken to stand at the last key it may see, which softmax cannot tell from any later position.
@@ -43,10 +44,9 @@ def attention_fn(
     Returns:
         A function of query ``[..., q_len, num_heads, head_dim]``, key and value, and the keyword arguments that Flax
         passes; its result has the shape of query. It raises NotImplementedError rather than leave out something it was
-        asked for: dropout of attention weights, a further bias, a ``precision`` or an einsum of the module's own,
-        sowing the weights, and (because Flax does not say where its queries stand) ``is_causal=False`` or
-        ``window_size`` where the lengths of query and key differ. Otherwise it raises what
-        :func:`alibi_jax.attention` raises.
+        asked for: a ``precision`` or an einsum of the module's own, sowing the weights, and (because Flax does not say
+        where its queries stand) ``is_causal=False`` or ``window_size`` where the lengths of query and key differ.
+        Otherwise it raises what :func:`alibi_jax.attention` raises.
 
     Raises:
         TypeError: If ``implementation`` is no string.
@@ -83,15 +83,9 @@ def attention_fn(
         is_causal: bool = False,
     ) -> jax.Array:
         """Attend as :func:`alibi_jax.attention` does, with the arguments of ``flax.linen.dot_product_attention``."""
-        if dropout_rate > 0 and not deterministic:
-            raise NotImplementedError(
-                f"dropout_rate must be 0 while training, got {dropout_rate}: ALiBi attention has no dropout of its "
-                "weights; drop out features of the module's output instead"
-            )
         refused = {
-            "bias": (bias, "the only bias is ALiBi's; one of 0 and -inf is the mask bias == 0"),
             "precision": (precision, "set it with jax.default_matmul_precision"),
-            "module": (module, "call the module with sow_weights=False: no weights are kept"),
+            "module": (module, "call it with sow_weights=False; alibi_jax.attention returns weights, if asked"),
             "einsum_dot_general": (einsum_dot_general, "the products cannot be replaced"),
             "qk_attn_weights_einsum": (qk_attn_weights_einsum, "the products cannot be replaced"),
             "attn_weights_value_einsum": (attn_weights_value_einsum, "the products cannot be replaced"),
@@ -121,6 +115,9 @@ def attention_fn(
             window_size=window_size,
             mask=mask,
             scale=scale,
+            added_bias=bias,
+            dropout=0.0 if deterministic else dropout_rate,
+            dropout_key=dropout_rng,
             implementation=implementation,
         )
 

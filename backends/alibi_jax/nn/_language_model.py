@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from alibi_core.backend import AlibiConfig, checks
+from alibi_core.backend import AlibiConfig, Generation, checks, explains_keywords
 from alibi_jax.nn._transformer import AlibiTransformer, AttentionFactory, norm_layer, scaled
 
 
@@ -62,6 +62,7 @@ class AlibiLanguageModel(nnx.Module):
         if not config.tied_head:
             self.head = nnx.Linear(config.embed_dim, vocab_size, use_bias=False, **options)
 
+    @explains_keywords
     def __call__(
         self,
         tokens: jax.Array,
@@ -94,8 +95,18 @@ class AlibiLanguageModel(nnx.Module):
         logits = self.embedding.attend(hidden) if self.config.tied_head else self.head(hidden)
         return scaled(logits, self.config.logit_scale)
 
+    @explains_keywords
     def generate(
-        self, tokens: jax.Array, max_new_tokens: int, *, temperature: float = 0.0, key: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        key: jax.Array | None = None,
     ) -> jax.Array:
         """Return ``tokens`` and ``max_new_tokens`` more, each predicted from all before it, without dropout.
 
@@ -106,6 +117,11 @@ class AlibiLanguageModel(nnx.Module):
             max_new_tokens: How many tokens to add to each; may be 0.
             temperature: 0 takes the likeliest token. Otherwise tokens are drawn, with the logits divided by this: 1 is
                 the model's own distribution, less is more cautious.
+            top_k: Draw from this many of the likeliest tokens alone.
+            top_p: Then draw from the likeliest of those alone, as many as it takes for their share of the probability
+                to reach this.
+            eos_token_id: A token, or several, that ends a row.
+            pad_token_id: What a row that has ended is filled with. Default ``eos_token_id``, the first of several.
             key: Of ``jax.random.key``, from which the draws follow; must be given where there are any.
 
         Returns:
@@ -113,15 +129,21 @@ class AlibiLanguageModel(nnx.Module):
 
         Raises:
             TypeError: If an argument is of the wrong kind.
-            ValueError: If a number is negative, a key is missing, or ``tokens`` is not ``[batch, length]`` with a
-                token in each row.
+            ValueError: If a number is out of range, ``top_k`` or ``top_p`` come without a temperature, a key is
+                missing, or ``tokens`` is not ``[batch, length]`` with a token in each row.
         """
-        checks.non_negative_int("max_new_tokens", max_new_tokens)
-        checks.non_negative_number("temperature", temperature)
-        if temperature > 0 and key is None:
+        rules = Generation.check(
+            tokens,
+            max_new_tokens,
+            self.embedding.num_embeddings,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+        )
+        if rules.temperature > 0 and key is None:
             raise ValueError("key must be given with a temperature above 0, got None; jax.random.key makes one")
-        if tokens.ndim != 2 or 0 in tokens.shape:
-            raise ValueError(f"tokens must have shape (batch, length), neither of them 0, got {tokens.shape}")
         if max_new_tokens == 0:
             return tokens
         # Modules of its own, to turn dropout off in.
@@ -132,25 +154,34 @@ class AlibiLanguageModel(nnx.Module):
         # The last token is never fed back, so the caches need no room for it.
         caches = self.transformer.make_caches(batch_size, length + max_new_tokens - 1)
         keys = [None] * max_new_tokens if key is None else jax.random.split(key, max_new_tokens)
-        found, unread = [tokens], tokens
-        for step_key in keys:
-            unread, caches = _extend(graph, state, unread, caches, float(temperature), step_key)
+        found, unread, ended = [tokens], tokens, None
+        for step, step_key in enumerate(keys, 1):
+            had_ended = ended
+            unread, ended, caches = _extend(graph, state, unread, caches, rules, step_key, ended)
             found.append(unread)
+            # Of the step before, which need not be waited for.
+            if had_ended is not None and not isinstance(had_ended, jax.core.Tracer) and had_ended.all():
+                found.append(jnp.full((batch_size, max_new_tokens - step), rules.pad_token_id, tokens.dtype))
+                break
         return jnp.concatenate(found, axis=1)
 
 
 @partial(jax.jit, static_argnums=(0, 4), donate_argnums=3)
 def _extend(
-    graph: Any, state: Any, tokens: jax.Array, caches: list[Any], temperature: float, key: jax.Array | None
-) -> tuple[jax.Array, list[Any]]:
-    """Return the tokens, ``[batch, 1]``, that follow ``tokens``, and the caches with the latter appended."""
+    graph: Any,
+    state: Any,
+    tokens: jax.Array,
+    caches: list[Any],
+    rules: Generation,
+    key: jax.Array | None,
+    ended: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None, list[Any]]:
+    """Return the tokens, ``[batch, 1]``, that follow ``tokens``, which rows end, and the caches with ``tokens``."""
     model = nnx.merge(graph, state)
     hidden, caches = model.transformer(model.embed(tokens), caches=caches)
     logits = model.read_out(hidden[:, -1])  # [batch, vocab_size]
-    if temperature == 0:
+    if rules.temperature == 0:
         chosen = logits.argmax(axis=-1)
     else:
-        # From the maximum down, so that a small temperature gives large negative numbers and no infinite ones.
-        logits = logits.astype(jnp.float32)
-        chosen = jax.random.categorical(key, (logits - logits.max(axis=-1, keepdims=True)) / temperature)
-    return chosen[:, None].astype(tokens.dtype), caches
+        chosen = jax.random.categorical(key, rules.to_draw_from(jnp, logits))
+    return *rules.followed(jnp, chosen[:, None].astype(tokens.dtype), ended), caches

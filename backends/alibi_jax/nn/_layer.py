@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from alibi_core.backend import LayerShape, boolean, checks
+from alibi_core.backend import LayerShape, boolean, checks, explains_keywords
 from alibi_jax._attention import attention
 from alibi_jax._dispatch import Implementation, checked
 from alibi_jax.caches import EvictingKVCache, KVCache
@@ -59,6 +59,7 @@ class AlibiAttention(nnx.Module):
         ((3, 1, 64), 10)
     """
 
+    @explains_keywords
     def __init__(
         self,
         embed_dim: int,
@@ -123,6 +124,7 @@ class AlibiAttention(nnx.Module):
         """The slopes for keys after the query, ``[num_heads]`` float32; None if they are not set apart."""
         return None if self._future_slopes is None else jnp.asarray(self._future_slopes, jnp.float32)
 
+    @explains_keywords
     def __call__(
         self,
         x: jax.Array,
@@ -130,8 +132,11 @@ class AlibiAttention(nnx.Module):
         mask: jax.Array | None = None,
         segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
         cache: KVCache | EvictingKVCache | None = None,
+        context: jax.Array | None = None,
+        q_offset: int | jax.Array | None = None,
+        lengths: jax.Array | None = None,
     ) -> jax.Array | tuple[jax.Array, KVCache | EvictingKVCache]:
-        """Attend within ``x``, or from ``x`` to the tokens in ``cache`` and ``x``.
+        """Attend within ``x``, from ``x`` to the tokens in ``cache`` and ``x``, or from ``x`` to those of ``context``.
 
         Args:
             x: ``[batch, length, embed_dim]``.
@@ -141,6 +146,12 @@ class AlibiAttention(nnx.Module):
             segment_ids: ``[batch, length]`` integers, for packed sequences. With a cache, a pair of them, for the
                 queries and for all ``max_length`` slots.
             cache: From :meth:`make_cache`, or from the call before. Causal layers only.
+            context: ``[batch, kv_len, embed_dim]``, another sequence that keys and values are made of, where it is not
+                ``x``. Distances are those of ``alibi_core.bias(length, kv_len)``: by default the last tokens of both
+                have one position. No cache goes with it.
+            q_offset: With a ``context``, the position of the first token of ``x``, as for ``attention``.
+            lengths: With a ``cache``, ``[batch]`` integers: how many tokens of each row of ``x`` count, where prompts
+                of different lengths are padded behind.
 
         Returns:
             ``[batch, length, embed_dim]``; with a cache, the pair of that and the cache with the tokens of ``x``
@@ -151,21 +162,22 @@ class AlibiAttention(nnx.Module):
             TypeError: If an argument is of the wrong kind.
             ValueError: If a shape is wrong, the cache is full or does not fit, or a layer that is not causal gets one.
         """
-        self.shape.check_input(x, jnp)
+        source = self.shape.source_of_keys(x, jnp, context=context, q_offset=q_offset, cache=cache, lengths=lengths)
         query, key, value = (
             y.reshape(*y.shape[:2], -1, self.shape.head_dim)  # [batch, length, heads, head_dim]
-            for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+            for y in (self.q_proj(x), self.k_proj(source), self.v_proj(source))
         )
         rules = {"segment_ids": segment_ids, "window_size": self.window_size, "mask": mask}
         rules["implementation"] = self.implementation
         if cache is None:
             direction = {"is_causal": self.is_causal, "future_slopes": self.future_slopes}
-            attended = attention(query, key, value, self.slopes, **direction, **rules)
+            attended = attention(query, key, value, self.slopes, q_offset=q_offset, **direction, **rules)
         else:
             if not self.is_causal:
                 raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
-            cache = appended(cache, key, value)
-            attended = cache.attend(query, self.slopes, **rules)
+            own = {} if lengths is None else {"lengths": lengths}
+            cache = appended(cache, key, value, **own)
+            attended = cache.attend(query, self.slopes, **rules, **own)
         output = self.out_proj(attended.reshape(*x.shape[:2], -1))
         if self.dropout is not None:
             output = self.dropout(output)
@@ -204,8 +216,10 @@ class AlibiAttention(nnx.Module):
         return EvictingKVCache.make(*sizes, slopes=self.slopes, window_size=self.window_size, dtype=dtype, **norms)
 
 
-def appended(cache: KVCache | EvictingKVCache, key: jax.Array, value: jax.Array) -> KVCache | EvictingKVCache:
-    """Return a layer's cache with further tokens, ``[batch, new, num_kv_heads, head_dim]``."""
+def appended(
+    cache: KVCache | EvictingKVCache, key: jax.Array, value: jax.Array, **own: jax.Array
+) -> KVCache | EvictingKVCache:
+    """Return a layer's cache with further tokens, ``[batch, new, num_kv_heads, head_dim]``, and their ``lengths``."""
     if not isinstance(cache, (KVCache, EvictingKVCache)):
         raise TypeError(f"cache must be an alibi_jax.KVCache, as make_cache returns it, got {type(cache).__name__}")
     if key.dtype != (held := jax.tree.leaves(cache)[0].dtype):
@@ -213,7 +227,7 @@ def appended(cache: KVCache | EvictingKVCache, key: jax.Array, value: jax.Array)
             f"cache must have the dtype of the layer's keys, {key.dtype}, got {held}; give the layer a dtype if its "
             "input has another than its parameters"
         )
-    return cache.append(key, value)
+    return cache.append(key, value, **own)
 
 
 def slope_values_of(name: str, slopes: Any | None) -> np.ndarray | None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from alibi_core.backend import AlibiConfig
+from alibi_core.backend import AlibiConfig, explains_keywords
 from alibi_jax.nn._layer import AlibiAttention
 
 AttentionFactory = Callable[..., nnx.Module]
@@ -111,6 +111,7 @@ class AlibiTransformer(nnx.Module):
         self.blocks = nnx.List(Block(config, attention or alibi_attention, **options) for _ in range(config.num_layers))
         self.norm = None if config.is_post_norm else norm_layer(config, **options)
 
+    @explains_keywords
     def __call__(
         self,
         x: jax.Array,

@@ -138,6 +138,8 @@ def _folded_by_name(call: AttentionCall) -> Route:
 
 def refusal(name: str, call: AttentionCall) -> str | None:
     """Return why an implementation cannot run a call, as the rest of a sentence that begins with its name."""
+    if name != "dense" and call.dense_only is not None:
+        return call.dense_only
     if name != "dense" and call.dtype == mx.float64:
         return "cannot compute in float64 (MLX's attention takes its scale and exponential in float32)"
     return _refusal_of_folded(call) if name == "folded" else None

@@ -19,6 +19,7 @@ from alibi_core.backend import (
     check_span,
     check_truncated,
     checks,
+    explains_keywords,
 )
 from alibi_mlx import _attention
 from alibi_mlx._tiled import norm_bounds
@@ -121,6 +122,7 @@ class EvictingKVCache:
             sizes = like.shape[0], len(self._largest), like.shape[3]
         return cache_summary(type(self).__name__, sizes, self.length, self.max_length, self.nbytes)
 
+    @explains_keywords
     def append(self, key: mx.array, value: mx.array) -> None:
         """Drop what no query of these tokens, or later ones, can need, and store their keys and values.
 
@@ -190,6 +192,7 @@ class EvictingKVCache:
         """Return how many of the last keys so far may matter to queries that are to come."""
         return self._policy.reach(group.which, largest[list(group.which.heads)].max().item(), self.length)
 
+    @explains_keywords
     def attend(
         self,
         query: mx.array,

@@ -6,13 +6,17 @@ import math
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from alibi_core import AttentionCall
 from alibi_core.backend import (
+    RowTokens,
     cache_summary,
+    check_lengths,
     check_new_tokens,
     check_room,
     check_span,
+    explains_keywords,
     non_negative_int,
     one_of,
     positive_int,
@@ -33,7 +37,8 @@ class KVCache:
         keys: ``[batch, num_kv_heads, capacity, head_dim]``, of which the first ``offset`` positions are in use; None
             while the cache is empty.
         values: Likewise.
-        offset: Tokens held.
+        offset: Tokens held, by the longest row if rows have lengths of their own.
+        lengths: Those, ``[batch]`` int32; None while all rows are as long.
         batch_size: As given.
         max_length: As given.
 
@@ -60,12 +65,14 @@ class KVCache:
         self.max_length = None if max_length is None else positive_int("max_length", max_length)
         self._forget()
 
-    def append(self, key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
+    def append(self, key: mx.array, value: mx.array, *, lengths: mx.array | None = None) -> tuple[mx.array, mx.array]:
         """Store the keys and values of further tokens and return those of all tokens so far.
 
         Args:
             key: ``[batch, num_kv_heads, new, head_dim]``.
             value: Likewise; its ``head_dim`` may be another.
+            lengths: ``[batch]`` integers: how many of the new tokens of each row count, where prompts of different
+                lengths are padded behind. What comes next goes behind those. Default: all.
 
         Returns:
             Keys and values, ``[batch, num_kv_heads, length, head_dim]`` each.
@@ -78,6 +85,8 @@ class KVCache:
             self._forget()  # whatever once was held decides nothing
         check_appended(key, value, self.keys, self.values, self.batch_size)
         self._check_offset()
+        if lengths is not None or self.lengths is not None:
+            return self._append_by_row(key, value, _counts(lengths, *key.shape[:3:2]))
         start, end = self.offset, self.offset + key.shape[-2]
         check_room(key.shape[-2], math.inf if self.max_length is None else self.max_length, start)
         self.keys, self.values = (
@@ -87,6 +96,21 @@ class KVCache:
         self.values[..., start:end, :] = value
         self.offset = end
         self._measured = min(self._measured, start)
+        return self.keys[..., :end, :], self.values[..., :end, :]
+
+    def _append_by_row(self, key: mx.array, value: mx.array, counts: np.ndarray[Any, Any]) -> tuple[mx.array, mx.array]:
+        tokens = RowTokens.of(self._held(counts.size), counts)
+        end = int(tokens.ends.max())
+        check_room(end - self.offset, math.inf if self.max_length is None else self.max_length, self.offset)
+        self.keys, self.values = (
+            self._with_room(held, new, end) for held, new in ((self.keys, key), (self.values, value))
+        )
+        rows, columns, slots = (mx.array(x.astype(np.int32)) for x in (tokens.rows, tokens.columns, tokens.slots))
+        if tokens.rows.size:
+            self.keys[rows, :, slots] = key[rows, :, columns]
+            self.values[rows, :, slots] = value[rows, :, columns]
+        self._hold(tokens.ends)
+        self._measured = min(self._measured, int((tokens.ends - counts).min()))
         return self.keys[..., :end, :], self.values[..., :end, :]
 
     @property
@@ -106,6 +130,7 @@ class KVCache:
             self._norms, self._measured = mx.concatenate([*known, norms], axis=-1), self.offset
         return None if self._norms is None else self._norms[..., : -(-self.offset // BLOCK)]
 
+    @explains_keywords
     def attend(
         self,
         query: mx.array,
@@ -117,6 +142,7 @@ class KVCache:
         scale: float | None = None,
         tolerance: float | None = None,
         implementation: str | None = None,
+        lengths: mx.array | None = None,
     ) -> mx.array:
         """Return the causal attention of the last tokens held over all tokens held.
 
@@ -132,6 +158,8 @@ class KVCache:
             scale: Factor of the scores.
             tolerance: The share of softmax weight that may be left out.
             implementation: As there.
+            lengths: ``[batch]`` integers: how many of the queries of each row count, as :meth:`append` was told of
+                its tokens; the others' results mean nothing. Default: all.
 
         Returns:
             ``[batch, num_heads, q_len, head_dim]``.
@@ -147,18 +175,32 @@ class KVCache:
             raise ValueError("cache must hold the tokens that query is of, got an empty one; see append")
         rules: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size}
         key, value = self.state[:2]
+        if lengths is not None or self.lengths is not None:
+            offsets = self._held(query.shape[0]) - _counts(lengths, *query.shape[:3:2])
+            check_span(self.offset, self.offset - int(offsets.min()))
+            rules["q_offset"] = mx.array(offsets.astype(np.int32))
         call = AttentionCall.check(query, key, value, slopes, scale=scale, tolerance=tolerance, xp=mx, **rules)
-        check_span(self.offset, query.shape[2])
+        if not call.has_offset_array:
+            check_span(self.offset, query.shape[2])
         return _attention.run(call, query, key, value, implementation, _NormsOf(self))
 
-    def truncate(self, length: int) -> None:
-        """Forget all tokens but the first ``length``.
+    def truncate(self, length: int | mx.array) -> None:
+        """Forget all tokens but the first ``length`` of each row: a number, or ``[batch]`` integers.
+
+        So rows go on from where they differ, as after tokens that were guessed.
 
         Raises:
-            TypeError: If ``length`` is no integer.
-            ValueError: If it is negative.
+            TypeError: If ``length`` is of another kind.
+            ValueError: If it is negative, or of another shape.
         """
+        if isinstance(length, mx.array):
+            batch_size = length.size if self.keys is None else self.keys.shape[0]
+            most = np.asarray(check_lengths(mx, "length", length, batch_size))
+            self._hold(np.minimum(self._held(batch_size), most))
+            return
         self.offset = min(self.offset, non_negative_int("length", length))
+        if self.lengths is not None:
+            self._hold(np.minimum(self._held(), self.offset))
 
     def select_batch(self, indices: mx.array) -> None:
         """Keep the sequences at ``indices`` of the batch axis, in that order; one may be asked for repeatedly.
@@ -172,6 +214,8 @@ class KVCache:
             self.keys, self.values = (mx.take(x, indices, axis=0) for x in (self.keys, self.values))
         self._norms = None if self._norms is None else mx.take(self._norms, indices, axis=0)
         self.batch_size = None if self.batch_size is None else len(indices)
+        if self.lengths is not None:
+            self._hold(self._held()[np.asarray(indices)])
 
     @property
     def length(self) -> int:
@@ -194,18 +238,22 @@ class KVCache:
     def state(self) -> tuple[Any, ...]:
         """Keys and values in use, and ``offset``; ``()`` while the cache is empty. Set it to put them back.
 
+        Where rows have ``lengths`` of their own, these come fourth.
+
         What is set may be the state of mlx-lm's own ``KVCache``, or keys and values alone.
         """
         if self.keys is None or self.values is None:
             return ()
-        return self.keys[..., : self.offset, :], self.values[..., : self.offset, :], self.offset
+        own = () if self.lengths is None else (self.lengths,)
+        return self.keys[..., : self.offset, :], self.values[..., : self.offset, :], self.offset, *own
 
     @state.setter
     def state(self, state: tuple[Any, ...]) -> None:
         self._forget()
         if state and state[0] is not None:
             keys, values, *offset = state
-            self.update_and_fetch(*(x[..., : int(offset[0]), :] if offset else x for x in (keys, values)))
+            keys, values = (x[..., : int(offset[0]), :] if offset else x for x in (keys, values))
+            self.append(keys, values, lengths=offset[1] if len(offset) > 1 else None)
 
     @classmethod
     def from_state(cls, state: tuple[Any, ...]) -> KVCache:
@@ -234,6 +282,8 @@ class KVCache:
     def trim(self, n: int) -> int:
         """Forget the last ``n`` tokens, or all if there are fewer, and return how many those were."""
         before = self.offset
+        if self.lengths is not None:
+            self._hold(np.maximum(self._held() - non_negative_int("n", n), 0))
         self.truncate(max(before - non_negative_int("n", n), 0))
         return before - self.offset
 
@@ -249,6 +299,8 @@ class KVCache:
             Booleans ``[length, offset + length]``; without a window, None for one token, which sees everything, and
             ``"causal"`` for several where it need not be an array.
         """
+        if self.lengths is not None:
+            raise ValueError("cache must have rows of one length for a mask that all share, got lengths; see attend")
         kv_len = self.offset + length
         if window_size is None and length == 1:
             return None
@@ -259,10 +311,18 @@ class KVCache:
 
     def _forget(self) -> None:
         self.keys: mx.array | None = None
+        self.lengths: mx.array | None = None
         self.values: mx.array | None = None
         self.offset = 0
         self._norms: mx.array | None = None
         self._measured = 0  # tokens, from the first on, whose norms are known
+
+    def _held(self, batch_size: int = 1) -> np.ndarray[Any, Any]:
+        """Return how many tokens each row holds."""
+        return np.full(batch_size, self.offset) if self.lengths is None else np.asarray(self.lengths)
+
+    def _hold(self, lengths: np.ndarray[Any, Any]) -> None:
+        self.lengths, self.offset = mx.array(lengths.astype(np.int32)), int(lengths.max())
 
     def _check_offset(self) -> None:
         capacity = 0 if self.keys is None else self.keys.shape[2]
@@ -278,6 +338,13 @@ class KVCache:
             capacity = min(capacity, self.max_length)
         space = mx.zeros((*new.shape[:-2], capacity - self.offset, new.shape[-1]), dtype=new.dtype)
         return space if held is None else mx.concatenate([held[..., : self.offset, :], space], axis=-2)
+
+
+def _counts(lengths: mx.array | None, batch_size: int, new: int) -> np.ndarray[Any, Any]:
+    """Return how many of ``new`` tokens count in each row."""
+    if lengths is None:
+        return np.full(batch_size, new)
+    return np.asarray(check_lengths(mx, "lengths", lengths, batch_size, new)).astype(np.int64)
 
 
 class _NormsOf:

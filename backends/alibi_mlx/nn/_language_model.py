@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core.backend import AlibiConfig, checks
+from alibi_core.backend import AlibiConfig, Generation, checks, explains_keywords, namespace_of
 from alibi_mlx.nn._transformer import AlibiTransformer, AttentionFactory, norm_layer, scaled
 
 
@@ -51,6 +51,7 @@ class AlibiLanguageModel(nn.Module):
         if not config.tied_head:
             self.head = nn.Linear(config.embed_dim, vocab_size, bias=False)
 
+    @explains_keywords
     def __call__(
         self,
         tokens: mx.array,
@@ -98,8 +99,18 @@ class AlibiLanguageModel(nn.Module):
         """Return an empty cache for each block, for any number of sequences and tokens, as mlx-lm asks for them."""
         return self.transformer.make_caches()
 
+    @explains_keywords
     def generate(
-        self, tokens: mx.array, max_new_tokens: int, *, temperature: float = 0.0, key: mx.array | None = None
+        self,
+        tokens: mx.array,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        key: mx.array | None = None,
     ) -> mx.array:
         """Return ``tokens`` and ``max_new_tokens`` more, each predicted from all before it. Dropout is off meanwhile.
 
@@ -108,6 +119,11 @@ class AlibiLanguageModel(nn.Module):
             max_new_tokens: How many tokens to add to each; may be 0.
             temperature: 0 takes the likeliest token. Otherwise tokens are drawn, with the logits divided by this: 1 is
                 the model's own distribution, less is more cautious.
+            top_k: Draw from this many of the likeliest tokens alone.
+            top_p: Then draw from the likeliest of those alone, as many as it takes for their share of the probability
+                to reach this.
+            eos_token_id: A token, or several, that ends a row.
+            pad_token_id: What a row that has ended is filled with. Default ``eos_token_id``, the first of several.
             key: Of ``mx.random.key``, from which the draws follow. Default MLX's global one.
 
         Returns:
@@ -115,41 +131,51 @@ class AlibiLanguageModel(nn.Module):
 
         Raises:
             TypeError: If an argument is of the wrong kind.
-            ValueError: If a number is negative, or ``tokens`` is not ``[batch, length]`` with a token in each row.
+            ValueError: If a number is out of range, ``top_k`` or ``top_p`` come without a temperature, or ``tokens`` is
+                not ``[batch, length]`` with a token in each row.
         """
-        checks.non_negative_int("max_new_tokens", max_new_tokens)
-        checks.non_negative_number("temperature", temperature)
-        if tokens.ndim != 2 or 0 in tokens.shape:
-            raise ValueError(f"tokens must have shape (batch, length), neither of them 0, got {tokens.shape}")
+        rules = Generation.check(
+            tokens,
+            max_new_tokens,
+            self.embedding.weight.shape[0],
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+        )
         if max_new_tokens == 0:
             return mx.array(tokens)
         before = [(module, module.training) for module in self.modules()]  # each before those that it is made of
         self.eval()
         try:
-            return self._extend(tokens, max_new_tokens, temperature, key)
+            return self._extend(tokens, max_new_tokens, rules, key)
         finally:
             for module, training in before:
                 module.train(training)
 
-    def _extend(self, tokens: mx.array, max_new_tokens: int, temperature: float, key: mx.array | None) -> mx.array:
+    def _extend(self, tokens: mx.array, max_new_tokens: int, rules: Generation, key: mx.array | None) -> mx.array:
         batch_size, length = tokens.shape
         # The last token is never fed back, so the caches need no room for it.
         caches = self.transformer.make_caches(batch_size, length + max_new_tokens - 1)
         keys = [None] * max_new_tokens if key is None else mx.random.split(key, max_new_tokens)
-        found, unread = [tokens], tokens
-        for step_key in keys:
+        found, unread, ended, xp = [tokens], tokens, None, namespace_of(xp=mx)
+        for step, step_key in enumerate(keys, 1):
+            had_ended = ended
             hidden = self.transformer(self.embed(unread), caches=caches)
             logits = self.read_out(hidden[:, -1])  # [batch, vocab_size]
-            unread = _choose(logits, temperature, step_key)[:, None].astype(tokens.dtype)  # [batch, 1]
+            chosen = _choose(logits, rules, step_key)[:, None].astype(tokens.dtype)  # [batch, 1]
+            unread, ended = rules.followed(xp, chosen, ended)
             mx.async_eval(unread)  # while the next step is being put together
             found.append(unread)
+            # Of the step before, which need not be waited for.
+            if had_ended is not None and had_ended.all().item():
+                found.append(mx.full((batch_size, max_new_tokens - step), rules.pad_token_id, tokens.dtype))
+                break
         return mx.concatenate(found, axis=1)
 
 
-def _choose(logits: mx.array, temperature: float, key: mx.array | None) -> mx.array:
-    if temperature == 0:
+def _choose(logits: mx.array, rules: Generation, key: mx.array | None) -> mx.array:
+    if rules.temperature == 0:
         return logits.argmax(axis=-1)
-    # From the maximum down, so that a small temperature gives large negative numbers and no infinite ones.
-    logits = logits.astype(mx.float32)
-    scaled = (logits - logits.max(axis=-1, keepdims=True)) / temperature
-    return mx.random.categorical(scaled, axis=-1, key=key)
+    return mx.random.categorical(rules.to_draw_from(namespace_of(xp=mx), logits), axis=-1, key=key)

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core.backend import LayerShape, boolean, is_int, namespace_of, one_of
+from alibi_core.backend import LayerShape, boolean, explains_keywords, is_int, namespace_of, one_of
 from alibi_mlx._attention import IMPLEMENTATIONS, attention
 from alibi_mlx.caches import EvictingKVCache, KVCache
 
@@ -45,6 +45,7 @@ class AlibiAttention(nn.Module):
         (3, 10, 64)
     """
 
+    @explains_keywords
     def __init__(
         self,
         embed_dim: int,
@@ -97,6 +98,7 @@ class AlibiAttention(nn.Module):
         """The slopes in use, ``[num_heads]`` float32."""
         return mx.exp(self.log_slopes) if self._slopes is None else self._slopes
 
+    @explains_keywords
     def __call__(
         self,
         x: mx.array,
@@ -104,8 +106,11 @@ class AlibiAttention(nn.Module):
         mask: mx.array | None = None,
         segment_ids: mx.array | tuple[mx.array, mx.array] | None = None,
         cache: Any | None = None,
+        context: mx.array | None = None,
+        q_offset: int | mx.array | None = None,
+        lengths: mx.array | None = None,
     ) -> mx.array:
-        """Attend within ``x``, or from ``x`` to the tokens in ``cache`` and ``x``.
+        """Attend within ``x``, from ``x`` to the tokens in ``cache`` and ``x``, or from ``x`` to those of ``context``.
 
         Args:
             x: ``[batch, length, embed_dim]``.
@@ -115,6 +120,12 @@ class AlibiAttention(nn.Module):
                 tokens).
             cache: From :meth:`make_cache`, or any object with ``offset`` and ``update_and_fetch`` as mlx-lm's
                 ``KVCache`` has them; the tokens of ``x`` are added to it. Causal layers only.
+            context: ``[batch, kv_len, embed_dim]``, another sequence that keys and values are made of, where it is not
+                ``x``. Distances are those of ``alibi_core.bias(length, kv_len)``: by default the last tokens of both
+                have one position. No cache goes with it.
+            q_offset: With a ``context``, the position of the first token of ``x``, as for ``attention``.
+            lengths: With a ``cache``, ``[batch]`` integers: how many tokens of each row of ``x`` count, where prompts
+                of different lengths are padded behind.
 
         Returns:
             ``[batch, length, embed_dim]``, of the dtype of the projections' output.
@@ -123,20 +134,26 @@ class AlibiAttention(nn.Module):
             TypeError: If an argument is of the wrong kind.
             ValueError: If a shape is wrong, the cache does not fit, or the layer is not causal and gets a cache.
         """
-        self.shape.check_input(x, mx)
+        source = self.shape.source_of_keys(x, mx, context=context, q_offset=q_offset, cache=cache, lengths=lengths)
         query, key, value = (
-            mx.unflatten(proj(x), -1, (-1, self.shape.head_dim)).swapaxes(1, 2)  # [batch, heads, length, head_dim]
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
+            mx.unflatten(proj(y), -1, (-1, self.shape.head_dim)).swapaxes(1, 2)  # [batch, heads, length, head_dim]
+            for proj, y in ((self.q_proj, x), (self.k_proj, source), (self.v_proj, source))
         )
         rules: dict[str, Any] = {"segment_ids": segment_ids, "window_size": self.window_size, "mask": mask}
         rules["implementation"] = self.implementation
         if cache is None:
-            direction: dict[str, Any] = {"is_causal": self.is_causal, "future_slopes": self._future_slopes}
+            direction: dict[str, Any] = {
+                "is_causal": self.is_causal,
+                "future_slopes": self._future_slopes,
+                "q_offset": q_offset,
+            }
             attended = attention(query, key, value, self.slopes, training=self.training, **direction, **rules)
         elif not self.is_causal:
             raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
         elif isinstance(cache, (KVCache, EvictingKVCache)):
-            attended = self._attend_to(cache, query, key, value, rules)
+            attended = self._attend_to(cache, query, key, value, rules, lengths)
+        elif lengths is not None:
+            raise ValueError(f"lengths must be None but with the caches of make_cache, got a {type(cache).__name__}")
         else:
             attended = self._attend_to_foreign(cache, query, key, value, rules)
         return self.dropout(self.out_proj(mx.flatten(attended.swapaxes(1, 2), -2)))
@@ -179,11 +196,14 @@ class AlibiAttention(nn.Module):
         key: mx.array,
         value: mx.array,
         rules: dict[str, Any],
+        lengths: mx.array | None,
     ) -> mx.array:
-        held = cache.length
-        cache.append(key, value)
+        rows = getattr(cache, "lengths", None)
+        held = cache.length if rows is None else rows
+        own = {} if lengths is None else {"lengths": lengths}
+        cache.append(key, value, **own)
         try:
-            return cache.attend(query, self.slopes, **rules)
+            return cache.attend(query, self.slopes, **rules, **own)
         except Exception:
             cache.truncate(held)  # a call that was refused leaves no tokens behind
             raise

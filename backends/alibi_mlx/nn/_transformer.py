@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core.backend import AlibiConfig
+from alibi_core.backend import AlibiConfig, explains_keywords
 from alibi_mlx.caches import EvictingKVCache, KVCache
 from alibi_mlx.nn._layer import AlibiAttention
 
@@ -112,6 +112,7 @@ class AlibiTransformer(nn.Module):
         self.blocks = [Block(config, attention or alibi_attention) for _ in range(config.num_layers)]
         self.norm = nn.Identity() if config.is_post_norm else norm_layer(config)
 
+    @explains_keywords
     def __call__(
         self,
         x: mx.array,
@@ -139,7 +140,9 @@ class AlibiTransformer(nn.Module):
             raise ValueError(f"x must have shape (batch, length, embed_dim {self.config.embed_dim}), got {x.shape}")
         if caches is not None and len(caches) != len(self.blocks):
             raise ValueError(f"caches must be one a block ({len(self.blocks)}), got {len(caches)}")
-        held = [(cache, cache.length) for cache in caches or () if isinstance(cache, (KVCache, EvictingKVCache))]
+        own = [cache for cache in caches or () if isinstance(cache, (KVCache, EvictingKVCache))]
+        rows = [getattr(cache, "lengths", None) for cache in own]
+        held = [(cache, cache.length if x is None else x) for cache, x in zip(own, rows, strict=True)]
         try:
             for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
                 x = block(x, mask=mask, segment_ids=segment_ids, cache=cache)

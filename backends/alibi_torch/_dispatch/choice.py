@@ -29,6 +29,8 @@ def choose(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, imple
 def refusal(name: str, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Return why an implementation cannot run a call, as the rest of a sentence that begins with its name."""
     device = query.device.type
+    if name != "dense" and call.dense_only is not None:
+        return call.dense_only
     if name != "dense" and _has_tangent(query, key, value, call.slopes, call.future_slopes):
         return "has no derivatives in forward mode"
     if name == "tiled" and device not in ("cpu", "meta"):

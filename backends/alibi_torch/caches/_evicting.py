@@ -18,13 +18,14 @@ from alibi_core.backend import (
     check_room,
     check_span,
     check_truncated,
+    explains_keywords,
     one_of,
     positive_int,
 )
 from alibi_torch._attention import run
 from alibi_torch._dispatch import IMPLEMENTATIONS
 from alibi_torch._tiled import SIZES, norm_bounds
-from alibi_torch.caches._kv_cache import KVCache, check_appended
+from alibi_torch.caches._kv_cache import KVCache, check_appended, guarded
 
 
 class EvictingKVCache(KVCache):
@@ -115,6 +116,7 @@ class EvictingKVCache(KVCache):
         """Memory of keys and values, room for more included."""
         return sum(x.nbytes for group in self._groups for x in (group.key, group.value))
 
+    @explains_keywords
     def append(self, key: Tensor, value: Tensor) -> None:  # type: ignore[override]
         """Drop what no query of these tokens, or later ones, can need, and store their keys and values.
 
@@ -150,6 +152,7 @@ class EvictingKVCache(KVCache):
         largest = max(self._largest_norms[head] for head in group.which.heads)
         return self._policy.reach(group.which, largest, self.length, added_range)
 
+    @explains_keywords
     def attend(
         self,
         query: Tensor,
@@ -201,7 +204,7 @@ class EvictingKVCache(KVCache):
             if self._key_bias is not None:
                 call = replace(call, added_key_bias=self._added_to(group))
             result[:, heads] = run(call, part, key, value, implementation, None)
-        return result
+        return guarded(result, [group.key for group in self._groups])
 
     def _added_to(self, group: _Group) -> Tensor:
         """Return what is added to the bias of the keys that a group holds, ``[heads, count]``."""

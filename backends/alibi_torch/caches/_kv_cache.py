@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import array_api_compat.torch as xp
+import numpy as np
 import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall
 from alibi_core.backend import (
+    RowTokens,
     cache_summary,
+    check_lengths,
     check_new_tokens,
     check_room,
     check_span,
+    explains_keywords,
     floating_dtype,
     non_negative_int,
     one_of,
     positive_int,
 )
 from alibi_torch._attention import run
-from alibi_torch._dispatch import IMPLEMENTATIONS
+from alibi_torch._dispatch import IMPLEMENTATIONS, memory
 from alibi_torch._tiled import KeyNorms, is_short, norm_bounds
 
 BLOCK = 128  # keys that one bound of their norms is kept for
@@ -32,7 +37,8 @@ class KVCache:
     Attributes:
         key: ``[batch_size, num_kv_heads, max_length, head_dim]``; the first ``length`` positions are in use.
         value: Likewise.
-        length: Tokens held.
+        length: Tokens held, by the longest row if rows have lengths of their own.
+        lengths: Those, ``[batch_size]`` int64 on the CPU; None while all rows are as long.
 
     Example:
         >>> cache = KVCache(1, 2, 5, 4)
@@ -66,6 +72,7 @@ class KVCache:
         self._norms = torch.zeros(*shape[:2], -(-shape[2] // BLOCK), device=device, dtype=statistics)
         self._measured = 0  # tokens whose norms are among them
         self.length = 0
+        self.lengths: Tensor | None = None
 
     @property
     def max_length(self) -> int:
@@ -93,12 +100,14 @@ class KVCache:
         sizes = batch_size, num_kv_heads, head_dim
         return cache_summary(type(self).__name__, sizes, self.length, self.max_length, self.nbytes)
 
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, key: Tensor, value: Tensor, *, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Store the keys and values of further tokens and return those of all tokens so far.
 
         Args:
             key: ``[batch_size, num_kv_heads, new, head_dim]``.
             value: Likewise.
+            lengths: ``[batch_size]`` integers: how many of the new tokens of each row count, where prompts of different
+                lengths are padded behind. What comes next goes behind those. Default: all.
 
         Returns:
             Views of the cache, ``[batch_size, num_kv_heads, length, head_dim]`` each. They are valid until the next
@@ -109,6 +118,8 @@ class KVCache:
             ValueError: If the cache is full, or holds another batch, dtype or device.
         """
         check_appended(key, value, self.key)
+        if lengths is not None or self.lengths is not None:
+            return self._append_by_row(key, value, self._counts(lengths, key.shape[2]))
         check_room(key.shape[2], self.max_length, self.length)
         end = self.length + key.shape[2]
         self.key[:, :, self.length : end] = key
@@ -116,6 +127,38 @@ class KVCache:
         self.length = end
         return self.key[:, :, :end], self.value[:, :, :end]
 
+    def _counts(self, lengths: Tensor | None, new: int) -> np.ndarray[Any, Any]:
+        """Return how many of ``new`` tokens count in each row."""
+        if lengths is None:
+            return np.full(self.key.shape[0], new)
+        return check_lengths(xp, "lengths", lengths, self.key.shape[0], new).cpu().numpy().astype(np.int64)
+
+    def _held(self) -> np.ndarray[Any, Any]:
+        """Return how many tokens each row holds."""
+        return np.full(self.key.shape[0], self.length) if self.lengths is None else self.lengths.numpy()
+
+    def _hold(self, lengths: np.ndarray[Any, Any]) -> None:
+        self.lengths, self.length = torch.from_numpy(lengths), int(lengths.max())
+
+    def _append_by_row(self, key: Tensor, value: Tensor, counts: np.ndarray[Any, Any]) -> tuple[Tensor, Tensor]:
+        tokens = RowTokens.of(self._held(), counts)
+        end = int(tokens.ends.max())
+        check_room(end - self.length, self.max_length, self.length)
+        rows, columns, slots, ends, new = (
+            torch.from_numpy(x).to(key.device)
+            for x in (tokens.rows, tokens.columns, tokens.slots, tokens.ends[:, None], counts[:, None])
+        )
+        self.key[rows, :, slots] = key[rows, :, columns]
+        self.value[rows, :, slots] = value[rows, :, columns]
+        places = torch.arange(key.shape[2], device=key.device)
+        norms = torch.where((places < new)[:, None], norm_bounds(key.detach()), 0.0)
+        blocks = ((ends - new + places) // BLOCK).clamp(max=self._norms.shape[2] - 1)[:, None]
+        self.key_norms.scatter_reduce_(2, blocks.expand_as(norms), norms, "amax")
+        self._hold(tokens.ends)
+        self._measured = self.length
+        return self.key[:, :, :end], self.value[:, :, :end]
+
+    @explains_keywords
     def attend(
         self,
         query: Tensor,
@@ -127,6 +170,7 @@ class KVCache:
         scale: float | None = None,
         tolerance: float | None = None,
         implementation: str | None = None,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """Return the causal attention of the last tokens held over all tokens held.
 
@@ -142,6 +186,8 @@ class KVCache:
             scale: Factor of the scores.
             tolerance: The share of softmax weight that may be left out.
             implementation: As there.
+            lengths: ``[batch_size]`` integers: how many of the queries of each row count, as :meth:`append` was told of
+                its tokens; the others' results mean nothing. Default: all.
 
         Returns:
             ``[batch_size, num_heads, q_len, head_dim]``.
@@ -153,17 +199,43 @@ class KVCache:
         if implementation is not None:
             one_of("implementation", implementation, IMPLEMENTATIONS)
         rules: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size}
+        if lengths is not None or self.lengths is not None:
+            offsets = self._held() - self._counts(lengths, query.shape[2])
+            check_span(self.length, self.length - int(offsets.min()))
+            rules["q_offset"] = torch.from_numpy(offsets).to(self.key.device)
         key, value = self.key[:, :, : self.length], self.value[:, :, : self.length]
-        call = AttentionCall.check(query, key, value, slopes, scale=scale, tolerance=tolerance, xp=xp, **rules)
-        check_span(self.length, query.shape[2])
+        rules |= {"scale": scale, "tolerance": tolerance}
+        # Steps of a text differ in their number of keys, which nothing that was checked depends on.
+        known = memory.key_of((query, self.key, self.value), slopes, None, rules, most_keys=None)
+        call = memory.recall(known)
+        if call is None:
+            call = AttentionCall.check(query, key, value, slopes, xp=xp, **rules)
+            memory.remember(known, call)
+        else:
+            call = replace(call, kv_len=self.length, q_offset=self.length - query.shape[2])
+        if not call.has_offset_array:
+            check_span(self.length, query.shape[2])
         norms = None
         if key.device.type != "cpu" or not is_short(call, norms_are_known=True):
             norms = KeyNorms(self.key_norms[:, :, : -(-self.length // BLOCK)], BLOCK)
-        return run(call, query, key, value, implementation, norms)
+        return guarded(run(call, query, key, value, implementation, norms), [self.key])
 
-    def truncate(self, length: int) -> None:
-        """Forget all tokens but the first ``length``."""
+    def truncate(self, length: int | Tensor) -> None:
+        """Forget all tokens but the first ``length`` of each row: a number, or ``[batch_size]`` integers.
+
+        So rows go on from where they differ, as after tokens that were guessed.
+
+        Raises:
+            TypeError: If ``length`` is of another kind.
+            ValueError: If it is negative, or of another shape.
+        """
+        if isinstance(length, Tensor):
+            most = check_lengths(xp, "length", length, self.key.shape[0]).cpu().numpy()
+            self._hold(np.minimum(self._held(), most))
+            return
         self.length = min(self.length, non_negative_int("length", length))
+        if self.lengths is not None:
+            self._hold(np.minimum(self._held(), self.length))
         self._measured = min(self._measured, self.length)
 
     def select_batch(self, indices: Tensor) -> None:
@@ -177,11 +249,49 @@ class KVCache:
         indices = indices.to(self.key.device)
         self.key, self.value = (x.index_select(0, indices) for x in (self.key, self.value))
         self._norms = self._norms.index_select(0, indices)
+        if self.lengths is not None:
+            self._hold(self._held()[indices.cpu().numpy()])
+
+
+def _autocast_dtype(place: str) -> torch.dtype | None:
+    """Return what autocast makes of tensors on a kind of device, None where it is off."""
+    if place == "meta" or not torch.is_autocast_enabled(place):
+        return None
+    return torch.get_autocast_dtype(place)
+
+
+def guarded(result: Tensor, held: list[Tensor]) -> Tensor:
+    """Return a result, whose backward pass refuses to run where keys have been changed in place since.
+
+    Args:
+        result: Of attention.
+        held: The storage of the keys that it attended to.
+    """
+    if not result.requires_grad or torch.compiler.is_compiling():
+        return result
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # which has no hooks
+        return result
+    versions = [x._version for x in held]
+
+    def check(gradient: Tensor) -> None:
+        if [x._version for x in held] != versions:
+            raise RuntimeError(
+                "a backward pass through a cache must come before further tokens are appended to it, which changes in "
+                "place what the pass needs; decode under torch.no_grad(), and train on whole sequences, without a cache"
+            )
+
+    result.register_hook(check)
+    return result
 
 
 def check_appended(key: Tensor, value: Tensor, like: Tensor) -> None:
     """Check that keys and values fit those that a cache holds, in all but their number."""
     batch_size, num_kv_heads, _, head_dim = like.shape
+    if isinstance(key, Tensor) and key.dtype != like.dtype and key.dtype == _autocast_dtype(like.device.type):
+        raise ValueError(
+            f"cache must be made under the autocast that it is used in, where make_cache gives it {key.dtype}, got one "
+            f"of {like.dtype}"
+        )
     check_new_tokens(xp, key, value, (batch_size, num_kv_heads, head_dim, head_dim), like.dtype)
     for name, tensor in (("key", key), ("value", value)):
         if tensor.device != like.device:

@@ -8,6 +8,7 @@ from alibi_torch.nn._checkpoint import load_checkpoint
 from alibi_torch.nn._encoder import AlibiEncoder
 from alibi_torch.nn._language_model import AlibiLanguageModel
 from alibi_torch.nn._layer import AlibiAttention
+from alibi_torch.nn._multihead import AlibiMultiheadAttention
 from alibi_torch.nn._transformer import AlibiConfig, AlibiTransformer
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "AlibiConfig",
     "AlibiEncoder",
     "AlibiLanguageModel",
+    "AlibiMultiheadAttention",
     "AlibiTransformer",
     "load_checkpoint",
 ]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alibi_core.backend import checks
+from alibi_core.backend import Generation, checks, explains_keywords
 from alibi_torch.nn._transformer import AlibiConfig, AlibiTransformer, AttentionFactory, norm_layer, scaled
 
 
@@ -51,6 +52,7 @@ class AlibiLanguageModel(nn.Module):
         if not config.tied_head:
             self.head = nn.Linear(config.embed_dim, vocab_size, bias=False)
 
+    @explains_keywords
     def forward(
         self,
         tokens: Tensor,
@@ -80,6 +82,7 @@ class AlibiLanguageModel(nn.Module):
         logits = F.linear(hidden, self.embedding.weight if self.config.tied_head else self.head.weight)
         return scaled(logits, self.config.logit_scale)
 
+    @explains_keywords
     @torch.no_grad()
     def generate(
         self,
@@ -87,6 +90,10 @@ class AlibiLanguageModel(nn.Module):
         max_new_tokens: int,
         *,
         temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Return ``tokens`` and ``max_new_tokens`` more, each predicted from all before it. Dropout is off meanwhile.
@@ -96,6 +103,11 @@ class AlibiLanguageModel(nn.Module):
             max_new_tokens: How many tokens to add to each; may be 0.
             temperature: 0 takes the likeliest token. Otherwise tokens are drawn, with the logits divided by this: 1 is
                 the model's own distribution, less is more cautious.
+            top_k: Draw from this many of the likeliest tokens alone.
+            top_p: Then draw from the likeliest of those alone, as many as it takes for their share of the probability
+                to reach this.
+            eos_token_id: A token, or several, that ends a row.
+            pad_token_id: What a row that has ended is filled with. Default ``eos_token_id``, the first of several.
             generator: Source of the draws, on the device of ``tokens``. Default PyTorch's global one.
 
         Returns:
@@ -103,40 +115,50 @@ class AlibiLanguageModel(nn.Module):
 
         Raises:
             TypeError: If an argument is of the wrong kind.
-            ValueError: If a number is negative, or ``tokens`` is not ``[batch, length]`` with a token in each row.
+            ValueError: If a number is out of range, ``top_k`` or ``top_p`` come without a temperature, or ``tokens`` is
+                not ``[batch, length]`` with a token in each row.
         """
-        checks.non_negative_int("max_new_tokens", max_new_tokens)
-        checks.non_negative_number("temperature", temperature)
-        if tokens.ndim != 2 or 0 in tokens.shape:
-            raise ValueError(f"tokens must have shape (batch, length), neither of them 0, got {tuple(tokens.shape)}")
+        rules = Generation.check(
+            tokens,
+            max_new_tokens,
+            self.embedding.weight.shape[0],
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+        )
         if max_new_tokens == 0:
             return tokens.clone()
         training = [module for module in self.modules() if module.training]
         self.eval()
         try:
-            return self._extend(tokens, max_new_tokens, temperature, generator)
+            return self._extend(tokens, max_new_tokens, rules, generator)
         finally:
             for module in training:
                 module.training = True
 
     def _extend(
-        self, tokens: Tensor, max_new_tokens: int, temperature: float, generator: torch.Generator | None
+        self, tokens: Tensor, max_new_tokens: int, rules: Generation, generator: torch.Generator | None
     ) -> Tensor:
         batch_size, length = tokens.shape
         # The last token is never fed back, so the caches need no room for it.
         caches = self.transformer.make_caches(batch_size, length + max_new_tokens - 1)
-        found, unread = [tokens], tokens
-        for _ in range(max_new_tokens):
+        found, unread, ended = [tokens], tokens, None
+        for missing in range(max_new_tokens, 0, -1):
+            if ended is not None and ended.all():
+                found.append(tokens.new_full((batch_size, missing), rules.pad_token_id))
+                break
             hidden = self.transformer(self.embed(unread), caches=caches)
             logits = self.read_out(hidden[:, -1])  # [batch, vocab_size]
-            unread = _choose(logits, temperature, generator).to(tokens.dtype)  # [batch, 1]
+            chosen = _choose(logits, rules, generator).to(tokens.dtype)  # [batch, 1]
+            unread, ended = rules.followed(xp, chosen, ended)
             found.append(unread)
         return torch.cat(found, dim=1)
 
 
-def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
-    if temperature == 0:
+def _choose(logits: Tensor, rules: Generation, generator: torch.Generator | None) -> Tensor:
+    if rules.temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
-    # From the maximum down, so that a small temperature gives large negative numbers and no infinite ones.
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)).float() / temperature
-    return torch.multinomial(scaled.softmax(dim=-1), num_samples=1, generator=generator)
+    shares = rules.to_draw_from(xp, logits).softmax(dim=-1)
+    return torch.multinomial(shares, num_samples=1, generator=generator)

@@ -8,7 +8,7 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 
-from alibi_core.backend import LayerShape, boolean, one_of
+from alibi_core.backend import LayerShape, boolean, explains_keywords, one_of
 from alibi_torch._attention import IMPLEMENTATIONS, attention
 from alibi_torch.caches import EvictingKVCache, KVCache
 from alibi_torch.nn._slopes import KeepsSlopes, host_copy
@@ -52,6 +52,7 @@ class AlibiAttention(KeepsSlopes):
     slopes: Tensor | None
     future_slopes: Tensor | None
 
+    @explains_keywords
     def __init__(
         self,
         embed_dim: int,
@@ -101,6 +102,7 @@ class AlibiAttention(KeepsSlopes):
         self.register_slopes("slopes", None if learnable_slopes else initial, place)
         self.register_slopes("future_slopes", future, place)
 
+    @explains_keywords
     def forward(
         self,
         x: Tensor,
@@ -108,8 +110,11 @@ class AlibiAttention(KeepsSlopes):
         mask: Tensor | None = None,
         segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
         cache: KVCache | None = None,
+        context: Tensor | None = None,
+        q_offset: int | Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> Tensor:
-        """Attend within ``x``, or from ``x`` to the tokens in ``cache`` and ``x``.
+        """Attend within ``x``, from ``x`` to the tokens in ``cache`` and ``x``, or from ``x`` to those of ``context``.
 
         Args:
             x: ``[batch, length, embed_dim]``.
@@ -118,6 +123,12 @@ class AlibiAttention(KeepsSlopes):
             segment_ids: ``[batch, length]`` integers, for packed sequences; with a cache, a pair (of ``x``, of all
                 tokens).
             cache: From :meth:`make_cache`; the tokens of ``x`` are appended to it. Causal layers only.
+            context: ``[batch, kv_len, embed_dim]``, another sequence that keys and values are made of, where it is not
+                ``x``. Distances are those of ``alibi_core.bias(length, kv_len)``: by default the last tokens of both
+                have one position. No cache goes with it.
+            q_offset: With a ``context``, the position of the first token of ``x``, as for ``attention``.
+            lengths: With a ``cache``, ``[batch]`` integers: how many tokens of each row of ``x`` count, where prompts
+                of different lengths are padded behind.
 
         Returns:
             ``[batch, length, embed_dim]``, of the dtype of the projections' output.
@@ -126,32 +137,44 @@ class AlibiAttention(KeepsSlopes):
             TypeError: If an argument is of the wrong kind.
             ValueError: If a shape is wrong, the cache does not fit, or the layer is not causal and gets a cache.
         """
-        self.shape.check_input(x, xp)
+        source = self.shape.source_of_keys(x, xp, context=context, q_offset=q_offset, cache=cache, lengths=lengths)
         query, key, value = (
-            proj(x).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)  # [batch, heads, length, head_dim]
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
+            proj(y).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)  # [batch, heads, length, head_dim]
+            for proj, y in ((self.q_proj, x), (self.k_proj, source), (self.v_proj, source))
         )
         slopes = self.slopes if self.log_slopes is None else self.log_slopes.exp()
         rules: dict[str, Any] = {"segment_ids": segment_ids, "window_size": self.window_size, "mask": mask}
         rules["implementation"] = self.implementation
         if cache is None:
-            direction: dict[str, Any] = {"is_causal": self.is_causal, "future_slopes": self.future_slopes}
+            direction: dict[str, Any] = {
+                "is_causal": self.is_causal,
+                "future_slopes": self.future_slopes,
+                "q_offset": q_offset,
+            }
             attended = attention(query, key, value, slopes, **direction, **rules)
         else:
-            attended = self._attend_to(cache, query, key, value, slopes, rules)
+            attended = self._attend_to(cache, query, key, value, slopes, rules, lengths)
         return self.dropout(self.out_proj(attended.transpose(1, 2).flatten(2)))
 
     def _attend_to(
-        self, cache: KVCache, query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, rules: dict[str, Any]
+        self,
+        cache: KVCache,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        slopes: Tensor,
+        rules: dict[str, Any],
+        lengths: Tensor | None,
     ) -> Tensor:
         if not self.is_causal:
             raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
         if not isinstance(cache, KVCache):
             raise TypeError(f"cache must be an alibi_torch.KVCache, got {type(cache).__name__}; see make_cache")
-        held = cache.length
-        cache.append(key, value)
+        held = cache.length if cache.lengths is None else cache.lengths
+        own = {} if lengths is None else {"lengths": lengths}
+        cache.append(key, value, **own)
         try:
-            return cache.attend(query, slopes, **rules)
+            return cache.attend(query, slopes, **rules, **own)
         except Exception:
             cache.truncate(held)  # a call that was refused leaves no tokens behind
             raise

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from alibi_core.backend import AlibiConfig
+from alibi_core.backend import AlibiConfig, explains_keywords
 from alibi_torch.caches import KVCache
 from alibi_torch.nn._layer import AlibiAttention
 
@@ -110,6 +110,7 @@ class AlibiTransformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, attention or alibi_attention) for _ in range(config.num_layers))
         self.norm = nn.Identity() if config.is_post_norm else norm_layer(config)
 
+    @explains_keywords
     def forward(
         self,
         x: Tensor,
@@ -138,7 +139,11 @@ class AlibiTransformer(nn.Module):
             )
         if caches is not None and len(caches) != len(self.blocks):
             raise ValueError(f"caches must be one a block ({len(self.blocks)}), got {len(caches)}")
-        held = [(cache, cache.length) for cache in caches or () if isinstance(cache, KVCache)]
+        held = [
+            (cache, cache.length if cache.lengths is None else cache.lengths)
+            for cache in caches or ()
+            if isinstance(cache, KVCache)
+        ]
         try:
             for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
                 x = block(x, mask=mask, segment_ids=segment_ids, cache=cache)

@@ -1,0 +1,109 @@
+"""Arguments by the names that other libraries have for them: the error tells their name, and form, in this one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Hint:
+    """What a foreign argument is called here.
+
+    Attributes:
+        ours: Its name.
+        how: What to give.
+        home: What takes it, for the sake of functions that do not.
+    """
+
+    ours: str
+    how: str
+    home: str = "attention"
+
+
+_HEADS_FIRST = "[:, None, None, :]"
+_PADDING = f"mask=~key_padding_mask{_HEADS_FIRST}, True where a query may look"
+_WEIGHTS = "return_weights=True, which returns a pair and takes memory for all weights"
+_WEIGHTS_BY_HEAD = f"{_WEIGHTS}; they come by head, and their mean over axis 1 is the average"
+_ADDED = "added_bias, floating, which is added to the scores beside ALiBi's own"
+_CACHE = Hint("cache", "cache, from make_cache; models take one a block as caches", "AlibiAttention")
+_CONTEXT = Hint("context", "context, of which keys and values are made", "AlibiAttention")
+_TRAINS = "dropout, a probability"
+_WINDOW = Hint("window_size", "window_size, in tokens: what is farther is masked")
+_POSITIONS = Hint("q_offset", "q_offset, the position of the first query; keys have positions 0, 1, ...")
+_PYTORCHS = "alibi_torch.AlibiMultiheadAttention"
+
+_TABLE = {
+    ("key_padding_mask", "src_key_padding_mask"): Hint("mask", _PADDING),
+    ("attn_mask", "src_mask"): Hint(
+        "mask",
+        "mask, booleans, True where a query may look (nn.MultiheadAttention has them the other way round); numbers to "
+        "add to scores are added_bias of attention",
+    ),
+    ("attention_mask",): Hint("mask", f"mask=(attention_mask == 1){_HEADS_FIRST}, of a tokenizer's ones and zeros"),
+    ("need_weights", "output_attentions", "return_attn_probs"): Hint("return_weights", _WEIGHTS),
+    ("average_attn_weights",): Hint("return_weights", _WEIGHTS_BY_HEAD),
+    ("attn_bias", "attention_bias", "position_bias"): Hint("added_bias", _ADDED),
+    ("bias",): Hint("added_bias", _ADDED),
+    ("causal",): Hint("is_causal", "is_causal"),
+    ("dropout_p", "dropout_rate", "attn_dropout", "attention_dropout"): Hint("dropout", _TRAINS),
+    ("dropout_rng",): Hint("dropout_key", "dropout_key"),
+    ("deterministic",): Hint("dropout", "dropout=0.0; a layer's is off after eval()"),
+    ("softmax_scale", "sm_scale", "scaling"): Hint("scale", "scale, a number"),
+    ("alibi_slopes",): Hint("slopes", "slopes"),
+    ("enable_gqa",): Hint("key", "nothing: key and value may have fewer heads as they are"),
+    ("window", "sliding_window", "local_window_size"): _WINDOW,
+    ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"): Hint("segment_ids", "segment_ids, the number of each token's text"),
+    ("position_ids", "cache_position", "offset"): _POSITIONS,
+    ("past_key_value", "past_key_values", "layer_past", "kv_cache", "use_cache"): _CACHE,
+    ("encoder_hidden_states", "key_value_states"): Hint(
+        "context", "context, of which keys and values are made", "AlibiAttention"
+    ),
+    ("hidden_size", "d_model", "dims", "dim"): Hint("embed_dim", "embed_dim", "AlibiAttention"),
+    ("num_attention_heads", "n_heads", "nhead"): Hint("num_heads", "num_heads", "AlibiAttention"),
+    ("num_key_value_heads", "n_kv_heads"): Hint("num_kv_heads", "num_kv_heads", "AlibiAttention"),
+    ("use_bias", "qkv_bias"): Hint("bias", "bias, for the four projections", "AlibiAttention"),
+    ("batch_first", "kdim", "vdim"): Hint("batch_first", "arguments of nn.MultiheadAttention", _PYTORCHS),
+    ("lengths",): Hint("lengths", "lengths, how many of the new tokens of each row count", "KVCache"),
+    ("input_ids",): Hint("tokens", "tokens", "AlibiLanguageModel"),
+    ("max_length", "max_tokens"): Hint("max_new_tokens", "max_new_tokens, beside the prompt's", "generate"),
+    ("do_sample",): Hint("temperature", "temperature: 0 takes the likeliest token, 1 draws", "generate"),
+}
+HINTS = {name: hint for names, hint in _TABLE.items() for name in names}
+
+
+def explains_keywords(function: Function) -> Function:
+    """Return a function whose error, where it gets an argument by another library's name, tells its name here.
+
+    Its signature is that of ``function``.
+    """
+    known = frozenset(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*values: Any, **options: Any) -> Any:
+        for name in options:
+            if name not in known:
+                raise TypeError(_unexpected(function.__name__, name, known))
+        return function(*values, **options)
+
+    return checked  # type: ignore[return-value]
+
+
+def check_keywords(function: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Check that a function takes these arguments, for one that hands them on."""
+    known = frozenset(inspect.signature(function).parameters)
+    for name in options:
+        if name not in known:
+            raise TypeError(_unexpected(function.__name__, name, known))
+
+
+def _unexpected(function: str, name: str, known: frozenset[str]) -> str:
+    message, hint = f"{function}() got an unexpected keyword argument {name!r}", HINTS.get(name)
+    if hint is None:
+        return message
+    return f"{message}; {'' if hint.ours in known else f'{hint.home} takes it: '}give {hint.how}"

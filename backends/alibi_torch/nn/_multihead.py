@@ -1,0 +1,267 @@
+"""PyTorch's own multi-head attention, with ALiBi."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import array_api_compat.torch as xp
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from alibi_core.backend import LayerShape, one_of
+from alibi_torch._attention import IMPLEMENTATIONS, attention
+from alibi_torch.nn._slopes import KeepsSlopes, host_copy
+
+
+class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
+    """``nn.MultiheadAttention`` with ALiBi: its arguments, masks, parameters and state dict, and slopes.
+
+    It takes the place of ``self_attn`` in PyTorch's transformer layers, whose fused inference, which knows no bias,
+    it keeps from being used. Without masks, and with boolean ones or those of 0 and -inf, ``need_weights=False``
+    computes tiles with no bias in memory, as :func:`alibi_torch.attention` does; those layers ask for that. Weights as
+    output, other additive masks and dropout of weights take the implementation ``"dense"``. So do masks of 0 and -inf
+    where they cannot be read: under ``torch.compile``.
+
+    A query that may look nowhere gives zeros. In a new module keys on both sides are seen; a causal ``attn_mask``,
+    ``is_causal=True`` in a call or here makes it causal.
+
+    Args:
+        embed_dim: Features of queries and output.
+        num_heads: Heads.
+        dropout: Probability of zeroing a weight while training.
+        bias: Give the projections a bias term.
+        add_bias_kv: False: a key that is no token has no position.
+        add_zero_attn: False, likewise.
+        kdim: Features of keys. Default ``embed_dim``.
+        vdim: Features of values. Default ``embed_dim``.
+        batch_first: Whether tensors are ``[batch, length, features]``, or ``[length, batch, features]``.
+        device: Where the parameters live.
+        dtype: Of the parameters.
+        is_causal: Let no query see keys after it, whatever masks say.
+        slopes: ``[num_heads]`` slopes, a PyTorch or NumPy array. Default: the canonical ones.
+        future_slopes: ``[num_heads]`` slopes for keys after the query.
+        learnable_slopes: Train the slopes, starting from ``slopes``, as the parameter ``log_slopes``.
+        window_size: Mask keys farther than this many tokens.
+        implementation: As for :func:`alibi_torch.attention`.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If sizes do not divide or a value is out of range.
+
+    Example:
+        >>> layer = nn.TransformerEncoderLayer(64, 8, batch_first=True)
+        >>> layer.self_attn = AlibiMultiheadAttention(64, 8, dropout=0.1, batch_first=True)
+        >>> layer(torch.randn(3, 10, 64)).shape
+        torch.Size([3, 10, 64])
+    """
+
+    slopes: Tensor | None
+    future_slopes: Tensor | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        is_causal: bool = False,
+        slopes: Any | None = None,
+        future_slopes: Any | None = None,
+        learnable_slopes: bool = False,
+        window_size: int | None = None,
+        implementation: str | None = None,
+    ) -> None:
+        shape = LayerShape.check(
+            embed_dim,
+            num_heads,
+            is_causal=is_causal,
+            slopes=slopes,
+            future_slopes=future_slopes,
+            learnable_slopes=learnable_slopes,
+            window_size=window_size,
+            dropout=dropout,
+            bias=bias,
+        )
+        for name, given in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
+            if given:
+                raise ValueError(
+                    f"{name} must be False with ALiBi (a key that is no token has no position), got {given}"
+                )
+        if implementation is not None:
+            one_of("implementation", implementation, IMPLEMENTATIONS)
+        options: dict[str, Any] = {"kdim": kdim, "vdim": vdim, "batch_first": batch_first}
+        super().__init__(embed_dim, num_heads, dropout, bias, **options, device=device, dtype=dtype)
+        self.is_causal, self.window_size, self.implementation = is_causal, window_size, implementation
+        place = self.out_proj.weight.device
+        given, future = (None if x is None else host_copy(x) for x in (slopes, future_slopes))
+        initial = shape.fixed_slopes(xp, given, "cpu")
+        self.log_slopes = nn.Parameter(initial.log().to(place)) if learnable_slopes else None
+        self.register_slopes("slopes", None if learnable_slopes else initial, place)
+        self.register_slopes("future_slopes", future, place)
+
+    def _reset_parameters(self) -> None:
+        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        super()._reset_parameters()
+        # PyTorch's transformer layers pass a module by, parameters in hand, that has this attribute.
+        self._qkv_same_embed_dim = False
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        q_offset: int | Tensor | None = None,
+        segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from ``query`` to ``key``.
+
+        Args:
+            query: ``[q_len, batch, embed_dim]``, or ``[batch, q_len, embed_dim]`` with ``batch_first``, or
+                ``[q_len, embed_dim]``.
+            key: Likewise, of ``kv_len`` and ``kdim``.
+            value: Likewise, of ``kv_len`` and ``vdim``.
+            key_padding_mask: ``[batch, kv_len]`` (``[kv_len]`` for a query of two axes): booleans, True where a key is
+                NOT attended to, or numbers to add to scores.
+            need_weights: Return weights, too, which takes memory for all of them.
+            attn_mask: ``[q_len, kv_len]`` or ``[batch * num_heads, q_len, kv_len]``: booleans, True where NOT to
+                attend, or numbers to add to scores.
+            average_attn_weights: Average the weights returned over the heads.
+            is_causal: That ``attn_mask`` is the causal mask, or is to be: it may be left out, and where ``q_len`` is
+                ``kv_len`` it is not read.
+            q_offset: Position of the first query, the first key having position 0: an int or a ``[batch]`` integer
+                tensor. Default ``kv_len - q_len``.
+            segment_ids: ``[batch, length]`` integers for packed sequences, or a pair (queries, keys) of them.
+
+        Returns:
+            The output, shaped as ``query``, and the weights: ``[batch, q_len, kv_len]`` if they are averaged,
+            ``[batch, num_heads, q_len, kv_len]`` if not, without ``batch`` for a query of two axes; None if they are
+            not needed.
+
+        Raises:
+            TypeError: If an argument is of the wrong kind.
+            ValueError: If a value or shape is wrong.
+        """
+        self._check_inputs(query=query, key=key, value=value)
+        is_batched, is_self = query.ndim == 3, query is key is value
+        batch_axis = 0 if self.batch_first else 1
+        if not is_batched:
+            query, key, value = (x.unsqueeze(batch_axis) for x in (query, key, value))
+        heads_first = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)
+        q, k, v = (
+            x.unflatten(-1, (self.num_heads, self.head_dim)).permute(heads_first)  # [batch, heads, length, head_dim]
+            for x in self._projected(query, key, value, is_self)
+        )
+        causal = self.is_causal or is_causal
+        if is_causal and q.shape[2] == k.shape[2]:
+            attn_mask = None
+        mask, added_bias = self._masks(key_padding_mask, attn_mask, (*q.shape[:3], k.shape[2]), is_batched)
+        slopes = self.slopes if self.log_slopes is None else self.log_slopes.exp()
+        result = attention(
+            q,
+            k,
+            v,
+            slopes,
+            is_causal=causal,
+            future_slopes=None if causal else self.future_slopes,
+            q_offset=q_offset,
+            segment_ids=segment_ids,
+            window_size=self.window_size,
+            mask=mask,
+            added_bias=added_bias,
+            dropout=self.dropout if self.training else 0.0,
+            return_weights=need_weights,
+            implementation=self.implementation,
+        )
+        attended, weights = result if need_weights else (result, None)
+        output = self.out_proj(attended.permute((0, 2, 1, 3) if self.batch_first else (2, 0, 1, 3)).flatten(2))
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(dim=1)
+        if is_batched:
+            return output, weights
+        return output.squeeze(batch_axis), None if weights is None else weights.squeeze(0)
+
+    def _check_inputs(self, **tensors: Tensor) -> None:
+        query = tensors["query"]
+        for (name, x), features in zip(tensors.items(), (self.embed_dim, self.kdim, self.vdim), strict=True):
+            if x.is_nested:
+                raise TypeError(
+                    f"{name} must not be nested, got a nested tensor; nn.TransformerEncoder makes them of padded ones "
+                    "unless it is made with enable_nested_tensor=False"
+                )
+            if x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != features:
+                axes = "length, batch" if not self.batch_first else "batch, length"
+                raise ValueError(
+                    f"{name} must have shape ({axes}, {features}), or (length, {features}) as query and all others, "
+                    f"got {tuple(x.shape)}"
+                )
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor, is_self: bool) -> tuple[Tensor, ...]:
+        """Return the projections of all three, ``[..., embed_dim]`` each."""
+        if self.in_proj_weight is not None and is_self:
+            return F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+        weights: Any = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        if self.in_proj_weight is not None:
+            weights = self.in_proj_weight.chunk(3)
+        biases: Any = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        return tuple(F.linear(*x) for x in zip((query, key, value), weights, biases, strict=True))
+
+    def _masks(
+        self,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        sizes: tuple[int, int, int, int],
+        is_batched: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return what hides keys, True where they are seen, and what is added to scores.
+
+        Args:
+            key_padding_mask: As for :meth:`forward`.
+            attn_mask: Likewise.
+            sizes: ``(batch, num_heads, q_len, kv_len)``.
+            is_batched: Whether the inputs had an axis for the batch.
+        """
+        batch, num_heads, q_len, kv_len = sizes
+        by_key = {(batch, kv_len) if is_batched else (kv_len,): (batch, 1, 1, kv_len)}
+        by_score = {(q_len, kv_len): (1, 1, q_len, kv_len), (batch * num_heads, q_len, kv_len): sizes}
+        mask = added_bias = None
+        for name, given, shapes in (("key_padding_mask", key_padding_mask, by_key), ("attn_mask", attn_mask, by_score)):
+            if given is None:
+                continue
+            if given.dtype != torch.bool and not given.is_floating_point():
+                raise TypeError(f"{name} must be boolean (True where NOT to attend) or floating, got {given.dtype}")
+            if tuple(given.shape) not in shapes:
+                raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(given.shape)}")
+            given = given.reshape(shapes[tuple(given.shape)])
+            if given.dtype == torch.bool or _is_mask(given):
+                visible = ~given if given.dtype == torch.bool else given == 0
+                mask = visible if mask is None else mask & visible
+            else:
+                added_bias = given if added_bias is None else added_bias + given
+        return mask, added_bias
+
+
+def _is_mask(added: Tensor) -> bool:
+    """Whether numbers to add are 0 and -inf alone, which booleans say as well; False where they cannot be read."""
+    if added.requires_grad or added.is_meta or torch.compiler.is_compiling():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    if added.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return bool(((added == 0) | (added == -math.inf)).all())

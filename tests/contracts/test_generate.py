@@ -1,0 +1,172 @@
+"""How language models go on with a text: the same tokens in three frameworks, from one rule."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from alibi_core.backend import AlibiConfig, Generation, namespace_of
+from tests.support.frameworks import COMPILERS, FRAMEWORKS, Framework
+from tests.support.layers import FRAMEWORK, load, save
+
+NAMES = [pytest.param(f.values[0].name, id=f.id, marks=f.marks) for f in COMPILERS]
+VOCAB_SIZE = 13
+CONFIG = AlibiConfig(num_layers=1, embed_dim=16, num_heads=4, num_kv_heads=2, dropout=0.0)
+
+
+def made(name: str) -> Any:
+    options = {"rngs": importlib.import_module("flax.nnx").Rngs(0)} if name == "jax" else {}
+    return importlib.import_module(f"alibi_{name}").AlibiLanguageModel(CONFIG, VOCAB_SIZE, **options)
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    """Return a model of the weights that all frameworks share, which does not just repeat its last token."""
+    import torch
+
+    torch.manual_seed(5)
+    source, model = made("torch"), made(name)
+    for weight in source.transformer.blocks.parameters():
+        weight.data *= 4 if weight.ndim == 2 else 1
+    with tempfile.TemporaryDirectory() as folder:
+        save("torch", source, Path(folder) / "model.safetensors")
+        load(name, model, Path(folder) / "model.safetensors")
+    return model
+
+
+def prompts(batch: int, length: int) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, VOCAB_SIZE, (batch, length)).astype(np.int32)
+
+
+def generated(name: str, prompt: np.ndarray, new: int, *, seed: int | None = None, **options: Any) -> np.ndarray:
+    """Return what a model adds to a prompt."""
+    if seed is not None and name == "torch":
+        options["generator"] = importlib.import_module("torch").Generator().manual_seed(seed)
+    elif seed is not None:
+        options["key"] = importlib.import_module("jax" if name == "jax" else "mlx.core").random.key(seed)
+    found = model_of(name).generate(FRAMEWORK[name].array(prompt), new, **options)
+    assert "int32" in str(found.dtype)
+    found = FRAMEWORK[name].numpy(found)
+    assert np.array_equal(found[:, : prompt.shape[1]], prompt)
+    return found[:, prompt.shape[1] :]
+
+
+def logits_of(name: str, tokens: np.ndarray) -> np.ndarray:
+    return FRAMEWORK[name].numpy(model_of(name)(FRAMEWORK[name].array(tokens)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_likeliest_tokens_follow(name: str) -> None:
+    prompt = prompts(3, 5)
+    found = generated(name, prompt, 9)
+    # What follows a prefix does not change the logits at it, so one pass over the text checks every choice.
+    text = np.concatenate([prompt, found], axis=1)
+    assert np.array_equal(found, logits_of(name, text)[:, 4:-1].argmax(axis=-1))
+    assert len(np.unique(found)) > 3  # it said something
+    assert np.array_equal(found, generated("torch", prompt, 9))
+    assert generated(name, prompt, 0).shape == (3, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_end_and_are_filled(name: str) -> None:
+    prompt = prompts(3, 5)
+    plain = generated("torch", prompt, 9)
+    ends = [int(plain[0, 2]), int(plain[1, 4]), int(plain[2, 1])]  # of all rows: it stops early
+    for eos, pad, options in ((ends[0], ends[0], {}), (ends, 7, {"pad_token_id": 7})):
+        expected = plain.copy()
+        for row in expected:
+            at = np.flatnonzero(np.isin(row, eos))
+            row[at[0] + 1 if len(at) else 9 :] = pad
+        assert np.array_equal(generated(name, prompt, 9, eos_token_id=eos, **options), expected)
+
+
+def drawn_from(logits: np.ndarray, temperature: float, top_k: int | None, top_p: float | None) -> np.ndarray:
+    """Return the probabilities that tokens are drawn with, by the rule told in words."""
+    scaled = (logits.astype(np.float64) - logits.max()) / temperature
+    chances = np.exp(scaled) / np.exp(scaled).sum()
+    likely = sorted(range(len(chances)), key=lambda token: -chances[token])
+    likely = likely[: top_k or len(likely)]
+    total, kept = sum(chances[token] for token in likely), []
+    for token in likely:
+        if top_p is None or sum(chances[x] for x in kept) < top_p * total:
+            kept.append(token)
+    result = np.zeros(len(chances))
+    result[kept] = chances[kept] / chances[kept].sum()
+    return result
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.5, None, None), (2.0, 4, None), (2.0, 8, 0.7)])
+def test_tokens_are_drawn_from_the_models_distribution(
+    name: str, temperature: float, top_k: int | None, top_p: float | None
+) -> None:
+    prompt, count = np.tile(prompts(1, 5), (4000, 1)), 4000
+    rules = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    found = generated(name, prompt, 1, seed=3, **rules)
+    assert np.array_equal(found, generated(name, prompt, 1, seed=3, **rules))
+    assert not np.array_equal(found, generated(name, prompt, 1, seed=4, **rules))
+    chances = drawn_from(logits_of(name, prompt[:1])[0, -1], **rules)
+    frequency = np.bincount(found[:, 0], minlength=VOCAB_SIZE) / count
+    # Five standard deviations of a binomial frequency.
+    assert np.all(np.abs(frequency - chances) <= 5 * (chances * (1 - chances) / count) ** 0.5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "rules", [{"temperature": 1e-300}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_p": 1e-9}], ids=str
+)
+def test_what_leaves_one_token_takes_the_likeliest(name: str, rules: dict[str, Any]) -> None:
+    prompt = prompts(7, 1)
+    assert np.array_equal(generated(name, prompt, 1, seed=0, **rules), generated("torch", prompt, 1))
+
+
+@pytest.mark.parametrize("framework", [f for f in FRAMEWORKS if f.id != "dask"])
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, 1.0), (1, None), (4, None), (None, 0.5), (4, 0.9), (99, 1e-9)])
+def test_the_rule_is_one_in_all_libraries(framework: Framework, top_k: int | None, top_p: float | None) -> None:
+    logits = np.random.default_rng(0).standard_normal((3, VOCAB_SIZE)).astype(np.float32) * 3
+    logits[1, 2] = -np.inf
+    rules = Generation.check(np.zeros((1, 1)), 1, VOCAB_SIZE, temperature=1.5, top_k=top_k, top_p=top_p)
+    placed = framework.array(logits)
+    found = np.exp(framework.numpy(rules.to_draw_from(namespace_of(placed), placed)))
+    for row, chances in zip(logits, found / found.sum(axis=-1, keepdims=True), strict=True):
+        np.testing.assert_allclose(chances, drawn_from(row, 1.5, top_k, top_p), rtol=1e-5, atol=0)
+    tied = rules.to_draw_from(namespace_of(placed), framework.array(np.zeros((1, VOCAB_SIZE), np.float32)))
+    assert np.array_equal(framework.numpy(tied), np.zeros((1, VOCAB_SIZE)))
+
+
+REFUSED = [
+    ((2, 0), {}, ValueError, r"tokens must have shape \(batch, length\), neither of them 0, got \(2, 0\)"),
+    ((5,), {}, ValueError, r"tokens must have shape \(batch, length\), neither of them 0, got \(5,\)"),
+    ((2, 5), {"max_new_tokens": -1}, ValueError, "max_new_tokens must not be negative, got -1"),
+    ((2, 5), {"max_new_tokens": 1.5}, TypeError, "max_new_tokens must be an integer, got 1.5"),
+    ((2, 5), {"temperature": -1.0}, ValueError, "temperature must not be negative, got -1.0"),
+    ((2, 5), {"top_k": 3}, ValueError, "top_k must be None with temperature=0, .* got 3"),
+    ((2, 5), {"top_p": 0.9}, ValueError, "top_p must be None with temperature=0, .* got 0.9"),
+    ((2, 5), {"temperature": 1.0, "top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
+    ((2, 5), {"temperature": 1.0, "top_p": 0.0}, ValueError, "top_p must be above 0 and at most 1, got 0.0"),
+    ((2, 5), {"temperature": 1.0, "top_p": 1.5}, ValueError, "top_p must be above 0 and at most 1, got 1.5"),
+    ((2, 5), {"eos_token_id": 13}, ValueError, "eos_token_id must be below vocab_size, 13, got 13"),
+    ((2, 5), {"eos_token_id": [1, "2"]}, TypeError, "eos_token_id must be an integer, got '2'"),
+    ((2, 5), {"pad_token_id": 0}, ValueError, "pad_token_id must be None without an eos_token_id"),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("prompt", "options", "error", "message"), REFUSED, ids=str)
+def test_generate_refuses(
+    name: str, prompt: tuple[int, ...], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        model_of(name).generate(FRAMEWORK[name].array(np.zeros(prompt, np.int32)), **{"max_new_tokens": 3} | options)
+
+
+def test_jax_asks_for_a_key() -> None:
+    pytest.importorskip("flax")
+    with pytest.raises(ValueError, match="^key must be given with a temperature above 0, got None"):
+        generated("jax", prompts(1, 1), 1, temperature=1.0)

@@ -1,0 +1,84 @@
+"""Arguments by other libraries' names: every function says what they are called, and its signature stays its own."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import alibi_core
+from alibi_core._keywords import HINTS
+from tests.support.frameworks import COMPILERS
+from tests.support.layers import FRAMEWORK, make_layer
+
+NAMES = [pytest.param(f.values[0].name, id=f.id, marks=f.marks) for f in COMPILERS]
+ASKED = (
+    "key_padding_mask",
+    "attn_mask",
+    "attention_mask",
+    "need_weights",
+    "causal",
+    "dropout_p",
+    "softmax_scale",
+    "bias",
+)
+
+
+def functions_of(name: str) -> dict[str, Callable[..., Any]]:
+    """Return what people hand such arguments to, each complete but for them."""
+    package, framework = importlib.import_module(f"alibi_{name}"), FRAMEWORK[name]
+    tensor, layer = framework.array(np.zeros((1, 2, 2, 4))), make_layer(name, embed_dim=8, num_heads=2)
+    rngs = {"rngs": importlib.import_module("flax.nnx").Rngs(0)} if name == "jax" else {}
+    config = package.AlibiConfig(num_layers=1, embed_dim=8, num_heads=2)
+    model, tokens = package.AlibiLanguageModel(config, 5, **rngs), framework.array(np.zeros((1, 2), np.int32))
+    return {
+        "attention": lambda **options: package.attention(tensor, tensor, tensor, **options),
+        "explain": lambda **options: package.explain(tensor, tensor, tensor, **options),
+        "layer": lambda **options: layer(framework.array(np.zeros((1, 2, 8))), **options),
+        "transformer": lambda **options: model.transformer(framework.array(np.zeros((1, 2, 8))), **options),
+        "model": lambda **options: model(tokens, **options),
+        "generate": lambda **options: model.generate(tokens, 1, **options),
+        "cache": lambda **options: layer.make_cache(1, 4).attend(tensor, **options),
+        "new layer": lambda **options: package.AlibiAttention(8, 2, **options, **rngs),
+        "bias": lambda **options: alibi_core.bias(2, 3, **options),
+        "core": lambda **options: alibi_core.attention(tensor, tensor, tensor, **options),
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_argument_by_another_name_is_told_its_own(name: str) -> None:
+    for place, function in functions_of(name).items():
+        for keyword in ASKED:
+            if (place, keyword) == ("new layer", "bias"):
+                continue
+            hint = HINTS[keyword]
+            with pytest.raises(TypeError, match=rf"\(\) got an unexpected keyword argument '{keyword}'; ") as refused:
+                function(**{keyword: None})
+            assert str(refused.value).endswith(hint.how), place
+        with pytest.raises(TypeError, match="got an unexpected keyword argument 'wings'$"):
+            function(wings=2)
+    with pytest.raises(TypeError, match=r"'attn_mask'; attention takes it: give mask, booleans, True where"):
+        functions_of(name)["bias"](attn_mask=None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_signatures_are_honest_and_hints_name_what_there_is(name: str) -> None:
+    package = importlib.import_module(f"alibi_{name}")
+    model, layer = package.AlibiLanguageModel, package.AlibiAttention
+    functions = [
+        package.attention,
+        model.generate,
+        layer.__init__,
+        layer.forward if name == "torch" else layer.__call__,
+    ]
+    known = set()
+    for function in functions:
+        parameters = inspect.signature(function).parameters
+        assert all(x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL) for x in parameters.values())
+        known |= set(parameters)
+    ours = {hint.ours for hint in HINTS.values()} - {"batch_first"}
+    assert ours - known == ({"dropout_key"} if name == "torch" else set())
