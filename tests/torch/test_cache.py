@@ -23,14 +23,15 @@ Tensor = torch.Tensor
 # --- The cache that keeps everything -------------------------------------------------------------------------------
 
 
-def test_decoding_reads_no_key_to_find_out_how_large_it_is() -> None:
+@pytest.mark.parametrize(("short", "measured"), [(tiling().short, set()), (0, {1})])
+def test_decoding_reads_no_key_to_find_out_how_large_it_is(short: int, measured: set[int]) -> None:
     cache = KVCache(2, KV_HEADS, 2000, HEAD_DIM)
     cache.append(*torch.randn(2, 2, KV_HEADS, 2000, HEAD_DIM).unbind())
     measure = mock.Mock(side_effect=norm_bounds)
     measuring = dataclasses.replace(tiling().measuring, norm_bounds=measure)
-    with tiled_as(dataclasses.replace(tiling(), measuring=measuring)):
+    with tiled_as(dataclasses.replace(tiling(), short=short, measuring=measuring)):
         cache.attend(torch.randn(2, HEADS, 1, HEAD_DIM), torch.ones(HEADS))
-    assert {call.args[0].shape[2] for call in measure.call_args_list} == {1}  # the query alone
+    assert {call.args[0].shape[2] for call in measure.call_args_list} == measured  # the query, at most
 
 
 def test_appends_happen_in_place_and_touch_nothing_else() -> None:
