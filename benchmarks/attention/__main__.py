@@ -9,7 +9,7 @@ at each shape some queries' are, before anything is timed. Then, in sections tha
             information: a dense bias and, in PyTorch, FlexAttention and the eager attention of BLOOM, in MLX its
             module nn.ALiBi, where they fit in memory. In MLX a dense bias has bars of its own;
   backward  the same of forward and backward together;
-  decode    one query over many keys, those of a layer's cache, which knows their norms, and without it;
+  decode    one query over few and many keys, those of a layer's cache, which knows their norms, and without it;
   memory    the peak beyond arguments, result and gradients, in a process of its own; in JAX what XLA plans, too;
   million   a forward pass over 1,048,576 tokens, with sampled rows recomputed over all keys (PyTorch on the CPU).
 
@@ -93,7 +93,8 @@ def _draw(run: Run, machine: dict[str, Any], path: Path) -> None:
         print("There is no picture: it needs matplotlib.", file=sys.stderr)
         return
     shape = run.sizes.timed[0].shape
-    subtitle = f"{shape.heads}   |   {machine.get('gpu') or machine['cpu']}"
+    place = machine.get("gpu") or ", ".join(filter(None, (machine["cpu"], machine["vectors"])))
+    subtitle = f"{shape.heads}   |   {place}"
     draw(run.curves, run.backend.ours.name, subtitle, path)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from alibi_core._horizon import UNIT_ROUNDOFF
 from benchmarks.attention.exact import Reference, sample
 from benchmarks.attention.numerics import OURS_LIMIT, PEERS_LIMIT, Run, accuracy, reason, tile_limit
-from benchmarks.attention.sizes import MIB, Timed
+from benchmarks.attention.sizes import MIB, Decoding, Timed
 from benchmarks.harness import Measurement
 
 PASSES = {False: "forward", True: "forward and backward"}
@@ -108,8 +108,13 @@ def _peer(
 
 
 def decode(run: Run) -> Iterator[Measurement]:
-    """One query over many keys: with a cache that knows them, and without."""
-    backend, size = run.backend, run.sizes.decoding
+    """One query over few or many keys: with a cache that knows them, and without."""
+    for size in run.sizes.decoding:
+        yield from _decode(run, size)
+
+
+def _decode(run: Run, size: Decoding) -> Iterator[Measurement]:
+    backend = run.backend
     shape = size.shape
     run.report(f"one query over {shape.length:,} keys")
     found = backend.decode(size)
@@ -129,8 +134,8 @@ def decode(run: Run) -> Iterator[Measurement]:
             continue
         error = reference.error(call()).relative
         if call is found.with_row:
-            run.numerics[f"{name}, decoding"] = error
-        elif not run.is_right(f"{name}, decoding", error, shape.dtype):
+            run.numerics[f"{name}, decoding, {shape.length:,} keys"] = error
+        elif not run.is_right(f"{name}, decoding, {shape.length:,} keys", error, shape.dtype):
             yield replace(this, note="not timed, its numbers are wrong")
             continue
         found.baseline()
