@@ -423,7 +423,8 @@ class AttentionCall:
         """
         farthest = self.q_offset + self.q_len - 1
         relative = (arange(self.xp, self.q_len + self.kv_len - 1, self.device) - farthest)[None]
-        visible = self._all(self._rules_of_distance(relative))
+        is_past = self.is_causal and self.window_size is None and self.q_offset >= self.kv_len - 1
+        visible = None if is_past else self._all(self._rules_of_distance(relative))
         return self._linear_bias(relative, visible, None)[..., 0, :]
 
     def _outside(self, positions: Any) -> Any:

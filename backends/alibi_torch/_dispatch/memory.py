@@ -16,7 +16,13 @@ MANY = 2048  # keys of the longest call to be remembered; longer ones take long 
 _calls: OrderedDict[tuple[Any, ...], AttentionCall] = OrderedDict()
 
 
-def key_of(tensors: tuple[Tensor, Tensor, Tensor], slopes: Any, future_slopes: Any, rules: dict[str, Any]) -> Any:
+def key_of(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    slopes: Any,
+    future_slopes: Any,
+    rules: dict[str, Any],
+    most_keys: int | None = MANY,
+) -> Any:
     """Return what a checked call of plain CPU tensors follows from; None if that is more than sizes and numbers.
 
     Args:
@@ -24,8 +30,11 @@ def key_of(tensors: tuple[Tensor, Tensor, Tensor], slopes: Any, future_slopes: A
         slopes: As given by the caller, like all the rest. Their values are part of the answer.
         future_slopes: Likewise.
         rules: The other arguments, by name.
+        most_keys: Longer calls are not remembered.
     """
-    if is_watched(*tensors) or any(x.device.type != "cpu" for x in tensors) or tensors[1].shape[-2] > MANY:
+    if is_watched(*tensors) or any(x.device.type != "cpu" for x in tensors):
+        return None
+    if most_keys is not None and tensors[1].shape[-2] > most_keys:
         return None
     if forward_ad._current_level >= 0:  # slopes may carry a derivative
         return None

@@ -165,6 +165,8 @@ def _shifted_rows(call: AttentionCall, rows: int, back: int, ahead: int) -> Tens
     row = row if row.ndim == 3 else row[None]
     first = call.q_offset + call.q_len - back - rows  # the distance farthest back, of the last query
     width = back + ahead + rows - 1
+    if rows == 1:
+        return row[:, :, None, first : first + width]
     copies = row[:, :, None, first : first + width].expand(-1, -1, rows, -1).contiguous()
     # One element less than a row apart, rows move one to the right each.
     batch, head, step, _ = copies.stride()
