@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 from dataclasses import FrozenInstanceError
@@ -21,7 +22,10 @@ EACH = pytest.mark.parametrize("backend", LIBRARIES)
 # JAX's programs have the same shapes whatever the data: it computes more than the jobs that are counted here, and
 # compiles for each call.
 IN_TILES = pytest.mark.parametrize("backend", [x for x in LIBRARIES if x.id != "jax"])
-KERNELS = {"torch": "alibi_torch._tiled.kernels.forward", "mlx": "alibi_mlx._tiled.forward"}
+KERNELS = {
+    "torch": ["alibi_torch._tiled.kernels.forward", "alibi_torch._tiled.short.forward"],
+    "mlx": ["alibi_mlx._tiled.forward"],
+}
 NAMES = {"torch": ["tiled", "flex", "sdpa", "dense"], "jax": ["tiled", "dense"], "mlx": ["tiled", "folded", "dense"]}
 IMPLEMENTATIONS = [
     pytest.param(*x.values, name, id=f"{x.id}-{name}", marks=x.marks) for x in LIBRARIES for name in NAMES[x.id]
@@ -50,20 +54,24 @@ def explain(backend: Backend, *arrays: Any, dtype: str = "float32", **arguments:
 def counted(backend: Backend, *arrays: Any, **rules: Any) -> int:
     """Return how many scores a call computes, from the jobs that its kernels are given, key by key."""
     scores = []
-    module, _, name = KERNELS[backend.framework.name].rpartition(".")
-    compute = getattr(importlib.import_module(module), name)
 
-    def watched(call: Any, query: Any, key: Any, value: Any, planned: Any, *rest: Any) -> Any:
-        done = list(planned)
-        for job in done:
-            entries, heads = range(call.batch[0])[job.batch], range(call.num_heads)[job.heads]
-            for tile in range(job.tiles):
-                queries = range(call.q_len)[job.q_start + tile * job.rows :][: job.rows]
-                keys = range(call.kv_len)[job.kv_start + tile * job.rows :][: job.kv_len]
-                scores.append(len(entries) * len(heads) * len(queries) * len(keys))
-        return compute(call, query, key, value, iter(done), *rest)
+    def watched(compute: Any) -> Any:
+        def count(call: Any, query: Any, key: Any, value: Any, planned: Any, *rest: Any) -> Any:
+            done = list(planned)
+            for job in done:
+                entries, heads = range(call.batch[0])[job.batch], range(call.num_heads)[job.heads]
+                for tile in range(job.tiles):
+                    queries = range(call.q_len)[job.q_start + tile * job.rows :][: job.rows]
+                    keys = range(call.kv_len)[job.kv_start + tile * job.rows :][: job.kv_len]
+                    scores.append(len(entries) * len(heads) * len(queries) * len(keys))
+            return compute(call, query, key, value, done, *rest)
 
-    with mock.patch(KERNELS[backend.framework.name], watched):
+        return count
+
+    with contextlib.ExitStack() as stack:
+        for path in KERNELS[backend.framework.name]:
+            module, _, name = path.rpartition(".")
+            stack.enter_context(mock.patch(path, watched(getattr(importlib.import_module(module), name))))
         backend.attention(*arrays, dtype="float32", **rules)
     return sum(scores)
 

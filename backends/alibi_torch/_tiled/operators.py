@@ -18,7 +18,7 @@ from alibi_torch._tiled import short
 from alibi_torch._tiled import vmap as _tiled_vmap
 from alibi_torch._tiled.plan import kernel_jobs
 from alibi_torch._tiled.sequences import parts_of, sequences
-from alibi_torch._tiled.short import is_short
+from alibi_torch._tiled.short import is_short, short_jobs
 
 
 def tiled_attention(
@@ -139,7 +139,7 @@ def _forward(
     query, key, value = (_last_axis_dense(x) for x in (query, key, value))
     result_dtype = call.working_dtype if is_exact else call.dtype
     if is_short(call, norms_are_known=norms is not None):
-        return short.forward(call, query, key, value, result_dtype)
+        return short.forward(call, query, key, value, short_jobs(call), result_dtype)
     tolerance = tolerance_of(call)
 
     def attend(call: AttentionCall, batch: slice) -> tuple[Tensor, Tensor]:

@@ -63,10 +63,9 @@ def short_jobs(call: AttentionCall, *, by_gradient: bool = False) -> list[Job]:
 
 
 def forward(
-    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, result_dtype: torch.dtype
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: list[Job], result_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Compute a short call; takes and returns what ``kernels.forward`` does."""
-    jobs = short_jobs(call)
     biases = _biases(call, jobs)
     by_heads = []
     for heads, kv_heads in _heads_at_once(call):
