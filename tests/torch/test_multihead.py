@@ -106,7 +106,9 @@ def test_dropout_of_weights_is_pytorchs() -> None:
     assert not torch.equal(module(x, x, x, need_weights=False)[0], module.eval()(x, x, x, need_weights=False)[0])
 
 
-@pytest.mark.parametrize("mask", [None, hidden(BATCH, KV_LEN), as_numbers(hidden(BATCH, KV_LEN))], ids=str)
+@pytest.mark.parametrize(
+    "mask", [None, hidden(BATCH, KV_LEN), as_numbers(hidden(BATCH, KV_LEN))], ids=["none", "booleans", "numbers"]
+)
 def test_masks_that_hide_need_no_scores_in_memory(mask: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
