@@ -61,8 +61,24 @@ def is_slow(adapter: Any, law: Any) -> bool:
 
 
 ADAPTERS = [x for x in (*in_libraries(), *installed_adapters(dtypes=None)) if not is_repetition(x)]
+
+
+def is_in_full(adapter: Any) -> bool:
+    """Whether it compiles for long, or is an implementation that is not the default in a dtype that is not."""
+    is_default = adapter.name.endswith("[tiled]") or adapter.name == "alibi_core"
+    compiles = adapter.name.startswith("alibi_jax")
+    return not (is_default or adapter.dtype == "float32") or (
+        compiles and not (is_default and adapter.dtype == "float32")
+    )
+
+
 OFFERED = [
-    pytest.param(adapter, law.name, id=f"{adapter.name}-{adapter.dtype}-{law.name}")
+    pytest.param(
+        adapter,
+        law.name,
+        id=f"{adapter.name}-{adapter.dtype}-{law.name}",
+        marks=[pytest.mark.full] * is_in_full(adapter),
+    )
     for adapter in ADAPTERS
     for law in LAWS
     if (law.function == "any" or hasattr(adapter, law.function)) and not is_slow(adapter, law)

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.full import in_full
+
 ROOT = Path(__file__).parents[2]
 README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -39,7 +41,8 @@ def examples() -> list[Any]:
     texts = {f"README, {HEADING.findall(section)[0]}": section for section in sections if BLOCK.search(section)}
     texts |= {f"docs/{page.name}": page.read_text(encoding="utf-8") for page in PAGES[1:]}
     found = {name: BLOCK.findall(text) for name, text in texts.items()}
-    return [pytest.param(name, blocks, id=name) for name, blocks in found.items() if blocks]
+    parameters = {name: pytest.param(name, blocks, id=name) for name, blocks in found.items() if blocks}
+    return [x if name.startswith("README") else in_full(x) for name, x in parameters.items()]
 
 
 @pytest.mark.parametrize(("name", "blocks"), examples())

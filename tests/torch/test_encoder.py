@@ -545,6 +545,7 @@ def test_refuses_what_would_pass_its_preparation_by(family: str) -> None:
 # --- Training ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_learns_what_distance_alone_tells(family: str) -> None:
     # Eight runs of four equal tokens, all runs different, an inner token of each masked: to be told by its neighbours.
     # Without positions all masks of a row get the same answer, so the loss is at least ln 8, whatever the weights.

@@ -39,6 +39,7 @@ from alibi_torch.transformers import AlibiCache, accelerate, paths, restore
 from alibi_torch.transformers._cache_layers import GrowingLayer
 from alibi_torch.transformers._modules import attention_modules
 from alibi_torch.transformers._norms import most_of_queries
+from tests.support.full import first_of
 
 transformers.logging.set_verbosity_error()
 
@@ -900,7 +901,7 @@ BLOOMS_ACTIVATION = pytest.mark.filterwarnings("ignore:<class 'torch.autograd.fu
 
 
 @BLOOMS_ACTIVATION
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", first_of(FAMILIES))
 def test_compiled(name: str) -> None:
     torch.compiler.reset()
     model, tokens = model_of(name), tokens_of(3, 20)
@@ -913,6 +914,7 @@ def test_compiled(name: str) -> None:
         assert (actual - expected).abs().max() <= 64 * torch.finfo(torch.float32).eps * expected.abs().max()
 
 
+@pytest.mark.full
 def test_generate_by_a_compiled_forward() -> None:
     torch.compiler.reset()
     model, tokens, mask = model_of("falcon"), tokens_of(3, 20), mask_of("right")
@@ -923,6 +925,7 @@ def test_generate_by_a_compiled_forward() -> None:
         assert torch.equal(model.generate(tokens, attention_mask=x, **options), text)
 
 
+@pytest.mark.full
 @BLOOMS_ACTIVATION
 def test_a_compiled_model_serves_many_lengths() -> None:
     torch.compiler.reset()
