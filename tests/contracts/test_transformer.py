@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from typing import Any
 
 import numpy as np
@@ -172,7 +173,7 @@ def test_attention_factory_replaces_attention_alone(name: str) -> None:
     def alone(config: AlibiConfig, **options: Any) -> Any:
         """Return a layer in which each token sees itself."""
         seen.append(config)
-        package = __import__(f"alibi_{name}")
+        package = importlib.import_module(f"alibi_{name}")
         return package.AlibiAttention(config.embed_dim, config.num_heads, window_size=0, **options)
 
     model, x = make_model(name, "AlibiTransformer", SMALL, attention=alone), normal(2, 5, 28)

@@ -95,8 +95,9 @@ def test_keys_are_left_out_by_what_is_known_of_a_row_from_elsewhere() -> None:
     tensors = [jnp.asarray(x[None], jnp.float32) for x in (query, key)]
     rules = Rules(is_causal=True, q_offset=kv_len, window_size=None, scale=0.25, tolerance=tolerance, is_part=True)
     operands = Operands(tensors[0], tensors[1], tensors[1], jnp.asarray(slopes[None], jnp.float32))
-    without = needed_keys(rules, operands, length, 64)
-    needed = needed_keys(rules, operands._replace(lower=jnp.asarray(lower[None], jnp.float32)), length, 64)
+    keys = jax.jit(needed_keys, static_argnums=(0, 2, 3))
+    without = keys(rules, operands, length, 64)
+    needed = keys(rules, operands._replace(lower=jnp.asarray(lower[None], jnp.float32)), length, 64)
     first = np.asarray(needed.first)[0, :, 0]
     assert np.all(first > np.asarray(without.first)[0, :, 0])
     left_out = np.where(np.arange(kv_len) < first[:, None, None], np.exp(logits - lower[..., None]), 0).sum(axis=-1)
