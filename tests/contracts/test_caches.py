@@ -19,11 +19,10 @@ from hypothesis import strategies as st
 from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Answer, Attention, assert_within
 from tests.support.caches import FRAMEWORKS, Cache, evicting, keeping
 from tests.support.frameworks import COMPILERS
-from tests.support.full import in_full, once_in_jax
+from tests.support.full import once_in_jax, without_jax
 from tests.support.layers import make_layer
 
 NAMES = [pytest.param(f.values[0].name, id=f.id, marks=f.marks) for f in COMPILERS]
-NOT_JAX = [in_full(x) if x.id == "jax" else x for x in NAMES]
 EAGER = [name for name in NAMES if name.id != "jax"]  # where a new shape costs no compilation
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 5
 SIZES = BATCH, KV_HEADS, 512, HEAD_DIM
@@ -332,8 +331,7 @@ def either(name: str, evict: bool, max_length: int = 8, **options: Any) -> Cache
     return evicting(name, sizes, **rules) if evict else keeping(name, sizes)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@KINDS
+@pytest.mark.parametrize(("name", "evict"), once_in_jax(NAMES, {"evicting": True, "keeping": False}))
 def test_sequences_are_chosen_repeated_and_reordered(name: str, evict: bool) -> None:
     """As beam search does; another number of them may be asked for."""
     stream = Stream((20, 9, 1), slopes=TOGETHER, shape="equal")
@@ -567,7 +565,7 @@ def test_keys_too_small_to_be_squared_are_not_taken_for_zeros(name: str) -> None
     assert cache.kept == [69]
 
 
-@pytest.mark.parametrize("name", NOT_JAX)
+@pytest.mark.parametrize("name", without_jax(NAMES))
 def test_heads_drop_what_they_do_not_need_over_hundreds_of_steps(name: str) -> None:
     slopes, steps = (2.0, 2.0, 0.5, 0.5, 0.125, 0.125, 0.0, 1.0), 600
     options = {"slopes": slopes, "max_query_norm": 2.0, "max_key_norm": 1.0}
@@ -786,7 +784,7 @@ def test_a_layer_that_evicts_decodes_what_it_prefills(name: str, configuration: 
     assert max(cache.kept) < 150
 
 
-@pytest.mark.parametrize("name", NOT_JAX)
+@pytest.mark.parametrize("name", without_jax(NAMES))
 def test_a_layer_decodes_what_it_prefills_beyond_what_is_short(name: str) -> None:
     layer = make_layer(name, embed_dim=32, num_heads=4, num_kv_heads=2)
     x = normal(2, 1164, 32).astype(np.float32)

@@ -11,7 +11,7 @@ import pytest
 
 from alibi_core.backend import AlibiConfig
 from tests.support.frameworks import COMPILERS
-from tests.support.full import once_in_jax
+from tests.support.full import once_in_jax, without_jax
 from tests.support.layers import FRAMEWORK
 from tests.support.models import Model, make_model
 
@@ -119,14 +119,14 @@ def test_transformer_names_the_width_it_wants(name: str, shape: tuple[int, ...])
         transformer(name)(normal(*shape))
 
 
-@EACH
+@pytest.mark.parametrize("name", without_jax(NAMES))
 def test_max_len_is_no_limit_and_changes_nothing(name: str) -> None:
     x, model, recorded = normal(2, 9, 28), transformer(name, max_len=11), transformer(name, max_len=2)
     recorded.weights = model.weights
     assert np.array_equal(model(x), recorded(x))
 
 
-@EACH
+@pytest.mark.parametrize("name", without_jax(NAMES))
 def test_decoder_does_not_look_ahead(name: str) -> None:
     model, x = transformer(name), normal(2, 13, 28)
     changed = np.concatenate([x[:, :7], normal(2, 6, 28, seed=1)], axis=1)
@@ -135,7 +135,7 @@ def test_decoder_does_not_look_ahead(name: str) -> None:
     assert difference[7:].min() > 1e-2
 
 
-@EACH
+@pytest.mark.parametrize("name", without_jax(NAMES))
 def test_encoder_reads_both_ways_alike(name: str) -> None:
     model, x = transformer(name, is_causal=False), normal(2, 13, 28)
     forwards = model(x)
@@ -264,7 +264,7 @@ def test_generate_draws_from_the_models_distribution(name: str) -> None:
     assert np.array_equal(draw(1, 1e-37), model.generate(prompt, 1)[:, -1])
 
 
-@EACH
+@pytest.mark.parametrize("name", without_jax(NAMES))
 def test_each_token_is_drawn_by_itself(name: str) -> None:
     drawn = language_model(name).generate(tokens(1, 1), 60, 0, temperature=1e6)[0, 1:]
     assert len(set(drawn.tolist())) > 15  # of 31 equally likely ones

@@ -11,6 +11,7 @@ import jax.numpy as jnp  # noqa: E402
 
 from alibi_jax import AlibiConfig, AlibiLanguageModel  # noqa: E402
 from alibi_jax.nn._weights import named_parameters  # noqa: E402
+from tests.support.full import first_of  # noqa: E402
 
 SMALL = AlibiConfig(num_layers=1, embed_dim=28, num_heads=4, num_kv_heads=2, bias=True)
 TOKENS = jnp.asarray([[3, 1, 4, 1]])
@@ -18,7 +19,9 @@ TOKENS = jnp.asarray([[3, 1, 4, 1]])
 
 @pytest.mark.parametrize(
     ("options", "parameters", "logits"),
-    [({"dtype": jnp.bfloat16}, "float32", "bfloat16"), ({"param_dtype": jnp.bfloat16}, "bfloat16", "bfloat16")],
+    first_of(
+        [({"dtype": jnp.bfloat16}, "float32", "bfloat16"), ({"param_dtype": jnp.bfloat16}, "bfloat16", "bfloat16")]
+    ),
     ids=["dtype", "param_dtype"],
 )
 def test_dtypes_are_those_asked_for(options: dict[str, type], parameters: str, logits: str) -> None:

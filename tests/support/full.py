@@ -20,6 +20,11 @@ def in_full(parameter: Any) -> Any:
     return parameter._replace(marks=(*parameter.marks, pytest.mark.full))
 
 
+def without_jax(backends: Iterable[Any]) -> list[Any]:
+    """Return backends, JAX marked ``full``: for what it would compile for long."""
+    return [in_full(x) if x.id == "jax" else x for x in backends]
+
+
 def once_in_jax(backends: Iterable[Any], cases: Any, keep: int = 1) -> list[Any]:
     """Return each case with each backend; JAX, which compiles each anew, has all but the first ``keep`` in ``full``.
 
