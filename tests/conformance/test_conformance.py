@@ -64,12 +64,10 @@ ADAPTERS = [x for x in (*in_libraries(), *installed_adapters(dtypes=None)) if no
 
 
 def is_in_full(adapter: Any) -> bool:
-    """Whether it compiles for long, or is an implementation that is not the default in a dtype that is not."""
-    is_default = adapter.name.endswith("[tiled]") or adapter.name == "alibi_core"
-    compiles = adapter.name.startswith("alibi_jax")
-    return not (is_default or adapter.dtype == "float32") or (
-        compiles and not (is_default and adapter.dtype == "float32")
-    )
+    """Whether it is no default, or of a dtype that adds little to others."""
+    is_default = adapter.name.endswith("[tiled]") or adapter.name in ("alibi_core", "alibi_core[array_api_strict]")
+    dtypes = ("float32",) if adapter.name == "alibi_jax[tiled]" else ("float32", "bfloat16")
+    return not is_default or adapter.dtype not in dtypes
 
 
 OFFERED = [
