@@ -319,6 +319,7 @@ def test_copies_and_pickles_compute_the_same(family: str, tmp_path: Path) -> Non
             with_alibi(twin)
 
 
+@pytest.mark.full
 def test_compiled_is_the_same_without_a_graph_break(family: str) -> None:
     model = with_alibi(made(family, num_hidden_layers=1))
     compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)

@@ -39,7 +39,6 @@ from alibi_torch.transformers import AlibiCache, accelerate, paths, restore
 from alibi_torch.transformers._cache_layers import GrowingLayer
 from alibi_torch.transformers._modules import attention_modules
 from alibi_torch.transformers._norms import most_of_queries
-from tests.support.full import first_of
 
 transformers.logging.set_verbosity_error()
 
@@ -900,8 +899,9 @@ def test_layers_on_several_devices(tmp_path: Path) -> None:
 BLOOMS_ACTIVATION = pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be")
 
 
+@pytest.mark.full
 @BLOOMS_ACTIVATION
-@pytest.mark.parametrize("name", first_of(FAMILIES))
+@pytest.mark.parametrize("name", FAMILIES)
 def test_compiled(name: str) -> None:
     torch.compiler.reset()
     model, tokens = model_of(name), tokens_of(3, 20)
