@@ -565,6 +565,15 @@ def test_keys_too_small_to_be_squared_are_not_taken_for_zeros(name: str) -> None
     assert cache.kept == [69]
 
 
+@pytest.mark.parametrize("name", EAGER)
+def test_after_an_infinite_key_nothing_is_dropped(name: str) -> None:
+    cache, key = evicting(name, (1, 1, 300, 4), slopes=(1.0,), max_query_norm=1.0, room=1), np.zeros((1, 1, 50, 4))
+    key[0, 0, 3, 1] = math.inf
+    for _ in range(4):
+        cache.append(key, key)
+    assert cache.kept == [200]
+
+
 @pytest.mark.parametrize("name", without_jax(NAMES))
 def test_heads_drop_what_they_do_not_need_over_hundreds_of_steps(name: str) -> None:
     slopes, steps = (2.0, 2.0, 0.5, 0.5, 0.125, 0.125, 0.0, 1.0), 600

@@ -367,6 +367,11 @@ def test_a_few_queries_over_many_keys(backend: Backend, q_len: int, data: str) -
 
 
 @EACH
+def test_gradients_of_a_few_queries_over_many_keys_are_exact(backend: Backend) -> None:
+    assert_exact(backend, Case(Sizes(2, 2, 2, (3, 1500), 4), "causal", None, None, None, None, True, seed=3))
+
+
+@EACH
 @given(
     case=ALL_SIZES,
     data=ANY_DATA,
