@@ -1,5 +1,7 @@
 # make demo    see it work: agreement of all installed frameworks, then "train short, test long" with its picture
-# make test    the whole suite        make test ARGS='-k bias'        HYPOTHESIS_PROFILE=thorough make test
+# make test    a few minutes: each promise once        make test ARGS='-k bias'
+# make test-all      every test        HYPOTHESIS_PROFILE=thorough make test-all
+# make test-full     what make test leaves out
 # make test-oldest   the models of transformers again, with the oldest version that is supported
 # make lint    ruff and mypy
 # make docs    the site, in out/site; a warning is an error
@@ -19,7 +21,7 @@ ifeq (,$(wildcard /dev/accel* /dev/vfio /dev/nvidiactl))
 export JAX_PLATFORMS ?= cpu
 endif
 
-.PHONY: demo test test-oldest docs check lint format bench build clean
+.PHONY: demo test test-all test-full test-oldest docs check lint format bench build clean
 .DEFAULT_GOAL := test
 
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -45,13 +47,21 @@ demo: $(VENV)/ready
 	$(RUN) -m benchmarks.extrapolation --quick --output $(OUT)/extrapolation
 
 # One thread a worker: two workers with two threads each only get in each other's way.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+
 test: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --maxprocesses 8 $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-all: $(VENV)/ready
+	$(PYTEST) -m '' $(ARGS)
+
+test-full: $(VENV)/ready
+	$(PYTEST) -m 'full or research' $(ARGS)
 
 test-oldest: export PYTHONPATH := $(VENV)/oldest
 test-oldest: $(VENV)/oldest/ready
 	$(RUN) -c 'from transformers import __version__ as found; assert found == "5.4.0", found'
-	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --maxprocesses 8 tests/torch/test_transformers.py tests/torch/test_encoder.py -k 'not compiled and not learns' $(ARGS)
+	$(PYTEST) -m '' tests/torch/test_transformers.py tests/torch/test_encoder.py -k 'not compiled and not learns' $(ARGS)
 
 docs: $(VENV)/ready-docs
 	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going -c docs . $(OUT)/site

@@ -26,6 +26,8 @@ from benchmarks.attention.torch import Torch
 from benchmarks.harness import timing as _timing
 from benchmarks.harness.timing import Measurement
 
+pytestmark = pytest.mark.full
+
 FASTER = Measurement("group", "ours", "theirs", "seconds", bar=2.0, faster=True)
 
 

@@ -16,6 +16,8 @@ from benchmarks.bias import __main__ as bias
 from benchmarks.harness import timing as _timing
 from benchmarks.harness.timing import Measurement
 
+pytestmark = pytest.mark.full
+
 BAR = Measurement("group", "ours", "theirs", "seconds", bar=2.0)
 
 

@@ -17,6 +17,8 @@ from benchmarks.ecosystem._rows import NOT_INSTALLED, Row, rows_of
 from benchmarks.ecosystem._subjects import SUBJECTS, Subject
 from benchmarks.ecosystem._table import COLUMNS, cells, markdown, rich_table
 
+pytestmark = pytest.mark.full
+
 BY_NAME = {subject.name: subject for subject in SUBJECTS}
 NAMES = tuple(BY_NAME)
 HEAD_DIM, NUM_HEADS = 4, 3  # of three heads all slopes are powers of two, so that every package has them exactly

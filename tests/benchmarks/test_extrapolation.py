@@ -16,6 +16,8 @@ from benchmarks.extrapolation.__main__ import main  # noqa: E402
 from benchmarks.extrapolation.evaluation import Held, evaluate, non_overlapping, sliding  # noqa: E402
 from benchmarks.extrapolation.settings import MULTIPLES, Settings  # noqa: E402
 
+pytestmark = pytest.mark.full
+
 TINY = AlibiConfig(num_layers=2, d_model=40, num_heads=5, dropout=0.0)
 
 

@@ -61,8 +61,22 @@ def is_slow(adapter: Any, law: Any) -> bool:
 
 
 ADAPTERS = [x for x in (*in_libraries(), *installed_adapters(dtypes=None)) if not is_repetition(x)]
+
+
+def is_in_full(adapter: Any) -> bool:
+    """Whether it is no default, or of a dtype that adds little to others."""
+    is_default = adapter.name.endswith("[tiled]") or adapter.name in ("alibi_core", "alibi_core[array_api_strict]")
+    dtypes = ("float32",) if adapter.name == "alibi_jax[tiled]" else ("float32", "bfloat16")
+    return not is_default or adapter.dtype not in dtypes
+
+
 OFFERED = [
-    pytest.param(adapter, law.name, id=f"{adapter.name}-{adapter.dtype}-{law.name}")
+    pytest.param(
+        adapter,
+        law.name,
+        id=f"{adapter.name}-{adapter.dtype}-{law.name}",
+        marks=[pytest.mark.full] * is_in_full(adapter),
+    )
     for adapter in ADAPTERS
     for law in LAWS
     if (law.function == "any" or hasattr(adapter, law.function)) and not is_slow(adapter, law)

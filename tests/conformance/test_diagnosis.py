@@ -24,6 +24,7 @@ from alibi_core.conformance._diagnosis._readings.reading import Reading
 from alibi_core.conformance._diagnosis.diagnosis import diagnose
 from alibi_core.conformance._diagnosis.slopes import CHANGES, RULES
 from alibi_core.conformance._trial.caller import Caller, Evidence
+from tests.support.full import first_of, in_full
 
 ALL = frozenset(FEATURES)
 Array = np.ndarray[Any, Any]
@@ -81,7 +82,8 @@ def one_of_each_key(departures: Sequence[Departure]) -> list[str]:
 NAMED = [x for x in one_of_each_key(ATTENTION) if not x.startswith("float16") or x.partition(":")[0] in IN_FLOAT16]
 
 
-@pytest.mark.parametrize("name", NAMED)
+# Each by itself in full; one of eight where all else is tried, too.
+@pytest.mark.parametrize("name", [in_full(x) if i % 8 else x for i, x in enumerate(NAMED)])
 def test_every_mistake_of_attention_is_named(name: str) -> None:
     key = name.partition(":")[0]
     assert named(Mistaken(name), "attention") == [ALIASES.get(key, key)]
@@ -95,6 +97,7 @@ IN_LOW_PRECISION = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, ("bfloat16", "float16", "float64")[i % 3]) for i, name in enumerate(IN_LOW_PRECISION)]
@@ -104,7 +107,7 @@ def test_mistakes_are_named_in_other_dtypes(name: str, dtype: str) -> None:
     assert named(Mistaken(name, dtype=dtype), "attention") == [name.partition(":")[0]]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("dtype", first_of(["float32", "bfloat16", "float16", "float64"]))
 @pytest.mark.parametrize(
     "features", [ALL, frozenset(), frozenset({"symmetric", "lengths"})], ids=["all", "none", "two"]
 )
@@ -119,7 +122,7 @@ ONLY_IN_GRADIENTS = one_of_each_key([x for x in GRADIENTS if x.key not in {y.key
 @pytest.mark.parametrize(
     "name",
     [
-        *ONLY_IN_GRADIENTS,
+        *first_of(ONLY_IN_GRADIENTS, keep=4),
         *("bias lost", "signed: signed", "geometric slopes", "bias scaled", "causal hides own key", "top-left"),
     ],
 )

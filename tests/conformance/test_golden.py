@@ -134,6 +134,7 @@ def test_the_index_pins_every_other_file(golden: Path, index: dict[str, Any]) ->
     assert found["FORMAT.md"].decode().splitlines() == index["about"]
 
 
+@pytest.mark.full
 def test_another_process_replaces_an_older_set_with_the_same_bytes(golden: Path, tmp_path: Path) -> None:
     """One that hashes otherwise, has another number of threads, and whose NumPy knows fewer instructions.
 

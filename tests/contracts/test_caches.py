@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import math
 import re
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import alibi_core
 from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Answer, Attention, assert_within
 from tests.support.caches import FRAMEWORKS, Cache, evicting, keeping
 from tests.support.frameworks import COMPILERS
+from tests.support.full import once_in_jax, without_jax
 from tests.support.layers import make_layer
 
 NAMES = [pytest.param(f.values[0].name, id=f.id, marks=f.marks) for f in COMPILERS]
@@ -194,18 +196,17 @@ def check_attends(name: str, stream: Stream) -> None:
     assert_within(np.concatenate(outputs, axis=2), leaving_out(stream.exact(name), stream.share))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "stream",
-    [
-        LONG,
-        Stream((129, 1, 129, 1, 129), "early giant", "along"),
-        Stream((129, 1, 129, 1), slopes=MIXED, dtype="bfloat16", hidden="segments"),
-        Stream((1,) * 40, "early giant", hidden="mask", window_size=9),
-        Stream((1100, 1, 40, 1), "early giant", "along", dtype="float16"),  # no longer short: keys are planned for
-    ],
-    ids=["steps", "blocks", "segments", "mask", "long"],
-)
+ATTENDED = {
+    "steps": LONG,
+    "mask": Stream((1,) * 40, "early giant", hidden="mask", window_size=9),
+    "blocks": Stream((129, 1, 129, 1, 129), "early giant", "along"),
+    "segments": Stream((129, 1, 129, 1), slopes=MIXED, dtype="bfloat16", hidden="segments"),
+    # No longer short: keys are planned for.
+    "long": Stream((1100, 1, 40, 1), "early giant", "along", dtype="float16"),
+}
+
+
+@pytest.mark.parametrize(("name", "stream"), once_in_jax(NAMES, ATTENDED, keep=2))
 def test_attend_is_attention_over_all_keys(name: str, stream: Stream) -> None:
     check_attends(name, stream)
 
@@ -283,8 +284,7 @@ def test_key_norms_bound_the_keys_held_whatever_was_taken_back(name: str, dtype:
         cache.truncate(held.shape[2])
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("steps", [[260], [127, 1, 1, 127, 1, 1, 2], [128, 128, 4]], ids=len)
+@pytest.mark.parametrize(("name", "steps"), once_in_jax(NAMES, [[127, 1, 1, 127, 1, 1, 2], [260], [128, 128, 4]]))
 def test_a_key_counts_in_its_own_block(name: str, steps: list[int]) -> None:
     cache, key = keeping(name, (1, 1, 260, 4)), np.zeros((1, 1, 260, 4))
     key[0, 0, [0, 127, 128, 255, 256, 259], 1] = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
@@ -302,8 +302,7 @@ def test_norms_of_what_is_not_a_number_bound_nothing(name: str) -> None:
     assert np.isfinite(cache.key_norms[0, 0]).tolist() == [True, False]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("back", [0, 1, 50, 389, 1000])
+@pytest.mark.parametrize(("name", "back"), once_in_jax(NAMES, [50, 0, 1, 389, 1000]))
 def test_a_truncated_cache_goes_on_as_a_new_one_would(name: str, back: int) -> None:
     query, key, value = LONG.tensors(name)
     other = [x[:, :, ::-1] for x in (query, key, value)]
@@ -333,8 +332,7 @@ def either(name: str, evict: bool, max_length: int = 8, **options: Any) -> Cache
     return evicting(name, sizes, **rules) if evict else keeping(name, sizes)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@KINDS
+@pytest.mark.parametrize(("name", "evict"), once_in_jax(NAMES, {"evicting": True, "keeping": False}))
 def test_sequences_are_chosen_repeated_and_reordered(name: str, evict: bool) -> None:
     """As beam search does; another number of them may be asked for."""
     stream = Stream((20, 9, 1), slopes=TOGETHER, shape="equal")
@@ -567,21 +565,20 @@ def check_drops(name: str, stream: Stream, room: int, max_length: int = SIZES[2]
     assert_within(np.concatenate(outputs, axis=2), leaving_out(exact, stream.share))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("stream", "max_length"),  # with as few slots as do, so that there are keys to drop where slots are fixed
-    [
-        (Stream((2,) * 55, "early giant", "along", q_norm=1.0), 80),
-        (Stream((1,) * 90, "growing", "old along", q_norm=1.0), 60),
-        (Stream((50,) + (1,) * 40, "equal", "old along", tolerance=0.3), 51),
-        (Stream((50, 40, 30), "equal", "old along", tolerance=1.0), 92),
-        (Stream((1,) * 90, "zero", tolerance=1.0, slopes=MIXED), 90),
-        (Stream((9,) * 12, window_size=0), 20),
-        (Stream((60, 1, 30, 1), slopes=TOGETHER, shape="equal", sides="old along"), 78),
-        (Stream((40, 40, 1), slopes=TOGETHER, shape="equal", sides="old along", seed=2), 90),
-    ],
-    ids=["giant", "growing", "prompt", "parts", "endless", "window", "together", "turned"],
-)
+# With as few slots as do, so that there are keys to drop where slots are fixed.
+DROPPING = {
+    "growing": (Stream((1,) * 90, "growing", "old along", q_norm=1.0), 60),
+    "window": (Stream((9,) * 12, window_size=0), 20),
+    "giant": (Stream((2,) * 55, "early giant", "along", q_norm=1.0), 80),
+    "prompt": (Stream((50,) + (1,) * 40, "equal", "old along", tolerance=0.3), 51),
+    "parts": (Stream((50, 40, 30), "equal", "old along", tolerance=1.0), 92),
+    "endless": (Stream((1,) * 90, "zero", tolerance=1.0, slopes=MIXED), 90),
+    "together": (Stream((60, 1, 30, 1), slopes=TOGETHER, shape="equal", sides="old along"), 78),
+    "turned": (Stream((40, 40, 1), slopes=TOGETHER, shape="equal", sides="old along", seed=2), 90),
+}
+
+
+@pytest.mark.parametrize(("name", "stream", "max_length"), once_in_jax(NAMES, DROPPING, keep=2))
 def test_what_is_dropped_weighs_no_more_than_the_tolerance(name: str, stream: Stream, max_length: int) -> None:
     check_drops(name, stream, 1, max_length)
 
@@ -595,10 +592,10 @@ def test_what_is_dropped_weighs_no_more_than_the_tolerance_whatever_it_is(name: 
     check()
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("slope", [2.0, 4.0])
-@pytest.mark.parametrize("tolerance", [0.5, 2.0**-6, 2.0**-24])
-@pytest.mark.parametrize("missed", [-1e-3, 0.1], ids=["just enough", "too little"])
+WORST = itertools.product([2.0, 4.0], [2.0**-6, 0.5, 2.0**-24], [-1e-3, 0.1])
+
+
+@pytest.mark.parametrize(("name", "slope", "tolerance", "missed"), once_in_jax(NAMES, WORST, keep=2))
 def test_the_bound_is_met_by_the_worst_keys_there_are(name: str, slope: float, tolerance: float, missed: float) -> None:
     """Old keys along the query, the last ones against it, and the query's own further still: nothing can be worse."""
     allowed = tolerance / 2
@@ -654,7 +651,16 @@ def test_keys_too_small_to_be_squared_are_not_taken_for_zeros(name: str) -> None
     assert cache.kept == [69]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EAGER)
+def test_after_an_infinite_key_nothing_is_dropped(name: str) -> None:
+    cache, key = evicting(name, (1, 1, 300, 4), slopes=(1.0,), max_query_norm=1.0, room=1), np.zeros((1, 1, 50, 4))
+    key[0, 0, 3, 1] = math.inf
+    for _ in range(4):
+        cache.append(key, key)
+    assert cache.kept == [200]
+
+
+@pytest.mark.parametrize("name", without_jax(NAMES))
 def test_heads_drop_what_they_do_not_need_over_hundreds_of_steps(name: str) -> None:
     slopes, steps = (2.0, 2.0, 0.5, 0.5, 0.125, 0.125, 0.0, 1.0), 600
     options = {"slopes": slopes, "max_query_norm": 2.0, "max_key_norm": 1.0}
@@ -852,12 +858,14 @@ def decoded(name: str, layer: Any, x: np.ndarray, cache: Any, steps: list[int]) 
     return np.concatenate(outputs, axis=1), cache
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "configuration",
-    [{"num_kv_heads": 2, "window_size": 30}, {"learnable_slopes": True}, {"slopes": [1.0, 3.0, 2.5, 1.2]}],
-    ids=["grouped", "learnable", "mixed"],  # the last in two groups, neither order its own inverse
-)
+EVICTING_LAYERS = {
+    "mixed": {"slopes": [1.0, 3.0, 2.5, 1.2]},  # in two groups, neither order its own inverse
+    "grouped": {"num_kv_heads": 2, "window_size": 30},
+    "learnable": {"learnable_slopes": True},
+}
+
+
+@pytest.mark.parametrize(("name", "configuration"), once_in_jax(NAMES, EVICTING_LAYERS))
 def test_a_layer_that_evicts_decodes_what_it_prefills(name: str, configuration: dict[str, Any]) -> None:
     options = STEEP_LAYER | configuration
     layer = make_layer(name, **options | {"slopes": np.asarray(options["slopes"], np.float32)})
@@ -871,7 +879,7 @@ def test_a_layer_that_evicts_decodes_what_it_prefills(name: str, configuration: 
     assert max(cache.kept) < 150
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", without_jax(NAMES))
 def test_a_layer_decodes_what_it_prefills_beyond_what_is_short(name: str) -> None:
     layer = make_layer(name, embed_dim=32, num_heads=4, num_kv_heads=2)
     x = normal(2, 1164, 32).astype(np.float32)

@@ -15,6 +15,7 @@ import pytest
 import alibi_core
 from alibi_core._models.checkpoints import Checkpoint
 from tests.support.frameworks import JAX, MLX, TORCH
+from tests.support.full import once_in_jax
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -153,8 +154,7 @@ def expected(model: Any, ids: np.ndarray, **options: Any) -> tuple[np.ndarray, f
 # --- The same logits -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("backend", "variant"), once_in_jax(BACKENDS, list(VARIANTS), keep=2))
 @pytest.mark.usefixtures("exact_falcon")
 def test_logits_are_those_of_transformers(saved: Any, variant: str, backend: str) -> None:
     checkpoint = saved(variant)
@@ -174,8 +174,7 @@ def test_logits_in_float64_are_those_of_transformers(saved: Any, variant: str) -
     assert np.abs(actual - logits).max() <= budget
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("variant", ["falcon, sequential", "falcon, groups"])
+@pytest.mark.parametrize(("backend", "variant"), once_in_jax(BACKENDS, ["falcon, groups", "falcon, sequential"]))
 def test_falcons_rounded_bias_is_to_be_had(saved: Any, variant: str, backend: str) -> None:
     checkpoint, ids = saved(variant), tokens(length=300)  # positions that bfloat16 has to round
     logits, budget = expected(checkpoint.model, ids)
@@ -267,8 +266,10 @@ def test_what_pytorch_loaded_and_saved_is_read_by_mlx(saved: Any, tmp_path: Path
 # --- Caches --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("variant", "contract"), [("bloom", "exact"), ("falcon, groups", "model")])
+PARTS = [("falcon, groups", "model"), ("bloom", "exact")]
+
+
+@pytest.mark.parametrize(("backend", "variant", "contract"), once_in_jax(BACKENDS, PARTS))
 def test_parts_through_caches_give_the_logits_of_the_whole(
     saved: Any, variant: str, contract: str, backend: str
 ) -> None:
@@ -296,8 +297,7 @@ def greedy(model: Any, ids: np.ndarray) -> list[list[int]]:
     ).tolist()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize(("backend", "variant"), once_in_jax(BACKENDS, FAMILIES))
 @pytest.mark.usefixtures("exact_falcon")
 def test_generated_text_is_that_of_transformers(saved: Any, variant: str, backend: str) -> None:
     checkpoint = saved(variant)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import alibi_core
 from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF
 from tests.support.frameworks import LIBRARIES, Backend
+from tests.support.full import once_in_jax
 
 EACH = pytest.mark.parametrize("backend", LIBRARIES)
 # JAX's programs have the same shapes whatever the data: it computes more than the jobs that are counted here, and
@@ -183,8 +184,9 @@ def test_bad_arguments_raise_what_the_call_raises(backend: Backend, arguments: d
 # --- How far back --------------------------------------------------------------------------------------------------
 
 
-@EACH
-@pytest.mark.parametrize(("tolerance", "is_causal"), [(0.25, False), (2.0**-24, True)])
+@pytest.mark.parametrize(
+    ("backend", "tolerance", "is_causal"), once_in_jax(LIBRARIES, [(0.25, False), (2.0**-24, True)])
+)
 def test_horizons_without_scores_are_the_cores(backend: Backend, tolerance: float, is_causal: bool) -> None:
     slopes = np.asarray([4.0, 0.5, 0.06, 0.0], np.float32)
     expected = alibi_core.horizon(slopes, 0.0, tolerance=tolerance, is_causal=is_causal)

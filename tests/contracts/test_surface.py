@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import itertools
 import re
 import tomllib
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import alibi_core
 from alibi_core._cli import main
 from tests.support.frameworks import COMPILERS
 from tests.support.layers import FRAMEWORK, load, save
+from tests.support.models import make_module
 
 ROOT = Path(__file__).parents[2]
 BACKENDS = ("torch", "jax", "mlx")
@@ -254,25 +256,18 @@ def mains() -> Iterator[tuple[Path, Path]]:
 # --- What all backends have, and one text shows ---------------------------------------------------------------------
 
 
-def made(name: str, kind: str, *arguments: Any, **options: Any) -> Any:
-    """Return a module of a backend."""
-    if name == "jax" and kind != "AlibiBias":
-        options["rngs"] = importlib.import_module("flax.nnx").Rngs(0)
-    return getattr(importlib.import_module(f"alibi_{name}"), kind)(*arguments, **options)
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_the_bias_as_a_module_is_the_cores(name: str, is_causal: bool) -> None:
     framework, slopes = FRAMEWORK[name], np.asarray([1.0, 0.5, 0.3], np.float32)
     for given, expected in ((slopes, slopes), (framework.array(slopes), slopes), (None, 3)):
-        module = made(name, "AlibiBias", 3, slopes=given, is_causal=is_causal)
+        module = make_module(name, "AlibiBias", 3, slopes=given, is_causal=is_causal)
         for sizes in ((5,), (2, 7), (2, 7), (0, 3)):
             result = module(*sizes)
             assert np.array_equal(framework.numpy(result), alibi_core.bias(expected, *sizes, is_causal=is_causal))
         low = module(3, dtype=framework.xp.bfloat16)
         assert "bfloat16" in str(low.dtype)
-    scheme = made(name, "AlibiBias", 6, scheme="geometric")
+    scheme = make_module(name, "AlibiBias", 6, scheme="geometric")
     assert np.array_equal(framework.numpy(scheme(4)), alibi_core.bias(alibi_core.slopes(6, scheme="geometric"), 4))
 
 
@@ -291,13 +286,17 @@ def test_the_bias_as_a_module_is_the_cores(name: str, is_causal: bool) -> None:
 )
 def test_a_module_of_the_bias_is_not_made_of(name: str, options: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=f"^{message}"):
-        made(name, "AlibiBias", 3, **options)
+        make_module(name, "AlibiBias", 3, **options)
     with pytest.raises((TypeError, ValueError), match="^q_len must"):
-        made(name, "AlibiBias", 3)(-1)
+        make_module(name, "AlibiBias", 3)(-1)
     with pytest.raises(TypeError, match="^kv_len must"):
-        made(name, "AlibiBias", 3)(1, 2.0)
+        make_module(name, "AlibiBias", 3)(1, 2.0)
 
 
+PAIRS = [
+    pytest.param(x, marks=[pytest.mark.full] * ("jax" in x and x[0] != "torch"))
+    for x in itertools.permutations(BACKENDS, 2)
+]
 CONFIG = {"num_layers": 1, "embed_dim": 16, "num_heads": 4, "dropout": 0.0}
 SLOPES = (1.0, 0.5, 0.25, 0.125)
 
@@ -316,20 +315,20 @@ SLOPES = (1.0, 0.5, 0.25, 0.125)
 def test_a_config_reaches_the_attention_of_models(name: str, fields: dict[str, Any]) -> None:
     package, framework = importlib.import_module(f"alibi_{name}"), FRAMEWORK[name]
     config = package.AlibiConfig(**CONFIG, **fields)
-    model = made(name, "AlibiTransformer", config)
+    model = make_module(name, "AlibiTransformer", config)
     options = {x: np.asarray(y, np.float32) if "_slopes" in x or x == "slopes" else y for x, y in fields.items()}
     options["learnable_slopes"] = fields.get("learnable_slopes", False)
-    alone, inside = made(name, "AlibiAttention", 16, 4, **options), model.blocks[0].attention
+    alone, inside = make_module(name, "AlibiAttention", 16, 4, **options), model.blocks[0].attention
     copy_weights(name, inside, alone)
     x = framework.array(np.random.default_rng(0).standard_normal((1, 9, 16)).astype(np.float32))
     assert np.array_equal(framework.numpy(inside(x)), framework.numpy(alone(x)))
-    plain = made(name, "AlibiAttention", 16, 4)
+    plain = make_module(name, "AlibiAttention", 16, 4)
     if not fields.keys() & {"implementation", "learnable_slopes"}:
         copy_weights(name, inside, plain)
         assert np.abs(framework.numpy(inside(x)) - framework.numpy(plain(x))).max() > 1e-3
     assert (inside.log_slopes is not None if name != "mlx" else "log_slopes" in inside) == options["learnable_slopes"]
     with pytest.raises(ValueError, match="^implementation must be one of"):
-        made(name, "AlibiTransformer", package.AlibiConfig(**CONFIG, implementation="fast"))
+        make_module(name, "AlibiTransformer", package.AlibiConfig(**CONFIG, implementation="fast"))
 
 
 def copy_weights(name: str, source: Any, target: Any) -> None:
@@ -359,7 +358,7 @@ def test_a_config_has_the_words_of_layers_and_takes_those_of_old() -> None:
         config.embed_dim = 2
 
 
-@pytest.mark.parametrize("pair", [("torch", "jax"), ("jax", "torch"), ("jax", "mlx"), ("mlx", "jax")], ids="-to-".join)
+@pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
 def test_weights_of_whole_models_travel(pair: tuple[str, str], tmp_path: Path) -> None:
     for module in ("torch", "jax", "flax", "mlx.core"):
         pytest.importorskip(module)
@@ -368,7 +367,7 @@ def test_weights_of_whole_models_travel(pair: tuple[str, str], tmp_path: Path) -
     models = []
     for name in pair:
         config = importlib.import_module(f"alibi_{name}").AlibiConfig(**fields)
-        models.append(made(name, "AlibiLanguageModel", config, 11))
+        models.append(make_module(name, "AlibiLanguageModel", config, 11))
     save(pair[0], models[0], path)
     load(pair[1], models[1], path)
     one, other = (
@@ -378,7 +377,7 @@ def test_weights_of_whole_models_travel(pair: tuple[str, str], tmp_path: Path) -
     if pair[1] == "jax":
         import alibi_jax
 
-        small = made("jax", "AlibiLanguageModel", alibi_jax.AlibiConfig(**fields), 12)
+        small = make_module("jax", "AlibiLanguageModel", alibi_jax.AlibiConfig(**fields), 12)
         with pytest.raises(ValueError, match=r"embedding.weight in .* must have shape \(12, 16\), got \(11, 16\)"):
             alibi_jax.load_weights(small, path)
         with pytest.raises(TypeError, match="module must be a layer or model of Flax NNX, got int"):

@@ -1,37 +1,64 @@
-import dataclasses
+"""Transformers and language models of all backends: one configuration, the weights of one, the answers of one."""
 
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+from alibi_core.backend import AlibiConfig
+from tests.support.frameworks import COMPILERS
+from tests.support.full import once_in_jax, without_jax
+from tests.support.models import Model, make_model
 
-from torch import nn  # noqa: E402
-
-from alibi_torch.nn._language_model import AlibiLanguageModel  # noqa: E402
-from alibi_torch.nn._transformer import AlibiConfig, AlibiTransformer  # noqa: E402
-
-SMALL = AlibiConfig(num_layers=3, embed_dim=28, num_heads=7, max_len=11, dropout=0.0, expansion_factor=2)
+NAMES = [pytest.param(f.values[0].name, id=f.id, marks=f.marks) for f in COMPILERS]
+EACH = pytest.mark.parametrize("name", NAMES)
+SMALL = AlibiConfig(num_layers=2, embed_dim=28, num_heads=4, num_kv_heads=2, dropout=0.0, expansion_factor=2, bias=True)
 VOCAB_SIZE = 31
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(5)
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def rounding(num_terms):
-    """How far two ways of summing this many float32 terms of unit size may part."""
-    return num_terms * torch.finfo(torch.float32).eps
+def tokens(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, VOCAB_SIZE, shape).astype(np.int32)
 
 
-def lively_model(**changes):
+def transformer(name: str, **changes: Any) -> Model:
+    return make_model(name, "AlibiTransformer", dataclasses.replace(SMALL, **changes))
+
+
+def language_model(name: str, **changes: Any) -> Model:
+    return make_model(name, "AlibiLanguageModel", dataclasses.replace(SMALL, **changes), VOCAB_SIZE)
+
+
+def lively_model(name: str, **changes: Any) -> Model:
     """A language model that does not just repeat its last token, as one does whose blocks have yet to say much."""
-    model = AlibiLanguageModel(dataclasses.replace(SMALL, num_heads=4, num_kv_heads=2, **changes), VOCAB_SIZE)
-    for weight in model.transformer.blocks.parameters():
-        weight.data *= 4 if weight.ndim == 2 else 1
+    model = language_model(name, **changes)
+    rng = np.random.default_rng(5)
+    model.weights = {
+        weight: 4 * (rng.uniform(-1, 1, x.shape) * x.shape[1] ** -0.5).astype(np.float32)
+        for weight, x in model.weights.items()
+        if x.ndim == 2 and "blocks" in weight
+    }
     return model
 
 
-def test_config_has_the_customary_defaults():
+def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
+    """Assert that two ways of summing the float32 terms of unit size of all blocks give the same."""
+    terms = SMALL.embed_dim * SMALL.num_layers
+    assert actual.shape == expected.shape
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=terms * 2.0**-23 * max(1, np.abs(expected).max()))
+
+
+# --- The configuration ----------------------------------------------------------------------------------------------
+
+
+def test_config_has_the_customary_defaults() -> None:
     config = AlibiConfig()
     fields = {"num_layers": 6, "d_model": 256, "num_heads": 8, "max_len": 256, "dropout": 0.1, "causal": True}
     assert {name: getattr(config, name) for name in fields} == fields
@@ -61,17 +88,10 @@ def test_config_has_the_customary_defaults():
         ("num_kv_heads", 0, ValueError, "num_kv_heads must be at least 1, got 0"),
         ("bias", None, TypeError, "bias must be True or False, got None"),
         ("norm_bias", 1, TypeError, "norm_bias must be True or False, got 1"),
-        ("block", "sandwich_norm", ValueError, "block must be one of 'sequential', .*, got 'sandwich_norm'"),
-        ("activation", "tanh", ValueError, "activation must be one of 'gelu', .*'relu', got 'tanh'"),
-        ("up_bias", 1, TypeError, "up_bias must be True or False, got 1"),
-        ("qk_norm", None, TypeError, "qk_norm must be True or False, got None"),
-        ("token_types", -1, ValueError, "token_types must not be negative, got -1"),
+        ("block", "post_norm", ValueError, "block must be one of 'sequential', .*, got 'post_norm'"),
+        ("activation", "relu", ValueError, "activation must be one of 'gelu', 'gelu_tanh', got 'relu'"),
         ("feed_forward_dim", 0, ValueError, "feed_forward_dim must be at least 1, got 0"),
         ("norm_epsilon", 0.0, ValueError, "norm_epsilon must be positive, got 0.0"),
-        ("norm", "batch_norm", ValueError, "norm must be one of 'layer_norm', 'rms_norm', got 'batch_norm'"),
-        ("gated", 1, TypeError, "gated must be True or False, got 1"),
-        ("logit_scale", 0.0, ValueError, "logit_scale must be positive, got 0.0"),
-        ("embedding_scale", "2", TypeError, "embedding_scale must be a real number, got '2'"),
         ("scale", -1.0, ValueError, "scale must be positive, got -1.0"),
         ("clip_qkv", 0, ValueError, "clip_qkv must be positive, got 0"),
         ("slopes", [0.5] * 8, TypeError, "slopes must be a tuple of numbers, got list"),
@@ -83,124 +103,157 @@ def test_config_has_the_customary_defaults():
         ("window_size", -1, ValueError, "window_size must not be negative, got -1"),
     ],
 )
-def test_config_refuses(name, value, error, message):
+def test_config_refuses(name: str, value: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{message}"):
         AlibiConfig(**{name: value})
 
 
-def test_quick_start_shapes():
-    model = AlibiTransformer(AlibiConfig())
-    assert model(torch.randn(8, 100, 256)).shape == (8, 100, 256)
+# --- The transformer ------------------------------------------------------------------------------------------------
 
 
+@EACH
 @pytest.mark.parametrize("shape", [(2, 5, 27), (5, 28), (2, 3, 5, 28)])
-def test_transformer_names_the_width_it_wants(shape):
+def test_transformer_names_the_width_it_wants(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"^x must have shape \(batch, length, embed_dim 28\), got"):
-        AlibiTransformer(SMALL)(torch.randn(shape))
+        transformer(name)(normal(*shape))
 
 
-def test_max_len_is_no_limit_and_changes_nothing():
-    x = torch.randn(2, 4 * SMALL.max_len + 1, SMALL.embed_dim)
-    model = AlibiTransformer(SMALL)
-    recorded = AlibiTransformer(dataclasses.replace(SMALL, max_len=2))
-    recorded.load_state_dict(model.state_dict())
-    torch.testing.assert_close(model(x), recorded(x), rtol=0, atol=0)
+@pytest.mark.parametrize("name", without_jax(NAMES))
+def test_max_len_is_no_limit_and_changes_nothing(name: str) -> None:
+    x, model, recorded = normal(2, 9, 28), transformer(name, max_len=11), transformer(name, max_len=2)
+    recorded.weights = model.weights
+    assert np.array_equal(model(x), recorded(x))
 
 
-def test_decoder_does_not_look_ahead():
-    model, x = AlibiTransformer(SMALL), torch.randn(2, 13, SMALL.embed_dim)
-    changed = x.clone()
-    changed[:, 7:] = torch.randn(2, 6, SMALL.embed_dim)
-    difference = (model(x) - model(changed)).detach().abs().amax(dim=(0, 2))
-    assert difference[:7].max() <= rounding(SMALL.embed_dim)
+@pytest.mark.parametrize("name", without_jax(NAMES))
+def test_decoder_does_not_look_ahead(name: str) -> None:
+    model, x = transformer(name), normal(2, 13, 28)
+    changed = np.concatenate([x[:, :7], normal(2, 6, 28, seed=1)], axis=1)
+    difference = np.abs(model(x) - model(changed)).max(axis=(0, 2))
+    assert difference[:7].max() <= 28 * 2.0**-23
     assert difference[7:].min() > 1e-2
 
 
-def test_encoder_reads_both_ways_alike():
-    model = AlibiTransformer(dataclasses.replace(SMALL, is_causal=False))
-    x = torch.randn(2, 13, SMALL.embed_dim)
-    forwards, backwards = model(x), model(x.flip(1)).flip(1)
-    torch.testing.assert_close(forwards, backwards, rtol=0, atol=rounding(SMALL.embed_dim * SMALL.num_layers))
-    shuffled = model(x.roll(3, dims=1)).roll(-3, dims=1)
-    assert (forwards - shuffled).abs().max() > 1e-2  # it does sense positions
+@pytest.mark.parametrize("name", without_jax(NAMES))
+def test_encoder_reads_both_ways_alike(name: str) -> None:
+    model, x = transformer(name, is_causal=False), normal(2, 13, 28)
+    forwards = model(x)
+    assert_close(forwards, model(x[:, ::-1].copy())[:, ::-1])
+    assert np.abs(forwards - np.roll(model(np.roll(x, 3, axis=1)), -3, axis=1)).max() > 1e-2  # it senses positions
 
 
-def test_mask_and_segments_reach_every_block():
-    model, x = AlibiTransformer(SMALL), torch.randn(2, 13, SMALL.embed_dim)
-    ids = (torch.arange(13) >= 5).int().expand(2, -1)
-    apart = torch.cat([model(x[:, :5]), model(x[:, 5:])], dim=1)
-    budget = rounding(SMALL.embed_dim * SMALL.num_layers)
-    torch.testing.assert_close(model(x, segment_ids=ids), apart, rtol=0, atol=budget)
-    mask = (ids[:, None, :, None] == ids[:, None, None, :]).expand(-1, SMALL.num_heads, -1, -1)
-    torch.testing.assert_close(model(x, mask=mask), apart, rtol=0, atol=budget)
+@EACH
+def test_mask_and_segments_reach_every_block(name: str) -> None:
+    model, x = transformer(name), normal(2, 13, 28)
+    ids = np.repeat((np.arange(13) >= 5)[None].astype(np.int32), 2, axis=0)
+    apart = np.concatenate([model(x[:, :5]), model(x[:, 5:])], axis=1)
+    assert_close(model(x, segment_ids=ids), apart)
+    assert_close(model(x, mask=ids[:, None, :, None] == ids[:, None, None, :]), apart)
 
 
-def test_caches_continue_a_sequence():
-    model, x = AlibiTransformer(dataclasses.replace(SMALL, num_heads=4, num_kv_heads=2)), torch.randn(3, 13, 28)
-    caches = model.make_caches(3, 13)
-    with torch.no_grad():
-        parts = [model(part, caches=caches) for part in x.split([5, 1, 7], dim=1)]
-        torch.testing.assert_close(torch.cat(parts, dim=1), model(x), rtol=0, atol=rounding(28 * SMALL.num_layers))
-    with pytest.raises(ValueError, match=r"^caches must be one a block \(3\), got 2"):
-        model(x, caches=caches[:2])
+OPTIONS = {"all": {}, "evicting": {"evict": True, "max_query_norm": 50.0}}
 
 
-def test_attention_factory_replaces_attention_alone():
-    class Still(nn.Module):
-        def forward(self, x, *, mask, segment_ids, cache):
-            return torch.zeros_like(x)
+@pytest.mark.parametrize(("name", "options"), once_in_jax(NAMES, OPTIONS))
+def test_caches_continue_a_sequence(name: str, options: dict[str, Any]) -> None:
+    model, x = transformer(name), normal(3, 13, 28)
+    caches = model.inner.make_caches(3, 13, **options)
+    parts = [model(part, caches=caches) for part in np.split(x, [5, 6], axis=1)]
+    assert_close(np.concatenate(parts, axis=1), model(x))
+    assert [int(cache.length) for cache in caches] == [13] * SMALL.num_layers
+    with pytest.raises(ValueError, match=r"^caches must be one a block \(2\), got 1"):
+        model(x, caches=caches[:1])
 
+
+@EACH
+def test_attention_factory_replaces_attention_alone(name: str) -> None:
     seen = []
-    model = AlibiTransformer(SMALL, attention=lambda config: seen.append(config) or Still())
+
+    def alone(config: AlibiConfig, **options: Any) -> Any:
+        """Return a layer in which each token sees itself."""
+        seen.append(config)
+        package = importlib.import_module(f"alibi_{name}")
+        return package.AlibiAttention(config.embed_dim, config.num_heads, window_size=0, **options)
+
+    model, x = make_model(name, "AlibiTransformer", SMALL, attention=alone), normal(2, 5, 28)
     assert seen == [SMALL] * SMALL.num_layers
-    x = torch.randn(2, 5, SMALL.embed_dim)
-    order = torch.tensor([3, 1, 4, 0, 2])
-    torch.testing.assert_close(model(x)[:, order], model(x[:, order]))  # no token hears of another
+    order = [3, 1, 4, 0, 2]
+    assert_close(model(x)[:, order], model(x[:, order]))  # no token hears of another
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"block": "parallel", "activation": "gelu_tanh", "embedding_norm": True, "tied_head": False},
-        {"block": "shared_norm", "norm": "rms_norm", "feed_forward_bias": False, "scale": 0.3, "clip_qkv": 0.5},
-        {"block": "normed_residual", "gated": True, "slopes": (0.1,) * 7, "embedding_scale": 1.0, "logit_scale": 0.5},
-    ],
-    ids=lambda changes: changes.get("block", "sequential"),
-)
-def test_gradients_reach_every_weight(changes):
-    model = AlibiLanguageModel(dataclasses.replace(SMALL, bias=True, **changes), VOCAB_SIZE)
-    tokens = torch.randint(VOCAB_SIZE, (2, 13))
-    nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+# --- The language model ---------------------------------------------------------------------------------------------
+
+BLOCKS = {
+    "parallel": {"block": "parallel", "activation": "gelu_tanh", "embedding_norm": True, "tied_head": False},
+    "sequential": {},
+    "shared_norm": {
+        "block": "shared_norm",
+        "norm": "rms_norm",
+        "feed_forward_bias": False,
+        "scale": 0.3,
+        "clip_qkv": 0.5,
+    },
+    "normed_residual": {
+        "block": "normed_residual",
+        "norm_bias": False,
+        "gated": True,
+        "slopes": (0.1,) * 4,
+        "embedding_scale": 1.0,
+        "logit_scale": 0.5,
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "changes"), once_in_jax(NAMES, BLOCKS))
+def test_gradients_reach_every_weight(name: str, changes: dict[str, Any]) -> None:
+    model = language_model(name, **changes)
+    gradients = model.gradients(tokens(2, 13))
+    assert len(gradients) == len(model.weights)
     # A key's bias adds the same to every score of a row, so its gradient is 0 but for rounding.
-    silent = [
-        name
-        for name, weight in model.named_parameters()
-        if (weight.grad is None or not weight.grad.any()) and not name.endswith("k_proj.bias")
-    ]
-    assert silent == []
+    assert [x for x, gradient in gradients.items() if not gradient.any() and not x.endswith("k_proj.bias")] == []
 
 
-def test_untrained_model_knows_nothing():
-    logits = AlibiLanguageModel(SMALL, VOCAB_SIZE)(torch.randint(VOCAB_SIZE, (17, 13)))
+@pytest.mark.parametrize(("name", "changes"), once_in_jax(NAMES, BLOCKS))
+def test_pytorchs_weights_give_pytorchs_answers(name: str, changes: dict[str, Any]) -> None:
+    pytest.importorskip("torch")
+    source, model = lively_model("torch", **changes), language_model(name, **changes)
+    assert source.weights.keys() == model.weights.keys()
+    model.weights = source.weights
+    x = tokens(2, 13)
+    assert_close(model(x), source(x))
+    mask = np.arange(13) < 9
+    assert_close(model(x, mask=mask), source(x, mask=mask))
+
+
+@EACH
+def test_untrained_model_knows_nothing(name: str) -> None:
+    model = language_model(name)
+    logits = model(tokens(17, 13))
     assert logits.shape == (17, 13, VOCAB_SIZE)
     assert 0.5 < logits.std() < 2
+    assert [x for x, weight in model.weights.items() if VOCAB_SIZE in weight.shape] == ["embedding.weight"]
 
 
-def test_one_matrix_embeds_and_reads_out():
-    model = AlibiLanguageModel(SMALL, VOCAB_SIZE)
-    assert [name for name, weight in model.named_parameters() if VOCAB_SIZE in weight.shape] == ["embedding.weight"]
-
-
-def test_language_model_refuses_an_encoder():
+@EACH
+def test_language_model_refuses_an_encoder(name: str) -> None:
     with pytest.raises(ValueError, match=r"^is_causal must be True for a language model, got False"):
-        AlibiLanguageModel(dataclasses.replace(SMALL, is_causal=False), VOCAB_SIZE)
+        language_model(name, is_causal=False)
 
 
-def test_generate_turns_dropout_off_and_back_on():
-    model = lively_model(dropout=0.5)
-    model.transformer.blocks[0].eval()
-    before = [module.training for module in model.modules()]
-    prompt = torch.randint(VOCAB_SIZE, (2, 5))
-    assert torch.equal(model.generate(prompt, 20), model.generate(prompt, 20))
-    assert [module.training for module in model.modules()] == before
+@pytest.mark.parametrize("name", without_jax(NAMES))
+def test_each_token_is_drawn_by_itself(name: str) -> None:
+    drawn = language_model(name).generate(tokens(1, 1), 60, 0, temperature=1e6)[0, 1:]
+    assert len(set(drawn.tolist())) > 15  # of 31 equally likely ones
+
+
+@EACH
+def test_generate_turns_dropout_off_for_itself(name: str) -> None:
+    model, prompt = lively_model(name, dropout=0.5), tokens(2, 5)
+    assert np.array_equal(model.generate(prompt, 9), model.generate(prompt, 9))
+    assert (model(prompt) != model(prompt)).any()  # it is still training
+    if name != "jax":  # whose modules have no parents that say what is being trained
+        model.inner.transformer.blocks[0].eval()
+        before = [module.training for module in model.inner.modules()]
+        model.generate(prompt, 1)
+        assert [module.training for module in model.inner.modules()] == before
+        assert len(set(before)) == 2

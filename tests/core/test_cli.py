@@ -362,6 +362,7 @@ def test_what_cannot_be_checked_is_told(
     assert printed.out == ""
 
 
+@pytest.mark.full
 def test_golden_vectors_are_written_and_checked_by_the_command(
     adapters: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -375,6 +376,7 @@ def test_golden_vectors_are_written_and_checked_by_the_command(
     assert "nowhere" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_the_command_checks_every_installed_backend() -> None:
     names = {adapter.name.partition("[")[0] for adapter in installed_adapters()}
     output = subprocess.run(

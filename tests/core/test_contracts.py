@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 import alibi_core
 from tests.support.frameworks import COMPILERS, FRAMEWORKS, NUMPY, Framework
+from tests.support.full import once_in_jax
 
 CONTRACTS = ("bloom", "falcon", "mpt", "geometric")
 KEY_ONLY = ("bloom", "falcon", "mpt")
@@ -340,8 +342,7 @@ def assert_same_everywhere(framework: Framework, contract: str, through: Callabl
         np.testing.assert_array_equal(framework.bits(actual), NUMPY.bits(exact))
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("contract", CONTRACTS)
+@pytest.mark.parametrize(("framework", "contract"), once_in_jax(FRAMEWORKS, CONTRACTS))
 def test_contracts_have_the_same_bits_everywhere(framework: Framework, contract: str) -> None:
     assert_same_everywhere(framework, contract)
 
@@ -352,10 +353,10 @@ def test_contracts_have_the_same_bits_compiled(framework: Framework, contract: s
     assert_same_everywhere(framework, contract, framework.compiled)
 
 
-@pytest.mark.parametrize("framework", COMPILERS)
-@pytest.mark.parametrize("contract", ["bloom", "falcon"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+LOW_PRECISION = itertools.product(["bloom", "falcon"], ["bfloat16", "float16"], [True, False])
+
+
+@pytest.mark.parametrize(("framework", "contract", "dtype", "is_compiled"), once_in_jax(COMPILERS, LOW_PRECISION))
 def test_low_precision_is_rounded_last(framework: Framework, contract: str, dtype: str, is_compiled: bool) -> None:
     xp, target = framework.xp, getattr(framework.xp, dtype)
     arrays = [framework.array(x) for x in positions()]

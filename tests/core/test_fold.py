@@ -13,6 +13,7 @@ import alibi_core
 from alibi_core.conformance._cases.case import Case, cases
 from alibi_core.conformance._cases.oracle import U32, UNIT_ROUNDOFF, Answer, Attention, Rules, assert_within, penalties
 from tests.support.frameworks import _GRADIENTS, COMPILERS, FRAMEWORKS, NUMPY, TORCH, Framework
+from tests.support.full import once_in_jax
 
 NARROW = ("bfloat16", "float16")
 DTYPES = (*NARROW, "float32")
@@ -52,10 +53,15 @@ def attend(scores: np.ndarray, value: np.ndarray, q_offset: int) -> np.ndarray:
 # --- The features ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
-@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (5, 5), (2, 257), (258, 258), (3, 2050), (1, 4096), (3, 70_000)])
-@pytest.mark.parametrize("head_dim", [16, 80, 256])
+LENGTHS = [(3, 2050), (1, 1), (5, 5), (2, 257), (258, 258), (1, 4096), (3, 70_000)]
+MULTIPLIED = [
+    (dtype, *lengths, head_dim)
+    for lengths, head_dim in (*((x, 16) for x in LENGTHS), ((258, 258), 80), ((3, 70_000), 256))
+    for dtype in ("float32", *NARROW, "float64")
+]
+
+
+@pytest.mark.parametrize(("framework", "dtype", "q_len", "kv_len", "head_dim"), once_in_jax(FRAMEWORKS, MULTIPLIED, 3))
 def test_features_multiply_to_the_bias_exactly(
     framework: Framework, dtype: str, q_len: int, kv_len: int, head_dim: int
 ) -> None:
@@ -85,9 +91,10 @@ def test_features_multiply_to_the_bias_exactly(
     np.testing.assert_allclose(bias, exact, rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("is_compiled", [False, True])
+WAYS = [(dtype, is_compiled) for is_compiled in (True, False) for dtype in ("float32", *NARROW)]
+
+
+@pytest.mark.parametrize(("framework", "dtype", "is_compiled"), once_in_jax(FRAMEWORKS, WAYS, 2))
 def test_features_have_the_same_bits_everywhere(framework: Framework, dtype: str, is_compiled: bool) -> None:
     reference = NUMPY
     if dtype == "bfloat16":
@@ -162,8 +169,7 @@ class Folded(Attention):
         return super()._score_error + more.max(axis=-1, keepdims=True, initial=0) + self.bound[..., None, None]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("framework", "dtype"), once_in_jax(FRAMEWORKS, ("float32", *NARROW)))
 @given(case=cases(forms=("causal",), plain=True))
 def test_folded_attention_is_alibi_attention(framework: Framework, dtype: str, case: Case) -> None:
     slopes = case.arrays["slopes"].astype(np.float32)
@@ -346,9 +352,9 @@ def test_the_bound_grows_with_length_and_shrinks_with_precision() -> None:
 # --- Gradients ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("framework", COMPILERS)
-@pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize(
+    ("framework", "dtype", "is_compiled"), once_in_jax(COMPILERS, [*WAYS, ("float64", True), ("float64", False)], 2)
+)
 def test_gradients_are_those_of_attention_with_a_bias(framework: Framework, dtype: str, is_compiled: bool) -> None:
     if dtype == "float64" and framework.name == "jax":
         pytest.skip("JAX has no float64 unless asked")

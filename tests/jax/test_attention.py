@@ -23,9 +23,10 @@ from safetensors.numpy import save_file  # noqa: E402
 
 import alibi_core  # noqa: E402
 import alibi_jax  # noqa: E402
+from tests.support.full import first_of  # noqa: E402
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 3, 5
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["tiled", "dense"])
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", first_of(["tiled", "dense"]))
 SLOPES = np.asarray([0.5, 0.25, 0.3, 0.0, 1.0, 2.0**-8], np.float32)
 FUTURE = np.asarray([0.1, 0.7, 0.0, 0.3, 0.5, 2.0], np.float32)
 
@@ -88,7 +89,7 @@ TRANSFORMATIONS = {
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
-@pytest.mark.parametrize("form", ["causal", "asymmetric"])
+@pytest.mark.parametrize("form", first_of(["asymmetric", "causal"]))
 def test_transformations_keep_attention_exact(implementation: str, transformation: str, form: str) -> None:
     qkv = tensors()
     arguments = {} if form == "causal" else {"is_causal": False, "future_slopes": FUTURE}
@@ -123,7 +124,7 @@ def test_a_traced_offset_serves_all_positions_with_one_compilation(implementatio
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
+@pytest.mark.parametrize("wrap", first_of([jax.jit, jax.checkpoint]), ids=["jit", "checkpoint"])
 def test_gradients_are_exact_through_jit_and_checkpoint(implementation: str, wrap: Callable[..., Any]) -> None:
     qkv = tensors()
     cotangent = np.random.default_rng(2).standard_normal(qkv[0].shape).astype(np.float32)
@@ -276,7 +277,7 @@ def test_the_encoder_layer_looks_both_ways() -> None:
     assert_within(np.asarray(layer(jnp.asarray(x)), np.float64), exact_layer(x, rules))
 
 
-@pytest.mark.parametrize("learnable_slopes", [False, True])
+@pytest.mark.parametrize("learnable_slopes", first_of([True, False]))
 def test_slopes_are_float32_in_a_low_precision_layer(learnable_slopes: bool) -> None:
     slopes = np.asarray([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], np.float32)
     options = {"param_dtype": jnp.bfloat16, "learnable_slopes": learnable_slopes, "slopes": slopes}
@@ -345,12 +346,12 @@ def decode_scanned(layer: Any, x: Any, cache: Any) -> Any:
     return jnp.swapaxes(outputs, 0, 1), cache
 
 
-DECODERS = [decode_eagerly, decode_jitted, decode_nnx_jitted, decode_scanned]
+DECODERS = first_of([decode_nnx_jitted, decode_scanned, decode_jitted, decode_eagerly], keep=2)
 ALL_DECODERS = pytest.mark.parametrize("decode", DECODERS, ids=lambda decode: decode.__name__)
 
 
 @ALL_DECODERS
-@pytest.mark.parametrize("window_size", [None, 3])
+@pytest.mark.parametrize("window_size", first_of([3, None]))
 def test_decoding_equals_prefill(decode: Callable[..., Any], window_size: int | None) -> None:
     x, layer = inputs(TOTAL), identity_layer(window_size=window_size)
     answer = exact_layer(x, Rules(SLOPES, q_offset=0, window_size=window_size))
@@ -399,7 +400,9 @@ def test_an_overflow_that_can_be_seen_is_an_error() -> None:
         jax.eval_shape(lambda cache: layer(jnp.asarray(inputs(7)), cache=cache), layer.make_cache(BATCH, 6))
 
 
-@pytest.mark.parametrize("decode", [decode_jitted, decode_nnx_jitted, decode_scanned], ids=lambda d: d.__name__)
+@pytest.mark.parametrize(
+    "decode", first_of([decode_scanned, decode_jitted, decode_nnx_jitted]), ids=lambda d: d.__name__
+)
 def test_an_overflow_that_cannot_be_seen_poisons_all_that_follows(decode: Callable[..., Any]) -> None:
     x, layer = inputs(TOTAL), identity_layer()
     output, cache = decode(layer, jnp.asarray(x), layer.make_cache(BATCH, 10))
@@ -440,7 +443,7 @@ def test_what_is_no_cache_is_refused() -> None:
 # --- weights
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", first_of(["bfloat16", "float16"]))
 def test_low_precision_weights_survive_a_file(tmp_path: Any, dtype: str) -> None:
     layer, other = (make_layer(param_dtype=getattr(jnp, dtype), rngs=nnx.Rngs(seed)) for seed in (0, 1))
     alibi_jax.save_weights(layer, tmp_path / "layer.safetensors")
@@ -507,6 +510,7 @@ def mha_alibi_by_hand(seed: int, x: Any, num_heads: int, qkv_features: int, dtyp
     return layer.init_with_output(jax.random.key(seed), x)[0].ravel()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("seed", "length", "features", "num_heads", "qkv_features"), [(0, 7, 5, 3, 12), (1, 13, 8, 4, 8)]
 )
@@ -555,8 +559,8 @@ def test_linen_masks_are_respected_whatever_their_dtype(dtype: Any) -> None:
     assert_within(np.asarray(result, np.float64), exact_module(x, rules))
 
 
-@pytest.mark.parametrize("max_length", [TOTAL, 4096])
-@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("max_length", first_of([4096, TOTAL]))
+@pytest.mark.parametrize("is_padded", first_of([True, False]))
 def test_linen_decoding_equals_prefill(max_length: int, is_padded: bool) -> None:
     # The long cache is there for precision: counted from its end, distances would outweigh the scores.
     x, module = inputs(TOTAL), linen_module(decode=True)
@@ -689,7 +693,7 @@ def test_alibi_works_in_the_attention_module_of_nnx() -> None:
 # --- installation
 
 
-@pytest.mark.parametrize("missing", ["flax", "safetensors"])
+@pytest.mark.parametrize("missing", first_of(["flax", "safetensors"]))
 def test_a_missing_framework_says_how_to_install_it(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; import alibi_jax"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -701,6 +705,7 @@ def test_a_missing_framework_says_how_to_install_it(missing: str) -> None:
 # --- What is too large or not to be had -----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["int64", "int8", "uint8", "uint32", "uint64"])
 def test_offsets_of_every_integer_type(kind: str) -> None:
     query, key, value = (jax.random.normal(jax.random.key(i), (1, n, 2, 4)) for i, n in enumerate((3, 700, 700)))
@@ -713,6 +718,7 @@ def test_offsets_of_every_integer_type(kind: str) -> None:
             np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.full
 def test_slopes_near_the_largest_number_leave_a_query_its_own_key() -> None:
     query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 600, 2, 4))
     found = alibi_jax.attention(query, key, value, jnp.asarray([1.5e29, 1e28]))
@@ -737,6 +743,7 @@ def test_forward_mode_is_refused_by_name(transform: str) -> None:
         calls[transform]()
 
 
+@pytest.mark.full
 def test_reverse_mode_goes_through_every_other_transformation() -> None:
     x = jax.random.normal(jax.random.key(0), (2, 1, 8, 2, 4))
 

@@ -13,12 +13,13 @@ nnx = pytest.importorskip("flax.nnx")
 import jax.numpy as jnp  # noqa: E402
 
 from alibi_jax import TPU, AlibiAttention, EvictingKVCache, KVCache, attention  # noqa: E402
+from tests.support.full import first_of  # noqa: E402
 
 QUICKLY = {"xla_backend_optimization_level": 0}  # kernels take seconds to compile, and moments to run
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 700, 4, 2, 8
 SLOPES = jnp.asarray([1.0, 0.7, 0.5, 1.5])
 IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation", ["tiled", TPU(128, 128, interpret=True)], ids=["tiled", "tpu"]
+    "implementation", first_of(["tiled", TPU(128, 128, interpret=True)]), ids=["tiled", "tpu"]
 )
 
 
@@ -103,6 +104,7 @@ def test_a_layer_decodes_as_it_reads(implementation: Any) -> None:
 
 
 # At level 0 the compiler rounds the scores that it compares in two ways, so that none is equal to the maximum.
+@pytest.mark.full
 @pytest.mark.parametrize("options", [None, QUICKLY], ids=["default", "level 0"])
 def test_a_cache_can_be_differentiated(options: Any) -> None:
     query = tokens(3, HEADS, seed=2)
@@ -118,6 +120,7 @@ def test_a_cache_can_be_differentiated(options: Any) -> None:
         np.testing.assert_allclose(one, other, atol=2e-6)
 
 
+@pytest.mark.full
 def test_memory_does_not_grow_with_the_cache() -> None:
     query = tokens(1, HEADS, seed=2)
 
@@ -131,6 +134,7 @@ def test_memory_does_not_grow_with_the_cache() -> None:
     assert temporaries(2**17) < temporaries(2**14) + 2 * KV_HEADS * 2**17 * HEAD_DIM * 2 // 4
 
 
+@pytest.mark.full
 def test_what_an_overflow_hid_stays_nan() -> None:
     """Under jit nothing can be raised, and a shorter length does not bring back what was written over."""
     cache = KVCache.make(2, KV_HEADS, 10, HEAD_DIM)
@@ -187,6 +191,7 @@ def test_slots_are_as_many_as_horizons_and_windows_need() -> None:
         bounded.append(tokens(1000), tokens(1000))
 
 
+@pytest.mark.full
 def test_keys_larger_than_was_said_are_held_or_refused_and_never_wrong() -> None:
     """Slots that were made for small keys do not do for large ones: the next tokens tell."""
     small, keys = evicting(1000, 0.01), 10 * tokens(200)

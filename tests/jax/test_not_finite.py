@@ -22,12 +22,13 @@ from alibi_jax import (  # noqa: E402
 )
 from alibi_jax._call.operands import Operands, Rules  # noqa: E402
 from alibi_jax._call.plan import needed_keys  # noqa: E402
+from tests.support.full import first_of  # noqa: E402
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 1024, 4, 2, 4
 GROUP = HEADS // KV_HEADS
 SLOPES = np.asarray([0.5, 0.25, 0.5, 0.02], np.float32)
 KERNELS = {"tiled": "tiled", "tpu": TPU(256, 256, interpret=True)}
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", KERNELS.values(), ids=KERNELS.keys())
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", first_of(KERNELS.values()), ids=KERNELS.keys())
 TOKEN = 300
 
 
@@ -57,7 +58,7 @@ def spoilt_rows(result: Any) -> np.ndarray:
     return ~finite.any(axis=-1).T, ~finite.all(axis=-1).T
 
 
-@pytest.mark.parametrize(("token", "is_causal"), [(0, True), (TOKEN, False)])
+@pytest.mark.parametrize(("token", "is_causal"), first_of([(TOKEN, False), (0, True)]))
 @IMPLEMENTATIONS
 def test_nan_in_a_key_reaches_every_query_that_may_look_at_it(token: int, implementation: Any, is_causal: bool) -> None:
     query, key, value = tensors()
@@ -80,7 +81,7 @@ def test_infinity_in_a_key_takes_all_weight_or_none(implementation: Any) -> None
     np.testing.assert_allclose(*(np.where(spoilt.T[..., None], 0, x[0]) for x in (result, exact)), atol=4e-6)
 
 
-@pytest.mark.parametrize(("bad", "is_causal"), [(np.nan, True), (np.inf, False)])
+@pytest.mark.parametrize(("bad", "is_causal"), first_of([(np.nan, True), (np.inf, False)]))
 @IMPLEMENTATIONS
 def test_a_value_that_is_not_finite_reaches_all_who_give_it_weight(
     bad: float, implementation: Any, is_causal: bool
@@ -114,6 +115,7 @@ def test_keys_as_large_as_queries_are_small(power: int, implementation: Any) -> 
     np.testing.assert_allclose(result, expected, atol=40 * 2.0**-22)
 
 
+@pytest.mark.full
 @IMPLEMENTATIONS
 def test_keys_that_overflow_in_low_precision(implementation: Any) -> None:
     dtype = jnp.bfloat16 if isinstance(implementation, TPU) else jnp.float16
@@ -142,7 +144,7 @@ def test_gradients_of_what_is_spoilt_are_nan(implementation: Any) -> None:
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize(("bad", "q_len"), [(np.nan, 1100), (1e30, 1)])
+@pytest.mark.parametrize(("bad", "q_len"), first_of([(1e30, 1), (np.nan, 1100)]))
 def test_a_cache_with_a_key_that_cannot_be_bounded(bad: float, q_len: int, implementation: Any) -> None:
     random = np.random.default_rng(1)
     length = 2000

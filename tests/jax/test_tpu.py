@@ -31,6 +31,7 @@ from alibi_jax._tpu.backward_kernel import backward_of_keys, backward_of_queries
 from alibi_jax._tpu.forward_kernel import forward  # noqa: E402
 from alibi_jax._tpu.shape import KernelShape  # noqa: E402
 from alibi_jax._tpu.tables import Inputs, by_head, queries_of_keys  # noqa: E402
+from tests.support.full import first_of, in_full  # noqa: E402
 from tests.support.tpu_cases import (  # noqa: E402
     INTERPRETED,
     QUICKLY,
@@ -67,6 +68,7 @@ STRUCTURES = {
     "asymmetric, pairs": Case(Sizes(2, 2, 1, (127, 300), 5), "asymmetric", None, 130, "pair", None, True, 0),
     "clamped, one row of ids": Case(Sizes(2, 2, 1, (128, 300), 5), "clamped", -20, None, "one row", None, False, 0),
 }
+FAST = ("causal, packed, key mask", "asymmetric, offsets, window")
 LOW_PRECISION = ("causal", "decoding", "asymmetric, offsets, window", "causal, packed, key mask")
 
 
@@ -133,13 +135,14 @@ def filled(draw: st.DrawFn, structure: Case, data: tuple[str, ...] = tuple(DATA)
 MANY = settings(max_examples=max(6, settings.default.max_examples // 3))
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", [*FAST, *map(in_full, (x for x in STRUCTURES if x not in FAST))])
 @MANY
 @given(data=st.data())
 def test_result_and_gradients_are_exact_to_rounding(structure: str, data: st.DataObject) -> None:
     assert_exact(data.draw(filled(STRUCTURES[structure])))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("structure", LOW_PRECISION)
 @MANY
 @given(data=st.data())
@@ -149,12 +152,14 @@ def test_bfloat16_is_exact_to_its_rounding(structure: str, data: st.DataObject) 
     assert_exact(data.draw(filled(STRUCTURES[structure], hostile)), "bfloat16", tolerance=tolerance)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [41915, 42648])
 def test_products_that_are_subnormal_may_become_zero(seed: int) -> None:
     # Weights of 1e-37 or so, times cotangents below 1/16: the sum of a group's is a normal number, no product is.
     assert_exact(dataclasses.replace(STRUCTURES["decoding"], seed=seed), "bfloat16", tolerance=0.0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @settings(max_examples=60 if IS_THOROUGH else 2)  # each compiles
 @given(data=st.data())
@@ -205,6 +210,7 @@ NOTHING = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rule", NOTHING)
 def test_a_query_that_may_look_nowhere_gives_zeros_and_gets_none(rule: str) -> None:
     case = plain(Sizes(2, 1, 2, (129, 257), 5), slopes=[0.25, 0.0])
@@ -213,6 +219,7 @@ def test_a_query_that_may_look_nowhere_gives_zeros_and_gets_none(rule: str) -> N
         np.testing.assert_array_equal(array, np.zeros_like(array), err_msg=name)
 
 
+@pytest.mark.full
 def test_some_rows_that_see_nothing_leave_the_others_alone() -> None:
     # Queries before all keys, ids that no key has, and an entry without any visible key.
     case = plain(Sizes(3, 1, 2, (300, 257), 5), slopes=[0.25, 0.0])
@@ -227,6 +234,7 @@ def test_some_rows_that_see_nothing_leave_the_others_alone() -> None:
     assert np.all(found["result"][0, :, 50:90] != 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ids", [(-(2**31), 2**31 - 1), (-2, -1), (0, -2)], ids=str)
 def test_segments_of_any_number_and_masked_keys_are_told_apart(ids: tuple[int, int]) -> None:
     case = plain(Sizes(1, 1, 1, (300, 300), 5), slopes=[0.0])
@@ -235,6 +243,7 @@ def test_segments_of_any_number_and_masked_keys_are_told_apart(ids: tuple[int, i
         assert_exact(replaced(case, arguments=arguments))
 
 
+@pytest.mark.full
 def test_padding_that_hides_the_nearest_thousands_of_keys() -> None:
     # Who looks from afar sees keys that differ by a step of the bias, however far away all are.
     case = plain(Sizes(2, 1, 2, (130, 3000), 5), slopes=[0.5, 2.0])
@@ -242,6 +251,7 @@ def test_padding_that_hides_the_nearest_thousands_of_keys() -> None:
     assert_exact(replaced(case, arguments=arguments))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("q_offset", [3_000, FAR, 2**31 - 2_000])
 def test_queries_far_from_all_keys_tell_them_apart(q_offset: int) -> None:
     # With no scores, weights are those of a geometric series that begins at the last key, wherever the query is.
@@ -269,7 +279,7 @@ def long_case(form: str, length: int) -> Case:
     return replaced(case, arguments=LONG[form])
 
 
-@pytest.mark.parametrize("form", LONG)
+@pytest.mark.parametrize("form", first_of(LONG))
 def test_long_rows_are_exact_and_leave_out_what_is_far(form: str) -> None:
     case = long_case(form, 1000)
     shape, inputs, *_ = planned(case)
@@ -282,6 +292,7 @@ def test_long_rows_are_exact_and_leave_out_what_is_far(form: str) -> None:
     assert_exact(case)
 
 
+@pytest.mark.full
 def test_a_tolerance_of_zero_leaves_nothing_out() -> None:
     case = long_case("causal", 1000)
     shape, inputs, *_ = planned(case, tolerance=0.0)
@@ -295,6 +306,7 @@ def test_a_tolerance_of_zero_leaves_nothing_out() -> None:
         assert_within(array, Answer(all_of_it[name], 2 * budgets[name].budget))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tolerance", [0.3, 1e-3])
 def test_no_more_is_left_out_than_the_tolerance(tolerance: float) -> None:
     case = long_case("causal", 1000)
@@ -310,7 +322,7 @@ TABLES |= {name: STRUCTURES[name] for name in ("causal, more queries", "symmetri
 TABLES["long"] = long_case("symmetric", 3000)
 
 
-@pytest.mark.parametrize("structure", TABLES)
+@pytest.mark.parametrize("structure", first_of(TABLES, keep=2))
 @MANY
 @given(data=st.data())
 def test_tables_hold_the_blocks_that_are_needed_and_no_other(structure: str, data: st.DataObject) -> None:
@@ -407,7 +419,7 @@ def poisoned_keys(inputs: Inputs, shape: KernelShape, head: int, first: int, sto
     return inputs._replace(key=key, value=value, segment_ids=ids)
 
 
-@pytest.mark.parametrize("name", POISONED)
+@pytest.mark.parametrize("name", first_of(POISONED))
 def test_the_forward_pass_reads_no_key_that_is_not_needed(name: str) -> None:
     shape, inputs = poisoned_case(name)
     expected, log_sum_exps = map(np.asarray, run_forward(shape, inputs))
@@ -432,7 +444,7 @@ def cotangent_of(shape: KernelShape, inputs: Inputs) -> jax.Array:
     return by_head(jnp.asarray(values, jnp.float32), shape.q_blocks * shape.q_block)
 
 
-@pytest.mark.parametrize("name", POISONED)
+@pytest.mark.parametrize("name", first_of(POISONED))
 def test_the_gradient_of_queries_reads_no_key_that_is_not_needed(name: str) -> None:
     shape, inputs = poisoned_case(name)
     cotangent = cotangent_of(shape, inputs)
@@ -470,7 +482,7 @@ def test_the_gradient_of_queries_of_a_part_where_keys_have_a_mean(of_all_keys: b
     assert np.linalg.norm(found - exact) <= 2 * 2.0**-9 * np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize("name", POISONED)
+@pytest.mark.parametrize("name", first_of(POISONED))
 def test_the_gradient_of_keys_reads_no_query_that_is_not_needed(name: str) -> None:
     shape, inputs = poisoned_case(name)
     cotangent = cotangent_of(shape, inputs)
@@ -499,6 +511,7 @@ def test_the_gradient_of_keys_reads_no_query_that_is_not_needed(name: str) -> No
     assert all(np.isfinite(x).all() for x in whole)
 
 
+@pytest.mark.full
 def test_gaps_among_the_programs_are_bridged() -> None:
     # A copy is begun for the program that follows; between two that need keys there may be some that need none.
     shape, inputs = poisoned_case("causal")
@@ -513,6 +526,7 @@ def test_gaps_among_the_programs_are_bridged() -> None:
         assert np.all(np.delete(blocks, kept, axis=1) == 0)
 
 
+@pytest.mark.full
 def test_copies_are_waited_for() -> None:
     # Here a copy is made when it is waited for, not when it is begun, as it may be on a TPU, too.
     shape, inputs = poisoned_case("window")
@@ -529,6 +543,7 @@ def test_copies_are_waited_for() -> None:
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("blocks", [(128, 256), (256, 128), (512, 512)], ids=str)
 def test_blocks_of_any_size_give_the_same(blocks: tuple[int, int]) -> None:
     case = STRUCTURES["causal, more queries"]
@@ -572,6 +587,7 @@ def over_kv_heads(function: Callable[..., Any]) -> Callable[..., Any]:
     return mapped
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_transformations_keep_result_and_gradients(name: str) -> None:
     tensors = tensors_of(SMALL, "float32")
@@ -594,6 +610,7 @@ def result_and_gradients(*args: Any) -> Any:
 compiled_result_and_gradients = jax.jit(result_and_gradients, compiler_options=QUICKLY)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("axes", [(0, None, None, None), (None, 1, None, 0), (3, None, 2, 1), (None, None, None, 0)])
 def test_any_operand_may_be_mapped(axes: tuple[int | None, ...]) -> None:
     tensors = list(tensors_of(SMALL, "float32").values())
@@ -611,6 +628,7 @@ def test_any_operand_may_be_mapped(axes: tuple[int | None, ...]) -> None:
             np.testing.assert_allclose(found[index], answer, rtol=1e-4, atol=1e-5 * float(jnp.abs(answer).max()))
 
 
+@pytest.mark.full
 def test_ids_offsets_and_masks_may_be_mapped_too() -> None:
     query, key, value, slopes = tensors_of(SMALL, "float32").values()
     ids = jnp.stack([jnp.arange(140) // 70, jnp.arange(140) // 50])  # [mapped, kv_len], one for the whole batch
@@ -638,6 +656,7 @@ def test_one_compiled_program_serves_all_offsets() -> None:
         assert_within(np.asarray(compiled(jnp.asarray(q_offset, jnp.int32)), np.float64), length_first(answer))
 
 
+@pytest.mark.full
 def test_gradients_reach_what_slopes_are_made_of() -> None:
     # Learned logarithms, shared by pairs of heads and by the batch: the sum of all that they are used for.
     query, key, value, _ = tensors_of(SMALL, "float32").values()
@@ -653,6 +672,7 @@ def test_gradients_reach_what_slopes_are_made_of() -> None:
     assert_within(np.asarray(jax.grad(loss)(logarithms), np.float64), summed)
 
 
+@pytest.mark.full
 def test_gradients_of_some_inputs_only() -> None:
     tensors = tensors_of(SMALL, "float32").values()
     every = jax.grad(lambda *x: jnp.sum(jnp.sin(attend(*x))), (0, 1, 2, 3))(*tensors)
@@ -661,6 +681,7 @@ def test_gradients_of_some_inputs_only() -> None:
         np.testing.assert_array_equal(one, every[index])
 
 
+@pytest.mark.full
 def test_it_runs_without_being_compiled() -> None:
     tensors = tensors_of(SMALL, "float32")
     query, key, value = (tensors[name][:1, :3] for name in ("query", "key", "value"))
@@ -717,6 +738,7 @@ SHARDED = """
 """
 
 
+@pytest.mark.full
 def test_shard_map_divides_batch_and_heads() -> None:
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(SHARDED)], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
@@ -797,6 +819,7 @@ def test_nothing_in_gives_zeros_out(lengths: tuple[int, int]) -> None:
     np.testing.assert_array_equal(attend(query, key, key), np.zeros_like(query))
 
 
+@pytest.mark.full
 def test_what_is_not_finite_reaches_no_one_who_cannot_see_it() -> None:
     case = plain(Sizes(1, 1, 1, (300, 300), 4), slopes=[0.25])
     key = case.arrays["key"].copy()

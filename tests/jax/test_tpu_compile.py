@@ -16,7 +16,10 @@ pytest.importorskip("flax")
 
 from tests.support.tpu_programs import DIVIDED, SINGLE, TOPOLOGIES, TYPE_BYTES
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"),
+]
 
 GRADIENT = ", gradient"
 FORWARD_KERNELS = ["alibi_forward"]

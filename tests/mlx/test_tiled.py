@@ -12,6 +12,7 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 from alibi_mlx import attention  # noqa: E402
+from tests.support.full import first_of  # noqa: E402
 
 
 def test_a_tolerance_of_zero_evaluates_nothing() -> None:
@@ -50,8 +51,8 @@ def peak(compute: Callable[[], Any]) -> int:
     return mx.get_peak_memory() - before
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("form", [{}, {"is_causal": False}])
+@pytest.mark.parametrize("compiled", first_of([False, True]))
+@pytest.mark.parametrize("form", first_of([{}, {"is_causal": False}]))
 def test_memory_grows_with_the_length_alone(form: dict[str, Any], compiled: bool) -> None:
     wrap = mx.compile if compiled else lambda function: function
     rows = {}

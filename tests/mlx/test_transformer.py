@@ -1,4 +1,4 @@
-"""MLX's transformer and language model: PyTorch's weights, PyTorch's answers, and MLX's own ways."""
+"""What MLX's models alone have: caches that a refusal leaves alone, training, the compiler, low precision."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 from mlx import nn, optimizers  # noqa: E402
-from mlx.utils import tree_flatten  # noqa: E402
 
-from alibi_mlx import AlibiAttention, AlibiConfig, AlibiLanguageModel, AlibiTransformer  # noqa: E402
+from alibi_mlx import AlibiConfig, AlibiLanguageModel, AlibiTransformer  # noqa: E402
 
 SMALL = AlibiConfig(num_layers=3, embed_dim=28, num_heads=4, num_kv_heads=2, dropout=0.0, expansion_factor=2, bias=True)
 VOCAB_SIZE = 31
@@ -48,92 +47,6 @@ def lively_model(factor: float = 4, **changes: Any) -> AlibiLanguageModel:
     return model
 
 
-# PyTorch's weights
-
-
-@pytest.mark.parametrize("changes", [{}, {"bias": False, "num_kv_heads": None}], ids=["grouped", "plain"])
-def test_a_file_that_pytorch_wrote_gives_pytorchs_logits_and_back(changes, tmp_path):
-    torch, alibi_torch = pytest.importorskip("torch"), pytest.importorskip("alibi_torch")
-    from safetensors.torch import load_file, save_file
-
-    torch.manual_seed(0)
-    config = dataclasses.replace(SMALL, **changes)
-    source, path = alibi_torch.AlibiLanguageModel(config, VOCAB_SIZE).eval(), str(tmp_path / "model.safetensors")
-    for weight in source.transformer.blocks.parameters():
-        weight.data *= 2 if weight.ndim == 2 else 1
-    save_file(source.state_dict(), path)
-    model, prompt = AlibiLanguageModel(config, VOCAB_SIZE), tokens(2, 40)
-    assert np.abs(numpy(model(prompt)) - source(torch.tensor(prompt.tolist())).detach().numpy()).max() > 0.1
-    model.load_weights(path)
-    expected = source(torch.tensor(prompt.tolist())).detach().numpy()
-    assert_close(model(prompt), mx.array(expected))
-    assert model.generate(prompt, 30).tolist() == source.generate(torch.tensor(prompt.tolist()), 30).tolist()
-
-    model.update({"transformer": {"norm": {"bias": normal(SMALL.embed_dim)}}})
-    model.save_weights(path)
-    source.load_state_dict(load_file(path))
-    assert_close(model(prompt), mx.array(source(torch.tensor(prompt.tolist())).detach().numpy()))
-
-
-def test_an_encoder_of_pytorchs_gives_the_same(tmp_path):
-    torch, alibi_torch = pytest.importorskip("torch"), pytest.importorskip("alibi_torch")
-    from safetensors.torch import save_file
-
-    torch.manual_seed(0)
-    config = dataclasses.replace(SMALL, is_causal=False)
-    source, path = alibi_torch.AlibiTransformer(config).eval(), str(tmp_path / "model.safetensors")
-    save_file(source.state_dict(), path)
-    model, x = AlibiTransformer(config), normal(2, 13, SMALL.embed_dim)
-    model.load_weights(path)
-    mask = mx.arange(13) < 9
-    for arguments in ({}, {"mask": mask}):
-        given = {name: torch.tensor(array.tolist()) for name, array in arguments.items()}
-        assert_close(model(x, **arguments), mx.array(source(torch.from_numpy(numpy(x)), **given).detach().numpy()))
-
-
-# The transformer
-
-
-@pytest.mark.parametrize("shape", [(2, 5, 27), (5, 28), (2, 3, 5, 28)])
-def test_transformer_names_the_width_it_wants(shape):
-    with pytest.raises(ValueError, match=r"^x must have shape \(batch, length, embed_dim 28\), got"):
-        AlibiTransformer(SMALL)(mx.zeros(shape))
-
-
-def test_decoder_does_not_look_ahead():
-    model, x = AlibiTransformer(SMALL), normal(2, 13, SMALL.embed_dim)
-    changed = mx.concatenate([x[:, :7], normal(2, 6, SMALL.embed_dim, seed=1)], axis=1)
-    difference = np.abs(numpy(model(x)) - numpy(model(changed))).max(axis=(0, 2))
-    assert difference[:7].max() <= SMALL.embed_dim * EPS
-    assert difference[7:].min() > 1e-2
-
-
-def test_encoder_reads_both_ways_alike():
-    model, x = AlibiTransformer(dataclasses.replace(SMALL, is_causal=False)), normal(2, 13, SMALL.embed_dim)
-    forwards, backwards = model(x), model(x[:, ::-1])[:, ::-1]
-    assert_close(forwards, backwards)
-    shuffled = mx.roll(model(mx.roll(x, 3, axis=1)), -3, axis=1)
-    assert np.abs(numpy(forwards - shuffled)).max() > 1e-2  # it does sense positions
-
-
-def test_mask_and_segments_reach_every_block():
-    model, x = AlibiTransformer(SMALL), normal(2, 13, SMALL.embed_dim)
-    ids = mx.broadcast_to((mx.arange(13) >= 5).astype(mx.int32), (2, 13))
-    apart = mx.concatenate([model(x[:, :5]), model(x[:, 5:])], axis=1)
-    assert_close(model(x, segment_ids=ids), apart)
-    assert_close(model(x, mask=ids[:, None, :, None] == ids[:, None, None, :]), apart)
-
-
-@pytest.mark.parametrize("options", [{}, {"evict": True, "max_query_norm": 50.0}], ids=["all", "evicting"])
-def test_caches_continue_a_sequence(options):
-    model, x = AlibiTransformer(SMALL), normal(3, 13, SMALL.embed_dim)
-    caches = model.make_caches(3, 13, **options)
-    parts = [model(x[:, a:b], caches=caches) for a, b in ((0, 5), (5, 6), (6, 13))]
-    assert_close(mx.concatenate(parts, axis=1), model(x))
-    with pytest.raises(ValueError, match=r"^caches must be one a block \(3\), got 2"):
-        model(x, caches=caches[:2])
-
-
 @pytest.mark.parametrize("evict", [False, True])
 def test_a_model_whose_last_block_refuses_leaves_all_caches_as_they_were(evict):
     model, x = AlibiTransformer(SMALL), normal(1, 8, SMALL.embed_dim)
@@ -148,61 +61,8 @@ def test_a_model_whose_last_block_refuses_leaves_all_caches_as_they_were(evict):
     assert_close(model(x[:, 5:6], caches=caches), expected[:, 5:6])
 
 
-def test_attention_factory_replaces_attention_alone():
-    class Still(nn.Module):
-        def __call__(self, x, *, mask, segment_ids, cache):
-            return mx.zeros_like(x)
-
-    seen = []
-    model = AlibiTransformer(SMALL, attention=lambda config: seen.append(config) or Still())
-    assert seen == [SMALL] * SMALL.num_layers
-    x, order = normal(2, 5, SMALL.embed_dim), mx.array([3, 1, 4, 0, 2])
-    assert_close(model(x)[:, order], model(x[:, order]))  # no token hears of another
-
-
-# The language model
-
-
-def test_untrained_model_knows_nothing():
-    logits = AlibiLanguageModel(SMALL, VOCAB_SIZE)(tokens(17, 13))
-    assert logits.shape == (17, 13, VOCAB_SIZE)
-    assert 0.5 < numpy(logits).std() < 2
-
-
-def test_language_model_refuses_an_encoder():
-    with pytest.raises(ValueError, match=r"^is_causal must be True for a language model, got False"):
-        AlibiLanguageModel(dataclasses.replace(SMALL, is_causal=False), VOCAB_SIZE)
-
-
-def test_each_token_is_drawn_with_a_key_of_its_own():
-    model = AlibiLanguageModel(SMALL, VOCAB_SIZE)
-    drawn = model.generate(tokens(1, 1), 60, temperature=1e6, key=mx.random.key(0))[0, 1:].tolist()
-    assert len(set(drawn)) > 15  # of 31 equally likely ones
-
-
-def test_generate_turns_dropout_off_and_back_on():
-    model, prompt = lively_model(dropout=0.5), tokens(2, 5)
-    model.transformer.blocks[0].eval()
-    before = [module.training for module in model.modules()]
-    assert len(set(before)) == 2
-    assert model.generate(prompt, 20).tolist() == model.generate(prompt, 20).tolist()
-    assert [module.training for module in model.modules()] == before
-
-
-# What MLX does with modules
-
-
 def loss_of(model, batch):
     return nn.losses.cross_entropy(model(batch[:, :-1]), batch[:, 1:], reduction="mean")
-
-
-def test_gradients_reach_every_weight():
-    model = AlibiLanguageModel(SMALL, VOCAB_SIZE)
-    _, gradients = nn.value_and_grad(model, loss_of)(model, tokens(2, 13))
-    # A key's bias adds the same to every score of a row, so its gradient is 0 but for rounding.
-    silent = [name for name, x in tree_flatten(gradients) if not numpy(x).any() and not name.endswith("k_proj.bias")]
-    assert silent == []
-    assert len(tree_flatten(gradients)) == len(tree_flatten(model.parameters()))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -260,14 +120,3 @@ def test_a_quantized_model_computes_with_the_quantized_weights():
     assert_close(model(batch), exact(batch), terms=4 * 64)
     steps = [model(batch[:, i : i + 1], caches=caches) for i in range(13)]
     assert_close(mx.concatenate(steps, axis=1), exact(batch), terms=4 * 64)
-
-
-def test_weights_travel_through_a_file(tmp_path):
-    path = str(tmp_path / "model.safetensors")
-    model = AlibiLanguageModel(SMALL, VOCAB_SIZE, attention=lambda c: AlibiAttention(28, 4, learnable_slopes=True))
-    other = AlibiLanguageModel(SMALL, VOCAB_SIZE, attention=lambda c: AlibiAttention(28, 4, learnable_slopes=True))
-    model.transformer.blocks[1].attention.log_slopes = mx.array([-1.0, -0.5, -2.0, -3.0])
-    model.save_weights(path)
-    other.load_weights(path)
-    batch = tokens(2, 13)
-    assert np.array_equal(numpy(other(batch)), numpy(model(batch)))

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.full import as_parameter, in_full
+
 
 @dataclass(frozen=True)
 class Framework:
@@ -217,7 +219,9 @@ def param(item: Any, name: str, framework: Framework) -> Any:
 
 FRAMEWORKS = [param(f, f.name, f) for f in (NUMPY, STRICT, TORCH, JAX, MLX, DASK)]
 COMPILERS = [param(f, f.name, f) for f in (TORCH, JAX, MLX)]
-BACKENDS = [param(b, b.name, b.framework) for b in _BACKENDS]
-LAYER_BACKENDS = [param(b, b.name, b.framework) for b in _BACKENDS if b.module != "alibi_core"]
+# JAX compiles each call, and has little of its own in these.
+_IN_FULL = ("alibi_core[jax]", "alibi_jax[dense]")
+BACKENDS = [(in_full if b.name in _IN_FULL else as_parameter)(param(b, b.name, b.framework)) for b in _BACKENDS]
+LAYER_BACKENDS = [x for x in BACKENDS if x.values[0].module != "alibi_core"]
 LIBRARIES = [param(Backend(f, f"alibi_{f.name}", None), f.name, f) for f in (TORCH, JAX, MLX)]
-DIFFERENTIABLE = [param(b, b.name, b.framework) for b in _BACKENDS if b.framework.name in _GRADIENTS]
+DIFFERENTIABLE = [x for x in BACKENDS if x.values[0].framework.name in _GRADIENTS]

@@ -13,13 +13,12 @@ import datetime
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -559,26 +558,29 @@ def work(rank: int, store: str, names: list[str]) -> None:
 
 
 def main(*names: str) -> int:
-    """Start the processes, and pass on what they say."""
-    command = [sys.executable, *(f"-W{x}" for x in sys.warnoptions), "-m", "tests.support.parallel_processes"]
+    """Start the processes, copies of this one that need not load PyTorch again, and pass on what they say."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        processes = []
-        for rank in range(WORLD):
-            with (folder / f"lines{rank}").open("w", encoding="utf-8") as lines:
-                process = subprocess.Popen(
-                    [*command, "--rank", str(rank), str(folder / "store"), *(names or CHECKS)],
-                    env=os.environ | {"OMP_NUM_THREADS": "1"},
-                    stdout=lines,
-                )
-            processes.append(process)
-        status = max(process.wait() for process in processes)
+        processes = [forked(rank, folder, [*(names or CHECKS)]) for rank in range(WORLD)]
+        status = max(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes)
         for rank in range(WORLD):
             print((folder / f"lines{rank}").read_text(encoding="utf-8"), end="")
         return status
 
 
+def forked(rank: int, folder: Path, names: list[str]) -> int:
+    """Return the number of a new process that goes through checks, and writes its lines to a file."""
+    process = os.fork()
+    if process == 0:
+        try:
+            with (folder / f"lines{rank}").open("w", encoding="utf-8") as lines, redirect_stdout(lines):
+                work(rank, str(folder / "store"), names)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return process
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        work(int(sys.argv[2]), sys.argv[3], sys.argv[4:])
     sys.exit(main(*sys.argv[1:]))

@@ -37,6 +37,7 @@ def test_layer_compiles_whole_with_its_gradients(learnable_slopes: bool) -> None
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 def test_one_compiled_function_serves_varying_sizes() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(alibi_torch.attention, fullgraph=True)

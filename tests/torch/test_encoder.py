@@ -319,6 +319,7 @@ def test_copies_and_pickles_compute_the_same(family: str, tmp_path: Path) -> Non
             with_alibi(twin)
 
 
+@pytest.mark.full
 def test_compiled_is_the_same_without_a_graph_break(family: str) -> None:
     model = with_alibi(made(family, num_hidden_layers=1))
     compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
@@ -545,6 +546,7 @@ def test_refuses_what_would_pass_its_preparation_by(family: str) -> None:
 # --- Training ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_learns_what_distance_alone_tells(family: str) -> None:
     # Eight runs of four equal tokens, all runs different, an inner token of each masked: to be told by its neighbours.
     # Without positions all masks of a row get the same answer, so the loss is at least ln 8, whatever the weights.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -25,18 +26,20 @@ from torch.distributed.tensor.parallel import parallelize_module  # noqa: E402
 from alibi_core import Shards, shard_plan  # noqa: E402
 from alibi_torch import AlibiAttention, attention, parallel  # noqa: E402
 from alibi_torch.nn._checkpoint import FalconAttention  # noqa: E402
+from tests.support.full import in_full  # noqa: E402
+from tests.support.parallel_processes import CHECKS  # noqa: E402
 
 LIMIT = 200  # seconds, after which processes are hanging
 
 
-Found = dict[str, list[dict[str, Any]]]
+IN_FULL = ("four processes", "long")
 
 
-@pytest.fixture(scope="module")
-def found() -> Found:
-    """What all processes found, by check."""
+@functools.cache
+def found(*names: str) -> dict[str, list[dict[str, Any]]]:
+    """Return what all processes found, by check."""
     run = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.support.parallel_processes"],
+        [sys.executable, "-W", "error", "-m", "tests.support.parallel_processes", *names],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -44,61 +47,63 @@ def found() -> Found:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    lines: Found = {}
+    lines: dict[str, list[dict[str, Any]]] = {}
     for line in map(json.loads, run.stdout.splitlines()):
         lines.setdefault(line["name"], []).append(line)
     return lines
 
 
-def passed(found: Found, name: str) -> int:
+def passed(name: str) -> int:
     """Assert that no process found a problem, and return how many cases there were."""
-    lines = found[name]
+    lines = found(*(x for x in CHECKS if (x in IN_FULL) == (name in IN_FULL)))[name]
     problems = [f"process {x['rank']}: {x['problem']}" for x in lines if x["problem"]]
     assert not problems, "\n".join(problems)
     assert len(lines) == (3 if name == "absence" else 4)
     return int(lines[0]["cases"])
 
 
-@pytest.mark.parametrize(("name", "cases"), [("one process", 10), ("two processes", 30), ("four processes", 50)])
-def test_processes_give_the_exact_answer_and_gradients(found: Found, name: str, cases: int) -> None:
-    assert passed(found, name) == cases
+@pytest.mark.parametrize(
+    ("name", "cases"), [("one process", 10), ("two processes", 30), in_full(("four processes", 50))]
+)
+def test_processes_give_the_exact_answer_and_gradients(name: str, cases: int) -> None:
+    assert passed(name) == cases
 
 
-@pytest.mark.parametrize("name", ["bounds that data break", "long"])
-def test_hostile_and_long_sequences_are_exact_too(found: Found, name: str) -> None:
-    assert passed(found, name)
+@pytest.mark.parametrize("name", ["bounds that data break", in_full("long")])
+def test_hostile_and_long_sequences_are_exact_too(name: str) -> None:
+    assert passed(name)
 
 
-def test_processes_send_what_the_plan_says(found: Found) -> None:
-    assert passed(found, "bytes sent")
+def test_processes_send_what_the_plan_says() -> None:
+    assert passed("bytes sent")
 
 
-def test_second_derivatives_are_right_or_refused(found: Found) -> None:
-    assert passed(found, "second derivatives") == 2
+def test_second_derivatives_are_right_or_refused() -> None:
+    assert passed("second derivatives") == 2
 
 
-def test_heads_may_be_divided_besides_tokens(found: Found) -> None:
-    assert passed(found, "heads and tokens")
+def test_heads_may_be_divided_besides_tokens() -> None:
+    assert passed("heads and tokens")
 
 
-def test_decoding_with_a_divided_cache_is_attention_to_all_of_it(found: Found) -> None:
-    assert passed(found, "decoding")
+def test_decoding_with_a_divided_cache_is_attention_to_all_of_it() -> None:
+    assert passed("decoding")
 
 
-def test_a_layer_whose_heads_are_divided_is_the_whole_layer(found: Found) -> None:
-    assert passed(found, "tensor parallelism") == 6
+def test_a_layer_whose_heads_are_divided_is_the_whole_layer() -> None:
+    assert passed("tensor parallelism") == 6
 
 
-def test_the_example_in_the_readme_runs(found: Found) -> None:
-    assert passed(found, "readme")
+def test_the_example_in_the_readme_runs() -> None:
+    assert passed("readme")
 
 
-def test_processes_that_ask_for_different_things_all_refuse(found: Found) -> None:
-    assert passed(found, "differences") == 7
+def test_processes_that_ask_for_different_things_all_refuse() -> None:
+    assert passed("differences") == 7
 
 
-def test_a_process_that_stays_away_or_dies_is_an_error_and_no_hang(found: Found) -> None:
-    assert passed(found, "absence")
+def test_a_process_that_stays_away_or_dies_is_an_error_and_no_hang() -> None:
+    assert passed("absence")
 
 
 # --- On one process -------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from alibi_core.conformance._cases.data import DATA  # noqa: E402
 from alibi_torch._tiled import configuration  # noqa: E402
 from benchmarks.harness import timing as _timing  # noqa: E402
 from tests.support.frameworks import TORCH, Backend  # noqa: E402
+from tests.support.full import first_of  # noqa: E402
 from tests.support.tiles import (  # noqa: E402
     LONGER_CASES,
     TILINGS,
@@ -407,7 +408,7 @@ def long_attention(length: int, is_causal: bool, masked: bool) -> Callable[[], o
     return lambda: tiled(query, key, value, slopes, is_causal=is_causal, mask=mask).sum().backward()
 
 
-@pytest.mark.parametrize(("is_causal", "masked"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("is_causal", "masked"), first_of([(True, False), (False, True)]))
 def test_memory_grows_with_the_length_alone(is_causal: bool, masked: bool) -> None:
     length = 16_384
     peak = _timing.peak_growth("tests.torch.test_tiled:long_attention", length, is_causal, masked)

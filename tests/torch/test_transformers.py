@@ -899,6 +899,7 @@ def test_layers_on_several_devices(tmp_path: Path) -> None:
 BLOOMS_ACTIVATION = pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be")
 
 
+@pytest.mark.full
 @BLOOMS_ACTIVATION
 @pytest.mark.parametrize("name", FAMILIES)
 def test_compiled(name: str) -> None:
@@ -913,6 +914,7 @@ def test_compiled(name: str) -> None:
         assert (actual - expected).abs().max() <= 64 * torch.finfo(torch.float32).eps * expected.abs().max()
 
 
+@pytest.mark.full
 def test_generate_by_a_compiled_forward() -> None:
     torch.compiler.reset()
     model, tokens, mask = model_of("falcon"), tokens_of(3, 20), mask_of("right")
@@ -923,6 +925,7 @@ def test_generate_by_a_compiled_forward() -> None:
         assert torch.equal(model.generate(tokens, attention_mask=x, **options), text)
 
 
+@pytest.mark.full
 @BLOOMS_ACTIVATION
 def test_a_compiled_model_serves_many_lengths() -> None:
     torch.compiler.reset()
