@@ -4,7 +4,9 @@ Choose one with ``HYPOTHESIS_PROFILE=thorough``.
 """
 
 import os
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,3 +34,11 @@ def alibi_profile() -> str:
 def alibi_seed() -> int:
     """The same draws every time in CI; reports name the seed."""
     return 0 if settings().derandomize else time.time_ns() % 10**6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_compiled_programs_left() -> Iterator[None]:
+    """Forget JAX's compiled programs: a process that keeps those of all modules takes gigabytes, and may crash."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
