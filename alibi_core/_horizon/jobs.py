@@ -130,7 +130,8 @@ def jobs_of_entry(call: AttentionCall, ranges: KeyRanges, index: int, sizes: Til
 
 def _few_jobs(call: AttentionCall, ranges: KeyRanges, index: int) -> list[list[Job]]:
     """Return one job a head of one batch entry: with so few queries, what is not attention takes the time."""
-    first, stop, past, future = (getattr(ranges, name)[:, 0].astype(np.int64) for name in FIELDS)
+    first, stop, past, future = (getattr(ranges, name).astype(np.int64) for name in FIELDS)
+    first, stop, past, future = first.min(axis=1), stop.max(axis=1), past.max(axis=1), future.max(axis=1)
     first = np.maximum(first, call.q_offset - past + 1)
     stop = np.minimum(stop, call.q_offset + call.q_len - 1 + future)
     nothing = first >= stop

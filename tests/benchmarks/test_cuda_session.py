@@ -10,6 +10,8 @@ pytest.importorskip("torch")
 from benchmarks import cuda_session
 from benchmarks.research.cuda_static.machine_code import loops
 
+pytestmark = pytest.mark.full
+
 
 def found(folder):
     return json.loads((folder / "cuda-session.json").read_text())["steps"]

@@ -7,6 +7,8 @@ pytest.importorskip("rich")
 
 from benchmarks import encoders  # noqa: E402
 
+pytestmark = pytest.mark.full
+
 
 def test_a_quick_run_checks_numbers_and_judges_no_speed(tmp_path, monkeypatch):
     def peak_growth(function, *arguments):

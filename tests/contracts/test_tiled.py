@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from alibi_core.conformance._cases.case import LONGER, SIZES, Case, Sizes, cases
@@ -372,6 +372,15 @@ def test_gradients_of_a_few_queries_over_many_keys_are_exact(backend: Backend) -
 
 
 @EACH
+@example(
+    case=plain(Sizes(1, 2, 3, (2, 260), 4)),
+    data="equal_keys",
+    tiling=Tiling(
+        rows=(1, 1), few=3, blocks=3, bias_elements=1, plan_elements=1, kernel_elements=1, call_scores=0, short=0
+    ),
+    block=1,
+    tolerance=0.3,
+)  # a few queries in several blocks
 @given(
     case=ALL_SIZES,
     data=ANY_DATA,

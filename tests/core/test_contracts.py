@@ -348,7 +348,7 @@ def test_contracts_have_the_same_bits_everywhere(framework: Framework, contract:
 
 
 @pytest.mark.parametrize("framework", COMPILERS)
-@pytest.mark.parametrize("contract", CONTRACTS)
+@pytest.mark.parametrize("contract", first_of(CONTRACTS))
 def test_contracts_have_the_same_bits_compiled(framework: Framework, contract: str) -> None:
     assert_same_everywhere(framework, contract, framework.compiled)
 

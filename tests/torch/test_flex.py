@@ -339,7 +339,7 @@ def test_the_keys_of_one_query_are_divided_among_enough_parts() -> None:
 # --- The compiled kernel -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", first_of(COMPILED))
 def test_the_compiled_kernel_is_exact_to_rounding(name: str) -> None:
     lengths, arguments = CASES[name]
     inputs = tensors(lengths)
@@ -350,6 +350,7 @@ def test_the_compiled_kernel_is_exact_to_rounding(name: str) -> None:
         assert (torch.where(attends, 0.0, result) == 0).all()
 
 
+@pytest.mark.full
 def test_a_tolerance_is_kept_to() -> None:
     inputs = [0.5 * x for x in tensors((1000, 1000))]
     slopes = torch.full([HEADS], 0.05)
@@ -361,6 +362,7 @@ def test_a_tolerance_is_kept_to() -> None:
     assert (near - exact).abs().max() <= 2 * 0.01 * inputs[2].abs().max() + 4e-6
 
 
+@pytest.mark.full
 def test_varying_lengths_share_a_kernel() -> None:
     torch._dynamo.reset()
     _flex._compiled.cache_clear()

@@ -32,7 +32,7 @@ def key_of(
         rules: The other arguments, by name.
         most_keys: Longer calls are not remembered.
     """
-    if is_watched(*tensors) or any(x.device.type != "cpu" for x in tensors):
+    if is_watched(*tensors) or not all(_is_ordinary(x) and x.ndim > 2 for x in tensors):
         return None
     if most_keys is not None and tensors[1].shape[-2] > most_keys:
         return None
@@ -44,7 +44,7 @@ def key_of(
     rates = []
     for given in (slopes, future_slopes):
         if type(given) in (Tensor, torch.nn.Parameter):
-            if given.device.type != "cpu" or given.ndim != 1 or (given.requires_grad and torch.is_grad_enabled()):
+            if not _is_ordinary(given) or given.ndim != 1 or (given.requires_grad and torch.is_grad_enabled()):
                 return None
             given = (given.dtype, *given.tolist())
         elif given is not None and type(given) is not int:
@@ -67,6 +67,10 @@ def remember(key: Any, call: AttentionCall) -> None:
         _calls[key] = call.map_arrays(lambda array, _: array.clone())  # the caller may write to those given
     while len(_calls) > ROOM:
         _calls.popitem(last=False)
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_nested
 
 
 def is_watched(*tensors: Tensor) -> bool:

@@ -39,6 +39,8 @@ def is_short(call: AttentionCall, *, norms_are_known: bool = False) -> bool:
     how = tiling()
     if not call.sees_own_key or call.q_segment_ids is not None or call.added_key_bias is not None:
         return False
+    if _bias_elements(call, _rows(call)) > how.sizes.bias_elements:
+        return False
     if call.kv_len <= how.short or call.q_len > how.sizes.few:
         return call.kv_len <= how.short
     # Norms that are not known take a pass over the keys; of float32 that is half of what attention reads.
@@ -46,9 +48,23 @@ def is_short(call: AttentionCall, *, norms_are_known: bool = False) -> bool:
     return call.num_kv_heads * call.kv_len * call.head_dim < limit * how.short
 
 
+def _rows(call: AttentionCall, *, by_gradient: bool = False) -> int:
+    """Return how many queries a block has: fewer where a bias of many heads would be large."""
+    rows = min(call.q_len, next(rows for keys, rows in BLOCKS[by_gradient] if call.kv_len <= keys))
+    while rows > tiling().sizes.few and _bias_elements(call, rows) > tiling().sizes.bias_elements:
+        rows = -(-rows // 2)
+    return rows
+
+
+def _bias_elements(call: AttentionCall, rows: int) -> int:
+    """Return how large the bias of a block is, at most."""
+    entries = max(1 if x is None or x.ndim == 1 else x.shape[0] for x in (call.slopes, call.future_slopes))
+    return entries * call.num_heads * rows * (call.kv_len + rows)
+
+
 def short_jobs(call: AttentionCall, *, by_gradient: bool = False) -> list[Job]:
     """Return blocks of queries, with the keys that the call's direction and window let them see."""
-    rows = min(call.q_len, next(rows for keys, rows in BLOCKS[by_gradient] if call.kv_len <= keys))
+    rows = _rows(call, by_gradient=by_gradient)
     batch, heads = slice(0, call.batch[0]), slice(0, call.num_heads)
     before = call.kv_len if call.window_size is None else call.window_size
     after = 0 if call.is_causal else before
