@@ -13,7 +13,7 @@ import pytest
 
 import alibi_core
 from tests.support.frameworks import COMPILERS, FRAMEWORKS, NUMPY, Framework
-from tests.support.full import once_in_jax
+from tests.support.full import first_of, once_in_jax
 
 CONTRACTS = ("bloom", "falcon", "mpt", "geometric")
 KEY_ONLY = ("bloom", "falcon", "mpt")
