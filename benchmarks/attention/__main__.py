@@ -49,11 +49,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes: Sizes = SMALL[backend.name] if options.quick else FULL[backend.name][backend.device]
     if options.quick and backend.device != "cpu":
         sizes = replace(sizes, longest=None)  # that one is for the memory of a CPU
+    if options.up_to is not None:
+        timed, decoding = (
+            tuple(x for x in of if x.shape.length <= options.up_to) for of in (sizes.timed, sizes.decoding)
+        )
+        sizes = replace(sizes, timed=timed, decoding=decoding)
     run = Run(backend, sizes, lambda line: print(line, file=sys.stderr, flush=True))
     measurements = list(_measure(run, options.only))
 
     stem = f"attention-{backend.name}-{backend.device}"
-    path = harness.folder(options, options.only == list(SECTIONS)) / f"{stem}.json"
+    is_whole = options.only == list(SECTIONS) and options.up_to is None
+    path = harness.folder(options, is_whole) / f"{stem}.json"
     status = harness.conclude(
         path,
         measurements,
@@ -101,6 +107,7 @@ def _draw(run: Run, machine: dict[str, Any], path: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = harness.parser("attention", __doc__, SECTIONS)
     parser.add_argument("--backend", choices=BACKENDS, default="torch", help="whose attention (default %(default)s)")
+    parser.add_argument("--up-to", type=int, metavar="TOKENS", help="time no longer sequences")
     parser.add_argument("--device", choices=DEVICES, help="default the GPU's where there is one, else cpu")
     return parser
 
