@@ -367,7 +367,6 @@ def test_the_counterexample_is_small_and_the_diagnosis_names_the_mistake() -> No
     assert "uture keys are rewarded" in report.diagnoses[0].sentence
 
 
-@pytest.mark.full
 def test_the_same_seed_gives_the_same_report() -> None:
     adapter = only(attention=signed, name="signed")
     first, second = (check(adapter, seed=7) for _ in range(2))
@@ -397,7 +396,6 @@ def test_a_report_survives_json() -> None:
 # --- The plugin -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
 def test_the_plugin_makes_a_test_of_each_law(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     pytester.makepyfile("""
