@@ -70,7 +70,7 @@ def _label(ax: Axes, lengths: Sequence[int]) -> None:
     ax.grid(axis="y", color="#dddddd")
     ax.spines[["top", "right"]].set_visible(False)
     ax.axhline(1, color="#777777", linewidth=1.4, zorder=1, label="attention with no positions")
-    ax.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    ax.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=30)
     ax.set_xticks([], minor=True)
     ax.margins(x=0.06, y=0.08)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}x" if ratio >= 1 else f"1/{1 / ratio:g}"))
