@@ -65,6 +65,7 @@ from alibi_core._horizon import (
     ranges_on_host,
     reach,
     score_rounding,
+    seen_keys,
     tolerance_of,
 )
 from alibi_core._keywords import check_keywords, explains_keywords
@@ -154,6 +155,7 @@ __all__ = [
     "reach",
     "relative_positions",
     "score_rounding",
+    "seen_keys",
     "slope_values",
     "slopes",
     "tokens_beyond",

@@ -4,7 +4,7 @@ In goes a call and what is measured of its queries and keys, norms above all. Ou
 queries needs, as ranges, and the rectangles of scores, the jobs, in which a backend may compute them.
 """
 
-from alibi_core._horizon.jobs import FIELDS, Job, TileSizes, entry_of, jobs_of_entry, plain_jobs
+from alibi_core._horizon.jobs import FIELDS, Job, TileSizes, entry_of, jobs_of_entry, plain_jobs, seen_keys
 from alibi_core._horizon.measure import (
     KeyNorms,
     Measured,
@@ -59,6 +59,7 @@ __all__ = [
     "ranges_on_host",
     "reach",
     "score_rounding",
+    "seen_keys",
     "tiled_as",
     "tolerance_of",
 ]

@@ -97,13 +97,13 @@ def plain_jobs(call: AttentionCall, sizes: TileSizes) -> Iterator[Job]:
         batch = slice(index, min(index + entries, call.batch[0]))
         for q_start in range(0, call.q_len, rows):
             count = min(rows, call.q_len - q_start)
-            first, stop = _seen(call, q_start, count)
+            first, stop = seen_keys(call, q_start, count)
             if first >= stop:
                 first, stop = 0, 1  # something to see nothing of: such rows become zeros like all that see nothing
             yield Job(batch, slice(head, head + heads), q_start, count, 1, first, stop - first)
 
 
-def _seen(call: AttentionCall, q_start: int, rows: int) -> tuple[int, int]:
+def seen_keys(call: AttentionCall, q_start: int, rows: int) -> tuple[int, int]:
     """Return the first key, and the one after the last, that masks by position let some of these queries see."""
     if call.has_offset_array:
         return 0, call.kv_len

@@ -122,11 +122,9 @@ def checked(
 ) -> AttentionCall:
     """Return the call that arguments of :func:`attention` make, checked now or before."""
     known = memory.key_of((query, key, value), slopes, future_slopes, rules)
-    call = memory.recall(known)
-    if call is None:
-        call = AttentionCall.check(query, key, value, slopes, future_slopes=future_slopes, xp=xp, **rules)
-        memory.remember(known, call)
-    return call
+    return memory.recalled(
+        known, lambda: AttentionCall.check(query, key, value, slopes, future_slopes=future_slopes, xp=xp, **rules)
+    )
 
 
 def run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,19 +55,19 @@ def key_of(
     return sizes, *rates, numbers, tuple(map(type, numbers))  # 1, 1.0 and True are equal, but not as arguments
 
 
-def recall(key: Any) -> AttentionCall | None:
-    """Return the call of a key, if it is remembered."""
-    return None if key is None else _calls.get(key)
-
-
-def remember(key: Any, call: AttentionCall) -> None:
-    """Keep a call that was checked; of many, the last."""
+def recalled(key: Any, check: Callable[[], AttentionCall]) -> AttentionCall:
+    """Return the call of a key, checked before or now; of many that were checked, the last are kept."""
+    call = None if key is None else _calls.get(key)
+    if call is not None:
+        return call
+    call = check()
     if key is None:
-        return
+        return call
     with torch.inference_mode(False), torch.no_grad():  # what it keeps may take part in a differentiated call
         _calls[key] = call.map_arrays(lambda array, _: array.clone())  # the caller may write to those given
     while len(_calls) > ROOM:
         _calls.popitem(last=False)
+    return call
 
 
 def _is_ordinary(tensor: Tensor) -> bool:

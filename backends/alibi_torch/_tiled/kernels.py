@@ -451,11 +451,21 @@ class Biases:
         tile = self._call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
         last = replace(tile, q_len=1, kv_len=width, q_offset=back + job.rows - 1)
         row = _four_axes(last.bias()[0])  # [batch entries or 1, heads, 1, width]
-        copies = row.expand(-1, -1, job.rows, -1).contiguous()
-        # One element less than a row apart, rows move one to the right each.
-        batch, head, step, _ = copies.stride()
-        size = (*copies.shape[:3], kv_len)
-        return copies.as_strided(size, (batch, head, step - 1, 1), job.rows - 1)
+        return shifted(row, job.rows)
+
+
+def shifted(row: Tensor, rows: int) -> Tensor:
+    """Return ``[batch or 1, heads, rows, n]`` of a row ``[batch or 1, heads, 1, n + rows - 1]``, the last one's bias.
+
+    Each row is the one before, shifted to the right by one.
+    """
+    if rows == 1:
+        return row
+    copies = row.expand(-1, -1, rows, -1).contiguous()
+    # One element less than a row apart, rows move one to the right each.
+    batch, head, step, _ = copies.stride()
+    size = (*copies.shape[:3], row.shape[-1] - rows + 1)
+    return copies.as_strided(size, (batch, head, step - 1, 1), rows - 1)
 
 
 def _four_axes(tensor: Tensor) -> Tensor:

@@ -178,9 +178,9 @@ def _backward(
             planned = kernel_jobs(call, some.query, some.key, tolerance, known)
         return _tile_kernels.backward(call, some, planned, by_slopes=by_slopes)
 
-    is_plain = is_short(call, norms_are_known=norms is not None)
+    is_short_call = is_short(call, norms_are_known=norms is not None)
     with torch.autocast("cpu", enabled=False):  # gradients may be asked for where it is on
-        found = short.backward(call, dense) if is_plain and not by_slopes else None
+        found = short.backward(call, dense) if is_short_call and not by_slopes else None
         if found is not None:
             return *found, torch.zeros_like(slopes), torch.zeros_like(like)
         parts = [differentiate(*part, plan) for part, plan in itertools.zip_longest(_parts(call), plans)]

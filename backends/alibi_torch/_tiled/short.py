@@ -13,22 +13,19 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core.backend import Job
+from alibi_core.backend import Job, seen_keys
 from alibi_torch._tiled.configuration import tiling
-from alibi_torch._tiled.kernels import Saved, without_common_part
+from alibi_torch._tiled.kernels import Saved, shifted, without_common_part
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-# Queries in a block, by the number of keys: more of them waste scores on keys that only the last ones see, fewer take
-# more calls. Measured on AVX-512.
 KEPT = 2**18  # elements; a bias of so few is kept with its call, which may come again
 LONG_DECODING = 2**13  # times the keys of a short call: numbers in the keys of one batch entry
 CAST = 2**18  # elements that are cast at once
-BLOCKS = {
-    False: ((512, 64), (1024, 128), (math.inf, 256)),
-    True: ((512, 64), (1024, 128), (math.inf, 256)),  # of gradients
-}
+# Queries in a block, by the number of keys: more of them waste scores on keys that only the last ones see, fewer take
+# more calls. Measured on AVX-512.
+BLOCKS = ((512, 64), (1024, 128), (math.inf, 256))
 
 
 def is_short(call: AttentionCall, *, norms_are_known: bool = False) -> bool:
@@ -48,9 +45,9 @@ def is_short(call: AttentionCall, *, norms_are_known: bool = False) -> bool:
     return call.num_kv_heads * call.kv_len * call.head_dim < limit * how.short
 
 
-def _rows(call: AttentionCall, *, by_gradient: bool = False) -> int:
+def _rows(call: AttentionCall) -> int:
     """Return how many queries a block has: fewer where a bias of many heads would be large."""
-    rows = min(call.q_len, next(rows for keys, rows in BLOCKS[by_gradient] if call.kv_len <= keys))
+    rows = min(call.q_len, next(rows for keys, rows in BLOCKS if call.kv_len <= keys))
     while rows > tiling().sizes.few and _bias_elements(call, rows) > tiling().sizes.bias_elements:
         rows = -(-rows // 2)
     return rows
@@ -62,19 +59,16 @@ def _bias_elements(call: AttentionCall, rows: int) -> int:
     return entries * call.num_heads * rows * (call.kv_len + rows)
 
 
-def short_jobs(call: AttentionCall, *, by_gradient: bool = False) -> list[Job]:
+def short_jobs(call: AttentionCall) -> list[Job]:
     """Return blocks of queries, with the keys that the call's direction and window let them see."""
-    rows = _rows(call, by_gradient=by_gradient)
+    rows = _rows(call)
     batch, heads = slice(0, call.batch[0]), slice(0, call.num_heads)
-    before = call.kv_len if call.window_size is None else call.window_size
-    after = 0 if call.is_causal else before
     jobs = []
     for start in range(call.q_len % rows - rows if call.q_len % rows else 0, call.q_len, rows):
-        stop = start + rows
+        count = rows + min(start, 0)
         start = max(start, 0)
-        first, last = start + call.q_offset, stop - 1 + call.q_offset  # positions
-        kv_start, kv_stop = max(0, first - before), min(call.kv_len, last + 1 + after)
-        jobs.append(Job(batch, heads, start, stop - start, 1, kv_start, kv_stop - kv_start))
+        first, stop = seen_keys(call, start, count)
+        jobs.append(Job(batch, heads, start, count, 1, first, stop - first))
     return jobs
 
 
@@ -129,7 +123,7 @@ def backward(call: AttentionCall, saved: Saved) -> tuple[Tensor, Tensor, Tensor]
     key, logsumexp = centred
     by_query: list[Tensor] = []
     by_keys: list[Tensor] = []
-    jobs = short_jobs(call, by_gradient=True)
+    jobs = short_jobs(call)
     for job, bias in reversed(list(zip(jobs, _biases(call, jobs), strict=True))):
         some = slice(None), slice(None), job.queries
         keys = (x[:, :, job.keys] for x in (key, value))
@@ -180,10 +174,4 @@ def _shifted_rows(call: AttentionCall, rows: int, back: int, ahead: int) -> Tens
     row = row if row.ndim == 3 else row[None]
     first = call.q_offset + call.q_len - back - rows  # the distance farthest back, of the last query
     width = back + ahead + rows - 1
-    if rows == 1:
-        return row[:, :, None, first : first + width]
-    copies = row[:, :, None, first : first + width].expand(-1, -1, rows, -1).contiguous()
-    # One element less than a row apart, rows move one to the right each.
-    batch, head, step, _ = copies.stride()
-    size = (*copies.shape[:3], back + ahead)
-    return copies.as_strided(size, (batch, head, step - 1, 1), rows - 1)
+    return shifted(row[:, :, None, first : first + width], rows)

@@ -207,11 +207,8 @@ class KVCache:
         rules |= {"scale": scale, "tolerance": tolerance}
         # Steps of a text differ in their number of keys, which nothing that was checked depends on.
         known = memory.key_of((query, self.key, self.value), slopes, None, rules, most_keys=None)
-        call = memory.recall(known)
-        if call is None:
-            call = AttentionCall.check(query, key, value, slopes, xp=xp, **rules)
-            memory.remember(known, call)
-        else:
+        call = memory.recalled(known, lambda: AttentionCall.check(query, key, value, slopes, xp=xp, **rules))
+        if known is not None:
             call = replace(call, kv_len=self.length, q_offset=self.length - query.shape[2])
         if not call.has_offset_array:
             check_span(self.length, query.shape[2])
