@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -201,8 +201,8 @@ class AttentionCall:
             device: Of the arrays.
         """
         (*batch, num_heads, q_len, head_dim), (*_, num_kv_heads, kv_len, _) = shapes
-        fields: dict[str, Any] = dict.fromkeys(ARRAY_AXES) | vars(rules)
-        fields |= {name: array for name, array in arrays.items() if array is not None}
+        own = {field.name: getattr(rules, field.name) for field in fields(CallRules)}  # a backend may have further ones
+        own = dict.fromkeys(ARRAY_AXES) | own | {name: array for name, array in arrays.items() if array is not None}
         return cls(
             xp=xp,
             batch=tuple(batch),
@@ -214,7 +214,7 @@ class AttentionCall:
             dtype=dtype,
             working_dtype=working_dtype(xp, dtype),
             device=device,
-            **fields,
+            **own,
         )
 
     @property
@@ -226,8 +226,8 @@ class AttentionCall:
     @property
     def arrays(self) -> dict[str, Any]:
         """The arrays that the call has, by the names of its fields; ``replace(call, **arrays)`` puts others there."""
-        fields = {name: getattr(self, name) for name in ARRAY_AXES}
-        return {name: x for name, x in fields.items() if x is not None and not checks.is_int(x)}
+        found = {name: getattr(self, name) for name in ARRAY_AXES}
+        return {name: x for name, x in found.items() if x is not None and not checks.is_int(x)}
 
     def map_arrays(self, change: Callable[[Any, int], Any]) -> AttentionCall:
         """Return the call with ``change(array, axes)`` in place of each array, ``axes`` as in ``ARRAY_AXES``."""

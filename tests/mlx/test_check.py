@@ -276,7 +276,7 @@ def test_with_metal_it_says_which_calls_have_fused_kernels_and_why_others_do_not
 
 
 @pytest.mark.usefixtures("metal")
-@pytest.mark.parametrize("version", first_of([MIDDLE, OLDER]), ids=str)
+@pytest.mark.parametrize("version", first_of([pytest.param(MIDDLE), pytest.param(OLDER)]), ids=str)
 def test_an_mlx_that_cannot_be_asked_is_checked_all_the_same(version, monkeypatch, capsys):
     def older(*arrays, scale, mask=None):
         return metals_attention(*arrays, scale=scale, mask=mask)
