@@ -76,6 +76,7 @@ NOT_FOLDED = {
     "training": (40, 40, {"training": True}),
     "float32": (40, 40, {"dtype": mx.float32}),
     "123 features": (40, 40, {"head_dim": 123}),
+    "130 features": (40, 40, {"head_dim": 130}),
     "MLX 0.31": (40, 40, {"version": MIDDLE}),
     "MLX 0.30": (40, 40, {"version": (0, 30, 6)}),
 }
