@@ -182,6 +182,17 @@ def test_a_cache_travels_through_a_file_and_goes_on(tmp_path: Any) -> None:
     assert cache.empty()
 
 
+def test_a_batch_may_be_empty_and_become_so() -> None:
+    none, cache = mx.zeros((0,), mx.int32), KVCache()
+    for options in ({}, {"lengths": none}):
+        assert cache.append(*zeros(3, batch=0), **options)[0].shape[:2] == (0, KV_HEADS)
+        assert cache.attend(mx.zeros((0, HEADS, 3, HEAD_DIM)), **options).shape == (0, HEADS, 3, HEAD_DIM)
+    cache = KVCache()
+    cache.append(*zeros(3), lengths=mx.array([1, 3]))
+    cache.select_batch(none)
+    assert (cache.keys.shape[0], cache.length) == (0, 0)
+
+
 def test_values_may_have_features_of_their_own() -> None:
     cache, keys, values = KVCache(), normal(1, 1, 3, 4), normal(1, 1, 3, 6)
     cache.update_and_fetch(keys, values)

@@ -12,7 +12,7 @@ mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 from mlx import nn, optimizers  # noqa: E402
 
-from alibi_mlx import AlibiConfig, AlibiLanguageModel, AlibiTransformer  # noqa: E402
+from alibi_mlx import AlibiConfig, AlibiEncoder, AlibiLanguageModel, AlibiTransformer  # noqa: E402
 from tests.support.full import first_of  # noqa: E402
 
 SMALL = AlibiConfig(num_layers=3, embed_dim=28, num_heads=4, num_kv_heads=2, dropout=0.0, expansion_factor=2, bias=True)
@@ -60,6 +60,12 @@ def test_a_model_whose_last_block_refuses_leaves_all_caches_as_they_were(evict):
         model(x[:, 5:], caches=caches)
     assert [cache.offset for cache in caches] == [5, 5, 5]
     assert_close(model(x[:, 5:6], caches=caches), expected[:, 5:6])
+
+
+@pytest.mark.parametrize("options", [{}, {"lengths": []}, {"mask": np.ones((0, 5), bool)}, {"pooling": "cls"}], ids=str)
+def test_no_texts_have_no_vectors(options):
+    encoder = AlibiEncoder(dataclasses.replace(SMALL, num_layers=1, is_causal=False), VOCAB_SIZE)
+    assert encoder.encode(mx.zeros((0, 5), mx.int32), **options).shape == (0, SMALL.embed_dim)
 
 
 def loss_of(model, batch):

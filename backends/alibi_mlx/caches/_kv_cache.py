@@ -97,14 +97,14 @@ class KVCache:
 
     def _append_by_row(self, key: mx.array, value: mx.array, counts: np.ndarray[Any, Any]) -> tuple[mx.array, mx.array]:
         tokens = RowTokens.of(self._held(counts.size), counts)
-        end = int(tokens.ends.max())
+        end = int(tokens.ends.max(initial=0))
         keys, values = self._with_room(key, value, end)
         rows, columns, slots = (mx.array(x.astype(np.int32)) for x in (tokens.rows, tokens.columns, tokens.slots))
         if tokens.rows.size:
             keys[rows, :, slots] = key[rows, :, columns]
             values[rows, :, slots] = value[rows, :, columns]
         self._hold(tokens.ends)
-        self._measured = min(self._measured, int((tokens.ends - counts).min()))
+        self._measured = int((tokens.ends - counts).min(initial=self._measured))
         return keys[..., :end, :], values[..., :end, :]
 
     @property
@@ -171,7 +171,7 @@ class KVCache:
         key, value = self.state[:2]
         if lengths is not None or self.lengths is not None:
             offsets = self._held(query.shape[0]) - _counts(lengths, *query.shape[:3:2])
-            check_span(self.offset, self.offset - int(offsets.min()))
+            check_span(self.offset, self.offset - int(offsets.min(initial=self.offset)))
             rules["q_offset"] = mx.array(offsets.astype(np.int32))
         call = AttentionCall.check(query, key, value, slopes, scale=scale, tolerance=tolerance, xp=mx, **rules)
         if not call.has_offset_array:
@@ -316,7 +316,7 @@ class KVCache:
         return np.full(batch_size, self.offset) if self.lengths is None else np.asarray(self.lengths)
 
     def _hold(self, lengths: np.ndarray[Any, Any]) -> None:
-        self.lengths, self.offset = mx.array(lengths.astype(np.int32)), int(lengths.max())
+        self.lengths, self.offset = mx.array(lengths.astype(np.int32)), int(lengths.max(initial=0))
 
     def _check_offset(self) -> None:
         capacity = 0 if self.keys is None else self.keys.shape[2]
