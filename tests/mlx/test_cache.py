@@ -189,6 +189,9 @@ def test_a_batch_may_be_empty_and_become_so() -> None:
         assert cache.attend(mx.zeros((0, HEADS, 3, HEAD_DIM)), **options).shape == (0, HEADS, 3, HEAD_DIM)
     cache = KVCache()
     cache.append(*zeros(3), lengths=mx.array([1, 3]))
+    with pytest.raises(IndexError):
+        cache.select_batch(mx.array([5]))
+    assert cache.keys.shape[0] == 2  # as it was
     cache.select_batch(none)
     assert (cache.keys.shape[0], cache.length) == (0, 0)
 

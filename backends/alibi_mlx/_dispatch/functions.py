@@ -32,9 +32,7 @@ def attend(
 
     Args:
         call: With one batch axis.
-        query: ``[batch, num_heads, q_len, head_dim]``.
-        key: ``[batch, num_kv_heads, kv_len, head_dim]``.
-        value: Likewise.
+        query, key, value: ``[batch, heads, length, head_dim]``.
         forward: Computes the result, given the same and a function that returns the jobs.
         plan: Returns the jobs.
     """

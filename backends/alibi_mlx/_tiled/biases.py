@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import mlx.core as mx
 
 from alibi_core import AttentionCall
@@ -20,21 +22,20 @@ class Biases:
         self._tiles: dict[tuple[int, ...], mx.array] = {}  # the last one made, under what it is made of
 
     def of(self, job: Job) -> tuple[mx.array, mx.array | None]:
-        """Return a job's bias, ``[batch entries or 1, heads, rows, kv_len]``, and where its queries see something.
+        """Return a job's bias, ``[batch entries or 1, heads, rows, kv_len]``, and which queries see a key.
 
-        Where is ``[..., rows, 1]``; None for everywhere.
+        The second are booleans, ``[..., rows, 1]``; None if all queries do.
         """
         if not self._is_toeplitz(job):
             tile = self._call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
             bias, attends = tile.bias()
             return _four_axes(bias), None if attends is None else _four_axes(attends)
         back = job.back + self._call.q_offset
-        line = _four_axes(self._call.bias_by_distance[..., None, :])[:, :, 0]
-        of_each = line.shape[0] > 1  # batch entry; else one is for all
+        of_each = self._line.shape[0] > 1  # batch entry; else one is for all
         batch = (job.batch.start, job.batch.stop) if of_each else (0, 1)
         made_of = (*batch, job.heads.start, job.heads.stop, job.rows, job.kv_len, back)
         if made_of not in self._tiles:
-            self._tiles = {made_of: self._toeplitz(job, line[slice(*batch), job.heads], back)}
+            self._tiles = {made_of: self._toeplitz(job, self._line[slice(*batch), job.heads], back)}
         return self._tiles[made_of], None
 
     def distances(self, job: Job) -> tuple[mx.array, mx.array | None]:
@@ -54,6 +55,11 @@ class Biases:
         # In two steps, for less than 0 counts as 0, and a difference of two offsets need not fit into int32.
         past, future = (mx.maximum(mx.maximum(x, 0) - outside, 0).astype(mx.float32) for x in (-ahead, ahead))
         return past, None if self._call.is_causal else future
+
+    @cached_property
+    def _line(self) -> mx.array:
+        """The biases of keys by their distance, ``[batch or 1, heads, q_len + kv_len - 1]``."""
+        return _four_axes(self._call.bias_by_distance[..., None, :])[:, :, 0]
 
     def _is_toeplitz(self, job: Job) -> bool:
         """Whether bias depends on distance alone, and each query's own key is among the job's, to count it from."""

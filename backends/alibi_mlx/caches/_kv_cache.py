@@ -204,12 +204,13 @@ class KVCache:
         Args:
             indices: ``[batch]`` integers, for a batch size that may be another than before.
         """
+        held = None if self.lengths is None else self._held()[np.asarray(indices)]  # first, for it may raise
         if self.keys is not None:
             self.keys, self.values = (mx.take(x, indices, axis=0) for x in (self.keys, self.values))
         self._norms = None if self._norms is None else mx.take(self._norms, indices, axis=0)
         self.batch_size = None if self.batch_size is None else len(indices)
-        if self.lengths is not None:
-            self._hold(self._held()[np.asarray(indices)])
+        if held is not None:
+            self._hold(held)
 
     @property
     def length(self) -> int:
