@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from alibi_core._arrays import (
@@ -115,28 +116,13 @@ def bias(
             f"segment_ids must be None, got {type(segment_ids).__name__}: bias knows lengths alone; "
             "bias_from_positions takes positions with q_segment_ids and kv_segment_ids"
         )
-    rule = Contract.check(
-        contract,
-        slopes,
-        is_causal=is_causal,
-        future_slopes=future_slopes,
-        allow_negative_slopes=allow_negative_slopes,
-    )
     q_len = checks.non_negative_int("q_len", q_len)
     kv_len = q_len if kv_len is None else checks.non_negative_int("kv_len", kv_len)
     q_offset = kv_len - q_len if q_offset is None else checks.integer("q_offset", q_offset)
     checks.positions_fit(q_offset, q_len, kv_len)
-    is_positive = checks.is_int(slopes) and future_slopes is None
-    xp, slopes, future_slopes, dtype, device = _resolve(
-        slopes, future_slopes, is_causal, allow_negative_slopes, rule, xp=xp, dtype=dtype, device=device
-    )
-    kv_positions = arange(xp, kv_len, device)
-    relative = relative_positions(xp, arange(xp, q_len, device) + q_offset, kv_positions)
-    visible = relative <= 0 if is_causal else None
-    if rule.is_key_only:
-        return _masked(xp, _contract_row(xp, rule, slopes, kv_positions, dtype), visible)
-    bias = linear_bias(xp, slopes, future_slopes, relative, visible, is_causal=is_causal, is_positive=is_positive)
-    return astype(xp, bias, dtype)
+    made_of = _Parts.check(contract, slopes, future_slopes, is_causal, allow_negative_slopes, xp, dtype, device)
+    queries, keys = (arange(made_of.xp, length, made_of.device) for length in (q_len, kv_len))
+    return made_of.between(relative_positions(made_of.xp, queries + q_offset, keys), keys)
 
 
 def bias_from_positions(
@@ -197,18 +183,6 @@ def bias_from_positions(
         >>> bias_from_positions(8, positions, positions, **contract)[0].tolist()
         [[0.0, -inf, -inf], [-inf, 0.0, -inf], [-inf, 0.0, 0.5]]
     """
-    rule = Contract.check(
-        contract,
-        slopes,
-        is_causal=is_causal,
-        future_slopes=future_slopes,
-        allow_negative_slopes=allow_negative_slopes,
-    )
-    if rule.counts_from == "last key":
-        raise ValueError(
-            f"contract must be one that knows positions, got {contract!r}, which counts columns; bias takes it, with "
-            "any padding"
-        )
     if (q_segment_ids is None) != (kv_segment_ids is None):
         raise ValueError("q_segment_ids and kv_segment_ids must be given together, got one of them")
     named = {"q_positions": q_positions, "kv_positions": kv_positions}
@@ -225,24 +199,22 @@ def bias_from_positions(
         raise ValueError(
             f"kv_positions must be on the device of q_positions, {device}, got {device_of(xp, kv_positions)}"
         )
-    is_positive = checks.is_int(slopes) and future_slopes is None
-    xp, placed, future, dtype, _ = _resolve(
-        slopes, future_slopes, is_causal, allow_negative_slopes, rule, xp=xp, dtype=dtype, device=device
-    )
-    batch = _leading_shape({name: array.shape[:-1] for name, array in named.items()} | {"slopes": placed.shape[:-1]})
+    made_of = _Parts.check(contract, slopes, future_slopes, is_causal, allow_negative_slopes, xp, dtype, device)
+    if made_of.rule.counts_from == "last key":
+        raise ValueError(
+            f"contract must be one that knows positions, got {contract!r}, which counts columns; bias takes it, with "
+            "any padding"
+        )
+    leading = {name: array.shape[:-1] for name, array in named.items()}
+    batch = _leading_shape(leading | {"slopes": made_of.slopes.shape[:-1]})
     if q_segment_ids is not None and kv_segment_ids is not None:
         checks.broadcastable("q_segment_ids", q_segment_ids.shape, (*batch, q_positions.shape[-1]), "..., q_len")
         checks.broadcastable("kv_segment_ids", kv_segment_ids.shape, (*batch, kv_positions.shape[-1]), "..., kv_len")
-    relative = with_head_axis(relative_positions(xp, q_positions, kv_positions))
-    visible = relative <= 0 if is_causal else None
+    relative, same = with_head_axis(relative_positions(xp, q_positions, kv_positions)), None
     if q_segment_ids is not None and kv_segment_ids is not None:
         q_ids, kv_ids = (signed(xp, ids) for ids in (q_segment_ids, kv_segment_ids))  # PyTorch compares no others
         same = with_head_axis(q_ids[..., :, None] == kv_ids[..., None, :])
-        visible = same if visible is None else xp.logical_and(visible, same)  # as in AttentionCall.visible
-    if rule.is_key_only:
-        return _masked(xp, _contract_row(xp, rule, placed, kv_positions, dtype), visible)
-    bias = linear_bias(xp, placed, future, relative, visible, is_causal=is_causal, is_positive=is_positive)
-    return astype(xp, bias, dtype)
+    return made_of.between(relative, kv_positions, same)
 
 
 def key_bias(
@@ -283,28 +255,15 @@ def key_bias(
         >>> key_bias(1, 4).tolist()
         [[[-0.01171875, -0.0078125, -0.00390625, 0.0]]]
     """
-    rule = Contract.check(contract, slopes, allow_negative_slopes=allow_negative_slopes)
     kv_len = checks.non_negative_int("kv_len", kv_len)
     checks.positions_fit(0, 0, kv_len)
-    xp, slopes, _, dtype, device = _resolve(
-        slopes, None, True, allow_negative_slopes, rule, xp=xp, dtype=dtype, device=device
-    )
-    if rule.is_key_only:
-        return _contract_row(xp, rule, slopes, arange(xp, kv_len, device), dtype)
-    relative = (arange(xp, kv_len, device) - (kv_len - 1))[None, :]  # [1, kv_len]
-    return astype(xp, linear_bias(xp, slopes, None, relative, None, is_causal=True), dtype)
-
-
-def _contract_row(xp: Namespace, rule: Contract, slopes: Any, kv_positions: Any, dtype: DType) -> Any:
-    """Return a key-only contract's bias of every key, ``[..., num_heads, 1, kv_len]``, in the dtype the model adds."""
-    kv_positions = signed(xp, kv_positions)
-    counts = kv_positions - (kv_positions.shape[-1] - 1) if rule.counts_from == "last key" else kv_positions
-    return astype(xp, rule.row(xp, slopes, counts), dtype)
-
-
-def _masked(xp: Namespace, row: Any, visible: Any) -> Any:
-    """Return ``row`` for every query, -inf where it is not visible."""
-    return xp.where(visible, row, asarray(xp, float("-inf"), row.dtype, device_of(xp, row)))
+    made_of = _Parts.check(contract, slopes, None, True, allow_negative_slopes, xp, dtype, device)
+    keys = arange(made_of.xp, kv_len, made_of.device)
+    if made_of.rule.is_key_only:
+        return made_of.of_keys(keys)
+    relative = (keys - (kv_len - 1))[None, :]  # [1, kv_len]
+    row = linear_bias(made_of.xp, made_of.slopes, None, relative, None, is_causal=True)
+    return astype(made_of.xp, row, made_of.dtype)
 
 
 def relative_positions(xp: Namespace, q_positions: Any, kv_positions: Any) -> Any:
@@ -352,53 +311,100 @@ def linear_bias(
     return result
 
 
-def _resolve(
-    slopes: Any,
-    future_slopes: Any | None,
-    is_causal: bool,
-    allow_negative: bool,
-    rule: Contract,
-    *,
-    xp: Namespace | None,
-    dtype: DType | None,
-    device: Device | None,
-) -> tuple[Namespace, Any, Any | None, DType, Device | None]:
-    """Check slopes and place them: namespace, slopes and future slopes in the product's dtype, result dtype, device."""
-    checks.direction(is_causal, future_slopes)
-    checks.boolean("allow_negative_slopes", allow_negative)
-    given = {"slopes": slopes} | ({} if future_slopes is None else {"future_slopes": future_slopes})
-    arrays = {name: checks.array(name, value) for name, value in given.items() if not checks.is_int(value)}
-    xp = namespace_of(*arrays.values(), xp=xp)
-    known_device(xp, device)
-    for name, value in arrays.items():
-        if checks.floating_array(xp, name, value).ndim < 1 or value.shape[-1] < 1:
-            raise ValueError(
-                f"{name} must have shape (..., num_heads) with at least one head, got {tuple(value.shape)}"
-            )
-    named = "dtype"
-    if dtype is None:
-        named, dtype = "dtype, by default that of slopes,", next((value.dtype for value in arrays.values()), xp.float32)
-    dtype = checks.floating_dtype(xp, named, dtype)
-    rule.check_dtype(xp, dtype)
-    working = xp.float32 if rule.is_key_only else working_dtype(xp, dtype)
-    for name, value in arrays.items():
-        checks.slopes_values(name, value, allow_negative=allow_negative, working=working)
-    for name, value in arrays.items():
-        place = device_of(xp, value)
-        device = place if device is None else device
-        if place is not None and str(place) != str(device):
-            raise ValueError(f"{name} must be on the device of the result, {device}, got {place}")
-    resolved = place_slopes(xp, slopes, working, device, contract=rule.name)
-    if future_slopes is None:
-        return xp, resolved, None, dtype, device
-    if checks.is_int(future_slopes):
-        checks.slopes_count("future_slopes", future_slopes, resolved.shape[-1], "")
-    future = place_slopes(xp, future_slopes, working, device)
-    if tuple(future.shape) not in (tuple(resolved.shape), tuple(resolved.shape[-1:])):
-        raise ValueError(
-            f"future_slopes must have the shape of slopes, {tuple(resolved.shape)}, got {tuple(future.shape)}"
-        )
-    return xp, resolved, future, dtype, device
+@dataclass(frozen=True)
+class _Parts:
+    """What a bias is made of besides positions: checked, and where it is to be computed."""
+
+    xp: Namespace
+    rule: Contract
+    slopes: Any  # like future_slopes, in the dtype that products are formed in
+    future_slopes: Any | None
+    is_causal: bool
+    is_positive: bool  # whether the slopes are known to be positive constants
+    dtype: DType
+    device: Device | None
+
+    @classmethod
+    def check(
+        cls,
+        contract: str,
+        slopes: Any,
+        future_slopes: Any | None,
+        is_causal: bool,
+        allow_negative: bool,
+        xp: Namespace | None,
+        dtype: DType | None,
+        device: Device | None,
+    ) -> _Parts:
+        rule = Contract.check(contract, slopes, future_slopes, is_causal, allow_negative)
+        checks.direction(is_causal, future_slopes)
+        checks.boolean("allow_negative_slopes", allow_negative)
+        given = {"slopes": slopes} | ({} if future_slopes is None else {"future_slopes": future_slopes})
+        arrays = {name: checks.array(name, value) for name, value in given.items() if not checks.is_int(value)}
+        xp = namespace_of(*arrays.values(), xp=xp)
+        known_device(xp, device)
+        for name, value in arrays.items():
+            if checks.floating_array(xp, name, value).ndim < 1 or value.shape[-1] < 1:
+                raise ValueError(
+                    f"{name} must have shape (..., num_heads) with at least one head, got {tuple(value.shape)}"
+                )
+        named = "dtype"
+        if dtype is None:
+            named = "dtype, by default that of slopes,"
+            dtype = next((value.dtype for value in arrays.values()), xp.float32)
+        dtype = checks.floating_dtype(xp, named, dtype)
+        rule.check_dtype(xp, dtype)
+        working = xp.float32 if rule.is_key_only else working_dtype(xp, dtype)
+        for name, value in arrays.items():
+            checks.slopes_values(name, value, allow_negative=allow_negative, working=working)
+        for name, value in arrays.items():
+            place = device_of(xp, value)
+            device = place if device is None else device
+            if place is not None and str(place) != str(device):
+                raise ValueError(f"{name} must be on the device of the result, {device}, got {place}")
+        past, future = place_slopes(xp, slopes, working, device, contract=rule.name), None
+        if future_slopes is not None:
+            if checks.is_int(future_slopes):
+                checks.slopes_count("future_slopes", future_slopes, past.shape[-1], "")
+            future = place_slopes(xp, future_slopes, working, device)
+            if tuple(future.shape) not in (tuple(past.shape), tuple(past.shape[-1:])):
+                raise ValueError(
+                    f"future_slopes must have the shape of slopes, {tuple(past.shape)}, got {tuple(future.shape)}"
+                )
+        return cls(xp, rule, past, future, is_causal, checks.is_int(slopes) and future is None, dtype, device)
+
+    def between(self, relative: Any, kv_positions: Any, same: Any | None = None) -> Any:
+        """Return the bias of every query and key, given where their segments are the same; None for everywhere."""
+        xp = self.xp
+        visible = relative <= 0 if self.is_causal else None
+        if same is not None:
+            visible = same if visible is None else xp.logical_and(visible, same)  # as in AttentionCall.visible
+        if self.rule.is_key_only:
+            row = self.of_keys(kv_positions)
+            return xp.where(visible, row, asarray(xp, float("-inf"), row.dtype, device_of(xp, row)))
+        rules = {"is_causal": self.is_causal, "is_positive": self.is_positive}
+        return astype(xp, linear_bias(xp, self.slopes, self.future_slopes, relative, visible, **rules), self.dtype)
+
+    def of_keys(self, kv_positions: Any) -> Any:
+        """Return a key-only contract's bias, ``[..., num_heads, 1, kv_len]``, in the dtype that the model adds."""
+        counts = signed(self.xp, kv_positions)
+        if self.rule.counts_from == "last key":
+            counts = counts - (counts.shape[-1] - 1)
+        return astype(self.xp, self.rule.row(self.xp, self.slopes, counts), self.dtype)
+
+
+def slopes_of_any_sign(slopes: int | Array, *others: Any) -> tuple[Namespace, Any]:
+    """Return the namespace of slopes and other arrays, and the slopes in the dtype that products are formed in."""
+    arrays = [] if checks.is_int(slopes) else [checks.array("slopes", slopes)]
+    xp = namespace_of(*arrays, *others)
+    device = next((device_of(xp, array) for array in (*arrays, *others)), None)
+    if not arrays:
+        return xp, place_slopes(xp, slopes, xp.float32, device)
+    if checks.floating_array(xp, "slopes", slopes).ndim < 1:
+        raise ValueError("slopes must have shape (..., num_heads), got ()")
+    working = working_dtype(xp, arrays[0].dtype)
+    checks.slopes_values("slopes", slopes, allow_negative=True, working=working)
+    return xp, place_slopes(xp, slopes, working, device)
 
 
 def working_dtype(xp: Namespace, dtype: DType) -> DType:

@@ -44,19 +44,9 @@ class EvictionRules:
     def check(
         cls, slopes: Any, values: Any, max_query_norm: Any, *, scale: Any, window_size: Any, tolerance: Any
     ) -> EvictionRules:
-        """Check the arguments that the evicting caches of all backends have.
+        """Check the arguments that the evicting caches of all backends have, as they were given.
 
-        Args:
-            slopes: As given.
-            values: A copy of them in NumPy; None if they cannot be read.
-            max_query_norm: As given, like the rest.
-            scale: Likewise.
-            window_size: Likewise.
-            tolerance: Likewise.
-
-        Raises:
-            TypeError: If an argument is of the wrong kind.
-            ValueError: If a value is out of range, or slopes hold no values to read.
+        ``values`` are the slopes in NumPy; None if they cannot be read.
         """
         if len(getattr(slopes, "shape", ())) != 1:
             raise TypeError(f"slopes must be an array of one axis, got {getattr(slopes, 'shape', slopes)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,9 +28,17 @@ from alibi_core._mask import check_mask, check_score_axes
 HEADS_FIRST = ("heads", "length", "head_dim")
 LENGTH_FIRST = ("length", "heads", "head_dim")
 TENSORS = ("query", "key", "value")
-# The arrays of a call, and how many axes each has besides those of the batch, which come first and may be missing.
-ARRAY_AXES = {"slopes": 1, "future_slopes": 1, "q_offset": 0, "q_segment_ids": 1, "kv_segment_ids": 1, "mask": 3}
-ARRAY_AXES |= {"added_key_bias": 2}
+# The arrays of a call, and what their axes count besides those of the batch, which come first and may be missing.
+_AXES: dict[str, tuple[str, ...]] = {
+    "slopes": ("heads",),
+    "future_slopes": ("heads",),
+    "q_offset": (),
+    "q_segment_ids": ("queries",),
+    "kv_segment_ids": ("keys",),
+    "mask": ("heads", "queries", "keys"),
+    "added_key_bias": ("heads", "keys"),
+}
+ARRAY_AXES = {name: len(axes) for name, axes in _AXES.items()}
 FARTHEST = 2**30  # tokens that an offset in an array may be from the first key, so that int32 holds positions
 
 
@@ -193,8 +201,8 @@ class AttentionCall:
             device: Of the arrays.
         """
         (*batch, num_heads, q_len, head_dim), (*_, num_kv_heads, kv_len, _) = shapes
-        fields: dict[str, Any] = dict.fromkeys(ARRAY_AXES) | {"q_offset": rules.q_offset}
-        fields |= {name: array for name, array in arrays.items() if array is not None}
+        own = {field.name: getattr(rules, field.name) for field in fields(CallRules)}  # a backend may have further ones
+        own = dict.fromkeys(ARRAY_AXES) | own | {name: array for name, array in arrays.items() if array is not None}
         return cls(
             xp=xp,
             batch=tuple(batch),
@@ -206,12 +214,7 @@ class AttentionCall:
             dtype=dtype,
             working_dtype=working_dtype(xp, dtype),
             device=device,
-            is_causal=rules.is_causal,
-            window_size=rules.window_size,
-            scale=rules.scale,
-            tolerance=rules.tolerance,
-            shares_ids=rules.shares_ids,
-            **fields,
+            **own,
         )
 
     @property
@@ -223,8 +226,8 @@ class AttentionCall:
     @property
     def arrays(self) -> dict[str, Any]:
         """The arrays that the call has, by the names of its fields; ``replace(call, **arrays)`` puts others there."""
-        fields = {name: getattr(self, name) for name in ARRAY_AXES}
-        return {name: x for name, x in fields.items() if x is not None and not checks.is_int(x)}
+        found = {name: getattr(self, name) for name in ARRAY_AXES}
+        return {name: x for name, x in found.items() if x is not None and not checks.is_int(x)}
 
     def map_arrays(self, change: Callable[[Any, int], Any]) -> AttentionCall:
         """Return the call with ``change(array, axes)`` in place of each array, ``axes`` as in ``ARRAY_AXES``."""
@@ -309,18 +312,18 @@ class AttentionCall:
             queries: From ``start`` to ``stop``, both given, as in all of these.
             keys: Likewise.
         """
+        parts = {"heads": heads, "queries": queries, "keys": keys}
 
-        def cut(array: Any, *axes: slice | None) -> Any:
-            if array is None:
-                return None
-            if array.ndim < len(axes):  # reshape, for mx.vmap puts several new axes in the wrong places
-                array = self.xp.reshape(array, (*[1] * (len(axes) - array.ndim), *array.shape))
-            sizes = zip(axes, array.shape, strict=True)
-            return array[tuple(slice(None) if axis is None or n == 1 else axis for axis, n in sizes)]
+        def cut(name: str, array: Any) -> Any:
+            slices = (batch, *(parts[axis] for axis in _AXES[name]))
+            if array.ndim < len(slices):  # reshape, for mx.vmap puts several new axes in the wrong places
+                array = self.xp.reshape(array, (*[1] * (len(slices) - array.ndim), *array.shape))
+            return array[tuple(slice(None) if n == 1 else x for x, n in zip(slices, array.shape, strict=True))]
 
+        arrays = {name: cut(name, array) for name, array in self.arrays.items()}
+        arrays["q_offset"] = arrays.get("q_offset", self.q_offset) + queries.start - keys.start
         num_heads = heads.stop - heads.start
         group = self.num_heads // self.num_kv_heads
-        shift = queries.start - keys.start
         return replace(
             self,
             batch=(batch.stop - batch.start,),
@@ -328,13 +331,7 @@ class AttentionCall:
             num_kv_heads=max(1, num_heads // group),
             q_len=queries.stop - queries.start,
             kv_len=keys.stop - keys.start,
-            slopes=cut(self.slopes, batch, heads),
-            future_slopes=cut(self.future_slopes, batch, heads),
-            q_offset=(cut(self.q_offset, batch) if self.has_offset_array else self.q_offset) + shift,
-            q_segment_ids=cut(self.q_segment_ids, batch, queries),
-            kv_segment_ids=cut(self.kv_segment_ids, batch, keys),
-            mask=cut(self.mask, batch, heads, queries, keys),
-            added_key_bias=cut(self.added_key_bias, batch, heads, keys),
+            **arrays,
         )
 
     def with_one_batch_axis(self) -> AttentionCall:

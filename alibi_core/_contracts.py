@@ -38,10 +38,9 @@ class Contract:
         cls,
         name: str,
         slopes: int | Array,
-        *,
-        is_causal: bool = True,
-        future_slopes: Array | None = None,
-        allow_negative_slopes: bool = False,
+        future_slopes: Array | None,
+        is_causal: bool,
+        allow_negative_slopes: bool,
     ) -> Contract:
         """Return the contract called ``name``, having checked that it goes with the other arguments of a bias."""
         contract = named(name)
@@ -104,15 +103,15 @@ def _product_in_bfloat16(xp: Namespace, rates: Any, counts: Any) -> Any:
     Conversion to bfloat16 and back would do, but compilers leave that out, and NumPy has no bfloat16. So both are
     rounded as whole numbers of their last place, which ``round`` takes to even in every library.
     """
-    power, inverse = _power_below(xp, counts, range(32))
+    power, inverse = power_below(xp, counts, range(32))
     counts = xp.round(counts * inverse * 2.0**7)  # bfloat16's 8 bits as a whole number, at most 2**8 in size
-    rate_power, rate_inverse = _power_below(xp, rates, range(-32, 32))
+    rate_power, rate_inverse = power_below(xp, rates, range(-32, 32))
     product = counts * (rates * rate_inverse)  # exact, of 16 bits; below 2**9 in size, so its last place is 1 or 2
     product = xp.where(xp.abs(product) < 2**8, xp.round(product), xp.round(product * 0.5) * 2.0)
     return product * (power * 2.0**-7 * rate_power)
 
 
-def _power_below(xp: Namespace, values: Any, exponents: range) -> tuple[Any, Any]:
+def power_below(xp: Namespace, values: Any, exponents: range) -> tuple[Any, Any]:
     """Return the largest power of two not above the size of ``values``, and its inverse.
 
     Of powers with ``exponents`` only: of what is smaller than those, the least.

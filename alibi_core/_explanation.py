@@ -54,9 +54,7 @@ class Explanation:
             a key behind it. Infinite where one needs every key.
         scores_visible: Pairs of queries and keys that causality and the window leave, over batch entries and heads.
         scores_computed: Pairs that the implementation computes; more than are visible where tiles straddle an edge.
-        spans: Which keys blocks of queries see and need; None where there is nothing to compute. ``edges``, ``[blocks +
-            1]``, are the first query of each block and the number of queries; ``visible``, ``[batch, blocks, 2]``, and
-            ``needed``, ``[batch, num_heads, blocks, 2]``, the first key and the one after the last; ``kv_len`` keys.
+        spans: Which keys blocks of queries see and need, as :class:`KeySpans`; None where there is nothing to compute.
     """
 
     implementation: str

@@ -19,14 +19,14 @@ from alibi_core._arrays import (
     astype,
     brief,
     checks,
-    device_of,
     floating_name,
     host_values,
     namespace_of,
     times,
 )
-from alibi_core._bias import place_slopes, working_dtype
+from alibi_core._bias import slopes_of_any_sign
 from alibi_core._call import AttentionCall
+from alibi_core._contracts import power_below
 
 # Significant bits of a limb.
 BITS = {"float64": 53, "float32": 24, "bfloat16": 8, "float16": 11}
@@ -197,14 +197,7 @@ def fold_error_bound(slopes: int | Array, kv_len: int, *, head_dim: int, dtype: 
     q_len = 1 if q_len is None else checks.non_negative_int("q_len", q_len)
     bits = _bits(dtype)
     roundoff = 2.0**-53 if bits == 53 else 2.0**-24
-    arrays: list[Any] = [] if checks.is_int(slopes) else [checks.array("slopes", slopes)]
-    xp = namespace_of(*arrays)
-    if arrays:
-        if checks.floating_array(xp, "slopes", arrays[0]).ndim < 1:
-            raise ValueError("slopes must have shape (..., num_heads), got ()")
-        checks.slopes_values("slopes", slopes, allow_negative=True)
-    working = working_dtype(xp, arrays[0].dtype) if arrays else xp.float32
-    placed = place_slopes(xp, slopes, working, device_of(xp, arrays[0]) if arrays else None)
+    xp, placed = slopes_of_any_sign(slopes)
     centre = _centre(q_len, kv_len)
     farthest = max(centre, kv_len - 1 - centre)
     lower_limbs = sum(2 ** (bits + (bits + 1) * j) for j in range(_num_position_limbs(kv_len, dtype) - 1))
@@ -298,13 +291,7 @@ def _split_rates(xp: Namespace, rates: Any, dtype: DType) -> list[Any]:
     bits, count = _bits(dtype), _num_rate_limbs(dtype)
     if count == 1:
         return [rates]
-    exponents = range(-LARGEST_EXPONENT, LARGEST_EXPONENT + 1)
-    below, above = (
-        asarray(xp, [2.0 ** (sign * e) for e in exponents], rates.dtype, device_of(xp, rates)) for sign in (1, -1)
-    )
-    reached = xp.abs(rates)[..., None] >= below
-    power = xp.max(xp.where(reached, below, below[:1]), axis=-1)  # the largest power of two not above the rate
-    inverse = xp.min(xp.where(reached, above, above[:1]), axis=-1)
+    power, inverse = power_below(xp, rates, range(-LARGEST_EXPONENT, LARGEST_EXPONENT + 1))
     unit = power * 2.0 ** (1 - bits)
     limbs, rest = [], rates * inverse * 2.0 ** (bits - 1)  # 2**(bits - 1) <= rest < 2**bits
     for i in range(count):

@@ -30,11 +30,9 @@ _HEADS_FIRST = "[:, None, None, :]"
 _PADDING = f"mask=~key_padding_mask{_HEADS_FIRST}, True where a query may look"
 _WEIGHTS = "return_weights=True, which returns a pair and takes memory for all weights"
 _WEIGHTS_BY_HEAD = f"{_WEIGHTS}; they come by head, and their mean over axis 1 is the average"
-_ADDED = "added_bias, floating, which is added to the scores beside ALiBi's own"
+_ADDED = Hint("added_bias", "added_bias, floating, which is added to the scores beside ALiBi's own")
 _CACHE = Hint("cache", "cache, from make_cache; models take one a block as caches", "AlibiAttention")
 _CONTEXT = Hint("context", "context, of which keys and values are made", "AlibiAttention")
-_TRAINS = "dropout, a probability"
-_WINDOW = Hint("window_size", "window_size, in tokens: what is farther is masked")
 _POSITIONS = Hint("q_offset", "q_offset, the position of the first query; keys have positions 0, 1, ...")
 _PYTORCHS = "alibi_torch.AlibiMultiheadAttention"
 
@@ -48,22 +46,21 @@ _TABLE = {
     ("attention_mask",): Hint("mask", f"mask=(attention_mask == 1){_HEADS_FIRST}, of a tokenizer's ones and zeros"),
     ("need_weights", "output_attentions", "return_attn_probs"): Hint("return_weights", _WEIGHTS),
     ("average_attn_weights",): Hint("return_weights", _WEIGHTS_BY_HEAD),
-    ("attn_bias", "attention_bias", "position_bias"): Hint("added_bias", _ADDED),
-    ("bias",): Hint("added_bias", _ADDED),
+    ("attn_bias", "attention_bias", "position_bias", "bias"): _ADDED,
     ("causal",): Hint("is_causal", "is_causal"),
-    ("dropout_p", "dropout_rate", "attn_dropout", "attention_dropout"): Hint("dropout", _TRAINS),
+    ("dropout_p", "dropout_rate", "attn_dropout", "attention_dropout"): Hint("dropout", "dropout, a probability"),
     ("dropout_rng",): Hint("dropout_key", "dropout_key"),
     ("deterministic",): Hint("dropout", "dropout=0.0; a layer's is off after eval()"),
     ("softmax_scale", "sm_scale", "scaling"): Hint("scale", "scale, a number"),
     ("alibi_slopes",): Hint("slopes", "slopes"),
     ("enable_gqa",): Hint("key", "nothing: key and value may have fewer heads as they are"),
-    ("window", "sliding_window", "local_window_size"): _WINDOW,
+    ("window", "sliding_window", "local_window_size"): Hint(
+        "window_size", "window_size, in tokens: what is farther is masked"
+    ),
     ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"): Hint("segment_ids", "segment_ids, the number of each token's text"),
     ("position_ids", "cache_position", "offset"): _POSITIONS,
     ("past_key_value", "past_key_values", "layer_past", "kv_cache", "use_cache"): _CACHE,
-    ("encoder_hidden_states", "key_value_states"): Hint(
-        "context", "context, of which keys and values are made", "AlibiAttention"
-    ),
+    ("encoder_hidden_states", "key_value_states"): _CONTEXT,
     ("hidden_size", "d_model", "dims", "dim"): Hint("embed_dim", "embed_dim", "AlibiAttention"),
     ("num_attention_heads", "n_heads", "nhead"): Hint("num_heads", "num_heads", "AlibiAttention"),
     ("num_key_value_heads", "n_kv_heads"): Hint("num_kv_heads", "num_kv_heads", "AlibiAttention"),
@@ -86,9 +83,7 @@ def explains_keywords(function: Function) -> Function:
 
     @functools.wraps(function)
     def checked(*values: Any, **options: Any) -> Any:
-        for name in options:
-            if name not in known:
-                raise TypeError(_unexpected(function.__name__, name, known))
+        _check(function.__name__, known, options)
         return function(*values, **options)
 
     return checked  # type: ignore[return-value]
@@ -96,14 +91,13 @@ def explains_keywords(function: Function) -> Function:
 
 def check_keywords(function: Callable[..., Any], options: dict[str, Any]) -> None:
     """Check that a function takes these arguments, for one that hands them on."""
-    known = frozenset(inspect.signature(function).parameters)
+    _check(function.__name__, frozenset(inspect.signature(function).parameters), options)
+
+
+def _check(function: str, known: frozenset[str], options: dict[str, Any]) -> None:
     for name in options:
         if name not in known:
-            raise TypeError(_unexpected(function.__name__, name, known))
-
-
-def _unexpected(function: str, name: str, known: frozenset[str]) -> str:
-    message, hint = f"{function}() got an unexpected keyword argument {name!r}", HINTS.get(name)
-    if hint is None:
-        return message
-    return f"{message}; {'' if hint.ours in known else f'{hint.home} takes it: '}give {hint.how}"
+            message, hint = f"{function}() got an unexpected keyword argument {name!r}", HINTS.get(name)
+            if hint is not None:
+                message += f"; {'' if hint.ours in known else f'{hint.home} takes it: '}give {hint.how}"
+            raise TypeError(message)

@@ -133,7 +133,7 @@ def _slope_values(num_heads: int, scheme: str, bias_max: tuple[int, int]) -> tup
         return tuple(float(Fraction(5, 100) + step * head) for head in range(num_heads))
     b = Fraction(*bias_max)
     if scheme == "geometric":
-        return tuple(_exp2(-b * (head + 1) / num_heads) for head in range(num_heads))
+        return tuple(float(_power_of_two(-b * (head + 1) / num_heads)) for head in range(num_heads))
     if scheme == "mpt":
         return _mpt_slopes(num_heads, b)
     if scheme in ("bloom", "falcon"):
@@ -142,7 +142,7 @@ def _slope_values(num_heads: int, scheme: str, bias_max: tuple[int, int]) -> tup
     p = 1 << (num_heads.bit_length() - 1)
     first = [-b * (head + 1) / p for head in range(p)]
     between = [-b * (2 * head + 1) / (2 * p) for head in range(num_heads - p)]
-    return tuple(_exp2(exponent) for exponent in first + between)
+    return tuple(float(_power_of_two(exponent)) for exponent in first + between)
 
 
 def _bloom_slopes(num_heads: int) -> list[float]:
@@ -166,24 +166,16 @@ def _reciprocal_of_power(exponent: Fraction) -> float:
     return _rounded(1 / Fraction(_rounded(_power_of_two(exponent), FLOAT32_BITS)), FLOAT32_BITS)
 
 
-def _rounded(number: Fraction, bits: int) -> float:
+def _rounded(value: Fraction | decimal.Decimal, bits: int) -> float:
     """Return a positive number rounded to ``bits`` significant bits, to even between two."""
+    number = Fraction(value)
     exponent = number.numerator.bit_length() - number.denominator.bit_length()
     exponent -= number < Fraction(2) ** exponent  # 2**exponent <= number < 2**(exponent + 1)
     unit = Fraction(2) ** (exponent + 1 - bits)
     return float(round(number / unit) * unit)
 
 
-def _exp2(exponent: Fraction) -> float:
-    """Return ``2**exponent`` correctly rounded to float64, with no help from the platform's ``pow``."""
-    return float(_decimal_power_of_two(exponent))
-
-
-def _power_of_two(exponent: Fraction) -> Fraction:
-    """Return ``2**exponent`` to 60 digits."""
-    return Fraction(_decimal_power_of_two(exponent))
-
-
-def _decimal_power_of_two(exponent: Fraction) -> decimal.Decimal:
+def _power_of_two(exponent: Fraction) -> decimal.Decimal:
+    """Return ``2**exponent`` to 60 digits, of which ``float`` makes the nearest one on every platform."""
     power = _DECIMAL.divide(decimal.Decimal(exponent.numerator), decimal.Decimal(exponent.denominator))
     return _DECIMAL.power(decimal.Decimal(2), power)

@@ -5,161 +5,80 @@ the core, checks, plans of keys and tiles, slopes and bias, models and explanati
 ``alibi_core`` is meant for it.
 """
 
-from alibi_core._arrays import (
-    MAX_POSITION,
-    array,
-    boolean,
-    broadcastable,
-    checks,
-    floating_array,
-    floating_dtype,
-    host_values,
-    is_int,
-    namespace_of,
-    non_negative_int,
-    non_negative_number,
-    one_of,
-    positive_int,
-    positive_number,
-)
-from alibi_core._attention import dense_attention
-from alibi_core._bias import key_bias, relative_positions, working_dtype
-from alibi_core._caching import (
-    EvictionPolicy,
-    EvictionRules,
-    HeadGroup,
-    RowTokens,
-    cache_summary,
-    check_lengths,
-    check_new_tokens,
-    check_room,
-    check_span,
-    check_truncated,
-)
-from alibi_core._call import ARRAY_AXES, LENGTH_FIRST, CallRules
-from alibi_core._contracts import named
-from alibi_core._explanation import Explanation, KeySpans, visible_pairs
-from alibi_core._extras import install_hint
-from alibi_core._fold import largest_slope
-from alibi_core._horizon import (
-    ENDLESS,
-    FIELDS,
-    LARGEST_TOLERANCE,
-    UNIT_ROUNDOFF,
-    Job,
-    KeyNorms,
-    Measured,
-    Measuring,
-    TileSizes,
-    Tiling,
-    by_block,
-    by_query_head,
-    current_tiling,
-    entry_of,
-    jobs_of_entry,
-    lower_bounds,
-    measure,
-    nearest_keys,
-    norm_bounds,
-    plain_jobs,
-    ranges_on_host,
-    reach,
-    score_rounding,
-    seen_keys,
-    tolerance_of,
-)
-from alibi_core._keywords import check_keywords, explains_keywords
-from alibi_core._models import (
-    MOST_PACKED,
-    POOLING,
-    AlibiConfig,
-    Checkpoint,
-    Generation,
-    LayerShape,
-    TextRows,
-    fixed_or_scheme_slopes,
-)
-from alibi_core._sharding import HALO_SHARE, check_plan, check_shard_slopes, tokens_beyond
-from alibi_core._slopes import slope_values, slopes
-
-__all__ = [
-    "ARRAY_AXES",
-    "ENDLESS",
-    "FIELDS",
-    "HALO_SHARE",
-    "LARGEST_TOLERANCE",
-    "LENGTH_FIRST",
-    "MAX_POSITION",
-    "MOST_PACKED",
-    "POOLING",
-    "UNIT_ROUNDOFF",
-    "AlibiConfig",
-    "CallRules",
-    "Checkpoint",
-    "EvictionPolicy",
-    "EvictionRules",
-    "Explanation",
-    "Generation",
-    "HeadGroup",
-    "Job",
-    "KeyNorms",
-    "KeySpans",
-    "LayerShape",
-    "Measured",
-    "Measuring",
-    "RowTokens",
-    "TextRows",
-    "TileSizes",
-    "Tiling",
-    "array",
-    "boolean",
-    "broadcastable",
-    "by_block",
-    "by_query_head",
-    "cache_summary",
-    "check_keywords",
-    "check_lengths",
-    "check_new_tokens",
-    "check_plan",
-    "check_room",
-    "check_shard_slopes",
-    "check_span",
-    "check_truncated",
-    "checks",
-    "current_tiling",
-    "dense_attention",
-    "entry_of",
-    "explains_keywords",
-    "fixed_or_scheme_slopes",
-    "floating_array",
-    "floating_dtype",
-    "host_values",
-    "install_hint",
-    "is_int",
-    "jobs_of_entry",
-    "key_bias",
-    "largest_slope",
-    "lower_bounds",
-    "measure",
-    "named",
-    "namespace_of",
-    "nearest_keys",
-    "non_negative_int",
-    "non_negative_number",
-    "norm_bounds",
-    "one_of",
-    "plain_jobs",
-    "positive_int",
-    "positive_number",
-    "ranges_on_host",
-    "reach",
-    "relative_positions",
-    "score_rounding",
-    "seen_keys",
-    "slope_values",
-    "slopes",
-    "tokens_beyond",
-    "tolerance_of",
-    "visible_pairs",
-    "working_dtype",
-]
+from alibi_core._arrays import MAX_POSITION as MAX_POSITION
+from alibi_core._arrays import array as array
+from alibi_core._arrays import boolean as boolean
+from alibi_core._arrays import broadcastable as broadcastable
+from alibi_core._arrays import checks as checks
+from alibi_core._arrays import floating_dtype as floating_dtype
+from alibi_core._arrays import host_values as host_values
+from alibi_core._arrays import is_int as is_int
+from alibi_core._arrays import namespace_of as namespace_of
+from alibi_core._arrays import non_negative_int as non_negative_int
+from alibi_core._arrays import non_negative_number as non_negative_number
+from alibi_core._arrays import one_of as one_of
+from alibi_core._arrays import positive_int as positive_int
+from alibi_core._arrays import positive_number as positive_number
+from alibi_core._attention import dense_attention as dense_attention
+from alibi_core._bias import key_bias as key_bias
+from alibi_core._bias import relative_positions as relative_positions
+from alibi_core._bias import working_dtype as working_dtype
+from alibi_core._caching import EvictionPolicy as EvictionPolicy
+from alibi_core._caching import EvictionRules as EvictionRules
+from alibi_core._caching import HeadGroup as HeadGroup
+from alibi_core._caching import RowTokens as RowTokens
+from alibi_core._caching import cache_summary as cache_summary
+from alibi_core._caching import check_lengths as check_lengths
+from alibi_core._caching import check_new_tokens as check_new_tokens
+from alibi_core._caching import check_room as check_room
+from alibi_core._caching import check_span as check_span
+from alibi_core._caching import check_truncated as check_truncated
+from alibi_core._call import ARRAY_AXES as ARRAY_AXES
+from alibi_core._call import LENGTH_FIRST as LENGTH_FIRST
+from alibi_core._call import CallRules as CallRules
+from alibi_core._contracts import named as named
+from alibi_core._explanation import Explanation as Explanation
+from alibi_core._explanation import KeySpans as KeySpans
+from alibi_core._explanation import visible_pairs as visible_pairs
+from alibi_core._extras import install_hint as install_hint
+from alibi_core._fold import largest_slope as largest_slope
+from alibi_core._horizon import ENDLESS as ENDLESS
+from alibi_core._horizon import FIELDS as FIELDS
+from alibi_core._horizon import LARGEST_TOLERANCE as LARGEST_TOLERANCE
+from alibi_core._horizon import Job as Job
+from alibi_core._horizon import KeyNorms as KeyNorms
+from alibi_core._horizon import Measured as Measured
+from alibi_core._horizon import Measuring as Measuring
+from alibi_core._horizon import TileSizes as TileSizes
+from alibi_core._horizon import Tiling as Tiling
+from alibi_core._horizon import by_block as by_block
+from alibi_core._horizon import by_query_head as by_query_head
+from alibi_core._horizon import current_tiling as current_tiling
+from alibi_core._horizon import entry_of as entry_of
+from alibi_core._horizon import jobs_of_entry as jobs_of_entry
+from alibi_core._horizon import lower_bounds as lower_bounds
+from alibi_core._horizon import measure as measure
+from alibi_core._horizon import nearest_keys as nearest_keys
+from alibi_core._horizon import norm_bounds as norm_bounds
+from alibi_core._horizon import plain_jobs as plain_jobs
+from alibi_core._horizon import ranges_on_host as ranges_on_host
+from alibi_core._horizon import reach as reach
+from alibi_core._horizon import score_rounding as score_rounding
+from alibi_core._horizon import seen_keys as seen_keys
+from alibi_core._horizon import tolerance_of as tolerance_of
+from alibi_core._keywords import check_keywords as check_keywords
+from alibi_core._keywords import explains_keywords as explains_keywords
+from alibi_core._models import MOST_PACKED as MOST_PACKED
+from alibi_core._models import POOLING as POOLING
+from alibi_core._models import AlibiConfig as AlibiConfig
+from alibi_core._models import Checkpoint as Checkpoint
+from alibi_core._models import Generation as Generation
+from alibi_core._models import LayerShape as LayerShape
+from alibi_core._models import TextRows as TextRows
+from alibi_core._models import fixed_or_scheme_slopes as fixed_or_scheme_slopes
+from alibi_core._sharding import HALO_SHARE as HALO_SHARE
+from alibi_core._sharding import check_plan as check_plan
+from alibi_core._sharding import check_shard_slopes as check_shard_slopes
+from alibi_core._sharding import tokens_beyond as tokens_beyond
+from alibi_core._slopes import slope_values as slope_values
+from alibi_core._slopes import slopes as slopes

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import alibi_core
 from alibi_core._cli import inspecting, kit, tables
-from alibi_core._cli.errors import UnusableError
+from alibi_core._cli.terminal import UnusableError
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 and the number of the signal, as shells have it
 

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from alibi_core._cli.errors import UnusableError
-from alibi_core._cli.waiting import waiting
+from alibi_core._cli.terminal import UnusableError, waiting
 from alibi_core._extras import install_hint
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")

@@ -11,8 +11,7 @@ import numpy as np
 
 import alibi_core
 from alibi_core._arrays import checks
-from alibi_core._cli.errors import UnusableError
-from alibi_core._cli.waiting import waiting
+from alibi_core._cli.terminal import UnusableError, waiting
 
 HEAD_DIM = 64
 TYPICAL_RANGE = (

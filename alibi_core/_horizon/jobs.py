@@ -99,7 +99,7 @@ def plain_jobs(call: AttentionCall, sizes: TileSizes) -> Iterator[Job]:
             count = min(rows, call.q_len - q_start)
             first, stop = seen_keys(call, q_start, count)
             if first >= stop:
-                first, stop = 0, 1  # something to see nothing of: such rows become zeros like all that see nothing
+                first, stop = 0, 1  # rows that see nothing become zeros all the same
             yield Job(batch, slice(head, head + heads), q_start, count, 1, first, stop - first)
 
 
@@ -131,11 +131,8 @@ def jobs_of_entry(call: AttentionCall, ranges: KeyRanges, index: int, sizes: Til
 def _few_jobs(call: AttentionCall, ranges: KeyRanges, index: int) -> list[list[Job]]:
     """Return one job a head of one batch entry: with so few queries, what is not attention takes the time."""
     first, stop, past, future = (getattr(ranges, name).astype(np.int64) for name in FIELDS)
-    first, stop, past, future = first.min(axis=1), stop.max(axis=1), past.max(axis=1), future.max(axis=1)
-    first = np.maximum(first, call.q_offset - past + 1)
-    stop = np.minimum(stop, call.q_offset + call.q_len - 1 + future)
-    nothing = first >= stop
-    first, stop = np.where(nothing, 0, first), np.where(nothing, 1, stop)
+    widest = first.min(axis=1), stop.max(axis=1), past.max(axis=1), future.max(axis=1)
+    first, stop = _needed(widest, call.q_offset, call.q_len)
     # About the same widths become the same, so that one call serves several heads.
     widths = np.exp2(np.ceil(np.log2(np.maximum(stop - first, 16)) * 2) / 2).astype(np.int64)
     first = np.maximum(stop - widths, 0)
@@ -146,29 +143,54 @@ def _few_jobs(call: AttentionCall, ranges: KeyRanges, index: int) -> list[list[J
     ]
 
 
+def _needed(of_block: tuple[Ints, ...], lowest: Any, counts: Any) -> tuple[Ints, Ints]:
+    """Return the first key, and the one after the last, that ``counts`` queries from position ``lowest`` on need.
+
+    Queries that see nothing are given the first key: their rows become zeros all the same.
+
+    Args:
+        of_block: The ``FIELDS`` of the blocks that the queries are in.
+        lowest: Position of the first query.
+        counts: How many follow one another.
+    """
+    first, stop, past, future = of_block
+    first, stop = np.maximum(first, lowest - past + 1), np.minimum(stop, lowest + counts - 1 + future)
+    nothing = first >= stop
+    return np.where(nothing, 0, first), np.where(nothing, 1, stop)
+
+
 def _head_jobs(call: AttentionCall, ranges: KeyRanges, head: int, index: int, sizes: TileSizes) -> list[Job]:
-    """Return the jobs of one head of one batch entry."""
-    first, stop, past, future = (getattr(ranges, name)[head].astype(np.int64) for name in FIELDS)
-    rows = _rows(call, int(np.median(stop - first)) - min(ranges.q_block, call.q_len), sizes)
+    """Return the jobs of one head of one batch entry.
+
+    Tiles that follow one another make up a run, one call, that sees as far back, and ahead, as the one that needs most.
+    Another joins where that costs less than a call of its own, and where the keys exist.
+    """
+    fields = [getattr(ranges, name)[head].astype(np.int64) for name in FIELDS]
+    rows = _rows(call, int(np.median(fields[1] - fields[0])) - min(ranges.q_block, call.q_len), sizes)
     starts = np.arange(0, call.q_len, rows)
     counts = np.minimum(rows, call.q_len - starts)
     block = starts // ranges.q_block
-    lowest = starts + call.q_offset  # position of each tile's first query
-    first = np.maximum(first[block], lowest - past[block] + 1)
-    stop = np.minimum(stop[block], lowest + counts - 1 + future[block])
-    nothing = first >= stop
-    first, stop = np.where(nothing, 0, first), np.where(nothing, 1, stop)
-    alike = _untouched(call, starts, counts, first, stop) & (counts == rows)
-    may_widen = call.mask is None and call.q_segment_ids is None
-    columns = [x.tolist() for x in (alike, lowest, first, stop)]
-    tiles = _Tiles(*columns, rows, call.kv_len, may_widen, sizes.call_scores)  # type: ignore[call-arg]
-    result = []
-    tile = 0
-    while tile < len(starts):
-        last, kv_start, kv_stop = tiles.run(tile)
+    first, stop = _needed(tuple(x[block] for x in fields), starts + call.q_offset, counts)
+    alike = (_untouched(call, starts, counts, first, stop) & (counts == rows)).tolist()
+    lowest = (starts + call.q_offset).tolist()
+    backs, aheads = (starts + call.q_offset - first).tolist(), (stop - starts - call.q_offset).tolist()
+    may_widen = call.mask is None and call.q_segment_ids is None  # else distance alone does not tell further keys
+    result, tile = [], 0
+    while tile < len(lowest):
+        back, ahead, last = backs[tile], aheads[tile], tile + 1
+        while alike[tile] and last < len(lowest) and alike[last]:
+            needs = backs[last], aheads[last]
+            wider = max(back, needs[0]), max(ahead, needs[1])
+            if wider != needs or wider != (back, ahead):
+                extra = (last - tile + 1) * sum(wider) - (last - tile) * (back + ahead) - sum(needs)
+                exist = wider[0] <= lowest[tile] and lowest[last] + wider[1] <= call.kv_len
+                if not (may_widen and exist and extra * rows <= sizes.call_scores):
+                    break
+                back, ahead = wider
+            last += 1
         batch, heads = slice(index, index + 1), slice(head, head + 1)
-        job = Job(batch, heads, int(starts[tile]), int(counts[tile]), last - tile, kv_start, kv_stop - kv_start)
-        result.append(job)
+        kv_start = lowest[tile] - back
+        result.append(Job(batch, heads, int(starts[tile]), int(counts[tile]), last - tile, kv_start, back + ahead))
         tile = last
     return result
 
@@ -205,41 +227,6 @@ def _untouched(call: AttentionCall, starts: Ints, counts: Ints, first: Ints, sto
         hidden = np.concatenate([[0], np.cumsum(~shown)])
         result &= hidden[stop] == hidden[first]
     return result
-
-
-@dataclass(frozen=True)
-class _Tiles:
-    """The tiles of one head, in order: the position of each one's first query, and the keys it needs."""
-
-    alike: list[bool]
-    lowest: list[int]
-    first: list[int]
-    stop: list[int]
-    rows: int
-    kv_len: int
-    may_widen: bool  # whether further keys can be told from those needed by their distance alone
-    call_scores: int  # of TileSizes
-
-    def run(self, tile: int) -> tuple[int, int, int]:
-        """Return where the run of tiles from ``tile`` on that one call serves ends, and the keys of its first tile.
-
-        All of a run see as far back, and ahead, as the one that needs most. Another joins where that costs less than
-        a call of its own, and where the keys exist.
-        """
-        lowest = self.lowest[tile]
-        back, ahead = lowest - self.first[tile], self.stop[tile] - lowest
-        last = tile + 1
-        while self.alike[tile] and last < len(self.alike) and self.alike[last]:
-            needs = self.lowest[last] - self.first[last], self.stop[last] - self.lowest[last]
-            wider = max(back, needs[0]), max(ahead, needs[1])
-            if wider != needs or wider != (back, ahead):
-                extra = (last - tile + 1) * sum(wider) - (last - tile) * (back + ahead) - sum(needs)
-                exist = wider[0] <= lowest and self.lowest[last] + wider[1] <= self.kv_len
-                if not (self.may_widen and exist and extra * self.rows <= self.call_scores):
-                    break
-                back, ahead = wider
-            last += 1
-        return last, lowest - back, lowest + ahead
 
 
 def _shared(by_head: list[list[Job]], group: int, bias_elements: int) -> Iterator[Job]:

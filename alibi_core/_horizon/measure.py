@@ -228,15 +228,8 @@ def _bound_by_means(
 ) -> Any:
     """Return one head's bounds, each from the ``count`` keys that end where the query's block of as many begins.
 
-    Args:
-        call: As for :func:`lower_bounds`.
-        query: ``[q_len, head_dim]``.
-        key: ``[kv_len, head_dim]``.
-        centre: ``[1, head_dim]``.
-        nothing: ``[q_len]``: the bounds of queries of which nothing is known.
-        slope: Of the head.
-        count: Keys whose mean is taken.
-        how: As for :func:`measure`.
+    ``query`` and ``key`` are ``[length, head_dim]``, ``centre`` is ``[1, head_dim]``; ``nothing``, ``[q_len]``, are the
+    bounds of queries of which nothing is known.
     """
     xp, dtype = namespace_of(query), nothing.dtype
     before, shift = divmod(call.q_offset, count)  # blocks of keys that end at or before the first query

@@ -24,10 +24,9 @@ from alibi_core._arrays import (
     checks,
     device_of,
     floating_name,
-    namespace_of,
     running_sum,
 )
-from alibi_core._bias import place_slopes, with_head_axis, working_dtype
+from alibi_core._bias import slopes_of_any_sign, with_head_axis
 from alibi_core._call import AttentionCall
 
 # Of the dtypes of queries and keys: the unit roundoff, below which a change is lost in the result's own rounding.
@@ -83,24 +82,15 @@ def horizon(
     checks.boolean("is_causal", is_causal)
     tolerance = 2.0**-24 if tolerance is None else checks.non_negative_number("tolerance", tolerance)
     is_array = hasattr(score_range, "shape") and not isinstance(score_range, np.generic)
-    arrays: list[Any] = [] if checks.is_int(slopes) else [checks.array("slopes", slopes)]
-    arrays += [score_range] if is_array else []
-    xp = namespace_of(*arrays)
-    device = device_of(xp, arrays[0]) if arrays else None
-    if is_array and device_of(xp, score_range) != device:
-        raise ValueError(f"score_range must be on the device of slopes, {device}, got {device_of(xp, score_range)}")
-    dtype = xp.float32
-    if not checks.is_int(slopes):
-        if checks.floating_array(xp, "slopes", arrays[0]).ndim < 1:
-            raise ValueError("slopes must have shape (..., num_heads), got ()")
-        dtype = working_dtype(xp, arrays[0].dtype)
-        checks.slopes_values("slopes", slopes, allow_negative=True, working=dtype)
-    placed = place_slopes(xp, slopes, dtype, device)
+    xp, placed = slopes_of_any_sign(slopes, *([score_range] if is_array else []))
     excess: Any = score_range
     if not is_array:
-        excess = checks.number_in(dtype, "score_range", score_range)
+        excess = checks.number_in(placed.dtype, "score_range", score_range)
     else:
-        excess = astype(xp, checks.floating_array(xp, "score_range", score_range), dtype)
+        device = device_of(xp, placed)
+        if device_of(xp, score_range) != device:
+            raise ValueError(f"score_range must be on the device of slopes, {device}, got {device_of(xp, score_range)}")
+        excess = astype(xp, checks.floating_array(xp, "score_range", score_range), placed.dtype)
         pairs = zip(reversed(excess.shape), reversed(placed.shape), strict=False)
         if any(n != m and 1 not in (n, m) for n, m in pairs):
             raise ValueError(

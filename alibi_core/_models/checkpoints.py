@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,10 @@ import numpy as np
 
 from alibi_core._arrays import checks
 from alibi_core._models.config import AlibiConfig
-from alibi_core._models.decoders import Family, Layout, family_of
+from alibi_core._models.decoders import family_of
 from alibi_core._models.encoders import MODEL_TYPE, encoder_of
+from alibi_core._models.families import Family, Layout
 from alibi_core._models.safetensors import StoredTensor, read_json, some, stored_tensors
-from alibi_core._models.sources import Source, part_of_groups, rows_of, rows_of_unit_norm
 from alibi_core._slopes import slope_values
 
 HEAD = "lm_head.weight"
@@ -33,6 +33,22 @@ MODULES = {letter: f"attention.{letter}_proj" for letter in QKV} | {
     "attention_norm": "attention_norm",
     "feed_forward_norm": "feed_forward_norm",
 }
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a parameter, or some rows of it, come from.
+
+    Attributes:
+        tensor: Name of the checkpoint's tensor.
+        shape: Its shape.
+        take: Returns the rows from the tensor's values. None for a tensor taken whole.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    take: Callable[[Any], Any] | None = None
+
 
 Sources = dict[str, tuple[Source, ...]]
 
@@ -146,7 +162,7 @@ def _sources(family: Family, layout: Layout) -> Sources:
     if layout.norm is not None:
         _add_norm(sources, "transformer.norm", layout.norm, config)
     if not config.tied_head:
-        take = rows_of_unit_norm if layout.head_of_unit_rows else None
+        take = _rows_of_unit_norm if layout.head_of_unit_rows else None
         sources["head.weight"] = (Source(HEAD, matrix, take),)
     return sources
 
@@ -170,9 +186,9 @@ def _projections(
         is_turned = layout.is_turned and ending == "weight"
         stored = shape[:1] if ending == "bias" else shape[::-1] if is_turned else shape
         for index, part in enumerate(parts):
-            take: Any = partial(rows_of, start=sum(rows[:index]), stop=sum(rows[: index + 1]), is_turned=is_turned)
+            take: Any = partial(_rows_of, start=sum(rows[:index]), stop=sum(rows[: index + 1]), is_turned=is_turned)
             if layout.groups_qkv and parts == list(QKV):
-                take = partial(part_of_groups, index=index, num_heads=config.num_heads, num_kv_heads=keys)
+                take = partial(_part_of_groups, index=index, num_heads=config.num_heads, num_kv_heads=keys)
             elif len(parts) == 1 and not is_turned:
                 take = None
             yield ending, part, Source(f"{module}.{ending}", stored, take)
@@ -229,3 +245,26 @@ def _with_stored_slopes(
     if contract == "exact" or config.slopes is None:
         return config
     return replace(config, slopes=tuple((np.asarray(config.slopes) * (stored / rule)).tolist()))
+
+
+def _rows_of(tensor: Any, *, start: int, stop: int, is_turned: bool = False) -> Any:
+    """Return rows ``start`` until ``stop`` of a tensor; of one that is turned, those of its transpose."""
+    rows = tensor.T if is_turned else tensor
+    return rows[start:stop].copy()  # a view would keep the other rows in memory
+
+
+def _part_of_groups(fused: Any, *, index: int, num_heads: int, num_kv_heads: int) -> Any:
+    """Return queries (0), keys (1) or values (2) of rows that hold, by key/value head, its queries, its key, its value.
+
+    ``fused`` is ``[(num_heads + 2 * num_kv_heads) * head_dim, ...]``.
+    """
+    group, rest = num_heads // num_kv_heads, fused.shape[1:]
+    rows = fused.reshape(num_kv_heads, group + 2, -1, *rest)
+    chosen = (slice(0, group), slice(group, group + 1), slice(group + 1, group + 2))[index]
+    return np.ascontiguousarray(rows[:, chosen]).reshape(-1, *rest)
+
+
+def _rows_of_unit_norm(tensor: Any) -> Any:
+    """Return a matrix with its rows divided by their Euclidean norms, those of 0 left alone."""
+    norms = np.linalg.norm(tensor.astype(np.float64), axis=1, keepdims=True)
+    return (tensor / np.maximum(norms, 1e-12)).astype(tensor.dtype)

@@ -21,6 +21,21 @@ NORMS = ("layer_norm", "rms_norm")
 _SWITCHES = ("is_causal", "bias", "gated", "feed_forward_bias", "qk_norm", "norm_bias", "embedding_norm", "tied_head")
 
 
+def _check_slopes(name: str, slopes: Any) -> None:
+    if not isinstance(slopes, tuple):
+        raise TypeError(f"{name} must be a tuple of numbers, got {type(slopes).__name__}")
+    for slope in slopes:
+        checks.non_negative_number(name, slope)
+
+
+_OPTIONAL: dict[str, Callable[[str, Any], Any]] = {
+    "up_bias": checks.boolean,
+    **dict.fromkeys(("scale", "clip_qkv", "embedding_scale"), checks.positive_number),
+    "feed_forward_dim": checks.positive_int,
+    **dict.fromkeys(("slopes", "future_slopes"), _check_slopes),
+}
+
+
 def _also_spelled(**spellings: str) -> Callable[[type], type]:
     """Return a decorator that lets fields of a class be given, and read, by other names, too."""
 
@@ -139,32 +154,17 @@ class AlibiConfig:
             raise ValueError(f"embed_dim must be a multiple of num_heads ({self.num_heads}), got {self.embed_dim}")
         for name in _SWITCHES:
             checks.boolean(name, getattr(self, name))
-        checks.one_of("block", self.block, BLOCKS)
-        checks.one_of("activation", self.activation, ACTIVATIONS)
-        checks.one_of("norm", self.norm, NORMS)
+        for name, words in (("block", BLOCKS), ("activation", ACTIVATIONS), ("norm", NORMS)):
+            checks.one_of(name, getattr(self, name), words)
         checks.non_negative_int("token_types", self.token_types)
-        if self.up_bias is not None:
-            checks.boolean("up_bias", self.up_bias)
         for name in ("norm_epsilon", "logit_scale"):
             checks.positive_number(name, getattr(self, name))
-        for name in ("scale", "clip_qkv", "embedding_scale"):
+        for name, check in _OPTIONAL.items():
             if getattr(self, name) is not None:
-                checks.positive_number(name, getattr(self, name))
-        if self.feed_forward_dim is not None:
-            checks.positive_int("feed_forward_dim", self.feed_forward_dim)
-        for name in ("slopes", "future_slopes"):
-            self._check_slopes(name, getattr(self, name))
+                check(name, getattr(self, name))
         options = self.attention_options
         del options["implementation"]
         LayerShape.check(**options)
-
-    def _check_slopes(self, name: str, slopes: Any) -> None:
-        if slopes is None:
-            return
-        if not isinstance(slopes, tuple):
-            raise TypeError(f"{name} must be a tuple of numbers, got {type(slopes).__name__}")
-        for slope in slopes:
-            checks.non_negative_number(name, slope)
 
     @property
     def head_dim(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 from alibi_core._contracts import Contract
 from alibi_core._models.config import AlibiConfig
-from alibi_core._models.decoders import Family, Layout, Settings
+from alibi_core._models.families import Family, Layout, Settings
 from alibi_core._slopes import slope_values
 
 MODEL_TYPE = "bert"  # of all families

@@ -88,19 +88,9 @@ class LayerShape:
             raise ValueError(f"{name} must have shape (batch, length, {self.embed_dim}), got {shape}")
 
     def source_of_keys(self, x: Any, xp: Namespace, *, context: Any, q_offset: Any, cache: Any, lengths: Any) -> Any:
-        """Return what a layer makes keys and values of: its input, or another sequence; both are checked.
+        """Return what a layer makes keys and values of: its input or its context, both ``[batch, length, embed_dim]``.
 
-        Args:
-            x: ``[batch, length, embed_dim]``.
-            xp: The layer's array library.
-            context: ``[batch, kv_len, embed_dim]``, or None.
-            q_offset: As given beside it.
-            cache: As given beside it.
-            lengths: As given beside it.
-
-        Raises:
-            TypeError: If one is no floating array.
-            ValueError: If one has another shape, or arguments exclude each other.
+        Both are checked, and that the layer's arguments do not exclude each other.
         """
         self.check_input(x, xp)
         if lengths is not None and cache is None:

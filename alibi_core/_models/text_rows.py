@@ -95,8 +95,8 @@ class TextRows:
 
 
 def _of_kind(name: str, value: Any, kinds: str, words: str) -> Numbers:
-    """Return an array of one of NumPy's kinds."""
+    """Return an array of one of NumPy's kinds; of an empty list, whose kind says nothing, any."""
     array = np.asarray(value)
-    if array.dtype.kind not in kinds:
+    if array.size and array.dtype.kind not in kinds:
         raise TypeError(f"{name} must be {words}, got {array.dtype}")
     return array

@@ -7,7 +7,7 @@ import mlx.core as mx
 from alibi_core import AttentionCall
 from alibi_core.backend import Job, boolean, dense_attention, explains_keywords, one_of, tolerance_of
 from alibi_mlx import _tiled
-from alibi_mlx._dispatch import Jobs, Method, attend
+from alibi_mlx._dispatch import Jobs, attend
 from alibi_mlx._metal import IMPLEMENTATIONS, choose, folded_attention
 from alibi_mlx._tiled import KeyNorms
 
@@ -138,9 +138,7 @@ def run(
 
     Args:
         call: What to compute.
-        query: As checked for ``call``.
-        key: Likewise.
-        value: Likewise.
+        query, key, value: As checked for ``call``.
         implementation: Its name, or None.
         norms: Bounds of the norms of keys, where they are known; else all keys are read once to measure them.
         training: Whether gradients are going to be asked for.
@@ -162,4 +160,4 @@ def run(
             return folded_attention(call, query, key, value, route.head_dim, fused=route.fused)
         return _tiled.forward(call, query, key, value, jobs(), route.head_dim)
 
-    return attend(flat, *tensors, Method(forward, plan)).reshape(query.shape)
+    return attend(flat, *tensors, forward, plan).reshape(query.shape)

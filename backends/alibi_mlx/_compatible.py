@@ -5,13 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 
-def has_kernels_for_72_and_96() -> bool:
-    """Whether attention over blocks of queries has fused Metal kernels for head sizes 72 and 96, which came late."""
-    return version() >= (0, 32, 4)
-
-
-def can_force_fused() -> bool:
-    """Whether ``mx.fast.scaled_dot_product_attention`` has the argument ``force_fused``."""
+def has_newer_kernels() -> bool:
+    """Whether MLX has fused Metal kernels for head sizes 72 and 96, and can be made to take one (``force_fused``)."""
     return version() >= (0, 32, 4)
 
 

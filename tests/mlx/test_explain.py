@@ -48,7 +48,7 @@ def test_what_is_refused_raises_what_the_call_raises(name):
 def test_training_is_an_argument_of_the_call(monkeypatch):
     inputs = tensors(dtype=mx.bfloat16)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    monkeypatch.setattr("alibi_mlx._metal.routes.has_kernels_for_72_and_96", lambda: True)
+    monkeypatch.setattr("alibi_mlx._compatible.version", lambda: (0, 32, 4))
     assert explain(*inputs).implementation == "folded"
     assert explain(*inputs, training=True).implementation == "tiled"
     with pytest.raises(TypeError, match="training must be"):

@@ -12,7 +12,8 @@ mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 from mlx import nn, optimizers  # noqa: E402
 
-from alibi_mlx import AlibiConfig, AlibiLanguageModel, AlibiTransformer  # noqa: E402
+from alibi_mlx import AlibiConfig, AlibiEncoder, AlibiLanguageModel, AlibiTransformer  # noqa: E402
+from tests.support.full import first_of  # noqa: E402
 
 SMALL = AlibiConfig(num_layers=3, embed_dim=28, num_heads=4, num_kv_heads=2, dropout=0.0, expansion_factor=2, bias=True)
 VOCAB_SIZE = 31
@@ -61,11 +62,17 @@ def test_a_model_whose_last_block_refuses_leaves_all_caches_as_they_were(evict):
     assert_close(model(x[:, 5:6], caches=caches), expected[:, 5:6])
 
 
+@pytest.mark.parametrize("options", [{}, {"lengths": []}, {"mask": np.ones((0, 5), bool)}, {"pooling": "cls"}], ids=str)
+def test_no_texts_have_no_vectors(options):
+    encoder = AlibiEncoder(dataclasses.replace(SMALL, num_layers=1, is_causal=False), VOCAB_SIZE)
+    assert encoder.encode(mx.zeros((0, 5), mx.int32), **options).shape == (0, SMALL.embed_dim)
+
+
 def loss_of(model, batch):
     return nn.losses.cross_entropy(model(batch[:, :-1]), batch[:, 1:], reduction="mean")
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", first_of([False, True]))
 def test_training_lowers_the_loss(compiled):
     mx.random.seed(0)
     model, batch = AlibiLanguageModel(dataclasses.replace(SMALL, num_layers=1), VOCAB_SIZE), tokens(4, 14)

@@ -3,6 +3,6 @@
 In go a call's tensors and the tiles to compute. Out come results that have gradients.
 """
 
-from alibi_mlx._dispatch.functions import Jobs, Method, attend
+from alibi_mlx._dispatch.functions import Jobs, attend
 
-__all__ = ["Jobs", "Method", "attend"]
+__all__ = ["Jobs", "attend"]

@@ -8,7 +8,7 @@ of it, so that nothing below has to know how to be mapped.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -18,52 +18,42 @@ from alibi_core.backend import ARRAY_AXES, Job
 from alibi_mlx import _tiled
 
 Jobs = Callable[[], list[Job]]
+# Returns the tiles that make up a call with one batch axis, given query, key and value.
+Plan = Callable[[AttentionCall, mx.array, mx.array, mx.array], list[Job]]
+Forward = Callable[[AttentionCall, mx.array, mx.array, mx.array, Jobs], mx.array]
 
 
-@dataclass(frozen=True)
-class Method:
-    """How attention is computed.
-
-    Attributes:
-        forward: Takes a call with one batch axis, query, key, value and a function that returns the jobs.
-        jobs: Takes the call, query, key and value, and returns the tiles that make it up.
-    """
-
-    forward: Callable[[AttentionCall, mx.array, mx.array, mx.array, Jobs], mx.array]
-    jobs: Callable[[AttentionCall, mx.array, mx.array, mx.array], list[Job]]
-
-
-def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, method: Method) -> mx.array:
+def attend(
+    call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, forward: Forward, plan: Plan
+) -> mx.array:
     """Return attention, differentiable in memory that grows with the lengths alone.
 
     Nothing is kept for the backward pass but the arguments: scores are computed anew.
 
     Args:
         call: With one batch axis.
-        query: ``[batch, num_heads, q_len, head_dim]``.
-        key: ``[batch, num_kv_heads, kv_len, head_dim]``.
-        value: Likewise.
-        method: How to compute it.
+        query, key, value: ``[batch, heads, length, head_dim]``.
+        forward: Computes the result, given the same and a function that returns the jobs.
+        plan: Returns the jobs.
     """
     names = tuple(call.arrays)
     planned: dict[tuple[int, ...], list[Job]] = {}  # once for both passes, and once more for a longer batch
 
     def jobs(call: AttentionCall, *tensors: mx.array) -> list[Job]:
         if call.batch not in planned:
-            planned[call.batch] = method.jobs(call, *tensors)
+            planned[call.batch] = plan(call, *tensors)
         return planned[call.batch]
 
     @mx.custom_function
     def function(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> mx.array:
         this = replace(call, **dict(zip(names, arrays, strict=True)))
-        return method.forward(this, query, key, value, lambda: jobs(this, query, key, value))
+        return forward(this, query, key, value, lambda: jobs(this, query, key, value))
 
     @function.vjp
     def differentiate(primals: Any, grad: mx.array, result: mx.array) -> Any:
         query, key, value, *arrays = primals
         this = replace(call, **dict(zip(names, arrays, strict=True)))
-        once = replace(method, jobs=jobs)
-        *by_tensors, past, future = _gradients(this, query, key, value, grad, once)
+        *by_tensors, past, future = _gradients(this, query, key, value, grad, jobs)
         by_slopes = {"slopes": past, "future_slopes": future}
         if this.future_slopes is None:
             by_slopes["slopes"] = past + future
@@ -73,18 +63,13 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
     @function.vmap
     def mapped(operands: Any, axes: Any) -> tuple[mx.array, int]:
         size, longer, tensors = _as_longer_batch(call, operands, axes, 3)
-        return attend(longer, *tensors, method).reshape(size, *call.batch, *tensors[0].shape[1:]), 0
+        return attend(longer, *tensors, forward, plan).reshape(size, *call.batch, *tensors[0].shape[1:]), 0
 
     return function(query, key, value, *call.arrays.values())
 
 
 def _gradients(
-    call: AttentionCall,
-    query: mx.array,
-    key: mx.array,
-    value: mx.array,
-    grad: mx.array,
-    method: Method,
+    call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, grad: mx.array, plan: Plan
 ) -> tuple[mx.array, ...]:
     """Return the gradients by query, key, value, and by the slopes of each batch entry, past and future."""
     names = tuple(call.arrays)
@@ -93,12 +78,12 @@ def _gradients(
     def function(*operands: mx.array) -> tuple[mx.array, ...]:
         query, key, value, grad, *arrays = operands
         this = replace(call, **dict(zip(names, arrays, strict=True)))
-        return _tiled.backward(this, (query, key, value), grad, method.jobs(this, query, key, value))
+        return _tiled.backward(this, (query, key, value), grad, plan(this, query, key, value))
 
     @function.vmap
     def mapped(operands: Any, axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
         size, longer, tensors = _as_longer_batch(call, operands, axes, 4)
-        grads = _gradients(longer, *tensors, method)
+        grads = _gradients(longer, *tensors, plan)
         return tuple(x.reshape(size, *call.batch, *x.shape[1:]) for x in grads), (0,) * len(grads)
 
     return tuple(function(query, key, value, grad, *call.arrays.values()))

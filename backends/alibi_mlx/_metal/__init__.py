@@ -4,6 +4,15 @@ In goes a call. Out comes a route, or the reason for a refusal.
 """
 
 from alibi_mlx._metal.folded import folded_attention
-from alibi_mlx._metal.routes import FEW, IMPLEMENTATIONS, ROUTES, Row, choose, refusal
+from alibi_mlx._metal.routes import FEW, FOLDED_FEATURES, IMPLEMENTATIONS, LOW, choose, kernel_sizes, refusal
 
-__all__ = ["FEW", "IMPLEMENTATIONS", "ROUTES", "Row", "choose", "folded_attention", "refusal"]
+__all__ = [
+    "FEW",
+    "FOLDED_FEATURES",
+    "IMPLEMENTATIONS",
+    "LOW",
+    "choose",
+    "folded_attention",
+    "kernel_sizes",
+    "refusal",
+]

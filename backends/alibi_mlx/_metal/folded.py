@@ -11,18 +11,13 @@ from alibi_mlx._compatible import padded
 def folded_attention(
     call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, head_dim: int, *, fused: bool
 ) -> mx.array:
-    """Compute a call whose last query is at the last key.
+    """Compute a call with one batch axis, causal, its last query at the last key, without masks, segments or a window.
 
     Args:
-        call: With one batch axis; causal, without a mask, segments or a window.
-        query: ``[batch, num_heads, q_len, head_dim]``.
-        key: ``[batch, num_kv_heads, kv_len, head_dim]``.
-        value: Likewise.
+        call: The call.
+        query, key, value: ``[batch, heads, length, head_dim]``, as is the result.
         head_dim: What MLX's kernel is to be given; at least ``alibi_core.fold_size`` features more.
         fused: Make MLX take its fused kernel, in the dtype of the tensors; else all is computed in float32.
-
-    Returns:
-        ``[batch, num_heads, q_len, head_dim]``, of the dtype of ``query``.
     """
     long_query, long_key = fold(query, key, call.slopes, scale=call.scale, head_dim=head_dim)
     tensors = [long_query, long_key, padded(value, 3, 0, head_dim - call.head_dim)]

@@ -4,8 +4,8 @@ In go a call and its tensors. Out come the plan of tiles, measured from norms, a
 """
 
 from alibi_core.backend import KeyNorms
-from alibi_mlx._tiled.configuration import EPS, TINY, norm_bounds
+from alibi_mlx._tiled.configuration import norm_bounds
 from alibi_mlx._tiled.kernels import backward, forward
 from alibi_mlx._tiled.plan import jobs, on_host, plans
 
-__all__ = ["EPS", "TINY", "KeyNorms", "backward", "forward", "jobs", "norm_bounds", "on_host", "plans"]
+__all__ = ["KeyNorms", "backward", "forward", "jobs", "norm_bounds", "on_host", "plans"]

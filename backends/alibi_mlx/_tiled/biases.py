@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import cached_property
 
 import mlx.core as mx
 
@@ -19,21 +19,18 @@ class Biases:
     def __init__(self, call: AttentionCall) -> None:
         self._call = call
         self._by_distance = call.mask is None and call.q_segment_ids is None and not call.has_offset_array
-        self._line: mx.array | None = None
         self._tiles: dict[tuple[int, ...], mx.array] = {}  # the last one made, under what it is made of
 
     def of(self, job: Job) -> tuple[mx.array, mx.array | None]:
-        """Return a job's bias, ``[batch entries or 1, heads, rows, kv_len]``, and where its queries see something.
+        """Return a job's bias, ``[batch entries or 1, heads, rows, kv_len]``, and which queries see a key.
 
-        Where is ``[..., rows, 1]``; None for everywhere.
+        The second are booleans, ``[..., rows, 1]``; None if all queries do.
         """
         if not self._is_toeplitz(job):
             tile = self._call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
             bias, attends = tile.bias()
             return _four_axes(bias), None if attends is None else _four_axes(attends)
         back = job.back + self._call.q_offset
-        if self._line is None:
-            self._line = self._biases_by_distance()
         of_each = self._line.shape[0] > 1  # batch entry; else one is for all
         batch = (job.batch.start, job.batch.stop) if of_each else (0, 1)
         made_of = (*batch, job.heads.start, job.heads.stop, job.rows, job.kv_len, back)
@@ -59,6 +56,11 @@ class Biases:
         past, future = (mx.maximum(mx.maximum(x, 0) - outside, 0).astype(mx.float32) for x in (-ahead, ahead))
         return past, None if self._call.is_causal else future
 
+    @cached_property
+    def _line(self) -> mx.array:
+        """The biases of keys by their distance, ``[batch or 1, heads, q_len + kv_len - 1]``."""
+        return _four_axes(self._call.bias_by_distance[..., None, :])[:, :, 0]
+
     def _is_toeplitz(self, job: Job) -> bool:
         """Whether bias depends on distance alone, and each query's own key is among the job's, to count it from."""
         if not self._by_distance:
@@ -69,21 +71,15 @@ class Biases:
     def _toeplitz(self, job: Job, line: mx.array, back: int) -> mx.array:
         """Return the bias of a tile, ``back`` keys before its first query's own, from its heads' by distance."""
         # The first row's first key is `back` before its query, and the last row's `rows - 1` further.
-        start = self._origin - back - (job.rows - 1)
-        width = job.rows + job.kv_len
+        start = self._call.q_offset + self._call.q_len - back - job.rows
+        width = job.rows + job.kv_len - 1
         line = line[..., start : start + width]
+        if job.rows == 1:
+            return line[:, :, None]
         # Of rows that follow one another, each one element less than a row later, row by row moves one to the right.
         copies = mx.broadcast_to(line[:, :, None], (*line.shape[:2], job.rows, width)).reshape(*line.shape[:2], -1)
         skewed = copies[..., job.rows - 1 : job.rows - 1 + job.rows * (width - 1)]
         return skewed.reshape(*line.shape[:2], job.rows, width - 1)[..., : job.kv_len]
-
-    def _biases_by_distance(self) -> mx.array:
-        """Return the biases of keys, the farthest before a query first: ``[batch or 1, heads, n]``."""
-        call = self._call
-        self._origin = call.q_offset + call.q_len  # no key is farther before a query
-        length = self._origin + 1 + (call.q_len if call.is_causal else call.kv_len)
-        bias, _ = replace(call, q_len=1, kv_len=length, q_offset=self._origin).bias()
-        return _four_axes(bias)[:, :, 0]
 
 
 def _four_axes(array: mx.array) -> mx.array:

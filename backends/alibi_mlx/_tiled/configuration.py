@@ -7,8 +7,6 @@ import mlx.core as mx
 from alibi_core.backend import TileSizes, Tiling, current_tiling
 from alibi_core.backend import norm_bounds as bounds_of
 
-EPS, TINY = 2.0**-23, 2.0**-126  # of float32: the spacing at 1, and the least normal number
-
 
 def norm_bounds(keys: mx.array) -> mx.array:
     """Return what no norm of keys ``[..., head_dim]`` exceeds, however sums of squares are rounded: float32 ``[...]``.

@@ -25,18 +25,13 @@ COPIED_FOR = 8  # queries, at least, that keys are laid out anew for
 def forward(
     call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, jobs: Iterable[Job], head_dim: int
 ) -> mx.array:
-    """Compute the jobs that make up a call.
+    """Return the result of the jobs that make up a call, of the shape and dtype of ``query``.
 
     Args:
         call: With one batch axis.
-        query: ``[batch, num_heads, q_len, head_dim]``.
-        key: ``[batch, num_kv_heads, kv_len, head_dim]``.
-        value: Likewise.
+        query, key, value: ``[batch, heads, length, head_dim]``.
         jobs: All that there is to compute.
         head_dim: What MLX's kernel is to be given; features are filled up with zeros.
-
-    Returns:
-        The result, of the shape and dtype of ``query``.
     """
     # MLX before 0.32.2 crashes where mx.jvp meets an assignment to what does not vary: let it vary with everything.
     result = _after(mx.zeros(query.shape, query.dtype), [query, key, value, call.slopes])
@@ -246,11 +241,7 @@ class _KeySums:
 
 
 def _overlapped(addend: mx.array, job: Job) -> mx.array:
-    """Return the sum of tiles' keys, ``[tiles, heads, kv_len, head_dim]``, each ``rows`` after the one before it.
-
-    Returns:
-        ``[1, heads, (tiles - 1) * rows + kv_len, head_dim]``.
-    """
+    """Return the sum of tiles' keys, ``[tiles, heads, kv_len, head_dim]``, each ``rows`` after the one before it."""
     tiles, heads, length, head_dim = addend.shape
     shifts = -(-length // job.rows)  # as many stretches of `rows` keys make up a tile
     addend = padded(addend, 2, 0, shifts * job.rows - length)

@@ -88,30 +88,24 @@ class KVCache:
         if lengths is not None or self.lengths is not None:
             return self._append_by_row(key, value, _counts(lengths, *key.shape[:3:2]))
         start, end = self.offset, self.offset + key.shape[-2]
-        check_room(key.shape[-2], math.inf if self.max_length is None else self.max_length, start)
-        self.keys, self.values = (
-            self._with_room(held, new, end) for held, new in ((self.keys, key), (self.values, value))
-        )
-        self.keys[..., start:end, :] = key
-        self.values[..., start:end, :] = value
+        keys, values = self._with_room(key, value, end)
+        keys[..., start:end, :] = key
+        values[..., start:end, :] = value
         self.offset = end
         self._measured = min(self._measured, start)
-        return self.keys[..., :end, :], self.values[..., :end, :]
+        return keys[..., :end, :], values[..., :end, :]
 
     def _append_by_row(self, key: mx.array, value: mx.array, counts: np.ndarray[Any, Any]) -> tuple[mx.array, mx.array]:
         tokens = RowTokens.of(self._held(counts.size), counts)
-        end = int(tokens.ends.max())
-        check_room(end - self.offset, math.inf if self.max_length is None else self.max_length, self.offset)
-        self.keys, self.values = (
-            self._with_room(held, new, end) for held, new in ((self.keys, key), (self.values, value))
-        )
+        end = int(tokens.ends.max(initial=0))
+        keys, values = self._with_room(key, value, end)
         rows, columns, slots = (mx.array(x.astype(np.int32)) for x in (tokens.rows, tokens.columns, tokens.slots))
         if tokens.rows.size:
-            self.keys[rows, :, slots] = key[rows, :, columns]
-            self.values[rows, :, slots] = value[rows, :, columns]
+            keys[rows, :, slots] = key[rows, :, columns]
+            values[rows, :, slots] = value[rows, :, columns]
         self._hold(tokens.ends)
-        self._measured = min(self._measured, int((tokens.ends - counts).min()))
-        return self.keys[..., :end, :], self.values[..., :end, :]
+        self._measured = int((tokens.ends - counts).min(initial=self._measured))
+        return keys[..., :end, :], values[..., :end, :]
 
     @property
     def key_norms(self) -> mx.array | None:
@@ -177,7 +171,7 @@ class KVCache:
         key, value = self.state[:2]
         if lengths is not None or self.lengths is not None:
             offsets = self._held(query.shape[0]) - _counts(lengths, *query.shape[:3:2])
-            check_span(self.offset, self.offset - int(offsets.min()))
+            check_span(self.offset, self.offset - int(offsets.min(initial=self.offset)))
             rules["q_offset"] = mx.array(offsets.astype(np.int32))
         call = AttentionCall.check(query, key, value, slopes, scale=scale, tolerance=tolerance, xp=mx, **rules)
         if not call.has_offset_array:
@@ -210,12 +204,13 @@ class KVCache:
         Args:
             indices: ``[batch]`` integers, for a batch size that may be another than before.
         """
+        held = None if self.lengths is None else self._held()[np.asarray(indices)]  # first, for it may raise
         if self.keys is not None:
             self.keys, self.values = (mx.take(x, indices, axis=0) for x in (self.keys, self.values))
         self._norms = None if self._norms is None else mx.take(self._norms, indices, axis=0)
         self.batch_size = None if self.batch_size is None else len(indices)
-        if self.lengths is not None:
-            self._hold(self._held()[np.asarray(indices)])
+        if held is not None:
+            self._hold(held)
 
     @property
     def length(self) -> int:
@@ -322,22 +317,24 @@ class KVCache:
         return np.full(batch_size, self.offset) if self.lengths is None else np.asarray(self.lengths)
 
     def _hold(self, lengths: np.ndarray[Any, Any]) -> None:
-        self.lengths, self.offset = mx.array(lengths.astype(np.int32)), int(lengths.max())
+        self.lengths, self.offset = mx.array(lengths.astype(np.int32)), int(lengths.max(initial=0))
 
     def _check_offset(self) -> None:
         capacity = 0 if self.keys is None else self.keys.shape[2]
         if not 0 <= self.offset <= capacity:
             raise ValueError(f"offset must be at most the cache's capacity, {capacity} tokens, got {self.offset}")
 
-    def _with_room(self, held: mx.array | None, new: mx.array, end: int) -> mx.array:
-        """Return ``held``, or a longer array that begins with it, with room for ``end`` tokens."""
-        if held is not None and end <= held.shape[-2]:
-            return held
-        capacity = -(-end // STEP) * STEP
-        if self.max_length is not None:
-            capacity = min(capacity, self.max_length)
-        space = mx.zeros((*new.shape[:-2], capacity - self.offset, new.shape[-1]), dtype=new.dtype)
-        return space if held is None else mx.concatenate([held[..., : self.offset, :], space], axis=-2)
+    def _with_room(self, key: mx.array, value: mx.array, end: int) -> tuple[mx.array, mx.array]:
+        """Make room for ``end`` tokens, if there is none yet, and return the keys and values that are held."""
+        check_room(end - self.offset, math.inf if self.max_length is None else self.max_length, self.offset)
+        if self.keys is None or self.values is None or end > self.keys.shape[-2]:
+            capacity = min(-(-end // STEP) * STEP, self.max_length or math.inf)
+            longer = []
+            for held, new in ((self.keys, key), (self.values, value)):
+                space = mx.zeros((*new.shape[:-2], capacity - self.offset, new.shape[-1]), dtype=new.dtype)
+                longer.append(space if held is None else mx.concatenate([held[..., : self.offset, :], space], axis=-2))
+            self.keys, self.values = longer
+        return self.keys, self.values
 
 
 def _counts(lengths: mx.array | None, batch_size: int, new: int) -> np.ndarray[Any, Any]:

@@ -1,7 +1,7 @@
 """Whether attention is right on this machine, how fast it is, and which of MLX's fused kernels run it.
 
-``python -m alibi_mlx.check`` makes a call for each row of the routing table for GPUs. It compares the result with the
-core's reference in float64, within a derived error budget; times it beside MLX's attention with the whole bias as its
+``python -m alibi_mlx.check`` makes a call for each head size that Metal's kernels take. It compares the result with the
+exact one, within the error budget of the conformance kit; times it beside MLX's attention with the whole bias as its
 mask; and asks MLX, from version 0.32.4 on, whether a fused kernel takes the tensors that the implementation hands to
 it, and if none does, why. Where there is no Metal device, it says so and makes the same calls on the CPU, shorter ones.
 
@@ -24,7 +24,7 @@ import mlx.core as mx
 import numpy as np
 
 import alibi_core
-from alibi_mlx._compatible import can_force_fused
+from alibi_mlx._compatible import has_newer_kernels
 from alibi_mlx.check._cases import Outcome, outcomes
 
 COLUMNS = ("dtype", "queries", "keys", "features", "runs as", "fused", "error", "of budget", "ms", "dense ms", "")
@@ -86,7 +86,7 @@ def _remark(device: mx.DeviceType) -> str:
             "There is no Metal device here, so fused kernels were not tried, and times say nothing of a GPU:\n"
             "the calls run on the CPU, and are short."
         )
-    if not can_force_fused():
+    if not has_newer_kernels():
         return "This MLX cannot be asked for its fused kernels: that needs 0.32.4 or later."
     return "fused: for how many of MLX's attention calls a fused kernel exists."
 

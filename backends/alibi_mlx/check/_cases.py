@@ -1,4 +1,4 @@
-"""The calls that :mod:`alibi_mlx.check` makes: one or more for each row of the routing table that is for a GPU."""
+"""The calls that :mod:`alibi_mlx.check` makes: at each head size that Metal's fused kernels take, and a larger one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import alibi_core
 from alibi_core import AttentionCall, fold_error_bound, fold_size
 from alibi_core.backend import tolerance_of
 from alibi_mlx._attention import attention
-from alibi_mlx._compatible import can_force_fused, has_kernels_for_72_and_96
-from alibi_mlx._metal import FEW, ROUTES, Row, choose, refusal
+from alibi_mlx._compatible import has_newer_kernels
+from alibi_mlx._metal import FEW, FOLDED_FEATURES, LOW, choose, kernel_sizes, refusal
 from alibi_mlx.check._budget import deviation, factor_roundoff
 
 HEADS, KV_HEADS = 8, 2
-WIDE = 160  # features, where a row sets no limit
+WIDE = 160  # features, for which there is no fused kernel
 
 
 @dataclass(frozen=True)
@@ -94,61 +94,67 @@ class Outcome:
 
 
 def outcomes(device: mx.DeviceType, *, quick: bool) -> Iterator[Outcome]:
-    """Yield what comes of each row's calls on the default device, which is a ``device``."""
+    """Yield what comes of the calls on the default device, which is a ``device``."""
     sizes = SIZES[device, quick]
-    for row in ROUTES:
-        if row.device != mx.gpu or (row.newer and not has_kernels_for_72_and_96()):
-            continue
-        few = row.queries[1] <= FEW
-        for dtype in row.dtypes[-1:] if quick else row.dtypes:
-            for q_len in sizes.decoding if few else (sizes.queries,):
-                yield outcome(row, dtype, q_len, (sizes.decoding_keys,) if few else sizes.keys, sizes.repeats, device)
+    for few in (True, False):
+        heads = kernel_sizes(FEW if few else FEW + 1)
+        made = [("tiled", head_dim, (*LOW, mx.float32)) for head_dim in (*heads, WIDE)]
+        if not few and has_newer_kernels():
+            made = [("folded", head_dim - FOLDED_FEATURES, LOW) for head_dim in heads] + made
+        for implementation, head_dim, dtypes in made:
+            for dtype in dtypes[-1:] if quick else dtypes:
+                for q_len in sizes.decoding if few else (sizes.queries,):
+                    kv_lens = (sizes.decoding_keys,) if few else sizes.keys
+                    yield outcome(implementation, head_dim, dtype, q_len, kv_lens, sizes.repeats, device)
 
 
 def outcome(
-    row: Row, dtype: mx.Dtype, q_len: int, kv_lens: tuple[int, ...], repeats: int, device: mx.DeviceType
+    implementation: str,
+    head_dim: int,
+    dtype: mx.Dtype,
+    q_len: int,
+    kv_lens: tuple[int, ...],
+    repeats: int,
+    device: mx.DeviceType,
 ) -> Outcome:
-    """Return what comes of one call of a row: causal, with the canonical slopes, the last query at the last key.
+    """Return what comes of one call: causal, with the canonical slopes, the last query at the last key.
 
     Args:
-        row: The call has as many features as the row takes, which the rows before it do not.
+        implementation: What computes it.
+        head_dim: Features a head.
         dtype: Of query, key and value.
         q_len: Queries, at most.
-        kv_lens: Keys, the first of these that the row's implementation takes.
+        kv_lens: Keys, the first of these that the implementation takes.
         repeats: How often it is timed.
         device: What the default device is. On ``mx.gpu`` MLX is asked for its fused kernels too.
     """
-    head_dim = min(row.head_dims[1], WIDE)
     for kv_len in kv_lens:
         tensors = _tensors(min(q_len, kv_len), kv_len, head_dim, dtype)
         call = AttentionCall.check(*tensors, HEADS)
-        reason = refusal(row.implementation, call)
+        reason = refusal(implementation, call)
         if reason is None:
             break
     name = str(dtype).rpartition(".")[2]
-    about = (name, call.q_len, kv_len, head_dim, row.implementation)
+    about = (name, call.q_len, kv_len, head_dim, implementation)
     if reason is not None:
-        return Outcome(*about, row.padded or head_dim, refused=reason)
-    padded = choose(call, row.implementation).head_dim
+        return Outcome(*about, head_dim, refused=reason)
+    padded = choose(call, implementation).head_dim
 
     def compute() -> mx.array:
-        return attention(*tensors, implementation=row.implementation)
+        return attention(*tensors, implementation=implementation)
 
     try:
-        tried = asked_for_fused_kernels(compute) if device == mx.gpu and can_force_fused() else None
+        tried = asked_for_fused_kernels(compute) if device == mx.gpu and has_newer_kernels() else None
         result = compute()
         mx.eval(result)
-        folded = row.implementation == "folded"
         slopes = alibi_core.slopes(HEADS, dtype=np.float64)
-        off = deviation(
-            tensors,
-            result,
-            slopes,
-            features=head_dim + (fold_size(kv_len, name) if folded else 0),
-            tolerance=0.0 if folded else tolerance_of(call),
-            fold_bounds=fold_error_bound(slopes, kv_len, head_dim=head_dim, dtype=name, q_len=call.q_len) * folded,
-            factor_roundoff=factor_roundoff(call.q_len, padded),
-        )
+        folded = None
+        if implementation == "folded":
+            bounds = fold_error_bound(slopes, kv_len, head_dim=head_dim, dtype=name, q_len=call.q_len)
+            folded = fold_size(kv_len, name), bounds
+        tolerance = tolerance_of(call) if folded is None else 0.0
+        rounding = {"tolerance": tolerance, "factor_roundoff": factor_roundoff(call.q_len, padded)}
+        off = deviation(tensors, result, slopes, folded=folded, **rounding)
         bias = call.bias()[0].astype(dtype)
         mx.eval(bias)
 
@@ -159,7 +165,7 @@ def outcome(
     except Exception as error:  # whatever it is, the other rows are worth a look
         return Outcome(*about, padded, raised=f"{type(error).__name__}: {error}")
     count, unfused = (None, None) if tried is None else (len(tried), {x: tried.count(x) for x in tried if x})
-    return Outcome(*about, padded, count, unfused, off.error, off.share, *seconds)
+    return Outcome(*about, padded, count, unfused, *off, *seconds)
 
 
 def asked_for_fused_kernels(compute: Callable[[], mx.array]) -> list[str]:

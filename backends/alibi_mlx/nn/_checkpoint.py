@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from alibi_core import AttentionCall
-from alibi_core.backend import AlibiConfig, Checkpoint, checks, dense_attention, key_bias, namespace_of
+from alibi_core.backend import Checkpoint, checks, dense_attention, key_bias, namespace_of
 from alibi_mlx.nn._encoder import AlibiEncoder
 from alibi_mlx.nn._language_model import AlibiLanguageModel
 from alibi_mlx.nn._layer import AlibiAttention
@@ -66,7 +66,9 @@ def load_checkpoint(
     dtype = getattr(mx, checkpoint.dtype_name) if dtype is None else checks.floating_dtype(xp, "dtype", dtype)
     checkpoint.check_precision(mx.finfo(dtype).bits)
 
-    attention = FalconAttention.made_for if checkpoint.family.rounds_bias else None
+    attention = None
+    if checkpoint.family.rounds_bias:
+        attention = lambda config: FalconAttention(**config.attention_options)  # noqa: E731
     kind = AlibiLanguageModel if checkpoint.config.is_causal else AlibiEncoder
     model = kind(checkpoint.config, checkpoint.vocab_size, attention=attention)
     model.load_weights([(name, mx.array(array, dtype)) for name, array in checkpoint.parameters()])
@@ -76,11 +78,6 @@ def load_checkpoint(
 
 class FalconAttention(AlibiAttention):
     """Attention with the bias that Falcon's model computes, from keys' positions rounded to bfloat16."""
-
-    @classmethod
-    def made_for(cls, config: AlibiConfig) -> FalconAttention:
-        """Return the layer that ``config`` describes."""
-        return cls(**config.attention_options)
 
     def __call__(
         self,
@@ -92,10 +89,7 @@ class FalconAttention(AlibiAttention):
     ) -> mx.array:
         """Return what :class:`AlibiAttention` does, with another bias."""
         self.shape.check_input(x, mx)
-        query, key, value = (
-            mx.unflatten(proj(x), -1, (-1, self.shape.head_dim)).swapaxes(1, 2)  # [batch, heads, length, head_dim]
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query, key, value = self._projected(x, x)
         if cache is not None:
             key, value = cache.update_and_fetch(key, value)
         call = AttentionCall.check(query, key, value, self.slopes, mask=mask, segment_ids=segment_ids, xp=mx)

@@ -122,7 +122,7 @@ class AlibiEncoder(nn.Module):
             text = vectors[start : start + count]
             pooled.append(zeros if count == 0 else text[0] if pooling == "cls" else text.mean(axis=0))
             start += count
-        return mx.stack(pooled)
+        return mx.stack(pooled) if pooled else vectors
 
     def _of_text(self, tokens: mx.array, token_types: mx.array | None, rows: TextRows) -> mx.array:
         """Return the vectors of the tokens that are text, ``[tokens of text, embed_dim]``, row by row."""

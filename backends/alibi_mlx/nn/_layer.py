@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -135,10 +137,7 @@ class AlibiAttention(nn.Module):
             ValueError: If a shape is wrong, the cache does not fit, or the layer is not causal and gets a cache.
         """
         source = self.shape.source_of_keys(x, mx, context=context, q_offset=q_offset, cache=cache, lengths=lengths)
-        query, key, value = (
-            mx.unflatten(proj(y), -1, (-1, self.shape.head_dim)).swapaxes(1, 2)  # [batch, heads, length, head_dim]
-            for proj, y in ((self.q_proj, x), (self.k_proj, source), (self.v_proj, source))
-        )
+        query, key, value = self._projected(x, source)
         rules: dict[str, Any] = {"segment_ids": segment_ids, "window_size": self.window_size, "mask": mask}
         rules["implementation"] = self.implementation
         if cache is None:
@@ -151,7 +150,10 @@ class AlibiAttention(nn.Module):
         elif not self.is_causal:
             raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
         elif isinstance(cache, (KVCache, EvictingKVCache)):
-            attended = self._attend_to(cache, query, key, value, rules, lengths)
+            own = {} if lengths is None else {"lengths": lengths}
+            with unless_refused([cache]):
+                cache.append(key, value, **own)
+                attended = cache.attend(query, self.slopes, **rules, **own)
         elif lengths is not None:
             raise ValueError(f"lengths must be None but with the caches of make_cache, got a {type(cache).__name__}")
         else:
@@ -189,24 +191,10 @@ class AlibiAttention(nn.Module):
             window_size=self.window_size,
         )
 
-    def _attend_to(
-        self,
-        cache: KVCache | EvictingKVCache,
-        query: mx.array,
-        key: mx.array,
-        value: mx.array,
-        rules: dict[str, Any],
-        lengths: mx.array | None,
-    ) -> mx.array:
-        rows = getattr(cache, "lengths", None)
-        held = cache.length if rows is None else rows
-        own = {} if lengths is None else {"lengths": lengths}
-        cache.append(key, value, **own)
-        try:
-            return cache.attend(query, self.slopes, **rules, **own)
-        except Exception:
-            cache.truncate(held)  # a call that was refused leaves no tokens behind
-            raise
+    def _projected(self, x: mx.array, source: mx.array) -> tuple[mx.array, ...]:
+        """Return query, key and value, ``[batch, heads, length, head_dim]``."""
+        pairs = ((self.q_proj, x), (self.k_proj, source), (self.v_proj, source))
+        return tuple(mx.unflatten(proj(y), -1, (-1, self.shape.head_dim)).swapaxes(1, 2) for proj, y in pairs)
 
     def _attend_to_foreign(
         self, cache: Any, query: mx.array, key: mx.array, value: mx.array, rules: dict[str, Any]
@@ -237,3 +225,17 @@ class AlibiAttention(nn.Module):
     def _extra_repr(self) -> str:
         sizes = f"embed_dim={self.shape.embed_dim}, num_heads={self.shape.num_heads}"
         return f"{sizes}, num_kv_heads={self.shape.num_kv_heads}, is_causal={self.is_causal}"
+
+
+@contextmanager
+def unless_refused(caches: Iterable[Any]) -> Iterator[None]:
+    """Let caches of this library keep the tokens that are added meanwhile, unless an error is raised."""
+    own = [cache for cache in caches if isinstance(cache, (KVCache, EvictingKVCache))]
+    rows = [getattr(cache, "lengths", None) for cache in own]
+    held = [cache.length if x is None else x for cache, x in zip(own, rows, strict=True)]
+    try:
+        yield
+    except Exception:
+        for cache, length in zip(own, held, strict=True):
+            cache.truncate(length)
+        raise

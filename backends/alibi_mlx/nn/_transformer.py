@@ -9,19 +9,14 @@ import mlx.core as mx
 from mlx import nn
 
 from alibi_core.backend import AlibiConfig, explains_keywords
-from alibi_mlx.caches import EvictingKVCache, KVCache
-from alibi_mlx.nn._layer import AlibiAttention
+from alibi_mlx.nn._layer import AlibiAttention, unless_refused
 
 AttentionFactory = Callable[[AlibiConfig], nn.Module]
 
 
 def alibi_attention(config: AlibiConfig) -> AlibiAttention:
-    """Return the attention layer that ``config`` describes."""
-    return finished(AlibiAttention(**config.attention_options), config)
-
-
-def finished(layer: AlibiAttention, config: AlibiConfig) -> AlibiAttention:
-    """Return an attention layer with projections that clip, norm and scale as ``config`` says, if it does."""
+    """Return the attention layer that ``config`` describes; its projections may clip, norm and scale."""
+    layer = AlibiAttention(**config.attention_options)
     if config.clip_qkv is not None or config.scale is not None or config.qk_norm:
         for name, factor in (("q_proj", config.query_factor), ("k_proj", 1.0), ("v_proj", 1.0)):
             out_features, in_features = getattr(layer, name).weight.shape
@@ -140,16 +135,9 @@ class AlibiTransformer(nn.Module):
             raise ValueError(f"x must have shape (batch, length, embed_dim {self.config.embed_dim}), got {x.shape}")
         if caches is not None and len(caches) != len(self.blocks):
             raise ValueError(f"caches must be one a block ({len(self.blocks)}), got {len(caches)}")
-        own = [cache for cache in caches or () if isinstance(cache, (KVCache, EvictingKVCache))]
-        rows = [getattr(cache, "lengths", None) for cache in own]
-        held = [(cache, cache.length if x is None else x) for cache, x in zip(own, rows, strict=True)]
-        try:
+        with unless_refused(caches or ()):  # what one block refuses is not to stay in those before it
             for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
                 x = block(x, mask=mask, segment_ids=segment_ids, cache=cache)
-        except Exception:
-            for cache, length in held:
-                cache.truncate(length)  # what one block refused is not to stay in those before it
-            raise
         return self.norm(x)
 
     def make_caches(self, batch_size: int | None = None, max_length: int | None = None, **options: Any) -> list[Any]:

@@ -1,10 +1,14 @@
-"""A line on the terminal while a command computes."""
+"""What a command says on standard error: why it cannot run, and what takes time."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+class UnusableError(Exception):
+    """The command cannot do what it is asked for; the message says why and tells the fix."""
 
 
 @contextmanager
