@@ -1,13 +1,22 @@
-"""Two more in PyTorch: curated-transformers, and labml-nn's annotated implementation."""
+"""More in PyTorch: curated-transformers, labml-nn's annotated implementation, and FlexAttention.
+
+FlexAttention has the ALiBi of attention-gym, and of the text that introduced it; eager, on the CPU.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+import alibi_core
 from benchmarks.ecosystem._torch import TorchAdapter, Values, hidden, to_numpy
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Curated(TorchAdapter):
@@ -76,3 +85,86 @@ class Labml(TorchAdapter):
         visible = ~hidden(length, length)[:, :, None]
         result = module(query=features[0], key=features[1], value=features[2], mask=visible)
         return result.unflatten(2, (num_heads, head_dim)).permute(1, 2, 0, 3)
+
+
+# --- FlexAttention ----------------------------------------------------------------------------------------------------
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod, *, is_causal: bool) -> Tensor:
+    """Return FlexAttention with a ``score_mod`` and the usual causal block mask."""
+    q_len, kv_len = query.shape[2], key.shape[2]
+    if q_len != kv_len:
+        raise NotImplementedError("as many queries as keys: both are counted from 0")
+    with warnings.catch_warnings():  # one says that it is slow where it is not compiled
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        blocks = None
+        if is_causal:
+            blocks = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, q_len, kv_len, "cpu")
+        is_grouped = query.shape[1] != key.shape[1]
+        return flex_attention(query, key, value, score_mod, block_mask=blocks, enable_gqa=is_grouped)
+
+
+def bias_of(score_mod: ScoreMod, num_heads: int, q_len: int, kv_len: int, *, is_causal: bool) -> Values:
+    """Return what a ``score_mod`` adds to scores of 0 for the last queries, ``[num_heads, q_len, kv_len]``."""
+    indices = torch.arange(num_heads), torch.arange(kv_len - q_len, kv_len), torch.arange(kv_len)
+    head, q_index, kv_index = torch.meshgrid(*indices, indexing="ij")
+    bias = score_mod(torch.zeros(()), torch.zeros((), dtype=torch.int64), head, q_index, kv_index)
+    return to_numpy(bias.masked_fill(q_index < kv_index, -torch.inf) if is_causal else bias)
+
+
+class Flex(TorchAdapter):
+    """FlexAttention with a ``score_mod``, which takes slopes if they are the caller's."""
+
+    features = frozenset({"symmetric", "grouped"})
+    attention_grad = None  # FlexAttention has no backward pass on a CPU
+
+    def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Values:
+        return bias_of(self.score_mod(num_heads), num_heads, q_len, kv_len, is_causal=is_causal)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        mod = self.score_mod(query.shape[1], options.get("slopes"))
+        return attend(query, key, value, mod, is_causal=options["is_causal"])
+
+    def score_mod(self, num_heads: int, slopes: Values | None = None) -> ScoreMod:
+        """Return what changes a score."""
+        raise NotImplementedError
+
+
+class AttentionGym(Flex):
+    """``attn_gym.mods.generate_alibi_bias``, with the slopes of the paper's text."""
+
+    def slopes(self, num_heads: int) -> Values:
+        return -self.bias(num_heads, 2, 2, False)[:, 1, 0]
+
+    def attention(self, query: Values, key: Values, value: Values, is_causal: bool) -> Values:
+        return self.forward(query, key, value, is_causal=is_causal)
+
+    def score_mod(self, num_heads: int, slopes: Values | None = None) -> ScoreMod:
+        from attn_gym.mods import generate_alibi_bias
+
+        return generate_alibi_bias(num_heads)
+
+
+class Example(Flex):
+    """The example of the text that introduced FlexAttention, whose slopes are the caller's: ``slope * (key - query)``.
+
+    https://pytorch.org/blog/flexattention/
+    """
+
+    sign = 1
+
+    def attention(self, query: Values, key: Values, value: Values, slopes: Values, is_causal: bool) -> Values:
+        return self.forward(query, key, value, slopes=slopes, is_causal=is_causal)
+
+    def score_mod(self, num_heads: int, slopes: Values | None = None) -> ScoreMod:
+        own = torch.tensor(alibi_core.slopes(num_heads) if slopes is None else slopes)
+        return lambda score, batch, head, q_idx, kv_idx: score + own[head] * (self.sign * (kv_idx - q_idx))
+
+
+class ExampleAsFirstPublished(Example):
+    """The same as it stood at first, ``slope * (query - key)``: far keys gain.
+
+    https://github.com/pytorch/pytorch.github.io/commit/67fc54cfbce71767a3a5d4192ed62fb81f624b88 turned it round.
+    """
+
+    sign = -1

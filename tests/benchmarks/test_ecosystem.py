@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,15 +15,16 @@ from rich.console import Console
 from alibi_core import conformance
 from alibi_core.conformance._cases.oracle import Attention, assert_within, rounded
 from benchmarks.ecosystem.__main__ import main
-from benchmarks.ecosystem._magnitude import Magnitude, exact_slopes, measure
-from benchmarks.ecosystem._rows import NOT_INSTALLED, Row, rows_of
+from benchmarks.ecosystem._magnitude import Magnitude, measure
+from benchmarks.ecosystem._rows import COLUMNS, NOT_INSTALLED, Row, cells, markdown, rich_table, rows_of
 from benchmarks.ecosystem._subjects import SUBJECTS, Subject
-from benchmarks.ecosystem._table import COLUMNS, cells, markdown, rich_table
+from benchmarks.exact import exact_slopes
 
 pytestmark = pytest.mark.full
 
 BY_NAME = {subject.name: subject for subject in SUBJECTS}
 NAMES = tuple(BY_NAME)
+FLEX = ("attention-gym", "FlexAttention's example", "FlexAttention's first example")
 HEAD_DIM, NUM_HEADS = 4, 3  # of three heads all slopes are powers of two, so that every package has them exactly
 
 
@@ -59,9 +63,8 @@ def by_key(slopes: np.ndarray, length: int) -> np.ndarray:
 
 def in_bfloat16(length: int) -> np.ndarray:
     """Return Falcon's product: slopes, positions and product are bfloat16."""
-    return rounded(
-        by_key(SLOPES, length) * 0 + SLOPES[:, None, None] * rounded(np.arange(length), "bfloat16"), "bfloat16"
-    )
+    row = rounded(SLOPES[:, None, None] * rounded(np.arange(length), "bfloat16"), "bfloat16")
+    return row.repeat(length, axis=1)
 
 
 def distances(slopes: np.ndarray, length: int) -> np.ndarray:
@@ -122,7 +125,7 @@ def test_adapters_give_what_their_packages_compute(name: str, length: int) -> No
     assert_within(actual.astype(np.float64), type(exact)(exact.value, exact.budget + margin))
 
 
-@pytest.mark.parametrize("name", [x for x in NAMES if BY_NAME[x].adapter[0] != "_flex"])
+@pytest.mark.parametrize("name", [x for x in NAMES if x not in FLEX])
 def test_gradients_are_those_of_what_is_computed(name: str) -> None:
     adapter, arrays = adapter_of(name), tensors(7)
     answers = exactly(name, arrays, is_causal=True).gradients(arrays[3].astype(np.float64), np.zeros((7, 7)))
@@ -276,34 +279,53 @@ def test_the_kit_says_where_others_depart(name: str, contract: str, broken: set[
 # --- The table -------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_missing_is_a_row_that_says_so() -> None:
-    nobody = Subject("nobody", "alibi-of-nobody", ("_nobody", ""))
-    rows = list(rows_of(nobody))
-    assert [(row.name, row.problem) for row in rows] == [("nobody", NOT_INSTALLED)]
-    half = Subject("half", "numpy", ("_missing_module", ""))  # the package is there, what its adapter needs is not
+def test_what_is_missing_or_raises_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,) = rows_of(Subject("nobody", "alibi-of-nobody", "_nobody:"))
+    assert (row.subject.name, row.problem) == ("nobody", NOT_INSTALLED)
+    half = Subject("half", "numpy", "_missing_module:")  # the package is there, what its adapter needs is not
     rows = list(rows_of(half))
     assert [row.dtype for row in rows] == ["float32", "bfloat16"]
     assert all(row.problem.startswith(NOT_INSTALLED) for row in rows)
     assert NOT_INSTALLED in markdown(rows)
 
-
-def test_what_raises_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(self: Subject, dtype: str, contract: str) -> Any:
         raise AttributeError("no such module in this version")
 
     monkeypatch.setattr(Subject, "make", make)
-    (row,) = rows_of(Subject("changed", "numpy", ("_changed", ""), dtypes=("float32",)))
+    (row,) = rows_of(Subject("changed", "numpy", "_changed:", dtypes=("float32",)))
     assert row.problem == "raised AttributeError: no such module in this version"
 
 
-def test_the_table_says_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Row("a|b", "package", "1.2", "float32", magnitudes=(Magnitude(8, None, 0.0, 0.25, 0.5),), note="A note.")
-    assert cells(row) == ("a|b", "1.2", "float32", "", "", "A note.", "-", "0", "0.2", "")
-    assert "| a\\|b | 1.2 |" in markdown([row])
+def test_the_table_says_what_was_found() -> None:
+    subject = Subject("a|b", "numpy", "", note="A note.")
+    row = Row(subject, "float32", "no: slopes", "", ("a", "b"), (Magnitude(8, None, 0.0, 0.25, 0.5),))
+    version = metadata.version("numpy")
+    assert cells(row) == ("a|b", version, "float32", "no: slopes", "", "a; b", "-", "0", "0.2", "")
+    assert cells(replace(row, own="mpt: yes"))[-1] == "0.5"
+    assert f"| a\\|b | {version} |" in markdown([row])
     console = Console(width=300, record=True)
     console.print(rich_table([row]))
     printed = console.export_text()
-    assert all(column in printed for column in (*COLUMNS, "a|b", "A note."))
+    assert all(column in printed for column in (*COLUMNS, "a|b", "a; b"))
+
+
+@pytest.mark.parametrize(("passed", "failed", "verdict"), [
+    (True, (), "yes"),
+    (False, ("long", "causal"), "no: long, causal"),
+    (False, ("a", "b", "c", "d"), "no, 4 of 5 laws"),
+])  # fmt: skip
+def test_a_verdict_names_a_few_laws_and_counts_many(
+    passed: bool, failed: tuple[str, ...], verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter_of("mlx.nn.ALiBi")
+    laws = [SimpleNamespace(name="kept", status="passed"), SimpleNamespace(name="refused", status="not applicable")]
+    wrong = SimpleNamespace(status="failed", diagnoses=(SimpleNamespace(sentence="It is wrong."),))
+    laws += [SimpleNamespace(**vars(wrong), name=name) for name in failed]
+    report = SimpleNamespace(passed=passed, laws=laws)
+    monkeypatch.setattr("benchmarks.ecosystem._rows.conformance.check", lambda adapter, profile: report)
+    row = next(rows_of(replace(BY_NAME["mlx.nn.ALiBi"], contract="mpt")))
+    assert (row.exact, row.own) == (verdict, f"mpt: {verdict}")
+    assert row.departures == (() if passed else ("It is wrong.",))
 
 
 def test_main_writes_what_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

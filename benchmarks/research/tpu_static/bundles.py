@@ -26,61 +26,38 @@ DELAY = 4  # bundles after a branch that are executed all the same, on every TPU
 
 @dataclass(frozen=True)
 class Path:
-    """The bundles on one way through an iteration of a loop.
-
-    Attributes:
-        bundles: How many.
-        counts: How many instructions of a kind, by kind: ``products``, ``exponentials`` (in bfloat16, twice as many, as
-            they work on twice as many numbers), ``transfers`` that start, ``selects``.
-        units: How many slots of a unit are used (``MATMUL``, ``VALU``, ``EUP``, ...), by unit, as far as the compiler
-            says so.
-    """
+    """The bundles on one way through an iteration of a loop."""
 
     bundles: int
+    # Instructions by kind: products, exponentials (in bfloat16 twice as many, as they work on twice as many numbers),
+    # transfers that start, selects.
     counts: Mapping[str, int]
-    units: Mapping[str, int] = field(default_factory=dict)
+    units: Mapping[str, int] = field(default_factory=dict)  # slots used by unit (MATMUL, VALU, ...), if said
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop, of all its bundles from the first to the last, nested ones included.
+    """A loop, of all its bundles from the first to the last, nested ones included."""
 
-    Attributes:
-        first: Address of its first bundle.
-        bundles: How many there are.
-        depth: How many loops it is inside, itself included.
-        innermost: Whether no other loop with matrix products is inside it.
-        path: The shortest way through an iteration that passes what a key block needs; None without a matrix product.
-    """
-
-    first: int
     bundles: int
-    depth: int
-    innermost: bool
-    path: Path | None
+    depth: int  # how many loops it is inside, itself included
+    innermost: bool  # no other loop with matrix products is inside it
+    path: Path | None  # the shortest way through an iteration that passes what a key block needs
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What was read of a kernel.
+    """What was read of a kernel."""
 
-    Attributes:
-        name: As in ``pallas_call(name=...)``.
-        bundles: In all, as the compiler counts them.
-        loops: In the order of their first bundles.
-        capacity: How many slots a bundle has for each unit.
-    """
-
-    name: str
-    bundles: int
-    loops: tuple[Loop, ...]
-    capacity: Mapping[str, int] = field(default_factory=dict)
+    name: str  # as in ``pallas_call(name=...)``
+    bundles: int  # in all, as the compiler counts them
+    loops: tuple[Loop, ...]  # in the order of their first bundles
 
     @property
     def candidates(self) -> list[Loop]:
         """The innermost loops with matrix products, those with exponentials if there are such."""
         loops = [loop for loop in self.loops if loop.innermost and loop.path]
-        return [loop for loop in loops if loop.path and loop.path.counts[EXPONENTIALS]] or loops
+        return [loop for loop in loops if loop.path.counts[EXPONENTIALS]] or loops
 
     @property
     def main(self) -> Loop | None:
@@ -88,30 +65,20 @@ class Kernel:
 
         Not the shortest, because a mask that is known beforehand may make for a shorter loop than none.
         """
-        return min(self.candidates, key=_by_selects, default=None)
-
-
-def _by_selects(loop: Loop) -> tuple[int, int]:
-    return (loop.path.counts[SELECTS], -loop.path.bundles) if loop.path else (0, 0)
+        return min(self.candidates, key=lambda loop: (loop.path.counts[SELECTS], -loop.path.bundles), default=None)
 
 
 def read(name: str, total: int, bundles: str, utilization: str | None = None) -> Kernel:
-    """Read a kernel.
-
-    Args:
-        name: Of the kernel.
-        total: "total scheduled bundles", of the compiler's analysis.
-        bundles: The text of ``*-final_bundles.txt``.
-        utilization: That of ``*-final_hlo-static-per-bundle-utilization.txt``, if there is one.
+    """Read a kernel from the texts of ``*-final_bundles.txt`` and ``*-final_hlo-static-per-bundle-utilization.txt``.
 
     Raises:
-        ValueError: The text is not what is expected. It comes from flags without documentation: better no figure
-            than a wrong one.
+        ValueError: The text is not what is expected, or has not ``total`` bundles. It comes from flags without
+            documentation: better no figure than a wrong one.
     """
     parsed, regions = parse(bundles)
     if len(parsed) != total:
         raise ValueError(f"bundles must be {total} as in the schedule's analysis, got {len(parsed)} for {name}")
-    capacity, used = units(utilization, total)
+    used = units(utilization, total)
     loops: list[tuple[int, int]] = []
     ways: dict[int, list[int]] = {}  # where one may be after a bundle
     for address, bundle in enumerate(parsed):
@@ -132,8 +99,8 @@ def read(name: str, total: int, bundles: str, utilization: str | None = None) ->
         ]
         depth = sum(start <= first and last <= end for start, end in loops)
         innermost = not any(_has(parsed[start : end + 1], PRODUCTS) for start, end in inside)
-        found.append(Loop(first, last - first + 1, depth, innermost, _path(parsed, ways, first, last, used)))
-    return Kernel(name, total, tuple(found), capacity)
+        found.append(Loop(last - first + 1, depth, innermost, _path(parsed, ways, first, last, used)))
+    return Kernel(name, total, tuple(found))
 
 
 def _has(bundles: Sequence[Bundle], kind: str) -> bool:

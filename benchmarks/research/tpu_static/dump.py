@@ -68,12 +68,11 @@ def _registers(instruction: str) -> int:
     return 2 if re.match(r"v(?:exp|pow)2?\.bf16", instruction) else 1
 
 
-def units(text: str | None, total: int) -> tuple[dict[str, int], list[dict[str, int]]]:
-    """Return the slots of each unit, and how many of them each bundle uses."""
+def units(text: str | None, total: int) -> list[dict[str, int]]:
+    """Return how many slots of each unit each bundle uses; nothing if the text is not of so many bundles."""
     lines = (text or "").splitlines()
     rows = [[int(number) for number in line.split()] for line in lines if re.fullmatch(r"[\d ]+", line)]
     names = next(([name.strip() for name in line.split(",")] for line in lines if line.startswith("MATMUL")), [])
     if len(rows) != total + 1 or any(len(row) != len(names) for row in rows):
-        return {}, []
-    first, *used = (dict(zip(names, row, strict=True)) for row in rows)
-    return first, used
+        return []
+    return [dict(zip(names, row, strict=True)) for row in rows[1:]]  # the first says how many slots there are
