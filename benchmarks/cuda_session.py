@@ -37,6 +37,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 535
+RESULT = r"\b(PASSED|FAILED|ERROR|SKIPPED)\b"  # of a test, in a line of pytest -v
 Row = dict[str, Any]
 
 
@@ -69,24 +70,20 @@ def tests(scope: Scope) -> Iterator[Row]:
     command += ["tests/torch/test_flex.py", "tests/torch/test_attention.py"]
     if scope.device == "cuda" and importlib.util.find_spec("xdist"):
         command += ["-n", "8"]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-        shown = -1
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=5)
-            log.seek(0)
-            text = log.read()
-            results = re.findall(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b", text.split("short test summary")[0])
-            if len(results) != shown or process.returncode is not None or scope.is_over:
-                shown = len(results)
-                counts = {each.lower(): results.count(each) for each in sorted(set(results))}
-                failed = sorted(set(re.findall(r"(?:FAILED|ERROR) (tests/\S+)", text)))
-                yield {"tests": counts, "status": process.returncode, "failed": failed, "log": text[-6000:]}
-            if process.returncode is not None:
-                return
-            if scope.is_over:
-                process.kill()
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    log = ""
+    for line in process.stdout:
+        log += line
+        if re.search(RESULT, line):
+            yield _counted(log, None)
+    yield _counted(log, process.wait())
+
+
+def _counted(log: str, status: int | None) -> Row:
+    results = re.findall(RESULT, log.split("short test summary")[0])
+    counts = {each.lower(): results.count(each) for each in sorted(set(results))}
+    failed = sorted(set(re.findall(r"(?:FAILED|ERROR) (tests/\S+)", log)))
+    return {"tests": counts, "status": status, "failed": failed, "log": log[-6000:]}
 
 
 def numerics(scope: Scope) -> Iterator[Row]:

