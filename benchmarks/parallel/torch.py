@@ -12,9 +12,6 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -49,18 +46,10 @@ QUICK = Sizes(length=2048, processes=2, heads=4, head_dim=16, pairs=2)
 
 def measurements(sizes: Sizes) -> Iterator[Measurement]:
     """Yield times of all processes together against those of one, and bytes against those of a full ring."""
+    import torch.multiprocessing
+
     with tempfile.TemporaryDirectory() as folder:
-        arguments = json.dumps(asdict(sizes))
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.parallel.torch", "--rank", str(rank), folder, arguments],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, ["", *sys.path]))},
-                cwd=Path(__file__).parents[2],
-            )
-            for rank in range(sizes.processes)
-        ]
-        if any([process.wait() for process in processes]):  # noqa: C419 (all are waited for)
-            raise RuntimeError("processes that share a sequence must end well, got a failure; see above")
+        torch.multiprocessing.spawn(_work, (folder, sizes), nprocs=sizes.processes)  # raises what any of them raises
         found = json.loads((Path(folder) / "found").read_text(encoding="utf-8"))
     yield from (Measurement(**each) for each in found)
 
@@ -104,11 +93,11 @@ def _work(rank: int, folder: str, sizes: Sizes) -> None:
             dist.gather(x.detach(), found[-1])
         return found
 
-    def counted() -> list[Any]:
+    def counted() -> list[Any] | None:
         """Return how many bytes each process sends; to the first of them."""
         sent = [None] * sizes.processes if rank == 0 else None
         dist.gather_object(_bytes_sent(dist, lambda: shared(True, sizes.score_bound)), sent)
-        return sent or []
+        return sent
 
     def step(gradient: bool, bound: float | None) -> list[Any]:
         """Make a call, and wait for all processes."""
@@ -123,14 +112,13 @@ def _work(rank: int, folder: str, sizes: Sizes) -> None:
         dist.broadcast_object_list([(name, arguments)])
         return together[name](*arguments)
 
-    if rank:
-        while True:
-            told: list[Any] = [None]
-            dist.broadcast_object_list(told)
-            if told[0] is None:
-                return
-            name, arguments = told[0]
-            together[name](*arguments)
+    while rank:
+        told: list[Any] = [None]
+        dist.broadcast_object_list(told)
+        if told[0] is None:
+            return
+        name, arguments = told[0]
+        together[name](*arguments)
 
     for parts, theirs in zip(all_do("gather"), alone(True), strict=True):
         # Each leaves out 2**-24 of the weight, and rounds some thousand additions, of numbers near 1.
@@ -164,7 +152,3 @@ def _bytes_sent(dist: Any, call: Callable[[], Any]) -> int:
     with mock.patch.object(dist, "batch_isend_irecv", count):
         call()
     return sum(sent)
-
-
-if __name__ == "__main__" and sys.argv[1:2] == ["--rank"]:
-    _work(int(sys.argv[2]), sys.argv[3], Sizes(**json.loads(sys.argv[4])))

@@ -102,6 +102,8 @@ def test_a_bar_that_is_missed_or_was_not_measured_fails_and_is_named(tmp_path, c
         "missed",
         "not measured",
     ]
+    assert harness.conclude(path, found, True, machine=machine) == 1
+    assert harness.conclude(path, found[:1], True, ["a number"], machine=machine) == 1
     assert harness.conclude(path, found, False, machine=machine) == 0  # small shapes judge nothing
     assert harness.conclude(path, found[:1], True, machine=machine) == 0
     assert json.loads(path.read_text())["passed"] is True

@@ -91,7 +91,7 @@ def transfers():
 
 def unconditional():
     dump = Dump().add(depth=0).add(label="LB", regions=(1,)).skip(2)
-    dump.add(PRODUCT).add("%9 = sbr.rel target = $region3").add(times=4)
+    dump.add(TRANSFER).add("%9 = sbr.rel target = $region3").add(times=4)
     return dump.add(regions=(2,)).add(PRODUCT, times=50).add(regions=(3,)).back(1)
 
 
@@ -104,7 +104,7 @@ def unconditional():
         (grid, 6 + 20 + 6 + 15 + 6 + 30 + 6, 20 + 30, 10, 1),  # what an ordinary key block does not need
         (two_ways, 6 + 30 + 6 + 20 + 6, 30, 20, 0),  # the longer of two ways with products
         (transfers, 6 + 3 + 6 + 6 + 6, 0, 1, 4),  # no start of a transfer
-        (unconditional, 6 + 6 + 51 + 6, 51, 1, 0),  # what a branch without a condition never comes to
+        (unconditional, 6 + 6 + 51 + 6, 6, 50, 0),  # what ends in a branch without a condition never comes to products
     ],
 )
 def test_a_path_is_the_shortest_through_what_a_key_block_needs(schedule, bundles, skipped, products, starts):
