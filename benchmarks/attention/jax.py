@@ -122,18 +122,6 @@ def _planned(contestant: Contestant, tensors: Sequence[HeadsFirst | None], backw
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def _cached(query: jax.Array, key: jax.Array, value: jax.Array) -> Call:
-    """Return the call that attends to a layer's cache, its length unknown to the compiler as it is when decoding."""
-    batch, length, num_heads, head_dim = key.shape
-    layer = alibi_jax.AlibiAttention(num_heads * head_dim, num_heads, dtype=key.dtype, rngs=nnx.Rngs(0))
-    cache = layer.make_cache(batch, length + 8).append(key, value)
-
-    def attend_to(query: jax.Array, cache: alibi_jax.KVCache) -> jax.Array:
-        return cache.attend(query, alibi_core.slopes(num_heads, xp=jnp))
-
-    return compiled_call(attend_to, query, cache)
-
-
 class Jax(Backend):
     """JAX on one kind of device."""
 
@@ -198,12 +186,19 @@ class Jax(Backend):
         query = query[:, -1:]
         row = jnp.asarray(row_of_biases(shape.num_heads, shape.length), query.dtype, device=self._place)
         arrays = query, key, value
+        sizes = (shape.num_heads * shape.head_dim, shape.num_heads)
+        layer = alibi_jax.AlibiAttention(*sizes, dtype=key.dtype, rngs=nnx.Rngs(0))
+        cache = layer.make_cache(shape.batch, shape.length + 8).append(key, value)
+
+        def attend_to(query: jax.Array, cache: alibi_jax.KVCache) -> jax.Array:  # of a length unknown to the compiler
+            return cache.attend(query, alibi_core.slopes(shape.num_heads, xp=jnp))
+
         # All keys are in the past of the last token: nothing is to be masked.
         plain = {name: partial(fused, implementation=name) for name in IMPLEMENTATIONS[self.device]}
         fastest = self.fastest({name: partial(compiled_call, attend, *arrays) for name, attend in plain.items()})
         return Decode(
             tuple(map(HeadsFirst, arrays)),
-            cached=_cached(query, key, value),
+            cached=compiled_call(attend_to, query, cache),
             bare=compiled_call(alibi_jax.attention, *arrays),
             baseline=compiled_call(plain[fastest], *arrays),
             with_row=compiled_call(partial(fused, implementation="xla"), *arrays, row),

@@ -52,23 +52,19 @@ def _module(query: mx.array, key: mx.array, value: mx.array) -> Attend:
     return attend
 
 
-def _bytes(times: int, shape: Shape) -> int:
-    """Return the memory of so many float32 arrays of all scores, what it takes to build a mask included."""
-    return times * 4 * shape.scores
-
-
+# Bytes needed are those of float32 arrays of all scores, what it takes to build a mask included.
 PEERS = (
     Contestant(
         "mx.fast, dense mask",
         _dense_mask,
-        partial(_bytes, 6),
+        lambda shape: 6 * 4 * shape.scores,
         note="the mask, [1, heads, queries, keys] in the dtype of the query, is built before",
         is_dense=True,
     ),
     Contestant(
         "nn.ALiBi, softmax",
         _module,
-        partial(_bytes, 8),
+        lambda shape: 8 * 4 * shape.scores,
         note="products and a softmax around the module, which builds its biases in each call",
         is_dense=True,
     ),

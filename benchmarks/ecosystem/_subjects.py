@@ -80,14 +80,14 @@ SUBJECTS = (
     Subject(
         "x-transformers",
         "x-transformers",
-        "_x_transformers:XTransformers",
+        "_torch:XTransformers",
         note="Query head h reads key/value head h % num_kv_heads, where others have h // (num_heads // num_kv_heads). "
         "Slopes, distances and bias are rounded to the model's dtype.",
     ),
     Subject(
         "x-transformers, flash",
         "x-transformers",
-        "_x_transformers:XTransformersFlash",
+        "_torch:XTransformersFlash",
         note="The same bias as the mask of PyTorch's scaled_dot_product_attention.",
     ),
     Subject(
@@ -107,7 +107,7 @@ SUBJECTS = (
     Subject(
         "attention-gym",
         "attn-gym",
-        "_others:AttentionGym",
+        "_torch:AttentionGym",
         contract="geometric",
         note="generate_alibi_bias in eager FlexAttention, which computes scores in float32. The bias is signed: "
         "without a causal mask, keys ahead gain.",
@@ -115,26 +115,26 @@ SUBJECTS = (
     Subject(
         "FlexAttention's example",
         "torch",
-        "_others:Example",
+        "_torch:Example",
         note="The score_mod of the text that introduced FlexAttention, with slopes of the caller's. Signed likewise.",
     ),
     Subject(
         "FlexAttention's first example",
         "torch",
-        "_others:ExampleAsFirstPublished",
+        "_torch:ExampleAsFirstPublished",
         note="The same text had slope * (query - key) at first, which rewards distance; copies of it are still about.",
     ),
     Subject(
         "curated-transformers",
         "curated-transformers",
-        "_others:Curated",
+        "_torch:Curated",
         note="Counts from the last key if causal, by distance if not; slopes, distances and bias are rounded to the "
         "model's dtype.",
     ),
     Subject(
         "labml-nn",
         "labml-nn",
-        "_others:Labml",
+        "_torch:Labml",
         dtypes=("float32",),
         note="Counts from 1 at the first key, in float32.",
     ),

@@ -32,7 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = FULL if options.full else QUICK
     try:
         torch.empty(0, device=options.device)
-        corpus = _corpus(options.text, settings)
+        most, least = settings.longest + settings.scored, 2 * settings.longest
+        if options.text is None:
+            corpus = standard_library(settings.corpus_bytes, most)
+        else:
+            corpus = text_file(options.text, most, least)
         options.output.mkdir(parents=True, exist_ok=True)
         results = _conditions(settings, corpus, options)
     except (OSError, RuntimeError, AssertionError, ValueError) as error:  # AssertionError: PyTorch built without CUDA
@@ -102,11 +106,6 @@ def _measure(method: str, corpus: Corpus, settings: Settings, options: argparse.
         "training_seconds": trained - started,
         "seconds": time.perf_counter() - started,
     }
-
-
-def _corpus(text: Path | None, settings: Settings) -> Corpus:
-    most, least = settings.longest + settings.scored, 2 * settings.longest
-    return standard_library(settings.corpus_bytes, most) if text is None else text_file(text, most, least)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -116,15 +116,12 @@ def test_more_chips_take_less_and_gain_on_the_ring():
     assert held(Layer(), 16, gradient=True) == held(Layer(), 8, gradient=True) / 2
 
 
-def test_the_kernels_plan_visits_about_as_many_blocks():
-    (found,) = validation.visited(Layer(), validation.QUICK)
-    assert found.verdict(judged=True) == "met"
-
-
 def test_it_writes_tables_and_a_picture_and_says_what_is_off(tmp_path, monkeypatch, capsys):
     assert scaling.main(["--only", "blocks", "--quick", "--output", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "scaling.json").read_text())
     assert [row["chips"] for row in found["modelled"]] == [8, 16, 32, 64, 128, 256] * 2
+    (visited,) = found["measurements"]  # the kernel's plan visits about as many blocks
+    assert visited["ratio"] < visited["bar"]
     assert (tmp_path / "scaling.png").stat().st_size > 20_000
     assert "interconnect" in capsys.readouterr().out
 

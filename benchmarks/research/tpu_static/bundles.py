@@ -139,7 +139,7 @@ class Kernel:
         return min(self.candidates, key=lambda loop: (loop.path.counts[SELECTS], -loop.path.bundles), default=None)
 
 
-def read(name: str, total: int, bundles: str, utilization: str | None = None) -> Kernel:
+def read(name: str, total: int, bundles: str = "", utilization: str | None = None) -> Kernel:
     """Read a kernel from the texts of ``*-final_bundles.txt`` and ``*-final_hlo-static-per-bundle-utilization.txt``.
 
     Raises:

@@ -61,7 +61,9 @@ def compiled(program: Program) -> Compiled | str:
     kernels, problem = [], "" if found["kernels"] else "there is no Pallas kernel in the program"
     for name, dumped in found["kernels"].items():
         try:
-            kernels.append(_read(name, **dumped))
+            if "total" not in dumped:
+                raise ValueError(f"the compiler must write down a schedule, got none for {name}")
+            kernels.append(read(re.sub(r"\.\d+$", "", name), **dumped))
         except ValueError as error:
             problem = str(error)
     return Compiled(found["temporaries"], tuple(kernels), problem)
@@ -71,12 +73,6 @@ def reason(text: str) -> str:
     """Return the line of a traceback that says what went wrong."""
     lines = re.findall(r"^[\w.]+(?:Error|Exception)\b.*(?:\n[^-\n].*)?", text, re.M)
     return " ".join((lines[-1] if lines else text).split())[:250]
-
-
-def _read(name: str, *, total: int | None = None, bundles: str = "", utilization: str | None = None) -> Kernel:
-    if total is None:
-        raise ValueError(f"the compiler must write down a schedule, got none for {name}")
-    return read(re.sub(r"\.\d+$", "", name), total, bundles, utilization)
 
 
 def _prepare(topology: str, *arguments: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:

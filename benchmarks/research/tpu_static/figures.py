@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -21,17 +21,12 @@ class NotMeasuredError(Exception):
     """There is no figure, and why."""
 
 
-def temporaries(program: Program) -> int:
-    """Return a program's temporaries in bytes, at least one, so that there is a ratio where all fits elsewhere."""
-    found = compiled(program)
-    if isinstance(found, str):
-        raise NotMeasuredError(found)
-    return max(1, found.temporaries)
-
-
-def weighed(empty: Measurement, ours: Program, theirs: Program) -> Measurement:
-    """Return this with the temporaries of both."""
-    return _filled(empty, lambda: (temporaries(ours), temporaries(theirs)))
+def weighed(empty: Measurement, *both: Program) -> Measurement:
+    """Return this with the temporaries of both, in bytes, at least one: there is a ratio where all fits elsewhere."""
+    found = [compiled(program) for program in both]
+    if problem := next((each for each in found if isinstance(each, str)), ""):
+        return replace(empty, note=problem)
+    return empty.weighed(*(max(1, each.temporaries) for each in found))
 
 
 def is_forward(name: str) -> bool:
@@ -83,21 +78,14 @@ def scheduled(empty: Measurement, ours: Program, theirs: Program, least: Program
 
     ``least`` is what needs the fewest matrix products; the candidate cannot do with much less.
     """
-
-    def figures() -> tuple[float, float]:
-        candidate, slots = bundles(kernels_of(ours), ours.gradient)
-        baseline, _ = bundles(kernels_of(theirs), theirs.gradient)
-        fewest = LEAST_PRODUCTS * bundles(kernels_of(least), least.gradient)[1]
-        if slots < fewest:
-            raise NotMeasuredError(f"main loops must use {fewest:.0f} slots of the matrix units, got {slots:.0f}")
-        return candidate, baseline
-
-    return _filled(empty, figures)
-
-
-def _filled(empty: Measurement, figures: Callable[[], tuple[float, float]]) -> Measurement:
     try:
-        return empty.weighed(*figures())
+        (candidate, slots), (baseline, _), (_, fewest) = (
+            bundles(kernels_of(each), each.gradient) for each in (ours, theirs, least)
+        )
+        if slots < LEAST_PRODUCTS * fewest:
+            must = f"{LEAST_PRODUCTS * fewest:.0f} slots of the matrix units, got {slots:.0f}"
+            raise NotMeasuredError(f"main loops must use {must}")
+        return empty.weighed(candidate, baseline)
     except NotMeasuredError as error:
         return replace(empty, note=str(error))
 
