@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import harness
 from benchmarks.extrapolation.evaluation import PROTOCOLS
 from benchmarks.extrapolation.settings import MULTIPLES
 
@@ -51,8 +51,7 @@ def show(results: dict[str, Any], console: Console) -> None:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("method", no_wrap=True)
+    table = harness.table(title, "method", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table

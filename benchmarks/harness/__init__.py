@@ -14,6 +14,7 @@ from benchmarks.harness.timing import (
     report,
     run_alone,
     seconds_of,
+    table,
     versions,
     write_json,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "report",
     "run_alone",
     "seconds_of",
+    "table",
     "versions",
     "write_json",
 ]

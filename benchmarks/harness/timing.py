@@ -215,20 +215,26 @@ def write_json(path: Path, results: dict[str, Any]) -> None:
     path.write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")
 
 
+def table(title: str, *columns: str, **options: Any) -> Table:
+    """Return an empty table in the style of all benchmarks, with columns of such options."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        made.add_column(column, **options)
+    return made
+
+
 def show(measurements: Sequence[Measurement], judged: bool) -> None:
     """Print one table a group, and the notes under it."""
     out = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     for group in dict.fromkeys(each.group for each in measurements):
-        table = Table(title=group, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-        for column in ("candidate", "baseline"):
-            table.add_column(column)
+        shown = table(group, "candidate", "baseline")
         for column in ("1st", "2nd", "ratio", "range", "bar", ""):
-            table.add_column(column, justify="right", no_wrap=True)
+            shown.add_column(column, justify="right", no_wrap=True)
         members = [each for each in measurements if each.group == group]
         for each in members:
             verdict = each.verdict(judged).replace(NOT_JUDGED, "")
-            table.add_row(each.candidate, each.baseline, *_cells(each), f"[{_STYLES.get(verdict, 'none')}]{verdict}[/]")
-        out.print(table)
+            shown.add_row(each.candidate, each.baseline, *_cells(each), f"[{_STYLES.get(verdict, 'none')}]{verdict}[/]")
+        out.print(shown)
         for note in _notes(members):
             out.print(f"  {note}", style="dim", highlight=False, soft_wrap=True)
     if not judged:

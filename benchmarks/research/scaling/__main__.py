@@ -9,9 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 import benchmarks.research.scaling
 from benchmarks import harness
@@ -97,9 +95,7 @@ def _validated(layer: Layer, options: argparse.Namespace) -> Iterator[Measuremen
 
 def _show(title: str, rows: Sequence[Sequence[Any]]) -> None:
     """Print a table, whose first row is its head."""
-    shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in rows[0]:
-        shown.add_column(str(column))
+    shown = harness.table(title, *rows[0])
     for row in rows[1:]:
         shown.add_row(*map(str, row))
     Console().print(shown)
