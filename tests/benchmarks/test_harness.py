@@ -63,6 +63,7 @@ def two_arrays_and_one_after_the_other(size):
     return call, lambda result: len(result)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is exact on Linux only")
 def test_peak_memory_counts_what_is_freed_again():
     size = 32 * 2**20
@@ -73,6 +74,7 @@ def test_peak_memory_counts_what_is_freed_again():
     assert done["seconds"] > 0
 
 
+@pytest.mark.full
 def test_a_failure_in_the_other_process_is_told():
     with pytest.raises(RuntimeError, match="has no attribute 'nothing'"):
         harness.peak_growth("tests.benchmarks.test_harness:nothing")
