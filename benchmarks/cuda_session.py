@@ -37,32 +37,22 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 535
+RESULT = r"\b(PASSED|FAILED|ERROR|SKIPPED)\b"  # of a test, in a line of pytest -v
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Scope:
-    """How much of it is to be done.
+    """How much of it is to be done."""
 
-    Attributes:
-        device: ``"cuda"`` or ``"cpu"``.
-        ends: When a step has to come to an end, by ``time.monotonic``.
-        heads: Numbers of heads, and their sizes.
-        lengths: In tokens.
-        checked: Tokens of what is compared with float64 in whole.
-        text: Tokens that models are given.
-        narrow: By what the widths of the models are divided.
-        worth: Seconds that a call is repeated for.
-    """
-
-    device: str
-    ends: float
-    heads: tuple[tuple[int, int], ...] = ((32, 128), (8, 64))
+    device: str  # "cuda" or "cpu"
+    ends: float  # when a step has to come to an end, by ``time.monotonic``
+    heads: tuple[tuple[int, int], ...] = ((32, 128), (8, 64))  # numbers of heads, and their sizes
     lengths: tuple[int, ...] = (2048, 4096, 16_384, 65_536)
-    checked: int = 2048
-    text: tuple[int, ...] = (2048, 8192)
-    narrow: int = 1
-    worth: float = 0.5
+    checked: int = 2048  # tokens of what is compared with float64 in whole
+    text: tuple[int, ...] = (2048, 8192)  # tokens that models are given
+    narrow: int = 1  # by what the widths of the models are divided
+    worth: float = 0.5  # seconds that a call is repeated for
 
     @property
     def is_over(self) -> bool:
@@ -80,24 +70,20 @@ def tests(scope: Scope) -> Iterator[Row]:
     command += ["tests/torch/test_flex.py", "tests/torch/test_attention.py"]
     if scope.device == "cuda" and importlib.util.find_spec("xdist"):
         command += ["-n", "8"]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-        shown = -1
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=5)
-            log.seek(0)
-            text = log.read()
-            results = re.findall(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b", text.split("short test summary")[0])
-            if len(results) != shown or process.returncode is not None or scope.is_over:
-                shown = len(results)
-                counts = {each.lower(): results.count(each) for each in sorted(set(results))}
-                failed = sorted(set(re.findall(r"(?:FAILED|ERROR) (tests/\S+)", text)))
-                yield {"tests": counts, "status": process.returncode, "failed": failed, "log": text[-6000:]}
-            if process.returncode is not None:
-                return
-            if scope.is_over:
-                process.kill()
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    log = ""
+    for line in process.stdout:
+        log += line
+        if re.search(RESULT, line):
+            yield _counted(log, None)
+    yield _counted(log, process.wait())
+
+
+def _counted(log: str, status: int | None) -> Row:
+    results = re.findall(RESULT, log.split("short test summary")[0])
+    counts = {each.lower(): results.count(each) for each in sorted(set(results))}
+    failed = sorted(set(re.findall(r"(?:FAILED|ERROR) (tests/\S+)", log)))
+    return {"tests": counts, "status": status, "failed": failed, "log": log[-6000:]}
 
 
 def numerics(scope: Scope) -> Iterator[Row]:
@@ -261,13 +247,13 @@ def _passes(
 
 def _decoding(scope: Scope, backend: Any) -> Iterator[Row]:
     """Yield a row for each who answers one query, at each length."""
-    from benchmarks.attention import Decoding, Shape
+    from benchmarks.attention import Shape
 
     for (num_heads, head_dim), length in itertools.product(scope.heads, reversed(scope.lengths)):
         if scope.is_over:
             return
         shape = Shape(num_heads, head_dim, length, "bfloat16")
-        found = backend.decode(Decoding(shape, 0))
+        found = backend.decode(shape)
         subjects = {
             "our cache": found.cached,
             "our attention": found.bare,
@@ -320,25 +306,28 @@ def _reason(error: BaseException) -> str:
 
 
 def run_step(name: str, scope: Scope, path: Path) -> None:
-    """Run one step, in a process of its own, and write its rows after each."""
-    rows: list[Row] = []
-    found: Row = {"rows": rows}
-    start = time.monotonic()
+    """Run one step, in a process of its own, and write all that was found after each of its rows."""
+    results, rows, start = json.loads(path.read_text(encoding="utf-8")), [], time.monotonic()
+    found = results["steps"][name] = {"rows": rows}
+
+    def write() -> None:
+        found["seconds"] = time.monotonic() - start
+        _write(path, results)
+
     try:
         for row in STEPS[name][0](scope):
             if name == "tests":
                 rows.clear()  # each row of it holds all there was before
             rows.append(row)
-            _write(path, found | {"seconds": time.monotonic() - start})
+            write()
             if scope.is_over and name != "tests":
                 found["cut"] = "the time was over"
                 break
     except (ImportError, AssertionError) as error:  # AssertionError: PyTorch without CUDA
-        found["skipped"] = _reason(error)
-        found["traceback"] = traceback.format_exc()[-3000:]
+        found |= {"skipped": _reason(error), "traceback": traceback.format_exc()[-3000:]}
     except Exception:
         found["failed"] = traceback.format_exc()[-6000:]
-    _write(path, found | {"seconds": time.monotonic() - start})
+    write()
 
 
 def _write(path: Path, found: Any) -> None:
@@ -372,72 +361,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [name for name in names if name not in STEPS]:
         parser.error(f"--only must be of {', '.join(STEPS)}, got {', '.join(unknown)}")
     options.output.mkdir(parents=True, exist_ok=True)
-    return _session(names, options.output / "cuda-session.json", options.seconds, options.dry_run)
+    return _session(names, (options.output / "cuda-session.json").resolve(), options.seconds, options.dry_run)
 
 
 def _session(names: Sequence[str], path: Path, seconds: float, is_dry: bool) -> int:
-    """Run steps one after the other, and write what they have found while they run."""
+    """Run steps one after the other, each of which writes what it finds while it runs."""
     ends = time.monotonic() + seconds
     results: dict[str, Any] = {"dry_run": is_dry, "machine": _machine(), "steps": {}}
-    with tempfile.TemporaryDirectory() as folder:
-        for index, name in enumerate(names):
-            after = sum(STEPS[each][1] for each in names[index + 1 :])
-            budget = max(STEPS[name][1] / 3, ends - time.monotonic() - after)  # with what those before have left
-            budget = min(budget, ends - time.monotonic())
-            print(f"{name}: {budget:.0f} seconds", flush=True)
-            _step(name, Path(folder, f"{name}.json"), budget, is_dry, partial(_merge, results, name, path))
-            found = results["steps"][name]
-            reason = (
-                found.get("skipped") or (found.get("failed") or found.get("cut") or "done").strip().splitlines()[-1]
-            )
-            print(f"  {len(found.get('rows', []))} rows, {reason}", flush=True)
+    _write(path, results)
+    for index, name in enumerate(names):
+        after = sum(STEPS[each][1] for each in names[index + 1 :])
+        budget = max(STEPS[name][1] / 3, ends - time.monotonic() - after)  # with what those before have left
+        budget = min(budget, ends - time.monotonic())
+        print(f"{name}: {budget:.0f} seconds", flush=True)
+        ended = _step(name, path, budget, is_dry)
+        results = json.loads(path.read_text(encoding="utf-8"))
+        found = results["steps"].setdefault(name, {"rows": []})
+        found |= ended
+        _write(path, results)
+        reason = found.get("skipped") or (found.get("failed") or found.get("cut") or "done").strip().splitlines()[-1]
+        print(f"  {len(found['rows'])} rows, {reason}", flush=True)
     print(f"Written to {path}")
     steps = results["steps"].values()
     return int(any(found.get("failed") for step in steps for found in (step, *step["rows"])))
 
 
-def _step(name: str, path: Path, budget: float, is_dry: bool, merge: Callable[[Row], None]) -> None:
-    """Run a step in a process, which is ended a little after its time is over."""
+def _step(name: str, path: Path, budget: float, is_dry: bool) -> Row:
+    """Run a step in a process, which is ended a little after its time is over, and return how that went."""
     command = [sys.executable, "-m", "benchmarks.cuda_session", "--step", name, str(path), "--seconds", f"{budget - 5}"]
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "backends"), os.environ.get("PYTHONPATH", "")])
     if is_dry:
-        environment["JAX_PLATFORMS"] = "cpu"
+        command, environment["JAX_PLATFORMS"] = [*command, "--dry-run"], "cpu"
     if name == "kernels":
         environment["CUDA_VISIBLE_DEVICES"] = ""  # a GPU is described to the compilers, whether there is one or not
-    ends = time.monotonic() + budget
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [*command, *(["--dry-run"] if is_dry else [])],
-            cwd=ROOT,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        while process.poll() is None and time.monotonic() < ends:
-            time.sleep(0.2)
-            with contextlib.suppress(FileNotFoundError):
-                merge(json.loads(path.read_text(encoding="utf-8")))
+        files = {"stdout": log, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **files)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=max(budget, 0))
         was_ended = process.poll() is None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # with whatever compiles for it
         process.wait()
         log.seek(0)
-        said = log.read()[-4000:]
-    found: Row = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+        ended: Row = {"said": log.read()[-4000:]}
     if was_ended:
-        found["cut"] = "the time was over, and the step was ended"
+        ended["cut"] = "the time was over, and the step was ended"
     elif process.returncode:
-        found["failed"] = f"the process ended with {process.returncode}\n{said}"
-    found["said"] = said
-    merge(found)
-
-
-def _merge(results: dict[str, Any], name: str, path: Path, found: Row) -> None:
-    if results["steps"].get(name) != found:
-        results["steps"][name] = found
-        _write(path, results)
+        ended["failed"] = f"the process ended with {process.returncode}\n{ended['said']}"
+    return ended
 
 
 def _machine() -> Row:

@@ -5,6 +5,6 @@ In goes the name of a library. Out come its contestants and clocks, and exact re
 
 from benchmarks.attention.backend import Backend, Contestant, load
 from benchmarks.attention.exact import Reference, errors_of_gradients, sample
-from benchmarks.attention.sizes import Decoding, Shape
+from benchmarks.attention.sizes import Shape
 
-__all__ = ["Backend", "Contestant", "Decoding", "Reference", "Shape", "errors_of_gradients", "load", "sample"]
+__all__ = ["Backend", "Contestant", "Reference", "Shape", "errors_of_gradients", "load", "sample"]

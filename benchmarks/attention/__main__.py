@@ -19,7 +19,6 @@ JAX's own attention and MLX's are dense on the CPU, so their lengths end at 8,19
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -39,7 +38,10 @@ VERSIONS = ("numpy", "array-api-compat")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit status."""
-    parser = _parser()
+    parser = harness.parser("attention", __doc__, SECTIONS)
+    parser.add_argument("--backend", choices=BACKENDS, default="torch", help="whose attention (default %(default)s)")
+    parser.add_argument("--up-to", type=int, metavar="TOKENS", help="time no longer sequences")
+    parser.add_argument("--device", choices=DEVICES, help="default the GPU's where there is one, else cpu")
     options = parser.parse_args(arguments)
     try:
         backend = load(options.backend, options.device)
@@ -50,16 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick and backend.device != "cpu":
         sizes = replace(sizes, longest=None)  # that one is for the memory of a CPU
     if options.up_to is not None:
-        timed, decoding = (
-            tuple(x for x in of if x.shape.length <= options.up_to) for of in (sizes.timed, sizes.decoding)
-        )
-        sizes = replace(sizes, timed=timed, decoding=decoding)
-    run = Run(backend, sizes, lambda line: print(line, file=sys.stderr, flush=True))
+        parts = ("timed", "decoding")
+        shorter = {name: tuple(x for x in getattr(sizes, name) if x.shape.length <= options.up_to) for name in parts}
+        sizes = replace(sizes, **shorter)
+    run = Run(backend, sizes)
     measurements = list(_measure(run, options.only))
 
-    stem = f"attention-{backend.name}-{backend.device}"
     is_whole = options.only == list(SECTIONS) and options.up_to is None
-    path = harness.folder(options, is_whole) / f"{stem}.json"
+    path = harness.folder(options, is_whole) / f"attention-{backend.name}-{backend.device}.json"
     status = harness.conclude(
         path,
         measurements,
@@ -98,18 +98,8 @@ def _draw(run: Run, machine: dict[str, Any], path: Path) -> None:
     except ModuleNotFoundError:
         print("There is no picture: it needs matplotlib.", file=sys.stderr)
         return
-    shape = run.sizes.timed[0].shape
     place = machine.get("gpu") or ", ".join(filter(None, (machine["cpu"], machine["vectors"])))
-    subtitle = f"{shape.heads}   |   {place}"
-    draw(run.curves, run.backend.ours.name, subtitle, path)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = harness.parser("attention", __doc__, SECTIONS)
-    parser.add_argument("--backend", choices=BACKENDS, default="torch", help="whose attention (default %(default)s)")
-    parser.add_argument("--up-to", type=int, metavar="TOKENS", help="time no longer sequences")
-    parser.add_argument("--device", choices=DEVICES, help="default the GPU's where there is one, else cpu")
-    return parser
+    draw(run.curves, run.backend.ours.name, f"{run.sizes.timed[0].shape.heads}   |   {place}", path)
 
 
 if __name__ == "__main__":

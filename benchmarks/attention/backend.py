@@ -13,84 +13,58 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.attention.exact import Reference, sample
-from benchmarks.attention.sizes import Decoding, Shape
+from benchmarks.attention.sizes import Shape
 
 Call = Callable[[], Any]
-BACKENDS = {
-    "torch": "benchmarks.attention.torch:Torch",
-    "jax": "benchmarks.attention.jax:Jax",
-    "mlx": "benchmarks.attention.mlx:Mlx",
-}
+BACKENDS = {"torch": "Torch", "jax": "Jax", "mlx": "Mlx"}  # each is a class in a module of that name
 SHARE_OF_MEMORY = 0.6  # of what is free: a contestant that needs more is left out, lest the machine swap
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """Something that computes attention.
-
-    Attributes:
-        prepare: Takes query, key and value and returns what the backend's ``prepare`` makes a call of.
-        bytes_needed: Takes a shape: how much memory a pass takes beyond its arguments.
-        backward_on: Devices on which it has a backward pass.
-        note: How it is called.
-        is_dense: Whether it computes the scores of keys after the query, too, only to mask them.
-    """
+    """Something that computes attention."""
 
     name: str
-    prepare: Callable[..., Any]
-    bytes_needed: Callable[[Shape], int] = lambda shape: 0
-    backward_on: tuple[str, ...] = ("cpu", "cuda", "metal")
-    note: str = ""
-    is_dense: bool = False
+    prepare: Callable[..., Any]  # takes query, key and value; the backend's ``prepare`` makes a call of what it returns
+    bytes_needed: Callable[[Shape], int] = lambda shape: 0  # by a pass, beyond its arguments
+    backward_on: tuple[str, ...] = ("cpu", "cuda", "metal")  # devices on which it has a backward pass
+    note: str = ""  # how it is called
+    is_dense: bool = False  # it computes the scores of keys after the query, too, only to mask them
 
 
 @dataclass(frozen=True)
 class Decode:
-    """One query over the keys of a layer's cache: what there is, and who answers it.
+    """One query over the keys of a layer's cache: what there is, and who answers it."""
 
-    Attributes:
-        tensors: Query, key and value; the query is the last token.
-        cached: The layer's cache, which knows the norms of its keys; None where it cannot attend.
-        bare: The attention function, which has to measure them.
-        baseline: Attention without positions.
-        with_row: The same with ALiBi's one row of biases a head.
-        baseline_name: What the baseline is called.
-        row_name: And what ``with_row`` is.
-    """
-
-    tensors: tuple[Any, Any, Any]
-    cached: Call | None
-    bare: Call
-    baseline: Call
-    with_row: Call
-    baseline_name: str = "SDPA, no positions"
-    row_name: str = "SDPA, a row of biases"
+    tensors: tuple[Any, Any, Any]  # query, key and value; the query is the last token
+    cached: Call  # the layer's cache, which knows the norms of its keys
+    bare: Call  # the attention function, which has to measure them
+    baseline: Call  # attention without positions
+    with_row: Call  # the same with ALiBi's one row of biases a head
+    baseline_name: str
+    row_name: str
 
 
 class Backend:
-    """A library on one kind of device. Tensors are ``[batch, num_heads, length, head_dim]``, or look as if they were.
+    """A library on one kind of device. Tensors are ``[batch, num_heads, length, head_dim]``, or look as if."""
 
-    Attributes:
-        name: As on the command line.
-        device: ``"cpu"``, ``"cuda"`` or ``"metal"``.
-        ours: This library, as it is by default.
-        peers: Others who compute ALiBi attention; the first, with a dense bias.
-        distributions: Whose versions belong to the results.
-    """
-
-    name: str
-    device: str
-    ours: Contestant
-    peers: tuple[Contestant, ...]
-    distributions: tuple[str, ...]
+    name: str  # as on the command line
+    device: str  # "cpu", "cuda" or "metal"
+    ours: Contestant  # this library, as it is by default
+    peers: tuple[Contestant, ...]  # others who compute ALiBi attention; the first, with a dense bias
+    distributions: tuple[str, ...]  # whose versions belong to the results
 
     def machine(self) -> dict[str, Any]:
         """Describe what is special about the device."""
         return {}
 
+    def normal(self, shape: Shape, seed: int) -> Any:
+        """Return normally distributed numbers."""
+        raise NotImplementedError
+
     def tensors(self, shape: Shape, backward: bool = False) -> tuple[Any, ...]:
         """Return normally distributed query, key, value and, with ``backward``, gradient of the result, else None."""
-        raise NotImplementedError
+        return (*(self.normal(shape, seed) for seed in range(3)), self.normal(shape, 3) if backward else None)
 
     def as_float64(self, tensor: Any) -> np.ndarray:
         """Return a piece of a tensor as a NumPy array."""
@@ -108,18 +82,8 @@ class Backend:
         """Return the fastest causal attention with no positions."""
         raise NotImplementedError
 
-    def everyone(self, is_causal: bool) -> tuple[Contestant, ...]:
-        """Return this library, each kernel of the framework's attention with no positions, and others with ALiBi."""
-        raise NotImplementedError
-
     def prepare(self, contestant: Contestant, tensors: Sequence[Any], backward: bool) -> Call:
-        """Return the call to time, which returns the result, or with ``backward`` the gradients.
-
-        Args:
-            contestant: Whose.
-            tensors: Query, key, value and the gradient of the result.
-            backward: Whether to go on to the gradients.
-        """
+        """Return the call to time, on ``tensors``, which returns the result, or with ``backward`` the gradients."""
         raise NotImplementedError
 
     def fastest(self, calls: Mapping[Any, Callable[[], Call]]) -> Any:
@@ -133,7 +97,7 @@ class Backend:
                 times[key] = statistics.median([self.seconds(call) for _ in range(5)][2:])
         return min(times, key=times.__getitem__)
 
-    def decode(self, size: Decoding) -> Decode:
+    def decode(self, shape: Shape) -> Decode:
         """Fill a layer's cache and return who attends to it with one query."""
         raise NotImplementedError
 
@@ -157,12 +121,9 @@ class Backend:
         return harness.peak_growth(subject, self.name, asdict(shape), backward, is_ours) - made_in(shape, backward)
 
     def longest(self, shape: Shape, rows: int) -> dict[str, float]:
-        """Return what a very long forward pass on the CPU costs, and the errors of so many of its rows a head.
+        """Return ``seconds`` and ``extra`` bytes of a very long forward pass on the CPU, and the error of some rows.
 
         Asked where the sizes have such a shape.
-
-        Returns:
-            ``seconds``, ``extra`` bytes, and the errors of ``exact.Error``.
         """
         done = harness.run_alone("benchmarks.attention.backend:longest_subject", self.name, asdict(shape), rows)
         return {"seconds": done["seconds"], "extra": done["peak"] - shape.tensor_bytes} | done["found"]
@@ -170,8 +131,7 @@ class Backend:
 
 def load(name: str, device: str | None) -> Backend:
     """Return a backend on a device, or on the best there is."""
-    module, attribute = BACKENDS[name].split(":")
-    return getattr(importlib.import_module(module), attribute)(device)
+    return getattr(importlib.import_module(f"benchmarks.attention.{name}"), BACKENDS[name])(device)
 
 
 def made_in(shape: Shape, backward: bool) -> int:

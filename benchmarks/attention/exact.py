@@ -9,14 +9,21 @@ from typing import Any
 import numpy as np
 
 from alibi_core.conformance import rounded
+from benchmarks.exact import exact_slopes
 
 SCORES_AT_ONCE = 2**24  # 128 MiB in float64
 MOST_HEADS = 32  # of a batch, all its entries counted, that are recomputed
 
 
 def canonical_slopes(num_heads: int) -> np.ndarray:
-    """Return the slopes for a power of two of heads, as float32 holds them, in float64."""
-    return np.exp2(-8 / num_heads * np.arange(1, num_heads + 1)).astype(np.float32).astype(np.float64)
+    """Return the slopes as float32 holds them, in float64."""
+    return exact_slopes(num_heads).astype(np.float32).astype(np.float64)
+
+
+def row_of_biases(num_heads: int, length: int) -> np.ndarray:
+    """Return the biases of the last of so many tokens, ``[1, num_heads, 1, length]``, float32."""
+    distance = np.arange(length - 1, -1, -1)
+    return (-canonical_slopes(num_heads)[:, None] * distance)[None, :, None].astype(np.float32)
 
 
 @dataclass
@@ -41,16 +48,10 @@ def attend(
     grad: Any = None,
     is_causal: bool = True,
 ) -> Exact:
-    """Return ALiBi attention of one head, over all keys.
+    """Return ALiBi attention of one head, over all keys: ``[length, head_dim]``, float64.
 
-    Args:
-        query: ``[queries, head_dim]``, float64, as all of them.
-        key: ``[kv_len, head_dim]``.
-        value: Likewise.
-        slope: 0 for attention without positions.
-        positions: ``[queries]``, in tokens, increasing.
-        grad: ``[queries, head_dim]``: the gradient of the result, to have those of the arguments too.
-        is_causal: False for the symmetric form.
+    ``positions`` are those of the queries, in tokens, increasing; slope 0 is attention without positions. With
+    ``grad``, the gradient of the result, those of the arguments are there, too.
     """
     scale = query.shape[-1] ** -0.5
     exact = Exact(np.empty_like(query))
@@ -79,17 +80,12 @@ def attend(
 
 @dataclass(frozen=True)
 class Error:
-    """How far something is from what it should be.
+    """How far something is from what it should be."""
 
-    Attributes:
-        worst: Of all elements.
-        relative: Of everything, as a part of its size.
-        by_row: The same of each row, root mean square. Rows count alike: without positions the first rows, averages of
-            few values, are so much larger than the others that ``relative`` says little but of them.
-    """
-
-    worst: float
-    relative: float
+    worst: float  # of all elements
+    relative: float  # of everything, as a part of its size
+    # The same of each row, root mean square. Rows count alike: without positions the first rows, averages of few
+    # values, are so much larger than the others that ``relative`` says little but of them.
     by_row: float
 
     @classmethod
@@ -109,15 +105,10 @@ class Error:
 
 @dataclass(frozen=True)
 class Reference:
-    """Exact results of some queries of some heads, computed once and compared with many times.
+    """Exact results of some queries of some heads, computed once and compared with many times."""
 
-    Attributes:
-        rows: Indices of queries, increasing.
-        exact: By batch entry and head, ``[rows, head_dim]``.
-    """
-
-    rows: np.ndarray
-    exact: dict[tuple[int, int], np.ndarray]
+    rows: np.ndarray  # indices of queries, increasing
+    exact: dict[tuple[int, int], np.ndarray]  # by batch entry and head, [rows, head_dim]
     as_float64: Callable[[Any], np.ndarray]
 
     @classmethod
@@ -133,13 +124,7 @@ class Reference:
     ) -> Reference:
         """Compute results, or where ``grad`` is given gradients of the query, over all keys of each query.
 
-        Args:
-            tensors: Query, key and value, ``[batch, num_heads, length, head_dim]``; the queries are the last tokens.
-            rows: Indices of queries, increasing.
-            as_float64: Makes a NumPy array of a piece of a tensor.
-            grad: The gradient of the result.
-            has_bias: False for attention without positions.
-            is_causal: False for the symmetric form.
+        Tensors are query, key and value, ``[batch, num_heads, length, head_dim]``; the queries are the last tokens.
         """
         batch, num_heads, q_len, _ = tensors[0].shape
         slopes = canonical_slopes(num_heads) * has_bias

@@ -15,21 +15,13 @@ from mlx import nn
 
 import alibi_mlx
 from benchmarks.attention.backend import Backend, Call, Contestant, Decode, made_in
-from benchmarks.attention.sizes import Decoding, Shape
+from benchmarks.attention.exact import canonical_slopes, row_of_biases
+from benchmarks.attention.sizes import Shape
 
-NO_POSITIONS, DENSE_MASK = "mx.fast, no positions", "mx.fast, dense mask"
+NO_POSITIONS = "mx.fast, no positions"
 
 # Takes query, key and value, so that gradients can be asked for.
 Attend = Callable[[mx.array, mx.array, mx.array], mx.array]
-
-
-def without_positions(is_dense: bool) -> Contestant:
-    """Return MLX's causal attention with no positions.
-
-    Args:
-        is_dense: Whether it computes whole scores: MLX has a fused kernel on Metal alone.
-    """
-    return Contestant(NO_POSITIONS, lambda query, key, value: partial(fast, mask="causal"), is_dense=is_dense)
 
 
 def fast(query: mx.array, key: mx.array, value: mx.array, mask: mx.array | str | None = None) -> mx.array:
@@ -37,16 +29,12 @@ def fast(query: mx.array, key: mx.array, value: mx.array, mask: mx.array | str |
     return mx.fast.scaled_dot_product_attention(query, key, value, scale=query.shape[-1] ** -0.5, mask=mask)
 
 
-def slopes_of(num_heads: int) -> mx.array:
-    """Return the slopes of a power of two of heads, ``[num_heads]``, float32."""
-    return mx.array(np.exp2(-8 / num_heads * np.arange(1, num_heads + 1)), dtype=mx.float32)
-
-
 def _dense_mask(query: mx.array, key: mx.array, value: mx.array) -> Attend:
     num_heads, length = query.shape[1:3]
     position = mx.arange(length)
     distance = position[:, None] - position
-    bias = mx.where(distance < 0, -mx.inf, -slopes_of(num_heads)[:, None, None] * distance)
+    slopes = mx.array(canonical_slopes(num_heads), dtype=mx.float32)[:, None, None]
+    bias = mx.where(distance < 0, -mx.inf, -slopes * distance)
     mask = bias[None].astype(query.dtype)  # [1, num_heads, length, length]; MLX takes no wider one than the query
     mx.eval(mask)
     return partial(fast, mask=mask)
@@ -64,23 +52,19 @@ def _module(query: mx.array, key: mx.array, value: mx.array) -> Attend:
     return attend
 
 
-def _bytes(times: int, shape: Shape) -> int:
-    """Return the memory of so many float32 arrays of all scores, what it takes to build a mask included."""
-    return times * 4 * shape.scores
-
-
+# Bytes needed are those of float32 arrays of all scores, what it takes to build a mask included.
 PEERS = (
     Contestant(
-        DENSE_MASK,
+        "mx.fast, dense mask",
         _dense_mask,
-        partial(_bytes, 6),
+        lambda shape: 6 * 4 * shape.scores,
         note="the mask, [1, heads, queries, keys] in the dtype of the query, is built before",
         is_dense=True,
     ),
     Contestant(
         "nn.ALiBi, softmax",
         _module,
-        partial(_bytes, 8),
+        lambda shape: 8 * 4 * shape.scores,
         note="products and a softmax around the module, which builds its biases in each call",
         is_dense=True,
     ),
@@ -111,49 +95,35 @@ class Mlx(Backend):
         about = (mx if hasattr(mx, "device_info") else mx.metal).device_info()  # depends on the version of MLX
         return {"gpu": about["device_name"], "gpu_memory": about["max_recommended_working_set_size"]}
 
-    # --- Data -------------------------------------------------------------------------------------------------------
-
-    def tensors(self, shape: Shape, backward: bool = False) -> tuple[mx.array | None, ...]:
-        made = []
-        for seed in range(4 if backward else 3):
-            made.append(mx.random.normal(shape.dims, key=mx.random.key(seed)).astype(getattr(mx, shape.dtype)))
-        mx.eval(made)
-        return (*made, *[None] * (4 - len(made)))
+    def normal(self, shape: Shape, seed: int) -> mx.array:
+        return _evaluated(mx.random.normal(shape.dims, key=mx.random.key(seed)).astype(getattr(mx, shape.dtype)))
 
     def as_float64(self, piece: mx.array) -> np.ndarray:
         return np.array(piece.astype(mx.float32)).astype(np.float64)  # NumPy has no bfloat16
-
-    # --- Passes -----------------------------------------------------------------------------------------------------
 
     def prepare(self, contestant: Contestant, tensors: Sequence[mx.array | None], backward: bool) -> Call:
         *tensors, grad = tensors
         attend = contestant.prepare(*tensors)
         mx.clear_cache()  # on Metal MLX keeps what others have freed
 
-        def forward() -> mx.array:
-            return _evaluated(attend(*tensors))
-
         def gradients() -> list[mx.array]:
             results, found = mx.vjp(attend, tensors, [grad])
             mx.eval(results, found)  # the result too, as a model has to have it
             return found
 
-        return gradients if backward else forward
+        return gradients if backward else lambda: _evaluated(attend(*tensors))
 
     def baseline(self, tensors: Sequence[mx.array | None], backward: bool) -> Contestant:
-        return without_positions(is_dense=self.device == "cpu")
+        is_dense = self.device == "cpu"  # it computes whole scores: MLX has a fused kernel on Metal alone
+        return Contestant(NO_POSITIONS, lambda query, key, value: partial(fast, mask="causal"), is_dense=is_dense)
 
-    # --- Decoding ---------------------------------------------------------------------------------------------------
-
-    def decode(self, size: Decoding) -> Decode:
-        shape = size.shape
+    def decode(self, shape: Shape) -> Decode:
         query, key, value, _ = self.tensors(shape)
         query = mx.contiguous(query[:, :, -1:])
         cache = alibi_mlx.KVCache()
         key, value = cache.update_and_fetch(key, value)  # what all of them attend to
-        distance = mx.arange(shape.length - 1, -1, -1)
-        row = (-slopes_of(shape.num_heads)[:, None, None] * distance)[None].astype(query.dtype)
-        mx.eval(query, key, value, row)  # row: [1, num_heads, 1, kv_len]
+        row = mx.array(row_of_biases(shape.num_heads, shape.length)).astype(query.dtype)
+        mx.eval(query, key, value, row)
         return Decode(
             (query, key, value),
             cached=lambda: _evaluated(cache.attend(query)),
@@ -167,16 +137,17 @@ class Mlx(Backend):
     # --- Memory -----------------------------------------------------------------------------------------------------
 
     def extra_bytes(self, shape: Shape, backward: bool) -> int:
-        return self._extra(self.ours, shape, backward)
+        return self.extra_of(self.ours, shape, backward)
 
     def weights(self, shape: Shape, backward: bool) -> Iterator[tuple[str, int, int, str]]:
         ours = self.extra_bytes(shape, backward)
         for other in (PEERS[0], self.baseline((), backward)):
-            theirs = self._extra(other, shape, backward)
+            theirs = self.extra_of(other, shape, backward)
             if self.device == "cpu" or theirs > 0:  # on Metal a fused kernel may take nothing: there is no ratio
                 yield "by MLX's count", ours, theirs, other.name
 
-    def _extra(self, contestant: Contestant, shape: Shape, backward: bool) -> int:
+    def extra_of(self, contestant: Contestant, shape: Shape, backward: bool) -> int:
+        """Return the peak memory of a contestant's pass beyond its arguments, a mask, its result and its gradients."""
         call = self.prepare(contestant, self.tensors(shape, backward), backward)
         call()  # makes whatever is made only once
         before = mx.get_active_memory()  # arguments, and a mask

@@ -10,6 +10,7 @@ import numpy as np
 
 import alibi_core
 from alibi_core._horizon import UNIT_ROUNDOFF
+from benchmarks import harness
 from benchmarks.attention.backend import Backend, Contestant
 from benchmarks.attention.exact import Error, Reference, errors_of_gradients, sample
 from benchmarks.attention.sizes import Shape, Sizes
@@ -22,22 +23,14 @@ PEERS_LIMIT = 2.0**-9  # in float32: BLOOM counts its bias from the first key, w
 
 @dataclass
 class Run:
-    """A run in progress: what it measures, and what it has found besides times and memory.
-
-    Attributes:
-        report: Takes a line that says what happens now.
-        wrong: A line for each number that is wrong.
-        numerics: Errors, by what was compared with float64.
-        limits: Of each shape that was timed, the tile limit and how much of it was reached.
-        curves: ``[pass][name]``: pairs of a length and how many times faster than the baseline, for the picture.
-    """
+    """A run in progress: what it measures, and what it has found besides times and memory."""
 
     backend: Backend
     sizes: Sizes
-    report: Callable[[str], None] = lambda line: None
-    wrong: list[str] = field(default_factory=list)
-    numerics: dict[str, Any] = field(default_factory=dict)
-    limits: list[dict[str, Any]] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)  # a line for each number that is wrong
+    numerics: dict[str, Any] = field(default_factory=dict)  # errors, by what was compared with float64
+    limits: list[dict[str, Any]] = field(default_factory=list)  # tile limits, and how much of them was reached
+    # [pass][name]: pairs of a length and how many times faster than the baseline, for the picture.
     curves: dict[str, dict[str, list[tuple[int, float]]]] = field(default_factory=dict)
 
     def is_right(self, subject: str, relative: float, dtype: str) -> bool:
@@ -74,7 +67,7 @@ def check(run: Run) -> None:
     reference = Reference.of(tensors, np.arange(shape.length), backend.as_float64)
     where = f"{shape.heads}, {shape.length:,} tokens"
     for contestant in (backend.ours, *backend.peers):
-        run.report(f"checking {contestant.name}")
+        harness.report(f"checking {contestant.name}")
         is_ours = contestant.name == backend.ours.name
         limit = OURS_LIMIT * UNIT_ROUNDOFF[shape.dtype] if is_ours else PEERS_LIMIT
         try:
@@ -84,7 +77,7 @@ def check(run: Run) -> None:
             if is_ours:
                 raise
             run.numerics[f"{contestant.name}, {where}"] = reason(failure)
-    run.report("checking gradients")
+    harness.report("checking gradients")
     gradients = backend.prepare(backend.ours, tensors, True)()
     for name, error in errors_of_gradients(gradients, tensors[:3], tensors[3], backend.as_float64).items():
         run.is_right(f"{backend.ours.name}, gradient of {name}, {where}", error.relative, shape.dtype)
@@ -97,34 +90,27 @@ def accuracy(run: Run) -> Iterator[Measurement]:
     Both of everything and of each row: without positions the first rows, averages of few values, are so much larger
     than the others that they decide the former.
     """
-    backend, sizes = run.backend, run.sizes
-    group = (
-        f"Error against float64, {sizes.exact.num_heads} heads of {sizes.exact.head_dim}, {sizes.exact.length:,} tokens"
-    )
-    run.report("error of float32")
-    tensors = backend.tensors(sizes.exact)
-    every = np.arange(sizes.exact.length)
-    error = _error(backend, backend.ours, tensors, every)
+    backend, sizes, shape = run.backend, run.sizes, run.sizes.exact
+    group = f"Error against float64, {shape.num_heads} heads of {shape.head_dim}, {shape.length:,} tokens"
+    harness.report("error of float32")
+    error = _error(backend, backend.ours, backend.tensors(shape), np.arange(shape.length))
     empty = Measurement(group, f"{backend.ours.name}, float32, worst", f"{sizes.worst_bar:g}", "error", 1.0)
     yield empty.weighed(error.worst, sizes.worst_bar)
     for dtype in sizes.low_precision:
-        run.report(f"error of {dtype}")
+        harness.report(f"error of {dtype}")
         shape = replace(sizes.exact, dtype=dtype)
         tensors = backend.tensors(shape)
         rows = sample(shape.length, 32 * sizes.rows)
         plain = backend.baseline(tensors, False)
-        errors = [
-            _error(backend, contestant, tensors, rows, has_bias)
-            for contestant, has_bias in ((backend.ours, True), (plain, False))
-        ]
-        names = f"{backend.ours.name}, {dtype}", f"{plain.name}, {dtype}"
-        run.numerics |= {f"{group}: {name}": asdict(error) for name, error in zip(names, errors, strict=True)}
-        ours, theirs = errors
+        ours = _error(backend, backend.ours, tensors, rows)
+        theirs = _error(backend, plain, tensors, rows, has_bias=False)
         least = Reference.of(tensors, rows, backend.as_float64).rounding(dtype)
-        run.numerics[f"{group}: {dtype}, the exact result, rounded"] = asdict(least)
-        for name, kind in (("", "relative"), (", by row", "by_row")):
+        name = f"{backend.ours.name}, {dtype}"
+        found = {name: ours, f"{plain.name}, {dtype}": theirs, f"{dtype}, the exact result, rounded": least}
+        run.numerics |= {f"{group}: {each}": asdict(error) for each, error in found.items()}
+        for what, kind in (("", "relative"), (", by row", "by_row")):
             beside = max((getattr(theirs, kind), plain.name), (getattr(least, kind), "the exact result, rounded"))
-            empty = Measurement(group, names[0] + name, beside[1], "error", sizes.relative_bar)
+            empty = Measurement(group, name + what, beside[1], "error", sizes.relative_bar)
             yield empty.weighed(getattr(ours, kind), beside[0])
 
 
@@ -154,13 +140,7 @@ def tile_limit(
     It is the number of pairs of a query and a key that attention without positions computes (the causal half, or all
     where it is dense), over the number within the key ranges that the core proves to be needed, block by block of
     queries, for the same data. A kernel that computed just those pairs, as fast each, and planned for free, would
-    reach it.
-
-    Args:
-        tensors: Query, key and value, ``[batch, num_heads, length, head_dim]``; the queries are the last tokens.
-        dtype: Theirs, by name.
-        as_float64: Makes a NumPy array of a piece of a tensor.
-        is_dense: Whether attention without positions computes the scores of keys after the query, too.
+    reach it. Queries are the last tokens.
     """
     shapes = [tuple(x.shape) for x in tensors]
     # A call reads the shapes of tensors alone, and these take no memory.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from alibi_core._horizon import UNIT_ROUNDOFF
+from benchmarks import harness
 from benchmarks.attention.exact import Reference, sample
 from benchmarks.attention.numerics import OURS_LIMIT, PEERS_LIMIT, Run, accuracy, reason, tile_limit
 from benchmarks.attention.sizes import MIB, Decoding, Timed
@@ -24,7 +25,7 @@ def passes(run: Run, backward: bool) -> Iterator[Measurement]:
         if backward and not size.backward:
             continue
         shape = size.shape
-        run.report(f"{kind}, {shape.heads}, {shape.length:,} tokens")
+        harness.report(f"{kind}, {shape.heads}, {shape.length:,} tokens")
         tensors = backend.tensors(shape, backward)
         plain = backend.baseline(tensors, backward)
         plain_call = backend.prepare(plain, tensors, backward)
@@ -39,7 +40,7 @@ def passes(run: Run, backward: bool) -> Iterator[Measurement]:
         if size.dense_bars[backward] is not None:
             yield _beside_dense(run, size, tensors, replace(done, bar=size.dense_bars[backward]))
         for peer in backend.peers if size.peer_pairs else ():
-            run.report(f"{kind}, {shape.heads}, {shape.length:,} tokens: {peer.name}")
+            harness.report(f"{kind}, {shape.heads}, {shape.length:,} tokens: {peer.name}")
             yield _peer(run, size, peer, tensors, reference, plain_call, empty)
 
 
@@ -71,7 +72,7 @@ def _beside_dense(run: Run, size: Timed, tensors: Any, ours: Measurement) -> Mea
     """Time ours beside the peer with a dense bias, unless ours was not timed beside the baseline."""
     backend, shape, backward = run.backend, size.shape, tensors[3] is not None
     dense = backend.peers[0]
-    run.report(f"{PASSES[backward]}, {shape.heads}, {shape.length:,} tokens: ours beside {dense.name}")
+    harness.report(f"{PASSES[backward]}, {shape.heads}, {shape.length:,} tokens: ours beside {dense.name}")
     group = f"Times faster than {dense.name}, {PASSES[backward]}: {shape.heads}"
     beside = replace(ours, group=group, baseline=dense.name)
     if ours.ratio is None:
@@ -114,14 +115,12 @@ def decode(run: Run) -> Iterator[Measurement]:
 
 
 def _decode(run: Run, size: Decoding) -> Iterator[Measurement]:
-    backend = run.backend
-    shape = size.shape
-    run.report(f"one query over {shape.length:,} keys")
-    found = backend.decode(size)
-    group = (
-        f"Times faster than attention with no positions, one query over {shape.length:,} keys: batch {shape.batch}, "
-    )
-    empty = Measurement(group + shape.heads, "", found.baseline_name, "seconds", faster=True)
+    backend, shape = run.backend, size.shape
+    harness.report(f"one query over {shape.length:,} keys")
+    found = backend.decode(shape)
+    keys = f"one query over {shape.length:,} keys: batch {shape.batch}, {shape.heads}"
+    group = f"Times faster than attention with no positions, {keys}"
+    empty = Measurement(group, "", found.baseline_name, "seconds", faster=True)
     reference = Reference.of(found.tensors, np.arange(1), backend.as_float64)
     for name, call, bar in (
         (f"{backend.ours.name}, the layer's cache", found.cached, size.cached_bar),
@@ -129,9 +128,6 @@ def _decode(run: Run, size: Decoding) -> Iterator[Measurement]:
         (found.row_name, found.with_row, None),
     ):
         this = replace(empty, candidate=name, bar=bar)
-        if call is None:
-            yield replace(this, note="the cache has no attend")
-            continue
         error = reference.error(call()).relative
         if call is found.with_row:
             run.numerics[f"{name}, decoding, {shape.length:,} keys"] = error
@@ -154,15 +150,14 @@ def memory(run: Run) -> Iterator[Measurement]:
     """The peak of memory beyond arguments, results and gradients."""
     backend, sizes = run.backend, run.sizes
     for backward, kind in PASSES.items():
-        run.report(f"memory, {kind}")
+        harness.report(f"memory, {kind}")
         shape = sizes.weighed_backward if backward and sizes.weighed_backward else sizes.weighed
         group = f"Peak memory beyond arguments, result and gradients, {shape.heads}, {shape.length:,} tokens"
         if sizes.weighed_shares is not None:
             bar = sizes.weighed_shares[backward]
             for how, ours, theirs, name in backend.weights(shape, backward):
-                yield Measurement(group, f"{backend.ours.name}, {kind}, {how}", name, "bytes", bar).weighed(
-                    ours, theirs
-                )
+                empty = Measurement(group, f"{backend.ours.name}, {kind}, {how}", name, "bytes", bar)
+                yield empty.weighed(ours, theirs)
             continue
         extra = backend.extra_bytes(shape, backward)
         allowed = sizes.weighed_bars[backward] * MIB if sizes.weighed_bars else shape.tensor_bytes
@@ -176,7 +171,7 @@ def longest(run: Run) -> Iterator[Measurement]:
     backend, shape = run.backend, run.sizes.longest
     if shape is None:
         return
-    run.report(f"{shape.length:,} tokens")
+    harness.report(f"{shape.length:,} tokens")
     group = f"A causal forward pass over {shape.length:,} tokens, {shape.heads}"
     empty = Measurement(group, f"{backend.ours.name}, extra memory", "arguments and result", "bytes", 1.0)
     found = backend.longest(shape, run.sizes.rows)

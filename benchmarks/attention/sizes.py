@@ -42,80 +42,57 @@ class Shape:
         return self.batch * self.num_heads * self.length**2
 
 
+def _shape(length: int) -> Shape:
+    return Shape(8, 64, length, "float32")
+
+
+EXACT, CHECKED = _shape(8192), _shape(2048)
+
+
 @dataclass(frozen=True)
 class Timed:
-    """A shape to time: how many pairs, of ours and of a peer, and how much faster ours has to be.
-
-    Attributes:
-        backward: Whether to time forward with backward too.
-        peer_pairs: 0 to leave the peers out.
-        bars: Of forward, and of forward with backward; None where there is none.
-        dense_bars: The same beside the first of the peers, who has a dense bias; not timed beside it where None.
-        warm_up: False where the baseline takes so long that what its first call does besides is no part of it.
-    """
+    """A shape to time: how many pairs, of ours and of a peer, and how much faster ours has to be."""
 
     shape: Shape
     pairs: int
-    peer_pairs: int
-    bars: tuple[float | None, float | None] = (None, None)
-    dense_bars: tuple[float | None, float | None] = (None, None)
+    peer_pairs: int  # 0 to leave the peers out
+    bars: tuple[float | None, float | None] = (None, None)  # of forward, and of forward with backward
+    dense_bars: tuple[float | None, float | None] = (None, None)  # beside a dense bias; not timed beside it where None
     backward: bool = True
-    warm_up: bool = True
+    warm_up: bool = True  # False where the baseline takes so long that what only its first call does is no part of it
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """One query over many keys: the shape of the keys, pairs, and the bars with a cache and without.
-
-    ``row_bar`` is that of the cache beside attention with a row of biases; not timed beside it where None.
-    """
+    """One query over many keys: the shape of the keys, pairs, and the bars with a cache and without."""
 
     shape: Shape
     pairs: int
     cached_bar: float | None = None
     bare_bar: float | None = None
-    row_bar: float | None = None
+    row_bar: float | None = None  # of the cache beside attention with a row of biases; not timed beside it where None
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """All of one run.
+    """All of one run."""
 
-    Attributes:
-        timed: Shapes whose forward and backward passes are timed; the first one's heads are those of the picture.
-        weighed: The shape whose extra memory is measured.
-        weighed_backward: Going backward, where that is another.
-        weighed_bars: MiB allowed, of a forward and of a backward pass.
-        weighed_shares: In place of those, the shares allowed of what others take.
-        exact: The shape whose error is measured.
-        low_precision: Dtypes in which it is measured besides float32.
-        worst_bar: The worst error allowed in float32.
-        relative_bar: In low precision, of the relative error of rows, over that of attention without positions.
-        longest: A shape that nothing quadratic could be computed of; None to leave it out.
-        checked: A small shape, of which all gradients and everyone's results are compared with float64.
-        rows: Queries a head that are recomputed in float64 at each shape that is timed.
-    """
-
-    timed: tuple[Timed, ...]
+    timed: tuple[Timed, ...]  # the first one's heads are those of the picture
     decoding: tuple[Decoding, ...]
-    weighed: Shape
-    exact: Shape
-    checked: Shape
-    longest: Shape | None
-    weighed_bars: tuple[float, float] | None = None
-    weighed_shares: tuple[float, float] | None = None
-    weighed_backward: Shape | None = None
-    low_precision: tuple[str, ...] = ("bfloat16", "float16")
-    worst_bar: float = 4e-6
-    relative_bar: float = 1.1
-    rows: int = 16
+    weighed: Shape  # whose extra memory is measured
+    exact: Shape = EXACT  # whose error is measured
+    checked: Shape = CHECKED  # a small one, of which all gradients and everyone's results are compared with float64
+    longest: Shape | None = None  # one that nothing quadratic could be computed of; None to leave it out
+    weighed_bars: tuple[float, float] | None = None  # MiB allowed, of a forward and of a backward pass
+    weighed_shares: tuple[float, float] | None = None  # in place of those, the shares allowed of what others take
+    weighed_backward: Shape | None = None  # going backward, where that is another
+    low_precision: tuple[str, ...] = ("bfloat16", "float16")  # where errors are measured besides float32
+    worst_bar: float = 4e-6  # the worst error allowed in float32
+    relative_bar: float = 1.1  # in low precision, of the relative error of rows, over that without positions
+    rows: int = 16  # queries a head that are recomputed in float64 at each shape that is timed
 
 
 # --- PyTorch --------------------------------------------------------------------------------------------------------
-
-
-def _shape(length: int) -> Shape:
-    return Shape(8, 64, length, "float32")
 
 
 # A call costs some 0.05 ms before any arithmetic, with gradients 0.2 ms: of short ones it is the larger part.
@@ -138,8 +115,6 @@ CPU = Sizes(
         Decoding(Shape(32, 128, 65_536, "bfloat16"), 15, cached_bar=20.0, bare_bar=1.0),
     ),
     weighed=_shape(65_536),
-    exact=_shape(8192),
-    checked=_shape(2048),
     longest=Shape(4, 64, 2**20, "float32"),
     weighed_bars=(64.0, 192.0),
 )
@@ -150,9 +125,6 @@ CUDA = Sizes(
     ),
     decoding=(Decoding(Shape(32, 128, 131_072, "bfloat16", batch=8), 25, cached_bar=10.0),),
     weighed=Shape(32, 128, 65_536, "bfloat16"),
-    exact=_shape(8192),
-    checked=_shape(2048),
-    longest=None,
 )
 QUICK = Sizes(
     timed=(
@@ -183,22 +155,16 @@ JAX_CPU = Sizes(
     ),
     decoding=(Decoding(Shape(32, 128, 65_536, "bfloat16"), 9),),
     weighed=_shape(8192),
-    exact=_shape(8192),
-    checked=_shape(2048),
-    longest=None,  # not measured yet
     weighed_shares=(0.1, 0.1),
     low_precision=LOW_ON_CPU,
 )
-JAX_CUDA = Sizes(
+JAX_CUDA = replace(
+    CUDA,
     timed=(
         Timed(Shape(32, 128, 4096, "bfloat16"), 25, 5, (1.0, None)),
         Timed(Shape(32, 128, 16_384, "bfloat16"), 15, 5, (2.0, None)),
     ),
-    decoding=(Decoding(Shape(32, 128, 131_072, "bfloat16", batch=8), 25),),
-    weighed=Shape(32, 128, 65_536, "bfloat16"),
-    exact=_shape(8192),
-    checked=_shape(2048),
-    longest=None,
+    decoding=(replace(CUDA.decoding[0], cached_bar=None),),
 )
 JAX_QUICK = replace(
     QUICK, longest=Shape(4, 16, 1024, "float32"), weighed_bars=None, weighed_shares=(0.1, 0.1), low_precision=LOW_ON_CPU
@@ -219,7 +185,6 @@ MLX_CPU = Sizes(
     weighed_backward=_shape(2048),
     exact=_shape(4096),
     checked=_shape(1024),
-    longest=None,
     weighed_shares=(0.1, 0.25),
 )
 MLX_METAL = Sizes(  # not run yet, so there are no bars
@@ -229,14 +194,12 @@ MLX_METAL = Sizes(  # not run yet, so there are no bars
     decoding=(Decoding(Shape(32, 128, 32_768, "bfloat16"), 25),),
     weighed=Shape(32, 128, 16_384, "bfloat16"),
     exact=_shape(4096),
-    checked=_shape(2048),
-    longest=None,
 )
 MLX_QUICK = replace(
     QUICK,
+    longest=None,
     timed=(QUICK.timed[0], replace(QUICK.timed[1], dense_bars=(1.0, 1.0)), QUICK.timed[2]),
     decoding=(replace(QUICK.decoding[0], row_bar=1.0),),
-    longest=None,
     weighed_bars=None,
     weighed_shares=(0.1, 0.25),
     weighed_backward=Shape(8, 16, 256, "float32"),

@@ -6,9 +6,8 @@ Others have a dense bias, FlexAttention, and the eager attention of BLOOM.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,43 +17,27 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import alibi_torch
 from benchmarks.attention.backend import SHARE_OF_MEMORY, Backend, Call, Contestant, Decode, made_in
-from benchmarks.attention.sizes import Decoding, Shape
+from benchmarks.attention.exact import canonical_slopes, row_of_biases
+from benchmarks.attention.sizes import Shape
 
 NO_POSITIONS = "SDPA, no positions"
-FUSED = {
-    "FLASH": SDPBackend.FLASH_ATTENTION,
-    "CUDNN": SDPBackend.CUDNN_ATTENTION,
-    "EFFICIENT": SDPBackend.EFFICIENT_ATTENTION,
-}
+FUSED = {name: SDPBackend.__members__[f"{name}_ATTENTION"] for name in ("FLASH", "CUDNN", "EFFICIENT")}
 FLEX_BLOCK = 128
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A pass that is ready to run.
+class Prepared(NamedTuple):
+    """A pass that is ready to run."""
 
-    Attributes:
-        attend: Returns the result, ``[batch, num_heads, length, head_dim]``.
-        leaves: What gradients are due for.
-    """
-
-    attend: Call
-    leaves: tuple[Tensor, ...]
-
-
-def _normal(device: str, shape: Shape, seed: int) -> Tensor:
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randn(shape.dims, generator=generator, device=device).to(getattr(torch, shape.dtype))
+    attend: Call  # returns the result, [batch, num_heads, length, head_dim]
+    leaves: tuple[Tensor, ...]  # what gradients are due for
 
 
 def _ours(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Prepared:
     return Prepared(lambda: alibi_torch.attention(query, key, value, **options), (query, key, value))
 
 
-def _without_positions(
-    query: Tensor, key: Tensor, value: Tensor, backend: SDPBackend | None = None, is_causal: bool = True
-) -> Prepared:
-    call = partial(F.scaled_dot_product_attention, query, key, value, is_causal=is_causal)
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, backend: SDPBackend | None = None, **options: Any) -> Prepared:
+    call = partial(F.scaled_dot_product_attention, query, key, value, **options)
     return Prepared(call if backend is None else partial(_with_backend, backend, call), (query, key, value))
 
 
@@ -63,11 +46,15 @@ def _with_backend(backend: SDPBackend, call: Call) -> Tensor:
         return call()
 
 
-# --- Others, and this library. What a model builds once for all its layers is built before anything is timed -------
+def _without_positions(query: Tensor, key: Tensor, value: Tensor) -> Prepared:
+    return _sdpa(query, key, value, is_causal=True)
 
 
-def _slopes(num_heads: int, device: torch.device) -> Tensor:
-    return torch.exp2(-8 / num_heads * torch.arange(1, num_heads + 1, device=device))
+# --- Others. What a model builds once for all its layers is built before anything is timed ---------------------------
+
+
+def _slopes(query: Tensor) -> Tensor:
+    return torch.tensor(canonical_slopes(query.shape[1]), dtype=torch.float32, device=query.device)
 
 
 def _dense_bias(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = True) -> Prepared:
@@ -77,46 +64,37 @@ def _dense_bias(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = Tru
     hidden = distance < 0 if is_causal else torch.zeros(1, dtype=torch.bool, device=query.device)
     distance = distance if is_causal else distance.abs()
     bias = torch.empty(1, num_heads, length, length, dtype=query.dtype, device=query.device)
-    for head, slope in enumerate(_slopes(num_heads, query.device).tolist()):  # in place, so that one is held, not two
+    for head, slope in enumerate(canonical_slopes(num_heads).tolist()):  # in place, so that one is held, not two
         bias[0, head] = (distance * -slope).masked_fill_(hidden, -math.inf)
-    return Prepared(lambda: F.scaled_dot_product_attention(query, key, value, attn_mask=bias), (query, key, value))
+    return _sdpa(query, key, value, attn_mask=bias)
 
 
 def _dense_bias_bytes(shape: Shape) -> int:
     return (shape.scores // shape.batch) * shape.element_bytes + 3 * 4 * shape.length**2
 
 
-def _flex(query: Tensor, key: Tensor, value: Tensor) -> Prepared:
+def _flex(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = True, in_blocks: bool = False) -> Prepared:
+    """Prepare FlexAttention, with the usual causal blocks or with ``score_mod`` alone."""
     from torch.nn.attention.flex_attention import flex_attention
 
     torch._dynamo.reset()  # one compilation a shape: after some it would fall back to what is not compiled
-    slopes = _slopes(query.shape[1], query.device)
-    blocks = _causal_blocks(query.shape[2], query.device)
-    compiled = torch.compile(flex_attention, fullgraph=True)
-
-    def alibi(score: Tensor, batch: Tensor, head: Tensor, q_index: Tensor, kv_index: Tensor) -> Tensor:
-        return score + slopes[head] * (kv_index - q_index)
-
-    return Prepared(lambda: compiled(query, key, value, score_mod=alibi, block_mask=blocks), (query, key, value))
-
-
-def _flex_without_blocks(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = True) -> Prepared:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    slopes = _slopes(query.shape[1], query.device)
+    slopes = _slopes(query)
+    blocks = _causal_blocks(query.shape[2], query.device) if in_blocks else None
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
 
     def alibi(score: Tensor, batch: Tensor, head: Tensor, q_index: Tensor, kv_index: Tensor) -> Tensor:
+        if in_blocks:  # which hide the keys ahead
+            return score + slopes[head] * (kv_index - q_index)
         biased = score - slopes[head] * (kv_index - q_index).abs()
         return torch.where(q_index >= kv_index, biased, -math.inf) if is_causal else biased
 
-    return Prepared(lambda: compiled(query, key, value, score_mod=alibi), (query, key, value))
+    return Prepared(lambda: compiled(query, key, value, score_mod=alibi, block_mask=blocks), (query, key, value))
 
 
 def _flash_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = True) -> Prepared:
     from flash_attn import flash_attn_func
 
-    slopes = _slopes(query.shape[1], query.device)
+    slopes = _slopes(query)
 
     def attend() -> Tensor:
         tensors = (x.transpose(1, 2) for x in (query, key, value))  # [batch, length, num_heads, head_dim]
@@ -174,13 +152,14 @@ def _bloom_bytes(shape: Shape) -> int:
     return shape.scores * (2 * element + 4 + (element if element < 4 else 0)) + shape.length**2 * element
 
 
+DENSE = Contestant(
+    "SDPA, dense bias", _dense_bias, _dense_bias_bytes, note="the bias is built before, in the dtype of the query"
+)
 PEERS = (
-    Contestant(
-        "SDPA, dense bias", _dense_bias, _dense_bias_bytes, note="the bias is built before, in the dtype of the query"
-    ),
+    DENSE,
     Contestant(
         "FlexAttention",
-        _flex,
+        partial(_flex, in_blocks=True),
         backward_on=("cuda",),
         note="compiled, score_mod and causal blocks of 128; blocks from ranges, not from a predicate",
     ),
@@ -209,24 +188,18 @@ class Torch(Backend):
         properties = torch.cuda.get_device_properties(self.device)
         return {"gpu": properties.name, "gpu_memory": properties.total_memory, "cuda": torch.version.cuda}
 
-    # --- Data -------------------------------------------------------------------------------------------------------
-
-    def tensors(self, shape: Shape, backward: bool = False) -> tuple[Tensor, ...]:
-        return (
-            *(_normal(self.device, shape, seed) for seed in range(3)),
-            _normal(self.device, shape, 3) if backward else None,
-        )
+    def normal(self, shape: Shape, seed: int) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(shape.dims, generator=generator, device=self.device).to(getattr(torch, shape.dtype))
 
     def as_float64(self, tensor: Tensor) -> np.ndarray:
         return tensor.detach().double().cpu().numpy()
 
     def free_bytes(self) -> float:
-        if self.device != "cpu":
-            held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # by PyTorch, for nobody
-            return SHARE_OF_MEMORY * (torch.cuda.mem_get_info()[0] + held)
-        return super().free_bytes()
-
-    # --- Clocks -----------------------------------------------------------------------------------------------------
+        if self.device == "cpu":
+            return super().free_bytes()
+        held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # by PyTorch, for nobody
+        return SHARE_OF_MEMORY * (torch.cuda.mem_get_info()[0] + held)
 
     def seconds(self, call: Call) -> float:
         if self.device == "cpu":
@@ -244,20 +217,23 @@ class Torch(Backend):
 
     def prepare(self, contestant: Contestant, tensors: tuple[Tensor, ...], backward: bool) -> Call:
         *tensors, grad = tensors
-        prepared = contestant.prepare(*(x.detach().requires_grad_(backward) for x in tensors))
+        attend, leaves = contestant.prepare(*(x.detach().requires_grad_(backward) for x in tensors))
         if backward:
-            return lambda: torch.autograd.grad(prepared.attend(), prepared.leaves, grad)
-        return torch.no_grad()(prepared.attend)
+            return lambda: torch.autograd.grad(attend(), leaves, grad)
+        return torch.no_grad()(attend)
 
     def baseline(self, tensors: tuple[Tensor, ...], backward: bool) -> Contestant:
         """Return causal attention with no positions: on a GPU the fastest of those that PyTorch has."""
         if self.device == "cpu":
             return Contestant(NO_POSITIONS, _without_positions)
-        contestants = [
-            Contestant(f"SDPA {name}, no positions", partial(_without_positions, backend=backend))
-            for name, backend in FUSED.items()
-        ]
+        contestants = [self._kernel(name, is_causal=True) for name in FUSED]
         return self.fastest({each: partial(self.prepare, each, tensors, backward) for each in contestants})
+
+    @staticmethod
+    def _kernel(name: str, is_causal: bool) -> Contestant:
+        backend = FUSED.get(name, SDPBackend.MATH)
+        needed = {} if name in FUSED else {"bytes_needed": _bloom_bytes}
+        return Contestant(f"SDPA {name}, no positions", partial(_sdpa, backend=backend, is_causal=is_causal), **needed)
 
     def everyone(self, is_causal: bool) -> tuple[Contestant, ...]:
         """Return this library, each kernel of PyTorch's attention with no positions, and others with ALiBi.
@@ -265,21 +241,12 @@ class Torch(Backend):
         What has to be compiled for each length is the last.
         """
         form = {"is_causal": is_causal}
-        kernels = {"MATH": SDPBackend.MATH} | FUSED
-        plain = (
-            Contestant(
-                f"SDPA {name}, no positions",
-                partial(_without_positions, backend=backend, **form),
-                _bloom_bytes if name == "MATH" else lambda shape: 0,
-            )
-            for name, backend in kernels.items()
-        )
         return (
             Contestant("alibi_torch", partial(_ours, **form)),
-            *plain,
-            Contestant("SDPA, dense bias", partial(_dense_bias, **form), _dense_bias_bytes),
+            *(self._kernel(name, is_causal) for name in ("MATH", *FUSED)),
+            Contestant(DENSE.name, partial(_dense_bias, **form), _dense_bias_bytes),
             Contestant("flash-attn 2, ALiBi", partial(_flash_attention, **form)),
-            Contestant("FlexAttention, score_mod alone", partial(_flex_without_blocks, **form), backward_on=("cuda",)),
+            Contestant("FlexAttention, score_mod alone", partial(_flex, **form), backward_on=("cuda",)),
         )
 
     def implementations(self, is_causal: bool) -> tuple[Contestant, ...]:
@@ -291,35 +258,29 @@ class Torch(Backend):
 
     # --- Decoding ---------------------------------------------------------------------------------------------------
 
-    def decode(self, size: Decoding) -> Decode:
-        shape = size.shape
+    @torch.no_grad()
+    def decode(self, shape: Shape) -> Decode:
         query, key, value, _ = self.tensors(shape)
-        query = query[:, :, -1:].clone()
-        layer = alibi_torch.AlibiAttention(
-            shape.num_heads * shape.head_dim, shape.num_heads, device=self.device, dtype=getattr(torch, shape.dtype)
-        )
-        with torch.no_grad():
-            cache = layer.make_cache(shape.batch, shape.length + 8)
-            cache.append(key, value)
+        query, sizes = query[:, :, -1:].clone(), (shape.num_heads * shape.head_dim, shape.num_heads)
+        layer = alibi_torch.AlibiAttention(*sizes, device=self.device, dtype=query.dtype)
+        cache = layer.make_cache(shape.batch, shape.length + 8)
+        cache.append(key, value)
         key, value = (x[:, :, : shape.length] for x in (cache.key, cache.value))
-        distance = torch.arange(shape.length - 1, -1, -1, device=self.device)
-        slopes = torch.exp2(-8 / shape.num_heads * torch.arange(1, shape.num_heads + 1, device=self.device))
-        row = (-slopes[:, None] * distance)[None, :, None].to(query.dtype)  # [1, num_heads, 1, kv_len]
+        row = torch.tensor(row_of_biases(shape.num_heads, shape.length)).to(self.device, query.dtype)
+        plain = partial(F.scaled_dot_product_attention, query, key, value)  # all keys are in the past of the last token
+        calls = [plain]
+        if self.device != "cpu":
+            calls = [torch.no_grad()(partial(_with_backend, backend, plain)) for backend in FUSED.values()]
         no_grad = torch.no_grad()
         return Decode(
             (query, key, value),
-            no_grad(lambda: cache.attend(query)) if hasattr(cache, "attend") else None,
-            no_grad(lambda: alibi_torch.attention(query, key, value)),
-            no_grad(self._fastest_of_one_query(query, key, value)),
-            no_grad(lambda: F.scaled_dot_product_attention(query, key, value, attn_mask=row)),
+            cached=no_grad(lambda: cache.attend(query)),
+            bare=no_grad(lambda: alibi_torch.attention(query, key, value)),
+            baseline=no_grad(self.fastest({call: lambda call=call: call for call in calls})),
+            with_row=no_grad(partial(plain, attn_mask=row)),
+            baseline_name=NO_POSITIONS,
+            row_name="SDPA, a row of biases",
         )
-
-    def _fastest_of_one_query(self, *tensors: Tensor) -> Call:
-        plain = partial(F.scaled_dot_product_attention, *tensors)  # all keys are in the past of the last token
-        if self.device == "cpu":
-            return plain
-        calls = [torch.no_grad()(partial(_with_backend, backend, plain)) for backend in FUSED.values()]
-        return self.fastest({call: lambda call=call: call for call in calls})
 
     # --- Memory -----------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ import numpy as np
 import alibi_core
 from benchmarks import harness
 from benchmarks.bias.builders import JUDGED, LIBRARIES, OURS, PEERS, Builder, Call, library
+from benchmarks.exact import exact_slopes
 from benchmarks.harness import Measurement
 
 SPEED_BAR, MEMORY_BAR, PEER_BAR = 2.0, 1.5, 1.0
@@ -66,14 +67,6 @@ def peak_subject(name: str, num_heads: int, length: int) -> Call:
 # --- What is right --------------------------------------------------------------------------------------------------
 
 
-def exact_slopes(num_heads: int) -> np.ndarray:
-    """Return the slopes of the paper's code in float64."""
-    power = 2 ** (num_heads.bit_length() - 1)
-    first = [-8 * (head + 1) / power for head in range(power)]
-    between = [-4 * (2 * head + 1) / power for head in range(num_heads - power)]
-    return np.exp2(first + between)
-
-
 def different_bits(bias: Any, reach: np.ndarray) -> int:
     """Count elements that are not the float32 slope times ``reach``, exact in float64, rounded once to float32."""
     array = np.asarray(bias)
@@ -108,7 +101,7 @@ def peer_error(peer: Builder, num_heads: int = 32, length: int = 61) -> float:
     return float(np.max(np.abs(built - exact) / budget, where=visible, initial=0))
 
 
-def check(sizes: Sizes, report: Callable[[str], None]) -> tuple[dict[str, Any], list[str]]:
+def check(sizes: Sizes) -> tuple[dict[str, Any], list[str]]:
     """Return what was found about the numbers, and a line for each that is wrong."""
     subjects = {f"bias in {each.name}": (partial(each.prepare, *sizes.shape[:2]), sizes.length) for each in OURS}
     subjects |= {f"key_bias in {name}": (partial(_key_bias, name, sizes), None) for name in LIBRARIES}
@@ -116,16 +109,17 @@ def check(sizes: Sizes, report: Callable[[str], None]) -> tuple[dict[str, Any], 
     found: dict[str, Any] = {}
     wrong = []
     for name, (prepare, length) in subjects.items():
-        report(f"checking {name}")
+        harness.report(f"checking {name}")
         with suppress(ImportError):  # named as not measured where its time is due
-            found[name] = {"different_elements": different_bits(prepare()(), reaches[length])}
-            if found[name]["different_elements"]:
-                count = found[name]["different_elements"]
+            count = different_bits(prepare()(), reaches[length])
+            found[name] = {"different_elements": count}
+            if count:
                 wrong.append(f"{name} differs from float64 arithmetic in {count:,} elements")
     for peer in () if wrong else PEERS:
         with suppress(ImportError):
-            found[peer.name] = {"error_over_budget": peer_error(peer)}
-            if not found[peer.name]["error_over_budget"] <= 1:
+            error = peer_error(peer)
+            found[peer.name] = {"error_over_budget": error}
+            if not error <= 1:
                 wrong.append(f"{peer.name} is not ALiBi, as it is called here")
     return found, wrong
 
@@ -138,11 +132,11 @@ def _key_bias(name: str, sizes: Sizes) -> Call:
 # --- What it costs --------------------------------------------------------------------------------------------------
 
 
-def measure(sizes: Sizes, report: Callable[[str], None]) -> Iterator[Measurement]:
+def measure(sizes: Sizes) -> Iterator[Measurement]:
     """Time and weigh everything, in the order of the tables."""
 
     def timed(empty: Measurement, candidate: Callable[[], Call], baseline: Callable[[], Call]) -> Measurement:
-        report(f"{empty.candidate} against {empty.baseline}")
+        harness.report(f"{empty.candidate} against {empty.baseline}")
         try:
             return empty.timed(candidate(), baseline(), sizes.pairs)
         except ImportError as error:
@@ -173,7 +167,7 @@ def measure(sizes: Sizes, report: Callable[[str], None]) -> Iterator[Measurement
     for builder in (*OURS, *PEERS) if sizes.weigh_frameworks else OURS[:1]:
         bar = MEMORY_BAR if builder.name in JUDGED else None
         empty = Measurement("Peak memory of building it", builder.name, "the bias", "bytes", bar)
-        report(f"memory of {builder.name}")
+        harness.report(f"memory of {builder.name}")
         try:
             builder.prepare(1, 1)
         except ImportError as error:
@@ -198,13 +192,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = QUICK if options.quick else FULL
     machine = harness.machine()  # first of all, while the load on it is that of others
 
-    def report(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    numerics, wrong = check(sizes, report)
+    numerics, wrong = check(sizes)
     return harness.conclude(
         harness.folder(options, True) / "bias.json",
-        [] if wrong else list(measure(sizes, report)),
+        [] if wrong else list(measure(sizes)),
         not options.quick,
         wrong,
         benchmark="bias",

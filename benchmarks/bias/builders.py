@@ -12,6 +12,7 @@ import numpy as np
 import alibi_core
 
 Call = Callable[[], Any]
+Prepare = Callable[[int, int], Call]  # takes heads and length; imports, and prepares whatever is not part of building
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,12 @@ def library(name: str) -> Library:
 
 @dataclass(frozen=True)
 class Builder:
-    """Something that builds a dense bias.
-
-    Attributes:
-        library: The namespace it builds in.
-        prepare: Takes heads and length (imports, and whatever is not part of building) and returns the call to time.
-        masked: The same, of the call that also masks what is causally hidden.
-    """
+    """Something that builds a dense bias in a library."""
 
     name: str
     library: str
-    prepare: Callable[[int, int], Call]
-    masked: Callable[[int, int], Call] | None = None
+    prepare: Prepare
+    masked: Prepare | None = None  # of the call that also masks what is causally hidden
     note: str = ""
 
 
@@ -85,8 +80,7 @@ LIBRARIES = {"NumPy": "numpy", "PyTorch": "torch", "MLX": "mlx.core", "JAX": "ja
 JUDGED = ("NumPy", "PyTorch")
 OURS = (
     *(Builder(name, module, partial(_ours, module)) for name, module in LIBRARIES.items()),
-    Builder("MLX, compiled", "mlx.core", partial(_ours_compiled, "mlx.core")),
-    Builder("JAX, compiled", "jax.numpy", partial(_ours_compiled, "jax.numpy")),
+    *(Builder(f"{x}, compiled", LIBRARIES[x], partial(_ours_compiled, LIBRARIES[x])) for x in ("MLX", "JAX")),
 )
 
 
@@ -117,47 +111,29 @@ def _mlx_nn(num_heads: int, length: int) -> Call:
     return lambda: finish(ALiBi.create_alibi_matrix(length, length, num_heads))
 
 
-def _broadcast(rows: Callable[[int, int], Call], num_heads: int, length: int) -> Call:
+def _broadcast(rows: Prepare, num_heads: int, length: int) -> Call:
     build = rows(num_heads, length)
     return lambda: build().expand(num_heads, length, length).contiguous()
 
 
-def _masked(bias: Callable[[int, int], Call], name: str, num_heads: int, length: int) -> Call:
+def _masked(bias: Prepare, name: str, num_heads: int, length: int) -> Call:
     build, lib = bias(num_heads, length), library(name)
-    build_mask = {
-        "torch": lambda: lib.xp.full((length, length), -lib.xp.inf).triu(1),
-        "mlx.core": lambda: lib.xp.triu(lib.xp.full((length, length), -lib.xp.inf), 1),
-    }[name]
-    return lambda: lib.finish(build() + build_mask())
+
+    def call() -> Any:
+        mask = lib.xp.triu(lib.xp.full((length, length), -lib.xp.inf), 1)
+        return lib.finish(build() + mask)
+
+    return call
 
 
+def _peer(name: str, library: str, bias: Prepare, note: str, *, is_row: bool = False) -> Builder:
+    return Builder(name, library, partial(_broadcast, bias) if is_row else bias, partial(_masked, bias, library), note)
+
+
+ROW = "a row a head, broadcast and copied; no mask"
 PEERS = (
-    Builder(
-        "BLOOM",
-        "torch",
-        partial(_broadcast, _bloom),
-        partial(_masked, _bloom, "torch"),
-        note="transformers, build_alibi_tensor: a row a head, broadcast and copied; no mask",
-    ),
-    Builder(
-        "MPT",
-        "torch",
-        partial(_broadcast, _mpt),
-        partial(_masked, _mpt, "torch"),
-        note="transformers, build_mpt_alibi_tensor: a row a head, broadcast and copied; no mask",
-    ),
-    Builder(
-        "x-transformers",
-        "torch",
-        _x_transformers,
-        partial(_masked, _x_transformers, "torch"),
-        note="AlibiPositionalBias: symmetric; no mask",
-    ),
-    Builder(
-        "mlx.nn.ALiBi",
-        "mlx.core",
-        _mlx_nn,
-        partial(_masked, _mlx_nn, "mlx.core"),
-        note="create_alibi_matrix: symmetric; no mask",
-    ),
+    _peer("BLOOM", "torch", _bloom, f"transformers, build_alibi_tensor: {ROW}", is_row=True),
+    _peer("MPT", "torch", _mpt, f"transformers, build_mpt_alibi_tensor: {ROW}", is_row=True),
+    _peer("x-transformers", "torch", _x_transformers, "AlibiPositionalBias: symmetric; no mask"),
+    _peer("mlx.nn.ALiBi", "mlx.core", _mlx_nn, "create_alibi_matrix: symmetric; no mask"),
 )

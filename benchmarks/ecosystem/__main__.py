@@ -15,9 +15,8 @@ from pathlib import Path
 from rich.console import Console
 from tqdm import tqdm
 
-from benchmarks.ecosystem._rows import Row, rows_of
+from benchmarks.ecosystem._rows import LEGEND, Row, markdown, notes, rich_table, rows_of
 from benchmarks.ecosystem._subjects import SUBJECTS
-from benchmarks.ecosystem._table import LEGEND, markdown, rich_table
 
 WIDTH = 160  # columns that the table takes at least
 
@@ -26,9 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table, write the files that are asked for, and return 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ecosystem", description=__doc__)
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="only implementations whose names contain one of these"
-    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="implementations whose names contain one of these")
     parser.add_argument("--profile", choices=("quick", "thorough", "none"), default="quick", help="of the kit")
     options = parser.parse_args(arguments)
     console = Console(width=max(Console().width, WIDTH))
@@ -38,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for subject in tqdm(chosen, unit="implementation", disable=None, leave=False):
         rows += rows_of(subject, profile=profile)
     console.print(rich_table(rows))
-    for line in (*LEGEND, *dict.fromkeys(f"{row.name}: {row.note}" for row in rows if row.note)):
+    for line in (*LEGEND, *(f"{name}: {note}" for name, note in notes(rows).items())):
         console.print(line, markup=False, highlight=False)
     if options.markdown is not None:
         options.markdown.write_text(markdown(rows))

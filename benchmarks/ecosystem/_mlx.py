@@ -15,7 +15,6 @@ Values = np.ndarray[Any, Any]
 class MlxNn:
     """The module, on the CPU. All that it adds has the dtype of the scores."""
 
-    name = "mlx.nn.ALiBi"
     features = frozenset({"lengths", "offset", "symmetric", "mask"})
 
     def __init__(self, dtype: str, contract: str) -> None:
@@ -27,8 +26,8 @@ class MlxNn:
 
     def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Values:
         with mx.stream(mx.cpu):
-            scores = mx.zeros((1, num_heads, q_len, kv_len), dtype=getattr(mx, self.dtype))
-            return _numpy(self.biased(scores, kv_len - q_len, self.hiding(q_len, kv_len, kv_len - q_len, is_causal))[0])
+            scores, offset = mx.zeros((1, num_heads, q_len, kv_len), dtype=getattr(mx, self.dtype)), kv_len - q_len
+            return _numpy(nn.ALiBi()(scores, offset=offset, mask=self.hiding(q_len, kv_len, offset, is_causal))[0])
 
     def attention(
         self, query: Values, key: Values, value: Values, is_causal: bool, q_offset: Any, mask: Values | None = None
@@ -65,11 +64,8 @@ class MlxNn:
         """Return the attention of MLX's arrays."""
         hiding = self.hiding(query.shape[2], key.shape[2], q_offset, is_causal, mask)
         scores = (query / math.sqrt(query.shape[-1])) @ key.swapaxes(-1, -2)
-        return mx.softmax(self.biased(scores, int(q_offset), hiding), axis=-1, precise=True) @ value
-
-    def biased(self, scores: mx.array, offset: int, hiding: mx.array) -> mx.array:
-        """Return scores with the bias."""
-        return nn.ALiBi()(scores, offset=offset, mask=hiding)
+        scores = nn.ALiBi()(scores, offset=int(q_offset), mask=hiding)
+        return mx.softmax(scores, axis=-1, precise=True) @ value
 
     def hiding(self, q_len: int, kv_len: int, q_offset: Any, is_causal: bool, mask: Values | None = None) -> mx.array:
         """Return what hides keys, 0 or minus infinity."""

@@ -52,7 +52,9 @@ class _Model(TorchAdapter):
     """A causal model. It counts from the first key, so softmax alone makes its bias ALiBi's."""
 
     features: frozenset[str] = frozenset()  # fewer queries than keys come with its cache, in decode_step
-    block = ""  # where the model keeps its blocks, and the block its attention
+    kind: type[nn.Module]
+    block: str  # where the model keeps its blocks, and the block its attention
+    build_row: Any = None  # the model's function that builds a row of biases
 
     def __init__(self, dtype: str, contract: str) -> None:
         super().__init__(dtype, contract)
@@ -71,15 +73,16 @@ class _Model(TorchAdapter):
 
     def key_bias(self, num_heads: int, kv_len: int, dtype: torch.dtype | None = None) -> Values:
         """Return the row that the model's function builds, ``[num_heads, kv_len]``, for the adapter's dtype."""
-        raise NotImplementedError
+        everything = torch.ones(1, kv_len, dtype=torch.int64)
+        return to_numpy(self.build_row(everything, num_heads, dtype or self.torch_dtype)[:, 0])
 
     def config(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Any:
         """Return the configuration of a model of one layer."""
         raise NotImplementedError
 
     def fuse(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return what the model's projection would have returned, ``[batch, q_len, features]``."""
-        raise NotImplementedError
+        """Return what the model's projection would have returned: of each head its query, its key, its value."""
+        return torch.stack([query, key, value], dim=-2).transpose(1, 2).flatten(2)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         q_len, kv_len = query.shape[2], key.shape[2]
@@ -111,47 +114,31 @@ class _Model(TorchAdapter):
     @lru_cache(maxsize=64)  # noqa: B019 -- an adapter lives as long as the process
     def model(self, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[nn.Module, Probe]:
         """Return a model and its probe."""
-        model = self.empty_model(self.config(num_heads, num_kv_heads, head_dim)).eval().to(self.torch_dtype)
+        model = self.kind(self.config(num_heads, num_kv_heads, head_dim)).eval().to(self.torch_dtype)
         blocks, attention = self.block.split(".")
         probe = Probe(getattr(getattr(model, blocks)[0], attention))
         setattr(model, blocks, nn.ModuleList([probe]))
         return model, probe
 
-    def empty_model(self, config: Any) -> nn.Module:
-        """Return a model with random weights."""
-        raise NotImplementedError
-
 
 class Bloom(_Model):
     """BLOOM, eager: the only attention it has."""
 
-    block = "h.self_attention"
-
-    def key_bias(self, num_heads: int, kv_len: int, dtype: torch.dtype | None = None) -> Values:
-        everything = torch.ones(1, kv_len, dtype=torch.int64)
-        return to_numpy(modeling_bloom.build_alibi_tensor(everything, num_heads, dtype or self.torch_dtype)[:, 0])
+    kind, block = transformers.BloomModel, "h.self_attention"
+    build_row = staticmethod(modeling_bloom.build_alibi_tensor)
 
     def config(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Any:
         _as_many(num_heads, num_kv_heads)
         return transformers.BloomConfig(hidden_size=num_heads * head_dim, n_head=num_heads, n_layer=1, **_TOKENS)
-
-    def empty_model(self, config: Any) -> nn.Module:
-        return transformers.BloomModel(config)
-
-    def fuse(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return _interleaved(query, key, value)
 
 
 class Falcon(_Model):
     """Falcon with ``alibi=True`` and the default attention, "sdpa"."""
 
     features = frozenset({"grouped"})
-    block = "h.self_attention"
+    kind, block = transformers.FalconModel, "h.self_attention"
+    build_row = staticmethod(modeling_falcon.build_alibi_tensor)
     attention_of_config = "sdpa"
-
-    def key_bias(self, num_heads: int, kv_len: int, dtype: torch.dtype | None = None) -> Values:
-        everything = torch.ones(1, kv_len, dtype=torch.int64)
-        return to_numpy(modeling_falcon.build_alibi_tensor(everything, num_heads, dtype or self.torch_dtype)[:, 0])
 
     def config(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Any:
         even = head_dim + head_dim % 2  # of rotary positions, which alibi=True does without; checked all the same
@@ -170,12 +157,9 @@ class Falcon(_Model):
         config._attn_implementation = self.attention_of_config
         return config
 
-    def empty_model(self, config: Any) -> nn.Module:
-        return transformers.FalconModel(config)
-
     def fuse(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if query.shape[1] == key.shape[1]:
-            return _interleaved(query, key, value)
+            return super().fuse(query, key, value)
         groups = query.unflatten(1, (key.shape[1], -1))  # [batch, num_kv_heads, group, q_len, head_dim]
         fused = torch.cat([groups, key.unsqueeze(2), value.unsqueeze(2)], dim=2)
         return fused.permute(0, 3, 1, 2, 4).flatten(2)
@@ -190,7 +174,7 @@ class FalconEager(Falcon):
 class Mpt(_Model):
     """MPT, eager: the only attention it has."""
 
-    block = "blocks.attn"
+    kind, block = transformers.MptModel, "blocks.attn"
     attention_config: dict[str, Any] = {}  # noqa: RUF012 -- read, never written
 
     def key_bias(self, num_heads: int, kv_len: int, dtype: torch.dtype | None = None) -> Values:
@@ -208,9 +192,6 @@ class Mpt(_Model):
         attention = dict(self.attention_config)
         return transformers.MptConfig(d_model=size, n_heads=num_heads, n_layers=1, attn_config=attention, **_TOKENS)
 
-    def empty_model(self, config: Any) -> nn.Module:
-        return transformers.MptModel(config)
-
     def fuse(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return torch.cat([x.transpose(1, 2).flatten(2) for x in (query, key, value)], dim=2)
 
@@ -224,8 +205,3 @@ class MptBiasMax16(Mpt):
 def _as_many(num_heads: int, num_kv_heads: int) -> None:
     if num_heads != num_kv_heads:
         raise NotImplementedError("as many key/value heads as query heads")
-
-
-def _interleaved(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return ``[batch, q_len, num_heads * 3 * head_dim]``: of each head its query, its key, its value."""
-    return torch.stack([query, key, value], dim=-2).transpose(1, 2).flatten(2)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,8 +20,8 @@ from benchmarks.extrapolation.corpus import Corpus, standard_library, text_file
 from benchmarks.extrapolation.evaluation import Held, evaluate
 from benchmarks.extrapolation.figure import draw
 from benchmarks.extrapolation.models import METHODS, build
-from benchmarks.extrapolation.report import Results
-from benchmarks.extrapolation.settings import FULL, QUICK, Settings
+from benchmarks.extrapolation.report import all_finite, show
+from benchmarks.extrapolation.settings import FULL, QUICK, VOCAB_SIZE, Settings
 from benchmarks.extrapolation.training import train
 
 
@@ -31,29 +32,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = FULL if options.full else QUICK
     try:
         torch.empty(0, device=options.device)
-        corpus = _corpus(options.text, settings)
+        most, least = settings.longest + settings.scored, 2 * settings.longest
+        if options.text is None:
+            corpus = standard_library(settings.corpus_bytes, most)
+        else:
+            corpus = text_file(options.text, most, least)
         options.output.mkdir(parents=True, exist_ok=True)
-        results = Results.start(settings, corpus, options.seed, options.device, options.full)
+        results = _conditions(settings, corpus, options)
     except (OSError, RuntimeError, AssertionError, ValueError) as error:  # AssertionError: PyTorch built without CUDA
         parser.error(str(error))
 
     started = time.perf_counter()
-    for method in METHODS:
-        results.methods[method] = _measure(method, corpus, settings, options)
-        results.seconds += results.methods[method]["seconds"]
-    harness.write_json(options.output / "results.json", asdict(results))
+    results["methods"] = {method: _measure(method, corpus, settings, options) for method in METHODS}
+    results["seconds"] = sum(found["seconds"] for found in results["methods"].values())
+    harness.write_json(options.output / "results.json", results)
     console = Console()
-    results.show(console)
+    show(results, console)
     draw(results, options.output / "extrapolation.png")
-    console.print(
-        f"{time.perf_counter() - started:.0f} s; written to {options.output}/: results.json, extrapolation.png"
-    )
-    if not results.all_finite:
-        print("a loss is not finite; lower the learning rate, or report it if ALiBi's alone is not", file=sys.stderr)
-    return 0 if results.all_finite else 1
+    taken = f"{time.perf_counter() - started:.0f} s"
+    console.print(f"{taken}; written to {options.output}/: results.json, extrapolation.png")
+    if all_finite(results):
+        return 0
+    print("a loss is not finite; lower the learning rate, or report it if ALiBi's alone is not", file=sys.stderr)
+    return 1
 
 
-def _measure(method: str, corpus: Corpus, settings: Settings, options: argparse.Namespace) -> dict[str, object]:
+def _conditions(settings: Settings, corpus: Corpus, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the results' head: what is measured, and where."""
+    held, device = Held.of(corpus.held_out, settings), options.device
+    run = {"setting": "full" if options.full else "quick", "seed": options.seed, "vocab_size": VOCAB_SIZE}
+    derived = {"dtype": "float32", "lengths": list(settings.lengths), "stride": settings.stride}
+    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
+    return {
+        "settings": asdict(settings) | run | derived,
+        "corpus": {
+            "name": corpus.name,
+            "training_bytes": len(corpus.training),
+            "held_out_bytes": len(corpus.held_out),
+            "scored": held.scored,
+            "windows": len(held.windows(settings.stride)),
+            "every": held.every,
+            "sha256": corpus.digest,
+        },
+        "versions": harness.versions("torch"),
+        "machine": harness.machine() | {"threads": torch.get_num_threads(), "device": name},
+    }
+
+
+def _measure(method: str, corpus: Corpus, settings: Settings, options: argparse.Namespace) -> dict[str, Any]:
     """Train and evaluate one model."""
     model = build(method, settings.model, options.seed).to(options.device)
     started = time.perf_counter()
@@ -80,11 +106,6 @@ def _measure(method: str, corpus: Corpus, settings: Settings, options: argparse.
         "training_seconds": trained - started,
         "seconds": time.perf_counter() - started,
     }
-
-
-def _corpus(text: Path | None, settings: Settings) -> Corpus:
-    most, least = settings.longest + settings.scored, 2 * settings.longest
-    return standard_library(settings.corpus_bytes, most) if text is None else text_file(text, most, least)
 
 
 def _parser() -> argparse.ArgumentParser:

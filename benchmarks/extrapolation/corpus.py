@@ -53,21 +53,17 @@ def text_file(path: Path, held_out_bytes: int, least_held_out: int) -> Corpus:
     Raises:
         ValueError: If the file is too short to hold out ``least_held_out`` bytes and train on four times as many.
     """
-    text = path.read_bytes()
-    least = 5 * least_held_out
+    text, least = path.read_bytes(), 5 * least_held_out
     if len(text) < least:
-        raise ValueError(
-            f"text must have at least {least:,} bytes, got {len(text):,} in {path.name}; use a longer text"
-        )
+        got = f"{len(text):,} in {path.name}; use a longer text"
+        raise ValueError(f"text must have at least {least:,} bytes, got {got}")
     held = min(max(len(text) // 10, least_held_out), held_out_bytes)
     return _corpus(path.name, text[:-held], text[-held:], least_held_out)
 
 
 def _corpus(name: str, training: bytes, held_out: bytes, least_held_out: int) -> Corpus:
-    for part, text in (("held-out", held_out), ("training", training)):
+    for part, text in (("held-out text", held_out), ("training text", training)):
         if len(text) < least_held_out:
-            raise ValueError(
-                f"{part} text must have at least {least_held_out:,} bytes, got {len(text):,} in {name}; "
-                "use a longer text"
-            )
+            got = f"{len(text):,} in {name}; use a longer text"
+            raise ValueError(f"{part} must have at least {least_held_out:,} bytes, got {got}")
     return Corpus(name, *(torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (training, held_out)))

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from benchmarks.extrapolation.settings import Settings
 
+PROTOCOLS = ("non_overlapping", "sliding")
 TOKENS_AT_ONCE = 8192  # caps the memory that a long bias and the logits take
 
 
@@ -41,10 +42,7 @@ class Held:
 
 
 def evaluate(model: nn.Module, held: Held, settings: Settings, report: Callable[[str, int], None]) -> dict[str, Any]:
-    """Return a model's mean losses by length under both protocols, and by position at the longest length.
-
-    ``report`` is called after each protocol and length.
-    """
+    """Return mean losses by length under both protocols, and by position at the longest; tell ``report`` of each."""
     segments, windows = {}, {}
     by_position = torch.empty(0)
     for length in settings.lengths:
@@ -67,14 +65,10 @@ def non_overlapping(model: nn.Module, held: Held, length: int) -> float:
 def sliding(model: nn.Module, held: Held, length: int, stride: int) -> tuple[float, Tensor]:
     """Return the mean loss where a window moves by ``stride`` and only its last ``stride`` tokens count.
 
-    So each token is predicted from at least ``length - stride + 1`` tokens.
-
-    Returns:
-        mean: Over the tokens that count.
-        by_position: ``[length]``, the mean over all windows of the loss at each position in the window.
+    So each token is predicted from at least ``length - stride + 1`` tokens. Also the mean over all windows of the loss
+    at each position in the window, ``[length]``.
     """
-    batches = _losses(model, held.tokens, held.windows(stride), length)
-    losses = torch.cat(list(batches)).double()  # [windows, length]
+    losses = torch.cat(list(_losses(model, held.tokens, held.windows(stride), length))).double()  # [windows, length]
     return losses[:, -stride:].mean().item(), losses.mean(dim=0)
 
 

@@ -16,13 +16,7 @@ BASE = 10_000.0  # of the wavelengths, in both papers
 
 
 def build(method: str, config: AlibiConfig, seed: int) -> AlibiLanguageModel:
-    """Return an untrained model. Those of one seed start from the same weights, whatever the method.
-
-    Args:
-        method: One of ``METHODS``.
-        config: Shape of the model.
-        seed: Of the weights.
-    """
+    """Return an untrained model. Those of one seed start from the same weights, whatever the method."""
     torch.manual_seed(seed)
     if method == "alibi":
         return AlibiLanguageModel(config, VOCAB_SIZE)
@@ -44,12 +38,7 @@ class SinusoidalLanguageModel(AlibiLanguageModel):
 
 
 class CausalAttention(nn.Module):
-    """Multi-head causal attention without a bias, with the parameters that ``AlibiAttention`` has.
-
-    Args:
-        config: Shape of the model.
-        rotary: Rotate queries and keys by their positions.
-    """
+    """Multi-head causal attention without a bias, with the parameters that ``AlibiAttention`` has."""
 
     def __init__(self, config: AlibiConfig, *, rotary: bool = False) -> None:
         super().__init__()
@@ -76,11 +65,7 @@ class CausalAttention(nn.Module):
 def sinusoids(length: int, d_model: int) -> Tensor:
     """Return ``sin(p / BASE**(2i / d_model))`` in features ``2i`` and its cosine in ``2i + 1``, for position ``p``.
 
-    Returns:
-        ``[length, d_model]``, float32.
-
-    References:
-        Vaswani et al., "Attention Is All You Need", section 3.5, arXiv 1706.03762.
+    ``[length, d_model]``, float32: Vaswani et al., "Attention Is All You Need", section 3.5, arXiv 1706.03762.
     """
     angles = _angles(0, length, d_model)
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2).float()
@@ -89,15 +74,9 @@ def sinusoids(length: int, d_model: int) -> Tensor:
 def rotate(x: Tensor, first: int = 0) -> Tensor:
     """Turn each pair of features by an angle that grows with the position, ``p / BASE**(2i / head_dim)``.
 
-    Pair ``i`` is features ``i`` and ``i + head_dim / 2``. A query's product with a key then depends on the difference
-    of their positions alone.
-
-    Args:
-        x: ``[..., length, head_dim]``.
-        first: Position of the first vector.
-
-    References:
-        Su et al., "RoFormer", section 3.2.2, arXiv 2104.09864.
+    Pair ``i`` is features ``i`` and ``i + head_dim / 2`` of ``[..., length, head_dim]``, whose first vector is at
+    position ``first``. A query's product with a key then depends on the difference of their positions alone: Su et al.,
+    "RoFormer", section 3.2.2, arXiv 2104.09864.
     """
     angles = _angles(first, x.shape[-2], x.shape[-1])
     cos, sin = angles.cos().to(x.device, x.dtype), angles.sin().to(x.device, x.dtype)

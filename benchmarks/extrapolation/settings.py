@@ -34,7 +34,6 @@ class Settings:
 
     @property
     def longest(self) -> int:
-        """The longest of them."""
         return self.lengths[-1]
 
     @property

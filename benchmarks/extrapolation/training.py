@@ -17,12 +17,7 @@ def train(
 ) -> list[float]:
     """Train ``model`` on random pieces of ``text`` and return the loss of each step, in nats a token.
 
-    Args:
-        model: Maps ``[batch, length]`` tokens to logits; trained in place.
-        text: ``[length]`` bytes.
-        settings: Lengths, steps and rates.
-        seed: Of the choice of pieces.
-        report: Called after each step with its number, from 1, and its loss.
+    ``seed`` is that of the choice of pieces; ``report`` is told the number of each step, from 1, and its loss.
     """
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)

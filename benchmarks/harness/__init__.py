@@ -11,8 +11,10 @@ from benchmarks.harness.timing import (
     machine,
     parser,
     peak_growth,
+    report,
     run_alone,
     seconds_of,
+    table,
     versions,
     write_json,
 )
@@ -25,8 +27,10 @@ __all__ = [
     "machine",
     "parser",
     "peak_growth",
+    "report",
     "run_alone",
     "seconds_of",
+    "table",
     "versions",
     "write_json",
 ]

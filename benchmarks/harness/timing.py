@@ -8,7 +8,6 @@ import gc
 import importlib
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import statistics
@@ -33,30 +32,19 @@ _STYLES = {MET: "green", MISSED: "bold red", NOT_MEASURED: "red"}
 
 @dataclass(frozen=True)
 class Measurement:
-    """A candidate beside a baseline: seconds, bytes or errors of both, and their ratio.
+    """A candidate beside a baseline: seconds, bytes or errors of both, and their ratio."""
 
-    Attributes:
-        group: The question this is part of the answer to.
-        bar: What the ratio has to be below; None where it is there for information.
-        faster: Whether the ratio is how many times faster the candidate is (the baseline's seconds over the
-            candidate's), and the bar what it has to be at least.
-        values: Of candidate and baseline, medians; None, like the ratio, if not measured.
-        lowest: The smallest ratio of a pair.
-        highest: The largest.
-        note: What is special about it, or why it was not measured.
-    """
-
-    group: str
+    group: str  # the question this is part of the answer to
     candidate: str
     baseline: str
     unit: str
-    bar: float | None = None
-    values: tuple[float, float] | None = None
+    bar: float | None = None  # what the ratio has to be below; None where it is there for information
+    values: tuple[float, float] | None = None  # medians; None if not measured
     ratio: float | None = None
-    lowest: float | None = None
+    lowest: float | None = None  # of the pairs' ratios, as the next
     highest: float | None = None
-    note: str = ""
-    faster: bool = False
+    note: str = ""  # what is special about it, or why it was not measured
+    faster: bool = False  # the ratio is how many times faster the candidate is, and the bar what it has to be at least
 
     @property
     def name(self) -> str:
@@ -86,14 +74,8 @@ class Measurement:
         """Return this with both timed: one call each to warm up, then pairs whose order alternates.
 
         A machine that is slower for a while is so for both of a pair, so that the ratios tell more than the times.
-        The time to free a result is not counted.
-
-        Args:
-            candidate: What is measured.
-            baseline: What it is compared with.
-            pairs: How many calls of each.
-            clock: Returns the seconds that a call takes; default, those of the processor's clock.
-            warm_up: False where both are known to be warm.
+        The time to free a result is not counted. ``clock`` returns the seconds of a call; ``warm_up`` is False where
+        both are known to be warm.
         """
         seconds = clock or seconds_of
         gc.collect()
@@ -101,20 +83,12 @@ class Measurement:
             seconds(function)
         times = []
         for index in range(pairs):
-            if index % 2:
-                second = seconds(baseline)
-                times.append((seconds(candidate), second))
-            else:
-                times.append((seconds(candidate), seconds(baseline)))
+            order = -1 if index % 2 else 1
+            times.append([seconds(each) for each in (candidate, baseline)[::order]][::order])
         ratios = [theirs / ours if self.faster else ours / theirs for ours, theirs in times]
-        medians = tuple(statistics.median(column) for column in zip(*times, strict=True))
-        return replace(
-            self,
-            values=(medians[0], medians[1]),
-            ratio=statistics.median(ratios),
-            lowest=min(ratios),
-            highest=max(ratios),
-        )
+        ours, theirs = (statistics.median(column) for column in zip(*times, strict=True))
+        ratio, lowest, highest = statistics.median(ratios), min(ratios), max(ratios)
+        return replace(self, values=(ours, theirs), ratio=ratio, lowest=lowest, highest=highest)
 
     def weighed(self, peak: float, result: float) -> Measurement:
         """Return this with a peak of memory beside the size of what was made, in bytes; or an error beside another."""
@@ -132,12 +106,7 @@ def seconds_of(function: Callable[[], Any]) -> float:
 
 
 def peak_growth(function: str, *arguments: Any) -> int:
-    """Return by how many bytes memory grows, at its peak, during a call in a process of its own.
-
-    Args:
-        function: ``module:name`` of a function that prepares (imports, warms up) and returns the call to be measured.
-        *arguments: Its arguments, as JSON can carry them.
-    """
+    """Return by how many bytes memory grows, at its peak, during a call of :func:`run_alone`."""
     return int(run_alone(function, *arguments)["peak"])
 
 
@@ -182,26 +151,31 @@ def _alone(function: str, *arguments: Any) -> None:
     print(json.dumps({"peak": peak - before, "seconds": seconds, "found": examine(result)}))
 
 
+def _proc(name: str) -> dict[str, str]:
+    """Return what a file of /proc says, by name; nothing on systems without it."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc", name).read_text(encoding="utf-8").splitlines()
+        pairs = (line.partition(":") for line in lines)
+        return {key.strip(): value.strip() for key, _, value in pairs}
+    return {}
+
+
 def _memory() -> tuple[int, int]:
     """Return resident memory and its peak, in bytes; both are the peak on systems without /proc."""
-    try:
-        # Not getrusage: on Linux its peak is inherited from the parent process.
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-        sizes = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("VmRSS", "VmHWM"))}
-        return int(sizes["VmRSS"]) * 1024, int(sizes["VmHWM"]) * 1024
-    except FileNotFoundError:
-        import resource
+    if status := _proc("self/status"):  # not getrusage: on Linux its peak is inherited from the parent process
+        now, peak = (1024 * int(status[key].split()[0]) for key in ("VmRSS", "VmHWM"))
+        return now, peak
+    import resource
 
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak *= 1 if sys.platform == "darwin" else 1024
-        return peak, peak
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak *= 1 if sys.platform == "darwin" else 1024
+    return peak, peak
 
 
 def available_memory() -> int:
     """Return how much memory a process can still take, in bytes; all there is, on systems without /proc."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable")))
+    if available := _proc("meminfo").get("MemAvailable"):
+        return 1024 * int(available.split()[0])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -210,18 +184,17 @@ VECTORS = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2"}  # by the fl
 
 def machine() -> dict[str, Any]:
     """Describe the machine by what matters for speed, and by nothing that tells whose it is."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-        flags = set(next(line.split(":", 1)[1].split() for line in lines if line.startswith("flags")))
-    except (OSError, StopIteration):
-        cpu, flags = platform.processor(), set()
-    # What products of matrices take, the widest first: it makes a difference of two.
-    vectors = next((name for flag, name in VECTORS.items() if flag in flags), None)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-    found = {"system": platform.system(), "architecture": platform.machine(), "cpu": cpu, "vectors": vectors}
-    return found | {"cores": cores, "load": load}
+    cpu = _proc("cpuinfo")
+    flags = cpu.get("flags", "").split()
+    return {
+        "system": platform.system(),
+        "architecture": platform.machine(),
+        "cpu": cpu.get("model name") or platform.processor(),
+        # What products of matrices take, the widest first: it makes a difference of two.
+        "vectors": next((name for flag, name in VECTORS.items() if flag in flags), None),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+    }
 
 
 def versions(*distributions: str) -> dict[str, str]:
@@ -233,46 +206,35 @@ def versions(*distributions: str) -> dict[str, str]:
     return found
 
 
-def as_json(measurements: Sequence[Measurement], judged: bool) -> list[dict[str, Any]]:
-    """Return measurements with their verdicts, as JSON can carry them."""
-    return [asdict(each) | {"verdict": each.verdict(judged)} for each in measurements]
-
-
 def write_json(path: Path, results: dict[str, Any]) -> None:
-    """Write results, floats to five significant digits, and make the folder if need be."""
+    """Write results, floats to five significant digits or null, and make the folder if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_rounded(results), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    rounded = json.loads(
+        json.dumps(results), parse_float=lambda text: float(f"{float(text):.5g}"), parse_constant=lambda name: None
+    )
+    path.write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")
 
 
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.5g}") if math.isfinite(value) else None
-    return value
-
-
-def console() -> Console:
-    """Return where tables go."""
-    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
+def table(title: str, *columns: str, **options: Any) -> Table:
+    """Return an empty table in the style of all benchmarks, with columns of such options."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        made.add_column(column, **options)
+    return made
 
 
 def show(measurements: Sequence[Measurement], judged: bool) -> None:
     """Print one table a group, and the notes under it."""
-    out = console()
+    out = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     for group in dict.fromkeys(each.group for each in measurements):
-        table = Table(title=group, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-        for column in ("candidate", "baseline"):
-            table.add_column(column)
+        shown = table(group, "candidate", "baseline")
         for column in ("1st", "2nd", "ratio", "range", "bar", ""):
-            table.add_column(column, justify="right", no_wrap=True)
+            shown.add_column(column, justify="right", no_wrap=True)
         members = [each for each in measurements if each.group == group]
         for each in members:
             verdict = each.verdict(judged).replace(NOT_JUDGED, "")
-            table.add_row(each.candidate, each.baseline, *_cells(each), f"[{_STYLES.get(verdict, 'none')}]{verdict}[/]")
-        out.print(table)
+            shown.add_row(each.candidate, each.baseline, *_cells(each), f"[{_STYLES.get(verdict, 'none')}]{verdict}[/]")
+        out.print(shown)
         for note in _notes(members):
             out.print(f"  {note}", style="dim", highlight=False, soft_wrap=True)
     if not judged:
@@ -311,6 +273,11 @@ def _quantity(value: float, unit: str) -> str:
 # --- The program of a benchmark ---------------------------------------------------------------------------------------
 
 
+def report(line: str) -> None:
+    """Say what happens now."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def parser(name: str, doc: str | None, sections: Iterable[str] = ()) -> argparse.ArgumentParser:
     """Return the parser of a benchmark: ``--quick``, ``--output`` and, where it has sections, ``--only``."""
     names = list(sections)
@@ -342,20 +309,16 @@ def folder(options: argparse.Namespace, is_whole: bool) -> Path:
 def conclude(
     path: Path, measurements: Sequence[Measurement], judged: bool, wrong: Sequence[str] = (), **results: Any
 ) -> int:
-    """Print tables, write all results, tell what is wrong or was missed, and return the exit status.
+    """Print tables, write all results as JSON, tell what is wrong or was missed, and return the exit status.
 
-    Args:
-        path: Of the JSON file.
-        measurements: What was measured.
-        judged: Whether bars count.
-        wrong: A line for each number that is wrong.
-        results: What else is to be written.
+    ``judged`` is whether bars count; ``wrong`` has a line for each number that is wrong.
     """
-    verdicts = [(each.verdict(judged), each.name) for each in measurements if judged]
-    missed = [f"{verdict}: {name}" for verdict, name in verdicts if verdict in (MISSED, NOT_MEASURED)]
+    failed = [each for each in measurements if judged and each.verdict(judged) in (MISSED, NOT_MEASURED)]
+    missed = [f"{each.verdict(judged)}: {each.name}" for each in failed]
     show(measurements, judged)
     found = {"quick": not judged, "passed": not wrong and not missed, **results}
-    write_json(path, found | {"measurements": as_json(measurements, judged)})
+    verdicts = [asdict(each) | {"verdict": each.verdict(judged)} for each in measurements]
+    write_json(path, found | {"measurements": verdicts})
     print(f"Written to {path}; the load of the machine was {results['machine']['load']} at the start.")
     slower = [f"{each.name}: {each.ratio:.2f}" for each in measurements if each.faster and (each.ratio or 1) < 1]
     if slower:

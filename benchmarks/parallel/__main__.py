@@ -23,7 +23,6 @@ The exit status is 1 if, at full size, a bar is not met or could not be measured
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -33,8 +32,8 @@ from typing import Any
 import alibi_core
 from benchmarks import harness
 from benchmarks.harness import Measurement
+from benchmarks.parallel import jax, torch
 
-BACKENDS = ("jax", "torch")  # each is a module of its own, benchmarks.parallel.NAME
 PLACEMENTS = ("contiguous", "zigzag")
 RING_BAR, WORK_BAR = 5.0, math.nextafter(1.3, math.inf)
 REQUIRED_BAR, HALVING_BAR = (math.nextafter(bar, math.inf) for bar in (1.1, 0.55))
@@ -59,37 +58,25 @@ class Sizes:
         shards = alibi_core.Shards.of_length(self.length, self.devices, placement)
         return alibi_core.shard_plan(self.heads, shards, score_bound=self.score_bound, tolerance=self.tolerance)
 
+    def program(self, devices: int, length: int, gradient: bool) -> dict[str, Any]:
+        """Return what the compiler says of a program."""
+        harness.report(f"compiling for {devices} devices{', gradients' * gradient}")
+        return jax.program(devices, length, self.heads, self.head_dim, self.score_bound, self.tolerance, gradient)
+
 
 FULL = Sizes()
 QUICK = Sizes(length=8192, devices=4, heads=4, memory_length=8192, memory_devices=(4, 8))
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run."""
-
-    sizes: Any  # the backend's
-    backend: Any
-
-    def program(self, devices: int, length: int, gradient: bool) -> dict[str, Any]:
-        """Return what the compiler says of a program."""
-        print(f"compiling for {devices} devices{', gradients' * gradient}", file=sys.stderr, flush=True)
-        sizes = self.sizes
-        arguments = (sizes.heads, sizes.head_dim, sizes.score_bound, sizes.tolerance, gradient)
-        found: dict[str, Any] = self.backend.program(devices, length, *arguments)
-        return found
-
-
-def bytes_sent(run: Run) -> Iterator[Measurement]:
-    """Measure what devices send each other."""
-    sizes = run.sizes
+def bytes_sent(sizes: Sizes) -> Iterator[Measurement]:
+    """Measure what devices send each other, as planned and in the compiled program."""
     size = sizes.head_dim, sizes.item_bytes
     for placement in PLACEMENTS:
         plan = sizes.plan(placement)
         yield from _bytes(plan, size, plan.bytes_exchanged(*size), f"{placement}, as planned", 1)
     plan = sizes.plan()
     for gradient in (False, True):
-        found = run.program(sizes.devices, sizes.length, gradient)["collectives"]
+        found = sizes.program(sizes.devices, sizes.length, gradient)["collectives"]
         others = sorted({x["kind"] for x in found} - {"collective-permute", "all-reduce"})
         sent = sum(x["bytes"] for x in found if not x["is_fallback"])
         # With gradients keys and values go twice, and what they get comes back as float32.
@@ -109,22 +96,20 @@ def _bytes(
     yield Measurement(group, name, "horizons require", "bytes", REQUIRED_BAR).weighed(sent, required)
 
 
-def work(run: Run) -> Iterator[Measurement]:
+def work(sizes: Sizes) -> Iterator[Measurement]:
     """Measure how evenly the work is divided."""
     for placement in PLACEMENTS:
-        pairs = run.sizes.plan(placement).work()
-        most, mean = int(pairs.max()), float(pairs.mean())
-        yield Measurement("Pairs that a device computes", f"most, {placement}", "mean", "pairs", WORK_BAR).weighed(
-            most, mean
-        )
+        pairs = sizes.plan(placement).work()
+        empty = Measurement("Pairs that a device computes", f"most, {placement}", "mean", "pairs", WORK_BAR)
+        yield empty.weighed(int(pairs.max()), float(pairs.mean()))
 
 
-def memory(run: Run) -> Iterator[Measurement]:
+def memory(sizes: Sizes) -> Iterator[Measurement]:
     """Measure how memory shrinks as devices double."""
     for gradient in (False, True):
         before = None
-        for devices in run.sizes.memory_devices:
-            found = run.program(devices, run.sizes.memory_length, gradient)["temporaries"]
+        for devices in sizes.memory_devices:
+            found = sizes.program(devices, sizes.memory_length, gradient)["temporaries"]
             if before is not None:
                 name = f"{devices} devices{', with gradients' * gradient}"
                 measured = Measurement("Temporaries of a device", name, f"{devices // 2} devices", "bytes", HALVING_BAR)
@@ -132,33 +117,32 @@ def memory(run: Run) -> Iterator[Measurement]:
             before = found
 
 
-SECTIONS: dict[str, Callable[[Run], Iterator[Measurement]]] = {"bytes": bytes_sent, "work": work, "memory": memory}
+SECTIONS: dict[str, Callable[[Sizes], Iterator[Measurement]]] = {"bytes": bytes_sent, "work": work, "memory": memory}
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = harness.parser("parallel", __doc__, SECTIONS)
-    parser.add_argument("--backend", choices=BACKENDS, default="jax", help="whose attention (default jax)")
+    parser.add_argument("--backend", choices=("jax", "torch"), default="jax", help="whose attention (default jax)")
     options = parser.parse_args(arguments)
-    backend = importlib.import_module(f"benchmarks.parallel.{options.backend}")
     machine, is_whole = harness.machine(), options.only == list(SECTIONS)
     if options.backend == "torch":  # processes, no compiler to ask
         if not is_whole:
             parser.error("--only must be left out with --backend torch, which has no sections")
-        run = Run(backend.QUICK if options.quick else backend.FULL, backend)
-        measurements = list(backend.measurements(run.sizes))
+        sizes, versions = torch.QUICK if options.quick else torch.FULL, torch.VERSIONS
+        measurements = list(torch.measurements(sizes))
     else:
-        run = Run(QUICK if options.quick else FULL, backend)
-        measurements = [measured for name in options.only for measured in SECTIONS[name](run)]
+        sizes, versions = QUICK if options.quick else FULL, jax.VERSIONS
+        measurements = [measured for name in options.only for measured in SECTIONS[name](sizes)]
     return harness.conclude(
         harness.folder(options, is_whole) / f"parallel-{options.backend}.json",
         measurements,
         not options.quick,
         benchmark="parallel",
-        backend=backend.NAME,
+        backend=f"alibi_{options.backend}",
         sections=options.only,
-        sizes=asdict(run.sizes),
+        sizes=asdict(sizes),
         machine=machine,
-        versions=harness.versions(*backend.VERSIONS),
+        versions=harness.versions(*versions),
     )
 
 

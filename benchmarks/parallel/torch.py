@@ -12,19 +12,17 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from benchmarks import harness
 from benchmarks.harness import Measurement
 
-NAME = "alibi_torch"
 VERSIONS = ("torch", "numpy")
 TIME_BAR, RING_BAR = math.nextafter(1.0, math.inf), 5.0
 TIMEOUT = datetime.timedelta(minutes=5)
@@ -48,18 +46,10 @@ QUICK = Sizes(length=2048, processes=2, heads=4, head_dim=16, pairs=2)
 
 def measurements(sizes: Sizes) -> Iterator[Measurement]:
     """Yield times of all processes together against those of one, and bytes against those of a full ring."""
+    import torch.multiprocessing
+
     with tempfile.TemporaryDirectory() as folder:
-        arguments = json.dumps(asdict(sizes))
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.parallel.torch", "--rank", str(rank), folder, arguments],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, ["", *sys.path]))},
-                cwd=Path(__file__).parents[2],
-            )
-            for rank in range(sizes.processes)
-        ]
-        if any([process.wait() for process in processes]):  # noqa: C419 (all are waited for)
-            raise RuntimeError("processes that share a sequence must end well, got a failure; see above")
+        torch.multiprocessing.spawn(_work, (folder, sizes), nprocs=sizes.processes)  # raises what any of them raises
         found = json.loads((Path(folder) / "found").read_text(encoding="utf-8"))
     yield from (Measurement(**each) for each in found)
 
@@ -78,51 +68,59 @@ def _work(rank: int, folder: str, sizes: Sizes) -> None:
     generator = torch.Generator().manual_seed(0)
     shape = 1, sizes.heads, sizes.length, sizes.head_dim
     whole = [torch.randn(shape, generator=generator) for _ in range(4)]
-    size = sizes.length // sizes.processes
-    mine = [x[:, :, rank * size : (rank + 1) * size].contiguous() for x in whole]
+    mine = [x.chunk(sizes.processes, dim=2)[rank].contiguous() for x in whole]
     whole = whole if rank == 0 else []
 
+    def result_of(call: Callable[..., Any], tensors: list[Any], gradient: bool, **options: Any) -> list[Any]:
+        leaves = [x.requires_grad_(gradient) for x in tensors[:3]]
+        result = call(*leaves, **options)
+        return [result, *torch.autograd.grad(result, leaves, tensors[3])] if gradient else [result]
+
     def shared(gradient: bool, bound: float | None) -> list[Any]:
-        tensors = [x.requires_grad_(gradient) for x in mine[:3]]
-        result = parallel.attention(*tensors, score_bound=bound)
-        return [result, *torch.autograd.grad(result, tensors, mine[3])] if gradient else [result]
+        return result_of(parallel.attention, mine, gradient, score_bound=bound)
 
     def alone(gradient: bool) -> list[Any]:
-        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-        tensors = [x.requires_grad_(gradient) for x in whole[:3]]
-        result = alibi_torch.attention(*tensors)
-        found = [result, *torch.autograd.grad(result, tensors, whole[3])] if gradient else [result]
+        torch.set_num_threads(harness.machine()["cores"] or 1)
+        found = result_of(alibi_torch.attention, whole, gradient)
         torch.set_num_threads(1)
         return found
 
-    def step(*arguments: Any) -> list[Any]:
-        """Have all processes make a call, and wait for all of them."""
-        dist.broadcast_object_list([arguments])
-        result = shared(*arguments)
+    def gathered() -> list[list[Any]]:
+        """Return what all processes have of the result and the gradients; to the first of them."""
+        found = []
+        for x in shared(True, sizes.score_bound):
+            found.append([torch.empty_like(x) for _ in range(sizes.processes)] if rank == 0 else None)
+            dist.gather(x.detach(), found[-1])
+        return found
+
+    def counted() -> list[Any] | None:
+        """Return how many bytes each process sends; to the first of them."""
+        sent = [None] * sizes.processes if rank == 0 else None
+        dist.gather_object(_bytes_sent(dist, lambda: shared(True, sizes.score_bound)), sent)
+        return sent
+
+    def step(gradient: bool, bound: float | None) -> list[Any]:
+        """Make a call, and wait for all processes."""
+        result = shared(gradient, bound)
         dist.barrier()
         return result
 
-    if rank:
-        while True:
-            told: list[Any] = [None]
-            dist.broadcast_object_list(told)
-            if told[0] is None:
-                break
-            if told[0] == "gather":
-                for x in shared(True, sizes.score_bound):
-                    dist.gather(x.detach())
-                continue
-            if told[0] == "count":
-                dist.gather_object(_bytes_sent(dist, lambda: shared(True, sizes.score_bound)))
-                continue
-            shared(*told[0])
-            dist.barrier()
-        return
+    together = {"gather": gathered, "count": counted, "step": step}
 
-    dist.broadcast_object_list(["gather"])
-    for ours, theirs in zip(shared(True, sizes.score_bound), alone(True), strict=True):
-        parts = [torch.empty_like(ours) for _ in range(sizes.processes)]
-        dist.gather(ours.detach(), parts)
+    def all_do(name: str, *arguments: Any) -> Any:
+        """Have all processes do something at once."""
+        dist.broadcast_object_list([(name, arguments)])
+        return together[name](*arguments)
+
+    while rank:
+        told: list[Any] = [None]
+        dist.broadcast_object_list(told)
+        if told[0] is None:
+            return
+        name, arguments = told[0]
+        together[name](*arguments)
+
+    for parts, theirs in zip(all_do("gather"), alone(True), strict=True):
         # Each leaves out 2**-24 of the weight, and rounds some thousand additions, of numbers near 1.
         torch.testing.assert_close(torch.cat(parts, dim=2), theirs.detach(), rtol=0, atol=2.0**-24 * 2000)
 
@@ -132,15 +130,13 @@ def _work(rank: int, folder: str, sizes: Sizes) -> None:
         for bound in (sizes.score_bound, None):
             how = f"{name}, {'measured' if bound is None else f'score_bound={bound:g}'}{', with gradients' * gradient}"
             timed = Measurement("Time of one sequence", how, "1 process", "seconds", TIME_BAR if bound else None)
-            found.append(timed.timed(lambda: step(gradient, bound), lambda: alone(gradient), sizes.pairs))  # noqa: B023
-    dist.broadcast_object_list(["count"])
-    sent: list[Any] = [None] * sizes.processes
-    dist.gather_object(_bytes_sent(dist, lambda: shared(True, sizes.score_bound)), sent)
+            ours, theirs = partial(all_do, "step", gradient, bound), partial(alone, gradient)
+            found.append(timed.timed(ours, theirs, sizes.pairs))
     shards = parallel.Shards.of_length(sizes.length, sizes.processes)
     plan = parallel.shard_plan(sizes.heads, shards, score_bound=sizes.score_bound)
     ring = 2 * plan.bytes_of_ring(sizes.head_dim, 4)
-    counted = Measurement("Bytes sent", "full ring", f"{name}, with gradients", "bytes", RING_BAR, faster=True)
-    found.append(counted.weighed(ring, sum(sent)))
+    fewer = Measurement("Bytes sent", "full ring", f"{name}, with gradients", "bytes", RING_BAR, faster=True)
+    found.append(fewer.weighed(ring, sum(all_do("count"))))
     dist.broadcast_object_list([None])
     (Path(folder) / "found").write_text(json.dumps([asdict(each) for each in found]), encoding="utf-8")
 
@@ -156,7 +152,3 @@ def _bytes_sent(dist: Any, call: Callable[[], Any]) -> int:
     with mock.patch.object(dist, "batch_isend_irecv", count):
         call()
     return sum(sent)
-
-
-if __name__ == "__main__" and sys.argv[1:2] == ["--rank"]:
-    _work(int(sys.argv[2]), sys.argv[3], Sizes(**json.loads(sys.argv[4])))

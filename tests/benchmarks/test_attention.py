@@ -16,29 +16,20 @@ import torch
 import alibi_torch
 from benchmarks import harness
 from benchmarks.attention import __main__ as attention
-from benchmarks.attention import sections as _attention_sections
-from benchmarks.attention import torch as _attention_torch
+from benchmarks.attention import sections
+from benchmarks.attention import torch as of_torch
 from benchmarks.attention.backend import load
 from benchmarks.attention.exact import Error, Reference, attend, errors_of_gradients, sample
 from benchmarks.attention.numerics import Run, check, tile_limit
-from benchmarks.attention.sizes import QUICK, Decoding, Shape, Timed
+from benchmarks.attention.sizes import QUICK, Shape, Timed
 from benchmarks.attention.torch import Torch
-from benchmarks.harness import timing as _timing
-from benchmarks.harness.timing import Measurement
+from benchmarks.harness import Measurement
 
 pytestmark = pytest.mark.full
-
-FASTER = Measurement("group", "ours", "theirs", "seconds", bar=2.0, faster=True)
 
 
 def as_float64(tensor):
     return tensor.detach().double().numpy()
-
-
-@pytest.fixture
-def tensors():
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(4, 1, 4, 37, 8, generator=generator, dtype=torch.float64).unbind()
 
 
 @pytest.fixture
@@ -47,34 +38,12 @@ def alone(monkeypatch):
     monkeypatch.setattr(Torch, "peers", ())
 
 
-# --- Times faster ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("ratio", "verdict"), [(1.99, "missed"), (2.0, "met"), (float("nan"), "missed")])
-def test_a_bar_of_times_faster_is_a_lower_one(ratio, verdict):
-    assert replace(FASTER, ratio=ratio).verdict(True) == verdict
-
-
-def test_times_faster_are_the_baselines_seconds_over_ours():
-    taken = {"ours": iter([1.0, 2.0, 1.0]), "theirs": iter([3.0, 2.0, 2.0])}
-    done = FASTER.timed(lambda: "ours", lambda: "theirs", 3, clock=lambda call: next(taken[call()]), warm_up=False)
-    assert (done.ratio, done.lowest, done.highest, done.values) == (2.0, 1.0, 3.0, (1.0, 2.0))
-
-
-def test_what_runs_alone_may_be_examined_after_its_peak_is_known():
-    done = _timing.run_alone("tests.benchmarks.test_attention:examined", 7)
-    assert done["found"] == [7, 8]
-    assert done["seconds"] >= 0
-
-
-def examined(number):
-    return lambda: number, lambda result: [result, number + 1]
-
-
 # --- What others are compared with ------------------------------------------------------------------------------------
 
 
-def test_exact_attention_and_gradients_are_those_of_autograd(tensors):
+def test_exact_attention_and_gradients_are_those_of_autograd():
+    generator = torch.Generator().manual_seed(0)
+    tensors = torch.randn(4, 1, 4, 37, 8, generator=generator, dtype=torch.float64).unbind()
     query, key, value, grad = (x.clone().requires_grad_() for x in tensors)
     result = alibi_torch.attention(query, key, value, implementation="dense")
     gradients = torch.autograd.grad(result, (query, key, value), grad)
@@ -85,16 +54,10 @@ def test_exact_attention_and_gradients_are_those_of_autograd(tensors):
     errors = errors_of_gradients(gradients, tensors[:3], grad, as_float64)
     assert max(error.worst for error in errors.values()) < 1e-13
 
-
-def test_exact_attention_without_positions_and_of_the_last_query(tensors):
-    query, key, value, _ = tensors
     plain = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    every = np.arange(37)
-    assert Reference.of(tensors, every, as_float64, has_bias=False).error(plain).worst < 1e-14
+    assert Reference.of(tensors, np.arange(37), as_float64, has_bias=False).error(plain).worst < 1e-14
     last = Reference.of((query[:, :, -1:], key, value), np.arange(1), as_float64)
-    whole = Reference.of(tensors, np.array([36]), as_float64)
-    for place, exact in last.exact.items():
-        np.testing.assert_allclose(exact, whole.exact[place], rtol=1e-14)
+    assert last.error(result[:, :, -1:]).worst < 1e-14
 
 
 def test_chunks_of_queries_add_up(monkeypatch):
@@ -113,14 +76,7 @@ def test_errors():
     assert error.worst == pytest.approx(0.04)
     assert error.relative == pytest.approx(0.05 / np.hypot(5, 0.5))
     assert error.by_row == pytest.approx(0.1 / np.sqrt(2))  # where there is nothing, nothing is relative to it
-
-
-def test_what_is_not_finite_is_infinitely_wrong():
-    error = Error.between([(np.array([[1.0, np.nan]]), np.ones((1, 2))), (np.ones((1, 2)), np.ones((1, 2)))])
-    assert error == Error(np.inf, np.inf, np.inf)
-
-
-# --- The tile limit ---------------------------------------------------------------------------------------------------
+    assert Error.between([(found, exact), (np.array([[1.0, np.nan]]), np.ones((1, 2)))]) == Error(*[np.inf] * 3)
 
 
 def test_tile_limit_counts_the_pairs_that_the_core_needs():
@@ -144,55 +100,36 @@ def test_tile_limit_counts_the_pairs_that_the_core_needs():
 def test_blocks_of_flex_attention_are_those_of_the_predicate():
     from torch.nn.attention.flex_attention import create_block_mask
 
-    ours = _attention_torch._causal_blocks(640, torch.device("cpu"))
+    ours = of_torch._causal_blocks(640, torch.device("cpu"))
     theirs = create_block_mask(lambda b, h, q, k: q >= k, None, None, 640, 640, device="cpu")
     np.testing.assert_array_equal(ours.to_dense(), theirs.to_dense())
-    np.testing.assert_array_equal(ours.kv_num_blocks, theirs.kv_num_blocks)
-    np.testing.assert_array_equal(ours.full_kv_num_blocks, theirs.full_kv_num_blocks)
+    for name in ("kv_num_blocks", "full_kv_num_blocks"):
+        np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
 
 
 def test_a_peer_that_does_not_fit_or_fails_is_told_and_the_run_goes_on(monkeypatch):
     def fail(*_):
         raise ValueError("no such thing\nat all")
 
-    dense = _attention_torch.PEERS[0]
+    dense = of_torch.PEERS[0]
     monkeypatch.setattr(Torch, "peers", (dense, replace(dense, name="failing", prepare=fail)))
     timed = (Timed(Shape(2, 8, 32, "float32"), 1, 1),)
     run = Run(Torch("cpu"), replace(QUICK, timed=timed))
     monkeypatch.setattr(Torch, "free_bytes", lambda self: 2**40)
-    found = list(_attention_sections.passes(run, False))
+    found = list(sections.passes(run, False))
     assert [each.ratio is None for each in found] == [False, False, True]
     assert found[2].note == "not measured, ValueError: no such thing"
     monkeypatch.setattr(Torch, "free_bytes", lambda self: 0)
-    found = list(_attention_sections.passes(run, True))
+    found = list(sections.passes(run, True))
     assert found[1].ratio is None
     assert found[1].note.startswith("left out, it needs ")
     assert not run.wrong
-
-
-def test_memory_that_is_the_result_or_a_gradient_is_not_extra(monkeypatch):
-    shape, grown = Shape(2, 8, 32, "float32"), 100_000
-    monkeypatch.setattr(harness, "peak_growth", lambda *_: grown)
-    tensor = 2 * 8 * 32 * 4
-    assert [Torch("cpu").extra_bytes(shape, backward) for backward in (False, True)] == [
-        grown - tensor,
-        grown - 4 * tensor,
-    ]
-
-
-# --- Every backend ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["torch", "jax", "mlx"])
 def backend(request):
     pytest.importorskip(f"alibi_{request.param}")
     return load(request.param, "cpu")
-
-
-@pytest.fixture
-def mlx_cpu():
-    pytest.importorskip("alibi_mlx")
-    return load("mlx", "cpu")
 
 
 # In PyTorch, what is compiled has no backward pass on a CPU, and BLOOM's bias loses digits: others judge these.
@@ -214,41 +151,34 @@ def test_contestants_compute_what_they_say(backend):
 
 
 def test_who_answers_one_query(backend):
-    found = backend.decode(Decoding(Shape(4, 8, 37, "float32"), 1))
+    found = backend.decode(Shape(4, 8, 37, "float32"))
     for call, has_bias in ((found.cached, True), (found.bare, True), (found.with_row, True), (found.baseline, False)):
         reference = Reference.of(found.tensors, np.arange(1), backend.as_float64, has_bias=has_bias)
         assert reference.error(call()).relative < 2**-20
 
 
-def test_memory_in_jax_is_that_of_scores_which_the_baseline_holds(monkeypatch):
+# --- Memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_is_the_result_or_a_gradient_is_not_extra(monkeypatch):
     pytest.importorskip("alibi_jax")
-    jax_cpu, shape, grown = load("jax", "cpu"), Shape(2, 8, 256, "float32"), iter([300_000, 900_000])
+    jax_cpu, shape, grown = load("jax", "cpu"), Shape(2, 8, 256, "float32"), iter([100_000, 100_000, 300_000, 900_000])
     monkeypatch.setattr(harness, "peak_growth", lambda *_: next(grown))
     tensor = shape.tensor_bytes
+    extra = [Torch("cpu").extra_bytes(shape, backward) for backward in (False, True)]
+    assert extra == [100_000 - tensor, 100_000 - 4 * tensor]
     measured, planned = jax_cpu.weights(shape, True)
     assert measured == ("measured", 300_000 - 4 * tensor, 900_000 - 4 * tensor, "no positions")
-    assert planned[2] >= 4 * shape.scores
+    assert planned[2] >= 4 * shape.scores  # which the baseline holds
     assert planned[1] == jax_cpu.extra_bytes(shape, True)
 
 
-def test_a_lazy_call_in_mlx_is_timed_with_its_evaluation(mlx_cpu):
+def test_a_lazy_call_in_mlx_is_timed_with_its_evaluation_and_what_it_makes_is_not_extra():
+    pytest.importorskip("alibi_mlx")
     import mlx.core as mx
 
-    tensors = mlx_cpu.tensors(Shape(8, 64, 512, "float32"), backward=True)
-    for backward in (False, True):
-        for contestant in (mlx_cpu.ours, *mlx_cpu.peers, mlx_cpu.baseline(tensors, backward)):
-            call = mlx_cpu.prepare(contestant, tensors, backward)
-            before = mx.get_active_memory()
-            result = call()
-            # What is not evaluated holds no memory: the result, or three gradients.
-            assert mx.get_active_memory() - before >= (3 if backward else 1) * 8 * 64 * 512 * 4
-            del result
-
-
-def test_memory_in_mlx_that_is_a_mask_the_result_or_a_gradient_is_not_extra(mlx_cpu):
-    import mlx.core as mx
-
-    shape, made = Shape(2, 64, 2048, "float32"), 12 * 2**20  # tensors of 1 MiB
+    mlx_cpu, made = load("mlx", "cpu"), 12 * 2**20
+    tensors = mlx_cpu.tensors(Shape(8, 64, 512, "float32"), backward=True)  # of 1 MiB
 
     def prepare(query, key, value):
         mask = mx.zeros(2**20)
@@ -262,7 +192,15 @@ def test_memory_in_mlx_that_is_a_mask_the_result_or_a_gradient_is_not_extra(mlx_
         return attend
 
     for backward in (False, True):
-        extra = mlx_cpu._extra(replace(mlx_cpu.ours, prepare=prepare), shape, backward)
+        arrays = 3 if backward else 1  # the result, or three gradients
+        for contestant in (mlx_cpu.ours, *mlx_cpu.peers, mlx_cpu.baseline(tensors, backward)):
+            call = mlx_cpu.prepare(contestant, tensors, backward)
+            before = mx.get_active_memory()
+            result = call()
+            assert mx.get_active_memory() - before >= arrays * 2**20  # what is not evaluated holds no memory
+            del result
+        shape = Shape(2, 64, 2048, "float32")
+        extra = mlx_cpu.extra_of(replace(mlx_cpu.ours, prepare=prepare), shape, backward)
         assert extra == pytest.approx(made - (4 if backward else 1) * 2**20, abs=2**18)
 
 
@@ -275,15 +213,10 @@ def quick_run(backend, output):
     # The processes in which memory is measured compile much of what the first one did.
     cache = {"JAX_COMPILATION_CACHE_DIR": str(output / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     path = {"PYTHONPATH": os.pathsep.join(filter(None, ["", *sys.path])), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--output", str(output)],
-        cwd=Path(attention.__file__).parents[1],
-        env=os.environ | path | cache,
-        capture_output=True,
-        text=True,
-    )
+    root, output = Path(attention.__file__).parents[2], ["--output", str(output)]
+    done = subprocess.run([*command, *output], cwd=root, env=os.environ | path | cache, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return json.loads((output / f"attention-{backend}-cpu.json").read_text(encoding="utf-8"))
+    return json.loads((Path(output[1]) / f"attention-{backend}-cpu.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax", "mlx"])
@@ -331,7 +264,7 @@ def test_what_is_wrong_fails_and_is_named_before_anything_is_timed(what, tmp_pat
         result = right(query, key.detach(), value)  # so that keys get none
         return result + 0 * key.sum()
 
-    monkeypatch.setattr(_attention_torch.alibi_torch, "attention", wrong)
+    monkeypatch.setattr(of_torch.alibi_torch, "attention", wrong)
     assert attention.main(["--quick", "--device", "cpu", "--output", str(tmp_path)]) == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("wrong: ")]
     name = "alibi_torch, 8 heads" if what == "result" else "alibi_torch, gradient of key, 8 heads"
@@ -341,44 +274,27 @@ def test_what_is_wrong_fails_and_is_named_before_anything_is_timed(what, tmp_pat
     assert results["measurements"] == []
 
 
-def test_a_peer_that_is_not_alibi_is_named(monkeypatch):
-    plain = replace(_attention_torch.PEERS[0], name="no ALiBi", prepare=_attention_torch._without_positions)
+def test_a_peer_that_is_not_alibi_is_named_and_a_wrong_number_at_a_shape_is_not_timed(monkeypatch):
+    plain = replace(of_torch.PEERS[0], name="no ALiBi", prepare=of_torch._without_positions)
     monkeypatch.setattr(Torch, "peers", (plain,))
     run = Run(Torch("cpu"), QUICK)
     check(run)
     assert [line.split(",")[0] for line in run.wrong] == ["no ALiBi"]
 
-
-def test_a_wrong_number_at_a_shape_is_not_timed(monkeypatch):
     timed = (Timed(Shape(2, 8, 64, "float32"), 1, 0, (1.0, 1.0), (1.0, 1.0)),)  # beside a dense bias, too
     run = Run(Torch("cpu"), replace(QUICK, timed=timed))
-    monkeypatch.setattr(Torch, "ours", replace(Torch.ours, prepare=_attention_torch._without_positions))
-    for backward in (False, True):
-        found = list(_attention_sections.passes(run, backward))
-        assert [each.verdict(True) for each in found] == ["not measured", "not measured"]
-        assert {each.note for each in found} == {"not timed, its numbers are wrong"}
+    monkeypatch.setattr(Torch, "ours", replace(Torch.ours, prepare=of_torch._without_positions))
+    found = [each for backward in (False, True) for each in sections.passes(run, backward)]
+    assert [each.verdict(True) for each in found] == ["not measured"] * 4
+    assert {each.note for each in found} == {"not timed, its numbers are wrong"}
     assert len(run.wrong) == 2
-
-
-def test_a_bar_that_is_missed_or_was_not_measured_fails_and_is_named(tmp_path, monkeypatch, capsys):
-    found = [replace(FASTER, ratio=r, lowest=r, highest=r, values=(r, 1.0)) for r in (2.5, 1.5)] + [FASTER]
-    monkeypatch.setattr(attention, "check", lambda run: None)
-    monkeypatch.setattr(attention, "SECTIONS", {"forward": lambda run: iter(found)})
-    arguments = ["--device", "cpu", "--output", str(tmp_path)]
-    assert attention.main(arguments) == 1
-    assert capsys.readouterr().err.splitlines() == [
-        "missed: group: ours against theirs, ratio 1.50",
-        "not measured: group: ours against theirs",
-    ]
-    found[1:] = []
-    assert attention.main(arguments) == 0
 
 
 def test_a_section_that_runs_out_of_memory_fails_and_the_others_are_kept(tmp_path, monkeypatch, capsys):
     def fails(run):
         raise RuntimeError("out of memory")
 
-    kept = replace(FASTER, ratio=3.0, lowest=3.0, highest=3.0, values=(1.0, 3.0))
+    kept = Measurement("group", "ours", "theirs", "seconds", 2.0, (1.0, 3.0), 3.0, 3.0, 3.0, faster=True)
     monkeypatch.setattr(attention, "check", lambda run: None)
     monkeypatch.setattr(attention, "SECTIONS", {"memory": fails, "forward": lambda run: iter([kept])})
     assert attention.main(["--device", "cpu", "--output", str(tmp_path)]) == 1

@@ -44,15 +44,14 @@ def held():
     return Held(tokens, first=50, scored=96)
 
 
-@pytest.mark.parametrize("length", [3, 12, 48])
+@pytest.mark.parametrize("length", [3, 48])
 def test_non_overlapping_scores_each_token_once(held, length):
     text = held.tokens.tolist()
     by_hand = [loss_by_hand(text, target, 1 + (target - 50) % length) for target in range(50, 146)]
     assert non_overlapping(Recorder(), held, length) == pytest.approx(sum(by_hand) / 96, rel=1e-6)
 
 
-@pytest.mark.parametrize("length", [6, 12, 48])
-@pytest.mark.parametrize(("stride", "every"), [(1, 1), (3, 4), (6, 1)])
+@pytest.mark.parametrize(("length", "stride", "every"), [(6, 1, 1), (12, 3, 4), (48, 6, 1)])
 def test_sliding_scores_the_same_tokens_at_every_length(held, length, stride, every):
     held, text = replace(held, every=every), held.tokens.tolist()
     ends = range(50 + stride, 50 + 96 + 1, stride * every)
@@ -105,24 +104,19 @@ def test_methods_start_from_the_same_weights():
     assert not torch.equal(models.build("none", TINY, 8).embedding.weight, states[0]["embedding.weight"])
 
 
-def test_methods_differ_in_positions_alone():
-    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
-    built = {method: models.build(method, TINY, 7) for method in models.METHODS}
-    plain = built["none"](tokens)
-    for method in ("alibi", "sinusoidal", "rotary"):
-        assert (built[method](tokens) - plain).abs().max() > 1e-2
-    for block in built["alibi"].transformer.blocks:
-        block.attention.slopes.zero_()
-    torch.testing.assert_close(built["alibi"](tokens), plain)
-
-
-@pytest.mark.parametrize("method", models.METHODS)
-def test_methods_are_causal(method):
-    model = models.build(method, TINY, 7)
+def test_methods_are_causal_and_differ_in_positions_alone():
     tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
     changed = tokens.clone()
     changed[:, 9:] += 1
-    torch.testing.assert_close(model(tokens)[:, :9], model(changed % 256)[:, :9])
+    built = {method: models.build(method, TINY, 7) for method in models.METHODS}
+    plain = built["none"](tokens)
+    for method, model in built.items():
+        logits = model(tokens)
+        torch.testing.assert_close(logits[:, :9], model(changed % 256)[:, :9])
+        assert method == "none" or (logits - plain).abs().max() > 1e-2
+    for block in built["alibi"].transformer.blocks:
+        block.attention.slopes.zero_()
+    torch.testing.assert_close(built["alibi"](tokens), plain)
 
 
 def test_training_sees_the_same_batches_whatever_the_method():
@@ -155,8 +149,6 @@ def test_standard_library_is_split_by_file_and_the_same_each_time():
     assert first.digest == again.digest
     assert len(first.held_out) == 20_000
     held_out, training_text = (bytes(text.tolist()) for text in (first.held_out, first.training))
-    longest_shared = max((line for line in held_out.splitlines() if line in training_text), key=len)
-    assert len(longest_shared) < 120  # a line of boilerplate, not a file
     assert not any(held_out[at : at + 200] in training_text for at in range(0, 19_800, 100))
 
 

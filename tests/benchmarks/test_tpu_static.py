@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.harness.timing import Measurement
+from benchmarks.harness import Measurement
 from benchmarks.research.tpu_static import __main__ as tpu_static
 from benchmarks.research.tpu_static import bundles as _tpu_bundles
 from benchmarks.research.tpu_static import figures as _tpu_figures
 from benchmarks.research.tpu_static.bundles import Kernel, Loop, Path
-from benchmarks.research.tpu_static.compile import Compiled, compile_for
-from benchmarks.research.tpu_static.figures import NotMeasuredError, Program
+from benchmarks.research.tpu_static.compile import Compiled, Program, compiled, reason
+from benchmarks.research.tpu_static.figures import NotMeasuredError
 
 pytestmark = pytest.mark.research
 
@@ -76,39 +76,44 @@ def nested():
     return dump.add(times=6).back(1)
 
 
-# --- Reading schedules -----------------------------------------------------------------------------------------------
-
-
-def test_a_path_skips_what_an_ordinary_key_block_does_not_need():
-    (loop,) = grid().read().loops
-    assert (loop.first, loop.depth, loop.innermost) == (3, 1, True)
-    assert loop.bundles == 6 + 20 + 6 + 15 + 6 + 30 + 6
-    assert loop.path.bundles == loop.bundles - 20 - 30
-    assert loop.path.counts == {"products": 10, "exponentials": 10, "transfers": 1, "selects": 5}
-
-
-def test_of_two_ways_with_products_the_path_takes_the_shorter():
+def two_ways():
     dump = Dump().add(depth=0).add(label="LB", regions=(1,)).skip(2)
     dump.add(PRODUCT, EXPONENTIAL, SELECT, times=30)
     dump.add(regions=(2,)).skip(3).add(PRODUCT, EXPONENTIAL, times=20)
-    (loop,) = dump.add(regions=(3,)).back(1).read().loops
-    assert loop.path.counts["products"] == 20
-    assert loop.path.bundles == loop.bundles - 30
+    return dump.add(regions=(3,)).back(1)
 
 
-def test_a_path_does_not_get_around_the_start_of_any_transfer():
+def transfers():
     dump = Dump().add(depth=0).add(label="LB", regions=(1,)).skip(2).add(TRANSFER, times=3)
     dump.add(regions=(2,)).skip(3).add(times=5).add(TRANSFER)
-    (loop,) = dump.add(PRODUCT, regions=(3,)).back(1).read().loops
-    assert loop.path.bundles == loop.bundles
+    return dump.add(PRODUCT, regions=(3,)).back(1)
 
 
-def test_a_branch_without_a_condition_is_always_taken():
+def unconditional():
     dump = Dump().add(depth=0).add(label="LB", regions=(1,)).skip(2)
-    dump.add(PRODUCT).add("%9 = sbr.rel target = $region3").add(times=4)
-    dump.add(regions=(2,)).add(PRODUCT, times=50).add(regions=(3,))
-    (loop,) = dump.back(1).read().loops
-    assert loop.path.bundles == 6 + 6 + 6
+    dump.add(TRANSFER).add("%9 = sbr.rel target = $region3").add(times=4)
+    return dump.add(regions=(2,)).add(PRODUCT, times=50).add(regions=(3,)).back(1)
+
+
+# --- Reading schedules -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "bundles", "skipped", "products", "starts"),
+    [
+        (grid, 6 + 20 + 6 + 15 + 6 + 30 + 6, 20 + 30, 10, 1),  # what an ordinary key block does not need
+        (two_ways, 6 + 30 + 6 + 20 + 6, 30, 20, 0),  # the longer of two ways with products
+        (transfers, 6 + 3 + 6 + 6 + 6, 0, 1, 4),  # no start of a transfer
+        (unconditional, 6 + 6 + 51 + 6, 6, 50, 0),  # what ends in a branch without a condition never comes to products
+    ],
+)
+def test_a_path_is_the_shortest_through_what_a_key_block_needs(schedule, bundles, skipped, products, starts):
+    (loop,) = schedule().read().loops
+    assert (loop.depth, loop.innermost, loop.bundles) == (1, True, bundles)
+    assert loop.path.bundles == bundles - skipped
+    assert (loop.path.counts["products"], loop.path.counts["transfers"]) == (products, starts)
+    if schedule is grid:
+        assert (loop.path.counts["exponentials"], loop.path.counts["selects"]) == (10, 5)
 
 
 def test_the_main_loop_is_the_one_that_masks_least():
@@ -123,13 +128,9 @@ def test_the_main_loop_is_the_one_that_masks_least():
     assert outer.bundles == 6 + 15 + 1 + 10 + 6 + 5
 
 
-def test_a_loop_without_products_has_no_path():
+def test_a_loop_without_products_has_no_path_and_exponentials_in_bfloat16_count_twice():
     kernel = Dump().add(depth=0).add(EXPONENTIAL, label="LB", regions=(1,)).back(1).read()
-    assert kernel.loops[0].path is None
-    assert kernel.main is None
-
-
-def test_exponentials_in_bfloat16_count_twice():
+    assert (kernel.loops[0].path, kernel.main) == (None, None)
     kernel = Dump().add().add(PRODUCT, "%6 = vpow2.bf16 %v3_v3", regions=(1,)).back(1).read()
     assert kernel.main.path.counts["exponentials"] == 2
 
@@ -139,7 +140,6 @@ def test_use_of_units_is_summed_along_the_path():
     lines = ["== CAPACITY:", "MATMUL, VALU, VLOAD:FILL", "    4     4     3", "== UTILIZATION:"]
     text = "\n".join([*lines, *(f"{address % 2} 2 0" for address in range(len(dump.lines)))])
     kernel = dump.read(utilization=text)
-    assert kernel.capacity == {"MATMUL": 4, "VALU": 4, "VLOAD:FILL": 3}
     assert kernel.main.path.units["VALU"] == 2 * kernel.main.path.bundles
     assert dump.read(utilization=text + "\n1 1 1").main.path.units == {}  # a row too many: of another schedule
 
@@ -147,13 +147,8 @@ def test_use_of_units_is_summed_along_the_path():
 def test_a_branch_may_go_to_the_end_which_has_no_name():
     dump = Dump().add("%9 = sbr.rel (%p1_p0) target = $region9", depth=0).add(depth=0, times=4)
     dump.add(PRODUCT, label="LB", regions=(1,)).back(1).add("/* exit bundle: %kernel.1 = custom-call() */", depth=0)
+    dump.lines[4] += " /* \nbase_bounds: (64, 1)\n 0x5   :  words */"  # a comment is no bundle
     assert [loop.bundles for loop in dump.read().loops] == [6]
-
-
-def test_comments_that_span_lines_are_no_bundles():
-    dump = grid()
-    dump.lines[4] += " /* \nbase_bounds: (64, 1)\n 0x5   :  words */"
-    assert dump.read().main.path.bundles == grid().read().main.path.bundles
 
 
 @pytest.mark.parametrize(
@@ -174,15 +169,15 @@ def test_what_is_not_understood_is_no_figure(change, message):
 
 # --- Figures ---------------------------------------------------------------------------------------------------------
 
-OURS = Program("v5e:2x2", "a:ours", 16384, 64, False)
-SPLASH = replace(OURS, name="a:splash")
+OURS = Program("v5e:2x2", "alibi", 16384, 64, False)
+SPLASH = replace(OURS, name="splash")
 EMPTY = Measurement("group", "ours", "splash", "bundles", bar=tpu_static.at_most(1.05))
 
 
 def kernel(name, bundles, exponentials, matmul):
     counts = NO_PATH | {"products": 1, "exponentials": exponentials}
     path = Path(bundles, counts, {"MATMUL": matmul})
-    return Kernel(name, 2 * bundles, (Loop(0, bundles, 1, True, path),), {"MATMUL": 4})
+    return Kernel(name, 2 * bundles, (Loop(bundles, 1, True, path),))
 
 
 @pytest.fixture
@@ -193,24 +188,21 @@ def programs(monkeypatch):
     return known
 
 
+FORWARD = {320: 1, 576: 2, 1280: 4, 0: None, 160: None}  # exponentials, and key blocks; None for smaller blocks
+BACKWARD = {256: 1, 512: 2, 64: None, 128: None}
+
+
 @pytest.mark.parametrize(
     ("gradient", "exponentials", "blocks"),
-    [
-        (False, 320, 1),
-        (False, 576, 2),
-        (False, 1280, 4),
-        (True, 256, 1),
-        (True, 512, 2),
-    ],
+    [(gradient, *each) for gradient, known in enumerate((FORWARD, BACKWARD)) for each in known.items()],
 )
 def test_key_blocks_of_an_iteration_by_its_exponentials(gradient, exponentials, blocks):
-    assert _tpu_figures.key_blocks(kernel("one", 1000, exponentials, 1), gradient) == blocks
-
-
-@pytest.mark.parametrize(("gradient", "exponentials"), [(False, 0), (False, 160), (True, 64), (True, 128)])
-def test_smaller_blocks_are_not_compared(gradient, exponentials):
-    with pytest.raises(NotMeasuredError, match="blocks must be of 512 x 512, got"):
-        _tpu_figures.key_blocks(kernel("one", 1000, exponentials, 1), gradient)
+    one = kernel("one", 1000, exponentials, 1)
+    if blocks:
+        assert _tpu_figures.key_blocks(one, gradient) == blocks
+        return
+    with pytest.raises(NotMeasuredError, match="blocks must be of 512 x 512, got"):  # smaller ones are not compared
+        _tpu_figures.key_blocks(one, gradient)
 
 
 def test_bundles_are_those_of_a_key_block(programs):
@@ -248,8 +240,8 @@ def test_backward_kernels_are_those_that_are_not_forward(programs):
 
 def test_the_reason_is_the_line_that_says_it():
     text = "Traceback:\n  File x\njax.errors.JaxRuntimeError: RESOURCE: E1\nRan out of vmem\n\nmore\n"
-    assert _tpu_figures.reason(text) == "jax.errors.JaxRuntimeError: RESOURCE: E1 Ran out of vmem"
-    assert _tpu_figures.reason("ValueError: no\n-------\nnote") == "ValueError: no"
+    assert reason(text) == "jax.errors.JaxRuntimeError: RESOURCE: E1 Ran out of vmem"
+    assert reason("ValueError: no\n-------\nnote") == "ValueError: no"
 
 
 # --- The benchmark ---------------------------------------------------------------------------------------------------
@@ -261,17 +253,11 @@ def told(monkeypatch):
 
     def run(folder, ours, *arguments):
         def compiled(program):
-            if program.name.endswith("dense"):
+            if program.name == "dense":
                 return Compiled(10**9, (), "there is no Pallas kernel in the program")
-            kernels = (kernel("a_fwd", 1000, 320, 3600),)
-            kernels = (
-                (*kernels, *(kernel(name, 1500, 256, 5000) for name in ("a_dq", "a_dkv")))
-                if program.gradient
-                else kernels
-            )
-            return (
-                Compiled(program.length * 100, kernels) if program.name.endswith("splash") else ours(program, kernels)
-            )
+            back = [kernel(name, 1500, 256, 5000) for name in ("a_dq", "a_dkv")] if program.gradient else []
+            kernels = (kernel("a_fwd", 1000, 320, 3600), *back)
+            return Compiled(program.length * 100, kernels) if program.name == "splash" else ours(program, kernels)
 
         monkeypatch.setattr(_tpu_figures, "compiled", compiled)
         monkeypatch.setattr(tpu_static, "visits", lambda length, head_dim: (105, 100))
@@ -320,15 +306,7 @@ needs_compiler = pytest.mark.skipif(
 @needs_compiler
 def test_splash_attention_is_read():
     pytest.importorskip("jax")
-    found = compile_for(
-        "v5e:2x2",
-        "benchmarks.research.tpu_static.subjects:attention",
-        "benchmarks.research.tpu_static.subjects:splash",
-        1024,
-        64,
-        True,
-        False,
-    )
+    found = compiled(Program("v5e:2x2", "splash", 1024, 64, True, (False,)))
     assert found.problem == ""
     assert found.temporaries > 0
     forward, dq, dkv = found.kernels
@@ -340,18 +318,8 @@ def test_splash_attention_is_read():
         assert path.counts["selects"] > 0  # it has a mask for every block
         # A product of blocks takes the matrix units about as long, whichever it is.
         assert path.units["MATMUL"] / products == pytest.approx(1780, rel=0.1)
-        assert path.units["MATMUL"] <= path.bundles * each.capacity["MATMUL"]
 
 
 @needs_compiler
 def test_what_does_not_compile_says_why():
-    with pytest.raises(RuntimeError, match="length"):
-        compile_for(
-            "v5e:2x2",
-            "benchmarks.research.tpu_static.subjects:attention",
-            "benchmarks.research.tpu_static.subjects:dense",
-            16,
-            64,
-            "x",
-            1,
-        )
+    assert "KeyError: 'nothing'" in compiled(Program("v5e:2x2", "nothing", 16, 64, False))

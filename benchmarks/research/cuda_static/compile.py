@@ -29,29 +29,17 @@ PASSES = ("forward", "backward", "decode")
 
 @dataclass(frozen=True)
 class Subject:
-    """What is compiled: causal attention in bfloat16 by FlexAttention, with this library's block mask.
+    """What is compiled: attention in bfloat16 by FlexAttention, with this library's block mask."""
 
-    Attributes:
-        architecture: 80 or 90.
-        kind: Of ``PASSES``; decoding is one query over all keys.
-        num_heads: Of the query; keys have as many.
-        head_dim: Of query, key and value.
-        has_bias: False for no positions: the same blocks, no score modification.
-        is_causal: False for the symmetric form.
-        varies: Whether lengths are unknown to the compiler, as from the second length on.
-        length: Keys, and but for decoding queries.
-        options: Of the kernel, by name, in place of the library's own.
-    """
-
-    architecture: int
-    kind: str
-    num_heads: int
+    architecture: int  # 80 or 90
+    kind: str  # of ``PASSES``; decoding is one query over all keys
+    num_heads: int  # of query and keys
     head_dim: int
-    has_bias: bool = True
-    is_causal: bool = True
-    varies: bool = False
-    length: int = 4096
-    options: tuple[tuple[str, Any], ...] = ()
+    has_bias: bool = True  # False for no positions: the same blocks, no score modification
+    is_causal: bool = True  # False for the symmetric form
+    varies: bool = False  # lengths are unknown to the compiler, as from the second length on
+    length: int = 4096  # keys, and but for decoding queries
+    options: tuple[tuple[str, Any], ...] = ()  # of the kernel, by name, in place of the library's own
 
 
 def compiled(subject: Subject) -> list[dict[str, Any]]:
@@ -64,8 +52,7 @@ def compiled(subject: Subject) -> list[dict[str, Any]]:
 
 
 def _prepare(options: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    subject = Subject(**options)
-    return lambda: _kernels(subject), lambda found: found
+    return lambda: _kernels(Subject(**options)), lambda found: found
 
 
 def _kernels(subject: Subject) -> list[dict[str, Any]]:
@@ -156,6 +143,7 @@ def _said_to_be_there(architecture: int) -> Iterator[None]:
     import torch
     import torch._inductor.scheduler
     from torch._inductor.runtime.hints import DeviceProperties
+    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     multiprocessors, shared = DEVICES[architecture]
@@ -171,7 +159,7 @@ def _said_to_be_there(architecture: int) -> Iterator[None]:
         name=f"sm_{architecture}", minor=minor, shared_memory_per_block_optin=shared, **known
     )
     device = DeviceProperties(type="cuda", index=0, cc=architecture, **known)
-    target = _target(architecture)
+    target = GPUTarget("cuda", architecture, 32)
     driver.set_active(
         types.SimpleNamespace(
             get_current_target=lambda: target,
@@ -193,12 +181,6 @@ def _said_to_be_there(architecture: int) -> Iterator[None]:
         for name, answer in answers.items():
             stack.enter_context(mock.patch(name, answer))
         yield
-
-
-def _target(architecture: int) -> Any:
-    from triton.backends.compiler import GPUTarget
-
-    return GPUTarget("cuda", architecture, 32)
 
 
 def _triton(graph: Any, inputs: list[Any]) -> str:
@@ -237,13 +219,14 @@ def _triton(graph: Any, inputs: list[Any]) -> str:
 def _compiled_kernel(architecture: int, name: str, source: str) -> dict[str, Any]:
     import triton
     from torch._inductor.codecache import PyCodeCache
+    from triton.backends.compiler import GPUTarget
 
     kernel = getattr(PyCodeCache.load(source), name)
     (config,) = kernel.configs
     meta = kernel._create_compile_meta(config)
     program = triton.compiler.ASTSource(kernel.fn, meta["signature"], meta["constants"], meta["configs"][0])
     options = kernel._create_compile_options(config, meta)
-    made = triton.compile(program, target=_target(architecture), options=options)
+    made = triton.compile(program, target=GPUTarget("cuda", architecture, 32), options=options)
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.TemporaryDirectory() as folder:
         ptx, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")

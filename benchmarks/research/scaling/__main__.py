@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 import benchmarks.research.scaling
 from benchmarks import harness
@@ -19,9 +17,9 @@ from benchmarks.harness import Measurement
 from benchmarks.research.scaling import validation
 from benchmarks.research.scaling.figure import draw
 from benchmarks.research.scaling.inputs import Chip, Layer, chips, table
-from benchmarks.research.scaling.model import backward, forward, held, ring, ring_seconds
+from benchmarks.research.scaling.model import backward, forward, held, ring
 
-SECTIONS = ("programs", "blocks", "time")
+SECTIONS = {"programs": validation.compiled, "blocks": validation.visited, "time": validation.timed}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,9 +60,10 @@ def modelled(chip: Chip, layer: Layer) -> list[dict[str, Any]]:
     found = []
     for count in layer.chips:
         plan = layer.plan(count)
-        ahead, back = forward(chip, layer, plan), backward(chip, layer, plan)
+        ahead = forward(chip, layer, plan)
+        both = ahead + backward(chip, layer, plan)
         rings = [ring(chip, layer, count, gradient=gradient) for gradient in (False, True)]
-        both = ahead + back
+        whole = held(layer, count, gradient=True)
         found.append(
             {
                 "chip": chip.name,
@@ -77,35 +76,26 @@ def modelled(chip: Chip, layer: Layer) -> list[dict[str, Any]]:
                 "passes": both.passes,
                 "exchange": both.exchange,
                 "sent": ahead.sent,
-                "held": held(layer, count, gradient=True),
-                "fits": held(layer, count, gradient=True) <= chip.capacity,
-                "ring_forward_seconds": ring_seconds(rings[0]),
-                "ring_seconds": sum(ring_seconds(each) for each in rings),
+                "held": whole,
+                "fits": whole <= chip.capacity,
+                "ring_forward_seconds": rings[0].seconds_overlapped,
+                "ring_seconds": sum(each.seconds_overlapped for each in rings),
                 "ring_sent": rings[0].sent,
             }
         )
     return found
 
 
-def _validated(layer: Layer, options: argparse.Namespace) -> list[Measurement]:
+def _validated(layer: Layer, options: argparse.Namespace) -> Iterator[Measurement]:
     cases = validation.QUICK if options.quick else validation.FULL
-    sections = {
-        "programs": lambda: validation.compiled(layer, cases),
-        "blocks": lambda: validation.visited(cases),
-        "time": lambda: validation.timed(cases),
-    }
-    found = []
     for name in options.only:
-        print(f"validating {name}", file=sys.stderr, flush=True)
-        found.extend(sections[name]())
-    return found
+        harness.report(f"validating {name}")
+        yield from SECTIONS[name](layer, cases)
 
 
 def _show(title: str, rows: Sequence[Sequence[Any]]) -> None:
     """Print a table, whose first row is its head."""
-    shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in rows[0]:
-        shown.add_column(str(column))
+    shown = harness.table(title, *rows[0])
     for row in rows[1:]:
         shown.add_row(*map(str, row))
     Console().print(shown)

@@ -46,33 +46,19 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Chip:
-    """A TPU chip: published figures, and schedules.
-
-    Attributes:
-        name: Of the generation.
-        peak: bfloat16 operations a second.
-        cores: TensorCores.
-        units: Matrix units a core.
-        side: Of a matrix unit.
-        memory: Bytes a second to and from HBM.
-        capacity: Bytes of HBM.
-        interconnect: Bytes a second, both directions of all ports together.
-        ports: To neighbours.
-        kernels: Schedules of our kernels, by name.
-        ring: Schedules of splash attention: forward, and all of its (fused) backward pass.
-    """
+    """A TPU chip: published figures, and schedules."""
 
     name: str
-    peak: float
+    peak: float  # bfloat16 operations a second
     cores: int
-    units: int
-    side: int
-    memory: float
-    capacity: float
-    interconnect: float
-    ports: int
-    kernels: dict[str, Schedule]
-    ring: tuple[Schedule, Schedule]
+    units: int  # matrix units a core
+    side: int  # of a matrix unit
+    memory: float  # bytes a second to and from HBM
+    capacity: float  # bytes of HBM
+    interconnect: float  # bytes a second, both directions of all ports together
+    ports: int  # to neighbours
+    kernels: dict[str, Schedule]  # of ours, by name
+    ring: tuple[int, int]  # bundles for a block in splash attention: forward, and all of its (fused) backward pass
 
     @property
     def clock(self) -> float:
@@ -92,8 +78,8 @@ LATENCY = 1e-6  # seconds a link, assumed
 # from that for COMPILED chips
 TEMPORARIES, COMPILED = (6.17, 10.06), 16
 DOCUMENTS = "cloud.google.com/tpu/docs/NAME"  # of each chip, by its name
-_V5E = Chip("v5e", 197e12, 1, 4, 128, 819e9, 16e9, 400e9, 4, {}, (Schedule(0), Schedule(0)))
-_V5P = Chip("v5p", 459e12, 2, 4, 128, 2765e9, 95e9, 1200e9, 6, {}, (Schedule(0), Schedule(0)))
+_V5E = Chip("v5e", 197e12, 1, 4, 128, 819e9, 16e9, 400e9, 4, {}, (0, 0))
+_V5P = Chip("v5p", 459e12, 2, 4, 128, 2765e9, 95e9, 1200e9, 6, {}, (0, 0))
 # Not v6e: its peak would make the clock of two units of 256 x 256 run at 3.5 GHz, so one of these means something else.
 
 
@@ -120,7 +106,7 @@ def _with_schedules(chip: Chip, loops: list[dict[str, Any]], head_dim: int) -> C
     splash = [loop for loop in found if loop["program"] == "splash"]
     forward = next(loop["path"] for loop in splash if loop["pass"] == "forward")
     fused = sum(loop["path"] for loop in splash if loop["options"] == [True])
-    return replace(chip, kernels=kernels, ring=(Schedule(forward), Schedule(fused)))
+    return replace(chip, kernels=kernels, ring=(forward, fused))
 
 
 def table(layer: Layer, all_chips: tuple[Chip, ...]) -> Iterator[tuple[str, tuple[str, ...], str]]:
@@ -149,5 +135,5 @@ def table(layer: Layer, all_chips: tuple[Chip, ...]) -> Iterator[tuple[str, tupl
         cells = each(lambda chip, name=name: f"{chip.kernels[name].block:,} + {chip.kernels[name].row:,}")
         yield f"{name}, bundles", cells, "results/tpu-static.json: a block + a row of blocks"
     for index, name in enumerate(("forward", "backward, fused")):
-        cells = each(lambda chip, index=index: f"{chip.ring[index].block:,}")
+        cells = each(lambda chip, index=index: f"{chip.ring[index]:,}")
         yield f"splash {name}, bundles", cells, "results/tpu-static.json: a block"

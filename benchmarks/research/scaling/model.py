@@ -8,58 +8,40 @@ from dataclasses import dataclass
 import numpy as np
 
 from alibi_core import ShardPlan
-from benchmarks.research.scaling.inputs import (
-    BLOCK,
-    FORWARD,
-    LATENCY,
-    MASKED,
-    OF_KEYS,
-    OF_QUERIES,
-    TEMPORARIES,
-    Chip,
-    Layer,
-)
+from benchmarks.research.scaling import inputs
+from benchmarks.research.scaling.inputs import BLOCK, LATENCY, Chip, Layer
 
 FLOAT32, BACKWARD_TIMES = 4, 3  # backward, keys and values go once more, and gradients of both return as float32
 
 
 @dataclass(frozen=True)
 class Part:
-    """Keys that a chip attends to at once: its own, or those that a hop brings.
+    """Keys that a chip attends to at once: its own, or those that a hop brings."""
 
-    Attributes:
-        rows: Blocks of queries, in all heads of the part.
-        blocks: Blocks of keys that these visit.
-        masked: How many of those are on the diagonal.
-        heads: Heads that have any.
-    """
-
-    rows: int
-    blocks: int
-    masked: int
-    heads: int
+    rows: int  # blocks of queries, in all heads of the part
+    blocks: int  # blocks of keys that these visit
+    masked: int  # how many of those are on the diagonal
+    heads: int  # that have any
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a pass through the layer costs one chip in the middle of the sequence. In seconds, and bytes.
+    """What a pass through the layer costs one chip in the middle of the sequence. In seconds, and bytes."""
 
-    Attributes:
-        compute: In kernels.
-        passes: Over whole tensors, between kernels.
-        exchange: For what arrives.
-        sent: Bytes.
-    """
-
-    compute: float
-    passes: float
-    exchange: float
-    sent: float
+    compute: float  # in kernels
+    passes: float  # over whole tensors, between kernels
+    exchange: float  # for what arrives
+    sent: float  # bytes
 
     @property
     def seconds(self) -> float:
         """All of it, with nothing at the same time."""
         return self.compute + self.passes + self.exchange
+
+    @property
+    def seconds_overlapped(self) -> float:
+        """All of it, if what is sent is sent while it computes."""
+        return max(self.compute, self.exchange)
 
     def __add__(self, other: Step) -> Step:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
@@ -86,7 +68,7 @@ def forward(chip: Chip, layer: Layer, plan: ShardPlan) -> Step:
     found, tile = list(parts(plan)), BLOCK * layer.head_dim
     item = layer.item_bytes
     # A block of keys brings keys and values; a row takes queries, and leaves a result.
-    compute = sum(_kernel(chip, FORWARD, x, tile * 2 * item, tile * 2 * item) for x in found)
+    compute = sum(_kernel(chip, inputs.FORWARD, x, tile * 2 * item, tile * 2 * item) for x in found)
     # Heads first: queries, keys, values there and the result back, read and written. Merged: two results read, one
     # written, each time something arrives.
     tensor = plan.shards.chunk_len * layer.head_dim
@@ -103,8 +85,8 @@ def backward(chip: Chip, layer: Layer, plan: ShardPlan) -> Step:
     for part in found:
         # Of a block of queries: queries, what comes back and the gradient; of a block of keys: keys, values and both
         # gradients.
-        compute += _kernel(chip, OF_QUERIES, part, tile * 2 * item, tile * (2 * item + FLOAT32))
-        compute += _kernel(chip, OF_KEYS, part, tile * 2 * item, tile * (2 * item + 2 * FLOAT32))
+        compute += _kernel(chip, inputs.OF_QUERIES, part, tile * 2 * item, tile * (2 * item + FLOAT32))
+        compute += _kernel(chip, inputs.OF_KEYS, part, tile * 2 * item, tile * (2 * item + 2 * FLOAT32))
     # Five tensors with their heads first, and three gradients back; with each part, two float32 sums are added to.
     tensor = plan.shards.chunk_len * layer.head_dim
     moved = tensor * (8 * 2 * item * layer.heads + 2 * 3 * FLOAT32 * sum(x.heads for x in found[1:]))
@@ -114,7 +96,7 @@ def backward(chip: Chip, layer: Layer, plan: ShardPlan) -> Step:
 
 def temporaries(layer: Layer, chips: int, *, gradient: bool) -> float:
     """Return what a program holds beside arguments and results, in bytes a chip."""
-    return TEMPORARIES[gradient] * FLOAT32 * _elements(layer, chips)
+    return inputs.TEMPORARIES[gradient] * FLOAT32 * _elements(layer, chips)
 
 
 def held(layer: Layer, chips: int, *, gradient: bool) -> float:
@@ -128,23 +110,18 @@ def _elements(layer: Layer, chips: int) -> float:
 
 
 def ring(chip: Chip, layer: Layer, chips: int, *, gradient: bool) -> Step:
-    """Return what a full ring costs, with causal work evenly divided. Its parts overlap: see :func:`ring_seconds`."""
+    """Return what a full ring costs, with causal work evenly divided. It sends while it computes."""
     blocks = -(-layer.length // BLOCK)
-    cycles = layer.heads * blocks * (blocks + 1) / 2 / chips * chip.ring[gradient].block
+    cycles = layer.heads * blocks * (blocks + 1) / 2 / chips * chip.ring[gradient]
     size = _elements(layer, chips) * 2 * layer.item_bytes
     sent = (chips - 1) * size * (BACKWARD_TIMES if gradient else 1)
     return Step(cycles / chip.clock / chip.cores, 0.0, sent / chip.link + (chips - 1) * LATENCY, sent)
 
 
-def ring_seconds(step: Step) -> float:
-    """Return how long a ring takes that sends while it computes."""
-    return max(step.compute, step.exchange)
-
-
 def _kernel(chip: Chip, name: str, part: Part, block_bytes: float, row_bytes: float) -> float:
     """Return how long a kernel takes: its schedule, or its traffic with memory if that is longer."""
     schedule = chip.kernels[name]
-    cycles = part.rows * schedule.row + (part.blocks + (MASKED - 1) * part.masked) * schedule.block
+    cycles = part.rows * schedule.row + (part.blocks + (inputs.MASKED - 1) * part.masked) * schedule.block
     moved = part.blocks * block_bytes + part.rows * row_bytes
     return max(cycles / chip.clock / chip.cores, moved / chip.memory)
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
+import json
 import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from alibi_core import Shards, shard_plan
+from alibi_core import ShardPlan, Shards, shard_plan
 from benchmarks import harness, parallel
 from benchmarks.harness import Measurement
 from benchmarks.research import tpu_static
@@ -24,21 +23,14 @@ BFLOAT16, FLOAT32 = 2.0**-8, 2.0**-24  # what kernels leave out if nothing is sa
 
 @dataclass(frozen=True)
 class Cases:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        chips: For how many the program is compiled.
-        visited: Lengths, and sizes of heads, of which the kernel's plan is made.
-        known: A length whose time on one thread is measured.
-        shared: How many processes share a sequence of how many tokens: the times that are predicted.
-        pairs: How often each is timed.
-    """
-
-    chips: tuple[int, ...] = (16, 256)
-    visited: tuple[tuple[int, int], ...] = ((16_384, 128), (65_536, 128))
-    known: int = 8192
+    chips: tuple[int, ...] = (16, 256)  # for how many the program is compiled
+    visited: tuple[tuple[int, int], ...] = ((16_384, 128), (65_536, 128))  # lengths and head sizes of plans
+    known: int = 8192  # a length whose time on one thread is measured
+    # How many processes share a sequence of how many tokens: the times that are predicted.
     shared: tuple[tuple[int, int], ...] = ((2, 16_384), (4, 16_384), (2, 32_768), (4, 32_768))
-    pairs: int = 3
+    pairs: int = 3  # how often each is timed
 
 
 FULL = Cases()
@@ -48,8 +40,8 @@ QUICK = Cases((4,), ((4096, 128),), 1024, ((2, 2048),), 2)
 def off(group: str, name: str, unit: str, predicted: float, measured: float, bar: float = BAR) -> Measurement:
     """Return how far a prediction is off: the larger of the two over the smaller."""
     ratio = predicted / measured
-    found = Measurement(group, name, "measured", unit, bar, (predicted, measured), max(ratio, 1 / ratio))
-    return replace(found, lowest=found.ratio, highest=found.ratio)
+    found = Measurement(group, name, "measured", unit, bar).weighed(max(ratio, 1 / ratio), 1)
+    return replace(found, values=(predicted, measured))
 
 
 def compiled(layer: Layer, cases: Cases) -> Iterator[Measurement]:
@@ -58,7 +50,7 @@ def compiled(layer: Layer, cases: Cases) -> Iterator[Measurement]:
         planned = layer.plan(chips).bytes_exchanged(layer.head_dim, layer.item_bytes)
         for gradient in (False, True):
             name = f"{chips} chips of v5e{', with gradients' * gradient}"
-            print(f"compiling for {name}", file=sys.stderr, flush=True)
+            harness.report(f"compiling for {name}")
             arguments = layer.heads, layer.head_dim, layer.score_bound, layer.tolerance, gradient
             found = parallel.program(chips, layer.length, *arguments)
             sent = sum(x["bytes"] for x in found["collectives"] if not x["is_fallback"])
@@ -69,24 +61,24 @@ def compiled(layer: Layer, cases: Cases) -> Iterator[Measurement]:
                 yield off("Temporaries, predicted", name, "bytes", predicted, found["temporaries"])
 
 
-def visited(cases: Cases) -> Iterator[Measurement]:
+def visited(layer: Layer, cases: Cases) -> Iterator[Measurement]:
     """Hold blocks against the plan that the kernel makes of normally distributed data."""
     for length, head_dim in cases.visited:
         shards = Shards.of_length(length, 1)
-        plan = shard_plan(tpu_static.HEADS, shards, score_bound=Layer.score_bound, tolerance=BFLOAT16)
+        plan = shard_plan(tpu_static.HEADS, shards, score_bound=layer.score_bound, tolerance=BFLOAT16)
         predicted = sum(part.blocks for part in parts(plan))
         measured, _ = tpu_static.visits(length, head_dim)
         name = f"{length:,} tokens, {tpu_static.HEADS} heads of {head_dim}, one chip"
         yield off("Key blocks visited, predicted", name, "blocks", predicted, measured)
 
 
-def timed(cases: Cases) -> Iterator[Measurement]:
+def timed(layer: Layer, cases: Cases) -> Iterator[Measurement]:
     """Hold times against processes, of one thread each, that share a sequence and this machine's cores."""
     bandwidth, cores = link(), harness.machine()["cores"]
     measured, speeds = [], [rates(cases)]
     for processes, length in cases.shared:
         sizes = replace(parallel.FULL, length=length, processes=processes, pairs=cases.pairs)
-        print(f"timing {processes} processes, {length:,} tokens", file=sys.stderr, flush=True)
+        harness.report(f"timing {processes} processes, {length:,} tokens")
         found = [x for x in parallel.measurements(sizes) if x.unit == "seconds" and x.bar is not None]
         measured.append((sizes, [x.values[0] for x in found if x.values]))
         speeds.append(rates(cases))  # again and again, as a machine is slower for a while
@@ -94,8 +86,9 @@ def timed(cases: Cases) -> Iterator[Measurement]:
     for sizes, seconds in measured:
         for gradient, speed, each in zip((False, True), typical, seconds, strict=True):
             # All wait for the one that has most to compute, and take turns if there are more than cores.
-            most = _work(sizes, sizes.processes).max() * max(1.0, sizes.processes / cores)
-            exchanged = (1 + BACKWARD_TIMES * gradient) * _sent(sizes) / bandwidth
+            most = _plan(sizes, sizes.processes).work().max() * max(1.0, sizes.processes / cores)
+            sent = _plan(sizes, sizes.processes, sizes.score_bound).bytes_exchanged(sizes.head_dim, 4)  # forward
+            exchanged = (1 + BACKWARD_TIMES * gradient) * sent / bandwidth
             name = f"{sizes.processes} processes, {sizes.length:,} tokens{', with gradients' * gradient}"
             yield off("Time, predicted", name, "seconds", most / speed + exchanged, each)
 
@@ -119,39 +112,27 @@ def rates(cases: Cases) -> list[float]:
                 torch.autograd.grad(result, inputs, tensors[3])
 
         seconds = [harness.seconds_of(call) for _ in range(1 + cases.pairs)][1:]  # the first is to warm up
-        found.append(float(_work(sizes, 1).sum()) / statistics.median(seconds))
+        found.append(float(_plan(sizes, 1).work().sum()) / statistics.median(seconds))
     torch.set_num_threads(threads)
     return found
 
 
-def _work(sizes: parallel.Sizes, processes: int):
+def _plan(sizes: parallel.Sizes, processes: int, score_bound: float = Layer.score_bound) -> ShardPlan:
     shards = Shards.of_length(sizes.length, processes)
-    return shard_plan(sizes.heads, shards, score_bound=Layer.score_bound, tolerance=FLOAT32).work()
-
-
-def _sent(sizes: parallel.Sizes) -> float:
-    """Return how many bytes of keys and values all processes send, forward."""
-    shards = Shards.of_length(sizes.length, sizes.processes)
-    plan = shard_plan(sizes.heads, shards, score_bound=sizes.score_bound, tolerance=FLOAT32)
-    return plan.bytes_exchanged(sizes.head_dim, 4)
+    return shard_plan(sizes.heads, shards, score_bound=score_bound, tolerance=FLOAT32)
 
 
 def link(size: int = 2**25, times: int = 9) -> float:
     """Return how many bytes a second two processes of gloo send one way: the median of several times."""
-    context = multiprocessing.get_context("spawn")
+    import torch.multiprocessing
+
     with tempfile.TemporaryDirectory() as folder:
-        queue = context.SimpleQueue()
-        both = [context.Process(target=_send, args=(rank, folder, size, times, queue)) for rank in range(2)]
-        for process in both:
-            process.start()
-        for process in both:
-            process.join()
-        if any(process.exitcode for process in both):
-            raise RuntimeError(f"two processes must be able to talk, got {[process.exitcode for process in both]}")
-        return size / statistics.median(queue.get())
+        torch.multiprocessing.spawn(_send, (folder, size, times), nprocs=2)  # raises what either of them raises
+        seconds = json.loads(Path(folder, "seconds").read_text(encoding="utf-8"))
+    return size / statistics.median(seconds)
 
 
-def _send(rank, folder, size, times, queue) -> None:
+def _send(rank: int, folder: str, size: int, times: int) -> None:
     import torch
     import torch.distributed as dist
 
@@ -160,9 +141,7 @@ def _send(rank, folder, size, times, queue) -> None:
     data, seconds = torch.zeros(size // 4), []
     for _ in range(times + 1):
         dist.barrier()
-        start = time.perf_counter()
-        dist.send(data, 1) if rank == 0 else dist.recv(data, 0)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(harness.seconds_of(lambda: dist.send(data, 1) if rank == 0 else dist.recv(data, 0)))
     if rank:  # the first time is to warm up
-        queue.put(seconds[1:])
+        Path(folder, "seconds").write_text(json.dumps(seconds[1:]), encoding="utf-8")
     dist.destroy_process_group()

@@ -21,20 +21,20 @@ full size, a bar is not met or could not be measured. About eight minutes on two
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from benchmarks import harness
 from benchmarks.harness import Measurement
-from benchmarks.research.tpu_static.compile import TOPOLOGIES
-from benchmarks.research.tpu_static.figures import PASSES, Program, is_forward, loops, scheduled, weighed
-from benchmarks.research.tpu_static.subjects import BATCH, BLOCK, HEADS, OURS
+from benchmarks.research.tpu_static.compile import TOPOLOGIES, Program
+from benchmarks.research.tpu_static.figures import PASSES, is_forward, loops, scheduled, weighed
+from benchmarks.research.tpu_static.subjects import BATCH, BLOCK, HEADS
 from benchmarks.research.tpu_static.visits import visits
 
-SPLASH, DENSE = "benchmarks.research.tpu_static.subjects:splash", "benchmarks.research.tpu_static.subjects:dense"
 VERSIONS = ("jax", "jaxlib", "libtpu", "numpy")
 
 
@@ -65,44 +65,34 @@ FULL = Sizes()
 QUICK = Sizes(topologies=("v5e:2x2",), head_dims=(64,), length=4096, long=8192)
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run, and what it is told to say while it runs."""
-
-    sizes: Sizes
-    report: Callable[[str], None]
-
-    def programs(self, section: str) -> Iterator[tuple[str, Program]]:
-        """Yield ours at the shorter length, with a line that says what it is, in the order of the tables."""
-        for topology in self.sizes.topologies:
-            for gradient in PASSES:
-                for head_dim in self.sizes.head_dims:
-                    subject = f"{topology}, {PASSES[gradient]}, {HEADS} heads of {head_dim}"
-                    self.report(f"{section}: {subject}")
-                    yield subject, Program(topology, OURS, self.sizes.length, head_dim, gradient)
+def programs(sizes: Sizes, section: str) -> Iterator[tuple[str, Program, Program, Program]]:
+    """Yield ours at the shorter length, with what it is and with splash's, apart and fused, in the tables' order."""
+    for topology, gradient, head_dim in itertools.product(sizes.topologies, PASSES, sizes.head_dims):
+        subject = f"{topology}, {PASSES[gradient]}, {HEADS} heads of {head_dim}"
+        harness.report(f"{section}: {subject}")
+        ours = Program(topology, "alibi", sizes.length, head_dim, gradient)
+        yield subject, ours, *(replace(ours, name="splash", options=(fused,)) for fused in (False, True))
 
 
-def memory(run: Run) -> Iterator[Measurement]:
+def memory(sizes: Sizes) -> Iterator[Measurement]:
     """Temporaries: ours against splash attention, at twice the length against once, and against a dense bias."""
-    for subject, ours in run.programs("memory"):
-        separate, fused = (replace(ours, name=SPLASH, options=(fused,)) for fused in (False, True))
+    for subject, ours, separate, fused in programs(sizes, "memory"):
         length = f"{ours.length:,} tokens"
         empty = Measurement(f"Temporaries at {length}", subject, "splash", "bytes", MEMORY_BAR)
         yield weighed(empty, ours, separate)
         if ours.gradient:
             yield weighed(replace(empty, baseline="splash, fused", bar=None), ours, fused)
-        yield weighed(replace(empty, baseline="dense bias", bar=None), ours, replace(ours, name=DENSE))
-        for shorter, bar in ((run.sizes.length, None), (run.sizes.long, GROWTH_BAR)):
+        yield weighed(replace(empty, baseline="dense bias", bar=None), ours, replace(ours, name="dense"))
+        for shorter, bar in ((sizes.length, None), (sizes.long, GROWTH_BAR)):
             group = f"Growth of temporaries, ours, from {shorter:,} to {2 * shorter:,} tokens"
             longer = replace(ours, length=2 * shorter)
             growth = Measurement(group, subject, "half the tokens", "bytes", bar)
             yield weighed(growth, longer, replace(ours, length=shorter))
 
 
-def schedule(run: Run) -> Iterator[Measurement]:
+def schedule(sizes: Sizes) -> Iterator[Measurement]:
     """Bundles for a key block: ours against splash attention."""
-    for subject, ours in run.programs("schedule"):
-        separate, fused = (replace(ours, name=SPLASH, options=(fused,)) for fused in (False, True))
+    for subject, ours, separate, fused in programs(sizes, "schedule"):
         group = f"Bundles for a key block of {BLOCK} x {BLOCK}, {'backward' if ours.gradient else 'forward'}"
         empty = Measurement(group, subject, "splash", "bundles", SCHEDULE_BARS[ours.gradient])
         least = fused if ours.gradient else separate
@@ -111,22 +101,13 @@ def schedule(run: Run) -> Iterator[Measurement]:
             yield scheduled(replace(empty, baseline="splash, fused", bar=None), ours, fused, least)
 
 
-def blocks(run: Run) -> Iterator[Measurement]:
+def blocks(sizes: Sizes) -> Iterator[Measurement]:
     """Blocks of keys: those that are visited against those that the horizon requires."""
-    for length in (run.sizes.length, 4 * run.sizes.length):
-        for head_dim in run.sizes.head_dims:
-            subject = f"{HEADS} heads of {head_dim}, {length:,} tokens"
-            run.report(f"blocks: {subject}")
-            visited, required = visits(length, head_dim)
-            yield Measurement(
-                group=f"Key blocks of {BLOCK}, forward, bfloat16, normal data",
-                candidate=subject,
-                baseline="the horizon",
-                unit="blocks",
-                bar=BLOCKS_BAR,
-                values=(visited, required),
-                ratio=visited / required,
-            )
+    for length, head_dim in itertools.product((sizes.length, 4 * sizes.length), sizes.head_dims):
+        subject = f"{HEADS} heads of {head_dim}, {length:,} tokens"
+        harness.report(f"blocks: {subject}")
+        group = f"Key blocks of {BLOCK}, forward, bfloat16, normal data"
+        yield Measurement(group, subject, "the horizon", "blocks", BLOCKS_BAR).weighed(*visits(length, head_dim))
 
 
 SECTIONS = {"memory": memory, "schedule": schedule, "blocks": blocks}
@@ -140,8 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("libtpu must be installed (pip install libtpu, on Linux), got none")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # what plans here; programs are compiled in processes of their own
     machine = harness.machine()
-    run = Run(QUICK if options.quick else FULL, lambda line: print(line, file=sys.stderr, flush=True))
-    measurements = [measured for name in options.only for measured in SECTIONS[name](run)]
+    sizes = QUICK if options.quick else FULL
+    measurements = [measured for name in options.only for measured in SECTIONS[name](sizes)]
     return harness.conclude(
         harness.folder(options, options.only == list(SECTIONS)) / "tpu-static.json",
         measurements,
@@ -149,20 +130,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         benchmark="tpu-static",
         ours="alibi_jax",
         sections=options.only,
-        sizes=asdict(run.sizes) | {"batch": BATCH, "heads": HEADS, "block": BLOCK, "dtype": "bfloat16"},
+        sizes=asdict(sizes) | {"batch": BATCH, "heads": HEADS, "block": BLOCK, "dtype": "bfloat16"},
         machine=machine,
         versions=harness.versions(*VERSIONS),
-        loops=_loops(run) if "schedule" in options.only else [],
+        loops=_loops(sizes) if "schedule" in options.only else [],
     )
 
 
-def _loops(run: Run) -> list[dict[str, object]]:
+def _loops(sizes: Sizes) -> list[dict[str, object]]:
     found = []
-    for _, ours in run.programs("loops"):
-        splash = (
-            replace(ours, name=SPLASH, options=(fused,)) for fused in ((False, True) if ours.gradient else (False,))
-        )
-        for program in (ours, *splash):
+    for _, ours, separate, fused in programs(sizes, "loops"):
+        for program in (ours, separate, fused) if ours.gradient else (ours, separate):
             found += [loop for loop in loops(program) if not (ours.gradient and is_forward(str(loop["kernel"])))]
     return found
 

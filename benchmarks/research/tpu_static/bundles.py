@@ -11,76 +11,124 @@ each block is compared and selected from.
 
 Left out, for every kernel alike: waiting for a transfer, whose bundles count, but not how long they take; and that a
 nested loop is run through more than once.
+
+A core issues one bundle of instructions a cycle, in order, so that bundles are cycles but for waiting for memory.
+The compiler writes a kernel's bundles one after the other, with the branches among them:
+
+    0xdf LB: >> { %s1 = ...  ;;  %s2 = ... } /* Start region 91 */     an address, the loops around it (>>), a bundle
+    0x7d7  : >> { ...  ;;  %454 = sbr.rel (!%p451_p1) target = $region91 }    a branch, to where that region starts
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.research.tpu_static.dump import EXPONENTIALS, KINDS, PRODUCTS, SELECTS, TRANSFERS, Bundle, parse, units
-
+PRODUCTS, EXPONENTIALS, TRANSFERS, SELECTS = "products", "exponentials", "transfers", "selects"
+_START = re.compile(r"^ *(0x[0-9a-f]+|0) +(?:[A-Z]{2})? *:(?: (>*))? *\{", re.M)
+_COMMENT = re.compile(r"/\*.*?\*/", re.S)
+_REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
+_BRANCH = re.compile(r"sbr\.rel (\(.*?\) )?target = \$region(\d+)")
+# The name of an instruction follows "=", or the brace or ";;" before it where it has no result.
+_INSTRUCTION = re.compile(r"(?:= |\{ |;; +)(?:\(.*?\) )?([a-z][a-z0-9_.]*)")
+KINDS = {
+    PRODUCTS: re.compile(r"vmatmul"),
+    EXPONENTIALS: re.compile(r"v(?:exp|pow)2?\b"),
+    TRANSFERS: re.compile(r"dma\.(?!done)"),
+    SELECTS: re.compile(r"vm?sel\b"),
+}
 DELAY = 4  # bundles after a branch that are executed all the same, on every TPU that was looked at (v5e, v5p, v6e)
 
 
 @dataclass(frozen=True)
-class Path:
-    """The bundles on one way through an iteration of a loop.
+class Bundle:
+    """One instruction word: how many operations of each unit it holds, and where it may jump."""
 
-    Attributes:
-        bundles: How many.
-        counts: How many instructions of a kind, by kind: ``products``, ``exponentials`` (in bfloat16, twice as many, as
-            they work on twice as many numbers), ``transfers`` that start, ``selects``.
-        units: How many slots of a unit are used (``MATMUL``, ``VALU``, ``EUP``, ...), by unit, as far as the compiler
-            says so.
-    """
+    counts: Counter[str]
+    branches: tuple[tuple[bool, int], ...]  # whether it depends on something, and the region it goes to
+
+
+def parse(text: str) -> tuple[list[Bundle], dict[int, int]]:
+    """Return the bundles, and the address that each region starts at."""
+    marks = list(_START.finditer(text))
+    bundles, regions = [], {}
+    ends = [*(mark.start() for mark in marks[1:]), len(text)]
+    for address, (mark, end) in enumerate(zip(marks, ends, strict=False)):
+        if int(mark[1], 16) != address:
+            raise ValueError(f"bundles must be numbered one by one, got {mark[1]} after {address - 1:#x}")
+        whole = text[mark.start() : end]
+        for region in map(int, _REGION.findall(whole)):
+            if region in regions:
+                raise ValueError(f"a region must start once, got region {region} at {regions[region]:#x}, {address:#x}")
+            regions[region] = address
+        code = _COMMENT.sub("", whole)
+        names = _INSTRUCTION.findall(code)
+        counts = Counter(
+            {kind: sum(_registers(name) for name in names if kinds.match(name)) for kind, kinds in KINDS.items()}
+        )
+        branches = tuple((bool(depends), int(region)) for depends, region in _BRANCH.findall(code))
+        bundles.append(Bundle(counts, branches))
+    # The bundle that a kernel ends with says no region's name, also where there is a branch to it.
+    unnamed = {region for bundle in bundles for _, region in bundle.branches} - set(regions)
+    if len(unnamed) == 1 and "exit bundle:" in text[marks[-1].start() :]:
+        regions[unnamed.pop()] = len(bundles) - 1
+    return bundles, regions
+
+
+def _registers(instruction: str) -> int:
+    """Return how many registers of 1024 numbers an instruction works on, where that matters: for exponentials."""
+    return 2 if re.match(r"v(?:exp|pow)2?\.bf16", instruction) else 1
+
+
+def units(text: str | None, total: int) -> list[dict[str, int]]:
+    """Return how many slots of each unit each bundle uses; nothing if the text is not of so many bundles."""
+    lines = (text or "").splitlines()
+    rows = [[int(number) for number in line.split()] for line in lines if re.fullmatch(r"[\d ]+", line)]
+    names = next(([name.strip() for name in line.split(",")] for line in lines if line.startswith("MATMUL")), [])
+    if len(rows) != total + 1 or any(len(row) != len(names) for row in rows):
+        return []
+    return [dict(zip(names, row, strict=True)) for row in rows[1:]]  # the first says how many slots there are
+
+
+# --- Loops ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Path:
+    """The bundles on one way through an iteration of a loop."""
 
     bundles: int
+    # Instructions by kind: products, exponentials (in bfloat16 twice as many, as they work on twice as many numbers),
+    # transfers that start, selects.
     counts: Mapping[str, int]
-    units: Mapping[str, int] = field(default_factory=dict)
+    units: Mapping[str, int] = field(default_factory=dict)  # slots used by unit (MATMUL, VALU, ...), if said
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop, of all its bundles from the first to the last, nested ones included.
+    """A loop, of all its bundles from the first to the last, nested ones included."""
 
-    Attributes:
-        first: Address of its first bundle.
-        bundles: How many there are.
-        depth: How many loops it is inside, itself included.
-        innermost: Whether no other loop with matrix products is inside it.
-        path: The shortest way through an iteration that passes what a key block needs; None without a matrix product.
-    """
-
-    first: int
     bundles: int
-    depth: int
-    innermost: bool
-    path: Path | None
+    depth: int  # how many loops it is inside, itself included
+    innermost: bool  # no other loop with matrix products is inside it
+    path: Path | None  # the shortest way through an iteration that passes what a key block needs
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What was read of a kernel.
+    """What was read of a kernel."""
 
-    Attributes:
-        name: As in ``pallas_call(name=...)``.
-        bundles: In all, as the compiler counts them.
-        loops: In the order of their first bundles.
-        capacity: How many slots a bundle has for each unit.
-    """
-
-    name: str
-    bundles: int
-    loops: tuple[Loop, ...]
-    capacity: Mapping[str, int] = field(default_factory=dict)
+    name: str  # as in ``pallas_call(name=...)``
+    bundles: int  # in all, as the compiler counts them
+    loops: tuple[Loop, ...]  # in the order of their first bundles
 
     @property
     def candidates(self) -> list[Loop]:
         """The innermost loops with matrix products, those with exponentials if there are such."""
         loops = [loop for loop in self.loops if loop.innermost and loop.path]
-        return [loop for loop in loops if loop.path and loop.path.counts[EXPONENTIALS]] or loops
+        return [loop for loop in loops if loop.path.counts[EXPONENTIALS]] or loops
 
     @property
     def main(self) -> Loop | None:
@@ -88,30 +136,20 @@ class Kernel:
 
         Not the shortest, because a mask that is known beforehand may make for a shorter loop than none.
         """
-        return min(self.candidates, key=_by_selects, default=None)
+        return min(self.candidates, key=lambda loop: (loop.path.counts[SELECTS], -loop.path.bundles), default=None)
 
 
-def _by_selects(loop: Loop) -> tuple[int, int]:
-    return (loop.path.counts[SELECTS], -loop.path.bundles) if loop.path else (0, 0)
-
-
-def read(name: str, total: int, bundles: str, utilization: str | None = None) -> Kernel:
-    """Read a kernel.
-
-    Args:
-        name: Of the kernel.
-        total: "total scheduled bundles", of the compiler's analysis.
-        bundles: The text of ``*-final_bundles.txt``.
-        utilization: That of ``*-final_hlo-static-per-bundle-utilization.txt``, if there is one.
+def read(name: str, total: int, bundles: str = "", utilization: str | None = None) -> Kernel:
+    """Read a kernel from the texts of ``*-final_bundles.txt`` and ``*-final_hlo-static-per-bundle-utilization.txt``.
 
     Raises:
-        ValueError: The text is not what is expected. It comes from flags without documentation: better no figure
-            than a wrong one.
+        ValueError: The text is not what is expected, or has not ``total`` bundles. It comes from flags without
+            documentation: better no figure than a wrong one.
     """
     parsed, regions = parse(bundles)
     if len(parsed) != total:
         raise ValueError(f"bundles must be {total} as in the schedule's analysis, got {len(parsed)} for {name}")
-    capacity, used = units(utilization, total)
+    used = units(utilization, total)
     loops: list[tuple[int, int]] = []
     ways: dict[int, list[int]] = {}  # where one may be after a bundle
     for address, bundle in enumerate(parsed):
@@ -132,8 +170,8 @@ def read(name: str, total: int, bundles: str, utilization: str | None = None) ->
         ]
         depth = sum(start <= first and last <= end for start, end in loops)
         innermost = not any(_has(parsed[start : end + 1], PRODUCTS) for start, end in inside)
-        found.append(Loop(first, last - first + 1, depth, innermost, _path(parsed, ways, first, last, used)))
-    return Kernel(name, total, tuple(found), capacity)
+        found.append(Loop(last - first + 1, depth, innermost, _path(parsed, ways, first, last, used)))
+    return Kernel(name, total, tuple(found))
 
 
 def _has(bundles: Sequence[Bundle], kind: str) -> bool:

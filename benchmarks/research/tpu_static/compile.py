@@ -1,26 +1,23 @@
 """Compile for a TPU that is not there, in a process of its own, and say what the compiled program takes.
 
-The compiler is that of libtpu, which needs no TPU. What it is told through the environment it is told before JAX is
-imported, and what it writes down about kernels is to be about these alone: therefore the process.
-
-    found = compile_for("v5e:2x2", "module:build", 64)          build(64) returns a function, and shapes and dtypes
+What the compiler is told through the environment it is told before JAX is imported, and what it writes down about
+kernels is to be about these alone: therefore the process.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
 import re
-import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import run_alone
-from benchmarks.research.tpu_static import bundles as _tpu_bundles
-from benchmarks.research.tpu_static.bundles import Kernel
+from benchmarks.research.tpu_static import subjects
+from benchmarks.research.tpu_static.bundles import Kernel, read
+from benchmarks.tpu import devices_of
 
 # The topologies that are compiled for, and what libtpu calls a machine that has them.
 TOPOLOGIES = {"v5e:2x2": "v5litepod-4", "v5p:2x2x1": "v5p-8", "v6e:2x2": "v6e-4"}
@@ -34,69 +31,60 @@ _KERNEL = re.compile(r'%([\w.-]+) = [^\n]*custom_call_target="tpu_custom_call"')
 
 
 @dataclass(frozen=True)
+class Program:
+    """What is compiled: attention of that name, as of ``subjects``, for a topology."""
+
+    topology: str
+    name: str
+    length: int
+    head_dim: int
+    gradient: bool
+    options: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a program.
+    """What the compiler says of a program."""
 
-    Attributes:
-        temporaries: The memory it takes beside arguments and results, in bytes.
-        kernels: Its Pallas kernels, in the order of their compilation; those whose schedule could be read.
-        problem: Why a kernel's schedule could not be read; empty if all could.
-    """
-
-    temporaries: int
-    kernels: tuple[Kernel, ...]
-    problem: str = ""
+    temporaries: int  # the memory it takes beside arguments and results, in bytes
+    kernels: tuple[Kernel, ...]  # Pallas kernels whose schedule could be read, in the order of their compilation
+    problem: str = ""  # why a kernel's schedule could not be read; empty if all could
 
 
-def compile_for(topology: str, build: str, *arguments: Any) -> Compiled:
-    """Compile what ``build`` returns and read what the compiler wrote down.
-
-    Args:
-        topology: One of ``TOPOLOGIES``.
-        build: ``module:name`` of a function that returns the function to compile and, in a sequence, arguments that
-            have a shape and a dtype.
-        *arguments: Those of ``build``, as JSON can carry them.
-
-    Raises:
-        RuntimeError: It does not compile. The message ends with the compiler's.
-    """
-    found = run_alone("benchmarks.research.tpu_static.compile:_prepare", topology, build, *arguments)["found"]
+@cache
+def compiled(program: Program) -> Compiled | str:
+    """Return what the compiler says of a program, or why it does not compile."""
+    try:
+        found = run_alone("benchmarks.research.tpu_static.compile:_prepare", *astuple(program))["found"]
+    except RuntimeError as error:
+        return reason(str(error))
     kernels, problem = [], "" if found["kernels"] else "there is no Pallas kernel in the program"
     for name, dumped in found["kernels"].items():
         try:
-            kernels.append(_read(name, **dumped))
+            if "total" not in dumped:
+                raise ValueError(f"the compiler must write down a schedule, got none for {name}")
+            kernels.append(read(re.sub(r"\.\d+$", "", name), **dumped))
         except ValueError as error:
             problem = str(error)
     return Compiled(found["temporaries"], tuple(kernels), problem)
 
 
-def _read(name: str, *, total: int | None = None, bundles: str = "", utilization: str | None = None) -> Kernel:
-    if total is None:
-        raise ValueError(f"the compiler must write down a schedule, got none for {name}")
-    return _tpu_bundles.read(re.sub(r"\.\d+$", "", name), total, bundles, utilization)
+def reason(text: str) -> str:
+    """Return the line of a traceback that says what went wrong."""
+    lines = re.findall(r"^[\w.]+(?:Error|Exception)\b.*(?:\n[^-\n].*)?", text, re.M)
+    return " ".join((lines[-1] if lines else text).split())[:250]
 
 
-def _prepare(topology: str, build: str, *arguments: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+def _prepare(topology: str, *arguments: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     """Return the call that compiles, and what there is to say of its result, as JSON can carry it."""
-    if "jax" in sys.modules:
-        raise RuntimeError("jax must not be imported before the environment is set")
     dumps = tempfile.TemporaryDirectory(prefix="tpu-static-")
-    os.environ.update(
-        ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # there is no TPU that two processes could want at once
-        JAX_ENABLE_COMPILATION_CACHE="false",  # what is not compiled is not written down
-        JAX_PLATFORMS="cpu",
-        LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={dumps.name} --xla_jf_dump_llo_text=true",
-        TPU_ACCELERATOR_TYPE=TOPOLOGIES[topology],
-        TPU_SKIP_MDS_QUERY="1",
-        TPU_WORKER_HOSTNAMES="localhost",
-    )
+    flags = f"--xla_jf_dump_to={dumps.name} --xla_jf_dump_llo_text=true"
+    device, *_ = devices_of(topology, TOPOLOGIES[topology], flags)
     import jax
-    from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
-    module, name = build.split(":")
-    function, shapes = getattr(importlib.import_module(module), name)(*arguments)
-    one = SingleDeviceSharding(topologies.get_topology_desc(topology, "tpu").devices[0])
+    function, shapes = subjects.attention(*arguments)
+    one = SingleDeviceSharding(device)
     described = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=one) for each in shapes]
 
     def examine(compiled: Any) -> dict[str, Any]:

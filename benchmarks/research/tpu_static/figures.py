@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.harness import Measurement
-from benchmarks.research.tpu_static.bundles import Kernel
-from benchmarks.research.tpu_static.compile import Compiled, compile_for
-from benchmarks.research.tpu_static.dump import EXPONENTIALS, PRODUCTS
+from benchmarks.research.tpu_static.bundles import EXPONENTIALS, PRODUCTS, Kernel
+from benchmarks.research.tpu_static.compile import Program, compiled
 from benchmarks.research.tpu_static.subjects import BLOCK
 
 PASSES = {False: "forward", True: "forward and backward"}
@@ -20,49 +17,16 @@ RESCALING_REGISTERS = BLOCK // 8  # and those of a factor for each query, at mos
 LEAST_PRODUCTS = 0.6  # of splash's work for the matrix units; with less, a loop is missing
 
 
-@dataclass(frozen=True)
-class Program:
-    """What is compiled: attention of that name, as of ``_tpu_subjects.attention``, for a topology."""
-
-    topology: str
-    name: str
-    length: int
-    head_dim: int
-    gradient: bool
-    options: tuple[Any, ...] = ()
-
-
 class NotMeasuredError(Exception):
     """There is no figure, and why."""
 
 
-@cache
-def compiled(program: Program) -> Compiled | str:
-    """Return what the compiler says of a program, or why it does not compile."""
-    arguments = (program.name, program.length, program.head_dim, program.gradient, *program.options)
-    try:
-        return compile_for(program.topology, "benchmarks.research.tpu_static.subjects:attention", *arguments)
-    except RuntimeError as error:
-        return reason(str(error))
-
-
-def reason(text: str) -> str:
-    """Return the line of a traceback that says what went wrong."""
-    lines = re.findall(r"^[\w.]+(?:Error|Exception)\b.*(?:\n[^-\n].*)?", text, re.M)
-    return " ".join((lines[-1] if lines else text).split())[:250]
-
-
-def temporaries(program: Program) -> int:
-    """Return a program's temporaries in bytes, at least one, so that there is a ratio where all fits elsewhere."""
-    found = compiled(program)
-    if isinstance(found, str):
-        raise NotMeasuredError(found)
-    return max(1, found.temporaries)
-
-
-def weighed(empty: Measurement, ours: Program, theirs: Program) -> Measurement:
-    """Return this with the temporaries of both."""
-    return _filled(empty, lambda: (temporaries(ours), temporaries(theirs)))
+def weighed(empty: Measurement, *both: Program) -> Measurement:
+    """Return this with the temporaries of both, in bytes, at least one: there is a ratio where all fits elsewhere."""
+    found = [compiled(program) for program in both]
+    if problem := next((each for each in found if isinstance(each, str)), ""):
+        return replace(empty, note=problem)
+    return empty.weighed(*(max(1, each.temporaries) for each in found))
 
 
 def is_forward(name: str) -> bool:
@@ -95,12 +59,7 @@ def key_blocks(kernel: Kernel, gradient: bool) -> int:
 
 
 def bundles(kernels: Iterable[Kernel], gradient: bool) -> tuple[float, float]:
-    """Return the bundles for one key block, of all kernels with matrix products, and the matrix units' slots used.
-
-    Args:
-        kernels: Of one pass.
-        gradient: Whether that is the backward pass.
-    """
+    """Return the bundles for one key block, of all kernels of a pass with products, and the matrix units' slots."""
     total = slots = 0.0
     for kernel in kernels:
         if kernel.main and kernel.main.path:
@@ -117,27 +76,16 @@ def bundles(kernels: Iterable[Kernel], gradient: bool) -> tuple[float, float]:
 def scheduled(empty: Measurement, ours: Program, theirs: Program, least: Program) -> Measurement:
     """Return this with the bundles for a key block of both.
 
-    Args:
-        empty: What is compared.
-        ours: The candidate.
-        theirs: The baseline.
-        least: What needs the fewest matrix products; the candidate cannot do with much less.
+    ``least`` is what needs the fewest matrix products; the candidate cannot do with much less.
     """
-
-    def figures() -> tuple[float, float]:
-        candidate, slots = bundles(kernels_of(ours), ours.gradient)
-        baseline, _ = bundles(kernels_of(theirs), theirs.gradient)
-        fewest = LEAST_PRODUCTS * bundles(kernels_of(least), least.gradient)[1]
-        if slots < fewest:
-            raise NotMeasuredError(f"main loops must use {fewest:.0f} slots of the matrix units, got {slots:.0f}")
-        return candidate, baseline
-
-    return _filled(empty, figures)
-
-
-def _filled(empty: Measurement, figures: Callable[[], tuple[float, float]]) -> Measurement:
     try:
-        return empty.weighed(*figures())
+        (candidate, slots), (baseline, _), (_, fewest) = (
+            bundles(kernels_of(each), each.gradient) for each in (ours, theirs, least)
+        )
+        if slots < LEAST_PRODUCTS * fewest:
+            must = f"{LEAST_PRODUCTS * fewest:.0f} slots of the matrix units, got {slots:.0f}"
+            raise NotMeasuredError(f"main loops must use {must}")
+        return empty.weighed(candidate, baseline)
     except NotMeasuredError as error:
         return replace(empty, note=str(error))
 
@@ -150,7 +98,7 @@ def loops(program: Program) -> list[dict[str, Any]]:
     return [
         {
             "topology": program.topology,
-            "program": program.name.split(":")[1],
+            "program": program.name,
             "options": list(program.options),
             "head_dim": program.head_dim,
             "pass": PASSES[program.gradient],

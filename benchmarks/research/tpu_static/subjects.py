@@ -6,32 +6,24 @@ that compiles sets up its environment first.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-OURS = "benchmarks.research.tpu_static.subjects:alibi"
 BATCH, HEADS = 1, 8
 BLOCK = 512  # queries and keys of a block, everywhere
 
 
 def attention(
-    name: str, length: int, head_dim: int, gradient: bool, *options: Any
+    name: str, length: int, head_dim: int, gradient: bool, options: Sequence[Any]
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """Return attention of that name, or a forward pass and the gradients of it, and what it takes.
+    """Return attention of that name, or a forward pass and the gradients of it, and the shapes that it takes.
 
-    Args:
-        name: ``module:name`` of a function that takes the length and ``options``, and returns attention.
-        length: In tokens.
-        head_dim: Of query, key and value.
-        gradient: Whether to return ``(result, gradients)`` from ``query, key, value, cotangent``.
-        *options: What else the function takes.
+    ``options`` are what the function of that name takes besides the length.
     """
     import jax
     import jax.numpy as jnp
 
-    module, function = name.split(":")
-    attend = getattr(importlib.import_module(module), function)(length, *options)
+    attend = {"alibi": alibi, "splash": splash, "dense": dense}[name](length, *options)
     shape = jax.ShapeDtypeStruct((BATCH, length, HEADS, head_dim), jnp.bfloat16)
     if not gradient:
         return attend, [shape] * 3
@@ -55,18 +47,9 @@ def splash(length: int, fused: bool) -> Callable[..., Any]:
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
-    block = min(BLOCK, length)
-    apart = {} if fused else {"block_q_dq": block, "block_kv_dq": block}
-    sizes = splash_attention_kernel.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_kv_compute=block,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_kv_dkv_compute=block,
-        use_fused_bwd_kernel=fused,
-        **apart,
-    )
+    names = ["block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"]
+    names += [] if fused else ["block_q_dq", "block_kv_dq"]
+    sizes = splash_attention_kernel.BlockSizes(use_fused_bwd_kernel=fused, **dict.fromkeys(names, min(BLOCK, length)))
     mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((length, length))] * HEADS)
     kernel = splash_attention_kernel.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=sizes)
 
