@@ -234,13 +234,30 @@ def test_padding(name: str, where: str) -> None:
     expected = logits_of(model, tokens, attention_mask=mask)
     actual = logits_of(accelerated, tokens, attention_mask=mask)
     assert (actual - expected).abs().max() <= 32 * torch.finfo(torch.float32).eps * expected.abs().max()
-    parts = []
-    for x in (model, accelerated):
-        cache = DynamicCache(config=model.config)
-        steps = [(0, 7), (7, 8), (8, 15), (15, 16), (16, 20)]
-        held = [logits_of(x, tokens[:, i:j], attention_mask=mask[:, :j], past_key_values=cache) for i, j in steps]
-        parts.append(torch.cat(held, dim=1))
-    assert (parts[1] - parts[0]).abs().max() <= 32 * torch.finfo(torch.float32).eps * expected.abs().max()
+    for held in (None, 26):  # a static cache has empty places, which queries that see nothing average too
+        parts = []
+        for x in (model, accelerated):
+            config = model.config
+            cache = StaticCache(config=config, max_cache_len=held) if held else DynamicCache(config=config)
+            steps = []
+            for i, j in ((0, 7), (7, 8), (8, 15), (15, 16), (16, 20)):
+                so_far = torch.nn.functional.pad(mask[:, :j], (0, held - j if held else 0))
+                steps.append(logits_of(x, tokens[:, i:j], attention_mask=so_far, past_key_values=cache))
+            parts.append(torch.cat(steps, dim=1))
+        assert (parts[1] - parts[0]).abs().max() <= 32 * torch.finfo(torch.float32).eps * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32, torch.bfloat16])
+def test_masks_of_other_numbers(name: str, dtype: torch.dtype) -> None:
+    # BLOOM and Falcon count positions in the mask's dtype, and count 2 twice.
+    model, tokens, mask = model_of(name), tokens_of(1, 300), torch.ones(1, 300, dtype=dtype)
+    accelerated = accelerate(copy.deepcopy(model))
+    for first in (0, 2):
+        mask[0, :2] = first
+        expected = logits_of(model, tokens, attention_mask=mask)
+        actual = logits_of(accelerated, tokens, attention_mask=mask)
+        assert (actual - expected).abs().max() <= 128 * torch.finfo(torch.float32).eps * expected.abs().max()
 
 
 @pytest.mark.parametrize("contract", ["model", "exact"])

@@ -32,7 +32,7 @@ from alibi_torch.transformers._modules import (
     with_arguments,
 )
 from alibi_torch.transformers._paths import Paths
-from alibi_torch.transformers._rules import CONTRACTS
+from alibi_torch.transformers._rules import CONTRACTS, Rules
 
 ATTENTION: dict[type, Any] = {
     BloomAttention: AcceleratedBloomAttention,
@@ -176,7 +176,7 @@ class _Prepare:
             layers[0].alibi_paths.by_hook(model, reason)
         if reason is not None:
             return args, kwargs
-        encoded = _encoded(mask, given.get("position_ids"), given.get("past_key_values"), tokens)
+        encoded = _encoded(mask, given.get("position_ids"), given.get("past_key_values"), tokens, layers[0].alibi_rules)
         changed: dict[str, Any] = {"attention_mask": encoded}
         if _facts.is_packed(encoded) and not torch.compiler.is_compiling():
             if given.get("use_cache"):
@@ -229,7 +229,7 @@ def _length_of(cache: Any) -> Any:
     return past if torch.compiler.is_compiling() else int(past)
 
 
-def _encoded(mask: Any, position_ids: Any, cache: Any, tokens: Tensor) -> Tensor:
+def _encoded(mask: Any, position_ids: Any, cache: Any, tokens: Tensor, rules: Rules) -> Tensor:
     (batch, q_len), past = tokens.shape[:2], _length_of(cache)
     # While a call is compiled, nobody can look at positions; behind tokens in a cache they do not restart.
     is_start = isinstance(past, int) and past == 0
@@ -240,7 +240,9 @@ def _encoded(mask: Any, position_ids: Any, cache: Any, tokens: Tensor) -> Tensor
         packed = _facts.of_positions(position_ids, batch, q_len, past, text)
         if packed is not None:
             return packed
-    return _facts.nothing(tokens.device) if mask is None else _facts.of_padding(mask, q_len, past)
+    if mask is None:
+        return _facts.nothing(tokens.device)
+    return _facts.of_padding(rules.counted(mask), q_len, past, is_rounded=rules.rounds(mask.dtype))
 
 
 def _same_mask(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:

@@ -35,11 +35,9 @@ def extended(cache: Any, layer_idx: Any, query: Tensor, key: Tensor, value: Tens
     wants_norms = query.shape[2] <= SIZES.few and not is_short(query, past + key.shape[2])
     known = _KnownNorms.of(layer, past) if wants_norms else None
     keys, values = cache.update(key, value, layer_idx)
-    if keys.shape[2] > past + key.shape[2]:  # of a static cache
-        keys, values = (x[:, :, : past + key.shape[2]] for x in (keys, values))
     if known is None:
         return rules.attend(query, keys, values, mask, past, None)
-    known = known.with_keys(keys)
+    known = known.with_keys(keys[:, :, : past + key.shape[2]])
     known.keep(cache.layers[layer_idx])
     return rules.attend(query, keys, values, mask, past, known.norms)
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 # What the row of an encoded mask holds. Plain numbers, which torch.compile can compare with a symbol.
 ENDS = 11  # 1 for text, 0 for padding, which lies at the ends of a row; or no length at all, without padding
-HOLES = 13  # 1 for text, 0 for padding, which lies anywhere
+HOLES = 13  # 0 for padding, which lies anywhere, and for text what the model was given, which may be rounded or above 1
 PACKED = 17  # 1 where a sequence begins
-PACKED_HOLES = 19  # the row of HOLES, then that of PACKED
+PACKED_HOLES = 19  # 1 for text, 0 for padding, which lies anywhere; then the row of PACKED
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Facts:
             row is one.
         columns: ``[kv_len]`` or ``[batch, kv_len]`` integers: columns from the first text of a sequence. Those of
             padding before it are negative.
-        positions: Likewise: tokens of text from the first of the sequence. The same tensor as ``columns`` where no
-            padding lies between text.
+        positions: Likewise: tokens of text before them in the sequence, by the numbers of the mask. The same tensor as
+            ``columns`` where no padding lies between text.
         blind: ``[batch, q_len]`` booleans, True for padding that no text precedes; None where there is none.
     """
 
@@ -66,17 +66,24 @@ def is_of_padding(attention_mask: Tensor, batch: int, q_len: int, past: Any, lon
     return length == longest or length == int(past) + q_len  # compared one by one: lengths may be symbols
 
 
-def of_padding(attention_mask: Tensor, q_len: int, past: Any) -> Tensor:
-    """Return what a padding mask ``[batch, tokens]``, 0 for padding, says, encoded."""
-    text = attention_mask != 0
-    if torch.compiler.is_compiling():
-        return _encoded(text, HOLES)
-    seen = text[:, : int(past) + q_len]
-    if bool(seen.all()):
-        return nothing(text.device)
-    changes = (seen[:, 1:] != seen[:, :-1]).sum(dim=1)
-    has_holes = bool((changes > 1 + (~seen[:, 0] & ~seen[:, -1]).long()).any())
-    return _encoded(text, HOLES if has_holes else ENDS)
+def of_padding(mask: Tensor, q_len: int, past: Any, *, is_rounded: bool) -> Tensor:
+    """Return what a padding mask ``[batch, tokens]``, 0 for padding, says, encoded.
+
+    Args:
+        mask: In the numbers that positions are sums of.
+        q_len: Of the call, in tokens.
+        past: Tokens in the cache before.
+        is_rounded: Whether sums in its dtype are rounded so that even text alone is counted in another way.
+    """
+    if is_rounded or torch.compiler.is_compiling():
+        return _encoded(mask, HOLES)
+    seen = mask[:, : int(past) + q_len]
+    if bool((seen == 1).all()):
+        return nothing(mask.device)
+    text = seen != 0
+    changes = (text[:, 1:] != text[:, :-1]).sum(dim=1)
+    has_holes = (changes > 1 + (~text[:, 0] & ~text[:, -1]).long())[:, None] | (seen != text)
+    return _encoded(mask, HOLES if bool(has_holes.any()) else ENDS)
 
 
 def of_positions(position_ids: Tensor, batch: int, q_len: int, past: Any, text: Tensor | None) -> Tensor | None:
@@ -144,24 +151,28 @@ def decode(mask: Tensor, q_len: int, kv_len: int, past: Any, device: torch.devic
     columns = torch.arange(kv_len, device=device)
     if says_nothing(mask):
         return Facts(None, None, columns, columns)
-    kind, row = mask.shape[1], mask[:, 0, 0].to(device, torch.bool)
-    text, starts = None, None
+    kind, row = mask.shape[1], mask[:, 0, 0].to(device)
+    numbers, starts = None, None
     if kind == PACKED_HOLES:
-        text, starts = row.chunk(2, dim=-1)
+        numbers, starts = row.chunk(2, dim=-1)
     elif kind == PACKED:
         starts = row
     else:
-        text = row
-    if text is not None:
-        text = F.pad(text, (0, max(kv_len - text.shape[-1], 0)), value=True)[:, :kv_len]
+        numbers = row
+    text = None
+    if numbers is not None:
+        numbers = F.pad(numbers, (0, max(kv_len - numbers.shape[-1], 0)), value=1)[:, :kv_len]
+        text = numbers != 0
     if starts is not None:
-        starts = F.pad(starts, (0, max(kv_len - starts.shape[-1], 0)))[:, :kv_len]
+        starts = F.pad(starts, (0, max(kv_len - starts.shape[-1], 0)))[:, :kv_len].bool()
         begins = torch.where(starts, columns, 0).cummax(dim=-1).values
     else:
         assert text is not None  # or there would be sequences
         begins = text.int().argmax(dim=-1, keepdim=True)
     columns = positions = columns - begins
-    if text is not None and kind != ENDS:
+    if kind == HOLES:
+        positions = (numbers.cumsum(dim=-1) - 1) * numbers  # as the models do
+    elif kind == PACKED_HOLES:
         tokens = text.cumsum(dim=-1) - 1
         positions = tokens - tokens.gather(-1, begins.expand(tokens.shape))
     sequences = None if starts is None else starts.cumsum(dim=-1)
@@ -178,4 +189,4 @@ def _blind(text: Tensor | None, q_len: int, past: Any) -> Tensor | None:
 
 
 def _encoded(row: Tensor, kind: int) -> Tensor:
-    return row.to(torch.uint8)[:, None, None, :].expand(-1, kind, -1, -1)
+    return (row if kind == HOLES else row.to(torch.uint8))[:, None, None, :].expand(-1, kind, -1, -1)

@@ -89,12 +89,23 @@ class Rules:
             counts_text=named(family).counts_from == "first key",
         )
 
+    def counted(self, mask: Tensor) -> Tensor:
+        """Return a padding mask in the numbers that the model's positions are sums of; booleans where it has none."""
+        return mask if named(self.contract).counts_from == "first key" else mask != 0
+
+    def rounds(self, dtype: torch.dtype) -> bool:
+        """Whether positions that are summed up in the dtype of a mask give another bias than integers do."""
+        rule = named(self.contract)
+        if rule.counts_from != "first key" or not dtype.is_floating_point:
+            return False
+        return rule.multiplies_in_bfloat16 or torch.finfo(dtype).bits < 32
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, past: Any, norms: KeyNorms | None) -> Tensor:
         """Return the causal attention of the last queries, ``[batch, num_heads, q_len, head_dim]``.
 
         Args:
             query: Of that shape.
-            key: ``[batch, num_kv_heads, kv_len, head_dim]``; more than there are tokens, perhaps, which nothing sees.
+            key: ``[batch, num_kv_heads, kv_len, head_dim]``, those of all tokens, or all places of a static cache.
             value: Likewise.
             mask: Encoded, see ``_facts``.
             past: Tokens before the first query, an int or a tensor of one element.
@@ -102,6 +113,9 @@ class Rules:
         """
         if key.dtype != query.dtype and torch.is_autocast_enabled(query.device.type):  # which casts what a cache holds
             key, value, norms = key.to(query.dtype), value.to(query.dtype), None
+        places = key, value
+        if not torch.compiler.is_compiling() and key.shape[2] > past + query.shape[2]:
+            key, value = (x[:, :, : past + query.shape[2]] for x in places)
         is_lean = is_short(query, key.shape[2]) and not needs_gradients(query, key, value)
         if is_lean and query.shape[2] == 1 and _facts.says_nothing(mask):
             sizes = self, key.shape[2], query.dtype
@@ -112,7 +126,7 @@ class Rules:
         result = plan.attend(query, key, value) if is_lean else run(plan.call, query, key, value, None, norms)
         if plan.blind is None:
             return result
-        unseeing = self._of_blind(query, key, value, query.shape[1] // key.shape[1])
+        unseeing = self._of_blind(query, *places, query.shape[1] // key.shape[1])
         return torch.where(plan.blind[:, None, :, None], unseeing, result)
 
     def _row(self, kv_len: int, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
@@ -143,6 +157,8 @@ class Rules:
     def _of_blind(self, query: Tensor, key: Tensor, value: Tensor, group: int) -> Tensor:
         """Return what queries get that see nothing: the mean of all values, ``[..., num_heads, q_len or 1, head_dim]``.
 
+        A static cache's values are those of its empty places, too.
+
         BLOOM and Falcon hide a key by adding a huge negative number to its score. The score is lost, but its derivative
         is not: it is that of a softmax with weights of ``1 / kv_len``, ``scale * q_i @ mean_j(k_j (v_j - mean v))``.
         """
@@ -159,7 +175,8 @@ class Rules:
         Args:
             columns: ``[..., kv_len]`` integers, of keys in their sequence, those of all keys so far.
             dtype: Of the model.
-            positions: Likewise: the tokens of text before them. Default ``columns``: all are text.
+            positions: Likewise: the tokens of text before them, or, for a mask of other numbers than 0 and 1, what the
+                model counts by it. Default ``columns``: all are text.
 
         Returns:
             ``[..., num_heads, kv_len]``, float32, or float64 for float64; None for nothing.
@@ -175,7 +192,11 @@ class Rules:
         if rule.counts_from == "last key":  # far from early queries' own keys, so that these are rounded too
             columns = counts = columns - columns[..., -1:]
         rates = torch.tensor(self.model_slopes, dtype=torch.float32, device=device)
-        rounded = rule.row(xp, rates, counts)[..., 0, :].to(working if rule.is_always_float32 else dtype)
+        if counts.is_floating_point():  # of a mask of such numbers, whose dtype the model's product has then, too
+            product = (rates.bfloat16() if rule.multiplies_in_bfloat16 else rates)[:, None] * counts[..., None, :]
+        else:
+            product = rule.row(xp, rates, counts)[..., 0, :]
+        rounded = product.to(working if rule.is_always_float32 else dtype)
         bias = rounded / self.bias_divisor
         if self.additions > 1:  # the others are formed before the scores are rounded to the dtype
             bias = bias + (self.additions - 1) * rounded.to(working) / self.bias_divisor
