@@ -609,13 +609,18 @@ def test_autocast_that_begins_or_ends_within_a_text(name: str, low_first: bool) 
     assert dtype == own == torch.float32
 
 
-def test_autocast() -> None:
-    model, tokens = model_of("bloom"), tokens_of(1, 40)
-    expected = logits_of(model, tokens)
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon", "falcon, eager", "falcon, all heads"])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_autocast(name: str, weights: torch.dtype) -> None:
+    # Where it rounds Falcon's mask to -inf, padding that sees no text gets zeros, not the mean of all values.
+    model, tokens, mask = model_of(name).to(weights), tokens_of(3, 20), mask_of("left")
+    expected = logits_of(copy.deepcopy(model).float(), tokens, attention_mask=mask)
     with torch.autocast("cpu", torch.bfloat16):
-        own = logits_of(model, tokens)
-        actual = logits_of(accelerate(model), tokens)
-    assert (actual - expected).abs().max() <= 1.5 * (own - expected).abs().max()
+        own = logits_of(model, tokens, attention_mask=mask)
+        actual = logits_of(accelerate(model), tokens, attention_mask=mask)
+    text = mask.bool()
+    assert (actual - expected)[text].abs().max() <= 1.5 * (own - expected)[text].abs().max()
+    assert (actual - own)[~text].abs().max() <= 2.0**-5 * own.abs().max()
 
 
 # --- What the library does not compute --------------------------------------------------------------------------------

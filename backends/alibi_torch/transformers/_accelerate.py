@@ -176,7 +176,7 @@ class _Prepare:
             layers[0].alibi_paths.by_hook(model, reason)
         if reason is not None:
             return args, kwargs
-        encoded = _encoded(mask, given.get("position_ids"), given.get("past_key_values"), tokens, layers[0].alibi_rules)
+        encoded = _encoded(model, given, tokens, layers[0].alibi_rules)
         changed: dict[str, Any] = {"attention_mask": encoded}
         if _facts.is_packed(encoded) and not torch.compiler.is_compiling():
             if given.get("use_cache"):
@@ -229,8 +229,10 @@ def _length_of(cache: Any) -> Any:
     return past if torch.compiler.is_compiling() else int(past)
 
 
-def _encoded(mask: Any, position_ids: Any, cache: Any, tokens: Tensor, rules: Rules) -> Tensor:
-    (batch, q_len), past = tokens.shape[:2], _length_of(cache)
+def _encoded(model: Any, given: dict[str, Any], tokens: Tensor, rules: Rules) -> Tensor:
+    """Return what a call's mask and positions say of its tokens."""
+    mask, position_ids = given.get("attention_mask"), given.get("position_ids")
+    (batch, q_len), past = tokens.shape[:2], _length_of(given.get("past_key_values"))
     # While a call is compiled, nobody can look at positions; behind tokens in a cache they do not restart.
     is_start = isinstance(past, int) and past == 0
     if position_ids is not None and q_len > 1 and (is_start or not torch.compiler.is_compiling()):
@@ -242,7 +244,11 @@ def _encoded(mask: Any, position_ids: Any, cache: Any, tokens: Tensor, rules: Ru
             return packed
     if mask is None:
         return _facts.nothing(tokens.device)
-    return _facts.of_padding(rules.counted(mask), q_len, past, is_rounded=rules.rounds(mask.dtype))
+    dtype = tokens.dtype if tokens.is_floating_point() else model.get_input_embeddings().weight.dtype
+    is_unseeing = rules.hides_with_infinity(tokens.device.type, dtype)
+    return _facts.of_padding(
+        rules.counted(mask), q_len, past, is_rounded=rules.rounds(mask.dtype), is_unseeing=is_unseeing
+    )
 
 
 def _same_mask(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:

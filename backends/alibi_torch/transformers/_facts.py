@@ -18,6 +18,7 @@ from torch import Tensor
 ENDS = 11  # 1 for text, 0 for padding, which lies at the ends of a row; or no length at all, without padding
 HOLES = 13  # 0 for padding, which lies anywhere, and for text what the model was given, which may be rounded or above 1
 PACKED = 17  # 1 where a sequence begins
+UNSEEING = 23  # the row of HOLES, where padding that no text precedes gets zeros, not the mean of all values
 PACKED_HOLES = 19  # 1 for text, 0 for padding, which lies anywhere; then the row of PACKED
 
 
@@ -33,7 +34,8 @@ class Facts:
             padding before it are negative.
         positions: Likewise: tokens of text before them in the sequence, by the numbers of the mask. The same tensor as
             ``columns`` where no padding lies between text.
-        blind: ``[batch, q_len]`` booleans, True for padding that no text precedes; None where there is none.
+        blind: ``[batch, q_len]`` booleans, True for padding that no text precedes, which gets the mean of all values;
+            None where there is none.
     """
 
     text: Tensor | None
@@ -66,7 +68,7 @@ def is_of_padding(attention_mask: Tensor, batch: int, q_len: int, past: Any, lon
     return length == longest or length == int(past) + q_len  # compared one by one: lengths may be symbols
 
 
-def of_padding(mask: Tensor, q_len: int, past: Any, *, is_rounded: bool) -> Tensor:
+def of_padding(mask: Tensor, q_len: int, past: Any, *, is_rounded: bool, is_unseeing: bool) -> Tensor:
     """Return what a padding mask ``[batch, tokens]``, 0 for padding, says, encoded.
 
     Args:
@@ -74,16 +76,18 @@ def of_padding(mask: Tensor, q_len: int, past: Any, *, is_rounded: bool) -> Tens
         q_len: Of the call, in tokens.
         past: Tokens in the cache before.
         is_rounded: Whether sums in its dtype are rounded so that even text alone is counted in another way.
+        is_unseeing: Whether padding that no text precedes gets zeros.
     """
+    general = UNSEEING if is_unseeing else HOLES
     if is_rounded or torch.compiler.is_compiling():
-        return _encoded(mask, HOLES)
+        return _encoded(mask, general)
     seen = mask[:, : int(past) + q_len]
     if bool((seen == 1).all()):
         return nothing(mask.device)
     text = seen != 0
     changes = (text[:, 1:] != text[:, :-1]).sum(dim=1)
     has_holes = (changes > 1 + (~text[:, 0] & ~text[:, -1]).long())[:, None] | (seen != text)
-    return _encoded(mask, HOLES if bool(has_holes.any()) else ENDS)
+    return _encoded(mask, general if is_unseeing or bool(has_holes.any()) else ENDS)
 
 
 def of_positions(position_ids: Tensor, batch: int, q_len: int, past: Any, text: Tensor | None) -> Tensor | None:
@@ -125,7 +129,7 @@ def is_encoded(mask: Any) -> bool:
     """Whether a mask says what it says in this form."""
     if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[2] != 1:
         return False
-    return any(mask.shape[1] == kind for kind in (ENDS, HOLES, PACKED, PACKED_HOLES))
+    return any(mask.shape[1] == kind for kind in (ENDS, HOLES, UNSEEING, PACKED, PACKED_HOLES))
 
 
 def says_nothing(mask: Tensor) -> bool:
@@ -135,7 +139,7 @@ def says_nothing(mask: Tensor) -> bool:
 
 def is_packed(mask: Tensor) -> bool:
     """Whether an encoded mask is of several sequences in a row."""
-    return mask.shape[1] >= PACKED
+    return mask.shape[1] in (PACKED, PACKED_HOLES)
 
 
 def decode(mask: Tensor, q_len: int, kv_len: int, past: Any, device: torch.device) -> Facts:
@@ -170,13 +174,14 @@ def decode(mask: Tensor, q_len: int, kv_len: int, past: Any, device: torch.devic
         assert text is not None  # or there would be sequences
         begins = text.int().argmax(dim=-1, keepdim=True)
     columns = positions = columns - begins
-    if kind == HOLES:
+    if kind in (HOLES, UNSEEING):
         positions = (numbers.cumsum(dim=-1) - 1) * numbers  # as the models do
     elif kind == PACKED_HOLES:
         tokens = text.cumsum(dim=-1) - 1
         positions = tokens - tokens.gather(-1, begins.expand(tokens.shape))
     sequences = None if starts is None else starts.cumsum(dim=-1)
-    return Facts(text, sequences, columns, positions, _blind(text, q_len, past))
+    blind = None if kind == UNSEEING else _blind(text, q_len, past)
+    return Facts(text, sequences, columns, positions, blind)
 
 
 def _blind(text: Tensor | None, q_len: int, past: Any) -> Tensor | None:
@@ -189,4 +194,4 @@ def _blind(text: Tensor | None, q_len: int, past: Any) -> Tensor | None:
 
 
 def _encoded(row: Tensor, kind: int) -> Tensor:
-    return (row if kind == HOLES else row.to(torch.uint8))[:, None, None, :].expand(-1, kind, -1, -1)
+    return (row if kind in (HOLES, UNSEEING) else row.to(torch.uint8))[:, None, None, :].expand(-1, kind, -1, -1)

@@ -100,6 +100,12 @@ class Rules:
             return False
         return rule.multiplies_in_bfloat16 or torch.finfo(dtype).bits < 32
 
+    def hides_with_infinity(self, device: str, dtype: torch.dtype) -> bool:
+        """Whether autocast rounds the least number of ``dtype``, which Falcon hides keys with, to minus infinity."""
+        if self.contract != "falcon" or self.additions > 1 or not torch.is_autocast_enabled(device):
+            return False
+        return torch.finfo(dtype).min < torch.finfo(torch.get_autocast_dtype(device)).min
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, past: Any, norms: KeyNorms | None) -> Tensor:
         """Return the causal attention of the last queries, ``[batch, num_heads, q_len, head_dim]``.
 
