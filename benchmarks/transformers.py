@@ -261,7 +261,9 @@ def text_model(kind: str, narrow: int) -> Any:
     if kind == "BLOOM":
         return BloomModel(BloomConfig(vocab_size=1000, hidden_size=width, n_head=heads, n_layer=layers)).eval()
     if kind == "MPT":
-        return MptModel(MptConfig(vocab_size=1000, d_model=width, n_heads=heads, n_layers=layers)).eval()
+        return MptModel(
+            MptConfig(vocab_size=1000, d_model=width, n_heads=heads, n_layers=layers, max_seq_len=4096)
+        ).eval()
     config = FalconConfig(
         vocab_size=1000, hidden_size=width, num_attention_heads=heads, num_hidden_layers=layers, alibi=True
     )
