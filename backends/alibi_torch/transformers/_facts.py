@@ -50,25 +50,7 @@ def nothing(device: torch.device) -> Tensor:
     return torch.zeros(1, ENDS, 1, 0, dtype=torch.uint8, device=device)
 
 
-def is_of_padding(attention_mask: Tensor, batch: int, q_len: int, past: Any, longest: int) -> bool:
-    """Whether a mask has one number for each token so far, or for each that the cache can hold.
-
-    Args:
-        attention_mask: A mask that the model was given.
-        batch: Of the call.
-        q_len: Of the call, in tokens.
-        past: Tokens in the cache before, an int or a tensor.
-        longest: Tokens that the cache can hold; -1 for any number.
-    """
-    if attention_mask.ndim != 2 or attention_mask.shape[0] != batch:
-        return False
-    length = attention_mask.shape[1]
-    if torch.compiler.is_compiling() and isinstance(past, Tensor):  # whose value cannot be read
-        return length == longest
-    return length == longest or length == int(past) + q_len  # compared one by one: lengths may be symbols
-
-
-def of_padding(mask: Tensor, q_len: int, past: Any, *, is_rounded: bool, is_unseeing: bool) -> Tensor:
+def of_padding(mask: Tensor, q_len: int, past: Any, *, is_rounded: bool = False, is_unseeing: bool = False) -> Tensor:
     """Return what a padding mask ``[batch, tokens]``, 0 for padding, says, encoded.
 
     Args:
@@ -156,23 +138,18 @@ def decode(mask: Tensor, q_len: int, kv_len: int, past: Any, device: torch.devic
     if says_nothing(mask):
         return Facts(None, None, columns, columns)
     kind, row = mask.shape[1], mask[:, 0, 0].to(device)
-    numbers, starts = None, None
+    numbers, text, starts = row, None, None
     if kind == PACKED_HOLES:
         numbers, starts = row.chunk(2, dim=-1)
     elif kind == PACKED:
-        starts = row
-    else:
-        numbers = row
-    text = None
+        numbers, starts = None, row
     if numbers is not None:
         numbers = F.pad(numbers, (0, max(kv_len - numbers.shape[-1], 0)), value=1)[:, :kv_len]
         text = numbers != 0
+        begins = text.int().argmax(dim=-1, keepdim=True)
     if starts is not None:
         starts = F.pad(starts, (0, max(kv_len - starts.shape[-1], 0)))[:, :kv_len].bool()
         begins = torch.where(starts, columns, 0).cummax(dim=-1).values
-    else:
-        assert text is not None  # or there would be sequences
-        begins = text.int().argmax(dim=-1, keepdim=True)
     columns = positions = columns - begins
     if kind in (HOLES, UNSEEING):
         positions = (numbers.cumsum(dim=-1) - 1) * numbers  # as the models do
