@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,15 +65,8 @@ class Rules:
     ) -> Rules:
         """Return the rules of a family, in its own numbers (``contract="model"``) or the exact form of its bias.
 
-        Args:
-            family: ``"bloom"``, ``"falcon"`` or ``"mpt"``.
-            contract: One of ``CONTRACTS``.
-            num_heads: Of the model.
-            scale: Of its scores.
-            model_slopes: ``[num_heads]``, as the model computes them where it runs; default, correctly rounded.
-            bias_max: That it was trained with; transformers' own MPT knows 8 alone.
-            bias_divisor: As the attribute.
-            additions: As the attribute; in the exact form once.
+        Slopes are correctly rounded where the model's are not given, as it computes them where it runs. The exact form
+        takes MPT's ``bias_max``, of which transformers knows 8 alone, and adds the bias once.
         """
         own = contract == "model"
         rates = slopes_of(num_heads, contract=family) if own else slopes_of(num_heads, bias_max=bias_max)
@@ -270,10 +264,8 @@ def _with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: f
     The queries that share keys become rows of one head, so that no key is copied.
     """
     rows = query.reshape(query.shape[0], *bias.shape[1:3], query.shape[3])
-    if torch.is_autocast_enabled("cpu"):  # which would round the bias
-        with torch.autocast("cpu", enabled=False):
-            result = F.scaled_dot_product_attention(rows, key, value, bias, scale=scale)
-    else:
+    is_rounded = torch.is_autocast_enabled("cpu")  # the bias would be
+    with torch.autocast("cpu", enabled=False) if is_rounded else nullcontext():
         result = F.scaled_dot_product_attention(rows, key, value, bias, scale=scale)
     return result.reshape(query.shape)
 
