@@ -1,4 +1,4 @@
-"""How much faster are BLOOM and MPT of transformers with their attention computed by this library?
+"""How much faster are BLOOM, MPT and Falcon of transformers with their attention computed by this library?
 
 Random weights at the shapes of real models. Numbers come first: logits beside the model's own in float32 and in
 float64, and greedy tokens for many prompts. Then, in pairs whose order alternates:
@@ -6,29 +6,42 @@ float64, and greedy tokens for many prompts. Then, in pairs whose order alternat
   bloom    two layers of BLOOM-560m's shape, a forward pass over 8,192 tokens;
   mpt      one layer of MPT-7B's shape, 4,096 tokens; and that layer's attention without its projections, which are most
            of its work and stay the model's own;
-  decode   64 tokens after 8,192, two layers of BLOOM-560m's shape, in the model's usual cache and in AlibiCache.
+  decode   64 tokens after 8,192, two layers of BLOOM-560m's shape, in the model's usual cache and in AlibiCache;
+  text     prompts of 8 to 2,048 tokens and 24 more, one at a time, batch 1 and 8: six layers of hidden size 1,024 of
+           each family, in both caches. Nothing is to be lost where there is little attention to save.
 
 The peak of memory is taken in a process of its own. The exit status is 1 if a number is wrong or, at full size, if a
-bar is not met. About 25 minutes on two cores, most of it for the models' own attention; 17 GiB of memory.
+bar is not met. About 25 minutes on two cores without the last section, most of it for the models' own attention; 17 GiB
+of memory.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import BloomConfig, BloomForCausalLM, BloomModel, DynamicCache, MptConfig, MptModel
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    BloomModel,
+    DynamicCache,
+    FalconConfig,
+    FalconModel,
+    MptConfig,
+    MptModel,
+)
 from transformers.utils import logging
 
 from alibi_torch.transformers import AlibiCache, accelerate, restore
 from benchmarks import harness
 from benchmarks.harness import Measurement
 
-SECTIONS = ("bloom", "mpt", "decode")
+SECTIONS = ("bloom", "mpt", "decode", "text")
 VERSIONS = ("numpy", "torch", "transformers")
 OURS, THEIRS = "accelerated", "eager"
 
@@ -46,6 +59,8 @@ class Sizes:
         prompts: That greedy tokens are compared for.
         steps: Greedy tokens of each.
         narrow: By what the widths of the models are divided.
+        texts: Batch sizes, and tokens of each prompt, of short texts.
+        more: Tokens after such a prompt.
     """
 
     bloom: int
@@ -56,10 +71,25 @@ class Sizes:
     prompts: int
     steps: int
     narrow: int
+    texts: tuple[tuple[int, ...], tuple[int, ...]]
+    more: int
 
 
-FULL = Sizes(bloom=8192, mpt=4096, decoded=64, pairs=3, checked=1500, prompts=20, steps=200, narrow=1)
-SMALL = Sizes(bloom=300, mpt=200, decoded=3, pairs=1, checked=100, prompts=2, steps=5, narrow=8)
+FULL = Sizes(
+    bloom=8192,
+    mpt=4096,
+    decoded=64,
+    pairs=3,
+    checked=1500,
+    prompts=20,
+    steps=200,
+    narrow=1,
+    texts=((1, 8), (8, 64, 256, 1024, 2048)),
+    more=24,
+)
+SMALL = Sizes(
+    bloom=300, mpt=200, decoded=3, pairs=1, checked=100, prompts=2, steps=5, narrow=8, texts=((2,), (8,)), more=2
+)
 
 
 def bloom_config(narrow: int, **options: Any) -> BloomConfig:
@@ -224,6 +254,53 @@ def decode(model: Any, tokens: torch.Tensor, cache: Any, steps: int) -> None:
         model(tokens[:, step : step + 1], past_key_values=cache)
 
 
+def text_model(kind: str, narrow: int) -> Any:
+    """Return six layers of hidden size 1,024 of a family, random."""
+    torch.manual_seed(0)
+    width, heads, layers = 1024 // narrow, 16, 6
+    if kind == "BLOOM":
+        return BloomModel(BloomConfig(vocab_size=1000, hidden_size=width, n_head=heads, n_layer=layers)).eval()
+    if kind == "MPT":
+        return MptModel(
+            MptConfig(vocab_size=1000, d_model=width, n_heads=heads, n_layers=layers, max_seq_len=4096)
+        ).eval()
+    config = FalconConfig(
+        vocab_size=1000, hidden_size=width, num_attention_heads=heads, num_hidden_layers=layers, alibi=True
+    )
+    config._attn_implementation = kind.removeprefix("Falcon, ")
+    return FalconModel(config).eval()
+
+
+@torch.no_grad()
+def of_text(model: Any, tokens: torch.Tensor, more: int, cache: Any) -> None:
+    """Take a prompt, and then further tokens one at a time."""
+    model(tokens[:, :-more], past_key_values=cache, use_cache=True)
+    decode(model, tokens[:, -more:], cache, more)
+
+
+def of_texts(sizes: Sizes) -> Iterator[Measurement]:
+    """Measure prompts and the tokens after them in the two caches."""
+    for kind in ("BLOOM", "MPT", "Falcon, sdpa", "Falcon, eager"):
+        theirs = text_model(kind, sizes.narrow)
+        ours = accelerate(copy.deepcopy(theirs))
+        for batch, length in itertools.product(*sizes.texts):
+            tokens = tokens_of(batch, length + sizes.more)
+            group = f"{kind}, batch {batch}, {length:,} tokens and {sizes.more} more"
+
+            def run(model: Any, cache: Any, tokens: torch.Tensor = tokens) -> None:
+                of_text(model, tokens, sizes.more, cache)
+
+            for name, make in (("DynamicCache", DynamicCache), ("AlibiCache", lambda ours=ours: AlibiCache(ours))):
+                measured = Measurement(
+                    group, f"{OURS}, {name}", f"{THEIRS}, DynamicCache", "seconds", bar=0.97, faster=True
+                )
+                yield measured.timed(
+                    lambda make=make, ours=ours, run=run: run(ours, make()),
+                    lambda theirs=theirs, run=run: run(theirs, DynamicCache()),
+                    sizes.pairs,
+                )
+
+
 def measure(sections: Sequence[str], sizes: Sizes) -> Iterator[Measurement]:
     """Yield what the sections measure."""
     if "bloom" in sections:
@@ -233,6 +310,8 @@ def measure(sections: Sequence[str], sizes: Sizes) -> Iterator[Measurement]:
         yield from of_attention(sizes.mpt, sizes)
     if "decode" in sections:
         yield from of_decoding(sizes)
+    if "text" in sections:
+        yield from of_texts(sizes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -32,7 +32,7 @@ from alibi_torch.transformers._modules import (
     with_arguments,
 )
 from alibi_torch.transformers._paths import Paths
-from alibi_torch.transformers._rules import CONTRACTS
+from alibi_torch.transformers._rules import CONTRACTS, Rules
 
 ATTENTION: dict[type, Any] = {
     BloomAttention: AcceleratedBloomAttention,
@@ -169,14 +169,18 @@ class _Prepare:
         tokens = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
         if not isinstance(tokens, Tensor):
             return args, kwargs  # which the model refuses
-        _check_use(given.get("past_key_values"), given.get("use_cache"))
+        if given.get("use_cache") is False and isinstance(given.get("past_key_values"), AlibiCache):
+            raise ValueError(
+                "use_cache must be True with an AlibiCache, got False (MptConfig's default): generate would send it "
+                "the whole text at each token"
+            )
         layers = layers_of(model if self.is_base else model.base_model)
         reason = _reason_for_own_code(model, layers, given, tokens)
         if self.is_base and reason is not None:
             layers[0].alibi_paths.by_hook(model, reason)
         if reason is not None:
             return args, kwargs
-        encoded = _encoded(mask, given.get("position_ids"), given.get("past_key_values"), tokens)
+        encoded = _encoded(model, given, tokens, layers[0].alibi_rules)
         changed: dict[str, Any] = {"attention_mask": encoded}
         if _facts.is_packed(encoded) and not torch.compiler.is_compiling():
             if given.get("use_cache"):
@@ -208,19 +212,12 @@ def _reason_for_own_code(model: Any, layers: list[Any], given: dict[str, Any], t
         return f"attention_mask must be a tensor, got {type(mask).__name__}"
     (batch, q_len), past = tokens.shape[:2], _length_of(cache)
     longest = cache.get_mask_sizes(q_len, 0)[0] if cache is not None and cache.is_compileable else -1
-    if not _facts.is_of_padding(mask, batch, q_len, past, longest):
+    fits = mask.ndim == 2 and mask.shape[0] == batch
+    # Lengths may be symbols, so each is compared by itself; a compiled call cannot read how full a static cache is.
+    if not fits or (mask.shape[1] != longest and (isinstance(past, Tensor) or mask.shape[1] != past + q_len)):
         expected = f"({batch}, {longest if longest >= 0 else past + q_len})"
         return f"attention_mask must be of shape {expected} (batch, tokens so far), got {tuple(mask.shape)}"
     return None
-
-
-def _check_use(cache: Any, use_cache: Any) -> None:
-    """Check that nobody fills a cache of this library without the use of it."""
-    if use_cache is False and isinstance(cache, AlibiCache):
-        raise ValueError(
-            "use_cache must be True with an AlibiCache, got False (MptConfig's default): generate would send it the "
-            "whole text at each token"
-        )
 
 
 def _length_of(cache: Any) -> Any:
@@ -229,8 +226,10 @@ def _length_of(cache: Any) -> Any:
     return past if torch.compiler.is_compiling() else int(past)
 
 
-def _encoded(mask: Any, position_ids: Any, cache: Any, tokens: Tensor) -> Tensor:
-    (batch, q_len), past = tokens.shape[:2], _length_of(cache)
+def _encoded(model: Any, given: dict[str, Any], tokens: Tensor, rules: Rules) -> Tensor:
+    """Return what a call's mask and positions say of its tokens."""
+    mask, position_ids = given.get("attention_mask"), given.get("position_ids")
+    (batch, q_len), past = tokens.shape[:2], _length_of(given.get("past_key_values"))
     # While a call is compiled, nobody can look at positions; behind tokens in a cache they do not restart.
     is_start = isinstance(past, int) and past == 0
     if position_ids is not None and q_len > 1 and (is_start or not torch.compiler.is_compiling()):
@@ -240,7 +239,13 @@ def _encoded(mask: Any, position_ids: Any, cache: Any, tokens: Tensor) -> Tensor
         packed = _facts.of_positions(position_ids, batch, q_len, past, text)
         if packed is not None:
             return packed
-    return _facts.nothing(tokens.device) if mask is None else _facts.of_padding(mask, q_len, past)
+    if mask is None:
+        return _facts.nothing(tokens.device)
+    dtype = tokens.dtype if tokens.is_floating_point() else model.get_input_embeddings().weight.dtype
+    is_unseeing = rules.hides_with_infinity(tokens.device.type, dtype)
+    return _facts.of_padding(
+        rules.counted(mask), q_len, past, is_rounded=rules.rounds(mask.dtype), is_unseeing=is_unseeing
+    )
 
 
 def _same_mask(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
@@ -263,19 +268,21 @@ def _no_mpt_bias(num_heads: int, sequence_length: int, alibi_bias_max: int = 8, 
     return torch.zeros(0, device=device)
 
 
+REPLACED: dict[type, tuple[str, Any]] = {
+    BloomModel: ("build_alibi_tensor", _bloom_bias),
+    MptModel: ("build_mpt_alibi_tensor", _no_mpt_bias),
+    FalconModel: ("use_alibi", False),
+}
+
+
 def _replace_builders(base: Any) -> None:
-    if isinstance(base, BloomModel):
-        base.build_alibi_tensor = _bloom_bias
-    elif isinstance(base, MptModel):
-        base.build_mpt_alibi_tensor = _no_mpt_bias
-    else:
-        base.use_alibi = False
+    for name, ours in (x for kind, x in REPLACED.items() if isinstance(base, kind)):
+        setattr(base, name, ours)
 
 
 def _put_builders_back(base: Any) -> None:
-    if isinstance(base, BloomModel):
-        del base.build_alibi_tensor
-    elif isinstance(base, MptModel):
-        del base.build_mpt_alibi_tensor
-    else:
+    if isinstance(base, FalconModel):
         base.use_alibi = True
+    else:
+        for name in (x for kind, (x, _) in REPLACED.items() if isinstance(base, kind)):
+            delattr(base, name)

@@ -35,13 +35,10 @@ def extended(cache: Any, layer_idx: Any, query: Tensor, key: Tensor, value: Tens
     wants_norms = query.shape[2] <= SIZES.few and not is_short(query, past + key.shape[2])
     known = _KnownNorms.of(layer, past) if wants_norms else None
     keys, values = cache.update(key, value, layer_idx)
-    if keys.shape[2] > past + key.shape[2]:  # of a static cache
-        keys, values = (x[:, :, : past + key.shape[2]] for x in (keys, values))
     if known is None:
         return rules.attend(query, keys, values, mask, past, None)
-    known = known.with_keys(keys)
-    known.keep(cache.layers[layer_idx])
-    return rules.attend(query, keys, values, mask, past, known.norms)
+    norms = known.extended(cache.layers[layer_idx], keys[:, :, : past + key.shape[2]])
+    return rules.attend(query, keys, values, mask, past, norms)
 
 
 def unknown_cache(cache: Any) -> str | None:
@@ -65,50 +62,39 @@ class AttendingLayer(CacheLayerMixin):
 
 
 class _KnownNorms:
-    """Bounds of the norms of keys in a layer of transformers' caches, as long as nobody else changes its keys."""
+    """Bounds of the norms of keys in a layer of transformers' caches, as long as nobody else changes its keys.
 
-    def __init__(self) -> None:
-        self.values: Tensor | None = None  # [batch, num_kv_heads, blocks]
-        self.length = 0
-        self._keys: Any = lambda: None
-        self._version = -1
+    Attributes:
+        values: ``[batch, num_kv_heads, blocks]``; None while nothing is known.
+        length: Of the keys that they are of, in tokens.
+    """
+
+    def __init__(self, values: Tensor | None = None, length: int = 0, keys: Tensor | None = None) -> None:
+        self.values, self.length = values, length
+        self._keys: Any = None if keys is None else weakref.ref(keys)
+        self._version = -1 if keys is None else keys._version
 
     @classmethod
     def of(cls, layer: Any, past: int) -> _KnownNorms:
         """Return what is known of a layer's first ``past`` keys."""
         known = getattr(layer, "alibi_norms", None)
-        if isinstance(known, cls) and known.length == past and known._is_of(layer):
-            return known
-        return cls()
+        if known is None or known._keys is None or known.length != past or known._keys() is not layer.keys:
+            return cls()
+        return known if layer.keys._version == known._version else cls()
 
-    def with_keys(self, keys: Tensor) -> _KnownNorms:
-        """Return what is known once a layer holds these keys, having measured those that are new."""
+    def extended(self, layer: Any, keys: Tensor) -> KeyNorms:
+        """Return bounds of all of a layer's keys, having measured those that are new, for it to remember."""
         batch, heads, length, _ = keys.shape
-        blocks = -(-length // BLOCK)
         with torch.no_grad():
             new = norm_bounds(keys[:, :, self.length :])
-            values = new.new_zeros(batch, heads, blocks)
+            values = new.new_zeros(batch, heads, -(-length // BLOCK))
             if self.values is not None:
                 values[..., : self.values.shape[-1]] = self.values
             index = torch.arange(self.length, length, device=new.device) // BLOCK
             values.scatter_reduce_(2, index.expand_as(new), new, "amax")
-        known = _KnownNorms()
-        known.values, known.length = values, length
-        return known
-
-    def keep(self, layer: Any) -> None:
-        """Remember this for the next tokens."""
-        if layer.keys.is_inference():  # whose changes cannot be told
-            return
-        self._keys, self._version = weakref.ref(layer.keys), layer.keys._version
-        layer.alibi_norms = self
-
-    @property
-    def norms(self) -> KeyNorms | None:
-        return None if self.values is None else KeyNorms(self.values, BLOCK)
-
-    def _is_of(self, layer: Any) -> bool:
-        return self._keys() is layer.keys and layer.keys._version == self._version
+        if not layer.keys.is_inference():  # whose changes cannot be told
+            layer.alibi_norms = _KnownNorms(values, length, layer.keys)
+        return KeyNorms(values, BLOCK)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _KnownNorms, ()  # a copy's keys are others

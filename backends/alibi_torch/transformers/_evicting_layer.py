@@ -88,14 +88,12 @@ class EvictingLayer(AttendingLayer):
                 max(self.store.length + max_length, 0) if max_length < 0 else max_length or self.store.length
             )
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep these entries of the batch."""
-        self.batch_select_indices(beam_idx)
-
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these entries of the batch."""
         if self.store is not None:
             self.store.select_batch(indices)
+
+    reorder_cache = batch_select_indices
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each entry of the batch."""

@@ -16,9 +16,10 @@ from torch import Tensor
 
 # What the row of an encoded mask holds. Plain numbers, which torch.compile can compare with a symbol.
 ENDS = 11  # 1 for text, 0 for padding, which lies at the ends of a row; or no length at all, without padding
-HOLES = 13  # 1 for text, 0 for padding, which lies anywhere
+HOLES = 13  # 0 for padding, which lies anywhere, and for text what the model was given, which may be rounded or above 1
 PACKED = 17  # 1 where a sequence begins
-PACKED_HOLES = 19  # the row of HOLES, then that of PACKED
+UNSEEING = 23  # the row of HOLES, where padding that no text precedes gets zeros, not the mean of all values
+PACKED_HOLES = 19  # 1 for text, 0 for padding, which lies anywhere; then the row of PACKED
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,10 @@ class Facts:
             row is one.
         columns: ``[kv_len]`` or ``[batch, kv_len]`` integers: columns from the first text of a sequence. Those of
             padding before it are negative.
-        positions: Likewise: tokens of text from the first of the sequence. The same tensor as ``columns`` where no
-            padding lies between text.
-        blind: ``[batch, q_len]`` booleans, True for padding that no text precedes; None where there is none.
+        positions: Likewise: tokens of text before them in the sequence, by the numbers of the mask. The same tensor as
+            ``columns`` where no padding lies between text.
+        blind: ``[batch, q_len]`` booleans, True for padding that no text precedes, which gets the mean of all values;
+            None where there is none.
     """
 
     text: Tensor | None
@@ -48,35 +50,26 @@ def nothing(device: torch.device) -> Tensor:
     return torch.zeros(1, ENDS, 1, 0, dtype=torch.uint8, device=device)
 
 
-def is_of_padding(attention_mask: Tensor, batch: int, q_len: int, past: Any, longest: int) -> bool:
-    """Whether a mask has one number for each token so far, or for each that the cache can hold.
+def of_padding(mask: Tensor, q_len: int, past: Any, *, is_rounded: bool = False, is_unseeing: bool = False) -> Tensor:
+    """Return what a padding mask ``[batch, tokens]``, 0 for padding, says, encoded.
 
     Args:
-        attention_mask: A mask that the model was given.
-        batch: Of the call.
+        mask: In the numbers that positions are sums of.
         q_len: Of the call, in tokens.
-        past: Tokens in the cache before, an int or a tensor.
-        longest: Tokens that the cache can hold; -1 for any number.
+        past: Tokens in the cache before.
+        is_rounded: Whether sums in its dtype are rounded so that even text alone is counted in another way.
+        is_unseeing: Whether padding that no text precedes gets zeros.
     """
-    if attention_mask.ndim != 2 or attention_mask.shape[0] != batch:
-        return False
-    length = attention_mask.shape[1]
-    if torch.compiler.is_compiling() and isinstance(past, Tensor):  # whose value cannot be read
-        return length == longest
-    return length == longest or length == int(past) + q_len  # compared one by one: lengths may be symbols
-
-
-def of_padding(attention_mask: Tensor, q_len: int, past: Any) -> Tensor:
-    """Return what a padding mask ``[batch, tokens]``, 0 for padding, says, encoded."""
-    text = attention_mask != 0
-    if torch.compiler.is_compiling():
-        return _encoded(text, HOLES)
-    seen = text[:, : int(past) + q_len]
-    if bool(seen.all()):
-        return nothing(text.device)
-    changes = (seen[:, 1:] != seen[:, :-1]).sum(dim=1)
-    has_holes = bool((changes > 1 + (~seen[:, 0] & ~seen[:, -1]).long()).any())
-    return _encoded(text, HOLES if has_holes else ENDS)
+    general = UNSEEING if is_unseeing else HOLES
+    if is_rounded or torch.compiler.is_compiling():
+        return _encoded(mask, general)
+    seen = mask[:, : int(past) + q_len]
+    if bool((seen == 1).all()):
+        return nothing(mask.device)
+    text = seen != 0
+    changes = (text[:, 1:] != text[:, :-1]).sum(dim=1)
+    has_holes = (changes > 1 + (~text[:, 0] & ~text[:, -1]).long())[:, None] | (seen != text)
+    return _encoded(mask, general if is_unseeing or bool(has_holes.any()) else ENDS)
 
 
 def of_positions(position_ids: Tensor, batch: int, q_len: int, past: Any, text: Tensor | None) -> Tensor | None:
@@ -118,7 +111,7 @@ def is_encoded(mask: Any) -> bool:
     """Whether a mask says what it says in this form."""
     if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[2] != 1:
         return False
-    return any(mask.shape[1] == kind for kind in (ENDS, HOLES, PACKED, PACKED_HOLES))
+    return any(mask.shape[1] == kind for kind in (ENDS, HOLES, UNSEEING, PACKED, PACKED_HOLES))
 
 
 def says_nothing(mask: Tensor) -> bool:
@@ -128,7 +121,7 @@ def says_nothing(mask: Tensor) -> bool:
 
 def is_packed(mask: Tensor) -> bool:
     """Whether an encoded mask is of several sequences in a row."""
-    return mask.shape[1] >= PACKED
+    return mask.shape[1] in (PACKED, PACKED_HOLES)
 
 
 def decode(mask: Tensor, q_len: int, kv_len: int, past: Any, device: torch.device) -> Facts:
@@ -144,28 +137,28 @@ def decode(mask: Tensor, q_len: int, kv_len: int, past: Any, device: torch.devic
     columns = torch.arange(kv_len, device=device)
     if says_nothing(mask):
         return Facts(None, None, columns, columns)
-    kind, row = mask.shape[1], mask[:, 0, 0].to(device, torch.bool)
-    text, starts = None, None
+    kind, row = mask.shape[1], mask[:, 0, 0].to(device)
+    numbers, text, starts = row, None, None
     if kind == PACKED_HOLES:
-        text, starts = row.chunk(2, dim=-1)
+        numbers, starts = row.chunk(2, dim=-1)
     elif kind == PACKED:
-        starts = row
-    else:
-        text = row
-    if text is not None:
-        text = F.pad(text, (0, max(kv_len - text.shape[-1], 0)), value=True)[:, :kv_len]
-    if starts is not None:
-        starts = F.pad(starts, (0, max(kv_len - starts.shape[-1], 0)))[:, :kv_len]
-        begins = torch.where(starts, columns, 0).cummax(dim=-1).values
-    else:
-        assert text is not None  # or there would be sequences
+        numbers, starts = None, row
+    if numbers is not None:
+        numbers = F.pad(numbers, (0, max(kv_len - numbers.shape[-1], 0)), value=1)[:, :kv_len]
+        text = numbers != 0
         begins = text.int().argmax(dim=-1, keepdim=True)
+    if starts is not None:
+        starts = F.pad(starts, (0, max(kv_len - starts.shape[-1], 0)))[:, :kv_len].bool()
+        begins = torch.where(starts, columns, 0).cummax(dim=-1).values
     columns = positions = columns - begins
-    if text is not None and kind != ENDS:
+    if kind in (HOLES, UNSEEING):
+        positions = (numbers.cumsum(dim=-1) - 1) * numbers  # as the models do
+    elif kind == PACKED_HOLES:
         tokens = text.cumsum(dim=-1) - 1
         positions = tokens - tokens.gather(-1, begins.expand(tokens.shape))
     sequences = None if starts is None else starts.cumsum(dim=-1)
-    return Facts(text, sequences, columns, positions, _blind(text, q_len, past))
+    blind = None if kind == UNSEEING else _blind(text, q_len, past)
+    return Facts(text, sequences, columns, positions, blind)
 
 
 def _blind(text: Tensor | None, q_len: int, past: Any) -> Tensor | None:
@@ -178,4 +171,4 @@ def _blind(text: Tensor | None, q_len: int, past: Any) -> Tensor | None:
 
 
 def _encoded(row: Tensor, kind: int) -> Tensor:
-    return row.to(torch.uint8)[:, None, None, :].expand(-1, kind, -1, -1)
+    return (row if kind in (HOLES, UNSEEING) else row.to(torch.uint8))[:, None, None, :].expand(-1, kind, -1, -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,15 +65,8 @@ class Rules:
     ) -> Rules:
         """Return the rules of a family, in its own numbers (``contract="model"``) or the exact form of its bias.
 
-        Args:
-            family: ``"bloom"``, ``"falcon"`` or ``"mpt"``.
-            contract: One of ``CONTRACTS``.
-            num_heads: Of the model.
-            scale: Of its scores.
-            model_slopes: ``[num_heads]``, as the model computes them where it runs; default, correctly rounded.
-            bias_max: That it was trained with; transformers' own MPT knows 8 alone.
-            bias_divisor: As the attribute.
-            additions: As the attribute; in the exact form once.
+        Slopes are correctly rounded where the model's are not given, as it computes them where it runs. The exact form
+        takes MPT's ``bias_max``, of which transformers knows 8 alone, and adds the bias once.
         """
         own = contract == "model"
         rates = slopes_of(num_heads, contract=family) if own else slopes_of(num_heads, bias_max=bias_max)
@@ -89,12 +83,29 @@ class Rules:
             counts_text=named(family).counts_from == "first key",
         )
 
+    def counted(self, mask: Tensor) -> Tensor:
+        """Return a padding mask in the numbers that the model's positions are sums of; booleans where it has none."""
+        return mask if named(self.contract).counts_from == "first key" else mask != 0
+
+    def rounds(self, dtype: torch.dtype) -> bool:
+        """Whether positions that are summed up in the dtype of a mask give another bias than integers do."""
+        rule = named(self.contract)
+        if rule.counts_from != "first key" or not dtype.is_floating_point:
+            return False
+        return rule.multiplies_in_bfloat16 or torch.finfo(dtype).bits < 32
+
+    def hides_with_infinity(self, device: str, dtype: torch.dtype) -> bool:
+        """Whether autocast rounds the least number of ``dtype``, which Falcon hides keys with, to minus infinity."""
+        if self.contract != "falcon" or self.additions > 1 or not torch.is_autocast_enabled(device):
+            return False
+        return torch.finfo(dtype).min < torch.finfo(torch.get_autocast_dtype(device)).min
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, past: Any, norms: KeyNorms | None) -> Tensor:
         """Return the causal attention of the last queries, ``[batch, num_heads, q_len, head_dim]``.
 
         Args:
             query: Of that shape.
-            key: ``[batch, num_kv_heads, kv_len, head_dim]``; more than there are tokens, perhaps, which nothing sees.
+            key: ``[batch, num_kv_heads, kv_len, head_dim]``, those of all tokens, or all places of a static cache.
             value: Likewise.
             mask: Encoded, see ``_facts``.
             past: Tokens before the first query, an int or a tensor of one element.
@@ -102,6 +113,9 @@ class Rules:
         """
         if key.dtype != query.dtype and torch.is_autocast_enabled(query.device.type):  # which casts what a cache holds
             key, value, norms = key.to(query.dtype), value.to(query.dtype), None
+        places = key, value
+        if not torch.compiler.is_compiling() and key.shape[2] > past + query.shape[2]:
+            key, value = (x[:, :, : past + query.shape[2]] for x in places)
         is_lean = is_short(query, key.shape[2]) and not needs_gradients(query, key, value)
         if is_lean and query.shape[2] == 1 and _facts.says_nothing(mask):
             sizes = self, key.shape[2], query.dtype
@@ -112,7 +126,7 @@ class Rules:
         result = plan.attend(query, key, value) if is_lean else run(plan.call, query, key, value, None, norms)
         if plan.blind is None:
             return result
-        unseeing = self._of_blind(query, key, value, query.shape[1] // key.shape[1])
+        unseeing = self._of_blind(query, *places, query.shape[1] // key.shape[1])
         return torch.where(plan.blind[:, None, :, None], unseeing, result)
 
     def _row(self, kv_len: int, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
@@ -143,6 +157,8 @@ class Rules:
     def _of_blind(self, query: Tensor, key: Tensor, value: Tensor, group: int) -> Tensor:
         """Return what queries get that see nothing: the mean of all values, ``[..., num_heads, q_len or 1, head_dim]``.
 
+        A static cache's values are those of its empty places, too.
+
         BLOOM and Falcon hide a key by adding a huge negative number to its score. The score is lost, but its derivative
         is not: it is that of a softmax with weights of ``1 / kv_len``, ``scale * q_i @ mean_j(k_j (v_j - mean v))``.
         """
@@ -159,7 +175,8 @@ class Rules:
         Args:
             columns: ``[..., kv_len]`` integers, of keys in their sequence, those of all keys so far.
             dtype: Of the model.
-            positions: Likewise: the tokens of text before them. Default ``columns``: all are text.
+            positions: Likewise: the tokens of text before them, or, for a mask of other numbers than 0 and 1, what the
+                model counts by it. Default ``columns``: all are text.
 
         Returns:
             ``[..., num_heads, kv_len]``, float32, or float64 for float64; None for nothing.
@@ -175,7 +192,11 @@ class Rules:
         if rule.counts_from == "last key":  # far from early queries' own keys, so that these are rounded too
             columns = counts = columns - columns[..., -1:]
         rates = torch.tensor(self.model_slopes, dtype=torch.float32, device=device)
-        rounded = rule.row(xp, rates, counts)[..., 0, :].to(working if rule.is_always_float32 else dtype)
+        if counts.is_floating_point():  # of a mask of such numbers, whose dtype the model's product has then, too
+            product = (rates.bfloat16() if rule.multiplies_in_bfloat16 else rates)[:, None] * counts[..., None, :]
+        else:
+            product = rule.row(xp, rates, counts)[..., 0, :]
+        rounded = product.to(working if rule.is_always_float32 else dtype)
         bias = rounded / self.bias_divisor
         if self.additions > 1:  # the others are formed before the scores are rounded to the dtype
             bias = bias + (self.additions - 1) * rounded.to(working) / self.bias_divisor
@@ -243,10 +264,8 @@ def _with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: f
     The queries that share keys become rows of one head, so that no key is copied.
     """
     rows = query.reshape(query.shape[0], *bias.shape[1:3], query.shape[3])
-    if torch.is_autocast_enabled("cpu"):  # which would round the bias
-        with torch.autocast("cpu", enabled=False):
-            result = F.scaled_dot_product_attention(rows, key, value, bias, scale=scale)
-    else:
+    is_rounded = torch.is_autocast_enabled("cpu")  # the bias would be
+    with torch.autocast("cpu", enabled=False) if is_rounded else nullcontext():
         result = F.scaled_dot_product_attention(rows, key, value, bias, scale=scale)
     return result.reshape(query.shape)
 
