@@ -166,7 +166,8 @@ def norms_of(call: AttentionCall, max_key_norm: float | Tensor) -> KeyNorms:
 
 
 def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
-    if device_type == "meta":  # which has none. Not is_autocast_available, which PyTorch 2.9 and 2.11 cannot trace
+    # "meta" has none. Not is_autocast_available, which PyTorch 2.9 and 2.11 cannot trace.
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
 

@@ -14,7 +14,7 @@ from alibi_core import AttentionCall
 from alibi_core.backend import ARRAY_AXES, CallRules, Job, KeyNorms, entry_of, tolerance_of, working_dtype
 from alibi_torch._dispatch import is_watched, needs_gradients
 from alibi_torch._tiled import kernels as _tile_kernels
-from alibi_torch._tiled import short
+from alibi_torch._tiled import short, step
 from alibi_torch._tiled import vmap as _tiled_vmap
 from alibi_torch._tiled.plan import kernel_jobs
 from alibi_torch._tiled.sequences import parts_of, sequences
@@ -36,13 +36,19 @@ def tiled_attention(
         norms: Bounds of the norms of keys, where they are known; else all keys are read once to measure them.
     """
     flat = call.with_one_batch_axis()
-    tensors = [x.reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key, value)]
+    tensors = [query, key, value]
+    if flat is not call:
+        tensors = [x.reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in tensors]
     is_plain = not is_watched(*tensors)
+    differentiates = needs_gradients(*tensors, flat.slopes, flat.future_slopes)
+    if is_plain and not differentiates and step.is_step(flat) and not (norms is None and step.is_measured(flat)):
+        if flat.q_offset + 1 < flat.kv_len:
+            tensors[1:] = (x[:, :, : flat.q_offset + 1] for x in tensors[1:])
+        return step.attend(flat, *tensors, norms).reshape(query.shape)
     packed = sequences(flat) if is_plain and norms is None else None
     if packed is not None:
         entries = [[tiled_attention(*part) for part in entry] for entry in parts_of(flat, packed, *tensors)]
         return torch.cat([torch.cat(entry, dim=2) for entry in entries]).reshape(query.shape)
-    differentiates = needs_gradients(*tensors, flat.slopes, flat.future_slopes)
     if is_plain and differentiates:
         result = _EagerAttention.apply(*tensors, flat.slopes, flat.future_slopes, flat, norms)
         return result.reshape(query.shape).to(call.dtype)
