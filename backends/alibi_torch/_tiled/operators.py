@@ -12,7 +12,7 @@ from torch import Tensor
 
 from alibi_core import AttentionCall
 from alibi_core.backend import ARRAY_AXES, CallRules, Job, KeyNorms, entry_of, tolerance_of, working_dtype
-from alibi_torch._dispatch import is_watched, needs_gradients
+from alibi_torch._dispatch import is_watched, needs_gradients, no_autocast
 from alibi_torch._tiled import kernels as _tile_kernels
 from alibi_torch._tiled import short, step
 from alibi_torch._tiled import vmap as _tiled_vmap
@@ -167,12 +167,12 @@ def _backward(
     *,
     by_slopes: bool,
     plans: Sequence[list[Job]] = (),
-) -> tuple[Tensor, ...]:
-    """Return the gradients by query, key, value, slopes and future slopes; zeros by slopes unless asked for.
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients by query, key, value, slopes and future slopes; anything by slopes unless asked for.
 
     ``plans`` are those that the forward pass made, where they are known.
     """
-    dense = saved._replace(**{x: _last_axis_dense(getattr(saved, x)) for x in ("grad", "query", "key", "value")})
+    dense = _tile_kernels.Saved(*map(_last_axis_dense, saved[:4]), *saved[4:])
     slopes, future_slopes = call.slopes, call.future_slopes
     like = slopes if future_slopes is None else future_slopes
     tolerance = tolerance_of(call)
@@ -185,10 +185,10 @@ def _backward(
         return _tile_kernels.backward(call, some, planned, by_slopes=by_slopes)
 
     is_short_call = is_short(call, norms_are_known=norms is not None)
-    with torch.autocast("cpu", enabled=False):  # gradients may be asked for where it is on
+    with no_autocast("cpu"):  # gradients may be asked for where it is on
         found = short.backward(call, dense) if is_short_call and not by_slopes else None
         if found is not None:
-            return *found, torch.zeros_like(slopes), torch.zeros_like(like)
+            return *found, None, None
         parts = [differentiate(*part, plan) for part, plan in itertools.zip_longest(_parts(call), plans)]
     joined = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
     *by_inputs, past, future = joined
@@ -244,8 +244,11 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 def _attend_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients by query, key, value, slopes and future slopes (zeros if ``by_slopes`` is False)."""
     saved, packed, by_slopes = _unpacked(arguments)
-    found = _backward(packed.call(saved.query, saved.key), saved, packed.norms, by_slopes=by_slopes)
-    return tuple(x.contiguous() for x in found)
+    *by_inputs, past, future = _backward(packed.call(saved.query, saved.key), saved, packed.norms, by_slopes=by_slopes)
+    if not by_slopes:
+        past = torch.zeros_like(packed.slopes)
+        future = torch.zeros_like(packed.slopes if packed.future_slopes is None else packed.future_slopes)
+    return tuple(x.contiguous() for x in (*by_inputs, past, future))
 
 
 @_attend_backward.register_fake

@@ -12,19 +12,26 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core.backend import LARGEST_TOLERANCE, Job, KeyNorms, namespace_of, reach, score_rounding, tolerance_of
+from alibi_core.backend import (
+    ENDLESS,
+    LARGEST_TOLERANCE,
+    Job,
+    KeyNorms,
+    namespace_of,
+    reach,
+    score_rounding,
+    tolerance_of,
+)
 from alibi_torch._tiled.configuration import tiling
 
-_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
 NEAR = 128  # keys, the last ones, whose norms need not be known
-# Numbers in all keys, in units of the keys of a short call, from which on it pays to leave some out where norms are
-# known, to find out by scores which matter, and to measure norms. Measured on AVX-512.
-LONG, LONG_UNKNOWN, LONG_UNMEASURED = 2**11, 2**12, 2**13
-KERNEL = 2**16  # numbers in keys that one thread reads in the time that a call of the kernel takes besides
+# Numbers in all keys, in units of the keys of a short call, from which on it pays to find out which matter: by norms
+# that are known, or by scores; by the former in low precision; by norms that are yet to be measured, there.
+LONG, LONG_LOW, LONG_LOW_UNMEASURED = 2**12, 2**11, 2**13  # measured on AVX-512
 CAST = 2**18  # numbers that are cast at once: new memory, which is to be small enough to be had at once
 KEPT = 2**18  # numbers in a row of bias that is kept with its call
 
@@ -39,17 +46,19 @@ def is_step(call: AttentionCall) -> bool:
 
 def wants_norms(call: AttentionCall, kv_len: int) -> bool:
     """Whether what is known of the norms of so many keys shortens a step."""
-    return kv_len > NEAR and _numbers(call, kv_len) >= LONG * tiling().short and tolerance_of(call) > 0
+    least = LONG if call.dtype == call.working_dtype else LONG_LOW
+    return _are_many(call, kv_len, least) and tolerance_of(call) > 0
 
 
 def is_measured(call: AttentionCall) -> bool:
     """Whether norms that nobody knows are better measured: not where scores may be looked at instead."""
-    is_low = call.dtype != call.working_dtype
-    return is_low and _numbers(call, call.kv_len) >= LONG_UNMEASURED * tiling().short * call.batch[0]
+    return call.dtype != call.working_dtype and _are_many(call, call.kv_len, LONG_LOW_UNMEASURED * call.batch[0])
 
 
-def _numbers(call: AttentionCall, kv_len: int) -> int:
-    return math.prod(call.batch) * call.num_kv_heads * kv_len * call.head_dim
+def _are_many(call: AttentionCall, kv_len: int, least: int) -> bool:
+    """Whether so many keys hold at least ``least`` numbers for each key of a short call."""
+    numbers = call.batch[0] * call.num_kv_heads * kv_len * call.head_dim
+    return kv_len > NEAR and numbers >= least * tiling().short
 
 
 def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None) -> Tensor:
@@ -62,52 +71,62 @@ def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms
         value: Likewise.
         norms: Bounds of the norms of all keys but perhaps the last ``NEAR``, where they are known.
     """
-    if call.window_size is not None and call.window_size < key.shape[2] - 1:
-        key, value = (x[:, :, -1 - call.window_size :] for x in (key, value))
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    shape, kv_len = query.shape, key.shape[2]
-    query = query.reshape(shape[0], call.num_kv_heads, -1, shape[3])  # the heads that share their keys as rows
-    row = _row(call, kv_len)
-    if norms is None and call.dtype == call.working_dtype and _numbers(call, kv_len) >= LONG_UNKNOWN * tiling().short:
-        if _are_one_axis(key) and _are_one_axis(value):
-            return _by_scores(call, query, key, value, row).reshape(shape)
-    groups = _groups_of_keys(call, query, key, norms)
-    if groups is None:
-        return _kernel(query, key, value, 0.0, False, attn_mask=row, scale=call.scale)[0].reshape(shape)
-    # In low precision the kernel would round the weights to it.
-    query, result = query.to(call.working_dtype), torch.empty(query.shape, dtype=call.dtype)
-    for heads, width in groups:
-        keys, values = (x[:, heads, -width:].to(call.working_dtype) for x in (key, value))
-        bias = row[:, heads, :, -width:]
-        result[:, heads] = _kernel(query[:, heads], keys, values, 0.0, False, attn_mask=bias, scale=call.scale)[0]
-    return result.reshape(shape)
+    # Heads that share their keys become rows.
+    rows = query.reshape(query.shape[0], call.num_kv_heads, -1, query.shape[3])
+    return forward(call, rows, key, value, _jobs(call, rows, key, norms), norms is None).reshape(query.shape)
 
 
 def jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> list[Job]:
-    """Return the scores that :func:`attend` computes."""
-    seen = min(call.q_offset + 1, call.kv_len if call.window_size is None else call.window_size + 1)
-    keys, group = slice(call.q_offset + 1 - seen, call.q_offset + 1), call.num_heads // call.num_kv_heads
-    query = query.reshape(query.shape[0], call.num_kv_heads, -1, query.shape[3])
-    groups = _groups_of_keys(call, query, key[:, :, keys], norms) or [(slice(0, call.num_kv_heads), seen)]
+    """Return the scores that are computed of a call."""
+    rows = query.reshape(query.shape[0], call.num_kv_heads, -1, query.shape[3])
+    return _jobs(call, rows, key[:, :, : call.q_offset + 1], norms)
+
+
+def _jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> list[Job]:
+    """Return the rectangles of scores to compute: of some heads and the last keys each."""
+    kv_len = key.shape[2]
+    seen = kv_len if call.window_size is None else min(kv_len, call.window_size + 1)
+    batch, whole = slice(0, query.shape[0]), [(slice(0, call.num_kv_heads), seen)]
+    if norms is not None and wants_norms(call, seen):
+        whole = _groups(call, _widths(call, query, key, norms, seen), query.shape[0])
+    elif call.dtype != call.working_dtype:
+        whole = _groups(call, [seen] * call.num_kv_heads, query.shape[0])
+    size = call.num_heads // call.num_kv_heads
     return [
-        Job(slice(0, query.shape[0]), slice(x.start * group, x.stop * group), 0, 1, 1, keys.stop - width, width)
-        for x, width in groups
+        Job(batch, slice(heads.start * size, heads.stop * size), 0, 1, 1, kv_len - width, width)
+        for heads, width in whole
     ]
 
 
-def _groups_of_keys(
-    call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None
-) -> list[tuple[slice, int]] | None:
-    """Return which heads of keys the kernel takes together, and how many of the last keys; None for all at once."""
-    if norms is not None and wants_norms(call, key.shape[2]):
-        return _groups(call, _widths(call, query, key, norms), query.shape[0])
-    if call.dtype != call.working_dtype:
-        return _groups(call, [key.shape[2]] * call.num_kv_heads, query.shape[0])
-    return None
+def forward(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, planned: Sequence[Job], may_leave_out: bool
+) -> Tensor:
+    """Compute the jobs of a step, its heads as rows, ``[batch, num_kv_heads, rows, head_dim]``.
+
+    ``may_leave_out`` lets scores tell which values matter.
+    """
+    kv_len = planned[0].kv_len
+    row = _row(call, max(job.kv_len for job in planned))
+    if len(planned) == 1 and call.dtype == call.working_dtype:
+        if kv_len < key.shape[2]:
+            key, value = (x[:, :, -kv_len:] for x in (key, value))
+        if may_leave_out and _are_many(call, kv_len, LONG) and _are_one_axis(key) and _are_one_axis(value):
+            return _by_scores(call, query, key, value, row)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=row, scale=call.scale)
+    # In low precision the kernel would round the weights to it.
+    query, result = query.to(call.working_dtype), torch.empty(query.shape, dtype=call.dtype)
+    size = call.num_heads // call.num_kv_heads
+    for job in planned:
+        heads, width = slice(job.heads.start // size, job.heads.stop // size), job.kv_len
+        keys, values = (x[:, heads, -width:].to(call.working_dtype) for x in (key, value))
+        operands = query[:, heads], keys, values, row[:, heads, :, -width:]
+        result[:, heads] = F.scaled_dot_product_attention(*operands, scale=call.scale)
+    return result
 
 
 def _row(call: AttentionCall, kv_len: int) -> Tensor:
-    """Return the bias of the last ``kv_len`` keys, ``[1, num_kv_heads, rows, kv_len]``: the end of a row that is kept."""
+    """Return the bias of the last ``kv_len`` keys, ``[1, num_kv_heads, rows, kv_len]``: the end of a row kept."""
     row = call.worked_out.get(is_step)
     if row is None or row.shape[-1] < kv_len:
         length = 2 ** math.ceil(math.log2(max(kv_len, NEAR)))
@@ -120,28 +139,34 @@ def _row(call: AttentionCall, kv_len: int) -> Tensor:
     return row[..., -kv_len:]
 
 
-def _widths(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms) -> list[int]:
-    """Return how many of the last keys each head of keys needs: in no entry do the others weigh more than is allowed."""
+def _widths(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms, most: int) -> list[int]:
+    """Return how many of the last keys, of ``most``, the queries of each head of keys need in all entries."""
     queries, own = (x.detach().double().numpy() for x in (query, key[:, :, -1:]))
-    largest = norms.values.amax(dim=-1, keepdim=True).detach().double().numpy()  # [batch or 1, num_kv_heads or 1, 1]
-    bound = np.linalg.norm(queries, axis=-1) * abs(call.scale) * largest  # [batch, num_kv_heads, rows]
+    largest = norms.values.detach().amax(dim=-1, keepdim=True).double().numpy()  # [batch or 1, num_kv_heads or 1, 1]
+    bound = np.sqrt(np.einsum("...d,...d", queries, queries)) * largest * abs(call.scale)  # [batch, num_kv_heads, rows]
     # The own score's rounding, and that of others.
-    excess = bound * (1 + 2 * score_rounding(call.head_dim)) - (queries * own).sum(axis=-1) * call.scale
-    slopes = call.slopes.detach().double().numpy().reshape(call.num_kv_heads, -1)
-    excess = np.where(np.isfinite(excess), excess, math.inf)
-    tokens = reach(namespace_of(slopes), slopes, excess, min(tolerance_of(call), LARGEST_TOLERANCE))
-    return np.clip(tokens, NEAR, key.shape[2]).max(axis=(0, 2)).astype(int).tolist()
+    excess = bound * (1 + 2 * score_rounding(call.head_dim)) - np.einsum("...d,...d", queries, own) * call.scale
+    excess = np.where(excess < ENDLESS, excess, ENDLESS)  # where it is NaN, too
+    if _widths not in call.worked_out:
+        slopes = call.slopes.detach().double().numpy().reshape(call.num_kv_heads, -1)
+        base = reach(namespace_of(slopes), slopes, np.zeros(()), min(tolerance_of(call), LARGEST_TOLERANCE))
+        call.worked_out[_widths] = base, np.divide(1 + 2.0**-20, slopes, out=np.zeros_like(slopes), where=slopes > 0)
+    base, tokens = call.worked_out[_widths]
+    # At an excess of 0, and what the rest adds.
+    needed = (base + excess * tokens).max(axis=(0, 2))
+    return np.ceil(np.clip(needed, NEAR, most)).astype(int).tolist()
 
 
 def _groups(call: AttentionCall, widths: Sequence[int], entries: int) -> list[tuple[slice, int]]:
     """Return which heads of keys, of so many entries each, are computed together, and how many of the last keys.
 
-    Heads join those before them where more keys take less time than another call.
+    Heads join those before them where more keys take less time than another call, in numbers that one thread reads:
+    about 4 in the time of a score.
     """
     threads = torch.get_num_threads()
 
     def time(group: list[int]) -> int:
-        return KERNEL + -(-len(group) * entries // threads) * max(group) * call.head_dim
+        return 4 * tiling().sizes.call_scores + -(-len(group) * entries // threads) * max(group) * call.head_dim
 
     groups: list[list[int]] = []
     for width in widths:
