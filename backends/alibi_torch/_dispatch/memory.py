@@ -25,11 +25,7 @@ def key_of(
 ) -> Any:
     """Return what a checked call of plain CPU tensors follows from; None if that is more than sizes and numbers.
 
-    Args:
-        tensors: Query, key and value.
-        slopes: As given by the caller, like all the rest. Their values are part of the answer.
-        future_slopes: Likewise.
-        rules: The other arguments, by name.
+    The values of slopes are part of the answer; ``rules`` are the other arguments, by name, as given by the caller.
     """
     if is_watched(*tensors) or not all(_is_ordinary(x) and x.ndim > 2 for x in tensors):
         return None

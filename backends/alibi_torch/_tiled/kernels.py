@@ -33,11 +33,9 @@ LARGE_SCORE = 2.0**-14
 def forward(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: Iterable[Job], result_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Compute the jobs that make up a call.
+    """Compute the jobs that make up a call: the result, and the logarithm of each query's softmax denominator.
 
-    Returns:
-        The result, ``[batch, num_heads, q_len, head_dim]``, and the logarithm of each query's softmax denominator,
-        ``[batch, num_heads, q_len]``, infinite for a query that sees nothing.
+    That is ``[batch, num_heads, q_len]``, infinite for a query that sees nothing.
     """
     result = query.new_empty(query.shape, dtype=result_dtype)
     logsumexp = query.new_empty(query.shape[:-1], dtype=call.working_dtype)
@@ -188,12 +186,7 @@ class Tile:
     has_large_scores: bool = False
 
     def centred(self, keys: Tensor, job: Job) -> Tile:
-        """Return the tile without what its keys have in common.
-
-        Args:
-            keys: Of all tiles of the job, from :func:`_span_of`.
-            job: Whose tile it is.
-        """
+        """Return the tile without what the ``keys`` of all tiles of the job, of :func:`_span_of`, have in common."""
         parts = without_common_part(self.query, keys, self.logsumexp, self.scale)
         if parts is None:
             return replace(self, has_large_scores=True)
@@ -275,16 +268,8 @@ def without_common_part(query: Tensor, key: Tensor, logsumexp: Tensor, scale: fl
 
     The gradients of a row's scores have the sum 0, but for rounding, which a mean that all keys have in common would
     multiply in the gradient of the query. A mean that a few large keys make is left where it is: queries that cannot
-    see those would have large scores for it, and fewer digits.
-
-    Args:
-        query: ``[..., heads, rows, head_dim]``.
-        key: ``[..., heads or 1, kv_len, head_dim]``.
-        logsumexp: Of each query's softmax, ``[..., heads, rows]``.
-        scale: Factor of the scores.
-
-    Returns:
-        Both, or None if scores are large.
+    see those would have large scores for it, and fewer digits. None if scores are large. Keys are
+    ``[..., heads or 1, kv_len, head_dim]``.
     """
     mean = key.mean(dim=-2, keepdim=True)
     common, whole = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (mean, key))

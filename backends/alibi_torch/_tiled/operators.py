@@ -27,13 +27,7 @@ def tiled_attention(
     """Compute ``call``, on tensors ``[*batch, heads, length, head_dim]`` of the CPU, without its bias or its scores.
 
     Keys that are proved, from the norms of queries and keys, to weigh less than the tolerance together are left out.
-
-    Args:
-        call: What to compute.
-        query: As checked for ``call``.
-        key: Likewise.
-        value: Likewise.
-        norms: Bounds of the norms of keys, where they are known; else all keys are read once to measure them.
+    All keys are read once to measure them, where ``norms`` does not bound theirs.
     """
     flat = call.with_one_batch_axis()
     tensors = [query, key, value]
@@ -65,11 +59,7 @@ def tiled_attention(
 def tiled_attention_with_sums(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return attention without gradients, and each softmax's log-sum-exp, both in the working dtype.
 
-    Args:
-        call: With one batch axis.
-        query: As checked for ``call``.
-        key: Likewise.
-        value: Likewise.
+    The call has one batch axis.
     """
     return _attend(query, key, value, *Packed.of(call, None), True)
 

@@ -16,13 +16,13 @@ from alibi_core import AttentionCall
 from alibi_core.backend import Job, seen_keys
 from alibi_torch._tiled.configuration import tiling
 from alibi_torch._tiled.kernels import Saved, shifted, without_common_part
+from alibi_torch._tiled.step import groups
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 KEPT = 2**20  # bytes; a bias of so few is kept with its call, which may come again
 LONG_DECODING = 2**13  # times the keys of a short call: numbers in the keys of one batch entry
-CAST = 2**18  # elements that are cast at once
 # Queries in a block, by the number of keys: more of them waste scores on keys that only the last ones see, fewer take
 # more calls. Measured on AVX-512.
 BLOCKS = ((512, 64), (1024, 128), (math.inf, 256))
@@ -130,14 +130,11 @@ def _heads_at_once(call: AttentionCall) -> list[tuple[slice, slice]]:
     All of them, but for a few queries whose keys are to be cast: in new memory, which is to be small enough to be had
     at once.
     """
-    count = call.num_kv_heads
+    count, group = call.num_kv_heads, call.num_heads // call.num_kv_heads
+    together = [slice(0, count)]
     if call.dtype != call.working_dtype and call.q_len <= tiling().sizes.few:
-        count = min(count, max(1, CAST // (call.batch[0] * call.kv_len * call.head_dim)))
-    group = call.num_heads // call.num_kv_heads
-    return [
-        (slice(first * group, (first + count) * group), slice(first, first + count))
-        for first in range(0, call.num_kv_heads, count)
-    ]
+        together = [heads for heads, _ in groups(call, [call.kv_len] * count, call.batch[0])]
+    return [(slice(some.start * group, some.stop * group), some) for some in together]
 
 
 def backward(call: AttentionCall, saved: Saved) -> tuple[Tensor, Tensor, Tensor] | None:

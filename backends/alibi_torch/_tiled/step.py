@@ -5,7 +5,6 @@ A query at the last of its keys has a bias that follows from their distance: the
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,12 +63,7 @@ def _are_many(call: AttentionCall, kv_len: int, least: int) -> bool:
 def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None) -> Tensor:
     """Return the attention, ``[batch, num_heads, 1, head_dim]``, of a query at the last of its keys.
 
-    Args:
-        call: A step, whose own number of keys does not count.
-        query: ``[batch, num_heads, 1, head_dim]``.
-        key: ``[batch, num_kv_heads, kv_len, head_dim]``.
-        value: Likewise.
-        norms: Bounds of the norms of all keys but perhaps the last ``NEAR``, where they are known.
+    The number of keys is their own, not the call's. Norms may bound all but the last ``NEAR``.
     """
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     # Heads that share their keys become rows.
@@ -89,9 +83,9 @@ def _jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | Non
     seen = kv_len if call.window_size is None else min(kv_len, call.window_size + 1)
     batch, whole = slice(0, query.shape[0]), [(slice(0, call.num_kv_heads), seen)]
     if norms is not None and wants_norms(call, seen):
-        whole = _groups(call, _widths(call, query, key, norms, seen), query.shape[0])
+        whole = groups(call, _widths(call, query, key, norms, seen), query.shape[0])
     elif call.dtype != call.working_dtype:
-        whole = _groups(call, [seen] * call.num_kv_heads, query.shape[0])
+        whole = groups(call, [seen] * call.num_kv_heads, query.shape[0])
     size = call.num_heads // call.num_kv_heads
     return [
         Job(batch, slice(heads.start * size, heads.stop * size), 0, 1, 1, kv_len - width, width)
@@ -157,7 +151,7 @@ def _widths(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms, mo
     return np.ceil(np.clip(needed, NEAR, most)).astype(int).tolist()
 
 
-def _groups(call: AttentionCall, widths: Sequence[int], entries: int) -> list[tuple[slice, int]]:
+def groups(call: AttentionCall, widths: Sequence[int], entries: int) -> list[tuple[slice, int]]:
     """Return which heads of keys, of so many entries each, are computed together, and how many of the last keys.
 
     Heads join those before them where more keys take less time than another call, in numbers that one thread reads:
@@ -168,18 +162,18 @@ def _groups(call: AttentionCall, widths: Sequence[int], entries: int) -> list[tu
     def time(group: list[int]) -> int:
         return 4 * tiling().sizes.call_scores + -(-len(group) * entries // threads) * max(group) * call.head_dim
 
-    groups: list[list[int]] = []
+    joined: list[list[int]] = []
     for width in widths:
-        groups.append([width])
-        while len(groups) > 1 and time(groups[-2] + groups[-1]) <= time(groups[-2]) + time(groups[-1]):
-            groups[-2:] = [groups[-2] + groups[-1]]
-    found = []
-    for first, group in zip(itertools.accumulate(map(len, groups), initial=0), groups, strict=False):
-        width, step = max(group), len(group)
+        joined.append([width])
+        while len(joined) > 1 and time(joined[-2] + joined[-1]) <= time(joined[-2]) + time(joined[-1]):
+            joined[-2:] = [joined[-2] + joined[-1]]
+    first, found = 0, []
+    for group in joined:
+        width, step, stop = max(group), len(group), first + len(group)
         if call.dtype != call.working_dtype:
             step = max(1, threads // entries, CAST // (entries * width * call.head_dim))
-        for head in range(first, first + len(group), step):
-            found.append((slice(head, min(head + step, first + len(group))), width))
+        found += [(slice(head, min(head + step, stop)), width) for head in range(first, stop, step)]
+        first = stop
     return found
 
 
@@ -205,6 +199,6 @@ def _by_scores(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, r
     spared = np.cumsum(shares, axis=-1)[:, :-1] < min(tolerance_of(call), LARGEST_TOLERANCE)
     widths = kv_len - np.where(spared.any(axis=-1), first + NEAR * spared.sum(axis=-1), 0)
     result = torch.empty_like(query)
-    for some, width in _groups(call, widths.tolist(), entries=1):
+    for some, width in groups(call, widths.tolist(), entries=1):
         torch.bmm(weights[some, :, -width:], value[some, -width:], out=result[some])
     return result

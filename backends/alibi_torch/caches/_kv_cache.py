@@ -269,12 +269,7 @@ def _autocast_dtype(place: str) -> torch.dtype | None:
 
 
 def guarded(result: Tensor, held: list[Tensor]) -> Tensor:
-    """Return a result, whose backward pass refuses to run where keys have been changed in place since.
-
-    Args:
-        result: Of attention.
-        held: The storage of the keys that it attended to.
-    """
+    """Return a result, whose backward pass refuses to run where the keys ``held`` have been changed in place since."""
     if not result.requires_grad or torch.compiler.is_compiling():
         return result
     if torch._C._functorch.peek_interpreter_stack() is not None:  # which has no hooks
