@@ -73,6 +73,18 @@ def test_a_step_follows_what_became_of_the_cache_and_of_the_slopes() -> None:
         assert (gradients[0] - gradients[1]).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("short", [1, tiling().short])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_rounds_no_bias_of_a_step(dtype: torch.dtype, short: int) -> None:
+    cache = KVCache(2, KV_HEADS, 400, HEAD_DIM, dtype=dtype)
+    cache.append(*torch.randn(2, 2, KV_HEADS, 400, HEAD_DIM, dtype=dtype).unbind())
+    query, slopes = torch.randn(2, HEADS, 1, HEAD_DIM, dtype=dtype), torch.full((HEADS,), 0.003)
+    with tiled_as(dataclasses.replace(tiling(), short=short)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = cache.attend(query, slopes)
+        assert torch.equal(found, cache.attend(query, slopes))
+
+
 def test_steps_under_autocast_and_of_learnt_slopes() -> None:
     torch.manual_seed(0)
     layer, x = AlibiAttention(32, 4, num_kv_heads=2, learnable_slopes=True), torch.randn(2, 300, 32)

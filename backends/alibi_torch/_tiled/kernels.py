@@ -21,8 +21,8 @@ from alibi_core import AttentionCall
 from alibi_core.backend import Job
 from alibi_torch._tiled.configuration import tiling
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+fused_forward = torch._scaled_dot_product_flash_attention_for_cpu  # as an operator of torch.ops it takes longer to call
+fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 FEATURES = 8  # a multiple of these suits the kernels
 # Times 1 / eps: larger scores are rounded so much that their log-sum-exp, rounded as well, makes no weights of them
@@ -50,7 +50,7 @@ def forward(
             whole = bias
             if call.added_key_bias is not None:
                 whole, *tensors = _with_key_bias(call, part, bias, *tensors)
-            out, lse = _forward(*tensors, 0.0, False, attn_mask=whole, scale=call.scale)
+            out, lse = fused_forward(*tensors, 0.0, False, attn_mask=whole, scale=call.scale)
             out = out[..., : call.head_dim]
             if attends is not None:
                 out = torch.where(attends, out, 0.0)
@@ -260,7 +260,7 @@ class Tile:
 
     def _kernel(self) -> tuple[Tensor, Tensor, Tensor]:
         tensors = self.grad, self.query, self.key, self.value, self.result, self.logsumexp
-        return _backward(*tensors, 0.0, False, attn_mask=self.bias, scale=self.scale)
+        return fused_backward(*tensors, 0.0, False, attn_mask=self.bias, scale=self.scale)
 
 
 def without_common_part(query: Tensor, key: Tensor, logsumexp: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:

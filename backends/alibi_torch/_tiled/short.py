@@ -15,11 +15,8 @@ from torch import Tensor
 from alibi_core import AttentionCall
 from alibi_core.backend import Job, seen_keys
 from alibi_torch._tiled.configuration import tiling
-from alibi_torch._tiled.kernels import Saved, shifted, without_common_part
+from alibi_torch._tiled.kernels import Saved, fused_backward, fused_forward, shifted, without_common_part
 from alibi_torch._tiled.step import groups
-
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 KEPT = 2**20  # bytes; a bias of so few is kept with its call, which may come again
 LONG_DECODING = 2**13  # times the keys of a short call: numbers in the keys of one batch entry
@@ -90,7 +87,7 @@ def forward(
         some = [x[:, y].to(call.working_dtype) for x, y in ((query, heads), (key, kv_heads), (value, kv_heads))]
         some[1:] = (_for_query_heads(call, x) for x in some[1:])
         parts = [
-            _forward(*_cut(job, *some), 0.0, False, attn_mask=bias[:, heads], scale=call.scale)
+            fused_forward(*_cut(job, *some), 0.0, False, attn_mask=bias[:, heads], scale=call.scale)
             for job, bias in zip(jobs, biases, strict=True)
         ]
         by_heads.append([_joined(x, 2) for x in zip(*parts, strict=True)])
@@ -157,7 +154,7 @@ def backward(call: AttentionCall, saved: Saved) -> tuple[Tensor, Tensor, Tensor]
     for job, bias in reversed(list(zip(jobs, _biases(call, jobs), strict=True))):
         some = slice(None), slice(None), job.queries
         tensors = grad[some], *_cut(job, query, key, value), result[some], logsumexp[some]
-        parts = _backward(*tensors, 0.0, False, attn_mask=bias, scale=call.scale)
+        parts = fused_backward(*tensors, 0.0, False, attn_mask=bias, scale=call.scale)
         by_query.insert(0, parts[0])
         if not by_keys and job.kv_len == call.kv_len:
             by_keys = list(parts[1:])

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from alibi_core import AttentionCall
@@ -26,6 +25,7 @@ from alibi_core.backend import (
     tolerance_of,
 )
 from alibi_torch._tiled.configuration import tiling
+from alibi_torch._tiled.kernels import fused_forward
 
 NEAR = 128  # keys, the last ones, whose norms need not be known
 # Numbers in all keys, in units of the keys of a short call, from which on it pays to find out which matter: by norms
@@ -56,8 +56,11 @@ def is_measured(call: AttentionCall) -> bool:
 
 def _are_many(call: AttentionCall, kv_len: int, least: int) -> bool:
     """Whether so many keys hold at least ``least`` numbers for each key of a short call."""
-    numbers = call.batch[0] * call.num_kv_heads * kv_len * call.head_dim
-    return kv_len > NEAR and numbers >= least * tiling().short
+    return kv_len > NEAR and _numbers(call, kv_len) >= least * tiling().short
+
+
+def _numbers(call: AttentionCall, kv_len: int) -> int:
+    return call.batch[0] * call.num_kv_heads * kv_len * call.head_dim
 
 
 def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None) -> Tensor:
@@ -84,7 +87,7 @@ def _jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | Non
     batch, whole = slice(0, query.shape[0]), [(slice(0, call.num_kv_heads), seen)]
     if norms is not None and wants_norms(call, seen):
         whole = groups(call, _widths(call, query, key, norms, seen), query.shape[0])
-    elif call.dtype != call.working_dtype:
+    elif call.dtype != call.working_dtype and _numbers(call, seen) > CAST:
         whole = groups(call, [seen] * call.num_kv_heads, query.shape[0])
     size = call.num_heads // call.num_kv_heads
     return [
@@ -100,22 +103,25 @@ def forward(
 
     ``may_leave_out`` lets scores tell which values matter.
     """
-    kv_len = planned[0].kv_len
-    row = _row(call, max(job.kv_len for job in planned))
-    if len(planned) == 1 and call.dtype == call.working_dtype:
+    row, is_low = _row(call, max(job.kv_len for job in planned)), call.dtype != call.working_dtype
+    if is_low:
+        query = query.to(call.working_dtype)  # in low precision the kernel would round the weights to it
+    if len(planned) == 1:
+        kv_len = planned[0].kv_len
         if kv_len < key.shape[2]:
             key, value = (x[:, :, -kv_len:] for x in (key, value))
-        if may_leave_out and _are_many(call, kv_len, LONG) and _are_one_axis(key) and _are_one_axis(value):
+        if is_low:
+            key, value = (x.to(call.working_dtype) for x in (key, value))
+        elif may_leave_out and _are_many(call, kv_len, LONG) and _are_one_axis(key) and _are_one_axis(value):
             return _by_scores(call, query, key, value, row)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=row, scale=call.scale)
-    # In low precision the kernel would round the weights to it.
-    query, result = query.to(call.working_dtype), torch.empty(query.shape, dtype=call.dtype)
+        return fused_forward(query, key, value, 0.0, False, attn_mask=row, scale=call.scale)[0].to(call.dtype)
+    result = torch.empty(query.shape, dtype=call.dtype)
     size = call.num_heads // call.num_kv_heads
     for job in planned:
         heads, width = slice(job.heads.start // size, job.heads.stop // size), job.kv_len
         keys, values = (x[:, heads, -width:].to(call.working_dtype) for x in (key, value))
-        operands = query[:, heads], keys, values, row[:, heads, :, -width:]
-        result[:, heads] = F.scaled_dot_product_attention(*operands, scale=call.scale)
+        bias = row[:, heads, :, -width:]
+        result[:, heads] = fused_forward(query[:, heads], keys, values, 0.0, False, attn_mask=bias, scale=call.scale)[0]
     return result
 
 

@@ -25,7 +25,7 @@ from alibi_core.backend import (
     positive_int,
 )
 from alibi_torch._attention import run
-from alibi_torch._dispatch import IMPLEMENTATIONS, memory, needs_gradients
+from alibi_torch._dispatch import IMPLEMENTATIONS, memory, needs_gradients, no_autocast
 from alibi_torch._tiled import KeyNorms, is_short, norm_bounds, step
 
 BLOCK = 128  # keys that one bound of their norms is kept for
@@ -219,7 +219,8 @@ class KVCache:
             is_differentiated = needs_gradients(query, key, value)
             if implementation in (None, "tiled") and step.is_step(call) and not is_differentiated:
                 norms = self._norms(step.NEAR) if step.wants_norms(call, self.length) else None
-                return step.attend(call, query, key, value, norms)
+                with no_autocast("cpu"):  # it would round the bias
+                    return step.attend(call, query, key, value, norms)
             call = replace(call, kv_len=self.length, q_offset=self.length - query.shape[2])
         if not call.has_offset_array:
             check_span(self.length, query.shape[2])
