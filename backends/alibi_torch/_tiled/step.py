@@ -112,7 +112,7 @@ def forward(
             key, value = (x[:, :, -kv_len:] for x in (key, value))
         if is_low:
             key, value = (x.to(call.working_dtype) for x in (key, value))
-        elif may_leave_out and _are_many(call, kv_len, LONG) and _are_one_axis(key) and _are_one_axis(value):
+        elif may_leave_out and _scores_tell(call, key, value):
             return _by_scores(call, query, key, value, row)
         return fused_forward(query, key, value, 0.0, False, attn_mask=row, scale=call.scale)[0].to(call.dtype)
     result = torch.empty(query.shape, dtype=call.dtype)
@@ -177,16 +177,21 @@ def groups(call: AttentionCall, widths: Sequence[int], entries: int) -> list[tup
     for group in joined:
         width, step, stop = max(group), len(group), first + len(group)
         if call.dtype != call.working_dtype:
-            step = max(1, threads // entries, CAST // (entries * width * call.head_dim))
+            parts = -(-step * entries * width * call.head_dim // CAST)
+            even = max(1, threads // entries)  # heads that occupy all threads
+            step = -(-step // (parts * even)) * even
         found += [(slice(head, min(head + step, stop)), width) for head in range(first, stop, step)]
         first = stop
     return found
 
 
-def _are_one_axis(tensor: Tensor) -> bool:
-    """Whether batch and heads of ``[batch, heads, length, head_dim]`` can be one axis without a copy."""
-    batch, heads = tensor.stride()[:2]
-    return tensor.stride(-1) == 1 and (tensor.shape[0] == 1 or batch == heads * tensor.shape[1])
+def _scores_tell(call: AttentionCall, key: Tensor, value: Tensor) -> bool:
+    """Whether :func:`_by_scores` takes less time, which reads heads of all entries one after the other."""
+    for x in (key, value):
+        batch, heads = x.stride()[:2]
+        if x.shape[0] > 1 and batch != heads * x.shape[1]:
+            return False
+    return key.shape[2] >= 2 * tiling().short and _are_many(call, key.shape[2], LONG)
 
 
 def _by_scores(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, row: Tensor) -> Tensor:
