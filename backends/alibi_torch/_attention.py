@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import array_api_compat.torch as xp
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from alibi_core import AttentionCall
 from alibi_core.backend import dense_attention, explains_keywords, host_values, non_negative_number, one_of
-from alibi_torch._dispatch import IMPLEMENTATIONS, choose, memory
+from alibi_torch._dispatch import IMPLEMENTATIONS, choose, memory, no_autocast
 from alibi_torch._tiled import KeyNorms, tiled_attention
 
 
@@ -135,7 +134,7 @@ def run(
         return dense_attention(call, query, key, value)
     chosen = choose(call, query, key, value, implementation)
     # Autocast would round the bias to its own low precision. Whatever it had to cast, it has cast before.
-    with _no_autocast(query.device.type):
+    with no_autocast(query.device.type):
         if chosen == "tiled":
             return tiled_attention(call, query, key, value, norms)
         if chosen == "flex":
@@ -163,12 +162,6 @@ def norms_of(call: AttentionCall, max_key_norm: float | Tensor) -> KeyNorms:
     else:
         values = torch.full((1, 1, 1), non_negative_number("max_key_norm", max_key_norm), device=call.device)
     return KeyNorms(values, max(call.kv_len, 1))
-
-
-def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
-    if device_type == "meta":  # which has none. Not is_autocast_available, which PyTorch 2.9 and 2.11 cannot trace
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
 
 
 def _sdpa(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

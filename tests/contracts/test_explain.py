@@ -24,7 +24,7 @@ EACH = pytest.mark.parametrize("backend", LIBRARIES)
 # compiles for each call.
 IN_TILES = pytest.mark.parametrize("backend", [x for x in LIBRARIES if x.id != "jax"])
 KERNELS = {
-    "torch": ["alibi_torch._tiled.kernels.forward", "alibi_torch._tiled.short.forward"],
+    "torch": [f"alibi_torch._tiled.{name}.forward" for name in ("kernels", "short", "step")],
     "mlx": ["alibi_mlx._tiled.forward"],
 }
 NAMES = {"torch": ["tiled", "flex", "sdpa", "dense"], "jax": ["tiled", "dense"], "mlx": ["tiled", "folded", "dense"]}

@@ -25,11 +25,10 @@ def tensors(*lengths: int, dtype: torch.dtype = torch.float32, seed: int = 0) ->
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize("learnable_slopes", [False, True])
-def test_layer_compiles_whole_with_its_gradients(learnable_slopes: bool) -> None:
+def test_layer_compiles_whole_with_its_gradients() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    layer = AlibiAttention(24, 6, num_kv_heads=2, learnable_slopes=learnable_slopes)
+    layer = AlibiAttention(24, 6, num_kv_heads=2, learnable_slopes=True)
     x = torch.randn(2, 7, 24)
     eager = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
     compiled = torch.autograd.grad(torch.compile(layer, fullgraph=True)(x).square().sum(), list(layer.parameters()))
@@ -83,8 +82,7 @@ def test_attention_runs_on_fake_tensors() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        query, key, value = (torch.empty(shape) for shape in ((2, 6, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)))
-        assert alibi_torch.attention(query, key, value, torch.ones(6)).shape == (2, 6, 5, 8)
+        assert alibi_torch.attention(*tensors(5, 7), torch.ones(6)).shape == (2, 6, 5, 8)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -196,12 +194,6 @@ def test_a_layer_shares_no_memory_with_the_slopes_it_was_given(make: object) -> 
     assert layer.slopes.tolist() == bias.slopes.tolist() == [1.0] * 6
 
 
-def test_a_layer_takes_slopes_of_any_strides_and_rights() -> None:
-    slopes = alibi_core.slopes(6)[::-1]
-    slopes.flags.writeable = False
-    assert AlibiAttention(24, 6, slopes=slopes).slopes.tolist() == slopes.tolist()
-
-
 def test_training_goes_on_after_a_cast() -> None:
     torch.manual_seed(0)
     layer = AlibiAttention(24, 6, learnable_slopes=True)
@@ -213,22 +205,15 @@ def test_training_goes_on_after_a_cast() -> None:
     optimizer.step()
 
 
-def test_layer_takes_numpy_slopes_and_other_dtypes() -> None:
-    layer = AlibiAttention(24, 4, slopes=alibi_core.slopes(12)[8:], dtype=torch.bfloat16)
-    np.testing.assert_array_equal(layer.slopes.numpy(), alibi_core.slopes(12)[8:])
+def test_layer_takes_numpy_slopes_of_any_strides_and_rights_and_other_dtypes() -> None:
+    slopes = alibi_core.slopes(12)[:7:-1]
+    slopes.flags.writeable = False
+    layer = AlibiAttention(24, 4, slopes=slopes, dtype=torch.bfloat16)
+    np.testing.assert_array_equal(layer.slopes.numpy(), slopes)
     assert layer(torch.randn(2, 5, 24, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 # --- The cache -----------------------------------------------------------------------------------------------------
-
-
-def test_cache_follows_autocast() -> None:
-    torch.manual_seed(0)
-    layer, x = AlibiAttention(24, 6), torch.randn(2, 7, 24)
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        cache = layer.make_cache(2, 7)
-        decoded = torch.cat([layer(x[:, i : i + 1], cache=cache) for i in range(7)], dim=1)
-        torch.testing.assert_close(decoded, layer(x), rtol=0, atol=2**-6)
 
 
 def test_what_is_no_cache_or_no_tensor_is_refused() -> None:
@@ -236,8 +221,6 @@ def test_what_is_no_cache_or_no_tensor_is_refused() -> None:
         AlibiAttention(24, 6)(torch.randn(2, 3, 24), cache=(1, 2))
     with pytest.raises(TypeError, match="key must be an array of four axes"):
         KVCache(2, 3, 10, 8).append([1.0], [1.0])
-    with pytest.raises(TypeError, match="dtype must be a real floating dtype"):
-        KVCache(2, 3, 10, 8, dtype=torch.int32)
     with pytest.raises(TypeError, match="arrays must belong to one array namespace, got numpy and torch"):
         AlibiAttention(24, 6)(np.zeros((2, 3, 24), np.float32))
     with pytest.raises(TypeError, match="x must have a real floating dtype"):

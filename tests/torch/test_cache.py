@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from alibi_core._horizon.tiling import tiled_as  # noqa: E402
-from alibi_torch import AlibiAttention, AlibiConfig, EvictingKVCache, KVCache  # noqa: E402
+from alibi_torch import AlibiAttention, AlibiConfig, EvictingKVCache, KVCache, attention  # noqa: E402
 from alibi_torch._tiled.configuration import norm_bounds, tiling  # noqa: E402
 from alibi_torch.nn._language_model import AlibiLanguageModel  # noqa: E402
 
@@ -23,15 +23,81 @@ Tensor = torch.Tensor
 # --- The cache that keeps everything -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("short", "measured"), [(tiling().short, set()), (0, {1})])
-def test_decoding_reads_no_key_to_find_out_how_large_it_is(short: int, measured: set[int]) -> None:
-    cache = KVCache(2, KV_HEADS, 2000, HEAD_DIM)
-    cache.append(*torch.randn(2, 2, KV_HEADS, 2000, HEAD_DIM).unbind())
+@pytest.mark.parametrize(("short", "measured"), [(tiling().short, 0), (1, 260)])
+def test_decoding_measures_each_key_once_if_at_all(short: int, measured: int) -> None:
+    cache = KVCache(2, KV_HEADS, 400, HEAD_DIM)
+    cache.append(*torch.randn(2, 2, KV_HEADS, 260, HEAD_DIM).unbind())
     measure = mock.Mock(side_effect=norm_bounds)
-    measuring = dataclasses.replace(tiling().measuring, norm_bounds=measure)
-    with tiled_as(dataclasses.replace(tiling(), short=short, measuring=measuring)):
-        cache.attend(torch.randn(2, HEADS, 1, HEAD_DIM), torch.ones(HEADS))
-    assert {call.args[0].shape[2] for call in measure.call_args_list} == measured  # the query, at most
+    with tiled_as(dataclasses.replace(tiling(), short=short)), mock.patch(f"{KVCache.__module__}.norm_bounds", measure):
+        for _ in range(128):
+            cache.attend(torch.randn(2, HEADS, 1, HEAD_DIM), torch.ones(HEADS))
+            cache.append(*torch.randn(2, 2, KV_HEADS, 1, HEAD_DIM).unbind())
+    assert sum(call.args[0].shape[2] for call in measure.call_args_list) == measured
+
+
+def test_a_step_follows_what_became_of_the_cache_and_of_the_slopes() -> None:
+    torch.manual_seed(0)
+    cache, slopes = KVCache(3, KV_HEADS, 700, HEAD_DIM), torch.tensor([1.0, 0.5, 0.2, 0.1])
+    held = torch.randn(2, 3, KV_HEADS, 400, HEAD_DIM)
+
+    def step(inference: bool = False) -> None:
+        nonlocal held
+        query, new = torch.randn(held.shape[1], HEADS, 1, HEAD_DIM), torch.randn(2, *held.shape[1:3], 1, HEAD_DIM)
+        held = torch.cat([held, new], dim=3)
+        cache.append(*new)
+        with torch.inference_mode(inference):
+            found = cache.attend(query, slopes)
+        right = attention(query, *held, slopes, implementation="dense")
+        assert (found - right).abs().max() < 64 * 2.0**-24 * held[1].abs().max()
+
+    with tiled_as(dataclasses.replace(tiling(), short=1)):
+        cache.append(*held)
+        step(inference=True)
+        step()
+        held[0, :, :, 50] *= 30.0  # which nobody would know of: keys are not to be written to
+        cache.truncate(30)
+        cache.append(*held[:, :, :, 30:])
+        step()
+        slopes[2] = 0.0
+        step()
+        cache.select_batch(torch.tensor([2, 0]))
+        held = held[:, [2, 0]]
+        step()
+        cache.truncate(200)
+        held = held[:, :, :, :200]
+        for _ in range(140):
+            step()
+        query = torch.randn(2, HEADS, 1, HEAD_DIM, requires_grad=True)  # training, after inference
+        found, right = cache.attend(query, slopes), attention(query, *held, slopes, implementation="dense")
+        gradients = [torch.autograd.grad(x.square().sum(), query)[0] for x in (found, right)]
+        assert (gradients[0] - gradients[1]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("short", [1, tiling().short])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_rounds_no_bias_of_a_step(dtype: torch.dtype, short: int) -> None:
+    cache = KVCache(2, KV_HEADS, 400, HEAD_DIM, dtype=dtype)
+    cache.append(*torch.randn(2, 2, KV_HEADS, 400, HEAD_DIM, dtype=dtype).unbind())
+    query, slopes = torch.randn(2, HEADS, 1, HEAD_DIM, dtype=dtype), torch.full((HEADS,), 0.003)
+    with tiled_as(dataclasses.replace(tiling(), short=short)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = cache.attend(query, slopes)
+        assert torch.equal(found, cache.attend(query, slopes))
+
+
+def test_steps_under_autocast_and_of_learnt_slopes() -> None:
+    torch.manual_seed(0)
+    layer, x = AlibiAttention(32, 4, num_kv_heads=2, learnable_slopes=True), torch.randn(2, 300, 32)
+    with torch.no_grad(), tiled_as(dataclasses.replace(tiling(), short=1)):
+        for _ in range(2):
+            for dtype in (None, torch.bfloat16):
+                with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                    cache = layer.make_cache(2, 300)
+                    steps = [layer(part, cache=cache) for part in x.split([290, *[1] * 10], dim=1)]
+                    torch.testing.assert_close(
+                        torch.cat(steps, dim=1), layer(x), rtol=0, atol=2**-18 if dtype is None else 2**-5
+                    )
+            layer.log_slopes.sub_(1.0)
 
 
 def test_appends_happen_in_place_and_touch_nothing_else() -> None:
@@ -111,15 +177,15 @@ STEEP_LAYER = {"slopes": torch.tensor([2.0, 1.0, 0.5, 0.7])}
 @pytest.mark.parametrize("bad", [math.nan, 1e4])
 def test_a_refused_token_leaves_the_cache_as_it_was(bad: float) -> None:
     torch.manual_seed(0)
-    layer, x = AlibiAttention(32, 4, **STEEP_LAYER), torch.randn(2, 1000, 32)
-    tried, spared = (layer.make_cache(2, 1000, evict=True, max_query_norm=8.0) for _ in range(2))
+    layer, x = AlibiAttention(32, 4, **STEEP_LAYER), torch.randn(2, 500, 32)
+    tried, spared = (layer.make_cache(2, 500, evict=True, max_query_norm=8.0) for _ in range(2))
     with torch.no_grad():
-        for i in range(0, 1000, 5):
+        for i in range(0, 500, 5):
             token = x[:, i : i + 5]
-            if i == 500:
+            if i == 250:
                 with pytest.raises(ValueError, match="query must have norms of at most max_query_norm, 8, "):
                     layer(token * bad, cache=tried)
-                assert tried.length == 500
+                assert tried.length == 250
             assert torch.equal(layer(token, cache=tried), layer(token, cache=spared))
     # Keys of a size that never came to be held do not widen the horizons for good, either.
     assert tried.kept == spared.kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import array_api_compat.torch as xp
@@ -9,10 +10,18 @@ import pytest
 import torch
 
 from alibi_core import AttentionCall, slopes
+from alibi_core._horizon.tiling import tiled_as
 from alibi_torch import EvictingKVCache, KVCache, attention
 from alibi_torch._attention import run
+from alibi_torch._tiled import tiling
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 3, 16
+
+
+@pytest.fixture(autouse=True)
+def _tiles_of_few_keys() -> Iterator[None]:
+    with tiled_as(replace(tiling(), short=100)):
+        yield
 
 
 def arguments_of(q_len: int, kv_len: int, dtype: torch.dtype, *, seed: int = 0) -> list[torch.Tensor]:
@@ -44,14 +53,14 @@ def by_hand(tensors: list[torch.Tensor], mask: torch.Tensor | None = None) -> to
 
 
 def test_added_bias_with_padding() -> None:
-    tensors = arguments_of(1200, 1200, torch.float32)
-    mask = (torch.arange(1200) >= torch.tensor([[0], [300]]))[:, None, None, :]
+    tensors = arguments_of(600, 600, torch.float32)
+    mask = (torch.arange(600) >= torch.tensor([[0], [150]]))[:, None, None, :]
     actual = result_of("tiled", tensors, mask=mask)
     assert torch.allclose(actual.double(), by_hand(tensors, mask), rtol=0, atol=2.0**-16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("length", [50, 1200])
+@pytest.mark.parametrize("length", [50, 400])
 def test_gradients_under_an_added_bias(dtype: torch.dtype, length: int) -> None:
     *tensors, added = arguments_of(length, length, dtype)
     grad = torch.randn(2, HEADS, length, HEAD_DIM)
@@ -66,18 +75,18 @@ def test_gradients_under_an_added_bias(dtype: torch.dtype, length: int) -> None:
 
 
 def test_a_cache_that_evicts_keeps_what_an_added_bias_makes_matter() -> None:
-    query, key, value, _ = arguments_of(1600, 1600, torch.float32)
-    added = torch.linspace(0, 9, 1600).remainder(1.0).expand(HEADS, -1)  # nothing to all: a saw of height 1
+    query, key, value, _ = arguments_of(800, 800, torch.float32)
+    added = torch.linspace(0, 9, 800).remainder(1.0).expand(HEADS, -1)  # nothing to all: a saw of height 1
     options = {"slopes": slopes(HEADS, xp=xp), "max_query_norm": 12.0}
-    cache = EvictingKVCache(2, KV_HEADS, 2000, HEAD_DIM, key_bias=lambda positions: added[:, positions], **options)
+    cache = EvictingKVCache(2, KV_HEADS, 1000, HEAD_DIM, key_bias=lambda positions: added[:, positions], **options)
     parts = []
-    for start in range(0, 1600, 200):
-        piece = slice(start, start + 200)
+    for start in range(0, 800, 100):
+        piece = slice(start, start + 100)
         cache.append(key[:, :, piece], value[:, :, piece])
         parts.append(cache.attend(query[:, :, piece]))
     expected = by_hand([query, key, value, added[None]])
     assert torch.allclose(torch.cat(parts, dim=2).double(), expected, rtol=0, atol=2.0**-18)
-    assert min(cache.kept) < 1600
+    assert min(cache.kept) < 800
 
 
 def test_an_added_bias_widens_what_a_cache_keeps() -> None:

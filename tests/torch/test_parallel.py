@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -250,15 +249,3 @@ def test_only_attention_layers_are_divided_by_head() -> None:
         parallel.tensor_parallel_plan(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="device_mesh must have one dimension"):
         parallel.TensorParallelAttention()._apply(AlibiAttention(8, 2), _square())
-
-
-def test_too_few_processes_are_an_error_and_no_hang(tmp_path: Path) -> None:
-    code = (
-        "import datetime, torch.distributed as dist; dist.init_process_group('gloo', rank=0, world_size=2, "
-        f"init_method='file://{tmp_path / 'store'}', timeout=datetime.timedelta(seconds=1))"
-    )
-    started = time.perf_counter()
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
-    assert run.returncode != 0
-    assert b"timeout" in run.stderr.lower(), run.stderr[-2000:]
-    assert time.perf_counter() - started < 60

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 import alibi_torch  # noqa: E402
+from alibi_core._horizon.tiling import tiled_as  # noqa: E402
 from alibi_torch._dispatch import memory  # noqa: E402
+from alibi_torch._tiled import SIZES, tiling  # noqa: E402
 
 DIRECTIONS: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -129,3 +133,87 @@ def test_a_slope_written_to_before_the_gradients_is_noticed() -> None:
         slopes *= 2
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.sum().backward()
+
+
+# --- One query -----------------------------------------------------------------------------------------------------
+
+SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.02])
+
+
+@pytest.fixture
+def few_are_many() -> Iterator[None]:
+    """From 43 to 512 keys on, by the other sizes, norms or scores decide which keys matter, for each head."""
+    with tiled_as(dataclasses.replace(tiling(), short=1, sizes=dataclasses.replace(SIZES, call_scores=0))):
+        yield
+
+
+def one_query(sizes: tuple[int, int, int], length: int, dtype: torch.dtype, spike: int | None) -> list[Any]:
+    """Return query, key and value; one key far back, of one entry and head, may outweigh all others."""
+    generator = torch.Generator().manual_seed(length)
+    batch, heads, kv_heads = sizes
+    query = torch.randn(batch, heads, 1, 8, generator=generator)
+    key, value = torch.randn(2, batch, kv_heads, length, 8, generator=generator).unbind()
+    if spike is not None:
+        towards = query[-1, 0, 0] / query[-1, 0, 0].square().sum()
+        key[-1, 0, spike] = towards * 8**0.5 * (SLOPES[0] * (length - spike) + 60)
+    return [x.to(dtype) for x in (query, key, value)]
+
+
+@pytest.mark.usefixtures("few_are_many")
+@pytest.mark.parametrize("spike", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("length", [4, 129, 257, 700])
+@pytest.mark.parametrize("sizes", [(1, 4, 2), (3, 4, 4), (1, 3, 1)], ids=str)
+def test_one_query_finds_all_that_matters(
+    sizes: tuple[int, int, int], length: int, dtype: torch.dtype, spike: int | None
+) -> None:
+    query, key, value = one_query(sizes, length, dtype, spike)
+    slopes, largest = SLOPES[: sizes[1]], value.abs().max()
+    cache = alibi_torch.KVCache(*key.shape[:2], length, 8, dtype=dtype)
+    for part in (slice(0, length // 2), slice(length // 2, length)):
+        cache.append(key[:, :, part], value[:, :, part])
+    rules: dict[str, Any]
+    for rules in ({}, {"window_size": 140}, {"tolerance": 0.0}, {"scale": 0.1}):
+        right = alibi_torch.attention(
+            *(x.double() for x in (query, key, value)), slopes, implementation="dense", **rules
+        )
+        share = rules.get("tolerance", torch.finfo(dtype).eps / 2)
+        allowed = (2 * share + torch.finfo(dtype).eps + 64 * min(torch.finfo(dtype).eps, 2.0**-24)) * largest
+        bare = [alibi_torch.attention(query, key, value, slopes, is_causal=x, **rules) for x in (True, False)]
+        known = alibi_torch.attention(
+            query, key, value, slopes, max_key_norm=key.norm(dim=-1).max().item() + 1, **rules
+        )
+        for found in (*bare, known, cache.attend(query, slopes, **rules)):
+            assert found.dtype == dtype
+            assert (found.double() - right).abs().max() <= allowed
+
+
+@pytest.mark.usefixtures("few_are_many")
+def test_one_query_before_the_last_key_sees_none_after_it() -> None:
+    query, key, value = one_query((3, 4, 4), 700, torch.float32, 650)
+    found = alibi_torch.attention(query, key, value, SLOPES, q_offset=600)
+    assert torch.equal(found, alibi_torch.attention(query, key[:, :, :601], value[:, :, :601], SLOPES))
+    both = alibi_torch.attention(query, key, value, SLOPES, q_offset=600, is_causal=False)
+    assert (both[-1, 0, 0] - value[-1, 0, 650]).abs().max() < 1e-5  # which outweighs all
+
+
+@pytest.mark.usefixtures("few_are_many")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", ["query", "key"])
+def test_what_is_no_number_spares_no_key(bad: float, place: str) -> None:
+    query, key, value = one_query((1, 4, 4), 700, torch.float32, None)
+    {"query": query, "key": key}[place][0, 0, 0] = bad
+    cache = alibi_torch.KVCache(1, 4, 700, 8)
+    cache.append(key, value)
+    for found in (alibi_torch.attention(query, key, value, SLOPES), cache.attend(query, SLOPES)):
+        assert found[0, 0].isnan().all()
+        right = alibi_torch.attention(query, key, value, SLOPES, implementation="dense")
+        assert_near([found[:, 1:]], [right[:, 1:]], 2.0**-24)
+
+
+@pytest.mark.usefixtures("few_are_many")
+def test_keys_whose_batch_and_heads_are_no_one_axis() -> None:
+    query, key, value = one_query((3, 4, 4), 700, torch.float32, 3)
+    right = alibi_torch.attention(query, key, value, SLOPES)
+    for change in (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.mT.contiguous().mT):
+        assert_near([alibi_torch.attention(query, change(key), change(value), SLOPES)], [right], 2.0**-24)

@@ -4,7 +4,7 @@ In go a call and its tensors. Out comes a name, or the reason for a refusal.
 """
 
 from alibi_torch._dispatch import memory
-from alibi_torch._dispatch.choice import IMPLEMENTATIONS, choose, needs_gradients, refusal
+from alibi_torch._dispatch.choice import IMPLEMENTATIONS, choose, needs_gradients, no_autocast, refusal
 from alibi_torch._dispatch.memory import is_watched
 
-__all__ = ["IMPLEMENTATIONS", "choose", "is_watched", "memory", "needs_gradients", "refusal"]
+__all__ = ["IMPLEMENTATIONS", "choose", "is_watched", "memory", "needs_gradients", "no_autocast", "refusal"]

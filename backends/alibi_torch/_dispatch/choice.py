@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -63,3 +66,11 @@ def _has_tangent(*tensors: Tensor | None) -> bool:
 def needs_gradients(*tensors: Tensor | None) -> bool:
     """Whether autograd is to record what is done with any of these."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def no_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Return a context in which a kind of device has no autocast; it takes time, so none where there is none."""
+    # "meta" has none. Not is_autocast_available, which PyTorch 2.9 and 2.11 cannot trace.
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)

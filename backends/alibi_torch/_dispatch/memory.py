@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from alibi_core import AttentionCall
 
 ROOM = 32  # calls, each with the biases by distance of its heads
-MANY = 2048  # keys of the longest call to be remembered; longer ones take long enough
+MANY = 2048  # keys of the longest call of several queries to be remembered; longer ones take long enough
 _calls: OrderedDict[tuple[Any, ...], AttentionCall] = OrderedDict()
 
 
@@ -22,20 +22,14 @@ def key_of(
     slopes: Any,
     future_slopes: Any,
     rules: dict[str, Any],
-    most_keys: int | None = MANY,
 ) -> Any:
     """Return what a checked call of plain CPU tensors follows from; None if that is more than sizes and numbers.
 
-    Args:
-        tensors: Query, key and value.
-        slopes: As given by the caller, like all the rest. Their values are part of the answer.
-        future_slopes: Likewise.
-        rules: The other arguments, by name.
-        most_keys: Longer calls are not remembered.
+    The values of slopes are part of the answer; ``rules`` are the other arguments, by name, as given by the caller.
     """
     if is_watched(*tensors) or not all(_is_ordinary(x) and x.ndim > 2 for x in tensors):
         return None
-    if most_keys is not None and tensors[1].shape[-2] > most_keys:
+    if tensors[1].shape[-2] > MANY and tensors[0].shape[-2] > 1:
         return None
     if forward_ad._current_level >= 0:  # slopes may carry a derivative
         return None
@@ -71,7 +65,7 @@ def recalled(key: Any, check: Callable[[], AttentionCall]) -> AttentionCall:
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_nested
+    return tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_nested
 
 
 def is_watched(*tensors: Tensor) -> bool:

@@ -38,11 +38,7 @@ class Gpu(NamedTuple):
 def kernel_options(call: AttentionCall, query: Tensor, lengths: tuple[int, int], width: int) -> dict[str, Any]:
     """Return what FlexAttention is to be told, by its names; nothing on a CPU.
 
-    Args:
-        call: With one batch axis.
-        query: ``[batch, num_heads, q_len, head_dim]``.
-        lengths: Of queries and keys, with their padding.
-        width: By what the head size is padded.
+    ``lengths`` of queries and keys include padding; the head size is padded by ``width``.
     """
     if query.device.type == "cpu":
         return {}

@@ -29,17 +29,9 @@ Mod = Callable[..., Tensor]
 def flex_attention(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None = None
 ) -> Tensor:
-    """Compute a call by FlexAttention, compiled once for each kind of call.
+    """Compute a call that is not empty and not refused by FlexAttention, compiled once for each kind of call.
 
-    Args:
-        call: Checked, not empty, and not refused (see ``_choice``).
-        query: ``[*batch, num_heads, q_len, head_dim]``, float32, float16 or bfloat16.
-        key: ``[*batch, num_kv_heads, kv_len, head_dim]``.
-        value: Of the shape of ``key``.
-        norms: Bounds of the norms of keys, where they are known; else all keys are read once to measure them.
-
-    Returns:
-        ``[*batch, num_heads, q_len, head_dim]``, of the dtype of ``query``.
+    All keys are read once to measure them, where ``norms`` does not bound theirs.
     """
     learns = needs_gradients(call.slopes, call.future_slopes)
     backward = needs_gradients(query, key, value)
@@ -103,12 +95,8 @@ def mods(call: AttentionCall, q_padding: int, kv_padding: int) -> tuple[dict[str
     """Return what FlexAttention does to single scores, and whether a query may see a key, as functions of indices.
 
     The score modifications are ``"bias"``, and for each of :func:`slopes_by_kind` one that also weighs a key by its
-    distance. What changes from call to call they read from tensors: a number would be compiled in.
-
-    Args:
-        call: With one batch axis.
-        q_padding: Queries past the last one that indices may point to.
-        kv_padding: Keys likewise. They are seen by none.
+    distance. What changes from call to call they read from tensors: a number would be compiled in. Indices may point to
+    so many queries past the last one, and to so many keys, which none sees.
     """
     slopes = call.slopes.detach()
     future_slopes = None if call.future_slopes is None else call.future_slopes.detach()

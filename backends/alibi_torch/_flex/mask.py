@@ -28,16 +28,9 @@ def block_mask(
 ) -> BlockMask:
     """Return the blocks that the queries need, those where every key is visible to every query apart.
 
-    Everything happens on the device of ``query``, and nothing is read from it.
-
-    Args:
-        call: With one batch axis.
-        query: ``[batch, num_heads, q_len, head_dim]``.
-        key: ``[batch, num_kv_heads, kv_len, head_dim]``.
-        mask_mod: Whether a query may see a key, for the blocks where that varies.
-        norms: Bounds of the norms of keys, where they are known.
-        seq_lengths: Of the queries and keys that the kernel is to be given, tokens; padded, perhaps.
-        backward: Whether the kernel for gradients is to run, which reads the blocks by keys.
+    Everything happens on the device of ``query``, and nothing is read from it. Where it varies within a block whether a
+    query may see a key, ``mask_mod`` says so; ``seq_lengths`` count padding, too. The kernel for gradients, if it is to
+    run (``backward``), reads the blocks by keys.
     """
     first, stop = needed_blocks(call, query, key, norms)
     q_blocks, kv_blocks = (-(-n // BLOCK) for n in (call.q_len, call.kv_len))

@@ -5,6 +5,7 @@ horizons allow.
 """
 
 from alibi_core.backend import KeyNorms
+from alibi_torch._tiled import step
 from alibi_torch._tiled.configuration import SIZES, norm_bounds, tiling
 from alibi_torch._tiled.operators import tiled_attention, tiled_attention_with_sums
 from alibi_torch._tiled.plan import jobs, needed_keys
@@ -17,6 +18,7 @@ __all__ = [
     "jobs",
     "needed_keys",
     "norm_bounds",
+    "step",
     "tiled_attention",
     "tiled_attention_with_sums",
     "tiling",

@@ -21,8 +21,8 @@ from alibi_core import AttentionCall
 from alibi_core.backend import Job
 from alibi_torch._tiled.configuration import tiling
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+fused_forward = torch._scaled_dot_product_flash_attention_for_cpu  # as an operator of torch.ops it takes longer to call
+fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 FEATURES = 8  # a multiple of these suits the kernels
 # Times 1 / eps: larger scores are rounded so much that their log-sum-exp, rounded as well, makes no weights of them
@@ -33,11 +33,9 @@ LARGE_SCORE = 2.0**-14
 def forward(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: Iterable[Job], result_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Compute the jobs that make up a call.
+    """Compute the jobs that make up a call: the result, and the logarithm of each query's softmax denominator.
 
-    Returns:
-        The result, ``[batch, num_heads, q_len, head_dim]``, and the logarithm of each query's softmax denominator,
-        ``[batch, num_heads, q_len]``, infinite for a query that sees nothing.
+    That is ``[batch, num_heads, q_len]``, infinite for a query that sees nothing.
     """
     result = query.new_empty(query.shape, dtype=result_dtype)
     logsumexp = query.new_empty(query.shape[:-1], dtype=call.working_dtype)
@@ -52,7 +50,7 @@ def forward(
             whole = bias
             if call.added_key_bias is not None:
                 whole, *tensors = _with_key_bias(call, part, bias, *tensors)
-            out, lse = _forward(*tensors, 0.0, False, attn_mask=whole, scale=call.scale)
+            out, lse = fused_forward(*tensors, 0.0, False, attn_mask=whole, scale=call.scale)
             out = out[..., : call.head_dim]
             if attends is not None:
                 out = torch.where(attends, out, 0.0)
@@ -188,12 +186,7 @@ class Tile:
     has_large_scores: bool = False
 
     def centred(self, keys: Tensor, job: Job) -> Tile:
-        """Return the tile without what its keys have in common.
-
-        Args:
-            keys: Of all tiles of the job, from :func:`_span_of`.
-            job: Whose tile it is.
-        """
+        """Return the tile without what the ``keys`` of all tiles of the job, of :func:`_span_of`, have in common."""
         parts = without_common_part(self.query, keys, self.logsumexp, self.scale)
         if parts is None:
             return replace(self, has_large_scores=True)
@@ -267,7 +260,7 @@ class Tile:
 
     def _kernel(self) -> tuple[Tensor, Tensor, Tensor]:
         tensors = self.grad, self.query, self.key, self.value, self.result, self.logsumexp
-        return _backward(*tensors, 0.0, False, attn_mask=self.bias, scale=self.scale)
+        return fused_backward(*tensors, 0.0, False, attn_mask=self.bias, scale=self.scale)
 
 
 def without_common_part(query: Tensor, key: Tensor, logsumexp: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
@@ -275,16 +268,8 @@ def without_common_part(query: Tensor, key: Tensor, logsumexp: Tensor, scale: fl
 
     The gradients of a row's scores have the sum 0, but for rounding, which a mean that all keys have in common would
     multiply in the gradient of the query. A mean that a few large keys make is left where it is: queries that cannot
-    see those would have large scores for it, and fewer digits.
-
-    Args:
-        query: ``[..., heads, rows, head_dim]``.
-        key: ``[..., heads or 1, kv_len, head_dim]``.
-        logsumexp: Of each query's softmax, ``[..., heads, rows]``.
-        scale: Factor of the scores.
-
-    Returns:
-        Both, or None if scores are large.
+    see those would have large scores for it, and fewer digits. None if scores are large. Keys are
+    ``[..., heads or 1, kv_len, head_dim]``.
     """
     mean = key.mean(dim=-2, keepdim=True)
     common, whole = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (mean, key))

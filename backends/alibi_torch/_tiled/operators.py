@@ -12,9 +12,9 @@ from torch import Tensor
 
 from alibi_core import AttentionCall
 from alibi_core.backend import ARRAY_AXES, CallRules, Job, KeyNorms, entry_of, tolerance_of, working_dtype
-from alibi_torch._dispatch import is_watched, needs_gradients
+from alibi_torch._dispatch import is_watched, needs_gradients, no_autocast
 from alibi_torch._tiled import kernels as _tile_kernels
-from alibi_torch._tiled import short
+from alibi_torch._tiled import short, step
 from alibi_torch._tiled import vmap as _tiled_vmap
 from alibi_torch._tiled.plan import kernel_jobs
 from alibi_torch._tiled.sequences import parts_of, sequences
@@ -27,22 +27,22 @@ def tiled_attention(
     """Compute ``call``, on tensors ``[*batch, heads, length, head_dim]`` of the CPU, without its bias or its scores.
 
     Keys that are proved, from the norms of queries and keys, to weigh less than the tolerance together are left out.
-
-    Args:
-        call: What to compute.
-        query: As checked for ``call``.
-        key: Likewise.
-        value: Likewise.
-        norms: Bounds of the norms of keys, where they are known; else all keys are read once to measure them.
+    All keys are read once to measure them, where ``norms`` does not bound theirs.
     """
     flat = call.with_one_batch_axis()
-    tensors = [x.reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key, value)]
+    tensors = [query, key, value]
+    if flat is not call:
+        tensors = [x.reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in tensors]
     is_plain = not is_watched(*tensors)
+    differentiates = needs_gradients(*tensors, flat.slopes, flat.future_slopes)
+    if is_plain and not differentiates and step.is_step(flat) and not (norms is None and step.is_measured(flat)):
+        if flat.q_offset + 1 < flat.kv_len:
+            tensors[1:] = (x[:, :, : flat.q_offset + 1] for x in tensors[1:])
+        return step.attend(flat, *tensors, norms).reshape(query.shape)
     packed = sequences(flat) if is_plain and norms is None else None
     if packed is not None:
         entries = [[tiled_attention(*part) for part in entry] for entry in parts_of(flat, packed, *tensors)]
         return torch.cat([torch.cat(entry, dim=2) for entry in entries]).reshape(query.shape)
-    differentiates = needs_gradients(*tensors, flat.slopes, flat.future_slopes)
     if is_plain and differentiates:
         result = _EagerAttention.apply(*tensors, flat.slopes, flat.future_slopes, flat, norms)
         return result.reshape(query.shape).to(call.dtype)
@@ -59,11 +59,7 @@ def tiled_attention(
 def tiled_attention_with_sums(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return attention without gradients, and each softmax's log-sum-exp, both in the working dtype.
 
-    Args:
-        call: With one batch axis.
-        query: As checked for ``call``.
-        key: Likewise.
-        value: Likewise.
+    The call has one batch axis.
     """
     return _attend(query, key, value, *Packed.of(call, None), True)
 
@@ -161,12 +157,12 @@ def _backward(
     *,
     by_slopes: bool,
     plans: Sequence[list[Job]] = (),
-) -> tuple[Tensor, ...]:
-    """Return the gradients by query, key, value, slopes and future slopes; zeros by slopes unless asked for.
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients by query, key, value, slopes and future slopes; anything by slopes unless asked for.
 
     ``plans`` are those that the forward pass made, where they are known.
     """
-    dense = saved._replace(**{x: _last_axis_dense(getattr(saved, x)) for x in ("grad", "query", "key", "value")})
+    dense = _tile_kernels.Saved(*map(_last_axis_dense, saved[:4]), *saved[4:])
     slopes, future_slopes = call.slopes, call.future_slopes
     like = slopes if future_slopes is None else future_slopes
     tolerance = tolerance_of(call)
@@ -179,10 +175,10 @@ def _backward(
         return _tile_kernels.backward(call, some, planned, by_slopes=by_slopes)
 
     is_short_call = is_short(call, norms_are_known=norms is not None)
-    with torch.autocast("cpu", enabled=False):  # gradients may be asked for where it is on
+    with no_autocast("cpu"):  # gradients may be asked for where it is on
         found = short.backward(call, dense) if is_short_call and not by_slopes else None
         if found is not None:
-            return *found, torch.zeros_like(slopes), torch.zeros_like(like)
+            return *found, None, None
         parts = [differentiate(*part, plan) for part, plan in itertools.zip_longest(_parts(call), plans)]
     joined = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
     *by_inputs, past, future = joined
@@ -238,8 +234,11 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 def _attend_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients by query, key, value, slopes and future slopes (zeros if ``by_slopes`` is False)."""
     saved, packed, by_slopes = _unpacked(arguments)
-    found = _backward(packed.call(saved.query, saved.key), saved, packed.norms, by_slopes=by_slopes)
-    return tuple(x.contiguous() for x in found)
+    *by_inputs, past, future = _backward(packed.call(saved.query, saved.key), saved, packed.norms, by_slopes=by_slopes)
+    if not by_slopes:
+        past = torch.zeros_like(packed.slopes)
+        future = torch.zeros_like(packed.slopes if packed.future_slopes is None else packed.future_slopes)
+    return tuple(x.contiguous() for x in (*by_inputs, past, future))
 
 
 @_attend_backward.register_fake

@@ -17,6 +17,7 @@ from alibi_core.backend import (
     plain_jobs,
     ranges_on_host,
 )
+from alibi_torch._tiled import step
 from alibi_torch._tiled.configuration import tiling
 from alibi_torch._tiled.short import is_short, short_jobs
 
@@ -26,6 +27,8 @@ def jobs(call: AttentionCall, query: Tensor, key: Tensor, tolerance: float, norm
 
     Query and key are ``[batch, heads, length, head_dim]``.
     """
+    if step.is_step(call) and not (norms is None and step.is_measured(call)):
+        return iter(step.jobs(call, query, key, norms))
     if is_short(call, norms_are_known=norms is not None):
         return iter(short_jobs(call))
     return kernel_jobs(call, query, key, tolerance, norms)

@@ -37,13 +37,7 @@ def sequences(call: AttentionCall) -> list[list[slice]] | None:
 def parts_of(
     call: AttentionCall, entries: list[list[slice]], *tensors: Tensor
 ) -> Iterator[list[tuple[AttentionCall, Tensor, Tensor, Tensor]]]:
-    """Yield the calls of the sequences of each batch entry, with what of query, key and value is theirs.
-
-    Args:
-        call: With one batch axis.
-        entries: As :func:`sequences` returns them.
-        *tensors: Query, key and value, ``[batch, heads, length, head_dim]``.
-    """
+    """Yield the calls of the ``sequences`` of each batch entry, with what of query, key and value is theirs."""
     for index, runs in enumerate(entries):
         entry, heads = slice(index, index + 1), slice(0, call.num_heads)
         tiles = [call.tile(batch=entry, heads=heads, queries=run, keys=run) for run in runs]

@@ -15,14 +15,11 @@ from torch import Tensor
 from alibi_core import AttentionCall
 from alibi_core.backend import Job, seen_keys
 from alibi_torch._tiled.configuration import tiling
-from alibi_torch._tiled.kernels import Saved, shifted, without_common_part
+from alibi_torch._tiled.kernels import Saved, fused_backward, fused_forward, shifted, without_common_part
+from alibi_torch._tiled.step import groups
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-KEPT = 2**18  # elements; a bias of so few is kept with its call, which may come again
+KEPT = 2**20  # bytes; a bias of so few is kept with its call, which may come again
 LONG_DECODING = 2**13  # times the keys of a short call: numbers in the keys of one batch entry
-CAST = 2**18  # elements that are cast at once
 # Queries in a block, by the number of keys: more of them waste scores on keys that only the last ones see, fewer take
 # more calls. Measured on AVX-512.
 BLOCKS = ((512, 64), (1024, 128), (math.inf, 256))
@@ -34,6 +31,8 @@ def is_short(call: AttentionCall, *, norms_are_known: bool = False) -> bool:
     A few queries may as well read all keys, until those are so many that finding out what is needed takes less time.
     """
     how = tiling()
+    if call.kv_len <= how.short and call.worked_out.get(short_jobs, (None,))[0] is how:
+        return True  # as it was before
     if not call.sees_own_key or call.q_segment_ids is not None or call.added_key_bias is not None:
         return False
     if _bias_elements(call, _rows(call)) > how.sizes.bias_elements:
@@ -61,6 +60,10 @@ def _bias_elements(call: AttentionCall, rows: int) -> int:
 
 def short_jobs(call: AttentionCall) -> list[Job]:
     """Return blocks of queries, with the keys that the call's direction and window let them see."""
+    how = tiling()
+    known = call.worked_out.get(short_jobs)
+    if known is not None and known[0] is how:
+        return known[1]
     rows = _rows(call)
     batch, heads = slice(0, call.batch[0]), slice(0, call.num_heads)
     jobs = []
@@ -69,6 +72,7 @@ def short_jobs(call: AttentionCall) -> list[Job]:
         start = max(start, 0)
         first, stop = seen_keys(call, start, count)
         jobs.append(Job(batch, heads, start, count, 1, first, stop - first))
+    call.worked_out[short_jobs] = how, jobs
     return jobs
 
 
@@ -80,15 +84,41 @@ def forward(
     by_heads = []
     for heads, kv_heads in _heads_at_once(call):
         # In low precision the kernel would round the weights to it, and is no faster.
-        some_query = query[:, heads].to(call.working_dtype)
-        keys, values = (_for_query_heads(call, x[:, kv_heads].to(call.working_dtype)) for x in (key, value))
-        parts = []
-        for job, bias in zip(jobs, biases, strict=True):
-            operands = some_query[:, :, job.queries], keys[:, :, job.keys], values[:, :, job.keys]
-            parts.append(_forward(*operands, 0.0, False, attn_mask=bias[:, heads], scale=call.scale))
+        some = [x[:, y].to(call.working_dtype) for x, y in ((query, heads), (key, kv_heads), (value, kv_heads))]
+        some[1:] = (_for_query_heads(call, x) for x in some[1:])
+        parts = [
+            fused_forward(*_cut(job, *some), 0.0, False, attn_mask=bias[:, heads], scale=call.scale)
+            for job, bias in zip(jobs, biases, strict=True)
+        ]
         by_heads.append([_joined(x, 2) for x in zip(*parts, strict=True)])
     result, logsumexp = (_joined(x, 1) for x in zip(*by_heads, strict=True))
     return result.to(result_dtype), logsumexp
+
+
+def _cut(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a job's part of tensors, themselves where that is the whole."""
+    if job.rows < query.shape[2]:
+        query = query[:, :, job.queries]
+    if job.kv_len < key.shape[2]:
+        key, value = key[:, :, job.keys], value[:, :, job.keys]
+    return query, key, value
+
+
+def _biases(call: AttentionCall, jobs: list[Job]) -> list[Tensor]:
+    """Return the bias of each job, ``[batch or 1, heads, rows, kv_len]``: views of one that is in memory."""
+    known = call.worked_out.get(_biases)
+    if known is not None and known[0] is jobs:
+        return known[1]
+    backs = [job.back + call.q_offset for job in jobs]
+    back, ahead = max(backs), max(job.kv_len - before for job, before in zip(jobs, backs, strict=True))
+    whole = _shifted_rows(call, jobs[-1].rows, back, ahead)
+    biases = [
+        whole[:, :, : job.rows, back - before : back - before + job.kv_len]
+        for job, before in zip(jobs, backs, strict=True)
+    ]
+    if whole.untyped_storage().nbytes() <= KEPT:
+        call.worked_out[_biases] = jobs, biases
+    return biases
 
 
 def _heads_at_once(call: AttentionCall) -> list[tuple[slice, slice]]:
@@ -97,14 +127,11 @@ def _heads_at_once(call: AttentionCall) -> list[tuple[slice, slice]]:
     All of them, but for a few queries whose keys are to be cast: in new memory, which is to be small enough to be had
     at once.
     """
-    count = call.num_kv_heads
+    count, group = call.num_kv_heads, call.num_heads // call.num_kv_heads
+    together = [slice(0, count)]
     if call.dtype != call.working_dtype and call.q_len <= tiling().sizes.few:
-        count = min(count, max(1, CAST // (call.batch[0] * call.kv_len * call.head_dim)))
-    group = call.num_heads // call.num_kv_heads
-    return [
-        (slice(first * group, (first + count) * group), slice(first, first + count))
-        for first in range(0, call.num_kv_heads, count)
-    ]
+        together = [heads for heads, _ in groups(call, [call.kv_len] * count, call.batch[0])]
+    return [(slice(some.start * group, some.stop * group), some) for some in together]
 
 
 def backward(call: AttentionCall, saved: Saved) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -126,9 +153,8 @@ def backward(call: AttentionCall, saved: Saved) -> tuple[Tensor, Tensor, Tensor]
     jobs = short_jobs(call)
     for job, bias in reversed(list(zip(jobs, _biases(call, jobs), strict=True))):
         some = slice(None), slice(None), job.queries
-        keys = (x[:, :, job.keys] for x in (key, value))
-        tensors = grad[some], query[some], *keys, result[some], logsumexp[some]
-        parts = _backward(*tensors, 0.0, False, attn_mask=bias, scale=call.scale)
+        tensors = grad[some], *_cut(job, query, key, value), result[some], logsumexp[some]
+        parts = fused_backward(*tensors, 0.0, False, attn_mask=bias, scale=call.scale)
         by_query.insert(0, parts[0])
         if not by_keys and job.kv_len == call.kv_len:
             by_keys = list(parts[1:])
@@ -150,22 +176,6 @@ def _for_query_heads(call: AttentionCall, tensor: Tensor) -> Tensor:
     """Return keys, or values, for each query head."""
     group = call.num_heads // call.num_kv_heads
     return tensor if group == 1 else tensor.repeat_interleave(group, dim=1)
-
-
-def _biases(call: AttentionCall, jobs: list[Job]) -> list[Tensor]:
-    """Return the bias of each job, ``[batch or 1, heads, rows, kv_len]``: views of one that is in memory."""
-    backs = [job.back + call.q_offset for job in jobs]
-    back, ahead = max(backs), max(job.kv_len - before for job, before in zip(jobs, backs, strict=True))
-    sizes = jobs[-1].rows, back, ahead
-    whole = call.worked_out.get(sizes)
-    if whole is None:
-        whole = _shifted_rows(call, *sizes)
-        if whole.shape[:-1].numel() * (back + ahead + sizes[0]) <= KEPT:
-            call.worked_out[sizes] = whole
-    return [
-        whole[:, :, : job.rows, back - before : back - before + job.kv_len]
-        for job, before in zip(jobs, backs, strict=True)
-    ]
 
 
 def _shifted_rows(call: AttentionCall, rows: int, back: int, ahead: int) -> Tensor:

@@ -25,8 +25,8 @@ from alibi_core.backend import (
     positive_int,
 )
 from alibi_torch._attention import run
-from alibi_torch._dispatch import IMPLEMENTATIONS, memory
-from alibi_torch._tiled import KeyNorms, is_short, norm_bounds
+from alibi_torch._dispatch import IMPLEMENTATIONS, memory, needs_gradients, no_autocast
+from alibi_torch._tiled import KeyNorms, is_short, norm_bounds, step
 
 BLOCK = 128  # keys that one bound of their norms is kept for
 
@@ -69,7 +69,7 @@ class KVCache:
             floating_dtype(xp, "dtype", dtype)
         self.key, self.value = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         statistics = torch.promote_types(self.key.dtype, torch.float32)
-        self._norms = torch.zeros(*shape[:2], -(-shape[2] // BLOCK), device=device, dtype=statistics)
+        self._norms_by_block = torch.zeros(*shape[:2], -(-shape[2] // BLOCK), device=device, dtype=statistics)
         self._measured = 0  # tokens whose norms are among them
         self.length = 0
         self.lengths: Tensor | None = None
@@ -79,6 +79,12 @@ class KVCache:
         """Capacity, in tokens."""
         return self.key.shape[2]
 
+    def _norms(self, near: int) -> KeyNorms:
+        """Return bounds of the norms of all tokens held but perhaps the last ``near``."""
+        if self.length - self._measured > near:
+            _ = self.key_norms
+        return KeyNorms(self._norms_by_block[:, :, : -(-self._measured // BLOCK)], BLOCK)
+
     @property
     def key_norms(self) -> Tensor:
         """``[batch_size, num_kv_heads, blocks]``, float32: a bound of the norms of each 128 keys."""
@@ -86,9 +92,9 @@ class KVCache:
             some = slice(self._measured, self.length)
             norms = norm_bounds(self.key[:, :, some].detach())
             blocks = torch.arange(some.start, some.stop, device=norms.device) // BLOCK
-            self._norms.scatter_reduce_(2, blocks.expand_as(norms), norms, "amax")
+            self._norms_by_block.scatter_reduce_(2, blocks.expand_as(norms), norms, "amax")
             self._measured = self.length
-        return self._norms
+        return self._norms_by_block
 
     @property
     def nbytes(self) -> int:
@@ -152,7 +158,7 @@ class KVCache:
         self.value[rows, :, slots] = value[rows, :, columns]
         places = torch.arange(key.shape[2], device=key.device)
         norms = torch.where((places < new)[:, None], norm_bounds(key.detach()), 0.0)
-        blocks = ((ends - new + places) // BLOCK).clamp(max=self._norms.shape[2] - 1)[:, None]
+        blocks = ((ends - new + places) // BLOCK).clamp(max=self._norms_by_block.shape[2] - 1)[:, None]
         self.key_norms.scatter_reduce_(2, blocks.expand_as(norms), norms, "amax")
         self._hold(tokens.ends)
         self._measured = self.length
@@ -206,15 +212,21 @@ class KVCache:
         key, value = self.key[:, :, : self.length], self.value[:, :, : self.length]
         rules |= {"scale": scale, "tolerance": tolerance}
         # Steps of a text differ in their number of keys, which nothing that was checked depends on.
-        known = memory.key_of((query, self.key, self.value), slopes, None, rules, most_keys=None)
+        known = memory.key_of((query, self.key, self.value), slopes, None, rules)
         call = memory.recalled(known, lambda: AttentionCall.check(query, key, value, slopes, xp=xp, **rules))
         if known is not None:
+            check_span(self.length, query.shape[2])
+            is_differentiated = needs_gradients(query, key, value)
+            if implementation in (None, "tiled") and step.is_step(call) and not is_differentiated:
+                norms = self._norms(step.NEAR) if step.wants_norms(call, self.length) else None
+                with no_autocast("cpu"):  # it would round the bias
+                    return step.attend(call, query, key, value, norms)
             call = replace(call, kv_len=self.length, q_offset=self.length - query.shape[2])
         if not call.has_offset_array:
             check_span(self.length, query.shape[2])
         norms = None
         if key.device.type != "cpu" or not is_short(call, norms_are_known=True):
-            norms = KeyNorms(self.key_norms[:, :, : -(-self.length // BLOCK)], BLOCK)
+            norms = self._norms(0)
         return guarded(run(call, query, key, value, implementation, norms), [self.key])
 
     def truncate(self, length: int | Tensor) -> None:
@@ -245,7 +257,7 @@ class KVCache:
         """
         indices = indices.to(self.key.device)
         self.key, self.value = (x.index_select(0, indices) for x in (self.key, self.value))
-        self._norms = self._norms.index_select(0, indices)
+        self._norms_by_block = self._norms_by_block.index_select(0, indices)
         if self.lengths is not None:
             self._hold(self._held()[indices.cpu().numpy()])
 
@@ -258,12 +270,7 @@ def _autocast_dtype(place: str) -> torch.dtype | None:
 
 
 def guarded(result: Tensor, held: list[Tensor]) -> Tensor:
-    """Return a result, whose backward pass refuses to run where keys have been changed in place since.
-
-    Args:
-        result: Of attention.
-        held: The storage of the keys that it attended to.
-    """
+    """Return a result, whose backward pass refuses to run where the keys ``held`` have been changed in place since."""
     if not result.requires_grad or torch.compiler.is_compiling():
         return result
     if torch._C._functorch.peek_interpreter_stack() is not None:  # which has no hooks
@@ -284,6 +291,10 @@ def guarded(result: Tensor, held: list[Tensor]) -> Tensor:
 def check_appended(key: Tensor, value: Tensor, like: Tensor) -> None:
     """Check that keys and values fit those that a cache holds, in all but their number."""
     batch_size, num_kv_heads, _, head_dim = like.shape
+    if type(key) is type(value) is Tensor and key.shape == value.shape and key.ndim == 4:
+        fits = key.dtype == value.dtype == like.dtype and key.device == value.device == like.device
+        if fits and (*key.shape[:2], key.shape[3]) == (batch_size, num_kv_heads, head_dim):
+            return  # a step takes no longer than what follows
     if isinstance(key, Tensor) and key.dtype != like.dtype and key.dtype == _autocast_dtype(like.device.type):
         raise ValueError(
             f"cache must be made under the autocast that it is used in, where make_cache gives it {key.dtype}, got one "

@@ -101,10 +101,7 @@ class FalconAttention(AlibiAttention):
     ) -> Tensor:
         """Return what :class:`AlibiAttention` does, with another bias."""
         self.shape.check_input(x, xp)
-        query, key, value = (
-            proj(x).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)  # [batch, heads, length, head_dim]
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query, key, value = self._heads_of(x, x)
         if cache is not None:
             key, value = cache.append(key, value)
         call = AttentionCall.check(query, key, value, self.slopes, mask=mask, segment_ids=segment_ids, xp=xp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import array_api_compat.torch as xp
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from alibi_core.backend import LayerShape, boolean, explains_keywords, one_of
 from alibi_torch._attention import IMPLEMENTATIONS, attention
 from alibi_torch.caches import EvictingKVCache, KVCache
-from alibi_torch.nn._slopes import KeepsSlopes, host_copy
+from alibi_torch.nn._slopes import KeepsSlopes
 
 
 class AlibiAttention(KeepsSlopes):
@@ -94,13 +95,7 @@ class AlibiAttention(KeepsSlopes):
         self.v_proj = nn.Linear(embed_dim, shape.num_kv_heads * shape.head_dim, **factory)
         self.out_proj = nn.Linear(shape.num_heads * shape.head_dim, embed_dim, **factory)
         self.dropout = nn.Dropout(dropout)
-
-        place = self.q_proj.weight.device
-        given, future = (None if x is None else host_copy(x) for x in (slopes, future_slopes))
-        initial = shape.fixed_slopes(xp, given, "cpu")
-        self.log_slopes = nn.Parameter(initial.log().to(place)) if learnable_slopes else None
-        self.register_slopes("slopes", None if learnable_slopes else initial, place)
-        self.register_slopes("future_slopes", future, place)
+        self.register_layer_slopes(shape, slopes, future_slopes, learnable_slopes)
 
     @explains_keywords
     def forward(
@@ -138,11 +133,8 @@ class AlibiAttention(KeepsSlopes):
             ValueError: If a shape is wrong, the cache does not fit, or the layer is not causal and gets a cache.
         """
         source = self.shape.source_of_keys(x, xp, context=context, q_offset=q_offset, cache=cache, lengths=lengths)
-        query, key, value = (
-            proj(y).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)  # [batch, heads, length, head_dim]
-            for proj, y in ((self.q_proj, x), (self.k_proj, source), (self.v_proj, source))
-        )
-        slopes = self.slopes if self.log_slopes is None else self.log_slopes.exp()
+        query, key, value = self._heads_of(x, source)
+        slopes = self.current_slopes
         rules: dict[str, Any] = {"segment_ids": segment_ids, "window_size": self.window_size, "mask": mask}
         rules["implementation"] = self.implementation
         if cache is None:
@@ -155,6 +147,11 @@ class AlibiAttention(KeepsSlopes):
         else:
             attended = self._attend_to(cache, query, key, value, slopes, rules, lengths)
         return self.dropout(self.out_proj(attended.transpose(1, 2).flatten(2)))
+
+    def _heads_of(self, x: Tensor, source: Tensor) -> Iterator[Tensor]:
+        """Yield query, key and value, ``[batch, heads, length, head_dim]``."""
+        for proj, y in ((self.q_proj, x), (self.k_proj, source), (self.v_proj, source)):
+            yield proj(y).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
 
     def _attend_to(
         self,
@@ -202,10 +199,9 @@ class AlibiAttention(KeepsSlopes):
             return KVCache(*sizes, device=weight.device, dtype=dtype)
         if max_query_norm is None:
             raise ValueError("max_query_norm must be given with evict=True: it decides which keys may be dropped")
-        slopes = self.slopes if self.log_slopes is None else self.log_slopes.exp()
         return EvictingKVCache(
             *sizes,
-            slopes=slopes,
+            slopes=self.current_slopes,
             max_query_norm=max_query_norm,
             window_size=self.window_size,
             device=weight.device,

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alibi_core.backend import LayerShape, one_of
 from alibi_torch._attention import IMPLEMENTATIONS, attention
-from alibi_torch.nn._slopes import KeepsSlopes, host_copy
+from alibi_torch.nn._slopes import KeepsSlopes
 
 
 class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
@@ -102,12 +101,7 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         options: dict[str, Any] = {"kdim": kdim, "vdim": vdim, "batch_first": batch_first}
         super().__init__(embed_dim, num_heads, dropout, bias, **options, device=device, dtype=dtype)
         self.is_causal, self.window_size, self.implementation = is_causal, window_size, implementation
-        place = self.out_proj.weight.device
-        given, future = (None if x is None else host_copy(x) for x in (slopes, future_slopes))
-        initial = shape.fixed_slopes(xp, given, "cpu")
-        self.log_slopes = nn.Parameter(initial.log().to(place)) if learnable_slopes else None
-        self.register_slopes("slopes", None if learnable_slopes else initial, place)
-        self.register_slopes("future_slopes", future, place)
+        self.register_layer_slopes(shape, slopes, future_slopes, learnable_slopes)
 
     def _reset_parameters(self) -> None:
         self._qkv_same_embed_dim = self.in_proj_weight is not None
@@ -171,12 +165,11 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         if is_causal and q.shape[2] == k.shape[2]:
             attn_mask = None
         mask, added_bias = self._masks(key_padding_mask, attn_mask, (*q.shape[:3], k.shape[2]), is_batched)
-        slopes = self.slopes if self.log_slopes is None else self.log_slopes.exp()
         result = attention(
             q,
             k,
             v,
-            slopes,
+            self.current_slopes,
             is_causal=causal,
             future_slopes=None if causal else self.future_slopes,
             q_offset=q_offset,
@@ -228,14 +221,7 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         sizes: tuple[int, int, int, int],
         is_batched: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return what hides keys, True where they are seen, and what is added to scores.
-
-        Args:
-            key_padding_mask: As for :meth:`forward`.
-            attn_mask: Likewise.
-            sizes: ``(batch, num_heads, q_len, kv_len)``.
-            is_batched: Whether the inputs had an axis for the batch.
-        """
+        """Return what hides keys, True where they are seen, and what is added to scores, ``sizes`` being those."""
         batch, num_heads, q_len, kv_len = sizes
         by_key = {(batch, kv_len) if is_batched else (kv_len,): (batch, 1, 1, kv_len)}
         by_score = {(q_len, kv_len): (1, 1, q_len, kv_len), (batch * num_heads, q_len, kv_len): sizes}

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Self
 
+import array_api_compat.torch as xp
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from alibi_core.backend import LayerShape
 
 
 def host_copy(slopes: Any) -> Tensor:
@@ -31,6 +34,20 @@ class KeepsSlopes(nn.Module):
             self.register_load_state_dict_post_hook(_revive)
         self._host_slopes[name] = slopes
         self.register_buffer(name, None if slopes is None else slopes.to(device, copy=True), persistent=False)
+
+    def register_layer_slopes(self, shape: LayerShape, slopes: Any, future_slopes: Any, learnable: bool) -> None:
+        """Register a layer's slopes on the device of its ``out_proj``; learnable ones as ``log_slopes``."""
+        place = self.out_proj.weight.device
+        given, future = (None if x is None else host_copy(x) for x in (slopes, future_slopes))
+        initial = shape.fixed_slopes(xp, given, "cpu")
+        self.log_slopes = nn.Parameter(initial.log().to(place)) if learnable else None
+        self.register_slopes("slopes", None if learnable else initial, place)
+        self.register_slopes("future_slopes", future, place)
+
+    @property
+    def current_slopes(self) -> Tensor:
+        """A layer's slopes, fixed or learnt."""
+        return self.slopes if self.log_slopes is None else self.log_slopes.exp()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         names = [*self._host_slopes, "log_slopes"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import array_api_compat.torch as xp
 import torch
@@ -16,7 +17,6 @@ from alibi_core.backend import HALO_SHARE, LARGEST_TOLERANCE, check_plan, checks
 from alibi_core.backend import slopes as canonical_slopes
 from alibi_torch._attention import run
 from alibi_torch._dispatch import IMPLEMENTATIONS
-from alibi_torch.parallel._checks import facts_of
 from alibi_torch.parallel._group import Place, agree, check_device, local_slopes, place_of
 from alibi_torch.parallel._halo import Exchange, GatherHalo, Halo, Travelling, assembled, start
 from alibi_torch.parallel._reach import needed_tokens
@@ -154,7 +154,7 @@ def attention(
             window_size=call.window_size,
             num_kv_heads=call.num_kv_heads,
         )
-    place = agree(place, query.device, facts_of(call, shards, plan, key, value, implementation))
+    place = agree(place, query.device, _facts_of(call, shards, plan, key, value, implementation))
     if call.is_empty:
         return query + key.sum() + value.sum()  # of no elements, but a part of the graph
     exchange, travelling = _exchanged(place, call, shards, plan, query, key, value, share)
@@ -245,3 +245,27 @@ def _segments(call: AttentionCall, exchange: Exchange) -> list[Tensor] | None:
         by_chunk[seen.chunk][1][:, seen.first - by_chunk[seen.chunk][0] :][:, : seen.stop - seen.first]
         for seen in exchange.stretches
     ]
+
+
+def _facts_of(
+    call: AttentionCall, shards: Shards, plan: ShardPlan | None, key: Tensor, value: Tensor, implementation: str | None
+) -> dict[str, Any]:
+    """Return what must be the same on all processes of a group."""
+    differentiated = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
+    segments = None if call.q_segment_ids is None else call.q_segment_ids.dtype
+    return {
+        "query's shape": (*call.batch, call.num_heads, call.q_len, call.head_dim),
+        "key's shape": tuple(key.shape),
+        "dtype": call.dtype,
+        "placement and length": shards,
+        "slopes": call.slopes.tolist(),
+        "future_slopes": None if call.future_slopes is None else call.future_slopes.tolist(),
+        "plan or score_bound": plan,
+        "is_causal": call.is_causal,
+        "window_size": call.window_size,
+        "scale": call.scale,
+        "tolerance": call.tolerance,
+        "segment_ids' dtype": segments,
+        "implementation": implementation,
+        "whether key or value requires gradients": differentiated,
+    }

@@ -50,18 +50,7 @@ class Place:
 
 
 def place_of(group: Any, axis_name: str | None, head_axis: str | None) -> Place:
-    """Return this process's place.
-
-    Args:
-        group: A process group, a device mesh, or None for all processes.
-        axis_name: The mesh dimension that tokens are divided along. None for the only one, and for a process group.
-        head_axis: The mesh dimension that heads are divided along. None if they are not.
-
-    Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If the mesh has no such dimension, or this process is in no such group.
-        RuntimeError: If ``torch.distributed`` was not initialized.
-    """
+    """Return this process's place, having checked the arguments, which are those of ``attention``."""
     for name, axis in (("axis_name", axis_name), ("head_axis", head_axis)):
         if axis is not None and not isinstance(axis, str):
             raise TypeError(f"{name} must be the name of one mesh dimension, got {axis!r}")
@@ -116,12 +105,7 @@ def check_device(place: Place, group: Any, tensor: Tensor) -> None:
 
 
 def local_slopes(name: str, slopes: Any, heads: int, place: Place) -> Any:
-    """Return the slopes of this process's heads.
-
-    Raises:
-        TypeError: If slopes are given as a number.
-        ValueError: If these are not the slopes of all processes' heads.
-    """
+    """Return the slopes of this process's heads, of those of all processes' heads."""
     if slopes is None:
         return None
     check_shard_slopes(name, slopes, heads, place.head_shards, "processes")
@@ -132,18 +116,9 @@ _tags = count()
 
 
 def agree(place: Place, device: torch.device, facts: dict[str, Any]) -> Place:
-    """Check that all processes of the group ask for the same; if not, all of them raise.
+    """Check that all processes of the group ask for the same, by ``repr``; if not, all of them raise a ValueError.
 
-    Args:
-        place: This process's.
-        device: That the group can send from.
-        facts: By name, in the same order on all processes; what is compared is ``repr``.
-
-    Returns:
-        The place, with a tag that is the same on all processes, and that no call has had before.
-
-    Raises:
-        ValueError: If a fact is another elsewhere.
+    It returns the place with a tag that is the same on all processes, and that no call has had before.
     """
     global _tags
     if place.size == 1:

@@ -21,15 +21,8 @@ def needed_tokens(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return how many tokens before a chunk its queries need, and after: of each key/value head, anywhere at most.
 
-    All processes of the group have to take part, and all get the same answer.
-
-    Args:
-        place: This process's.
-        call: Of this process's shard.
-        halo: The division of the sequence; how far it reaches does not matter.
-        query: ``[batch, num_heads, shard_len, head_dim]``, with whatever there is in place of padding.
-        key: ``[batch, num_kv_heads, shard_len, head_dim]``.
-        tolerance: The share of softmax weight that may be left out in all.
+    All processes of the group have to take part, and all get the same answer. How far ``halo`` reaches does not matter,
+    nor what there is in place of padding. ``tolerance`` is the share of softmax weight that may be left out in all.
     """
     shards, group, statistics = halo.shards, call.num_heads // call.num_kv_heads, call.working_dtype
     size, side = shards.chunk_len, HALO_SHARE * tolerance * (1.0 if call.is_causal else 0.5)
