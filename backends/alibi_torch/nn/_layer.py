@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from alibi_core.backend import LayerShape, boolean, explains_keywords, one_of
 from alibi_torch._attention import IMPLEMENTATIONS, attention
 from alibi_torch.caches import EvictingKVCache, KVCache
-from alibi_torch.nn._slopes import KeepsSlopes
+from alibi_torch.nn._slopes import KeepsSlopes, register_layer_slopes
 
 
 class AlibiAttention(KeepsSlopes):
@@ -95,7 +95,7 @@ class AlibiAttention(KeepsSlopes):
         self.v_proj = nn.Linear(embed_dim, shape.num_kv_heads * shape.head_dim, **factory)
         self.out_proj = nn.Linear(shape.num_heads * shape.head_dim, embed_dim, **factory)
         self.dropout = nn.Dropout(dropout)
-        self.register_layer_slopes(shape, slopes, future_slopes, learnable_slopes)
+        register_layer_slopes(self, shape, slopes, future_slopes, learnable=learnable_slopes)
 
     @explains_keywords
     def forward(

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from alibi_core.backend import LayerShape, one_of
 from alibi_torch._attention import IMPLEMENTATIONS, attention
-from alibi_torch.nn._slopes import KeepsSlopes
+from alibi_torch.nn._slopes import KeepsSlopes, register_layer_slopes
 
 
 class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
@@ -101,7 +101,7 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         options: dict[str, Any] = {"kdim": kdim, "vdim": vdim, "batch_first": batch_first}
         super().__init__(embed_dim, num_heads, dropout, bias, **options, device=device, dtype=dtype)
         self.is_causal, self.window_size, self.implementation = is_causal, window_size, implementation
-        self.register_layer_slopes(shape, slopes, future_slopes, learnable_slopes)
+        register_layer_slopes(self, shape, slopes, future_slopes, learnable=learnable_slopes)
 
     def _reset_parameters(self) -> None:
         self._qkv_same_embed_dim = self.in_proj_weight is not None

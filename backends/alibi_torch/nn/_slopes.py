@@ -35,15 +35,6 @@ class KeepsSlopes(nn.Module):
         self._host_slopes[name] = slopes
         self.register_buffer(name, None if slopes is None else slopes.to(device, copy=True), persistent=False)
 
-    def register_layer_slopes(self, shape: LayerShape, slopes: Any, future_slopes: Any, learnable: bool) -> None:
-        """Register a layer's slopes on the device of its ``out_proj``; learnable ones as ``log_slopes``."""
-        place = self.out_proj.weight.device
-        given, future = (None if x is None else host_copy(x) for x in (slopes, future_slopes))
-        initial = shape.fixed_slopes(xp, given, "cpu")
-        self.log_slopes = nn.Parameter(initial.log().to(place)) if learnable else None
-        self.register_slopes("slopes", None if learnable else initial, place)
-        self.register_slopes("future_slopes", future, place)
-
     @property
     def current_slopes(self) -> Tensor:
         """A layer's slopes, fixed or learnt."""
@@ -64,6 +55,16 @@ class KeepsSlopes(nn.Module):
                 moved.data = kept.to(moved.device)
                 moved.grad = None if gradient is None else gradient.to(kept.dtype)
         return self
+
+
+def register_layer_slopes(layer: Any, shape: LayerShape, slopes: Any, future_slopes: Any, *, learnable: bool) -> None:
+    """Register a layer's slopes on the device of its ``out_proj``; learnable ones as ``log_slopes``."""
+    place = layer.out_proj.weight.device
+    given, future = (None if x is None else host_copy(x) for x in (slopes, future_slopes))
+    initial = shape.fixed_slopes(xp, given, "cpu")
+    layer.log_slopes = nn.Parameter(initial.log().to(place)) if learnable else None
+    layer.register_slopes("slopes", None if learnable else initial, place)
+    layer.register_slopes("future_slopes", future, place)
 
 
 def _revive(module: KeepsSlopes, incompatible_keys: object) -> None:
