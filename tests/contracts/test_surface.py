@@ -17,13 +17,13 @@ import pytest
 
 import alibi_core
 from alibi_core._cli import main
-from tests.support.frameworks import COMPILERS
-from tests.support.layers import FRAMEWORK, load, save
+from tests.support.frameworks import FRAMEWORK, NAMES
+from tests.support.full import in_full
+from tests.support.layers import load, save
 from tests.support.models import make_module
 
 ROOT = Path(__file__).parents[2]
 BACKENDS = ("torch", "jax", "mlx")
-NAMES = [pytest.param(f.values[0].name, id=f.id, marks=f.marks) for f in COMPILERS]
 ROOMS = {
     "alibi_core": ("plot", "conformance"),
     "alibi_torch": ("nn", "caches", "parallel", "transformers", "conformance"),
@@ -294,7 +294,7 @@ def test_a_module_of_the_bias_is_not_made_of(name: str, options: dict[str, Any],
 
 
 PAIRS = [
-    pytest.param(x, marks=[pytest.mark.full] * ("jax" in x and x[0] != "torch"))
+    x if x in (("torch", "jax"), ("jax", "mlx"), ("mlx", "torch")) else in_full((x,))
     for x in itertools.permutations(BACKENDS, 2)
 ]
 CONFIG = {"num_layers": 1, "embed_dim": 16, "num_heads": 4, "dropout": 0.0}
@@ -364,6 +364,7 @@ def test_weights_of_whole_models_travel(pair: tuple[str, str], tmp_path: Path) -
         pytest.importorskip(module)
     tokens, path = np.asarray([[3, 1, 4, 1, 5]], np.int32), tmp_path / "model.safetensors"
     fields = CONFIG | {"bias": True, "learnable_slopes": True, "tied_head": False, "embedding_norm": True}
+    fields["num_kv_heads"] = 2
     models = []
     for name in pair:
         config = importlib.import_module(f"alibi_{name}").AlibiConfig(**fields)
@@ -382,13 +383,3 @@ def test_weights_of_whole_models_travel(pair: tuple[str, str], tmp_path: Path) -
             alibi_jax.load_weights(small, path)
         with pytest.raises(TypeError, match="module must be a layer or model of Flax NNX, got int"):
             alibi_jax.save_weights(3, path)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_horizons_are_numpys(name: str) -> None:
-    framework, package = FRAMEWORK[name], importlib.import_module(f"alibi_{name}")
-    for length in (4, 0):
-        tensor = framework.array(np.zeros((2, length, 2, 8) if name == "jax" else (2, 2, length, 8), np.float32))
-        horizons = package.explain(tensor, tensor, tensor).horizons
-        assert type(horizons) is np.ndarray
-        assert (horizons.dtype, horizons.shape) == (np.float64, (2, 2))
