@@ -10,6 +10,7 @@ import pytest
 
 from alibi_core.backend import AlibiConfig, Generation, namespace_of
 from tests.support.frameworks import FRAMEWORKS, NAMES, Framework
+from tests.support.full import once_in_jax
 from tests.support.models import Model, lively_model
 
 VOCAB_SIZE = 13
@@ -76,8 +77,10 @@ def drawn_from(logits: np.ndarray, temperature: float, top_k: int | None, top_p:
     return result
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.5, None, None), (2.0, 4, None), (2.0, 8, 0.7)])
+DRAWN = [(2.0, 8, 0.7), (0.5, None, None), (2.0, 4, None)]
+
+
+@pytest.mark.parametrize(("name", "temperature", "top_k", "top_p"), once_in_jax(NAMES, DRAWN))
 def test_tokens_are_drawn_from_the_models_distribution(
     name: str, temperature: float, top_k: int | None, top_p: float | None
 ) -> None:
@@ -92,10 +95,10 @@ def test_tokens_are_drawn_from_the_models_distribution(
     assert np.all(np.abs(frequency - chances) <= 5 * (chances * (1 - chances) / count) ** 0.5)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "rules", [{"temperature": 1e-300}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_p": 1e-9}], ids=str
-)
+ONE_TOKEN = [{"temperature": 1.0, "top_p": 1e-9}, {"temperature": 1e-300}, {"temperature": 1.0, "top_k": 1}]
+
+
+@pytest.mark.parametrize(("name", "rules"), once_in_jax(NAMES, ONE_TOKEN))
 def test_what_leaves_one_token_takes_the_likeliest(name: str, rules: dict[str, Any]) -> None:
     prompt = prompts(7, 1)
     assert np.array_equal(generated(name, prompt, 1, seed=0, **rules), generated("torch", prompt, 1))

@@ -102,8 +102,7 @@ def test_config_refuses(name: str, value: Any, error: type[Exception], message: 
 # --- The transformer ------------------------------------------------------------------------------------------------
 
 
-@EACH
-@pytest.mark.parametrize("shape", [(2, 5, 27), (5, 28), (2, 3, 5, 28)])
+@pytest.mark.parametrize(("name", "shape"), once_in_jax(NAMES, [((2, 5, 27),), ((5, 28),), ((2, 3, 5, 28),)]))
 def test_transformer_names_the_width_it_wants(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"^x must have shape \(batch, length, embed_dim 28\), got"):
         transformer(name)(normal(*shape))
