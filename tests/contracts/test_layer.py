@@ -201,21 +201,22 @@ REFUSED = [
     ({"cache": (3, 20)}, r"key must have shape .*, got \(2, "),
     ({"cache": (2, 20), "is_causal": False}, "cache must be None when is_causal=False"),
     ({"q_offset": 2}, "q_offset must be None without a context"),
-    ({"lengths": np.asarray([3, 6], np.int32)}, "lengths must be None without a cache"),
-    ({"context": np.ones((2, 11, 30)), "cache": (2, 20)}, "cache must be None with a context"),
-    ({"context": np.ones((1, 11, 30))}, "context must have the batch of x, 2, got 1"),
-    ({"context": np.ones((2, 11, 3))}, r"context must have shape \(batch, length, 30\), got"),
+    ({"lengths": [3, 6]}, "lengths must be None without a cache"),
+    ({"context": (2, 11, 30), "cache": (2, 20)}, "cache must be None with a context"),
+    ({"context": (1, 11, 30)}, "context must have the batch of x, 2, got 1"),
+    ({"context": (2, 11, 3)}, r"context must have shape \(batch, length, 30\), got"),
 ]
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("given", "message"), REFUSED, ids=str)
 def test_a_layer_refuses(name: str, given: dict[str, Any], message: str) -> None:
-    """Of ``x`` the shape is given, of a cache its sequences and tokens."""
-    given, array = dict(given), FRAMEWORK[name].array
-    x = array(np.ones(given.pop("x", (2, 11, 30))))
-    layer = make_layer(name, **SIZES, is_causal=given.pop("is_causal", True))
-    options = FRAMEWORK[name].placed(given)
+    """Of arrays the shape is given, of a cache its sequences and tokens."""
+    options, array = dict(given), FRAMEWORK[name].array
+    x = array(np.ones(options.pop("x", (2, 11, 30))))
+    layer = make_layer(name, **SIZES, is_causal=options.pop("is_causal", True))
+    if "context" in given:
+        options["context"] = array(np.ones(given["context"]))
     if "cache" in given:
         options["cache"] = make_layer(name, **SIZES).make_cache(*given["cache"])
     with pytest.raises(ValueError, match=f"^{message}"):
