@@ -78,6 +78,16 @@ def test_attention_compiles(backend: Backend, arguments: dict[str, Any]) -> None
     np.testing.assert_allclose(compiled, framework.numpy(function(*inputs)), rtol=0, atol=2e-6)
 
 
+def test_forward_mode_of_pytorch_is_dense_where_there_are_tangents_and_nowhere_else() -> None:
+    torch, alibi_torch = pytest.importorskip("torch"), pytest.importorskip("alibi_torch")
+    forward_ad, given = torch.autograd.forward_ad, [torch.from_numpy(x) for x in tensors(2)]
+    given.append(torch.full((HEADS,), 0.5))
+    with forward_ad.dual_level():
+        dual = [forward_ad.make_dual(x, torch.ones_like(x)) for x in given]
+        chosen = [alibi_torch.explain(*inputs).implementation for inputs in (given, dual)]
+    assert chosen == ["tiled", "dense"]
+
+
 # --- Layers --------------------------------------------------------------------------------------------------------
 
 
