@@ -22,8 +22,7 @@ import numpy as np
 from alibi_core.conformance._cases.case import FAR, PER_BATCH, Case, Sizes
 from alibi_core.conformance._cases.data import DATA
 from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Answer, rounded, summed_over_batch
-from tests.support.frameworks import Backend
-from tests.support.layers import FRAMEWORK
+from tests.support.frameworks import FRAMEWORK, Backend
 
 TENSORS = ("query", "key", "value")
 # Lengths at which an implementation may change its way, and one more and one less of each.
@@ -173,7 +172,7 @@ def gradients_of(problem: Problem, backend: Backend) -> dict[str, np.ndarray]:
     if "mask" in arguments:
         mask = arguments["mask"]
         arguments["mask"] = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-    arguments = {name: backend._place(value) for name, value in arguments.items()}
+    arguments = framework.placed(arguments)
     tensors = {name: case.arrays[name] for name in TENSORS} | {"weight": case.arrays["cotangent"]}
     arrays = {name: framework.array(backend.layout(x), problem.dtype) for name, x in tensors.items()}
     for name, values in slopes.items():

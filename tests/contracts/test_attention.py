@@ -11,7 +11,7 @@ import pytest
 
 from alibi_core.conformance._cases.oracle import Attention, Rules, assert_within, penalties
 from tests.support.frameworks import LAYER_BACKENDS, LIBRARIES, Backend
-from tests.support.full import first_of
+from tests.support.full import first_of, in_full, once_in_jax
 from tests.support.layers import make_layer
 
 EACH = pytest.mark.parametrize("backend", LIBRARIES)
@@ -69,13 +69,23 @@ def test_any_number_of_batch_axes(backend: Backend, batch: tuple[int, ...]) -> N
         np.testing.assert_allclose(result, one, rtol=0, atol=2e-6)
 
 
-@EACH_IMPLEMENTATION
+@pytest.mark.parametrize("backend", [in_full(x) if "sdpa" in x.id else x for x in LAYER_BACKENDS])
 @pytest.mark.parametrize("arguments", first_of([{"q_offset": -1, "window_size": 3}, {}, {"is_causal": False}]), ids=str)
 def test_attention_compiles(backend: Backend, arguments: dict[str, Any]) -> None:
     inputs = backend.place(*tensors(2), np.asarray([0.5, 0.25, 0.3, 0.0, 1.0, 2.0**-8]), dtype="float32")
     function, framework = backend.function(**arguments), backend.framework
     compiled = framework.numpy(framework.compiled(function)(*inputs))
     np.testing.assert_allclose(compiled, framework.numpy(function(*inputs)), rtol=0, atol=2e-6)
+
+
+def test_forward_mode_of_pytorch_is_dense_where_there_are_tangents_and_nowhere_else() -> None:
+    torch, alibi_torch = pytest.importorskip("torch"), pytest.importorskip("alibi_torch")
+    forward_ad, given = torch.autograd.forward_ad, [torch.from_numpy(x) for x in tensors(2)]
+    given.append(torch.full((HEADS,), 0.5))
+    with forward_ad.dual_level():
+        dual = [forward_ad.make_dual(x, torch.ones_like(x)) for x in given]
+        chosen = [alibi_torch.explain(*inputs).implementation for inputs in (given, dual)]
+    assert chosen == ["tiled", "dense"]
 
 
 # --- Layers --------------------------------------------------------------------------------------------------------
@@ -181,8 +191,7 @@ def mlx_steps(layer: Any, x: Any, rates: list[float]) -> list[float]:
 STEPS: dict[str, Callable[..., list[float]]] = {"torch": torch_steps, "jax": jax_steps, "mlx": mlx_steps}
 
 
-@EACH
-@pytest.mark.parametrize("learnable", [True, False])
+@pytest.mark.parametrize(("backend", "learnable"), once_in_jax(LIBRARIES, [True, False]))
 def test_learnable_slopes_learn_and_stay_positive_and_fixed_ones_stay(backend: Backend, learnable: bool) -> None:
     name, numpy = backend.framework.name, backend.framework.numpy
     layer = make_layer(name, embed_dim=24, num_heads=6, learnable_slopes=learnable)

@@ -141,21 +141,13 @@ def refusals(items: list[Any], table: list[Bad]) -> list[Any]:
     ]
 
 
-def placed(framework: Framework, value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(placed(framework, x) for x in value)
-    return framework.array(value) if isinstance(value, np.ndarray) else value
-
-
 def call_attention(backend: Backend, changes: dict[str, Any]) -> Any:
     tensors = {"query": floats(2, 6, 5, 8), "key": floats(2, 3, 7, 8), "value": floats(2, 3, 7, 8)}
     arguments = tensors | changes
     for name in tensors:
         if isinstance(arguments[name], np.ndarray) and arguments[name].ndim == 4:
             arguments[name] = backend.layout(arguments[name])
-    placed_arguments = {name: placed(backend.framework, value) for name, value in arguments.items()}
-    attention = importlib.import_module(backend.module).attention
-    return attention(**placed_arguments)
+    return importlib.import_module(backend.module).attention(**backend.framework.placed(arguments))
 
 
 @pytest.mark.parametrize(("backend", "bad"), refusals(BACKENDS, ATTENTION))
@@ -186,7 +178,7 @@ def test_the_remedy_for_a_mask_makes_the_one_that_was_meant(backend: Backend, is
     ways = str(refused.value).split("; if it is ")[1:]  # of Dask's values, which cannot be seen, both
     told = next(way.partition(", use ")[2] for way in ways if way.startswith("0" if is_additive else "1"))
     framework = backend.framework
-    mask = eval(told, {"mask": placed(framework, values), "xp": framework.xp, "mx": framework.xp})
+    mask = eval(told, {"mask": framework.placed(values), "xp": framework.xp, "mx": framework.xp})
     results = (call_attention(backend, {"mask": x}) for x in (mask, visible))
     np.testing.assert_array_equal(*map(framework.numpy, results))
 
@@ -270,20 +262,14 @@ def test_attention_refuses_arrays_of_another_library(backend: Backend) -> None:
             function(**mixed)
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.values[0].framework not in (JAX, MLX)])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_refuses_tensors_of_two_dtypes(backend: Backend) -> None:
-    tensors = {name: backend.framework.array(floats(1, 3, 3, 4)) for name in ("query", "key", "value")}
-    tensors["key"] = backend.framework.array(np.ones((1, 3, 3, 4)), "float64")
-    with pytest.raises(TypeError, match="query, key and value must have one dtype, got query .*float32, key .*float64"):
-        importlib.import_module(backend.module).attention(**tensors)
-
-
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.values[0].framework in (TORCH, JAX, MLX)])
-def test_attention_refuses_tensors_of_two_precisions(backend: Backend) -> None:
-    tensors = {name: backend.framework.array(floats(1, 3, 3, 4), "float16") for name in ("query", "key", "value")}
-    tensors["value"] = backend.framework.array(floats(1, 3, 3, 4), "bfloat16")
-    with pytest.raises(TypeError, match="query, key and value must have one dtype, got .*float16, value .*bfloat16"):
-        importlib.import_module(backend.module).attention(**tensors)
+    one, other = ("float16", "bfloat16") if backend.framework in (TORCH, JAX, MLX) else ("float32", "float64")
+    for odd in ("key", "value"):
+        tensors = {name: backend.framework.array(floats(1, 3, 3, 4), one) for name in ("query", "key", "value")}
+        tensors[odd] = backend.framework.array(np.ones((1, 3, 3, 4)), other)
+        with pytest.raises(TypeError, match=f"query, key and value must have one dtype, .*{one}.*, {odd} .*{other}"):
+            importlib.import_module(backend.module).attention(**tensors)
 
 
 def test_attention_refuses_tensors_on_another_device() -> None:
@@ -344,13 +330,13 @@ LENGTHS = [
 @pytest.mark.parametrize(("framework", "bad"), refusals(FRAMEWORKS, COMMON_BIAS + FUTURE + LENGTHS))
 def test_bias_refuses(framework: Framework, bad: Bad) -> None:
     arguments = {"slopes": floats(2), "q_len": 3} | bad.arguments
-    refuse(bad, lambda: alibi_core.bias(**{name: placed(framework, x) for name, x in arguments.items()}))
+    refuse(bad, lambda: alibi_core.bias(**framework.placed(arguments)))
 
 
 @pytest.mark.parametrize(("framework", "bad"), refusals(FRAMEWORKS, COMMON_BIAS + KV_LEN))
 def test_key_bias_refuses(framework: Framework, bad: Bad) -> None:
     arguments = {"slopes": floats(2), "kv_len": 3} | bad.arguments
-    refuse(bad, lambda: alibi_core.key_bias(**{name: placed(framework, x) for name, x in arguments.items()}))
+    refuse(bad, lambda: alibi_core.key_bias(**framework.placed(arguments)))
 
 
 POSITIONS = [
@@ -370,7 +356,7 @@ POSITIONS = [
 @pytest.mark.parametrize(("framework", "bad"), refusals(FRAMEWORKS, COMMON_BIAS + FUTURE + POSITIONS))
 def test_bias_from_positions_refuses(framework: Framework, bad: Bad) -> None:
     arguments = {"slopes": floats(2), "q_positions": ints(3), "kv_positions": ints(3)} | bad.arguments
-    refuse(bad, lambda: alibi_core.bias_from_positions(**{name: placed(framework, x) for name, x in arguments.items()}))
+    refuse(bad, lambda: alibi_core.bias_from_positions(**framework.placed(arguments)))
 
 
 def test_a_bias_in_two_libraries_is_refused() -> None:
@@ -432,5 +418,5 @@ def test_a_bias_on_two_devices_is_refused() -> None:
 def test_layers_refuse(backend: Backend, bad: Bad) -> None:
     from tests.support.layers import make_layer
 
-    arguments = {name: placed(backend.framework, x) for name, x in ({"num_heads": 6} | bad.arguments).items()}
+    arguments = backend.framework.placed({"num_heads": 6} | bad.arguments)
     refuse(bad, lambda: make_layer(backend.framework.name, **({"embed_dim": 24} | arguments)))

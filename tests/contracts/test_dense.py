@@ -37,8 +37,7 @@ def added() -> np.ndarray:
 
 def called(backend: Backend, **arguments: Any) -> Any:
     """Return attention of the tensors, of the backend's own arrays."""
-    placed = {n: backend.framework.array(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
-    return backend.function(**placed)(*backend.place(*tensors(), SLOPES, dtype="float32"))
+    return backend.function(**backend.framework.placed(arguments))(*backend.place(*tensors(), SLOPES, dtype="float32"))
 
 
 @pytest.mark.parametrize("backend", DENSE)

@@ -82,9 +82,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Backend, str],
 
 
 def encode(backend: Backend, model: Any, tokens: np.ndarray, **options: Any) -> np.ndarray:
-    array = backend.framework.array
-    placed = {name: array(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
-    return backend.framework.numpy(model.encode(array(tokens), **placed))
+    framework = backend.framework
+    return framework.numpy(model.encode(framework.array(tokens), **framework.placed(options)))
 
 
 def close(record: dict[str, Any], case: str, pooling: str, actual: np.ndarray) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import alibi_core
 from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF
 from tests.support.frameworks import LIBRARIES, Backend
-from tests.support.full import once_in_jax
+from tests.support.full import once_in_jax, without_jax
 
 EACH = pytest.mark.parametrize("backend", LIBRARIES)
 # JAX's programs have the same shapes whatever the data: it computes more than the jobs that are counted here, and
@@ -87,7 +87,7 @@ def visible(q_len: int, kv_len: int, *, q_offset: int, is_causal: bool = True, w
 # --- What would run ------------------------------------------------------------------------------------------------
 
 
-@EACH
+@pytest.mark.parametrize("backend", without_jax(LIBRARIES))
 def test_printed_it_is_a_few_lines(backend: Backend) -> None:
     query, key, value = np.zeros((3, 2, 3, 8, 4))
     value[1, 2, 7, 3] = -5.0

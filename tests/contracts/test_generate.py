@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from alibi_core.backend import AlibiConfig, Generation, namespace_of
-from tests.support.frameworks import COMPILERS, FRAMEWORKS, Framework
-from tests.support.layers import FRAMEWORK, load, save
+from tests.support.frameworks import FRAMEWORKS, NAMES, Framework
+from tests.support.full import once_in_jax
+from tests.support.models import Model, lively_model
 
-NAMES = [pytest.param(f.values[0].name, id=f.id, marks=f.marks) for f in COMPILERS]
 VOCAB_SIZE = 13
 CONFIG = AlibiConfig(num_layers=1, embed_dim=16, num_heads=4, num_kv_heads=2, dropout=0.0)
 
 
-def made(name: str) -> Any:
-    options = {"rngs": importlib.import_module("flax.nnx").Rngs(0)} if name == "jax" else {}
-    return importlib.import_module(f"alibi_{name}").AlibiLanguageModel(CONFIG, VOCAB_SIZE, **options)
-
-
 @functools.cache
-def model_of(name: str) -> Any:
-    """Return a model of the weights that all frameworks share, which does not just repeat its last token."""
-    import torch
-
-    torch.manual_seed(5)
-    source, model = made("torch"), made(name)
-    for weight in source.transformer.blocks.parameters():
-        weight.data *= 4 if weight.ndim == 2 else 1
-    with tempfile.TemporaryDirectory() as folder:
-        save("torch", source, Path(folder) / "model.safetensors")
-        load(name, model, Path(folder) / "model.safetensors")
+def model_of(name: str) -> Model:
+    """Return a model of the weights that all frameworks share."""
+    model = lively_model(name, CONFIG, VOCAB_SIZE)
+    if name != "torch":
+        model.weights = model_of("torch").weights
     return model
 
 
@@ -46,19 +32,9 @@ def prompts(batch: int, length: int) -> np.ndarray:
 
 def generated(name: str, prompt: np.ndarray, new: int, *, seed: int | None = None, **options: Any) -> np.ndarray:
     """Return what a model adds to a prompt."""
-    if seed is not None and name == "torch":
-        options["generator"] = importlib.import_module("torch").Generator().manual_seed(seed)
-    elif seed is not None:
-        options["key"] = importlib.import_module("jax" if name == "jax" else "mlx.core").random.key(seed)
-    found = model_of(name).generate(FRAMEWORK[name].array(prompt), new, **options)
-    assert "int32" in str(found.dtype)
-    found = FRAMEWORK[name].numpy(found)
+    found = model_of(name).generate(prompt, new, seed, **options)
     assert np.array_equal(found[:, : prompt.shape[1]], prompt)
     return found[:, prompt.shape[1] :]
-
-
-def logits_of(name: str, tokens: np.ndarray) -> np.ndarray:
-    return FRAMEWORK[name].numpy(model_of(name)(FRAMEWORK[name].array(tokens)))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -67,7 +43,7 @@ def test_the_likeliest_tokens_follow(name: str) -> None:
     found = generated(name, prompt, 9)
     # What follows a prefix does not change the logits at it, so one pass over the text checks every choice.
     text = np.concatenate([prompt, found], axis=1)
-    assert np.array_equal(found, logits_of(name, text)[:, 4:-1].argmax(axis=-1))
+    assert np.array_equal(found, model_of(name)(text)[:, 4:-1].argmax(axis=-1))
     assert len(np.unique(found)) > 3  # it said something
     assert np.array_equal(found, generated("torch", prompt, 9))
     assert generated(name, prompt, 0).shape == (3, 0)
@@ -101,8 +77,10 @@ def drawn_from(logits: np.ndarray, temperature: float, top_k: int | None, top_p:
     return result
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.5, None, None), (2.0, 4, None), (2.0, 8, 0.7)])
+DRAWN = [(2.0, 8, 0.7), (0.5, None, None), (2.0, 4, None)]
+
+
+@pytest.mark.parametrize(("name", "temperature", "top_k", "top_p"), once_in_jax(NAMES, DRAWN))
 def test_tokens_are_drawn_from_the_models_distribution(
     name: str, temperature: float, top_k: int | None, top_p: float | None
 ) -> None:
@@ -111,16 +89,16 @@ def test_tokens_are_drawn_from_the_models_distribution(
     found = generated(name, prompt, 1, seed=3, **rules)
     assert np.array_equal(found, generated(name, prompt, 1, seed=3, **rules))
     assert not np.array_equal(found, generated(name, prompt, 1, seed=4, **rules))
-    chances = drawn_from(logits_of(name, prompt[:1])[0, -1], **rules)
+    chances = drawn_from(model_of(name)(prompt[:1])[0, -1], **rules)
     frequency = np.bincount(found[:, 0], minlength=VOCAB_SIZE) / count
     # Five standard deviations of a binomial frequency.
     assert np.all(np.abs(frequency - chances) <= 5 * (chances * (1 - chances) / count) ** 0.5)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "rules", [{"temperature": 1e-300}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_p": 1e-9}], ids=str
-)
+ONE_TOKEN = [{"temperature": 1.0, "top_p": 1e-9}, {"temperature": 1e-300}, {"temperature": 1.0, "top_k": 1}]
+
+
+@pytest.mark.parametrize(("name", "rules"), once_in_jax(NAMES, ONE_TOKEN))
 def test_what_leaves_one_token_takes_the_likeliest(name: str, rules: dict[str, Any]) -> None:
     prompt = prompts(7, 1)
     assert np.array_equal(generated(name, prompt, 1, seed=0, **rules), generated("torch", prompt, 1))
@@ -143,8 +121,8 @@ def test_the_rule_is_one_in_all_libraries(framework: Framework, top_k: int | Non
 REFUSED = [
     ((2, 0), {}, ValueError, r"tokens must have shape \(batch, length\), neither of them 0, got \(2, 0\)"),
     ((5,), {}, ValueError, r"tokens must have shape \(batch, length\), neither of them 0, got \(5,\)"),
-    ((2, 5), {"max_new_tokens": -1}, ValueError, "max_new_tokens must not be negative, got -1"),
-    ((2, 5), {"max_new_tokens": 1.5}, TypeError, "max_new_tokens must be an integer, got 1.5"),
+    ((2, 5), {"number": -1}, ValueError, "max_new_tokens must not be negative, got -1"),
+    ((2, 5), {"number": 1.5}, TypeError, "max_new_tokens must be an integer, got 1.5"),
     ((2, 5), {"temperature": -1.0}, ValueError, "temperature must not be negative, got -1.0"),
     ((2, 5), {"top_k": 3}, ValueError, "top_k must be None with temperature=0, .* got 3"),
     ((2, 5), {"top_p": 0.9}, ValueError, "top_p must be None with temperature=0, .* got 0.9"),
@@ -163,7 +141,7 @@ def test_generate_refuses(
     name: str, prompt: tuple[int, ...], options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=f"^{message}"):
-        model_of(name).generate(FRAMEWORK[name].array(np.zeros(prompt, np.int32)), **{"max_new_tokens": 3} | options)
+        model_of(name).generate(np.zeros(prompt, np.int32), **{"number": 3} | options)
 
 
 def test_jax_asks_for_a_key() -> None:

@@ -184,7 +184,7 @@ def cases() -> list[Any]:
 def test_any_value_of_any_argument_is_refused_in_our_words_or_means_what_it_says(
     framework: Framework, subject: Subject
 ) -> None:
-    given = {n: framework.array(x) if isinstance(x, np.ndarray) else x for n, x in subject.arguments.items()}
+    given = framework.placed(subject.arguments)
     if subject.module == "alibi_jax":
         given |= {
             name: framework.array(np.swapaxes(subject.arguments[name], 1, 2)) for name in ("query", "key", "value")

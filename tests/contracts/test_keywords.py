@@ -12,10 +12,10 @@ import pytest
 
 import alibi_core
 from alibi_core._keywords import HINTS
-from tests.support.frameworks import COMPILERS
-from tests.support.layers import FRAMEWORK, make_layer
+from tests.support.frameworks import FRAMEWORK, NAMES
+from tests.support.layers import make_layer
+from tests.support.models import make_module
 
-NAMES = [pytest.param(f.values[0].name, id=f.id, marks=f.marks) for f in COMPILERS]
 ASKED = (
     "key_padding_mask",
     "attn_mask",
@@ -32,9 +32,8 @@ def functions_of(name: str) -> dict[str, Callable[..., Any]]:
     """Return what people hand such arguments to, each complete but for them."""
     package, framework = importlib.import_module(f"alibi_{name}"), FRAMEWORK[name]
     tensor, layer = framework.array(np.zeros((1, 2, 2, 4))), make_layer(name, embed_dim=8, num_heads=2)
-    rngs = {"rngs": importlib.import_module("flax.nnx").Rngs(0)} if name == "jax" else {}
     config = package.AlibiConfig(num_layers=1, embed_dim=8, num_heads=2)
-    model, tokens = package.AlibiLanguageModel(config, 5, **rngs), framework.array(np.zeros((1, 2), np.int32))
+    model, tokens = make_module(name, "AlibiLanguageModel", config, 5), framework.array(np.zeros((1, 2), np.int32))
     return {
         "attention": lambda **options: package.attention(tensor, tensor, tensor, **options),
         "explain": lambda **options: package.explain(tensor, tensor, tensor, **options),
@@ -43,7 +42,7 @@ def functions_of(name: str) -> dict[str, Callable[..., Any]]:
         "model": lambda **options: model(tokens, **options),
         "generate": lambda **options: model.generate(tokens, 1, **options),
         "cache": lambda **options: layer.make_cache(1, 4).attend(tensor, **options),
-        "new layer": lambda **options: package.AlibiAttention(8, 2, **options, **rngs),
+        "new layer": lambda **options: make_module(name, "AlibiAttention", 8, 2, **options),
         "bias": lambda **options: alibi_core.bias(2, 3, **options),
         "core": lambda **options: alibi_core.attention(tensor, tensor, tensor, **options),
     }

@@ -49,16 +49,9 @@ def test_a_call_is_the_same_put_together(
     framework: Framework, pack: Callable[[AttentionCall, Any, Any], AttentionCall], rules: dict[str, Any]
 ) -> None:
     pytest.importorskip(framework.module, reason=f"{framework.name} is not installed")
-
-    def placed(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(placed(x) for x in value)
-        return framework.array(value) if isinstance(value, np.ndarray) else value
-
     layout, shape = (LENGTH_FIRST, (2, 7, 2, 5)) if framework is JAX else (HEADS_FIRST, (2, 2, 7, 5))
     query = framework.array(np.zeros(shape, np.float32))
-    arguments = {name: placed(value) for name, value in rules.items()}
-    call = AttentionCall.check(query, query, query, layout=layout, xp=framework.xp, **arguments)
+    call = AttentionCall.check(query, query, query, layout=layout, xp=framework.xp, **framework.placed(rules))
     again = pack(call, query, query)
     assert again.sees_own_key == call.sees_own_key
     assert again.every_query_attends == call.every_query_attends

@@ -17,13 +17,13 @@ import pytest
 
 import alibi_core
 from alibi_core._cli import main
-from tests.support.frameworks import COMPILERS
-from tests.support.layers import FRAMEWORK, load, save
+from tests.support.frameworks import FRAMEWORK, NAMES
+from tests.support.full import in_full
+from tests.support.layers import load, save
 from tests.support.models import make_module
 
 ROOT = Path(__file__).parents[2]
 BACKENDS = ("torch", "jax", "mlx")
-NAMES = [pytest.param(f.values[0].name, id=f.id, marks=f.marks) for f in COMPILERS]
 ROOMS = {
     "alibi_core": ("plot", "conformance"),
     "alibi_torch": ("nn", "caches", "parallel", "transformers", "conformance"),
@@ -31,6 +31,8 @@ ROOMS = {
     "alibi_mlx": ("nn", "caches", "conformance"),
 }
 
+MODELS = ("AlibiTransformer", "AlibiEncoder", "AlibiLanguageModel")
+CACHES = ("KVCache", "EvictingKVCache")
 PLACED = "PyTorch places a tensor where it is made; arrays of JAX and MLX are placed by the framework"
 FLAX = (
     "Flax draws initial numbers from streams that are handed to it, and tells the dtype of a parameter from the rest's"
@@ -48,45 +50,30 @@ DIFFERENCES = {
     "AlibiAttention.make_cache(batch_size)": ("torch, jax, mlx =None", GROWS),
     "AlibiAttention.make_cache(max_length)": ("torch, jax, mlx =None", GROWS),
     "AlibiAttention.make_cache(max_key_norm)": ("jax *=None", FIXED),
-    "AlibiTransformer(dtype)": ("jax *=None", FLAX),
-    "AlibiTransformer(param_dtype)": ("jax *=float32", FLAX),
-    "AlibiTransformer(rngs)": ("jax *", FLAX),
+    **{f"{model}(dtype)": ("jax *=None", FLAX) for model in MODELS},
+    **{f"{model}(param_dtype)": ("jax *=float32", FLAX) for model in MODELS},
+    **{f"{model}(rngs)": ("jax *", FLAX) for model in MODELS},
     "AlibiTransformer.make_caches(batch_size)": ("torch, jax, mlx =None", GROWS),
     "AlibiTransformer.make_caches(max_length)": ("torch, jax, mlx =None", GROWS),
-    "AlibiEncoder(dtype)": ("jax *=None", FLAX),
-    "AlibiEncoder(param_dtype)": ("jax *=float32", FLAX),
-    "AlibiEncoder(rngs)": ("jax *", FLAX),
-    "AlibiLanguageModel(dtype)": ("jax *=None", FLAX),
-    "AlibiLanguageModel(param_dtype)": ("jax *=float32", FLAX),
-    "AlibiLanguageModel(rngs)": ("jax *", FLAX),
     "AlibiLanguageModel.forward(cache)": ("mlx *=None", "mlx-lm's word for caches"),
     "AlibiLanguageModel.generate(generator)": ("torch *=None", "PyTorch's source of random numbers"),
     "AlibiLanguageModel.generate(key)": ("jax *=None, mlx *=None", "the source of random numbers of JAX and MLX"),
-    "KVCache(num_kv_heads)": ("torch, jax", GROWS),
-    "KVCache(head_dim)": ("torch, jax", GROWS),
-    "KVCache(batch_size)": ("torch, jax, mlx *=None", GROWS),
-    "KVCache(max_length)": ("torch, jax, mlx *=None", GROWS),
-    "KVCache(device)": ("torch *=None", PLACED),
-    "KVCache(dtype)": ("torch *=None, jax *=float32", f"{GROWS}; PyTorch has a default dtype"),
-    "EvictingKVCache(num_kv_heads)": ("torch, jax", GROWS),
-    "EvictingKVCache(head_dim)": ("torch, jax", GROWS),
-    "EvictingKVCache(batch_size)": ("torch, jax, mlx *=None", GROWS),
-    "EvictingKVCache(max_length)": ("torch, jax, mlx *=None", GROWS),
+    **{f"{cache}(num_kv_heads)": ("torch, jax", GROWS) for cache in CACHES},
+    **{f"{cache}(head_dim)": ("torch, jax", GROWS) for cache in CACHES},
+    **{f"{cache}(batch_size)": ("torch, jax, mlx *=None", GROWS) for cache in CACHES},
+    **{f"{cache}(max_length)": ("torch, jax, mlx *=None", GROWS) for cache in CACHES},
+    **{f"{cache}(device)": ("torch *=None", PLACED) for cache in CACHES},
+    **{f"{cache}(dtype)": ("torch *=None, jax *=float32", f"{GROWS}; PyTorch has a default dtype") for cache in CACHES},
     "EvictingKVCache(max_key_norm)": ("jax *=None", FIXED),
     "EvictingKVCache(key_bias)": ("torch *=None", "models of transformers, accelerated in place, round their bias"),
-    "EvictingKVCache(device)": ("torch *=None", PLACED),
-    "EvictingKVCache(dtype)": ("torch *=None, jax *=float32", f"{GROWS}; PyTorch has a default dtype"),
     "attention(dropout_key)": ("jax *=None, mlx *=None", "PyTorch's own dropout draws from its global generator, too"),
     "attention(max_key_norm)": ("torch *=None", "JAX measures keys in the program; MLX's cache knows their norms"),
     "attention(training)": ("mlx *=False", "an MLX array does not tell whether gradients will be asked for"),
     "explain(training)": ("mlx *=False", "as for attention"),
     "load_checkpoint(device)": ("torch *=None", PLACED),
     "conformance.adapters(device)": ("torch =cpu", PLACED),
-    "parallel.attention(group)": ("torch *=None", "PyTorch names a group of processes, JAX an axis of a mesh"),
-    "parallel.attention(axis_name)": (
-        "torch *=None, jax *",
-        "PyTorch names a group of processes, JAX an axis of a mesh",
-    ),
+    "parallel.attention(group)": ("torch *=None", PROCESSES),
+    "parallel.attention(axis_name)": ("torch *=None, jax *", PROCESSES),
 }
 
 # What one backend has and others have not.
@@ -294,7 +281,7 @@ def test_a_module_of_the_bias_is_not_made_of(name: str, options: dict[str, Any],
 
 
 PAIRS = [
-    pytest.param(x, marks=[pytest.mark.full] * ("jax" in x and x[0] != "torch"))
+    x if x in (("torch", "jax"), ("jax", "mlx"), ("mlx", "torch")) else in_full((x,))
     for x in itertools.permutations(BACKENDS, 2)
 ]
 CONFIG = {"num_layers": 1, "embed_dim": 16, "num_heads": 4, "dropout": 0.0}
@@ -364,6 +351,7 @@ def test_weights_of_whole_models_travel(pair: tuple[str, str], tmp_path: Path) -
         pytest.importorskip(module)
     tokens, path = np.asarray([[3, 1, 4, 1, 5]], np.int32), tmp_path / "model.safetensors"
     fields = CONFIG | {"bias": True, "learnable_slopes": True, "tied_head": False, "embedding_norm": True}
+    fields["num_kv_heads"] = 2
     models = []
     for name in pair:
         config = importlib.import_module(f"alibi_{name}").AlibiConfig(**fields)
@@ -382,13 +370,3 @@ def test_weights_of_whole_models_travel(pair: tuple[str, str], tmp_path: Path) -
             alibi_jax.load_weights(small, path)
         with pytest.raises(TypeError, match="module must be a layer or model of Flax NNX, got int"):
             alibi_jax.save_weights(3, path)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_horizons_are_numpys(name: str) -> None:
-    framework, package = FRAMEWORK[name], importlib.import_module(f"alibi_{name}")
-    for length in (4, 0):
-        tensor = framework.array(np.zeros((2, length, 2, 8) if name == "jax" else (2, 2, length, 8), np.float32))
-        horizons = package.explain(tensor, tensor, tensor).horizons
-        assert type(horizons) is np.ndarray
-        assert (horizons.dtype, horizons.shape) == (np.float64, (2, 2))

@@ -223,20 +223,6 @@ def test_gradients_of_slopes_know_no_rounded_result(backend: Backend, dtype: str
 
 
 @EACH
-@given(case=cases(forms=("asymmetric",)), tiling=TILINGS)
-def test_gradients_of_both_kinds_of_slopes_add_up(backend: Backend, case: Case, tiling: Tiling) -> None:
-    slopes = case.arrays["slopes"].astype(np.float32)
-    arguments = {name: value for name, value in case.arguments.items() if name != "future_slopes"}
-    inputs = {name: case.arrays[name] for name in ("query", "key", "value")} | {"slopes": slopes}
-    gradients = functools.partial(backend.gradients, cotangent=case.arrays["cotangent"], dtype="float32", **arguments)
-    with tiling.applied(backend):
-        together = gradients(inputs)["slopes"]
-        found = gradients(inputs | {"future_slopes": slopes})
-    budget = case.with_arguments("symmetric", arguments).gradients("float32")["slopes"].budget
-    assert np.all(np.abs(found["slopes"] + found["future_slopes"] - together) <= 3 * budget)
-
-
-@EACH
 @pytest.mark.parametrize("window_size", [None, 256])
 @pytest.mark.parametrize(("kv_len", "shared"), [(700, "slopes"), (1060, "slopes"), (1060, "future_slopes")])
 def test_one_kind_of_slopes_may_be_shared_and_the_other_of_each_batch_entry(
@@ -326,7 +312,7 @@ def test_no_more_is_left_out_than_the_tolerance(
 
 
 @EACH
-@pytest.mark.parametrize("data", first_of(sorted(DATA), keep=4))
+@pytest.mark.parametrize("data", first_of(sorted(DATA), keep=2))
 def test_no_more_is_left_out_of_long_rows(backend: Backend, data: str) -> None:
     index = sorted(DATA).index(data)
     lengths = ((1100, 1100), (257, 1400), (1300, 1100), (1024, 1025))[index % 4]
@@ -364,11 +350,6 @@ def test_a_few_queries_over_many_keys(backend: Backend, q_len: int, data: str) -
             for tolerance in (2.0**-24, 0.01):
                 given = {} if known is None else {"max_key_norm": known}
                 assert_no_more_left_out(backend, case, tolerance, **given)
-
-
-@EACH
-def test_gradients_of_a_few_queries_over_many_keys_are_exact(backend: Backend) -> None:
-    assert_exact(backend, Case(Sizes(2, 2, 2, (3, 1500), 4), "causal", None, None, None, None, True, seed=3))
 
 
 @EACH

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import alibi_core
 from alibi_core.conformance._cases.oracle import Rules, penalties
 from tests.support.frameworks import COMPILERS, FRAMEWORKS, NUMPY, Framework
+from tests.support.full import without_jax
 
 INF = float("inf")
 SLOPES = np.asarray([0.0, 2.0**-16, 0.01, 0.3, 0.70710678, 3.0], dtype=np.float32)
@@ -166,7 +167,7 @@ def test_key_bias_is_exact_to_float32_at_a_million_keys(framework: Framework) ->
 # --- Explicit positions ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", without_jax(FRAMEWORKS))
 @given(case=bias_cases, shift=st.sampled_from([-1000, 7]))
 def test_positions_count_only_by_their_differences(framework: Framework, case: BiasCase, shift: int) -> None:
     q_len, kv_len = case.lengths

@@ -297,6 +297,8 @@ def test_the_command_prints_a_table_and_writes_json(adapters: Path, capsys: pyte
         "tests.conformance.test_kit:Right",
         "--json",
         "report.json",
+        "--law",
+        "symmetric",
     ]
     assert main(["conformance", *arguments]) == 1
     printed = capsys.readouterr().out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -353,7 +352,12 @@ def test_contracts_have_the_same_bits_compiled(framework: Framework, contract: s
     assert_same_everywhere(framework, contract, framework.compiled)
 
 
-LOW_PRECISION = itertools.product(["bloom", "falcon"], ["bfloat16", "float16"], [True, False])
+LOW_PRECISION = [  # each with each of the others once
+    ("bloom", "bfloat16", True),
+    ("bloom", "float16", False),
+    ("falcon", "bfloat16", False),
+    ("falcon", "float16", True),
+]
 
 
 @pytest.mark.parametrize(("framework", "contract", "dtype", "is_compiled"), once_in_jax(COMPILERS, LOW_PRECISION))

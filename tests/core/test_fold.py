@@ -94,7 +94,7 @@ def test_features_multiply_to_the_bias_exactly(
 WAYS = [(dtype, is_compiled) for is_compiled in (True, False) for dtype in ("float32", *NARROW)]
 
 
-@pytest.mark.parametrize(("framework", "dtype", "is_compiled"), once_in_jax(FRAMEWORKS, WAYS, 2))
+@pytest.mark.parametrize(("framework", "dtype", "is_compiled"), once_in_jax(FRAMEWORKS, WAYS))
 def test_features_have_the_same_bits_everywhere(framework: Framework, dtype: str, is_compiled: bool) -> None:
     reference = NUMPY
     if dtype == "bfloat16":
@@ -353,7 +353,7 @@ def test_the_bound_grows_with_length_and_shrinks_with_precision() -> None:
 
 
 @pytest.mark.parametrize(
-    ("framework", "dtype", "is_compiled"), once_in_jax(COMPILERS, [*WAYS, ("float64", True), ("float64", False)], 2)
+    ("framework", "dtype", "is_compiled"), once_in_jax(COMPILERS, [*WAYS, ("float64", True), ("float64", False)])
 )
 def test_gradients_are_those_of_attention_with_a_bias(framework: Framework, dtype: str, is_compiled: bool) -> None:
     if dtype == "float64" and framework.name == "jax":

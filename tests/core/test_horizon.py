@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,7 +19,7 @@ from alibi_core.conformance._cases.case import Case, Sizes, cases
 from alibi_core.conformance._cases.oracle import Attention, Rules, penalties
 from tests.contracts.test_bad_input import NAN, Bad, bools, floats, ints, refusals, refuse
 from tests.support.frameworks import COMPILERS, DASK, FRAMEWORKS, JAX, MLX, NUMPY, STRICT, TORCH, Framework
-from tests.support.full import once_in_jax
+from tests.support.full import once_in_jax, without_jax
 
 HEAD_DIM = 5
 SCALE = HEAD_DIM**-0.5
@@ -112,7 +111,7 @@ def test_horizon_takes_arrays_of_any_library(framework: Framework) -> None:
         for tolerance, is_causal in ((None, True), (0.01, False)):
             options = {"tolerance": tolerance, "is_causal": is_causal}
             expected = horizon(given_slopes, given_range, **options)
-            placed = [framework.array(x) if isinstance(x, np.ndarray) else x for x in (given_slopes, given_range)]
+            placed = framework.placed((given_slopes, given_range))
             actual = horizon(*placed, **options)
             if not any(isinstance(x, np.ndarray) for x in (given_slopes, given_range)):
                 assert np.array_equal(actual, expected)  # without an array it is NumPy's
@@ -170,7 +169,7 @@ HORIZON = [
 @pytest.mark.parametrize(("framework", "bad"), refusals(FRAMEWORKS, HORIZON))
 def test_horizon_refuses(framework: Framework, bad: Bad) -> None:
     arguments = {"slopes": floats(3), "score_range": 14.0} | bad.arguments
-    placed = {name: framework.array(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
+    placed = framework.placed(arguments)
     refuse(bad, lambda: horizon(placed.pop("slopes"), placed.pop("score_range"), **placed))
 
 
@@ -319,7 +318,7 @@ class Scene:
 
     def call(self, framework: Framework = NUMPY) -> AttentionCall:
         tensors = [framework.array(self.arrays[name]) for name in ("query", "key", "key")]
-        return AttentionCall.check(*tensors, **{name: place(framework, x) for name, x in self.arguments.items()})
+        return AttentionCall.check(*tensors, **framework.placed(self.arguments))
 
     def plan(
         self,
@@ -347,18 +346,12 @@ class Scene:
 
         arrays = (self.arrays["query"], self.arrays["key"], *measured.values(), *arguments.values())
         function = framework.compiled(fields) if compiled else fields
-        return KeyRanges(q_block, *function(*(place(framework, x) for x in arrays)))
+        return KeyRanges(q_block, *function(*framework.placed(arrays)))
 
 
 def with_slope(scene: Scene, slope: float) -> Scene:
     scene.arguments["slopes"] = np.full(scene.heads, slope, np.float32)
     return scene
-
-
-def place(framework: Framework, value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(place(framework, x) for x in value)
-    return framework.array(value) if isinstance(value, np.ndarray) else value
 
 
 def values(plan: KeyRanges, framework: Framework = NUMPY) -> dict[str, np.ndarray]:
@@ -499,89 +492,10 @@ def test_no_token_can_be_spared_in_the_worst_case(tolerance: float, slope: float
     assert mass(plan["past"] - 1) > tolerance * (1 - margin)
 
 
-@pytest.mark.parametrize("tolerance", WORST["tolerance"])
-@pytest.mark.parametrize("slope", [0.0, 0.01, 0.1, 1.0])
-@pytest.mark.parametrize("kv_block", [1, 7, 16])
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_no_block_can_be_spared_in_the_worst_case(
-    tolerance: float, slope: float, kv_block: int, is_causal: bool
-) -> None:
-    # One query, whose own key is large and scores 20. All others are small and score 2. The large norm widens the reach
-    # of every token, and that of blocks alone knows better.
-    kv_len, p = 600, 599 if is_causal else 300
-    query, slopes = np.ones((1, 1, 1, 1), np.float32), np.float32([slope])
-    norms = np.full((1, 1, kv_len), 2, np.float32)
-    norms[..., p] = 200
-    key = norms[..., None]
-    call = AttentionCall.check(query, key, key, slopes, is_causal=is_causal, q_offset=p, scale=1.0)
-    own = np.float32([[[20.0]]])
-    bounds = ScoreBounds.of_tokens(
-        call, np.ones((1, 1, 1), np.float32), own, norms, call.nearest_keys(), q_block=1, kv_block=kv_block
-    )
-    plan = {name: int(x[0, 0, 0]) for name, x in values(key_ranges(call, bounds, tolerance)).items()}
-    sides = 1 if is_causal else 2
-    # Blocks are whole: of each, the distance of the nearest key and the number of keys count.
-    blocks = [range(j, min(j + kv_block, kv_len)) for j in range(0, kv_len, kv_block)]
-
-    def lost(chosen: list[range]) -> float:
-        nearest = [max(block[0] - p, p - block[-1], 0) for block in chosen]
-        series = kv_block if slope == 0 else min(kv_block, -1 / math.expm1(-slope))
-        return sum(series * math.exp(2 - 20 - float(slopes[0]) * d) for d in nearest)
-
-    def assert_tight(chosen: list[range], dropped: int) -> None:
-        margin = 1e-4 + 2.0**-23 * 9 * 4 * 200
-        assert lost(chosen[:dropped]) <= tolerance / sides * (1 + margin)
-        if any(p in block for block in chosen[: dropped + 1]):
-            return  # the own key's
-        assert lost(chosen[: dropped + 1]) > tolerance / sides * (1 - margin)
-
-    reach = max(0, p - plan["past"] + 1)  # what tokens know, which is little here
-    assert plan["first"] % kv_block == 0
-    assert plan["first"] >= reach
-    assert_tight(blocks, plan["first"] // kv_block)
-    if is_causal:
-        assert plan["stop"] == p + 1
-    else:
-        assert plan["stop"] == kv_len or plan["stop"] % kv_block == 0
-        assert_tight(blocks[::-1], len(blocks) - -(-plan["stop"] // kv_block))
-
-
-def closed_form(scene: Scene, tolerance: float) -> float:
-    """How many pairs the formula of the documentation asks for, query by query, in float64 (causal, own key seen)."""
-    query, key = (scene.arrays[name].astype(np.float64) for name in ("query", "key"))
-    key = key - scene.arrays["centre"]
-    pairs = 0.0
-    for b, h, i in np.ndindex(*scene.score_shape[:3]):
-        slope = float(np.broadcast_to(scene.arguments["slopes"], scene.score_shape[:2])[b, h])
-        keys = key[b, h // scene.sizes[2]]
-        most = scene.scale * np.linalg.norm(query[b, h, i]) * np.linalg.norm(keys, axis=-1).max()
-        own = scene.scale * query[b, h, i] @ keys[i]
-        wide = (most - own - math.log(tolerance * -math.expm1(-slope))) / slope
-        pairs += min(i + 1, math.ceil(wide))
-    return pairs
-
-
-@pytest.mark.parametrize("slope", [0.3, 0.5, 1.0])
-@pytest.mark.parametrize("tolerance", [0.01, 2.0**-24])
-def test_plan_of_normal_data_is_as_narrow_as_the_formula(slope: float, tolerance: float) -> None:
-    scene = with_slope(Scene((1, 1, 2), (300, 300), seed=5), slope)
-    expected = closed_form(scene, tolerance)
-    everything = 2 * 300 * 301 / 2
-    assert expected < 0.6 * everything
-    visible = np.isfinite(scene.bias)
-    one_by_one = (kept(scene, scene.plan(1, 300, tolerance)) & visible).sum()
-    assert 0.999 * expected <= one_by_one <= 1.001 * expected
-    # Of a block of queries the widest reach counts; what is known of blocks of keys narrows it.
-    by_block = (kept(scene, scene.plan(4, 4, tolerance)) & visible).sum()
-    assert 0.9 * expected <= by_block <= 1.35 * expected
-
-
 def test_an_outlier_widens_no_more_than_it_must() -> None:
     scene = with_slope(Scene((1, 1, 1), (300, 300), seed=7), 0.5)
-    expected = closed_form(scene, 0.01)
     scene.arrays["key"][:, :, 40] *= 1000 / np.linalg.norm(scene.arrays["key"][:, :, 40])
     scene.arrays["centre"][:] = 0
-    assert closed_form(scene, 0.01) > 2 * expected
     visible = np.isfinite(scene.bias)
     pairs = kept(scene, scene.plan(4, 4, 0.01)) & visible
     assert pairs[:, :, 44:, 40:44].all()
@@ -850,19 +764,6 @@ def assert_same_plan(actual: dict[str, np.ndarray], expected: dict[str, np.ndarr
     assert differing <= 0.02 * sum(x.size for x in expected.values())
 
 
-class Traced(Framework):
-    """PyTorch, whose compiler traces but generates no code, which would take it longer than all the rest here."""
-
-    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        import torch
-
-        torch._dynamo.reset()
-        return torch.compile(function, fullgraph=True, dynamic=False, backend="eager")
-
-
-TRACED = Traced("torch", "torch")
-
-
 def in_libraries(items: list[Any], scenes: dict[Framework, list[Scene]]) -> list[Any]:
     """Return frameworks and scenes: those named for a framework, or else all."""
     return [
@@ -872,8 +773,8 @@ def in_libraries(items: list[Any], scenes: dict[Framework, list[Scene]]) -> list
     ]
 
 
-# Operation by operation, JAX takes seconds over each new shape.
-@pytest.mark.parametrize(("framework", "scene"), in_libraries(FRAMEWORKS, {JAX: LIBRARY_SCENES[2:3]}))
+# Operation by operation, JAX takes seconds over each new shape; it has a plan compiled.
+@pytest.mark.parametrize(("framework", "scene"), without_jax(in_libraries(FRAMEWORKS, {JAX: LIBRARY_SCENES[2:3]})))
 def test_plan_is_the_same_in_every_library(framework: Framework, scene: Scene) -> None:
     assert_same_plan(values(scene.plan(16, 16, 0.01, framework), framework), values(scene.plan(16, 16, 0.01)), 16)
     nearest = framework.numpy(scene.call(framework).nearest_keys())
@@ -884,13 +785,6 @@ def test_plan_is_the_same_in_every_library(framework: Framework, scene: Scene) -
 def test_plan_compiles(framework: Framework, scene: Scene) -> None:
     actual = scene.plan(16, 16, 0.01, framework, compiled=True)
     assert_same_plan(values(actual, framework), values(scene.plan(16, 16, 0.01)), 16)
-
-
-def test_plan_is_traced_in_one_piece_by_torch() -> None:
-    pytest.importorskip("torch")
-    scene = LIBRARY_SCENES[2]
-    actual = scene.plan(16, 16, 0.01, TRACED, compiled=True)
-    assert_same_plan(values(actual, TRACED), values(scene.plan(16, 16, 0.01)), 16)
 
 
 def run_without_values(torch: Any, device: str) -> None:

@@ -20,7 +20,7 @@ from alibi_core import plot
 def explained(**changes: Any) -> Explanation:
     """Return what is said of two batch entries with 3 heads, 40 queries and 50 keys, in blocks of 16."""
     edges = np.asarray([0, 16, 32, 40])
-    visible = np.stack([np.zeros((2, 3), int), np.tile(edges[1:] + 10, (2, 1))], axis=-1)
+    visible = np.stack([np.tile([0, 2, 5], (2, 1)), np.tile(edges[1:] + 10, (2, 1))], axis=-1)
     needed = np.stack([visible] * 3, axis=1)
     needed[1, 0, :, 0] = [5, 12, 40]
     horizons = np.asarray([[np.inf, 20.0, 0.0], [7.0, np.inf, np.inf]])
@@ -71,8 +71,8 @@ def test_a_picture_of_an_explanation_shows_what_is_needed_of_what_is_visible() -
     assert needed.get_data().values.tolist() == visible.get_data().values.tolist() == [26, 42, 50]
     assert needed.get_data().baseline.tolist() == [5, 12, 40]
     assert panels[0].get_ylim() == (40, 0)
-    # 16 * (21 + 30) + 8 * 10 keys of 16 * (26 + 42) + 8 * 50
-    assert [ax.get_title() for ax in panels] == ["head 0: 60%", "head 2: 100%"]
+    # 16 * (21 + 30) + 8 * 10 keys of 16 * (26 + 40) + 8 * 45
+    assert [ax.get_title() for ax in panels] == ["head 0: 63%", "head 2: 100%"]
     assert [bar.get_width() for bar in beside.patches] == [7, 50]
     assert [text.get_text() for text in beside.texts] == ["7", "all keys"]
     assert figure._repr_png_().startswith(b"\x89PNG")

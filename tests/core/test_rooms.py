@@ -79,11 +79,6 @@ def test_backends_import_of_the_core_what_is_meant_for_them(module: str) -> None
             assert target in FOR_BACKENDS, f"{module} imports {target}: let alibi_core.backend export what it needs"
 
 
-@pytest.mark.parametrize("module", sorted(name for name in MODULES if package_of(name) == "alibi_core"))
-def test_the_core_imports_no_backend(module: str) -> None:
-    assert {package_of(target) for target in imports(module)} <= {"alibi_core"}
-
-
 @pytest.mark.parametrize("room", [*FOLDERS, *sorted(ROOMS)])
 def test_imports_go_one_way(room: str) -> None:
     """Among the files and rooms of one room there is no circle, and a room has few floors."""

@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.frameworks import JAX, MLX, TORCH, Framework
-
-FRAMEWORKS = {"torch": TORCH, "jax": JAX, "mlx": MLX}
+from tests.support.frameworks import FRAMEWORK, Framework
 
 
 @dataclass
@@ -45,14 +43,8 @@ class Cache:
             rules["mask"] = self._to_all_slots(rules["mask"])
         if self.is_functional and isinstance(rules.get("segment_ids"), tuple):
             rules["segment_ids"] = rules["segment_ids"][0], self._to_all_slots(rules["segment_ids"][1])
-        placed = {
-            name: tuple(map(self._placed, x)) if isinstance(x, tuple) else self._placed(x) for name, x in rules.items()
-        }
-        result = self.framework.numpy(self.inner.attend(self.tensor(query), slopes, **placed))
+        result = self.framework.numpy(self.inner.attend(self.tensor(query), slopes, **self.framework.placed(rules)))
         return np.swapaxes(result, 1, 2) if self.is_functional else result
-
-    def _placed(self, value: Any) -> Any:
-        return self.framework.array(value) if isinstance(value, np.ndarray) else value
 
     def _to_all_slots(self, values: np.ndarray) -> np.ndarray:
         return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, max(self.inner.max_length - values.shape[-1], 0))])
@@ -87,7 +79,7 @@ class Cache:
 
 def keeping(name: str, sizes: tuple[int, int, int, int], dtype: str = "float32") -> Cache:
     """Return a ``KVCache`` of so many sequences, key/value heads, tokens, and features a head."""
-    return Cache(FRAMEWORKS[name], _made(name, "KVCache", sizes, dtype, {}), dtype)
+    return Cache(FRAMEWORK[name], _made(name, "KVCache", sizes, dtype, {}), dtype)
 
 
 def evicting(
@@ -102,7 +94,7 @@ def evicting(
         room: Tokens that are made room for at a time, at least. Default: what the library has.
         **options: Of the class; ``max_key_norm`` reaches the backend that has it.
     """
-    framework = FRAMEWORKS[name]
+    framework = FRAMEWORK[name]
     if isinstance(options["slopes"], tuple):
         options["slopes"] = framework.array(np.asarray(options["slopes"]))
     if name != "jax":
@@ -121,5 +113,5 @@ def _made(name: str, kind: str, sizes: tuple[int, int, int, int], dtype: str, op
     if name == "mlx":  # which takes the rest from the first keys
         return cache_class(batch_size=batch_size, max_length=max_length, **options)
     make = cache_class if name == "torch" else cache_class.make
-    kind_of_number = getattr(FRAMEWORKS[name].xp, dtype)
+    kind_of_number = getattr(FRAMEWORK[name].xp, dtype)
     return make(batch_size, num_kv_heads, max_length, head_dim, dtype=kind_of_number, **options)

@@ -1,22 +1,97 @@
-"""Whether what several processes or devices find of one sequence, put together, is exact."""
+"""Sequences divided among processes or devices, and whether what these find, put together, is exact."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from alibi_core.conformance._cases.oracle import Attention, Rules, assert_within, penalties, rounded, summed_over_batch
+from alibi_core import Shards
+from alibi_core.conformance._cases.oracle import (
+    UNIT_ROUNDOFF,
+    Attention,
+    Rules,
+    assert_within,
+    penalties,
+    rounded,
+    summed_over_batch,
+)
+
+TENSORS = ("query", "key", "value")
 
 
-def assert_exact(
-    call: Any, arrays: dict[str, np.ndarray], found: dict[str, np.ndarray], share: float, *, has_segments: bool
-) -> None:
+@dataclass(frozen=True)
+class Case:
+    """A call on a divided sequence, and the data that it is given."""
+
+    length: int
+    shards: int
+    placement: str = "contiguous"
+    batch: int = 1
+    kv_heads: int = 2
+    slopes: tuple[float, ...] = (2.0, 0.7, 0.3, 0.1)
+    future_slopes: tuple[float, ...] | None = None
+    head_dim: int = 5
+    score_bound: float | None = None
+    is_causal: bool = True
+    window_size: int | None = None
+    dtype: str = "float32"
+    tolerance: float | None = None
+    seed: int = 0
+    cuts: tuple[float, ...] = ()  # where segments begin, as shares of the length
+    large: tuple[tuple[str, int, int, int], ...] = ()  # of which tensor, near which border, on which side, by how much
+    shift: float = 0.0  # of all keys, along one feature, in hundreds, away from most queries
+    drift: float = 0.0  # of the keys of the first half, along the feature that queries look for
+
+    def varied(self, seed: int) -> Case:
+        """Return the case with other data, which a seed decides."""
+        random = np.random.default_rng(seed)
+
+        def one_of(*values: Any) -> Any:
+            return values[random.integers(len(values))]
+
+        large = tuple(
+            (one_of(*TENSORS), *(int(random.integers(*x)) for x in ((self.shards + 1,), (2,), (1, 7))))
+            for _ in range(random.integers(4))
+        )
+        cuts = one_of((), (), (0.3, 0.31, 0.9), (0.5,))
+        return replace(self, seed=seed, large=large, cuts=cuts, shift=one_of(0.0, 0.0, 1.0))
+
+    @property
+    def share(self) -> float:
+        """What share of softmax weight may be left out."""
+        return UNIT_ROUNDOFF[self.dtype] if self.tolerance is None else self.tolerance
+
+    def divided(self) -> Shards:
+        return Shards.of_length(self.length, self.shards, self.placement)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the inputs, in float64: tensors ``[batch, heads, length, head_dim]``, and the ``ids`` of segments."""
+        random = np.random.default_rng(self.seed)
+        heads = {"query": len(self.slopes), "key": self.kv_heads, "value": self.kv_heads, "cotangent": len(self.slopes)}
+        arrays = {name: random.normal(size=(self.batch, n, self.length, self.head_dim)) for name, n in heads.items()}
+        for name, border, side, power in self.large:
+            token = border * self.divided().chunk_len - side
+            arrays[name][:, :, min(max(token, 0), self.length - 1)] *= 4.0**power
+        arrays["key"][..., 0] += 100 * self.shift
+        arrays["query"][..., 0] -= 1.5 * bool(self.shift)
+        if self.drift:
+            arrays["key"][:, :, : self.length // 2, 0] += self.drift
+            arrays["query"][..., 0] = abs(arrays["query"][..., 0])
+        cuts = np.asarray([round(cut * self.length) for cut in self.cuts])
+        arrays["ids"] = np.broadcast_to(
+            (np.arange(self.length)[:, None] >= cuts).sum(axis=1), (self.batch, self.length)
+        )
+        return arrays
+
+
+def assert_exact(call: Case, found: dict[str, np.ndarray], *, has_segments: bool) -> None:
     """Assert that the result and its gradients are exact, but for rounding and for a share of softmax weight.
 
-    ``call`` has the slopes and the rules; arrays are ``[batch, heads, length, head_dim]``, and the ``ids`` of segments;
-    what is found is ``result``, and gradients under the names of arguments, those of slopes summed over batch entries.
+    What is found is ``result``, and gradients under the names of arguments, those of slopes summed over batch entries.
     """
+    arrays, share = call.arrays(), call.share
     exact = {name: x if name == "ids" else rounded(x, call.dtype) for name, x in arrays.items()}
     batch, heads, length, _ = exact["query"].shape
     ids = exact["ids"] if has_segments else None

@@ -9,7 +9,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,14 @@ class Framework:
         make = {"dask": "from_array", "mlx": "array"}.get(self.name, "asarray")  # MLX has had asarray since 0.30 only
         array = getattr(self.xp, make)(values)
         return array if dtype is None else self.cast(array, dtype)
+
+    def placed(self, value: Any) -> Any:
+        """Return NumPy arrays as this framework's; of a tuple or a dictionary, each; what else there is, as it is."""
+        if isinstance(value, tuple):
+            return tuple(map(self.placed, value))
+        if isinstance(value, dict):
+            return {name: self.placed(x) for name, x in value.items()}
+        return self.array(value) if isinstance(value, np.ndarray) else value
 
     def cast(self, array: Any, dtype: str) -> Any:
         target = getattr(self.xp, dtype)
@@ -117,18 +125,17 @@ class Backend:
     def attention(self, query: Any, key: Any, value: Any, slopes: Any = None, *, dtype: str, **arguments: Any) -> Any:
         """Return attention as float64 NumPy, having checked that dtype and type of the result are the query's."""
         *tensors, slopes = self.place(query, key, value, slopes, dtype=dtype)
-        placed = {name: self._place(value) for name, value in arguments.items()}
-        result = self.function(**placed)(*tensors, slopes)
+        result = self.function(**self.framework.placed(arguments))(*tensors, slopes)
         assert result.dtype == tensors[0].dtype, f"{result.dtype} from {tensors[0].dtype}"
         assert type(result) is type(tensors[0]), f"{type(result)} from {type(tensors[0])}"
         return self.layout(self.framework.numpy(result))
 
     def explain(self, query: Any, key: Any, value: Any, slopes: Any = None, *, dtype: str, **arguments: Any) -> Any:
-        """Return what the backend's ``explain`` says of a call, its horizons in NumPy."""
-        placed = {name: self._place(value) for name, value in arguments.items()}
+        """Return what the backend's ``explain`` says of a call, having checked that its horizons are NumPy's."""
         tensors = self.place(query, key, value, slopes, dtype=dtype)
-        said = importlib.import_module(self.module).explain(*tensors, **placed)
-        return replace(said, horizons=np.asarray(said.horizons))
+        said = importlib.import_module(self.module).explain(*tensors, **self.framework.placed(arguments))
+        assert type(said.horizons) is np.ndarray
+        return said
 
     def place(self, query: Any, key: Any, value: Any, slopes: Any = None, *, dtype: str) -> list[Any]:
         """Return the tensors as the framework's arrays, in the backend's layout."""
@@ -165,7 +172,7 @@ class Backend:
             for name, x in tensors.items()
         }
         weight = cotangent if np.ndim(cotangent) == 0 else self.framework.array(self.layout(cotangent), dtype)
-        attention = self.function(**{name: self._place(value) for name, value in arguments.items()})
+        attention = self.function(**self.framework.placed(arguments))
 
         def function(*tensors: Any) -> Any:
             return loss(attention(**placed | dict(zip(names, tensors, strict=True))))
@@ -175,9 +182,7 @@ class Backend:
         return {name: x if "slopes" in name else self.layout(x) for name, x in values.items()}
 
     def _place(self, value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(self._place(x) for x in value)
-        return self.framework.array(value) if isinstance(value, np.ndarray) else value
+        return self.framework.placed(value)
 
 
 def _torch_gradients(function: Callable[..., Any], tensors: list[Any], weight: Any) -> Any:
@@ -219,6 +224,8 @@ def param(item: Any, name: str, framework: Framework) -> Any:
 
 FRAMEWORKS = [param(f, f.name, f) for f in (NUMPY, STRICT, TORCH, JAX, MLX, DASK)]
 COMPILERS = [param(f, f.name, f) for f in (TORCH, JAX, MLX)]
+FRAMEWORK = {f.name: f for f in (TORCH, JAX, MLX)}
+NAMES = [param(f.name, f.name, f) for f in FRAMEWORK.values()]
 # JAX compiles each call, and has little of its own in these.
 _IN_FULL = ("alibi_core[jax]", "alibi_jax[dense]")
 BACKENDS = [(in_full if b.name in _IN_FULL else as_parameter)(param(b, b.name, b.framework)) for b in _BACKENDS]

@@ -22,7 +22,7 @@ def in_full(parameter: Any) -> Any:
 
 def without_jax(backends: Iterable[Any]) -> list[Any]:
     """Return backends, JAX marked ``full``: for what it would compile for long."""
-    return [in_full(x) if x.id == "jax" else x for x in backends]
+    return [in_full(x) if x.id.partition("-")[0] == "jax" else x for x in backends]
 
 
 def once_in_jax(backends: Iterable[Any], cases: Any, keep: int = 1) -> list[Any]:

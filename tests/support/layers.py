@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.frameworks import JAX, MLX, TORCH, Framework
-
-FRAMEWORK = {"torch": TORCH, "jax": JAX, "mlx": MLX}
+from tests.support.frameworks import FRAMEWORK
 
 
 def make_layer(name: str, **arguments: Any) -> Any:
@@ -49,14 +47,14 @@ def load(name: str, layer: Any, path: Path) -> None:
 
 def apply(name: str, layer: Any, x: np.ndarray, **arguments: np.ndarray) -> np.ndarray:
     """Return a layer's output as float64 NumPy."""
-    framework: Framework = FRAMEWORK[name]
+    framework = FRAMEWORK[name]
     placed = {key: framework.array(value) for key, value in arguments.items()}
     return framework.numpy(layer(framework.array(x), **placed))
 
 
 def decode(name: str, layer: Any, x: np.ndarray, steps: list[int], max_length: int) -> np.ndarray:
     """Return a layer's output for ``x`` fed through a cache, ``steps`` tokens at a time."""
-    framework: Framework = FRAMEWORK[name]
+    framework = FRAMEWORK[name]
     cache = layer.make_cache(x.shape[0], max_length)
     outputs, start = [], 0
     for step in steps:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.layers import FRAMEWORK
+from tests.support.frameworks import FRAMEWORK
 
 
 @dataclass
@@ -106,6 +106,17 @@ def make_module(name: str, kind: str, *arguments: Any, **options: Any) -> Any:
 def make_model(name: str, kind: str, *arguments: Any, **options: Any) -> Model:
     """Return an ``AlibiTransformer`` or ``AlibiLanguageModel`` of a backend."""
     return Model(name, make_module(name, kind, *arguments, **options))
+
+
+def lively_model(name: str, *arguments: Any) -> Model:
+    """Return a language model that does not just repeat its last token, as those do whose blocks say little."""
+    model, rng = make_model(name, "AlibiLanguageModel", *arguments), np.random.default_rng(5)
+    model.weights = {
+        weight: 4 * (rng.uniform(-1, 1, x.shape) * x.shape[1] ** -0.5).astype(np.float32)
+        for weight, x in model.weights.items()
+        if x.ndim == 2 and "blocks" in weight
+    }
+    return model
 
 
 def random_numbers(name: str, seed: int) -> dict[str, Any]:

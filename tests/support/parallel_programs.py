@@ -3,7 +3,7 @@
     python -m tests.support.parallel_programs        a line of JSON for each program
 
 A process of its own: how many devices there are is told before JAX is imported. A program is compiled once, and runs on
-many inputs, which Hypothesis draws.
+many inputs.
 """
 
 from __future__ import annotations
@@ -13,21 +13,18 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from alibi_core.conformance._cases.oracle import (
-    UNIT_ROUNDOFF,
     Attention,
     Rules,
     assert_within,
@@ -36,115 +33,64 @@ from alibi_core.conformance._cases.oracle import (
 )
 from alibi_jax import TPU, KVCache, parallel
 from alibi_jax.parallel import _forward as _parallel_forward
-from tests.support.divided import assert_exact
-
-STEEP = (2.0, 0.7, 0.3, 0.1)
+from tests.support.divided import Case, assert_exact
 
 
 @dataclass(frozen=True)
 class Program:
-    """What is compiled. Axes of the mesh that have length 1 are left out of the call."""
+    """What is compiled for a case, whose data may be others. Axes of the mesh that have length 1 are left out."""
 
-    length: int
-    shards: int
-    batch: int = 1
+    case: Case
     batch_shards: int = 1
     head_shards: int = 1
-    kv_heads: int = 2
-    slopes: tuple[float, ...] = STEEP
-    future_slopes: tuple[float, ...] | None = None
-    head_dim: int = 5
-    placement: str = "contiguous"
-    score_bound: float | None = None
-    is_causal: bool = True
-    window_size: int | None = None
     has_segments: bool = False
-    dtype: str = "float32"
     implementation: Any = None
     examples: int = 8
     kind: AxisType = AxisType.Auto
 
 
 PROGRAMS = {
-    "one device": Program(37, 1, score_bound=10.0),
-    "two devices, long enough for tiles": Program(
-        1001, 2, slopes=(1.0, 0.25), kv_heads=2, score_bound=12.0, examples=4
-    ),
-    "two devices, zigzag, devices decide": Program(53, 2, placement="zigzag"),
+    "one device": Program(Case(37, 1, score_bound=10.0)),
+    "two devices, long enough for tiles": Program(Case(1001, 2, slopes=(1.0, 0.25), score_bound=12.0), examples=4),
+    "two devices, zigzag, devices decide": Program(Case(53, 2, "zigzag")),
     "four devices, symmetric, uneven": Program(
-        197, 4, slopes=(4.0, 3.0, 1.0, 0.8), is_causal=False, score_bound=4.0, batch=2
+        Case(197, 4, slopes=(4.0, 3.0, 1.0, 0.8), is_causal=False, score_bound=4.0, batch=2)
     ),
     "four devices, asymmetric, window, segments, zigzag": Program(
-        255,
-        4,
-        placement="zigzag",
-        is_causal=False,
-        slopes=(4.0, 2.0, 1.5, 1.0),
-        future_slopes=(1.0, 0.9, 2.0, 4.0),
-        window_size=30,
+        Case(
+            255,
+            4,
+            "zigzag",
+            is_causal=False,
+            slopes=(4.0, 2.0, 1.5, 1.0),
+            future_slopes=(1.0, 0.9, 2.0, 4.0),
+            window_size=30,
+            score_bound=3.0,
+        ),
         has_segments=True,
-        score_bound=3.0,
     ),
     "eight devices, symmetric, segments, devices decide": Program(
-        85, 8, slopes=(2.0, 0.0, 0.3, 0.1), is_causal=False, has_segments=True, kv_heads=4
+        Case(85, 8, slopes=(2.0, 0.0, 0.3, 0.1), is_causal=False, kv_heads=4), has_segments=True
     ),
     "eight devices, bfloat16": Program(
-        303, 8, slopes=(4.0, 2.0, 1.4, 0.8), score_bound=12.0, dtype="bfloat16", has_segments=True
+        Case(303, 8, slopes=(4.0, 2.0, 1.4, 0.8), score_bound=12.0, dtype="bfloat16"), has_segments=True
     ),
     "batch, tokens, one head a device": Program(
-        61, 2, batch=2, batch_shards=2, head_shards=2, slopes=(3.0, 2.0), score_bound=6.0, kind=AxisType.Explicit
+        Case(61, 2, batch=2, slopes=(3.0, 2.0), score_bound=6.0), 2, 2, kind=AxisType.Explicit
     ),
     # So flat that all is sent, and there is nothing to decide.
     "the TPU's kernel": Program(
-        300,
-        2,
-        slopes=(0.1, 0.02),
-        kv_heads=1,
-        score_bound=5.0,
+        Case(300, 2, slopes=(0.1, 0.02), kv_heads=1, score_bound=5.0),
         implementation=TPU(128, 128, interpret=True),
         examples=3,
     ),
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """What a program is given: how large a few tokens near borders of shards are, and where segments begin."""
-
-    seed: int
-    large: tuple[tuple[str, float, int], ...] = ()  # of which tensor, where (a share of the length), and by what power
-    cuts: tuple[float, ...] = ()
-    shift: float = 0.0  # of all keys, away from the queries, so that all scores are far below 0
-
-    def arrays(self, program: Program) -> dict[str, np.ndarray]:
-        """Return the inputs, in float64: tensors ``[batch, heads, length, head_dim]``."""
-        random = np.random.default_rng(self.seed)
-        length, heads = program.length, len(program.slopes)
-        shapes = {"query": heads, "key": program.kv_heads, "value": program.kv_heads, "cotangent": heads}
-        arrays = {name: random.normal(size=(program.batch, n, length, program.head_dim)) for name, n in shapes.items()}
-        size = -(-length // program.shards)
-        for name, share, power in self.large:
-            border = round(share * program.shards) * size + (1 if power % 2 else -1)
-            arrays[name][:, :, min(max(border, 0), length - 1)] *= 4.0**power
-        arrays["key"][..., 0] += 300 * self.shift
-        arrays["query"][..., 0] -= 1.5 * self.shift
-        cuts = np.asarray(sorted(round(cut * length) for cut in self.cuts))
-        arrays["ids"] = np.broadcast_to((np.arange(length)[:, None] >= cuts).sum(axis=1), (program.batch, length))
-        return arrays
-
-
-CASES = st.builds(
-    Case,
-    seed=st.integers(0, 2**16),
-    large=st.lists(
-        st.tuples(st.sampled_from(["query", "key", "value"]), st.floats(0, 1), st.integers(1, 6)), max_size=3
-    ).map(tuple),
-    cuts=st.lists(st.floats(0, 1), max_size=4).map(tuple),
-    shift=st.sampled_from([0.0, 1.0]),
-)
-# A key so large that queries of all shards look for it, and one that only comes near.
-SHIFTED = Case(2, shift=1.0)
-HOSTILE = Case(1, (("key", 0.0, 6), ("query", 1.0, 3), ("key", 0.5, 3)), (0.6,))
+def hostile(case: Case) -> Case:
+    """Return the case with a key so large that queries of all shards look for it, and one that only comes near."""
+    last = case.divided().num_chunks
+    return replace(case, seed=1, large=(("key", 0, 0, 6), ("query", last, 1, 3), ("key", last // 2, 1, 3)), cuts=(0.6,))
 
 
 @dataclass
@@ -157,27 +103,27 @@ class Compiled:
     ways: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        program = self.program
-        shards = parallel.Shards.of_length(program.length, program.shards, program.placement)
-        sizes = {"data": program.batch_shards, "heads": program.head_shards, "tokens": program.shards}
+        program, case = self.program, self.program.case
+        shards = case.divided()
+        sizes = {"data": program.batch_shards, "heads": program.head_shards, "tokens": case.shards}
         devices = np.asarray(jax.devices()[: int(np.prod(list(sizes.values())))]).reshape(tuple(sizes.values()))
         mesh = Mesh(devices, tuple(sizes), axis_types=(program.kind,) * 3)
-        rules = {"is_causal": program.is_causal, "window_size": program.window_size}
+        rules = {"is_causal": case.is_causal, "window_size": case.window_size}
         plan = None
-        if program.score_bound is not None:
+        if case.score_bound is not None:
             plan = parallel.shard_plan(
-                np.asarray(program.slopes),
+                np.asarray(case.slopes),
                 shards,
-                score_bound=program.score_bound,
-                tolerance=UNIT_ROUNDOFF[program.dtype],
-                future_slopes=None if program.future_slopes is None else np.asarray(program.future_slopes),
-                num_kv_heads=program.kv_heads,
+                score_bound=case.score_bound,
+                tolerance=case.share,
+                future_slopes=None if case.future_slopes is None else np.asarray(case.future_slopes),
+                num_kv_heads=case.kv_heads,
                 head_shards=program.head_shards,
                 **rules,
             )
-        is_placed = program.placement == "zigzag"
-        order = shards.order() if is_placed else np.arange(program.length)
-        back = np.argsort(order)[: program.length]
+        is_placed = case.placement == "zigzag"
+        order = shards.order() if is_placed else np.arange(case.length)
+        back = np.argsort(order)[: case.length]
 
         def placed(array: Any) -> Any:
             array = jnp.pad(array, [(0, len(order) - n if axis == 1 else 0) for axis, n in enumerate(array.shape)])
@@ -191,8 +137,8 @@ class Compiled:
                 axis_name="tokens",
                 batch_axis="data" if program.batch_shards > 1 else None,
                 head_axis="heads" if program.head_shards > 1 else None,
-                placement=program.placement,
-                length=program.length,
+                placement=case.placement,
+                length=case.length,
                 plan=plan,
                 future_slopes=future,
                 segment_ids=placed(ids) if program.has_segments else None,
@@ -219,12 +165,10 @@ class Compiled:
 
         def run(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             tensors = {
-                name: jnp.asarray(np.swapaxes(x, 1, 2), program.dtype) for name, x in arrays.items() if name != "ids"
+                name: jnp.asarray(np.swapaxes(x, 1, 2), case.dtype) for name, x in arrays.items() if name != "ids"
             }
             cotangent = tensors.pop("cotangent")
-            slopes = [
-                None if x is None else jnp.asarray(x, jnp.float32) for x in (program.slopes, program.future_slopes)
-            ]
+            slopes = [None if x is None else jnp.asarray(x, jnp.float32) for x in (case.slopes, case.future_slopes)]
             with jax.set_mesh(mesh), told("_by_plan"), told("_by_loop"):
                 result, (found, by_slopes) = compiled(
                     list(tensors.values()), slopes, jnp.asarray(arrays["ids"], jnp.int32), cotangent
@@ -238,40 +182,24 @@ class Compiled:
 
     def check(self, case: Case) -> None:
         """Assert that outputs and gradients are the exact ones, but for rounding and the tolerance."""
-        program, arrays = self.program, case.arrays(self.program)
-        share = UNIT_ROUNDOFF[program.dtype]
-        assert_exact(program, arrays, self.run(arrays), share, has_segments=program.has_segments)
+        assert_exact(case, self.run(case.arrays()), has_segments=self.program.has_segments)
 
 
 def checked(program: Program) -> int:
-    """Check a program on all that Hypothesis draws, and return how many cases that were."""
-    compiled, count = Compiled(program), 0
-
-    @settings(
-        max_examples=program.examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(CASES)
-    @example(HOSTILE)
-    @example(SHIFTED)
-    @example(Case(0))
-    def check(case: Case) -> None:
-        nonlocal count
-        count += 1
-        compiled.check(case)
-
-    check()
-    if compiled.plan is not None and program.shards > 1:
+    """Check a program on several data, and return how many those were."""
+    compiled, case = Compiled(program), program.case
+    # Scores that are all far below 0; then what seeds decide.
+    cases = [case, hostile(case), replace(case, seed=2, shift=3.0), *map(case.varied, range(3, 3 + program.examples))]
+    for each in cases:
+        compiled.check(each)
+    if compiled.plan is not None and case.shards > 1:
         otherwise = "_by_plan" if compiled.plan.is_complete else "_by_loop"
-        for case, way in ((Case(0), "_by_plan"), (HOSTILE, otherwise)):
+        for each, way in ((case, "_by_plan"), (hostile(case), otherwise)):
             compiled.ways.clear()
-            compiled.run(case.arrays(program))
+            compiled.run(each.arrays())
             jax.effects_barrier()
-            assert compiled.ways == {way}, f"{case} goes {compiled.ways}"
-    return count
+            assert compiled.ways == {way}, f"{each} goes {compiled.ways}"
+    return len(cases)
 
 
 def decoding() -> int:

@@ -80,8 +80,7 @@ def planning(backend: Backend, case: Case) -> tuple[AttentionCall, list[Any]]:
     """Return a call, and its query, key and value."""
     *tensors, slopes = backend.place(*(case.arrays[x] for x in ("query", "key", "value", "slopes")), dtype="float32")
     xp = importlib.import_module("array_api_compat.torch") if backend.module == "alibi_torch" else backend.framework.xp
-    arguments = {name: backend._place(value) for name, value in case.arguments.items()}
-    return AttentionCall.check(*tensors, slopes, **arguments, xp=xp), tensors
+    return AttentionCall.check(*tensors, slopes, **backend.framework.placed(case.arguments), xp=xp), tensors
 
 
 def jobs_of(backend: Backend, case: Case, tolerance: float = 2.0**-24) -> list[Job]:

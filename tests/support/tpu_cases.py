@@ -59,14 +59,9 @@ def answers(case: Case, dtype: str, tolerance: float) -> dict[str, Answer]:
 # --- What JAX says --------------------------------------------------------------------------------------------------
 
 
-def placed(value: Any) -> Any:
-    """Return NumPy arrays as JAX's; of a tuple, each."""
-    return jax.tree.map(lambda x: JAX.array(x) if isinstance(x, np.ndarray) else x, value)
-
-
 def _split(arguments: dict[str, Any]) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
     """Return arguments that may be traced, and the others."""
-    arrays = {name: placed(x) for name, x in arguments.items() if isinstance(x, (np.ndarray, tuple))}
+    arrays = {name: JAX.placed(x) for name, x in arguments.items() if isinstance(x, (np.ndarray, tuple))}
     return arrays, tuple((name, x) for name, x in arguments.items() if name not in arrays)
 
 
@@ -128,7 +123,7 @@ class Plan(NamedTuple):
 
 def planned(case: Case, dtype: str = "float32", *, tolerance: float | None = None, options: TPU = INTERPRETED) -> Plan:
     tensors = tensors_of(case, dtype)
-    arguments = {name: placed(x) for name, x in case.arguments.items()} | {"scale": case.scale}
+    arguments = JAX.placed(case.arguments) | {"scale": case.scale}
     query, key, value, slopes = (tensors[name] for name in (*TENSORS, "slopes"))
     call = AttentionCall.check(query, key, value, slopes, **arguments, tolerance=tolerance, layout=LENGTH_FIRST, xp=jnp)
     rules, operands = take_apart(call, query, key, value)
