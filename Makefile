@@ -49,9 +49,6 @@ demo: $(VENV)/ready
 # One thread a worker: two workers with two threads each only get in each other's way.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-# Thousands of programs of JAX run for moments each, and take half the time to compile where they need not be fast.
-# "XLA_FLAGS= make test" compiles as users do.
-test: export XLA_FLAGS ?= --xla_backend_optimization_level=0
 test: $(VENV)/ready
 	$(PYTEST) $(ARGS)
 
