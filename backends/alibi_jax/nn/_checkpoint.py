@@ -17,7 +17,7 @@ from alibi_core.backend import AlibiConfig, Checkpoint, checks, dense_attention,
 from alibi_jax.caches import KVCache
 from alibi_jax.nn._encoder import AlibiEncoder
 from alibi_jax.nn._language_model import AlibiLanguageModel
-from alibi_jax.nn._layer import AlibiAttention, appended
+from alibi_jax.nn._layer import AlibiAttention
 from alibi_jax.nn._weights import named_parameters
 
 
@@ -95,40 +95,22 @@ class FalconAttention(AlibiAttention):
         """Return the layer that ``config`` describes."""
         return cls(**config.attention_options, **options)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        segment_ids: Any | None = None,
-        cache: KVCache | None = None,
-    ) -> jax.Array | tuple[jax.Array, KVCache]:
-        """Return what :class:`AlibiAttention` does, with another bias."""
-        self.shape.check_input(x, jnp)
-        query, key, value = (
-            y.reshape(*y.shape[:2], -1, self.shape.head_dim)  # [batch, length, heads, head_dim]
-            for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        )
-        offset = None
+    def _attended(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, cache: Any, *, q_offset: Any, **rules: Any
+    ) -> jax.Array:
+        if "lengths" in rules:
+            raise ValueError("lengths must be None with contract 'model', whose rows have one length, got some")
         if cache is not None:
-            offset = cache.length
-            cache = appended(cache, key, value)
-            key, value = cache.key, cache.value
+            q_offset, key, value = cache.length - query.shape[1], cache.key, cache.value
         else:
             key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
         query = jnp.swapaxes(query, 1, 2)
-        arguments = {"mask": mask, "segment_ids": segment_ids, "q_offset": offset}
-        call = AttentionCall.check(query, key, value, self.slopes, xp=jnp, **arguments)
+        call = AttentionCall.check(query, key, value, self.slopes, q_offset=q_offset, xp=jnp, **rules)
         # A call's bias by keys comes on top of the linear one.
         linear = call.slopes[:, None] * jnp.arange(call.kv_len)
         call = replace(call, added_key_bias=self._bias(call.kv_len, query.dtype) - linear)
         attended = jnp.swapaxes(dense_attention(call, query, key, value), 1, 2)
-        if cache is not None:
-            attended = jnp.where(cache.length <= cache.max_length, attended, jnp.nan)
-        output = self.out_proj(attended.reshape(*x.shape[:2], -1))
-        if self.dropout is not None:
-            output = self.dropout(output)
-        return output if cache is None else (output, cache)
+        return attended if cache is None else jnp.where(cache.length <= cache.max_length, attended, jnp.nan)
 
     def make_cache(self, batch_size: int, max_length: int, *, evict: bool = False, **options: Any) -> KVCache:
         """Return an empty cache, which keeps every key."""
