@@ -265,13 +265,7 @@ def exact_layer(x: np.ndarray, rules: Rules) -> Answer:
 
 
 @pytest.mark.full
-def test_the_encoder_layer_looks_both_ways() -> None:
-    x, layer = inputs(7), identity_layer(is_causal=False, future_slopes=FUTURE)
-    rules = Rules(SLOPES, q_offset=0, is_causal=False, future_slopes=FUTURE)
-    assert_within(np.asarray(layer(jnp.asarray(x)), np.float64), exact_layer(x, rules))
-
-
-@pytest.mark.parametrize("learnable_slopes", first_of([True, False]))
+@pytest.mark.parametrize("learnable_slopes", [True, False])
 def test_slopes_are_float32_in_a_low_precision_layer(learnable_slopes: bool) -> None:
     slopes = np.asarray([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], np.float32)
     options = {"param_dtype": jnp.bfloat16, "learnable_slopes": learnable_slopes, "slopes": slopes}
@@ -388,10 +382,10 @@ def test_left_padded_sequences_decode_as_they_would_alone() -> None:
     assert_within(together[1:, 3:], Answer(alone.value[1:], alone.budget[1:]))
 
 
+@pytest.mark.full
 def test_an_overflow_that_can_be_seen_is_an_error() -> None:
     layer = make_layer()
     _, cache = layer(jnp.asarray(inputs(5)), cache=layer.make_cache(BATCH, 6))
-    layer(jnp.asarray(inputs(1)), cache=cache)
     with pytest.raises(ValueError, match="room for 2 more tokens, got max_length 6 with 5 in use"):
         layer(jnp.asarray(inputs(2)), cache=cache)
     with pytest.raises(ValueError, match="room for 7 more tokens, got max_length 6"):
@@ -419,13 +413,14 @@ def test_what_is_no_cache_is_refused() -> None:
 # --- weights
 
 
-@pytest.mark.parametrize("dtypes", first_of([("bfloat16", "bfloat16"), ("float32", "bfloat16")]), ids=str)
-def test_a_layer_keeps_its_dtype_when_it_loads(tmp_path: Any, dtypes: tuple[str, str]) -> None:
-    layer, other = (make_layer(param_dtype=jnp.dtype(x), rngs=nnx.Rngs(seed)) for seed, x in enumerate(dtypes))
+@pytest.mark.parametrize("saved", first_of(["bfloat16", "float32"]))
+def test_a_layer_keeps_its_dtype_when_it_loads(tmp_path: Any, saved: str) -> None:
+    layer = make_layer(param_dtype=jnp.dtype(saved))
+    other = make_layer(param_dtype=jnp.bfloat16, rngs=nnx.Rngs(1))
     alibi_jax.save_weights(layer, tmp_path / "layer.safetensors")
     alibi_jax.load_weights(other, tmp_path / "layer.safetensors")
-    assert other.v_proj.kernel.dtype == dtypes[1]
-    np.testing.assert_array_equal(layer.v_proj.kernel.astype(dtypes[1]), other.v_proj.kernel[...])
+    assert other.v_proj.kernel.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(layer.v_proj.kernel.astype(jnp.bfloat16), other.v_proj.kernel[...])
 
 
 def test_a_file_that_does_not_fit_is_refused_and_changes_nothing(tmp_path: Any) -> None:
@@ -572,6 +567,7 @@ def test_linen_requests_that_cannot_be_met_are_refused(
         module.init(jax.random.key(0), jnp.asarray(inputs(3)), **call)
 
 
+@pytest.mark.full
 def test_a_further_bias_is_added() -> None:
     qkv, bias = (
         [jnp.asarray(x) for x in tensors()],

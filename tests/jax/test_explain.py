@@ -26,6 +26,7 @@ def tensors(length: int = 1500, heads: int = 4, **changes: Any) -> list[jax.Arra
     return [jax.random.normal(jax.random.key(seed), shape, changes.get("dtype", jnp.float32)) for seed in range(3)]
 
 
+@pytest.mark.full
 def test_on_a_cpu_tiles_run_and_kernels_say_why_they_do_not() -> None:
     explanation = explain(*tensors(16))
     assert explanation.implementation == "tiled"

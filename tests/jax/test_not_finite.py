@@ -64,6 +64,7 @@ def test_nan_in_a_key_reaches_every_query_that_may_look_at_it(token: int, implem
     assert not spoilt[:GROUP].any()  # of the other key/value head
 
 
+@pytest.mark.full
 @IMPLEMENTATIONS
 def test_infinity_in_a_key_takes_all_weight_or_none(implementation: Any) -> None:
     query, key, value = tensors()

@@ -34,19 +34,9 @@ PLAN_KEYS = 64  # that are taken or left together, where norms can be had for so
 class Sizes:
     """How a call is cut up. All numbers are fixed when it is traced."""
 
-    axes: tuple[tuple[str, int], ...]  # letters and lengths of the whole call
-    box: tuple[tuple[str, int], ...]  # and of one job, ``k`` being one of its blocks
+    whole: dict[str, int]  # letters and lengths of the whole call
+    part: dict[str, int]  # and of one job, ``k`` being one of its blocks of keys
     lanes: int  # jobs at a time; if several, each has one batch entry
-
-    @property
-    def whole(self) -> dict[str, int]:
-        """Lengths of the axes of the call."""
-        return dict(self.axes)
-
-    @property
-    def part(self) -> dict[str, int]:
-        """Lengths of the axes of a job, and of one of its blocks of keys."""
-        return dict(self.box)
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -84,7 +74,7 @@ def sizes_of(rules: Rules, operands: Operands, *, together: bool) -> Sizes:
         else:
             box |= {"b": 1, "h": 1, "g": _divisor(group, ROWS // box["q"])}
             lanes = min(LANES, batch * num_kv_heads * (group // box["g"]) * -(-q_len // box["q"]))
-    return Sizes(tuple(axes.items()), tuple(box.items()), lanes)
+    return Sizes(axes, box, lanes)
 
 
 def _even(length: int, most: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ import numpy as np
 from flax import nnx
 
 from alibi_core import AttentionCall
-from alibi_core.backend import AlibiConfig, Checkpoint, checks, dense_attention, key_bias, namespace_of
+from alibi_core.backend import LENGTH_FIRST, AlibiConfig, Checkpoint, checks, key_bias, namespace_of
+from alibi_jax._attention import run
 from alibi_jax.caches import KVCache
 from alibi_jax.nn._encoder import AlibiEncoder
 from alibi_jax.nn._language_model import AlibiLanguageModel
@@ -100,16 +102,16 @@ class FalconAttention(AlibiAttention):
     ) -> jax.Array:
         if "lengths" in rules:
             raise ValueError("lengths must be None with contract 'model', whose rows have one length, got some")
-        if cache is not None:
-            q_offset, key, value = cache.length - query.shape[1], cache.key, cache.value
+        check = partial(AttentionCall.check, slopes=self.slopes, xp=jnp, **rules)
+        if cache is None:
+            call, norms = check(query, key, value, q_offset=q_offset, layout=LENGTH_FIRST), None
         else:
-            key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
-        query = jnp.swapaxes(query, 1, 2)
-        call = AttentionCall.check(query, key, value, self.slopes, q_offset=q_offset, xp=jnp, **rules)
+            key, value, norms, length = cache
+            call = check(jnp.swapaxes(query, 1, 2), key, value, q_offset=length - query.shape[1])
         # A call's bias by keys comes on top of the linear one.
         linear = call.slopes[:, None] * jnp.arange(call.kv_len)
         call = replace(call, added_key_bias=self._bias(call.kv_len, query.dtype) - linear)
-        attended = jnp.swapaxes(dense_attention(call, query, key, value), 1, 2)
+        attended = run(call, query, key, value, "dense", norms)
         return attended if cache is None else jnp.where(cache.length <= cache.max_length, attended, jnp.nan)
 
     def make_cache(self, batch_size: int, max_length: int, *, evict: bool = False, **options: Any) -> KVCache:
