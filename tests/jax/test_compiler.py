@@ -43,9 +43,9 @@ def test_the_compiler_still_needs_the_workaround() -> None:
         return
     assert plain, (
         f"JAX {jax.__version__} computes the reduced program right: name the versions that do not in "
-        "alibi_jax/_materialised.py, and when none of them is supported any more, the workaround there can go"
+        "alibi_jax/_tiled/materialised.py, and when none of them is supported any more, the workaround there can go"
     )
-    assert behind_barrier, "a barrier would do in place of the selection in alibi_jax/_materialised.py"
+    assert behind_barrier, "a barrier would do in place of the selection in alibi_jax/_tiled/materialised.py"
 
 
 @pytest.mark.parametrize("kind", ["ones", "zeros", "a traced number", "a number for each head"])
