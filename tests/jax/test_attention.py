@@ -22,6 +22,7 @@ import jax.numpy as jnp  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 
 import alibi_jax  # noqa: E402
+from alibi_jax.nn._checkpoint import FalconAttention  # noqa: E402
 from tests.support.full import first_of  # noqa: E402
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 3, 5
@@ -408,6 +409,9 @@ def test_what_is_no_cache_is_refused() -> None:
         layer(jnp.asarray(inputs(1)), cache=tuple(layer.make_cache(BATCH, 9)))
     with pytest.raises(ValueError, match="cache must have the dtype of the layer's keys, float32, got bfloat16"):
         layer(jnp.asarray(inputs(1)), cache=make_layer(param_dtype=jnp.bfloat16).make_cache(BATCH, 9))
+    falcon, lengths = FalconAttention(EMBED_DIM, HEADS, rngs=nnx.Rngs(0)), jnp.ones(BATCH, jnp.int32)
+    with pytest.raises(ValueError, match="lengths must be None with contract 'model'"):
+        falcon(jnp.asarray(inputs(1)), cache=falcon.make_cache(BATCH, 9), lengths=lengths)
 
 
 # --- weights
@@ -682,6 +686,14 @@ def test_reverse_mode_goes_through_every_other_transformation() -> None:
     ):
         found, expected = (outer(functools.partial(loss, name))(x) for name in ("tiled", "dense"))
         np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.full
+def test_attention_runs_without_being_compiled() -> None:
+    query, key, value = map(jnp.asarray, tensors())
+    with jax.disable_jit():
+        found = alibi_jax.attention(query, key, value, implementation="tiled")
+    np.testing.assert_allclose(found, alibi_jax.attention(query, key, value, implementation="dense"), atol=2e-6)
 
 
 # NumPy's slopes
