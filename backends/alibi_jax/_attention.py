@@ -140,16 +140,10 @@ def run(
     implementation: Implementation | None,
     key_norms: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute a call that is checked.
+    """Compute a call that is checked, of tensors and an implementation as for :func:`attention`.
 
-    Args:
-        call: The call.
-        query: As for :func:`attention`.
-        key: Likewise.
-        value: Likewise.
-        implementation: Likewise.
-        key_norms: ``[batch, num_kv_heads, blocks]``: what no norm of each 128 keys exceeds. Then key and value are a
-            cache's, ``[batch, num_kv_heads, kv_len, head_dim]``. Default: norms are measured.
+    ``key_norms``, ``[batch, num_kv_heads, blocks]``, are what no norm of each 128 keys exceeds. Then key and value are
+    a cache's, ``[batch, num_kv_heads, kv_len, head_dim]``. Default: norms are measured.
     """
     if call.is_empty:
         return jnp.zeros_like(query)

@@ -22,6 +22,16 @@ def local(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, vma=frozenset())
 
 
+def without_mesh(context: Any) -> Any:
+    """Return a lowering's context in which types do not tell how arrays are divided, or over which axes they vary.
+
+    Neither is a concern of what one device computes.
+    """
+    types = {name: [jax.core.ShapedArray(x.shape, x.dtype) for x in getattr(context, name)]
+             for name in ("avals_in", "avals_out")}  # fmt: skip
+    return context.replace(**types)
+
+
 def varying(array: Any) -> frozenset[Any]:
     """Return the mesh axes that an array varies over, inside ``jax.shard_map``."""
     kind = jax.typeof(array)

@@ -119,7 +119,7 @@ def _scores_computed(chosen: Implementation, rules: Rules, operands: Operands, t
     if chosen == "dense":
         return batch * num_heads * q_len * operands.key.shape[1]
     sizes = sizes_of(rules, operands, together=together)
-    blocks = jax.jit(jobs_of, static_argnums=(0, 2))(rules, operands, sizes).blocks  # [steps, lanes]
+    blocks = jax.jit(lambda operands: jobs_of(rules, operands, sizes).blocks)(operands)  # [steps, lanes]
     steps = int(np.max(np.asarray(blocks, np.int64), axis=1).sum())  # each with as many blocks as its widest job
     return steps * sizes.lanes * math.prod(sizes.part[x] for x in "bhgqk")
 

@@ -48,7 +48,7 @@ def _numpy(array: jax.Array) -> np.ndarray[Any, Any]:
 def _attention(implementation: str, *tensors: jax.Array, **arguments: Any) -> jax.Array:
     """Attend as one program: each operation by itself would be compiled for each shape."""
     fixed, arrays = _parted(arguments)
-    result: jax.Array = _program(implementation, fixed)(*tensors, **arrays)
+    result: jax.Array = _program(implementation, fixed, tensors, arrays)
     return result
 
 
@@ -62,10 +62,8 @@ def _gradients(
     """Differentiate in one program, forward and backward, in which a weight that is a number is a constant."""
     fixed, arrays = _parted(arguments)
     asked = [arrays.pop(name) for name in wrt]
-    if isinstance(weight, jax.Array):
-        gradients: Sequence[jax.Array] = _gradient_program(implementation, fixed, wrt)(asked, arrays, weight)
-    else:
-        gradients = _gradient_program(implementation, fixed, wrt, weight)(asked, arrays)
+    constant, weight = (None, weight) if isinstance(weight, jax.Array) else (weight, None)
+    gradients: Sequence[jax.Array] = _gradient_program(implementation, fixed, wrt, constant, asked, arrays, weight)
     return gradients
 
 
@@ -75,30 +73,25 @@ def _parted(arguments: Mapping[str, Any]) -> tuple[Fixed, dict[str, Any]]:
     return tuple(sorted(fixed.items())), {name: x for name, x in arguments.items() if name not in fixed}
 
 
-@functools.cache
-def _program(implementation: str, fixed: Fixed) -> Callable[..., jax.Array]:
-    """Return attention with these arguments, compiled once for each shape of the others."""
-    return jax.jit(functools.partial(attention, implementation=implementation, **dict(fixed)))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _program(implementation: str, fixed: Fixed, tensors: Any, arrays: Any) -> jax.Array:
+    return attention(*tensors, **arrays, **dict(fixed), implementation=implementation)
 
 
-@functools.cache
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _gradient_program(
-    implementation: str, fixed: Fixed, wrt: tuple[str, ...], constant: float | None = None
-) -> Callable[..., Sequence[jax.Array]]:
-    """Return the same for gradients by what ``wrt`` names: of a function of those, the others and the weight."""
+    implementation: str, fixed: Fixed, wrt: tuple[str, ...], constant: float | None, *arrays: Any
+) -> Sequence[jax.Array]:
+    """Return the gradients by what ``wrt`` names: of a function of those, of the other arrays and of the weight."""
+    asked, others, weight = arrays
 
-    def gradients(
-        asked: Sequence[jax.Array], others: dict[str, Any], weight: jax.Array | None = None
-    ) -> Sequence[jax.Array]:
-        def function(*asked: jax.Array) -> jax.Array:
-            arguments = {**others, **dict(fixed), **dict(zip(wrt, asked, strict=True))}
-            return attention(**arguments, implementation=implementation)
+    def function(*asked: jax.Array) -> jax.Array:
+        arguments = {**others, **dict(fixed), **dict(zip(wrt, asked, strict=True))}
+        return attention(**arguments, implementation=implementation)
 
-        result, pull_back = jax.vjp(function, *asked)
-        found: Sequence[jax.Array] = pull_back(jnp.full_like(result, constant) if weight is None else weight)
-        return found
-
-    return jax.jit(gradients)
+    result, pull_back = jax.vjp(function, *asked)
+    found: Sequence[jax.Array] = pull_back(jnp.full_like(result, constant) if weight is None else weight)
+    return found
 
 
 def _decode_step(

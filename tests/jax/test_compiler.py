@@ -33,6 +33,7 @@ print(json.dumps([any(wrong(length, barrier) for length in (64, 96, 128, 192))
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the library's kernels differ by processor")
 def test_the_compiler_still_needs_the_workaround() -> None:
     run = subprocess.run([sys.executable, "-c", REDUCED], capture_output=True, text=True, check=True)
@@ -42,9 +43,9 @@ def test_the_compiler_still_needs_the_workaround() -> None:
         return
     assert plain, (
         f"JAX {jax.__version__} computes the reduced program right: name the versions that do not in "
-        "alibi_jax/_materialised.py, and when none of them is supported any more, the workaround there can go"
+        "alibi_jax/_tiled/materialised.py, and when none of them is supported any more, the workaround there can go"
     )
-    assert behind_barrier, "a barrier would do in place of the selection in alibi_jax/_materialised.py"
+    assert behind_barrier, "a barrier would do in place of the selection in alibi_jax/_tiled/materialised.py"
 
 
 @pytest.mark.parametrize("kind", ["ones", "zeros", "a traced number", "a number for each head"])

@@ -14,10 +14,11 @@ pytest.importorskip("flax")
 import jax.numpy as jnp  # noqa: E402
 
 import alibi_jax  # noqa: E402
+from alibi_core.conformance._cases.case import Sizes  # noqa: E402
 from alibi_jax import TPU, explain  # noqa: E402
-from tests.support.full import first_of  # noqa: E402
+from tests.support.tpu_cases import plain, planned, ranges_of, tensors_of  # noqa: E402
 
-INTERPRETED = {"tpu": TPU(128, 128, interpret=True)}
+KERNEL = TPU(128, 128, interpret=True)
 
 
 def tensors(length: int = 1500, heads: int = 4, **changes: Any) -> list[jax.Array]:
@@ -25,6 +26,7 @@ def tensors(length: int = 1500, heads: int = 4, **changes: Any) -> list[jax.Arra
     return [jax.random.normal(jax.random.key(seed), shape, changes.get("dtype", jnp.float32)) for seed in range(3)]
 
 
+@pytest.mark.full
 def test_on_a_cpu_tiles_run_and_kernels_say_why_they_do_not() -> None:
     explanation = explain(*tensors(16))
     assert explanation.implementation == "tiled"
@@ -39,7 +41,8 @@ def test_a_kernel_named_on_a_cpu_is_refused_with_what_would_run() -> None:
             function(*tensors(16), **arguments)
 
 
-@pytest.mark.parametrize("implementation", first_of(["tiled", *INTERPRETED.values()]), ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("implementation", ["tiled", KERNEL], ids=str)
 def test_steep_heads_compute_few_scores(implementation: Any) -> None:
     explanation = explain(*tensors(), jnp.asarray([1.0, 0.5, 0.25, 0.0]), implementation=implementation)
     horizons = np.asarray(explanation.horizons)[0]
@@ -53,23 +56,16 @@ def test_steep_heads_compute_few_scores(implementation: Any) -> None:
     assert 0.25 < explanation.share < 0.9
 
 
+@pytest.mark.full
 def test_the_kernel_visits_what_it_is_said_to() -> None:
-    from alibi_core import AttentionCall
-    from alibi_core._call import LENGTH_FIRST
-    from alibi_jax._call.operands import take_apart
-    from alibi_jax._tpu.shape import KernelShape
-    from alibi_jax._tpu.tables import inputs_of
-
-    query, key, value = tensors()
-    options = INTERPRETED["tpu"]
-    rules, operands = take_apart(AttentionCall.check(query, key, value, layout=LENGTH_FIRST, xp=jnp), query, key, value)
-    shape = KernelShape.of(rules, operands, options)
-    table = jax.jit(lambda operands: inputs_of(rules, operands, shape).table)(operands)
-    table = np.asarray(table)[:, 0, :-1].reshape(4, -1, 3)
-    blocks = int((table[..., 1] - table[..., 0]).sum())
-    assert explain(query, key, value, implementation=options).scores_computed == blocks * 128 * 128
+    case = plain(Sizes(1, 4, 1, (1500, 1500), 8), slopes=[1.0, 0.5, 0.25, 0.0])
+    shape, inputs, *_ = planned(case)
+    blocks = int(np.diff(ranges_of(inputs, shape), axis=-1).sum())
+    explained = explain(**tensors_of(case, "float32"), scale=case.scale, implementation=KERNEL)
+    assert explained.scores_computed == blocks * 128 * 128
 
 
+@pytest.mark.full
 def test_several_batch_axes_and_offsets() -> None:
     query, key, value = (x.reshape(1, 2, 750, 4, 8) for x in tensors(750, batch=2))
     explanation = explain(query[:, :, :1], key, value, q_offset=jnp.asarray([[0, 749]]))

@@ -36,29 +36,11 @@ class Needed(NamedTuple):
 def needed_keys(rules: Rules, operands: Operands, q_tile: int, kv_tile: int) -> Needed:
     """Return which keys each tile of ``q_tile`` queries needs; the others weigh no more than the tolerance.
 
-    Takes memory in proportion to the lengths. Nothing is read on the host.
-
-    Args:
-        rules: Of the call.
-        operands: Of the call.
-        q_tile: Queries a tile.
-        kv_tile: Keys that are to be taken or left together, for which norms are bounded at best.
+    Takes memory in proportion to the lengths. Nothing is read on the host. Norms are bounded, at best, for ``kv_tile``
+    keys, which are to be taken or left together.
     """
-    ranges = ranges_of(rules, operands, q_tile, kv_tile)
-    return _of_tiles(put_together(rules, operands), ranges, q_tile)
-
-
-def ranges_of(rules: Rules, operands: Operands, q_tile: int, kv_tile: int) -> KeyRanges:
-    """Return the core's plan for blocks of a multiple of ``q_tile`` queries, ``[batch, num_heads, q_blocks]``."""
-    call = put_together(rules, operands)
-    bounds = _bounds(rules, operands, call, Measuring(q_block=q_tile, kv_block=kv_tile))
-    ranges = key_ranges(call, bounds, rules.tolerance)
-    shape = (call.batch[0], call.num_heads, bounds.excess.shape[-1])
-    return KeyRanges(bounds.q_block, *(jnp.broadcast_to(getattr(ranges, x), shape) for x in FIELDS))
-
-
-def _of_tiles(call: AttentionCall, ranges: KeyRanges, q_tile: int) -> Needed:
-    """Narrow the ranges of blocks of queries to the tiles they consist of."""
+    call, ranges = put_together(rules, operands), ranges_of(rules, operands, q_tile, kv_tile)
+    # From blocks of queries to the tiles they consist of.
     starts = jnp.arange(-(-call.q_len // q_tile), dtype=jnp.int32) * q_tile
     first, stop, past, future = (getattr(ranges, x)[..., starts // ranges.q_block] for x in FIELDS)
     offset = call.q_offset[:, None, None] if call.has_offset_array else call.q_offset
@@ -68,12 +50,26 @@ def _of_tiles(call: AttentionCall, ranges: KeyRanges, q_tile: int) -> Needed:
     first = lowest + jnp.maximum(first - lowest, 1 - past)
     stop = highest + jnp.minimum(stop - highest, future)
     if call.mask is not None and call.mask.shape[-2] == 1:  # of the first and last that padding leaves
-        shown = jnp.broadcast_to(call.mask, (*call.mask.shape[:3], call.kv_len))  # [batch or 1, heads or 1, 1, kv_len]
-        some = jnp.any(shown, axis=-1)
-        first = jnp.maximum(first, jnp.where(some, jnp.argmax(shown, axis=-1), 0).astype(jnp.int32))
-        last = call.kv_len - jnp.argmax(jnp.flip(shown, axis=-1), axis=-1).astype(jnp.int32)
+        shown = _shown_keys(call)
+        some = jnp.any(shown, axis=-1, keepdims=True)
+        first = jnp.maximum(first, jnp.where(some, jnp.argmax(shown, axis=-1, keepdims=True), 0).astype(jnp.int32))
+        last = call.kv_len - jnp.argmax(jnp.flip(shown, axis=-1), axis=-1, keepdims=True).astype(jnp.int32)
         stop = jnp.minimum(stop, jnp.where(some, last, 0))
     return Needed(jnp.minimum(first, jnp.maximum(stop, 0)), jnp.maximum(stop, 0))
+
+
+def _shown_keys(call: AttentionCall) -> jax.Array:
+    """Return a mask that is one for all queries, as padding is: ``[batch or 1, heads or 1, kv_len]``."""
+    return jnp.broadcast_to(call.mask, (*call.mask.shape[:3], call.kv_len))[:, :, 0]
+
+
+def ranges_of(rules: Rules, operands: Operands, q_tile: int, kv_tile: int) -> KeyRanges:
+    """Return the core's plan for blocks of a multiple of ``q_tile`` queries, ``[batch, num_heads, q_blocks]``."""
+    call = put_together(rules, operands)
+    bounds = _bounds(rules, operands, call, Measuring(q_block=q_tile, kv_block=kv_tile))
+    ranges = key_ranges(call, bounds, rules.tolerance)
+    shape = (call.batch[0], call.num_heads, bounds.excess.shape[-1])
+    return KeyRanges(bounds.q_block, *(jnp.broadcast_to(getattr(ranges, x), shape) for x in FIELDS))
 
 
 def _bounds(rules: Rules, operands: Operands, call: AttentionCall, how: Measuring) -> ScoreBounds:
@@ -140,7 +136,7 @@ def _nearest_of_masked_keys(call: AttentionCall) -> jax.Array:
     """Return the distance of each query's nearest key under a mask that is one for all queries, as padding is."""
     queries, keys = call.positions()
     queries = queries.reshape(-1, 1, call.q_len)
-    shown = jnp.broadcast_to(call.mask, (*call.mask.shape[:3], call.kv_len))[:, :, 0]
+    shown = _shown_keys(call)
     inside = jnp.clip(queries, 0, call.kv_len - 1)
     before = _along_last(jax.lax.cummax(jnp.where(shown, keys, -1), axis=2), inside)
     nearest = jnp.where((queries >= 0) & (before >= 0), queries - before, MAX_POSITION)  # farther than any key is

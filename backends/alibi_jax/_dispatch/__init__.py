@@ -13,9 +13,8 @@ from alibi_jax._dispatch.choice import (
     name_of,
     refusal,
 )
-from alibi_jax._dispatch.derivatives import summed_as
-from alibi_jax._dispatch.primitive import heads_together, primitive_of, unpacked
-from alibi_jax._dispatch.reverse_mode import in_reverse_mode_alone
+from alibi_jax._dispatch.derivatives import gradients_of, unperturbed
+from alibi_jax._dispatch.primitive import backward, forward, in_reverse_mode_alone
 from alibi_jax._dispatch.sharded import attend
 
 __all__ = [
@@ -23,14 +22,14 @@ __all__ = [
     "Implementation",
     "Target",
     "attend",
+    "backward",
     "checked",
     "choose",
-    "heads_together",
+    "forward",
+    "gradients_of",
     "in_full",
     "in_reverse_mode_alone",
     "name_of",
-    "primitive_of",
     "refusal",
-    "summed_as",
-    "unpacked",
+    "unperturbed",
 ]

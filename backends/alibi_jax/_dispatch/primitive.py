@@ -1,11 +1,13 @@
 """Attention's two passes as primitives of JAX, so that who computes them is decided when they are compiled.
 
 Only then is it known for which platform that is, and whether the compiler is to divide the program among devices. A
-primitive also says what ``jax.vmap`` means: the mapped axis becomes part of the batch.
+primitive also says what ``jax.vmap`` means: the mapped axis becomes part of the batch. Forward-mode derivatives are
+refused by name: of a function with ``jax.custom_vjp`` JAX tells no way out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,20 +19,23 @@ from jax.interpreters import ad, batching, mlir
 
 from alibi_jax import _tiled, _tpu
 from alibi_jax._call import Operands, Rules
-from alibi_jax._compatible import shaped_as
+from alibi_jax._compatible import shaped_as, without_mesh
 from alibi_jax._dispatch.choice import Implementation, Target, choose
-from alibi_jax._dispatch.reverse_mode import REVERSE_MODE_ALONE
 from alibi_jax._tpu import TPU
+
+LN_2 = math.log(2)
 
 
 def forward(
     rules: Rules, operands: Operands, implementation: Implementation | None, *, with_log_sum_exps: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return attention's result, and what its backward pass needs besides if asked for.
+    """Return attention's result, and log-sum-exps if asked for.
 
     Returns:
-        ``[batch, q_len, num_heads, head_dim]`` of the query's dtype, or of the working dtype if a backward pass is to
-        have it; and ``[batch, num_heads, q_len]``, known to the backward pass of the same implementation alone.
+        ``[batch, q_len, num_heads, head_dim]`` of the query's dtype, or of the working dtype if there are log-sum-exps;
+        and these, ``[batch, num_heads, q_len]``, known to the backward pass of the same implementation alone. Of a part
+        of the keys they mean the same whoever computes them: natural logarithms, of scores whose distances are counted
+        from the query, and -inf for a query that sees no key.
     """
     leaves, structure = jax.tree.flatten(operands)  # what is absent is no leaf: the structure tells what is what
     parameters = {"rules": rules, "structure": structure, "implementation": implementation}
@@ -48,7 +53,11 @@ def backward(
     *,
     slopes_too: bool,
 ) -> tuple[jax.Array | None, ...]:
-    """Return the gradients of query, key, value and, ``[batch, num_heads]``, slopes and future slopes, or None."""
+    """Return the gradients of query, key, value and, ``[batch, num_heads]``, slopes and future slopes, or None.
+
+    Of a part of the keys, result and log-sum-exps are those of all parts together, the latter +inf for queries that are
+    to be left out; and gradients are what these keys add to them, in the working dtype.
+    """
     leaves, structure = jax.tree.flatten(operands)
     parameters = {"rules": rules, "structure": structure, "implementation": implementation}
     gradients = _backward.bind(result, log_sum_exps, cotangent, *leaves, **parameters, slopes_too=slopes_too)
@@ -59,32 +68,42 @@ def backward(
 
 
 def _run_forward(target: Target, *leaves: Any, with_log_sum_exps: bool, **parameters: Any) -> list[Any]:
-    rules, operands, chosen = unpacked(target, leaves, **parameters)
+    rules, operands, chosen = _unpacked(target, leaves, **parameters)
     if isinstance(chosen, TPU):
-        results = _tpu.forward(rules, operands, chosen, with_log_sum_exps=with_log_sum_exps)
+        result, sums = _tpu.forward(rules, operands, chosen, with_log_sum_exps=with_log_sum_exps)
     else:
         dtype = operands.slopes.dtype if with_log_sum_exps else operands.query.dtype
-        results = _tiled.forward(rules, operands, dtype, together=heads_together(target))
-    return list(results[: 1 + with_log_sum_exps])
+        result, sums = _tiled.forward(rules, operands, dtype, together=_heads_together(target))
+    if rules.is_part:
+        sums = sums * LN_2 if isinstance(chosen, TPU) else sums
+        sums = jnp.where(sums == jnp.inf, -jnp.inf, sums)
+    return [result, sums][: 1 + with_log_sum_exps]
 
 
 def _run_backward(target: Target, *leaves: Any, slopes_too: bool, **parameters: Any) -> list[Any]:
-    rules, operands, chosen = unpacked(target, leaves[3:], **parameters)
+    rules, operands, chosen = _unpacked(target, leaves[3:], **parameters)
+    result, sums, cotangent = leaves[:3]
     if isinstance(chosen, TPU):
-        gradients = _tpu.backward(rules, operands, *leaves[:3], chosen, slopes_too=slopes_too)
+        sums = sums / LN_2 if rules.is_part else sums
+        found = _tpu.backward(rules, operands, result, sums, cotangent, chosen, slopes_too=slopes_too)
     else:
-        together = heads_together(target)
-        gradients = _tiled.backward(rules, operands, *leaves[:3], slopes_too=slopes_too, together=together)
-    return [gradient for gradient in gradients if gradient is not None]
+        together = _heads_together(target)
+        found = _tiled.backward(rules, operands, result, sums, cotangent, slopes_too=slopes_too, together=together)
+    tensors = [x.astype(dtype) for x, dtype in zip(found[:3], _gradient_dtypes(rules, operands), strict=True)]
+    return tensors + [x for x in found[3:] if x is not None]
 
 
-def unpacked(target: Target, leaves: Any, *, rules: Rules, structure: Any, implementation: Any) -> tuple[Any, ...]:
+def _gradient_dtypes(rules: Rules, operands: Operands) -> list[Any]:
+    return [operands.slopes.dtype if rules.is_part else x.dtype for x in operands[:3]]
+
+
+def _unpacked(target: Target, leaves: Any, *, rules: Rules, structure: Any, implementation: Any) -> tuple[Any, ...]:
     """Return a pass's rules, its operands, of which ``leaves`` are those that are there, and what is to run it."""
     operands = jax.tree.unflatten(structure, leaves)
     return rules, operands, choose(implementation, target, operands)
 
 
-def heads_together(target: Target) -> bool:
+def _heads_together(target: Target) -> bool:
     """Whether to compute heads together: a loop over them could not be divided, and would keep a GPU waiting."""
     return target.is_partitioned or target.platform != "cpu"
 
@@ -100,15 +119,13 @@ def _forward_shapes(query: Any, *others: Any, structure: Any, with_log_sum_exps:
     return [shaped_as(query, query.shape, dtype), log_sum_exps][: 1 + with_log_sum_exps]
 
 
-def _backward_shapes(*leaves: Any, structure: Any, slopes_too: bool, **_: Any) -> list[Any]:
+def _backward_shapes(*leaves: Any, rules: Rules, structure: Any, slopes_too: bool, **_: Any) -> list[Any]:
     operands = jax.tree.unflatten(structure, leaves[3:])
-    tensors = [shaped_as(operands.query, x.shape, x.dtype) for x in operands[:3]]
-    slopes = shaped_as(operands.query, (operands.query.shape[0], operands.query.shape[2]), operands.slopes.dtype)
+    query = operands.query
+    dtypes = _gradient_dtypes(rules, operands)
+    tensors = [shaped_as(query, x.shape, dtype) for x, dtype in zip(operands[:3], dtypes, strict=True)]
+    slopes = shaped_as(query, (query.shape[0], query.shape[2]), operands.slopes.dtype)
     return tensors + [slopes] * (slopes_too * (1 if operands.future_slopes is None else 2))
-
-
-def _local(array: Any) -> Any:
-    return jax.core.ShapedArray(array.shape, array.dtype)
 
 
 def _target(context: Any, platform: str | None) -> Target:
@@ -124,14 +141,9 @@ def _target(context: Any, platform: str | None) -> Target:
 
 
 def _with_longer_batch(array: Any, axis: Any, size: int, batch: int, is_whole: bool) -> Any:
-    """Return an operand with a mapped axis, or without one, with that axis as part of the batch.
+    """Return an operand with its mapped axis, if it has one, as part of the batch.
 
-    Args:
-        array: The operand.
-        axis: Which axis is mapped; None for none.
-        size: Of the mapped axis.
-        batch: How many entries the batch has.
-        is_whole: Whether a batch axis of length 1 is no way to say that all entries share this.
+    With ``is_whole``, a batch axis of length 1 is no way to say that all entries share this.
     """
     if axis is None:
         if array.shape[0] == 1 and not is_whole:
@@ -143,7 +155,13 @@ def _with_longer_batch(array: Any, axis: Any, size: int, batch: int, is_whole: b
     return array.reshape(size * batch, *array.shape[2:])
 
 
-def primitive_of(
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        "alibi_jax.attention has first derivatives, in reverse mode, alone; implementation='dense' has others"
+    )
+
+
+def _primitive_of(
     name: str, run: Callable[..., list[Any]], shapes: Callable[..., list[Any]], *, whole: int
 ) -> Primitive:
     """Return a primitive of which the first ``whole`` operands have the whole batch, the last three the tensors."""
@@ -157,10 +175,7 @@ def primitive_of(
 
     def lower(context: Any, *operands: Any, platform: str | None = None, **parameters: Any) -> Any:
         function = partial(run, _target(context, platform), **parameters)
-        # Inside shard_map, what varies among devices is no concern of what one of them computes.
-        types = {name: [_local(x) for x in getattr(context, name)] for name in ("avals_in", "avals_out")}
-        context = context.replace(**types)
-        return mlir.lower_fun(function, multiple_results=True)(context, *operands)
+        return mlir.lower_fun(function, multiple_results=True)(without_mesh(context), *operands)
 
     def mapped(leaves: Any, axes: Any, **parameters: Any) -> tuple[list[Any], list[int]]:
         pairs = list(zip(leaves, axes, strict=True))
@@ -171,18 +186,45 @@ def primitive_of(
         results = primitive.bind(*merged, **parameters)
         return [x.reshape(size, batch, *x.shape[1:]) for x in results], [0] * len(results)
 
-    def differentiated(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(REVERSE_MODE_ALONE)
-
     primitive.def_impl(call)
     primitive.def_abstract_eval(shapes)
     for platform in ("tpu", "cpu"):
         mlir.register_lowering(primitive, partial(lower, platform=platform), platform=platform)
     mlir.register_lowering(primitive, lower)
     batching.primitive_batchers[primitive] = mapped
-    ad.primitive_jvps[primitive] = differentiated
+    ad.primitive_jvps[primitive] = _refuse
     return primitive
 
 
-_forward = primitive_of("alibi_attention", _run_forward, _forward_shapes, whole=3)
-_backward = primitive_of("alibi_attention_backward", _run_backward, _backward_shapes, whole=6)
+_forward = _primitive_of("alibi_attention", _run_forward, _forward_shapes, whole=3)
+_backward = _primitive_of("alibi_attention_backward", _run_backward, _backward_shapes, whole=6)
+
+
+# --- What is differentiated in reverse mode alone -------------------------------------------------------------------
+
+
+def in_reverse_mode_alone(tree: Any) -> Any:
+    """Return arrays as they are, whose tangents cannot be computed, only transposed."""
+    return jax.tree.map(_same.bind, tree)
+
+
+def _identity(name: str) -> Primitive:
+    primitive = Primitive(name)
+    primitive.def_abstract_eval(lambda array: array)
+    return primitive
+
+
+_same = _identity("alibi_operand")
+_tangent = _identity("alibi_tangent")
+_same.def_impl(lambda array: array)
+mlir.register_lowering(_same, lambda _, array: [array])
+batching.primitive_batchers[_same] = lambda arrays, axes: (_same.bind(*arrays), *axes)
+ad.primitive_jvps[_same] = lambda arrays, tangents: (
+    _same.bind(*arrays),
+    tangents[0] if isinstance(tangents[0], ad.Zero) else _tangent.bind(*tangents),
+)
+# Reverse mode transposes what is linear in tangents; only forward mode computes it.
+_tangent.def_impl(_refuse)
+batching.primitive_batchers[_tangent] = _refuse
+mlir.register_lowering(_tangent, _refuse)
+ad.primitive_transposes[_tangent] = lambda cotangent, _: (cotangent,)

@@ -8,41 +8,40 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from alibi_jax._tiled.forward_loop import RESULT, STATISTICS, put_rows
+from alibi_jax._call import Operands, Rules
+from alibi_jax._tiled.forward_loop import RESULT, STATISTICS, full_precision, put_rows
 from alibi_jax._tiled.scores import AXES, Scores, Tensors, as_matrices, row_products
-from alibi_jax._tiled.tiles import Jobs, Places, arranged, cut, put
+from alibi_jax._tiled.tiles import Places, arranged, cut, jobs_of, put, sizes_of
 
 KEYS = AXES["key"]
 SLOPES = AXES["slopes"]
 
 
-def backward_in_tiles(
-    tensors: Tensors, jobs: Jobs, result: jax.Array, log_sum_exps: jax.Array, cotangent: jax.Array, *, slopes_too: bool
-) -> dict[str, jax.Array]:
-    """Return the gradients of ``sum(result * cotangent)`` by query, key, value and, if asked for, slopes of both kinds.
+def backward(
+    rules: Rules,
+    operands: Operands,
+    result: jax.Array,
+    log_sum_exps: jax.Array,
+    cotangent: jax.Array,
+    *,
+    slopes_too: bool,
+    together: bool = False,
+) -> tuple[jax.Array | None, ...]:
+    """Return the gradients of ``sum(result * cotangent)`` by query, key, value, slopes and future slopes.
 
-    Args:
-        tensors: Of the call.
-        jobs: Those of the forward pass.
-        result: ``bqhgd``, as all queries.
-        log_sum_exps: ``bhgq``.
-        cotangent: ``bqhgd``.
-        slopes_too: Whether gradients by slopes are asked for.
-
-    Returns:
-        Arrays with the axes that :data:`AXES` names (slopes for each batch entry); keys and values in the working
-        dtype, as they are sums over tiles.
+    Result and log-sum-exps are those of the forward pass with the same ``together``, in the working dtype. So are the
+    gradients of keys and values, as they are sums over tiles, and those of slopes, ``[batch, num_heads]``, None unless
+    asked for (and given); that of the query has its dtype.
     """
-    sizes, dtype = tensors.sizes, tensors.dtype
-    whole = sizes.whole
-    # Of a part of the keys the gradients of a row's scores need not have the sum 0.
-    is_centred = jnp.bool_(False) if tensors.rules.is_part else _have_mean(tensors.arrays["key"], dtype)
+    sizes = sizes_of(rules, operands, together=together)
+    tensors = Tensors(rules, operands, sizes, result, log_sum_exps, cotangent)
+    jobs, dtype, whole = jobs_of(rules, operands, sizes), tensors.dtype, sizes.whole
+    rows = tensors.by_kv_head(cotangent, 2), tensors.by_kv_head(result, 2)
+    log_sum_exps = tensors.by_kv_head(log_sum_exps, 1)
 
     def step(index: jax.Array, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
         places = Places.of_step(sizes, jobs, index)
-        grad, product = (
-            arranged(cut(x, RESULT, sizes, places.starts), RESULT, "bhgqd").astype(dtype) for x in (cotangent, result)
-        )
+        grad, product = (arranged(cut(x, RESULT, sizes, places.starts), RESULT, "bhgqd").astype(dtype) for x in rows)
         mean = jnp.sum(grad * product, axis=-1)
         row_sums = cut(log_sum_exps, STATISTICS, sizes, places.starts)
         if places.own_rows is not None:
@@ -50,16 +49,21 @@ def backward_in_tiles(
         scores = Scores.of_step(tensors, places, "bhkgq")
         return _add_step(scores, grad, mean, row_sums, is_centred, sums)
 
-    start = {
-        "query": tensors.full([whole[x] for x in RESULT], 0, tensors.arrays["query"].dtype),
-        "key": tensors.full([whole[x] for x in KEYS], 0),
-        "value": tensors.full([whole[x] for x in KEYS], 0),
-    }
-    if slopes_too:
-        start["slopes"] = tensors.full([whole[x] for x in SLOPES], 0)
-        if tensors.arrays["future_slopes"] is not None:
-            start["future_slopes"] = start["slopes"]
-    return lax.fori_loop(0, sizes.steps, step, start)
+    with full_precision(operands):
+        # Of a part of the keys the gradients of a row's scores need not have the sum 0.
+        is_centred = jnp.bool_(False) if rules.is_part else _have_mean(tensors.arrays["key"], dtype)
+        start = {
+            "query": tensors.full([whole[x] for x in RESULT], 0, operands.query.dtype),
+            "key": tensors.full([whole[x] for x in KEYS], 0),
+            "value": tensors.full([whole[x] for x in KEYS], 0),
+        }
+        if slopes_too:
+            start["slopes"] = tensors.full([whole[x] for x in SLOPES], 0)
+            if operands.future_slopes is not None:
+                start["future_slopes"] = start["slopes"]
+        found = lax.fori_loop(0, sizes.steps, step, start)
+    by_slopes = (found[x].reshape(whole["b"], -1) if x in found else None for x in ("slopes", "future_slopes"))
+    return found["query"].reshape(operands.query.shape), found["key"], found["value"], *by_slopes
 
 
 def _have_mean(key: jax.Array, dtype: Any) -> jax.Array:
@@ -82,17 +86,10 @@ def _add_step(
     is_centred: jax.Array,
     sums: dict[str, jax.Array],
 ) -> dict[str, jax.Array]:
-    """Add the gradients that a step makes.
+    """Add a step's gradients, of a cotangent ``[b, h, g, q, d]`` and ``mean``, its product with the result.
 
-    Scores have their axes in the order ``bhkgq``, in which the larger products need no transposition.
-
-    Args:
-        scores: Of the step.
-        grad: ``[b, h, g, q, d]``, the cotangent.
-        mean: ``[b, h, g, q]``, its product with the result.
-        log_sum_exps: Likewise.
-        is_centred: Whether the mean of a row's keys is to be multiplied by nothing in the gradient of its query.
-        sums: All gradients so far.
+    Scores have their axes in the order ``bhkgq``, in which the larger products need no transposition. With
+    ``is_centred``, the mean of a row's keys is to be multiplied by nothing in the gradient of its query.
     """
     places, sizes, scale = scores.places, scores.tensors.sizes, scores.tensors.rules.scale
     mean, log_sum_exps = (arranged(x, STATISTICS, scores.onto) for x in (mean, log_sum_exps))

@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from alibi_jax._call import Operands, Rules
 from alibi_jax._tiled.scores import AXES, Scores, Tensors, as_matrices
-from alibi_jax._tiled.tiles import Jobs, Places, arranged, put
+from alibi_jax._tiled.tiles import Places, arranged, jobs_of, put, sizes_of
 
 RESULT, STATISTICS = AXES["query"], "bhgq"
 
 
-def forward_in_tiles(tensors: Tensors, jobs: Jobs, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Return the result, of this dtype, and the log-sum-exps; axes ``bqhgd`` and ``bhgq``.
+def forward(rules: Rules, operands: Operands, dtype: Any, *, together: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Return attention, ``[batch, q_len, num_heads, head_dim]`` of this dtype, and log-sum-exps of its rows.
 
-    A row's log-sum-exp is that of scores whose distances are counted as :class:`Scores` does; +inf for a query that
-    sees no key.
+    These are ``[batch, num_heads, q_len]``, in the working dtype, of scores whose distances are counted as
+    :class:`Scores` does; +inf for a query that sees no key.
+
+    With ``together`` every operation is on all batch entries and heads, which then may be distributed among devices:
+    loops are over tiles of queries and over the keys that any of the heads needs. Otherwise each head has its own range
+    of keys.
     """
-    sizes = tensors.sizes
-    whole = sizes.whole
+    sizes = sizes_of(rules, operands, together=together)
+    tensors, jobs, whole = Tensors(rules, operands, sizes), jobs_of(rules, operands, sizes), sizes.whole
 
     def step(index: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         places = Places.of_step(sizes, jobs, index)
         found = _rows(Scores.of_step(tensors, places, "bhgqk"))
         return put_rows(out[0], found[0], RESULT, places), put_rows(out[1], found[1], STATISTICS, places)
 
-    result = tensors.full([whole[x] for x in RESULT], 0, dtype)
-    return lax.fori_loop(0, sizes.steps, step, (result, tensors.full([whole[x] for x in STATISTICS], 0)))
+    with full_precision(operands):
+        result = tensors.full([whole[x] for x in RESULT], 0, dtype)
+        start = result, tensors.full([whole[x] for x in STATISTICS], 0)
+        result, log_sum_exps = lax.fori_loop(0, sizes.steps, step, start)
+    return result.reshape(operands.query.shape), log_sum_exps.reshape(whole["b"], -1, whole["q"])
+
+
+def full_precision(operands: Operands) -> contextlib.AbstractContextManager[object]:
+    """Return a context where products of float32 tensors are float32 products, which accelerators otherwise shorten."""
+    is_low = operands.query.dtype.itemsize == 2
+    return contextlib.nullcontext() if is_low else jax.default_matmul_precision("highest")
 
 
 def put_rows(array: jax.Array, part: jax.Array, axes: str, places: Places) -> jax.Array:

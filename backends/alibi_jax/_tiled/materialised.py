@@ -15,14 +15,14 @@ as the library has no selection, what is selected is an array in memory. It cost
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+
+from alibi_jax._compatible import without_mesh
 
 
 def materialised(array: jax.Array) -> jax.Array:
@@ -41,17 +41,14 @@ def _selected(array: jax.Array) -> jax.Array:
     return jnp.where(always, array, jnp.full_like(array, jnp.nan))
 
 
-def _lower(context: Any, operand: Any) -> Any:
-    # Neither how arrays are divided among devices nor over which axes they vary is a concern of this.
-    types = {name: [jax.core.ShapedArray(x.shape, x.dtype) for x in getattr(context, name)]
-             for name in ("avals_in", "avals_out")}  # fmt: skip
-    return mlir.lower_fun(_selected, multiple_results=False)(context.replace(**types), operand)
-
-
 _materialised = Primitive("alibi_materialised")
 _materialised.def_impl(lambda array: array)
 _materialised.def_abstract_eval(lambda array: array)
 mlir.register_lowering(_materialised, lambda context, operand: [operand])
-mlir.register_lowering(_materialised, _lower, platform="cpu")
+mlir.register_lowering(
+    _materialised,
+    lambda context, operand: mlir.lower_fun(_selected, multiple_results=False)(without_mesh(context), operand),
+    platform="cpu",
+)
 ad.deflinear2(_materialised, lambda cotangent, array: [_materialised.bind(cotangent)])
 batching.defvectorized(_materialised)

@@ -22,14 +22,7 @@ class Tensors:
     """The arrays of a call, with the axes that :data:`AXES` names, and what is known of it besides."""
 
     def __init__(self, rules: Rules, operands: Operands, sizes: Sizes, *others: jax.Array) -> None:
-        """Name the axes.
-
-        Args:
-            rules: Of the call.
-            operands: Of the call.
-            sizes: Of tiles.
-            others: Whatever else is computed with.
-        """
+        """Name the axes; ``others`` are whatever else is computed with."""
         call = put_together(rules, operands)
         self.rules, self.sizes, self.dtype = rules, sizes, operands.slopes.dtype
         self.axes = AXES | dict.fromkeys(("key", "value"), "bhkd" if rules.kv_heads_first else AXES["key"])
@@ -65,10 +58,8 @@ class Tensors:
 
     def cut(self, name: str, starts: dict[str, jax.Array], onto: str) -> Any:
         """Return what lanes have of an array, its axes arranged; None if the call has no such array."""
-        array = self.arrays[name]
-        return (
-            None if array is None else arranged(cut(array, self.axes[name], self.sizes, starts), self.axes[name], onto)
-        )
+        array, axes = self.arrays[name], self.axes[name]
+        return None if array is None else arranged(cut(array, axes, self.sizes, starts), axes, onto)
 
 
 class Block(NamedTuple):
@@ -104,8 +95,8 @@ class Scores:
             return tensors.cut(name, places.starts, onto)
 
         begin = places.starts["q"]  # [lanes]
-        offset = rules_offset = tensors.rules.q_offset
-        if rules_offset is None:
+        offset = tensors.rules.q_offset
+        if offset is None:
             offset = cut(tensors.arrays["q_offset"], "b", tensors.sizes, places.starts)
         positions = (begin + offset)[:, None] + jnp.arange(tensors.sizes.part["q"], dtype=jnp.int32)
         positions = arranged(positions, "bq", onto)

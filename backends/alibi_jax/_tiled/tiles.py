@@ -34,19 +34,9 @@ PLAN_KEYS = 64  # that are taken or left together, where norms can be had for so
 class Sizes:
     """How a call is cut up. All numbers are fixed when it is traced."""
 
-    axes: tuple[tuple[str, int], ...]  # letters and lengths of the whole call
-    box: tuple[tuple[str, int], ...]  # and of one job, ``k`` being one of its blocks
+    whole: dict[str, int]  # letters and lengths of the whole call
+    part: dict[str, int]  # and of one job, ``k`` being one of its blocks of keys
     lanes: int  # jobs at a time; if several, each has one batch entry
-
-    @property
-    def whole(self) -> dict[str, int]:
-        """Lengths of the axes of the call."""
-        return dict(self.axes)
-
-    @property
-    def part(self) -> dict[str, int]:
-        """Lengths of the axes of a job, and of one of its blocks of keys."""
-        return dict(self.box)
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -84,7 +74,7 @@ def sizes_of(rules: Rules, operands: Operands, *, together: bool) -> Sizes:
         else:
             box |= {"b": 1, "h": 1, "g": _divisor(group, ROWS // box["q"])}
             lanes = min(LANES, batch * num_kv_heads * (group // box["g"]) * -(-q_len // box["q"]))
-    return Sizes(tuple(axes.items()), tuple(box.items()), lanes)
+    return Sizes(axes, box, lanes)
 
 
 def _even(length: int, most: int) -> int:
@@ -155,10 +145,9 @@ class Places(NamedTuple):
         return cls(sizes, place, own_rows, first, jnp.max(blocks))
 
     def keys(self, block: jax.Array) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
-        """Return where a block of keys is: the starts of lanes, its keys' positions, and which of them are its own.
+        """Return the starts of a block of keys, its positions, and which of these are its own: both ``[lanes, keys]``.
 
-        The latter two are ``[lanes, keys]``. No block reaches beyond the last key: it rather begins with keys of the
-        block before.
+        No block reaches beyond the last key: it rather begins with keys of the block before.
         """
         size = self.sizes.part["k"]
         wanted = self.first + block * size
@@ -173,20 +162,15 @@ def cut(array: jax.Array, axes: str, sizes: Sizes, starts: dict[str, jax.Array])
     An axis of length 1 stands for any. Along an axis that a job has as a whole nothing is cut: it may be distributed
     among devices. What has features is :func:`materialised`, as it is multiplied with others.
     """
-    part = _cut(array, axes, sizes, starts)
-    return materialised(part) if "d" in axes else part
-
-
-def _cut(array: jax.Array, axes: str, sizes: Sizes, starts: dict[str, jax.Array]) -> jax.Array:
     lengths = _lengths(array, axes, sizes)
-    if lengths == array.shape and sizes.lanes == 1:
-        return array
-    if array.dtype.itemsize == 2:
-        # For the CPU, the compiler widens what is cut into low precision before it is cut: all of it, ahead of the
-        # loop, unless the array seems to depend on the loop's index.
-        array, starts = lax.optimization_barrier((array, starts))
-    parts = [lax.dynamic_slice(array, _starts(array, axes, sizes, starts, i), lengths) for i in range(sizes.lanes)]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    if lengths != array.shape or sizes.lanes > 1:
+        if array.dtype.itemsize == 2:
+            # For the CPU, the compiler widens what is cut into low precision before it is cut: all of it, ahead of the
+            # loop, unless the array seems to depend on the loop's index.
+            array, starts = lax.optimization_barrier((array, starts))
+        parts = [lax.dynamic_slice(array, _starts(array, axes, sizes, starts, i), lengths) for i in range(sizes.lanes)]
+        array = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return materialised(array) if "d" in axes else array
 
 
 def put(
@@ -197,16 +181,7 @@ def put(
     starts: dict[str, jax.Array],
     merge: Callable[[jax.Array, jax.Array, Any], jax.Array] | None = None,
 ) -> jax.Array:
-    """Put back into an array what :func:`cut` would return of it.
-
-    Args:
-        array: With these axes.
-        part: What lanes have of it, one after the other.
-        axes: Of both.
-        sizes: Of tiles.
-        starts: Of the lanes.
-        merge: What to put, as a function of what is there, of the part, and of the lane; default, the part.
-    """
+    """Put back into an array what :func:`cut` would return of it: ``merge(what is there, part, lane)``, or the part."""
     lengths = _lengths(array, axes, sizes)
 
     def put_lane(lane: Any, array: jax.Array) -> jax.Array:

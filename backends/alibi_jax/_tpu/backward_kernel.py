@@ -16,25 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from alibi_jax._compatible import local
-from alibi_jax._tpu.blocks import (
-    FIELDS,
-    LOG2_E,
-    OFFSET,
-    ONE,
-    ZERO,
-    Bias,
-    Branch,
-    Place,
-    bias_of,
-    branches,
-    column_of,
-    distances,
-    lanes,
-    own_positions,
-    product,
-    quotient,
-    walk,
-)
+from alibi_jax._tpu import blocks
+from alibi_jax._tpu.blocks import FIELDS, LOG2_E, OFFSET, ONE, ZERO, Bias, Branch, Place, lanes, product, quotient
 from alibi_jax._tpu.rows import layout, walk_over_keys
 from alibi_jax._tpu.shape import LANES, KernelShape
 from alibi_jax._tpu.tables import Inputs
@@ -48,7 +31,7 @@ ROUNDING_SUMS = ("weight", "excess")
 
 def backward_of_keys(
     shape: KernelShape, inputs: Inputs, turned: jax.Array, statistics: jax.Array, cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+) -> list[jax.Array]:
     """Return the gradients of keys and values, ``[batch * num_kv_heads, padded kv_len, head_dim]``.
 
     Args:
@@ -63,13 +46,25 @@ def backward_of_keys(
     of_block = pl.BlockSpec((1, shape.kv_block, head_dim), lambda n, j, _: (n, j, 0))
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
 
-    def in_smem(array: jax.Array, by_query_head: bool) -> pl.BlockSpec:
+    def in_smem(array: jax.Array, by_query_head: bool) -> tuple[jax.Array, pl.BlockSpec]:
         index = (lambda n, j, r: (n * shape.group + r, 0, 0)) if by_query_head else (lambda n, j, r: (n, 0, 0))
-        return pl.BlockSpec((1, 1, array.shape[-1]), index, memory_space=pltpu.SMEM)
+        return array, pl.BlockSpec((1, 1, array.shape[-1]), index, memory_space=pltpu.SMEM)
 
-    ids = []
+    operands = {
+        "turned": in_smem(turned, False),
+        "table": in_smem(inputs.table, True),
+        "slopes": in_smem(inputs.slopes, True),
+        "key": (inputs.key, of_block),
+        "value": (inputs.value, of_block),
+        "query": (inputs.query, in_hbm),
+        "cotangent": (cotangent, in_hbm),
+        "statistics": (statistics, in_hbm),
+    }
     if shape.has_segments:
-        ids = [in_hbm, pl.BlockSpec((1, 1, shape.kv_block), lambda n, j, r: (quotient(n, shape.num_kv_heads), 0, j))]
+        of_ids = pl.BlockSpec((1, 1, shape.kv_block), lambda n, j, r: (quotient(n, shape.num_kv_heads), 0, j))
+        operands |= {"q_ids": (inputs.segment_ids[0], in_hbm), "kv_ids": (inputs.segment_ids[1], of_ids)}
+    results = {f"out_{name}": (local(operands[name][0].shape, operands[name][0].dtype), of_block)
+               for name in ("key", "value")}  # fmt: skip
     scratch = {
         "query_buffer": pltpu.VMEM((2, shape.q_block, head_dim), inputs.query.dtype),
         "cotangent_buffer": pltpu.VMEM((2, shape.q_block, head_dim), cotangent.dtype),
@@ -80,132 +75,97 @@ def backward_of_keys(
         "d_key": pltpu.VMEM((shape.kv_block, head_dim), jnp.float32),
         "d_value": pltpu.VMEM((shape.kv_block, head_dim), jnp.float32),
     }
-    return pl.pallas_call(
-        partial(_kernel_of_keys, shape, tuple(scratch)),
-        grid=(batch_heads, shape.kv_blocks, shape.group),
-        in_specs=[
-            *(in_smem(turned, False), in_smem(inputs.table, True), in_smem(inputs.slopes, True)),
-            *(of_block, of_block, in_hbm, in_hbm, in_hbm),
-            *ids,
-        ],
-        out_specs=[of_block, of_block],
-        out_shape=[local(x.shape, x.dtype) for x in (inputs.key, inputs.value)],
-        scratch_shapes=list(scratch.values()),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=shape.vmem_limit
-        ),
-        # A block's gradients may take the place of its keys and values, which no other block's programs read.
-        input_output_aliases={3: 0, 4: 1},
-        interpret=shape.interpret,
-        name="alibi_backward_of_keys",
-    )(
-        *(turned, inputs.table, inputs.slopes),
-        *(inputs.key, inputs.value, inputs.query, cotangent, statistics),
-        *inputs.segment_ids,
-    )
+    # A block's gradients may take the place of its keys and values, which no other block's programs read.
+    aliases = {"key": "out_key", "value": "out_value"}
+    grid = batch_heads, shape.kv_blocks, shape.group
+    kernel = partial(_kernel_of_keys, shape)
+    return blocks.run("alibi_backward_of_keys", kernel, shape, grid, operands, results, scratch, aliases)
 
 
-def _kernel_of_keys(shape: KernelShape, names: tuple[str, ...], *refs: Any) -> None:
-    turned, table, slopes, key, value, query, cotangent, statistics, *refs = refs
-    q_ids, kv_ids, *refs = refs if shape.has_segments else (None, None, *refs)
-    out_key, out_value, *refs = refs  # [1, kv_block, head_dim]
-    scratch = dict(zip(names, refs, strict=True))
+def _kernel_of_keys(shape: KernelShape, refs: Any) -> None:
+    table, slopes = refs.table, refs.slopes
     n, block, member = (pl.program_id(axis) for axis in range(3))
     item = block * shape.group + member
-    first, stop, *following = (turned[0, 0, 2 * item + field] for field in range(4))
+    first, stop, *following = (refs.turned[0, 0, 2 * item + field] for field in range(4))
 
     @pl.when(member == 0)
     def _() -> None:
-        for name in ("d_key", "d_value"):
-            scratch[name][...] = jnp.zeros_like(scratch[name])
+        for sums in (refs.d_key, refs.d_value):
+            sums[...] = jnp.zeros_like(sums)
 
     def copies(of_query: Any, slot: Any, of_next: bool) -> list[Any]:
         at = pl.ds(pl.multiple_of(of_query * shape.q_block, LANES), shape.q_block)
         # The next program is of the next head that shares these keys, or of the first with the next block of keys.
         own = member if not of_next else jnp.where(member + 1 == shape.group, 0, member + 1)
         head = n * shape.group + own
-        parts = [
-            (query.at[head, at], scratch["query_buffer"]),
-            (cotangent.at[head, at], scratch["cotangent_buffer"]),
-            (statistics.at[head, :, at], scratch["statistics_buffer"]),
+        pairs = [
+            (refs.query.at[head, at], refs.query_buffer),
+            (refs.cotangent.at[head, at], refs.cotangent_buffer),
+            (refs.statistics.at[head, :, at], refs.statistics_buffer),
         ]
         if shape.has_segments:
-            parts.append((q_ids.at[quotient(n, shape.num_kv_heads), :, at], scratch["ids_buffer"]))
-        return [
-            pltpu.make_async_copy(part, buffer.at[slot], scratch["semaphores"].at[index, slot])
-            for index, (part, buffer) in enumerate(parts)
-        ]
+            pairs.append((refs.q_ids.at[quotient(n, shape.num_kv_heads), :, at], refs.ids_buffer))
+        return blocks.copies(pairs, refs.semaphores, slot)
 
     def visit(of_query: Any, slot: Any) -> None:
         q_start = table[0, 0, table.shape[-1] + OFFSET] + of_query * shape.q_block
         needed, end, base = (table[0, 0, FIELDS * of_query + field] for field in range(FIELDS))
         place = Place(q_start, block * shape.kv_block, base)
         limits = needed * shape.kv_block, jnp.minimum(end * shape.kv_block, shape.kv_len) - 1
-        own = own_positions(shape, place, limits, (1, shape.q_block), 1)
+        own = blocks.own_positions(shape, place, limits, (1, shape.q_block), 1)
 
         def attend(branch: Branch) -> None:
             same = None
             if shape.has_segments:
-                same = lanes(column_of(kv_ids[0]), shape.q_block) == scratch["ids_buffer"][slot]
-            bias = bias_of(shape, branch, place, (slopes[0, 0, 0], slopes[0, 0, 1]), own, same, 1)
-            queries, cotangents = scratch["query_buffer"][slot], scratch["cotangent_buffer"][slot]
-            rows = scratch["statistics_buffer"][slot]  # [2, q_block]
-            scores = product(key[0], queries, (1, 1))  # [kv_block, q_block]
+                same = lanes(blocks.column_of(refs.kv_ids[0]), shape.q_block) == refs.ids_buffer[slot]
+            bias = blocks.bias_of(shape, branch, place, (slopes[0, 0, 0], slopes[0, 0, 1]), own, same, 1)
+            queries, cotangents = refs.query_buffer[slot], refs.cotangent_buffer[slot]
+            rows = refs.statistics_buffer[slot]  # [2, q_block]
+            scores = product(refs.key[0], queries, (1, 1))  # [kv_block, q_block]
             weights = _weights(shape, scores, bias, rows[LOG_SUM_EXP : LOG_SUM_EXP + 1])
-            scratch["d_value"][...] += product(weights.astype(cotangents.dtype), cotangents, (1, 0))
-            d_weights = product(value[0], cotangents, (1, 1))
+            refs.d_value[...] += product(weights.astype(cotangents.dtype), cotangents, (1, 0))
+            d_weights = product(refs.value[0], cotangents, (1, 1))
             d_scores = weights * (d_weights - rows[DELTA : DELTA + 1])
-            scratch["d_key"][...] += product(d_scores.astype(queries.dtype), queries, (1, 0))
+            refs.d_key[...] += product(d_scores.astype(queries.dtype), queries, (1, 0))
 
-        for branch in branches(shape, place):
+        for branch in blocks.branches(shape, place):
             pl.when(branch.applies)(partial(attend, branch))
 
-    walk(first, stop, tuple(following), item == 0, scratch["turn"], copies, visit)
+    blocks.walk(first, stop, tuple(following), item == 0, refs.turn, copies, visit)
 
     @pl.when(member == shape.group - 1)
     def _() -> None:
-        out_key[0] = (scratch["d_key"][...] * shape.scale).astype(out_key.dtype)
-        out_value[0] = scratch["d_value"][...].astype(out_value.dtype)
+        refs.out_key[0] = (refs.d_key[...] * shape.rules.scale).astype(refs.out_key.dtype)
+        refs.out_value[0] = refs.d_value[...].astype(refs.out_value.dtype)
 
 
 def backward_of_queries(
     shape: KernelShape, inputs: Inputs, statistics: jax.Array, cotangent: jax.Array, slopes_too: bool
-) -> tuple[jax.Array, ...]:
+) -> list[jax.Array]:
     """Return the gradient of queries, ``[batch * num_heads, padded q_len, head_dim]``.
 
     With ``slopes_too`` also, for keys behind and for keys ahead, ``[batch * num_heads, 1, LANES * q_blocks]`` float32
     each, whose sums are the gradients of the slopes.
     """
     batch_heads, _, head_dim = inputs.query.shape
-    of_rows = pl.BlockSpec((1, 2, shape.q_block), lambda n, i: (n, 0, i))
-    of_parts = pl.BlockSpec((1, 1, LANES), lambda n, i: (n, 0, i))
+    operands, of_block, scratch = layout(shape, inputs)
     of_head = pl.BlockSpec((1, 1, 1), lambda n, i: (quotient(n, shape.group), 0, 0), memory_space=pltpu.SMEM)
-    of_tables, of_block, in_hbm, of_ids, scratch = layout(shape, inputs)
+    operands |= {
+        "have_mean": (_have_mean(inputs.key, shape.kv_len), of_head),
+        "cotangent": (cotangent, of_block),
+        "statistics": (statistics, pl.BlockSpec((1, 2, shape.q_block), lambda n, i: (n, 0, i))),
+    }
     of_lanes = pltpu.VMEM((shape.q_block, LANES), jnp.float32)
-    scratch |= {"log_sum_exp": of_lanes, "delta": of_lanes}
-    scratch |= dict.fromkeys(ROUNDING_SUMS, of_lanes)
+    scratch |= dict.fromkeys(("log_sum_exp", "delta", *ROUNDING_SUMS), of_lanes)
     scratch |= dict.fromkeys(("d_query", "mean_key"), pltpu.VMEM((shape.q_block, head_dim), jnp.float32))
-    out_shape = [local(inputs.query.shape, inputs.query.dtype)]
+    results = {"out_query": (local(inputs.query.shape, inputs.query.dtype), of_block)}
     if slopes_too:
         scratch |= dict.fromkeys(SLOPE_SUMS, of_lanes)
-        out_shape += [local((batch_heads, 1, LANES * shape.q_blocks), jnp.float32)] * 2
-    return pl.pallas_call(
-        partial(_kernel_of_queries, shape, slopes_too, tuple(scratch)),
-        grid=(batch_heads, shape.q_blocks),
-        in_specs=[*of_tables, of_head, of_block, of_block, of_rows, in_hbm, in_hbm, *of_ids],
-        out_specs=[of_block, of_parts, of_parts][: len(out_shape)],
-        out_shape=out_shape,
-        scratch_shapes=list(scratch.values()),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=shape.vmem_limit
-        ),
-        interpret=shape.interpret,
-        name="alibi_backward_of_queries",
-    )(
-        *(inputs.table, inputs.slopes, _have_mean(inputs.key, shape.kv_len)),
-        *(inputs.query, cotangent, statistics, inputs.key, inputs.value),
-        *inputs.segment_ids,
-    )
+        parts = local((batch_heads, 1, LANES * shape.q_blocks), jnp.float32)
+        of_parts = pl.BlockSpec((1, 1, LANES), lambda n, i: (n, 0, i))
+        results |= dict.fromkeys(("out_behind", "out_ahead"), (parts, of_parts))
+    kernel, grid = partial(_kernel_of_queries, shape, slopes_too), (batch_heads, shape.q_blocks)
+    return blocks.run("alibi_backward_of_queries", kernel, shape, grid, operands, results, scratch, {})
 
 
 def _have_mean(key: jax.Array, kv_len: int) -> jax.Array:
@@ -216,75 +176,70 @@ def _have_mean(key: jax.Array, kv_len: int) -> jax.Array:
     return (4 * jnp.sum(mean * mean, axis=1) > squares).astype(jnp.int32)[:, None, None]  # not if any is NaN
 
 
-def _kernel_of_queries(shape: KernelShape, slopes_too: bool, names: tuple[str, ...], *refs: Any) -> None:
-    table, slopes, have_mean, query, cotangent, statistics, key, value, *refs = refs
-    q_ids, kv_ids, *refs = refs if shape.has_segments else (None, None, *refs)
-    out_query, *refs = refs  # [1, q_block, head_dim]
-    out_slopes, refs = (refs[:2], refs[2:]) if slopes_too else ([], refs)  # [1, 1, LANES] each
-    scratch = dict(zip(names, refs, strict=True))
-    for name, row in (("log_sum_exp", LOG_SUM_EXP), ("delta", DELTA)):
-        scratch[name][...] = column_of(statistics[0, row : row + 1])
-    for name in ("d_query", *SLOPE_SUMS) if slopes_too else ("d_query",):
-        scratch[name][...] = jnp.zeros_like(scratch[name])
-    where_keys_have_a_mean = pl.when(have_mean[0, 0, 0] != 0)
+def _kernel_of_queries(shape: KernelShape, slopes_too: bool, refs: Any) -> None:
+    def clear(*names: str) -> None:
+        for name in names:
+            sums = getattr(refs, name)
+            sums[...] = jnp.zeros_like(sums)
 
-    @where_keys_have_a_mean
-    def _() -> None:
-        for name in ("mean_key", *ROUNDING_SUMS):
-            scratch[name][...] = jnp.zeros_like(scratch[name])
+    refs.log_sum_exp[...] = blocks.column_of(refs.statistics[0, LOG_SUM_EXP : LOG_SUM_EXP + 1])
+    refs.delta[...] = blocks.column_of(refs.statistics[0, DELTA : DELTA + 1])
+    clear("d_query", *(SLOPE_SUMS if slopes_too else ()))
+    where_keys_have_a_mean = pl.when(refs.have_mean[0, 0, 0] != 0)
+    where_keys_have_a_mean(lambda: clear("mean_key", *ROUNDING_SUMS))
 
     def attend(branch: Branch, place: Place, bias: Bias, keys: Any, values: Any) -> None:
-        scores = product(query[0], keys, (1, 1))  # [q_block, kv_block]
-        weights = _weights(shape, scores, bias, scratch["log_sum_exp"][...])
-        d_weights = product(cotangent[0], values, (1, 1))
-        d_scores = weights * (d_weights - lanes(scratch["delta"][...], shape.kv_block))
+        scores = product(refs.query[0], keys, (1, 1))  # [q_block, kv_block]
+        weights = _weights(shape, scores, bias, refs.log_sum_exp[...])
+        d_weights = product(refs.cotangent[0], values, (1, 1))
+        d_scores = weights * (d_weights - lanes(refs.delta[...], shape.kv_block))
         rounded = d_scores.astype(keys.dtype)
-        scratch["d_query"][...] += product(rounded, keys, (1, 0))
+        refs.d_query[...] += product(rounded, keys, (1, 0))
 
         @where_keys_have_a_mean
         def _() -> None:
             # The gradients of a row's scores have the sum 0, but for rounding. Of a part of the keys they need not.
             excess = rounded.astype(jnp.float32)
-            scratch["excess"][...] += _by_lane(excess - d_scores if shape.is_part else excess)
-            scratch["weight"][...] += _by_lane(weights)
+            refs.excess[...] += _by_lane(excess - d_scores if shape.rules.is_part else excess)
+            refs.weight[...] += _by_lane(weights)
             low = jnp.bfloat16  # has digits enough for a mean that is multiplied by a rounding error
-            scratch["mean_key"][...] += product(weights.astype(low), keys.astype(low), (1, 0))
+            refs.mean_key[...] += product(weights.astype(low), keys.astype(low), (1, 0))
 
         if slopes_too:
-            behind = distances(shape, place, scratch["own"][...], 0)
-            scratch["slip"][...] += _by_lane(d_scores)
+            behind = blocks.distances(shape, place, refs.own[...], 0)
+            refs.slip[...] += _by_lane(d_scores)
             if branch.side != "future":
                 past = jnp.maximum(behind, 0)
-                scratch["behind"][...] -= _by_lane(d_scores * past)
-                scratch["mean_behind"][...] += _by_lane(weights * past)
-            if branch.side != "past" and not shape.is_causal:
+                refs.behind[...] -= _by_lane(d_scores * past)
+                refs.mean_behind[...] += _by_lane(weights * past)
+            if branch.side != "past" and not shape.rules.is_causal:
                 future = jnp.minimum(behind, 0)
-                scratch["ahead"][...] += _by_lane(d_scores * future)
-                scratch["mean_ahead"][...] -= _by_lane(weights * future)
+                refs.ahead[...] += _by_lane(d_scores * future)
+                refs.mean_ahead[...] -= _by_lane(weights * future)
 
-    walk_over_keys(shape, table, slopes, (key, value), (q_ids, kv_ids), scratch, attend)
+    walk_over_keys(shape, refs, attend)
 
     @where_keys_have_a_mean
     def _() -> None:
         # A mean that all keys have in common multiplies the sum of the rounding errors of a row's score gradients. The
         # mean of the keys that the row sees, by weight, has as much of it.
-        weight, excess = (jnp.sum(scratch[name][...], axis=1)[:, None] for name in ROUNDING_SUMS)
-        scratch["d_query"][...] -= excess * (scratch["mean_key"][...] / jnp.where(weight == 0, ONE, weight))
+        weight, excess = (jnp.sum(x[...], axis=1)[:, None] for x in (refs.weight, refs.excess))
+        refs.d_query[...] -= excess * (refs.mean_key[...] / jnp.where(weight == 0, ONE, weight))
 
-    out_query[0] = (scratch["d_query"][...] * shape.scale).astype(out_query.dtype)
+    refs.out_query[0] = (refs.d_query[...] * shape.rules.scale).astype(refs.out_query.dtype)
     if slopes_too:
         # The gradients of a row's scores have the sum 0, but for what delta, from a result that was rounded, is off by.
         # All of them are off by that much of their weights, and distances make the most of it.
         # Of a part of the keys the sum need not be 0.
-        slip = ZERO if shape.is_part else jnp.sum(scratch["slip"][...], axis=1)[:, None]
-        slip = jnp.broadcast_to(slip, scratch["slip"].shape)
-        for out, name in zip(out_slopes, ("behind", "ahead"), strict=True):
-            out[0] = jnp.sum(scratch[name][...] + slip * scratch[f"mean_{name}"][...], axis=0, keepdims=True)
+        slip = ZERO if shape.rules.is_part else jnp.sum(refs.slip[...], axis=1)[:, None]
+        slip = jnp.broadcast_to(slip, refs.slip.shape)
+        refs.out_behind[0] = jnp.sum(refs.behind[...] + slip * refs.mean_behind[...], axis=0, keepdims=True)
+        refs.out_ahead[0] = jnp.sum(refs.ahead[...] + slip * refs.mean_ahead[...], axis=0, keepdims=True)
 
 
 def _weights(shape: KernelShape, scores: Any, bias: Bias, log_sum_exps: Any) -> Any:
     """Return what softmax made of scores; ``log_sum_exps`` is a row, or ``[q_block, LANES]``."""
-    logits = scores * (shape.scale * LOG2_E) + bias.keys
+    logits = scores * (shape.rules.scale * LOG2_E) + bias.keys
     subtracted = log_sum_exps if bias.queries is None else log_sum_exps - bias.queries
     if subtracted.shape[0] > 1:
         subtracted = lanes(subtracted, shape.kv_block)

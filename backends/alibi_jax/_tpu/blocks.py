@@ -12,12 +12,14 @@ distance formed for each pair.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from alibi_jax._tpu.shape import LANES, KernelShape
 
@@ -27,6 +29,42 @@ HIDDEN = np.float32(-1e30)  # the score of a masked key: finite, so that differe
 ZERO, ONE = np.float32(0), np.float32(1)
 FIELDS = 3  # of a block of queries in a table: first block of keys, the one after the last, base
 OFFSET = -1  # of a table: where the position of the first query stands
+
+
+def run(
+    name: str,
+    kernel: Callable[[Any], None],
+    shape: KernelShape,
+    grid: tuple[int, ...],
+    operands: dict[str, tuple[Any, pl.BlockSpec]],
+    results: dict[str, tuple[Any, pl.BlockSpec]],
+    scratch: dict[str, Any],
+    aliases: dict[str, str],
+) -> list[jax.Array]:
+    """Run a kernel, which knows operands, results and scratch memory by their names, and return the results."""
+    names = *operands, *results, *scratch
+    places = {list(operands).index(x): list(results).index(y) for x, y in aliases.items()}
+    semantics = "parallel", *("arbitrary",) * (len(grid) - 1)
+    return pl.pallas_call(
+        lambda *refs: kernel(SimpleNamespace(**dict(zip(names, refs, strict=True)))),
+        grid=grid,
+        in_specs=[spec for _, spec in operands.values()],
+        out_specs=[spec for _, spec in results.values()],
+        out_shape=[kind for kind, _ in results.values()],
+        scratch_shapes=list(scratch.values()),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=shape.vmem_limit),
+        input_output_aliases=places,
+        interpret=shape.interpret,
+        name=name,
+    )(*(array for array, _ in operands.values()))
+
+
+def copies(pairs: Sequence[tuple[Any, Any]], semaphores: Any, slot: Any) -> list[Any]:
+    """Return copies from HBM to one of two buffers each."""
+    return [
+        pltpu.make_async_copy(part, buffer.at[slot], semaphores.at[index, slot])
+        for index, (part, buffer) in enumerate(pairs)
+    ]
 
 
 def walk(
@@ -121,11 +159,11 @@ def branches(shape: KernelShape, place: Place) -> list[Branch]:
         return [Branch(True, "both", True)]
     whole = kv_last < shape.kv_len
     past, future = kv_last <= place.q_start, place.kv_start >= q_last
-    if shape.window_size is not None:
-        past &= q_last - place.kv_start <= shape.window_size
-        future &= kv_last - place.q_start <= shape.window_size
+    if shape.rules.window_size is not None:
+        past &= q_last - place.kv_start <= shape.rules.window_size
+        future &= kv_last - place.q_start <= shape.rules.window_size
     past &= whole
-    if shape.is_causal:
+    if shape.rules.is_causal:
         return [Branch(past, "past", False), Branch(jnp.logical_not(past), "both", True)]
     future &= whole & jnp.logical_not(past)
     return [
@@ -140,18 +178,13 @@ def bias_of(
 ) -> Bias:
     """Return what turns a block's scores into logits.
 
-    Args:
-        shape: Of the kernel.
-        branch: Which way to treat the block.
-        place: Where it is.
-        slopes: Scalars, for keys behind and ahead, times log2(e).
-        own: From :func:`own_positions`, one column or row, or several that are the same.
-        ids: Whether segment ids of queries and keys are equal, for each pair; None without segments.
-        q_axis: Which axis of the block queries are along, 0 or 1; keys are along the other.
+    Slopes are scalars, for keys behind and ahead, times log2(e); own positions are from :func:`own_positions`, one
+    column or row, or several that are the same; ids tell, for each pair, whether segments are equal. Queries are along
+    ``q_axis`` of the block, 0 or 1, keys along the other.
     """
     if branch.side == "both":
         behind = distances(shape, place, own, q_axis)
-        ahead = None if shape.is_causal else slopes[1] * behind
+        ahead = None if shape.rules.is_causal else slopes[1] * behind
         biases = -slopes[0] * behind
         biases = biases if ahead is None else jnp.where(behind >= 0, biases, ahead)
         return Bias(biases, None, _visible(shape, place, q_axis, ids) if branch.is_masked else None)
@@ -162,18 +195,11 @@ def bias_of(
 def own_positions(shape: KernelShape, place: Place, limits: tuple[Any, Any], size: tuple[int, int], axis: int) -> Any:
     """Return the positions of a block's queries, less the base, as float32 of a size, along one of its two axes.
 
-    Of a query that stands beyond the keys it needs, the position of the nearest of them: the rest of the way is the
-    same for all, unless there are other keys besides.
-
-    Args:
-        shape: Of the kernel.
-        place: Of the block.
-        limits: The positions of the first and of the last key that the block needs.
-        size: Of the result.
-        axis: Along which queries are.
+    Of a query that stands beyond the keys it needs, whose first and last positions are ``limits``, the position of the
+    nearest of them: the rest of the way is the same for all, unless there are other keys besides.
     """
     positions = jax.lax.broadcasted_iota(jnp.int32, size, axis) + place.q_start
-    positions = positions if shape.is_part else jnp.clip(positions, *limits)
+    positions = positions if shape.rules.is_part else jnp.clip(positions, *limits)
     return (positions - place.base).astype(jnp.float32)
 
 
@@ -194,11 +220,11 @@ def _visible(shape: KernelShape, place: Place, q_axis: int, ids: Any) -> Any:
     behind = queries - keys  # but for where the block is
     shift = place.kv_start - place.q_start
     visible = keys < shape.kv_len - place.kv_start
-    if shape.is_causal:
+    if shape.rules.is_causal:
         visible &= behind >= shift
-    if shape.window_size is not None:
+    if shape.rules.window_size is not None:
         distance = behind - shift
-        visible &= (distance if shape.is_causal else jnp.abs(distance)) <= shape.window_size
+        visible &= (distance if shape.rules.is_causal else jnp.abs(distance)) <= shape.rules.window_size
     return visible if ids is None else visible & ids
 
 

@@ -36,7 +36,8 @@ def backward(
     """Return the gradients of query, key, value, and ``[batch, num_heads]`` of slopes and future slopes, or None."""
     shape = KernelShape.of(rules, operands, options)
     inputs = inputs_of(rules, operands, shape)
-    statistics = jnp.stack([log_sum_exps, _row_products(cotangent, result)], axis=2)  # [batch, num_heads, 2, q_len]
+    products = jnp.sum(cotangent.astype(jnp.float32) * result.astype(jnp.float32), axis=-1)
+    statistics = jnp.stack([log_sum_exps, jnp.swapaxes(products, 1, 2)], axis=2)  # [batch, num_heads, 2, q_len]
     # A query that is not there sees nothing.
     padding = shape.q_blocks * shape.q_block - shape.q_len
     statistics = jnp.pad(statistics, ((0, 0), (0, 0), (0, 0), (0, padding)), constant_values=jnp.inf)
@@ -51,25 +52,12 @@ def backward(
     d_query = by_token(d_query, shape.num_heads, shape.q_len)
     d_query, cotangents = jax.lax.optimization_barrier((d_query, cotangents))
     d_key, d_value = backward_of_keys(shape, inputs, turned, statistics, cotangents)
-    behind, ahead = (x.sum(axis=(1, 2)).reshape(shape.batch, shape.num_heads) for x in parts) if parts else (None, None)
+    by_slopes = [x.sum(axis=(1, 2)).reshape(shape.batch, shape.num_heads) for x in parts] or [None, None]
+    if parts and operands.future_slopes is None:
+        by_slopes = [by_slopes[0] + by_slopes[1], None]
     return (
         d_query,
         by_token(d_key, shape.num_kv_heads, shape.kv_len),
         by_token(d_value, shape.num_kv_heads, shape.kv_len),
-        *_by_slopes(operands, behind, ahead),
+        *by_slopes,
     )
-
-
-def _row_products(cotangent: jax.Array, result: jax.Array) -> jax.Array:
-    """Return the sums of cotangent times result over features, ``[batch, num_heads, q_len]`` float32."""
-    products = jnp.sum(cotangent.astype(jnp.float32) * result.astype(jnp.float32), axis=-1)
-    return jnp.swapaxes(products, 1, 2)
-
-
-def _by_slopes(
-    operands: Operands, behind: jax.Array | None, ahead: jax.Array | None
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """Return the gradients of slopes and future slopes, from those for keys behind and ahead; None where not asked."""
-    if operands.future_slopes is not None or behind is None or ahead is None:
-        return behind, ahead
-    return behind + ahead, None

@@ -59,13 +59,10 @@ class KernelShape:
     kv_len: int
     q_block: int
     kv_block: int
-    is_causal: bool
-    window_size: int | None
-    scale: float
+    rules: Rules
     has_segments: bool  # or masked keys, which count as a segment of their own
     interpret: bool
     itemsize: int  # bytes
-    is_part: bool = False  # whether queries have other keys besides
 
     @classmethod
     def of(cls, rules: Rules, operands: Operands, options: TPU) -> KernelShape:
@@ -85,13 +82,10 @@ class KernelShape:
             kv_len=kv_len,
             q_block=_block(q_len, options.q_block),
             kv_block=_block(kv_len, options.kv_block),
-            is_causal=rules.is_causal,
-            window_size=rules.window_size,
-            scale=rules.scale,
+            rules=rules,
             has_segments=operands.q_segment_ids is not None or operands.mask is not None,
             interpret=options.interpret,
             itemsize=jnp.dtype(operands.query.dtype).itemsize,
-            is_part=rules.is_part,
         )
         if shape.vmem_bytes > VMEM_LIMIT:
             raise ValueError(

@@ -18,7 +18,7 @@ PAIRS = 2**22  # of blocks that are looked at together
 class Inputs(NamedTuple):
     """What both passes read. Axes are batch * heads, then tokens, padded to whole blocks."""
 
-    table: jax.Array  # [batch * num_heads, 1, FIELDS * (q_blocks + 1) + 1] int32; see _tpu_blocks
+    table: jax.Array  # [batch * num_heads, 1, FIELDS * (q_blocks + 1) + 1] int32; see blocks.py
     slopes: jax.Array  # [batch * num_heads, 1, 2] float32, times log2(e): for keys behind, and ahead
     query: jax.Array  # [batch * num_heads, q_len, head_dim]
     key: jax.Array  # [batch * num_kv_heads, kv_len, head_dim]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,11 +14,12 @@ import numpy as np
 from flax import nnx
 
 from alibi_core import AttentionCall
-from alibi_core.backend import AlibiConfig, Checkpoint, checks, dense_attention, key_bias, namespace_of
+from alibi_core.backend import LENGTH_FIRST, AlibiConfig, Checkpoint, checks, key_bias, namespace_of
+from alibi_jax._attention import run
 from alibi_jax.caches import KVCache
 from alibi_jax.nn._encoder import AlibiEncoder
 from alibi_jax.nn._language_model import AlibiLanguageModel
-from alibi_jax.nn._layer import AlibiAttention, appended
+from alibi_jax.nn._layer import AlibiAttention
 from alibi_jax.nn._weights import named_parameters
 
 
@@ -95,40 +97,22 @@ class FalconAttention(AlibiAttention):
         """Return the layer that ``config`` describes."""
         return cls(**config.attention_options, **options)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        segment_ids: Any | None = None,
-        cache: KVCache | None = None,
-    ) -> jax.Array | tuple[jax.Array, KVCache]:
-        """Return what :class:`AlibiAttention` does, with another bias."""
-        self.shape.check_input(x, jnp)
-        query, key, value = (
-            y.reshape(*y.shape[:2], -1, self.shape.head_dim)  # [batch, length, heads, head_dim]
-            for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        )
-        offset = None
-        if cache is not None:
-            offset = cache.length
-            cache = appended(cache, key, value)
-            key, value = cache.key, cache.value
+    def _attended(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, cache: Any, *, q_offset: Any, **rules: Any
+    ) -> jax.Array:
+        if "lengths" in rules:
+            raise ValueError("lengths must be None with contract 'model', whose rows have one length, got some")
+        check = partial(AttentionCall.check, slopes=self.slopes, xp=jnp, **rules)
+        if cache is None:
+            call, norms = check(query, key, value, q_offset=q_offset, layout=LENGTH_FIRST), None
         else:
-            key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
-        query = jnp.swapaxes(query, 1, 2)
-        arguments = {"mask": mask, "segment_ids": segment_ids, "q_offset": offset}
-        call = AttentionCall.check(query, key, value, self.slopes, xp=jnp, **arguments)
+            key, value, norms, length = cache
+            call = check(jnp.swapaxes(query, 1, 2), key, value, q_offset=length - query.shape[1])
         # A call's bias by keys comes on top of the linear one.
         linear = call.slopes[:, None] * jnp.arange(call.kv_len)
         call = replace(call, added_key_bias=self._bias(call.kv_len, query.dtype) - linear)
-        attended = jnp.swapaxes(dense_attention(call, query, key, value), 1, 2)
-        if cache is not None:
-            attended = jnp.where(cache.length <= cache.max_length, attended, jnp.nan)
-        output = self.out_proj(attended.reshape(*x.shape[:2], -1))
-        if self.dropout is not None:
-            output = self.dropout(output)
-        return output if cache is None else (output, cache)
+        attended = run(call, query, key, value, "dense", norms)
+        return attended if cache is None else jnp.where(cache.length <= cache.max_length, attended, jnp.nan)
 
     def make_cache(self, batch_size: int, max_length: int, *, evict: bool = False, **options: Any) -> KVCache:
         """Return an empty cache, which keeps every key."""

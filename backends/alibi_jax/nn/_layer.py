@@ -167,21 +167,27 @@ class AlibiAttention(nnx.Module):
             y.reshape(*y.shape[:2], -1, self.shape.head_dim)  # [batch, length, heads, head_dim]
             for y in (self.q_proj(x), self.k_proj(source), self.v_proj(source))
         )
-        rules = {"segment_ids": segment_ids, "window_size": self.window_size, "mask": mask}
-        rules["implementation"] = self.implementation
-        if cache is None:
-            direction = {"is_causal": self.is_causal, "future_slopes": self.future_slopes}
-            attended = attention(query, key, value, self.slopes, q_offset=q_offset, **direction, **rules)
-        else:
+        own = {} if lengths is None else {"lengths": lengths}
+        if cache is not None:
             if not self.is_causal:
                 raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
-            own = {} if lengths is None else {"lengths": lengths}
-            cache = appended(cache, key, value, **own)
-            attended = cache.attend(query, self.slopes, **rules, **own)
+            cache = _appended(cache, key, value, **own)
+        rules = {"segment_ids": segment_ids, "mask": mask}
+        attended = self._attended(query, key, value, cache, q_offset=q_offset, **rules, **own)
         output = self.out_proj(attended.reshape(*x.shape[:2], -1))
         if self.dropout is not None:
             output = self.dropout(output)
         return output if cache is None else (output, cache)
+
+    def _attended(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, cache: Any, *, q_offset: Any, **rules: Any
+    ) -> jax.Array:
+        """Return attention to the keys, or to the cache that has them: ``[batch, length, num_heads, head_dim]``."""
+        rules |= {"window_size": self.window_size, "implementation": self.implementation}
+        if cache is not None:
+            return cache.attend(query, self.slopes, **rules)
+        direction = {"is_causal": self.is_causal, "future_slopes": self.future_slopes}
+        return attention(query, key, value, self.slopes, q_offset=q_offset, **direction, **rules)
 
     def make_cache(
         self,
@@ -216,7 +222,7 @@ class AlibiAttention(nnx.Module):
         return EvictingKVCache.make(*sizes, slopes=self.slopes, window_size=self.window_size, dtype=dtype, **norms)
 
 
-def appended(
+def _appended(
     cache: KVCache | EvictingKVCache, key: jax.Array, value: jax.Array, **own: jax.Array
 ) -> KVCache | EvictingKVCache:
     """Return a layer's cache with further tokens, ``[batch, new, num_kv_heads, head_dim]``, and their ``lengths``."""

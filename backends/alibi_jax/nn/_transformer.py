@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,15 +14,20 @@ from alibi_core.backend import AlibiConfig, explains_keywords
 from alibi_jax.nn._layer import AlibiAttention
 
 AttentionFactory = Callable[..., nnx.Module]
+ACTIVATIONS = {
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+}
 
 
 def alibi_attention(config: AlibiConfig, **options: Any) -> AlibiAttention:
-    """Return the attention layer that ``config`` describes; options are ``dtype``, ``param_dtype`` and ``rngs``."""
-    return finished(AlibiAttention(**config.attention_options, **options), config, **options)
+    """Return the attention layer that ``config`` describes; options are ``dtype``, ``param_dtype`` and ``rngs``.
 
-
-def finished(layer: AlibiAttention, config: AlibiConfig, **options: Any) -> AlibiAttention:
-    """Return an attention layer with projections that clip, norm and scale as ``config`` says, if it does."""
+    Its projections clip, norm and scale, if ``config`` says so.
+    """
+    layer = AlibiAttention(**config.attention_options, **options)
     if config.clip_qkv is not None or config.scale is not None or config.qk_norm:
         for name, factor in (("q_proj", config.query_factor), ("k_proj", 1.0), ("v_proj", 1.0)):
             before = getattr(layer, name)
@@ -189,9 +195,7 @@ class Block(nnx.Module):
         if self.kind in ("post_norm", "double_post_norm"):
             return self._post_norm(x, mask=mask, segment_ids=segment_ids, cache=cache)
         normed = self.attention_norm(x)
-        attended = self.attention(normed, mask=mask, segment_ids=segment_ids, cache=cache)
-        if cache is not None:
-            attended, cache = attended
+        attended, cache = self._attended(normed, mask=mask, segment_ids=segment_ids, cache=cache)
         if self.kind == "shared_norm":
             return x + attended + self._fed_forward(normed), cache
         if self.kind == "parallel":
@@ -200,10 +204,12 @@ class Block(nnx.Module):
         normed = self.feed_forward_norm(x)
         return (normed if self.kind == "normed_residual" else x) + self._fed_forward(normed), cache
 
-    def _post_norm(self, x: jax.Array, *, cache: Any | None, **rules: Any) -> tuple[jax.Array, Any | None]:
+    def _attended(self, x: jax.Array, *, cache: Any | None, **rules: Any) -> tuple[jax.Array, Any | None]:
         attended = self.attention(x, cache=cache, **rules)
-        if cache is not None:
-            attended, cache = attended
+        return (attended, None) if cache is None else attended
+
+    def _post_norm(self, x: jax.Array, **rules: Any) -> tuple[jax.Array, Any | None]:
+        attended, cache = self._attended(x, **rules)
         attended = self.attention_norm(x + attended)
         if self.kind == "double_post_norm":
             attended = self.second_attention_norm(x + attended)
@@ -225,10 +231,5 @@ class Activation(nnx.Module):
         """Return ``[..., hidden]`` of ``x``, ``[..., hidden]`` or, gated, ``[..., 2 * hidden]``."""
         if self.gated:
             gate, up = jnp.split(x, 2, axis=-1)
-            return self._activated(gate) * up
-        return self._activated(x)
-
-    def _activated(self, x: jax.Array) -> jax.Array:
-        if self.name in ("gelu", "gelu_tanh"):
-            return jax.nn.gelu(x, approximate=self.name == "gelu_tanh")
-        return jax.nn.silu(x) if self.name == "silu" else jax.nn.relu(x)
+            return ACTIVATIONS[self.name](gate) * up
+        return ACTIVATIONS[self.name](x)

@@ -16,7 +16,7 @@ from alibi_core.backend import slopes as canonical_slopes
 from alibi_jax._call import take_apart
 from alibi_jax._compatible import varying, varying_alike
 from alibi_jax._dispatch import Implementation, checked, name_of
-from alibi_jax.parallel._fused import ring_attention
+from alibi_jax.parallel._backward import ring_attention
 from alibi_jax.parallel._ring import Ring
 
 ABLE = ("tpu", "tiled")  # the implementations that can tell log-sum-exps
@@ -107,7 +107,7 @@ def attention(
         Press, Smith, Lewis, "Train Short, Test Long", arXiv 2108.12409; Liu, Zaharia, Abbeel, "Ring Attention with
         Blockwise Transformers", arXiv 2310.01889.
     """
-    num_shards, head_shards = axis_size(axis_name), 1 if head_axis is None else axis_size(head_axis, "head_axis")
+    num_shards, head_shards = axis_sizes(axis_name, head_axis)
     for name, array in (("query", query), ("key", key)):
         if checks.array(name, array).ndim != 4:
             raise ValueError(f"{name} must have shape (batch, shard_len, heads, head_dim), got {array.shape}")
@@ -166,12 +166,12 @@ def check_implementation(implementation: Any) -> None:
         )
 
 
-def axis_size(axis_name: Any, argument: str = "axis_name") -> int:
-    """Return the size of a mesh axis.
+def axis_sizes(axis_name: Any, head_axis: Any = None) -> tuple[int, int]:
+    """Return the sizes of the mesh axes that tokens and heads are divided along."""
+    return _axis_size(axis_name, "axis_name"), 1 if head_axis is None else _axis_size(head_axis, "head_axis")
 
-    Raises:
-        ValueError: If there is none of this name.
-    """
+
+def _axis_size(axis_name: Any, argument: str) -> int:
     if not isinstance(axis_name, str):
         raise TypeError(f"{argument} must be the name of one mesh axis, got {axis_name!r}")
     try:
@@ -198,11 +198,7 @@ def default_slopes(query: jax.Array, key: jax.Array, axis_name: str, head_axis: 
 
 
 def local_slopes(name: str, slopes: Any, heads: int, head_axis: str | None, head_shards: int) -> Any:
-    """Return the slopes of this device's heads.
-
-    Raises:
-        ValueError: If these are not the slopes of all devices' heads.
-    """
+    """Return the slopes of this device's heads, of those of all devices' heads."""
     if slopes is None:
         return None
     check_shard_slopes(name, slopes, heads, head_shards, "devices")

@@ -1,49 +1,67 @@
-"""The backward pass of sequence-parallel attention: keys come again, and what they get goes back where they live."""
+"""The backward pass of sequence-parallel attention, and what is differentiable with it.
+
+Keys come again, and what they get goes back where they live.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from alibi_jax._call import Operands
 from alibi_jax._compatible import varying_alike
+from alibi_jax._dispatch import gradients_of, in_reverse_mode_alone, unperturbed
 from alibi_jax.parallel._exchange import Halo, exchange, take
-from alibi_jax.parallel._forward import Taken, made, part_of_hop, part_of_loop, sent_on, signs, travelling_of
-from alibi_jax.parallel._reach import Measured, lower_bounds
-from alibi_jax.parallel._ring import Part, Ring, Sums, gradients, own_part, put
+from alibi_jax.parallel._forward import Taken, forward, made, next_of_loop, part_of_hop, signs, travelling
+from alibi_jax.parallel._reach import Measured
+from alibi_jax.parallel._ring import Part, Ring, Sums, gradients, local_operands, own_part, put
 
 
-def backward(ring: Ring, local: Operands, sums: Sums, taken: Taken, cotangent: jax.Array, slopes_too: bool) -> Operands:
-    """Return the gradients of operands, in the working dtype; slopes for each entry, None unless asked for.
+def ring_attention(ring: Ring, operands: Operands) -> jax.Array:
+    """Return this device's ``[batch, shard_len, num_heads, head_dim]``, of the dtype of the query.
 
-    Args:
-        ring: The setup.
-        local: As for :func:`forward`.
-        sums: From it, the result in any dtype.
-        taken: From it.
-        cotangent: As the result.
-        slopes_too: Whether gradients of slopes are asked for.
+    The operands are those of this device, along all axes that any of them varies over.
     """
-    total = Operands(*gradients(ring, own_part(ring, local), *sums, cotangent, slopes_too))
-    if ring.shards.num_chunks == 1:
-        return total
-    given = Given(local, sums, cotangent, lower_bounds(sums.log_sum_exps, Measured.of(ring, local)))
+    return _attention(ring, in_reverse_mode_alone(operands))
 
-    def planned(total: Operands, given: Given) -> Operands:
-        return _backward_by_plan(ring, total, given, slopes_too)
 
-    def looped(total: Operands, given: Given) -> Operands:
-        with jax.named_scope("alibi_loop" if ring.plan is None else "alibi_fallback"):
-            return _backward_by_loop(ring, total, given, slopes_too, taken.hops)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(ring: Ring, operands: Operands) -> jax.Array:
+    return _result(ring, operands, forward(ring, local_operands(ring, operands))[0])
 
-    if ring.plan is None:
-        return looped(total, given)
-    if ring.plan.is_complete:
-        return planned(total, given)
-    return lax.cond(taken.follows_plan, planned, looped, *varying_alike((total, given)))
+
+def _result(ring: Ring, operands: Operands, sums: Sums) -> jax.Array:
+    result = ring.join(sums.result)
+    if ring.shards.length < ring.shards.padded_length:
+        tokens = ring.is_token(ring.chunks()).reshape(1, -1, 1, 1)
+        result = jnp.where(tokens, result, 0)
+    return result.astype(operands.query.dtype)
+
+
+def _forward(ring: Ring, operands: Any) -> tuple[jax.Array, Any]:
+    operands, slopes_too = unperturbed(operands)
+    sums, taken = forward(ring, local_operands(ring, operands))
+    # As on one device, a rounded result would not do.
+    return _result(ring, operands, sums), (operands, sums, taken, slopes_too)
+
+
+def _backward(ring: Ring, kept: Any, cotangent: Any) -> tuple[Operands]:
+    operands, sums, taken, slopes_too = kept
+    if isinstance(cotangent, SymbolicZero):
+        return (gradients_of(operands),)
+    cotangent = ring.split(cotangent.astype(operands.query.dtype))
+    given = Given(local_operands(ring, operands), sums, cotangent)
+    found = _backward_of_chunks(ring, given, taken, slopes_too is not None)
+    tensors = (ring.join(x).astype(operands.query.dtype) for x in found[:3])
+    return (gradients_of(operands, *tensors, found.slopes, found.future_slopes),)
+
+
+_attention.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 class Given(NamedTuple):
@@ -52,73 +70,80 @@ class Given(NamedTuple):
     local: Operands
     sums: Sums  # of all keys
     cotangent: jax.Array
-    lower: jax.Array  # bounds of log-sum-exps
+    lower: Any = None  # bounds of log-sum-exps
 
 
-def _backward_by_plan(ring: Ring, total: Operands, given: Given, slopes_too: bool) -> Operands:
+def _backward_of_chunks(ring: Ring, given: Given, taken: Taken, slopes_too: bool) -> Operands:
+    """Return the gradients of operands, in the working dtype; slopes for each entry, None unless asked for."""
+    total = Operands(*gradients(ring, own_part(ring, given.local), *given[1:3], slopes_too))
+    if ring.shards.num_chunks == 1:
+        return total
+    given = given._replace(lower=Measured.of(ring, given.local).lower(given.sums.log_sum_exps))
+    planned = partial(_backward_by_plan, ring, slopes_too)
+
+    def looped(total: Operands, given: Given) -> Operands:
+        with jax.named_scope("alibi_loop" if ring.plan is None else "alibi_fallback"):
+            return _backward_by_loop(ring, slopes_too, total, given, taken.hops)
+
+    if ring.plan is None:
+        return looped(total, given)
+    if ring.plan.is_complete:
+        return planned(total, given)
+    return lax.cond(taken.follows_plan, planned, looped, *varying_alike((total, given)))
+
+
+def _backward_by_plan(ring: Ring, slopes_too: bool, total: Operands, given: Given) -> Operands:
     for hop in ring.plan.hops:
         part = part_of_hop(ring, given.local, hop, made(ring, given.local, hop), given.lower)
-        query, key, value, *slopes = gradients(ring, part, *given.sums, given.cotangent, slopes_too)
+        query, *tensors, by_slopes, by_future_slopes = gradients(ring, part, given.sums, given.cotangent, slopes_too)
         halo = Halo(hop.tokens, hop.distance > 0)
         with jax.named_scope("alibi_halo_back"):
-            packed = halo.pack(ring.by_slot(jnp.concatenate([key, value], axis=-1)))
+            packed = halo.pack(ring.by_slot(jnp.concatenate(tensors, axis=-1)))
             returned = exchange(ring.shards, ring.axis_name, packed, hop.distance, back=True)
             returned = halo.unpack(returned, "constant")
         returned = returned.reshape(-1, *returned.shape[2:])
+        sent = halo.tokens_sent
         by_key, by_value = (
-            _add_ends(array, new, halo) for array, new in zip(total[1:3], jnp.split(returned, 2, axis=-1), strict=True)
+            array.at[:, sent].set(_added(array[:, sent], new, halo.heads, 2))
+            for array, new in zip(total[1:3], jnp.split(returned, 2, axis=-1), strict=True)
         )
-        total = _add_rows(total._replace(key=by_key, value=by_value), part, query, slopes)
+        total = _with_rows(total._replace(key=by_key, value=by_value), part, query, by_slopes, by_future_slopes)
     return total
 
 
-def _add_ends(array: jax.Array, new: jax.Array, halo: Halo) -> jax.Array:
-    """Add what has come back to the tokens that were sent."""
-    tokens = slice(-halo.length, None) if halo.is_past else slice(0, halo.length)
-    ends = array[:, tokens]
-    return array.at[:, tokens].set(put(ends, take(ends, halo.heads, 2) + new, halo.heads, 2))
-
-
-def _add_rows(total: Operands, part: Part, query: jax.Array, slopes: list[jax.Array | None]) -> Operands:
-    """Add the gradients of queries and slopes that a part makes."""
-    total = total._replace(query=put(total.query, take(total.query, part.heads, 2) + query, part.heads, 2))
-    if total.slopes is None:
-        return total
-    behind, ahead = slopes
-    if part.rules.is_causal or total.future_slopes is None:
-        names = {"slopes": behind}
-    else:
-        names = {"slopes": behind, "future_slopes": ahead}
-    for name, new in names.items():
-        before = getattr(total, name)
-        total = total._replace(**{name: put(before, take(before, part.heads, 1) + new, part.heads, 1)})
-    return total
-
-
-def _backward_by_loop(ring: Ring, total: Operands, given: Given, slopes_too: bool, hops: jax.Array) -> Operands:
+def _backward_by_loop(ring: Ring, slopes_too: bool, total: Operands, given: Given, hops: jax.Array) -> Operands:
     local = given.local
     for sign in signs(ring):
         count = hops[0 if sign > 0 else 1]
 
         def step(hop: jax.Array, state: Any, sign: int = sign) -> Any:
-            travelling, total = state
-            travelling = sent_on(ring, travelling, sign)
-            part = part_of_loop(ring, local, travelling, sign * (hop + 1), given.lower, sign)
-            query, key, value, *slopes = gradients(ring, part, *given.sums, given.cotangent, slopes_too)
-            returning = ring.by_slot(jnp.concatenate([key, value], axis=-1))
-            travelling = travelling._replace(gradients=travelling.gradients + returning)
-            return travelling, _add_rows(total, part, query, slopes)
+            arrived, part = next_of_loop(ring, local, state[0], sign * (hop + 1), given.lower, sign)
+            query, *tensors, by_slopes, by_future = gradients(ring, part, given.sums, given.cotangent, slopes_too)
+            returning = ring.by_slot(jnp.concatenate(tensors, axis=-1))
+            arrived = arrived._replace(gradients=arrived.gradients + returning)
+            return arrived, _with_rows(state[1], part, query, by_slopes, by_future)
 
         def home(_: jax.Array, returning: jax.Array, sign: int = sign) -> jax.Array:
             with jax.named_scope("alibi_ring_back"):
                 return exchange(ring.shards, ring.axis_name, returning, sign, back=True, cyclic=True)
 
-        travelling = travelling_of(ring, local)
-        nothing = jnp.zeros(travelling.tensors.shape, total.key.dtype)
-        state = varying_alike((travelling._replace(gradients=nothing), total, local))[:2]
-        travelling, total = lax.fori_loop(0, count, step, state)
-        returning = lax.fori_loop(0, count, home, travelling.gradients)
+        start = travelling(ring, local)
+        start = start._replace(gradients=jnp.zeros(start.tensors.shape, total.key.dtype))
+        arrived, total = lax.fori_loop(0, count, step, varying_alike((start, total, local))[:2])
+        returning = lax.fori_loop(0, count, home, arrived.gradients)
         returning = returning.reshape(-1, *returning.shape[2:])
         by_key, by_value = jnp.split(returning, 2, axis=-1)
         total = total._replace(key=total.key + by_key, value=total.value + by_value)
     return total
+
+
+def _with_rows(total: Operands, part: Part, *found: jax.Array | None) -> Operands:
+    """Add the gradients of queries, slopes and future slopes that a part makes."""
+    for (name, axis), new in zip((("query", 2), ("slopes", 1), ("future_slopes", 1)), found, strict=True):
+        if new is not None:
+            total = total._replace(**{name: _added(getattr(total, name), new, part.heads, axis)})
+    return total
+
+
+def _added(array: jax.Array, new: jax.Array, index: tuple[int, ...], axis: int) -> jax.Array:
+    return put(array, take(array, index, axis) + new, index, axis)

@@ -13,10 +13,9 @@ from alibi_core import AttentionCall
 from alibi_core.backend import checks, reach, score_rounding, tolerance_of
 from alibi_jax._call import NORM_BLOCK, norm_bounds, take_apart
 from alibi_jax._compatible import varying_alike
-from alibi_jax._dispatch import Implementation
+from alibi_jax._dispatch import Implementation, forward
 from alibi_jax.caches import KVCache
-from alibi_jax.parallel._attention import axis_size, check_implementation, default_slopes, local_slopes
-from alibi_jax.parallel._part import part_forward
+from alibi_jax.parallel._attention import axis_sizes, check_implementation, default_slopes, local_slopes
 
 
 def append(cache: KVCache, key: jax.Array, value: jax.Array, *, axis_name: str) -> KVCache:
@@ -38,7 +37,7 @@ def append(cache: KVCache, key: jax.Array, value: jax.Array, *, axis_name: str) 
         TypeError: If ``cache`` is no cache.
         ValueError: If shapes do not fit, or there is no such mesh axis.
     """
-    axis_size(axis_name)
+    axis_sizes(axis_name)
     _check_cache(cache)
     batch, num_kv_heads, shard_len, head_dim = cache.key.shape
     new = checks.array("key", key).shape[1] if key.ndim == 4 else "new"
@@ -101,7 +100,7 @@ def decode(
         ValueError: If a value or shape is wrong, or there is no such mesh axis.
         NotImplementedError: As for :func:`alibi_jax.parallel.attention`.
     """
-    num_shards, head_shards = axis_size(axis_name), 1 if head_axis is None else axis_size(head_axis, "head_axis")
+    num_shards, head_shards = axis_sizes(axis_name, head_axis)
     _check_cache(cache)
     check_implementation(implementation)
     if checks.array("query", query).ndim != 4:
@@ -139,7 +138,7 @@ def decode(
         sees &= nearest <= window_size
 
     def attend(operands: Any) -> tuple[jax.Array, jax.Array]:
-        return part_forward(rules, operands, implementation)
+        return forward(rules, operands, implementation, with_log_sum_exps=True)
 
     def skip(operands: Any) -> tuple[jax.Array, jax.Array]:
         kinds = jax.eval_shape(attend, operands)

@@ -73,10 +73,14 @@ class Halo:
         """Tokens of the head that sends the most."""
         return max(self.tokens)
 
+    @property
+    def tokens_sent(self) -> slice:
+        """The tokens of a chunk that any head sends."""
+        return slice(-self.length, None) if self.is_past else slice(0, self.length)
+
     def cut(self, array: jax.Array) -> jax.Array:
         """Return the part of ``[..., chunk_len, heads, features]`` that is unpacked of all heads."""
-        ends = array[..., -self.length :, :, :] if self.is_past else array[..., : self.length, :, :]
-        return take(ends, self.heads, -2)
+        return take(array[..., self.tokens_sent, :, :], self.heads, -2)
 
     def pack(self, array: jax.Array) -> jax.Array:
         """Pack what is unpacked."""
@@ -88,13 +92,11 @@ class Halo:
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-2)
 
     def unpack(self, array: jax.Array, filling: str = "edge") -> jax.Array:
-        """Unpack what is packed.
+        """Unpack what is packed, with something else where a head sends fewer tokens than others.
 
-        Args:
-            array: What is packed.
-            filling: What stands where a head sends fewer tokens than others. ``"edge"``: the farthest one that it
-                sends. It lies beyond the horizon there, and its scores are those of a key, so that it weighs nothing;
-                zeros might score more than all keys. ``"constant"``: zeros.
+        That is zeros with ``filling="constant"``. With ``"edge"`` it is the farthest token that the head sends: it lies
+        beyond the horizon there, and its scores are those of a key, so that it weighs nothing; zeros might score more
+        than all keys.
         """
         parts, start = [], 0
         for first, stop, tokens in self._runs():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +13,8 @@ from alibi_core import Hop
 from alibi_jax._call import Operands
 from alibi_jax._compatible import varying_alike
 from alibi_jax.parallel._exchange import Halo, exchange
-from alibi_jax.parallel._reach import Measured, largest_anywhere, lower_bounds, needed_tokens
-from alibi_jax.parallel._ring import Arrived, Part, Ring, Sums, add, arrived_part, own_part, start
+from alibi_jax.parallel._reach import Measured, largest_anywhere, needed_tokens
+from alibi_jax.parallel._ring import Arrived, Part, Ring, Sums, add, arrived_part, attended, own_part
 
 
 class Taken(NamedTuple):
@@ -25,7 +26,7 @@ class Taken(NamedTuple):
 
 def forward(ring: Ring, local: Operands) -> tuple[Sums, Taken]:
     """Return attention to all keys, and which way it went: along the plan, unless data prove to need more."""
-    sums, plan = start(ring, own_part(ring, local)), ring.plan
+    sums, plan = attended(ring, own_part(ring, local)), ring.plan
     taken = Taken(jnp.asarray(plan is not None), jnp.zeros(2, jnp.int32))
     if ring.shards.num_chunks == 1:
         return sums, taken
@@ -33,7 +34,7 @@ def forward(ring: Ring, local: Operands) -> tuple[Sums, Taken]:
     hops = () if plan is None else plan.hops
     sent = {hop.distance: made(ring, local, hop) for hop in hops if abs(hop.distance) == 1}
     measured = Measured.of(ring, local)
-    lower = lower_bounds(sums.log_sum_exps, measured)
+    lower = measured.lower(sums.log_sum_exps)
     if plan is not None and plan.is_complete:
         return _by_plan(ring, local, sums, lower, sent), taken
     needed = needed_tokens(ring, local, sums.log_sum_exps, measured)
@@ -43,14 +44,11 @@ def forward(ring: Ring, local: Operands) -> tuple[Sums, Taken]:
     covered = jnp.asarray([plan.covered(1), plan.covered(-1)], jnp.int32)
     follows = largest_anywhere(ring, jnp.max(needed - covered)) <= 0
 
-    def planned(local: Operands, sums: Sums, lower: jax.Array, sent: Any) -> Sums:
-        return _by_plan(ring, local, sums, lower, sent)
-
     def looped(local: Operands, sums: Sums, lower: jax.Array, sent: Any) -> Sums:
         with jax.named_scope("alibi_fallback"):
             return _by_loop(ring, local, sums, lower, taken.hops)
 
-    sums = lax.cond(follows, planned, looped, *varying_alike((local, sums, lower, sent)))
+    sums = lax.cond(follows, partial(_by_plan, ring), looped, *varying_alike((local, sums, lower, sent)))
     return sums, taken._replace(follows_plan=follows)
 
 
@@ -63,8 +61,7 @@ def made(ring: Ring, local: Operands, hop: Hop) -> Arrived:
         arrived = halo.unpack(exchange(ring.shards, ring.axis_name, packed, hop.distance))
         ids = local.q_segment_ids
         if ids is not None:
-            ids = ids[:, -halo.length :] if halo.is_past else ids[:, : halo.length]
-            ids = exchange(ring.shards, ring.axis_name, ring.by_slot(ids), hop.distance)
+            ids = exchange(ring.shards, ring.axis_name, ring.by_slot(ids[:, halo.tokens_sent]), hop.distance)
     return Arrived(arrived, ids)
 
 
@@ -76,29 +73,22 @@ def _by_plan(ring: Ring, local: Operands, sums: Sums, lower: jax.Array, sent: di
 
 
 def part_of_hop(ring: Ring, local: Operands, hop: Hop, arrived: Arrived, lower: jax.Array) -> Part:
-    heads = tuple(head for head, tokens in enumerate(hop.tokens) if tokens)
-    count, is_past = len(ring.plan.hops), hop.distance > 0
-    return arrived_part(ring, local, count, arrived, hop.distance, heads, lower, is_past=is_past)
+    heads, is_past = Halo(hop.tokens, hop.distance > 0).heads, hop.distance > 0
+    return arrived_part(ring, local, len(ring.plan.hops), arrived, hop.distance, heads, lower, is_past=is_past)
 
 
-class Travelling(NamedTuple):
-    """What goes round in a loop: whole chunks of all heads."""
-
-    tensors: jax.Array  # [slots, batch, chunk_len, num_kv_heads, 2 * head_dim]: keys and values
-    ids: jax.Array | None  # [slots, batch, chunk_len]
-    gradients: jax.Array | None = None  # as tensors, working dtype
+# --- In a loop, whole chunks of all heads go round ------------------------------------------------------------------
 
 
 def _by_loop(ring: Ring, local: Operands, sums: Sums, lower: jax.Array, hops: jax.Array) -> Sums:
     for sign in signs(ring):
 
         def step(hop: jax.Array, state: Any, sign: int = sign) -> Any:
-            travelling, sums = state
-            travelling = sent_on(ring, travelling, sign)
-            return travelling, add(ring, sums, part_of_loop(ring, local, travelling, sign * (hop + 1), lower, sign))
+            arrived, part = next_of_loop(ring, local, state[0], sign * (hop + 1), lower, sign)
+            return arrived, add(ring, state[1], part)
 
         # All that goes round varies over all that anything varies over.
-        state = varying_alike((travelling_of(ring, local), sums, local))[:2]
+        state = varying_alike((travelling(ring, local), sums, local))[:2]
         sums = lax.fori_loop(0, hops[0 if sign > 0 else 1], step, state)[1]
     return sums
 
@@ -107,20 +97,18 @@ def signs(ring: Ring) -> tuple[int, ...]:
     return (1,) if ring.rules.is_causal else (1, -1)
 
 
-def travelling_of(ring: Ring, local: Operands) -> Travelling:
+def travelling(ring: Ring, local: Operands) -> Arrived:
+    """Return what goes round, where it starts."""
     tensors = ring.by_slot(jnp.concatenate([local.key, local.value], axis=-1))
-    return Travelling(tensors, None if local.q_segment_ids is None else ring.by_slot(local.q_segment_ids))
+    return Arrived(tensors, None if local.q_segment_ids is None else ring.by_slot(local.q_segment_ids))
 
 
-def sent_on(ring: Ring, travelling: Travelling, sign: int) -> Travelling:
-    """Send all on by one chunk, round and round, so that nothing that is to return falls off."""
+def next_of_loop(
+    ring: Ring, local: Operands, arrived: Arrived, distance: jax.Array, lower: jax.Array, sign: int
+) -> tuple[Arrived, Part]:
+    """Send all on by one chunk, round and round, so that nothing that is to return falls off, and return the part."""
     with jax.named_scope("alibi_ring"):
-        return jax.tree.map(lambda x: exchange(ring.shards, ring.axis_name, x, sign, cyclic=True), travelling)
-
-
-def part_of_loop(
-    ring: Ring, local: Operands, travelling: Travelling, distance: jax.Array, lower: jax.Array, sign: int
-) -> Part:
+        arrived = jax.tree.map(lambda x: exchange(ring.shards, ring.axis_name, x, sign, cyclic=True), arrived)
     heads = tuple(range(local.key.shape[2]))
-    arrived, count = Arrived(travelling.tensors, travelling.ids), ring.shards.num_chunks
-    return arrived_part(ring, local, count, arrived, distance, heads, lower, is_past=sign > 0)
+    count = ring.shards.num_chunks
+    return arrived, arrived_part(ring, local, count, arrived, distance, heads, lower, is_past=sign > 0)

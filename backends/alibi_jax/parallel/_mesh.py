@@ -71,12 +71,10 @@ def sharded_attention(
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     axes = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
-    sizes = {
-        name: _axis_size(mesh, name, axis) for name, axis in axes.items() if axis is not None or name == "axis_name"
-    }
-    named = [axis for axis in axes.values() if axis is not None]
-    if len(set(named)) < len(named):
-        raise ValueError(f"axis_name, batch_axis and head_axis must differ, got {', '.join(map(repr, named))}")
+    axes = {name: axis for name, axis in axes.items() if axis is not None or name == "axis_name"}
+    sizes = {name: _axis_size(mesh, name, axis) for name, axis in axes.items()}
+    if len(set(axes.values())) < len(axes):
+        raise ValueError(f"axis_name, batch_axis and head_axis must differ, got {', '.join(map(repr, axes.values()))}")
     arrays = dict(zip(TENSORS, (query, key, value), strict=True))
     for name, array in (arrays | {"segment_ids": segment_ids}).items():
         if array is not None:
@@ -128,13 +126,11 @@ def sharded_attention(
     in_specs = ([spec] * 3, None if ids is None else Spec(batch_axis, axis_name), {name: Spec() for name in traced})
     attend = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=spec)
     inputs = ([padded(x) for x in arrays.values()], ids, traced)
-    if AxisType.Explicit not in mesh.axis_types:
-        result = attend(*inputs)
-        return result[:, :tokens] if missing else result
-    # Here nothing moves that is not told to.
-    inputs = jax.tree.map(lambda x, to: jax.sharding.reshard(x, NamedSharding(mesh, to)), inputs, in_specs)
+    is_explicit = AxisType.Explicit in mesh.axis_types  # here nothing moves that is not told to
+    if is_explicit:
+        inputs = jax.tree.map(lambda x, to: jax.sharding.reshard(x, NamedSharding(mesh, to)), inputs, in_specs)
     result = attend(*inputs)
-    if missing:
+    if missing and is_explicit:
         result = jax.sharding.reshard(result, NamedSharding(mesh, Spec(batch_axis, None, head_axis)))
     return result[:, :tokens] if missing else result
 

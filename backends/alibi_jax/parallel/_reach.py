@@ -12,7 +12,7 @@ from alibi_core.backend import score_rounding, tokens_beyond
 from alibi_jax._call import Operands, norm_bounds
 from alibi_jax._compatible import varying_over
 from alibi_jax._tiled import materialised
-from alibi_jax.parallel._ring import Ring, key_sizes
+from alibi_jax.parallel._ring import Ring
 
 
 class Measured(NamedTuple):
@@ -26,29 +26,35 @@ class Measured(NamedTuple):
     def of(cls, ring: Ring, local: Operands) -> Measured:
         """Measure them. All devices along the sequence have to take part."""
         group = local.query.shape[2] // local.key.shape[2]
-        centre, *sizes = key_sizes(ring, local)
-        centred, plain = (jnp.repeat(x, group, axis=1)[..., None] for x in sizes)
-        query = local.query.astype(local.slopes.dtype)
-        centre = materialised(jnp.repeat(centre, group, axis=1))
-        shift = jnp.einsum("bqhd,bhd->bhq", query, centre, precision="highest")
+        dtype = local.slopes.dtype
+        keys = ring.by_slot(local.key.astype(dtype))  # [slots, batch, chunk_len, num_kv_heads, head_dim]
+        # About the mean, which softmax does not notice. Padding is zeros, which are no part of the sum, but may be far
+        # from the centre.
+        centre = lax.psum(jnp.sum(keys, axis=(0, 2)), ring.axis_name) / ring.shards.length
+        tokens = ring.is_token(ring.chunks())[:, None, :, None]
+        largest = [jnp.max(jnp.where(tokens, norm_bounds(x), 0), axis=(0, 2)) for x in (keys - centre[:, None], keys)]
+        sizes = centre, *lax.pmax(jnp.stack(largest), ring.axis_name)
+        by_entry = (jnp.tile(x, (ring.shards.slots, *(1,) * (x.ndim - 1))) for x in sizes)
+        centre, centred, plain = (jnp.repeat(x, group, axis=1) for x in by_entry)
+        query = local.query.astype(dtype)
+        shift = jnp.einsum("bqhd,bhd->bhq", query, materialised(centre), precision="highest")
         norms = jnp.swapaxes(norm_bounds(query), 1, 2) * abs(ring.rules.scale)
         rounding = score_rounding(query.shape[-1])
-        return cls(norms * centred * (1 + rounding), shift * ring.rules.scale, norms * plain * 2 * rounding)
+        return cls(
+            norms * centred[..., None] * (1 + rounding),
+            shift * ring.rules.scale,
+            norms * plain[..., None] * 2 * rounding,
+        )
 
-
-def lower_bounds(log_sum_exps: jax.Array, measured: Measured) -> jax.Array:
-    """Return what log-sum-exps are at least, given those of some of the keys."""
-    return log_sum_exps - measured.margin
+    def lower(self, log_sum_exps: jax.Array) -> jax.Array:
+        """Return what log-sum-exps are at least, given those of some of the keys."""
+        return log_sum_exps - self.margin
 
 
 def needed_tokens(ring: Ring, local: Operands, log_sum_exps: jax.Array, measured: Measured) -> jax.Array:
     """Return how many tokens before each of this device's chunks its queries need, and after: int32.
 
-    Args:
-        ring: The setup.
-        local: From :func:`alibi_jax.parallel._ring.local_operands`.
-        log_sum_exps: ``[slots * batch, num_heads, chunk_len]``: of each chunk's own keys.
-        measured: From :meth:`Measured.of`.
+    Log-sum-exps are those of each chunk's own keys.
 
     Returns:
         ``[2, num_kv_heads]``: before and after, of the chunk and batch entry that needs the most.
@@ -57,7 +63,7 @@ def needed_tokens(ring: Ring, local: Operands, log_sum_exps: jax.Array, measured
     chunks = ring.chunks()
     index = jnp.arange(size, dtype=jnp.int32)
     tokens = ring.is_token(chunks)[:, None, None]  # [slots, 1 (batch), 1 (heads), chunk_len]
-    excess = measured.bound - (lower_bounds(log_sum_exps, measured) - measured.shift)
+    excess = measured.bound - (measured.lower(log_sum_exps) - measured.shift)
     # What cannot be bounded may exceed everything.
     excess = jnp.where(jnp.abs(excess) < jnp.inf, excess, jnp.asarray(jnp.inf, excess.dtype))
     future = local.slopes if local.future_slopes is None else local.future_slopes

@@ -12,10 +12,9 @@ from jax import lax
 
 from alibi_core import ShardPlan, Shards
 from alibi_core.backend import HALO_SHARE
-from alibi_jax._call import Operands, Rules, norm_bounds
-from alibi_jax._dispatch import Implementation
+from alibi_jax._call import Operands, Rules
+from alibi_jax._dispatch import Implementation, backward, forward
 from alibi_jax.parallel._exchange import take
-from alibi_jax.parallel._part import part_backward, part_forward
 
 OWN_SHARE = 0.5  # of what tiles may leave out: for a chunk's own keys, the rest for those that arrive
 
@@ -77,10 +76,11 @@ class Sums(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """What a hop brings."""
+    """What comes from other chunks."""
 
     tensors: jax.Array  # [slots, batch, tokens, heads, 2 * head_dim]: keys and values
     ids: jax.Array | None  # [slots, batch, tokens]: their segments; None if there are none
+    gradients: jax.Array | None = None  # as tensors, working dtype: what they have got so far, if it goes with them
 
 
 class Part(NamedTuple):
@@ -127,15 +127,15 @@ def arrived_part(
     *,
     is_past: bool,
 ) -> Part:
-    """Return the part that keys make which have arrived.
+    """Return the part of keys that have arrived: the last tokens of chunks before, or the first of chunks after.
 
     Args:
         ring: The setup.
         local: From :func:`local_operands`.
         parts: How many of this kind there may be.
-        arrived: Keys and values of these heads, the last tokens of chunks before, or the first of chunks after.
+        arrived: Keys and values.
         distance: How many chunks before; negative for after. May be traced.
-        heads: Key/value heads.
+        heads: Their key/value heads.
         lower: ``[slots * batch, num_heads, chunk_len]``: bounds of log-sum-exps.
         is_past: Whether the distance is positive.
     """
@@ -170,75 +170,37 @@ def arrived_part(
     return Part(rules, operands, rows, q_heads)
 
 
-def start(ring: Ring, part: Part) -> Sums:
-    """Return attention to the first part."""
-    result, sums = part_forward(part.rules, part.operands, ring.implementation)
-    return Sums(result, jnp.where(part.rows, sums, -jnp.inf))
+def attended(ring: Ring, part: Part) -> Sums:
+    """Return attention to a part alone."""
+    result, logs = forward(part.rules, part.operands, ring.implementation, with_log_sum_exps=True)
+    return Sums(result, jnp.where(part.rows, logs, -jnp.inf))
 
 
 def add(ring: Ring, sums: Sums, part: Part) -> Sums:
     """Return attention to the keys so far and to those of another part."""
-    result, logs = part_forward(part.rules, part.operands, ring.implementation)
-    logs = jnp.where(part.rows, logs, -jnp.inf)
-    before = Sums(take(sums.result, part.heads, 2), take(sums.log_sum_exps, part.heads, 1))
-    merged = merge(before, Sums(result, logs))
-    return Sums(
-        put(sums.result, merged.result, part.heads, 2), put(sums.log_sum_exps, merged.log_sum_exps, part.heads, 1)
-    )
-
-
-def merge(one: Sums, other: Sums) -> Sums:
-    """Return attention to the keys of both."""
-    highest = jnp.maximum(one.log_sum_exps, other.log_sum_exps)
+    both = Sums(take(sums.result, part.heads, 2), take(sums.log_sum_exps, part.heads, 1)), attended(ring, part)
+    highest = jnp.maximum(*(x.log_sum_exps for x in both))
     highest = jnp.where(jnp.isneginf(highest), 0, highest)
-    weights = [jnp.exp(x.log_sum_exps - highest) for x in (one, other)]
+    weights = [jnp.exp(x.log_sum_exps - highest) for x in both]
     total = weights[0] + weights[1]
     shares = [jnp.swapaxes(x / jnp.where(total == 0, 1, total), 1, 2)[..., None] for x in weights]
-    return Sums(one.result * shares[0] + other.result * shares[1], highest + jnp.log(total))
+    merged = both[0].result * shares[0] + both[1].result * shares[1]
+    logs = highest + jnp.log(total)
+    return Sums(put(sums.result, merged, part.heads, 2), put(sums.log_sum_exps, logs, part.heads, 1))
 
 
-def gradients(
-    ring: Ring, part: Part, result: jax.Array, log_sum_exps: jax.Array, cotangent: jax.Array, slopes_too: bool
-) -> tuple[jax.Array | None, ...]:
-    """Return what a part adds to the gradients of its own operands; see :func:`part_backward`.
-
-    Args:
-        ring: The setup.
-        part: The part.
-        result: ``[slots * batch, chunk_len, num_heads, head_dim]``: of all heads and all parts.
-        log_sum_exps: ``[slots * batch, num_heads, chunk_len]``: likewise.
-        cotangent: As the result.
-        slopes_too: Whether gradients of slopes are asked for.
-    """
-    logs = take(log_sum_exps, part.heads, 1)
+def gradients(ring: Ring, part: Part, sums: Sums, cotangent: jax.Array, slopes_too: bool) -> tuple[Any, ...]:
+    """Return what a part adds to the gradients of its own operands, of the attention ``sums`` to all parts."""
+    logs = take(sums.log_sum_exps, part.heads, 1)
     logs = jnp.where(part.rows & ~jnp.isneginf(logs), logs, jnp.inf)
-    rows = (take(x, part.heads, 2) for x in (result, cotangent))
-    return part_backward(
-        part.rules, part.operands, next(rows), logs, next(rows), ring.implementation, slopes_too=slopes_too
-    )
+    rows = (take(x, part.heads, 2) for x in (sums.result, cotangent))
+    arguments = next(rows), logs, next(rows), ring.implementation
+    return backward(part.rules, part.operands, *arguments, slopes_too=slopes_too)
 
 
 def put(array: jax.Array, part: jax.Array, index: tuple[int, ...], axis: int) -> jax.Array:
     """Return an array with other elements at some places along an axis."""
     if len(index) == array.shape[axis]:
         return part
-    return array.at[(slice(None),) * axis + (np.asarray(index),)].set(
-        part, indices_are_sorted=True, unique_indices=True
-    )
-
-
-def key_sizes(ring: Ring, local: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return what is known of all keys of the sequence, for each entry and key/value head.
-
-    Returns:
-        centre: ``[slots * batch, num_kv_heads, head_dim]``: their mean, about, which softmax does not notice.
-        centred: ``[slots * batch, num_kv_heads]``: the largest norm of a key less the centre.
-        plain: Likewise, of a key as it is.
-    """
-    keys = ring.by_slot(local.key.astype(local.slopes.dtype))  # [slots, batch, chunk_len, num_kv_heads, head_dim]
-    # Padding is zeros, which are no part of the sum, but may be far from the centre.
-    centre = lax.psum(jnp.sum(keys, axis=(0, 2)), ring.axis_name) / ring.shards.length
-    tokens = ring.is_token(ring.chunks())[:, None, :, None]
-    largest = [jnp.max(jnp.where(tokens, norm_bounds(x), 0), axis=(0, 2)) for x in (keys - centre[:, None], keys)]
-    centred, plain = lax.pmax(jnp.stack(largest), ring.axis_name)
-    return tuple(jnp.tile(x, (ring.shards.slots, *(1,) * (x.ndim - 1))) for x in (centre, centred, plain))
+    places = (slice(None),) * axis + (np.asarray(index),)
+    return array.at[places].set(part, indices_are_sorted=True, unique_indices=True)
