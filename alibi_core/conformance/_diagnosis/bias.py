@@ -34,7 +34,9 @@ BIAS = (
         "The bias is in key-only form, slope * (j - (kv_len - 1)). " + _KEY_ONLY.format("mpt"),
         {"distance": ("centred key only", 0)},
     ),
-    Departure("positive bias", "The bias is positive: slope * distance must be subtracted.", {"factor": -1.0}),
+    Departure(
+        "positive bias", "The bias is positive: slope * distance must be subtracted.", {"factor": "negated bias"}
+    ),
     Departure(
         "distance one more", "Distances count one token too many: the own key's is 0.", {"distance": ("one more", 0)}
     ),

@@ -194,7 +194,7 @@ def _hidden_again(observation: Any) -> Any:
 def base_reading(contract: str, dtype: str, *, has_slopes: bool) -> Reading:
     """Return how an adapter of this contract should be read: those that are given slopes are given all of it."""
     if contract == "bloom" and dtype in ("bfloat16", "float16") and not has_slopes:
-        return Reading(rounding=("key bias", dtype))
+        return Reading(rounding=("key-only bias", dtype))
     if contract == "falcon" and not has_slopes:
         return Reading(slope_dtype="bfloat16", rounding=("falcon", "bfloat16"), factor="bias scaled")
     return Reading()
