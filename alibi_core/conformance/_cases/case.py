@@ -63,13 +63,13 @@ class Case:
     """One attention problem: the sizes, the form, and a seed for the values."""
 
     sizes: Sizes
-    form: str
-    q_offset: int | None  # None for the default, FAR for one far beyond the keys, PER_BATCH for an array of several
-    window_size: int | None
-    packing: str | None
-    masking: str | None
-    slopes_per_batch: bool
-    seed: int
+    form: str = "causal"
+    q_offset: int | None = None  # None for the default, FAR for far beyond the keys, PER_BATCH for an array of several
+    window_size: int | None = None
+    packing: str | None = None
+    masking: str | None = None
+    slopes_per_batch: bool = False
+    seed: int = 0
     data: str = "normal"  # or the name of one of DATA, with slopes from steep to none
     scaling: float | None = None  # the scale, where it is not the default
     cotangent: str = "random"  # or another of COTANGENTS
@@ -94,7 +94,7 @@ class Case:
         return ", ".join([*words, f"seed {self.seed}"])
 
     def with_tensors(self, **tensors: Values) -> Case:
-        """Return the case with other queries, keys or values, whatever their lengths."""
+        """Return the case with other queries, keys or values, whatever their lengths, and arguments for those."""
         arrays = self.arrays | tensors
         lengths = arrays["query"].shape[2], arrays["key"].shape[2]
         case = dataclasses.replace(self, sizes=dataclasses.replace(self.sizes, lengths=lengths))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from alibi_core._slopes import slope_values
 from alibi_core.conformance._cases import UNIT_ROUNDOFF, Answer
 from alibi_core.conformance._diagnosis._departures import ATTENTION, Departure
-from alibi_core.conformance._diagnosis._observations import Observation, conditions_of, filled, make_case, sized
+from alibi_core.conformance._diagnosis._observations import Observation, make_case, sized
 from alibi_core.conformance._diagnosis._readings import Reading
 from alibi_core.conformance._trial import Caller, CallError
 
@@ -80,22 +81,16 @@ def observed_biases(caller: Caller, features: frozenset[str]) -> Iterator[BiasOb
     """Ask for biases and yield what came of it."""
     offer = caller.offer
     forms = ["causal", "symmetric"] if "symmetric" in features else ["causal"]
-    for form in forms:
-        for lengths in SHAPES:
-            if lengths[0] != lengths[1] and "lengths" not in features:
-                continue
-            shown = min(lengths[0], 8)
-            sizes = sized(lengths, num_heads=12, batch=1, head_dim=max(lengths))
-            case = make_case(offer, sizes, form=form, one_hot=True)
-            slopes = np.asarray(slope_values(case.num_heads, contract=offer.contract))
-            case = filled(case, case.arrays | {"slopes": slopes}, case.arguments)
-            try:
-                bias = caller.bias(case.num_heads, *lengths, form == "causal")
-            except CallError:
-                continue
-            rows = (lengths[0] - shown, shown)
-            results = {"bias": bias[None, :, -shown:]}
-            yield BiasObservation(case, results, offer.dtype, 0.0, conditions_of(case), rows)
+    for form, lengths in itertools.product(forms, SHAPES):
+        if lengths[0] != lengths[1] and "lengths" not in features:
+            continue
+        case = make_case(offer, sized(lengths, num_heads=12, batch=1, head_dim=max(lengths)), form=form, one_hot=True)
+        slopes = np.asarray(slope_values(case.num_heads, contract=offer.contract))
+        try:
+            bias = caller.bias(case.num_heads, *lengths, form == "causal")
+        except CallError:
+            continue
+        yield BiasObservation.of(caller, case.with_arrays(slopes=slopes), {"bias": bias[None]}, slice(-8, None))
 
 
 def base_bias(contract: str) -> Reading:

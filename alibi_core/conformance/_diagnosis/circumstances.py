@@ -15,15 +15,14 @@ from alibi_core.conformance._diagnosis._observations import (
     NUM_HEADS,
     STEEP,
     Observation,
+    Probe,
     as_slopes,
-    case_with_slopes,
-    filled,
-    make_case,
+    cases_of,
     observe,
 )
 from alibi_core.conformance._laws import all_gradients, large_case
 from alibi_core.conformance._report import Diagnosis
-from alibi_core.conformance._trial import Caller, CallError, DepartureError, Evidence, Trial
+from alibi_core.conformance._trial import TENSORS, Caller, CallError, DepartureError, Evidence, Trial
 
 SMALL, LARGE = 6, 8  # of an axis: no path of a kernel begins at the one, and some do beyond the other
 WIDTHS = {
@@ -34,15 +33,7 @@ WIDTHS = {
 }
 TOKENS = {"lengths": "tokens"}
 
-_WORDS = {
-    "slopes": "slopes",
-    "is_causal": "is_causal",
-    "q_offset": "q_offset",
-    "window_size": "window_size",
-    "scale": "scale",
-    "mask": "mask",
-    "future_slopes": "future_slopes",
-}
+ARGUMENTS = ("is_causal", "q_offset", "window_size", "scale", "mask", "future_slopes")
 
 
 def stale(caller: Caller, features: frozenset[str], reading: Callable[[Observation], Any]) -> list[Departure]:
@@ -80,28 +71,22 @@ def _is_right_at_first(
 
 
 def _cases(caller: Caller, features: frozenset[str], length: int) -> Iterator[Case]:
-    offer, lengths = caller.offer, (length, length)
-    plain = make_case(offer, lengths)
-    yield plain
-    if offer.has_slopes:
-        yield case_with_slopes(plain, as_slopes(*FLAT))
-        yield case_with_slopes(plain, as_slopes(*STEEP[::-1]))
-    if "symmetric" in features:
-        yield make_case(offer, lengths, form="symmetric")
-    if "asymmetric" in features:
-        yield make_case(offer, lengths, form="asymmetric", future_slopes=as_slopes(*FLAT))
-    if "offset" in features:
-        yield make_case(offer, lengths, q_offset=2)
-    if "window" in features:
-        yield make_case(offer, lengths, window_size=2)
-    if "scale" in features:
-        yield make_case(offer, lengths, scale=0.2)
-    if "mask" in features:
-        mask = np.random.default_rng(length).random((2, NUM_HEADS, length, length)) < 0.6
-        yield make_case(offer, lengths, mask=mask | np.eye(length, dtype=bool))
+    square = (length, length)
+    own = (STEEP, FLAT, STEEP[::-1]) if caller.offer.has_slopes else (STEEP,)
+    mask = np.random.default_rng(length).random((2, NUM_HEADS, *square)) < 0.6
+    probes = (
+        *(Probe("", square, {"slopes": slopes}) for slopes in own),
+        Probe("symmetric", square),
+        Probe("asymmetric", square, {"future_slopes": as_slopes(FLAT)}),
+        Probe("offset", square, {"q_offset": 2}),
+        Probe("window", square, {"window_size": 2}),
+        Probe("scale", square, {"scale": 0.2}),
+        Probe("mask", square, {"mask": mask | np.eye(length, dtype=bool)}),
+    )
+    cases = [case for case, _ in cases_of(caller.offer, features, probes)]
+    yield from cases
     rng = np.random.default_rng(1)
-    other = {name: rng.permutation(plain.arrays[name], axis=2) for name in ("query", "key", "value")}
-    yield filled(plain, plain.arrays | other, {})
+    yield cases[0].with_arrays(**{name: rng.permutation(cases[0].arrays[name], axis=2) for name in TENSORS})
 
 
 def _taken(
@@ -112,12 +97,12 @@ def _taken(
         for name, hybrid in _hybrids(case, other):
             seen = dataclasses.replace(observation, case=hybrid, _cache={})
             if seen.excess(reading(seen)) <= 1:
-                if name in ("query", "key", "value"):
+                if name in TENSORS:
                     words = f"A call of the same lengths gets the {name} of an earlier one: it is kept."
                 else:
                     words = (
-                        f"A call of the same lengths gets the {_WORDS[name]} of an earlier one: the bias, or what it "
-                        f"is made from, is kept by its lengths alone. Keep it by {_WORDS[name]} too, or not at all."
+                        f"A call of the same lengths gets the {name} of an earlier one: the bias, or what it "
+                        f"is made from, is kept by its lengths alone. Keep it by {name} too, or not at all."
                     )
                 yield Departure(f"stale {name}", words, {})
                 return
@@ -126,18 +111,19 @@ def _taken(
 def _hybrids(case: Case, other: Case) -> Iterator[tuple[str, Case]]:
     """Yield the case with one ingredient of the other, or with all that make up its bias."""
     if not np.array_equal(case.arrays["slopes"], other.arrays["slopes"]):
-        yield "slopes", case_with_slopes(case, other.arrays["slopes"])
-    for name in ("is_causal", "q_offset", "window_size", "scale", "mask", "future_slopes"):
+        yield "slopes", case.with_arrays(slopes=other.arrays["slopes"])
+    for name in ARGUMENTS:
         values = [x.arguments.get(name) for x in (case, other)]
         if not (values[0] is values[1] or np.array_equal(np.asarray(values[0]), np.asarray(values[1]))):
             names = [name, "future_slopes"] if name == "is_causal" else [name]
             arguments = {key: x for key, x in case.arguments.items() if key not in names}
             arguments |= {key: other.arguments[key] for key in names if key in other.arguments}
-            yield name, filled(case, case.arrays, arguments)
-            yield name, filled(case, case.arrays | {"slopes": other.arrays["slopes"]}, arguments)
-    for name in ("query", "key", "value"):
+            hybrid = case.with_arguments(case.form, arguments)
+            yield name, hybrid
+            yield name, hybrid.with_arrays(slopes=other.arrays["slopes"])
+    for name in TENSORS:
         if not np.array_equal(case.arrays[name], other.arrays[name]):
-            yield name, filled(case, case.arrays | {name: other.arrays[name]}, case.arguments)
+            yield name, case.with_arrays(**{name: other.arrays[name]})
 
 
 def beyond_sizes(

@@ -15,7 +15,6 @@ from alibi_core.conformance._diagnosis._observations import (
     LATE_ROWS,
     STEEP,
     Observation,
-    filled,
     make_case,
     sized,
 )
@@ -36,14 +35,11 @@ DECODING = (
 def decoding_case(caller: Caller, *, group: int = 1, seed: int = 0, flat: bool = False, one_hot: bool = False) -> Case:
     """Return a whole sequence; those with a seed are of other lengths."""
     length = sum(MIXED_STEPS if seed else STEPS)
-    case = make_case(
-        caller.offer, sized((length, length), group=group), slopes=FLAT if flat else STEEP, one_hot=one_hot
-    )
+    sizes, slopes = sized((length, length), group=group), FLAT if flat else STEEP
+    case = make_case(caller.offer, sizes, slopes=slopes, one_hot=one_hot)
     rng = np.random.default_rng(seed)
-    tensors = case.arrays
-    if not one_hot:
-        tensors = tensors | {name: rng.permutation(tensors[name], axis=2) for name in TENSORS}
-    return filled(case, tensors, {})
+    tensors = {} if one_hot else {name: rng.permutation(case.arrays[name], axis=2) for name in TENSORS}
+    return case.with_arrays(**tensors)
 
 
 def decoded(caller: Caller, case: Case, steps: Sequence[int] = STEPS) -> list[Observation]:
@@ -63,25 +59,18 @@ def decoded(caller: Caller, case: Case, steps: Sequence[int] = STEPS) -> list[Ob
 
 
 def _observed(caller: Caller, case: Case, start: int, end: int, output: Any) -> Observation:
-    arrays = case.arrays | {name: case.arrays[name][:, :, :end] for name in ("key", "value")}
-    part = filled(case, arrays | {"query": case.arrays["query"][:, :, start:end]}, {})
-    shown = min(end - start, LATE_ROWS)
+    parts = {"query": slice(start, end), "key": slice(end), "value": slice(end)}
+    part = case.with_arrays(**{name: case.arrays[name][:, :, rows] for name, rows in parts.items()})
     conditions = {"grouped"} if case.sizes.group > 1 else set()
-    if start == 0:
-        conditions |= {"prefill"}
-    else:
-        conditions |= {"decoding", "single steps" if end - start == 1 else "chunks"}
-    offer = caller.offer
-    rows = None if shown == end - start else (end - start - shown, shown)
-    results = {"output": output[:, :, -shown:]}
-    return Observation(part, results, offer.dtype, offer.tolerance, frozenset(conditions), rows)
+    conditions |= {"decoding", "single steps" if end - start == 1 else "chunks"} if start else {"prefill"}
+    return Observation.of(caller, part, {"output": output}, slice(-LATE_ROWS, None), frozenset(conditions))
 
 
 def observations(caller: Caller, features: frozenset[str]) -> list[Observation]:
     """Decode sequences and return what came of all steps, the plainest first."""
     case = decoding_case(caller)
     found = decoded(caller, decoding_case(caller, one_hot=True)) + decoded(caller, case)
-    large = filled(case, case.arrays | {"query": 60 * case.arrays["query"]}, {})
+    large = case.with_arrays(query=60 * case.arrays["query"])
     found += decoded(caller, large)  # scores of which rounding leaves much
     found += decoded(caller, case, (1, 1, 1, 1, 1, 1, 1, 1)) + decoded(caller, case, (2, 3, 3))
     if "grouped" in features:
@@ -158,8 +147,7 @@ def _all_explained(found: list[Observation], reading: Any) -> bool:
 
 def replace_arrays(observation: Observation, **arrays: Any) -> Observation:
     """Return the observation as that of a case with other arrays."""
-    case = filled(observation.case, observation.case.arrays | arrays, observation.case.arguments)
-    return replace(observation, case=case, _cache={})
+    return replace(observation, case=observation.case.with_arrays(**arrays), _cache={})
 
 
 def _with_keys_of(observation: Observation, other: Observation) -> Observation:

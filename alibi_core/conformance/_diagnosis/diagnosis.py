@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from alibi_core.conformance._adapter import Offer
 from alibi_core.conformance._cases import UNIT_ROUNDOFF
 from alibi_core.conformance._diagnosis import _departures
 from alibi_core.conformance._diagnosis import bias as _bias
@@ -16,17 +17,19 @@ from alibi_core.conformance._diagnosis import decoding as _decoding
 from alibi_core.conformance._diagnosis import gradients as _gradients
 from alibi_core.conformance._diagnosis._departures import FAR_AWAY, FORWARD_RIGHT, GRADIENTS, Departure
 from alibi_core.conformance._diagnosis._observations import (
+    LONG_ROWS,
+    SHORT,
+    SQUARE,
     Observation,
-    long_probes,
+    cases_of,
     make_case,
     observe,
     observed_failures,
-    short_probes,
 )
-from alibi_core.conformance._diagnosis._readings import Reading
+from alibi_core.conformance._diagnosis._readings import GradientReading, Reading
 from alibi_core.conformance._diagnosis.circumstances import TOKENS, WIDTHS, beyond_sizes, stale
 from alibi_core.conformance._diagnosis.measure import described, estimates, like_rounding
-from alibi_core.conformance._diagnosis.search import Search, contract_that_explains, rounded_scores
+from alibi_core.conformance._diagnosis.search import LOW, Search, contract_that_explains, rounded_scores
 from alibi_core.conformance._diagnosis.slopes import diagnose_slopes
 from alibi_core.conformance._report import Diagnosis
 from alibi_core.conformance._trial import Caller, Evidence
@@ -86,10 +89,10 @@ def _of_attention(caller: Caller, features: frozenset[str], failures: Sequence[E
         return [Diagnosis("not repeatable", "The same call gives different results: something is drawn, or never set.")]
     if failures and (beyond := beyond_sizes(caller, "attention", features, failures, WIDTHS)):
         return beyond
-    observations = _made(observe(caller, case) for case in short_probes(offer, features))
-    observations += _made(observe(caller, case, rows) for case, rows in long_probes(offer, features))
-    found = list(observed_failures(failures, offer.dtype, offer.tolerance))[:MOST_FAILURES]
-    base = base_reading(offer.contract, offer.dtype, has_slopes=offer.has_slopes)
+    cases = cases_of(offer, features, (*SHORT, *LONG_ROWS))
+    observations = _made(observe(caller, case, rows) for case, rows in cases)
+    found = list(observed_failures(failures, caller))[:MOST_FAILURES]
+    base = base_reading(offer)
     kept = stale(caller, features, lambda _: base)
     if kept:
         observations = list(_of_lengths_of_their_own(observations))
@@ -110,7 +113,7 @@ def _of_attention(caller: Caller, features: frozenset[str], failures: Sequence[E
 
 def _is_repeatable(caller: Caller) -> bool:
     """Return whether equal calls have equal results, at least nearly: sums may be in another order."""
-    found = _made(observe(caller, make_case(caller.offer)) for _ in range(2))
+    found = _made(observe(caller, make_case(caller.offer, SQUARE)) for _ in range(2))
     if len(found) < 2:
         return True
     one, other = (x.results["output"] for x in found)
@@ -129,14 +132,14 @@ def _of_lengths_of_their_own(observations: Iterable[Observation]) -> Iterator[Ob
 
 def _of_gradients(caller: Caller, features: frozenset[str], failures: Sequence[Evidence]) -> list[Diagnosis]:
     offer = caller.offer
-    base = _gradients.base_gradients(offer.contract, offer.dtype, has_slopes=offer.has_slopes)
+    base = base_reading(offer, GradientReading)
     if failures and (found := _gradients.circumstances(caller, failures, base)):
         return found
     if failures and (found := beyond_sizes(caller, "attention_grad", features, failures, WIDTHS)):
         return found
-    cases = _gradients.gradient_probes(caller, features)
+    cases = cases_of(offer, features, _gradients.PROBES)
     has_slopes = "slope_gradients" in features
-    observations = _made(_gradients.observe_gradients(caller, x, slopes=has_slopes) for x in cases)
+    observations = _made(_gradients.observe_gradients(caller, x, slopes=has_slopes) for x, _ in cases)
     search = Search(GRADIENTS, base, _no_estimates, time.thread_time() + SECONDS)
     if not contract_that_explains(search, observations, _departures.CONTRACTS):
         search.run(observations)
@@ -155,8 +158,7 @@ def _of_gradients(caller: Caller, features: frozenset[str], failures: Sequence[E
 
 
 def _of_decoding(caller: Caller, features: frozenset[str], failures: Sequence[Evidence]) -> list[Diagnosis]:
-    offer = caller.offer
-    base = base_reading(offer.contract, offer.dtype, has_slopes=offer.has_slopes)
+    base = base_reading(caller.offer)
     mixed = _decoding.mixed_up(caller, lambda _: base)
     if mixed:  # then no other sequence tells anything
         return _told(mixed)
@@ -191,13 +193,13 @@ def _hidden_again(observation: Any) -> Any:
     return dataclasses.replace(observation, results=results, _cache={})
 
 
-def base_reading(contract: str, dtype: str, *, has_slopes: bool) -> Reading:
-    """Return how an adapter of this contract should be read: those that are given slopes are given all of it."""
-    if contract == "bloom" and dtype in ("bfloat16", "float16") and not has_slopes:
-        return Reading(rounding=("key-only bias", dtype))
-    if contract == "falcon" and not has_slopes:
-        return Reading(slope_dtype="bfloat16", rounding=("falcon", "bfloat16"), factor="bias scaled")
-    return Reading()
+def base_reading(offer: Offer, reading: type[Reading] = Reading) -> Any:
+    """Return how an adapter should be read: those that are given slopes are given all of their contract."""
+    if offer.contract == "falcon" and not offer.has_slopes:
+        return reading(slope_dtype="bfloat16", rounding=("falcon", "bfloat16"), factor="bias scaled")
+    if offer.contract == "bloom" and not offer.has_slopes and offer.dtype in LOW:
+        return reading(rounding=("key-only bias", offer.dtype))
+    return reading()
 
 
 def told(search: Search, *, silent: bool = False) -> list[Diagnosis]:

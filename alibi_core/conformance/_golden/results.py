@@ -172,15 +172,6 @@ def _problem(case: StoredCase) -> Case:
     arguments |= {name: inputs[name] for name in ("future_slopes", "mask") if name in inputs}
     arrays = {name: inputs[name] for name in (*TENSORS, "slopes")} | {"cotangent": inputs["grad_output"]}
     form = "causal" if known["is_causal"] else "symmetric"
-    described = Case(
-        sizes=Sizes(known["batch"], kv_heads, heads // kv_heads, lengths, known["head_dim"]),
-        form=form,
-        q_offset=None,
-        window_size=None,
-        packing=None,
-        masking=None,
-        slopes_per_batch=inputs["slopes"].ndim == 2,
-        seed=0,
-        scaling=arguments.get("scale"),
-    )
+    sizes = Sizes(known["batch"], kv_heads, heads // kv_heads, lengths, known["head_dim"])
+    described = Case(sizes, slopes_per_batch=inputs["slopes"].ndim == 2, scaling=arguments.get("scale"))
     return described.with_arguments(form, arguments).with_arrays(**arrays)

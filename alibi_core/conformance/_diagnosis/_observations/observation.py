@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from alibi_core.conformance._cases import UNIT_ROUNDOFF, Answer, Case, Values
 from alibi_core.conformance._diagnosis._readings import Inputs, Reading
+from alibi_core.conformance._trial import Caller
 
 MOST_NOISE = 6  # times the largest error of rounding sums once: other sums may be rounded too
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -38,6 +39,32 @@ class Observation:
     rows: tuple[int, int] | None = None
     ignores_nowhere: bool = False
     _cache: dict[Reading, float] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        caller: Caller,
+        case: Case,
+        results: Mapping[str, Values],
+        rows: slice = slice(None),
+        conditions: frozenset[str] | None = None,
+    ) -> Self:
+        """Return what came of a call, of some of the queries alone.
+
+        Args:
+            caller: Of the adapter.
+            case: What was asked.
+            results: By name.
+            rows: Which of the queries to look at, in results ``[..., q_len, axis]``.
+            conditions: What is true of this call and not of all. Default, what the case says.
+        """
+        q_len = case.sizes.lengths[0]
+        shown = range(q_len)[rows]
+        some = None
+        if len(shown) < q_len:
+            some, results = (shown[0], len(shown)), {name: x[..., rows, :] for name, x in results.items()}
+        conditions = conditions_of(case) if conditions is None else conditions
+        return cls(case, results, caller.offer.dtype, caller.offer.tolerance, conditions, some)
 
     @cached_property
     def inputs(self) -> Inputs:
