@@ -27,7 +27,7 @@ from alibi_core.conformance._golden.check import check_golden
 from alibi_core.conformance._golden.files import GoldenError, safetensors_bytes
 from alibi_core.conformance._golden.report import CaseResult, GoldenReport
 from alibi_core.conformance._golden.results import golden_results
-from alibi_core.conformance._golden.write import write_golden
+from alibi_core.conformance._golden.set import write_golden
 from benchmarks.mutants import Reference as Right
 
 # Whoever means to change a number in the golden vectors changes their version, and this.
@@ -153,7 +153,7 @@ def test_another_process_replaces_an_older_set_with_the_same_bytes(golden: Path,
         "OMP_NUM_THREADS": "1" if os.environ.get("OMP_NUM_THREADS") == "2" else "2",
         "NPY_DISABLE_CPU_FEATURES": " ".join(optional),
     }
-    program = "import sys; from alibi_core.conformance._golden.write import write_golden; write_golden(sys.argv[1])"
+    program = "import sys; from alibi_core.conformance._golden.set import write_golden; write_golden(sys.argv[1])"
     command = [sys.executable, "-W", "error", "-c", program, str(directory)]
     subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parents[2])
     assert files_of(directory) == files_of(golden)

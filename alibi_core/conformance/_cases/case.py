@@ -222,15 +222,10 @@ class Case:
         """
         problem = self.exact(dtype) if problem is None else problem
         cotangent = rounded(self.arrays["cotangent"], dtype)
-        ones, rules = np.ones(self.num_heads), self.rules(np.zeros(self.num_heads))
-        sides = {"slopes": dataclasses.replace(rules, slopes=ones)}  # with one of the slopes 1, the bias is a distance
-        if rules.future_slopes is not None:  # slopes then count backwards only
-            sides["slopes"] = dataclasses.replace(rules, slopes=ones, future_slopes=ones * 0)
-            sides["future_slopes"] = dataclasses.replace(rules, future_slopes=ones)
+        shape = (self.sizes.batch, self.num_heads, *self.sizes.lengths)
         answers: dict[str, Answer] = {}
-        for name, side in sides.items():
-            distances = -penalties(side, self.sizes.batch, self.num_heads, *self.sizes.lengths)
-            found = problem.gradients_without(share, cotangent, np.where(np.isfinite(distances), distances, 0))
+        for name, distances in self.rules(np.zeros(self.num_heads)).distances(*shape).items():
+            found = problem.gradients_without(share, cotangent, distances)
             answer = found.pop("slopes")
             answers |= found | {name: answer if self.slopes_per_batch else summed_over_batch(answer)}
         return answers

@@ -95,7 +95,9 @@ def diagnose_slopes(caller: Caller) -> list[Departure]:
     def changed(rule: Rule, change: str) -> Rule:
         return lambda n: CHANGES[change](rule(n))
 
-    tries = [((name,), rule, tolerance) for tolerance in (4 * unit, loose) for name, rule in others.items()]
+    tries: list[tuple[tuple[str, ...], Rule, float]] = []
+    for tolerance in (4 * unit, loose):
+        tries += [((name,), rule, tolerance) for name, rule in others.items()]
     tries += [((change,), changed(right, change), loose) for change in CHANGES]
     tries += [((name, change), changed(rule, change), loose) for name, rule in others.items() for change in CHANGES]
     for names, rule, tolerance in tries:
