@@ -37,37 +37,28 @@ ARGUMENTS = ("is_causal", "q_offset", "window_size", "scale", "mask", "future_sl
 
 
 def stale(caller: Caller, features: frozenset[str], reading: Callable[[Observation], Any]) -> list[Departure]:
-    """Return what is taken from earlier calls of the same lengths.
+    """Return what is taken from earlier calls of the same lengths; but for that, calls are read as ``reading`` says."""
 
-    Args:
-        caller: Of the adapter.
-        features: What it offers.
-        reading: How a call is read, but for that.
-    """
+    def is_right(observation: Observation | None) -> bool:
+        return observation is not None and observation.excess(reading(observation)) <= 1
+
     found: dict[str, Departure] = {}
     for length, turn in ((9, 1), (10, -1), (12, 1)):
         cases = list(_cases(caller, features, length))[::turn]
         observations = [(x, observe(caller, x)) for x in (*cases, cases[0])]
-        if observations[0][1] is None or observations[0][1].excess(reading(observations[0][1])) > 1:
+        if not is_right(observations[0][1]):
             return []
         for n, (case, observation) in enumerate(observations):
-            if observation is not None and observation.excess(reading(observation)) > 1:
-                earlier = [x for x, _ in observations[:n]][::-1]
-                for departure in _taken(observation, case, earlier, reading):
-                    if departure.key not in found and _is_right_at_first(
-                        caller, features, n % len(cases), turn, reading
-                    ):
-                        found[departure.key] = departure
+            if observation is None or is_right(observation):
+                continue
+            for departure in _taken(observation, case, [x for x, _ in observations[:n]][::-1], reading):
+                if departure.key in found:
+                    continue
+                # Where it is the first case of its lengths, which are none asked for yet, as every call counts.
+                others = list(_cases(caller, features, 20 + caller.calls % 90))[::turn]
+                if is_right(observe(caller, others[n % len(cases)])):
+                    found[departure.key] = departure
     return list(found.values())
-
-
-def _is_right_at_first(
-    caller: Caller, features: frozenset[str], place: int, turn: int, reading: Callable[[Observation], Any]
-) -> bool:
-    """Return whether the case is answered as it should be where it is the first of its lengths."""
-    length = 20 + caller.calls % 90  # not asked for yet, as every call counts
-    observation = observe(caller, list(_cases(caller, features, length))[::turn][place])
-    return observation is not None and observation.excess(reading(observation)) <= 1
 
 
 def _cases(caller: Caller, features: frozenset[str], length: int) -> Iterator[Case]:
@@ -139,35 +130,38 @@ def beyond_sizes(
         axes: Those to look at: ``WIDTHS`` or ``TOKENS``.
     """
     trial, found = Trial(caller, features, 1, 0), []
-    hold = trial.attention if function == "attention" else lambda x: trial.gradients(x, all_gradients(trial))
+
+    def is_right(case: Case, axis: str, number: int) -> bool:
+        """Return whether a case is answered as it should be with that many of an axis."""
+        q_len, kv_len = case.sizes.lengths
+        value: Any = (number if q_len == kv_len else min(q_len, number), number) if axis == "lengths" else number
+        case = large_case(dataclasses.replace(case.sizes, **{axis: value}), case.seed, case.form)
+        try:
+            trial.attention(case) if function == "attention" else trial.gradients(case, all_gradients(trial))
+        except (DepartureError, CallError):
+            return False
+        return True
+
     for case in (x.case for x in failures):
-        sentences = [] if case is None else [_sentence(hold, case, axis, axes[axis]) for axis in axes]
-        if not any(sentences):
+        limits = {} if case is None else {axis: _limit(is_right, case, axis) for axis in axes}
+        if not any(limits.values()):
             return []
-        found += [Diagnosis("wrong beyond a size", x) for x in sentences if x]
+        found += [
+            Diagnosis("wrong beyond a size", f"Results are wrong with more than {limit} {axes[axis]}.")
+            for axis, limit in limits.items()
+            if limit
+        ]
     return found
 
 
-def _sentence(hold: Callable[[Case], None], case: Case, axis: str, words: str) -> str:
-    """Return beyond which size of an axis results are wrong, in words; none if it does not depend on that."""
+def _limit(is_right: Callable[[Case, str, int], bool], case: Case, axis: str) -> int:
+    """Return beyond which size of an axis results are wrong; 0 if it does not depend on that."""
     right, wrong = SMALL, case.sizes.lengths[1] if axis == "lengths" else getattr(case.sizes, axis)
-    if wrong <= LARGE or not _is_right(hold, case, axis, right) or _is_right(hold, case, axis, wrong):
-        return ""
+    if wrong <= LARGE or not is_right(case, axis, right) or is_right(case, axis, wrong):
+        return 0
     # At powers of two first, for that is where code ends, and from the smallest one, for large cases take long.
     tries = [number for power in range(3, 12) for number in (2**power, 2**power + 1)]
     while wrong - right > 1:
         number = next((x for x in tries if right < x < wrong), (right + wrong) // 2)
-        right, wrong = (number, wrong) if _is_right(hold, case, axis, number) else (right, number)
-    return f"Results are wrong with more than {right} {words}."
-
-
-def _is_right(hold: Callable[[Case], None], case: Case, axis: str, number: int) -> bool:
-    """Return whether a case is answered as it should be with that many of an axis."""
-    q_len, kv_len = case.sizes.lengths
-    value: Any = (number if q_len == kv_len else min(q_len, number), number) if axis == "lengths" else number
-    sized = large_case(dataclasses.replace(case.sizes, **{axis: value}), case.seed, case.form)
-    try:
-        hold(sized)
-    except (DepartureError, CallError):
-        return False
-    return True
+        right, wrong = (number, wrong) if is_right(case, axis, number) else (right, number)
+    return right

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from alibi_core.conformance._cases import Case
-from alibi_core.conformance._diagnosis._departures import ATTENTION, Departure
+from alibi_core.conformance._diagnosis._departures import FOLLOWING, Departure
 from alibi_core.conformance._diagnosis._observations import (
     FLAT,
     LATE_ROWS,
@@ -27,8 +27,7 @@ DECODING = (
     Departure(
         "previous keys forgotten", "New tokens see one another alone: the cache is not used.", {"keys": ("own step", 0)}
     ),
-    *(x for x in ATTENTION if not x.is_noisy),
-    *(x for x in ATTENTION if x.changes.get("noise", ("",))[0] in ("scores", "all scores")),
+    *FOLLOWING,
 )
 
 
@@ -81,36 +80,25 @@ def observations(caller: Caller, features: frozenset[str]) -> list[Observation]:
 
 
 def mixed_up(caller: Caller, reading: Any) -> list[Departure]:
-    """Decode two sequences and return what the second one takes from the first.
-
-    Args:
-        caller: Of the adapter.
-        reading: How a step is read, given its conditions.
-    """
+    """Decode two sequences, steps read as ``reading`` says, and return what the second one takes from the first."""
     one, other = decoding_case(caller, seed=1), decoding_case(caller, seed=2, flat=True)
     first = decoded(caller, one, MIXED_STEPS)
     if not _all_explained(first, reading):
         return []
     second = decoded(caller, other, MIXED_STEPS)
     if not _all_explained(second, reading):
-        slopes = one.arrays["slopes"]
-        stale = [replace_arrays(x, slopes=slopes) for x in second]
-        if _all_explained(stale, reading):
-            return [
-                Departure(
-                    "stale slopes",
-                    "A second sequence gets the slopes of the first: a bias is kept by its lengths alone, "
-                    "whatever slopes are given.",
-                    {},
-                )
-            ]
+        if _all_explained([_with_arrays(x, slopes=one.arrays["slopes"]) for x in second], reading):
+            return [_STALE_SLOPES]
         taken = [_with_keys_of(x, y) for x, y in zip(second, first, strict=False)]
-        if _all_explained(taken, reading):
-            return [_STALE]
-        return [_MIXED]
+        return [_STALE if _all_explained(taken, reading) else _MIXED]
     return [_MIXED] if not _explained_in_turn(caller, one, other, reading) else []
 
 
+_STALE_SLOPES = Departure(
+    "stale slopes",
+    "A second sequence gets the slopes of the first: a bias is kept by its lengths alone, whatever slopes are given.",
+    {},
+)
 _STALE = Departure(
     "stale cache",
     "A second sequence sees the keys of an earlier one: what is kept between calls is not told apart. Keep it "
@@ -145,7 +133,7 @@ def _all_explained(found: list[Observation], reading: Any) -> bool:
     return all(x.excess(reading(x)) <= 1 for x in found)
 
 
-def replace_arrays(observation: Observation, **arrays: Any) -> Observation:
+def _with_arrays(observation: Observation, **arrays: Any) -> Observation:
     """Return the observation as that of a case with other arrays."""
     return replace(observation, case=observation.case.with_arrays(**arrays), _cache={})
 
@@ -153,8 +141,8 @@ def replace_arrays(observation: Observation, **arrays: Any) -> Observation:
 def _with_keys_of(observation: Observation, other: Observation) -> Observation:
     """Return the observation as that of a case with another's keys and values, but for its own new tokens."""
     new = observation.case.sizes.lengths[0]
-    arrays = {}
-    for name in ("key", "value"):
-        own, others = observation.case.arrays[name], other.case.arrays[name]
-        arrays[name] = np.concatenate([others[:, :, : others.shape[2] - new], own[:, :, own.shape[2] - new :]], axis=2)
-    return replace_arrays(observation, **arrays)
+    pairs = {name: (other.case.arrays[name], observation.case.arrays[name]) for name in ("key", "value")}
+    arrays = {
+        name: np.concatenate([theirs[:, :, :-new], own[:, :, -new:]], axis=2) for name, (theirs, own) in pairs.items()
+    }
+    return _with_arrays(observation, **arrays)

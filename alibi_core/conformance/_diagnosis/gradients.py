@@ -89,27 +89,28 @@ def circumstances(caller: Caller, failures: Sequence[Evidence], base: GradientRe
 
     Nothing, if there is a failure that is no matter of those.
     """
+
+    def is_right(case: Case) -> bool:
+        observation = observe_gradients(caller, case, slopes=True)
+        return observation is not None and observation.excess(base) <= 1
+
     found = []
     for x in failures:
-        if x.case is None or (x.case.wrt is None and x.case.cotangent == "random"):
+        case = x.case
+        if case is None or (case.wrt is None and case.cotangent == "random"):
             return []
-
-        def is_right(case: Case) -> bool:
-            observation = observe_gradients(caller, case, slopes=True)
-            return observation is not None and observation.excess(base) <= 1
-
-        whole, random = asked_otherwise(x.case, wrt=None), asked_otherwise(x.case, cotangent="random")
+        whole, random = asked_otherwise(case, wrt=None), asked_otherwise(case, cotangent="random")
         if not is_right(asked_otherwise(whole, cotangent="random")):
             return []
-        by_wrt = x.case.wrt is not None and is_right(whole)
-        by_cotangent = x.case.cotangent != "random" and is_right(random)
+        by_wrt = case.wrt is not None and is_right(whole)
+        by_cotangent = case.cotangent != "random" and is_right(random)
         conditions = []
-        if x.case.wrt is not None and (by_wrt or not by_cotangent):
-            conditions.append(f"no gradients but those of {' and '.join(x.case.wrt)} are asked for")
-        if x.case.cotangent != "random" and (by_cotangent or not by_wrt):
-            conditions.append(f"grad_output is {_WORDS[x.case.cotangent]}")
-        is_nan = x.actual is not None and bool(np.isnan(x.actual).any())
-        sentence = f"The gradient of {x.part} is {'NaN' if is_nan else 'wrong'} where {' and '.join(conditions)}."
+        if case.wrt is not None and (by_wrt or not by_cotangent):
+            conditions.append(f"no gradients but those of {' and '.join(case.wrt)} are asked for")
+        if case.cotangent != "random" and (by_cotangent or not by_wrt):
+            conditions.append(f"grad_output is {_WORDS[case.cotangent]}")
+        wrong = "NaN" if x.actual is not None and np.isnan(x.actual).any() else "wrong"
+        sentence = f"The gradient of {x.part} is {wrong} where {' and '.join(conditions)}."
         found.append(Diagnosis("gradients in some calls", sentence))
     return found
 

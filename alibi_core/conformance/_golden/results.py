@@ -123,12 +123,12 @@ class _Run:
         return {"bias": self.caller.bias(*(known[x] for x in ("num_heads", "q_len", "kv_len", "is_causal")))[None]}
 
     def _attention(self, case: GoldenCase) -> dict[str, Values]:
-        return {"output": self.caller.attention(_problem(case))} if self._offers("attention", case) else {}
+        return {"output": self.caller.attention(problem_of(case))} if self._offers("attention", case) else {}
 
     def _gradients(self, case: GoldenCase) -> dict[str, Values]:
         if not self._offers("attention_grad", case):
             return {}
-        gradients = self.caller.gradients(_problem(case))
+        gradients = self.caller.gradients(problem_of(case))
         if not self.offer.takes("attention_grad", "slopes") or "slope_gradients" not in self.offer.possible:
             gradients = {name: x for name, x in gradients.items() if name in TENSORS}
         return {f"gradient/{name}": x for name, x in gradients.items()}
@@ -159,7 +159,7 @@ class _Run:
         return bool(case.inputs["slopes"].tolist() == own)
 
 
-def _problem(case: GoldenCase) -> Case:
+def problem_of(case: GoldenCase) -> Case:
     """Return the case as the kit's caller takes it."""
     known, inputs = case.arguments, case.inputs
     lengths = known["q_len"], known["kv_len"]

@@ -96,9 +96,9 @@ _SIDES = [
     ),
 ]
 
-GRADIENTS = (
-    *_SLOPES,
-    *_SIDES,
+# Of attention, what shows in whatever follows from it: of what is rounded on the way, scores alone.
+FOLLOWING = (
     *(x for x in ATTENTION if not x.is_noisy),
     *(x for x in ATTENTION if x.changes.get("noise", ("",))[0] in ("scores", "all scores")),
 )
+GRADIENTS = (*_SLOPES, *_SIDES, *FOLLOWING)

@@ -63,7 +63,7 @@ class GradientReading(Reading):
         scale = self._scale(inputs)
         d_weights, sizes = cotangent @ values.swapaxes(-1, -2), np.abs(cotangent) @ np.abs(values).swapaxes(-1, -2)
         mean = (weights * d_weights).sum(axis=-1, keepdims=True)
-        if self.mean == "of the forward pass":
+        if self.mean == "forward pass right":
             mean = (Reading().weights(inputs) * d_weights).sum(axis=-1, keepdims=True)
         kinds = {"delta missing": 0.0, "delta unweighted": d_weights.mean(axis=-1, keepdims=True)}
         d_scores = weights * (d_weights - kinds.get(self.mean, mean))
