@@ -24,6 +24,7 @@ from alibi_core.conformance._diagnosis._departures import (
     Departure,
 )
 from alibi_core.conformance._diagnosis._observations import (
+    GRADIENT_PROBES,
     LONG_ROWS,
     SHORT,
     SQUARE,
@@ -154,7 +155,7 @@ def _of_gradients(caller: Caller, features: frozenset[str], failures: Sequence[E
         return found
     if failures and (found := beyond_sizes(caller, "attention_grad", features, failures, WIDTHS)):
         return found
-    cases = cases_of(caller.offer, features, _gradients.PROBES)
+    cases = cases_of(caller.offer, features, GRADIENT_PROBES)
     has_slopes = "slope_gradients" in features
     observations = _made(_gradients.observe_gradients(caller, x, slopes=has_slopes) for x, _ in cases)
     search = _searched(observations, GRADIENTS, base)

@@ -9,19 +9,7 @@ from typing import Any
 import numpy as np
 
 from alibi_core.conformance._cases import Answer, Case, rounded
-from alibi_core.conformance._diagnosis._observations import (
-    FEWER,
-    FLAT,
-    FUTURE,
-    IDS,
-    MASK,
-    OFFSETS_BY_ENTRY,
-    SQUARE,
-    STEEP,
-    Observation,
-    Probe,
-    sized,
-)
+from alibi_core.conformance._diagnosis._observations import Observation
 from alibi_core.conformance._diagnosis._readings import GradientReading
 from alibi_core.conformance._report import Diagnosis
 from alibi_core.conformance._trial import Caller, CallError, Evidence
@@ -61,27 +49,6 @@ def observe_gradients(caller: Caller, case: Case, *, slopes: bool) -> GradientOb
         return None
     results = {name: x for name, x in results.items() if slopes or "slopes" not in name}
     return GradientObservation.of(caller, case, results)
-
-
-# The plainest first.
-PROBES = (
-    Probe("", SQUARE),
-    Probe("", SQUARE, {"size": 8.0}),  # scores of which rounding leaves much
-    Probe("", SQUARE, {"size": 60.0}),  # scores whose exponentials overflow
-    Probe("scale", SQUARE, {"scale": 0.2}),
-    Probe("batch_slopes", SQUARE, {"slopes": (STEEP, FLAT)}),
-    Probe("lengths", (4, 11)),
-    Probe("offset", FEWER, {"q_offset": 3}),
-    Probe("symmetric", SQUARE),
-    Probe("asymmetric", SQUARE, {"future_slopes": FUTURE}),
-    Probe("grouped", sized(SQUARE, group=2)),
-    *(Probe(f"{form}window", (9, 9), {"window_size": 3}) for form in ("", "symmetric ")),
-    Probe("batch_offsets lengths", FEWER, {"q_offset": OFFSETS_BY_ENTRY}),
-    Probe("segments", SQUARE, {"segment_ids": (IDS, IDS)}),
-    Probe("mask", SQUARE, {"mask": MASK}),
-    Probe("nowhere lengths", (9, 5)),
-    Probe("", sized((150, 150), num_heads=2, batch=1), {"slopes": FLAT}),
-)
 
 
 def circumstances(caller: Caller, failures: Sequence[Evidence], base: GradientReading) -> list[Diagnosis]:

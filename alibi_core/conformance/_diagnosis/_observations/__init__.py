@@ -5,15 +5,11 @@ In go an adapter's calls, or failures. Out come observations.
 
 from alibi_core.conformance._diagnosis._observations.observation import Observation
 from alibi_core.conformance._diagnosis._observations.probes import (
-    FEWER,
     FLAT,
-    FUTURE,
-    IDS,
+    GRADIENT_PROBES,
     LATE_ROWS,
     LONG_ROWS,
-    MASK,
     NUM_HEADS,
-    OFFSETS_BY_ENTRY,
     SHORT,
     SQUARE,
     STEEP,
@@ -27,15 +23,11 @@ from alibi_core.conformance._diagnosis._observations.probes import (
 )
 
 __all__ = [
-    "FEWER",
     "FLAT",
-    "FUTURE",
-    "IDS",
+    "GRADIENT_PROBES",
     "LATE_ROWS",
     "LONG_ROWS",
-    "MASK",
     "NUM_HEADS",
-    "OFFSETS_BY_ENTRY",
     "SHORT",
     "SQUARE",
     "STEEP",

@@ -195,6 +195,26 @@ SHORT = (
     Probe("nowhere segments", SQUARE, {"segment_ids": NOWHERE_IDS}),
 )
 
+# For gradients, the plainest first.
+GRADIENT_PROBES = (
+    Probe("", SQUARE),
+    Probe("", SQUARE, {"size": 8.0}),  # scores of which rounding leaves much
+    Probe("", SQUARE, {"size": 60.0}),  # scores whose exponentials overflow
+    Probe("scale", SQUARE, {"scale": 0.2}),
+    Probe("batch_slopes", SQUARE, {"slopes": (STEEP, FLAT)}),
+    Probe("lengths", (4, 11)),
+    Probe("offset", FEWER, {"q_offset": 3}),
+    Probe("symmetric", SQUARE),
+    Probe("asymmetric", SQUARE, {"future_slopes": FUTURE}),
+    Probe("grouped", sized(SQUARE, group=2)),
+    *(Probe(f"{form}window", (9, 9), {"window_size": 3}) for form in ("", "symmetric ")),
+    Probe("batch_offsets lengths", FEWER, {"q_offset": OFFSETS_BY_ENTRY}),
+    Probe("segments", SQUARE, {"segment_ids": (IDS, IDS)}),
+    Probe("mask", SQUARE, {"mask": MASK}),
+    Probe("nowhere lengths", (9, 5)),
+    Probe("", sized((150, 150), num_heads=2, batch=1), {"slopes": FLAT}),
+)
+
 _FLAT: dict[str, Any] = {"slopes": FLAT}
 _LATE, _MIDDLE = slice(-LATE_ROWS, None), slice(145, 145 + LATE_ROWS)
 # For blocks, horizons, clipping and rounding.
