@@ -108,7 +108,7 @@ class LawReport:
 
     @classmethod
     def from_dict(cls, known: dict[str, Any]) -> LawReport:
-        """Return what :meth:`to_dict` was of."""
+        """Return the report of a law from the dictionary that :meth:`to_dict` made."""
         example = known["counterexample"]
         if example is not None:
             numbers = {name: _number(example[name]) for name in ("expected", "actual", "budget")}
@@ -189,7 +189,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, known: dict[str, Any]) -> Report:
-        """Return the report that :meth:`to_dict` was of."""
+        """Return the report from the dictionary that :meth:`to_dict` made."""
         others = {name: x for name, x in known.items() if name not in ("passed", "laws", "features")}
         laws = tuple(LawReport.from_dict(law) for law in known["laws"])
         return cls(**others, laws=laws, features=tuple(known["features"]))

@@ -232,7 +232,7 @@ class Case:
 
 
 def _structured(kind: str, cotangent: Values) -> Values:
-    """Return a cotangent of which little is not 0, in the middle; or all is 1, or 0."""
+    """Return a cotangent of ones, of zeros, or of zeros but for one row, or one element, in the middle."""
     if kind in ("ones", "zeros"):
         return np.full_like(cotangent, float(kind == "ones"))
     kept = np.zeros_like(cotangent)
@@ -261,7 +261,7 @@ def cases(draw: st.DrawFn, *, forms: tuple[str, ...] = FORMS, sizes: Sizes | Non
 
 
 def smaller_cases(case: Case) -> Iterator[Case]:
-    """Yield cases like this one, the smallest first: with as many more queries than keys, or keys, and as grouped."""
+    """Yield smaller cases of the same kind, the smallest first: grouped, or of unequal lengths, if this one is."""
     (q_len, kv_len), group = case.sizes.lengths, min(case.sizes.group, 2)
     for length in range(1, min(q_len, kv_len, 4) + 1):
         for batch, kv_heads, head_dim in ((1, 1, 1), (1, 2, 1), (2, 2, 2)):

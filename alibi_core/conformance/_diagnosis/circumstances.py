@@ -1,4 +1,4 @@
-"""What results depend on that they should not: calls before, and beyond some number the size of an axis."""
+"""What results must not depend on: earlier calls, and the size of an axis beyond some number."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _cases(caller: Caller, features: frozenset[str], length: int) -> Iterator[Ca
 def _taken(
     observation: Observation, case: Case, earlier: list[Case], reading: Callable[[Observation], Any]
 ) -> Iterator[Departure]:
-    """Yield what the call takes from one of those before it, the latest that explains it."""
+    """Yield the ingredient that a call takes from an earlier one: the latest call that explains the result."""
     for other in earlier:
         for name, hybrid in _hybrids(case, other):
             seen = dataclasses.replace(observation, case=hybrid, _cache={})
@@ -100,7 +100,7 @@ def _taken(
 
 
 def _hybrids(case: Case, other: Case) -> Iterator[tuple[str, Case]]:
-    """Yield the case with one ingredient of the other, or with all that make up its bias."""
+    """Yield the case with one ingredient of the other, by name; the ingredients of a bias also with its slopes."""
     if not np.array_equal(case.arrays["slopes"], other.arrays["slopes"]):
         yield "slopes", case.with_arrays(slopes=other.arrays["slopes"])
     for name in ARGUMENTS:
@@ -120,7 +120,7 @@ def _hybrids(case: Case, other: Case) -> Iterator[tuple[str, Case]]:
 def beyond_sizes(
     caller: Caller, function: str, features: frozenset[str], failures: Sequence[Evidence], axes: dict[str, str]
 ) -> list[Diagnosis]:
-    """Return beyond which size of an axis results are wrong; nothing if there is a failure that is no matter of it.
+    """Return beyond which size of an axis results are wrong; nothing if a failure has another cause.
 
     Args:
         caller: Of the adapter.

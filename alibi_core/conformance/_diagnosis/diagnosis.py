@@ -75,7 +75,7 @@ def diagnose(
 
 
 def _measured(failures: Sequence[Evidence]) -> Iterator[Diagnosis]:
-    """Yield how far off what failed is, where nothing else is to be said of it."""
+    """Yield how far off the failed calls are, where no departure is found."""
     errors = []
     for x in failures:
         if x.actual is not None and x.expected is not None and x.actual.shape == x.expected.value.shape:
@@ -215,7 +215,7 @@ def base_reading(offer: Offer, reading: type[Reading] = Reading) -> Any:
 
 
 def told(search: Search, *, silent: bool = False) -> list[Diagnosis]:
-    """Return what a search found, and, unless silent, what was measured where it found nothing."""
+    """Return what a search found and, unless silent, measurements of the first observation that it cannot explain."""
     result = [x for x in _told(x.told for x in search.found) if not x.key.startswith(FUTURE_RIGHT.key)]
     rest = [x for x in search.unexplained if not x.is_noise_of(search.reading(search.found, x))]
     if rest and not silent:

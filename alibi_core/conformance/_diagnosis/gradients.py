@@ -54,7 +54,7 @@ def observe_gradients(caller: Caller, case: Case, *, slopes: bool) -> GradientOb
 def circumstances(caller: Caller, failures: Sequence[Evidence], base: GradientReading) -> list[Diagnosis]:
     """Return which gradients are asked for, and what ``grad_output`` is, where nothing else is wrong.
 
-    Nothing, if there is a failure that is no matter of those.
+    Nothing, if a failure has another cause.
     """
 
     def is_right(case: Case) -> bool:

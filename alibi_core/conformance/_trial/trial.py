@@ -86,7 +86,7 @@ class Trial:
         """
         failures: list[DepartureError | CallError] = []
         smallest: list[Drawn] = []
-        tried: dict[Drawn, Drawn] = {}  # what was in place of what: to Hypothesis the same draw has to be the same
+        tried: dict[Drawn, Drawn] = {}  # what is tried in place of each draw: Hypothesis expects the same for the same
         since = 0.0
 
         def test(drawn: Drawn) -> None:

@@ -102,12 +102,12 @@ class Reading:
         return rounded(output, self.noise[1]) if self.noise[0] == "output" else np.asarray(output)
 
     def kept_bias(self, inputs: Inputs) -> Values:
-        """Return the bias, from what was computed before if there is that."""
+        """Return the bias, computed once for all readings that agree on it."""
         fields = (self.slopes, self.head_factors, self.slope_dtype, self.factor, self.distance, self.rounding)
         return inputs.kept((*fields, self.bias_offset, self.segments, self.future), lambda: self.bias(inputs))
 
     def kept_visible(self, inputs: Inputs) -> Values:
-        """Return which keys are visible, from what was computed before if there is that."""
+        """Return which keys are visible, computed once for all readings that agree on it."""
         if self.keys[0] == "threshold":
             return self.visible(inputs)
         fields = (self.causal, self.causal_offset, self.window_offset, self.window, self.segments, self.mask, self.keys)
@@ -135,7 +135,7 @@ class Reading:
         return dataclasses.replace(self, noise=("nothing", "float64"))
 
     def prepared(self, inputs: Inputs) -> Inputs:
-        """Return the inputs as they are once read: padded, rounded, by other heads."""
+        """Return the inputs as this reading takes them: padded, or rounded."""
         if self.keys[0] == "padding counted":
             inputs = inputs.padded(int(self.keys[1]))
         if self.noise[0] == "inputs":
@@ -219,7 +219,7 @@ class Reading:
         return q_positions, kv_positions
 
     def visible(self, inputs: Inputs) -> Values:
-        """Return which keys a query sees, something that broadcasts to ``[batch, num_heads, q_len, kv_len]``."""
+        """Return which keys a query sees, in a shape that broadcasts to ``[batch, num_heads, q_len, kv_len]``."""
         columns = np.arange(inputs.kv_len)
         ahead = columns - inputs.q_positions(self.causal_offset)
         result: Values = np.ones((1, 1, 1, inputs.kv_len), dtype=bool)
