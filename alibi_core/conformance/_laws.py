@@ -157,12 +157,6 @@ def check_attention(
     trial.for_cases(Family(sizes, forms, offered), trial.attention, share=share)
 
 
-def plain(sizes: Sizes, form: str = "causal", seed: int = 0, data: str = "normal", **features: Any) -> Case:
-    """Return a case that uses no features but these: few draws need not come across each."""
-    rest = {"q_offset": None, "window_size": None, "packing": None, "masking": None, "slopes_per_batch": False}
-    return Case(sizes, form, seed=seed, data=data, **(rest | features))
-
-
 def both_directions(trial: Trial) -> tuple[str, ...]:
     return ("causal", "symmetric") if "symmetric" in trial.features else ("causal",)
 
@@ -184,9 +178,9 @@ def offset(trial: Trial) -> None:
     """A query's position is q_offset plus its index."""
     check_attention(trial, PLAIN, "offset", "lengths", "batch_offsets", "far")
     if "batch_offsets" in trial.features:
-        trial.attention(plain(PLAIN[1], q_offset=PER_BATCH))
+        trial.attention(Case(PLAIN[1], q_offset=PER_BATCH))
     if "lengths" in trial.features:  # 0 is an offset like any other
-        trial.attention(plain(UNEQUAL[0], q_offset=0))
+        trial.attention(Case(UNEQUAL[0], q_offset=0))
 
 
 @law("attention", "symmetric")
@@ -224,7 +218,7 @@ def mask(trial: Trial) -> None:
     """What is hidden by a mask counts nothing, however large, and what is not, is not moved."""
     check_attention(trial, PLAIN, "mask", "lengths", forms=both_directions(trial), share=0.5)
     # A key that scores 30,000 or so more than others, and is hidden.
-    case = plain(PLAIN[1])
+    case = Case(PLAIN[1])
     query, key = case.arrays["query"] + 16, case.arrays["key"].copy()
     shown = np.ones((2, 1, 1, 7), dtype=bool)
     key[:, :, 3], shown[..., 3] = 1000, False
@@ -250,9 +244,9 @@ def combined(trial: Trial) -> None:
     sizes += UNEQUAL_GROUPED * ({"lengths", "grouped"} <= trial.features)
     trial.for_cases(Family(sizes, forms_of(trial), trial.features), trial.attention)
     if {"grouped", "mask"} <= trial.features:
-        trial.attention(plain(GROUPED[0], masking="by head"))
+        trial.attention(Case(GROUPED[0], masking="by head"))
     # All axes alike, for those who tell them by their lengths.
-    trial.attention(plain(Sizes(3, 3, 1, (3, 3), 3), masking="by head" if "mask" in trial.features else None))
+    trial.attention(Case(Sizes(3, 3, 1, (3, 3), 3), masking="by head" if "mask" in trial.features else None))
 
 
 def forms_of(trial: Trial) -> tuple[str, ...]:
@@ -274,13 +268,13 @@ def long(trial: Trial) -> None:
     """Rows of several blocks are exact, whichever keys weigh most, and however far away those are."""
     uses = trial.features & {"offset", "segments"}
     for name in DATA:
-        trial.attention(plain(long_sizes(trial)[0], data=name))
+        trial.attention(Case(long_sizes(trial)[0], data=name))
     for sizes in long_sizes(trial)[1:]:
-        trial.attention(plain(sizes))
+        trial.attention(Case(sizes))
     if "segments" in trial.features:  # some queries see nothing of the first blocks
-        trial.attention(plain(long_sizes(trial)[0], packing="same"))
+        trial.attention(Case(long_sizes(trial)[0], packing="same"))
     # All scores are around -200: a weight underflows, unless it is taken relative to the row's highest.
-    case = plain(long_sizes(trial)[0])
+    case = Case(long_sizes(trial)[0])
     trial.attention(case.with_arrays(query=case.arrays["query"] / 10 + 10, key=case.arrays["key"] / 10 - 10))
     trial.for_cases(Family(long_sizes(trial), forms_of(trial), uses, ("normal", *DATA)), trial.attention, share=0.5)
 
@@ -310,7 +304,7 @@ def large_cases(trial: Trial, all_sizes: tuple[Sizes, ...]) -> Iterator[Case]:
 
 def large_case(sizes: Sizes, seed: int, form: str = "causal") -> Case:
     """Return a case in which no key of some heads is too far away to count, and others have horizons."""
-    case = plain(sizes, form, seed=seed)
+    case = Case(sizes, form, seed=seed)
     tensors = {name: case.arrays[name] / case.arrays[name].std() for name in TENSORS}
     # The penalty of the farthest key is 4 in the first head, and so on; no two heads have the same slope.
     falls = np.resize([4.0, 0.3 * sizes.lengths[1], 1.0, 0.0], case.num_heads) / sizes.lengths[1]
@@ -345,9 +339,9 @@ def large(trial: Trial) -> None:
 def precision(trial: Trial) -> None:
     """A step of the bias counts at any distance: positions, distances and bias have float32's digits at least."""
     for seed in range(2):
-        trial.attention(plain(Sizes(1, 1, 1, (600, 600), 4), seed=seed, data="no_queries"))
+        trial.attention(Case(Sizes(1, 1, 1, (600, 600), 4), seed=seed, data="no_queries"))
     # Scores rise by 0.30078125, a number that bfloat16 holds, with each token back, and the bias falls by 0.3.
-    case = plain(Sizes(1, 1, 1, (600, 600), 4))
+    case = Case(Sizes(1, 1, 1, (600, 600), 4))
     back = np.arange(600.0)[:, None]
     key = np.concatenate([-(back // 256) * 256, -(back % 256), back * 0, back * 0], axis=1)
     halves = np.repeat(back // 300, 4, axis=1)
@@ -357,7 +351,7 @@ def precision(trial: Trial) -> None:
         # Neighbours among far keys weigh the same if a step of the bias is lost, where exp(1/2) should be between.
         value = np.resize([0.0, 1.0], 4096)[None, None, :, None]
         tensors = {"query": np.zeros((1, 1, 1, 1)), "key": value * 0, "value": value}
-        far = plain(Sizes(1, 1, 1, (1, 4096), 1)).with_arguments("causal", {"q_offset": 40_000})
+        far = Case(Sizes(1, 1, 1, (1, 4096), 1)).with_arguments("causal", {"q_offset": 40_000})
         trial.attention(far.with_arrays(**tensors, slopes=np.asarray([0.5])))
 
 
@@ -374,7 +368,7 @@ def nowhere(trial: Trial) -> None:
     if "lengths" in trial.features:
         cases.append(({}, UNEQUAL[2]))
     for arguments, sizes in cases:
-        case = Case(sizes, "causal", None, None, None, None, False, seed=1).with_arguments("causal", arguments)
+        case = Case(sizes, seed=1).with_arguments("causal", arguments)
         trial.attention(case, nowhere=True)
 
 
@@ -383,7 +377,7 @@ def empty(trial: Trial) -> None:
     """Where there are no queries or no keys, there is nothing, or zeros, of the right shape."""
     for q_len, kv_len in ((0, 0), (0, 5), (3, 0)):
         if q_len == kv_len or "lengths" in trial.features:
-            case = Case(Sizes(2, 3, 1, (q_len, kv_len), 5), "causal", None, None, None, None, False, seed=0)
+            case = Case(Sizes(2, 3, 1, (q_len, kv_len), 5))
             trial.attention(case, nowhere=True)
 
 
@@ -426,7 +420,7 @@ def check_gradients(trial: Trial, names: tuple[str, ...]) -> None:
     # Where some gradients may be asked for, another law tries as many cases again.
     share = 0.5 if "some_gradients" in trial.features else 1
     trial.for_cases(gradient_cases(trial), lambda case: trial.gradients(case, names), share=share)
-    trial.for_all(st.just(plain(PLAIN[1])), lambda case: trial.gradients(case, names))
+    trial.for_all(st.just(Case(PLAIN[1])), lambda case: trial.gradients(case, names))
 
 
 @law("attention_grad")
@@ -446,7 +440,7 @@ def long_gradients(trial: Trial) -> None:
     """So are all gradients in rows of several blocks."""
     family, names = Family(long_sizes(trial), forms_of(trial), data=("normal", *DATA)), all_gradients(trial)
     for name in DATA:
-        trial.for_all(st.just(plain(long_sizes(trial)[0], data=name)), lambda case: trial.gradients(case, names))
+        trial.for_all(st.just(Case(long_sizes(trial)[0], data=name)), lambda case: trial.gradients(case, names))
     trial.for_cases(family, lambda case: trial.gradients(case, names), share=0.5)
 
 
@@ -464,7 +458,7 @@ ASKED = Sizes(2, 2, 1, (150, 150), 8)  # rows of several blocks, which compilers
 def cotangents(trial: Trial) -> None:
     """All gradients are exact to rounding where grad_output is ones or zeros, or nothing but one row or one element."""
     for cotangent in COTANGENTS:
-        trial.gradients(plain(ASKED, seed=trial.seed, cotangent=cotangent), all_gradients(trial))
+        trial.gradients(Case(ASKED, seed=trial.seed, cotangent=cotangent), all_gradients(trial))
 
 
 @law("attention_grad", "some_gradients")
@@ -474,9 +468,9 @@ def some_gradients(trial: Trial) -> None:
     asked = (*((name,) for name in names), *itertools.combinations(names, 2), TENSORS)
     for wrt in asked:
         for cotangent in ("ones", "random", "one row", "one element") if len(wrt) == 1 else ("ones",):
-            trial.gradients(plain(ASKED, seed=trial.seed, cotangent=cotangent, wrt=wrt), wrt)
+            trial.gradients(Case(ASKED, seed=trial.seed, cotangent=cotangent, wrt=wrt), wrt)
     if "asymmetric" in trial.features and "slopes" in names:
-        trial.gradients(plain(PLAIN[1], "asymmetric", seed=trial.seed, wrt=("future_slopes",)), ("future_slopes",))
+        trial.gradients(Case(PLAIN[1], "asymmetric", seed=trial.seed, wrt=("future_slopes",)), ("future_slopes",))
     family = dataclasses.replace(gradient_cases(trial), asked=asked, cotangents=COTANGENTS)
     trial.for_cases(family, lambda case: trial.gradients(case, names), share=0.25)
 
@@ -488,7 +482,7 @@ def decodes_groups(trial: Trial) -> bool:
     """Return whether decoding is offered with fewer key/value heads: if nothing is declared, whether it raises."""
     if "grouped" not in trial.features or trial.offer.declared is not None:
         return "grouped" in trial.features
-    case = trial.fitted(plain(GROUPED[0]))
+    case = trial.fitted(Case(GROUPED[0]))
     try:
         trial.caller.decode_step({name: case.arrays[name] for name in TENSORS}, case.arrays["slopes"], None)
     except CallError as error:
@@ -508,7 +502,7 @@ def decoding(trial: Trial) -> None:
     cases = Family((PLAIN[1], *(GROUPED[:1] if decodes_groups(trial) else ()))).cases()
     steps = st.sampled_from([(7,), (3, 4), (4, 3), (3, 1, 1, 1, 1), (1,) * 7])
     trial.for_all(st.tuples(cases, SEEDS, steps), body)
-    body((plain(PLAIN[1]), 1, (1, 3, 3)))
+    body((Case(PLAIN[1]), 1, (1, 3, 3)))
 
 
 # A single step, a few tokens, a page, and a prefill that ends within one. Few, for compilers make a program of each.
@@ -523,7 +517,7 @@ def long_decoding(trial: Trial) -> None:
         if decodes_groups(trial)
         else Sizes(1, 3, 1, (MOST_TOKENS, MOST_TOKENS), 32)
     )
-    usual, recalling = (Sequence.of(trial, x) for x in (plain(sizes, seed=trial.seed), recalled(sizes, trial.seed)))
+    usual, recalling = (Sequence.of(trial, x) for x in (Case(sizes, seed=trial.seed), recalled(sizes, trial.seed)))
     rng = random.Random(trial.seed)
     decode(trial, [recalling], [(1,) * MOST_TOKENS])
     decode(
@@ -541,7 +535,7 @@ def recalled(sizes: Sizes, seed: int) -> Case:
     Every 32nd key is the same, and the queries of a head look for one after the other: what is lost or moved is a
     large part of what is found, also in dtypes of few digits.
     """
-    case = plain(sizes, seed=seed)
+    case = Case(sizes, seed=seed)
     (q_len, kv_len), width = sizes.lengths, sizes.head_dim
     size = 4 * width**0.25  # a product of two, scaled, is 16
     sought = np.arange(q_len) * 3 + 8 * np.arange(case.num_heads)[:, None]

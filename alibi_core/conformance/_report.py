@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from alibi_core.conformance._cases import excess
 from alibi_core.conformance._trial import CallError, DepartureError, Evidence
 
 Status = Literal["passed", "failed", "not offered", "not run"]
@@ -66,13 +67,9 @@ def _of_evidence(evidence: Evidence) -> Counterexample:
     if evidence.actual is None or evidence.expected is None:
         return Counterexample(name, evidence.inputs, evidence.remark)
     expected, budget = evidence.expected.value, evidence.expected.budget
-    finite = np.isfinite(expected) & np.isfinite(evidence.actual)
-    same = np.where(finite, True, evidence.actual == expected)
-    distance = np.abs(np.where(finite, evidence.actual, 0) - np.where(finite, expected, 0))
-    with np.errstate(over="ignore"):  # where there is no budget, any distance is infinitely much
-        excess = np.where(same, distance / np.maximum(budget, np.finfo(np.float64).tiny), np.inf)
-    worst = np.unravel_index(int(excess.argmax()), excess.shape)
-    problem = evidence.remark or f"off by {excess[worst]:.3g} times what rounding explains"
+    shares = excess(evidence.actual, evidence.expected)
+    worst = np.unravel_index(int(shares.argmax()), shares.shape)
+    problem = evidence.remark or f"off by {shares[worst]:.3g} times what rounding explains"
     at = tuple(int(x) for x in worst)
     numbers = (float(expected[worst]), float(evidence.actual[worst]), float(budget[worst]))
     return Counterexample(name, evidence.inputs, problem, at, *numbers)
@@ -111,7 +108,7 @@ class LawReport:
 
     @classmethod
     def from_dict(cls, known: dict[str, Any]) -> LawReport:
-        """Return what :meth:`to_dict` was of."""
+        """Return the report of a law from the dictionary that :meth:`to_dict` made."""
         example = known["counterexample"]
         if example is not None:
             numbers = {name: _number(example[name]) for name in ("expected", "actual", "budget")}
@@ -192,7 +189,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, known: dict[str, Any]) -> Report:
-        """Return the report that :meth:`to_dict` was of."""
+        """Return the report from the dictionary that :meth:`to_dict` made."""
         others = {name: x for name, x in known.items() if name not in ("passed", "laws", "features")}
         laws = tuple(LawReport.from_dict(law) for law in known["laws"])
         return cls(**others, laws=laws, features=tuple(known["features"]))

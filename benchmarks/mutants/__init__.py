@@ -5,7 +5,7 @@ the kit's own catalogue, run as adapters; the others are what no reading of ALiB
 """
 
 from benchmarks.mutants import blocks, catalogue, conduct, decoding, forward, gradients, large
-from benchmarks.mutants._mutant import Mutant, tried
+from benchmarks.mutants._mutant import Mutant, Outcome, tried
 from benchmarks.mutants.reference import Blockwise, Reference
 
 _BY_HAND = [x for module in (forward, blocks, gradients, decoding, conduct) for x in vars(module).values()]
@@ -16,4 +16,10 @@ MUTANTS: tuple[Mutant, ...] = (
     *(x for x in _BY_HAND if isinstance(x, Mutant)),
 )
 
-__all__ = ["MUTANTS", "Blockwise", "Mutant", "Reference", "tried"]
+
+def tried_by_name(name: str) -> Outcome:
+    """Hold the mutant of this name to all laws: names go from process to process more easily than classes."""
+    return tried({mutant.name: mutant for mutant in MUTANTS}[name])
+
+
+__all__ = ["MUTANTS", "Blockwise", "Mutant", "Reference", "tried", "tried_by_name"]

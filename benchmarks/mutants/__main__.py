@@ -22,15 +22,10 @@ from rich.table import Table
 from tqdm import tqdm
 
 from alibi_core.conformance import LAWS
-from benchmarks.mutants import MUTANTS
-from benchmarks.mutants._mutant import Outcome, tried
+from benchmarks.mutants import MUTANTS, tried_by_name
+from benchmarks.mutants._mutant import Outcome
 
 DIAGNOSED = 35  # so many mutants must be diagnosed rightly, at least
-
-
-def tried_by_name(name: str) -> Outcome:
-    """Hold the mutant of this name to all laws: names go from process to process more easily than classes."""
-    return tried({mutant.name: mutant for mutant in MUTANTS}[name])
 
 
 def outcomes(names: Sequence[str], jobs: int) -> list[Outcome]:

@@ -59,6 +59,19 @@ def mutant(*laws: str, expected: str, is_diagnosable: bool = True) -> Callable[[
     return made
 
 
+def instead(
+    base: type[Reference], method: str, *laws: str, expected: str, is_diagnosable: bool = True
+) -> Callable[[Callable[..., Any]], Mutant]:
+    """Make a function a mutant: the adapter ``base`` with it for a method. Its docstring tells the mistake."""
+
+    def made(function: Callable[..., Any]) -> Mutant:
+        name = "".join(word.capitalize() for word in function.__name__.split("_"))
+        adapter = type(name, (base,), {method: function, "__doc__": function.__doc__})
+        return mutant(*laws, expected=expected, is_diagnosable=is_diagnosable)(adapter)
+
+    return made
+
+
 def sized(base: type[Reference], size: int, *laws: str, expected: str, is_diagnosable: bool = True) -> Mutant:
     """Return a mutant whose mistake, that of ``base``, depends on a size."""
     adapter = type(

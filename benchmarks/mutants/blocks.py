@@ -6,9 +6,10 @@ import dataclasses
 
 import numpy as np
 
-from benchmarks.mutants._mutant import mutant
+from benchmarks.mutants._mutant import instead, mutant
 from benchmarks.mutants.reference import Array, Blockwise, Call
 
+HORIZON = "horizon|(far|distant).*(drop|left out|ignor)|(drop|left out|cut).*(far|distant|keys)"
 BLOCK = "block|tail|last keys|tile|partial|multiple"
 
 
@@ -24,15 +25,13 @@ def first_keys(call: Call, count: int) -> Call:
     )
 
 
-@mutant("long", expected=BLOCK + "|drop|first 64")
-class KeyBlocksOfTopLeftQueries(Blockwise):
+@instead(Blockwise, "output", "long", expected=BLOCK + "|drop|first 64")
+def key_blocks_of_top_left_queries(self, call: Call) -> Array:
     """Blocks of keys are read up to the query's own index, not position: keys after that are missing."""
-
-    def output(self, call: Call) -> Array:
-        if not call.is_causal:
-            return super().output(call)
-        blocks = -(-call.lengths[0] // self.block_size)
-        return super().output(first_keys(call, blocks * self.block_size))
+    if not call.is_causal:
+        return Blockwise.output(self, call)
+    blocks = -(-call.lengths[0] // self.block_size)
+    return Blockwise.output(self, first_keys(call, blocks * self.block_size))
 
 
 @mutant("long", expected="nan|infin")
@@ -51,13 +50,11 @@ class NanAfterAHiddenBlock(Blockwise):
         return new, total * correction + weights.sum(axis=-1, keepdims=True), result * correction + weights @ values
 
 
-@mutant("long", expected="maximum|underflow|initial", is_diagnosable=False)
-class MaximumBeginsWithZero(Blockwise):
+@instead(Blockwise, "beginning", "long", expected="maximum|underflow|initial", is_diagnosable=False)
+def maximum_begins_with_zero(self, call: Call) -> tuple[Array, Array, Array]:
     """The running maximum begins with 0: rows whose scores are all far below it come to nothing."""
-
-    def beginning(self, call: Call) -> tuple[Array, Array, Array]:
-        highest, total, result = super().beginning(call)
-        return np.zeros_like(highest), total, result
+    highest, total, result = Blockwise.beginning(self, call)
+    return np.zeros_like(highest), total, result
 
 
 # --- Horizons ---------------------------------------------------------------------------------------------------------
@@ -94,57 +91,55 @@ class _Horizon(Blockwise):
         return any(x is not None for x in (call.window_size, call.segment_ids, call.mask))
 
 
-@mutant(
+@instead(
+    _Horizon,
+    "horizon",
     "long",
-    expected="horizon|(far|distant).*(drop|left out|ignor)|(drop|left out|cut).*(far|distant|keys)",
+    expected=HORIZON,
     is_diagnosable=False,
 )
-class HorizonTooShort(_Horizon):
+def horizon_too_short(self, call: Call, gap: Array, slopes: Array) -> Array:
     """The horizon is a tenth too short."""
-
-    def horizon(self, call: Call, gap: Array, slopes: Array) -> Array:
-        return 0.9 * super().horizon(call, gap, slopes)
+    return 0.9 * _Horizon.horizon(self, call, gap, slopes)
 
 
-@mutant(
+@instead(
+    _Horizon,
+    "horizon",
     "long",
-    expected="horizon|(far|distant).*(drop|left out|ignor)|(drop|left out|cut).*(far|distant|keys)",
+    expected=HORIZON,
     is_diagnosable=False,
 )
-class HorizonOfTheMeanSlope(_Horizon):
+def horizon_of_the_mean_slope(self, call: Call, gap: Array, slopes: Array) -> Array:
     """All heads have the horizon of the mean slope."""
-
-    def horizon(self, call: Call, gap: Array, slopes: Array) -> Array:
-        return super().horizon(call, gap, np.broadcast_to(slopes.mean(axis=1, keepdims=True), slopes.shape))
+    return _Horizon.horizon(self, call, gap, np.broadcast_to(slopes.mean(axis=1, keepdims=True), slopes.shape))
 
 
-@mutant(
+@instead(
+    _Horizon,
+    "horizon",
     "long",
-    expected="horizon|(far|distant).*(drop|left out|ignor)|(drop|left out|cut).*(far|distant|keys)",
+    expected=HORIZON,
     is_diagnosable=False,
 )
-class HorizonOfTheFirstHead(_Horizon):
+def horizon_of_the_first_head(self, call: Call, gap: Array, slopes: Array) -> Array:
     """All heads have the horizon of the first."""
-
-    def horizon(self, call: Call, gap: Array, slopes: Array) -> Array:
-        return super().horizon(call, gap, slopes[:, :1])
+    return _Horizon.horizon(self, call, gap, slopes[:, :1])
 
 
-@mutant(
+@instead(
+    _Horizon,
+    "horizon",
     "long",
-    expected="horizon|(far|distant).*(drop|left out|ignor)|(drop|left out|cut).*(far|distant|keys)",
+    expected=HORIZON,
     is_diagnosable=False,
 )
-class HorizonBlindToScores(_Horizon):
+def horizon_blind_to_scores(self, call: Call, gap: Array, slopes: Array) -> Array:
     """The horizon follows from the slope alone, as if all scores were alike."""
-
-    def horizon(self, call: Call, gap: Array, slopes: Array) -> Array:
-        return super().horizon(call, np.zeros_like(gap), slopes)
+    return _Horizon.horizon(self, call, np.zeros_like(gap), slopes)
 
 
-@mutant("causal", expected="nan|zero|slope (of )?0", is_diagnosable=False)
-class HorizonOfNoSlopeIsNan(_Horizon):
+@instead(_Horizon, "horizon", "causal", expected="nan|zero|slope (of )?0", is_diagnosable=False)
+def horizon_of_no_slope_is_nan(self, call: Call, gap: Array, slopes: Array) -> Array:
     """The horizon of a slope of 0 is 0 / 0, and nothing is less than that."""
-
-    def horizon(self, call: Call, gap: Array, slopes: Array) -> Array:
-        return np.where(slopes == 0, np.nan, super().horizon(call, gap, slopes))
+    return np.where(slopes == 0, np.nan, _Horizon.horizon(self, call, gap, slopes))

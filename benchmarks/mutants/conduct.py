@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.mutants._mutant import mutant
+from benchmarks.mutants._mutant import instead, mutant
 from benchmarks.mutants.reference import Array, Call, Reference
 
 
@@ -26,101 +26,79 @@ class _Changed(Reference):
         return self.after(output)
 
 
-@mutant("conduct", expected="changed its input query|query")
-class QueryScaledInPlace(_Changed):
+@instead(_Changed, "before", "conduct", expected="changed its input query|query")
+def query_scaled_in_place(self, query: Array, key: Array, value: Array, slopes: Array) -> None:
     """The query is scaled in place, and stays so."""
-
-    def before(self, query: Array, key: Array, value: Array, slopes: Array) -> None:
-        query *= query.dtype.type(query.shape[-1] ** -0.5)
+    query *= query.dtype.type(query.shape[-1] ** -0.5)
 
 
-@mutant("conduct", expected="changed its input slopes|slopes")
-class SlopesNegatedInPlace(_Changed):
+@instead(_Changed, "before", "conduct", expected="changed its input slopes|slopes")
+def slopes_negated_in_place(self, query: Array, key: Array, value: Array, slopes: Array) -> None:
     """Slopes are negated in place, and stay so."""
-
-    def before(self, query: Array, key: Array, value: Array, slopes: Array) -> None:
-        slopes *= -1
+    slopes *= -1
 
 
-@mutant("conduct", expected="float64")
-class WrongDtypeOut(_Changed):
+@instead(_Changed, "after", "conduct", expected="float64")
+def wrong_dtype_out(self, output: Array) -> Array:
     """A float32 call returns float64."""
-
-    def after(self, output: Array) -> Array:
-        return output.astype(np.float64)
+    return output.astype(np.float64)
 
 
-@mutant("causal", expected="float16|integer|int|dtype")
-class IntegersOut(_Changed):
+@instead(_Changed, "after", "causal", expected="float16|integer|int|dtype")
+def integers_out(self, output: Array) -> Array:
     """A call returns integers."""
-
-    def after(self, output: Array) -> Array:
-        return output.astype(np.int32)
+    return output.astype(np.int32)
 
 
-@mutant("causal", expected="shape", is_diagnosable=False)
-class LengthFirstOut(_Changed):
+@instead(_Changed, "after", "causal", expected="shape", is_diagnosable=False)
+def length_first_out(self, output: Array) -> Array:
     """A call returns [batch, length, heads, head_dim]."""
-
-    def after(self, output: Array) -> Array:
-        return output.swapaxes(1, 2)
+    return output.swapaxes(1, 2)
 
 
-@mutant("causal", expected="nan")
-class NanOut(_Changed):
+@instead(_Changed, "after", "causal", expected="nan")
+def nan_out(self, output: Array) -> Array:
     """A division by zero makes results NaN where the output should be 0."""
-
-    def after(self, output: Array) -> Array:
-        return np.where(output < 0, np.nan, output)
+    return np.where(output < 0, np.nan, output)
 
 
-@mutant("lengths", expected="raised|not implemented|more queries")
-class RaisesForMoreQueriesThanKeys(Reference):
+@instead(Reference, "call", "lengths", expected="raised|not implemented|more queries")
+def raises_for_more_queries_than_keys(self, *args: Any, **options: Any) -> Call:
     """More queries than keys are refused, though the adapter declares lengths."""
-
-    def call(self, *args: Any, **options: Any) -> Call:
-        call = super().call(*args, **options)
-        if call.lengths[0] > call.lengths[1]:
-            raise NotImplementedError("more queries than keys")
-        return call
+    call = Reference.call(self, *args, **options)
+    if call.lengths[0] > call.lengths[1]:
+        raise NotImplementedError("more queries than keys")
+    return call
 
 
-@mutant("empty", expected="raised|reduction|zero.size|empty")
-class RaisesWithoutKeys(Reference):
+@instead(Reference, "softmax", "empty", expected="raised|reduction|zero.size|empty")
+def raises_without_keys(self, scores: Array) -> Array:
     """The maximum of no scores raises."""
-
-    def softmax(self, scores: Array) -> Array:
-        scores.max(axis=-1)
-        return super().softmax(scores)
+    scores.max(axis=-1)
+    return Reference.softmax(self, scores)
 
 
-@mutant("long", expected="raised|max_len|128")
-class RaisesBeyondMaxLen(Reference):
+@instead(Reference, "call", "long", expected="raised|max_len|128")
+def raises_beyond_max_len(self, *args: Any, **options: Any) -> Call:
     """Rows longer than max_len are refused (jaketae/alibi)."""
-
-    def call(self, *args: Any, **options: Any) -> Call:
-        call = super().call(*args, **options)
-        if call.lengths[1] > 128:
-            raise ValueError("sequence length must be at most max_len=128")
-        return call
+    call = Reference.call(self, *args, **options)
+    if call.lengths[1] > 128:
+        raise ValueError("sequence length must be at most max_len=128")
+    return call
 
 
-@mutant("window", expected="did not return|never return|hang|hung")
-class HangsForWindowZero(Reference):
+@instead(Reference, "visible_by_window", "window", expected="did not return|never return|hang|hung")
+def hangs_for_window_zero(self, call: Call) -> Array | bool:
     """A loop over windows goes on by window_size tokens, and never ends for 0."""
-
-    def visible_by_window(self, call: Call) -> Array | bool:
-        if call.window_size == 0:
-            time.sleep(3600)
-        return super().visible_by_window(call)
+    if call.window_size == 0:
+        time.sleep(3600)
+    return Reference.visible_by_window(self, call)
 
 
-@mutant("causal", expected="list|expected a NumPy array")
-class ListOut(_Changed):
+@instead(_Changed, "after", "causal", expected="list|expected a NumPy array")
+def list_out(self, output: Array) -> Any:
     """A call returns a list."""
-
-    def after(self, output: Array) -> Any:
-        return output.tolist()
+    return output.tolist()
 
 
 @mutant("conduct", expected="overwr|buffer|reus")

@@ -8,29 +8,34 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.mutants._mutant import Mutant, mutant, sized
+from benchmarks.mutants._mutant import Mutant, instead, mutant, sized
 from benchmarks.mutants.reference import Array, Call, Reference
 
 
-@mutant("decoding", expected="no bias|bias.*(lost|missing|ignor|absent|left out|0)|without.*bias|later|after the first")
-class BiasLostAfterTheFirstStep(Reference):
+@instead(
+    Reference,
+    "decode_step",
+    "decoding",
+    expected="no bias|bias.*(lost|missing|ignor|absent|left out|0)|without.*bias|later|after the first",
+)
+def bias_lost_after_the_first_step(
+    self, query: Array, key: Array, value: Array, slopes: Array, cache: Any
+) -> tuple[Array, Any]:
     """Decoding has no bias after the first step, the prefill."""
-
-    def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
-        return super().decode_step(query, key, value, slopes * (cache is None), cache)
+    return Reference.decode_step(self, query, key, value, slopes * (cache is None), cache)
 
 
-@mutant("decoding", expected="last|chunk|same position|one position|step", is_diagnosable=False)
-class ChunkAtOnePosition(Reference):
+@instead(
+    Reference, "decode_step", "decoding", expected="last|chunk|same position|one position|step", is_diagnosable=False
+)
+def chunk_at_one_position(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
     """All tokens of one step have the position of the last."""
-
-    def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
-        _, (keys, values) = super().decode_step(query, key, value, slopes, cache)
-        outputs = [
-            self.attention(query[:, :, i : i + 1], keys, values, slopes, is_causal=True, q_offset=keys.shape[2] - 1)
-            for i in range(query.shape[2])
-        ]
-        return np.concatenate(outputs, axis=2), (keys, values)
+    _, (keys, values) = Reference.decode_step(self, query, key, value, slopes, cache)
+    outputs = [
+        self.attention(query[:, :, i : i + 1], keys, values, slopes, is_causal=True, q_offset=keys.shape[2] - 1)
+        for i in range(query.shape[2])
+    ]
+    return np.concatenate(outputs, axis=2), (keys, values)
 
 
 @mutant("decoding", expected="shared|sequence|each other|state|another|one cache")
@@ -70,23 +75,17 @@ class _Paged(Reference):
 PAGED = tuple(sized(_Paged, n, "long_decoding", expected=f"restart every {n}") for n in (16, 64, 128, 256))
 
 
-class _Keeping(Reference):
-    """A cache that keeps not all tokens where they belong."""
-
-    kept: Any
-
-    def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
-        output, kept = super().decode_step(query, key, value, slopes, cache)
-        before = 0 if cache is None else cache[0].shape[2]
-        return output, tuple(self.kept(x, before) for x in kept)
-
-
 def keeping(*laws: str, expected: str) -> Callable[[Callable[[Array, int], Array]], Mutant]:
     """Make what becomes of keys, or values, ``before`` of which were there before the step, a mutant."""
 
     def made(kept: Callable[[Array, int], Array]) -> Mutant:
-        adapter = type(kept.__name__, (_Keeping,), {"kept": staticmethod(kept), "__doc__": kept.__doc__})
-        return mutant(*laws, expected=expected, is_diagnosable=False)(adapter)
+        def decode_step(self: Any, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> Any:
+            output, held = Reference.decode_step(self, query, key, value, slopes, cache)
+            before = 0 if cache is None else cache[0].shape[2]
+            return output, tuple(kept(x, before) for x in held)
+
+        decode_step.__name__, decode_step.__doc__ = kept.__name__, kept.__doc__
+        return instead(Reference, "decode_step", *laws, expected=expected, is_diagnosable=False)(decode_step)
 
     return made
 
@@ -163,12 +162,10 @@ def ring_of_512_tokens(held: Array, before: int) -> Array:
     return np.concatenate([np.zeros_like(held[:, :, :over]), held[:, :, over:]], axis=2)
 
 
-@mutant("long_decoding", expected="chunk|16|position", is_diagnosable=False)
-class LongChunkOneTooFar(Reference):
+@instead(Reference, "decode_offset", "long_decoding", expected="chunk|16|position", is_diagnosable=False)
+def long_chunk_one_too_far(self, query: Array, keys: Array) -> int:
     """The tokens of a step of more than 16 are one position too far."""
-
-    def decode_offset(self, query: Array, keys: Array) -> int:
-        return super().decode_offset(query, keys) + (16 < query.shape[2] < keys.shape[2])
+    return Reference.decode_offset(self, query, keys) + (16 < query.shape[2] < keys.shape[2])
 
 
 @mutant("long_decoding", expected="chunk|position|after", is_diagnosable=False)
@@ -185,16 +182,17 @@ class PositionWrongAfterLongChunks(Reference):
         return super().decode_offset(query, keys) - self.missing
 
 
-@mutant("long_decoding", expected="horizon|far|distan", is_diagnosable=False)
-class DecodingHorizonOf200Tokens(_Paged):
+@instead(_Paged, "raw_bias", "long_decoding", expected="horizon|far|distan", is_diagnosable=False)
+def decoding_horizon_of_200_tokens(self, call: Call) -> Array:
     """Decoding leaves out keys 200 tokens away, whatever the slope and the scores."""
-
-    def raw_bias(self, call: Call) -> Array:
-        bias = Reference.raw_bias(self, call)
-        return np.where(self.attention_is_step & (np.abs(self.ahead(call)) > 200), -1e9, bias)
+    bias = Reference.raw_bias(self, call)
+    return np.where(self.attention_is_step & (np.abs(self.ahead(call)) > 200), -1e9, bias)
 
 
 # --- Tables that are kept ---------------------------------------------------------------------------------------------
+
+
+EARLIER = "earlier|previous|cache|stale|kept|state|before|remember|first call"
 
 
 class _Kept(Reference):
@@ -204,44 +202,32 @@ class _Kept(Reference):
         self.kept: dict[Any, Array] = {}
 
 
-@mutant("independent", expected="earlier|previous|cache|stale|kept|state|before|remember|first call")
-class TableByLengths(_Kept):
+@instead(_Kept, "raw_bias", "independent", expected=EARLIER)
+def table_by_lengths(self, call: Call) -> Array:
     """The bias is kept from call to call by its shape alone, whatever slopes, direction and offset."""
-
-    def raw_bias(self, call: Call) -> Array:
-        key = (call.query.shape[:2], call.lengths)
-        return self.kept.setdefault(key, super().raw_bias(call))
+    key = (call.query.shape[:2], call.lengths)
+    return self.kept.setdefault(key, _Kept.raw_bias(self, call))
 
 
-@mutant("independent", expected="earlier|previous|cache|stale|kept|state|before|remember|first call")
-class TableBlindToDirection(_Kept):
+@instead(_Kept, "visible_by_causality", "independent", expected=EARLIER)
+def table_blind_to_direction(self, call: Call) -> Array | bool:
     """The bias is kept from call to call, whatever the direction: hidden keys stay hidden, and others in sight."""
-
-    def visible_by_causality(self, call: Call) -> Array | bool:
-        key = (call.query.shape[0], call.lengths, call.q_offset.tobytes())
-        return self.kept.setdefault(key, np.asarray(super().visible_by_causality(call)))
+    key = (call.query.shape[0], call.lengths, call.q_offset.tobytes())
+    return self.kept.setdefault(key, np.asarray(_Kept.visible_by_causality(self, call)))
 
 
-@mutant(
-    "independent", expected="earlier|previous|cache|stale|kept|state|before|remember|first call", is_diagnosable=False
-)
-class ScaleOfTheFirstCall(_Kept):
+@instead(_Kept, "products", "independent", expected=EARLIER, is_diagnosable=False)
+def scale_of_the_first_call(self, call: Call) -> Array:
     """A kernel is compiled with the scale of the first call of these shapes."""
-
-    def products(self, call: Call) -> Array:
-        key = (call.query.shape, call.key.shape)
-        scale = float(self.kept.setdefault(key, np.asarray(call.scale)))
-        return super().products(dataclasses.replace(call, scale=scale))
+    key = (call.query.shape, call.key.shape)
+    scale = float(self.kept.setdefault(key, np.asarray(call.scale)))
+    return _Kept.products(self, dataclasses.replace(call, scale=scale))
 
 
-@mutant(
-    "independent", expected="earlier|previous|cache|stale|kept|state|before|remember|first call", is_diagnosable=False
-)
-class WindowOfTheFirstCall(_Kept):
+@instead(_Kept, "visible_by_window", "independent", expected=EARLIER, is_diagnosable=False)
+def window_of_the_first_call(self, call: Call) -> Array | bool:
     """A block mask is kept from call to call by the lengths, whatever the window."""
-
-    def visible_by_window(self, call: Call) -> Array | bool:
-        if call.window_size is None:
-            return True
-        key = (call.query.shape[0], call.lengths, call.q_offset.tobytes())
-        return self.kept.setdefault(key, np.asarray(super().visible_by_window(call)))
+    if call.window_size is None:
+        return True
+    key = (call.query.shape[0], call.lengths, call.q_offset.tobytes())
+    return self.kept.setdefault(key, np.asarray(_Kept.visible_by_window(self, call)))

@@ -6,86 +6,76 @@ import dataclasses
 
 import numpy as np
 
-from benchmarks.mutants._mutant import mutant
+from benchmarks.mutants._mutant import instead
 from benchmarks.mutants.blocks import _Horizon
 from benchmarks.mutants.reference import Array, Call, Reference
 
 # --- By slopes --------------------------------------------------------------------------------------------------------
 
 
-@mutant("slope_gradients", expected="no gradient|missing|return(s|ed) no")
-class SlopeGradientMissing(Reference):
+@instead(Reference, "grad_both_slopes", "slope_gradients", expected="no gradient|missing|return(s|ed) no")
+def slope_gradient_missing(self, call: Call, grad_scores: Array) -> dict[str, Array]:
     """There is no gradient of slopes, in spite of what the adapter declares."""
-
-    def grad_both_slopes(self, call: Call, grad_scores: Array) -> dict[str, Array]:
-        return {}
+    return {}
 
 
-@mutant("slope_gradients", expected="shape")
-class SlopeGradientByEntry(Reference):
+@instead(Reference, "grad_slopes", "slope_gradients", expected="shape")
+def slope_gradient_by_entry(self, call: Call, grad_scores: Array, distances: Array) -> Array:
     """The gradient of slopes is not summed over the batch."""
-
-    def grad_slopes(self, call: Call, grad_scores: Array, distances: Array) -> Array:
-        return -(grad_scores * distances.astype(self.working_dtype)).sum(axis=(2, 3))
+    return -(grad_scores * distances.astype(self.working_dtype)).sum(axis=(2, 3))
 
 
-@mutant("long_gradients", expected="future|both sides|past|side", is_diagnosable=False)
-class SlopeGradientOfBothSides(Reference):
+@instead(Reference, "grad_both_slopes", "long_gradients", expected="future|both sides|past|side", is_diagnosable=False)
+def slope_gradient_of_both_sides(self, call: Call, grad_scores: Array) -> dict[str, Array]:
     """With slopes for each side, the gradient of one counts both."""
-
-    def grad_both_slopes(self, call: Call, grad_scores: Array) -> dict[str, Array]:
-        grads = super().grad_both_slopes(call, grad_scores)
-        both = self.grad_slopes(call, grad_scores, np.abs(self.ahead(call)))
-        return grads | {"slopes": both}
+    grads = Reference.grad_both_slopes(self, call, grad_scores)
+    both = self.grad_slopes(call, grad_scores, np.abs(self.ahead(call)))
+    return grads | {"slopes": both}
 
 
-@mutant("gradients", expected="mask", is_diagnosable=False)
-class ValueGradientBlindToMask(Reference):
+@instead(Reference, "grad_value", "gradients", expected="mask", is_diagnosable=False)
+def value_gradient_blind_to_mask(self, call: Call, weights: Array, grad_output: Array) -> Array:
     """The gradient of values counts queries that a mask hides them from."""
-
-    def grad_value(self, call: Call, weights: Array, grad_output: Array) -> Array:
-        return super().grad_value(call, self.weights(dataclasses.replace(call, mask=None)), grad_output)
+    return Reference.grad_value(self, call, self.weights(dataclasses.replace(call, mask=None)), grad_output)
 
 
 # --- By query, key and value ------------------------------------------------------------------------------------------
 
 
-@mutant("long_gradients", expected="block|tail|tile|partial|last keys|multiple|drop|zero", is_diagnosable=False)
-class LastBlockDroppedInBackward(Reference):
+@instead(
+    Reference,
+    "grad_key",
+    "long_gradients",
+    expected="block|tail|tile|partial|last keys|multiple|drop|zero",
+    is_diagnosable=False,
+)
+def last_block_dropped_in_backward(self, call: Call, grad_scores: Array) -> Array:
     """The backward pass gives the keys that fill no block of 64 no gradient, where there are full blocks."""
-
-    def grad_key(self, call: Call, grad_scores: Array) -> Array:
-        kept = max(call.lengths[1] // 64 * 64, 64)
-        gradient = super().grad_key(call, grad_scores)
-        return np.concatenate([gradient[:, :, :kept], 0 * gradient[:, :, kept:]], axis=2)
+    kept = max(call.lengths[1] // 64 * 64, 64)
+    gradient = Reference.grad_key(self, call, grad_scores)
+    return np.concatenate([gradient[:, :, :kept], 0 * gradient[:, :, kept:]], axis=2)
 
 
-@mutant("long_gradients", expected="overflow|infin|\\bmax|nan")
-class NoMaximumInBackward(Reference):
+@instead(Reference, "grad_scores", "long_gradients", expected="overflow|infin|\\bmax|nan")
+def no_maximum_in_backward(self, call: Call, weights: Array, grad_output: Array) -> Array:
     """The backward pass computes exp(score) without the row's maximum, and overflows."""
-
-    def grad_scores(self, call: Call, weights: Array, grad_output: Array) -> Array:
-        with np.errstate(over="ignore", invalid="ignore"):
-            again = np.exp(self.scores(call))
-            total = again.sum(axis=-1, keepdims=True)
-            return super().grad_scores(call, again / np.where(total > 0, total, 1), grad_output)
+    with np.errstate(over="ignore", invalid="ignore"):
+        again = np.exp(self.scores(call))
+        total = again.sum(axis=-1, keepdims=True)
+        return Reference.grad_scores(self, call, again / np.where(total > 0, total, 1), grad_output)
 
 
-@mutant("gradients", expected="nan")
-class NanGradientWhereNothingIsSeen(Reference):
+@instead(Reference, "grad_scores", "gradients", expected="nan")
+def nan_gradient_where_nothing_is_seen(self, call: Call, weights: Array, grad_output: Array) -> Array:
     """The gradient of a row that sees nothing is NaN."""
-
-    def grad_scores(self, call: Call, weights: Array, grad_output: Array) -> Array:
-        sees = self.visible(call).any(axis=-1, keepdims=True)
-        return np.where(sees, super().grad_scores(call, weights, grad_output), np.nan)
+    sees = self.visible(call).any(axis=-1, keepdims=True)
+    return np.where(sees, Reference.grad_scores(self, call, weights, grad_output), np.nan)
 
 
-@mutant("long_gradients", expected="horizon|far|distant|drop|left out", is_diagnosable=False)
-class HorizonTooShortInBackward(Reference):
+@instead(Reference, "grad_scores", "long_gradients", expected="horizon|far|distant|drop|left out", is_diagnosable=False)
+def horizon_too_short_in_backward(self, call: Call, weights: Array, grad_output: Array) -> Array:
     """The backward pass has a horizon that follows from the slope alone, as if all scores were alike."""
-
-    def grad_scores(self, call: Call, weights: Array, grad_output: Array) -> Array:
-        return super().grad_scores(call, _Blind().weights(call), grad_output)
+    return Reference.grad_scores(self, call, _Blind().weights(call), grad_output)
 
 
 class _Blind(_Horizon):
@@ -117,88 +107,72 @@ class _Sometimes(Reference):
         return weights * (grad_output @ self.grouped(call, call.value).swapaxes(-1, -2))
 
 
-@mutant("some_gradients", expected=ASKED_FOR)
-class QueryGradientWrongByItself(_Sometimes):
+@instead(_Sometimes, "is_wrong", "some_gradients", expected=ASKED_FOR)
+def query_gradient_wrong_by_itself(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
     """The gradient of queries is wrong where it alone is asked for."""
-
-    def is_wrong(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
-        return wrt == ("query",)
+    return wrt == ("query",)
 
 
-@mutant("some_gradients", expected=ASKED_FOR + ".*(ones|constant)")
-class ConstantCotangentMiscompiled(_Sometimes):
+@instead(_Sometimes, "is_wrong", "some_gradients", expected=ASKED_FOR + ".*(ones|constant)")
+def constant_cotangent_miscompiled(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
     """In rows of 64 tokens or more, the gradient of queries or keys alone is wrong where grad_output is constant."""
-
-    def is_wrong(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
-        is_constant = bool((grad_output == grad_output.flat[0]).all())
-        return is_constant and wrt in (("query",), ("key",)) and call.lengths[1] >= 64
+    is_constant = bool((grad_output == grad_output.flat[0]).all())
+    return is_constant and wrt in (("query",), ("key",)) and call.lengths[1] >= 64
 
 
-@mutant("some_gradients", expected=ASKED_FOR)
-class KeyGradientWrongWithoutThatOfValues(_Sometimes):
+@instead(_Sometimes, "is_wrong", "some_gradients", expected=ASKED_FOR)
+def key_gradient_wrong_without_that_of_values(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
     """The gradient of keys is wrong where that of values, which the same kernel computes, is not asked for."""
-
-    def is_wrong(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
-        return "key" in wrt and "value" not in wrt
+    return "key" in wrt and "value" not in wrt
 
 
-@mutant("some_gradients", expected=ASKED_FOR)
-class MeanLostWithoutSlopeGradients(_Sometimes):
+@instead(_Sometimes, "is_wrong", "some_gradients", expected=ASKED_FOR)
+def mean_lost_without_slope_gradients(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
     """The row mean is computed where the gradient of slopes, for which it was written, is asked for."""
-
-    def is_wrong(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
-        return not any("slopes" in name for name in wrt)
+    return not any("slopes" in name for name in wrt)
 
 
-@mutant("some_gradients", expected=ASKED_FOR)
-class SlopeGradientWrongByItself(_Sometimes):
+@instead(_Sometimes, "is_wrong", "some_gradients", expected=ASKED_FOR)
+def slope_gradient_wrong_by_itself(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
     """The gradient of slopes is wrong where it alone is asked for."""
-
-    def is_wrong(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
-        return all("slopes" in name for name in wrt)
+    return all("slopes" in name for name in wrt)
 
 
-@mutant("some_gradients", expected=ASKED_FOR)
-class SlopeGradientWrongWithThatOfQueries(_Sometimes):
+@instead(_Sometimes, "is_wrong", "some_gradients", expected=ASKED_FOR)
+def slope_gradient_wrong_with_that_of_queries(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
     """Gradients are wrong where those of queries and slopes are asked for, and no others."""
-
-    def is_wrong(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
-        return wrt == ("query", "slopes")
+    return wrt == ("query", "slopes")
 
 
-@mutant("cotangents", expected="grad_output is (all )?(ones|constant)")
-class ConstantCotangentReadByStrides(Reference):
+@instead(Reference, "grads", "cotangents", expected="grad_output is (all )?(ones|constant)")
+def constant_cotangent_read_by_strides(
+    self, call: Call, grad_output: Array, wrt: tuple[str, ...] | None
+) -> dict[str, Array]:
     """A constant grad_output, which is one number with strides of 0, is read as if all of it were there."""
-
-    def grads(self, call: Call, grad_output: Array, wrt: tuple[str, ...] | None) -> dict[str, Array]:
-        if (grad_output == grad_output.flat[0]).all():
-            grad_output = grad_output * (np.arange(grad_output.size) == 0).reshape(grad_output.shape)
-        return super().grads(call, grad_output, wrt)
+    if (grad_output == grad_output.flat[0]).all():
+        grad_output = grad_output * (np.arange(grad_output.size) == 0).reshape(grad_output.shape)
+    return Reference.grads(self, call, grad_output, wrt)
 
 
-@mutant("cotangents", expected="NaN.*grad_output is (all )?zeros")
-class NanGradientOfZeros(Reference):
+@instead(Reference, "grads", "cotangents", expected="NaN.*grad_output is (all )?zeros")
+def nan_gradient_of_zeros(self, call: Call, grad_output: Array, wrt: tuple[str, ...] | None) -> dict[str, Array]:
     """Gradients are divided by the largest element of grad_output, and multiplied by it in the end."""
-
-    def grads(self, call: Call, grad_output: Array, wrt: tuple[str, ...] | None) -> dict[str, Array]:
-        largest = np.abs(grad_output).max(initial=0)
-        with np.errstate(invalid="ignore"):
-            return {name: x * largest for name, x in super().grads(call, grad_output / largest, wrt).items()}
+    largest = np.abs(grad_output).max(initial=0)
+    with np.errstate(invalid="ignore"):
+        return {name: x * largest for name, x in Reference.grads(self, call, grad_output / largest, wrt).items()}
 
 
-@mutant("cotangents", expected="grad_output is .*one row")
-class BlocksOfQueriesSkipped(Reference):
+@instead(Reference, "grads", "cotangents", expected="grad_output is .*one row")
+def blocks_of_queries_skipped(self, call: Call, grad_output: Array, wrt: tuple[str, ...] | None) -> dict[str, Array]:
     """Blocks of queries are taken to count nothing if their first row has no gradient."""
-
-    def grads(self, call: Call, grad_output: Array, wrt: tuple[str, ...] | None) -> dict[str, Array]:
-        first = np.arange(call.lengths[0]) // 16 * 16
-        counts = (grad_output[:, :, first] != 0).any(axis=-1, keepdims=True)
-        return super().grads(call, grad_output * counts, wrt)
+    first = np.arange(call.lengths[0]) // 16 * 16
+    counts = (grad_output[:, :, first] != 0).any(axis=-1, keepdims=True)
+    return Reference.grads(self, call, grad_output * counts, wrt)
 
 
-@mutant("cotangents", expected="grad_output is .*one element")
-class RowsWithoutFirstFeatureSkipped(Reference):
+@instead(Reference, "grads", "cotangents", expected="grad_output is .*one element")
+def rows_without_first_feature_skipped(
+    self, call: Call, grad_output: Array, wrt: tuple[str, ...] | None
+) -> dict[str, Array]:
     """Rows are taken to have no gradient if that of their first feature is zero."""
-
-    def grads(self, call: Call, grad_output: Array, wrt: tuple[str, ...] | None) -> dict[str, Array]:
-        return super().grads(call, grad_output * (grad_output[..., :1] != 0), wrt)
+    return Reference.grads(self, call, grad_output * (grad_output[..., :1] != 0), wrt)

@@ -63,11 +63,20 @@ def is_slow(adapter: Any, law: Any) -> bool:
 ADAPTERS = [x for x in (*in_libraries(), *installed_adapters(dtypes=None)) if not is_repetition(x)]
 
 
-def is_in_full(adapter: Any) -> bool:
-    """Whether it is no default, or of a dtype that adds little to others."""
+# Of laws that JAX would compile for long, what others notice, too: those of one feature are in ``combined``, and
+# tests/contracts/test_tiled.py asks for some gradients, of losses of several kinds.
+REPEATED = (
+    *("lengths", "offset", "symmetric", "asymmetric", "grouped", "window", "segments", "mask", "batch_slopes", "scale"),
+    *("large_gradients", "cotangents", "some_gradients"),
+)
+
+
+def is_in_full(adapter: Any, law: Any) -> bool:
+    """Whether it is no default, or of a dtype that adds little to others, or JAX's and held by other tests."""
     is_default = adapter.name.endswith("[tiled]") or adapter.name in ("alibi_core", "alibi_core[array_api_strict]")
-    dtypes = ("float32",) if adapter.name == "alibi_jax[tiled]" else ("float32", "bfloat16")
-    return not is_default or adapter.dtype not in dtypes
+    if adapter.name == "alibi_jax[tiled]":
+        return adapter.dtype != "float32" or law.name in REPEATED
+    return not is_default or adapter.dtype not in ("float32", "bfloat16")
 
 
 OFFERED = [
@@ -75,7 +84,7 @@ OFFERED = [
         adapter,
         law.name,
         id=f"{adapter.name}-{adapter.dtype}-{law.name}",
-        marks=[pytest.mark.full] * is_in_full(adapter),
+        marks=[pytest.mark.full] * is_in_full(adapter, law),
     )
     for adapter in ADAPTERS
     for law in LAWS

@@ -21,9 +21,10 @@ from alibi_core.conformance._diagnosis._departures.of_gradients import FORWARD_R
 from alibi_core.conformance._diagnosis._readings.gradients import GradientReading
 from alibi_core.conformance._diagnosis._readings.inputs import Inputs
 from alibi_core.conformance._diagnosis._readings.reading import Reading
+from alibi_core.conformance._diagnosis._readings.slopes import CHANGES, RULES
 from alibi_core.conformance._diagnosis.diagnosis import diagnose
-from alibi_core.conformance._diagnosis.slopes import CHANGES, RULES
 from alibi_core.conformance._trial.caller import Caller, Evidence
+from benchmarks.mutants import Reference
 from tests.support.full import first_of, in_full
 
 ALL = frozenset(FEATURES)
@@ -147,150 +148,97 @@ def geometric(num_heads: int) -> Array:
     return 2.0 ** (-8 * np.arange(1, num_heads + 1) / num_heads)
 
 
-class Loops:
-    """Attention, a head at a time, with a method for everything that may go wrong."""
-
-    features = tuple(FEATURES)
-
-    def __init__(self, **methods: Callable[..., Any]) -> None:
-        self.__dict__.update(methods)
-
-    def slope(self, slopes: Array, head: int, group: int) -> float:
-        return float(slopes[head])
-
-    def kv_head(self, head: int, num_heads: int, num_kv_heads: int) -> int:
-        return head // (num_heads // num_kv_heads)
-
-    def law(self, slope: Any, i: Array, j: Array) -> Array:
-        return np.asarray(-slope * abs(i - j))
-
-    def scale(self, scale: float | None, head_dim: int, num_heads: int) -> float:
-        return head_dim**-0.5 if scale is None else scale
-
-    def scores(self, products: Array, scale: float, bias: Array) -> Array:
-        return scale * products + bias
-
-    def in_order(self, i: Array, j: Array) -> Array:
-        return np.asarray(j <= i)
-
-    def in_window(self, i: Array, j: Array, size: int) -> Array:
-        return np.asarray(abs(i - j) <= size)
-
-    def place(self, q_offset: int, q_len: int, kv_len: int) -> int:
-        return q_offset
-
-    @np.errstate(all="ignore")
-    def attention(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        slopes: Array,
-        is_causal: bool,
-        q_offset: Any,
-        future_slopes: Array | None = None,
-        window_size: int | None = None,
-        segment_ids: tuple[Array, Array] | None = None,
-        mask: Array | None = None,
-        scale: float | None = None,
-    ) -> Array:
-        (batch, heads, q_len, head_dim), (kv_heads, kv_len) = query.shape, key.shape[1:3]
-        out = np.zeros(query.shape)
-        slopes = np.broadcast_to(slopes, (batch, heads)).astype(np.float64)
-        for b, h in np.ndindex(batch, heads):
-            i = np.arange(q_len)[:, None] + self.place(int(np.broadcast_to(q_offset, batch)[b]), q_len, kv_len)
-            j = np.arange(kv_len)[None]
-            slope: Any = self.slope(slopes[b], h, heads // kv_heads)
-            if future_slopes is not None:
-                slope = np.where(j > i, np.broadcast_to(future_slopes, (batch, heads))[b, h], slope)
-            kv = self.kv_head(h, heads, kv_heads)
-            products = query[b, h].astype(np.float64) @ key[b, kv].T.astype(np.float64)
-            scores = self.scores(products, self.scale(scale, head_dim, heads), self.law(slope, i, j))
-            shown = np.isfinite(scores)
-            if is_causal:
-                shown &= self.in_order(i, j)
-            if window_size is not None:
-                shown &= self.in_window(i, j, window_size)
-            if segment_ids is not None:
-                shown &= segment_ids[0][b][:, None] == segment_ids[1][b][None]
-            if mask is not None:
-                shown &= np.broadcast_to(mask, (batch, heads, q_len, kv_len))[b, h]
-            weights = np.where(shown, np.exp(scores - np.where(shown, scores, -1e300).max(axis=1, keepdims=True)), 0)
-            total = weights.sum(axis=1, keepdims=True)
-            out[b, h] = weights / np.where(total > 0, total, 1) @ value[b, kv]
-        return out.astype(np.float32)
-
-
 def low(x: Any) -> Array:
     return rounded(x, "bfloat16")
 
 
-SIGNED = {"law": lambda slope, i, j: slope * (j - i)}
-GEOMETRIC = {"slope": lambda slopes, head, group: geometric(len(slopes))[head]}
+def law(bias: Callable[[Any, Array, Array], Array]) -> dict[str, Any]:
+    """Return the method of an implementation whose bias is this, of slopes and of positions of queries and keys."""
+    return {"raw_bias": lambda self, call: bias(self.steepness(call), self.q_positions(call), self.kv_positions(call))}
+
+
+def slopes(changed: Callable[[Array, Any], Array]) -> dict[str, Any]:
+    """Return the method of an implementation that takes other slopes than it is given."""
+    return {"by_head": lambda self, call, given: Reference.by_head(self, call, changed(given, call))}
+
+
+def scaled(scale: Callable[[Any], float]) -> dict[str, Any]:
+    return {"products": lambda self, call: Reference.products(self, dataclasses.replace(call, scale=scale(call)))}
+
+
+SIGNED = law(lambda m, i, j: m * (j - i))
+GEOMETRIC = slopes(lambda m, call: geometric(call.query.shape[1]))
+NO_OWN_KEY = {"visible_by_causality": lambda self, call: self.ahead(call) < 0 if call.is_causal else True}
 WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "attention-gym": (SIGNED | GEOMETRIC, ["geometric slopes", "signed"]),
     "jaketae": (
-        SIGNED | GEOMETRIC | {"scale": lambda scale, head_dim, num_heads: (head_dim * num_heads) ** -0.5},
+        SIGNED | GEOMETRIC | scaled(lambda call: (call.query.shape[1] * call.query.shape[3]) ** -0.5),
         ["geometric slopes", "scaled by d_model", "signed"],
     ),
     "falcon": (
-        {
-            "law": lambda slope, i, j: low(low(slope) * low(j)) + 0 * i,
-            "scores": lambda qk, scale, bias: (qk + bias) * scale,
-        },
+        {"raw_bias": lambda self, call: low(low(self.steepness(call)) * low(self.kv_positions(call))) * call.scale},
         ["falcon contract"],
     ),
     "two of a mask": (
-        {"in_order": lambda i, j: j < i, "in_window": lambda i, j, size: abs(i - j) < size},
+        NO_OWN_KEY
+        | {
+            "visible_by_window": lambda self, call: (
+                True if call.window_size is None else np.abs(self.ahead(call)) < call.window_size
+            )
+        },
         ["causal hides own key", "window one less"],
     ),
     "three of a kind": (
-        {
-            "in_order": lambda i, j: j < i,
-            "scale": lambda scale, head_dim, num_heads: 1.0,
-            "slope": lambda slopes, head, group: alibi_core.slopes(len(slopes))[head],
-        },
+        NO_OWN_KEY
+        | scaled(lambda call: 1.0)
+        | slopes(lambda m, call: np.broadcast_to(alibi_core.slopes(call.query.shape[1]), m.shape)),
         ["canonical slopes", "causal hides own key", "scale missing"],
     ),
     "heads": (
-        {"kv_head": lambda head, n, kv: head % kv, "slope": lambda slopes, head, group: slopes[head // group]},
+        {"grouped": lambda self, call, x: np.tile(x, (1, call.group, 1, 1))}
+        | slopes(lambda m, call: m[..., np.arange(m.shape[-1]) // call.group]),
         ["grouped heads interleaved", "slopes by kv head"],
     ),
     "places": (
-        {"place": lambda q_offset, q_len, kv_len: 0, "in_window": lambda i, j, size: i - j <= size},
+        {
+            "q_positions": lambda self, call: np.arange(call.lengths[0])[:, None],
+            "visible_by_window": lambda self, call: (
+                True if call.window_size is None else -self.ahead(call) <= call.window_size
+            ),
+        },
         ["top-left", "window on past side only"],
     ),
-    "a factor": ({"scores": lambda qk, scale, bias: scale * qk + 1.7 * bias}, ["bias multiplied"]),
+    "a factor": (law(lambda m, i, j: -1.7 * m * abs(i - j)), ["bias multiplied"]),
     "a temperature": (
-        {"scores": lambda qk, scale, bias: (scale * qk + bias) / 0.9},
+        {"scores": lambda self, call: Reference.scores(self, call) / np.float32(0.9)},
         ["bias multiplied", "scores multiplied"],
     ),
-    "a power": ({"law": lambda slope, i, j: -slope * abs(i - j) ** 0.7}, ["power of distance"]),
-    "a clip": ({"law": lambda slope, i, j: -slope * np.minimum(abs(i - j), 37)}, ["distance clipped"]),
-    "a clipped penalty": ({"law": lambda slope, i, j: np.maximum(-slope * abs(i - j), -8)}, ["penalty clipped"]),
-    "a horizon": (
-        {"law": lambda slope, i, j: np.where(abs(i - j) < 37, -slope * abs(i - j), -np.inf)},
-        ["horizon too short"],
+    "a power": (law(lambda m, i, j: -m * abs(i - j) ** 0.7), ["power of distance"]),
+    "a clip": (law(lambda m, i, j: -m * np.minimum(abs(i - j), 37)), ["distance clipped"]),
+    "a clipped penalty": (law(lambda m, i, j: np.maximum(-m * abs(i - j), -8)), ["penalty clipped"]),
+    "a horizon": (law(lambda m, i, j: np.where(abs(i - j) < 37, -m * abs(i - j), -np.inf)), ["horizon too short"]),
+    "a restart": (law(lambda m, i, j: -m * abs(i % 100 - j % 100)), ["positions restart"]),
+    "slopes of its own": (slopes(lambda m, call: m * (1 + np.arange(m.shape[-1]) / 3)), ["other slopes"]),
+    "key-only in bfloat16": (law(lambda m, i, j: low(m * j) + 0 * i), ["bfloat16 key-only bias"]),
+    "scores in bfloat16": (
+        {"scores": lambda self, call: self.masked(call, low(self.products(call) + self.raw_bias(call)))},
+        ["bfloat16 scores"],
     ),
-    "a restart": ({"law": lambda slope, i, j: -slope * abs(i % 100 - j % 100)}, ["positions restart"]),
-    "slopes of its own": ({"slope": lambda slopes, head, group: slopes[head] * (1 + head / 3)}, ["other slopes"]),
-    "key-only in bfloat16": ({"law": lambda slope, i, j: low(slope * j) + 0 * i}, ["bfloat16 key-only bias"]),
-    "scores in bfloat16": ({"scores": lambda qk, scale, bias: low(scale * qk + bias)}, ["bfloat16 scores"]),
-}  # fmt: skip
+}
 
 
-def test_of_the_loops_as_they_are_nothing_is_said() -> None:
-    assert named(Loops(), "attention") == []
+def wrong(methods: dict[str, Any]) -> Any:
+    return type("Wrong", (Reference,), methods)()
 
 
 @pytest.mark.parametrize("who", WRONG)
 def test_mistakes_are_all_named(who: str) -> None:
     methods, expected = WRONG[who]
-    assert sorted(named(Loops(**methods), "attention")) == expected
+    assert sorted(named(wrong(methods), "attention")) == expected
 
 
 def test_a_mistake_under_a_condition_is_told_with_it() -> None:
-    class Lost(Loops):
+    class Lost(Reference):
         def attention(self, *tensors: Array, mask: Array | None = None, **options: Any) -> Array:  # type: ignore[override]
             slopes = options.pop("slopes") * (mask is None)
             return super().attention(*tensors, slopes=slopes, mask=mask, **options)
@@ -300,7 +248,7 @@ def test_a_mistake_under_a_condition_is_told_with_it() -> None:
 
 @pytest.mark.parametrize("kept", ["slopes", "is_causal"])
 def test_what_is_kept_between_calls_is_named(kept: str) -> None:
-    class Keeps(Loops):
+    class Keeps(Reference):
         def __init__(self) -> None:
             self.kept: dict[Any, Any] = {}
 
@@ -314,8 +262,8 @@ def test_what_is_kept_between_calls_is_named(kept: str) -> None:
 
 
 def test_what_nothing_explains_is_measured() -> None:
-    odd = Loops(law=lambda slope, i, j: -slope * abs(i - j) * (1 + 0.3 * (j % 3)))
-    caller = Caller(Offer.of(odd), 60.0)
+    odd = law(lambda m, i, j: -m * abs(i - j) * (1 + 0.3 * (j % 3)))
+    caller = Caller(Offer.of(wrong(odd)), 60.0)
     (found,) = diagnose(caller, "attention", ALL, [])
     caller.close()
     assert found.key == "unexplained"
@@ -392,28 +340,16 @@ def test_a_bias_without_its_mask_is_named() -> None:
     assert named(SimpleNamespace(bias=transposed), "bias", features) == ["transposed bias"]
 
 
-class Decoder(Loops):
-    """Decoding by the loops: the cache is all keys and values so far."""
+class Decoder(Reference):
+    """Decoding whose steps are attention with changed arguments: ``change(query, key, value, slopes, start)``."""
 
-    def step(self, query: Array, key: Array, value: Array, slopes: Array, start: int) -> Array:
-        return self.attention(query, key, value, slopes, is_causal=True, q_offset=start)
+    def __init__(self, change: Callable[..., dict[str, Any]]) -> None:
+        self.change = change
 
-    def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> Any:
-        if cache is not None:
-            key, value = (np.concatenate(pair, axis=2) for pair in zip(cache, (key, value), strict=True))
-        start = key.shape[2] - query.shape[2]
-        return self.step(query, key, value, slopes, start), (key, value)
-
-
-def step_of(change: Callable[..., dict[str, Any]]) -> Decoder:
-    decoder = Decoder()
-
-    def step(query: Array, key: Array, value: Array, slopes: Array, start: int) -> Array:
-        options = {"is_causal": True, "q_offset": start, "slopes": slopes, "key": key, "value": value}
-        return decoder.attention(query, **options | change(query, key, value, slopes, start))
-
-    decoder.__dict__["step"] = step
-    return decoder
+    def attention(self, *tensors: Array, q_offset: Any, **options: Any) -> Array:
+        names = ("query", "key", "value", "slopes")
+        options |= dict(zip(names, tensors, strict=True)) | {"q_offset": q_offset}
+        return super().attention(**options | self.change(*tensors, q_offset))
 
 
 @pytest.mark.parametrize(
@@ -433,19 +369,18 @@ def step_of(change: Callable[..., dict[str, Any]]) -> Decoder:
     ],
 )
 def test_mistakes_in_decoding_are_named(change: Callable[..., dict[str, Any]], expected: list[str]) -> None:
-    assert named(step_of(change), "decode_step") == expected
+    assert named(Decoder(change), "decode_step") == expected
 
 
 def test_sequences_that_get_into_each_other_are_named() -> None:
-    class Shared(Decoder):
-        def __init__(self) -> None:
-            self.cache: Any = None
+    class Shared(Reference):
+        cache: Any = None
 
         def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> Any:
             output, self.cache = super().decode_step(query, key, value, slopes, None if cache is None else self.cache)
             return output, 1
 
-    class Stale(Decoder):
+    class Stale(Reference):
         def __init__(self) -> None:
             self.kept: dict[int, Any] = {}
 

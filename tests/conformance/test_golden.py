@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import importlib
 import json
@@ -14,26 +16,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 import alibi_core
 from alibi_core._slopes import slope_values
-from alibi_core.conformance import Mistaken
-from alibi_core.conformance._cases.case import Case, Sizes
+from alibi_core.conformance import FEATURES, Mistaken
 from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Rules, penalties, rounded
+from alibi_core.conformance._golden.cases import GoldenCase
 from alibi_core.conformance._golden.check import check_golden
 from alibi_core.conformance._golden.files import GoldenError, safetensors_bytes
 from alibi_core.conformance._golden.report import CaseResult, GoldenReport
-from alibi_core.conformance._golden.results import golden_results
-from alibi_core.conformance._golden.write import write_golden
+from alibi_core.conformance._golden.results import golden_results, problem_of
+from alibi_core.conformance._golden.set import read_golden, write_golden
 from benchmarks.mutants import Reference as Right
 
 # Whoever means to change a number in the golden vectors changes their version, and this.
 INDEX_SHA256 = "a51165d36cfa72386dbb54d5fc28263ead60cc9d3e93e1ac9a5675e84d63cc19"
 DTYPES = tuple(UNIT_ROUNDOFF)
-KINDS = ("slopes", "bias", "attention", "decode")
 
 
 @pytest.fixture(scope="module")
@@ -47,23 +49,14 @@ def index(golden: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def tensors(golden: Path) -> dict[str, np.ndarray]:
-    """All tensors of all files, as the library that is not ours reads them."""
-    return {name: x for kind in KINDS for name, x in load_file(golden / f"{kind}.safetensors").items()}
+def cases(golden: Path) -> dict[str, GoldenCase]:
+    return {case.name: case for case in read_golden(golden)}
 
 
-def ids(entry: dict[str, Any]) -> str:
-    return entry["id"]
-
-
-def of_kind(index: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
-    found = [case for case in index["cases"] if case["kind"] in kinds]
+def of_kind(cases: dict[str, GoldenCase], *kinds: str) -> list[GoldenCase]:
+    found = [case for case in cases.values() if case.kind in kinds]
     assert found
     return found
-
-
-def inputs_of(case: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: tensors[entry["tensor"]] for name, entry in case["inputs"].items()}
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -76,43 +69,26 @@ def files_of(directory: Path) -> dict[str, bytes]:
 def write_results(directory: Path, found: dict[str, np.ndarray], stored: str, **changes: Any) -> Path:
     """Write results as FORMAT.md says, in tensors of that dtype."""
     directory.mkdir(parents=True, exist_ok=True)
-    content = {
-        "format": "alibi-golden-results",
-        "version": 1,
-        "golden_version": 1,
-        "program": "little",
-        "dtype": stored,
-    }
-    content |= {"files": ["results.safetensors"]} | changes
+    content = {"format": "alibi-golden-results", "version": 1, "golden_version": 1, "program": "little"}
+    content |= {"dtype": stored, "files": ["results.safetensors"]} | changes
     (directory / "results.json").write_text(json.dumps(content))
-    if stored == "bfloat16":
-        (directory / "results.safetensors").write_bytes(bfloat16_file(found))
-    else:
-        save_file(
-            {name: np.ascontiguousarray(x.astype(stored)) for name, x in found.items()}, directory / content["files"][0]
-        )
+    dtype = {"bfloat16": ml_dtypes.bfloat16}.get(stored, stored)
+    stored_as = {
+        name: np.ascontiguousarray(x.astype(np.float32 if dtype is not stored else stored).astype(dtype))
+        for name, x in found.items()
+    }
+    save_file(stored_as, directory / content["files"][0])
     return directory
-
-
-def bfloat16_file(found: dict[str, np.ndarray]) -> bytes:
-    header: dict[str, Any] = {}
-    data = b""
-    for name, x in found.items():
-        bits = np.ascontiguousarray(rounded(x, "bfloat16").astype("<f4")).view("<u4") >> 16
-        offsets = [len(data), len(data) + 2 * x.size]
-        header[name] = {"dtype": "BF16", "shape": list(x.shape), "data_offsets": offsets}
-        data += bits.astype("<u2").tobytes()
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + data
 
 
 @pytest.fixture(scope="module")
 def little(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, np.ndarray]]:
     """What a right implementation computes, by dtype."""
-    right, folders = Right(), {}
+    right, found = Right(), {}
     for right.dtype in DTYPES:
-        folders[right.dtype] = golden_results(right, golden, tmp_path_factory.mktemp(right.dtype) / "results")
-    return {dtype: load_file(folder / "results.safetensors") for dtype, folder in folders.items()}
+        folder = golden_results(right, golden, tmp_path_factory.mktemp(right.dtype) / "results")
+        found[right.dtype] = load_file(folder / "results.safetensors")
+    return found
 
 
 # --- The same bytes everywhere ---
@@ -153,7 +129,7 @@ def test_another_process_replaces_an_older_set_with_the_same_bytes(golden: Path,
         "OMP_NUM_THREADS": "1" if os.environ.get("OMP_NUM_THREADS") == "2" else "2",
         "NPY_DISABLE_CPU_FEATURES": " ".join(optional),
     }
-    program = "import sys; from alibi_core.conformance._golden.write import write_golden; write_golden(sys.argv[1])"
+    program = "import sys; from alibi_core.conformance._golden.set import write_golden; write_golden(sys.argv[1])"
     command = [sys.executable, "-W", "error", "-c", program, str(directory)]
     subprocess.run(command, check=True, env=environment, cwd=Path(__file__).parents[2])
     assert files_of(directory) == files_of(golden)
@@ -193,86 +169,76 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
 # --- The oracle's numbers ---
 
 
-def test_inputs_are_exact_in_every_dtype(index: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
-    for case in of_kind(index, "attention", "decode"):
-        for name, x in inputs_of(case, tensors).items():
-            if name in ("query", "key", "value", "grad_output"):
-                assert all(np.array_equal(rounded(x, dtype), x) for dtype in DTYPES), case["id"]
-                assert x.size < 50 or len(np.unique(x)) > 20  # and not all alike
+def test_the_files_are_safetensors_files(golden: Path, cases: dict[str, GoldenCase]) -> None:
+    """As the library that is not ours reads them."""
+    for case in cases.values():
+        tensors = load_file(golden / f"{case.kind}.safetensors")
+        for name, array in case.inputs.items():
+            np.testing.assert_array_equal(tensors[f"{case.name}/input/{name}"], array)
+        for name, result in case.expected.items():
+            assert result.tensor == f"{case.name}/{name}"
+            np.testing.assert_array_equal(tensors[result.tensor], result.value)
 
 
-def as_case(stored: dict[str, Any], inputs: dict[str, np.ndarray]) -> Case:
-    known = stored["arguments"]
-    heads, kv_heads, lengths = known["num_heads"], known["num_kv_heads"], (known["q_len"], known["kv_len"])
-    sizes = Sizes(known["batch"], kv_heads, heads // kv_heads, lengths, known["head_dim"])
-    arguments = {name: known[name] for name in ("is_causal", "q_offset", "window_size", "scale")}
-    arguments |= {name: inputs[name] for name in ("q_offset", "future_slopes", "mask") if name in inputs}
-    if "q_segment_ids" in inputs:
-        arguments["segment_ids"] = inputs["q_segment_ids"], inputs["kv_segment_ids"]
-    arrays = {name: inputs[name] for name in ("query", "key", "value", "slopes")}
-    arrays["cotangent"] = inputs.get("grad_output", inputs["query"])
-    per_batch = inputs["slopes"].ndim == 2
-    case = Case(sizes, "causal", None, None, None, None, per_batch, 0, scaling=known["scale"])
-    return case.with_arguments("causal", arguments).with_arrays(**{name: x.astype(float) for name, x in arrays.items()})
+def test_inputs_are_exact_in_every_dtype(cases: dict[str, GoldenCase]) -> None:
+    for case in of_kind(cases, "attention", "decode"):
+        for x in (case.inputs[name] for name in ("query", "key", "value")):
+            assert all(np.array_equal(rounded(x, dtype), x) for dtype in DTYPES), case.name
+            assert x.size < 50 or len(np.unique(x)) > 20  # and not all alike
 
 
-def test_results_and_budgets_are_the_oracles(index: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+def test_results_and_budgets_are_the_oracles(cases: dict[str, GoldenCase]) -> None:
     """Results but for the oracle's own rounding, which a float32 budget bounds at 2**-29 of its size, in float64."""
-    for stored in of_kind(index, "attention", "decode"):
-        case = as_case(stored, inputs_of(stored, tensors))
-        assert stored["arguments"]["scale"] == pytest.approx(case.sizes.head_dim**-0.5) or "scale" in stored["features"]
+    for stored in of_kind(cases, "attention", "decode"):
+        inputs = {"grad_output": stored.inputs["query"]} | stored.inputs
+        case = problem_of(dataclasses.replace(stored, inputs=inputs))
+        assert stored.arguments["scale"] == pytest.approx(case.sizes.head_dim**-0.5) or "scale" in stored.features
         for dtype in DTYPES:
-            problem = case.exact(dtype, counted_from_anywhere="far" not in stored["features"])
+            problem = case.exact(dtype, counted_from_anywhere="far" not in stored.features)
             answers = {"output": problem.output}
-            if stored["kind"] == "attention":
+            if stored.kind == "attention":
                 answers |= {f"gradient/{name}": x for name, x in case.gradients(dtype, problem=problem).items()}
-            assert set(answers) == set(stored["expected"])
+            assert set(answers) == set(stored.expected)
             for name, answer in answers.items():
-                entry = stored["expected"][name]
-                where = stored["id"], name, dtype
-                budget = tensors[entry["budgets"][dtype]["tensor"]]
-                assert budget.shape == answer.budget.shape == tuple(entry["shape"]), where
+                entry, where = stored.expected[name], (stored.name, name, dtype)
+                budget = entry.budgets[dtype]
+                assert budget.shape == answer.budget.shape == entry.value.shape, where
                 assert (budget >= answer.budget).all(), where
                 assert (budget <= 1.001 * answer.budget).all(), where
-                allowed = 2.0**-29 * tensors[entry["budgets"]["float32"]["tensor"]]
-                assert (np.abs(tensors[entry["tensor"]] - answer.value) <= allowed).all(), where
+                assert (np.abs(entry.value - answer.value) <= 2.0**-29 * entry.budgets["float32"]).all(), where
 
 
-def test_biases_are_the_oracles_and_the_librarys(index: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+def test_biases_are_the_oracles_and_the_librarys(cases: dict[str, GoldenCase]) -> None:
     contracts = set()
-    for case in of_kind(index, "bias"):
-        known, inputs = dict(case["arguments"]), inputs_of(case, tensors)
-        expected, contract = tensors[case["expected"]["bias"]["tensor"]], known["contract"]
+    for case in of_kind(cases, "bias"):
+        known, expected, contract = case.arguments, case.expected["bias"].value, case.arguments["contract"]
         sizes = known["num_heads"], known["q_len"], known["kv_len"]
         contracts.add(contract)
         if contract == "exact":
             options = {name: known[name] for name in ("is_causal", "q_offset", "window_size")}
-            exact = penalties(Rules(**(options | inputs)), known["batch"], *sizes)
-            assert np.array_equal(expected, exact), case["id"]
+            exact = penalties(Rules(**(options | case.inputs)), known["batch"], *sizes)
+            assert np.array_equal(expected, exact), case.name
         else:
             assert np.array_equal(expected[0], alibi_core.bias(*sizes, contract=contract)), contract
     assert contracts == {"exact", "bloom", "falcon", "mpt"}
 
 
-def test_slopes_are_the_librarys(index: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
-    found = {case["id"]: case for case in of_kind(index, "slopes")}
+def test_slopes_are_the_librarys(cases: dict[str, GoldenCase]) -> None:
     rules = {"canonical": {}, "geometric": {"contract": "geometric"}, "linear": {"scheme": "linear"}}
     rules |= {contract: {"contract": contract} for contract in ("bloom", "falcon", "mpt")}
-    assert set(found) == {f"slopes/{name}" for name in rules}
+    assert {case.name for case in of_kind(cases, "slopes")} == {f"slopes/{name}" for name in rules}
     for name, arguments in rules.items():
-        all_slopes = tensors[f"slopes/{name}/slopes"]
+        all_slopes = cases[f"slopes/{name}"].expected["slopes"].value
         assert all_slopes.shape == (128 * 129 // 2,)
         for n in (1, 2, 3, 12, 127, 128):
             own = all_slopes[n * (n - 1) // 2 : n * (n + 1) // 2]
             assert own.tolist() == slope_values(n, **arguments)
 
 
-def test_cases_cover_what_attention_takes(index: dict[str, Any]) -> None:
-    from alibi_core.conformance._adapter import FEATURES
-
-    used = {feature for case in of_kind(index, "attention") for feature in case["features"]}
+def test_cases_cover_what_attention_takes(cases: dict[str, GoldenCase]) -> None:
+    used = {feature for case in of_kind(cases, "attention") for feature in case.features}
     assert used | {"slope_gradients", "some_gradients"} == set(FEATURES)  # gradients are results, not cases
-    assert any(case["default_slopes"] for case in of_kind(index, "attention"))
+    assert any(case.default_slopes for case in of_kind(cases, "attention"))
 
 
 # --- The check: right and wrong results ---
@@ -298,40 +264,40 @@ def failed(report: GoldenReport) -> dict[str, CaseResult]:
     return {case.name: case for case in report.cases if case.status == "failed"}
 
 
+ELEMENTS = {
+    "attention/everything": ("output", (1, 2, 3, 1)),
+    "attention/long_grouped": ("gradient/key", (0, 0, 123, 4)),
+    "attention/asymmetric": ("gradient/future_slopes", (2,)),
+    "attention/more_queries": ("output", (0, 1, 2, 0)),  # of a query that looks nowhere
+    "decode/grouped": ("output", (1, 3, 6, 2)),
+    "bias/window": ("bias", (0, 3, 6, 4)),
+    "slopes/canonical": ("slopes", (8000,)),
+}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("case", "result", "at"),
-    [
-        ("attention/everything", "output", (1, 2, 3, 1)),
-        ("attention/long_grouped", "gradient/key", (0, 0, 123, 4)),
-        ("attention/asymmetric", "gradient/future_slopes", (2,)),
-        ("attention/more_queries", "output", (0, 1, 2, 0)),  # of a query that looks nowhere
-        ("decode/grouped", "output", (1, 3, 6, 2)),
-        ("bias/window", "bias", (0, 3, 6, 4)),
-        ("slopes/canonical", "slopes", (8000,)),
-    ],
-)
-@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize(("share", "status"), [(0.9, "passed"), (1.1, "failed"), (-1.1, "failed"), (3, "failed")])
 def test_an_element_beyond_its_budget_fails_its_case(
-    golden: Path, tmp_path: Path, index: Any, tensors: Any, dtype: str, case: str, result: str, at: Any, sign: int
+    golden: Path, tmp_path: Path, cases: dict[str, GoldenCase], dtype: str, share: float, status: str
 ) -> None:
-    entry = next(x for x in index["cases"] if x["id"] == case)["expected"][result]
-    exact, budget = tensors[entry["tensor"]], entry["budgets"][dtype]
-    bound = tensors[budget["tensor"]][at] if "tensor" in budget else budget["absolute"]
-    bound += budget.get("relative", 0) * abs(exact[at])
     # The budgets of slopes and biases in float64 are a few units in the last place, which nothing can be moved by less.
-    is_coarse = dtype == "float64" and "relative" in budget
-    for share, status in ((3, "failed"),) if is_coarse else ((0.9, "passed"), (1.1, "failed")):
-        moved = exact.copy()
-        moved[at] += sign * share * bound
-        directory = write_results(tmp_path, {entry["tensor"]: moved}, "float64", dtype=dtype)
-        found = next(x for x in check_golden(golden, directory).cases if x.name == case)
-        assert found.status == status
-        assert found.worst is not None
-        assert found.worst.index == at
-        assert found.worst.ratio == pytest.approx(abs(moved[at] - exact[at]) / bound)
-        assert (found.worst.expected, found.worst.actual) == (exact[at], moved[at])
-        assert set(found.missing) == set(next(x for x in index["cases"] if x["id"] == case)["expected"]) - {result}
+    chosen = [x for x in ELEMENTS if share == 3 or dtype != "float64" or not x.startswith(("slopes", "bias"))]
+    found, bounds = {}, {}
+    for name in chosen:
+        result, at = ELEMENTS[name]
+        expected = cases[name].expected[result]
+        bounds[name], moved = expected.budgets[dtype][at], expected.value.copy()
+        moved[at] += share * bounds[name]
+        found[expected.tensor] = moved
+    by_name = {x.name: x for x in check_golden(golden, write_results(tmp_path, found, "float64", dtype=dtype)).cases}
+    for name in chosen:
+        (result, at), case = ELEMENTS[name], by_name[name]
+        expected = cases[name].expected[result]
+        actual = found[expected.tensor][at]
+        assert (case.status, case.worst.index) == (status, at)
+        assert case.worst.ratio == pytest.approx(abs(actual - expected.value[at]) / bounds[name])
+        assert (case.worst.expected, case.worst.actual) == (expected.value[at], actual)
+        assert set(case.missing) == set(cases[name].expected) - {result}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -362,8 +328,6 @@ def test_a_mask_may_be_a_very_low_number_but_must_be_there(golden: Path, tmp_pat
     ("mistake", "in_all", "in_none"),
     [
         ("window ignored", {"window", "window_of_none"}, {"causal", "mask", "segments"}),
-        ("segments ignored", {"segments"}, {"causal", "window", "mask"}),
-        ("mask ignored", {"mask", "mask_by_head"}, {"causal", "window", "segments"}),
         ("always causal", {"symmetric"}, {"causal", "window", "long"}),
         ("top-left", {"fewer_queries", "grouped_lengths"}, {"causal", "symmetric"}),
         ("bias scaled", {"causal", "long"}, {"one_token"}),
@@ -503,38 +467,24 @@ def test_links_within_the_directory_are_followed(golden: Path, tmp_path: Path, l
     assert check_golden(golden, directory).passed
 
 
-def case_of(index: dict[str, Any], name: str) -> dict[str, Any]:
-    return next(case for case in index["cases"] if case["id"] == name)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda i: i.update(format="?"), "format must be 'alibi-golden'"),
-        (lambda i: i.update(version=2), "version must be"),
-        (lambda i: i["files"][-1].update(name="../slopes.safetensors"), "a file name must be"),
-        (lambda i: i["files"][-1].update(name="gone.safetensors"), "no such file"),
-        (lambda i: i["files"][-1].update(bytes=10**30), "must have 10+ bytes"),
-        (lambda i: i["files"][-1].update(sha256="0" * 64), "SHA-256"),
-        (lambda i: i.pop("files"), "is not as FORMAT.md says, KeyError: 'files'"),
-        (lambda i: i["files"].append(3), "is not as FORMAT.md says"),
-        (lambda i: i["cases"].append("x"), "is not as FORMAT.md says"),
-        (lambda i: i["cases"][0]["expected"]["slopes"].update(tensor="?"), "is not as FORMAT.md says, KeyError: '\\?'"),
-        (lambda i: i["cases"][0]["expected"]["slopes"]["budgets"].pop("float16"), "KeyError: 'float16'"),
-    ],
-)
-def test_a_bad_index_is_refused(golden: Path, tmp_path: Path, change: Any, reason: str) -> None:
-    directory = tmp_path / "vectors"
-    shutil.copytree(golden, directory)
-    edit(directory / "index.json", change)
-    with pytest.raises(GoldenError, match=reason) as caught:
-        check_golden(directory, tmp_path)
-    assert str(directory) in str(caught.value)
+def index_of(change: Callable[[Any], Any]) -> Callable[[Path], Any]:
+    return lambda directory: edit(directory / "index.json", change)
 
 
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
+        (index_of(lambda i: i.update(format="?")), "format must be 'alibi-golden'"),
+        (index_of(lambda i: i.update(version=2)), "version must be"),
+        (index_of(lambda i: i["files"][-1].update(name="../slopes.safetensors")), "a file name must be"),
+        (index_of(lambda i: i["files"][-1].update(name="gone.safetensors")), "no such file"),
+        (index_of(lambda i: i["files"][-1].update(bytes=10**30)), "must have 10+ bytes"),
+        (index_of(lambda i: i["files"][-1].update(sha256="0" * 64)), "SHA-256"),
+        (index_of(lambda i: i.pop("files")), "is not as FORMAT.md says, KeyError: 'files'"),
+        (index_of(lambda i: i["files"].append(3)), "is not as FORMAT.md says"),
+        (index_of(lambda i: i["cases"].append("x")), "is not as FORMAT.md says"),
+        (index_of(lambda i: i["cases"][0]["expected"]["slopes"].update(tensor="?")), "KeyError: '\\?'"),
+        (index_of(lambda i: i["cases"][0]["expected"]["slopes"]["budgets"].pop("float16")), "KeyError: 'float16'"),
         (lambda d: (d / "index.json").unlink(), "index.json: there is no such file"),
         (lambda d: (d / "index.json").write_text('{"format": '), "index.json: is no valid JSON"),
         (lambda d: link(d / "index.json", d.parent / "elsewhere"), "index.json: .* leads outside"),
@@ -550,8 +500,9 @@ def test_a_damaged_set_is_refused(golden: Path, tmp_path: Path, spoil: Callable[
     shutil.copytree(golden, directory)
     (tmp_path / "elsewhere").write_text("{}")
     spoil(directory)
-    with pytest.raises(GoldenError, match=reason):
+    with pytest.raises(GoldenError, match=reason) as caught:
         check_golden(directory, tmp_path)
+    assert str(directory) in str(caught.value)
 
 
 def truncate(path: Path) -> None:
@@ -571,18 +522,11 @@ class Reference:
     """The library's own reference, as an adapter."""
 
     dtype = "float64"
-
-    def slopes(self, num_heads: int) -> np.ndarray:
-        return alibi_core.slopes(num_heads, dtype=np.float64)
+    slopes = staticmethod(functools.partial(alibi_core.slopes, dtype=np.float64))
+    attention = staticmethod(alibi_core.attention)
 
     def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> np.ndarray:
         return alibi_core.bias(num_heads, q_len, kv_len, is_causal=is_causal, dtype=np.float64)
-
-    def attention(self, query, key, value, slopes, is_causal, q_offset, future_slopes=None, window_size=None,
-                  segment_ids=None, mask=None, scale=None):  # fmt: skip
-        options = {"future_slopes": future_slopes, "window_size": window_size, "segment_ids": segment_ids}
-        options |= {"mask": mask, "scale": scale, "is_causal": is_causal, "q_offset": q_offset}
-        return alibi_core.attention(query, key, value, slopes, **options)
 
     def decode_step(self, query, key, value, slopes, cache):
         if cache is not None:
@@ -649,15 +593,19 @@ def test_results_go_into_a_directory_of_their_own(golden: Path, tmp_path: Path) 
         golden_results(Own(), golden, golden)
 
 
+def of_index(index: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(case for case in index["cases"] if case["id"] == name)
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        lambda i: case_of(i, "slopes/canonical")["arguments"].update(most_heads=10**9),
-        lambda i: case_of(i, "slopes/canonical")["arguments"].pop("most_heads"),
-        lambda i: case_of(i, "bias/causal")["arguments"].update(num_heads="eight"),
-        lambda i: case_of(i, "attention/causal")["arguments"].update(num_kv_heads=0),
-        lambda i: case_of(i, "attention/causal")["inputs"].pop("key"),
-        lambda i: case_of(i, "decode/long")["arguments"].update(steps=None),
+        lambda i: of_index(i, "slopes/canonical")["arguments"].update(most_heads=10**9),
+        lambda i: of_index(i, "slopes/canonical")["arguments"].pop("most_heads"),
+        lambda i: of_index(i, "bias/causal")["arguments"].update(num_heads="eight"),
+        lambda i: of_index(i, "attention/causal")["arguments"].update(num_kv_heads=0),
+        lambda i: of_index(i, "attention/causal")["inputs"].pop("key"),
+        lambda i: of_index(i, "decode/long")["arguments"].update(steps=None),
     ],
 )
 def test_an_index_that_asks_for_nonsense_is_refused(golden: Path, tmp_path: Path, change: Any) -> None:

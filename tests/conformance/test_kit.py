@@ -25,19 +25,27 @@ pytest_plugins = ["pytester"]
 NAMES = [law.name for law in LAWS]
 
 
+def attended(query: Any, key: Any, value: Any, bias: Any, hidden: Any) -> Any:
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat(group, axis=1), value.repeat(group, axis=1)
+    scores = query @ key.swapaxes(-1, -2) / np.float32(query.shape[-1] ** 0.5) + bias.astype(np.float32)
+    scores = np.where(hidden, np.float32(-1e30), scores)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-1e30)) * ~hidden
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights / np.where(total > 0, total, np.float32(1)) @ value
+
+
 class Right:
     """Attention in ten lines, as somebody would write it who has read README."""
 
     def attention(self, query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int) -> Any:
-        group = query.shape[1] // key.shape[1]
-        key, value = key.repeat(group, axis=1), value.repeat(group, axis=1)
         back = np.arange(query.shape[2])[:, None] + q_offset - np.arange(key.shape[2])
-        scores = query @ key.swapaxes(-1, -2) / np.float32(query.shape[-1] ** 0.5)
-        scores = scores - slopes[:, None, None] * np.abs(back).astype(np.float32)
-        scores = np.where((back < 0) & is_causal, np.float32(-1e30), scores)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-1e30)) * ~((back < 0) & is_causal)
-        total = weights.sum(axis=-1, keepdims=True)
-        return weights / np.where(total > 0, total, np.float32(1)) @ value
+        return attended(query, key, value, -slopes[:, None, None] * np.abs(back), (back < 0) & is_causal)
+
+
+def signed(query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int) -> Any:
+    back = np.arange(query.shape[2])[:, None] + q_offset - np.arange(key.shape[2])
+    return attended(query, key, value, -slopes[:, None, None] * back, (back < 0) & is_causal)
 
 
 def only(**functions: Any) -> SimpleNamespace:
@@ -84,7 +92,6 @@ def test_what_raises_is_not_offered_unless_it_is_declared() -> None:
 def test_functions_classes_and_modules_are_adapters() -> None:
     slopes = only(slopes=lambda n: (2.0 ** (-8 * np.arange(1, n + 1) / n)).astype(np.float32))
     report = check(slopes, laws=["slopes"])
-    assert report.failed[0].counterexample is not None
     assert report.failed[0].counterexample.inputs == "num_heads=3"
     assert "geometric" in report.diagnoses[0].sentence
     slopes.contract = "geometric"
@@ -258,35 +265,14 @@ def exits(result: Any, query: Any) -> Any:
     ],
 )
 def test_misbehaviour_is_reported_and_is_no_crash(change: Any, law: str, message: str) -> None:
-    report = check(misbehaving(change))
+    report = check(
+        misbehaving(change), laws=dict.fromkeys(["causal", law])
+    )  # for conduct to be judged, something has to be called
     assert not report.passed
     found = {x.name: x for x in report.laws}[law]
     assert found.status == "failed"
-    assert found.counterexample is not None
     assert message in found.counterexample.problem
     assert json.loads(report.to_json())["passed"] is False
-
-
-def test_inputs_that_are_changed_are_named() -> None:
-    def change(result: Any, query: Any) -> Any:
-        query *= 2
-        return result
-
-    report = check(misbehaving(change))
-    assert [x.name for x in report.failed] == ["conduct"]
-    assert "attention changed its input query" in report.diagnoses[0].sentence
-
-
-def test_a_result_that_the_next_call_overwrites_is_named() -> None:
-    buffer = np.zeros(10**6, np.float32)
-
-    def change(result: Any, query: Any) -> Any:
-        buffer[: result.size] = result.ravel()
-        return buffer[: result.size].reshape(result.shape)
-
-    report = check(misbehaving(change))
-    assert [x.name for x in report.failed] == ["conduct"]
-    assert "the next call overwrote what attention returned" in report.diagnoses[0].sentence
 
 
 def test_a_call_that_hangs_is_given_up() -> None:
@@ -336,32 +322,19 @@ def test_the_users_own_settings_of_numpy_change_nothing() -> None:
 def test_an_answer_that_changes_from_call_to_call_fails() -> None:
     rng = np.random.default_rng(0)
     adapter = misbehaving(lambda result, query: result * np.float32(1 + 0.1 * rng.random()))
-    assert status(check(adapter), "causal") == "failed"
+    assert status(check(adapter, laws=["causal"]), "causal") == "failed"
 
 
 # --- Reports ----------------------------------------------------------------------------------------------------------
 
 
-def signed(query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int) -> Any:
-    back = (np.arange(query.shape[2])[:, None] + q_offset - np.arange(key.shape[2])).astype(np.float32)
-    scores = query @ key.swapaxes(-1, -2) / np.float32(query.shape[-1] ** 0.5) - slopes[:, None, None] * back
-    scores = np.where((back < 0) & is_causal, -np.inf, scores)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-1e30).clip(-1e30))
-    total = weights.sum(axis=-1, keepdims=True)
-    return (weights / np.where(total > 0, total, 1) @ value).astype(np.float32)
-
-
 def test_the_counterexample_is_small_and_the_diagnosis_names_the_mistake() -> None:
     adapter = only(attention=signed, name="signed", features={"symmetric", "offset", "lengths"})
-    report = check(adapter)
+    report = check(adapter, laws=["causal", "symmetric"])
     assert status(report, "causal") == "passed"
     failed = {x.name: x for x in report.failed}
     example = failed["symmetric"].counterexample
-    assert example is not None
     assert "1 head of 1, 2 queries, 2 keys, symmetric" in example.inputs
-    assert example.expected is not None
-    assert example.actual is not None
-    assert example.budget is not None
     assert abs(example.expected - example.actual) > example.budget
     assert [x.key for x in report.diagnoses] == ["signed"]
     assert "uture keys are rewarded" in report.diagnoses[0].sentence
@@ -369,7 +342,7 @@ def test_the_counterexample_is_small_and_the_diagnosis_names_the_mistake() -> No
 
 def test_the_same_seed_gives_the_same_report() -> None:
     adapter = only(attention=signed, name="signed")
-    first, second = (check(adapter, seed=7) for _ in range(2))
+    first, second = (check(adapter, seed=7, laws=["causal", "symmetric", "combined"]) for _ in range(2))
     assert [x.counterexample for x in first.laws] == [x.counterexample for x in second.laws]
     assert [x.calls for x in first.laws if x.status == "passed"] == [
         x.calls for x in second.laws if x.status == "passed"
@@ -389,7 +362,7 @@ def test_a_report_says_first_what_matters_most() -> None:
 
 
 def test_a_report_survives_json() -> None:
-    report = check(only(attention=signed, name="signed"))
+    report = check(only(attention=signed, name="signed"), laws=["causal", "symmetric", "window"])
     assert Report.from_dict(json.loads(report.to_json())) == report
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from alibi_core.conformance import check
@@ -38,3 +43,12 @@ def test_a_mutant_dies_by_the_laws_that_it_breaks(mutant: Mutant, monkeypatch: p
     assert set(mutant.laws) <= set(outcome.killed_by)
     if mutant.is_diagnosable:
         assert outcome.is_right, f"expected {mutant.key or mutant.expected!r}, got {outcome.diagnoses}"
+
+
+@pytest.mark.full
+def test_the_command_tries_mutants_in_other_processes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.mutants", "--only", "ListOut", "--json", str(tmp_path / "found")]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL)
+    (found,) = json.loads((tmp_path / "found").read_text())["mutants"]
+    assert found["mutant"] == "ListOut"
+    assert found["is_right"]

@@ -14,8 +14,10 @@ from alibi_core.conformance._cases.oracle import (
     Attention,
     Rules,
     Values,
+    excess,
     penalties,
     rounded,
+    summed_over_batch,
 )
 
 __all__ = [
@@ -36,7 +38,9 @@ __all__ = [
     "Rules",
     "Sizes",
     "Values",
+    "excess",
     "penalties",
     "rounded",
     "smaller_cases",
+    "summed_over_batch",
 ]

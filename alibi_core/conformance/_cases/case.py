@@ -63,13 +63,13 @@ class Case:
     """One attention problem: the sizes, the form, and a seed for the values."""
 
     sizes: Sizes
-    form: str
-    q_offset: int | None  # None for the default, FAR for one far beyond the keys, PER_BATCH for an array of several
-    window_size: int | None
-    packing: str | None
-    masking: str | None
-    slopes_per_batch: bool
-    seed: int
+    form: str = "causal"
+    q_offset: int | None = None  # None for the default, FAR for far beyond the keys, PER_BATCH for an array of several
+    window_size: int | None = None
+    packing: str | None = None
+    masking: str | None = None
+    slopes_per_batch: bool = False
+    seed: int = 0
     data: str = "normal"  # or the name of one of DATA, with slopes from steep to none
     scaling: float | None = None  # the scale, where it is not the default
     cotangent: str = "random"  # or another of COTANGENTS
@@ -94,7 +94,7 @@ class Case:
         return ", ".join([*words, f"seed {self.seed}"])
 
     def with_tensors(self, **tensors: Values) -> Case:
-        """Return the case with other queries, keys or values, whatever their lengths."""
+        """Return the case with other queries, keys or values, whatever their lengths, and arguments for those."""
         arrays = self.arrays | tensors
         lengths = arrays["query"].shape[2], arrays["key"].shape[2]
         case = dataclasses.replace(self, sizes=dataclasses.replace(self.sizes, lengths=lengths))
@@ -222,22 +222,17 @@ class Case:
         """
         problem = self.exact(dtype) if problem is None else problem
         cotangent = rounded(self.arrays["cotangent"], dtype)
-        ones, rules = np.ones(self.num_heads), self.rules(np.zeros(self.num_heads))
-        sides = {"slopes": dataclasses.replace(rules, slopes=ones)}  # with one of the slopes 1, the bias is a distance
-        if rules.future_slopes is not None:  # slopes then count backwards only
-            sides["slopes"] = dataclasses.replace(rules, slopes=ones, future_slopes=ones * 0)
-            sides["future_slopes"] = dataclasses.replace(rules, future_slopes=ones)
+        shape = (self.sizes.batch, self.num_heads, *self.sizes.lengths)
         answers: dict[str, Answer] = {}
-        for name, side in sides.items():
-            distances = -penalties(side, self.sizes.batch, self.num_heads, *self.sizes.lengths)
-            found = problem.gradients_without(share, cotangent, np.where(np.isfinite(distances), distances, 0))
+        for name, distances in self.rules(np.zeros(self.num_heads)).distances(*shape).items():
+            found = problem.gradients_without(share, cotangent, distances)
             answer = found.pop("slopes")
             answers |= found | {name: answer if self.slopes_per_batch else summed_over_batch(answer)}
         return answers
 
 
 def _structured(kind: str, cotangent: Values) -> Values:
-    """Return a cotangent of which little is not 0, in the middle; or all is 1, or 0."""
+    """Return a cotangent of ones, of zeros, or of zeros but for one row, or one element, in the middle."""
     if kind in ("ones", "zeros"):
         return np.full_like(cotangent, float(kind == "ones"))
     kept = np.zeros_like(cotangent)
@@ -266,7 +261,7 @@ def cases(draw: st.DrawFn, *, forms: tuple[str, ...] = FORMS, sizes: Sizes | Non
 
 
 def smaller_cases(case: Case) -> Iterator[Case]:
-    """Yield cases like this one, the smallest first: with as many more queries than keys, or keys, and as grouped."""
+    """Yield smaller cases of the same kind, the smallest first: grouped, or of unequal lengths, if this one is."""
     (q_len, kv_len), group = case.sizes.lengths, min(case.sizes.group, 2)
     for length in range(1, min(q_len, kv_len, 4) + 1):
         for batch, kv_heads, head_dim in ((1, 1, 1), (1, 2, 1), (2, 2, 2)):

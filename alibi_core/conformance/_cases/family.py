@@ -31,7 +31,7 @@ class Family:
 
     Attributes:
         sizes: Of the cases.
-        forms: Likewise.
+        forms: Of the cases.
         uses: Features.
         data: Names of data.
         asked: Names of the arguments whose gradients are asked for.
@@ -74,7 +74,7 @@ class Family:
         return st.sampled_from(self.sizes).flatmap(of)
 
     def design(self, number: int, seed: int) -> tuple[Case, ...]:
-        """Return so many cases, or as many as there are, in which as many pairs of values as possible meet."""
+        """Return at most so many cases, in which as many pairs of values as possible meet."""
         rng, met = random.Random(seed), set[tuple[Any, ...]]()
         design: dict[Case, None] = {}
         for _ in range(number):

@@ -6,7 +6,10 @@ Shapes: query ``[batch, heads, q_len, head_dim]``, key and value ``[batch, kv_he
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -59,6 +62,17 @@ class Rules:
         steepest = self.slopes if self.future_slopes is None else np.maximum(self.slopes, self.future_slopes)
         return np.asarray(np.broadcast_to(steepest, (batch, heads))[..., None, None].astype(np.float64) * tokens)
 
+    def distances(self, batch: int, heads: int, q_len: int, kv_len: int) -> dict[str, Values]:
+        """Return what each kind of slopes is multiplied by, ``[batch, heads, q_len, kv_len]``; 0 where masked."""
+        ones, zeros = np.ones(heads), np.zeros(heads)
+        if self.future_slopes is None:
+            sides = {"slopes": replace(self, slopes=ones)}  # with a slope of 1, the bias is a distance
+        else:  # slopes then count backwards only
+            sides = {"slopes": replace(self, slopes=ones, future_slopes=zeros)}
+            sides["future_slopes"] = replace(self, slopes=zeros, future_slopes=ones)
+        found = {name: -penalties(side, batch, heads, q_len, kv_len) for name, side in sides.items()}
+        return {name: np.where(np.isfinite(x), x, 0.0) for name, x in found.items()}
+
 
 def penalties(rules: Rules, batch: int, heads: int, q_len: int, kv_len: int) -> Values:
     """Return the bias ``[batch, heads, q_len, kv_len]``, -inf where masked."""
@@ -89,19 +103,46 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Terms:
+    """Sums of products, and what the errors of these follow from, whatever the dtype.
+
+    Attributes:
+        value: The sums.
+        by_score: Sums of the sizes of terms, each times how far its row's scores are off, in units of roundoff.
+        by_size: Sums of the sizes of terms.
+        tiny: By what the smallest number is multiplied, where that is lost.
+    """
+
+    value: Values
+    by_score: Values
+    by_size: Values
+    tiny: Values
+
+    def map(self, function: Callable[[Values], Values]) -> Terms:
+        """Return the same after an operation that is linear, and positive."""
+        return Terms(*(function(x) for x in (self.value, self.by_score, self.by_size, self.tiny)))
+
+    def times(self, tensor: Values) -> Terms:
+        """Return products of rows with a tensor."""
+        return Terms(self.value @ tensor, *(x @ abs(tensor) for x in (self.by_score, self.by_size, self.tiny)))
+
+
+@dataclass(frozen=True)
 class Attention:
     """Everything about one attention in float64: weights, output, gradients, and their error budgets.
 
     The budgets follow from the standard model of floating point arithmetic, ``fl(x op y) = (x op y)(1 + e)`` with
     ``|e| <= u``, for a computation with float32 scores and sums, and tensors (among them, possibly, the weights)
     rounded to ``dtype``: a sum of n terms is off by at most n u times the sum of the terms' sizes.
+
+    All arrays may be of decimals, and the scale one: then results are of decimals, too.
     """
 
     query: Values
     key: Values
     value: Values
     bias: Values
-    scale: float
+    scale: Any
     dtype: str
     # How large a bias may be, [batch, heads, 1, 1], if it is not counted from the nearest key.
     reach: Values | None = field(default=None, kw_only=True)
@@ -122,60 +163,90 @@ class Attention:
         return self.value.repeat(self.group, axis=1)
 
     @property
-    def _u(self) -> float:
-        """The unit roundoff of scores and sums."""
-        return UNIT_ROUNDOFF["float64"] if self.dtype == "float64" else U32
+    def _visible(self) -> Values:
+        return np.asarray(self.bias > -np.inf)
 
     @property
     def _highest(self) -> Values:
         """The bias of each row's best-placed key, ``[batch, heads, q_len, 1]``; 0 where there is none."""
         highest = self.bias.max(axis=-1, keepdims=True, initial=-np.inf)
-        return np.where(np.isfinite(highest), highest, 0.0)
+        return np.where(highest > -np.inf, highest, 0)
 
-    @property
+    @cached_property
     def weights(self) -> Values:
         """What each key weighs; nothing, in a row that may look nowhere."""
         scores = self.scale * (self.query @ self.keys.swapaxes(-1, -2)) + (self.bias - self._highest)
         highest = scores.max(axis=-1, keepdims=True, initial=-np.inf)
-        weights = np.exp(scores - np.where(np.isfinite(highest), highest, 0.0))
+        weights = np.exp(scores - np.where(highest > -np.inf, highest, 0))
         total = weights.sum(axis=-1, keepdims=True)
-        result: Values = weights / np.where(total > 0, total, 1.0)
-        return result
+        return np.asarray(weights / np.where(total > 0, total, 1))
 
-    @property
+    @cached_property
     def _score_error(self) -> Values:
         """How far a row's scores may be off, ``[batch, heads, q_len, 1]``, but for what is constant along the row.
 
-        Softmax ignores that, so a bias need not be exact in itself: its differences along the row must be.
+        In units of roundoff. Softmax ignores what is constant, so a bias need not be exact in itself: its differences
+        along the row must be.
         """
-        visible = np.isfinite(self.bias)
-        falls = np.where(visible, self._highest - np.where(visible, self.bias, 0), 0)
+        falls = np.where(self._visible, self._highest - np.where(self._visible, self.bias, 0), 0)
         falls = falls if self.reach is None else np.maximum(falls, self.reach)
-        products = self.scale * (np.abs(self.query) @ np.abs(self.keys).swapaxes(-1, -2))
+        products = self.scale * (abs(self.query) @ abs(self.keys).swapaxes(-1, -2))
         sizes = (self.query.shape[-1] + 3) * products + 3 * falls
-        largest: Values = np.where(visible, sizes, 0).max(axis=-1, keepdims=True, initial=0)
-        return np.asarray(self._u * largest)
+        return np.asarray(np.where(self._visible, sizes, 0).max(axis=-1, keepdims=True, initial=0))
 
     @property
-    def _weight_error(self) -> Values:
-        """How far a weight may be off relative to itself: scores, exp (4 u), its sum and the division, its storage."""
-        relative = (self.key.shape[2] + 8) * self._u + UNIT_ROUNDOFF[self.dtype]
-        return np.asarray(2 * self._score_error + relative)
+    def _weight_terms(self) -> Terms:
+        # A tiny weight is off by half the spacing of subnormal numbers rather than by a share of itself.
+        return Terms(self.weights, self._score_error * self.weights, self.weights, self._visible * 1)
+
+    @cached_property
+    def output_terms(self) -> Terms:
+        """What makes up the result."""
+        return self._weight_terms.times(self.values)
 
     @property
     def output(self) -> Answer:
         """The result, ``[batch, heads, q_len, head_dim]``."""
-        w, sizes = self.weights, np.abs(self.values)
-        relative = self._weight_error + self.key.shape[2] * self._u + UNIT_ROUNDOFF[self.dtype]
-        # A tiny weight is off by half the spacing of subnormal numbers rather than by a share of itself.
-        underflow = (np.isfinite(self.bias) * 1.0) @ sizes
-        return Answer(w @ self.values, relative * (w @ sizes) + (1 + underflow) * SMALLEST[self.dtype])
+        return self.answer("output", self.output_terms)
+
+    def answer(self, name: str, terms: Terms) -> Answer:
+        """Return the result of that name, ``"output"`` or a gradient, from what makes it up."""
+        (q_len, head_dim), kv_len = self.query.shape[2:], self.key.shape[2]
+        if name == "output":
+            # Scores (their error twice), exp (4 u), the sum of weights, the division; then the sum of values.
+            scores, sums, stored = 2, 2 * kv_len + 8, 2
+        else:
+            # A weight enters twice; then its gradient, the mean, their difference and product, and the sum at the end.
+            scores, sums, stored = 6, 3 * (kv_len + 8) + 2 * head_dim + 2 * kv_len + q_len * self.group + 16, 7
+        number = Decimal if isinstance(self.scale, Decimal) else float
+        unit, tiny = number(UNIT_ROUNDOFF[self.dtype]), number(SMALLEST[self.dtype])
+        u = min(number(U32), unit)  # of scores and sums
+        by_size = (sums * u + stored * unit) * terms.by_size
+        value = -terms.value if name == "slopes" else terms.value
+        return Answer(value, scores * u * terms.by_score + by_size + tiny * (terms.tiny + 1))
 
     def output_without(self, share: float) -> Answer:
         """Return the result, where keys may be left out that weigh this share of their row, together."""
         answer = self.output
         largest = np.abs(self.values).max(axis=(2, 3), keepdims=True, initial=0) * 1.01
         return Answer(answer.value, answer.budget + 2 * share * largest)
+
+    def gradient_terms(self, cotangent: Values, distances: Values) -> dict[str, Terms]:
+        """Return what makes up the gradients; as for :meth:`gradients`."""
+        w, values = self.weights, self.values.swapaxes(-1, -2)
+        d_weights, d_sizes = cotangent @ values, abs(cotangent) @ abs(values)
+        d_scores = w * (d_weights - (w * d_weights).sum(axis=-1, keepdims=True))
+        sizes = w * (d_sizes + (w * d_sizes).sum(axis=-1, keepdims=True))
+        # Tiny weights are off, which the products below carry on, and the two products that are stored, where tiny.
+        tiny = self._visible * (2 + d_sizes + d_sizes.sum(axis=-1, keepdims=True))
+        by_score = Terms(d_scores, self._score_error * sizes, sizes, tiny)
+        by_key = self._weight_terms.map(_transposed).times(cotangent)
+        return {
+            "query": by_score.times(self.keys).map(lambda x: self.scale * x),
+            "key": by_score.map(_transposed).times(self.query).map(lambda x: self.scale * self._per_kv_head(x)),
+            "value": by_key.map(self._per_kv_head),
+            "slopes": by_score.map(lambda x: (x * distances).sum(axis=-1).sum(axis=-1)),
+        }
 
     def gradients(self, cotangent: Values, distances: Values) -> dict[str, Answer]:
         """Return the gradients of ``sum(output * cotangent)`` by query, key, value and slopes ``[batch, heads]``.
@@ -184,33 +255,7 @@ class Attention:
             cotangent: ``[batch, heads, q_len, head_dim]``.
             distances: What each bias element is the negated multiple of, per slope: ``[q_len, kv_len]``.
         """
-        w, keys, values = self.weights, self.keys, self.values
-        d_weights = cotangent @ values.swapaxes(-1, -2)
-        d_weights_size = np.abs(cotangent) @ np.abs(values).swapaxes(-1, -2)
-        mean = (w * d_weights).sum(axis=-1, keepdims=True)
-        d_scores = w * (d_weights - mean)
-        size = w * (d_weights_size + (w * d_weights_size).sum(axis=-1, keepdims=True))
-        (q_len, head_dim), kv_len = self.query.shape[2:], self.key.shape[2]
-        # A weight enters twice; then d_weights, the mean, their difference and product, and the sum at the end.
-        relative = 3 * self._weight_error + (2 * head_dim + kv_len * 2 + q_len * self.group + 16) * self._u
-        relative = relative + 4 * UNIT_ROUNDOFF[self.dtype]
-        # So are tiny weights, which the products below carry on, and the two products that are stored, where tiny.
-        tiny = SMALLEST[self.dtype] * np.isfinite(self.bias)
-        size = relative * size + tiny * (2 + d_weights_size + d_weights_size.sum(axis=-1, keepdims=True))
-
-        def to_keys(rows: Values, tensor: Values) -> Values:
-            return self._per_kv_head(rows.swapaxes(-1, -2) @ tensor)
-
-        pairs = {
-            "query": [self.scale * (rows @ tensor) for rows, tensor in ((d_scores, keys), (size, np.abs(keys)))],
-            "key": [
-                self.scale * to_keys(rows, tensor)
-                for rows, tensor in ((d_scores, self.query), (size, np.abs(self.query)))
-            ],
-            "value": [to_keys(w, cotangent), to_keys(w * relative + tiny, np.abs(cotangent))],
-            "slopes": [-(d_scores * distances).sum(axis=(2, 3)), (size * np.abs(distances)).sum(axis=(2, 3))],
-        }
-        return {name: Answer(value, budget + SMALLEST[self.dtype]) for name, (value, budget) in pairs.items()}
+        return {name: self.answer(name, x) for name, x in self.gradient_terms(cotangent, distances).items()}
 
     def gradients_without(self, share: float, cotangent: Values, distances: Values) -> dict[str, Answer]:
         """Return the gradients, where keys may be left out that weigh this share of their row, together.
@@ -236,10 +281,23 @@ class Attention:
         return np.asarray(by_group.sum(axis=2))
 
 
+def _transposed(x: Values) -> Values:
+    return x.swapaxes(-1, -2)
+
+
 def summed_over_batch(answer: Answer) -> Answer:
     """Return the gradient of slopes ``[heads]`` that all batch entries share, from that of each, ``[batch, heads]``."""
-    rounding = 1 + answer.value.shape[0] * 2**-20
-    return Answer(answer.value.sum(axis=0), answer.budget.sum(axis=0) * rounding)
+    budget = answer.budget.sum(axis=0)
+    return Answer(answer.value.sum(axis=0), budget + budget * len(answer.value) / 2**20)
+
+
+def excess(actual: Values, answer: Answer) -> Values:
+    """Return how far off each element is, as a share of its budget; infinite where no distance says it."""
+    is_finite = np.isfinite(answer.value) & np.isfinite(actual)
+    distance = np.abs(np.where(is_finite, actual, 0) - np.where(is_finite, answer.value, 0))
+    with np.errstate(over="ignore"):  # where there is no budget, any distance is infinitely much
+        share = distance / np.maximum(answer.budget, np.finfo(np.float64).tiny)
+    return np.where(is_finite | (actual == answer.value), share, np.inf)
 
 
 def assert_within(actual: Values, answer: Answer) -> None:

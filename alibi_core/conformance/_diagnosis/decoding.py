@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from alibi_core.conformance._cases import Case
-from alibi_core.conformance._diagnosis._departures import ATTENTION, Departure
+from alibi_core.conformance._diagnosis._departures import FOLLOWING, Departure
 from alibi_core.conformance._diagnosis._observations import (
     FLAT,
     LATE_ROWS,
     STEEP,
     Observation,
-    filled,
     make_case,
     sized,
 )
@@ -28,22 +27,18 @@ DECODING = (
     Departure(
         "previous keys forgotten", "New tokens see one another alone: the cache is not used.", {"keys": ("own step", 0)}
     ),
-    *(x for x in ATTENTION if not x.is_noisy),
-    *(x for x in ATTENTION if x.changes.get("noise", ("",))[0] in ("scores", "all scores")),
+    *FOLLOWING,
 )
 
 
 def decoding_case(caller: Caller, *, group: int = 1, seed: int = 0, flat: bool = False, one_hot: bool = False) -> Case:
     """Return a whole sequence; those with a seed are of other lengths."""
     length = sum(MIXED_STEPS if seed else STEPS)
-    case = make_case(
-        caller.offer, sized((length, length), group=group), slopes=FLAT if flat else STEEP, one_hot=one_hot
-    )
+    sizes, slopes = sized((length, length), group=group), FLAT if flat else STEEP
+    case = make_case(caller.offer, sizes, slopes=slopes, one_hot=one_hot)
     rng = np.random.default_rng(seed)
-    tensors = case.arrays
-    if not one_hot:
-        tensors = tensors | {name: rng.permutation(tensors[name], axis=2) for name in TENSORS}
-    return filled(case, tensors, {})
+    tensors = {} if one_hot else {name: rng.permutation(case.arrays[name], axis=2) for name in TENSORS}
+    return case.with_arrays(**tensors)
 
 
 def decoded(caller: Caller, case: Case, steps: Sequence[int] = STEPS) -> list[Observation]:
@@ -63,25 +58,18 @@ def decoded(caller: Caller, case: Case, steps: Sequence[int] = STEPS) -> list[Ob
 
 
 def _observed(caller: Caller, case: Case, start: int, end: int, output: Any) -> Observation:
-    arrays = case.arrays | {name: case.arrays[name][:, :, :end] for name in ("key", "value")}
-    part = filled(case, arrays | {"query": case.arrays["query"][:, :, start:end]}, {})
-    shown = min(end - start, LATE_ROWS)
+    parts = {"query": slice(start, end), "key": slice(end), "value": slice(end)}
+    part = case.with_arrays(**{name: case.arrays[name][:, :, rows] for name, rows in parts.items()})
     conditions = {"grouped"} if case.sizes.group > 1 else set()
-    if start == 0:
-        conditions |= {"prefill"}
-    else:
-        conditions |= {"decoding", "single steps" if end - start == 1 else "chunks"}
-    offer = caller.offer
-    rows = None if shown == end - start else (end - start - shown, shown)
-    results = {"output": output[:, :, -shown:]}
-    return Observation(part, results, offer.dtype, offer.tolerance, frozenset(conditions), rows)
+    conditions |= {"decoding", "single steps" if end - start == 1 else "chunks"} if start else {"prefill"}
+    return Observation.of(caller, part, {"output": output}, slice(-LATE_ROWS, None), frozenset(conditions))
 
 
 def observations(caller: Caller, features: frozenset[str]) -> list[Observation]:
     """Decode sequences and return what came of all steps, the plainest first."""
     case = decoding_case(caller)
     found = decoded(caller, decoding_case(caller, one_hot=True)) + decoded(caller, case)
-    large = filled(case, case.arrays | {"query": 60 * case.arrays["query"]}, {})
+    large = case.with_arrays(query=60 * case.arrays["query"])
     found += decoded(caller, large)  # scores of which rounding leaves much
     found += decoded(caller, case, (1, 1, 1, 1, 1, 1, 1, 1)) + decoded(caller, case, (2, 3, 3))
     if "grouped" in features:
@@ -92,36 +80,25 @@ def observations(caller: Caller, features: frozenset[str]) -> list[Observation]:
 
 
 def mixed_up(caller: Caller, reading: Any) -> list[Departure]:
-    """Decode two sequences and return what the second one takes from the first.
-
-    Args:
-        caller: Of the adapter.
-        reading: How a step is read, given its conditions.
-    """
+    """Decode two sequences, steps read as ``reading`` says, and return what the second one takes from the first."""
     one, other = decoding_case(caller, seed=1), decoding_case(caller, seed=2, flat=True)
     first = decoded(caller, one, MIXED_STEPS)
     if not _all_explained(first, reading):
         return []
     second = decoded(caller, other, MIXED_STEPS)
     if not _all_explained(second, reading):
-        slopes = one.arrays["slopes"]
-        stale = [replace_arrays(x, slopes=slopes) for x in second]
-        if _all_explained(stale, reading):
-            return [
-                Departure(
-                    "stale slopes",
-                    "A second sequence gets the slopes of the first: a bias is kept by its lengths alone, "
-                    "whatever slopes are given.",
-                    {},
-                )
-            ]
+        if _all_explained([_with_arrays(x, slopes=one.arrays["slopes"]) for x in second], reading):
+            return [_STALE_SLOPES]
         taken = [_with_keys_of(x, y) for x, y in zip(second, first, strict=False)]
-        if _all_explained(taken, reading):
-            return [_STALE]
-        return [_MIXED]
+        return [_STALE if _all_explained(taken, reading) else _MIXED]
     return [_MIXED] if not _explained_in_turn(caller, one, other, reading) else []
 
 
+_STALE_SLOPES = Departure(
+    "stale slopes",
+    "A second sequence gets the slopes of the first: a bias is kept by its lengths alone, whatever slopes are given.",
+    {},
+)
 _STALE = Departure(
     "stale cache",
     "A second sequence sees the keys of an earlier one: what is kept between calls is not told apart. Keep it "
@@ -156,17 +133,16 @@ def _all_explained(found: list[Observation], reading: Any) -> bool:
     return all(x.excess(reading(x)) <= 1 for x in found)
 
 
-def replace_arrays(observation: Observation, **arrays: Any) -> Observation:
+def _with_arrays(observation: Observation, **arrays: Any) -> Observation:
     """Return the observation as that of a case with other arrays."""
-    case = filled(observation.case, observation.case.arrays | arrays, observation.case.arguments)
-    return replace(observation, case=case, _cache={})
+    return replace(observation, case=observation.case.with_arrays(**arrays), _cache={})
 
 
 def _with_keys_of(observation: Observation, other: Observation) -> Observation:
     """Return the observation as that of a case with another's keys and values, but for its own new tokens."""
     new = observation.case.sizes.lengths[0]
-    arrays = {}
-    for name in ("key", "value"):
-        own, others = observation.case.arrays[name], other.case.arrays[name]
-        arrays[name] = np.concatenate([others[:, :, : others.shape[2] - new], own[:, :, own.shape[2] - new :]], axis=2)
-    return replace_arrays(observation, **arrays)
+    pairs = {name: (other.case.arrays[name], observation.case.arrays[name]) for name in ("key", "value")}
+    arrays = {
+        name: np.concatenate([theirs[:, :, :-new], own[:, :, -new:]], axis=2) for name, (theirs, own) in pairs.items()
+    }
+    return _with_arrays(observation, **arrays)

@@ -9,24 +9,35 @@ from typing import Any
 
 import numpy as np
 
+from alibi_core.conformance._adapter import Offer
 from alibi_core.conformance._cases import UNIT_ROUNDOFF
-from alibi_core.conformance._diagnosis import _departures
 from alibi_core.conformance._diagnosis import bias as _bias
 from alibi_core.conformance._diagnosis import decoding as _decoding
 from alibi_core.conformance._diagnosis import gradients as _gradients
-from alibi_core.conformance._diagnosis._departures import FAR_AWAY, FORWARD_RIGHT, GRADIENTS, Departure
+from alibi_core.conformance._diagnosis._departures import (
+    ATTENTION,
+    CONTRACTS,
+    FAR_AWAY,
+    FORWARD_RIGHT,
+    FUTURE_RIGHT,
+    GRADIENTS,
+    Departure,
+)
 from alibi_core.conformance._diagnosis._observations import (
+    GRADIENT_PROBES,
+    LONG_ROWS,
+    SHORT,
+    SQUARE,
     Observation,
-    long_probes,
+    cases_of,
     make_case,
     observe,
     observed_failures,
-    short_probes,
 )
-from alibi_core.conformance._diagnosis._readings import Reading
+from alibi_core.conformance._diagnosis._readings import GradientReading, Reading
 from alibi_core.conformance._diagnosis.circumstances import TOKENS, WIDTHS, beyond_sizes, stale
 from alibi_core.conformance._diagnosis.measure import described, estimates, like_rounding
-from alibi_core.conformance._diagnosis.search import Search, contract_that_explains, rounded_scores
+from alibi_core.conformance._diagnosis.search import LOW, Estimates, Search, contract_that_explains, rounded_scores
 from alibi_core.conformance._diagnosis.slopes import diagnose_slopes
 from alibi_core.conformance._report import Diagnosis
 from alibi_core.conformance._trial import Caller, Evidence
@@ -64,7 +75,7 @@ def diagnose(
 
 
 def _measured(failures: Sequence[Evidence]) -> Iterator[Diagnosis]:
-    """Yield how far off what failed is, where nothing else is to be said of it."""
+    """Yield how far off the failed calls are, where no departure is found."""
     errors = []
     for x in failures:
         if x.actual is not None and x.expected is not None and x.actual.shape == x.expected.value.shape:
@@ -80,25 +91,36 @@ def _measured(failures: Sequence[Evidence]) -> Iterator[Diagnosis]:
         yield Diagnosis("unexplained", sentence)
 
 
+def _searched(
+    observations: list[Any],
+    catalogue: Iterable[Departure],
+    base: Any,
+    estimates: Estimates = lambda observation, current: (),
+    contracts: Iterable[Departure] = CONTRACTS,
+) -> Search:
+    """Return a search that has explained these observations as far as it can."""
+    search = Search(tuple(catalogue), base, estimates, time.thread_time() + SECONDS)
+    if not contract_that_explains(search, observations, contracts):
+        search.run(observations)
+    return search
+
+
 def _of_attention(caller: Caller, features: frozenset[str], failures: Sequence[Evidence]) -> list[Diagnosis]:
-    offer = caller.offer
     if not _is_repeatable(caller):
         return [Diagnosis("not repeatable", "The same call gives different results: something is drawn, or never set.")]
     if failures and (beyond := beyond_sizes(caller, "attention", features, failures, WIDTHS)):
         return beyond
-    observations = _made(observe(caller, case) for case in short_probes(offer, features))
-    observations += _made(observe(caller, case, rows) for case, rows in long_probes(offer, features))
-    found = list(observed_failures(failures, offer.dtype, offer.tolerance))[:MOST_FAILURES]
-    base = base_reading(offer.contract, offer.dtype, has_slopes=offer.has_slopes)
+    cases = cases_of(caller.offer, features, (*SHORT, *LONG_ROWS))
+    observations = _made(observe(caller, case, rows) for case, rows in cases)
+    base = base_reading(caller.offer)
     kept = stale(caller, features, lambda _: base)
     if kept:
         observations = list(_of_lengths_of_their_own(observations))
+    else:
+        observations += list(observed_failures(failures, caller))[:MOST_FAILURES]
     # Under a causal mask alone, no form of the bias says anything of future keys.
-    catalogue = [x for x in _departures.ATTENTION if "symmetric" in features or x.key != "signed"]
-    search = Search(catalogue, base, estimates, time.thread_time() + SECONDS)
-    observations += found if not kept else []
-    if not contract_that_explains(search, observations, _departures.CONTRACTS):
-        search.run(observations)
+    catalogue = [x for x in ATTENTION if "symmetric" in features or x.key != "signed"]
+    search = _searched(observations, catalogue, base, estimates)
     if search.unexplained and not kept:
         kept = stale(caller, features, lambda x: search.reading(search.found, x))
     if failures and not (kept or search.found):
@@ -110,7 +132,7 @@ def _of_attention(caller: Caller, features: frozenset[str], failures: Sequence[E
 
 def _is_repeatable(caller: Caller) -> bool:
     """Return whether equal calls have equal results, at least nearly: sums may be in another order."""
-    found = _made(observe(caller, make_case(caller.offer)) for _ in range(2))
+    found = _made(observe(caller, make_case(caller.offer, SQUARE)) for _ in range(2))
     if len(found) < 2:
         return True
     one, other = (x.results["output"] for x in found)
@@ -128,22 +150,18 @@ def _of_lengths_of_their_own(observations: Iterable[Observation]) -> Iterator[Ob
 
 
 def _of_gradients(caller: Caller, features: frozenset[str], failures: Sequence[Evidence]) -> list[Diagnosis]:
-    offer = caller.offer
-    base = _gradients.base_gradients(offer.contract, offer.dtype, has_slopes=offer.has_slopes)
+    base = base_reading(caller.offer, GradientReading)
     if failures and (found := _gradients.circumstances(caller, failures, base)):
         return found
     if failures and (found := beyond_sizes(caller, "attention_grad", features, failures, WIDTHS)):
         return found
-    cases = _gradients.gradient_probes(caller, features)
+    cases = cases_of(caller.offer, features, GRADIENT_PROBES)
     has_slopes = "slope_gradients" in features
-    observations = _made(_gradients.observe_gradients(caller, x, slopes=has_slopes) for x in cases)
-    search = Search(GRADIENTS, base, _no_estimates, time.thread_time() + SECONDS)
-    if not contract_that_explains(search, observations, _departures.CONTRACTS):
-        search.run(observations)
-    missing = [
-        Diagnosis("slope gradient missing", "attention_grad returns no gradient of slopes.")
-        for _ in range(has_slopes and bool(observations) and "slopes" not in observations[0].results)
-    ]
+    observations = _made(_gradients.observe_gradients(caller, x, slopes=has_slopes) for x, _ in cases)
+    search = _searched(observations, GRADIENTS, base)
+    missing = []
+    if has_slopes and observations and "slopes" not in observations[0].results:
+        missing = [Diagnosis("slope gradient missing", "attention_grad returns no gradient of slopes.")]
     is_recomputed = any(x.departure.key == FORWARD_RIGHT for x in search.found)
     result = [x for x in told(search) if x.key != FORWARD_RIGHT]
     if failures and not (result or missing):
@@ -155,15 +173,12 @@ def _of_gradients(caller: Caller, features: frozenset[str], failures: Sequence[E
 
 
 def _of_decoding(caller: Caller, features: frozenset[str], failures: Sequence[Evidence]) -> list[Diagnosis]:
-    offer = caller.offer
-    base = base_reading(offer.contract, offer.dtype, has_slopes=offer.has_slopes)
+    base = base_reading(caller.offer)
     mixed = _decoding.mixed_up(caller, lambda _: base)
     if mixed:  # then no other sequence tells anything
         return _told(mixed)
-    search = Search(_decoding.DECODING, base, estimates, time.thread_time() + SECONDS)
     observations = _decoding.observations(caller, features)
-    if not contract_that_explains(search, observations, _departures.CONTRACTS):
-        search.run(observations)
+    search = _searched(observations, _decoding.DECODING, base, estimates)
     if search.unexplained:
         mixed = _decoding.mixed_up(caller, lambda x: search.reading(search.found, x))
     result = _told(mixed) + told(search, silent=bool(mixed))
@@ -174,13 +189,12 @@ def _of_bias(caller: Caller, features: frozenset[str]) -> list[Diagnosis]:
     observations = list(_bias.observed_biases(caller, features))
     contract = caller.offer.contract
     odd = _bias.transposed(observations) if contract in ("exact", "geometric") else []
-    odd = odd or _bias.finite_where_hidden(observations)
     if odd:
-        observations = [_hidden_again(x) if odd[0].key != "transposed bias" else x for x in observations]
-    search = Search(_bias.BIAS, _bias.base_bias(contract), _no_estimates, time.thread_time() + SECONDS)
-    is_transposed = bool(odd) and odd[0].key == "transposed bias"
-    if not is_transposed and not contract_that_explains(search, observations, _bias.CONTRACTS):
-        search.run(observations)
+        return _told(odd)
+    odd = _bias.finite_where_hidden(observations)
+    if odd:
+        observations = [_hidden_again(x) for x in observations]
+    search = _searched(observations, _bias.BIAS, _bias.base_bias(contract), contracts=_bias.CONTRACTS)
     return _told(odd) + told(search)
 
 
@@ -191,18 +205,18 @@ def _hidden_again(observation: Any) -> Any:
     return dataclasses.replace(observation, results=results, _cache={})
 
 
-def base_reading(contract: str, dtype: str, *, has_slopes: bool) -> Reading:
-    """Return how an adapter of this contract should be read: those that are given slopes are given all of it."""
-    if contract == "bloom" and dtype in ("bfloat16", "float16") and not has_slopes:
-        return Reading(rounding=("key bias", dtype))
-    if contract == "falcon" and not has_slopes:
-        return Reading(slope_dtype="bfloat16", rounding=("falcon", "bfloat16"), factor="bias scaled")
-    return Reading()
+def base_reading(offer: Offer, reading: type[Reading] = Reading) -> Any:
+    """Return how an adapter should be read: those that are given slopes are given all of their contract."""
+    if offer.contract == "falcon" and not offer.has_slopes:
+        return reading(slope_dtype="bfloat16", rounding=("falcon", "bfloat16"), factor="bias scaled")
+    if offer.contract == "bloom" and not offer.has_slopes and offer.dtype in LOW:
+        return reading(rounding=("key-only bias", offer.dtype))
+    return reading()
 
 
 def told(search: Search, *, silent: bool = False) -> list[Diagnosis]:
-    """Return what a search found, and, unless silent, what was measured where it found nothing."""
-    result = [x for x in _told(x.told for x in search.found) if not x.key.startswith(_departures.FUTURE_RIGHT.key)]
+    """Return what a search found and, unless silent, measurements of the first observation that it cannot explain."""
+    result = [x for x in _told(x.told for x in search.found) if not x.key.startswith(FUTURE_RIGHT.key)]
     rest = [x for x in search.unexplained if not x.is_noise_of(search.reading(search.found, x))]
     if rest and not silent:
         observation = rest[0]
@@ -218,7 +232,3 @@ def _told(departures: Iterable[Departure]) -> list[Diagnosis]:
 
 def _made(observations: Iterable[Any]) -> list[Any]:
     return [x for x in observations if x is not None]
-
-
-def _no_estimates(observation: Observation, current: Any) -> Iterable[Departure]:
-    return ()

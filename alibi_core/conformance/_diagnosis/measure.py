@@ -76,12 +76,12 @@ def _of_restarts(weights: Values) -> Iterator[Departure]:
         falls = np.flatnonzero(np.diff(np.log(np.maximum(row, LEAST))) < -0.01)
     if falls.size:
         n = int(falls[0]) + 1
-        for key, kind, who in (
-            ("key positions", "keys restart", "keys"),
-            ("positions", "both restart", "keys and queries"),
-        ):
-            sentence = f"Positions of {who} restart every {n}: the start of the block is missing."
-            yield Departure(f"{key} restart", sentence, {"distance": (kind, n)})
+        for whose, who in (("key positions", "keys"), ("positions", "keys and queries")):
+            key, sentence = (
+                f"{whose} restart",
+                f"Positions of {who} restart every {n}: the start of the block is missing.",
+            )
+            yield Departure(key, sentence, {"distance": (key, n)})
 
 
 def _of_factors(weights: Values, slopes: Values, distances: Values) -> Iterator[Departure]:
@@ -121,14 +121,16 @@ def _of_reach(weights: Values, slopes: Values, distances: Values, ahead: Values)
     if gone.any() and (far[gone].min() > far[is_past & ~gone].max(initial=-1)):
         reach = int(far[gone].min())
         sentence = f"Keys {reach} tokens away or farther weigh nothing: the horizon is too short."
-        yield Departure("horizon too short", sentence, {"keys": ("horizon", reach)})
+        yield Departure("horizon too short", sentence, {"keys": ("horizon too short", reach)})
     if gone.any():
         first = int(np.argmin(gone))
         yield Departure(
-            "first keys missing", f"The first {first} keys weigh nothing.", {"keys": ("first block", first)}
+            "first keys missing", f"The first {first} keys weigh nothing.", {"keys": ("first block dropped", first)}
         )
         last = int(np.argmin(gone[::-1]))
-        yield Departure("last keys missing", f"The last {last} keys weigh nothing.", {"keys": ("not last", last)})
+        yield Departure(
+            "last keys missing", f"The last {last} keys weigh nothing.", {"keys": ("last block dropped", last)}
+        )
     falls = [slope * far[is_past & (w == 0)].min(initial=np.inf) for w, slope in zip(row, slopes, strict=True)]
     kept = [slope * far[is_past & (w > 0)].max(initial=0) for w, slope in zip(row, slopes, strict=True)]
     if np.isfinite(min(falls)) and max(kept) < min(falls):
@@ -141,7 +143,7 @@ def _of_reach(weights: Values, slopes: Values, distances: Values, ahead: Values)
     if same.sum() > 1 and far[same].max() > far[same].min():
         limit = int(far[same].min())
         sentence = f"Distances are clipped at {limit}: keys farther away are penalised no more."
-        yield Departure("distance clipped", sentence, {"distance": ("clipped", limit)})
+        yield Departure("distance clipped", sentence, {"distance": ("distance clipped", limit)})
     yield from _of_clipped_penalties(row, slopes, far)
 
 

@@ -13,10 +13,10 @@ from alibi_core._slopes import slope_values
 from alibi_core.conformance._adapter import FEATURES, FUNCTIONS
 from alibi_core.conformance._cases import Values, rounded
 from alibi_core.conformance._diagnosis._departures import ATTENTION, FUTURE_RIGHT, GRADIENTS, Departure
-from alibi_core.conformance._diagnosis._readings import GradientReading, Inputs
+from alibi_core.conformance._diagnosis._readings import CHANGES, RULES, GradientReading, Inputs
 from alibi_core.conformance._diagnosis.bias import BIAS
 from alibi_core.conformance._diagnosis.decoding import DECODING
-from alibi_core.conformance._diagnosis.slopes import CHANGES, RULES
+from alibi_core.conformance._diagnosis.slopes import SENTENCES
 
 
 def _by_name() -> dict[str, Departure]:
@@ -35,7 +35,7 @@ def _by_name() -> dict[str, Departure]:
 
 _DEPARTURES = _by_name()
 MISTAKES: Mapping[str, str] = {
-    **{name: sentence for name, (sentence, _) in (*CHANGES.items(), *RULES.items()) if name not in ("", "mpt slopes")},
+    **{name: SENTENCES[name] for name in (*CHANGES, *RULES) if name != "mpt slopes"},
     **{name: x.sentence for name, x in _DEPARTURES.items() if name != FUTURE_RIGHT.key},
 }
 
@@ -84,7 +84,7 @@ class Mistaken:
         """Return ``[num_heads]``."""
         slopes = np.asarray(slope_values(num_heads))
         for name in self._mistakes if "slopes" in self._functions else ():
-            slopes = RULES[name][1](num_heads) if name in RULES else CHANGES.get(name, CHANGES[""])[1](slopes)
+            slopes = RULES[name](num_heads) if name in RULES else CHANGES.get(name, np.asarray)(slopes)
         return slopes.astype(self._own)
 
     def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Values:

@@ -22,7 +22,7 @@ MOST_CANDIDATES = 40  # of those that explain a stage, how many are compared on 
 
 @dataclass(frozen=True)
 class Finding:
-    """A departure, and where it holds: everywhere, or in calls of which something is true, or is not."""
+    """A departure, and where it holds: everywhere, or only in calls under a condition, or without some."""
 
     departure: Departure
     condition: str | None = None
@@ -46,14 +46,14 @@ Estimates = Callable[[Observation, Any], Iterable[Departure]]
 
 @dataclass
 class Search:
-    """Explains observations one after the other, each by as little on top of what explains those before as will do.
+    """Explains observations one after the other: each adds as few departures as possible to those found before.
 
     Attributes:
         catalogue: All departures worth trying.
         base: The reading that is no departure.
         estimates: Departures with numbers, from measurements.
         deadline: When to stop, in seconds of ``time.thread_time``: what others use of the processor does not count.
-        found: What was found so far.
+        found: The findings so far.
         explained, unexplained: The observations, sorted.
     """
 
@@ -137,7 +137,7 @@ class Search:
     def _noisy(
         self, departures: tuple[Departure, ...], observation: Observation, later: Sequence[Observation]
     ) -> list[Findings]:
-        """Return what is found with these departures, that round sums, if the error is like what they leave."""
+        """Return the findings with these departures, which round sums, if the error looks like their rounding."""
         found = (*self.found, *(Finding(x) for x in departures))
         reading = self.reading(found, observation)
         if observation.excess(reading) > 1 or not self._keeps_explained(found):
@@ -152,7 +152,7 @@ class Search:
     def _noisy_pairs(
         self, departures: Sequence[Departure], observation: Observation, later: Sequence[Observation]
     ) -> list[Findings]:
-        """Return what rounding of the bias explains together with that of scores, both to the dtype of all else."""
+        """Return the findings by which bias and scores are both rounded to the dtype of the tensors."""
         dtype = observation.dtype
         found: list[Findings] = []
         for one in departures:
@@ -164,7 +164,7 @@ class Search:
         return found
 
     def _with_exceptions(self, observation: Observation, places: Places) -> list[Findings]:
-        """Return what was found, if it need but not hold in calls of which something is true."""
+        """Return the findings with one of them limited to calls without some condition, if that explains all."""
         result = []
         for place in places:
             for finding in self.found:
@@ -213,14 +213,14 @@ class Search:
         return self._best(candidates, observation, later) if candidates else None
 
     def _placed(self, departures: tuple[Departure, ...], places: Places) -> list[Findings]:
-        """Return what is found so far and these departures, everywhere or under one condition."""
+        """Return the findings so far with these departures, everywhere or under one condition."""
         return [(*self.found, *(Finding(x, place) for x in departures)) for place in places]
 
     def _keeps_explained(self, found: Findings) -> bool:
         return all(self.explains(found, x) for x in self.explained)
 
     def _best(self, candidates: list[Findings], observation: Observation, later: Sequence[Observation]) -> Findings:
-        """Return those that explain most of what is to come; of these the simplest, and the closest here."""
+        """Return the candidate that explains most later observations; of equals the simplest, and the closest here."""
 
         def badness(found: Findings) -> tuple[Any, ...]:
             unexplained = self._missed(found, (*later, *self.unexplained))
@@ -254,9 +254,9 @@ def _compatible(ones: Sequence[Departure], others: Sequence[Departure]) -> tuple
 
 
 def rounded_scores(search: Search, observations: Sequence[Observation]) -> list[Departure]:
-    """Return whether scores are rounded, where that alone is too little in each observation to be told from the rest.
+    """Return whether scores are rounded, though too little for any one observation to show it.
 
-    Errors grow with scores then, as nothing else does: those looked at are the two where rounding would show most.
+    Only such errors grow with scores: the two observations are compared in which rounding would show most.
     """
     for departure in search.catalogue:
         if departure.changes.get("noise", ("", ""))[0] != "scores":
@@ -271,7 +271,7 @@ def rounded_scores(search: Search, observations: Sequence[Observation]) -> list[
 
 
 def contract_that_explains(search: Search, observations: Sequence[Observation], contracts: Iterable[Departure]) -> bool:
-    """Return whether one contract explains all that is observed, and the paper does not: then that was found."""
+    """Return whether one contract explains all observations, and the paper does not; if so, keep it as found."""
     if all(search.explains((), x) for x in observations if "symmetric" not in x.conditions):
         return False
     causal = [x for x in observations if "symmetric" not in x.conditions]  # which is all that contracts are made for

@@ -16,7 +16,6 @@ from alibi_core.conformance._golden.problems import Problem
 from alibi_core.conformance._golden.tables import ATTENTION, BIASES, DECODES
 
 MOST_HEADS = 128
-KINDS = ("slopes", "bias", "attention", "decode")
 
 # By case: the rule, as scheme and contract, and how far slopes may be off, in units of roundoff. A power is off by a
 # unit in the last place or so, and storing it by another. Exponents that are not dyadic are rounded before, by their
@@ -56,7 +55,7 @@ class GoldenCase:
 
     @property
     def kind(self) -> str:
-        """One of ``KINDS``."""
+        """slopes, bias, attention or decode."""
         return self.name.split("/")[0]
 
 

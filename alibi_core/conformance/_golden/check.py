@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from alibi_core._arrays import checks
-from alibi_core.conformance._cases import Values
-from alibi_core.conformance._golden.exact import DTYPES
+from alibi_core.conformance._cases import Answer, Values, excess
+from alibi_core.conformance._golden.cases import GoldenCase
+from alibi_core.conformance._golden.exact import DTYPES, Expected
 from alibi_core.conformance._golden.files import (
     FLOATING,
     GoldenError,
@@ -20,7 +20,7 @@ from alibi_core.conformance._golden.files import (
     read_safetensors,
 )
 from alibi_core.conformance._golden.report import CaseResult, GoldenReport, Worst
-from alibi_core.conformance._golden.set import GOLDEN_VERSION, Result, StoredCase, read_golden
+from alibi_core.conformance._golden.set import GOLDEN_VERSION, read_golden
 from alibi_core.conformance._trial import MASKED
 
 RESULTS_FORMAT, RESULTS_VERSION = "alibi-golden-results", 1
@@ -80,7 +80,7 @@ def field(path: Path, index: dict[str, Any], name: str, kind: type[_Kind]) -> _K
     return value
 
 
-def _read(directory: Path, index: Path, names: list[Any], cases: list[StoredCase]) -> dict[str, Values]:
+def _read(directory: Path, index: Path, names: list[Any], cases: list[GoldenCase]) -> dict[str, Values]:
     """Return all results, in float64."""
     known = {result.tensor: result for case in cases for result in case.expected.values()}
     offered: dict[str, Values] = {}
@@ -104,7 +104,7 @@ def _read(directory: Path, index: Path, names: list[Any], cases: list[StoredCase
     return offered
 
 
-def _judged(case: StoredCase, offered: dict[str, Values], dtype: str, failure: Any) -> CaseResult:
+def _judged(case: GoldenCase, offered: dict[str, Values], dtype: str, failure: Any) -> CaseResult:
     found = {name: result for name, result in case.expected.items() if result.tensor in offered}
     missing = tuple(name for name in case.expected if name not in found)
     known = case.name, case.description
@@ -118,15 +118,11 @@ def _judged(case: StoredCase, offered: dict[str, Values], dtype: str, failure: A
     return CaseResult(*known, status, worst, missing)
 
 
-def _worst(actual: Values, result: Result, dtype: str) -> Worst | None:
+def _worst(actual: Values, result: Expected, dtype: str) -> Worst | None:
     if actual.size == 0:
         return None
-    expected, budget = result.value, result.budgets[dtype]
-    is_finite = np.isfinite(expected)
-    comparable = is_finite & np.isfinite(actual)
-    distance = np.abs(np.where(comparable, actual, 0.0) - np.where(comparable, expected, 0.0))
-    ratio = np.divide(distance, budget, out=np.where(distance > 0, math.inf, 0.0), where=budget > 0)
-    ratio = np.where(is_finite, np.where(comparable, ratio, math.inf), np.where(actual <= MASKED, 0.0, math.inf))
+    expected, budget = result.value, np.asarray(result.budgets[dtype])
+    ratio = excess(np.where(np.isneginf(expected) & (actual <= MASKED), -np.inf, actual), Answer(expected, budget))
     index = tuple(int(i) for i in np.unravel_index(ratio.argmax(), ratio.shape))
     numbers = (float(array[index]) for array in (expected, actual, budget, ratio))
     return Worst(result.tensor, index, *numbers)

@@ -11,9 +11,10 @@ import numpy as np
 from alibi_core._slopes import slope_values
 from alibi_core.conformance._adapter import Offer
 from alibi_core.conformance._cases import Case, Sizes, Values
+from alibi_core.conformance._golden.cases import GoldenCase
 from alibi_core.conformance._golden.check import RESULTS_FORMAT, RESULTS_INDEX, RESULTS_VERSION
 from alibi_core.conformance._golden.files import GoldenError, json_bytes, safetensors_bytes
-from alibi_core.conformance._golden.set import GOLDEN_VERSION, StoredCase, read_golden
+from alibi_core.conformance._golden.set import GOLDEN_VERSION, read_golden
 from alibi_core.conformance._trial import TENSORS, Caller, CallError
 
 _FILE = "results.safetensors"
@@ -80,7 +81,7 @@ class _Run:
     tensors: dict[str, Values] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
-    def compute(self, case: StoredCase) -> None:
+    def compute(self, case: GoldenCase) -> None:
         """Compute what the adapter offers of a case."""
         parts = {
             "slopes": [self._slopes],
@@ -88,7 +89,7 @@ class _Run:
             "attention": [self._attention, self._gradients],
             "decode": [self._decode],
         }
-        if not case.features <= self.offer.possible:
+        if not self.offer.possible.issuperset(case.features):
             return
         for part in parts.get(case.kind, []):
             try:
@@ -100,7 +101,7 @@ class _Run:
             known = {name: array for name, array in found.items() if name in case.expected}
             self.tensors |= {case.expected[name].tensor: array for name, array in known.items()}
 
-    def _slopes(self, case: StoredCase) -> dict[str, Values]:
+    def _slopes(self, case: GoldenCase) -> dict[str, Values]:
         own = "canonical" if self.offer.contract == "exact" else self.offer.contract
         if "slopes" not in self.offer.functions or case.name != f"slopes/{own}":
             return {}
@@ -109,27 +110,30 @@ class _Run:
             raise ValueError(f"most_heads must be that of the slopes, got {most_heads}")
         return {"slopes": np.concatenate([self.caller.slopes(n) for n in range(1, most_heads + 1)])}
 
-    def _bias(self, case: StoredCase) -> dict[str, Values]:
+    def _bias(self, case: GoldenCase) -> dict[str, Values]:
         known = case.arguments
         contracts = {known["contract"], self.offer.contract}
         is_own = (len(contracts) == 1 or contracts == {"exact", "geometric"}) and self._has_own_slopes(case)
-        is_plain = known["q_offset"] == known["kv_len"] - known["q_len"] and case.features <= {"lengths", "symmetric"}
+        is_plain = known["q_offset"] == known["kv_len"] - known["q_len"] and set(case.features) <= {
+            "lengths",
+            "symmetric",
+        }
         if "bias" not in self.offer.functions or not (is_own and is_plain):
             return {}
         return {"bias": self.caller.bias(*(known[x] for x in ("num_heads", "q_len", "kv_len", "is_causal")))[None]}
 
-    def _attention(self, case: StoredCase) -> dict[str, Values]:
-        return {"output": self.caller.attention(_problem(case))} if self._offers("attention", case) else {}
+    def _attention(self, case: GoldenCase) -> dict[str, Values]:
+        return {"output": self.caller.attention(problem_of(case))} if self._offers("attention", case) else {}
 
-    def _gradients(self, case: StoredCase) -> dict[str, Values]:
+    def _gradients(self, case: GoldenCase) -> dict[str, Values]:
         if not self._offers("attention_grad", case):
             return {}
-        gradients = self.caller.gradients(_problem(case))
+        gradients = self.caller.gradients(problem_of(case))
         if not self.offer.takes("attention_grad", "slopes") or "slope_gradients" not in self.offer.possible:
             gradients = {name: x for name, x in gradients.items() if name in TENSORS}
         return {f"gradient/{name}": x for name, x in gradients.items()}
 
-    def _decode(self, case: StoredCase) -> dict[str, Values]:
+    def _decode(self, case: GoldenCase) -> dict[str, Values]:
         if not self._offers("decode_step", case):
             return {}
         outputs: list[Values] = []
@@ -141,7 +145,7 @@ class _Run:
             start += length
         return {"output": np.concatenate(outputs, axis=2)}
 
-    def _offers(self, function: str, case: StoredCase) -> bool:
+    def _offers(self, function: str, case: GoldenCase) -> bool:
         """Return whether the adapter has a function, and takes the slopes or has them."""
         if function not in self.offer.functions:
             return False
@@ -149,13 +153,13 @@ class _Run:
             return True
         return self.offer.contract != "falcon" and self._has_own_slopes(case)  # Falcon's models scale the bias, too
 
-    def _has_own_slopes(self, case: StoredCase) -> bool:
+    def _has_own_slopes(self, case: GoldenCase) -> bool:
         """Return whether the slopes are those that the adapter has, to the last bit."""
         own = slope_values(case.arguments["num_heads"], contract=self.offer.contract)
         return bool(case.inputs["slopes"].tolist() == own)
 
 
-def _problem(case: StoredCase) -> Case:
+def problem_of(case: GoldenCase) -> Case:
     """Return the case as the kit's caller takes it."""
     known, inputs = case.arguments, case.inputs
     lengths = known["q_len"], known["kv_len"]
@@ -172,15 +176,6 @@ def _problem(case: StoredCase) -> Case:
     arguments |= {name: inputs[name] for name in ("future_slopes", "mask") if name in inputs}
     arrays = {name: inputs[name] for name in (*TENSORS, "slopes")} | {"cotangent": inputs["grad_output"]}
     form = "causal" if known["is_causal"] else "symmetric"
-    described = Case(
-        sizes=Sizes(known["batch"], kv_heads, heads // kv_heads, lengths, known["head_dim"]),
-        form=form,
-        q_offset=None,
-        window_size=None,
-        packing=None,
-        masking=None,
-        slopes_per_batch=inputs["slopes"].ndim == 2,
-        seed=0,
-        scaling=arguments.get("scale"),
-    )
+    sizes = Sizes(known["batch"], kv_heads, heads // kv_heads, lengths, known["head_dim"])
+    described = Case(sizes, slopes_per_batch=inputs["slopes"].ndim == 2, scaling=arguments.get("scale"))
     return described.with_arguments(form, arguments).with_arrays(**arrays)

@@ -1,52 +1,33 @@
-"""A golden set, read and verified."""
+"""Golden vectors: files by which a program in any language is tested, with the same bytes on every machine."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from alibi_core.conformance._cases import Values
-from alibi_core.conformance._golden.exact import DTYPES
-from alibi_core.conformance._golden.files import GoldenError, file_in, read_bytes, read_json, read_safetensors
+from alibi_core.conformance._golden.cases import GoldenCase, golden_cases
+from alibi_core.conformance._golden.exact import DTYPES, Expected
+from alibi_core.conformance._golden.files import (
+    GoldenError,
+    dtype_name,
+    file_in,
+    json_bytes,
+    read_bytes,
+    read_json,
+    read_safetensors,
+    safetensors_bytes,
+)
 
 GOLDEN_FORMAT, GOLDEN_VERSION = "alibi-golden", 1
-INDEX = "index.json"
+INDEX, _FORMAT_FILE = "index.json", "FORMAT.md"
 
 
-@dataclass(frozen=True)
-class Result:
-    """One expected result.
-
-    Attributes:
-        tensor: What it is called in files, its own and those of results.
-        value: Exact, in float64.
-        budgets: By dtype, how far results may be off, of the value's shape.
-    """
-
-    tensor: str
-    value: Values
-    budgets: dict[str, Values]
-
-
-@dataclass(frozen=True)
-class StoredCase:
-    """One case of a golden set, as its files have it."""
-
-    name: str
-    kind: str
-    description: str
-    features: frozenset[str]
-    default_slopes: bool
-    arguments: dict[str, Any]
-    inputs: dict[str, Values]
-    expected: dict[str, Result]
-
-
-def read_golden(directory: str | Path) -> list[StoredCase]:
+def read_golden(directory: str | Path) -> list[GoldenCase]:
     """Return the cases of a golden set, all of whose files are what the index says.
 
     Raises:
@@ -76,12 +57,11 @@ def _verified(directory: Path, entry: Any) -> dict[str, Values]:
     return {name: array for name, (_, array) in read_safetensors(path, content).items()}
 
 
-def _case(entry: Any, tensors: dict[str, Values]) -> StoredCase:
-    return StoredCase(
+def _case(entry: Any, tensors: dict[str, Values]) -> GoldenCase:
+    return GoldenCase(
         name=entry["id"],
-        kind=entry["kind"],
         description=entry["description"],
-        features=frozenset(entry["features"]),
+        features=entry["features"],
         default_slopes=entry["default_slopes"],
         arguments=entry["arguments"],
         inputs={name: tensors[stored["tensor"]] for name, stored in entry["inputs"].items()},
@@ -89,14 +69,116 @@ def _case(entry: Any, tensors: dict[str, Values]) -> StoredCase:
     )
 
 
-def _result(tensors: dict[str, Values], entry: Any) -> Result:
+def _result(tensors: dict[str, Values], entry: Any) -> Expected:
     value = tensors[entry["tensor"]]
-    budgets = {}
+    size, budgets = np.abs(np.where(np.isfinite(value), value, 0)), {}
     for dtype in DTYPES:
         stored = entry["budgets"][dtype]
-        if "tensor" in stored:
-            budgets[dtype] = tensors[stored["tensor"]]
-        else:
-            size = np.abs(np.where(np.isfinite(value), value, 0))
-            budgets[dtype] = size * stored["relative"] + stored["absolute"]
-    return Result(entry["tensor"], value, budgets)
+        is_tensor = "tensor" in stored
+        budgets[dtype] = tensors[stored["tensor"]] if is_tensor else size * stored["relative"] + stored["absolute"]
+    return Expected(value, budgets, entry["tensor"])
+
+
+def write_golden(directory: str | Path) -> Path:
+    """Write golden vectors: slopes, biases, attention with gradients, decoding, and how far each may be off.
+
+    The files, of 4 MB in all, have the same bytes on every machine. ``FORMAT.md`` among them says what is where.
+
+    Args:
+        directory: Where to. It is made; if it is there, it must be empty or hold golden vectors and nothing else, which
+            are replaced.
+
+    Returns:
+        The directory.
+
+    Raises:
+        GoldenError: If the directory holds anything else.
+    """
+    directory = Path(directory)
+    stale = _own_files(directory)
+    files = _files()
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in (INDEX, *sorted(stale - set(files))):  # without an index, a set half written is none
+        (directory / name).unlink(missing_ok=True)
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    return directory
+
+
+def _own_files(directory: Path) -> set[str]:
+    """Return the names of the files of a golden set that may be replaced."""
+    if not directory.exists() and not directory.is_symlink():
+        return set()
+    if not directory.is_dir():
+        raise GoldenError(f"{directory}: must be a directory")
+    found = {path.name for path in directory.iterdir()}
+    if not found:
+        return set()
+    refusal = f"{directory}: must be empty or hold golden vectors and nothing else"
+    if INDEX not in found:
+        raise GoldenError(f"{refusal}, but has no {INDEX}")
+    index = read_json(file_in(directory, INDEX), GOLDEN_FORMAT, range(1, GOLDEN_VERSION + 1))
+    listed = index.get("files")
+    entries = listed if isinstance(listed, list) else []
+    own = {INDEX, *(str(entry.get("name")) for entry in entries if isinstance(entry, dict))}
+    others = sorted(name for name in found if name not in own or (directory / name).is_symlink())
+    others += [name for name in sorted(found) if not (directory / name).is_file()]
+    if others:
+        raise GoldenError(f"{refusal}, but has {others[0]!r}")
+    return found
+
+
+def _files() -> dict[str, bytes]:
+    """Return what is in every file, the index last."""
+    metadata = {"format": GOLDEN_FORMAT, "version": str(GOLDEN_VERSION)}
+    about = resources.files(__package__).joinpath(_FORMAT_FILE).read_text(encoding="utf-8")
+    tensors: dict[str, dict[str, Values]] = {}
+    entries = [_entry(case, tensors.setdefault(f"{case.kind}.safetensors", {})) for case in golden_cases()]
+    files = {_FORMAT_FILE: about.encode()}
+    files |= {name: safetensors_bytes(found, metadata) for name, found in tensors.items()}
+    index = {
+        "format": GOLDEN_FORMAT,
+        "version": GOLDEN_VERSION,
+        "about": about.splitlines(),
+        "files": [
+            {"name": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            for name, content in sorted(files.items())
+        ],
+        "cases": entries,
+    }
+    return files | {INDEX: json_bytes(index)}
+
+
+def _entry(case: GoldenCase, tensors: dict[str, Values]) -> dict[str, Any]:
+    """Return what the index says of a case, whose tensors go to those of its file."""
+
+    def stored(name: str, array: Values) -> dict[str, Any]:
+        tensors[f"{case.name}/{name}"] = array
+        return {"tensor": f"{case.name}/{name}"}
+
+    def budget(name: str, dtype: str, found: Values | tuple[float, float]) -> dict[str, Any]:
+        if isinstance(found, tuple):
+            return {"relative": found[0], "absolute": found[1]}
+        return stored(f"budget/{dtype}/{name}", found)
+
+    return {
+        "id": case.name,
+        "kind": case.kind,
+        "description": case.description,
+        "features": case.features,
+        "default_slopes": case.default_slopes,
+        "arguments": case.arguments,
+        "file": f"{case.kind}.safetensors",
+        "inputs": {
+            name: stored(f"input/{name}", array) | {"dtype": dtype_name(array), "shape": list(array.shape)}
+            for name, array in case.inputs.items()
+        },
+        "expected": {
+            name: stored(name, result.value)
+            | {
+                "shape": list(result.value.shape),
+                "budgets": {dtype: budget(name, dtype, x) for dtype, x in result.budgets.items()},
+            }
+            for name, result in case.expected.items()
+        },
+    }

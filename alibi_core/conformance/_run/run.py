@@ -152,7 +152,7 @@ def _features(caller: Caller) -> tuple[frozenset[str], dict[str, str]]:
 
 def _probe(sizes: Sizes, **arguments: Any) -> Case:
     form = "causal" if arguments.get("is_causal", True) else "symmetric"
-    return Case(sizes, form, None, None, None, None, False, seed=0).with_arguments(form, arguments)
+    return Case(sizes).with_arguments(form, arguments)
 
 
 _SQUARE = Sizes(2, 3, 1, (7, 7), 5)

@@ -1,4 +1,4 @@
-"""Checks in a process of their own: one that hangs beyond help, or dies, is reported, and the next adapter's turn."""
+"""Checks in a process of their own: an adapter that hangs or dies is reported, and the next one is checked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Settings:
     """How adapters are checked; as for :func:`alibi_core.conformance.check`.
 
     Attributes:
-        profile, seed, time_limit: As there.
+        profile, seed, time_limit: As for that function.
         laws: Names; none for all.
         dtypes: Of the adapters to check; none for all.
         golden: Directory of golden vectors, if they are to be compared with.
@@ -49,7 +49,7 @@ class Outcome:
         source: Where it is from.
         report: What came of the laws; None if nothing could be checked.
         golden: What came of the golden vectors, as JSON has it.
-        missing: Why there is no adapter to be had, if that is so: a module that is not installed, for one.
+        missing: Why there is no adapter, if there is none: a module that is not installed, for instance.
     """
 
     source: str
@@ -138,7 +138,7 @@ class _Seen:
 
 
 def _events(source: str, settings: Settings, first: int, path: Path, seen: _Seen) -> Iterator[dict[str, Any]]:
-    """Yield what a worker tells, until it ends; one that stands still is ended, and one that dies leaves a crash."""
+    """Yield what a worker tells until it ends. One that stands still is ended; one that dies is a crash."""
     path.touch()
     request = asdict(settings) | {"source": source, "first": first, "events": str(path)}
     command = [sys.executable, "-m", "alibi_core.conformance._run.worker", json.dumps(request)]

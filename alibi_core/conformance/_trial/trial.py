@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import alibi_core
 from alibi_core import _contracts
 from alibi_core.conformance._adapter import Offer
-from alibi_core.conformance._cases import Answer, Attention, Case, Family, Values, smaller_cases
+from alibi_core.conformance._cases import Answer, Attention, Case, Family, Values, excess, smaller_cases
 from alibi_core.conformance._trial.caller import Caller, CallError, DepartureError, Evidence
 
 SHRINKING = 8.0  # seconds, after which the smallest counterexample so far has to do
@@ -86,7 +86,7 @@ class Trial:
         """
         failures: list[DepartureError | CallError] = []
         smallest: list[Drawn] = []
-        tried: dict[Drawn, Drawn] = {}  # what was in place of what: to Hypothesis the same draw has to be the same
+        tried: dict[Drawn, Drawn] = {}  # what is tried in place of each draw: Hypothesis expects the same for the same
         since = 0.0
 
         def test(drawn: Drawn) -> None:
@@ -199,8 +199,7 @@ class Trial:
         elif not np.array_equal(np.isfinite(actual), finite):
             hides = bool((~np.isfinite(actual) & finite).any())
             remark = "infinite where it should not be" if hides else "finite where it should be minus infinity"
-        distance = np.abs(np.where(finite, actual - np.where(finite, answer.value, 0), 0))
-        ratio = np.divide(distance, answer.budget, out=np.where(distance > 0, np.inf, 0.0), where=answer.budget > 0)
-        if remark or (ratio.size and not ratio.max() <= 1):
+        share = float(excess(actual, answer).max(initial=0))
+        if remark or share > 1:
             raise DepartureError(Evidence(function, inputs, actual, answer, case, part, remark))
-        self.share = max(self.share, float(ratio.max(initial=0)))
+        self.share = max(self.share, share)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +39,9 @@ class Departure:
 
     def under(self, condition: str) -> Departure:
         """Return the same, said of some calls only."""
-        where = CONDITIONS[condition]
-        return dataclasses.replace(
-            self, key=f"{self.key} {where[0]}", sentence=f"{where[1]}, {self.sentence[0].lower()}{self.sentence[1:]}"
-        )
+        ending, beginning = CONDITIONS[condition]
+        sentence = f"{beginning}, {self.sentence[0].lower()}{self.sentence[1:]}"
+        return dataclasses.replace(self, key=f"{self.key} {ending}", sentence=sentence)
 
 
 # What may be true of some calls only: how the key ends, and how the sentence begins.
@@ -69,19 +68,27 @@ CONDITIONS = {
 }
 
 
-def make(key: str, sentence: str, *, noisy: bool = False, **changes: Any) -> Departure:
+def make(key: str, sentence: str, **changes: Any) -> Departure:
     """Return a departure of these changes."""
-    return Departure(key, sentence, changes, is_noisy=noisy)
+    return Departure(key, sentence, changes)
 
 
-def table(field: str, sentences: Mapping[str, str], number: int | None = None) -> list[Departure]:
-    """Return departures by their keys, to which they change a field of the reading, or to the key and a number."""
+def table(field: str, sentences: Mapping[str, str], noisy: Iterable[str] = ()) -> list[Departure]:
+    """Return departures by their keys, to which they change a field of the reading."""
+    return [Departure(key, sentence, {field: key}, key in noisy) for key, sentence in sentences.items()]
+
+
+def numbered(field: str, sentences: Mapping[str, str], numbers: Iterable[int] = (0,)) -> list[Departure]:
+    """Return departures by their keys, to which, with each number, they change a field of the reading."""
     return [
-        Departure(key, sentence, {field: key if number is None else (key, number)})
-        for key, sentence in sentences.items()
+        Departure(key, sentence.format(n), {field: (key, n)}) for n in numbers for key, sentence in sentences.items()
     ]
 
 
-def placed(key: str, sentence: str, names: tuple[str, ...], kind: str) -> Departure:
-    """Return a departure that changes all of these fields alike."""
-    return Departure(key, sentence, dict.fromkeys(names, kind))
+def in_low_precision(field: str, sentences: Mapping[str, str], *, is_noisy: bool = False) -> list[Departure]:
+    """Return departures that round to bfloat16 or float16 what the sentences are by."""
+    return [
+        Departure(f"{dtype} {what.removeprefix('all ')}", sentence.format(dtype), {field: (what, dtype)}, is_noisy)
+        for dtype in ("bfloat16", "float16")
+        for what, sentence in sentences.items()
+    ]

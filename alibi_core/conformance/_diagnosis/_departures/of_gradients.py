@@ -2,113 +2,75 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from alibi_core.conformance._diagnosis._departures import catalogue as _departures
-from alibi_core.conformance._diagnosis._departures.departure import Departure, table
+from alibi_core.conformance._diagnosis._departures.catalogue import ATTENTION
+from alibi_core.conformance._diagnosis._departures.departure import make, table
 
 FORWARD_RIGHT = "forward pass right"  # no departure in itself: where weights of the backward pass are wrong
 
+_SLOPES = table(
+    "slope_gradient",
+    {
+        "slope gradient zero": "The gradient of slopes is zero: they are not trained.",
+        "slope gradient negated": "The gradient of slopes has the wrong sign: the bias is minus slope times distance.",
+        "slope gradient scaled": "The gradient of slopes is multiplied by scale, which the bias is not.",
+        "slope gradient scaled up": "The gradient of slopes is divided by scale, which the bias is not.",
+        "slope gradient of first batch entry": "The gradient of slopes is the first batch entry's alone: sum it over "
+        "the batch.",
+        "slope gradient of last batch entry": "The gradient of slopes is the last batch entry's alone: sum it over "
+        "the batch.",
+        "slope gradient averaged": "The gradient of slopes is averaged over the batch instead of summed.",
+        "slope gradient summed over batch": "The gradient of slopes [batch, num_heads] is summed over the batch.",
+        "slope gradient averaged over queries": "The gradient of slopes is averaged over queries instead of summed.",
+        "slope gradient summed over heads": "The gradient of slopes is summed over heads.",
+        "slope gradient by key position": "The gradient of slopes is taken along key positions instead of distances, "
+        "which is right for causal attention alone.",
+        "slope gradient times slopes": "The gradient of slopes is multiplied by the slopes, as if they were exponents.",
+        "slope gradient times ln 2": "The gradient of slopes is multiplied by ln 2: it is that of scores in base 2.",
+        "slope gradient times log2 e": "The gradient of slopes is multiplied by log2(e): it is that of scores in base "
+        "2.",
+        "slope gradient of bfloat16 scores": "The gradient of slopes is summed from gradients of scores that are "
+        "rounded to bfloat16: keep them in float32.",
+        "slope gradient doubled": "The gradient of slopes is twice what it should be.",
+        "slope gradient halved": "The gradient of slopes is half of what it should be.",
+    },
+    noisy=["slope gradient of bfloat16 scores"],
+)
 
-def _make(key: str, sentence: str, **changes: Any) -> Departure:
-    return Departure(key, sentence, changes)
-
-
-_SLOPES = [
-    *table(
-        "slope_gradient",
-        {
-            "slope gradient zero": "The gradient of slopes is zero: they are not trained.",
-            "slope gradient negated": "The gradient of slopes has the wrong sign: the bias is minus slope times "
-            "distance.",
-            "slope gradient scaled": "The gradient of slopes is multiplied by scale, which the bias is not.",
-            "slope gradient scaled up": "The gradient of slopes is divided by scale, which the bias is not.",
-            "slope gradient of first batch entry": "The gradient of slopes is the first batch entry's alone: sum it "
-            "over the batch.",
-            "slope gradient of last batch entry": "The gradient of slopes is the last batch entry's alone: sum it "
-            "over the batch.",
-            "slope gradient averaged": "The gradient of slopes is averaged over the batch instead of summed.",
-            "slope gradient summed over batch": "The gradient of slopes [batch, num_heads] is summed over the batch.",
-            "slope gradient averaged over queries": "The gradient of slopes is averaged over queries instead of "
-            "summed.",
-            "slope gradient summed over heads": "The gradient of slopes is summed over heads.",
-            "slope gradient by key position": "The gradient of slopes is taken along key positions instead of "
-            "distances, which is right for causal attention alone.",
-            "slope gradient times slopes": "The gradient of slopes is multiplied by the slopes, as if they were "
-            "exponents.",
-            "slope gradient times ln 2": "The gradient of slopes is multiplied by ln 2: it is that of scores in base "
-            "2.",
-            "slope gradient times log2 e": "The gradient of slopes is multiplied by log2(e): it is that of scores in "
-            "base 2.",
-        },
-    ),
-    Departure(
-        "slope gradient of bfloat16 scores",
-        "The gradient of slopes is summed from gradients of scores that are rounded to bfloat16: keep them in float32.",
-        {"slope_gradient": "from bfloat16"},
-        is_noisy=True,
-    ),
-    *table(
-        "slope_gradient",
-        {
-            "slope gradient doubled": "The gradient of slopes is twice what it should be.",
-            "slope gradient halved": "The gradient of slopes is half of what it should be.",
-        },
-    ),
-]
+# Of query or key.
+_FACTORS = {
+    "unscaled": "{} {} not multiplied by scale.",
+    "scaled twice": "{} {} multiplied by scale twice.",
+    "scaled by default": "{} {} multiplied by 1 / sqrt(head_dim), whatever the scale.",
+    "negated": "{} has the wrong sign.",
+    "halved": "{} {} half of what it should be.",
+    "doubled": "{} {} twice what it should be.",
+    "times ln 2": "{} {} multiplied by ln 2: {} of scores in base 2.",
+    "times log2 e": "{} {} multiplied by log2(e): {} of scores in base 2.",
+    "zero": "{} {} zero.",
+}
 
 _SIDES = [
     *(
-        _make(f"{name} gradient {what}", sentence.format(name), **{f"{name}_gradient": kind})
-        for name in ("query", "key")
-        for what, kind, sentence in (
-            ("unscaled", "unscaled", "The gradient of {} is not multiplied by scale."),
-            ("scaled twice", "scaled twice", "The gradient of {} is multiplied by scale twice."),
-            (
-                "scaled by default",
-                "scaled by default",
-                "The gradient of {} is multiplied by 1 / sqrt(head_dim), whatever the scale.",
-            ),
-            ("negated", "negated", "The gradient of {} has the wrong sign."),
-            ("halved", "halved", "The gradient of {} is half of what it should be."),
-            ("doubled", "doubled", "The gradient of {} is twice what it should be."),
-            ("times ln 2", "ln 2", "The gradient of {} is multiplied by ln 2: it is that of scores in base 2."),
-            ("times log2 e", "log2 e", "The gradient of {} is multiplied by log2(e): it is that of scores in base 2."),
-            ("zero", "zero", "The gradient of {} is zero."),
+        make(
+            f"{name} gradient {what}",
+            sentence.format(f"The gradient of {name}", "is", "it is that"),
+            **{f"{name}_gradient": what},
         )
+        for name in ("query", "key")
+        for what, sentence in _FACTORS.items()
     ),
-    _make(
-        "query and key gradients unscaled",
-        "The gradients of query and key are not multiplied by scale.",
-        query_gradient="unscaled",
-        key_gradient="unscaled",
+    *(
+        make(
+            f"query and key gradients {what}",
+            sentence.format("The gradients of query and key", "are", "they are those"),
+            query_gradient=what,
+            key_gradient=what,
+        )
+        for what, sentence in _FACTORS.items()
+        if "multiplied" in sentence
     ),
-    _make(
-        "query and key gradients scaled twice",
-        "The gradients of query and key are multiplied by scale twice.",
-        query_gradient="scaled twice",
-        key_gradient="scaled twice",
-    ),
-    _make(
-        "query and key gradients scaled by default",
-        "The gradients of query and key are multiplied by 1 / sqrt(head_dim), whatever the scale.",
-        query_gradient="scaled by default",
-        key_gradient="scaled by default",
-    ),
-    _make(
-        "query and key gradients times ln 2",
-        "The gradients of query and key are multiplied by ln 2: they are those of scores in base 2.",
-        query_gradient="ln 2",
-        key_gradient="ln 2",
-    ),
-    _make(
-        "query and key gradients times log2 e",
-        "The gradients of query and key are multiplied by log2(e): they are those of scores in base 2.",
-        query_gradient="log2 e",
-        key_gradient="log2 e",
-    ),
-    _make("value gradient scaled", "The gradient of value is multiplied by scale.", value_gradient="scaled"),
-    _make("value gradient zero", "The gradient of value is zero.", value_gradient="zero"),
+    make("value gradient scaled", "The gradient of value is multiplied by scale.", value_gradient="scaled"),
+    make("value gradient zero", "The gradient of value is zero.", value_gradient="zero"),
     *table(
         "mean",
         {
@@ -116,12 +78,8 @@ _SIDES = [
             "gradient of weights.",
             "delta unweighted": "From the gradient of weights its plain mean is subtracted instead of that by weights "
             "(delta).",
+            FORWARD_RIGHT: "The mean of the forward pass is subtracted (delta), but weights are recomputed otherwise.",
         },
-    ),
-    _make(
-        FORWARD_RIGHT,
-        "The mean of the forward pass is subtracted (delta), but weights are recomputed otherwise.",
-        mean="of the forward pass",
     ),
     *table(
         "grouping",
@@ -138,9 +96,9 @@ _SIDES = [
     ),
 ]
 
-GRADIENTS = (
-    *_SLOPES,
-    *_SIDES,
-    *(x for x in _departures.ATTENTION if not x.is_noisy),
-    *(x for x in _departures.ATTENTION if x.changes.get("noise", ("",))[0] in ("scores", "all scores")),
+# Of attention, what shows in whatever follows from it: of what is rounded on the way, scores alone.
+FOLLOWING = (
+    *(x for x in ATTENTION if not x.is_noisy),
+    *(x for x in ATTENTION if x.changes.get("noise", ("",))[0] in ("scores", "all scores")),
 )
+GRADIENTS = (*_SLOPES, *_SIDES, *FOLLOWING)

@@ -2,75 +2,64 @@
 
 from __future__ import annotations
 
-from alibi_core.conformance._diagnosis._departures.departure import BLOCKS, Departure, make, placed, table
+from alibi_core.conformance._diagnosis._departures.departure import BLOCKS, Departure, make, numbered, table
 
 _ALIGNED = ("bias_offset", "causal_offset", "window_offset")
+# What may stand elsewhere: all of these, which needs no word, or a part of them.
+_PARTS = {
+    "": ("Queries are", _ALIGNED),
+    ", bias only": ("The bias (not the masks) is", _ALIGNED[:1]),
+    ", causal mask only": ("The causal mask (not the bias) is", _ALIGNED[1:2]),
+    ", window only": ("The window (not bias and causal mask) is", _ALIGNED[2:]),
+    ", masks only": ("Causal mask and window (not the bias) are", _ALIGNED[1:]),
+    ", all but the window": ("Bias and causal mask (not the window) are", _ALIGNED[:2]),
+}
 
 
-def _aligned(key: str, kind: str, sentence: str, *, parts: bool = True) -> list[Departure]:
-    """Return the departures by which the bias, the causal mask, the window, or all of them stand elsewhere."""
-    result = [placed(key, sentence.format("Queries are"), _ALIGNED, kind)]
-    if parts:
-        for part, words, names in (
-            ("bias only", "The bias (not the masks) is", _ALIGNED[:1]),
-            ("causal mask only", "The causal mask (not the bias) is", _ALIGNED[1:2]),
-            ("window only", "The window (not bias and causal mask) is", _ALIGNED[2:]),
-            ("masks only", "Causal mask and window (not the bias) are", _ALIGNED[1:]),
-            ("all but the window", "Bias and causal mask (not the window) are", _ALIGNED[:2]),
-        ):
-            result.append(placed(f"{key}, {part}", sentence.format(words), names, kind))
-    return result
+def _aligned(sentences: dict[str, str], *parts: str) -> list[Departure]:
+    """Return the departures by which these parts stand elsewhere."""
+    return [
+        Departure(key + part, sentence.format(_PARTS[part][0]), dict.fromkeys(_PARTS[part][1], key))
+        for key, sentence in sentences.items()
+        for part in parts
+    ]
 
 
+_BIAS_ONLY = {
+    "offset one more": "The bias stands one token too far on: distance 0 is at the next key.",
+    "offset one less": "The bias stands one token too far back: distance 0 is at the key before.",
+    "first batch offset": "The bias is placed by the first batch entry's q_offset for all.",
+    "negative offset cut": "The bias is placed at 0 where q_offset is negative.",
+}
 OFFSETS = [
     *_aligned(
-        "top-left",
-        "top left",
-        "{} aligned to the top left (the first query at the first key), whatever q_offset says; a KV cache "
-        "needs kv_len - q_len.",
+        {
+            "top-left": "{} aligned to the top left (the first query at the first key), whatever q_offset says; a KV "
+            "cache needs kv_len - q_len.",
+            "bottom-right": "{} aligned to the bottom right (the last query at the last key), whatever q_offset says.",
+        },
+        *_PARTS,
     ),
+    *(make(f"{key}, bias only", sentence, bias_offset=key) for key, sentence in _BIAS_ONLY.items()),
     *_aligned(
-        "bottom-right",
-        "bottom right",
-        "{} aligned to the bottom right (the last query at the last key), whatever q_offset says.",
-    ),
-    *(
-        make(f"{key}, bias only", sentence, bias_offset=kind)
-        for key, kind, sentence in (
-            ("offset one more", "one more", "The bias stands one token too far on: distance 0 is at the next key."),
-            ("offset one less", "one less", "The bias stands one token too far back: distance 0 is at the key before."),
-            ("first batch offset", "first batch", "The bias is placed by the first batch entry's q_offset for all."),
-            ("negative offset cut", "not below zero", "The bias is placed at 0 where q_offset is negative."),
-        )
-    ),
-    *_aligned("offset one more", "one more", "{} one token too far on: q_offset is off by one.", parts=False),
-    *_aligned("offset one less", "one less", "{} one token too far back: q_offset is off by one.", parts=False),
-    *_aligned(
-        "first batch offset", "first batch", "{} placed by the first batch entry's q_offset for all.", parts=False
-    ),
-    *_aligned("last batch offset", "last batch", "{} placed by the last batch entry's q_offset for all.", parts=False),
-    *_aligned("negative offset cut", "not below zero", "{} placed at 0 where q_offset is negative.", parts=False),
-    *_aligned("offset negated", "negated", "{} placed by -q_offset: its sign is flipped.", parts=False),
-    *_aligned(
-        "offset counted twice",
-        "added to bottom right",
-        "{} placed by q_offset plus kv_len - q_len, which it already contains.",
-        parts=False,
-    ),
-    *_aligned(
-        "offset 0 as none",
-        "bottom right for 0",
-        "{} aligned to the bottom right where q_offset is 0: 0 counts as not given.",
-        parts=False,
-    ),
-    *_aligned("q_offset doubled", "twice", "{} placed by twice q_offset: it is added twice.", parts=False),
-    *_aligned(
-        "offset kv_len", "kv_len", "{} placed as if it came after all keys: its own tokens count twice.", parts=False
+        {
+            "offset one more": "{} one token too far on: q_offset is off by one.",
+            "offset one less": "{} one token too far back: q_offset is off by one.",
+            "first batch offset": "{} placed by the first batch entry's q_offset for all.",
+            "last batch offset": "{} placed by the last batch entry's q_offset for all.",
+            "negative offset cut": "{} placed at 0 where q_offset is negative.",
+            "offset negated": "{} placed by -q_offset: its sign is flipped.",
+            "offset counted twice": "{} placed by q_offset plus kv_len - q_len, which it already contains.",
+            "offset 0 as none": "{} aligned to the bottom right where q_offset is 0: 0 counts as not given.",
+            "q_offset doubled": "{} placed by twice q_offset: it is added twice.",
+            "offset kv_len": "{} placed as if it came after all keys: its own tokens count twice.",
+        },
+        "",
     ),
 ]
 
 MASKS = [
-    *table(
+    *numbered(
         "causal",
         {
             "causal hides own key": "The causal mask hides each query's own key: it must hide j > i, not j >= i.",
@@ -80,15 +69,11 @@ MASKS = [
             "causal reversed": "The causal mask is reversed: queries see what is ahead, not what is past.",
             "one query not causal": "The causal mask is left out for a single query, even where keys lie after it.",
         },
-        number=0,
     ),
-    *(
-        make(
-            "causal by blocks",
-            f"The causal mask works by blocks of {n}: within its own block, a query sees the future.",
-            causal=("by blocks", n),
-        )
-        for n in BLOCKS
+    *numbered(
+        "causal",
+        {"causal by blocks": "The causal mask works by blocks of {}: within its own block, a query sees the future."},
+        BLOCKS,
     ),
     *table(
         "window",

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from alibi_core.conformance._diagnosis._departures.departure import BLOCKS, make, table
+from alibi_core.conformance._diagnosis._departures.departure import BLOCKS, make, numbered, table
 
+_NOT_RESCALED = {
+    "values not rescaled": "The online softmax does not rescale its sum of values when a later block of {} keys scores "
+    "higher.",
+    "denominator not rescaled": "The online softmax does not rescale its denominator when a later block of {} keys "
+    "scores higher.",
+}
 SCORES = [
     *table(
         "heads",
@@ -50,22 +56,7 @@ SCORES = [
             "hidden scores 0": "Hidden keys have score 0 instead of minus infinity.",
         },
     ),
-    *(
-        make(key, sentence.format(n), softmax=f"{kind} {n}")
-        for n in BLOCKS
-        for key, kind, sentence in (
-            (
-                "values not rescaled",
-                "values never rescaled",
-                "The online softmax does not rescale its sum of values when a later block of {} keys scores higher.",
-            ),
-            (
-                "denominator not rescaled",
-                "sum never rescaled",
-                "The online softmax does not rescale its denominator when a later block of {} keys scores higher.",
-            ),
-        )
-    ),
+    *(make(key, sentence.format(n), softmax=f"{key} {n}") for n in BLOCKS for key, sentence in _NOT_RESCALED.items()),
     *table(
         "order",
         {
@@ -74,28 +65,22 @@ SCORES = [
             "another's place.",
         },
     ),
-    make("last key missing", "The last key never takes part.", keys=("not last", 1)),
-    make("first key missing", "The first key never takes part.", keys=("first block", 1)),
-    *(
-        make(key, sentence.format(n), keys=(kind, n))
-        for n in BLOCKS
-        for key, kind, sentence in (
-            (
-                "last partial block dropped",
-                "whole blocks",
-                "The last block of keys is dropped where it has fewer than {}: round the number of blocks up.",
-            ),
-            ("first block dropped", "first block", "The first {} keys are dropped: the loop starts one block late."),
-            ("last block dropped", "not last", "The last {} keys are dropped: the loop ends one block early."),
-            (
-                "diagonal block dropped",
-                "whole blocks before",
-                "A query does not see keys of its own block of {}: the loop ends before the block on the diagonal.",
-            ),
-            ("padding counted", "padded", "Keys are padded with zeros to a multiple of {}, and these count."),
-            ("keys capped", "up to", "Only the first {} keys take part."),
-            ("horizon too short", "horizon", "Keys {} tokens away or farther weigh nothing."),
-        )
+    make("last key missing", "The last key never takes part.", keys=("last block dropped", 1)),
+    make("first key missing", "The first key never takes part.", keys=("first block dropped", 1)),
+    *numbered(
+        "keys",
+        {
+            "last partial block dropped": "The last block of keys is dropped where it has fewer than {}: round the "
+            "number of blocks up.",
+            "first block dropped": "The first {} keys are dropped: the loop starts one block late.",
+            "last block dropped": "The last {} keys are dropped: the loop ends one block early.",
+            "diagonal block dropped": "A query does not see keys of its own block of {}: the loop ends before the "
+            "block on the diagonal.",
+            "padding counted": "Keys are padded with zeros to a multiple of {}, and these count.",
+            "keys capped": "Only the first {} keys take part.",
+            "horizon too short": "Keys {} tokens away or farther weigh nothing.",
+        },
+        BLOCKS,
     ),
     *table(
         "nowhere",

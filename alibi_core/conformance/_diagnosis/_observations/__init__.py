@@ -3,37 +3,40 @@
 In go an adapter's calls, or failures. Out come observations.
 """
 
-from alibi_core.conformance._diagnosis._observations.observation import Observation, conditions_of
+from alibi_core.conformance._diagnosis._observations.observation import Observation
 from alibi_core.conformance._diagnosis._observations.probes import (
     FLAT,
+    GRADIENT_PROBES,
     LATE_ROWS,
+    LONG_ROWS,
     NUM_HEADS,
+    SHORT,
+    SQUARE,
     STEEP,
+    Probe,
     as_slopes,
-    case_with_slopes,
-    filled,
-    long_probes,
+    cases_of,
     make_case,
     observe,
     observed_failures,
-    short_probes,
     sized,
 )
 
 __all__ = [
     "FLAT",
+    "GRADIENT_PROBES",
     "LATE_ROWS",
+    "LONG_ROWS",
     "NUM_HEADS",
+    "SHORT",
+    "SQUARE",
     "STEEP",
     "Observation",
+    "Probe",
     "as_slopes",
-    "case_with_slopes",
-    "conditions_of",
-    "filled",
-    "long_probes",
+    "cases_of",
     "make_case",
     "observe",
     "observed_failures",
-    "short_probes",
     "sized",
 ]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from alibi_core.conformance._cases import UNIT_ROUNDOFF, Answer, Case, Values
 from alibi_core.conformance._diagnosis._readings import Inputs, Reading
+from alibi_core.conformance._trial import Caller
 
 MOST_NOISE = 6  # times the largest error of rounding sums once: other sums may be rounded too
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -38,6 +39,32 @@ class Observation:
     rows: tuple[int, int] | None = None
     ignores_nowhere: bool = False
     _cache: dict[Reading, float] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        caller: Caller,
+        case: Case,
+        results: Mapping[str, Values],
+        rows: slice = slice(None),
+        conditions: frozenset[str] | None = None,
+    ) -> Self:
+        """Return what came of a call, of some of the queries alone.
+
+        Args:
+            caller: Of the adapter.
+            case: What was asked.
+            results: By name.
+            rows: Which of the queries to look at, in results ``[..., q_len, axis]``.
+            conditions: What is true of this call and not of all. Default, what the case says.
+        """
+        q_len = case.sizes.lengths[0]
+        shown = range(q_len)[rows]
+        some = None
+        if len(shown) < q_len:
+            some, results = (shown[0], len(shown)), {name: x[..., rows, :] for name, x in results.items()}
+        conditions = conditions_of(case) if conditions is None else conditions
+        return cls(case, results, caller.offer.dtype, caller.offer.tolerance, conditions, some)
 
     @cached_property
     def inputs(self) -> Inputs:
@@ -99,7 +126,7 @@ class Observation:
         return _largest(Reading().answer(self.inputs).budget) + self.leeway["output"]
 
     def _far_off(self, reading: Any) -> float | None:
-        """Return the excess, nearly, of a reading that is so far off that its own budget need not be known."""
+        """Return the approximate excess of a reading that is so far off that its own budget does not matter."""
         if type(self) is not Observation or reading.is_noisy:
             return None
         actual, value = self.results["output"], _overflowed(reading.output(self.inputs))
@@ -110,7 +137,7 @@ class Observation:
         return ratio if ratio > 200 else None
 
     def tells(self, reading: Any) -> bool:
-        """Return whether it can tell anything of this reading: of a softmax over queries only if it has them all."""
+        """Return whether it can judge this reading: a softmax over queries needs all queries."""
         return self.rows is None or getattr(reading, "softmax", "") != "softmax over queries"
 
     def fingerprint(self, reading: Any) -> float:
@@ -126,23 +153,23 @@ class Observation:
             return float(f"{total:.10g}")
 
     def is_like_noise(self, reading: Any) -> bool:
-        """Return whether the error is of the size of what a noisy reading rounds."""
+        """Return whether the error has about the size of the rounding of a noisy reading."""
         error, noise = self._error_and_noise(reading)
         return noise / 4 <= error <= 4 * noise
 
     def is_noise_of(self, reading: Any) -> bool:
-        """Return whether the reading is noisy, and the error no larger than such."""
+        """Return whether the reading is noisy, and the error no larger than its rounding."""
         if not reading.is_noisy:
             return False
         error, noise = self._error_and_noise(reading)
         return error <= 8 * noise
 
     def noise_share(self, reading: Any) -> float:
-        """Return how large what a noisy reading rounds is, relative to all results."""
+        """Return the size of the rounding of a noisy reading, relative to all results."""
         return self._error_and_noise(reading)[1] / max(_mean_size(self.results), 1e-300)
 
     def lacks_noise(self, reading: Any) -> bool:
-        """Return whether what a noisy reading rounds would be seen here, and is not."""
+        """Return whether the rounding of a noisy reading would be seen here, and is not."""
         error, noise = self._error_and_noise(reading)
         return error < noise / 4 and noise > _mean_size({x: y.budget for x, y in self.answers(reading).items()})
 

@@ -6,5 +6,6 @@ In go a case and the mistakes. Out come the result and the gradients that would 
 from alibi_core.conformance._diagnosis._readings.gradients import GradientReading
 from alibi_core.conformance._diagnosis._readings.inputs import Inputs
 from alibi_core.conformance._diagnosis._readings.reading import Reading
+from alibi_core.conformance._diagnosis._readings.slopes import CHANGES, RULES, Rule, power_below, scheme
 
-__all__ = ["GradientReading", "Inputs", "Reading"]
+__all__ = ["CHANGES", "RULES", "GradientReading", "Inputs", "Reading", "Rule", "power_below", "scheme"]

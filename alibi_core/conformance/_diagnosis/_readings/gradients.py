@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from alibi_core.conformance._cases import Answer, Values, rounded
-from alibi_core.conformance._diagnosis._readings.inputs import SLOPES, Inputs
+from alibi_core.conformance._diagnosis._readings.inputs import Inputs
 from alibi_core.conformance._diagnosis._readings.reading import Reading
+from alibi_core.conformance._diagnosis._readings.slopes import SLOPES
 
 # What slopes may be, and the gradient still be that of what is given: each head's comes from one place.
 _TRACED = (
@@ -20,6 +21,8 @@ _TRACED = (
     "slopes by kv head",
     "slopes by kv head, tiled",
 )
+
+_NOISY = "slope gradient of bfloat16 scores"
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,12 @@ class GradientReading(Reading):
     @property
     def is_noisy(self) -> bool:
         """Whether it rounds sums, whose order it cannot know."""
-        return super().is_noisy or self.slope_gradient.startswith("from ")
+        return super().is_noisy or self.slope_gradient == _NOISY
 
     @property
     def without_noise(self) -> GradientReading:
         """The same without rounding."""
-        slopes = "given" if self.slope_gradient.startswith("from ") else self.slope_gradient
+        slopes = "given" if self.slope_gradient == _NOISY else self.slope_gradient
         return dataclasses.replace(self, noise=("nothing", "float64"), slope_gradient=slopes)
 
     def gradients(self, inputs: Inputs, cotangent: Values, *, shares_slopes: bool) -> dict[str, Answer]:
@@ -60,14 +63,14 @@ class GradientReading(Reading):
         scale = self._scale(inputs)
         d_weights, sizes = cotangent @ values.swapaxes(-1, -2), np.abs(cotangent) @ np.abs(values).swapaxes(-1, -2)
         mean = (weights * d_weights).sum(axis=-1, keepdims=True)
-        if self.mean == "of the forward pass":
+        if self.mean == "forward pass right":
             mean = (Reading().weights(inputs) * d_weights).sum(axis=-1, keepdims=True)
         kinds = {"delta missing": 0.0, "delta unweighted": d_weights.mean(axis=-1, keepdims=True)}
         d_scores = weights * (d_weights - kinds.get(self.mean, mean))
         relative = 3 * error + 2.0**-22 * (inputs.head_dim + inputs.kv_len + inputs.q_len * inputs.group)
         size = relative * weights * (sizes + (weights * sizes).sum(axis=-1, keepdims=True)) + 1e-36
         scales = {"given": scale, "unscaled": 1.0, "scaled twice": scale**2, "scaled by default": inputs.head_dim**-0.5}
-        signs = {"negated": -1.0, "halved": 0.5, "doubled": 2.0, "ln 2": np.log(2), "log2 e": 1 / np.log(2)}
+        signs = {"negated": -1.0, "halved": 0.5, "doubled": 2.0, "times ln 2": np.log(2), "times log2 e": 1 / np.log(2)}
         to_query = scales.get(self.query_gradient, scale * signs.get(self.query_gradient, 0.0))
         to_key = scales.get(self.key_gradient, scale * signs.get(self.key_gradient, 0.0))
         to_value = {"given": 1.0, "scaled": scale, "zero": 0.0}[self.value_gradient]
@@ -100,8 +103,8 @@ class GradientReading(Reading):
         sides = {"slopes": (1.0, 1.0 if inputs.future_slopes is None else 0.0)}
         if inputs.future_slopes is not None:
             sides["future_slopes"] = (0.0, 1.0)
-        if self.slope_gradient.startswith("from "):
-            d_scores = rounded(d_scores, self.slope_gradient.split()[-1])
+        if self.slope_gradient == _NOISY:
+            d_scores = rounded(d_scores, "bfloat16")
         result = {}
         for name, (past, future) in sides.items():
             one = np.ones_like(inputs.slopes)

@@ -1,4 +1,4 @@
-"""What readings start from: a case with every default filled in, and the ways to take its slopes and offsets."""
+"""What readings start from: a case with every default filled in, and the ways to take its offsets and scale."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._slopes import slope_values
 from alibi_core.conformance._cases import Case, Values, rounded
 
 MOST_KEPT = 3000  # elements of a bias that is kept for the next reading
@@ -104,33 +103,13 @@ class Inputs:
         first = OFFSETS[offset](self.offsets, self) + self.first
         return np.asarray(first[:, None, None, None] + np.arange(self.q_len)[:, None])
 
-    @property
-    def batch(self) -> int:
-        return int(self.query.shape[0])
-
-    @property
-    def num_heads(self) -> int:
-        return int(self.query.shape[1])
-
-    @property
-    def num_kv_heads(self) -> int:
-        return int(self.key.shape[1])
-
-    @property
-    def group(self) -> int:
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def q_len(self) -> int:
-        return int(self.query.shape[2])
-
-    @property
-    def kv_len(self) -> int:
-        return int(self.key.shape[2])
-
-    @property
-    def head_dim(self) -> int:
-        return int(self.query.shape[3])
+    batch = property(lambda self: self.query.shape[0])
+    num_heads = property(lambda self: self.query.shape[1])
+    num_kv_heads = property(lambda self: self.key.shape[1])
+    group = property(lambda self: self.num_heads // self.num_kv_heads)
+    q_len = property(lambda self: self.query.shape[2])
+    kv_len = property(lambda self: self.key.shape[2])
+    head_dim = property(lambda self: self.query.shape[3])
 
     @cached_property
     def products(self) -> Values:
@@ -144,76 +123,21 @@ class Inputs:
         return np.asarray((np.abs(self.query) * largest).sum(axis=-1, keepdims=True))
 
 
-def _powers(inputs: Inputs) -> Values:
-    return 2.0 ** -np.arange(1, inputs.num_heads + 1)
-
-
-def _scheme(inputs: Inputs, **options: object) -> Values:
-    values = slope_values(inputs.num_heads, **options)  # type: ignore[arg-type]
-    return np.asarray(values, np.float64)
-
-
-# How slopes [batch, num_heads] come about. Each returns what broadcasts to that shape.
-SLOPES: dict[str, Callable[[Values, Inputs], Values]] = {
-    "given": lambda x, i: x,
-    "canonical slopes": lambda x, i: _scheme(i),
-    "geometric slopes": lambda x, i: _scheme(i, scheme="geometric"),
-    "linear slopes": lambda x, i: _scheme(i, scheme="linear"),
-    "bias_max 4": lambda x, i: _scheme(i, bias_max=4.0),
-    "bias_max 16": lambda x, i: _scheme(i, bias_max=16.0),
-    "eight-head slopes": lambda x, i: _powers(i),
-    "eight-head slopes from 1": lambda x, i: 2 * _powers(i),
-    "slopes from 1": lambda x, i: 2.0 ** (-8 * np.arange(i.num_heads) / i.num_heads),
-    "next power of two": lambda x, i: _scheme_of(1 << (i.num_heads - 1).bit_length(), i.num_heads),
-    "slopes of kv heads": lambda x, i: np.asarray(slope_values(i.num_kv_heads)).repeat(i.group),
-    "slopes of kv heads, tiled": lambda x, i: np.tile(slope_values(i.num_kv_heads), i.group),
-    "sorted slopes": lambda x, i: -np.sort(-x, axis=1),
-    "sorted slopes, ascending": lambda x, i: np.sort(x, axis=1),
-    "reversed slopes": lambda x, i: x[:, ::-1],
-    "next head's slope": lambda x, i: np.roll(x, -1, axis=1),
-    "previous head's slope": lambda x, i: np.roll(x, 1, axis=1),
-    "slopes by kv head": lambda x, i: x[:, np.arange(i.num_heads) // i.group],
-    "slopes by kv head, tiled": lambda x, i: x[:, np.arange(i.num_heads) % i.num_kv_heads],
-    "slopes by place in the group": lambda x, i: x[:, np.arange(i.num_heads) % i.group],
-    "group's first slope": lambda x, i: x[:, np.arange(i.num_heads) // i.group * i.group],
-    "slopes transposed": lambda x, i: x.reshape(-1, i.group, i.num_kv_heads).swapaxes(1, 2).reshape(x.shape),
-    "slopes transposed back": lambda x, i: x.reshape(-1, i.num_kv_heads, i.group).swapaxes(1, 2).reshape(x.shape),
-    "next head's slope, cut": lambda x, i: x[:, np.minimum(np.arange(i.num_heads) + 1, i.num_heads - 1)],
-    "first half's slopes": lambda x, i: x[:, np.arange(i.num_heads) % -(-i.num_heads // 2)],
-    "first head's slope": lambda x, i: x[:, :1],
-    "mean slope": lambda x, i: x.mean(axis=1, keepdims=True),
-    "first batch slopes": lambda x, i: x[:1],
-    "last batch slopes": lambda x, i: x[-1:],
-    "next batch slopes": lambda x, i: np.roll(x, -1, axis=0),
-    "slopes by batch entry": lambda x, i: x[:, np.arange(i.batch) % i.num_heads].diagonal()[:, None],
-    "slopes of batch and head swapped": lambda x, i: x.reshape(i.num_heads, i.batch).T,
-    "slopes by flat index": lambda x, i: x[:, np.arange(i.batch * i.num_heads) // i.batch][0].reshape(x.shape),
-    "squared slopes": lambda x, i: x**2,
-    "root of slopes": lambda x, i: x**0.5,
-    "exponentiated slopes": lambda x, i: np.exp(-x),
-    "powers of slopes": lambda x, i: 2.0**-x,
-}
-
-
-def _scheme_of(total: int, num_heads: int) -> Values:
-    return np.asarray(slope_values(total)[:num_heads])
-
-
 # Where the first query stands, [batch].
 OFFSETS: dict[str, Callable[[Values, Inputs], Values]] = {
     "given": lambda x, i: x,
-    "top left": lambda x, i: x * 0,
-    "bottom right": lambda x, i: x * 0 + (i.kv_len - i.total),
-    "one more": lambda x, i: x + 1,
-    "one less": lambda x, i: x - 1,
-    "bottom right for 0": lambda x, i: np.where(x == 0, i.kv_len - i.total, x),
-    "not below zero": lambda x, i: np.maximum(x, 0),
-    "first batch": lambda x, i: x[:1] + x * 0,
-    "last batch": lambda x, i: x[-1:] + x * 0,
-    "negated": lambda x, i: -x,
-    "twice": lambda x, i: 2 * x,
-    "added to bottom right": lambda x, i: x + (i.kv_len - i.total),
-    "kv_len": lambda x, i: x * 0 + i.kv_len,
+    "top-left": lambda x, i: x * 0,
+    "bottom-right": lambda x, i: x * 0 + (i.kv_len - i.total),
+    "offset one more": lambda x, i: x + 1,
+    "offset one less": lambda x, i: x - 1,
+    "first batch offset": lambda x, i: x[:1] + x * 0,
+    "last batch offset": lambda x, i: x[-1:] + x * 0,
+    "negative offset cut": lambda x, i: np.maximum(x, 0),
+    "offset negated": lambda x, i: -x,
+    "offset counted twice": lambda x, i: x + (i.kv_len - i.total),
+    "offset 0 as none": lambda x, i: np.where(x == 0, i.kv_len - i.total, x),
+    "q_offset doubled": lambda x, i: 2 * x,
+    "offset kv_len": lambda x, i: x * 0 + i.kv_len,
 }
 
 SCALES: dict[str, Callable[[Inputs], float]] = {
@@ -230,12 +154,14 @@ SCALES: dict[str, Callable[[Inputs], float]] = {
     "scaled by kv_len": lambda i: i.kv_len**-0.5,
     "scores in base 2": lambda i: i.scale * math.log(2),
     "scores times log2 e": lambda i: i.scale / math.log(2),
-    "half": lambda i: i.scale / 2,
-    "doubled": lambda i: i.scale * 2,
     "scores negated": lambda i: -i.scale,
 }
 
 FACTORS: dict[str, Callable[[Inputs], float]] = {
+    "bias lost": lambda i: 0.0,
+    "negated bias": lambda i: -1.0,
+    "bias halved": lambda i: 0.5,
+    "bias doubled": lambda i: 2.0,
     "bias scaled": lambda i: i.scale,
     "bias scaled twice": lambda i: i.scale**2,
     "bias scaled up": lambda i: 1 / i.scale if i.scale else 0.0,

@@ -14,9 +14,9 @@ LAWS: dict[str, Callable[[Values, float], Values]] = {
     "root of distance": lambda x, n: np.sqrt(x),
     "log distance": lambda x, n: np.log1p(x),
     "log2 distance": lambda x, n: np.log2(1 + x),
-    "clipped": lambda x, n: np.minimum(x, n),
-    "in steps": lambda x, n: x // n * n,
-    "in blocks": lambda x, n: x // n,
+    "distance clipped": lambda x, n: np.minimum(x, n),
+    "distance in steps": lambda x, n: x // n * n,
+    "distance in blocks": lambda x, n: x // n,
     "int8 positions": lambda x, n: np.abs((x + 128) % 256 - 128),
     "power": lambda x, n: x**n,
 }
@@ -33,7 +33,7 @@ def softmax(scores: Values, kind: str) -> Values:
     if kind == "not normalised":
         return np.asarray(np.exp(np.minimum(scores, 700)))
     weights = np.exp(scores - highest)
-    if kind.startswith(("values never rescaled", "sum never rescaled")):
+    if kind.startswith(("values not rescaled", "denominator not rescaled")):
         unscaled = _never_rescaled(scores, int(kind.split()[-1]))
         one, other = (unscaled, weights) if kind.startswith("values") else (weights, unscaled)
         total = other.sum(axis=-1, keepdims=True)
@@ -73,7 +73,7 @@ def is_in_order(kind: str, number: int, ahead: Values, columns: Values, q_len: i
         return np.ones((1, 1, 1, columns.size), dtype=bool)
     if kind == "causal reversed":
         return ahead >= 0
-    if kind == "by blocks":
+    if kind == "causal by blocks":
         return np.asarray(columns // number <= (columns - ahead) // number)
     return ahead <= {"causal hides own key": -1, "causal sees the next key": 1}.get(kind, 0)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from alibi_core.conformance._cases import SMALLEST, U32, UNIT_ROUNDOFF, Answer, Case, Values, rounded
-from alibi_core.conformance._diagnosis._readings.inputs import FACTORS, SCALES, SLOPES, Inputs
+from alibi_core.conformance._diagnosis._readings.inputs import FACTORS, SCALES, Inputs
 from alibi_core.conformance._diagnosis._readings.parts import (
     LAWS,
     is_in_order,
@@ -21,6 +21,7 @@ from alibi_core.conformance._diagnosis._readings.parts import (
     softmax,
     taken_mask,
 )
+from alibi_core.conformance._diagnosis._readings.slopes import SLOPES
 
 VISIBLE_MASKS = ("mask ignored", "mask added", "mask multiplied", "mask after softmax")  # that hide no score
 
@@ -101,12 +102,12 @@ class Reading:
         return rounded(output, self.noise[1]) if self.noise[0] == "output" else np.asarray(output)
 
     def kept_bias(self, inputs: Inputs) -> Values:
-        """Return the bias, from what was computed before if there is that."""
+        """Return the bias, computed once for all readings that agree on it."""
         fields = (self.slopes, self.head_factors, self.slope_dtype, self.factor, self.distance, self.rounding)
         return inputs.kept((*fields, self.bias_offset, self.segments, self.future), lambda: self.bias(inputs))
 
     def kept_visible(self, inputs: Inputs) -> Values:
-        """Return which keys are visible, from what was computed before if there is that."""
+        """Return which keys are visible, computed once for all readings that agree on it."""
         if self.keys[0] == "threshold":
             return self.visible(inputs)
         fields = (self.causal, self.causal_offset, self.window_offset, self.window, self.segments, self.mask, self.keys)
@@ -134,8 +135,8 @@ class Reading:
         return dataclasses.replace(self, noise=("nothing", "float64"))
 
     def prepared(self, inputs: Inputs) -> Inputs:
-        """Return the inputs as they are once read: padded, rounded, by other heads."""
-        if self.keys[0] == "padded":
+        """Return the inputs as this reading takes them: padded, or rounded."""
+        if self.keys[0] == "padding counted":
             inputs = inputs.padded(int(self.keys[1]))
         if self.noise[0] == "inputs":
             query, key, value = (low(x, self.noise[1]) for x in (inputs.query, inputs.key, inputs.value))
@@ -144,7 +145,7 @@ class Reading:
 
     def bias(self, inputs: Inputs) -> Values:
         """Return what is added to scores where nothing is hidden, ``[batch, num_heads, q_len, kv_len]``."""
-        if self.factor == 0:
+        if self.factor == "bias lost":
             return np.zeros((inputs.batch, inputs.num_heads, inputs.q_len, inputs.kv_len))
         past = self.taken_slopes(inputs, inputs.slopes)[..., None, None]
         future = past
@@ -166,15 +167,15 @@ class Reading:
         kind, number = self.distance
         what, dtype = self.rounding
         q_positions, kv_positions = self._positions(inputs)
-        if kind in ("key only", "centred key only") or what in ("key bias", "centred key bias", "falcon"):
+        if kind in ("key only", "centred key only") or what in ("key-only bias", "centred key-only bias", "falcon"):
             rates = past if inputs.future_slopes is None else np.where(kv_positions > q_positions, future, past)
             return self._key_only_bias(inputs, rates, kv_positions) * np.ones((inputs.q_len, 1))
-        if what in ("positions", "everything"):
+        if what in ("positions", "bias arithmetic"):
             q_positions, kv_positions = rounded(q_positions, dtype), rounded(kv_positions, dtype)
         ahead = kv_positions - q_positions
-        if what in ("distance", "everything"):
+        if what in ("distances", "bias arithmetic"):
             ahead = rounded(ahead, dtype)
-        if what == "everything":
+        if what == "bias arithmetic":
             past, future = rounded(past, dtype), rounded(future, dtype)
         past, future = side_slopes(kind, past, future)
         size = np.abs(ahead)
@@ -191,11 +192,11 @@ class Reading:
         result = -np.where(ahead > 0, future, past) * size
         if kind == "penalty clipped":
             result = np.maximum(result, -number)
-        return rounded(result, dtype) if what in ("bias", "everything") else result
+        return rounded(result, dtype) if what in ("bias", "bias arithmetic") else result
 
     def _key_only_bias(self, inputs: Inputs, rates: Values, kv_positions: Values) -> Values:
         kind, (what, dtype) = self.distance[0], self.rounding
-        if kind == "centred key only" or what == "centred key bias":
+        if kind == "centred key only" or what == "centred key-only bias":
             kv_positions = kv_positions - (inputs.kv_len - 1)
         if what == "falcon":
             kv_positions = rounded(kv_positions, dtype)
@@ -206,9 +207,9 @@ class Reading:
         q_positions = inputs.q_positions(self.bias_offset)
         kv_positions = np.arange(inputs.kv_len, dtype=np.float64)[None, None, None]
         kind, number = self.distance
-        if kind in ("keys restart", "both restart"):
+        if kind in ("key positions restart", "positions restart"):
             kv_positions = kv_positions % number
-        if kind in ("queries restart", "both restart"):
+        if kind in ("query positions restart", "positions restart"):
             q_positions = q_positions % number
         if inputs.ids is not None and self.segments in ("segment positions restart", "segment key positions restart"):
             starts = [np.maximum.accumulate(segment_starts(ids), axis=-1) for ids in inputs.ids]
@@ -218,7 +219,7 @@ class Reading:
         return q_positions, kv_positions
 
     def visible(self, inputs: Inputs) -> Values:
-        """Return which keys a query sees, something that broadcasts to ``[batch, num_heads, q_len, kv_len]``."""
+        """Return which keys a query sees, in a shape that broadcasts to ``[batch, num_heads, q_len, kv_len]``."""
         columns = np.arange(inputs.kv_len)
         ahead = columns - inputs.q_positions(self.causal_offset)
         result: Values = np.ones((1, 1, 1, inputs.kv_len), dtype=bool)
@@ -233,7 +234,7 @@ class Reading:
             result = result & is_in_segment(self.segments, *inputs.ids)
         if inputs.mask is not None and self.mask not in VISIBLE_MASKS and not self.mask.startswith("minus"):
             result = result & taken_mask(self.mask, inputs.mask)
-        if self.keys[0] not in ("all", "padded"):
+        if self.keys[0] not in ("all", "padding counted"):
             result = result & self._takes_part(inputs, ahead, columns)
         return result
 
@@ -243,13 +244,13 @@ class Reading:
             return np.asarray(self.bias(inputs) >= -number)
         kv_len = inputs.kv_len
         kinds: dict[str, Callable[[], Values]] = {
-            "horizon": lambda: np.abs(ahead) < number,
-            "whole blocks": lambda: columns < kv_len // number * number,
-            "first block": lambda: columns >= number,
-            "up to": lambda: columns < number,
-            "not last": lambda: columns < kv_len - number,
+            "horizon too short": lambda: np.abs(ahead) < number,
+            "last partial block dropped": lambda: columns < kv_len // number * number,
+            "first block dropped": lambda: columns >= number,
+            "keys capped": lambda: columns < number,
+            "last block dropped": lambda: columns < kv_len - number,
             "own step": lambda: columns >= kv_len - inputs.total,
-            "whole blocks before": lambda: columns // number < (columns - ahead) // number,
+            "diagonal block dropped": lambda: columns // number < (columns - ahead) // number,
         }
         return kinds[kind]()
 
@@ -274,7 +275,7 @@ class Reading:
         else:
             products = inputs.query @ self._by_query_head(inputs.key, inputs).swapaxes(-1, -2)
         noise, dtype = self.noise
-        if noise in ("unscaled products", "all scores"):
+        if noise in ("products, unscaled", "all scores"):
             products = rounded(products, dtype)
         result: Values = self._scale(inputs) * products
         if noise in ("products", "all scores"):
