@@ -1,0 +1,168 @@
+"""Encoders whose code came with their checkpoint: Jina-embeddings-v2, MosaicBERT and DNABERT-2."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from alibi_torch._attention import attention
+from alibi_torch.transformers._remote import HOLES, PLAIN, Family, RemoteAttention, marked, tokens_of
+
+
+class JinaAttention(RemoteAttention):
+    """Jina's attention module; that of its model for code norms queries and keys."""
+
+    bias_name = "bias"
+    parts = frozenset({"query", "key", "value", "dropout"})
+    optional = frozenset({"layer_norm_q", "layer_norm_k"})
+    projections = ("query", "key", "value")
+
+    @staticmethod
+    def shape_of(module: Any) -> tuple[int, int]:
+        return module.num_attention_heads, module.attention_head_size
+
+    @staticmethod
+    def weight_dropout(module: Any) -> float:
+        return float(module.dropout.p)
+
+    @classmethod
+    def check(cls, module: Any) -> None:
+        super().check(module)
+        if hasattr(module, "layer_norm_q") != hasattr(module, "layer_norm_k"):
+            raise ValueError("attention of the model must norm queries and keys or neither, got one norm")
+        kind = getattr(module, "position_embedding_type", "alibi")
+        if kind != "alibi":
+            raise ValueError(f"position_embedding_type must be 'alibi', got {kind!r}")
+
+    def attended(self, given: dict[str, Any]) -> tuple[Tensor]:
+        hidden, bias = given["hidden_states"], given["bias"]
+        module: Any = self
+        query, key, value = module.query(hidden), module.key(hidden), module.value(hidden)
+        if hasattr(module, "layer_norm_q"):
+            query, key = module.layer_norm_q(query), module.layer_norm_k(key)
+        query, key, value = (
+            x.unflatten(-1, self.shape_of(module)).transpose(1, 2) for x in (query, key, value)
+        )  # [batch, heads, length, head_dim]
+        text = None if bias.shape[1] == PLAIN else given["attention_mask"] == 0
+        result = attention(query, key, value, self.slopes(query), is_causal=False, mask=text)
+        return (result.transpose(1, 2).flatten(2),)
+
+
+class UnpadAttention(RemoteAttention):
+    """MosaicBERT's attention module, and DNABERT-2's: texts lie one behind the other, without padding."""
+
+    bias_name = "bias"
+    parts = frozenset({"Wqkv", "dropout"})
+    projections = ("Wqkv",)
+
+    @staticmethod
+    def shape_of(module: Any) -> tuple[int, int]:
+        return module.num_attention_heads, module.attention_head_size
+
+    @staticmethod
+    def weight_dropout(module: Any) -> float:
+        return max(float(module.p_dropout), float(module.dropout.p))
+
+    def attended(self, given: dict[str, Any]) -> Tensor:
+        module: Any = self
+        mixed = module.Wqkv(given["hidden_states"])  # [tokens, features]
+        mixed = mixed.unflatten(-1, (3, *self.shape_of(module)))  # [tokens, 3, heads, head_dim]
+        options: dict[str, Any] = {"is_causal": False}
+        starts = given["cu_seqlens"]  # [batch + 1]
+        has_holes, batch = given["bias"].shape[1] == HOLES, len(starts) - 1
+        if has_holes:  # distances count what lies between
+            text = given["attn_mask"] != 0
+            rows = mixed.new_zeros(text.numel(), *mixed.shape[1:]).index_copy(0, given["indices"], mixed)
+            rows = rows.unflatten(0, text.shape)
+            options["mask"] = text[:, None, None, :]
+        else:
+            rows = mixed[None]
+            if batch > 1:
+                numbers = torch.arange(batch, device=starts.device)
+                options["segment_ids"] = numbers.repeat_interleave(starts.diff(), output_size=len(mixed))[None]
+        query, key, value = rows.permute(2, 0, 3, 1, 4).unbind()  # [batch, heads, length, head_dim]
+        result = attention(query, key, value, self.slopes(query), **options).permute(0, 2, 1, 3).flatten(0, 1)
+        return (result[given["indices"]] if has_holes else result).flatten(1)
+
+
+class EncoderFamily(Family):
+    """BERT with ALiBi: an encoder that builds ``[1, heads, length, length]`` before its layers, or keeps them."""
+
+    attention: ClassVar = {"JinaBertSelfAttention": JinaAttention, "BertUnpadSelfAttention": UnpadAttention}
+    settings = ("head_mask", "encoder_hidden_states", "past_key_values")
+
+    def attention_of(self, base: Any) -> list[Any]:
+        return [layer.attention.self for layer in base.encoder.layer]
+
+    def check(self, base: Any) -> None:
+        if not hasattr(base.encoder, "rebuild_alibi_tensor"):
+            raise ValueError(
+                f"encoder of the model must have a rebuild_alibi_tensor, got {type(base.encoder).__name__}; leave the "
+                "model as it is"
+            )
+        if getattr(base.config, "is_decoder", False):
+            raise ValueError("is_decoder must be False in the config of an encoder, got True")
+
+    def reason(self, base: Any, given: dict[str, Any]) -> str | None:
+        for name in self.settings:
+            if given.get(name) is not None:
+                return f"{name} must be None, as it is not computed here, got {type(given[name]).__name__}"
+        return None
+
+    def begin(self, base: Any, given: dict[str, Any], mask: Tensor | None) -> dict[str, Any]:
+        encoder, tokens = base.encoder, tokens_of(given)
+        mark = marked(mask, tokens.shape[1], tokens.device)
+        encoder.rebuild_alibi_tensor = functools.partial(_the_mark, mark)
+        if hasattr(encoder, "alibi"):
+            base.alibi_kept = encoder.alibi, encoder._current_alibi_size
+            encoder.alibi, encoder._current_alibi_size = mark, tokens.shape[1]
+        return {}
+
+    def begin_own(self, base: Any, given: dict[str, Any]) -> None:
+        encoder, tokens = base.encoder, tokens_of(given)
+        if hasattr(encoder, "alibi") and encoder._current_alibi_size < tokens.shape[1]:
+            _rebuild(base, tokens.shape[1])  # and keep it: where one call needs it, others may
+
+    def end(self, base: Any) -> None:
+        encoder = base.encoder
+        vars(encoder).pop("rebuild_alibi_tensor", None)
+        kept = vars(base).pop("alibi_kept", None)
+        if kept is not None:
+            encoder.alibi, encoder._current_alibi_size = kept
+
+    def prepare_probe(self, base: Any, length: int) -> None:
+        if hasattr(base.encoder, "alibi"):
+            _rebuild(base, length)
+        for module in self.attention_of(base):
+            if hasattr(module, "p_dropout"):
+                module.p_dropout = 1.0  # else its own kernel rounds to float16; weights are dropped by a layer
+
+    def release(self, base: Any) -> None:
+        encoder = base.encoder
+        is_saved = "alibi" in encoder._buffers and "alibi" not in encoder._non_persistent_buffers_set
+        if hasattr(encoder, "alibi") and not is_saved:
+            base.alibi_size = encoder._current_alibi_size, encoder.alibi.dtype
+            encoder.alibi, encoder._current_alibi_size = encoder.alibi.new_zeros(0), 0
+
+    def retain(self, base: Any) -> None:
+        size = vars(base).pop("alibi_size", None)
+        if size is not None:
+            _rebuild(base, size[0], size[1])
+
+
+def _rebuild(base: Any, length: int, dtype: torch.dtype | None = None) -> None:
+    """Let an encoder build its bias by its own code, and keep it."""
+    encoder, like = base.encoder, next(base.parameters())
+    built = encoder.rebuild_alibi_tensor(size=length, device=like.device)
+    if built is None:  # it keeps what it builds
+        built = encoder.alibi
+    encoder.alibi = built.to(dtype or (encoder.alibi.dtype if encoder.alibi.numel() else like.dtype))
+    encoder._current_alibi_size = length
+
+
+def _the_mark(mark: Tensor, size: int, device: Any = None) -> Tensor:
+    """Return what stands for the bias, to an encoder that asks for a bias."""
+    return mark
