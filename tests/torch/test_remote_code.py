@@ -11,6 +11,7 @@ import json
 import pickle
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,21 @@ transformers = pytest.importorskip("transformers")
 from torch import Tensor, nn  # noqa: E402
 
 from alibi_torch.transformers import accelerate, paths, restore  # noqa: E402
+from tests.contracts.test_decoders import MODELS, POSITIONS, TOKENS, published_refact, tensors_of  # noqa: E402
 from tests.contracts.test_encoder import RECORDS, drawn, texts  # noqa: E402
-from tests.support import remote_encoders  # noqa: E402
+from tests.support import remote_decoders, remote_encoders  # noqa: E402
 from tests.support.remote_encoders import StandInConfig  # noqa: E402
 
+DECODERS = {
+    "baichuan": "BaichuanModel",
+    "baichuan2": "BaichuanModel",
+    "gpt_refact": "GPTRefactModel",
+    "jais": "JAISModel",
+    "jais, scaled": "JAISModel",
+    "mpt, groups and gates": "MPTModel",
+    "replit": "MPTModel",
+    "replit, one key/value head": "MPTModel",
+}
 UNPADDED = ("mosaic-bert", "dnabert-2")
 LIBRARY = "alibi_torch"
 
@@ -269,3 +281,102 @@ def test_code_that_lies_in_the_checkpoints_folder(
     tokens = tokens_of(2, 40)
     actual = accelerate(loaded, strict=True)(tokens).last_hidden_state
     assert (actual - model(tokens).last_hidden_state).abs().max() < 1e-5
+
+
+def decoder(name: str, **settings: Any) -> Any:
+    """A model with the weights of a record, and what its logits are multiplied by."""
+    config = SimpleNamespace(**(MODELS[name]["config"] | {"is_joined": False} | settings))
+    prefix = "model" if "baichuan" in name else "transformer"
+    model = remote_decoders.LanguageModel(prefix, getattr(remote_decoders, DECODERS[name])(config), config)
+    found = tensors_of(name)
+    if config.is_joined:
+        found = published_refact(found)
+    tensors = {key: torch.from_numpy(np.asarray(x)) for key, x in found.items()}
+    tensors |= {key: x for key, x in model.state_dict().items() if key.endswith(".attn.bias")}
+    head = tensors.setdefault(
+        "lm_head.weight", tensors[f"{prefix}.{'embed_tokens' if prefix == 'model' else 'wte'}.weight"]
+    )
+    tensors["lm_head.weight"] = nn.functional.normalize(head) if name == "baichuan2" else head
+    model.load_state_dict({key: x for key, x in tensors.items() if not key.endswith("masked_bias")})
+    return model.eval()
+
+
+@pytest.mark.parametrize("is_accelerated", [False, True])
+@pytest.mark.parametrize("name", DECODERS)
+def test_logits_are_those_of_the_original_code(name: str, is_accelerated: bool) -> None:
+    model = decoder(name)
+    if is_accelerated:
+        accelerate(model, strict=True)
+    with torch.no_grad():
+        actual = model(torch.from_numpy(TOKENS).long()).logits[:, POSITIONS]
+    assert np.abs(actual.numpy() - MODELS[name]["logits"]).max() <= 4 * MODELS[name]["error"]
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right", "holes"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_texts_and_gradients_of_decoders(name: str, padding: str) -> None:
+    model, tokens, given = decoder(name), tokens_of(3, 41), {}
+    mask = torch.ones_like(tokens) if padding == "none" else mask_of(padding, 41)
+    if padding != "none":
+        given["attention_mask"] = mask
+    if name == "gpt_refact" and given:
+        return  # its own code takes such a mask for another
+    own, exact = decoded(model, tokens, mask, given), decoded(copy.deepcopy(model).double(), tokens, mask, given)
+    close(decoded(accelerate(model.train(), strict=True), tokens, mask, given), own, exact)
+    assert paths(model) == {LIBRARY: 1}
+
+
+def decoded(model: Any, tokens: Tensor, mask: Tensor, given: dict[str, Tensor]) -> list[Tensor]:
+    """The logits of text, and the gradients of all that follows from them."""
+    logits = model(tokens, **given).logits[mask != 0]
+    drawn_weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    (logits * drawn_weights.to(logits.dtype)).sum().backward()
+    return [logits.detach(), *(x.grad.clone() for x in model.parameters() if x.grad is not None)]
+
+
+@torch.no_grad()
+def greedy(model: Any, tokens: Tensor, mask: Tensor | None) -> tuple[list[Tensor], Any]:
+    """Logits of a text and of what follows it, token by token, and the cache."""
+    cache, found, step = None, [], tokens
+    for _ in range(5):
+        given = {} if mask is None else {"attention_mask": mask}
+        output = model(step, past_key_values=cache, use_cache=True, **given)
+        cache, step = output.past_key_values, output.logits[:, -1:].argmax(-1)
+        mask = None if mask is None else torch.cat([mask, torch.ones_like(step)], dim=1)
+        found.append(output.logits[:, -1])
+    return found, cache
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_caches_of_the_models_own_kind(name: str) -> None:
+    model, tokens = decoder(name), tokens_of(2, 20)
+    mask = None if name == "gpt_refact" else mask_of("left", 20)[:2]
+    own, own_cache = greedy(model, tokens, mask)
+    ours, cache = greedy(accelerate(model, strict=True), tokens, mask)
+    for x, y in zip(ours, own, strict=True):
+        assert (x - y).abs().max() <= 1e-4 * y.abs().max()
+    for mine, theirs in zip(cache, own_cache, strict=True):
+        assert [x.shape for x in mine] == [x.shape for x in theirs]
+        assert torch.equal(mine[0].argmax(-1)[..., -1], theirs[0].argmax(-1)[..., -1])
+    assert paths(model) == {LIBRARY: 5}
+    with torch.no_grad():  # the cache of one is the other's
+        step = tokens[:, :1]
+        expected = restore(model)(step, past_key_values=own_cache).logits
+        assert (accelerate(model)(step, past_key_values=own_cache).logits - expected).abs().max() <= 1e-4 * 10
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_calls_of_decoders_that_are_left_to_their_own_code(name: str) -> None:
+    model, tokens = decoder(name), tokens_of(2, 9)
+    expected = model(tokens, output_attentions=True)
+    accelerate(model)
+    with pytest.warns(UserWarning, match="output_attentions must be False"):
+        actual = model(tokens, output_attentions=True)
+    assert torch.equal(actual.logits, expected.logits)
+    assert torch.equal(actual.attentions[0], expected.attentions[0])
+    assert (model(tokens).logits - expected.logits).abs().max() < 1e-4
+    assert paths(model)[LIBRARY] == 1
+    copied = pickle.loads(pickle.dumps(model))
+    assert torch.equal(copied(tokens).logits, model(tokens).logits)
+    assert torch.equal(restore(model)(tokens).logits, expected.logits)

@@ -20,18 +20,17 @@ class RemoteAttention:
     Attributes:
         alibi_class: The module's own class, whose code computes what the library does not.
         alibi_names: Names of that code's positional arguments.
-        alibi_slopes: Of every head. Numbers, not a tensor, so that no cast of the model rounds them.
+        alibi_rules: What its family computes attention by.
         alibi_paths: What has computed the calls of its model.
     """
 
     alibi_class: Any
     alibi_names: tuple[str, ...]
-    alibi_slopes: tuple[float, ...]
+    alibi_rules: Any
     alibi_paths: Paths
     bias_name: str  # the argument that is the model's bias, and tells whether the library computes a call
     parts: frozenset[str]  # names of its modules
     optional: frozenset[str] = frozenset()
-    projections: tuple[str, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module's own code does; no weights where the library computes it."""
@@ -46,13 +45,19 @@ class RemoteAttention:
         """Return what the module's own code does, for a call that the library computes."""
         raise NotImplementedError
 
-    def slopes(self, like: Tensor) -> Tensor:
-        """Return the slopes where a tensor is, in at least float32."""
-        return torch.tensor(self.alibi_slopes, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    @classmethod
+    def rules(cls, module: Any, base: Any) -> Any:
+        """Return what the family computes a module's attention by, something that can be hashed."""
+        raise NotImplementedError
 
     @staticmethod
     def shape_of(module: Any) -> tuple[int, int]:
         """Return the number of heads of a module, and their features."""
+        raise NotImplementedError
+
+    @staticmethod
+    def rows(module: Any) -> dict[str, int]:
+        """Return how many rows the weights of a module's projections must have."""
         raise NotImplementedError
 
     @staticmethod
@@ -73,9 +78,8 @@ class RemoteAttention:
                 f"attention of the model must have the modules {sorted(cls.parts)}, got {type(module).__name__} with "
                 f"{sorted(found)}; leave the model as it is"
             )
-        heads, head_dim = cls.shape_of(module)
-        for name in cls.projections:
-            check_sizes(getattr(module, name), heads * head_dim * (1 if len(cls.projections) > 1 else 3), heads)
+        for name, rows in cls.rows(module).items():
+            check_sizes(getattr(module, name), rows, cls.shape_of(module)[0])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class was made while the program ran, so nobody can look it up by its name.
@@ -97,6 +101,7 @@ class Family:
     """What the library has to know of the code of one family of models."""
 
     attention: ClassVar[dict[str, type[RemoteAttention]]]  # by the names of their classes
+    takes_padding: ClassVar[bool] = True
 
     def attention_of(self, base: Any) -> list[Any]:
         """Return the attention modules of a base model, in order."""
@@ -108,6 +113,16 @@ class Family:
     def reason(self, base: Any, given: dict[str, Any]) -> str | None:
         """Return why the library does not compute a call, as a sentence that begins with an argument."""
         return None
+
+    def install(self, base: Any) -> None:
+        """Put into a base model what :meth:`begin` needs there."""
+
+    def remove(self, base: Any) -> None:
+        """Undo that."""
+
+    def past(self, base: Any, given: dict[str, Any]) -> int:
+        """Return how many tokens the cache of a call holds."""
+        return 0
 
     def begin(self, base: Any, given: dict[str, Any], mask: Tensor | None) -> dict[str, Any]:
         """Keep a base model from building its bias in the call to come; return the arguments that change.
@@ -149,7 +164,7 @@ class Prepare:
         layers = self.family.attention_of(base)
         noted = layers[0].alibi_paths
         reason = self._of_weights(base, layers, given) or self.family.reason(base, given)
-        reason = reason or self._of_mask(given.get("attention_mask"), given, tokens)
+        reason = reason or self._of_mask(given.get("attention_mask"), tokens, self.family.past(base, given))
         if reason is not None:
             noted.by_hook(base, reason)
             self.family.begin_own(base, given)
@@ -170,12 +185,12 @@ class Prepare:
         return None
 
     @staticmethod
-    def _of_mask(mask: Any, given: dict[str, Any], tokens: Tensor) -> str | None:
+    def _of_mask(mask: Any, tokens: Tensor, past: int) -> str | None:
         if mask is None:
             return None
         if not isinstance(mask, Tensor):
             return f"attention_mask must be a tensor, got {type(mask).__name__}"
-        expected = tokens.shape[0], tokens.shape[1] + past_of(given.get("past_key_values"))
+        expected = tokens.shape[0], tokens.shape[1] + past
         if mask.shape != expected:
             return f"attention_mask must be of shape {expected} (batch, tokens so far), got {tuple(mask.shape)}"
         if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
@@ -195,14 +210,14 @@ class Finish:
         self.family.end(base)
 
 
+def constant(value: Any, *_: Any, **__: Any) -> Any:
+    """Return the value, whatever else is given: in place of a function that would build a bias."""
+    return value
+
+
 def tokens_of(given: dict[str, Any]) -> Any:
     """Return the tokens of a call, ``[batch, length, ...]``."""
     return given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
-
-
-def past_of(cache: Any) -> int:
-    """Return how many tokens a cache holds, ``((key, value), ...)`` with ``[batch, heads, length, head_dim]`` each."""
-    return 0 if not cache or cache[0] is None or len(cache[0]) == 0 else cache[0][0].shape[2]
 
 
 # --- Marks, which the models' own code carries to their attention ----------------------------------------------------

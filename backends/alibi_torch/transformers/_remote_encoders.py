@@ -8,21 +8,37 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from alibi_core.backend import slope_values
 from alibi_torch._attention import attention
-from alibi_torch.transformers._remote import HOLES, PLAIN, Family, RemoteAttention, marked, tokens_of
+from alibi_torch.transformers._remote import HOLES, PLAIN, Family, RemoteAttention, constant, marked, tokens_of
 
 
-class JinaAttention(RemoteAttention):
+class EncoderAttention(RemoteAttention):
+    """What the attention modules below have in common. Their rules are their slopes."""
+
+    @staticmethod
+    def shape_of(module: Any) -> tuple[int, int]:
+        return module.num_attention_heads, module.attention_head_size
+
+    @classmethod
+    def rules(cls, module: Any, base: Any) -> tuple[float, ...]:
+        return tuple(slope_values(module.num_attention_heads))
+
+    def slopes(self, like: Tensor) -> Tensor:
+        """Return the slopes where a tensor is, in at least float32; no cast of the model rounds them."""
+        return torch.tensor(self.alibi_rules, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+
+
+class JinaAttention(EncoderAttention):
     """Jina's attention module; that of its model for code norms queries and keys."""
 
     bias_name = "bias"
     parts = frozenset({"query", "key", "value", "dropout"})
     optional = frozenset({"layer_norm_q", "layer_norm_k"})
-    projections = ("query", "key", "value")
 
     @staticmethod
-    def shape_of(module: Any) -> tuple[int, int]:
-        return module.num_attention_heads, module.attention_head_size
+    def rows(module: Any) -> dict[str, int]:
+        return dict.fromkeys(("query", "key", "value"), module.num_attention_heads * module.attention_head_size)
 
     @staticmethod
     def weight_dropout(module: Any) -> float:
@@ -51,16 +67,15 @@ class JinaAttention(RemoteAttention):
         return (result.transpose(1, 2).flatten(2),)
 
 
-class UnpadAttention(RemoteAttention):
+class UnpadAttention(EncoderAttention):
     """MosaicBERT's attention module, and DNABERT-2's: texts lie one behind the other, without padding."""
 
     bias_name = "bias"
     parts = frozenset({"Wqkv", "dropout"})
-    projections = ("Wqkv",)
 
     @staticmethod
-    def shape_of(module: Any) -> tuple[int, int]:
-        return module.num_attention_heads, module.attention_head_size
+    def rows(module: Any) -> dict[str, int]:
+        return {"Wqkv": 3 * module.num_attention_heads * module.attention_head_size}
 
     @staticmethod
     def weight_dropout(module: Any) -> float:
@@ -115,7 +130,7 @@ class EncoderFamily(Family):
     def begin(self, base: Any, given: dict[str, Any], mask: Tensor | None) -> dict[str, Any]:
         encoder, tokens = base.encoder, tokens_of(given)
         mark = marked(mask, tokens.shape[1], tokens.device)
-        encoder.rebuild_alibi_tensor = functools.partial(_the_mark, mark)
+        encoder.rebuild_alibi_tensor = functools.partial(constant, mark)
         if hasattr(encoder, "alibi"):
             base.alibi_kept = encoder.alibi, encoder._current_alibi_size
             encoder.alibi, encoder._current_alibi_size = mark, tokens.shape[1]
@@ -161,8 +176,3 @@ def _rebuild(base: Any, length: int, dtype: torch.dtype | None = None) -> None:
         built = encoder.alibi
     encoder.alibi = built.to(dtype or (encoder.alibi.dtype if encoder.alibi.numel() else like.dtype))
     encoder._current_alibi_size = length
-
-
-def _the_mark(mark: Tensor, size: int, device: Any = None) -> Tensor:
-    """Return what stands for the bias, to an encoder that asks for a bias."""
-    return mark

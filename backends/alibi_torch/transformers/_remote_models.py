@@ -10,14 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alibi_core.backend import slope_values
 from alibi_torch.transformers._modules import become, check_own
 from alibi_torch.transformers._paths import Paths
 from alibi_torch.transformers._remote import Family, Finish, Prepare, RemoteAttention, joined
+from alibi_torch.transformers._remote_decoders import BaichuanFamily, JaisFamily, MptFamily, RefactFamily
 from alibi_torch.transformers._remote_encoders import EncoderFamily
 
-_ENCODERS = EncoderFamily()
-FAMILIES: dict[str, Family] = {"JinaBertModel": _ENCODERS, "BertModel": _ENCODERS}  # by the names of base models
+FAMILIES: dict[str, Family] = {  # by the names of base models
+    "BTLMModel": JaisFamily(),
+    "BaichuanModel": BaichuanFamily(),
+    "BertModel": EncoderFamily(),
+    "GPTRefactModel": RefactFamily(),
+    "JAISModel": JaisFamily(),
+    "JinaBertModel": EncoderFamily(),
+    "MPTModel": MptFamily(),
+}
 PROBE = 24  # tokens a text
 Found = tuple[Any, Family]
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -96,20 +103,21 @@ def _check(base: Any, family: Family) -> None:
                 f"attention of the model must be alike in all layers, got {type(module).__name__} with heads and "
                 f"features {kind.shape_of(module)} and {kind.shape_of(modules[0])}"
             )
-    if any(x.is_meta for x in (*modules[0].parameters(), *base.get_input_embeddings().parameters())):
+    if any(x.is_meta for x in (*modules[0].parameters(), *_embedding(base).parameters())):
         raise ValueError(
             "weights of the model must be in memory to be probed, got some on the meta device; load them first"
         )
 
 
 def _change(base: Any, family: Family, noted: Paths) -> None:
+    alike: dict[Any, Any] = {}  # layers that compute the same share one object, which is compared fast
     for module in family.attention_of(base):
         own = type(module)
         kind = family.attention[own.__name__]
-        heads, _ = kind.shape_of(module)
-        module.alibi_class, module.alibi_paths = own, noted
-        module.alibi_slopes = tuple(slope_values(heads))
+        rules = kind.rules(module, base)
+        module.alibi_class, module.alibi_rules, module.alibi_paths = own, alike.setdefault(rules, rules), noted
         become(module, joined(own, kind))
+    family.install(base)
     base.alibi_hooks = (
         base.register_forward_pre_hook(Prepare(base, family), with_kwargs=True),
         base.register_forward_hook(Finish(family), always_call=True),
@@ -118,12 +126,13 @@ def _change(base: Any, family: Family, noted: Paths) -> None:
 
 def _undo(base: Any, family: Family) -> None:
     family.end(base)
+    family.remove(base)
     for hook in vars(base).pop("alibi_hooks", ()):
         hook.remove()
     for module in family.attention_of(base):
         if isinstance(module, RemoteAttention):
             become(module, module.alibi_class)
-            del module.alibi_class, module.alibi_slopes, module.alibi_paths
+            del module.alibi_class, module.alibi_rules, module.alibi_paths
 
 
 # --- The probe --------------------------------------------------------------------------------------------------------
@@ -155,7 +164,11 @@ class _OwnResult:
         error = (self.given.double() - self.exact).abs().max().item()
         budget = 4 * error + PROBE * unit * self.exact.abs().max().item()
         off = (ours.double() - self.exact).abs().max().item() if ours.shape == self.exact.shape else float("inf")
-        if not off <= budget:
+        if not self.exact.isfinite().all():
+            raise ValueError(
+                f"weights of the model must be finite, got a {self.name} that gives inf or nan; load them first"
+            )
+        if off > budget:
             raise ValueError(
                 f"attention of the model must agree with the library's to {budget:.2g}, got {self.name} whose results "
                 f"are up to {off:.2g} away from it: its code is not that which is published under this name. Leave the "
@@ -210,21 +223,27 @@ def _computed(module: Any, call: _Call, dtype: torch.dtype) -> Tensor:
 def _arguments(base: Any, module: Any, family: Family) -> _Call:
     """Return what a base model hands to an attention module, given two texts, one of them padded."""
     family.prepare_probe(base, PROBE)
-    device = base.get_input_embeddings().weight.device
+    device = _embedding(base).weight.device
     drawn = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, base.config.vocab_size, (2, PROBE), generator=drawn).to(device)
+    mask = {"attention_mask": _text().long().to(device)} if family.takes_padding else {}
 
     def stop(_: Any, args: Any, kwargs: Any) -> None:
         raise _ReachedError(args, kwargs)
 
     hook = module.register_forward_pre_hook(stop, with_kwargs=True)
     try:
-        base(input_ids=tokens, attention_mask=_text().long().to(device))
+        base(input_ids=tokens, **mask)
     except _ReachedError as reached:
         return reached.call
     finally:
         hook.remove()
     raise ValueError(f"layers of the model must call their attention, got a {type(base).__name__} whose first does not")
+
+
+def _embedding(base: Any) -> Any:
+    """Return the embeddings of a base model's tokens, which some models' own code has no method for."""
+    return next(x for x in base.modules() if isinstance(x, nn.Embedding))
 
 
 def _text() -> Tensor:
