@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 from torch import Tensor, nn  # noqa: E402
 
 from alibi_torch.transformers import accelerate, paths, restore  # noqa: E402
-from tests.contracts.test_decoders import MODELS, POSITIONS, TOKENS, published_refact, tensors_of  # noqa: E402
+from tests.contracts.test_decoders import MODELS, POSITIONS, TOKENS, tensors_of  # noqa: E402
 from tests.contracts.test_encoder import RECORDS, drawn, texts  # noqa: E402
 from tests.support import remote_decoders, remote_encoders  # noqa: E402
 from tests.support.remote_encoders import StandInConfig  # noqa: E402
@@ -189,9 +189,13 @@ def test_accelerated_models_are_copied_pickled_and_restored(variant: str) -> Non
         restore(model)
 
 
+class OtherSlopes(remote_encoders.JinaBertEncoder):
+    def rebuild_alibi_tensor(self, size: int, device: Any = None) -> Tensor:
+        return super().rebuild_alibi_tensor(size, device) * 1.05
+
+
 def _other_slopes(model: Any) -> None:
-    own = type(model.encoder).rebuild_alibi_tensor
-    model.encoder.rebuild_alibi_tensor = lambda size, device=None: own(model.encoder, size, device) * 1.05
+    model.encoder.__class__ = OtherSlopes
 
 
 def _other_scale(model: Any) -> None:
@@ -289,8 +293,9 @@ def decoder(name: str, **settings: Any) -> Any:
     prefix = "model" if "baichuan" in name else "transformer"
     model = remote_decoders.LanguageModel(prefix, getattr(remote_decoders, DECODERS[name])(config), config)
     found = tensors_of(name)
-    if config.is_joined:
-        found = published_refact(found)
+    if config.is_joined and name == "gpt_refact":  # as published
+        for block in ("transformer.h.0.attn", "transformer.h.1.attn"):
+            found[f"{block}.kv.weight"] = np.concatenate([found.pop(f"{block}.{x}.weight") for x in "kv"])
     tensors = {key: torch.from_numpy(np.asarray(x)) for key, x in found.items()}
     tensors |= {key: x for key, x in model.state_dict().items() if key.endswith(".attn.bias")}
     head = tensors.setdefault(
@@ -312,15 +317,15 @@ def test_logits_are_those_of_the_original_code(name: str, is_accelerated: bool) 
     assert np.abs(actual.numpy() - MODELS[name]["logits"]).max() <= 4 * MODELS[name]["error"]
 
 
-@pytest.mark.parametrize("padding", ["none", "left", "right", "holes"])
-@pytest.mark.parametrize("name", DECODERS)
+PADDED = [(name, x) for name in DECODERS for x in ("left", "right", "holes") if name != "gpt_refact"]
+
+
+@pytest.mark.parametrize(("name", "padding"), [*((name, "none") for name in DECODERS), *PADDED])
 def test_texts_and_gradients_of_decoders(name: str, padding: str) -> None:
     model, tokens, given = decoder(name), tokens_of(3, 41), {}
     mask = torch.ones_like(tokens) if padding == "none" else mask_of(padding, 41)
     if padding != "none":
         given["attention_mask"] = mask
-    if name == "gpt_refact" and given:
-        return  # its own code takes such a mask for another
     own, exact = decoded(model, tokens, mask, given), decoded(copy.deepcopy(model).double(), tokens, mask, given)
     close(decoded(accelerate(model.train(), strict=True), tokens, mask, given), own, exact)
     assert paths(model) == {LIBRARY: 1}
@@ -368,7 +373,7 @@ def test_caches_of_the_models_own_kind(name: str) -> None:
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_calls_of_decoders_that_are_left_to_their_own_code(name: str) -> None:
-    model, tokens = decoder(name), tokens_of(2, 9)
+    model, tokens = decoder(name, is_joined=True), tokens_of(2, 9)
     expected = model(tokens, output_attentions=True)
     accelerate(model)
     with pytest.warns(UserWarning, match="output_attentions must be False"):
@@ -380,3 +385,61 @@ def test_calls_of_decoders_that_are_left_to_their_own_code(name: str) -> None:
     copied = pickle.loads(pickle.dumps(model))
     assert torch.equal(copied(tokens).logits, model(tokens).logits)
     assert torch.equal(restore(model)(tokens).logits, expected.logits)
+
+
+def test_btlm_has_the_code_of_jais() -> None:
+    model = decoder("jais")
+    model.transformer.__class__ = remote_decoders.BTLMModel
+    for block in model.transformer.h:
+        block.attn.__class__ = remote_decoders.BTLMAttention
+    expected = model(tokens_of(2, 9)).logits
+    assert (accelerate(model, strict=True)(tokens_of(2, 9)).logits - expected).abs().max() < 1e-5
+
+
+def test_masks_that_a_decoder_takes_otherwise() -> None:
+    model, tokens = accelerate(decoder("gpt_refact"), strict=True), tokens_of(2, 9)
+    with pytest.raises(ValueError, match="attention_mask must be None"):
+        model(tokens, attention_mask=torch.ones_like(tokens))
+    model = accelerate(decoder("baichuan"), strict=True)
+    with pytest.raises(ValueError, match="1 for text and 0 for padding"):
+        model(tokens, attention_mask=torch.arange(9).expand(2, 9) // 5 + 1)  # packed texts, by its own code
+    with pytest.raises(ValueError, match="past_key_values must be a tuple"):
+        model(tokens, past_key_values=transformers.DynamicCache())
+
+
+def _rotary(model: Any) -> None:
+    model.model.layers[0].self_attn.rotary_emb = nn.Identity()
+
+
+def _by_length(model: Any) -> None:
+    model.transformer.relative_pe.alibi_scaling = {"type": "dynamic", "factor": None, "train_seq_len": 8}
+
+
+def _no_alibi(model: Any) -> None:
+    model.transformer.relative_pe = None
+
+
+def _set(name: str, value: Any) -> Any:
+    return lambda model: [setattr(block.attn, name, value) for block in model.transformer.blocks]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("baichuan", _rotary, "must have the modules"),
+        ("jais", _by_length, "must be a constant factor"),
+        ("jais", _no_alibi, "position_embedding_type must be 'alibi'"),
+        ("replit", _set("attn_impl", "flash"), "attn_impl must be 'torch'"),
+        ("mpt, groups and gates", _set("sliding_window_size", 9), "sliding_window_size must be -1"),
+        ("mpt, groups and gates", _set("kv_n_heads", 3), "must have 96 rows"),
+        ("replit", lambda model: setattr(model.transformer, "prefix_lm", True), "prefix_lm must be False"),
+        ("replit", lambda model: setattr(model.transformer, "_attn_bias", None), "must be that of its class"),
+        ("replit", lambda model: model.transformer.wte.weight.data.fill_(torch.nan), "must be finite"),
+        ("gpt_refact", lambda model: setattr(model.transformer, "forward", None), "must be that of its class"),
+    ],
+)
+def test_decoders_that_are_refused(name: str, change: Any, message: str) -> None:
+    model = decoder(name)
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        accelerate(model)

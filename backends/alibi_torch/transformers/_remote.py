@@ -109,16 +109,23 @@ class Family:
 
     def check(self, base: Any) -> None:
         """Raise a ValueError if a base model's config or parts say that it computes something else."""
+        for owner, name in self.builders(base):
+            if name in vars(owner) or not hasattr(owner, name):
+                raise ValueError(
+                    f"{name} of the model must be that of its class, got a {type(owner).__name__} with another; "
+                    "accelerate first, or leave the model as it is"
+                )
 
     def reason(self, base: Any, given: dict[str, Any]) -> str | None:
         """Return why the library does not compute a call, as a sentence that begins with an argument."""
         return None
 
+    def builders(self, base: Any) -> list[tuple[Any, str]]:
+        """Return what calls of a base model replace: objects, and the names of their methods."""
+        raise NotImplementedError
+
     def install(self, base: Any) -> None:
         """Put into a base model what :meth:`begin` needs there."""
-
-    def remove(self, base: Any) -> None:
-        """Undo that."""
 
     def past(self, base: Any, given: dict[str, Any]) -> int:
         """Return how many tokens the cache of a call holds."""
@@ -139,6 +146,8 @@ class Family:
 
     def end(self, base: Any) -> None:
         """Undo either, after a call."""
+        for owner, name in self.builders(base):
+            vars(owner).pop(name, None)
 
     def prepare_probe(self, base: Any, length: int) -> None:
         """Make a base model ready for a probe of a few tokens; all its attributes are put back after it."""

@@ -137,11 +137,8 @@ class BaichuanFamily(DecoderFamily):
     def attention_of(self, base: Any) -> list[Any]:
         return [layer.self_attn for layer in base.layers]
 
-    def check(self, base: Any) -> None:
-        if not hasattr(base, "get_alibi_mask"):
-            raise ValueError(
-                f"model must have a get_alibi_mask, got a {type(base).__name__} without; leave it as it is"
-            )
+    def builders(self, base: Any) -> list[tuple[Any, str]]:
+        return [(base, "get_alibi_mask")]
 
     def begin(self, base: Any, given: dict[str, Any], mask: Tensor | None) -> dict[str, Any]:
         base.get_alibi_mask = functools.partial(constant, self.encoded(base, given, mask))
@@ -149,8 +146,9 @@ class BaichuanFamily(DecoderFamily):
         return {"attention_mask": None}
 
     def end(self, base: Any) -> None:
-        if vars(base).pop("get_alibi_mask", None) is not None:
+        if "get_alibi_mask" in vars(base):
             base.alibi_mask = None  # which it keeps in training
+        super().end(base)
 
     def prepare_probe(self, base: Any, length: int) -> None:
         base.first_run, base.max_cache_pos = True, length
@@ -254,7 +252,11 @@ class MptFamily(DecoderFamily):
     def attention_of(self, base: Any) -> list[Any]:
         return [block.attn for block in base.blocks]
 
+    def builders(self, base: Any) -> list[tuple[Any, str]]:
+        return [(base, "_attn_bias")]
+
     def check(self, base: Any) -> None:
+        super().check(base)
         for name, wanted in (("alibi", True), ("prefix_lm", False), ("attn_uses_sequence_id", False)):
             if getattr(base, name, wanted) != wanted:
                 raise ValueError(f"{name} must be {wanted} for a model to be accelerated, got {getattr(base, name)}")
@@ -262,9 +264,6 @@ class MptFamily(DecoderFamily):
     def begin(self, base: Any, given: dict[str, Any], mask: Tensor | None) -> dict[str, Any]:
         base._attn_bias = functools.partial(_bias_and_mask, self.encoded(base, given, mask))
         return {}
-
-    def end(self, base: Any) -> None:
-        vars(base).pop("_attn_bias", None)
 
 
 def _bias_and_mask(bias: Tensor, *_: Any, attention_mask: Any = None, **__: Any) -> tuple[Tensor, Any]:
@@ -321,9 +320,13 @@ class JaisFamily(DecoderFamily):
     def attention_of(self, base: Any) -> list[Any]:
         return [block.attn for block in base.h]
 
+    def builders(self, base: Any) -> list[tuple[Any, str]]:
+        return [(base.relative_pe, "forward")]
+
     def check(self, base: Any) -> None:
         if getattr(base, "relative_pe", None) is None:
             raise ValueError("position_embedding_type must be 'alibi' in the config, got a model with other positions")
+        super().check(base)
         scaling = getattr(base.relative_pe, "alibi_scaling", None)
         if scaling is not None and scaling.get("factor") is None:
             raise ValueError(f"alibi_scaling must be a constant factor, got {scaling}, which depends on the length")
@@ -331,9 +334,6 @@ class JaisFamily(DecoderFamily):
     def begin(self, base: Any, given: dict[str, Any], mask: Tensor | None) -> dict[str, Any]:
         base.relative_pe.forward = functools.partial(constant, self.encoded(base, given, mask))
         return {}
-
-    def end(self, base: Any) -> None:
-        vars(base.relative_pe).pop("forward", None)
 
 
 # --- Refact -----------------------------------------------------------------------------------------------------------
@@ -386,11 +386,15 @@ class RefactFamily(DecoderFamily):
     def attention_of(self, base: Any) -> list[Any]:
         return [block.attn for block in base.h]
 
+    def builders(self, base: Any) -> list[tuple[Any, str]]:
+        return [(base, "forward"), (base, "_make_mask")]
+
     def check(self, base: Any) -> None:
-        if "forward" in vars(base) or self.builder not in type(base).forward.__code__.co_names:
+        super().check(base)
+        if self.builder not in type(base).forward.__code__.co_names:
             raise ValueError(
-                f"model must have a forward that calls {self.builder}, got a {type(base).__name__} without; accelerate "
-                "it first, or leave it as it is"
+                f"model must have a forward that calls {self.builder}, got a {type(base).__name__} without; leave it "
+                "as it is"
             )
 
     def reason(self, base: Any, given: dict[str, Any]) -> str | None:
@@ -401,15 +405,12 @@ class RefactFamily(DecoderFamily):
     def install(self, base: Any) -> None:
         base.forward = _RefactForward(base)
 
-    def remove(self, base: Any) -> None:
-        vars(base).pop("forward", None)
-
     def begin(self, base: Any, given: dict[str, Any], mask: Tensor | None) -> dict[str, Any]:
         base.alibi_mark = self.encoded(base, given, mask)
         base._make_mask = functools.partial(constant, torch.zeros(0, dtype=torch.bool))
         return {}
 
-    def end(self, base: Any) -> None:
+    def end(self, base: Any) -> None:  # its forward stays
         for name in ("alibi_mark", "_make_mask"):
             vars(base).pop(name, None)
 

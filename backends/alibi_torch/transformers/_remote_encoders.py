@@ -112,12 +112,11 @@ class EncoderFamily(Family):
     def attention_of(self, base: Any) -> list[Any]:
         return [layer.attention.self for layer in base.encoder.layer]
 
+    def builders(self, base: Any) -> list[tuple[Any, str]]:
+        return [(base.encoder, "rebuild_alibi_tensor")]
+
     def check(self, base: Any) -> None:
-        if not hasattr(base.encoder, "rebuild_alibi_tensor"):
-            raise ValueError(
-                f"encoder of the model must have a rebuild_alibi_tensor, got {type(base.encoder).__name__}; leave the "
-                "model as it is"
-            )
+        super().check(base)
         if getattr(base.config, "is_decoder", False):
             raise ValueError("is_decoder must be False in the config of an encoder, got True")
 
@@ -142,11 +141,10 @@ class EncoderFamily(Family):
             _rebuild(base, tokens.shape[1])  # and keep it: where one call needs it, others may
 
     def end(self, base: Any) -> None:
-        encoder = base.encoder
-        vars(encoder).pop("rebuild_alibi_tensor", None)
+        super().end(base)
         kept = vars(base).pop("alibi_kept", None)
         if kept is not None:
-            encoder.alibi, encoder._current_alibi_size = kept
+            base.encoder.alibi, base.encoder._current_alibi_size = kept
 
     def prepare_probe(self, base: Any, length: int) -> None:
         if hasattr(base.encoder, "alibi"):

@@ -125,8 +125,8 @@ def _change(base: Any, family: Family, noted: Paths) -> None:
 
 
 def _undo(base: Any, family: Family) -> None:
-    family.end(base)
-    family.remove(base)
+    for owner, name in family.builders(base):
+        vars(owner).pop(name, None)
     for hook in vars(base).pop("alibi_hooks", ()):
         hook.remove()
     for module in family.attention_of(base):
