@@ -224,6 +224,7 @@ class JinaBertModel(StandIn):
         position_ids: Any = None,
         head_mask: Any = None,
         output_attentions: Any = None,
+        return_dict: Any = None,
     ) -> Any:
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         mask = mask[:, None, None] if mask.ndim == 2 else mask[:, None]
@@ -310,7 +311,12 @@ class BertModel(StandIn):
     encoder_class = BertEncoder
 
     def forward(
-        self, input_ids: Any, token_type_ids: Any = None, attention_mask: Any = None, position_ids: Any = None
+        self,
+        input_ids: Any,
+        token_type_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        **_: Any,
     ) -> Any:
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         return BaseModelOutput(last_hidden_state=self.encoder(self.embeddings(input_ids, token_type_ids), mask))

@@ -12,20 +12,55 @@ from alibi_torch.transformers._modules import check_sizes, positional_names, wit
 from alibi_torch.transformers._paths import Paths
 
 
-class RemoteAttention:
-    """What the attention modules of all families have in common.
+class Joined:
+    """What the classes have in common that modules become while they are accelerated, one made for each own class.
 
-    Each module becomes one of a class made for it, which inherits from this and from the module's own class.
+    Such a class inherits from one of this library and from the module's own. It keeps the name of that, which
+    transformers writes into configs.
 
     Attributes:
         alibi_class: The module's own class, whose code computes what the library does not.
         alibi_names: Names of that code's positional arguments.
-        alibi_rules: What its family computes attention by.
-        alibi_paths: What has computed the calls of its model.
     """
 
     alibi_class: Any
     alibi_names: tuple[str, ...]
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call, by name."""
+        return dict(zip(self.alibi_names, args, strict=False)) | kwargs
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class was made while the program ran, so nobody can look it up by its name.
+        return _remade, (self.alibi_class, type(self).__mro__[1]), vars(self).copy()
+
+
+@functools.cache
+def joined(own: type, kind: type[Joined]) -> type:
+    """Return the class of a module of class ``own`` while it is accelerated."""
+
+    @functools.wraps(own.forward)  # type: ignore[attr-defined]
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    names = {x: getattr(own, x) for x in ("__module__", "__qualname__", "__doc__")}
+    names |= {"alibi_class": own, "alibi_names": positional_names(own), "forward": forward}
+    return type(own.__name__, (kind, own), names)
+
+
+def _remade(own: type, kind: type[Joined]) -> Any:
+    made = joined(own, kind)
+    return made.__new__(made)
+
+
+class RemoteAttention(Joined):
+    """What the attention modules of all families have in common.
+
+    Attributes:
+        alibi_rules: What its family computes attention by.
+        alibi_paths: What has computed the calls of its model.
+    """
+
     alibi_rules: Any
     alibi_paths: Paths
     bias_name: str  # the argument that is the model's bias, and tells whether the library computes a call
@@ -34,7 +69,7 @@ class RemoteAttention:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module's own code does; no weights where the library computes it."""
-        given = dict(zip(self.alibi_names, args, strict=False)) | kwargs
+        given = self.given(args, kwargs)
         if is_marked(given.get(self.bias_name)):
             return self.attended(given)
         if not self.alibi_paths.is_noted:
@@ -81,21 +116,6 @@ class RemoteAttention:
         for name, rows in cls.rows(module).items():
             check_sizes(getattr(module, name), rows, cls.shape_of(module)[0])
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class was made while the program ran, so nobody can look it up by its name.
-        return _remade, (self.alibi_class, type(self).__mro__[1]), vars(self).copy()
-
-
-@functools.cache
-def joined(own: type, kind: type[RemoteAttention]) -> type:
-    """Return the class of a module of class ``own`` while it is accelerated."""
-    return type(f"Accelerated{own.__name__}", (kind, own), {"alibi_names": positional_names(own)})
-
-
-def _remade(own: type, kind: type[RemoteAttention]) -> Any:
-    made = joined(own, kind)
-    return made.__new__(made)
-
 
 class Family:
     """What the library has to know of the code of one family of models."""
@@ -124,8 +144,9 @@ class Family:
         """Return what calls of a base model replace: objects, and the names of their methods."""
         raise NotImplementedError
 
-    def install(self, base: Any) -> None:
-        """Put into a base model what :meth:`begin` needs there."""
+    def call(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a base model's own code does."""
+        return base.alibi_class.forward(base, *args, **kwargs)
 
     def past(self, base: Any, given: dict[str, Any]) -> int:
         """Return how many tokens the cache of a call holds."""
@@ -159,29 +180,40 @@ class Family:
         """Undo that."""
 
 
-class Prepare:
-    """Before a call, decides who computes it."""
+class RemoteBase(Joined):
+    """A base model. Before a call it decides who computes the attention.
 
-    def __init__(self, base: Any, family: Family) -> None:
-        self.names, self.family = positional_names(type(base)), family
+    Its ``forward`` does so, not a hook, for some libraries call that.
 
-    def __call__(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        given = dict(zip(self.names, args, strict=False)) | kwargs
-        tokens = tokens_of(given)
+    Attributes:
+        alibi_family: Its family.
+    """
+
+    alibi_family: Family
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model's own code does."""
+        try:
+            return self.alibi_family.call(self, *self.prepared(args, kwargs))
+        finally:
+            self.alibi_family.end(self)
+
+    def prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return the arguments of a call, and keep the model from building its bias if the library computes it."""
+        given, family = self.given(args, kwargs), self.alibi_family
+        tokens, mask = tokens_of(given), given.get("attention_mask")
         if not isinstance(tokens, Tensor):
             return args, kwargs  # which the model refuses
-        layers = self.family.attention_of(base)
-        noted = layers[0].alibi_paths
-        reason = self._of_weights(base, layers, given) or self.family.reason(base, given)
-        reason = reason or self._of_mask(given.get("attention_mask"), tokens, self.family.past(base, given))
+        layers = family.attention_of(self)
+        reason = self._of_weights(self, layers, given) or family.reason(self, given)
+        reason = reason or self._of_mask(mask, tokens, family.past(self, given))
         if reason is not None:
-            noted.by_hook(base, reason)
-            self.family.begin_own(base, given)
+            layers[0].alibi_paths.by_hook(self, reason)
+            family.begin_own(self, given)
             return args, kwargs
-        noted.by_library()
-        mask = given.get("attention_mask")
-        text = None if mask is None else mask != 0
-        return with_arguments(self.names, args, kwargs, self.family.begin(base, given, text))
+        layers[0].alibi_paths.by_library()
+        changed = family.begin(self, given, None if mask is None else mask != 0)
+        return with_arguments(self.alibi_names, args, kwargs, changed)
 
     @staticmethod
     def _of_weights(base: Any, layers: list[Any], given: dict[str, Any]) -> str | None:
@@ -207,16 +239,6 @@ class Prepare:
         if not bool((mask != 0).any(dim=1).all()):
             return "attention_mask must leave some text in every row, got a row of padding"
         return None
-
-
-class Finish:
-    """After a call, puts back what :class:`Prepare` changed, also where the call raised an error."""
-
-    def __init__(self, family: Family) -> None:
-        self.family = family
-
-    def __call__(self, base: Any, *_: Any) -> None:
-        self.family.end(base)
 
 
 def constant(value: Any, *_: Any, **__: Any) -> Any:

@@ -387,7 +387,7 @@ class RefactFamily(DecoderFamily):
         return [block.attn for block in base.h]
 
     def builders(self, base: Any) -> list[tuple[Any, str]]:
-        return [(base, "forward"), (base, "_make_mask")]
+        return [(base, "_make_mask")]
 
     def check(self, base: Any) -> None:
         super().check(base)
@@ -402,30 +402,21 @@ class RefactFamily(DecoderFamily):
             return "attention_mask must be None, as the model takes it for one of queries times keys"
         return super().reason(base, given)
 
-    def install(self, base: Any) -> None:
-        base.forward = _RefactForward(base)
-
     def begin(self, base: Any, given: dict[str, Any], mask: Tensor | None) -> dict[str, Any]:
         base.alibi_mark = self.encoded(base, given, mask)
         base._make_mask = functools.partial(constant, torch.zeros(0, dtype=torch.bool))
         return {}
 
-    def end(self, base: Any) -> None:  # its forward stays
-        for name in ("alibi_mark", "_make_mask"):
-            vars(base).pop(name, None)
+    def end(self, base: Any) -> None:
+        super().end(base)
+        vars(base).pop("alibi_mark", None)
 
-
-class _RefactForward:
-    """The model's own forward, in which the name of the function that builds the bias may mean another one."""
-
-    def __init__(self, base: Any) -> None:
-        self.base = base
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own, mark = type(self.base).forward, vars(self.base).get("alibi_mark")
+    def call(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own, mark = base.alibi_class.forward, vars(base).get("alibi_mark")
         if mark is None:
-            return own(self.base, *args, **kwargs)
-        names = own.__globals__ | {RefactFamily.builder: functools.partial(constant, mark)}
+            return own(base, *args, **kwargs)
+        # The same code, in which the name of the builder means another function.
+        names = own.__globals__ | {self.builder: functools.partial(constant, mark)}
         changed = types.FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
         changed.__kwdefaults__ = own.__kwdefaults__
-        return changed(self.base, *args, **kwargs)
+        return changed(base, *args, **kwargs)

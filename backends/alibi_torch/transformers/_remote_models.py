@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from alibi_torch.transformers._modules import become, check_own
 from alibi_torch.transformers._paths import Paths
-from alibi_torch.transformers._remote import Family, Finish, Prepare, RemoteAttention, joined
+from alibi_torch.transformers._remote import Family, RemoteAttention, RemoteBase, joined
 from alibi_torch.transformers._remote_decoders import BaichuanFamily, JaisFamily, MptFamily, RefactFamily
 from alibi_torch.transformers._remote_encoders import EncoderFamily
 
@@ -38,7 +38,7 @@ def remote_bases(model: nn.Module) -> list[Found]:
         if family is None or type(base).__module__.startswith("transformers.models."):
             continue
         try:
-            names = {_own_class(x).__name__ for x in family.attention_of(base)}
+            names = {type(x).__name__ for x in family.attention_of(base)}
         except AttributeError:  # it is built otherwise
             continue
         if names and names <= set(family.attention):
@@ -53,7 +53,7 @@ def accelerate_remote(found: list[Found], *, strict: bool) -> None:
         ValueError: If one is not what its class is known as, or a probe finds another result; all are then as before.
     """
     for base, family in found:
-        if is_accelerated(base):
+        if isinstance(base, RemoteBase):
             raise ValueError("model must not be accelerated yet; undo with restore first")
         _check(base, family)
     noted, changed = Paths(strict), []
@@ -74,24 +74,16 @@ def accelerate_remote(found: list[Found], *, strict: bool) -> None:
 
 def restore_remote(found: list[Found]) -> bool:
     """Undo :func:`accelerate_remote`; return whether there was something to undo."""
-    changed = [(base, family) for base, family in found if is_accelerated(base)]
+    changed = [(base, family) for base, family in found if isinstance(base, RemoteBase)]
     for base, family in changed:
         _undo(base, family)
         family.retain(base)
     return bool(changed)
 
 
-def is_accelerated(base: Any) -> bool:
-    """Whether a base model is accelerated."""
-    return "alibi_hooks" in vars(base)
-
-
-def _own_class(module: Any) -> type:
-    return module.alibi_class if isinstance(module, RemoteAttention) else type(module)
-
-
 def _check(base: Any, family: Family) -> None:
     """Check a base model and its layers, which must be alike, as the first one is probed."""
+    check_own(base, type(base))
     family.check(base)
     modules = family.attention_of(base)
     for module in modules:
@@ -112,27 +104,22 @@ def _check(base: Any, family: Family) -> None:
 def _change(base: Any, family: Family, noted: Paths) -> None:
     alike: dict[Any, Any] = {}  # layers that compute the same share one object, which is compared fast
     for module in family.attention_of(base):
-        own = type(module)
-        kind = family.attention[own.__name__]
+        kind = family.attention[type(module).__name__]
         rules = kind.rules(module, base)
-        module.alibi_class, module.alibi_rules, module.alibi_paths = own, alike.setdefault(rules, rules), noted
-        become(module, joined(own, kind))
-    family.install(base)
-    base.alibi_hooks = (
-        base.register_forward_pre_hook(Prepare(base, family), with_kwargs=True),
-        base.register_forward_hook(Finish(family), always_call=True),
-    )
+        module.alibi_rules, module.alibi_paths = alike.setdefault(rules, rules), noted
+        become(module, joined(type(module), kind))
+    base.alibi_family = family
+    become(base, joined(type(base), RemoteBase))
 
 
 def _undo(base: Any, family: Family) -> None:
-    for owner, name in family.builders(base):
-        vars(owner).pop(name, None)
-    for hook in vars(base).pop("alibi_hooks", ()):
-        hook.remove()
     for module in family.attention_of(base):
         if isinstance(module, RemoteAttention):
             become(module, module.alibi_class)
-            del module.alibi_class, module.alibi_rules, module.alibi_paths
+            del module.alibi_rules, module.alibi_paths
+    if isinstance(base, RemoteBase):
+        become(base, base.alibi_class)
+        del base.alibi_family
 
 
 # --- The probe --------------------------------------------------------------------------------------------------------
