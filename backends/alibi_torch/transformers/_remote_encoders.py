@@ -10,7 +10,12 @@ from torch import Tensor
 
 from alibi_core.backend import slope_values
 from alibi_torch._attention import attention
+from alibi_torch._dispatch import needs_gradients
 from alibi_torch.transformers._remote import HOLES, PLAIN, Family, RemoteAttention, constant, marked, tokens_of
+from alibi_torch.transformers._rules import _shared, is_short
+
+FEW_SCORES = 2**21  # of a batch, at most, for products with a bias that all layers share
+Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values, [batch, heads, length, head_dim]
 
 
 class EncoderAttention(RemoteAttention):
@@ -24,9 +29,34 @@ class EncoderAttention(RemoteAttention):
     def rules(cls, module: Any, base: Any) -> tuple[float, ...]:
         return tuple(slope_values(module.num_attention_heads))
 
-    def slopes(self, like: Tensor) -> Tensor:
-        """Return the slopes where a tensor is, in at least float32; no cast of the model rounds them."""
-        return torch.tensor(self.alibi_rules, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    def attend(self, heads: Heads, bias: Tensor, text: Tensor | None, segment_ids: Tensor | None = None) -> Tensor:
+        """Return the attention of ``[batch, heads, length, head_dim]``.
+
+        Args:
+            heads: Queries, keys and values.
+            bias: What stands for it, one tensor for all layers of a call.
+            text: ``[batch, 1, 1, length]`` booleans, False for padding; None where there is none.
+            segment_ids: ``[batch, length]``, of texts packed into a row; None where each row is one.
+        """
+        query, key, value = heads
+        length = query.shape[2]
+        # Products of few scores are the fastest; those of half the width are so for twice as many keys.
+        is_lean = segment_ids is None and is_short(query, length * query.element_size() // 4)
+        if is_lean and query.shape[:2].numel() * length**2 <= FEW_SCORES and not needs_gradients(query, key, value):
+            whole: Tensor = _shared(bias, (self.alibi_rules, length, query.dtype), lambda: self._bias(query, text))
+            scores = (query @ key.mT).to(whole.dtype).mul_(query.shape[-1] ** -0.5).add_(whole)
+            return torch.softmax(scores, dim=-1).to(value.dtype) @ value
+        # Numbers become a tensor here, so that no cast of the model rounds them.
+        working = torch.promote_types(query.dtype, torch.float32)
+        slopes = torch.tensor(self.alibi_rules, dtype=working, device=query.device)
+        return attention(query, key, value, slopes, is_causal=False, mask=text, segment_ids=segment_ids)
+
+    def _bias(self, query: Tensor, text: Tensor | None) -> Tensor:
+        """Return the bias of all queries and keys, with padding hidden, ``[batch or 1, heads, length, length]``."""
+        slopes = torch.tensor(self.alibi_rules, dtype=torch.promote_types(query.dtype, torch.float32))
+        position = torch.arange(query.shape[2])
+        bias = -slopes[None, :, None, None] * (position[:, None] - position).abs()
+        return bias if text is None else bias.masked_fill(~text, -torch.inf)
 
 
 class JinaAttention(EncoderAttention):
@@ -59,11 +89,10 @@ class JinaAttention(EncoderAttention):
         query, key, value = module.query(hidden), module.key(hidden), module.value(hidden)
         if hasattr(module, "layer_norm_q"):
             query, key = module.layer_norm_q(query), module.layer_norm_k(key)
-        query, key, value = (
-            x.unflatten(-1, self.shape_of(module)).transpose(1, 2) for x in (query, key, value)
-        )  # [batch, heads, length, head_dim]
+        heads = query, key, value
+        query, key, value = (x.unflatten(-1, self.shape_of(module)).transpose(1, 2) for x in heads)
         text = None if bias.shape[1] == PLAIN else given["attention_mask"] == 0
-        result = attention(query, key, value, self.slopes(query), is_causal=False, mask=text)
+        result = self.attend((query, key, value), bias, text)
         return (result.transpose(1, 2).flatten(2),)
 
 
@@ -85,21 +114,20 @@ class UnpadAttention(EncoderAttention):
         module: Any = self
         mixed = module.Wqkv(given["hidden_states"])  # [tokens, features]
         mixed = mixed.unflatten(-1, (3, *self.shape_of(module)))  # [tokens, 3, heads, head_dim]
-        options: dict[str, Any] = {"is_causal": False}
-        starts = given["cu_seqlens"]  # [batch + 1]
-        has_holes, batch = given["bias"].shape[1] == HOLES, len(starts) - 1
+        starts, bias = given["cu_seqlens"], given["bias"]
+        has_holes, batch = bias.shape[1] == HOLES, len(starts) - 1
+        text = segment_ids = None
         if has_holes:  # distances count what lies between
-            text = given["attn_mask"] != 0
-            rows = mixed.new_zeros(text.numel(), *mixed.shape[1:]).index_copy(0, given["indices"], mixed)
-            rows = rows.unflatten(0, text.shape)
-            options["mask"] = text[:, None, None, :]
+            seen = given["attn_mask"] != 0
+            rows = mixed.new_zeros(seen.numel(), *mixed.shape[1:]).index_copy(0, given["indices"], mixed)
+            rows, text = rows.unflatten(0, seen.shape), seen[:, None, None, :]
         else:
             rows = mixed[None]
             if batch > 1:
                 numbers = torch.arange(batch, device=starts.device)
-                options["segment_ids"] = numbers.repeat_interleave(starts.diff(), output_size=len(mixed))[None]
-        query, key, value = rows.permute(2, 0, 3, 1, 4).unbind()  # [batch, heads, length, head_dim]
-        result = attention(query, key, value, self.slopes(query), **options).permute(0, 2, 1, 3).flatten(0, 1)
+                segment_ids = numbers.repeat_interleave(starts.diff(), output_size=len(mixed))[None]
+        query, key, value = rows.permute(2, 0, 3, 1, 4).unbind()
+        result = self.attend((query, key, value), bias, text, segment_ids).transpose(1, 2).flatten(0, 1)
         return (result[given["indices"]] if has_holes else result).flatten(1)
 
 
