@@ -48,8 +48,9 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
     """Let the attention of a model of ``transformers`` with ALiBi be computed by this library, in place.
 
     That is BLOOM, MPT, Falcon, and models whose own code came with their checkpoint (``trust_remote_code=True``):
-    Jina-embeddings-v2, MosaicBERT and DNABERT-2. Their code is known by the names and parts of its classes, and a few
-    tokens through the first layer's attention must give the same by it and by the library.
+    Jina-embeddings-v2, MosaicBERT, DNABERT-2, Baichuan-13B, BTLM, Jais, Refact, Replit-code and llm-foundry's MPT. That
+    code is known by the names and parts of its classes, and a few tokens through the first layer's attention must give
+    the same by it and by the library.
 
     No bias and no mask of queries times keys is formed any more, and keys beyond a head's horizon are left out, which
     changes no result by more than rounding. Weights, their names, and everything but attention stay as they are.
