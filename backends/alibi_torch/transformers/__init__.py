@@ -1,4 +1,4 @@
-"""Models of ``transformers`` with ALiBi: BLOOM, MPT and Falcon sped up in place, BERT given ALiBi."""
+"""Models of ``transformers`` with ALiBi, some with code of their own, sped up in place; BERT given ALiBi."""
 
 from alibi_core.backend import install_hint as _install_hint
 

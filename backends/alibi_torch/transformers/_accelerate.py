@@ -32,6 +32,7 @@ from alibi_torch.transformers._modules import (
     with_arguments,
 )
 from alibi_torch.transformers._paths import Paths
+from alibi_torch.transformers._remote_models import accelerate_remote, remote_bases, restore_remote
 from alibi_torch.transformers._rules import CONTRACTS, Rules
 
 ATTENTION: dict[type, Any] = {
@@ -44,7 +45,12 @@ FAMILIES = (BloomPreTrainedModel, FalconPreTrainedModel, MptPreTrainedModel)
 
 
 def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = False) -> nn.Module:
-    """Let the attention of a BLOOM, MPT or Falcon model of ``transformers`` be computed by this library, in place.
+    """Let the attention of a model of ``transformers`` with ALiBi be computed by this library, in place.
+
+    That is BLOOM, MPT, Falcon, and models whose own code came with their checkpoint (``trust_remote_code=True``):
+    Jina-embeddings-v2, MosaicBERT, DNABERT-2, Baichuan-13B, BTLM, Jais, Refact, Replit-code and llm-foundry's MPT. That
+    code is known by the names and parts of its classes, and a few tokens through the first layer's attention must give
+    the same by it and by the library.
 
     No bias and no mask of queries times keys is formed any more, and keys beyond a head's horizon are left out, which
     changes no result by more than rounding. Weights, their names, and everything but attention stay as they are.
@@ -56,8 +62,9 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
     keys of all tokens, and calls of a layer by itself. A model warns of the first, and :func:`paths` counts them.
 
     Args:
-        model: The model, or anything that contains one, such as a wrapper for adapters.
-        contract: ``"model"``: the bias is rounded as the model rounds it, Falcon's scaled as Falcon scales it.
+        model: The model, or anything that contains one, such as a wrapper for adapters or a ``SentenceTransformer``.
+        contract: ``"model"``: the bias is rounded as the model rounds it, Falcon's scaled as Falcon scales it; that of
+            models with code of their own is exact in any case.
             ``"exact"``: distances and products in float32, the canonical slopes (of MPT's ``alibi_bias_max``), Falcon's
             divided by ``sqrt(head_dim)``.
         strict: Raise a ValueError at a call that the library does not compute.
@@ -68,7 +75,8 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
     Raises:
         TypeError: If it is no PyTorch module.
         ValueError: If there is no model of these families with ALiBi in it, if it is accelerated already, if its
-            attention is a subclass's or a patch's own, or if a setting is not supported; the model is then as it was.
+            attention is a subclass's or a patch's own, if a setting is not supported, or if code of its own computes
+            something else; the model is then as it was.
 
     Example:
         >>> from transformers import BloomConfig, BloomForCausalLM
@@ -87,10 +95,11 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
     if attention_modules(model, missing_is_error=False):
         raise ValueError("model must not be accelerated yet; undo with restore first")
     bases = [x for x in model.modules() if isinstance(x, BASES)]
-    if not bases:
+    remote = remote_bases(model)
+    if not bases and not remote:
         raise ValueError(
-            f"model must contain a BLOOM, MPT or Falcon model of transformers, got {type(model).__name__}; encoders "
-            "get ALiBi with with_alibi"
+            "model must contain a BLOOM, MPT or Falcon model of transformers, or one with code of its own that is "
+            f"known here, got {type(model).__name__}; encoders without ALiBi get it with with_alibi"
         )
     planned: dict[Any, Any] = {}
     alike: dict[Any, Any] = {}  # layers that compute the same share one object, which is compared fast
@@ -105,7 +114,8 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
                 rules = ATTENTION[kind].rules(module, base.config, contract)
                 planned[module] = ATTENTION[kind], alike.setdefault(rules, rules)
                 check_own(module, kind)
-    noted = Paths(boolean("strict", strict))
+    accelerate_remote(remote, strict=boolean("strict", strict))
+    noted = Paths(strict)
     for module, (kind, rules) in planned.items():
         module.alibi_class, module.alibi_rules, module.alibi_paths = type(module), rules, noted
         become(module, kind)
@@ -136,8 +146,9 @@ def restore(model: nn.Module) -> nn.Module:
         'BloomAttention'
     """
     hooked: list[Any] = [x for x in model.modules() if "alibi_hook" in vars(x)]
+    is_remote = restore_remote(remote_bases(model))
     # Another model that shares these modules may have put them back.
-    for module in attention_modules(model, missing_is_error=not hooked):
+    for module in attention_modules(model, missing_is_error=not hooked and not is_remote):
         become(module, module.alibi_class)
         del module.alibi_class, module.alibi_rules, module.alibi_paths
     for outer in hooked:

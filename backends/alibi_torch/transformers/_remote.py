@@ -1,0 +1,275 @@
+"""Models whose own code came with their checkpoint (``trust_remote_code=True``), made to attend by this library."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from alibi_torch.transformers._modules import check_sizes, positional_names, with_arguments
+from alibi_torch.transformers._paths import Paths
+
+
+class Joined:
+    """What the classes have in common that modules become while they are accelerated, one made for each own class.
+
+    Such a class inherits from one of this library and from the module's own. It keeps the name of that, which
+    transformers writes into configs.
+
+    Attributes:
+        alibi_class: The module's own class, whose code computes what the library does not.
+        alibi_names: Names of that code's positional arguments.
+    """
+
+    alibi_class: Any
+    alibi_names: tuple[str, ...]
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call, by name."""
+        return dict(zip(self.alibi_names, args, strict=False)) | kwargs
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class was made while the program ran, so nobody can look it up by its name.
+        return _remade, (self.alibi_class, type(self).__mro__[1]), vars(self).copy()
+
+
+@functools.cache
+def joined(own: type, kind: type[Joined]) -> type:
+    """Return the class of a module of class ``own`` while it is accelerated."""
+
+    @functools.wraps(own.forward)  # type: ignore[attr-defined]
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    names = {x: getattr(own, x) for x in ("__module__", "__qualname__", "__doc__")}
+    names |= {"alibi_class": own, "alibi_names": positional_names(own), "forward": forward}
+    return type(own.__name__, (kind, own), names)
+
+
+def _remade(own: type, kind: type[Joined]) -> Any:
+    made = joined(own, kind)
+    return made.__new__(made)
+
+
+class RemoteAttention(Joined):
+    """What the attention modules of all families have in common.
+
+    Attributes:
+        alibi_rules: What its family computes attention by.
+        alibi_paths: What has computed the calls of its model.
+    """
+
+    alibi_rules: Any
+    alibi_paths: Paths
+    bias_name: str  # the argument that is the model's bias, and tells whether the library computes a call
+    parts: frozenset[str]  # names of its modules
+    optional: frozenset[str] = frozenset()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module's own code does; no weights where the library computes it."""
+        given = self.given(args, kwargs)
+        if is_marked(given.get(self.bias_name)):
+            return self.attended(given)
+        if not self.alibi_paths.is_noted:
+            self.alibi_paths.by_model(self, "layers must be called by their model, got a call without the model's mask")
+        return self.alibi_class.forward(self, *args, **kwargs)
+
+    def attended(self, given: dict[str, Any]) -> Any:
+        """Return what the module's own code does, for a call that the library computes."""
+        raise NotImplementedError
+
+    @classmethod
+    def rules(cls, module: Any, base: Any) -> Any:
+        """Return what the family computes a module's attention by, something that can be hashed."""
+        raise NotImplementedError
+
+    @staticmethod
+    def shape_of(module: Any) -> tuple[int, int]:
+        """Return the number of heads of a module, and their features."""
+        raise NotImplementedError
+
+    @staticmethod
+    def rows(module: Any) -> dict[str, int]:
+        """Return how many rows the weights of a module's projections must have."""
+        raise NotImplementedError
+
+    @staticmethod
+    def weight_dropout(module: Any) -> float:
+        """Return the share of attention weights that are dropped in training."""
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls, module: Any) -> None:
+        """Check that a module is built as the library takes it to be.
+
+        Raises:
+            ValueError: If it is not.
+        """
+        found = {name for name, _ in module.named_children()}
+        if not cls.parts <= found <= cls.parts | cls.optional:
+            raise ValueError(
+                f"attention of the model must have the modules {sorted(cls.parts)}, got {type(module).__name__} with "
+                f"{sorted(found)}; leave the model as it is"
+            )
+        for name, rows in cls.rows(module).items():
+            check_sizes(getattr(module, name), rows, cls.shape_of(module)[0])
+
+
+class Family:
+    """What the library has to know of the code of one family of models."""
+
+    attention: ClassVar[dict[str, type[RemoteAttention]]]  # by the names of their classes
+    takes_padding: ClassVar[bool] = True
+
+    def attention_of(self, base: Any) -> list[Any]:
+        """Return the attention modules of a base model, in order."""
+        raise NotImplementedError
+
+    def check(self, base: Any) -> None:
+        """Raise a ValueError if a base model's config or parts say that it computes something else."""
+        for owner, name in self.builders(base):
+            if name in vars(owner) or not hasattr(owner, name):
+                raise ValueError(
+                    f"{name} of the model must be that of its class, got a {type(owner).__name__} with another; "
+                    "accelerate first, or leave the model as it is"
+                )
+
+    def reason(self, base: Any, given: dict[str, Any]) -> str | None:
+        """Return why the library does not compute a call, as a sentence that begins with an argument."""
+        return None
+
+    def builders(self, base: Any) -> list[tuple[Any, str]]:
+        """Return what calls of a base model replace: objects, and the names of their methods."""
+        raise NotImplementedError
+
+    def call(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a base model's own code does."""
+        return base.alibi_class.forward(base, *args, **kwargs)
+
+    def past(self, base: Any, given: dict[str, Any]) -> int:
+        """Return how many tokens the cache of a call holds."""
+        return 0
+
+    def begin(self, base: Any, given: dict[str, Any], mask: Tensor | None) -> dict[str, Any]:
+        """Keep a base model from building its bias in the call to come; return the arguments that change.
+
+        Args:
+            base: The model.
+            given: Its arguments, by name.
+            mask: ``[batch, tokens]`` booleans, False for padding; None where there is none.
+        """
+        raise NotImplementedError
+
+    def begin_own(self, base: Any, given: dict[str, Any]) -> None:
+        """Make a base model ready for a call that its own code computes."""
+
+    def end(self, base: Any) -> None:
+        """Undo either, after a call."""
+        for owner, name in self.builders(base):
+            vars(owner).pop(name, None)
+
+    def prepare_probe(self, base: Any, length: int) -> None:
+        """Make a base model ready for a probe of a few tokens; all its attributes are put back after it."""
+
+    def release(self, base: Any) -> None:
+        """Free what memory a base model keeps for its bias alone."""
+
+    def retain(self, base: Any) -> None:
+        """Undo that."""
+
+
+class RemoteBase(Joined):
+    """A base model. Before a call it decides who computes the attention.
+
+    Its ``forward`` does so, not a hook, for some libraries call that.
+
+    Attributes:
+        alibi_family: Its family.
+    """
+
+    alibi_family: Family
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model's own code does."""
+        try:
+            return self.alibi_family.call(self, *self.prepared(args, kwargs))
+        finally:
+            self.alibi_family.end(self)
+
+    def prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return the arguments of a call, and keep the model from building its bias if the library computes it."""
+        given, family = self.given(args, kwargs), self.alibi_family
+        tokens, mask = tokens_of(given), given.get("attention_mask")
+        if not isinstance(tokens, Tensor):
+            return args, kwargs  # which the model refuses
+        layers = family.attention_of(self)
+        reason = self._of_weights(self, layers, given) or family.reason(self, given)
+        reason = reason or self._of_mask(mask, tokens, family.past(self, given))
+        if reason is not None:
+            layers[0].alibi_paths.by_hook(self, reason)
+            family.begin_own(self, given)
+            return args, kwargs
+        layers[0].alibi_paths.by_library()
+        changed = family.begin(self, given, None if mask is None else mask != 0)
+        return with_arguments(self.alibi_names, args, kwargs, changed)
+
+    @staticmethod
+    def _of_weights(base: Any, layers: list[Any], given: dict[str, Any]) -> str | None:
+        weights = given.get("output_attentions")
+        if getattr(base.config, "output_attentions", False) if weights is None else weights:
+            return "output_attentions must be False, as the library stores no attention weights, got True"
+        dropped = [layer.weight_dropout(layer) for layer in layers if layer.training]
+        if dropped and max(dropped) > 0:
+            return f"dropout of attention weights must be 0 in training, as no weights are stored, got {max(dropped)}"
+        return None
+
+    @staticmethod
+    def _of_mask(mask: Any, tokens: Tensor, past: int) -> str | None:
+        if mask is None:
+            return None
+        if not isinstance(mask, Tensor):
+            return f"attention_mask must be a tensor, got {type(mask).__name__}"
+        expected = tokens.shape[0], tokens.shape[1] + past
+        if mask.shape != expected:
+            return f"attention_mask must be of shape {expected} (batch, tokens so far), got {tuple(mask.shape)}"
+        if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
+            return "attention_mask must be 1 for text and 0 for padding, got other numbers"
+        if not bool((mask != 0).any(dim=1).all()):
+            return "attention_mask must leave some text in every row, got a row of padding"
+        return None
+
+
+def constant(value: Any, *_: Any, **__: Any) -> Any:
+    """Return the value, whatever else is given: in place of a function that would build a bias."""
+    return value
+
+
+def tokens_of(given: dict[str, Any]) -> Any:
+    """Return the tokens of a call, ``[batch, length, ...]``."""
+    return given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
+
+
+# --- Marks, which the models' own code carries to their attention ----------------------------------------------------
+
+# The length of a mark's second axis, which in a bias is 1 or the number of heads. A mark repeats one number, or a row.
+PLAIN = 11  # every row is text
+PADDED = 13  # text lies in one piece in every row
+HOLES = 17  # padding lies anywhere
+
+
+def marked(mask: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """Return what stands for the bias of a call that the library computes, ``[1, mark, 1, length]`` zeros."""
+    mark = PLAIN
+    if mask is not None and not bool(mask.all()):
+        begins = mask[:, 0].long() + (mask[:, 1:] & ~mask[:, :-1]).sum(dim=1)
+        mark = HOLES if bool((begins > 1).any()) else PADDED
+    return torch.zeros(1, device=device).expand(1, mark, 1, length)
+
+
+def is_marked(bias: Any) -> bool:
+    """Whether the library computes the call with such a bias."""
+    if not isinstance(bias, Tensor) or bias.ndim != 4 or bias.shape[2] != 1:
+        return False
+    return any(bias.shape[1] == mark for mark in (PLAIN, PADDED, HOLES))
