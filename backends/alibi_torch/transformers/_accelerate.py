@@ -32,7 +32,7 @@ from alibi_torch.transformers._modules import (
     with_arguments,
 )
 from alibi_torch.transformers._paths import Paths
-from alibi_torch.transformers._remote_models import accelerate_remote, remote_bases, restore_remote
+from alibi_torch.transformers._remote import accelerate_remote, remote_bases, restore_remote
 from alibi_torch.transformers._rules import CONTRACTS, Rules
 
 ATTENTION: dict[type, Any] = {

@@ -119,10 +119,10 @@ class Rules:
         is_lean = is_short(query, key.shape[2]) and not needs_gradients(query, key, value)
         if is_lean and query.shape[2] == 1 and _facts.says_nothing(mask):
             sizes = self, key.shape[2], query.dtype
-            row: Tensor = _shared(mask, sizes, lambda: self._row(key.shape[2], key.shape[1], query.dtype))
+            row: Tensor = shared(mask, sizes, lambda: self._row(key.shape[2], key.shape[1], query.dtype))
             return _with_bias(query, key, value, row, self.scale)
         sizes = self, query.shape, key.shape, query.dtype, query.device
-        plan: _Plan = _shared(mask, (*sizes, past), lambda: self._plan(query, key, value, mask, past))
+        plan: _Plan = shared(mask, (*sizes, past), lambda: self._plan(query, key, value, mask, past))
         result = plan.attend(query, key, value) if is_lean else run(plan.call, query, key, value, None, norms)
         if plan.blind is None:
             return result
@@ -231,7 +231,7 @@ class _Plan:
         return result if attends is None else torch.where(attends, result, 0.0)
 
 
-def _shared(mask: Tensor, sizes: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+def shared(mask: Tensor, sizes: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     """Return what ``make`` makes, once for all layers of a forward pass: they get one mask, which keeps it."""
     if torch.compiler.is_compiling() or any(isinstance(x, Tensor) for x in sizes):  # which nobody can compare
         return make()

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from alibi_torch.transformers._modules import become, check_own
 from alibi_torch.transformers._paths import Paths
-from alibi_torch.transformers._remote import Family, RemoteAttention, RemoteBase, joined
-from alibi_torch.transformers._remote_decoders import BaichuanFamily, JaisFamily, MptFamily, RefactFamily
-from alibi_torch.transformers._remote_encoders import EncoderFamily
+from alibi_torch.transformers._remote.decoders import BaichuanFamily, JaisFamily, MptFamily, RefactFamily
+from alibi_torch.transformers._remote.encoders import EncoderFamily
+from alibi_torch.transformers._remote.models import Family, RemoteAttention, RemoteBase, joined
 
 FAMILIES: dict[str, Family] = {  # by the names of base models
     "BTLMModel": JaisFamily(),

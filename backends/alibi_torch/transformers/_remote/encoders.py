@@ -11,8 +11,8 @@ from torch import Tensor
 from alibi_core.backend import slope_values
 from alibi_torch._attention import attention
 from alibi_torch._dispatch import needs_gradients
-from alibi_torch.transformers._remote import HOLES, PLAIN, Family, RemoteAttention, constant, marked, tokens_of
-from alibi_torch.transformers._rules import _shared, is_short
+from alibi_torch.transformers._remote.models import HOLES, PLAIN, Family, RemoteAttention, constant, marked, tokens_of
+from alibi_torch.transformers._rules import is_short, shared
 
 FEW_SCORES = 2**21  # of a batch, at most, for products with a bias that all layers share
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values, [batch, heads, length, head_dim]
@@ -43,7 +43,7 @@ class EncoderAttention(RemoteAttention):
         # Products of few scores are the fastest; those of half the width are so for twice as many keys.
         is_lean = segment_ids is None and is_short(query, length * query.element_size() // 4)
         if is_lean and query.shape[:2].numel() * length**2 <= FEW_SCORES and not needs_gradients(query, key, value):
-            whole: Tensor = _shared(bias, (self.alibi_rules, length, query.dtype), lambda: self._bias(query, text))
+            whole: Tensor = shared(bias, (self.alibi_rules, length, query.dtype), lambda: self._bias(query, text))
             scores = (query @ key.mT).to(whole.dtype).mul_(query.shape[-1] ** -0.5).add_(whole)
             return torch.softmax(scores, dim=-1).to(value.dtype) @ value
         # Numbers become a tensor here, so that no cast of the model rounds them.
