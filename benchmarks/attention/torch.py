@@ -184,7 +184,9 @@ class Torch(Backend):
 
     def machine(self) -> dict[str, Any]:
         if self.device == "cpu":
-            return {"threads": torch.get_num_threads()}
+            # PyTorch may be held to less than the machine has: ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2.
+            vectors = torch.backends.cpu.get_cpu_capability()
+            return {"threads": torch.get_num_threads(), "vectors": vectors.replace("AVX512", "AVX-512")}
         properties = torch.cuda.get_device_properties(self.device)
         return {"gpu": properties.name, "gpu_memory": properties.total_memory, "cuda": torch.version.cuda}
 
