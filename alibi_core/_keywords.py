@@ -40,8 +40,8 @@ _TABLE = {
     ("key_padding_mask", "src_key_padding_mask"): Hint("mask", _PADDING),
     ("attn_mask", "src_mask"): Hint(
         "mask",
-        "mask, booleans, True where a query may look (nn.MultiheadAttention has them the other way round); numbers to "
-        "add to scores are added_bias of attention",
+        "mask, booleans, True where a query may look (nn.MultiheadAttention has them the other way round); an ALiBi "
+        "bias is left out, as attention adds it, and other numbers to add to scores are added_bias of attention",
     ),
     ("attention_mask",): Hint("mask", f"mask=(attention_mask == 1){_HEADS_FIRST}, of a tokenizer's ones and zeros"),
     ("need_weights", "output_attentions", "return_attn_probs"): Hint("return_weights", _WEIGHTS),
@@ -72,6 +72,11 @@ _TABLE = {
     ("do_sample",): Hint("temperature", "temperature: 0 takes the likeliest token, 1 draws", "generate"),
 }
 HINTS = {name: hint for names, hint in _TABLE.items() for name in names}
+_NO_PADDING = "the prompts of a call have one length, without padding; those of another length need a call of their own"
+_OF_FUNCTION = {  # what is to be said in one function alone
+    ("encode", "attention_mask"): "give mask=attention_mask",
+    **{("generate", name): _NO_PADDING for name in ("attention_mask", "mask", "lengths")},
+}
 
 
 def explains_keywords(function: Function) -> Function:
@@ -98,6 +103,8 @@ def _check(function: str, known: frozenset[str], options: dict[str, Any]) -> Non
     for name in options:
         if name not in known:
             message, hint = f"{function}() got an unexpected keyword argument {name!r}", HINTS.get(name)
-            if hint is not None:
+            if (function, name) in _OF_FUNCTION:
+                message += f"; {_OF_FUNCTION[function, name]}"
+            elif hint is not None:
                 message += f"; {'' if hint.ours in known else f'{hint.home} takes it: '}give {hint.how}"
             raise TypeError(message)

@@ -80,4 +80,7 @@ def _remedy(xp: Namespace, mask: Any) -> str:
         return ones
     if np.all((values == 0) | (values <= _HIDDEN)):
         return additive
-    return "with other numbers it is none: those of packed sequences are segment_ids, those to add to scores added_bias"
+    return (
+        "with other numbers it is none: an ALiBi bias is left out, as attention adds it; numbers of packed sequences "
+        "are segment_ids, those to add to scores added_bias"
+    )

@@ -63,6 +63,8 @@ def non_negative_int(name: str, value: Any) -> int:
 
 
 def window(value: Any) -> int:
+    if isinstance(value, tuple | list):  # as flash-attn has it
+        raise TypeError(f"window_size must be one integer, got {value}; is_causal tells whether later keys are seen")
     number = integer("window_size", value)
     if number < 0:  # as -1 is for no window elsewhere
         raise ValueError(f"window_size must not be negative, got {brief(value)}; None is for no window")

@@ -42,7 +42,8 @@ def namespace_of(*arrays: Array | None, xp: Namespace | None = None) -> Namespac
     names = {library_name(namespace) for namespace in found} | (set() if xp is None else {library_name(xp)})
     if len(names) > 1:
         listed = " and ".join(sorted(names))
-        raise TypeError(f"arrays must belong to one array namespace, got {listed}; convert them to one")
+        how = "convert them to one" if xp is None else f"make arrays of {library_name(xp)} of the others"
+        raise TypeError(f"arrays must belong to one array namespace, got {listed}; {how}")
     if found:
         return found[0]
     if xp is not None and _is_mlx(xp):

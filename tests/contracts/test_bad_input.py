@@ -115,7 +115,8 @@ MASK_VALUES = {  # of masks that are no booleans: what the message tells to make
     "zeros, which may be either": (floats(7) * 0, "bool.*mask == 0", "slopes"),
     "a bias": (
         np.asarray([-6, -5, -4, -3, -2, -1, 0], np.float32),
-        "those to add to scores added_bias",
+        "an ALiBi bias is left out, as attention adds it; numbers of packed sequences are segment_ids, those to add to "
+        "scores added_bias",
         "use",
     ),
     "numbers of sequences": (np.asarray([0, 0, 1, 1, 2, 2, 2]), "are segment_ids", "use"),

@@ -100,6 +100,32 @@ def test_steps_under_autocast_and_of_learnt_slopes() -> None:
             layer.log_slopes.sub_(1.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_key_that_overflowed_spoils_its_own_row_alone(dtype: torch.dtype) -> None:
+    slopes = torch.tensor([1.0, 0.5, 0.0, 0.0])
+    query, key = torch.ones(2, HEADS, 1, HEAD_DIM, dtype=dtype), torch.randn(2, KV_HEADS, 600, HEAD_DIM).to(dtype)
+    cache = KVCache(2, KV_HEADS, 600, HEAD_DIM, dtype=dtype)
+    with tiled_as(dataclasses.replace(tiling(), short=1)):
+        cache.append(key[:, :, :-1], key[:, :, :-1])
+        cache.attend(query, slopes)
+        key[0, 1, -1] = torch.inf
+        cache.append(key[:, :, -1:], key[:, :, -1:])
+        found = cache.attend(query, slopes)
+    right = attention(query, key, key, slopes, implementation="dense")
+    torch.testing.assert_close(found, right, equal_nan=True)
+    assert found[1].isfinite().all()
+
+
+def test_a_step_is_where_its_tensors_are_and_may_be_of_no_text() -> None:
+    cache = KVCache(2, KV_HEADS, 600, HEAD_DIM)
+    slopes = torch.tensor([1.0, 0.5, 0.001, 0.0])  # whose heads need keys of very different numbers
+    with tiled_as(dataclasses.replace(tiling(), short=1)), torch.device("meta"):
+        cache.append(*torch.randn(2, 2, KV_HEADS, 600, HEAD_DIM, device="cpu").unbind())
+        assert cache.attend(torch.randn(2, HEADS, 1, HEAD_DIM, device="cpu"), slopes.cpu()).device.type == "cpu"
+    cache.select_batch(torch.tensor([], dtype=torch.long))
+    assert cache.attend(torch.randn(0, HEADS, 1, HEAD_DIM)).shape == (0, HEADS, 1, HEAD_DIM)
+
+
 def test_appends_happen_in_place_and_touch_nothing_else() -> None:
     key, value = torch.randn(2, 2, KV_HEADS, 390, HEAD_DIM).unbind()
     cache = KVCache(2, KV_HEADS, 393, HEAD_DIM)

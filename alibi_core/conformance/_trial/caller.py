@@ -169,7 +169,7 @@ class Caller:
             raise CallError("returned", f"{name} returned {what}: {_first_line(error)}") from None
         if found != shape:
             raise CallError("returned", f"{name} returned shape {found}, expected {shape}")
-        dtype = getattr(result.dtype, "name", str(result.dtype))  # a NumPy dtype's name leaves out the byte order
+        dtype = values.dtype.name  # which leaves out the byte order
         is_rounded = name in ("attention", "decode_step") or "attention_grad" in name
         expected = self._dtypes(is_slopes=slopes or not is_rounded)
         if dtype not in ("float16", "bfloat16", "float32", "float64"):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from alibi_core.backend import POOLING, AlibiConfig, TextRows, checks
+from alibi_core.backend import POOLING, AlibiConfig, TextRows, checks, explains_keywords
 from alibi_jax.nn._transformer import AlibiTransformer, AttentionFactory, norm_layer, scaled
 
 LEAST_PACKED = 64  # tokens: shorter rows of packed texts all share a program
@@ -96,6 +96,7 @@ class AlibiEncoder(nnx.Module):
             x = x + self.token_type_embedding(jnp.zeros_like(tokens) if token_types is None else token_types)
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
+    @explains_keywords
     def encode(
         self,
         tokens: jax.Array,

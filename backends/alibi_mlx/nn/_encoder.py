@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from alibi_core.backend import MOST_PACKED, POOLING, AlibiConfig, TextRows, checks
+from alibi_core.backend import MOST_PACKED, POOLING, AlibiConfig, TextRows, checks, explains_keywords
 from alibi_mlx.nn._transformer import AlibiTransformer, AttentionFactory, norm_layer, scaled
 
 
@@ -83,6 +83,7 @@ class AlibiEncoder(nn.Module):
             x = x + (of_types.weight[0] if token_types is None else of_types(token_types))
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
+    @explains_keywords
     def encode(
         self,
         tokens: mx.array,

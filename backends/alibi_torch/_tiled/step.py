@@ -115,7 +115,7 @@ def forward(
         elif may_leave_out and _scores_tell(call, key, value):
             return _by_scores(call, query, key, value, row)
         return fused_forward(query, key, value, 0.0, False, attn_mask=row, scale=call.scale)[0].to(call.dtype)
-    result = torch.empty(query.shape, dtype=call.dtype)
+    result = query.new_empty(query.shape, dtype=call.dtype)  # whatever the default device is
     size = call.num_heads // call.num_kv_heads
     for job in planned:
         heads, width = slice(job.heads.start // size, job.heads.stop // size), job.kv_len
@@ -143,18 +143,21 @@ def _widths(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms, mo
     """Return how many of the last keys, of ``most``, the queries of each head of keys need in all entries."""
     queries, own = (x.detach().double().numpy() for x in (query, key[:, :, -1:]))
     largest = norms.values.detach().amax(dim=-1, keepdim=True).double().numpy()  # [batch or 1, num_kv_heads or 1, 1]
-    bound = np.sqrt(np.einsum("...d,...d", queries, queries)) * largest * abs(call.scale)  # [batch, num_kv_heads, rows]
-    # The own score's rounding, and that of others.
-    excess = bound * (1 + 2 * score_rounding(call.head_dim)) - np.einsum("...d,...d", queries, own) * call.scale
-    excess = np.where(excess < ENDLESS, excess, ENDLESS)  # where it is NaN, too
-    if _widths not in call.worked_out:
-        slopes = call.slopes.detach().double().numpy().reshape(call.num_kv_heads, -1)
-        base = reach(namespace_of(slopes), slopes, np.zeros(()), min(tolerance_of(call), LARGEST_TOLERANCE))
-        call.worked_out[_widths] = base, np.divide(1 + 2.0**-20, slopes, out=np.zeros_like(slopes), where=slopes > 0)
-    base, tokens = call.worked_out[_widths]
-    # At an excess of 0, and what the rest adds.
-    needed = (base + excess * tokens).max(axis=(0, 2))
-    return np.ceil(np.clip(needed, NEAR, most)).astype(int).tolist()
+    with np.errstate(all="ignore"):  # numbers that are none need all keys
+        # [batch, num_kv_heads, rows]
+        bound = np.sqrt(np.einsum("...d,...d", queries, queries)) * largest * abs(call.scale)
+        # The own score's rounding, and that of others.
+        excess = bound * (1 + 2 * score_rounding(call.head_dim)) - np.einsum("...d,...d", queries, own) * call.scale
+        excess = np.where(excess < ENDLESS, excess, ENDLESS)
+        if _widths not in call.worked_out:
+            slopes = call.slopes.detach().double().numpy().reshape(call.num_kv_heads, -1)
+            base = reach(namespace_of(slopes), slopes, np.zeros(()), min(tolerance_of(call), LARGEST_TOLERANCE))
+            tokens = np.divide(1 + 2.0**-20, slopes, out=np.zeros_like(slopes), where=slopes > 0)
+            call.worked_out[_widths] = base, tokens
+        base, tokens = call.worked_out[_widths]
+        needed = base + excess * tokens  # at an excess of 0, and what the rest adds
+    needed = np.where(needed <= most, needed, most).max(axis=(0, 2))
+    return np.ceil(np.maximum(needed, min(NEAR, most))).astype(int).tolist()
 
 
 def groups(call: AttentionCall, widths: Sequence[int], entries: int) -> list[tuple[slice, int]]:

@@ -217,7 +217,8 @@ class KVCache:
         if known is not None:
             check_span(self.length, query.shape[2])
             is_differentiated = needs_gradients(query, key, value)
-            if implementation in (None, "tiled") and step.is_step(call) and not is_differentiated:
+            is_step = step.is_step(call) and not call.is_empty
+            if implementation in (None, "tiled") and is_step and not is_differentiated:
                 norms = self._norms(step.NEAR) if step.wants_norms(call, self.length) else None
                 with no_autocast("cpu"):  # it would round the bias
                     return step.attend(call, query, key, value, norms)

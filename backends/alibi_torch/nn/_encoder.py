@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from alibi_core.backend import MOST_PACKED, POOLING, TextRows, checks
+from alibi_core.backend import MOST_PACKED, POOLING, TextRows, checks, explains_keywords
 from alibi_torch.nn._transformer import AlibiConfig, AlibiTransformer, AttentionFactory, norm_layer, scaled
 
 
@@ -84,6 +84,7 @@ class AlibiEncoder(nn.Module):
             x = x + (of_types.weight[0] if token_types is None else of_types(token_types))
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
+    @explains_keywords
     def encode(
         self,
         tokens: Tensor,

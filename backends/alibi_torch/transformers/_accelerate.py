@@ -99,7 +99,8 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
     if not bases and not remote:
         raise ValueError(
             "model must contain a BLOOM, MPT or Falcon model of transformers, or one with code of its own that is "
-            f"known here, got {type(model).__name__}; encoders without ALiBi get it with with_alibi"
+            f"known here, got {type(model).__name__}; encoders without ALiBi get it, and "
+            "this library's attention, with with_alibi"
         )
     planned: dict[Any, Any] = {}
     alike: dict[Any, Any] = {}  # layers that compute the same share one object, which is compared fast
