@@ -24,9 +24,17 @@ class DecoderAttention(RemoteAttention):
     past_name: str
 
     @staticmethod
+    def shape_of(module: Any) -> tuple[int, int]:
+        return module.num_heads, module.head_dim
+
+    @staticmethod
     def scale(module: Any) -> float:
         """Return the factor of a module's scores."""
-        raise NotImplementedError
+        return float(module.head_dim**-0.5)
+
+    @staticmethod
+    def weight_dropout(module: Any) -> float:
+        return 0.0
 
     def split(self, hidden: Tensor) -> Heads:
         """Return queries, keys and values."""
@@ -103,20 +111,8 @@ class BaichuanAttention(DecoderAttention):
     parts = frozenset({"W_pack", "o_proj"})
 
     @staticmethod
-    def shape_of(module: Any) -> tuple[int, int]:
-        return module.num_heads, module.head_dim
-
-    @staticmethod
     def rows(module: Any) -> dict[str, int]:
         return {"W_pack": 3 * module.hidden_size}
-
-    @staticmethod
-    def scale(module: Any) -> float:
-        return float(module.head_dim**-0.5)
-
-    @staticmethod
-    def weight_dropout(module: Any) -> float:
-        return 0.0
 
     def split(self, hidden: Tensor) -> Heads:
         module: Any = self
@@ -280,10 +276,6 @@ class JaisAttention(DecoderAttention):
     parts = frozenset({"c_attn", "c_proj", "attn_dropout", "resid_dropout"})
 
     @staticmethod
-    def shape_of(module: Any) -> tuple[int, int]:
-        return module.num_heads, module.head_dim
-
-    @staticmethod
     def rows(module: Any) -> dict[str, int]:
         return {}  # its weights are transposed
 
@@ -347,21 +339,9 @@ class RefactAttention(DecoderAttention):
     optional = frozenset({"k", "v", "kv"})
 
     @staticmethod
-    def shape_of(module: Any) -> tuple[int, int]:
-        return module.num_heads, module.head_dim
-
-    @staticmethod
     def rows(module: Any) -> dict[str, int]:
         size = module.head_dim
         return {"q": size * module.num_heads} | ({"kv": 2 * size} if hasattr(module, "kv") else {"k": size, "v": size})
-
-    @staticmethod
-    def scale(module: Any) -> float:
-        return float(module.head_dim**-0.5)
-
-    @staticmethod
-    def weight_dropout(module: Any) -> float:
-        return 0.0
 
     def split(self, hidden: Tensor) -> Heads:
         module: Any = self
