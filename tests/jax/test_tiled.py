@@ -67,7 +67,7 @@ TILINGS = st.builds(
 def operands_of(case: Case, dtype: str = "float32", tolerance: float | None = None) -> tuple[Rules, Operands]:
     tensors = [JAX.array(BACKEND.layout(case.arrays[name]), dtype) for name in ("query", "key", "value")]
     slopes = JAX.array(case.arrays["slopes"], "float64" if dtype == "float64" else "float32")
-    arguments = {name: BACKEND._place(value) for name, value in case.arguments.items()}
+    arguments = JAX.placed(case.arguments)
     call = AttentionCall.check(
         *tensors, slopes, **arguments, tolerance=tolerance, allow_negative_slopes=True, layout=LENGTH_FIRST, xp=jnp
     )

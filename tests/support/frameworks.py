@@ -181,9 +181,6 @@ class Backend:
         values = dict(zip(names, map(self.framework.numpy, gradients), strict=True))
         return {name: x if "slopes" in name else self.layout(x) for name, x in values.items()}
 
-    def _place(self, value: Any) -> Any:
-        return self.framework.placed(value)
-
 
 def _torch_gradients(function: Callable[..., Any], tensors: list[Any], weight: Any) -> Any:
     import torch

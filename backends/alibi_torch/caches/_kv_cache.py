@@ -223,7 +223,7 @@ class KVCache:
                 with no_autocast("cpu"):  # it would round the bias
                     return step.attend(call, query, key, value, norms)
             call = replace(call, kv_len=self.length, q_offset=self.length - query.shape[2])
-        if not call.has_offset_array:
+        elif not call.has_offset_array:
             check_span(self.length, query.shape[2])
         norms = None
         if key.device.type != "cpu" or not is_short(call, norms_are_known=True):

@@ -29,6 +29,8 @@ from alibi_torch.transformers._modules import (
     check_own,
     layers_of,
     positional_names,
+    reason_of_weights,
+    tokens_of,
     with_arguments,
 )
 from alibi_torch.transformers._paths import Paths
@@ -178,7 +180,7 @@ class _Prepare:
             return args, kwargs
         if not self.is_base and given.get("position_ids") is None:
             return args, kwargs  # which the base is left to see to
-        tokens = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
+        tokens = tokens_of(given)
         if not isinstance(tokens, Tensor):
             return args, kwargs  # which the model refuses
         if given.get("use_cache") is False and isinstance(given.get("past_key_values"), AlibiCache):
@@ -207,12 +209,9 @@ class _Prepare:
 
 def _reason_for_own_code(model: Any, layers: list[Any], given: dict[str, Any], tokens: Tensor) -> str | None:
     """Return why the library does not compute a call, as a sentence that begins with an argument; None if it does."""
-    weights = given.get("output_attentions")
-    if model.config.output_attentions if weights is None else weights:
-        return "output_attentions must be False, as the library stores no attention weights, got True"
-    dropped = [layer.weight_dropout for layer in layers if layer.training]
-    if dropped and max(dropped) > 0:
-        return f"dropout of attention weights must be 0 in training, as no weights are stored, got {max(dropped)}"
+    reason = reason_of_weights(model.config, given, [layer.weight_dropout for layer in layers if layer.training])
+    if reason is not None:
+        return reason
     cache, mask = given.get("past_key_values"), given.get("attention_mask")
     if cache is not None:
         other = unknown_cache(cache)

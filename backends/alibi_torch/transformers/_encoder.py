@@ -19,7 +19,7 @@ from alibi_torch.transformers._encoder_modules import (
     AlibiMegatronBertSelfAttention,
     EncoderAttention,
 )
-from alibi_torch.transformers._modules import become, check_sizes, positional_names, with_arguments
+from alibi_torch.transformers._modules import become, check_sizes, positional_names, tokens_of, with_arguments
 
 BASES = (BertModel, MegatronBertModel)
 WITH_ALIBI: dict[type, type] = {
@@ -183,7 +183,7 @@ class _Prepare:
             raise ValueError("is_decoder must be False in the config of an encoder with ALiBi, got True")
         if given.get("output_attentions") or (given.get("output_attentions") is None and base.config.output_attentions):
             raise ValueError("output_attentions must be False with ALiBi, as no attention weights are stored, got True")
-        tokens = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
+        tokens = tokens_of(given)
         if not isinstance(tokens, Tensor):
             return args, kwargs  # which the model refuses
         rows = _rows.encoded(given.get("attention_mask"), given.get("position_ids"), tokens)

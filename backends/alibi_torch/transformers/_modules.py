@@ -270,6 +270,24 @@ def positional_names(kind: type) -> tuple[str, ...]:
     return names
 
 
+def tokens_of(given: dict[str, Any]) -> Any:
+    """Return the tokens of a call, ``[batch, length, ...]``, from its arguments by name."""
+    return given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
+
+
+def reason_of_weights(config: Any, given: dict[str, Any], dropped: list[float]) -> str | None:
+    """Return why a call needs attention weights in memory, as a sentence that begins with an argument, if it does.
+
+    ``dropped`` are the shares of weights that layers in training drop.
+    """
+    weights = given.get("output_attentions")
+    if getattr(config, "output_attentions", False) if weights is None else weights:
+        return "output_attentions must be False, as the library stores no attention weights, got True"
+    if dropped and max(dropped) > 0:
+        return f"dropout of attention weights must be 0 in training, as no weights are stored, got {max(dropped)}"
+    return None
+
+
 def with_arguments(names: tuple[str, ...], args: Any, kwargs: Any, changed: dict[str, Any]) -> tuple[Any, Any]:
     """Return a call's arguments, some of them replaced, in their places, as other hooks may count on those."""
     changed = dict(changed)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from alibi_core.backend import slope_values
 from alibi_torch.transformers import _facts
-from alibi_torch.transformers._remote.models import Family, RemoteAttention, constant, tokens_of
+from alibi_torch.transformers._modules import tokens_of
+from alibi_torch.transformers._remote.models import Family, RemoteAttention, constant
 from alibi_torch.transformers._rules import Rules
 
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values, [batch, heads, length, head_dim]

@@ -11,7 +11,8 @@ from torch import Tensor
 from alibi_core.backend import slope_values
 from alibi_torch._attention import attention
 from alibi_torch._dispatch import needs_gradients
-from alibi_torch.transformers._remote.models import HOLES, PLAIN, Family, RemoteAttention, constant, marked, tokens_of
+from alibi_torch.transformers._modules import tokens_of
+from alibi_torch.transformers._remote.models import HOLES, PLAIN, Family, RemoteAttention, constant, marked
 from alibi_torch.transformers._rules import is_short, shared
 
 FEW_SCORES = 2**21  # of a batch, at most, for products with a bias that all layers share

@@ -8,7 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from alibi_torch.transformers._modules import check_sizes, positional_names, with_arguments
+from alibi_torch.transformers._modules import (
+    check_sizes,
+    positional_names,
+    reason_of_weights,
+    tokens_of,
+    with_arguments,
+)
 from alibi_torch.transformers._paths import Paths
 
 
@@ -205,7 +211,8 @@ class RemoteBase(Joined):
         if not isinstance(tokens, Tensor):
             return args, kwargs  # which the model refuses
         layers = family.attention_of(self)
-        reason = self._of_weights(self, layers, given) or family.reason(self, given)
+        dropped = [layer.weight_dropout(layer) for layer in layers if layer.training]
+        reason = reason_of_weights(self.config, given, dropped) or family.reason(self, given)
         reason = reason or self._of_mask(mask, tokens, family.past(self, given))
         if reason is not None:
             layers[0].alibi_paths.by_hook(self, reason)
@@ -214,16 +221,6 @@ class RemoteBase(Joined):
         layers[0].alibi_paths.by_library()
         changed = family.begin(self, given, None if mask is None else mask != 0)
         return with_arguments(self.alibi_names, args, kwargs, changed)
-
-    @staticmethod
-    def _of_weights(base: Any, layers: list[Any], given: dict[str, Any]) -> str | None:
-        weights = given.get("output_attentions")
-        if getattr(base.config, "output_attentions", False) if weights is None else weights:
-            return "output_attentions must be False, as the library stores no attention weights, got True"
-        dropped = [layer.weight_dropout(layer) for layer in layers if layer.training]
-        if dropped and max(dropped) > 0:
-            return f"dropout of attention weights must be 0 in training, as no weights are stored, got {max(dropped)}"
-        return None
 
     @staticmethod
     def _of_mask(mask: Any, tokens: Tensor, past: int) -> str | None:
@@ -244,11 +241,6 @@ class RemoteBase(Joined):
 def constant(value: Any, *_: Any, **__: Any) -> Any:
     """Return the value, whatever else is given: in place of a function that would build a bias."""
     return value
-
-
-def tokens_of(given: dict[str, Any]) -> Any:
-    """Return the tokens of a call, ``[batch, length, ...]``."""
-    return given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
 
 
 # --- Marks, which the models' own code carries to their attention ----------------------------------------------------
