@@ -4,13 +4,10 @@ The core says what ALiBi is: its slopes, its bias, and the attention that every 
 and array-api-compat alone and works on the arrays of any library that follows the array API standard.
 """
 
-from alibi_core._attention import attention
-from alibi_core._bias import bias, bias_from_positions, key_bias
-from alibi_core._call import AttentionCall
-from alibi_core._fold import fold, fold_error_bound, fold_size
+from alibi_core._bias import bias, bias_from_positions, key_bias, slopes
+from alibi_core._call import AttentionCall, attention, fold, fold_error_bound, fold_size
 from alibi_core._horizon import KeyRanges, ScoreBounds, horizon, key_ranges
 from alibi_core._sharding import Hop, ShardPlan, Shards, shard_plan
-from alibi_core._slopes import slopes
 
 __version__ = "0.1.0"
 

@@ -20,6 +20,7 @@ from alibi_core._arrays.checks import (
     positive_int,
     positive_number,
 )
+from alibi_core._arrays.keywords import HINTS, check_keywords, explains_keywords
 from alibi_core._arrays.namespace import (
     along_axis,
     arange,
@@ -44,6 +45,7 @@ from alibi_core._arrays.namespace import (
 from alibi_core._arrays.typing import Array, Device, DType, Namespace
 
 __all__ = [
+    "HINTS",
     "MAX_POSITION",
     "Array",
     "DType",
@@ -58,9 +60,11 @@ __all__ = [
     "brief",
     "broadcastable",
     "broadcasts",
+    "check_keywords",
     "checks",
     "computes_eagerly_without_gradients",
     "device_of",
+    "explains_keywords",
     "floating_array",
     "floating_dtype",
     "floating_name",

@@ -12,10 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from alibi_core._contracts import Contract, named
+from alibi_core._bias import Contract, named, slope_values
 from alibi_core._models.config import AlibiConfig
 from alibi_core._models.families import Family, Layout, Settings
-from alibi_core._slopes import slope_values
 
 UNKNOWN = "no language model here has it"
 

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from alibi_core._contracts import Contract
+from alibi_core._bias import Contract, slope_values
 from alibi_core._models.config import AlibiConfig
 from alibi_core._models.families import Family, Layout, Settings
-from alibi_core._slopes import slope_values
 
 MODEL_TYPE = "bert"  # of all families
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from alibi_core._arrays import Array, Namespace, checks, host_values
+from alibi_core._bias import slopes as canonical_slopes
 from alibi_core._horizon import LARGEST_TOLERANCE, reach
 from alibi_core._sharding.shards import Shards
-from alibi_core._slopes import slopes as canonical_slopes
 
 PIECE = 16  # tokens that are sent or left together
 HALO_SHARE = 0.25  # of the tolerance, for what is not sent; the rest is for what a backend does with what there is

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from alibi_core import _contracts
 from alibi_core._arrays import checks
+from alibi_core._bias import named
 from alibi_core.conformance._cases import UNIT_ROUNDOFF
 
 MOST_TOKENS = 544  # of a sequence that is decoded: beyond powers of two up to 512, and no multiple of usual blocks
@@ -138,7 +138,7 @@ class Offer:
         if not isinstance(name, str):
             raise TypeError(f"name of an adapter must be a string, got {type(name).__name__}")
         dtype = checks.one_of("dtype", getattr(adapter, "dtype", "float32"), tuple(UNIT_ROUNDOFF))
-        contract = _contracts.named(getattr(adapter, "contract", "exact")).name
+        contract = named(getattr(adapter, "contract", "exact")).name
         declared = getattr(adapter, "features", None)
         if declared is not None:
             if isinstance(declared, str):

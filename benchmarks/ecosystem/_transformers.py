@@ -17,7 +17,7 @@ from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
 from transformers.models.mpt import modeling_mpt
 
-from alibi_core import _contracts
+from alibi_core._bias import named
 from benchmarks.ecosystem._torch import TorchAdapter, Values, hidden, to_numpy
 
 _TOKENS = {"vocab_size": 11, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -58,7 +58,7 @@ class _Model(TorchAdapter):
 
     def __init__(self, dtype: str, contract: str) -> None:
         super().__init__(dtype, contract)
-        if _contracts.named(contract).is_key_only:  # then it shows its bias too, which is no distance
+        if named(contract).is_key_only:  # then it shows its bias too, which is no distance
             self.bias = self.own_bias
 
     def own_bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Values:

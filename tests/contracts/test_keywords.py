@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import alibi_core
-from alibi_core._keywords import HINTS
+from alibi_core._arrays import HINTS
 from tests.support.frameworks import FRAMEWORK, NAMES
 from tests.support.layers import make_layer
 from tests.support.models import make_module

@@ -18,6 +18,7 @@ BACKENDS = ("alibi_torch", "alibi_jax", "alibi_mlx")
 FOLDERS = {"alibi_core": ROOT, "benchmarks": ROOT} | dict.fromkeys(BACKENDS, ROOT / "backends")
 FOR_BACKENDS = {"alibi_core", "alibi_core.backend", "alibi_core.conformance"}
 MOST_FLOORS = 8
+MOST_FILES = 11
 
 
 def name_of(path: Path, folder: Path) -> str:
@@ -99,6 +100,12 @@ def test_imports_go_one_way(room: str) -> None:
     for part in order:
         floors[part] = 1 + max((floors[x] for x in graph.get(part, ())), default=0)
     assert max(floors.values(), default=0) <= MOST_FLOORS, f"{room}: {floors}"
+
+
+@pytest.mark.parametrize("room", [*FOLDERS, *sorted(ROOMS)])
+def test_rooms_stay_small(room: str) -> None:
+    files = [path for path in MODULES.values() if path.parent == MODULES[room].parent]
+    assert len(files) <= MOST_FILES, f"{room} has {len(files)} files: give those with one purpose a room of their own"
 
 
 @pytest.mark.parametrize("room", sorted(ROOMS))

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis import strategies as st
 
 import alibi_core
-from alibi_core import _contracts
+from alibi_core._bias import named
 from alibi_core.conformance._adapter import Offer
 from alibi_core.conformance._cases import Answer, Attention, Case, Family, Values, excess, smaller_cases
 from alibi_core.conformance._trial.caller import Caller, CallError, DepartureError, Evidence
@@ -147,7 +147,7 @@ class Trial:
     def exact(self, case: Case) -> Attention:
         """Return the exact answer to a case, and how far off it may be by the adapter's dtype and contract."""
         problem = case.exact(self.offer.dtype, counted_from_anywhere="far" not in self.features)
-        contract = _contracts.named(self.offer.contract)
+        contract = named(self.offer.contract)
         if self.offer.has_slopes or not contract.is_key_only:
             return problem
         rules, (q_len, kv_len) = case.rules(case.arrays["slopes"]), case.sizes.lengths

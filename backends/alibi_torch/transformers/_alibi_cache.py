@@ -6,8 +6,7 @@ from typing import Any
 
 from transformers.cache_utils import Cache
 
-from alibi_torch.transformers._cache_layers import GrowingLayer
-from alibi_torch.transformers._evicting_layer import EvictingLayer
+from alibi_torch.transformers._cache_layers import EvictingLayer, GrowingLayer
 from alibi_torch.transformers._modules import attention_modules
 from alibi_torch.transformers._norms import most_of_queries
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from alibi_core._call import AttentionCall
-from alibi_core._horizon import KeyRanges
+from alibi_core._horizon.ranges import KeyRanges
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

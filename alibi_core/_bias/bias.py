@@ -16,13 +16,13 @@ from alibi_core._arrays import (
     checks,
     computes_eagerly_without_gradients,
     device_of,
+    explains_keywords,
     known_device,
     namespace_of,
     signed,
 )
-from alibi_core._contracts import Contract
-from alibi_core._keywords import explains_keywords
-from alibi_core._slopes import slope_values
+from alibi_core._bias.contracts import Contract
+from alibi_core._bias.slopes import slope_values
 
 
 @explains_keywords

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from alibi_torch.caches import EvictingKVCache
 from alibi_torch.transformers import _facts
-from alibi_torch.transformers._cache_layers import AttendingLayer, is_frozen
+from alibi_torch.transformers._cache_layers.layers import AttendingLayer, is_frozen
 from alibi_torch.transformers._rules import Rules
 
 NO_LIMIT = 2**31 - 1  # tokens a head

@@ -8,8 +8,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from alibi_core import _contracts
 from alibi_core._arrays import Device, DType, Namespace, asarray, astype, brief, checks, known_device, namespace_of
+from alibi_core._bias.contracts import named
 
 MOST_HEADS = 2**20  # each slope takes microseconds of decimal arithmetic
 SCHEMES = ("canonical", "geometric", "linear")
@@ -106,7 +106,7 @@ def slope_values(
         raise ValueError(f"num_heads must be at most {MOST_HEADS}, got {brief(num_heads)}")
     checks.one_of("scheme", scheme, SCHEMES)
     bias_max = checks.positive_number("bias_max", bias_max)
-    rule = _contracts.named(contract)
+    rule = named(contract)
     if rule.scheme is not None and scheme != "canonical":
         raise ValueError(f"scheme must be left at 'canonical' with contract {contract!r}, got {scheme!r}")
     if bias_max != 8 and not rule.takes_bias_max:

@@ -12,7 +12,7 @@ from transformers.models.megatron_bert.modeling_megatron_bert import MegatronBer
 
 from alibi_core.backend import LayerShape, host_values, slope_values
 from alibi_torch.transformers import _rows
-from alibi_torch.transformers._encoder_modules import (
+from alibi_torch.transformers._bert.modules import (
     AlibiBertEmbeddings,
     AlibiBertSelfAttention,
     AlibiMegatronBertEmbeddings,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from alibi_core._arrays import Array, Namespace, asarray, astype, times
-from alibi_core._call import AttentionCall
-from alibi_core._keywords import explains_keywords
+from alibi_core._arrays import Array, Namespace, asarray, astype, explains_keywords, times
+from alibi_core._call.call import AttentionCall
 
 
 @explains_keywords
