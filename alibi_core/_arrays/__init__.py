@@ -22,6 +22,7 @@ from alibi_core._arrays.checks import (
 )
 from alibi_core._arrays.keywords import HINTS, check_keywords, explains_keywords
 from alibi_core._arrays.namespace import (
+    adopted,
     along_axis,
     arange,
     asarray,
@@ -33,6 +34,7 @@ from alibi_core._arrays.namespace import (
     host_values,
     is_exporting,
     is_kind,
+    is_numpy,
     known_device,
     library_name,
     namespace_of,
@@ -51,6 +53,7 @@ __all__ = [
     "DType",
     "Device",
     "Namespace",
+    "adopted",
     "along_axis",
     "arange",
     "array",
@@ -72,6 +75,7 @@ __all__ = [
     "is_exporting",
     "is_int",
     "is_kind",
+    "is_numpy",
     "known_device",
     "library_name",
     "namespace_of",

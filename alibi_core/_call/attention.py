@@ -37,7 +37,8 @@ def attention(
         key: ``[..., num_kv_heads, kv_len, head_dim]``. ``num_kv_heads`` divides ``num_heads``; query head ``h`` reads
             key/value head ``h // (num_heads // num_kv_heads)``.
         value: Of the shape of ``key``.
-        slopes: ``[num_heads]`` or ``[..., num_heads]``, not negative. Default: the canonical slopes.
+        slopes: ``[num_heads]`` or ``[..., num_heads]``, not negative; NumPy's serve any library. Default: the
+            canonical slopes.
         is_causal: Mask keys after the query.
         future_slopes: With ``is_causal=False``, the slopes for keys after the query, shaped as ``slopes`` may be.
             Default ``slopes`` (symmetric); zeros give the clamped form.

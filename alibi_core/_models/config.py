@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._arrays import checks
+from alibi_core._arrays import checks, explains_keywords
 from alibi_core._models.layer_shape import LayerShape
 
 POST_NORM_BLOCKS = ("post_norm", "double_post_norm")
@@ -23,7 +23,8 @@ _SWITCHES = ("is_causal", "bias", "gated", "feed_forward_bias", "qk_norm", "norm
 
 def _check_slopes(name: str, slopes: Any) -> None:
     if not isinstance(slopes, tuple):
-        raise TypeError(f"{name} must be a tuple of numbers, got {type(slopes).__name__}")
+        how = "; tuple(slopes.tolist()) of an array is one" if hasattr(slopes, "tolist") else ""
+        raise TypeError(f"{name} must be a tuple of numbers, got {type(slopes).__name__}{how}")
     for slope in slopes:
         checks.non_negative_number(name, slope)
 
@@ -40,7 +41,7 @@ def _also_spelled(**spellings: str) -> Callable[[type], type]:
     """Return a decorator that lets fields of a class be given, and read, by other names, too."""
 
     def decorate(cls: Any) -> Any:
-        init = cls.__init__
+        init = explains_keywords(cls.__init__)
 
         @functools.wraps(init)
         def with_other_spellings(self: Any, *values: Any, **options: Any) -> None:
