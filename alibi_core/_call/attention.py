@@ -47,7 +47,7 @@ def attention(
         segment_ids: ``[..., length]`` integers for packed sequences: a query sees the keys of its own id. Distances are
             counted along the row: within a sequence whose ids stand together they are what they would be alone. A pair
             ``(queries, keys)`` where queries are only some of the row's tokens.
-        window_size: Mask keys farther than this many tokens.
+        window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
         mask: Booleans, True where a query may look, that broadcast to ``[..., num_heads, q_len, kv_len]``. A mask of
             tokens, ``[batch, kv_len]``, is ``mask[:, None, None, :]``. Where sizes agree so that a mask of two or three
             axes might be meant as one of ``[batch, kv_len]`` or ``[batch, q_len, kv_len]``, it is refused.

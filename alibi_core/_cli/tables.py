@@ -17,7 +17,6 @@ HEAD_DIM = 64
 TYPICAL_RANGE = (
     16.0  # 2 * scale * |query| * |key| where HEAD_DIM features of both are normally distributed: 2 * 8 * 8 / 8
 )
-QUICK = 10_000  # heads, whose slopes take less than a second
 
 
 def add_commands(commands: Any) -> None:
@@ -139,11 +138,8 @@ def _of_queries_own_key(options: argparse.Namespace) -> float:
 def _heads(options: argparse.Namespace, score_range: float, *, is_causal: bool) -> tuple[list[Any], list[float]]:
     """Return slope and horizon of each head."""
     rule = {name: getattr(options, name) for name in ("scheme", "bias_max")}
-    if options.num_heads <= QUICK:
+    with waiting(f"{options.num_heads:,} slopes"):
         slopes = alibi_core.slopes(options.num_heads, **rule)
-    else:
-        with waiting(f"{options.num_heads:,} slopes"):
-            slopes = alibi_core.slopes(options.num_heads, **rule)
     return list(slopes), horizons_of(slopes, score_range, options.tolerance, is_causal=is_causal)
 
 

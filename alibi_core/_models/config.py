@@ -104,7 +104,8 @@ class AlibiConfig:
         token_types: How many types of tokens an encoder tells apart; 0 for none.
         future_slopes: One slope a head for keys after the query, for an asymmetric encoder. Default: ``slopes``.
         learnable_slopes: Whether slopes are trained, starting from ``slopes``.
-        window_size: Keys farther than this many tokens are masked. Default: none are.
+        window_size: Keys farther than this many tokens are masked: with 4 a query sees 5 keys, its own among them.
+            Default: none are.
         implementation: As for the backend's ``attention``, which checks it.
 
     Raises:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import alibi_core
-from alibi_core._cli import main, tables
+from alibi_core._cli import main
 from alibi_core.backend import install_hint
 from alibi_core.conformance import installed_adapters
 
@@ -232,7 +232,6 @@ def test_what_takes_long_says_so_on_a_terminal(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     if not has_rich:
         monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.setattr(tables, "QUICK", 3)
     assert main(["slopes", "4"]) == 0
     printed = capsys.readouterr()
     assert "0.25" in printed.out
