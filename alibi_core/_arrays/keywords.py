@@ -37,7 +37,7 @@ _POSITIONS = Hint("q_offset", "q_offset, the position of the first query; keys h
 _PYTORCHS = "alibi_torch.AlibiMultiheadAttention"
 
 # By who takes it and its name here, for those that mean the same under another name.
-_RENAMED = {
+_RENAMED: dict[str, dict[str, tuple[str, ...]]] = {
     "attention": {
         "is_causal": ("causal",),
         "dropout_key": ("dropout_rng",),
@@ -102,9 +102,12 @@ _TABLE = {
 }
 _TABLE |= {names: Hint(ours, ours, home) for home, known in _RENAMED.items() for ours, names in known.items()}
 HINTS = {name: hint for names, hint in _TABLE.items() for name in names}
+_COUNT = "give slopes, which may be the number of heads"
 _NO_PADDING = "the prompts of a call have one length, without padding; those of another length need a call of their own"
 _OF_FUNCTION = {  # what is to be said in one function alone
     ("encode", "attention_mask"): "give mask=attention_mask",
+    **{(of, "num_heads"): _COUNT for of in ("bias", "key_bias", "bias_from_positions")},
+    **{("bias", name): "give q_len, and kv_len for another number of keys" for name in ("length", "seq_len")},
     ("bias", "segment_ids"): "bias_from_positions takes positions, with q_segment_ids and kv_segment_ids",
     ("bias_from_positions", "segment_ids"): "give q_segment_ids and kv_segment_ids",
     **{("generate", name): _NO_PADDING for name in ("attention_mask", "mask", "lengths")},

@@ -36,7 +36,8 @@ def namespace_of(*arrays: Array | None, xp: Namespace | None = None) -> Namespac
         xp = sys.modules.get(xp) or importlib.import_module(xp)  # which torch.compile cannot trace
     if xp is not None and not (hasattr(xp, "asarray") or hasattr(xp, "array")):
         raise TypeError(
-            f"xp must be an array namespace such as numpy, torch or jax.numpy, or the name of one, got {brief(xp)}"
+            f"xp must be an array namespace such as numpy, torch or jax.numpy, or the name of one, got {brief(xp)}; "
+            f"names are {', '.join(map(repr, NAMED))}"
         )
     found = [_namespace_of_one(array) for array in arrays if array is not None]
     names = {library_name(namespace) for namespace in found} | (set() if xp is None else {library_name(xp)})

@@ -23,7 +23,8 @@ _SWITCHES = ("is_causal", "bias", "gated", "feed_forward_bias", "qk_norm", "norm
 
 def _check_slopes(name: str, slopes: Any) -> None:
     if not isinstance(slopes, tuple):
-        how = "; tuple(slopes.tolist()) of an array is one" if hasattr(slopes, "tolist") else ""
+        values = {"list": f"; give tuple({name})", "ndarray": f"; give tuple({name}.tolist())"}
+        how = values.get(type(slopes).__name__, "")
         raise TypeError(f"{name} must be a tuple of numbers, got {type(slopes).__name__}{how}")
     for slope in slopes:
         checks.non_negative_number(name, slope)

@@ -67,6 +67,13 @@ def test_an_argument_by_another_name_is_told_its_own(name: str) -> None:
             TypeError, match=rf"^AlibiConfig\(\) got an unexpected keyword argument '{given}'; give {ours}$"
         ):
             importlib.import_module(f"alibi_{name}").AlibiConfig(**{given: 4})
+    for function, given, hint in (
+        (alibi_core.bias, "num_heads", "give slopes, which may be the number of heads"),
+        (alibi_core.bias, "seq_len", "give q_len, and kv_len"),
+        (alibi_core.slopes, "n_heads", "give num_heads"),
+    ):
+        with pytest.raises(TypeError, match=rf"'{given}'; {hint}"):
+            function(**{given: 8})
     with pytest.raises(TypeError, match=r"'labels'; give tokens, and the labels to a loss of the logits"):
         functions_of(name)["model"](labels=None)
     with pytest.raises(TypeError, match=r"'attn_mask'; attention takes it: give mask, booleans, True where"):

@@ -328,7 +328,8 @@ def test_a_report_needs_no_unicode(adapters: Path) -> None:
 def test_a_process_that_dies_is_reported_and_the_next_adapter_checked(
     adapters: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["conformance", "--adapter", "my_adapters:several", "--json", "report.json"]) == 1
+    options = ["--law", "grouped", "--json", "report.json"]
+    assert main(["conformance", "--adapter", "my_adapters:several", *options]) == 1
     assert "It crashed: the process ended with signal" in capsys.readouterr().out
     dead, left, right = json.loads((adapters / "report.json").read_text())["reports"]
     assert "signal 6" in dead["report"]["crash"]
