@@ -84,7 +84,8 @@ def bias(
         is_causal: Mask keys after the query.
         future_slopes: With ``is_causal=False``, the slopes for keys after the query, of the shape of ``slopes``.
             Default ``slopes``, which is symmetric; zeros give the form that clamps future distances to 0.
-        allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
+        allow_negative_slopes: Let slopes be negative, so that distance is rewarded. In a compiled program their values
+            are not known, so none are refused.
         contract: Whose bias: ``"exact"`` (as above), or ``"bloom"``, ``"falcon"``, ``"mpt"`` or ``"geometric"``, with
             which ``slopes`` must be the number of heads; the first three of these are causal.
         xp: Array namespace of the result, or its name: ``torch``, ``"torch"``. Default that of ``slopes``, else NumPy.

@@ -56,7 +56,8 @@ def attention(
             hides a key, as a mask does.
         return_weights: Return the pair of the result and the weights, ``[..., num_heads, q_len, kv_len]``, of its
             dtype: zeros for a query that may look nowhere.
-        allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
+        allow_negative_slopes: Let slopes be negative, so that distance is rewarded. In a compiled program their values
+            are not known, so none are refused.
 
     Returns:
         ``[..., num_heads, q_len, head_dim]``, of the dtype and on the device of ``query``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,16 +14,16 @@ from alibi_core._arrays import checks
 from alibi_core._cli.terminal import UnusableError, waiting
 
 HEAD_DIM = 64
-TYPICAL_RANGE = (
-    16.0  # 2 * scale * |query| * |key| where HEAD_DIM features of both are normally distributed: 2 * 8 * 8 / 8
-)
+# 2 * scale * |query| * |key| where HEAD_DIM features of both are normally distributed: 2 * 8 * 8 / 8
+TYPICAL_RANGE = 16.0
+REFUSED = (TypeError, ValueError, FileNotFoundError)  # the library's errors of arguments
 
 
 def add_commands(commands: Any) -> None:
     """Add the commands of this file to those of a parser."""
     slopes = commands.add_parser("slopes", help="print slopes and horizons, a line a head")
     slopes.add_argument("num_heads", type=int, metavar="NUM_HEADS")
-    slopes.set_defaults(run=refusing(_slopes))
+    slopes.set_defaults(run=_slopes, refused=REFUSED)
     explain = commands.add_parser(
         "explain",
         help="print which share of the scores a call has to compute, a line a head",
@@ -44,7 +44,7 @@ def add_commands(commands: Any) -> None:
         default=True,
         help="whether a query sees no key after it (default yes)",
     )
-    explain.set_defaults(run=refusing(_explain))
+    explain.set_defaults(run=_explain, refused=REFUSED)
     for parser in (slopes, explain):
         parser.add_argument("--scheme", default="canonical", metavar="NAME", help="canonical, geometric or linear")
         parser.add_argument("--bias-max", type=float, default=8.0, metavar="X", help="of the scheme (default 8)")
@@ -67,19 +67,6 @@ def add_horizon_options(parser: argparse.ArgumentParser, default_range: str) -> 
         metavar="X",
         help="the share of softmax weight that may be left out (default 2**-24, float32's rounding error)",
     )
-
-
-def refusing(run: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
-    """Return the command with the library's errors of arguments as its own."""
-
-    def refusing(options: argparse.Namespace) -> int:
-        try:
-            run(options)
-        except (TypeError, ValueError, FileNotFoundError) as error:
-            raise UnusableError(str(error)) from error
-        return 0
-
-    return refusing
 
 
 def _slopes(options: argparse.Namespace) -> None:
