@@ -63,6 +63,13 @@ class AttentionCall:
 
     A backend makes one with :meth:`check` and decides how to compute it. All lengths, positions and windows are in
     tokens; arrays are of the namespace ``xp``; axes are heads-first whatever the layout of the tensors was.
+
+    Example:
+        >>> import numpy as np
+        >>> query, key = np.zeros((2, 1, 8), np.float32), np.zeros((2, 5, 8), np.float32)
+        >>> call = AttentionCall.check(query, key, key)
+        >>> call.q_offset, call.slopes.tolist()
+        (4, [0.0625, 0.00390625])
     """
 
     xp: Namespace
