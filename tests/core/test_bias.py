@@ -322,6 +322,7 @@ def test_rectangular_biases_align_their_last_rows_and_columns() -> None:
     assert tall == [[-INF] * 3, [-INF] * 3, [0, -INF, -INF], [-1, 0, -INF], [-2, -1, 0]]
 
 
+@pytest.mark.full
 def test_slopes_of_numpy_are_constants_of_a_compiled_program() -> None:
     torch = pytest.importorskip("torch")
     slopes = np.asarray([0.5, 0.2], np.float32)
