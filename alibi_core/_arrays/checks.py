@@ -142,7 +142,14 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
 def array(name: str, value: Any) -> Any:
     """Check that ``value`` looks like an array; its library is checked by ``namespace_of``."""
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        raise TypeError(f"{name} must be an array, got {_shown(value)}")
+        how = ""
+        if isinstance(value, (list, tuple)):
+            how = "; numpy.asarray, or that of your framework, makes one"
+        elif isinstance(value, str) and name == "slopes":
+            how = "; alibi_core.slopes(num_heads, scheme=...) makes one"
+        elif isinstance(value, float) and name == "slopes":
+            how = "; an int stands for that many canonical slopes"
+        raise TypeError(f"{name} must be an array, got {_shown(value)}{how}")
     return value
 
 
@@ -174,7 +181,8 @@ def tensor(xp: Namespace, name: str, value: Any) -> Any:
 
 def integer_array(xp: Namespace, name: str, value: Any) -> Any:
     if not is_kind(xp, array(name, value).dtype, "integral"):
-        raise TypeError(f"{name} must have an integer dtype, got {value.dtype}")
+        how = "; cast a padding mask to int32" if is_kind(xp, value.dtype, "bool") else ""
+        raise TypeError(f"{name} must have an integer dtype, got {value.dtype}{how}")
     return value
 
 

@@ -36,8 +36,32 @@ _CONTEXT = Hint("context", "context, of which keys and values are made", "AlibiA
 _POSITIONS = Hint("q_offset", "q_offset, the position of the first query; keys have positions 0, 1, ...")
 _PYTORCHS = "alibi_torch.AlibiMultiheadAttention"
 
+# By who takes it and its name here, for those that mean the same under another name.
+_RENAMED: dict[str, dict[str, tuple[str, ...]]] = {
+    "attention": {
+        "is_causal": ("causal",),
+        "dropout_key": ("dropout_rng",),
+        "slopes": ("alibi_slopes",),
+    },
+    "AlibiAttention": {
+        "embed_dim": ("hidden_size", "d_model", "dims", "dim", "n_embd", "model_dim"),
+        "num_heads": ("num_attention_heads", "n_heads", "n_head", "nhead", "heads"),
+        "num_kv_heads": ("num_key_value_heads", "n_kv_heads", "kv_heads", "attn_kv_heads"),
+        "learnable_slopes": ("learned_slopes", "trainable_slopes"),
+    },
+    "AlibiConfig": {
+        "num_layers": ("n_layers", "n_layer", "num_hidden_layers", "depth", "layers"),
+        "feed_forward_dim": ("intermediate_size", "d_ff", "ffn_dim", "dim_feedforward", "n_inner", "mlp_dim"),
+        "expansion_factor": ("mlp_ratio", "ff_mult"),
+        "activation": ("hidden_act", "activation_function"),
+        "norm_epsilon": ("layer_norm_eps", "norm_eps", "rms_norm_eps", "layer_norm_epsilon"),
+        "tied_head": ("tie_word_embeddings",),
+    },
+    "AlibiLanguageModel": {"tokens": ("input_ids",)},
+}
 _TABLE = {
     ("key_padding_mask", "src_key_padding_mask"): Hint("mask", _PADDING),
+    ("padding_mask", "key_mask"): Hint("mask", f"mask=padding_mask{_HEADS_FIRST}, True where a query may look"),
     ("attn_mask", "src_mask"): Hint(
         "mask",
         "mask, booleans, True where a query may look (nn.MultiheadAttention has them the other way round); an ALiBi "
@@ -47,12 +71,14 @@ _TABLE = {
     ("need_weights", "output_attentions", "return_attn_probs"): Hint("return_weights", _WEIGHTS),
     ("average_attn_weights",): Hint("return_weights", _WEIGHTS_BY_HEAD),
     ("attn_bias", "attention_bias", "position_bias", "bias"): _ADDED,
-    ("causal",): Hint("is_causal", "is_causal"),
-    ("dropout_p", "dropout_rate", "attn_dropout", "attention_dropout"): Hint("dropout", "dropout, a probability"),
-    ("dropout_rng",): Hint("dropout_key", "dropout_key"),
+    ("dropout_p", "dropout_rate", "attn_dropout", "attention_dropout", "hidden_dropout", "resid_pdrop"): Hint(
+        "dropout", "dropout, a probability"
+    ),
     ("deterministic",): Hint("dropout", "dropout=0.0; a layer's is off after eval()"),
     ("softmax_scale", "sm_scale", "scaling"): Hint("scale", "scale, a number"),
-    ("alibi_slopes",): Hint("slopes", "slopes"),
+    ("scheme", "bias_max", "alibi_bias_max"): Hint(
+        "slopes", "slopes, made by alibi_core.slopes(num_heads, scheme=..., bias_max=...)"
+    ),
     ("enable_gqa",): Hint("key", "nothing: key and value may have fewer heads as they are"),
     ("window", "sliding_window", "local_window_size"): Hint(
         "window_size", "window_size, in tokens: what is farther is masked"
@@ -61,20 +87,29 @@ _TABLE = {
     ("position_ids", "cache_position", "offset"): _POSITIONS,
     ("past_key_value", "past_key_values", "layer_past", "kv_cache", "use_cache"): _CACHE,
     ("encoder_hidden_states", "key_value_states"): _CONTEXT,
-    ("hidden_size", "d_model", "dims", "dim"): Hint("embed_dim", "embed_dim", "AlibiAttention"),
-    ("num_attention_heads", "n_heads", "nhead"): Hint("num_heads", "num_heads", "AlibiAttention"),
-    ("num_key_value_heads", "n_kv_heads"): Hint("num_kv_heads", "num_kv_heads", "AlibiAttention"),
+    ("max_seq_len", "max_position_embeddings", "n_positions", "block_size", "seq_len", "context_length"): Hint(
+        "max_len", "max_len, a record of the length in training, or nothing: no length is too long", "AlibiConfig"
+    ),
     ("use_bias", "qkv_bias"): Hint("bias", "bias, for the four projections", "AlibiAttention"),
     ("batch_first", "kdim", "vdim"): Hint("batch_first", "arguments of nn.MultiheadAttention", _PYTORCHS),
     ("lengths",): Hint("lengths", "lengths, how many of the new tokens of each row count", "KVCache"),
-    ("input_ids",): Hint("tokens", "tokens", "AlibiLanguageModel"),
+    ("vocab_size", "num_tokens"): Hint("vocab_size", "vocab_size, beside the config", "AlibiLanguageModel"),
+    ("labels", "targets"): Hint(
+        "tokens", "tokens, and the labels to a loss of the logits that come back, such as cross_entropy", "a model"
+    ),
     ("max_length", "max_tokens"): Hint("max_new_tokens", "max_new_tokens, beside the prompt's", "generate"),
     ("do_sample",): Hint("temperature", "temperature: 0 takes the likeliest token, 1 draws", "generate"),
 }
+_TABLE |= {names: Hint(ours, ours, home) for home, known in _RENAMED.items() for ours, names in known.items()}
 HINTS = {name: hint for names, hint in _TABLE.items() for name in names}
+_COUNT = "give slopes, which may be the number of heads"
 _NO_PADDING = "the prompts of a call have one length, without padding; those of another length need a call of their own"
 _OF_FUNCTION = {  # what is to be said in one function alone
     ("encode", "attention_mask"): "give mask=attention_mask",
+    **{(of, "num_heads"): _COUNT for of in ("bias", "key_bias", "bias_from_positions")},
+    **{("bias", name): "give q_len, and kv_len for another number of keys" for name in ("length", "seq_len")},
+    ("bias", "segment_ids"): "bias_from_positions takes positions, with q_segment_ids and kv_segment_ids",
+    ("bias_from_positions", "segment_ids"): "give q_segment_ids and kv_segment_ids",
     **{("generate", name): _NO_PADDING for name in ("attention_mask", "mask", "lengths")},
 }
 
@@ -88,7 +123,7 @@ def explains_keywords(function: Function) -> Function:
 
     @functools.wraps(function)
     def checked(*values: Any, **options: Any) -> Any:
-        _check(function.__name__, known, options)
+        _check(function, known, options)
         return function(*values, **options)
 
     return checked  # type: ignore[return-value]
@@ -96,15 +131,16 @@ def explains_keywords(function: Function) -> Function:
 
 def check_keywords(function: Callable[..., Any], options: dict[str, Any]) -> None:
     """Check that a function takes these arguments, for one that hands them on."""
-    _check(function.__name__, frozenset(inspect.signature(function).parameters), options)
+    _check(function, frozenset(inspect.signature(function).parameters), options)
 
 
-def _check(function: str, known: frozenset[str], options: dict[str, Any]) -> None:
+def _check(function: Callable[..., Any], known: frozenset[str], options: dict[str, Any]) -> None:
     for name in options:
         if name not in known:
-            message, hint = f"{function}() got an unexpected keyword argument {name!r}", HINTS.get(name)
-            if (function, name) in _OF_FUNCTION:
-                message += f"; {_OF_FUNCTION[function, name]}"
+            called = function.__qualname__.removesuffix(".__init__").removesuffix(".__call__")
+            message, hint = f"{called}() got an unexpected keyword argument {name!r}", HINTS.get(name)
+            if (function.__name__, name) in _OF_FUNCTION:
+                message += f"; {_OF_FUNCTION[function.__name__, name]}"
             elif hint is not None:
                 message += f"; {'' if hint.ours in known else f'{hint.home} takes it: '}give {hint.how}"
             raise TypeError(message)

@@ -36,13 +36,14 @@ def namespace_of(*arrays: Array | None, xp: Namespace | None = None) -> Namespac
         xp = sys.modules.get(xp) or importlib.import_module(xp)  # which torch.compile cannot trace
     if xp is not None and not (hasattr(xp, "asarray") or hasattr(xp, "array")):
         raise TypeError(
-            f"xp must be an array namespace such as numpy, torch or jax.numpy, or the name of one, got {brief(xp)}"
+            f"xp must be an array namespace such as numpy, torch or jax.numpy, or the name of one, got {brief(xp)}; "
+            f"names are {', '.join(map(repr, NAMED))}"
         )
     found = [_namespace_of_one(array) for array in arrays if array is not None]
     names = {library_name(namespace) for namespace in found} | (set() if xp is None else {library_name(xp)})
     if len(names) > 1:
         listed = " and ".join(sorted(names))
-        how = "convert them to one" if xp is None else f"make arrays of {library_name(xp)} of the others"
+        how = "convert them to one" if xp is None else f"make the others arrays of {library_name(xp)}, by {_maker(xp)}"
         raise TypeError(f"arrays must belong to one array namespace, got {listed}; {how}")
     if found:
         return found[0]
@@ -80,6 +81,30 @@ def brief(value: Any) -> str:
 def library_name(xp: Namespace) -> str:
     """Return the name its users know a namespace by: ``torch``, ``jax.numpy``, ``mlx.core``, ..."""
     return str(xp.__name__).removeprefix("array_api_compat.")
+
+
+def _maker(xp: Namespace) -> str:
+    return f"{library_name(xp)}.{'array' if _is_mlx(xp) else 'asarray'}"
+
+
+def adopted(xp: Namespace, slopes: Any, device: Device | None) -> Any:
+    """Return floating numbers of NumPy as an array of the library ``xp``; anything else as it is."""
+    if not is_numpy(slopes) or library_name(xp) == "numpy":
+        return slopes
+    if library_name(xp) == "torch" and sys.modules["torch"].compiler.is_compiling():
+        return xp.asarray(slopes.copy(), device=device)  # for torch.compile cannot trace NumPy's dtypes
+    name = floating_name(slopes.dtype)
+    if name is None:
+        return slopes
+    name = "float32" if name == "float64" and lacks_64_bits(xp) else name
+    with np.errstate(over="ignore"):  # what becomes infinite is refused
+        values = np.array(slopes, np.float64 if name == "float64" else np.float32, order="C")
+    return asarray(xp, values, getattr(xp, name), device)
+
+
+def is_numpy(value: Any) -> bool:
+    """Whether a value is a plain array of NumPy."""
+    return type(value) is np.ndarray
 
 
 def _is_mlx(xp: Namespace) -> bool:

@@ -10,6 +10,7 @@ from alibi_core._arrays import (
     Device,
     DType,
     Namespace,
+    adopted,
     arange,
     asarray,
     astype,
@@ -17,6 +18,7 @@ from alibi_core._arrays import (
     computes_eagerly_without_gradients,
     device_of,
     explains_keywords,
+    is_numpy,
     known_device,
     namespace_of,
     signed,
@@ -36,7 +38,6 @@ def bias(
     future_slopes: Array | None = None,
     allow_negative_slopes: bool = False,
     contract: str = "exact",
-    segment_ids: None = None,
     xp: Namespace | None = None,
     dtype: DType | None = None,
     device: Device | None = None,
@@ -75,17 +76,18 @@ def bias(
     Falcon in ``transformers`` 5.23 with ``attn_implementation="eager"`` adds all this twice; its default, "sdpa", once.
 
     Args:
-        slopes: ``[num_heads]`` or ``[batch, num_heads]``, or an int for that many canonical slopes.
+        slopes: ``[num_heads]`` or ``[batch, num_heads]``, or an int for that many canonical slopes. NumPy's serve any
+            library.
         q_len: Number of queries, in tokens.
         kv_len: Number of keys, in tokens. Default ``q_len``.
         q_offset: Position of the first query, in tokens; the first key has position 0. Default ``kv_len - q_len``.
         is_causal: Mask keys after the query.
         future_slopes: With ``is_causal=False``, the slopes for keys after the query, of the shape of ``slopes``.
             Default ``slopes``, which is symmetric; zeros give the form that clamps future distances to 0.
-        allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
+        allow_negative_slopes: Let slopes be negative, so that distance is rewarded. In a compiled program their values
+            are not known, so none are refused.
         contract: Whose bias: ``"exact"`` (as above), or ``"bloom"``, ``"falcon"``, ``"mpt"`` or ``"geometric"``, with
             which ``slopes`` must be the number of heads; the first three of these are causal.
-        segment_ids: Not taken: packed rows are what :func:`bias_from_positions` is for.
         xp: Array namespace of the result, or its name: ``torch``, ``"torch"``. Default that of ``slopes``, else NumPy.
         dtype: Floating dtype of the result, or its name. Default that of ``slopes``, else float32; float32 alone with
             ``"mpt"``.
@@ -111,11 +113,6 @@ def bias(
         Press, Smith, Lewis, "Train Short, Test Long", section 3, arXiv 2108.12409. Contracts: ``transformers`` 5.23,
         ``build_alibi_tensor`` and the attention of BLOOM, Falcon and MPT.
     """
-    if segment_ids is not None:
-        raise TypeError(
-            f"segment_ids must be None, got {type(segment_ids).__name__}: bias knows lengths alone; "
-            "bias_from_positions takes positions with q_segment_ids and kv_segment_ids"
-        )
     q_len = checks.non_negative_int("q_len", q_len)
     kv_len = q_len if kv_len is None else checks.non_negative_int("kv_len", kv_len)
     q_offset = kv_len - q_len if q_offset is None else checks.integer("q_offset", q_offset)
@@ -125,6 +122,7 @@ def bias(
     return made_of.between(relative_positions(made_of.xp, queries + q_offset, keys), keys)
 
 
+@explains_keywords
 def bias_from_positions(
     slopes: int | Array,
     q_positions: Array,
@@ -217,6 +215,7 @@ def bias_from_positions(
     return made_of.between(relative, kv_positions, same)
 
 
+@explains_keywords
 def key_bias(
     slopes: int | Array,
     kv_len: int,
@@ -341,8 +340,10 @@ class _Parts:
         checks.boolean("allow_negative_slopes", allow_negative)
         given = {"slopes": slopes} | ({} if future_slopes is None else {"future_slopes": future_slopes})
         arrays = {name: checks.array(name, value) for name, value in given.items() if not checks.is_int(value)}
-        xp = namespace_of(*arrays.values(), xp=xp)
+        xp = namespace_of(*(x for x in arrays.values() if not is_numpy(x)), xp=xp)
         known_device(xp, device)
+        arrays = {name: adopted(xp, value, device) for name, value in arrays.items()}
+        slopes, future_slopes = arrays.get("slopes", slopes), arrays.get("future_slopes", future_slopes)
         for name, value in arrays.items():
             if checks.floating_array(xp, name, value).ndim < 1 or value.shape[-1] < 1:
                 raise ValueError(
@@ -395,16 +396,17 @@ class _Parts:
 
 def slopes_of_any_sign(slopes: int | Array, *others: Any) -> tuple[Namespace, Any]:
     """Return the namespace of slopes and other arrays, and the slopes in the dtype that products are formed in."""
-    arrays = [] if checks.is_int(slopes) else [checks.array("slopes", slopes)]
-    xp = namespace_of(*arrays, *others)
-    device = next((device_of(xp, array) for array in (*arrays, *others)), None)
-    if not arrays:
+    given = None if checks.is_int(slopes) else checks.array("slopes", slopes)
+    xp = namespace_of(None if is_numpy(given) else given, *others)
+    device = next((device_of(xp, array) for array in others), None)
+    if given is None:
         return xp, place_slopes(xp, slopes, xp.float32, device)
-    if checks.floating_array(xp, "slopes", slopes).ndim < 1:
+    given = adopted(xp, given, device)
+    if checks.floating_array(xp, "slopes", given).ndim < 1:
         raise ValueError("slopes must have shape (..., num_heads), got ()")
-    working = working_dtype(xp, arrays[0].dtype)
-    checks.slopes_values("slopes", slopes, allow_negative=True, working=working)
-    return xp, place_slopes(xp, slopes, working, device)
+    working = working_dtype(xp, given.dtype)
+    checks.slopes_values("slopes", given, allow_negative=True, working=working)
+    return xp, place_slopes(xp, given, working, device)
 
 
 def working_dtype(xp: Namespace, dtype: DType) -> DType:

@@ -8,7 +8,18 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from alibi_core._arrays import Device, DType, Namespace, asarray, astype, brief, checks, known_device, namespace_of
+from alibi_core._arrays import (
+    Device,
+    DType,
+    Namespace,
+    asarray,
+    astype,
+    brief,
+    checks,
+    explains_keywords,
+    known_device,
+    namespace_of,
+)
 from alibi_core._bias.contracts import named
 
 MOST_HEADS = 2**20  # each slope takes microseconds of decimal arithmetic
@@ -19,6 +30,7 @@ FLOAT32_BITS, BFLOAT16_BITS = 24, 8  # significant bits, the hidden one among th
 _DECIMAL = decimal.Context(prec=60, Emin=-999_999, Emax=999_999, traps=[])  # 60 digits: far beyond float64's 17
 
 
+@explains_keywords
 def slopes(
     num_heads: int,
     *,

@@ -37,7 +37,8 @@ def attention(
         key: ``[..., num_kv_heads, kv_len, head_dim]``. ``num_kv_heads`` divides ``num_heads``; query head ``h`` reads
             key/value head ``h // (num_heads // num_kv_heads)``.
         value: Of the shape of ``key``.
-        slopes: ``[num_heads]`` or ``[..., num_heads]``, not negative. Default: the canonical slopes.
+        slopes: ``[num_heads]`` or ``[..., num_heads]``, not negative; NumPy's serve any library. Default: the
+            canonical slopes.
         is_causal: Mask keys after the query.
         future_slopes: With ``is_causal=False``, the slopes for keys after the query, shaped as ``slopes`` may be.
             Default ``slopes`` (symmetric); zeros give the clamped form.
@@ -46,7 +47,7 @@ def attention(
         segment_ids: ``[..., length]`` integers for packed sequences: a query sees the keys of its own id. Distances are
             counted along the row: within a sequence whose ids stand together they are what they would be alone. A pair
             ``(queries, keys)`` where queries are only some of the row's tokens.
-        window_size: Mask keys farther than this many tokens.
+        window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
         mask: Booleans, True where a query may look, that broadcast to ``[..., num_heads, q_len, kv_len]``. A mask of
             tokens, ``[batch, kv_len]``, is ``mask[:, None, None, :]``. Where sizes agree so that a mask of two or three
             axes might be meant as one of ``[batch, kv_len]`` or ``[batch, q_len, kv_len]``, it is refused.
@@ -55,7 +56,8 @@ def attention(
             hides a key, as a mask does.
         return_weights: Return the pair of the result and the weights, ``[..., num_heads, q_len, kv_len]``, of its
             dtype: zeros for a query that may look nowhere.
-        allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
+        allow_negative_slopes: Let slopes be negative, so that distance is rewarded. In a compiled program their values
+            are not known, so none are refused.
 
     Returns:
         ``[..., num_heads, q_len, head_dim]``, of the dtype and on the device of ``query``.

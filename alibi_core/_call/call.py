@@ -13,12 +13,14 @@ from alibi_core._arrays import (
     Device,
     DType,
     Namespace,
+    adopted,
     arange,
     asarray,
     astype,
     checks,
     device_of,
     is_kind,
+    is_numpy,
     namespace_of,
     signed,
 )
@@ -28,6 +30,7 @@ from alibi_core._call.mask import check_mask, check_score_axes
 HEADS_FIRST = ("heads", "length", "head_dim")
 LENGTH_FIRST = ("length", "heads", "head_dim")
 TENSORS = ("query", "key", "value")
+SLOPES = ("slopes", "future_slopes")
 # The arrays of a call, and what their axes count besides those of the batch, which come first and may be missing.
 _AXES: dict[str, tuple[str, ...]] = {
     "slopes": ("heads",),
@@ -60,6 +63,13 @@ class AttentionCall:
 
     A backend makes one with :meth:`check` and decides how to compute it. All lengths, positions and windows are in
     tokens; arrays are of the namespace ``xp``; axes are heads-first whatever the layout of the tensors was.
+
+    Example:
+        >>> import numpy as np
+        >>> query, key = np.zeros((2, 1, 8), np.float32), np.zeros((2, 5, 8), np.float32)
+        >>> call = AttentionCall.check(query, key, key)
+        >>> call.q_offset, call.slopes.tolist()
+        (4, [0.0625, 0.00390625])
     """
 
     xp: Namespace
@@ -136,6 +146,7 @@ class AttentionCall:
         sizes = _tensor_sizes(xp, query, key, value, layout)
         dtype = query.dtype
         device = _common_device(xp, arrays)
+        slopes, future_slopes = (adopted(xp, x, device) for x in (slopes, future_slopes))
         working = working_dtype(xp, dtype)
         checks.direction(is_causal, future_slopes)
         checks.boolean("allow_negative_slopes", allow_negative_slopes)
@@ -479,16 +490,20 @@ def _pair(segment_ids: Any) -> tuple[Any, Any]:
 
 
 def _arrays(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that are arrays, having checked that those which must be are."""
-    may_be_int = ("slopes", "future_slopes", "q_offset")
+    """Return the arguments that are arrays of the call's library, having checked that those which must be are.
+
+    Slopes may be NumPy's in any call.
+    """
+    may_be_int = (*SLOPES, "q_offset")
     q_offset = arguments["q_offset"]
     if isinstance(q_offset, (bool, float)):
         raise TypeError(f"q_offset must be an integer or an integer array, got {q_offset}")
-    return {
+    arrays = {
         name: checks.array(name, value)
         for name, value in arguments.items()
         if not (name in may_be_int and checks.is_int(value)) and not (value is None and name not in TENSORS)
     }
+    return {name: array for name, array in arrays.items() if not (name in SLOPES and is_numpy(array))}
 
 
 def _common_device(xp: Namespace, arrays: dict[str, Any]) -> Device | None:

@@ -37,14 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        status: int = options.run(options)
-    except UnusableError as error:
+        status: int | None = options.run(options)
+    except (UnusableError, *options.refused) as error:
         print(f"alibi-core: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("alibi-core: interrupted", file=sys.stderr)
         return INTERRUPTED
-    return status
+    return status or 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         description="ALiBi, attention with linear biases: its numbers as tables, and tests of implementations.",
     )
     parser.add_argument("--version", action="version", version=alibi_core.__version__)
+    parser.set_defaults(refused=())  # errors, besides UnusableError, that are about what the user typed
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     tables.add_commands(commands)
     inspecting.add_commands(commands)

@@ -26,7 +26,7 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("directory", metavar="DIR", help="of config.json and model.safetensors, or its shards")
     typical = "that of normally distributed queries and keys, 2 * scale * features of a head"
     tables.add_horizon_options(parser, typical)
-    parser.set_defaults(run=tables.refusing(_inspect))
+    parser.set_defaults(run=_inspect, refused=tables.REFUSED)
 
 
 def _inspect(options: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,17 +14,16 @@ from alibi_core._arrays import checks
 from alibi_core._cli.terminal import UnusableError, waiting
 
 HEAD_DIM = 64
-TYPICAL_RANGE = (
-    16.0  # 2 * scale * |query| * |key| where HEAD_DIM features of both are normally distributed: 2 * 8 * 8 / 8
-)
-QUICK = 10_000  # heads, whose slopes take less than a second
+# 2 * scale * |query| * |key| where HEAD_DIM features of both are normally distributed: 2 * 8 * 8 / 8
+TYPICAL_RANGE = 16.0
+REFUSED = (TypeError, ValueError, FileNotFoundError)  # the library's errors of arguments
 
 
 def add_commands(commands: Any) -> None:
     """Add the commands of this file to those of a parser."""
     slopes = commands.add_parser("slopes", help="print slopes and horizons, a line a head")
     slopes.add_argument("num_heads", type=int, metavar="NUM_HEADS")
-    slopes.set_defaults(run=refusing(_slopes))
+    slopes.set_defaults(run=_slopes, refused=REFUSED)
     explain = commands.add_parser(
         "explain",
         help="print which share of the scores a call has to compute, a line a head",
@@ -45,7 +44,7 @@ def add_commands(commands: Any) -> None:
         default=True,
         help="whether a query sees no key after it (default yes)",
     )
-    explain.set_defaults(run=refusing(_explain))
+    explain.set_defaults(run=_explain, refused=REFUSED)
     for parser in (slopes, explain):
         parser.add_argument("--scheme", default="canonical", metavar="NAME", help="canonical, geometric or linear")
         parser.add_argument("--bias-max", type=float, default=8.0, metavar="X", help="of the scheme (default 8)")
@@ -68,19 +67,6 @@ def add_horizon_options(parser: argparse.ArgumentParser, default_range: str) -> 
         metavar="X",
         help="the share of softmax weight that may be left out (default 2**-24, float32's rounding error)",
     )
-
-
-def refusing(run: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
-    """Return the command with the library's errors of arguments as its own."""
-
-    def refusing(options: argparse.Namespace) -> int:
-        try:
-            run(options)
-        except (TypeError, ValueError, FileNotFoundError) as error:
-            raise UnusableError(str(error)) from error
-        return 0
-
-    return refusing
 
 
 def _slopes(options: argparse.Namespace) -> None:
@@ -139,11 +125,8 @@ def _of_queries_own_key(options: argparse.Namespace) -> float:
 def _heads(options: argparse.Namespace, score_range: float, *, is_causal: bool) -> tuple[list[Any], list[float]]:
     """Return slope and horizon of each head."""
     rule = {name: getattr(options, name) for name in ("scheme", "bias_max")}
-    if options.num_heads <= QUICK:
+    with waiting(f"{options.num_heads:,} slopes"):
         slopes = alibi_core.slopes(options.num_heads, **rule)
-    else:
-        with waiting(f"{options.num_heads:,} slopes"):
-            slopes = alibi_core.slopes(options.num_heads, **rule)
     return list(slopes), horizons_of(slopes, score_range, options.tolerance, is_causal=is_causal)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._arrays import checks
+from alibi_core._arrays import checks, explains_keywords
 from alibi_core._models.layer_shape import LayerShape
 
 POST_NORM_BLOCKS = ("post_norm", "double_post_norm")
@@ -23,7 +23,9 @@ _SWITCHES = ("is_causal", "bias", "gated", "feed_forward_bias", "qk_norm", "norm
 
 def _check_slopes(name: str, slopes: Any) -> None:
     if not isinstance(slopes, tuple):
-        raise TypeError(f"{name} must be a tuple of numbers, got {type(slopes).__name__}")
+        values = {"list": f"; give tuple({name})", "ndarray": f"; give tuple({name}.tolist())"}
+        how = values.get(type(slopes).__name__, "")
+        raise TypeError(f"{name} must be a tuple of numbers, got {type(slopes).__name__}{how}")
     for slope in slopes:
         checks.non_negative_number(name, slope)
 
@@ -40,7 +42,7 @@ def _also_spelled(**spellings: str) -> Callable[[type], type]:
     """Return a decorator that lets fields of a class be given, and read, by other names, too."""
 
     def decorate(cls: Any) -> Any:
-        init = cls.__init__
+        init = explains_keywords(cls.__init__)
 
         @functools.wraps(init)
         def with_other_spellings(self: Any, *values: Any, **options: Any) -> None:
@@ -103,7 +105,8 @@ class AlibiConfig:
         token_types: How many types of tokens an encoder tells apart; 0 for none.
         future_slopes: One slope a head for keys after the query, for an asymmetric encoder. Default: ``slopes``.
         learnable_slopes: Whether slopes are trained, starting from ``slopes``.
-        window_size: Keys farther than this many tokens are masked. Default: none are.
+        window_size: Keys farther than this many tokens are masked: with 4 a query sees 5 keys, its own among them.
+            Default: none are.
         implementation: As for the backend's ``attention``, which checks it.
 
     Raises:

@@ -14,6 +14,16 @@ An *adapter* shows an implementation to the kit, NumPy arrays in and out; :func:
 False
 """
 
+from alibi_core._extras import install_hint as _install_hint
+
+try:
+    import hypothesis as _hypothesis  # noqa: F401
+    import rich as _rich  # noqa: F401
+    import safetensors as _safetensors  # noqa: F401
+except ModuleNotFoundError as error:
+    _message = f"alibi_core.conformance needs {error.name}; {_install_hint('conformance')}"
+    raise ModuleNotFoundError(_message, name=error.name) from error
+
 from alibi_core.conformance._adapter import FEATURES, Adapter
 from alibi_core.conformance._backend import ENTRY_POINTS, BackendAdapter, Library, installed_adapters, numpy_adapters
 from alibi_core.conformance._cases import Attention, Case, Sizes, rounded

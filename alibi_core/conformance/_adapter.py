@@ -198,3 +198,18 @@ def _parameters(function: Callable[..., Any] | None) -> Mapping[str, inspect.Par
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
         return None
+
+
+def slip_of_shape(found: tuple[int, ...], expected: tuple[int, ...], kv_len: int) -> str:
+    """Return what an output of a wrong shape most likely is, ``[batch, heads, length, head_dim]`` being expected.
+
+    Empty where that is not plain.
+    """
+    batch, heads, length, head_dim = expected
+    if found == (batch, length, heads, head_dim):
+        return "it is [batch, length, heads, head_dim]; swap axes 1 and 2"
+    if found == (batch, length, heads * head_dim):
+        return "its heads are merged; make it [batch, heads, length, head_dim] again"
+    if found == (batch, heads, length, kv_len):
+        return "these are the weights; multiply them by value"
+    return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,8 @@ ATTENTION = [
     Bad({"scale": 1e39}, ValueError, "scale must be finite in float32"),
     Bad({"key": floats(2, 3, 4, 8)}, ValueError, "value must have the shape of key"),
     Bad({"value": floats(2, 3, 7, 4)}, ValueError, "value must have the shape of key"),
+    Bad({"slopes": [0.5] * 6}, TypeError, "slopes must be an array, got .*numpy.asarray, or that of your framework"),
+    Bad({"slopes": "linear"}, TypeError, r"slopes must be an array, .*; alibi_core.slopes\(num_heads, scheme=...\)"),
     Bad({"slopes": 5}, ValueError, r"slopes must count the heads of query, 6, got 5; its axes are \[.*heads.*\]"),
     Bad({"slopes": floats(3)}, ValueError, r"slopes must have shape \(6,\) .*, got \(3,\); query's axes are \["),
     Bad({"slopes": floats(3, 6)}, ValueError, r"slopes must have shape \(6,\).* or \(2, 6\).*, got \(3, 6\)"),
@@ -256,8 +259,8 @@ def test_attention_refuses_arrays_of_another_library(backend: Backend) -> None:
     arguments = {"query": floats(1, 3, 3, 4), "key": floats(1, 3, 3, 4), "value": floats(1, 3, 3, 4)}
     arguments |= {"slopes": floats(3), "mask": bools(3, 3)}
     for name, values in arguments.items():
-        if backend.framework is JAX and name == "slopes":
-            continue  # NumPy's will do there
+        if name == "slopes" and stranger is NUMPY:
+            continue  # which any library's call takes
         mixed = {other: array(x) for other, x in arguments.items()} | {name: stranger.array(values)}
         with pytest.raises(TypeError, match=r"arrays must belong to one array namespace, got \S+ and \S+"):
             function(**mixed)
@@ -322,9 +325,7 @@ KV_LEN = [
 LENGTHS = [
     *KV_LEN,
     Bad({"q_len": -1}, ValueError, "q_len must not be negative, got -1"),
-    Bad(
-        {"segment_ids": ints(3)}, TypeError, "segment_ids must be None, got .*: bias knows .* bias_from_positions takes"
-    ),
+    Bad({"segment_ids": ints(3)}, TypeError, "'segment_ids'; bias_from_positions takes positions, with q_segment_ids"),
 ]
 
 
@@ -362,10 +363,31 @@ def test_bias_from_positions_refuses(framework: Framework, bad: Bad) -> None:
 
 def test_a_bias_in_two_libraries_is_refused() -> None:
     torch = pytest.importorskip("torch")
+    with pytest.raises(
+        TypeError, match=r"one array namespace, got numpy and torch; make .* arrays of numpy, by numpy.asarray"
+    ):
+        alibi_core.bias(torch.ones(2), 3, xp=np)
     with pytest.raises(TypeError, match="arrays must belong to one array namespace, got numpy and torch"):
-        alibi_core.bias(np.ones(2), 3, xp=torch)
-    with pytest.raises(TypeError, match="arrays must belong to one array namespace, got numpy and torch"):
-        alibi_core.bias_from_positions(np.ones(2), torch.arange(3), torch.arange(3))
+        alibi_core.bias_from_positions(2, np.arange(3), torch.arange(3))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_slopes_of_numpy_serve_every_library(framework: Framework) -> None:
+    """A few numbers, of which nothing is to be learned: those of NumPy do, whatever their precision and layout."""
+    numbers = np.asarray([0.5, 0.2, 0.1], np.float64)[::-1]
+    numbers.setflags(write=False)
+    positions, tensor = framework.array(np.arange(4)), framework.array(np.ones((3, 4, 2), np.float32))
+    calls = (
+        lambda x: alibi_core.attention(tensor, tensor, tensor, x, is_causal=False, future_slopes=x),
+        lambda x: alibi_core.bias_from_positions(x, positions, positions, dtype="float32"),
+        lambda x: alibi_core.bias(x, 3, xp=framework.xp, dtype="float32"),
+    )
+    for slopes, call in itertools.product((numbers, numbers.astype(np.float32), numbers.astype(">f4")), calls):
+        found, expected = call(slopes), call(framework.array(np.float32(slopes)))
+        assert type(found) is type(expected)
+        assert np.allclose(framework.numpy(found), framework.numpy(expected), rtol=1e-6)
+    with pytest.raises(TypeError, match="slopes must have a real floating dtype"):
+        alibi_core.bias(np.arange(3), 3, xp=framework.xp)
 
 
 def test_mlx_is_refused_a_device() -> None:

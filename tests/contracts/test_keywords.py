@@ -62,6 +62,20 @@ def test_an_argument_by_another_name_is_told_its_own(name: str) -> None:
             assert str(refused.value).endswith(hint), place
         with pytest.raises(TypeError, match="got an unexpected keyword argument 'wings'$"):
             function(wings=2)
+    for given, ours in (("n_layer", "num_layers"), ("n_embd", "embed_dim"), ("num_attention_heads", "num_heads")):
+        with pytest.raises(
+            TypeError, match=rf"^AlibiConfig\(\) got an unexpected keyword argument '{given}'; give {ours}$"
+        ):
+            importlib.import_module(f"alibi_{name}").AlibiConfig(**{given: 4})
+    for function, given, hint in (
+        (alibi_core.bias, "num_heads", "give slopes, which may be the number of heads"),
+        (alibi_core.bias, "seq_len", "give q_len, and kv_len"),
+        (alibi_core.slopes, "n_heads", "give num_heads"),
+    ):
+        with pytest.raises(TypeError, match=rf"'{given}'; {hint}"):
+            function(**{given: 8})
+    with pytest.raises(TypeError, match=r"'labels'; give tokens, and the labels to a loss of the logits"):
+        functions_of(name)["model"](labels=None)
     with pytest.raises(TypeError, match=r"'attn_mask'; attention takes it: give mask, booleans, True where"):
         functions_of(name)["bias"](attn_mask=None)
 
@@ -81,5 +95,6 @@ def test_signatures_are_honest_and_hints_name_what_there_is(name: str) -> None:
         parameters = inspect.signature(function).parameters
         assert all(x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL) for x in parameters.values())
         known |= set(parameters)
+    known |= set(inspect.signature(package.AlibiConfig).parameters) | set(inspect.signature(model.__init__).parameters)
     ours = {hint.ours for hint in HINTS.values()} - {"batch_first"}
     assert ours - known == ({"dropout_key"} if name == "torch" else set())

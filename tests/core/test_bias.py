@@ -320,3 +320,11 @@ def test_rectangular_biases_align_their_last_rows_and_columns() -> None:
     wide, tall = (alibi_core.bias(np.asarray([1.0]), *lengths)[0].tolist() for lengths in ((3, 5), (5, 3)))
     assert wide == [[-2, -1, 0, -INF, -INF], [-3, -2, -1, 0, -INF], [-4, -3, -2, -1, 0]]
     assert tall == [[-INF] * 3, [-INF] * 3, [0, -INF, -INF], [-1, 0, -INF], [-2, -1, 0]]
+
+
+@pytest.mark.full
+def test_slopes_of_numpy_are_constants_of_a_compiled_program() -> None:
+    torch = pytest.importorskip("torch")
+    slopes = np.asarray([0.5, 0.2], np.float32)
+    compiled = torch.compile(lambda x: x + alibi_core.bias(slopes, 3, xp=torch), fullgraph=True, backend="eager")
+    assert np.array_equal(compiled(torch.zeros(())).numpy(), alibi_core.bias(slopes, 3))

@@ -176,7 +176,7 @@ def test_horizon_refuses(framework: Framework, bad: Bad) -> None:
 def test_horizon_refuses_arrays_of_two_libraries() -> None:
     strict = pytest.importorskip("array_api_strict")
     with pytest.raises(TypeError, match="arrays must belong to one array namespace"):
-        horizon(floats(3), strict.asarray(floats(3)))
+        horizon(strict.asarray(floats(3)), floats(3))
 
 
 # The plan, against weights in float64

@@ -77,17 +77,21 @@ def test_importing_the_core_takes_well_under_a_second() -> None:
     assert min(float(run(code)) for _ in range(3)) < 0.5
 
 
-@pytest.mark.parametrize(("package", "framework"), list(FRAMEWORK_OF.items())[1:])
-def test_a_missing_framework_is_named_with_the_remedy(package: str, framework: str) -> None:
+MISSING = [(package, framework, framework) for package, framework in list(FRAMEWORK_OF.items())[1:]]
+MISSING += [("alibi_core.conformance", "conformance", name) for name in ("hypothesis", "rich", "safetensors")]
+
+
+@pytest.mark.parametrize(("package", "extra", "missing"), MISSING)
+def test_what_is_missing_is_named_with_the_remedy(package: str, extra: str, missing: str) -> None:
     code = f"""
 import sys
-sys.modules[{framework!r}] = None  # as good as not installed
+sys.modules[{missing!r}] = None  # as good as not installed
 try:
     import {package}
 except ModuleNotFoundError as error:
     print(error)
 """
-    assert install_hint(package.removeprefix("alibi_")) in run(code)
+    assert re.fullmatch(rf"{package} needs .*; {re.escape(install_hint(extra))}\n", run(code))
 
 
 def test_hints_name_extras_that_there_are_and_no_index() -> None:

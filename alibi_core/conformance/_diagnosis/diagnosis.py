@@ -40,7 +40,7 @@ from alibi_core.conformance._diagnosis.measure import described, estimates, like
 from alibi_core.conformance._diagnosis.search import LOW, Estimates, Search, contract_that_explains, rounded_scores
 from alibi_core.conformance._diagnosis.slopes import diagnose_slopes
 from alibi_core.conformance._report import Diagnosis
-from alibi_core.conformance._trial import Caller, Evidence
+from alibi_core.conformance._trial import Caller, CallError, Evidence
 
 SECONDS = 4.0  # for the search, beside the adapter's own time
 MOST_FAILURES = 6
@@ -108,6 +108,8 @@ def _searched(
 def _of_attention(caller: Caller, features: frozenset[str], failures: Sequence[Evidence]) -> list[Diagnosis]:
     if not _is_repeatable(caller):
         return [Diagnosis("not repeatable", "The same call gives different results: something is drawn, or never set.")]
+    if not_computed := _not_computed(caller):
+        return [Diagnosis("not computed", not_computed)]
     if failures and (beyond := beyond_sizes(caller, "attention", features, failures, WIDTHS)):
         return beyond
     cases = cases_of(caller.offer, features, (*SHORT, *LONG_ROWS))
@@ -128,6 +130,20 @@ def _of_attention(caller: Caller, features: frozenset[str], failures: Sequence[E
         if beyond:
             return beyond
     return _told(kept) + told(search, silent=bool(kept))
+
+
+def _not_computed(caller: Caller) -> str:
+    """Return how the output shows that no attention was computed; empty where it does not."""
+    case = make_case(caller.offer, SQUARE)
+    try:
+        output = caller.attention(case)
+    except CallError as error:
+        axes = "Query, key and value are [batch, num_heads, length, head_dim], slopes are [num_heads]."
+        return str(error) if error.kind == "misshapen" else f"A plain causal call comes to nothing. {axes}"
+    for name in ("query", "key", "value"):
+        if np.array_equal(output, caller.tensor(case.arrays[name])):
+            return f"The output is {name}, as it was given: no attention is computed."
+    return "" if output.any() else "The output is 0 throughout: nothing is written to it."
 
 
 def _is_repeatable(caller: Caller) -> bool:

@@ -176,6 +176,9 @@ def _diagnosed(
 ) -> tuple[Diagnosis, ...]:
     """Return what is done instead; calls that came to nothing say so themselves."""
     found = [Diagnosis(x.kind, str(x)) for x in errors if isinstance(x, CallError)]
+    misshapen = [x for x in found if x.key == "misshapen"]
+    if misshapen:  # from which all else follows
+        return tuple(misshapen[:1])
     evidence = [x.evidence for x in errors if isinstance(x, DepartureError)]
     if evidence and not caller.hung:
         found += diagnose(caller, function, features, evidence)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core.conformance._adapter import Offer
+from alibi_core.conformance._adapter import Offer, slip_of_shape
 from alibi_core.conformance._cases import Answer, Case, Values, rounded
 
 TENSORS = ("query", "key", "value")
@@ -21,7 +21,7 @@ class CallError(Exception):
     """A call that came to nothing: it raised, took too long, or returned what is no result.
 
     Attributes:
-        kind: ``"raised"``, ``"hung"`` or ``"returned"``.
+        kind: ``"raised"``, ``"hung"``, ``"returned"``, or ``"misshapen"`` where it is plain what was returned instead.
         inputs: Of the call, in words.
     """
 
@@ -95,8 +95,13 @@ class Caller:
 
     def attention(self, case: Case) -> Values:
         """Return the adapter's answer to a case."""
-        shape = case.arrays["query"].shape
-        return self._array("attention", self._call("attention", *self._tensors(case), **self._options(case)), shape)
+        shape, kv_len = case.arrays["query"].shape, case.sizes.lengths[1]
+        result = self._call("attention", *self._tensors(case), **self._options(case))
+        found = tuple(np.shape(result)) if isinstance(result, np.ndarray) else shape
+        slip = "" if found == shape else slip_of_shape(found, shape, kv_len)
+        if slip:
+            raise CallError("misshapen", f"attention returned shape {found}, expected {shape}: {slip}")
+        return self._array("attention", result, shape)
 
     def gradients(self, case: Case) -> dict[str, Values]:
         """Return the adapter's gradients of a case, those that it returns, by name."""
@@ -159,9 +164,11 @@ class Caller:
 
     def _array(self, name: str, result: Any, shape: tuple[int, ...], *, slopes: bool = False) -> Values:
         if not hasattr(result, "dtype") or not hasattr(result, "shape"):
-            raise CallError("returned", f"{name} returned {type(result).__name__}, expected a NumPy array")
+            hint = {tuple: "; return the output alone", type(None): "; it lacks a return"}.get(type(result), "")
+            raise CallError("returned", f"{name} returned {type(result).__name__}, expected a NumPy array{hint}")
         if not isinstance(result, np.ndarray):
-            self.offences.setdefault(f"{name} type", f"{name} returned {type(result).__name__}, expected a NumPy array")
+            sentence = f"{name} returned {type(result).__name__}, expected a NumPy array; numpy.asarray makes one"
+            self.offences.setdefault(f"{name} type", sentence)
         try:
             values, found = np.asarray(result), tuple(result.shape)
         except Exception as error:  # arrays of other libraries may refuse, in whatever way
