@@ -117,11 +117,6 @@ def compiled_call(function: Callable[..., jax.Array], *arguments: Any) -> Call:
     return lambda: HeadsFirst(jax.block_until_ready(compiled(*arguments)))
 
 
-def _planned(contestant: Contestant, tensors: Sequence[HeadsFirst | None], backward: bool) -> int:
-    compiled, _ = compiled_pass(contestant, tensors, backward)
-    return compiled.memory_analysis().temp_size_in_bytes
-
-
 class Jax(Backend):
     """JAX on one kind of device."""
 
@@ -208,16 +203,10 @@ class Jax(Backend):
 
     # --- Memory -----------------------------------------------------------------------------------------------------
 
-    def extra_bytes(self, shape: Shape, backward: bool) -> int:
-        """Return the memory that XLA plans for a pass of ours beyond its arguments, its result and its gradients.
-
-        On a GPU that is what is allocated, and the peak that the device tells of cannot be reset.
-        """
-        return _planned(self.ours, self.tensors(shape, backward), backward)
-
     def weights(self, shape: Shape, backward: bool) -> Iterator[tuple[str, int, int, str]]:
+        """Yield what is measured, and what XLA plans: on a GPU that is allocated, and no peak there can be reset."""
         if self.device == "cpu":
             yield "measured", *(self.peak_on_cpu(shape, backward, each) for each in (True, False)), "no positions"
         tensors = self.tensors(shape, backward)
-        theirs = _planned(self.baseline(tensors, backward), tensors, backward)
-        yield "planned", self.extra_bytes(shape, backward), theirs, "no positions"
+        both = (compiled_pass(each, tensors, backward)[0] for each in (self.ours, self.baseline(tensors, backward)))
+        yield "planned", *(each.memory_analysis().temp_size_in_bytes for each in both), "no positions"
