@@ -17,7 +17,7 @@ from benchmarks.harness import Measurement
 from benchmarks.research.scaling import validation
 from benchmarks.research.scaling.figure import draw
 from benchmarks.research.scaling.inputs import Chip, Layer, chips, table
-from benchmarks.research.scaling.model import backward, forward, held, ring
+from benchmarks.research.scaling.model import held, ring, step
 
 SECTIONS = {"programs": validation.compiled, "blocks": validation.visited, "time": validation.timed}
 
@@ -60,8 +60,8 @@ def modelled(chip: Chip, layer: Layer) -> list[dict[str, Any]]:
     found = []
     for count in layer.chips:
         plan = layer.plan(count)
-        ahead = forward(chip, layer, plan)
-        both = ahead + backward(chip, layer, plan)
+        ahead = step(chip, layer, plan, gradient=False)
+        both = ahead + step(chip, layer, plan, gradient=True)
         rings = [ring(chip, layer, count, gradient=gradient) for gradient in (False, True)]
         whole = held(layer, count, gradient=True)
         found.append(
