@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.harness import run_alone
 from benchmarks.research.tpu_static import subjects
 from benchmarks.research.tpu_static.bundles import Kernel, read
-from benchmarks.tpu import devices_of
+from benchmarks.tpu import devices_of, pretend
 
 # The topologies that are compiled for, and what libtpu calls a machine that has them.
 TOPOLOGIES = {"v5e:2x2": "v5litepod-4", "v5p:2x2x1": "v5p-8", "v6e:2x2": "v6e-4"}
@@ -74,13 +74,12 @@ def reason(text: str) -> str:
 def _prepare(topology: str, *arguments: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     """Return the call that compiles, and what there is to say of its result, as JSON can carry it."""
     dumps = tempfile.TemporaryDirectory(prefix="tpu-static-")
-    flags = f"--xla_jf_dump_to={dumps.name} --xla_jf_dump_llo_text=true"
-    device, *_ = devices_of(topology, TOPOLOGIES[topology], flags)
+    pretend(TOPOLOGIES[topology], f"--xla_jf_dump_to={dumps.name} --xla_jf_dump_llo_text=true")
     import jax
     from jax.sharding import SingleDeviceSharding
 
     function, shapes = subjects.attention(*arguments)
-    one = SingleDeviceSharding(device)
+    one = SingleDeviceSharding(devices_of(topology)[0])
     described = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=one) for each in shapes]
 
     def examine(compiled: Any) -> dict[str, Any]:
