@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import math
 from dataclasses import FrozenInstanceError
 from typing import Any
@@ -334,11 +335,11 @@ def test_each_batch_entry_has_its_own_slopes_offset_mask_and_segments(backend: B
     assert result.share < 1
 
 
+NOTHING = [*itertools.product([(), (2,), (2, 3)], [(0, 0), (0, 5), (5, 0)]), ((2, 0), (9, 9))]
+
+
 @EACH
-@pytest.mark.parametrize(
-    ("batch", "lengths"),
-    [(batch, x) for batch in ((), (2,), (2, 3)) for x in ((0, 0), (0, 5), (5, 0))] + [((2, 0), (9, 9))],
-)
+@pytest.mark.parametrize(("batch", "lengths"), NOTHING)
 def test_nothing_is_explained_as_nothing(backend: Backend, batch: tuple[int, ...], lengths: tuple[int, int]) -> None:
     inputs = tensors(*lengths, batch=batch)
     result = explain(backend, *inputs)
