@@ -60,8 +60,8 @@ def without_positions(implementation: str) -> Contestant:
 
 def with_bias(implementation: str) -> Contestant:
     """Return JAX's causal attention with a dense bias."""
-    needed, note = _DENSE_BYTES[implementation], "the bias is built before, in the dtype of the query"
-    return Contestant(f"JAX {implementation}, dense bias", partial(_dense_bias, implementation), needed, note=note)
+    note = "the bias is built before, in the dtype of the query"
+    return Contestant(f"JAX {implementation}, dense bias", partial(_dense_bias, implementation), _bytes, note=note)
 
 
 def _dense_bias(implementation: str, query: jax.Array, key: jax.Array, value: jax.Array) -> Prepared:
@@ -77,15 +77,9 @@ def _bias(num_heads: int, length: int, dtype: Any) -> jax.Array:
     return bias[None].astype(dtype)  # [1, num_heads, length, length]
 
 
-def _bias_bytes(shape: Shape) -> int:
-    return shape.scores // shape.batch * shape.element_bytes
-
-
-def _xla_bytes(shape: Shape) -> int:
-    return _bias_bytes(shape) + 13 * shape.scores  # going backward, three times the scores in float32 and a mask
-
-
-_DENSE_BYTES = {"xla": _xla_bytes, "cudnn": _bias_bytes}
+def _bytes(shape: Shape) -> int:
+    # The bias; and of "xla" going backward, three times the scores in float32 and a mask.
+    return shape.scores // shape.batch * shape.element_bytes + 13 * shape.scores
 
 
 # --- Compiled -------------------------------------------------------------------------------------------------------
@@ -174,7 +168,7 @@ class Jax(Backend):
             return Contestant(f"alibi_jax, {name}", lambda query, key, value: prepared, *needed)
 
         plain = map(without_positions, IMPLEMENTATIONS[self.device])
-        return ours("tiled"), ours("dense", _xla_bytes), *plain, *self.peers
+        return ours("tiled"), ours("dense", _bytes), *plain, *self.peers
 
     def decode(self, shape: Shape) -> Decode:
         query, key, value = (x.array for x in self.tensors(shape)[:3])
