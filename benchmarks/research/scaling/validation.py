@@ -30,7 +30,7 @@ class Cases:
 
 
 FULL = Cases()
-QUICK = Cases((4,), ((4096, 128),), 1024, ((2, 2048),), 2)
+QUICK = Cases((16,), ((4096, 128),), 1024, ((2, 2048),), 2)
 
 
 def off(group: str, name: str, unit: str, predicted: float, measured: float, bar: float = BAR) -> Measurement:
