@@ -12,11 +12,11 @@ from functools import cache
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from tqdm import tqdm
 
 import alibi_core
 from alibi_core.conformance import Attention, Case, Sizes
+from benchmarks import harness
 from tests.support.frameworks import BACKENDS, FRAMEWORKS, JAX, MLX, NUMPY, TORCH, Backend, Framework
 
 SIZES = Sizes(batch=1, num_kv_heads=6, group=2, lengths=(97, 113), head_dim=32)
@@ -58,21 +58,18 @@ def main() -> int:
         [parameter.values[0] for parameter in parameters if not parameter.marks[0].args[0]]  # marked to skip: missing
         for parameters in (FRAMEWORKS, BACKENDS)
     )
-    table = Table(title="Agreement with NumPy's bias and with float64 attention", title_justify="left")
-    table.add_column("implementation", no_wrap=True)
-    for column in ("bias bits\nthat differ", "the same,\ncompiled", *(f"attention\n{dtype}" for dtype in DTYPES)):
+    columns = ("bias bits\nthat differ", "the same,\ncompiled", *(f"attention\n{dtype}" for dtype in DTYPES))
+    table = harness.table("Agreement with NumPy's bias and with float64 attention", "implementation", no_wrap=True)
+    for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    failed: list[str] = []
-    bits: dict[Framework, tuple[str, str]] = {}
-    for framework in frameworks:
-        counts = [differing_elements(framework, compiled=False)]
-        counts += [differing_elements(framework, compiled=True)] if framework in COMPILED else []
-        if any(counts):
-            failed.append(f"{framework.name}: the bias is not NumPy's")
-        bits[framework] = (str(counts[0]), str(counts[1]) if framework in COMPILED else "-")
+    bits = {
+        framework: [differing_elements(framework, compiled=x) for x in (False, True) if not x or framework in COMPILED]
+        for framework in frameworks
+    }
+    failed = [f"{framework.name}: the bias is not NumPy's" for framework in frameworks if any(bits[framework])]
     exact = cache(lambda case, dtype: case.exact(dtype))
     for backend in tqdm(backends, unit="implementation", disable=None, leave=False):
-        cells = []
+        cells = [str(x) for x in bits[backend.framework]] + ["-"] * (backend.framework not in COMPILED)
         for dtype in DTYPES:
             if dtype != "float32" and backend.framework not in COMPILED:
                 cells.append("-")  # NumPy and the standard compute in no low precision
@@ -82,7 +79,7 @@ def main() -> int:
             cells.append(f"{error:.0e} {share:4.0%}")
             if not share <= 1:
                 failed.append(f"{escape(backend.name)}: {dtype} attention exceeds its budget")
-        table.add_row(escape(backend.name), *bits[backend.framework], *cells)
+        table.add_row(escape(backend.name), *cells)
     console = Console(width=None if sys.stdout.isatty() else 110)
     console.print(table)
     console.print("Bias: nothing may differ. Attention: largest error, and the largest share of its error budget.")

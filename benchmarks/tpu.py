@@ -7,8 +7,8 @@ import sys
 from typing import Any
 
 
-def devices_of(topology: str, accelerator: str, flags: str = "") -> Any:
-    """Return the devices of a topology, in a process of its own: the compiler is told before JAX is imported."""
+def pretend(accelerator: str, flags: str = "") -> None:
+    """Have libtpu take this process's machine for one with such TPUs: before JAX is imported."""
     if "jax" in sys.modules:
         raise RuntimeError("jax must not be imported before the environment is set")
     os.environ.update(
@@ -20,6 +20,10 @@ def devices_of(topology: str, accelerator: str, flags: str = "") -> Any:
         TPU_SKIP_MDS_QUERY="1",
         TPU_WORKER_HOSTNAMES="localhost",
     )
+
+
+def devices_of(topology: str) -> Any:
+    """Return the devices of a topology."""
     from jax.experimental import topologies
 
     return topologies.get_topology_desc(topology, "tpu").devices

@@ -21,19 +21,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict
 
 from benchmarks import harness
 from benchmarks.attention.backend import BACKENDS, load
 from benchmarks.attention.numerics import Run, check, reason
 from benchmarks.attention.sections import SECTIONS
-from benchmarks.attention.sizes import FULL, SMALL, Sizes
+from benchmarks.attention.sizes import sizes_of
 from benchmarks.harness import Measurement
-
-DEVICES = ("cpu", "cuda", "metal")
-VERSIONS = ("numpy", "array-api-compat")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,23 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("attention", __doc__, SECTIONS)
     parser.add_argument("--backend", choices=BACKENDS, default="torch", help="whose attention (default %(default)s)")
     parser.add_argument("--up-to", type=int, metavar="TOKENS", help="time no longer sequences")
-    parser.add_argument("--device", choices=DEVICES, help="default the GPU's where there is one, else cpu")
+    devices = ("cpu", "cuda", "metal")
+    parser.add_argument("--device", choices=devices, help="default the GPU's where there is one, else cpu")
     options = parser.parse_args(arguments)
     try:
         backend = load(options.backend, options.device)
     except (AssertionError, RuntimeError) as error:  # AssertionError: PyTorch built without CUDA
         parser.error(f"--device must be one that there is, got {options.device}: {error}")
     machine = harness.machine() | backend.machine()  # first of all, while the load on it is that of others
-    sizes: Sizes = SMALL[backend.name] if options.quick else FULL[backend.name][backend.device]
-    if options.quick and backend.device != "cpu":
-        sizes = replace(sizes, longest=None)  # that one is for the memory of a CPU
-    if options.up_to is not None:
-        parts = ("timed", "decoding")
-        shorter = {name: tuple(x for x in getattr(sizes, name) if x.shape.length <= options.up_to) for name in parts}
-        sizes = replace(sizes, **shorter)
-    run = Run(backend, sizes)
+    sizes = sizes_of(backend.name, backend.device, options.quick)
+    run = Run(backend, sizes if options.up_to is None else sizes.up_to(options.up_to))
     measurements = list(_measure(run, options.only))
-
     is_whole = options.only == list(SECTIONS) and options.up_to is None
     path = harness.folder(options, is_whole) / f"attention-{backend.name}-{backend.device}.json"
     status = harness.conclude(
@@ -69,14 +58,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         backend=backend.name,
         device=backend.device,
         sections=options.only,
-        sizes=asdict(sizes),
+        sizes=asdict(run.sizes),
         machine=machine,
-        versions=harness.versions(*VERSIONS, *backend.distributions),
+        versions=harness.versions("numpy", "array-api-compat", *backend.distributions),
         numerics=run.numerics,
         limits=run.limits,
         curves=run.curves,
     )
-    _draw(run, machine, path.with_suffix(".png"))
+    if not run.curves:
+        return status
+    try:
+        from benchmarks.attention.figure import draw
+    except ModuleNotFoundError:
+        print("There is no picture: it needs matplotlib.", file=sys.stderr)
+        return status
+    place = machine.get("gpu") or ", ".join(filter(None, (machine["cpu"], machine["vectors"])))
+    draw(run.curves, backend.ours.name, f"{sizes.timed[0].shape.heads}   |   {place}", path.with_suffix(".png"))
     return status
 
 
@@ -87,19 +84,6 @@ def _measure(run: Run, sections: Sequence[str]) -> Iterator[Measurement]:
             yield from SECTIONS[name](run)
         except RuntimeError as error:  # out of memory, here or in a process of its own: other sections are not lost
             run.wrong.append(f"{name}: {reason(error)}")
-
-
-def _draw(run: Run, machine: dict[str, Any], path: Path) -> None:
-    """Draw what there is to draw."""
-    if not run.curves:
-        return
-    try:
-        from benchmarks.attention.figure import draw
-    except ModuleNotFoundError:
-        print("There is no picture: it needs matplotlib.", file=sys.stderr)
-        return
-    place = machine.get("gpu") or ", ".join(filter(None, (machine["cpu"], machine["vectors"])))
-    draw(run.curves, run.backend.ours.name, f"{run.sizes.timed[0].shape.heads}   |   {place}", path)
 
 
 if __name__ == "__main__":

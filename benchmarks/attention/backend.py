@@ -17,6 +17,7 @@ from benchmarks.attention.sizes import Shape
 
 Call = Callable[[], Any]
 BACKENDS = {"torch": "Torch", "jax": "Jax", "mlx": "Mlx"}  # each is a class in a module of that name
+ALONE = "benchmarks.attention.backend:alone"  # what is run in a process of its own
 SHARE_OF_MEMORY = 0.6  # of what is free: a contestant that needs more is left out, lest the machine swap
 
 
@@ -101,32 +102,22 @@ class Backend:
         """Fill a layer's cache and return who attends to it with one query."""
         raise NotImplementedError
 
-    def extra_bytes(self, shape: Shape, backward: bool) -> int:
-        """Return the peak memory of a pass of ours beyond its arguments, its result and its gradients.
-
-        Asked where the sizes have no ``weighed_shares``.
-        """
-        return self.peak_on_cpu(shape, backward)
-
     def weights(self, shape: Shape, backward: bool) -> Iterator[tuple[str, int, int, str]]:
-        """Yield how it was found, that peak, the peak of another, and what that other is called.
+        """Yield peaks of memory of a pass beyond its arguments, its result and its gradients.
 
-        Asked where the sizes have ``weighed_shares``.
+        Each with how it was found: that of ours, what it is weighed against, and what that is called.
         """
         raise NotImplementedError
 
     def peak_on_cpu(self, shape: Shape, backward: bool, is_ours: bool = True) -> int:
         """Return the peak of a pass, of ours or of the baseline, in a process of its own."""
-        subject = "benchmarks.attention.backend:peak_subject"
-        return harness.peak_growth(subject, self.name, asdict(shape), backward, is_ours) - made_in(shape, backward)
+        peak: int = harness.run_alone(ALONE, self.name, asdict(shape), backward, is_ours)["peak"]
+        return peak - made_in(shape, backward)
 
     def longest(self, shape: Shape, rows: int) -> dict[str, float]:
-        """Return ``seconds`` and ``extra`` bytes of a very long forward pass on the CPU, and the error of some rows.
-
-        Asked where the sizes have such a shape.
-        """
-        done = harness.run_alone("benchmarks.attention.backend:longest_subject", self.name, asdict(shape), rows)
-        return {"seconds": done["seconds"], "extra": done["peak"] - shape.tensor_bytes} | done["found"]
+        """Return ``seconds`` and ``extra`` bytes of a very long forward pass on the CPU, and the error of some rows."""
+        done = harness.run_alone(ALONE, self.name, asdict(shape), False, True, rows)
+        return {"seconds": done["seconds"], "extra": done["peak"] - made_in(shape, False)} | done["found"]
 
 
 def load(name: str, device: str | None) -> Backend:
@@ -139,11 +130,13 @@ def made_in(shape: Shape, backward: bool) -> int:
     return shape.tensor_bytes * (4 if backward else 1)
 
 
-# --- In processes of their own ----------------------------------------------------------------------------------------
+def alone(
+    name: str, sizes: dict[str, Any], backward: bool, is_ours: bool, rows: int = 0
+) -> tuple[Call, Callable[[Any], dict[str, float]]]:
+    """Prepare a pass on the CPU in a process of its own, and what tells the errors of so many rows of its result.
 
-
-def peak_subject(name: str, sizes: dict[str, Any], backward: bool, is_ours: bool) -> Call:
-    """Prepare a pass on the CPU: arguments are made, and a small call starts whatever starts only once."""
+    Arguments are made, and a small call starts whatever starts only once.
+    """
     backend, shape = load(name, "cpu"), Shape(**sizes)
     for each in (replace(shape, length=min(256, shape.length), batch=1), shape):
         tensors = backend.tensors(each, backward)
@@ -151,16 +144,8 @@ def peak_subject(name: str, sizes: dict[str, Any], backward: bool, is_ours: bool
         call = backend.prepare(contestant, tensors, backward)
         if each is not shape:
             call()
-    return call
-
-
-def longest_subject(name: str, sizes: dict[str, Any], rows: int) -> tuple[Call, Callable[[Any], dict[str, float]]]:
-    """Prepare a forward pass of ours on the CPU, and what tells the errors of some of its rows."""
-    backend = load(name, "cpu")
-    tensors = backend.tensors(Shape(**sizes))
-    chosen = sample(tensors[0].shape[2], rows)
 
     def examine(result: Any) -> dict[str, float]:
-        return asdict(Reference.of(tensors, chosen, backend.as_float64).error(result))
+        return asdict(Reference.of(tensors, sample(shape.length, rows), backend.as_float64).error(result))
 
-    return backend.prepare(backend.ours, tensors, False), examine
+    return call, examine if rows else lambda result: {}

@@ -11,8 +11,8 @@ import numpy as np
 from alibi_core.conformance import rounded
 from benchmarks.exact import exact_slopes
 
-SCORES_AT_ONCE = 2**24  # 128 MiB in float64
 MOST_HEADS = 32  # of a batch, all its entries counted, that are recomputed
+AsFloat64 = Callable[[Any], np.ndarray]
 
 
 def canonical_slopes(num_heads: int) -> np.ndarray:
@@ -26,56 +26,42 @@ def row_of_biases(num_heads: int, length: int) -> np.ndarray:
     return (-canonical_slopes(num_heads)[:, None] * distance)[None, :, None].astype(np.float32)
 
 
-@dataclass
-class Exact:
-    """Of some queries of one head: their results, their gradients, and their part of the gradients of keys and values.
-
-    All float64, ``[queries or keys, head_dim]``; gradients are None where no gradient of the result was given.
-    """
-
-    result: np.ndarray
-    query_grad: np.ndarray | None = None
-    key_grad: np.ndarray | None = None
-    value_grad: np.ndarray | None = None
-
-
 def attend(
-    query: np.ndarray,
-    key: np.ndarray,
-    value: np.ndarray,
+    tensors: Sequence[np.ndarray],
     slope: float,
     positions: np.ndarray,
-    grad: Any = None,
+    grad: np.ndarray | None = None,
+    *,
     is_causal: bool = True,
-) -> Exact:
-    """Return ALiBi attention of one head, over all keys: ``[length, head_dim]``, float64.
+    at_once: int = 2**24,
+) -> list[np.ndarray]:
+    """Return ALiBi attention of one head, and where ``grad``, the result's gradient, is given, those of its arguments.
 
-    ``positions`` are those of the queries, in tokens, increasing; slope 0 is attention without positions. With
-    ``grad``, the gradient of the result, those of the arguments are there, too.
+    All are ``[queries or keys, head_dim]``, float64. ``tensors`` are some queries, which stand at ``positions``,
+    increasing, and all keys and values; slope 0 is attention without positions. ``at_once`` caps the scores in memory.
     """
+    query, key, value = tensors
     scale = query.shape[-1] ** -0.5
-    exact = Exact(np.empty_like(query))
-    if grad is not None:
-        exact.query_grad, exact.key_grad, exact.value_grad = (np.zeros_like(x) for x in (query, key, value))
-    step = max(1, SCORES_AT_ONCE // len(key))
+    found = [np.zeros_like(x) for x in (query, *(tensors if grad is not None else ()))]
+    step = max(1, at_once // len(key))
     for start in range(0, len(query), step):
         rows = slice(start, start + step)
         place = positions[rows, None]
-        stop = int(place[-1, 0]) + 1 if is_causal else len(key)  # where causal, no query of these sees a key after it
-        distance = place - np.arange(stop)
-        scores = scale * (query[rows] @ key[:stop].T) - slope * np.abs(distance)
+        seen = slice(int(place[-1, 0]) + 1 if is_causal else None)  # where causal, no query of these sees more keys
+        distance = place - np.arange(len(key))[seen]
+        scores = scale * (query[rows] @ key[seen].T) - slope * np.abs(distance)
         scores = np.where(distance < 0, -np.inf, scores) if is_causal else scores
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
-        exact.result[rows] = weights @ value[:stop]
+        found[0][rows] = weights @ value[seen]
         if grad is not None:
-            weight_grad = grad[rows] @ value[:stop].T
+            weight_grad = grad[rows] @ value[seen].T
             mean = (weights * weight_grad).sum(axis=-1, keepdims=True)
             score_grad = scale * weights * (weight_grad - mean)
-            exact.query_grad[rows] = score_grad @ key[:stop]
-            exact.key_grad[:stop] += score_grad.T @ query[rows]
-            exact.value_grad[:stop] += weights.T @ grad[rows]
-    return exact
+            found[1][rows] = score_grad @ key[seen]
+            found[2][seen] += score_grad.T @ query[rows]
+            found[3][seen] += weights.T @ grad[rows]
+    return found
 
 
 @dataclass(frozen=True)
@@ -84,23 +70,15 @@ class Error:
 
     worst: float  # of all elements
     relative: float  # of everything, as a part of its size
-    # The same of each row, root mean square. Rows count alike: without positions the first rows, averages of few
-    # values, are so much larger than the others that ``relative`` says little but of them.
-    by_row: float
 
     @classmethod
     def between(cls, pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> Error:
         """Compare arrays ``[rows, head_dim]`` with exact ones."""
         found, exact = (np.concatenate(arrays) for arrays in zip(*pairs, strict=True))
         if not np.all(np.isfinite(found)):
-            return cls(np.inf, np.inf, np.inf)
-        errors, sizes = (np.sum(x**2, axis=-1) for x in (found - exact, exact))
-        rows = errors[sizes > 0] / sizes[sizes > 0]
-        return cls(
-            worst=float(np.max(np.abs(found - exact))),
-            relative=float(np.sqrt(np.sum(errors) / np.sum(sizes))),
-            by_row=float(np.sqrt(np.mean(rows))),
-        )
+            return cls(np.inf, np.inf)
+        away = found - exact
+        return cls(float(np.max(np.abs(away))), float(np.linalg.norm(away) / np.linalg.norm(exact)))
 
 
 @dataclass(frozen=True)
@@ -109,14 +87,14 @@ class Reference:
 
     rows: np.ndarray  # indices of queries, increasing
     exact: dict[tuple[int, int], np.ndarray]  # by batch entry and head, [rows, head_dim]
-    as_float64: Callable[[Any], np.ndarray]
+    as_float64: AsFloat64
 
     @classmethod
     def of(
         cls,
         tensors: Sequence[Any],
         rows: np.ndarray,
-        as_float64: Callable[[Any], np.ndarray],
+        as_float64: AsFloat64,
         *,
         grad: Any = None,
         has_bias: bool = True,
@@ -131,11 +109,11 @@ class Reference:
         positions = rows + tensors[1].shape[2] - q_len
         places = list(np.ndindex(batch, num_heads))
         exact = {}
-        for entry, head in places[:: -(-len(places) // MOST_HEADS)]:
-            query, key, value = (as_float64(x[entry, head]) for x in tensors[:3])
-            chosen = None if grad is None else as_float64(grad[entry, head])[rows]
-            found = attend(query[rows], key, value, slopes[head], positions, chosen, is_causal)
-            exact[entry, head] = found.result if grad is None else found.query_grad
+        for place in places[:: -(-len(places) // MOST_HEADS)]:
+            query, *others = (as_float64(x[place]) for x in tensors[:3])
+            chosen = None if grad is None else as_float64(grad[place])[rows]
+            found = attend([query[rows], *others], slopes[place[1]], positions, chosen, is_causal=is_causal)
+            exact[place] = found[grad is not None]
         return cls(rows, exact, as_float64)
 
     def error(self, found: Any) -> Error:
@@ -148,21 +126,17 @@ class Reference:
 
 
 def errors_of_gradients(
-    found: Sequence[Any],
-    tensors: Sequence[Any],
-    grad: Any,
-    as_float64: Callable[[Any], np.ndarray],
-    is_causal: bool = True,
+    found: Sequence[Any], tensors: Sequence[Any], grad: Any, as_float64: AsFloat64, is_causal: bool = True
 ) -> dict[str, Error]:
     """Return the errors of the gradients of query, key and value, all ``[batch, num_heads, length, head_dim]``."""
     batch, num_heads, length, _ = tensors[0].shape
-    pairs: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {"query": [], "key": [], "value": []}
-    for entry, head in np.ndindex(batch, num_heads):
-        arrays = [as_float64(x[entry, head]) for x in (*tensors, grad)]
-        exact = attend(*arrays[:3], canonical_slopes(num_heads)[head], np.arange(length), arrays[3], is_causal)
-        for index, name in enumerate(pairs):
-            pairs[name].append((as_float64(found[index][entry, head]), getattr(exact, f"{name}_grad")))
-    return {name: Error.between(each) for name, each in pairs.items()}
+    pairs = []
+    for place in np.ndindex(batch, num_heads):
+        *arrays, over = (as_float64(x[place]) for x in (*tensors, grad))
+        slope = canonical_slopes(num_heads)[place[1]]
+        exact = attend(arrays, slope, np.arange(length), over, is_causal=is_causal)[1:]
+        pairs.append([(as_float64(x[place]), y) for x, y in zip(found, exact, strict=True)])
+    return dict(zip(("query", "key", "value"), map(Error.between, zip(*pairs, strict=True)), strict=True))
 
 
 def sample(length: int, count: int) -> np.ndarray:

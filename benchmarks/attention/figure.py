@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 
 from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
 
 from benchmarks.figures import BLUE, DASHES, GREEN, OURS, PURPLE, RED, save, style
 
@@ -18,35 +17,27 @@ OTHERS = ((RED, "s"), (GREEN, "^"), (PURPLE, "D"))  # colour and marker
 
 def draw(curves: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], ours: str, subtitle: str, path: Path) -> None:
     """Write the picture of ``curves[pass][name]``: pairs of a length and how many times faster than the baseline."""
-    names = list(dict.fromkeys(name for found in curves.values() for name in found))
-    others = [name for name in names if name not in (ours, LIMIT)]
+    others = dict.fromkeys(name for found in curves.values() for name in found if name not in (ours, LIMIT))
     styles = {ours: OURS, LIMIT: BOUND}
-    for index, name in enumerate(others):
-        color, marker = OTHERS[index % len(OTHERS)]
+    for name, (color, marker) in zip(others, cycle(OTHERS), strict=False):
         styles[name] = {"color": color, "marker": marker, "linewidth": 1.8, "zorder": 2}
     size = (1.5 + 5 * len(curves), 5)
     figure, axes = plt.subplots(1, len(curves), figsize=size, sharey=True, squeeze=False, layout="constrained")
     for ax, (kind, found) in zip(axes[0], curves.items(), strict=True):
-        for name in (ours, LIMIT, *others):
-            if name in found:
-                ax.plot(*zip(*found[name], strict=True), label=name, markersize=5, **styles[name])
+        for name in (name for name in styles if name in found):
+            ax.plot(*zip(*found[name], strict=True), label=name, markersize=5, **styles[name])
         style(ax, kind.capitalize(), "tokens", sorted({length for points in found.values() for length, _ in points}))
-        _scale(ax)
+        ax.set_yscale("log", base=2)
+        ax.axhline(1, color="#777777", linewidth=1.4, zorder=1, label="attention with no positions")
+        ax.tick_params(axis="x", labelrotation=30)
+        ax.margins(x=0.06, y=0.08)
+        ax.yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}x" if ratio >= 1 else f"1/{1 / ratio:g}")
         for length, ratio in found.get(ours, ()):
-            text = f"{ratio:.2f}x" if ratio < 2 else f"{ratio:.1f}x"
             bound = dict(found.get(LIMIT, ())).get(length, ratio + 1)
             above = 1 <= ratio < 2 or ratio >= bound  # where below is the line at 1, or the limit
-            ax.annotate(text, (length, ratio), xytext=(0, 7 if above else -15), textcoords="offset points", ha="center",
-                        color=BLUE, fontsize=9, zorder=5)  # fmt: skip
+            ax.annotate(f"{ratio:.3g}x", (length, ratio), xytext=(0, 7 if above else -15), textcoords="offset points",
+                        ha="center", color=BLUE, fontsize=9, zorder=5)  # fmt: skip
     axes[0, 0].set_ylabel("times faster than attention with no positions")
     handles = {label: handle for ax in axes[0] for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
     save(figure, f"ALiBi attention   |   {subtitle}", path)
-
-
-def _scale(ax: Axes) -> None:
-    ax.set_yscale("log", base=2)
-    ax.axhline(1, color="#777777", linewidth=1.4, zorder=1, label="attention with no positions")
-    ax.tick_params(axis="x", labelrotation=30)
-    ax.margins(x=0.06, y=0.08)
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}x" if ratio >= 1 else f"1/{1 / ratio:g}"))

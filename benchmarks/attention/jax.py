@@ -60,8 +60,8 @@ def without_positions(implementation: str) -> Contestant:
 
 def with_bias(implementation: str) -> Contestant:
     """Return JAX's causal attention with a dense bias."""
-    needed, note = _DENSE_BYTES[implementation], "the bias is built before, in the dtype of the query"
-    return Contestant(f"JAX {implementation}, dense bias", partial(_dense_bias, implementation), needed, note=note)
+    note = "the bias is built before, in the dtype of the query"
+    return Contestant(f"JAX {implementation}, dense bias", partial(_dense_bias, implementation), _bytes, note=note)
 
 
 def _dense_bias(implementation: str, query: jax.Array, key: jax.Array, value: jax.Array) -> Prepared:
@@ -77,15 +77,9 @@ def _bias(num_heads: int, length: int, dtype: Any) -> jax.Array:
     return bias[None].astype(dtype)  # [1, num_heads, length, length]
 
 
-def _bias_bytes(shape: Shape) -> int:
-    return shape.scores // shape.batch * shape.element_bytes
-
-
-def _xla_bytes(shape: Shape) -> int:
-    return _bias_bytes(shape) + 13 * shape.scores  # going backward, three times the scores in float32 and a mask
-
-
-_DENSE_BYTES = {"xla": _xla_bytes, "cudnn": _bias_bytes}
+def _bytes(shape: Shape) -> int:
+    # The bias; and of "xla" going backward, three times the scores in float32 and a mask.
+    return shape.scores // shape.batch * shape.element_bytes + 13 * shape.scores
 
 
 # --- Compiled -------------------------------------------------------------------------------------------------------
@@ -115,11 +109,6 @@ def compiled_call(function: Callable[..., jax.Array], *arguments: Any) -> Call:
     """Return a call that waits for its result."""
     compiled = jax.jit(function).lower(*arguments).compile()
     return lambda: HeadsFirst(jax.block_until_ready(compiled(*arguments)))
-
-
-def _planned(contestant: Contestant, tensors: Sequence[HeadsFirst | None], backward: bool) -> int:
-    compiled, _ = compiled_pass(contestant, tensors, backward)
-    return compiled.memory_analysis().temp_size_in_bytes
 
 
 class Jax(Backend):
@@ -179,7 +168,7 @@ class Jax(Backend):
             return Contestant(f"alibi_jax, {name}", lambda query, key, value: prepared, *needed)
 
         plain = map(without_positions, IMPLEMENTATIONS[self.device])
-        return ours("tiled"), ours("dense", _xla_bytes), *plain, *self.peers
+        return ours("tiled"), ours("dense", _bytes), *plain, *self.peers
 
     def decode(self, shape: Shape) -> Decode:
         query, key, value = (x.array for x in self.tensors(shape)[:3])
@@ -208,16 +197,10 @@ class Jax(Backend):
 
     # --- Memory -----------------------------------------------------------------------------------------------------
 
-    def extra_bytes(self, shape: Shape, backward: bool) -> int:
-        """Return the memory that XLA plans for a pass of ours beyond its arguments, its result and its gradients.
-
-        On a GPU that is what is allocated, and the peak that the device tells of cannot be reset.
-        """
-        return _planned(self.ours, self.tensors(shape, backward), backward)
-
     def weights(self, shape: Shape, backward: bool) -> Iterator[tuple[str, int, int, str]]:
+        """Yield what is measured, and what XLA plans: on a GPU that is allocated, and no peak there can be reset."""
         if self.device == "cpu":
             yield "measured", *(self.peak_on_cpu(shape, backward, each) for each in (True, False)), "no positions"
         tensors = self.tensors(shape, backward)
-        theirs = _planned(self.baseline(tensors, backward), tensors, backward)
-        yield "planned", self.extra_bytes(shape, backward), theirs, "no positions"
+        both = (compiled_pass(each, tensors, backward)[0] for each in (self.ours, self.baseline(tensors, backward)))
+        yield "planned", *(each.memory_analysis().temp_size_in_bytes for each in both), "no positions"

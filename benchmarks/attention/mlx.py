@@ -136,11 +136,8 @@ class Mlx(Backend):
 
     # --- Memory -----------------------------------------------------------------------------------------------------
 
-    def extra_bytes(self, shape: Shape, backward: bool) -> int:
-        return self.extra_of(self.ours, shape, backward)
-
     def weights(self, shape: Shape, backward: bool) -> Iterator[tuple[str, int, int, str]]:
-        ours = self.extra_bytes(shape, backward)
+        ours = self.extra_of(self.ours, shape, backward)
         for other in (PEERS[0], self.baseline((), backward)):
             theirs = self.extra_of(other, shape, backward)
             if self.device == "cpu" or theirs > 0:  # on Metal a fused kernel may take nothing: there is no ratio

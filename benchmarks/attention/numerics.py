@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -11,14 +11,16 @@ import numpy as np
 import alibi_core
 from alibi_core._horizon import UNIT_ROUNDOFF
 from benchmarks import harness
-from benchmarks.attention.backend import Backend, Contestant
-from benchmarks.attention.exact import Error, Reference, errors_of_gradients, sample
+from benchmarks.attention.backend import Backend
+from benchmarks.attention.exact import AsFloat64, Reference, errors_of_gradients, sample
 from benchmarks.attention.sizes import Shape, Sizes
 from benchmarks.harness import Measurement
 
 # Relative errors. Gross ones: a wrong slope, mask or offset is off by far more. The accuracy section judges the digits.
 OURS_LIMIT = 16  # units of roundoff of the dtype
 PEERS_LIMIT = 2.0**-9  # in float32: BLOOM counts its bias from the first key, which costs digits
+WORST_BAR, RELATIVE_BAR = 4e-6, 1.1  # the worst error allowed in float32; in low precision, beside no positions
+ROWS = 16  # queries a head that are recomputed in float64 at each shape that is timed
 
 
 @dataclass
@@ -33,17 +35,13 @@ class Run:
     # [pass][name]: pairs of a length and how many times faster than the baseline, for the picture.
     curves: dict[str, dict[str, list[tuple[int, float]]]] = field(default_factory=dict)
 
-    def is_right(self, subject: str, relative: float, dtype: str) -> bool:
-        """Keep an error of ours, and return whether it is no gross one."""
-        return self.note_error(subject, relative, OURS_LIMIT * UNIT_ROUNDOFF[dtype])
-
-    def note_error(self, subject: str, relative: float, limit: float) -> bool:
+    def is_right(self, subject: str, relative: float, limit: float) -> bool:
         """Keep an error, and return whether it is small enough."""
         self.numerics[subject] = relative
-        if relative <= limit:
-            return True
-        self.wrong.append(f"{subject}: relative error {relative:.1e}, must be at most {limit:.1e}")
-        return False
+        if relative > limit or np.isnan(relative):
+            self.wrong.append(f"{subject}: relative error {relative:.1e}, must be at most {limit:.1e}")
+            return False
+        return True
 
     def note_limit(self, kind: str, shape: Shape, limit: float, ratio: float) -> str:
         """Keep a tile limit beside what was reached of it, and return that in words."""
@@ -57,7 +55,15 @@ class Run:
             self.curves.setdefault(kind, {}).setdefault(name, []).append((shape.length, ratio))
 
 
-# --- What is right --------------------------------------------------------------------------------------------------
+def limit_of(shape: Shape) -> float:
+    """Return the largest relative error of ours that is no gross one."""
+    return OURS_LIMIT * UNIT_ROUNDOFF[shape.dtype]
+
+
+def reason(error: Exception) -> str:
+    """Return the first line of what went wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def check(run: Run) -> None:
@@ -68,63 +74,49 @@ def check(run: Run) -> None:
     where = f"{shape.heads}, {shape.length:,} tokens"
     for contestant in (backend.ours, *backend.peers):
         harness.report(f"checking {contestant.name}")
-        is_ours = contestant.name == backend.ours.name
-        limit = OURS_LIMIT * UNIT_ROUNDOFF[shape.dtype] if is_ours else PEERS_LIMIT
+        is_ours, subject = contestant is backend.ours, f"{contestant.name}, {where}"
         try:
             error = reference.error(backend.prepare(contestant, tensors, False)()).relative
-            run.note_error(f"{contestant.name}, {where}", error, limit)
         except Exception as failure:  # whatever a peer lacks is told where its time is due
             if is_ours:
                 raise
-            run.numerics[f"{contestant.name}, {where}"] = reason(failure)
+            run.numerics[subject] = reason(failure)
+        else:
+            run.is_right(subject, error, limit_of(shape) if is_ours else PEERS_LIMIT)
     harness.report("checking gradients")
     gradients = backend.prepare(backend.ours, tensors, True)()
     for name, error in errors_of_gradients(gradients, tensors[:3], tensors[3], backend.as_float64).items():
-        run.is_right(f"{backend.ours.name}, gradient of {name}, {where}", error.relative, shape.dtype)
+        run.is_right(f"{backend.ours.name}, gradient of {name}, {where}", error.relative, limit_of(shape))
 
 
 def accuracy(run: Run) -> Iterator[Measurement]:
     """The worst error in float32; in low precision the relative error, beside that without positions.
 
     Or beside that of the exact result, rounded, where that is larger: without positions all of the first row is exact.
-    Both of everything and of each row: without positions the first rows, averages of few values, are so much larger
-    than the others that they decide the former.
     """
-    backend, sizes, shape = run.backend, run.sizes, run.sizes.exact
-    group = f"Error against float64, {shape.num_heads} heads of {shape.head_dim}, {shape.length:,} tokens"
-    harness.report("error of float32")
-    error = _error(backend, backend.ours, backend.tensors(shape), np.arange(shape.length))
-    empty = Measurement(group, f"{backend.ours.name}, float32, worst", f"{sizes.worst_bar:g}", "error", 1.0)
-    yield empty.weighed(error.worst, sizes.worst_bar)
-    for dtype in sizes.low_precision:
+    backend, ours = run.backend, run.backend.ours
+    length = run.sizes.exact.length
+    group = f"Error against float64, {run.sizes.exact.num_heads} heads of {run.sizes.exact.head_dim}, {length:,} tokens"
+    for dtype in ("float32", *run.sizes.low_precision):
         harness.report(f"error of {dtype}")
-        shape = replace(sizes.exact, dtype=dtype)
-        tensors = backend.tensors(shape)
-        rows = sample(shape.length, 32 * sizes.rows)
+        shape = replace(run.sizes.exact, dtype=dtype)
+        tensors, is_low = backend.tensors(shape), dtype != "float32"
+        rows = sample(length, 32 * ROWS) if is_low else np.arange(length)
+        reference = Reference.of(tensors, rows, backend.as_float64)
+        error = reference.error(backend.prepare(ours, tensors, False)())
+        if not is_low:
+            empty = Measurement(group, f"{ours.name}, float32, worst", f"{WORST_BAR:g}", "error", 1.0)
+            yield empty.weighed(error.worst, WORST_BAR)
+            continue
         plain = backend.baseline(tensors, False)
-        ours = _error(backend, backend.ours, tensors, rows)
-        theirs = _error(backend, plain, tensors, rows, has_bias=False)
-        least = Reference.of(tensors, rows, backend.as_float64).rounding(dtype)
-        name = f"{backend.ours.name}, {dtype}"
-        found = {name: ours, f"{plain.name}, {dtype}": theirs, f"{dtype}, the exact result, rounded": least}
-        run.numerics |= {f"{group}: {each}": asdict(error) for each, error in found.items()}
-        for what, kind in (("", "relative"), (", by row", "by_row")):
-            beside = max((getattr(theirs, kind), plain.name), (getattr(least, kind), "the exact result, rounded"))
-            empty = Measurement(group, name + what, beside[1], "error", sizes.relative_bar)
-            yield empty.weighed(getattr(ours, kind), beside[0])
-
-
-def _error(
-    backend: Backend, contestant: Contestant, tensors: Sequence[Any], rows: np.ndarray, has_bias: bool = True
-) -> Error:
-    result = backend.prepare(contestant, tensors, False)()
-    return Reference.of(tensors, rows, backend.as_float64, has_bias=has_bias).error(result)
-
-
-def reason(error: Exception) -> str:
-    """Return the first line of what went wrong."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+        exact = Reference.of(tensors, rows, backend.as_float64, has_bias=False)
+        beside = {plain.name: exact.error(backend.prepare(plain, tensors, False)())}
+        beside["the exact result, rounded"] = reference.rounding(dtype)
+        found = {ours.name: error} | beside
+        run.numerics |= {f"{group}: {name}, {dtype}": asdict(each) for name, each in found.items()}
+        name = max(beside, key=lambda name: beside[name].relative)
+        empty = Measurement(group, f"{ours.name}, {dtype}", name, "error", RELATIVE_BAR)
+        yield empty.weighed(error.relative, beside[name].relative)
 
 
 # --- The tile limit ---------------------------------------------------------------------------------------------------
@@ -132,9 +124,7 @@ def reason(error: Exception) -> str:
 FINEST_BLOCK, MOST_BLOCKS = 64, 1024  # tokens; blocks of one head, since planning takes their square
 
 
-def tile_limit(
-    tensors: Sequence[Any], dtype: str, as_float64: Callable[[Any], np.ndarray], is_dense: bool = False
-) -> float:
+def tile_limit(tensors: Sequence[Any], dtype: str, as_float64: AsFloat64, is_dense: bool = False) -> float:
     """Return the tile limit of the default tolerance: how much faster attention could be at best.
 
     It is the number of pairs of a query and a key that attention without positions computes (the causal half, or all
@@ -147,27 +137,19 @@ def tile_limit(
     call = alibi_core.AttentionCall.check(*(np.broadcast_to(np.float32(0), shape) for shape in shapes))
     batch, num_heads, q_len, _ = shapes[0]
     block = max(FINEST_BLOCK, 2 ** (call.kv_len // MOST_BLOCKS - 1).bit_length())
+    positions = np.arange(q_len) + call.q_offset
     needed = 0
     for entry, head in np.ndindex(batch, num_heads):  # one by one: the plan of all heads at once takes much memory
         query, key = (as_float64(x[entry, head]) for x in tensors[:2])
-        own = np.sum(query * key[-q_len:], axis=-1)
         part = replace(call, batch=(1,), num_heads=1, num_kv_heads=1, slopes=call.slopes[head : head + 1])
-        needed += _pairs(part, query, own, key, block, UNIT_ROUNDOFF[dtype])
-    causal = int(np.sum(np.arange(call.kv_len - q_len + 1, call.kv_len + 1)))
+        own = np.sum(query * key[-q_len:], axis=-1)
+        sizes = (call.scale * np.linalg.norm(query, axis=-1), call.scale * own, np.linalg.norm(key, axis=-1))
+        sizes = tuple(x.astype(np.float32)[None, None] for x in sizes)
+        bounds = alibi_core.ScoreBounds.of_tokens(part, *sizes, part.nearest_keys(), q_block=block, kv_block=block)
+        ranges = alibi_core.key_ranges(part, bounds, UNIT_ROUNDOFF[dtype])
+        of_blocks = (np.asarray(x, np.int64).ravel() for x in (ranges.first, ranges.stop, ranges.past))
+        first, stop, past = (np.repeat(x, block)[:q_len] for x in of_blocks)
+        pairs = np.minimum(stop, positions + 1) - np.maximum(first, positions - past + 1)
+        needed += int(pairs.clip(0).sum())
+    causal = int((positions + 1).sum())
     return batch * num_heads * (q_len * call.kv_len if is_dense else causal) / needed
-
-
-def _pairs(
-    call: alibi_core.AttentionCall, query: np.ndarray, own: np.ndarray, key: np.ndarray, block: int, tolerance: float
-) -> int:
-    """Count the pairs of one head that the key ranges hold."""
-    sizes = (call.scale * np.linalg.norm(query, axis=-1), call.scale * own, np.linalg.norm(key, axis=-1))
-    sizes = tuple(x.astype(np.float32)[None, None] for x in sizes)
-    bounds = alibi_core.ScoreBounds.of_tokens(call, *sizes, call.nearest_keys(), q_block=block, kv_block=block)
-    ranges = alibi_core.key_ranges(call, bounds, tolerance)
-    first, stop, past = (
-        np.repeat(np.asarray(x, np.int64).ravel(), block)[: call.q_len]
-        for x in (ranges.first, ranges.stop, ranges.past)
-    )
-    positions = np.arange(call.q_len) + call.q_offset
-    return int(np.sum(np.maximum(np.minimum(stop, positions + 1) - np.maximum(first, positions - past + 1), 0)))

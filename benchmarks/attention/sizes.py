@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-MIB = 2**20
+Bars = tuple[float | None, float | None]  # of forward, and of forward with backward
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,6 @@ class Shape:
         return self.batch * self.num_heads * self.length**2
 
 
-def _shape(length: int) -> Shape:
-    return Shape(8, 64, length, "float32")
-
-
-EXACT, CHECKED = _shape(8192), _shape(2048)
-
-
 @dataclass(frozen=True)
 class Timed:
     """A shape to time: how many pairs, of ours and of a peer, and how much faster ours has to be."""
@@ -56,8 +49,8 @@ class Timed:
     shape: Shape
     pairs: int
     peer_pairs: int  # 0 to leave the peers out
-    bars: tuple[float | None, float | None] = (None, None)  # of forward, and of forward with backward
-    dense_bars: tuple[float | None, float | None] = (None, None)  # beside a dense bias; not timed beside it where None
+    bars: Bars = (None, None)
+    dense_bars: Bars = (None, None)  # beside a dense bias; not timed beside it where None
     backward: bool = True
     warm_up: bool = True  # False where the baseline takes so long that what only its first call does is no part of it
 
@@ -73,30 +66,38 @@ class Decoding:
     row_bar: float | None = None  # of the cache beside attention with a row of biases; not timed beside it where None
 
 
+def _shape(length: int) -> Shape:
+    return Shape(8, 64, length, "float32")
+
+
+def _wide(length: int, dtype: str = "bfloat16") -> Shape:
+    return Shape(32, 128, length, dtype)
+
+
+EXACT, CHECKED = _shape(8192), _shape(2048)
+
+
 @dataclass(frozen=True)
 class Sizes:
     """All of one run."""
 
     timed: tuple[Timed, ...]  # the first one's heads are those of the picture
     decoding: tuple[Decoding, ...]
-    weighed: Shape  # whose extra memory is measured
+    weighed: tuple[Shape, Shape]  # whose extra memory is measured, forward and with gradients
+    weighed_bars: Bars = (None, None)  # of it, beside what the backend weighs it against
     exact: Shape = EXACT  # whose error is measured
-    checked: Shape = CHECKED  # a small one, of which all gradients and everyone's results are compared with float64
+    checked: Shape = CHECKED  # of which all gradients and everyone's results are compared with float64
     longest: Shape | None = None  # one that nothing quadratic could be computed of; None to leave it out
-    weighed_bars: tuple[float, float] | None = None  # MiB allowed, of a forward and of a backward pass
-    weighed_shares: tuple[float, float] | None = None  # in place of those, the shares allowed of what others take
-    weighed_backward: Shape | None = None  # going backward, where that is another
     low_precision: tuple[str, ...] = ("bfloat16", "float16")  # where errors are measured besides float32
-    worst_bar: float = 4e-6  # the worst error allowed in float32
-    relative_bar: float = 1.1  # in low precision, of the relative error of rows, over that without positions
-    rows: int = 16  # queries a head that are recomputed in float64 at each shape that is timed
 
-
-# --- PyTorch --------------------------------------------------------------------------------------------------------
+    def up_to(self, tokens: int) -> Sizes:
+        """Return these with no longer sequences to time."""
+        parts = {"timed": self.timed, "decoding": self.decoding}
+        return replace(self, **{k: tuple(x for x in part if x.shape.length <= tokens) for k, part in parts.items()})
 
 
 # A call costs some 0.05 ms before any arithmetic, with gradients 0.2 ms: of short ones it is the larger part.
-CPU = Sizes(
+TORCH = Sizes(
     timed=(
         Timed(_shape(1), 301, 0, dense_bars=(0.0, None), backward=False),  # whose gradients are 0
         *(Timed(_shape(length), 301, 0, dense_bars=(0.0, 0.0)) for length in (32, 128)),
@@ -107,108 +108,75 @@ CPU = Sizes(
         Timed(_shape(8192), 9, 3, (2.0, 2.0)),
         Timed(_shape(16_384), 5, 3, (3.5, 3.0)),
         Timed(_shape(65_536), 3, 1, (10.0, 8.0), warm_up=False),
-        Timed(Shape(32, 128, 8192, "float32"), 5, 1, (2.2, None), backward=False),
+        Timed(_wide(8192, "float32"), 5, 1, (2.2, None), backward=False),
     ),
     decoding=(
         *(Decoding(_shape(length), 101) for length in (256, 1024, 4096, 16_384, 65_536)),
         *(Decoding(Shape(8, 64, length, "bfloat16"), 31) for length in (1024, 4096, 16_384, 65_536)),
-        Decoding(Shape(32, 128, 65_536, "bfloat16"), 15, cached_bar=20.0, bare_bar=1.0),
+        Decoding(_wide(65_536), 15, cached_bar=20.0, bare_bar=1.0),
     ),
-    weighed=_shape(65_536),
+    weighed=(_shape(65_536),) * 2,
+    weighed_bars=(0.5, 1.5),
     longest=Shape(4, 64, 2**20, "float32"),
-    weighed_bars=(64.0, 192.0),
 )
-CUDA = Sizes(
-    timed=tuple(
-        Timed(Shape(32, 128, length, "bfloat16"), pairs, 5, (bar, bar))
-        for length, pairs, bar in ((4096, 25, 1.0), (16_384, 15, 3.0), (65_536, 7, 8.0))
-    ),
-    decoding=(Decoding(Shape(32, 128, 131_072, "bfloat16", batch=8), 25, cached_bar=10.0),),
-    weighed=Shape(32, 128, 65_536, "bfloat16"),
-)
-QUICK = Sizes(
-    timed=(
-        Timed(Shape(8, 16, 256, "float32"), 3, 0, (1.0, 1.0)),
-        Timed(Shape(8, 16, 512, "float32"), 3, 1, (1.0, 1.0)),
-        Timed(Shape(4, 32, 256, "float32"), 3, 0, (1.0, None), backward=False),
-    ),
-    decoding=(Decoding(Shape(8, 32, 1024, "bfloat16"), 3, cached_bar=1.0, bare_bar=1.0),),
-    weighed=Shape(8, 16, 512, "float32"),
-    exact=Shape(8, 16, 512, "float32"),
-    checked=Shape(8, 16, 512, "float32"),
-    longest=Shape(4, 16, 4096, "float32"),
-    weighed_bars=(64.0, 192.0),
-)
-
-# --- JAX ------------------------------------------------------------------------------------------------------------
-
 # Attention without positions is dense on the CPU: with gradients it takes 13 GB at 8,192 tokens, four times that at
 # 16,384. So there is nothing to compare with beyond, and memory is judged against what it takes.
-LOW_ON_CPU = ("bfloat16",)  # XLA on a CPU refuses float16's products, with positions or without
-JAX_CPU = Sizes(
+JAX = Sizes(
     timed=(
         Timed(_shape(1024), 25, 5),
         Timed(_shape(2048), 15, 5),
         Timed(_shape(4096), 9, 3),
         Timed(_shape(8192), 5, 1, (5.0, 5.0)),
-        Timed(Shape(32, 128, 2048, "float32"), 5, 1, backward=False),
+        Timed(_wide(2048, "float32"), 5, 1, backward=False),
     ),
-    decoding=(Decoding(Shape(32, 128, 65_536, "bfloat16"), 9),),
-    weighed=_shape(8192),
-    weighed_shares=(0.1, 0.1),
-    low_precision=LOW_ON_CPU,
+    decoding=(Decoding(_wide(65_536), 9),),
+    weighed=(_shape(8192),) * 2,
+    weighed_bars=(0.1, 0.1),
+    low_precision=("bfloat16",),  # XLA on a CPU refuses float16's products, with positions or without
 )
-JAX_CUDA = replace(
-    CUDA,
-    timed=(
-        Timed(Shape(32, 128, 4096, "bfloat16"), 25, 5, (1.0, None)),
-        Timed(Shape(32, 128, 16_384, "bfloat16"), 15, 5, (2.0, None)),
-    ),
-    decoding=(replace(CUDA.decoding[0], cached_bar=None),),
-)
-JAX_QUICK = replace(
-    QUICK, longest=Shape(4, 16, 1024, "float32"), weighed_bars=None, weighed_shares=(0.1, 0.1), low_precision=LOW_ON_CPU
-)
-
-# --- MLX ------------------------------------------------------------------------------------------------------------
-
 # On the CPU MLX computes on one core, and whole scores but for ours: 8,192 tokens take 30 seconds without positions.
-MLX_CPU = Sizes(
+MLX = Sizes(
     timed=(
         Timed(_shape(1024), 9, 3),
         Timed(_shape(2048), 5, 2, (None, 2.5), (None, 2.5)),
         Timed(_shape(4096), 3, 1, (4.0, None), (4.0, None), backward=False),
         Timed(_shape(8192), 1, 0, backward=False, warm_up=False),
     ),
-    decoding=(Decoding(Shape(32, 128, 32_768, "float32"), 9, cached_bar=8.0, row_bar=8.0),),
-    weighed=_shape(4096),
-    weighed_backward=_shape(2048),
+    decoding=(Decoding(_wide(32_768, "float32"), 9, cached_bar=8.0, row_bar=8.0),),
+    weighed=(_shape(4096), _shape(2048)),
+    weighed_bars=(0.1, 0.25),
     exact=_shape(4096),
     checked=_shape(1024),
-    weighed_shares=(0.1, 0.25),
 )
-MLX_METAL = Sizes(  # not run yet, so there are no bars
-    timed=tuple(
-        Timed(Shape(32, 128, length, "bfloat16"), pairs, 5) for length, pairs in ((2048, 25), (4096, 15), (16_384, 9))
-    ),
-    decoding=(Decoding(Shape(32, 128, 32_768, "bfloat16"), 25),),
-    weighed=Shape(32, 128, 16_384, "bfloat16"),
+CPU = {"torch": TORCH, "jax": JAX, "mlx": MLX}
+
+# None of them has been run on a GPU, so there are no bars.
+GPU = Sizes(
+    timed=tuple(Timed(_wide(length), pairs, 5) for length, pairs in ((4096, 25), (16_384, 15))),
+    decoding=(Decoding(_wide(32_768), 25),),
+    weighed=(_wide(16_384),) * 2,
     exact=_shape(4096),
 )
-MLX_QUICK = replace(
-    QUICK,
-    longest=None,
-    timed=(QUICK.timed[0], replace(QUICK.timed[1], dense_bars=(1.0, 1.0)), QUICK.timed[2]),
-    decoding=(replace(QUICK.decoding[0], row_bar=1.0),),
-    weighed_bars=None,
-    weighed_shares=(0.1, 0.25),
-    weighed_backward=Shape(8, 16, 256, "float32"),
+
+_SMALL = Shape(8, 16, 512, "float32")
+QUICK = Sizes(
+    timed=(
+        Timed(replace(_SMALL, length=256), 3, 0),
+        Timed(_SMALL, 3, 1, (1.0, 1.0), (1.0, 1.0)),
+        Timed(Shape(4, 32, 256, "float32"), 3, 0, backward=False),
+    ),
+    decoding=(Decoding(Shape(8, 32, 1024, "bfloat16"), 3, cached_bar=1.0, bare_bar=1.0, row_bar=1.0),),
+    weighed=(_SMALL, replace(_SMALL, length=256)),
+    weighed_bars=(1.0, 1.0),
+    exact=_SMALL,
+    checked=_SMALL,
 )
 
-# By backend, and at full size by device.
-FULL = {
-    "torch": {"cpu": CPU, "cuda": CUDA},
-    "jax": {"cpu": JAX_CPU, "cuda": JAX_CUDA},
-    "mlx": {"cpu": MLX_CPU, "metal": MLX_METAL},
-}
-SMALL = {"torch": QUICK, "jax": JAX_QUICK, "mlx": MLX_QUICK}
+
+def sizes_of(backend: str, device: str, quick: bool) -> Sizes:
+    """Return what is measured of a backend on a device."""
+    if not quick:
+        return CPU[backend] if device == "cpu" else GPU
+    on_cpu = CPU[backend]
+    longest = Shape(4, 16, 4096, "float32") if on_cpu.longest and device == "cpu" else None
+    return replace(QUICK, longest=longest, low_precision=on_cpu.low_precision)

@@ -6,6 +6,7 @@ Others have a dense bias, FlexAttention, and the eager attention of BLOOM.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -286,12 +287,14 @@ class Torch(Backend):
 
     # --- Memory -----------------------------------------------------------------------------------------------------
 
-    def extra_bytes(self, shape: Shape, backward: bool) -> int:
+    def weights(self, shape: Shape, backward: bool) -> Iterator[tuple[str, int, int, str]]:
         if self.device == "cpu":
-            return self.peak_on_cpu(shape, backward)
-        call = self.prepare(self.ours, self.tensors(shape, backward), backward)
-        call()
-        return self.peak(call) - made_in(shape, backward)
+            extra = self.peak_on_cpu(shape, backward)
+        else:
+            call = self.prepare(self.ours, self.tensors(shape, backward), backward)
+            call()
+            extra = self.peak(call) - made_in(shape, backward)
+        yield "measured", extra, shape.tensor_bytes, "the query"
 
     @staticmethod
     def peak(call: Call) -> int:

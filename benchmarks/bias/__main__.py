@@ -26,9 +26,8 @@ from typing import Any
 
 import numpy as np
 
-import alibi_core
 from benchmarks import harness
-from benchmarks.bias.builders import JUDGED, LIBRARIES, OURS, PEERS, Builder, Call, library
+from benchmarks.bias.builders import JUDGED, OF_KEYS, OURS, PEERS, Builder, Call, library
 from benchmarks.exact import exact_slopes
 from benchmarks.harness import Measurement
 
@@ -101,21 +100,29 @@ def peer_error(peer: Builder, num_heads: int = 32, length: int = 61) -> float:
     return float(np.max(np.abs(built - exact) / budget, where=visible, initial=0))
 
 
-def check(sizes: Sizes) -> tuple[dict[str, Any], list[str]]:
+def check(
+    sizes: Sizes,
+    ours: Sequence[Builder] = OURS,
+    of_keys: Sequence[Builder] = OF_KEYS,
+    peers: Sequence[Builder] = PEERS,
+) -> tuple[dict[str, Any], list[str]]:
     """Return what was found about the numbers, and a line for each that is wrong."""
-    subjects = {f"bias in {each.name}": (partial(each.prepare, *sizes.shape[:2]), sizes.length) for each in OURS}
-    subjects |= {f"key_bias in {name}": (partial(_key_bias, name, sizes), None) for name in LIBRARIES}
-    reaches = {sizes.length: causal_reach(sizes.length), None: np.arange(1.0 - sizes.kv_len, 1.0)[None, :]}
     found: dict[str, Any] = {}
     wrong = []
-    for name, (prepare, length) in subjects.items():
-        harness.report(f"checking {name}")
-        with suppress(ImportError):  # named as not measured where its time is due
-            count = different_bits(prepare()(), reaches[length])
-            found[name] = {"different_elements": count}
-            if count:
-                wrong.append(f"{name} differs from float64 arithmetic in {count:,} elements")
-    for peer in () if wrong else PEERS:
+    keys = np.arange(1.0 - sizes.kv_len, 1.0)[None, :]
+    for what, builders, reach, shape in (
+        ("bias", ours, causal_reach(sizes.length), sizes.shape[:2]),
+        ("key_bias", of_keys, keys, (sizes.key_num_heads, sizes.kv_len)),
+    ):
+        for builder in builders:
+            name = f"{what} in {builder.name}"
+            harness.report(f"checking {name}")
+            with suppress(ImportError):  # named as not measured where its time is due
+                count = different_bits(builder.prepare(*shape)(), reach)
+                found[name] = {"different_elements": count}
+                if count:
+                    wrong.append(f"{name} differs from float64 arithmetic in {count:,} elements")
+    for peer in () if wrong else peers:
         with suppress(ImportError):
             error = peer_error(peer)
             found[peer.name] = {"error_over_budget": error}
@@ -124,16 +131,15 @@ def check(sizes: Sizes) -> tuple[dict[str, Any], list[str]]:
     return found, wrong
 
 
-def _key_bias(name: str, sizes: Sizes) -> Call:
-    lib = library(LIBRARIES[name])
-    return lambda: lib.finish(alibi_core.key_bias(sizes.key_num_heads, sizes.kv_len, xp=lib.xp))
-
-
 # --- What it costs --------------------------------------------------------------------------------------------------
 
 
 def measure(sizes: Sizes) -> Iterator[Measurement]:
     """Time and weigh everything, in the order of the tables."""
+    dense, of_keys = sizes.shape[:2], (sizes.key_num_heads, sizes.kv_len)
+
+    def bar_of(builder: Builder, bar: float) -> float | None:
+        return bar if builder.name in JUDGED else None
 
     def timed(empty: Measurement, candidate: Callable[[], Call], baseline: Callable[[], Call]) -> Measurement:
         harness.report(f"{empty.candidate} against {empty.baseline}")
@@ -142,30 +148,22 @@ def measure(sizes: Sizes) -> Iterator[Measurement]:
         except ImportError as error:
             return replace(empty, note=str(error))
 
-    def fill(name: str, shape: tuple[int, ...]) -> Call:
-        return partial(library(name).fill, shape)
+    def beside_a_fill(group: str, builder: Builder, arguments: tuple[int, int], shape: tuple[int, ...]) -> Measurement:
+        empty = Measurement(f"{group}, against a fill", builder.name, "fill", "seconds", bar_of(builder, SPEED_BAR))
+        return timed(empty, partial(builder.prepare, *arguments), lambda: partial(library(builder.library).fill, shape))
 
-    dense = sizes.shape[:2]
-    fastest: dict[str, tuple[float, Builder]] = {}  # of ours, by library
-    group = "Building a causal bias, {} heads, {:,} x {:,}, against a fill".format(*sizes.shape)
-    for ours in OURS:
-        bar = SPEED_BAR if ours.name in JUDGED else None
-        empty = Measurement(group, ours.name, "fill", "seconds", bar)
-        done = timed(empty, partial(ours.prepare, *dense), partial(fill, ours.library, sizes.shape))
-        if done.ratio is not None and done.ratio <= fastest.get(ours.library, (done.ratio, ours))[0]:
-            fastest[ours.library] = done.ratio, ours
-        yield done
-
+    group = "Building a causal bias, {} heads, {:,} x {:,}".format(*sizes.shape)
+    done = [(builder, beside_a_fill(group, builder, dense, sizes.shape)) for builder in OURS]
+    yield from (each for _, each in done)
     for kind, bar in (("prepare", PEER_BAR), ("masked", None)):
         group = "Building a causal bias against other builders" + (" and a mask" if kind == "masked" else "")
         for peer in PEERS:
-            ours = next(each for each in OURS if each.library == peer.library)
-            ours = fastest.get(peer.library, (0.0, ours))[1]
+            own = [(each.ratio or math.inf, builder) for builder, each in done if builder.library == peer.library]
+            _, ours = min(own, key=lambda pair: pair[0])  # the fastest of ours
             empty = Measurement(group, ours.name, peer.name, "seconds", bar, note=peer.note if bar else "")
             yield timed(empty, partial(ours.prepare, *dense), partial(getattr(peer, kind), *dense))
-
     for builder in (*OURS, *PEERS) if sizes.weigh_frameworks else OURS[:1]:
-        bar = MEMORY_BAR if builder.name in JUDGED else None
+        bar = bar_of(builder, MEMORY_BAR)
         empty = Measurement("Peak memory of building it", builder.name, "the bias", "bytes", bar)
         harness.report(f"memory of {builder.name}")
         try:
@@ -175,12 +173,8 @@ def measure(sizes: Sizes) -> Iterator[Measurement]:
             continue
         peak = harness.peak_growth("benchmarks.bias.__main__:peak_subject", builder.name, *dense)
         yield empty.weighed(peak, 4 * math.prod(sizes.shape))
-
-    group = f"key_bias, {sizes.key_num_heads} heads, {sizes.kv_len:,} keys, against a fill"
-    for name, module in LIBRARIES.items():
-        empty = Measurement(group, name, "fill", "seconds", SPEED_BAR if name in JUDGED else None)
-        shape = (sizes.key_num_heads, 1, sizes.kv_len)
-        yield timed(empty, partial(_key_bias, name, sizes), partial(fill, module, shape))
+    group = f"key_bias, {sizes.key_num_heads} heads, {sizes.kv_len:,} keys"
+    yield from (beside_a_fill(group, each, of_keys, (of_keys[0], 1, of_keys[1])) for each in OF_KEYS)
 
 
 # --- The program ----------------------------------------------------------------------------------------------------

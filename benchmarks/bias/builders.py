@@ -76,12 +76,18 @@ def _ours_compiled(name: str, num_heads: int, length: int) -> Call:
     return lambda: lib.finish(function(slopes))
 
 
+def _of_keys(name: str, num_heads: int, kv_len: int) -> Call:
+    lib = library(name)
+    return lambda: lib.finish(alibi_core.key_bias(num_heads, kv_len, xp=lib.xp))
+
+
 LIBRARIES = {"NumPy": "numpy", "PyTorch": "torch", "MLX": "mlx.core", "JAX": "jax.numpy"}
 JUDGED = ("NumPy", "PyTorch")
 OURS = (
     *(Builder(name, module, partial(_ours, module)) for name, module in LIBRARIES.items()),
     *(Builder(f"{x}, compiled", LIBRARIES[x], partial(_ours_compiled, LIBRARIES[x])) for x in ("MLX", "JAX")),
 )
+OF_KEYS = tuple(Builder(name, module, partial(_of_keys, module)) for name, module in LIBRARIES.items())
 
 
 def _bloom(num_heads: int, length: int) -> Call:
@@ -126,14 +132,15 @@ def _masked(bias: Prepare, name: str, num_heads: int, length: int) -> Call:
     return call
 
 
-def _peer(name: str, library: str, bias: Prepare, note: str, *, is_row: bool = False) -> Builder:
-    return Builder(name, library, partial(_broadcast, bias) if is_row else bias, partial(_masked, bias, library), note)
+def _peer(name: str, library: str, bias: Prepare, note: str) -> Builder:
+    whole = partial(_broadcast, bias) if ROW in note else bias
+    return Builder(name, library, whole, partial(_masked, bias, library), note)
 
 
 ROW = "a row a head, broadcast and copied; no mask"
 PEERS = (
-    _peer("BLOOM", "torch", _bloom, f"transformers, build_alibi_tensor: {ROW}", is_row=True),
-    _peer("MPT", "torch", _mpt, f"transformers, build_mpt_alibi_tensor: {ROW}", is_row=True),
+    _peer("BLOOM", "torch", _bloom, f"transformers, build_alibi_tensor: {ROW}"),
+    _peer("MPT", "torch", _mpt, f"transformers, build_mpt_alibi_tensor: {ROW}"),
     _peer("x-transformers", "torch", _x_transformers, "AlibiPositionalBias: symmetric; no mask"),
     _peer("mlx.nn.ALiBi", "mlx.core", _mlx_nn, "create_alibi_matrix: symmetric; no mask"),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,21 +35,19 @@ class Held:
         scored = segments * settings.longest
         return cls(tokens, settings.longest, scored, max(1, scored // settings.slid))
 
-    def windows(self, stride: int) -> Tensor:
-        """Return where the sliding windows end."""
-        return torch.arange(self.first + stride, self.first + self.scored + 1, stride * self.every)
+    def ends(self, stride: int) -> Tensor:
+        """Return where windows that move by ``stride`` end."""
+        return torch.arange(self.first + stride, self.first + self.scored + 1, stride)
 
 
-def evaluate(model: nn.Module, held: Held, settings: Settings, report: Callable[[str, int], None]) -> dict[str, Any]:
-    """Return mean losses by length under both protocols, and by position at the longest; tell ``report`` of each."""
-    segments, windows = {}, {}
-    by_position = torch.empty(0)
-    for length in settings.lengths:
-        segments[str(length)] = non_overlapping(model, held, length)
-        report("non-overlapping", length)
-        windows[str(length)], by_position = sliding(model, held, length, settings.stride)
-        report("sliding", length)
-    return {"non_overlapping": segments, "sliding": windows, "by_position": by_position.tolist()}
+def evaluate(model: nn.Module, held: Held, settings: Settings) -> dict[str, Any]:
+    """Return mean losses by length under both protocols, and by position at the longest."""
+    slid = {str(length): sliding(model, held, length, settings.stride) for length in settings.lengths}
+    return {
+        "non_overlapping": {str(length): non_overlapping(model, held, length) for length in settings.lengths},
+        "sliding": {length: mean for length, (mean, _) in slid.items()},
+        "by_position": slid[str(settings.longest)][1].tolist(),
+    }
 
 
 def non_overlapping(model: nn.Module, held: Held, length: int) -> float:
@@ -58,8 +55,7 @@ def non_overlapping(model: nn.Module, held: Held, length: int) -> float:
 
     The first token of each segment is predicted from one token alone, so short segments suffer from short contexts.
     """
-    ends = torch.arange(held.first + length, held.first + held.scored + 1, length)
-    return torch.cat(list(_losses(model, held.tokens, ends, length))).double().mean().item()
+    return _losses(model, held.tokens, held.ends(length), length).mean().item()
 
 
 def sliding(model: nn.Module, held: Held, length: int, stride: int) -> tuple[float, Tensor]:
@@ -68,16 +64,17 @@ def sliding(model: nn.Module, held: Held, length: int, stride: int) -> tuple[flo
     So each token is predicted from at least ``length - stride + 1`` tokens. Also the mean over all windows of the loss
     at each position in the window, ``[length]``.
     """
-    losses = torch.cat(list(_losses(model, held.tokens, held.windows(stride), length))).double()  # [windows, length]
+    losses = _losses(model, held.tokens, held.ends(stride)[:: held.every], length)
     return losses[:, -stride:].mean().item(), losses.mean(dim=0)
 
 
 @torch.inference_mode()
-def _losses(model: nn.Module, tokens: Tensor, ends: Tensor, length: int) -> Iterator[Tensor]:
-    """Yield ``[windows, length]`` losses of the ``length`` tokens before each of ``ends``, some windows at a time."""
+def _losses(model: nn.Module, tokens: Tensor, ends: Tensor, length: int) -> Tensor:
+    """Return ``[windows, length]`` losses, float64, of the ``length`` tokens before each of ``ends``."""
     device = next(model.parameters()).device
-    window = torch.arange(-length - 1, 0)
+    found = []
     for some in ends.split(max(1, TOKENS_AT_ONCE // length)):
-        text = tokens[some[:, None] + window].to(device, torch.int64)  # [windows, length + 1]
+        text = tokens[some[:, None] + torch.arange(-length - 1, 0)].to(device, torch.int64)  # [windows, length + 1]
         logits = model(text[:, :-1])
-        yield F.cross_entropy(logits.transpose(1, 2), text[:, 1:], reduction="none").float().cpu()
+        found.append(F.cross_entropy(logits.transpose(1, 2), text[:, 1:], reduction="none").float().cpu())
+    return torch.cat(found).double()

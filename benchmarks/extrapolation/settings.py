@@ -21,8 +21,7 @@ class Settings:
     expansion_factor: int = 2
     batch_size: int = 16
     steps: int = 300
-    learning_rate: float = 3e-3  # at its peak, after the warmup
-    warmup: int = 30  # steps; at most a tenth of them
+    learning_rate: float = 3e-3  # at its peak, after a tenth of the steps
     corpus_bytes: int = 4_000_000  # read at most so much of the standard library
     scored: int = 16_384  # held-out tokens scored on non-overlapping segments
     slid: int = 2_048  # so many of them, spread evenly, are scored on sliding windows too
@@ -44,14 +43,8 @@ class Settings:
     @property
     def model(self) -> AlibiConfig:
         """The shape of the models. Training is too short for dropout to help."""
-        return AlibiConfig(
-            num_layers=self.num_layers,
-            d_model=self.d_model,
-            num_heads=self.num_heads,
-            max_len=self.train_length,
-            dropout=0.0,
-            expansion_factor=self.expansion_factor,
-        )
+        names = ("num_layers", "d_model", "num_heads", "expansion_factor")
+        return AlibiConfig(max_len=self.train_length, dropout=0.0, **{name: getattr(self, name) for name in names})
 
 
 QUICK = Settings()
@@ -62,7 +55,6 @@ FULL = Settings(
     expansion_factor=4,
     steps=600,
     learning_rate=2e-3,
-    warmup=60,
     corpus_bytes=16_000_000,
     scored=65_536,
     slid=4_096,

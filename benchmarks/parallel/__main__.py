@@ -15,8 +15,8 @@ do.
 
     python -m benchmarks.parallel --backend torch
 
-times 4 processes that share the cores against 1 that has them all, at 32,768 tokens: no slower; and counts the bytes
-that they send. Here numbers are checked first.
+times 4 processes that share the cores against 1 that has them all, at 32,768 tokens: no slower. Here numbers are
+checked first.
 
 The exit status is 1 if, at full size, a bar is not met or could not be measured.
 """
@@ -27,6 +27,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import alibi_core
@@ -35,8 +36,8 @@ from benchmarks.harness import Measurement
 from benchmarks.parallel import jax, torch
 
 PLACEMENTS = ("contiguous", "zigzag")
-RING_BAR, WORK_BAR = 5.0, math.nextafter(1.3, math.inf)
-REQUIRED_BAR, HALVING_BAR = (math.nextafter(bar, math.inf) for bar in (1.1, 0.55))
+RING_BAR = 5.0
+WORK_BAR, REQUIRED_BAR, HALVING_BAR = (math.nextafter(bar, math.inf) for bar in (1.3, 1.1, 0.55))
 
 
 @dataclass(frozen=True)
@@ -70,30 +71,23 @@ QUICK = Sizes(length=8192, devices=4, heads=4, memory_length=8192, memory_device
 
 def bytes_sent(sizes: Sizes) -> Iterator[Measurement]:
     """Measure what devices send each other, as planned and in the compiled program."""
-    size = sizes.head_dim, sizes.item_bytes
+    size, found = (sizes.head_dim, sizes.item_bytes), []
     for placement in PLACEMENTS:
         plan = sizes.plan(placement)
-        yield from _bytes(plan, size, plan.bytes_exchanged(*size), f"{placement}, as planned", 1)
-    plan = sizes.plan()
+        found.append((f"{placement}, as planned", plan, 1, plan.bytes_exchanged(*size), ""))
     for gradient in (False, True):
-        found = sizes.program(sizes.devices, sizes.length, gradient)["collectives"]
-        others = sorted({x["kind"] for x in found} - {"collective-permute", "all-reduce"})
-        sent = sum(x["bytes"] for x in found if not x["is_fallback"])
+        operations = sizes.program(sizes.devices, sizes.length, gradient)["collectives"]
+        others = sorted({x["kind"] for x in operations} - {"collective-permute", "all-reduce"})
+        note = f"and there are {', '.join(others)}" if others else "nothing is gathered"
+        sent = sum(x["bytes"] for x in operations if not x["is_fallback"])
         # With gradients keys and values go twice, and what they get comes back as float32.
         times = 1 + gradient * (1 + 4 // sizes.item_bytes)
-        name = f"contiguous, compiled{', with gradients' * gradient}"
-        note = f"and there are {', '.join(others)}" if others else "nothing is gathered"
-        yield from _bytes(plan, size, sent, name, times, note)
-
-
-def _bytes(
-    plan: alibi_core.ShardPlan, size: tuple[int, int], sent: int, name: str, times: int, note: str = ""
-) -> Iterator[Measurement]:
-    ring, required = plan.bytes_of_ring(*size) * times, plan.bytes_required(*size) * times
-    group = "Bytes that devices send"
-    fewer = Measurement(group, "full ring", name, "bytes", RING_BAR, note=note, faster=True)
-    yield fewer.weighed(ring, sent)
-    yield Measurement(group, name, "horizons require", "bytes", REQUIRED_BAR).weighed(sent, required)
+        found.append((f"contiguous, compiled{', with gradients' * gradient}", sizes.plan(), times, sent, note))
+    for name, plan, times, sent, note in found:
+        fewer = Measurement("Bytes that devices send", "full ring", name, "bytes", RING_BAR, note=note, faster=True)
+        yield fewer.weighed(plan.bytes_of_ring(*size) * times, sent)
+        least = Measurement("Bytes that devices send", name, "horizons require", "bytes", REQUIRED_BAR)
+        yield least.weighed(sent, plan.bytes_required(*size) * times)
 
 
 def work(sizes: Sizes) -> Iterator[Measurement]:
@@ -107,14 +101,12 @@ def work(sizes: Sizes) -> Iterator[Measurement]:
 def memory(sizes: Sizes) -> Iterator[Measurement]:
     """Measure how memory shrinks as devices double."""
     for gradient in (False, True):
-        before = None
-        for devices in sizes.memory_devices:
-            found = sizes.program(devices, sizes.memory_length, gradient)["temporaries"]
-            if before is not None:
-                name = f"{devices} devices{', with gradients' * gradient}"
-                measured = Measurement("Temporaries of a device", name, f"{devices // 2} devices", "bytes", HALVING_BAR)
-                yield measured.weighed(found, before)
-            before = found
+        counts = sizes.memory_devices
+        found = [sizes.program(devices, sizes.memory_length, gradient)["temporaries"] for devices in counts]
+        for devices, (before, after) in zip(counts, pairwise(found), strict=False):
+            name = f"{2 * devices} devices{', with gradients' * gradient}"
+            empty = Measurement("Temporaries of a device", name, f"{devices} devices", "bytes", HALVING_BAR)
+            yield empty.weighed(after, before)
 
 
 SECTIONS: dict[str, Callable[[Sizes], Iterator[Measurement]]] = {"bytes": bytes_sent, "work": work, "memory": memory}

@@ -1,9 +1,5 @@
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +19,7 @@ from benchmarks.attention.exact import Error, Reference, attend, errors_of_gradi
 from benchmarks.attention.numerics import Run, check, tile_limit
 from benchmarks.attention.sizes import QUICK, Shape, Timed
 from benchmarks.attention.torch import Torch
-from benchmarks.harness import Measurement
+from tests.support.programs import quick_run
 
 pytestmark = pytest.mark.full
 
@@ -32,10 +28,11 @@ def as_float64(tensor):
     return tensor.detach().double().numpy()
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """No peers: what they warn of is theirs."""
-    monkeypatch.setattr(Torch, "peers", ())
+def torch_with(**attributes):
+    """PyTorch on the CPU with other contestants; by default without peers, whose warnings are theirs."""
+    backend = Torch("cpu")
+    vars(backend).update({"peers": ()} | attributes)
+    return backend
 
 
 # --- What others are compared with ------------------------------------------------------------------------------------
@@ -60,23 +57,19 @@ def test_exact_attention_and_gradients_are_those_of_autograd():
     assert last.error(result[:, :, -1:]).worst < 1e-14
 
 
-def test_chunks_of_queries_add_up(monkeypatch):
-    arrays = np.random.default_rng(0).standard_normal((4, 23, 4))
-    whole = attend(*arrays[:3], 0.5, np.arange(23), arrays[3])
-    monkeypatch.setattr("benchmarks.attention.exact.SCORES_AT_ONCE", 23 * 5)
-    parts = attend(*arrays[:3], 0.5, np.arange(23), arrays[3])
-    for name in ("result", "query_grad", "key_grad", "value_grad"):
-        np.testing.assert_allclose(getattr(parts, name), getattr(whole, name), rtol=1e-12, atol=1e-14)
+def test_chunks_of_queries_add_up():
+    *tensors, grad = np.random.default_rng(0).standard_normal((4, 23, 4))
+    whole, parts = (attend(tensors, 0.5, np.arange(23), grad, at_once=at_once) for at_once in (2**24, 23 * 5))
+    for one, other in zip(parts, whole, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14)
 
 
 def test_errors():
     exact = np.array([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]])
     found = exact + np.array([[0, 0], [0.03, 0.04], [0, 0]])
     error = Error.between([(found, exact)])
-    assert error.worst == pytest.approx(0.04)
-    assert error.relative == pytest.approx(0.05 / np.hypot(5, 0.5))
-    assert error.by_row == pytest.approx(0.1 / np.sqrt(2))  # where there is nothing, nothing is relative to it
-    assert Error.between([(found, exact), (np.array([[1.0, np.nan]]), np.ones((1, 2)))]) == Error(*[np.inf] * 3)
+    assert (error.worst, error.relative) == pytest.approx((0.04, 0.05 / np.hypot(5, 0.5)))
+    assert Error.between([(found, exact), (np.array([[1.0, np.nan]]), np.ones((1, 2)))]) == Error(np.inf, np.inf)
 
 
 def test_tile_limit_counts_the_pairs_that_the_core_needs():
@@ -107,19 +100,17 @@ def test_blocks_of_flex_attention_are_those_of_the_predicate():
         np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
 
 
-def test_a_peer_that_does_not_fit_or_fails_is_told_and_the_run_goes_on(monkeypatch):
+def test_a_peer_that_does_not_fit_or_fails_is_told_and_the_run_goes_on():
     def fail(*_):
         raise ValueError("no such thing\nat all")
 
     dense = of_torch.PEERS[0]
-    monkeypatch.setattr(Torch, "peers", (dense, replace(dense, name="failing", prepare=fail)))
-    timed = (Timed(Shape(2, 8, 32, "float32"), 1, 1),)
-    run = Run(Torch("cpu"), replace(QUICK, timed=timed))
-    monkeypatch.setattr(Torch, "free_bytes", lambda self: 2**40)
+    backend = torch_with(peers=(dense, replace(dense, name="failing", prepare=fail)), free_bytes=lambda: 2**40)
+    run = Run(backend, replace(QUICK, timed=(Timed(Shape(2, 8, 32, "float32"), 1, 1),)))
     found = list(sections.passes(run, False))
     assert [each.ratio is None for each in found] == [False, False, True]
     assert found[2].note == "not measured, ValueError: no such thing"
-    monkeypatch.setattr(Torch, "free_bytes", lambda self: 0)
+    backend.free_bytes = lambda: 0
     found = list(sections.passes(run, True))
     assert found[1].ratio is None
     assert found[1].note.startswith("left out, it needs ")
@@ -163,14 +154,13 @@ def test_who_answers_one_query(backend):
 def test_memory_that_is_the_result_or_a_gradient_is_not_extra(monkeypatch):
     pytest.importorskip("alibi_jax")
     jax_cpu, shape, grown = load("jax", "cpu"), Shape(2, 8, 256, "float32"), iter([100_000, 100_000, 300_000, 900_000])
-    monkeypatch.setattr(harness, "peak_growth", lambda *_: next(grown))
+    monkeypatch.setattr(harness, "run_alone", lambda *_: {"peak": next(grown)})
     tensor = shape.tensor_bytes
-    extra = [Torch("cpu").extra_bytes(shape, backward) for backward in (False, True)]
-    assert extra == [100_000 - tensor, 100_000 - 4 * tensor]
+    extra = [next(Torch("cpu").weights(shape, backward)) for backward in (False, True)]
+    assert extra == [("measured", 100_000 - times * tensor, tensor, "the query") for times in (1, 4)]
     measured, planned = jax_cpu.weights(shape, True)
     assert measured == ("measured", 300_000 - 4 * tensor, 900_000 - 4 * tensor, "no positions")
     assert planned[2] >= 4 * shape.scores  # which the baseline holds
-    assert planned[1] == jax_cpu.extra_bytes(shape, True)
 
 
 def test_a_lazy_call_in_mlx_is_timed_with_its_evaluation_and_what_it_makes_is_not_extra():
@@ -207,43 +197,21 @@ def test_a_lazy_call_in_mlx_is_timed_with_its_evaluation_and_what_it_makes_is_no
 # --- The program ------------------------------------------------------------------------------------------------------
 
 
-def quick_run(backend, output):
-    """Run all sections on small shapes, in a process as from a command line, and return the results."""
-    command = [sys.executable, "-m", "benchmarks.attention", "--backend", backend, "--quick", "--device", "cpu"]
-    # The processes in which memory is measured compile much of what the first one did.
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(output / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, ["", *sys.path])), "OMP_NUM_THREADS": "1"}
-    root, output = Path(attention.__file__).parents[2], ["--output", str(output)]
-    done = subprocess.run([*command, *output], cwd=root, env=os.environ | path | cache, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads((Path(output[1]) / f"attention-{backend}-cpu.json").read_text(encoding="utf-8"))
-
-
 @pytest.mark.parametrize("backend", ["torch", "jax", "mlx"])
 def test_quick_run_checks_times_and_draws_everything(backend, tmp_path):
     pytest.importorskip(f"alibi_{backend}")
-    results = quick_run(backend, tmp_path)
-    expected = {"benchmark": "attention", "backend": backend, "device": "cpu", "quick": True, "passed": True}
-    assert {key: results[key] for key in expected} == expected
+    results = quick_run("attention", tmp_path, "--backend", backend, "--device", "cpu")
+    assert (results["backend"], results["device"]) == (backend, "cpu")
     assert results["sections"] == ["accuracy", "forward", "backward", "decode", "memory", "million"]
-    assert results["versions"].keys() >= {"alibi-core", backend}
-    for measured in results["measurements"]:
-        if measured["ratio"] is None:
-            assert measured["note"]  # why not
-        else:
-            assert measured["lowest"] <= measured["ratio"] <= measured["highest"]
-            assert measured["verdict"] == ("" if measured["bar"] is None else "not judged")
+    assert backend in results["versions"]
     if backend == "jax":  # what is measured in a process of its own, of attention that holds all its scores
         weighed = [each for each in results["measurements"] if each["candidate"].endswith(", measured")]
-        assert [each["values"][1] > 4 * QUICK.weighed.scores for each in weighed] == [True, True]
-    if backend == "mlx":  # bars beside a dense bias, too: of both passes, of one query, and of memory
-        barred = [each for each in results["measurements"] if each["bar"] is not None and each["ratio"] is not None]
-        beside = [(each["baseline"], each["unit"]) for each in barred]
-        assert beside.count(("mx.fast, dense mask", "seconds")) == 2
-        assert beside.count(("mx.fast, a row of biases", "seconds")) == 1
-        assert beside.count(("mx.fast, dense mask", "bytes")) == 2
-        weighed = [each["group"].rpartition(", ")[2] for each in barred if each["unit"] == "bytes"]
-        assert weighed == ["512 tokens", "512 tokens", "256 tokens", "256 tokens"]
+        assert all(each["values"][1] > 4 * x.scores for each, x in zip(weighed, QUICK.weighed, strict=True))
+    # Bars beside a dense bias, too: of both passes, and of one query.
+    barred = [each for each in results["measurements"] if each["bar"] is not None and each["unit"] == "seconds"]
+    assert [each["group"].startswith("Times faster than attention with no positions") for each in barred] == [
+        *[True, False] * 2, True, False, True,
+    ]  # fmt: skip
     assert {each["pass"] for each in results["limits"]} >= {"forward", "forward and backward"}
     assert all(each["tile_limit"] >= 1 for each in results["limits"])
     for curves in results["curves"].values():
@@ -253,7 +221,6 @@ def test_quick_run_checks_times_and_draws_everything(backend, tmp_path):
     assert (tmp_path / f"attention-{backend}-cpu.png").stat().st_size > 10_000
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("what", ["result", "gradient"])
 def test_what_is_wrong_fails_and_is_named_before_anything_is_timed(what, tmp_path, monkeypatch, capsys):
     right = alibi_torch.attention
@@ -265,6 +232,7 @@ def test_what_is_wrong_fails_and_is_named_before_anything_is_timed(what, tmp_pat
         return result + 0 * key.sum()
 
     monkeypatch.setattr(of_torch.alibi_torch, "attention", wrong)
+    monkeypatch.setattr(Torch, "peers", ())
     assert attention.main(["--quick", "--device", "cpu", "--output", str(tmp_path)]) == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("wrong: ")]
     name = "alibi_torch, 8 heads" if what == "result" else "alibi_torch, gradient of key, 8 heads"
@@ -274,41 +242,32 @@ def test_what_is_wrong_fails_and_is_named_before_anything_is_timed(what, tmp_pat
     assert results["measurements"] == []
 
 
-def test_a_peer_that_is_not_alibi_is_named_and_a_wrong_number_at_a_shape_is_not_timed(monkeypatch):
+def test_a_peer_that_is_not_alibi_is_named_and_a_wrong_number_at_a_shape_is_not_timed():
     plain = replace(of_torch.PEERS[0], name="no ALiBi", prepare=of_torch._without_positions)
-    monkeypatch.setattr(Torch, "peers", (plain,))
-    run = Run(Torch("cpu"), QUICK)
+    run = Run(torch_with(peers=(plain,)), QUICK)
     check(run)
     assert [line.split(",")[0] for line in run.wrong] == ["no ALiBi"]
 
     timed = (Timed(Shape(2, 8, 64, "float32"), 1, 0, (1.0, 1.0), (1.0, 1.0)),)  # beside a dense bias, too
-    run = Run(Torch("cpu"), replace(QUICK, timed=timed))
-    monkeypatch.setattr(Torch, "ours", replace(Torch.ours, prepare=of_torch._without_positions))
+    ours = replace(Torch.ours, prepare=of_torch._without_positions)
+    run = Run(torch_with(ours=ours, peers=Torch.peers), replace(QUICK, timed=timed))
     found = [each for backward in (False, True) for each in sections.passes(run, backward)]
     assert [each.verdict(True) for each in found] == ["not measured"] * 4
     assert {each.note for each in found} == {"not timed, its numbers are wrong"}
     assert len(run.wrong) == 2
 
 
-def test_a_section_that_runs_out_of_memory_fails_and_the_others_are_kept(tmp_path, monkeypatch, capsys):
-    def fails(run):
+def test_sections_can_be_picked_and_one_that_runs_out_of_memory_fails_alone(tmp_path, monkeypatch, capsys):
+    def fails(self, shape, backward):
         raise RuntimeError("out of memory")
 
-    kept = Measurement("group", "ours", "theirs", "seconds", 2.0, (1.0, 3.0), 3.0, 3.0, 3.0, faster=True)
-    monkeypatch.setattr(attention, "check", lambda run: None)
-    monkeypatch.setattr(attention, "SECTIONS", {"memory": fails, "forward": lambda run: iter([kept])})
-    assert attention.main(["--device", "cpu", "--output", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.splitlines() == ["wrong: memory: RuntimeError: out of memory"]
-    results = json.loads((tmp_path / "attention-torch-cpu.json").read_text(encoding="utf-8"))
-    assert [each["ratio"] for each in results["measurements"]] == [3.0]
-
-
-@pytest.mark.usefixtures("alone")
-def test_sections_can_be_picked(tmp_path, capsys):
+    monkeypatch.setattr(Torch, "weights", fails)
+    monkeypatch.setattr(Torch, "peers", ())
     arguments = ["--quick", "--device", "cpu", "--output", str(tmp_path)]
-    assert attention.main([*arguments, "--only", "decode,accuracy"]) == 0
+    assert attention.main([*arguments, "--only", "memory,decode,accuracy"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "wrong: memory: RuntimeError: out of memory"
     results = json.loads((tmp_path / "attention-torch-cpu.json").read_text(encoding="utf-8"))
-    assert results["sections"] == ["accuracy", "decode"]
+    assert results["sections"] == ["accuracy", "decode", "memory"]
     assert {each["unit"] for each in results["measurements"]} == {"error", "seconds"}
     assert not (tmp_path / "attention-torch-cpu.png").exists()
     with pytest.raises(SystemExit):

@@ -1,5 +1,6 @@
 import json
 import math
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn  # noqa: E402
 
 from alibi_torch.nn._transformer import AlibiConfig  # noqa: E402
 from benchmarks.extrapolation import corpus, models, training  # noqa: E402
-from benchmarks.extrapolation.__main__ import main  # noqa: E402
+from benchmarks.extrapolation.__main__ import main, run  # noqa: E402
 from benchmarks.extrapolation.evaluation import Held, evaluate, non_overlapping, sliding  # noqa: E402
 from benchmarks.extrapolation.settings import MULTIPLES, Settings  # noqa: E402
 
@@ -70,8 +71,8 @@ def test_evaluate_covers_every_length_within_the_text():
     tokens = torch.arange(128 + 512 - 1).to(torch.uint8)  # one short of the fourth segment
     held = Held.of(tokens, settings)
     assert (held.first, held.scored, held.every) == (128, 384, 3)
-    assert held.windows(2)[-1] <= len(tokens)
-    found = evaluate(Recorder(), held, settings, lambda protocol, length: None)
+    assert held.ends(2)[-1] <= len(tokens)
+    found = evaluate(Recorder(), held, settings)
     lengths = [str(8 * multiple) for multiple in MULTIPLES]
     assert list(found["non_overlapping"]) == list(found["sliding"]) == lengths
     assert len(found["by_position"]) == 128
@@ -130,7 +131,7 @@ def test_training_sees_the_same_batches_whatever_the_method():
     runs = []
     for seed in (1, 1, 2):
         batches = []
-        training.train(Listener(), text, settings, seed, lambda step, loss: None)
+        training.train(Listener(), text, settings, seed, range(3))
         runs.append(torch.stack(batches))
     assert torch.equal(runs[0], runs[1])
     assert not torch.equal(runs[0], runs[2])
@@ -138,9 +139,8 @@ def test_training_sees_the_same_batches_whatever_the_method():
 
 def test_training_learns():
     text = torch.tensor(list(b"to and fro ") * 300, dtype=torch.uint8)
-    losses = training.train(
-        models.build("alibi", TINY, 0), text, Settings(train_length=16, steps=60, batch_size=8), 0, lambda *_: None
-    )
+    settings = Settings(train_length=16, steps=60, batch_size=8)
+    losses = training.train(models.build("alibi", TINY, 0), text, settings, 0, range(60))
     assert losses[0] > 5 > 1 > losses[-1]
 
 
@@ -164,47 +164,42 @@ def test_text_file_is_split_at_one_place(tmp_path, size):
         corpus.text_file(path, held_out_bytes=4096, least_held_out=size)
 
 
-@pytest.fixture
-def small(tmp_path, monkeypatch):
-    """A run of a few steps of a small model on a text that is no valid UTF-8."""
-    monkeypatch.setattr(
-        "benchmarks.extrapolation.__main__.QUICK",
-        Settings(train_length=8, num_layers=1, d_model=32, num_heads=4, batch_size=2, steps=3, scored=256, slid=32),
-    )
-    text = tmp_path / "text"
-    text.write_bytes(bytes(range(256)) * 10)
-    return ["--text", str(text), "--output", str(tmp_path / "made" / "here")]
+def test_the_rate_rises_for_a_tenth_of_the_steps_and_falls_to_a_tenth():
+    rates = [training.rate(step, 60) for step in range(1, 61)]
+    assert rates[:6] == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1.0])
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[5:] == sorted(rates[5:], reverse=True)
 
 
-def test_run_writes_table_json_and_picture(small, tmp_path, capsys):
-    assert main(small) == 0
-    shown = capsys.readouterr().out
-    for word in (*models.METHODS, "Non-overlapping", "Sliding", "last trained (8)", "perplexity", "change", "128"):
-        assert word in shown
-    found = json.loads((tmp_path / "made/here/results.json").read_text())
-    assert list(found["methods"]) == list(models.METHODS)
-    assert found["settings"]["lengths"] == [8, 16, 32, 64, 128]
-    for method in found["methods"].values():
-        assert len(method["training_loss"]) == 3
-        assert len(method["by_position"]) == 128
-        assert all(4 < loss < 8 for loss in [*method["sliding"].values(), *method["non_overlapping"].values()])
-    assert str(tmp_path) not in json.dumps(found)
-    assert (tmp_path / "made/here/extrapolation.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_loss_that_is_not_finite_fails_the_run(small, tmp_path, monkeypatch, capsys):
-    def broken(method, config, seed):
+@pytest.mark.parametrize("broken", [None, "rotary"])
+def test_run_writes_table_json_and_picture_and_fails_where_a_loss_is_not_finite(broken, tmp_path, monkeypatch, capsys):
+    def build(method, config, seed):
         model = models.build(method, config, seed)
-        if method == "rotary":
+        if method == broken:
             model.embedding.weight.data.fill_(float("nan"))
         return model
 
-    monkeypatch.setattr("benchmarks.extrapolation.__main__.build", broken)
-    assert main(small) == 1
-    assert "not finite" in capsys.readouterr().err
-    found = json.loads((tmp_path / "made/here/results.json").read_text())["methods"]
-    assert found["rotary"]["sliding"]["8"] is None
-    assert found["alibi"]["sliding"]["8"] > 0
+    monkeypatch.setattr("benchmarks.extrapolation.__main__.build", build)
+    settings = Settings(
+        train_length=8, num_layers=1, d_model=32, num_heads=4, batch_size=2, steps=3, scored=256, slid=32
+    )
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 10)  # no valid UTF-8
+    text = corpus.text_file(tmp_path / "text", 384, 256)
+    assert run(settings, text, Namespace(seed=0, device="cpu", output=tmp_path)) == (broken is not None)
+    shown = capsys.readouterr()
+    assert ("not finite" in shown.err) == (broken is not None)
+    for word in (*models.METHODS, "Non-overlapping", "Sliding", "last trained (8)", "perplexity", "change", "128"):
+        assert word in shown.out
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert list(found["methods"]) == list(models.METHODS)
+    assert found["settings"]["lengths"] == [8, 16, 32, 64, 128]
+    assert str(tmp_path) not in json.dumps(found)
+    for name, method in found["methods"].items():
+        losses = [*method["sliding"].values(), *method["non_overlapping"].values()]
+        assert len(method["training_loss"]) == 3
+        assert len(method["by_position"]) == 128
+        assert losses == [None] * 10 if name == broken else all(4 < loss < 8 for loss in losses)
+    assert (tmp_path / "extrapolation.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -215,8 +210,8 @@ def test_loss_that_is_not_finite_fails_the_run(small, tmp_path, monkeypatch, cap
         (["--device", "abacus"], "abacus"),
     ],
 )
-def test_bad_options_are_refused(small, options, message, capsys):
+def test_bad_options_are_refused(options, message, tmp_path, capsys):
     with pytest.raises(SystemExit) as exit_:
-        main([*small, *options])
+        main([*options, "--output", str(tmp_path)])
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err

@@ -1,16 +1,14 @@
 import importlib.util
-import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.harness import Measurement
-from benchmarks.research.tpu_static import __main__ as tpu_static
-from benchmarks.research.tpu_static import bundles as _tpu_bundles
-from benchmarks.research.tpu_static import figures as _tpu_figures
-from benchmarks.research.tpu_static.bundles import Kernel, Loop, Path
+from benchmarks.research.tpu_static.__main__ import FULL, SCHEDULE_BARS, SECTIONS, Run
+from benchmarks.research.tpu_static.bundles import Kernel, Loop, read
 from benchmarks.research.tpu_static.compile import Compiled, Program, compiled, reason
-from benchmarks.research.tpu_static.figures import NotMeasuredError
+from benchmarks.research.tpu_static.figures import NotMeasuredError, bundles, key_blocks, of_pass, scheduled
 
 pytestmark = pytest.mark.research
 
@@ -20,7 +18,6 @@ LB: loop body
 = control target key end
 
 """
-NO_PATH = {"products": 0, "exponentials": 0, "transfers": 0, "selects": 0}
 
 
 class Dump:
@@ -44,8 +41,8 @@ class Dump:
     def back(self, region, depth=1):
         return self.add(f"%9 = sbr.rel (!%p1_p0) target = $region{region}", depth=depth).add(depth=depth, times=4)
 
-    def read(self, **options):
-        return _tpu_bundles.read("kernel", len(self.lines), HEAD + "\n".join(self.lines) + "\n", **options)
+    def read(self):
+        return read("kernel", len(self.lines), HEAD + "\n".join(self.lines) + "\n")
 
 
 PRODUCT = "%5 = vmatmul.msk.bf16.gmra.mxu0 %vm1_vm1, %v2_v2 /* = vmatmul in words */"
@@ -109,39 +106,26 @@ def unconditional():
 )
 def test_a_path_is_the_shortest_through_what_a_key_block_needs(schedule, bundles, skipped, products, starts):
     (loop,) = schedule().read().loops
-    assert (loop.depth, loop.innermost, loop.bundles) == (1, True, bundles)
-    assert loop.path.bundles == bundles - skipped
-    assert (loop.path.counts["products"], loop.path.counts["transfers"]) == (products, starts)
+    assert (loop.innermost, loop.bundles, loop.path) == (True, bundles, bundles - skipped)
+    assert (loop.counts["products"], loop.counts["transfers"]) == (products, starts)
     if schedule is grid:
-        assert (loop.path.counts["exponentials"], loop.path.counts["selects"]) == (10, 5)
+        assert (loop.counts["exponentials"], loop.counts["selects"]) == (10, 5)
 
 
 def test_the_main_loop_is_the_one_that_masks_least():
     kernel = nested().read()
     outer, plain, masked = kernel.loops
-    assert [loop.depth for loop in kernel.loops] == [1, 2, 2]
     assert [loop.innermost for loop in kernel.loops] == [False, True, True]
-    assert (plain.bundles, masked.bundles) == (15, 10)
-    assert plain.path.bundles == 15
-    assert kernel.candidates == [plain, masked]
+    assert (plain.bundles, plain.path, masked.bundles) == (15, 15, 10)
     assert kernel.main is plain
     assert outer.bundles == 6 + 15 + 1 + 10 + 6 + 5
 
 
 def test_a_loop_without_products_has_no_path_and_exponentials_in_bfloat16_count_twice():
     kernel = Dump().add(depth=0).add(EXPONENTIAL, label="LB", regions=(1,)).back(1).read()
-    assert (kernel.loops[0].path, kernel.main) == (None, None)
+    assert (kernel.loops[0].path, kernel.main) == (0, None)
     kernel = Dump().add().add(PRODUCT, "%6 = vpow2.bf16 %v3_v3", regions=(1,)).back(1).read()
-    assert kernel.main.path.counts["exponentials"] == 2
-
-
-def test_use_of_units_is_summed_along_the_path():
-    dump = grid()
-    lines = ["== CAPACITY:", "MATMUL, VALU, VLOAD:FILL", "    4     4     3", "== UTILIZATION:"]
-    text = "\n".join([*lines, *(f"{address % 2} 2 0" for address in range(len(dump.lines)))])
-    kernel = dump.read(utilization=text)
-    assert kernel.main.path.units["VALU"] == 2 * kernel.main.path.bundles
-    assert dump.read(utilization=text + "\n1 1 1").main.path.units == {}  # a row too many: of another schedule
+    assert kernel.main.counts["exponentials"] == 2
 
 
 def test_a_branch_may_go_to_the_end_which_has_no_name():
@@ -164,28 +148,21 @@ def test_a_branch_may_go_to_the_end_which_has_no_name():
 def test_what_is_not_understood_is_no_figure(change, message):
     dump = grid()
     with pytest.raises(ValueError, match=message):
-        _tpu_bundles.read("kernel", len(dump.lines), change(HEAD + "\n".join(dump.lines) + "\n"))
+        read("kernel", len(dump.lines), change(HEAD + "\n".join(dump.lines) + "\n"))
 
 
 # --- Figures ---------------------------------------------------------------------------------------------------------
 
 OURS = Program("v5e:2x2", "alibi", 16384, 64, False)
-SPLASH = replace(OURS, name="splash")
-EMPTY = Measurement("group", "ours", "splash", "bundles", bar=tpu_static.at_most(1.05))
+EMPTY = Measurement("group", "ours", "splash", "bundles", bar=SCHEDULE_BARS[False])
 
 
-def kernel(name, bundles, exponentials, matmul):
-    counts = NO_PATH | {"products": 1, "exponentials": exponentials}
-    path = Path(bundles, counts, {"MATMUL": matmul})
-    return Kernel(name, 2 * bundles, (Loop(bundles, 1, True, path),))
+def kernel(name, bundles, exponentials, products):
+    loop = Loop(bundles, True, bundles, Counter(products=products, exponentials=exponentials))
+    return Kernel(name, 2 * bundles, (loop,))
 
 
-@pytest.fixture
-def programs(monkeypatch):
-    """What the compiler says, by program."""
-    known = {SPLASH: Compiled(1000, (kernel("splash", 1000, 320, 3600),))}
-    monkeypatch.setattr(_tpu_figures, "compiled", known.__getitem__)
-    return known
+SPLASH = Compiled(1000, (kernel("splash", 1000, 320, 384),))
 
 
 FORWARD = {320: 1, 576: 2, 1280: 4, 0: None, 160: None}  # exponentials, and key blocks; None for smaller blocks
@@ -199,15 +176,15 @@ BACKWARD = {256: 1, 512: 2, 64: None, 128: None}
 def test_key_blocks_of_an_iteration_by_its_exponentials(gradient, exponentials, blocks):
     one = kernel("one", 1000, exponentials, 1)
     if blocks:
-        assert _tpu_figures.key_blocks(one, gradient) == blocks
+        assert key_blocks(one, gradient) == blocks
         return
     with pytest.raises(NotMeasuredError, match="blocks must be of 512 x 512, got"):  # smaller ones are not compared
-        _tpu_figures.key_blocks(one, gradient)
+        key_blocks(one, gradient)
 
 
-def test_bundles_are_those_of_a_key_block(programs):
-    programs[OURS] = Compiled(1000, (kernel("ours", 2100, 640, 7200),))
-    done = _tpu_figures.scheduled(EMPTY, OURS, SPLASH, SPLASH)
+def test_bundles_are_those_of_a_key_block():
+    ours = Compiled(1000, (kernel("ours", 2100, 640, 512),))  # two blocks
+    done = scheduled(EMPTY, False, ours, SPLASH, SPLASH)
     assert (done.values, done.ratio) == ((1050, 1000), 1.05)
     assert done.verdict(True) == "met"
 
@@ -215,27 +192,24 @@ def test_bundles_are_those_of_a_key_block(programs):
 @pytest.mark.parametrize(
     ("found", "note"),
     [
-        ("XlaRuntimeError: out of memory", "out of memory"),
+        (Compiled(None, (), "XlaRuntimeError: out of memory"), "out of memory"),
         (Compiled(1, (), "the compiler must write down a schedule, got none for x"), "got none for x"),
-        (Compiled(1, (kernel("ours", 100, 256, 1000),)), "must use 2160 slots of the matrix units, got 1000"),
+        (Compiled(1, (kernel("ours", 100, 256, 128),)), "must hold 250 products, got 128"),
         (Compiled(1, (Kernel("ours", 5, ()),)), "must hold a loop with matrix products"),
     ],
 )
-def test_what_is_missing_is_not_measured_and_not_met(programs, found, note):
-    programs[OURS] = found
-    done = _tpu_figures.scheduled(EMPTY, OURS, SPLASH, SPLASH)
+def test_what_is_missing_is_not_measured_and_not_met(found, note):
+    done = scheduled(EMPTY, False, found, SPLASH, SPLASH)
     assert note in done.note
     assert done.verdict(True) == "not measured"
 
 
-def test_backward_kernels_are_those_that_are_not_forward(programs):
-    both = replace(OURS, gradient=True)
+def test_backward_kernels_are_those_that_are_not_forward():
     parts = tuple(kernel(name, 1000, 256, 1) for name in ("alibi_forward", "alibi_dq", "alibi_dkv"))
-    programs[both] = Compiled(1, parts)
-    assert _tpu_figures.kernels_of(both) == list(parts[1:])
-    programs[both] = Compiled(1, parts[1:])
+    assert of_pass(Compiled(1, parts), True) == list(parts[1:])
+    assert bundles(Compiled(1, parts), True) == (2000, 2)
     with pytest.raises(NotMeasuredError, match="must have forward or fwd in its name"):
-        _tpu_figures.kernels_of(both)
+        bundles(Compiled(1, parts[1:]), True)
 
 
 def test_the_reason_is_the_line_that_says_it():
@@ -247,52 +221,42 @@ def test_the_reason_is_the_line_that_says_it():
 # --- The benchmark ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def told(monkeypatch):
-    """Run the benchmark with what a compiler might say, and return the exit status and what was written."""
-
-    def run(folder, ours, *arguments):
-        def compiled(program):
-            if program.name == "dense":
-                return Compiled(10**9, (), "there is no Pallas kernel in the program")
-            back = [kernel(name, 1500, 256, 5000) for name in ("a_dq", "a_dkv")] if program.gradient else []
-            kernels = (kernel("a_fwd", 1000, 320, 3600), *back)
-            return Compiled(program.length * 100, kernels) if program.name == "splash" else ours(program, kernels)
-
-        monkeypatch.setattr(_tpu_figures, "compiled", compiled)
-        monkeypatch.setattr(tpu_static, "visits", lambda length, head_dim: (105, 100))
-        monkeypatch.setattr(tpu_static.importlib.util, "find_spec", lambda name: True)
-        status = tpu_static.main(["--output", str(folder), *arguments])
-        return status, json.loads((folder / "tpu-static.json").read_text())
-
-    return run
+def like_splash(program):
+    back = [kernel(name, 1500, 256, 512) for name in ("a_dq", "a_dkv")] if program.gradient else []
+    return Compiled(program.length * 100, (kernel("a_fwd", 1000, 320, 384), *back))
 
 
-def test_a_run_that_meets_all_bars(told, tmp_path, capsys):
-    status, written = told(tmp_path, lambda program, kernels: Compiled(program.length * 100, kernels))
-    assert status == 0
-    assert written["passed"] is True
-    verdicts = [each["verdict"] for each in written["measurements"] if each["bar"] is not None]
+def a_run(ours):
+    """Return a run with what a compiler might say, and verdicts, where there are bars."""
+    said = {"alibi": ours, "splash": like_splash, "dense": like_splash}
+    run = Run(FULL, lambda program: said[program.name](program), lambda *_: (105, 100))
+    measurements = [measured for section in SECTIONS.values() for measured in section(run)]
+    return run, [each.verdict(True) for each in measurements if each.bar is not None]
+
+
+def test_a_run_that_meets_all_bars():
+    run, verdicts = a_run(like_splash)
     # 3 TPUs, 2 head sizes, 2 passes: memory, growth, schedule; 2 lengths, 2 head sizes: blocks
     assert verdicts == ["met"] * 40
-    assert {loop["kernel"] for loop in written["loops"]} == {"a_fwd", "a_dq", "a_dkv"}
-    assert "Bundles for a key block of 512 x 512, backward" in capsys.readouterr().out
+    assert {loop["kernel"] for loop in run.loops} == {"a_fwd", "a_dq", "a_dkv"}
 
 
 @pytest.mark.parametrize(
-    "ours",
+    ("change", "missed"),
     [
-        lambda program, kernels: Compiled(program.length * 100 + 1, kernels),
-        lambda program, kernels: Compiled(program.length**2, kernels),
-        lambda program, kernels: Compiled(program.length * 100, (), "no schedule"),
-        lambda program, kernels: "NotImplementedError: implementation 'tpu' must be given float32 or bfloat16",
+        (lambda found, length: {"temporaries": length * 100 + 1}, ["missed"] * 12),
+        (lambda found, length: {"temporaries": length**2}, ["missed"] * 24),
+        (lambda found, length: {"kernels": (), "problem": "no schedule"}, ["not measured"] * 12),
+        (lambda found, length: {"temporaries": None, "problem": "ValueError: no"}, ["not measured"] * 36),
     ],
 )
-def test_a_missed_bar_or_a_missing_figure_fails(told, tmp_path, ours):
-    status, written = told(tmp_path, ours)
-    assert status == 1
-    assert written["passed"] is False
-    assert told(tmp_path, ours, "--quick")[0] == 0  # judges nothing
+def test_a_missed_bar_or_a_missing_figure_fails(change, missed):
+    def ours(program):
+        found = like_splash(program)
+        return replace(found, **change(found, program.length))
+
+    _, verdicts = a_run(ours)
+    assert [each for each in verdicts if each != "met"] == missed
 
 
 # --- The compiler ----------------------------------------------------------------------------------------------------
@@ -312,14 +276,13 @@ def test_splash_attention_is_read():
     forward, dq, dkv = found.kernels
     assert ["fwd" in forward.name, "dq" in dq.name, "dkv" in dkv.name] == [True] * 3
     for each, gradient, products in ((forward, False, 2), (dq, True, 3), (dkv, True, 4)):
-        path = each.main.path
-        assert _tpu_figures.key_blocks(each, gradient) == 1
-        assert each.bundles > each.main.bundles > path.bundles > 500
-        assert path.counts["selects"] > 0  # it has a mask for every block
-        # A product of blocks takes the matrix units about as long, whichever it is.
-        assert path.units["MATMUL"] / products == pytest.approx(1780, rel=0.1)
+        assert key_blocks(each, gradient) == 1
+        assert each.bundles > each.main.bundles > each.main.path > 500
+        assert each.main.counts["selects"] > 0  # it has a mask for every block
+        assert each.main.counts["products"] == pytest.approx(128 * products, rel=0.5)
 
 
 @needs_compiler
 def test_what_does_not_compile_says_why():
-    assert "KeyError: 'nothing'" in compiled(Program("v5e:2x2", "nothing", 16, 64, False))
+    found = compiled(Program("v5e:2x2", "nothing", 16, 64, False))
+    assert (found.temporaries, found.problem) == (None, "KeyError: 'nothing'")

@@ -14,6 +14,7 @@ import pytest
 
 import alibi_core
 from alibi_core._models.checkpoints import Checkpoint
+from tests.support.checkpoints import load, run
 from tests.support.frameworks import FRAMEWORK
 from tests.support.full import once_in_jax
 
@@ -103,17 +104,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def tokens(batch: int = 2, length: int = LENGTH) -> np.ndarray:
     return np.random.default_rng(3).integers(0, VOCAB_SIZE, (batch, length)).astype(np.int32)
-
-
-def load(backend: str, directory: Path, **options: Any) -> Any:
-    pytest.importorskip(f"alibi_{backend}")
-    return importlib.import_module(f"alibi_{backend}").load_checkpoint(directory, **options)
-
-
-def run(backend: str, model: Any, ids: np.ndarray, **arguments: np.ndarray) -> np.ndarray:
-    framework = FRAMEWORK[backend]
-    with torch.no_grad():
-        return framework.numpy(model(framework.array(ids), **framework.placed(arguments)))
 
 
 def exact_bias(mask: Any, num_heads: int, dtype: Any) -> Any:

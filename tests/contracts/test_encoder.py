@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import alibi_core
 from alibi_core._models.checkpoints import Checkpoint
 from alibi_core._models.encoders import ENCODERS
 from alibi_core.backend import POOLING, TextRows
+from tests.support.checkpoints import drawn, write
 from tests.support.frameworks import LIBRARIES, Backend
 
 pytest.importorskip("safetensors")
@@ -31,16 +31,6 @@ RECORDS = {
 }
 FAMILY = {"dnabert-2": "mosaic-bert", "jina-geglu": "jina", "jina-reglu": "jina", "jina-code-geglu": "jina-code"}
 SMALLEST = "jina-geglu"
-
-
-def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a weight, a bias or a norm's factor, each unlike any other."""
-    noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
-    if len(shape) == 2:
-        noise = noise * 1.5 * shape[1] ** -0.5
-    else:
-        noise = 0.1 * noise if name.endswith("bias") else 1 + 0.3 * noise
-    return noise.astype(np.float32)
 
 
 def texts(record: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -54,17 +44,7 @@ def save(variant: str, directory: Path, *, prefix: str = "", shards: int = 1, **
     record = RECORDS[variant]
     held = {name: drawn(name, tuple(shape)) for name, shape in record["shapes"].items()} | tensors
     held = {f"{prefix}{name}": tensor for name, tensor in held.items() if tensor is not None}
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(record["config"]))
-    if shards == 1:
-        save_file(held, directory / "model.safetensors")
-        return directory
-    parts = [list(held)[start::shards] for start in range(shards)]
-    for index, names in enumerate(parts):
-        save_file({name: held[name] for name in names}, directory / f"model-{index}.safetensors")
-    places = {name: f"model-{index}.safetensors" for index, names in enumerate(parts) for name in names}
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    return directory
+    return write(directory, record["config"], held, shards)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import numpy as np
 from alibi_core import Shards
 from alibi_core.conformance._cases.oracle import (
     UNIT_ROUNDOFF,
+    Answer,
     Attention,
     Rules,
     assert_within,
@@ -119,3 +120,21 @@ def assert_exact(call: Case, found: dict[str, np.ndarray], *, has_segments: bool
                 assert_within(found[which], answer)
             except AssertionError as error:
                 raise AssertionError(f"gradient of {which}, {error}") from None
+
+
+DECODED_SLOPES, DECODED_WINDOW = (2.0, 0.5, 1.0, 0.3), 500
+
+
+def decoded(prompt: int, border: int, dtype: str) -> tuple[list[np.ndarray], Answer]:
+    """Return query, key and value of a prompt and 5 tokens, ``[batch, heads, length, head_dim]``, and the answer.
+
+    A key at the window's border is so large that it is seen from afar, or not.
+    """
+    (batch, heads, kv_heads, head_dim), length = (2, 4, 2, 5), prompt + 5
+    random = np.random.default_rng(0)
+    exact = [rounded(random.normal(size=(batch, n, length, head_dim)), dtype) for n in (heads, kv_heads, kv_heads)]
+    exact[1][:, :, border] *= 300
+    exact[1] = rounded(exact[1], dtype)
+    rules = Rules(rounded(DECODED_SLOPES, "float32"), 0, window_size=DECODED_WINDOW)
+    bias = penalties(rules, batch, heads, length, length)
+    return exact, Attention(*exact, bias=bias, scale=head_dim**-0.5, dtype=dtype).output_without(UNIT_ROUNDOFF[dtype])

@@ -52,17 +52,13 @@ def apply(name: str, layer: Any, x: np.ndarray, **arguments: np.ndarray) -> np.n
     return framework.numpy(layer(framework.array(x), **placed))
 
 
-def decode(name: str, layer: Any, x: np.ndarray, steps: list[int], max_length: int) -> np.ndarray:
-    """Return a layer's output for ``x`` fed through a cache, ``steps`` tokens at a time."""
-    framework = FRAMEWORK[name]
-    cache = layer.make_cache(x.shape[0], max_length)
-    outputs, start = [], 0
-    for step in steps:
-        chunk = framework.array(x[:, start : start + step])
-        if name == "jax":
-            output, cache = layer(chunk, cache=cache)
-        else:
-            output = layer(chunk, cache=cache)
+def decode(
+    name: str, layer: Any, x: np.ndarray, cache: Any, steps: list[int], **arguments: Any
+) -> tuple[np.ndarray, Any]:
+    """Return a layer's output for ``x``, so many tokens at a time, and the cache in the end."""
+    framework, outputs = FRAMEWORK[name], []
+    for part in np.split(x, np.cumsum(steps)[:-1], axis=1):
+        output = layer(framework.array(part), cache=cache, **arguments)
+        output, cache = output if name == "jax" else (output, cache)
         outputs.append(framework.numpy(output))
-        start += step
-    return np.concatenate(outputs, axis=1)
+    return np.concatenate(outputs, axis=1), cache

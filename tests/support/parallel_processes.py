@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import multiprocessing
 import os
 import re
 import sys
@@ -18,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,16 +35,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from alibi_core.conformance._cases.oracle import (
-    UNIT_ROUNDOFF,
-    Attention,
-    Rules,
-    assert_within,
-    penalties,
-    rounded,
-)
+from alibi_core.conformance._cases.oracle import assert_within
 from alibi_torch import AlibiAttention, attention, parallel
-from tests.support.divided import TENSORS, Case, assert_exact
+from tests.support.divided import DECODED_SLOPES, DECODED_WINDOW, TENSORS, Case, assert_exact, decoded
 
 WORLD = 4
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -175,31 +170,19 @@ def run(case: Case, group: Any, **options: Any) -> dict[str, np.ndarray]:
     return whole
 
 
-def compared(case: Case, found: dict[str, np.ndarray]) -> None:
-    """Assert that outputs and gradients are the exact ones, but for rounding and the tolerance."""
-    assert_exact(case, found, has_segments=bool(case.cuts))
-
-
-def check(case: Case) -> None:
-    """Run a case on the processes that it is for, and compare what they find on the first."""
-    group = group_of(case.shards)
-    if dist.get_rank() >= case.shards:
-        return
-    found = run(case, group)
-    if dist.get_rank() == 0:
-        try:
-            compared(case, found)
-        except AssertionError as error:
-            raise AssertionError(f"{case}: {error}") from None
-
-
 def cases(name: Any) -> int:
+    """Run cases on the processes that each is for, and compare what they find on the first."""
     problems = []
     for case in CASES[name]:
-        try:
-            check(case)
-        except AssertionError as error:
-            problems.append(str(error))
+        group = group_of(case.shards)
+        if dist.get_rank() >= case.shards:
+            continue
+        found = run(case, group)
+        if dist.get_rank() == 0:
+            try:
+                assert_exact(case, found, has_segments=bool(case.cuts))
+            except AssertionError as error:
+                problems.append(f"{case}: {error}")
     assert not problems, "\n".join(problems)
     return len(CASES[name])
 
@@ -243,8 +226,8 @@ def second_derivatives() -> int:
     for tensor in local[1:]:
         result = parallel.attention(*local, slopes, implementation="tiled")
         (grad,) = torch.autograd.grad(result.square().sum(), tensor, create_graph=True)
-        _raises(NotImplementedError, "no second derivatives",
-                lambda grad=grad: torch.autograd.grad(grad.square().sum(), local, allow_unused=True))  # fmt: skip
+        with pytest.raises(NotImplementedError, match="no second derivatives"):
+            torch.autograd.grad(grad.square().sum(), local, allow_unused=True)
     return 2
 
 
@@ -275,7 +258,7 @@ def heads_and_tokens() -> int:
             rows = [np.concatenate([everywhere[2 * r + c][index] for c in range(2)], axis=2) for r in range(2)]
             found[name] = np.concatenate(rows, axis=1)
         found["slopes"] = np.sum([x[4] for x in everywhere], axis=0)
-        compared(case, found)
+        assert_exact(case, found, has_segments=False)
     # Where no slopes are given they are those of all heads.
     by_default = parallel.attention(*tensors, **where)
     canonical = parallel.attention(*tensors, torch.tensor([0.25, 0.0625, 0.015625, 0.00390625]), **where)
@@ -285,28 +268,22 @@ def heads_and_tokens() -> int:
 
 def decoding() -> int:
     """Check decoding against attention to all there is, and that processes beyond every horizon do nothing."""
-    batch, heads, kv_heads, head_dim, prompt, window = 2, 4, 2, 5, 603, 500
-    random = np.random.default_rng(0)
-    shapes = [(batch, n, prompt + 5, head_dim) for n in (heads, kv_heads, kv_heads)]
-    slopes = torch.tensor([2.0, 0.5, 1.0, 0.3])
+    slopes = torch.tensor(DECODED_SLOPES)
     for dtype in ("float32", "bfloat16"):
-        exact = [rounded(random.normal(size=shape), dtype) for shape in shapes]
-        exact[1][:, :, 104] *= 300  # seen, or not, at the border of the window, from afar
-        exact[1] = rounded(exact[1], dtype)
-        bias = penalties(Rules(rounded(slopes, "float32"), 0, window_size=window), batch, heads, prompt + 5, prompt + 5)
-        answer = Attention(*exact, bias=bias, scale=head_dim**-0.5, dtype=dtype).output_without(UNIT_ROUNDOFF[dtype])
+        prompt = 603
+        exact, answer = decoded(prompt, 104, dtype)
         tensors = [torch.from_numpy(x).to(getattr(torch, dtype)) for x in exact]
+        batch, kv_heads, _, head_dim = exact[1].shape
         cache = parallel.ShardedKVCache(batch, kv_heads, 801, head_dim, dtype=tensors[0].dtype)
         found = []
         for part in (slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, prompt + 5))):
             query, key, value = (x[:, :, part] for x in tensors)
             cache.append(key, value)
-            found.append(cache.attend(query, slopes, window_size=window).double().numpy())
+            found.append(cache.attend(query, slopes, window_size=DECODED_WINDOW).double().numpy())
         assert cache.length == prompt + 5
-        assert_within(np.concatenate(found, axis=2), answer)
-        assert all(
-            np.array_equal(np.concatenate(found, axis=2), x) for x in gathered(np.concatenate(found, axis=2), None)
-        )
+        whole = np.concatenate(found, axis=2)
+        assert_within(whole, answer)
+        assert all(np.array_equal(whole, x) for x in gathered(whole, None))
 
     # A process whose keys are beyond every horizon does not look at them, not even at a NaN.
     cache = parallel.ShardedKVCache(batch, kv_heads, 801, head_dim)
@@ -382,11 +359,12 @@ def tensor_parallel() -> int:
         ((6, 6), "num_heads must be divisible by the 4"),
         ((8, 2), "num_kv_heads must be divisible"),
     ):
-        _raises(ValueError, message, lambda sizes=sizes: parallelize_module(
-            AlibiAttention(24, sizes[0], num_kv_heads=sizes[1]), whole, parallel.TensorParallelAttention()
-        ))  # fmt: skip
-    _raises(ValueError, "one whose heads are divided already",
-            lambda: parallelize_module(layer, whole, parallel.TensorParallelAttention()))  # fmt: skip
+        heads, kv_heads = sizes
+        uneven, divided = AlibiAttention(24, heads, num_kv_heads=kv_heads), parallel.TensorParallelAttention()
+        with pytest.raises(ValueError, match=message):
+            parallelize_module(uneven, whole, divided)
+    with pytest.raises(ValueError, match="one whose heads are divided already"):
+        parallelize_module(layer, whole, parallel.TensorParallelAttention())
     return count
 
 
@@ -394,16 +372,6 @@ def _alike(found: torch.Tensor, expected: torch.Tensor, largest: float = 1.0) ->
     """Assert that two computations agree that make some hundred additions, of numbers of this size at most."""
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, rtol=0, atol=500 * torch.finfo(found.dtype).eps * largest)
-
-
-def _raises(kind: type[Exception], message: str, call: Callable[[], Any]) -> None:
-    try:
-        call()
-    except kind as error:
-        if message in str(error):
-            return
-        raise
-    raise AssertionError(f"nothing was raised that says {message!r}")
 
 
 def readme() -> int:
@@ -434,14 +402,17 @@ def differences() -> int:
         "whether key or value requires gradients": ([tensors[0], trained, tensors[2]], {}),
     }
     for message, (given, options) in refused.items():
-        _raises(ValueError, message, lambda given=given, options=options: parallel.attention(*given, **options))
-    decoded = parallel.ShardedKVCache(1, 2, 8, 4)
-    decoded.append(*tensors[1:])
+        with pytest.raises(ValueError, match=message):
+            parallel.attention(*given, **options)
+    cache = parallel.ShardedKVCache(1, 2, 8, 4)
+    cache.append(*tensors[1:])
     slopes = torch.full((2,), 1.0 + rank // 3)
-    _raises(ValueError, "and slopes must be the same", lambda: decoded.attend(tensors[0][:, :, -1:], slopes))
+    with pytest.raises(ValueError, match="and slopes must be the same"):
+        cache.attend(tensors[0][:, :, -1:], slopes)
     others = DeviceMesh("cpu", [0, 1])
     if rank > 1:
-        _raises(ValueError, "a mesh that this process is in", lambda: parallel.attention(*tensors, group=others))
+        with pytest.raises(ValueError, match="a mesh that this process is in"):
+            parallel.attention(*tensors, group=others)
     return len(refused) + 2
 
 
@@ -453,12 +424,14 @@ def absence() -> int:
     if rank < 2:  # each would take the other's message for that of another call
         inputs = [x.clone().requires_grad_() for x in tensors]
         losses = [parallel.attention(*inputs, group=crossed).sum() for _ in range(2)]
-        _raises(RuntimeError, "", lambda: [x.backward() for x in losses[:: 1 - 2 * rank]])
+        with pytest.raises(RuntimeError):
+            [x.backward() for x in losses[:: 1 - 2 * rank]]
     if rank == 3:
         os._exit(0)
     if rank in (0, 2):
         started = time.perf_counter()
-        _raises(RuntimeError, "", lambda: parallel.attention(*tensors, group=slow if rank == 0 else dying))
+        with pytest.raises(RuntimeError):
+            parallel.attention(*tensors, group=slow if rank == 0 else dying)
         assert time.perf_counter() - started < 5 * SHORT_TIMEOUT.total_seconds()
     else:
         time.sleep(3 * SHORT_TIMEOUT.total_seconds())
@@ -491,37 +464,24 @@ def work(rank: int, store: str, names: list[str]) -> None:
         try:
             count = CHECKS[name]()
         except Exception:
-            problem = traceback.format_exc()[-4000:]
+            problem = traceback.format_exc()[-3000:]
         seconds = time.perf_counter() - started
         line = {"name": name, "rank": rank, "cases": count, "seconds": seconds, "problem": problem}
-        print(json.dumps(line), flush=True)
-    sys.stdout.flush()
+        os.write(1, f"{json.dumps(line)}\n".encode())  # at once, as all processes write to one pipe
     os._exit(0)  # without a farewell to processes that are gone
 
 
 def main(*names: str) -> int:
-    """Start the processes, copies of this one that need not load PyTorch again, and pass on what they say."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        processes = [forked(rank, folder, [*(names or CHECKS)]) for rank in range(WORLD)]
-        status = max(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes)
-        for rank in range(WORLD):
-            print((folder / f"lines{rank}").read_text(encoding="utf-8"), end="")
-        return status
-
-
-def forked(rank: int, folder: Path, names: list[str]) -> int:
-    """Return the number of a new process that goes through checks, and writes its lines to a file."""
-    process = os.fork()
-    if process == 0:
-        try:
-            with (folder / f"lines{rank}").open("w", encoding="utf-8") as lines, redirect_stdout(lines):
-                work(rank, str(folder / "store"), names)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    return process
+    """Start the processes, copies of this one that need not load PyTorch again; each prints its lines."""
+    fork = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        store, checks = f"{folder}/store", [*(names or CHECKS)]
+        processes = [fork.Process(target=work, args=(rank, store, checks)) for rank in range(WORLD)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    return max(abs(process.exitcode or 0) for process in processes)
 
 
 if __name__ == "__main__":

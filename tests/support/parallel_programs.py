@@ -24,16 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from alibi_core.conformance._cases.oracle import (
-    Attention,
-    Rules,
-    assert_within,
-    penalties,
-    rounded,
-)
+from alibi_core.conformance._cases.oracle import assert_within
 from alibi_jax import TPU, KVCache, parallel
 from alibi_jax.parallel import _forward as _parallel_forward
-from tests.support.divided import Case, assert_exact
+from tests.support.divided import DECODED_SLOPES, DECODED_WINDOW, Case, assert_exact, decoded
 
 
 @dataclass(frozen=True)
@@ -205,25 +199,19 @@ def checked(program: Program) -> int:
 def decoding() -> int:
     """Check decoding against attention to all there is, and that devices beyond every horizon do nothing."""
     mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("heads", "tokens"))
-    batch, heads, kv_heads, head_dim, capacity, prompt = 2, 4, 2, 5, 1024, 700
-    slopes = jnp.asarray([2.0, 0.5, 1.0, 0.3])
+    (exact, expected), slopes = decoded(700, 100, "float32"), jnp.asarray(DECODED_SLOPES)
+    (batch, kv_heads, _, head_dim), capacity, prompt = exact[1].shape, 1024, 700
     by_slot, by_head = PartitionSpec(None, "heads", "tokens"), PartitionSpec(None, None, "heads")
     specs = KVCache(by_slot, by_slot, by_slot, PartitionSpec())
 
     def step(cache: Any, query: Any, key: Any, value: Any) -> Any:
         cache = parallel.append(cache, key, value, axis_name="tokens")
-        return cache, parallel.decode(query, cache, slopes, axis_name="tokens", head_axis="heads", window_size=500)
+        return cache, parallel.decode(
+            query, cache, slopes, axis_name="tokens", head_axis="heads", window_size=DECODED_WINDOW
+        )
 
     in_specs, out_specs = (specs, by_head, by_head, by_head), (specs, by_head)
     step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
-    random = np.random.default_rng(0)
-    shapes = [(batch, n, prompt + 5, head_dim) for n in (heads, kv_heads, kv_heads)]
-    exact = [rounded(random.normal(size=shape), "float32") for shape in shapes]
-    exact[1][:, :, 100] *= 300  # seen, or not, at the border of the window, from afar
-    exact[1] = rounded(exact[1], "float32")
-    rules = Rules(rounded(slopes, "float32"), 0, window_size=500)
-    bias = penalties(rules, batch, heads, prompt + 5, prompt + 5)
-    expected = Attention(*exact, bias=bias, scale=head_dim**-0.5, dtype="float32").output_without(2.0**-24)
     tensors = [jnp.asarray(np.swapaxes(x, 1, 2), jnp.float32) for x in exact]
     cache = KVCache.make(batch, kv_heads, capacity, head_dim)
     found = []

@@ -8,11 +8,11 @@ A process of its own: what libtpu is told through the environment it is told bef
 from __future__ import annotations
 
 import json
-import os
 import re
 from typing import Any
 
 from benchmarks.parallel.hlo import collectives
+from benchmarks.tpu import devices_of, pretend
 
 # A topology, how many tokens a device has there, and whether gradients are compiled, too.
 PROGRAMS = {"v5e:2x2": (8192, True), "v5e:4x4": (2048, False)}
@@ -20,14 +20,7 @@ HEADS, KV_HEADS, HEAD_DIM, SCORE_BOUND = 4, 2, 64, 10.0
 
 
 def main() -> None:
-    os.environ.update(
-        ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # there is no TPU that two processes could want at once
-        JAX_ENABLE_COMPILATION_CACHE="false",
-        JAX_PLATFORMS="cpu",
-        TPU_ACCELERATOR_TYPE="v5litepod-16",
-        TPU_SKIP_MDS_QUERY="1",
-        TPU_WORKER_HOSTNAMES="localhost",
-    )
+    pretend("v5litepod-16")
     for topology, (shard_len, with_gradients) in PROGRAMS.items():
         try:
             found = compiled(topology, shard_len, with_gradients)
@@ -40,12 +33,11 @@ def compiled(topology: str, shard_len: int, with_gradients: bool) -> dict[str, A
     import jax
     import jax.numpy as jnp
     import numpy as np
-    from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from alibi_jax import parallel
 
-    devices = topologies.get_topology_desc(topology, "tpu").devices
+    devices = devices_of(topology)
     mesh = Mesh(np.asarray(devices), ("tokens",))
     placed = NamedSharding(mesh, PartitionSpec(None, "tokens"))
     length = shard_len * len(devices)

@@ -54,8 +54,66 @@ class LanguageModel(nn.Module):
         return output
 
 
-def output_of(hidden: Tensor, cache: list[Any], weights: list[Any]) -> Any:
-    return SimpleNamespace(last_hidden_state=hidden, past_key_values=tuple(cache), attentions=weights)
+class Decoder(nn.Module):
+    """A base model: embeddings, layers of attention and a feed-forward part, each with a norm before it, and a norm."""
+
+    # The names of embeddings and layers; of a layer's norms and parts; of the last norm.
+    parts: tuple[str, str, tuple[str, str, str, str], str]
+    present_at = 1  # where in what an attention module returns keys and values are; its weights are the rest
+    factor = 1.0  # of embeddings
+
+    def __init__(self, config: Any, width: int, depth: int) -> None:
+        super().__init__()
+        self.config, self.width = config, width
+        embeddings, stack, names, last = self.parts
+        self.add_module(embeddings, nn.Embedding(config.vocab_size, width))
+        layers = (dict(zip(names, self.of_layer(config, index), strict=True)) for index in range(depth))
+        self.add_module(stack, nn.ModuleList(map(nn.ModuleDict, layers)))
+        self.add_module(last, self.normed())
+
+    def normed(self) -> nn.Module:
+        return nn.LayerNorm(self.width)
+
+    def of_layer(self, config: Any, index: int) -> tuple[nn.Module, ...]:
+        raise NotImplementedError
+
+    def biases(self, x: Tensor, past: int, mask: Any) -> tuple[Any, ...]:
+        """What all layers of a call share."""
+        raise NotImplementedError
+
+    def attended(self, attend: nn.Module, x: Tensor, past: Any, shared: Any, use_cache: bool, weights: bool) -> Any:
+        raise NotImplementedError
+
+    def fed(self, mlp: Any, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        past_key_values: Cache = None,
+        attention_mask: Any = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+    ) -> Any:
+        embeddings, stack, names, last = self.parts
+        x = getattr(self, embeddings)(input_ids) * self.factor
+        past = past_key_values[0][0].shape[2] if past_key_values else 0
+        shared, presents, weights = self.biases(x, past, attention_mask), [], []
+        for index, layer in enumerate(getattr(self, stack)):
+            first, attend, second, mlp = (layer[name] for name in names)
+            earlier = past_key_values[index] if past_key_values else None
+            attended, *others = self.attended(attend, first(x), earlier, shared, use_cache, output_attentions)
+            presents.append(others.pop(self.present_at - 1))
+            weights += others
+            x = x + attended
+            x = x + self.fed(mlp, second(x))
+        hidden = getattr(self, last)(x)
+        return SimpleNamespace(last_hidden_state=hidden, past_key_values=tuple(presents), attentions=weights)
+
+
+def extended(past: Any, key: Tensor, value: Tensor, dim: int = 2) -> Any:
+    """Keys and values after those of earlier tokens, if there are any."""
+    return [torch.cat(pair, dim=dim) for pair in zip(past, (key, value), strict=True)] if past else (key, value)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,34 +144,28 @@ class BaichuanAttention(nn.Module):
     ) -> Any:
         heads = self.W_pack(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()
-        if past_key_value is not None:
-            key, value = (torch.cat(pair, dim=2) for pair in zip(past_key_value, (key, value), strict=True))
+        key, value = extended(past_key_value, key, value)
         bias = attention_mask[..., -query.shape[2] :, :]
         result, weights = attend(query, key, value, self.head_dim**-0.5, bias)
         return self.o_proj(result), weights if output_attentions else None, (key, value) if use_cache else None
 
 
-class BaichuanModel(nn.Module):
+class BaichuanModel(Decoder):
+    names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+    parts, present_at = ("embed_tokens", "layers", names, "norm"), 2
+
     def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config, self.width = config, config.hidden_size
+        super().__init__(config, config.hidden_size, config.num_hidden_layers)
         self.n_head, self.max_cache_pos = config.num_attention_heads, config.model_max_length
         self.first_run, self.alibi_mask = True, None
+
+    def normed(self) -> nn.Module:
+        return nn.RMSNorm(self.width, eps=self.config.rms_norm_eps)
+
+    def of_layer(self, config: Any, index: int) -> tuple[nn.Module, ...]:
         width, middle = config.hidden_size, config.intermediate_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, width)
         mlp = {"gate_proj": (width, middle), "up_proj": (width, middle), "down_proj": (middle, width)}
-        self.layers = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "self_attn": BaichuanAttention(config),
-                    "mlp": linear(mlp, False),
-                    "input_layernorm": nn.RMSNorm(width, eps=config.rms_norm_eps),
-                    "post_attention_layernorm": nn.RMSNorm(width, eps=config.rms_norm_eps),
-                }
-            )
-            for _ in range(config.num_hidden_layers)
-        )
-        self.norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        return self.normed(), BaichuanAttention(config), self.normed(), linear(mlp, False)
 
     def get_alibi_mask(self, tensor: Tensor, length: int) -> Tensor:
         if self.training:
@@ -127,37 +179,25 @@ class BaichuanModel(nn.Module):
         future = torch.full((length, length), -math.inf).triu(1)
         return slopes_of(self.n_head)[:, None, None] * torch.arange(length) + future
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Any = None,
-        past_key_values: Cache = None,
-        use_cache: bool = False,
-        output_attentions: bool = False,
-    ) -> Any:
-        x = self.embed_tokens(input_ids)
-        length = input_ids.shape[1] + (past_key_values[0][0].shape[2] if past_key_values else 0)
+    def biases(self, x: Tensor, past: int, mask: Any) -> tuple[Any, ...]:
+        length = past + x.shape[1]
         if not self.training:
             bias = self.get_alibi_mask(x, length)
         else:
             if self.alibi_mask is None or self.alibi_mask.shape[-1] != length:
                 self.alibi_mask = self.get_alibi_mask(x, length)
             bias = self.alibi_mask
-        if attention_mask is not None:
-            text = attention_mask != 0
+        if mask is not None:
+            text = mask != 0
             seen = (text[:, :, None] & text[:, None, :]).tril()[:, None]
             bias = bias + x.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(x.dtype).min)
-        cache, weights = [], []
-        for index, layer in enumerate(self.layers):
-            past = past_key_values[index] if past_key_values else None
-            normed = layer.input_layernorm(x)
-            attended, of_layer, present = layer.self_attn(normed, bias, past, output_attentions, use_cache)
-            x = x + attended
-            y = layer.post_attention_layernorm(x)
-            x = x + layer.mlp.down_proj(F.silu(layer.mlp.gate_proj(y)) * layer.mlp.up_proj(y))
-            cache.append(present)
-            weights.append(of_layer)
-        return output_of(self.norm(x), cache, weights)
+        return (bias,)
+
+    def attended(self, attend: nn.Module, x: Tensor, past: Any, shared: Any, use_cache: bool, weights: bool) -> Any:
+        return attend(x, *shared, past, weights, use_cache)
+
+    def fed(self, mlp: Any, x: Tensor) -> Tensor:
+        return mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
 
 
 # --- Refact -----------------------------------------------------------------------------------------------------------
@@ -192,60 +232,45 @@ class Attention(nn.Module):
             self.kv(hidden_states).chunk(2, -1) if hasattr(self, "kv") else (f(hidden_states) for f in (self.k, self.v))
         )
         key, value = (x[:, None] for x in apart)
-        if layer_past is not None:
-            key, value = (torch.cat(pair, dim=2) for pair in zip(layer_past, (key, value), strict=True))
+        key, value = extended(layer_past, key, value)
         bias = torch.where(attention_mask, torch.finfo(query.dtype).min, alibi)
         result, weights = attend(query, key, value, self.head_dim**-0.5, bias)
         return self.c_proj(result), (key, value) if use_cache else None, *([weights] if output_attentions else [])
 
 
-class GPTRefactModel(nn.Module):
+class GPTRefactModel(Decoder):
+    parts = ("wte", "h", ("ln_1", "attn", "ln_2", "mlp"), "nothing")
+
     def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config, self.width = config, config.n_embd
+        super().__init__(config, config.n_embd, config.n_layer)
+        self.nothing = nn.Identity()
+
+    def normed(self) -> nn.Module:
+        return nn.LayerNorm(self.width, bias=False)
+
+    def of_layer(self, config: Any, index: int) -> tuple[nn.Module, ...]:
         width, middle = config.n_embd, 256
-        self.wte = nn.Embedding(config.vocab_size, width)
         mlp = {"linear_1": (width, middle), "linear_3": (width, middle), "c_proj": (middle, width)}
-        self.h = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "ln_1": nn.LayerNorm(width, bias=False),
-                    "attn": Attention(config),
-                    "ln_2": nn.LayerNorm(width, bias=False),
-                    "mlp": linear(mlp, False),
-                }
-            )
-            for _ in range(config.n_layer)
-        )
+        return self.normed(), Attention(config), self.normed(), linear(mlp, False)
 
     @staticmethod
     def _make_mask(length: int, past: int) -> Tensor:
         return torch.ones(length, past + length, dtype=torch.bool).triu(past + 1)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        past_key_values: Cache = None,
-        attention_mask: Any = None,
-        use_cache: bool = False,
-        output_attentions: bool = False,
-    ) -> Any:
-        length, past = input_ids.shape[1], past_key_values[0][0].shape[2] if past_key_values else 0
-        mask = self._make_mask(length, past) if attention_mask is None else attention_mask
-        x = self.wte(input_ids)
-        bias = get_alibi_biases(len(x), past + length, self.config.n_head, x.device, x.dtype)[:, :, -length:, :]
-        cache, weights = [], []
-        for index, layer in enumerate(self.h):
-            past_of_layer = past_key_values[index] if past_key_values else None
-            attended, present, *of_layer = layer.attn(
-                layer.ln_1(x), past_of_layer, mask, bias, use_cache=use_cache, output_attentions=output_attentions
-            )
-            x = x + attended
-            y = layer.ln_2(x)
-            x = x + layer.mlp.c_proj(F.silu(layer.mlp.linear_1(y)) * layer.mlp.linear_3(y))
-            cache.append(present)
-            weights += of_layer
-        return output_of(x, cache, weights)
+    def biases(self, x: Tensor, past: int, mask: Any) -> tuple[Any, ...]:
+        length = x.shape[1]
+        mask = self._make_mask(length, past) if mask is None else mask
+        return mask, self.built(len(x), past + length, self.config.n_head, x.device, x.dtype)[:, :, -length:, :]
+
+    def forward(self, input_ids: Tensor, **options: Any) -> Any:
+        self.built = get_alibi_biases  # named here, as in the original code
+        return super().forward(input_ids, **options)
+
+    def attended(self, attend: nn.Module, x: Tensor, past: Any, shared: Any, use_cache: bool, weights: bool) -> Any:
+        return attend(x, past, *shared, use_cache=use_cache, output_attentions=weights)
+
+    def fed(self, mlp: Any, x: Tensor) -> Tensor:
+        return mlp.c_proj(F.silu(mlp.linear_1(x)) * mlp.linear_3(x))
 
 
 # --- Jais and BTLM ----------------------------------------------------------------------------------------------------
@@ -288,8 +313,7 @@ class JAISAttention(nn.Module):
     ) -> Any:
         heads = self.c_attn(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()
-        if layer_past is not None:
-            key, value = (torch.cat(pair, dim=2) for pair in zip(layer_past, (key, value), strict=True))
+        key, value = extended(layer_past, key, value)
         q_len, kv_len = query.shape[2], key.shape[2]
         seen = self.bias[:, :, kv_len - q_len : kv_len, :kv_len]
         bias = torch.where(seen, position_bias, torch.finfo(query.dtype).min)
@@ -308,62 +332,40 @@ class BTLMAttention(JAISAttention):
     pass
 
 
-class JAISModel(nn.Module):
+class JAISModel(Decoder):
     attention: Any = JAISAttention
+    parts = ("wte", "h", ("ln_1", "attn", "ln_2", "mlp"), "ln_f")
 
     def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config, self.width = config, config.n_embd
+        super().__init__(config, config.n_embd, config.n_layer)
+        self.relative_pe, self.factor = AlibiPositionEmbeddingLayer(config), config.mup_embeddings_scale
+
+    def of_layer(self, config: Any, index: int) -> tuple[nn.Module, ...]:
         width, middle = config.n_embd, config.n_inner or 4 * config.n_embd
         mlp = {"c_fc": (width, middle), "c_proj": (middle, width)}
         mlp |= {"c_fc2": (width, middle)} if config.activation_function == "swiglu" else {}
-        self.wte = nn.Embedding(config.vocab_size, width)
-        self.h = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "ln_1": nn.LayerNorm(width),
-                    "attn": self.attention(config, index),
-                    "ln_2": nn.LayerNorm(width),
-                    "mlp": linear(mlp, True, Conv1D),
-                }
-            )
-            for index in range(config.n_layer)
-        )
-        self.ln_f, self.relative_pe = nn.LayerNorm(width), AlibiPositionEmbeddingLayer(config)
+        return self.normed(), self.attention(config, index), self.normed(), linear(mlp, True, Conv1D)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        past_key_values: Cache = None,
-        attention_mask: Any = None,
-        use_cache: bool = False,
-        output_attentions: bool = False,
-    ) -> Any:
-        x, length = self.wte(input_ids) * self.config.mup_embeddings_scale, input_ids.shape[1]
-        past = past_key_values[0][0].shape[2] if past_key_values else 0
-        bias, mask = self.relative_pe(length, length, past), None
-        if attention_mask is not None:
-            mask = (1.0 - attention_mask[:, None, None].to(x.dtype)) * torch.finfo(x.dtype).min
-        cache, weights = [], []
-        for index, layer in enumerate(self.h):
-            attended, present, *of_layer = layer.attn(
-                layer.ln_1(x),
-                layer_past=past_key_values[index] if past_key_values else None,
-                attention_mask=mask,
-                use_cache=use_cache,
-                output_attentions=output_attentions,
-                position_bias=bias,
-            )
-            x = x + attended
-            y = layer.ln_2(x)
-            if "c_fc2" in layer.mlp:
-                y = layer.mlp.c_fc(y) * F.silu(layer.mlp.c_fc2(y))
-            else:
-                y = ACT2FN[self.config.activation_function](layer.mlp.c_fc(y))
-            x = x + layer.mlp.c_proj(y)
-            cache.append(present)
-            weights += of_layer
-        return output_of(self.ln_f(x), cache, weights)
+    def biases(self, x: Tensor, past: int, mask: Any) -> tuple[Any, ...]:
+        if mask is not None:
+            mask = (1.0 - mask[:, None, None].to(x.dtype)) * torch.finfo(x.dtype).min
+        return self.relative_pe(x.shape[1], x.shape[1], past), mask
+
+    def attended(self, attend: nn.Module, x: Tensor, past: Any, shared: Any, use_cache: bool, weights: bool) -> Any:
+        bias, mask = shared
+        return attend(
+            x,
+            layer_past=past,
+            attention_mask=mask,
+            use_cache=use_cache,
+            output_attentions=weights,
+            position_bias=bias,
+        )
+
+    def fed(self, mlp: Any, x: Tensor) -> Tensor:
+        if "c_fc2" in mlp:
+            return mlp.c_proj(mlp.c_fc(x) * F.silu(mlp.c_fc2(x)))
+        return mlp.c_proj(ACT2FN[self.config.activation_function](mlp.c_fc(x)))
 
 
 class BTLMModel(JAISModel):
@@ -401,8 +403,7 @@ class MultiheadAttention(nn.Module):
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         query, key, value = mixed.split(self.sizes, dim=-1)
         if past_key_value is not None:
-            if len(past_key_value):
-                key, value = (torch.cat(x, dim=1) for x in zip(self.merged(past_key_value), (key, value), strict=True))
+            key, value = extended(past_key_value and self.merged(past_key_value), key, value, dim=1)
             past_key_value = self.kept(key, value)
         size = self.d_model // self.n_heads
         query, key, value = (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in (query, key, value))
@@ -451,31 +452,24 @@ MPT_ATTENTION = {
 }
 
 
-class MPTModel(nn.Module):
+class MPTModel(Decoder):
+    parts, present_at = ("wte", "blocks", ("norm_1", "attn", "norm_2", "ffn"), "norm_f"), 2
+
     def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config, self.width = config, config.d_model
-        own, width = config.attn_config, config.d_model
+        super().__init__(config, config.d_model, config.n_layers)
+        own = config.attn_config
         self.alibi, self.alibi_bias_max = own["alibi"], own["alibi_bias_max"]
-        feed_forward = getattr(config, "ffn_config", {})
+        name = getattr(config, "ffn_config", {}).get("ffn_act_fn", {}).get("name", "gelu")
+        self.activation = ACT2FN[name]
+
+    def of_layer(self, config: Any, index: int) -> tuple[nn.Module, ...]:
+        feed_forward, width = getattr(config, "ffn_config", {}), config.d_model
         middle = feed_forward.get("ffn_hidden_size") or config.expansion_ratio * width
-        self.activation = ACT2FN[feed_forward.get("ffn_act_fn", {}).get("name", "gelu")]
         sizes = {"up_proj": (width, middle), "down_proj": (middle, width)}
         if feed_forward.get("ffn_type") == "mptglu":
             sizes["gate_proj"] = width, middle
-        self.wte = nn.Embedding(config.vocab_size, width)
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "norm_1": self.normed(),
-                    "attn": MPT_ATTENTION[own["attn_type"]](config),
-                    "norm_2": self.normed(),
-                    "ffn": linear(sizes, not config.no_bias),
-                }
-            )
-            for _ in range(config.n_layers)
-        )
-        self.norm_f = self.normed()
+        attention = MPT_ATTENTION[config.attn_config["attn_type"]](config)
+        return self.normed(), attention, self.normed(), linear(sizes, not config.no_bias)
 
     def normed(self) -> nn.Module:
         if self.config.norm_type == "rmsnorm":
@@ -491,33 +485,14 @@ class MPTModel(nn.Module):
             bias = bias.masked_fill(attention_mask[:, None, None] == 0, torch.finfo(dtype).min)
         return bias, attention_mask
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        past_key_values: Cache = None,
-        attention_mask: Any = None,
-        use_cache: bool = False,
-        output_attentions: bool = False,
-    ) -> Any:
-        x = self.wte(input_ids)
-        bias, mask = self._attn_bias(device=x.device, dtype=x.dtype, attention_mask=attention_mask)
-        cache, weights = past_key_values, []
-        if use_cache and cache is None:
-            cache = [() for _ in self.blocks]
-        presents = []
-        for index, block in enumerate(self.blocks):
-            attended, of_layer, present = block.attn(
-                block.norm_1(x),
-                past_key_value=None if cache is None else cache[index],
-                attn_bias=bias,
-                attention_mask=mask,
-                needs_weights=output_attentions,
-            )
-            x = x + attended
-            y = block.norm_2(x)
-            up = block.ffn.up_proj(y)
-            gate = self.activation(block.ffn.gate_proj(y)) * up if "gate_proj" in block.ffn else self.activation(up)
-            x = x + block.ffn.down_proj(gate)
-            presents.append(present)
-            weights.append(of_layer)
-        return output_of(self.norm_f(x), presents, weights)
+    def biases(self, x: Tensor, past: int, mask: Any) -> tuple[Any, ...]:
+        return self._attn_bias(device=x.device, dtype=x.dtype, attention_mask=mask)
+
+    def attended(self, attend: nn.Module, x: Tensor, past: Any, shared: Any, use_cache: bool, weights: bool) -> Any:
+        bias, mask = shared
+        past = () if use_cache and past is None else past
+        return attend(x, past_key_value=past, attn_bias=bias, attention_mask=mask, needs_weights=weights)
+
+    def fed(self, mlp: Any, x: Tensor) -> Tensor:
+        up = mlp.up_proj(x)
+        return mlp.down_proj(self.activation(mlp.gate_proj(x)) * up if "gate_proj" in mlp else self.activation(up))

@@ -9,13 +9,15 @@ A process of its own: what libtpu is told through the environment it is told bef
 from __future__ import annotations
 
 import json
-import os
+import math
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+
+from benchmarks.tpu import devices_of, pretend
 
 # The topologies, and what libtpu calls a machine that has them.
 TOPOLOGIES = {"v5e:2x2": "v5litepod-4", "v5p:2x2x1": "v5p-8", "v6e:2x2": "v6e-4"}
@@ -62,17 +64,8 @@ DIVISIONS = {"future_slopes": ("heads",), "slopes": ("heads",), "segment_ids": (
 
 
 def main(topology: str, kind: str) -> None:
-    os.environ.update(
-        ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # there is no TPU that two processes could want at once
-        JAX_ENABLE_COMPILATION_CACHE="false",
-        JAX_PLATFORMS="cpu",
-        TPU_ACCELERATOR_TYPE=TOPOLOGIES[topology],
-        TPU_SKIP_MDS_QUERY="1",
-        TPU_WORKER_HOSTNAMES="localhost",
-    )
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc(topology, "tpu").devices
+    pretend(TOPOLOGIES[topology])
+    devices = devices_of(topology)
     programs = single(devices, topology == FIRST) if kind == "single" else divided(devices)
     for name, lowered in programs:
         started = time.perf_counter()
@@ -189,10 +182,7 @@ def described(compiled: Any) -> dict[str, Any]:
 
 
 def _product(shape: str) -> int:
-    result = 1
-    for size in shape.split(","):
-        result *= int(size)
-    return result
+    return math.prod(map(int, shape.split(",")))
 
 
 if __name__ == "__main__":

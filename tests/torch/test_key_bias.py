@@ -1,4 +1,4 @@
-"""What is added to the bias of single keys, and caches that hold other sequences than before."""
+"""What is added to the bias of single keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from alibi_core import AttentionCall, slopes
 from alibi_core._horizon.tiling import tiled_as
-from alibi_torch import EvictingKVCache, KVCache, attention
+from alibi_torch import EvictingKVCache
 from alibi_torch._attention import run
 from alibi_torch._tiled import tiling
 
@@ -105,17 +105,3 @@ def test_an_added_bias_widens_what_a_cache_keeps() -> None:
             cache.append(*torch.ones(2, 1, 1, 50, HEAD_DIM))
         kept.append(cache.kept[0])
     assert kept[1] > kept[0]
-
-
-@pytest.mark.parametrize("evict", [False, True])
-def test_selected_sequences(evict: bool) -> None:
-    query, key, value, _ = arguments_of(30, 30, torch.float32)
-    rates = slopes(HEADS, xp=xp)
-    options = {"slopes": rates, "max_query_norm": 20.0} if evict else {}
-    cache = (EvictingKVCache if evict else KVCache)(2, KV_HEADS, 40, HEAD_DIM, **options)
-    cache.append(key[:, :, :29], value[:, :, :29])
-    indices = torch.tensor([1, 1, 0])
-    cache.select_batch(indices)
-    cache.append(key[indices, :, 29:], value[indices, :, 29:])
-    actual = cache.attend(query[indices, :, 29:])
-    assert torch.allclose(actual, attention(query, key, value)[indices, :, 29:], atol=1e-6)

@@ -14,12 +14,15 @@ from alibi_core._horizon.tiling import tiled_as  # noqa: E402
 from alibi_torch._dispatch import memory  # noqa: E402
 from alibi_torch._tiled import SIZES, tiling  # noqa: E402
 
+OF_ENTRIES = torch.tensor([[0.5, 0.25, 1.0, 0.0], [0.1, 2.0, 0.7, 0.3]])
 DIRECTIONS: dict[str, dict[str, Any]] = {
     "causal": {},
     "symmetric": {"is_causal": False},
     "asymmetric": {"is_causal": False, "future_slopes": torch.tensor([0.3, 0.0, 1.5, 0.01])},
     "window": {"window_size": 33},
     "window on both sides": {"is_causal": False, "window_size": 33},
+    "slopes of each entry": {"slopes": OF_ENTRIES},
+    "slopes of each entry, symmetric": {"slopes": OF_ENTRIES, "is_causal": False},
 }
 
 
@@ -65,14 +68,6 @@ def test_keys_in_low_precision_are_cast_some_heads_at_a_time(dtype: torch.dtype)
     found = alibi_torch.attention(*inputs)
     right = alibi_torch.attention(*(x.double() for x in inputs), implementation="dense")
     assert (found.double() - right).abs().max() <= torch.finfo(dtype).eps * right.abs().max()
-
-
-@pytest.mark.parametrize("direction", ["causal", "symmetric"])
-def test_slopes_of_each_entry(direction: str) -> None:
-    inputs = tensors(70, 70)
-    slopes = torch.tensor([[0.5, 0.25, 1.0, 0.0], [0.1, 2.0, 0.7, 0.3]])
-    arguments = DIRECTIONS[direction] | {"slopes": slopes}
-    assert_near(gradients(inputs, **arguments), gradients(inputs, implementation="dense", **arguments), 2.0**-24)
 
 
 def test_slopes_that_were_written_to_are_seen() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,11 +12,10 @@ from rich.console import Console
 
 import benchmarks.research.scaling
 from benchmarks import harness
-from benchmarks.harness import Measurement
 from benchmarks.research.scaling import validation
 from benchmarks.research.scaling.figure import draw
 from benchmarks.research.scaling.inputs import Chip, Layer, chips, table
-from benchmarks.research.scaling.model import backward, forward, held, ring
+from benchmarks.research.scaling.model import held, ring, step
 
 SECTIONS = {"programs": validation.compiled, "blocks": validation.visited, "time": validation.timed}
 
@@ -30,24 +28,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = harness.machine()
     layer = Layer()
     all_chips = chips(layer.head_dim)
-    inputs = list(table(layer, all_chips))
-    names = [chip.name for chip in all_chips]
-    told = [(name, *values, *[""] * (len(names) - len(values)), source) for name, values, source in inputs]
-    _show("What the model is told", [("", *names, "source"), *told])
+    told = list(table(layer, all_chips))
+    shown = harness.table("What the model is told", "", *(chip.name for chip in all_chips), "source")
+    for name, values, source in told:
+        shown.add_row(name, *values, *[""] * (len(all_chips) - len(values)), source)
     rows = [row for chip in all_chips for row in modelled(chip, layer)]
-    shown = [[f"{x:.4g}" if isinstance(x, float) else x for x in row.values()] for row in rows]
-    _show("One layer: modelled, not run. In seconds and bytes", [list(rows[0]), *shown])
+    costs = harness.table("One layer: modelled, not run. In seconds and bytes", *rows[0])
+    for row in rows:
+        costs.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()))
+    Console().print(shown, costs)
+    cases = validation.QUICK if options.quick else validation.FULL
     output = harness.folder(options, options.only == list(SECTIONS))
     status = harness.conclude(
         output / "scaling.json",
-        list(_validated(layer, options)),
+        [each for name in options.only for each in SECTIONS[name](layer, cases)],
         not options.quick,
         benchmark="scaling",
         sections=options.only,
         machine=machine,
         versions=harness.versions("jax", "libtpu", "torch", "numpy"),
         layer=asdict(layer),
-        inputs=[{"input": name, "values": values, "source": source} for name, values, source in inputs],
+        inputs=[{"input": name, "values": values, "source": source} for name, values, source in told],
         modelled=rows,
     )
     draw(rows, f"one attention layer, {layer.length:,} tokens, {layer.heads} heads of {layer.head_dim}",
@@ -60,8 +61,8 @@ def modelled(chip: Chip, layer: Layer) -> list[dict[str, Any]]:
     found = []
     for count in layer.chips:
         plan = layer.plan(count)
-        ahead = forward(chip, layer, plan)
-        both = ahead + backward(chip, layer, plan)
+        ahead = step(chip, layer, plan, gradient=False)
+        both = ahead + step(chip, layer, plan, gradient=True)
         rings = [ring(chip, layer, count, gradient=gradient) for gradient in (False, True)]
         whole = held(layer, count, gradient=True)
         found.append(
@@ -84,21 +85,6 @@ def modelled(chip: Chip, layer: Layer) -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-def _validated(layer: Layer, options: argparse.Namespace) -> Iterator[Measurement]:
-    cases = validation.QUICK if options.quick else validation.FULL
-    for name in options.only:
-        harness.report(f"validating {name}")
-        yield from SECTIONS[name](layer, cases)
-
-
-def _show(title: str, rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table, whose first row is its head."""
-    shown = harness.table(title, *rows[0])
-    for row in rows[1:]:
-        shown.add_row(*map(str, row))
-    Console().print(shown)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
 
 from benchmarks.figures import BLUE, DASHES, OURS, RED, save, style
 
@@ -49,5 +48,5 @@ def _label(ax: Axes, counts: Sequence[int], title: str, ylabel: str) -> None:
     style(ax, title, "chips", counts)
     ax.set_yscale("log")
     ax.set_ylabel(ylabel)
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     ax.margins(x=0.07, y=0.12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import add
 
 import numpy as np
 
@@ -44,8 +45,7 @@ class Step:
         return max(self.compute, self.exchange)
 
     def __add__(self, other: Step) -> Step:
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Step(*(ours + theirs for ours, theirs in pairs))
+        return Step(*map(add, vars(self).values(), vars(other).values()))
 
 
 def parts(plan: ShardPlan, block: int = BLOCK) -> Iterator[Part]:
@@ -63,35 +63,29 @@ def parts(plan: ShardPlan, block: int = BLOCK) -> Iterator[Part]:
         yield Part(len(starts) * len(heads), sum(int((count - x).sum()) for x in first), 0, len(heads))
 
 
-def forward(chip: Chip, layer: Layer, plan: ShardPlan) -> Step:
-    """Return what a forward pass costs."""
-    found, tile = list(parts(plan)), BLOCK * layer.head_dim
-    item = layer.item_bytes
-    # A block of keys brings keys and values; a row takes queries, and leaves a result.
-    compute = sum(_kernel(chip, inputs.FORWARD, x, tile * 2 * item, tile * 2 * item) for x in found)
+def step(chip: Chip, layer: Layer, plan: ShardPlan, *, gradient: bool) -> Step:
+    """Return what a forward pass costs, or with ``gradient`` a backward pass."""
+    found, item = list(parts(plan)), layer.item_bytes
+    # Bytes that a kernel moves for an element of a block, and of a row of blocks. Forward a block brings keys and
+    # values; a row takes queries, and leaves a result. Of the gradients' kernels one goes over blocks of queries:
+    # queries, what comes back and the gradient; one over blocks of keys: keys, values and both gradients.
+    kernels = {inputs.FORWARD: (2 * item, 2 * item)}
     # Heads first: queries, keys, values there and the result back, read and written. Merged: two results read, one
     # written, each time something arrives.
-    tensor = plan.shards.chunk_len * layer.head_dim
-    moved = tensor * (4 * 2 * item * layer.heads + 3 * FLOAT32 * sum(x.heads for x in found[1:]))
-    sent = _sent(layer, plan)
-    return Step(compute, moved / chip.memory, _exchange(chip, layer, plan), sent)
-
-
-def backward(chip: Chip, layer: Layer, plan: ShardPlan) -> Step:
-    """Return what a backward pass costs."""
-    found, tile = list(parts(plan)), BLOCK * layer.head_dim
-    item = layer.item_bytes
-    compute = 0.0
-    for part in found:
-        # Of a block of queries: queries, what comes back and the gradient; of a block of keys: keys, values and both
-        # gradients.
-        compute += _kernel(chip, inputs.OF_QUERIES, part, tile * 2 * item, tile * (2 * item + FLOAT32))
-        compute += _kernel(chip, inputs.OF_KEYS, part, tile * 2 * item, tile * (2 * item + 2 * FLOAT32))
-    # Five tensors with their heads first, and three gradients back; with each part, two float32 sums are added to.
-    tensor = plan.shards.chunk_len * layer.head_dim
-    moved = tensor * (8 * 2 * item * layer.heads + 2 * 3 * FLOAT32 * sum(x.heads for x in found[1:]))
-    sent = BACKWARD_TIMES * _sent(layer, plan)
-    return Step(compute, moved / chip.memory, BACKWARD_TIMES * _exchange(chip, layer, plan), sent)
+    tensors, merged, times = 4, 3, 1
+    if gradient:
+        kernels = {inputs.OF_QUERIES: (2 * item, 2 * item + FLOAT32), inputs.OF_KEYS: (2 * item, 2 * (item + FLOAT32))}
+        # Five tensors with their heads first, and three gradients back; with each part, two float32 sums are added to.
+        tensors, merged, times = 8, 6, BACKWARD_TIMES
+    compute = sum(_kernel(chip, layer, name, part, moved) for name, moved in kernels.items() for part in found)
+    arriving = sum(part.heads for part in found[1:])
+    moved = plan.shards.chunk_len * layer.head_dim * (tensors * 2 * item * layer.heads + merged * FLOAT32 * arriving)
+    # Chips lie along a path of neighbours. All send at once, so that each link carries what as many chips send as it
+    # is on the way of: the distance.
+    sent = sum(sum(hop.tokens) for hop in plan.hops) * layer.head_dim * 2 * item
+    links = sum(abs(hop.distance) * sum(hop.tokens) for hop in plan.hops) * layer.head_dim * 2 * item
+    exchange = links / chip.link + LATENCY * sum(abs(hop.distance) for hop in plan.hops)
+    return Step(compute, moved / chip.memory, times * exchange, times * sent)
 
 
 def temporaries(layer: Layer, chips: int, *, gradient: bool) -> float:
@@ -118,24 +112,9 @@ def ring(chip: Chip, layer: Layer, chips: int, *, gradient: bool) -> Step:
     return Step(cycles / chip.clock / chip.cores, 0.0, sent / chip.link + (chips - 1) * LATENCY, sent)
 
 
-def _kernel(chip: Chip, name: str, part: Part, block_bytes: float, row_bytes: float) -> float:
+def _kernel(chip: Chip, layer: Layer, name: str, part: Part, moved: tuple[int, int]) -> float:
     """Return how long a kernel takes: its schedule, or its traffic with memory if that is longer."""
-    schedule = chip.kernels[name]
+    schedule, (of_block, of_row) = chip.kernels[name], moved
     cycles = part.rows * schedule.row + (part.blocks + (inputs.MASKED - 1) * part.masked) * schedule.block
-    moved = part.blocks * block_bytes + part.rows * row_bytes
-    return max(cycles / chip.clock / chip.cores, moved / chip.memory)
-
-
-def _sent(layer: Layer, plan: ShardPlan) -> float:
-    return sum(sum(hop.tokens) for hop in plan.hops) * layer.head_dim * 2 * layer.item_bytes
-
-
-def _exchange(chip: Chip, layer: Layer, plan: ShardPlan) -> float:
-    """Return how long what arrives forward takes.
-
-    Chips lie along a path of neighbours. All send at once, so that each link carries what as many chips send as it is
-    on the way of: the distance.
-    """
-    links = sum(abs(hop.distance) * sum(hop.tokens) for hop in plan.hops)
-    seconds = links * layer.head_dim * 2 * layer.item_bytes / chip.link
-    return seconds + LATENCY * sum(abs(hop.distance) for hop in plan.hops)
+    traffic = BLOCK * layer.head_dim * (part.blocks * of_block + part.rows * of_row)
+    return max(cycles / chip.clock / chip.cores, traffic / chip.memory)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 import statistics
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from alibi_core import ShardPlan, Shards, shard_plan
 from benchmarks import harness, parallel
@@ -34,7 +30,7 @@ class Cases:
 
 
 FULL = Cases()
-QUICK = Cases((4,), ((4096, 128),), 1024, ((2, 2048),), 2)
+QUICK = Cases((16,), ((4096, 128),), 1024, ((2, 2048),), 2)
 
 
 def off(group: str, name: str, unit: str, predicted: float, measured: float, bar: float = BAR) -> Measurement:
@@ -124,24 +120,15 @@ def _plan(sizes: parallel.Sizes, processes: int, score_bound: float = Layer.scor
 
 def link(size: int = 2**25, times: int = 9) -> float:
     """Return how many bytes a second two processes of gloo send one way: the median of several times."""
-    import torch.multiprocessing
-
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_send, (folder, size, times), nprocs=2)  # raises what either of them raises
-        seconds = json.loads(Path(folder, "seconds").read_text(encoding="utf-8"))
-    return size / statistics.median(seconds)
+    return size / statistics.median(parallel.together(_send, 2, size, times))
 
 
-def _send(rank: int, folder: str, size: int, times: int) -> None:
+def _send(rank: int, size: int, times: int) -> list[float]:
     import torch
     import torch.distributed as dist
 
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=datetime.timedelta(minutes=1))
     data, seconds = torch.zeros(size // 4), []
     for _ in range(times + 1):
         dist.barrier()
-        seconds.append(harness.seconds_of(lambda: dist.send(data, 1) if rank == 0 else dist.recv(data, 0)))
-    if rank:  # the first time is to warm up
-        Path(folder, "seconds").write_text(json.dumps(seconds[1:]), encoding="utf-8")
-    dist.destroy_process_group()
+        seconds.append(harness.seconds_of(lambda: dist.send(data, 0) if rank else dist.recv(data, 1)))
+    return seconds[1:]  # the first time is to warm up

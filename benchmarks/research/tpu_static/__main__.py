@@ -25,27 +25,20 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from benchmarks import harness
 from benchmarks.harness import Measurement
-from benchmarks.research.tpu_static.compile import TOPOLOGIES, Program
-from benchmarks.research.tpu_static.figures import PASSES, is_forward, loops, scheduled, weighed
+from benchmarks.research.tpu_static.compile import TOPOLOGIES, Compiled, Program, compiled
+from benchmarks.research.tpu_static.figures import PASSES, loops, scheduled, weighed
 from benchmarks.research.tpu_static.subjects import BATCH, BLOCK, HEADS
 from benchmarks.research.tpu_static.visits import visits
 
-VERSIONS = ("jax", "jaxlib", "libtpu", "numpy")
-
-
-def at_most(bar: float) -> float:
-    """Return a bar that is met by a ratio of ``bar`` too, as a Measurement's ratio has to be below it."""
-    return math.nextafter(bar, math.inf)
-
-
-MEMORY_BAR, GROWTH_BAR = at_most(1.0), at_most(2.1)
-BLOCKS_BAR = at_most(1.1)
-SCHEDULE_BARS = {False: at_most(1.05), True: at_most(1.10)}
+# Ratios have to be below; these are met by the figures themselves, too.
+MEMORY_BAR, GROWTH_BAR, BLOCKS_BAR = (math.nextafter(bar, math.inf) for bar in (1.0, 2.1, 1.1))
+SCHEDULE_BARS = {False: math.nextafter(1.05, math.inf), True: math.nextafter(1.10, math.inf)}
 
 
 @dataclass(frozen=True)
@@ -65,49 +58,63 @@ FULL = Sizes()
 QUICK = Sizes(topologies=("v5e:2x2",), head_dims=(64,), length=4096, long=8192)
 
 
-def programs(sizes: Sizes, section: str) -> Iterator[tuple[str, Program, Program, Program]]:
-    """Yield ours at the shorter length, with what it is and with splash's, apart and fused, in the tables' order."""
-    for topology, gradient, head_dim in itertools.product(sizes.topologies, PASSES, sizes.head_dims):
-        subject = f"{topology}, {PASSES[gradient]}, {HEADS} heads of {head_dim}"
-        harness.report(f"{section}: {subject}")
-        ours = Program(topology, "alibi", sizes.length, head_dim, gradient)
-        yield subject, ours, *(replace(ours, name="splash", options=(fused,)) for fused in (False, True))
+@dataclass
+class Run:
+    """A run in progress, who is asked, and what was found of loops."""
+
+    sizes: Sizes
+    compile: Callable[[Program], Compiled] = compiled
+    visits: Callable[[int, int], tuple[int, int]] = visits
+    loops: list[dict[str, Any]] = field(default_factory=list)
+
+    def programs(self, section: str) -> Iterator[tuple[str, Program, Program, Program]]:
+        """Yield what it is, ours at the shorter length, and splash's, apart and fused, in the tables' order."""
+        sizes = self.sizes
+        for topology, gradient, head_dim in itertools.product(sizes.topologies, PASSES, sizes.head_dims):
+            subject = f"{topology}, {PASSES[gradient]}, {HEADS} heads of {head_dim}"
+            harness.report(f"{section}: {subject}")
+            ours = Program(topology, "alibi", sizes.length, head_dim, gradient)
+            yield subject, ours, *(replace(ours, name="splash", options=(fused,)) for fused in (False, True))
 
 
-def memory(sizes: Sizes) -> Iterator[Measurement]:
+def memory(run: Run) -> Iterator[Measurement]:
     """Temporaries: ours against splash attention, at twice the length against once, and against a dense bias."""
-    for subject, ours, separate, fused in programs(sizes, "memory"):
-        length = f"{ours.length:,} tokens"
-        empty = Measurement(f"Temporaries at {length}", subject, "splash", "bytes", MEMORY_BAR)
-        yield weighed(empty, ours, separate)
-        if ours.gradient:
-            yield weighed(replace(empty, baseline="splash, fused", bar=None), ours, fused)
-        yield weighed(replace(empty, baseline="dense bias", bar=None), ours, replace(ours, name="dense"))
-        for shorter, bar in ((sizes.length, None), (sizes.long, GROWTH_BAR)):
+    for subject, ours, separate, fused in run.programs("memory"):
+        group = f"Temporaries at {ours.length:,} tokens"
+        others = [("splash", separate, MEMORY_BAR), ("splash, fused", fused, None)][: 1 + ours.gradient]
+        for name, program, bar in (*others, ("dense bias", replace(ours, name="dense"), None)):
+            both = run.compile(ours), run.compile(program)
+            yield weighed(Measurement(group, subject, name, "bytes", bar), *both)
+        for shorter, bar in ((run.sizes.length, None), (run.sizes.long, GROWTH_BAR)):
             group = f"Growth of temporaries, ours, from {shorter:,} to {2 * shorter:,} tokens"
-            longer = replace(ours, length=2 * shorter)
-            growth = Measurement(group, subject, "half the tokens", "bytes", bar)
-            yield weighed(growth, longer, replace(ours, length=shorter))
+            both = (run.compile(replace(ours, length=times * shorter)) for times in (2, 1))
+            yield weighed(Measurement(group, subject, "half the tokens", "bytes", bar), *both)
 
 
-def schedule(sizes: Sizes) -> Iterator[Measurement]:
+def schedule(run: Run) -> Iterator[Measurement]:
     """Bundles for a key block: ours against splash attention."""
-    for subject, ours, separate, fused in programs(sizes, "schedule"):
-        group = f"Bundles for a key block of {BLOCK} x {BLOCK}, {'backward' if ours.gradient else 'forward'}"
-        empty = Measurement(group, subject, "splash", "bundles", SCHEDULE_BARS[ours.gradient])
-        least = fused if ours.gradient else separate
-        yield scheduled(empty, ours, separate, least)
-        if ours.gradient:
-            yield scheduled(replace(empty, baseline="splash, fused", bar=None), ours, fused, least)
+    for subject, ours, separate, fused in run.programs("schedule"):
+        gradient = ours.gradient
+        programs = (ours, separate, fused) if gradient else (ours, separate)
+        found = [run.compile(program) for program in programs]
+        group = f"Bundles for a key block of {BLOCK} x {BLOCK}, {'backward' if gradient else 'forward'}"
+        for name, theirs, bar in zip(
+            ("splash", "splash, fused"), found[1:], (SCHEDULE_BARS[gradient], None), strict=False
+        ):
+            empty = Measurement(group, subject, name, "bundles", bar)
+            yield scheduled(empty, gradient, found[0], theirs, found[-1])
+        for program, each in zip(programs, found, strict=True):
+            run.loops += loops(program, each)
 
 
-def blocks(sizes: Sizes) -> Iterator[Measurement]:
+def blocks(run: Run) -> Iterator[Measurement]:
     """Blocks of keys: those that are visited against those that the horizon requires."""
-    for length, head_dim in itertools.product((sizes.length, 4 * sizes.length), sizes.head_dims):
+    for length, head_dim in itertools.product((run.sizes.length, 4 * run.sizes.length), run.sizes.head_dims):
         subject = f"{HEADS} heads of {head_dim}, {length:,} tokens"
         harness.report(f"blocks: {subject}")
         group = f"Key blocks of {BLOCK}, forward, bfloat16, normal data"
-        yield Measurement(group, subject, "the horizon", "blocks", BLOCKS_BAR).weighed(*visits(length, head_dim))
+        empty = Measurement(group, subject, "the horizon", "blocks", BLOCKS_BAR)
+        yield empty.weighed(*run.visits(length, head_dim))
 
 
 SECTIONS = {"memory": memory, "schedule": schedule, "blocks": blocks}
@@ -121,8 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("libtpu must be installed (pip install libtpu, on Linux), got none")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # what plans here; programs are compiled in processes of their own
     machine = harness.machine()
-    sizes = QUICK if options.quick else FULL
-    measurements = [measured for name in options.only for measured in SECTIONS[name](sizes)]
+    run = Run(QUICK if options.quick else FULL)
+    measurements = [measured for name in options.only for measured in SECTIONS[name](run)]
     return harness.conclude(
         harness.folder(options, options.only == list(SECTIONS)) / "tpu-static.json",
         measurements,
@@ -130,19 +137,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         benchmark="tpu-static",
         ours="alibi_jax",
         sections=options.only,
-        sizes=asdict(sizes) | {"batch": BATCH, "heads": HEADS, "block": BLOCK, "dtype": "bfloat16"},
+        sizes=asdict(run.sizes) | {"batch": BATCH, "heads": HEADS, "block": BLOCK, "dtype": "bfloat16"},
         machine=machine,
-        versions=harness.versions(*VERSIONS),
-        loops=_loops(sizes) if "schedule" in options.only else [],
+        versions=harness.versions("jax", "jaxlib", "libtpu", "numpy"),
+        loops=run.loops,
     )
-
-
-def _loops(sizes: Sizes) -> list[dict[str, object]]:
-    found = []
-    for _, ours, separate, fused in programs(sizes, "loops"):
-        for program in (ours, separate, fused) if ours.gradient else (ours, separate):
-            found += [loop for loop in loops(program) if not (ours.gradient and is_forward(str(loop["kernel"])))]
-    return found
 
 
 if __name__ == "__main__":

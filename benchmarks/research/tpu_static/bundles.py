@@ -22,7 +22,7 @@ The compiler writes a kernel's bundles one after the other, with the branches am
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -82,28 +82,7 @@ def _registers(instruction: str) -> int:
     return 2 if re.match(r"v(?:exp|pow)2?\.bf16", instruction) else 1
 
 
-def units(text: str | None, total: int) -> list[dict[str, int]]:
-    """Return how many slots of each unit each bundle uses; nothing if the text is not of so many bundles."""
-    lines = (text or "").splitlines()
-    rows = [[int(number) for number in line.split()] for line in lines if re.fullmatch(r"[\d ]+", line)]
-    names = next(([name.strip() for name in line.split(",")] for line in lines if line.startswith("MATMUL")), [])
-    if len(rows) != total + 1 or any(len(row) != len(names) for row in rows):
-        return []
-    return [dict(zip(names, row, strict=True)) for row in rows[1:]]  # the first says how many slots there are
-
-
 # --- Loops ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Path:
-    """The bundles on one way through an iteration of a loop."""
-
-    bundles: int
-    # Instructions by kind: products, exponentials (in bfloat16 twice as many, as they work on twice as many numbers),
-    # transfers that start, selects.
-    counts: Mapping[str, int]
-    units: Mapping[str, int] = field(default_factory=dict)  # slots used by unit (MATMUL, VALU, ...), if said
 
 
 @dataclass(frozen=True)
@@ -111,9 +90,11 @@ class Loop:
     """A loop, of all its bundles from the first to the last, nested ones included."""
 
     bundles: int
-    depth: int  # how many loops it is inside, itself included
     innermost: bool  # no other loop with matrix products is inside it
-    path: Path | None  # the shortest way through an iteration that passes what a key block needs
+    path: int = 0  # bundles on the shortest way through an iteration that passes what a key block needs; 0 if none does
+    # Instructions along it by kind: products, exponentials (in bfloat16 twice as many, as they work on twice as many
+    # numbers), transfers that start, selects.
+    counts: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -125,32 +106,28 @@ class Kernel:
     loops: tuple[Loop, ...]  # in the order of their first bundles
 
     @property
-    def candidates(self) -> list[Loop]:
-        """The innermost loops with matrix products, those with exponentials if there are such."""
-        loops = [loop for loop in self.loops if loop.innermost and loop.path]
-        return [loop for loop in loops if loop.path.counts[EXPONENTIALS]] or loops
-
-    @property
     def main(self) -> Loop | None:
-        """The candidate with the fewest selections, the longest of those: it masks least.
+        """Of the innermost loops with products, those with exponentials if there are such: the one that masks least.
 
-        Not the shortest, because a mask that is known beforehand may make for a shorter loop than none.
+        The longest of those with the fewest selections, because a mask that is known beforehand may make for a shorter
+        loop than none.
         """
-        return min(self.candidates, key=lambda loop: (loop.path.counts[SELECTS], -loop.path.bundles), default=None)
+        loops = [loop for loop in self.loops if loop.innermost and loop.path]
+        loops = [loop for loop in loops if loop.counts[EXPONENTIALS]] or loops
+        return min(loops, key=lambda loop: (loop.counts[SELECTS], -loop.path), default=None)
 
 
-def read(name: str, total: int, bundles: str = "", utilization: str | None = None) -> Kernel:
-    """Read a kernel from the texts of ``*-final_bundles.txt`` and ``*-final_hlo-static-per-bundle-utilization.txt``.
+def read(name: str, total: int, text: str) -> Kernel:
+    """Read a kernel from the text of ``*-final_bundles.txt``.
 
     Raises:
         ValueError: The text is not what is expected, or has not ``total`` bundles. It comes from flags without
             documentation: better no figure than a wrong one.
     """
-    parsed, regions = parse(bundles)
+    parsed, regions = parse(text)
     if len(parsed) != total:
         raise ValueError(f"bundles must be {total} as in the schedule's analysis, got {len(parsed)} for {name}")
-    used = units(utilization, total)
-    loops: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []  # of loops: their first bundle and their last
     ways: dict[int, list[int]] = {}  # where one may be after a bundle
     for address, bundle in enumerate(parsed):
         ways.setdefault(address, [address + 1])
@@ -159,65 +136,43 @@ def read(name: str, total: int, bundles: str = "", utilization: str | None = Non
                 raise ValueError(f"a branch must go to a region that starts somewhere, got region {region} in {name}")
             last, target = address + DELAY, regions[region]
             if target <= address:
-                loops.append((target, last))
+                spans.append((target, last))
             else:
                 ways[last] = [*([last + 1] if depends else []), target]
-    loops.sort(key=lambda loop: (loop[0], -loop[1]))
-    found = []
-    for first, last in loops:
-        inside = [
-            (start, end) for start, end in loops if first <= start and end <= last and (start, end) != (first, last)
-        ]
-        depth = sum(start <= first and last <= end for start, end in loops)
+    loops = []
+    for first, last in sorted(spans, key=lambda span: (span[0], -span[1])):
+        inside = [span for span in spans if first <= span[0] and span[1] <= last and span != (first, last)]
         innermost = not any(_has(parsed[start : end + 1], PRODUCTS) for start, end in inside)
-        found.append(Loop(last - first + 1, depth, innermost, _path(parsed, ways, first, last, used)))
-    return Kernel(name, total, tuple(found))
+        path = _path(parsed, ways, first, last)
+        counts = sum((parsed[address].counts for address in path), Counter())
+        loops.append(Loop(last - first + 1, innermost, len(path), counts))
+    return Kernel(name, total, tuple(loops))
 
 
 def _has(bundles: Sequence[Bundle], kind: str) -> bool:
     return any(bundle.counts[kind] for bundle in bundles)
 
 
-def _path(
-    bundles: Sequence[Bundle],
-    ways: Mapping[int, Sequence[int]],
-    first: int,
-    last: int,
-    used: Sequence[dict[str, int]],
-) -> Path | None:
-    """Return the shortest way from the first to the last that passes what has to be passed."""
+def _path(bundles: Sequence[Bundle], ways: Mapping[int, Sequence[int]], first: int, last: int) -> tuple[int, ...]:
+    """Return the addresses on the shortest way from the first to the last that passes what has to be passed."""
     kinds = frozenset(kind for kind in (PRODUCTS, EXPONENTIALS) if _has(bundles[first : last + 1], kind))
     if PRODUCTS not in kinds:
-        return None
-    # All ways lead to later bundles, so that going through them in order settles each. For each bundle, by the kinds
-    # that were passed before it: what it costs at least to get to it, and where from. A transfer left out costs more
-    # than any number of bundles.
-    best: list[dict[frozenset[str], tuple[tuple[int, int], int, frozenset[str]]]] = [
-        {} for _ in range(last + 2 - first)
-    ]
-    best[0][frozenset()] = ((0, 0), first, frozenset())
+        return ()
+    # All ways lead to later bundles, so that going through them in order settles each. To each bundle, by the kinds
+    # that were passed before it: what getting there costs at least, where from, and with which kinds. A transfer left
+    # out costs more than any number of bundles.
+    start: frozenset[str] = frozenset()
+    best: dict[int, dict[frozenset[str], tuple[tuple[int, int], int, frozenset[str]]]] = defaultdict(dict)
+    best[first][start] = ((0, 0), first, start)
     for address in range(first, last + 1):
-        for passed, ((missing, taken), *_) in best[address - first].items():
+        for passed, ((missing, taken), *_) in best[address].items():
             cost = (missing - bundles[address].counts[TRANSFERS], taken + 1)
             now = passed | {kind for kind in kinds if bundles[address].counts[kind]}
             for after in ways[address] if address < last else [last + 1]:
-                if after <= last + 1 and (now not in best[after - first] or cost < best[after - first][now][0]):
-                    best[after - first][now] = (cost, address, passed)
-    if kinds not in best[-1]:
-        return None
-    addresses: list[int] = []
-    address, passed = last + 1, kinds
-    while address > first:
-        _, address, passed = best[address - first][passed]
+                if after <= last + 1 and (now not in best[after] or cost < best[after][now][0]):
+                    best[after][now] = (cost, address, passed)
+    addresses, address, passed = [], last + 1, kinds
+    while address > first and passed in best[address]:
+        _, address, passed = best[address][passed]
         addresses.append(address)
-    return _along(bundles, addresses, used)
-
-
-def _along(bundles: Sequence[Bundle], addresses: Sequence[int], used: Sequence[dict[str, int]]) -> Path:
-    """Describe the way along those bundles."""
-    slots = sum((Counter(used[address]) for address in addresses), Counter()) if used else {}
-    return Path(
-        bundles=len(addresses),
-        counts={kind: sum(bundles[address].counts[kind] for address in addresses) for kind in KINDS},
-        units=dict(slots),
-    )
+    return tuple(addresses)

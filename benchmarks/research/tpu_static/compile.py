@@ -17,16 +17,12 @@ from typing import Any
 from benchmarks.harness import run_alone
 from benchmarks.research.tpu_static import subjects
 from benchmarks.research.tpu_static.bundles import Kernel, read
-from benchmarks.tpu import devices_of
+from benchmarks.tpu import devices_of, pretend
 
 # The topologies that are compiled for, and what libtpu calls a machine that has them.
 TOPOLOGIES = {"v5e:2x2": "v5litepod-4", "v5p:2x2x1": "v5p-8", "v6e:2x2": "v6e-4"}
 _TOTAL = re.compile(r"total scheduled bundles:\s+(\d+)")
-_ENDINGS = {
-    "total": r"schedule-analysis_final_bundles\.txt",
-    "bundles": r"final_bundles\.txt",
-    "utilization": r"final_hlo-static-per-bundle-utilization\.txt",
-}
+_ENDINGS = {"total": "schedule-analysis_final_bundles.txt", "text": "final_bundles.txt"}
 _KERNEL = re.compile(r'%([\w.-]+) = [^\n]*custom_call_target="tpu_custom_call"')
 
 
@@ -46,22 +42,22 @@ class Program:
 class Compiled:
     """What the compiler says of a program."""
 
-    temporaries: int  # the memory it takes beside arguments and results, in bytes
-    kernels: tuple[Kernel, ...]  # Pallas kernels whose schedule could be read, in the order of their compilation
-    problem: str = ""  # why a kernel's schedule could not be read; empty if all could
+    temporaries: int | None  # the memory it takes beside arguments and results, in bytes; None if it does not compile
+    kernels: tuple[Kernel, ...] = ()  # Pallas kernels whose schedule could be read, in the order of their compilation
+    problem: str = ""  # why it does not compile, or a kernel's schedule could not be read
 
 
 @cache
-def compiled(program: Program) -> Compiled | str:
-    """Return what the compiler says of a program, or why it does not compile."""
+def compiled(program: Program) -> Compiled:
+    """Return what the compiler says of a program."""
     try:
         found = run_alone("benchmarks.research.tpu_static.compile:_prepare", *astuple(program))["found"]
     except RuntimeError as error:
-        return reason(str(error))
+        return Compiled(None, problem=reason(str(error)))
     kernels, problem = [], "" if found["kernels"] else "there is no Pallas kernel in the program"
     for name, dumped in found["kernels"].items():
         try:
-            if "total" not in dumped:
+            if dumped.keys() != _ENDINGS.keys():
                 raise ValueError(f"the compiler must write down a schedule, got none for {name}")
             kernels.append(read(re.sub(r"\.\d+$", "", name), **dumped))
         except ValueError as error:
@@ -78,13 +74,12 @@ def reason(text: str) -> str:
 def _prepare(topology: str, *arguments: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     """Return the call that compiles, and what there is to say of its result, as JSON can carry it."""
     dumps = tempfile.TemporaryDirectory(prefix="tpu-static-")
-    flags = f"--xla_jf_dump_to={dumps.name} --xla_jf_dump_llo_text=true"
-    device, *_ = devices_of(topology, TOPOLOGIES[topology], flags)
+    pretend(TOPOLOGIES[topology], f"--xla_jf_dump_to={dumps.name} --xla_jf_dump_llo_text=true")
     import jax
     from jax.sharding import SingleDeviceSharding
 
     function, shapes = subjects.attention(*arguments)
-    one = SingleDeviceSharding(device)
+    one = SingleDeviceSharding(devices_of(topology)[0])
     described = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=one) for each in shapes]
 
     def examine(compiled: Any) -> dict[str, Any]:
@@ -96,12 +91,12 @@ def _prepare(topology: str, *arguments: Any) -> tuple[Callable[[], Any], Callabl
 
 
 def _dumped(folder: Path, name: str) -> dict[str, Any]:
-    """Return what was written down about a kernel; nothing if something is missing."""
+    """Return what was written down about a kernel; less if something is missing."""
     texts = {}
     for key, ending in _ENDINGS.items():
-        paths = [path for path in folder.iterdir() if re.fullmatch(rf"\d+-{re.escape(name)}-\d+-{ending}", path.name)]
-        if len(paths) == 1:
-            texts[key] = paths[0].read_text(encoding="utf-8", errors="replace")
+        pattern = rf"\d+-{re.escape(name)}-\d+-{re.escape(ending)}"
+        for path in (path for path in folder.iterdir() if re.fullmatch(pattern, path.name)):
+            texts[key] = path.read_text(encoding="utf-8", errors="replace")
     # Of the analysis the head is enough: further down it holds the whole kernel in base64.
     total = _TOTAL.search(texts.pop("total", "")[:400])
     return texts | {"total": int(total[1])} if total else texts
