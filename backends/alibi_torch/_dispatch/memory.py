@@ -28,11 +28,11 @@ def key_of(
 
     The values of slopes are part of the answer; ``rules`` are the other arguments, by name, as given by the caller.
     """
-    if is_watched(*tensors):
-        return None
     for x in tensors:
         if not _is_ordinary(x) or x.ndim < 3:
             return None
+    if is_watched():
+        return None
     query, key, value = tensors
     if key.shape[-2] > MANY and query.shape[-2] > 1:
         return None
@@ -44,7 +44,7 @@ def key_of(
         return None
     rates = []
     for given in (slopes, future_slopes):
-        if type(given) in (Tensor, torch.nn.Parameter):
+        if isinstance(given, Tensor):
             if not _is_ordinary(given) or given.ndim != 1 or (given.requires_grad and torch.is_grad_enabled()):
                 return None
             given = (given.dtype, *given.tolist())
@@ -71,7 +71,9 @@ def recalled(key: Any, check: Callable[[], AttentionCall]) -> AttentionCall:
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
-    return tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_nested
+    if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+        return False
+    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def is_watched(*tensors: Tensor) -> bool:

@@ -144,7 +144,7 @@ def _forward(
 
     The jobs of each part of the call are added to ``plans``, where there is such a list.
     """
-    query, key, value = (_last_axis_dense(x) for x in (query, key, value))
+    query, key, value = _tile_kernels.last_axis_dense(query, key, value)
     result_dtype = call.working_dtype if is_exact else call.dtype
     if is_short(call, norms_are_known=norms is not None):
         return short.forward(call, query, key, value, short_jobs(call), result_dtype)
@@ -174,7 +174,7 @@ def _backward(
 
     ``plans`` are those that the forward pass made, where they are known.
     """
-    dense = _tile_kernels.Saved(*map(_last_axis_dense, saved[:4]), *saved[4:])
+    dense = _tile_kernels.Saved(*_tile_kernels.last_axis_dense(*saved[:4]), *saved[4:])
     slopes, future_slopes = call.slopes, call.future_slopes
     like = slopes if future_slopes is None else future_slopes
     tolerance = tolerance_of(call)
@@ -358,7 +358,3 @@ def _parts(call: AttentionCall) -> Iterator[tuple[AttentionCall, slice]]:
         return
     for index in range(call.batch[0]):
         yield entry_of(call, index), slice(index, index + 1)
-
-
-def _last_axis_dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -7,6 +7,7 @@ bias is one row a head, of which each query's is a part that begins one key afte
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,7 +18,14 @@ from torch import Tensor
 from alibi_core import AttentionCall
 from alibi_core.backend import Job, seen_keys
 from alibi_torch._tiled.configuration import tiling
-from alibi_torch._tiled.kernels import Saved, fused_backward, fused_forward, shifted, without_common_part
+from alibi_torch._tiled.kernels import (
+    Saved,
+    fused_backward,
+    fused_forward,
+    last_axis_dense,
+    shifted,
+    without_common_part,
+)
 from alibi_torch._tiled.second import refuse_second_derivatives
 from alibi_torch._tiled.step import groups
 
@@ -26,7 +34,7 @@ LONG_DECODING = 2**13  # times the keys of a short call: numbers in the keys of 
 # Queries in a block, by the number of keys: more of them waste scores on keys that only the last ones see, fewer take
 # more calls. Measured on AVX-512.
 BLOCKS = ((512, 64), (1024, 128), (math.inf, 256))
-DIFFERENTIATED_AT_ONCE = 128  # queries: of so few, gradients of one block take less time
+DIFFERENTIATED_AT_ONCE = 128  # queries: of so few, one block that PyTorch differentiates itself takes less time
 
 
 def is_short(call: AttentionCall, *, norms_are_known: bool = False) -> bool:
@@ -92,23 +100,33 @@ def forward(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: list[Job], result_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Compute a short call; takes and returns what ``kernels.forward`` does."""
-    biases = _biases(call, jobs)
-    if call.dtype == call.working_dtype:
-        return _attend(call, query, key, value, jobs, biases)
+    biases, dtype, together = _biases(call, jobs), call.working_dtype, []
+    if call.dtype != dtype and call.q_len <= tiling().sizes.few:
+        together = _heads_at_once(call)
+    elif call.dtype == result_dtype == torch.bfloat16 and _multiplies_bfloat16():
+        dtype = call.dtype  # weights are rounded to it, as the result is
+    if len(together) < 2:
+        tensors = _in(dtype, call, query, key, value)
+        result, logsumexp = _attend(call, *tensors, jobs, biases)
+        return result.to(result_dtype), logsumexp
     by_heads = []
-    for heads, kv_heads in _heads_at_once(call):
-        # In low precision the kernel would round the weights to it, and is no faster.
-        some = (x[:, y].to(call.working_dtype) for x, y in ((query, heads), (key, kv_heads), (value, kv_heads)))
-        by_heads.append(_attend(call, *some, jobs, biases.of(heads)))
-    result, logsumexp = (_joined(x, 1) for x in zip(*by_heads, strict=True))
+    for heads, kv_heads in together:
+        tensors = _in(dtype, call, query[:, heads], key[:, kv_heads], value[:, kv_heads])
+        by_heads.append(_attend(call, *tensors, jobs, biases.of(heads)))
+    result, logsumexp = (torch.cat(x, dim=1) for x in zip(*by_heads, strict=True))
     return result.to(result_dtype), logsumexp
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    """Whether products of this CPU take bfloat16, so that a cast takes longer than it saves."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _attend(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: list[Job], biases: _Biases
 ) -> tuple[Tensor, Tensor]:
-    """Compute the jobs of some heads, in the working dtype."""
-    key, value = _for_query_heads(call, key), _for_query_heads(call, value)
+    """Compute the jobs of some heads, each with its keys and values, in the working dtype."""
     parts = []
     for job, bias in zip(jobs, biases.by_job, strict=True):
         some = _cut(job, query, key, value)
@@ -167,39 +185,35 @@ def _biases(call: AttentionCall, jobs: list[Job]) -> _Biases:
 
 
 def _heads_at_once(call: AttentionCall) -> list[tuple[slice, slice]]:
-    """Return the query heads, and the heads of their keys, that are computed together.
+    """Return the query heads, and the heads of their keys, that are computed together where keys are to be cast.
 
-    All of them, but for a few queries whose keys are to be cast: in new memory, which is to be small enough to be had
-    at once.
+    It takes new memory, which is to be small enough to be had at once.
     """
     count, group = call.num_kv_heads, call.num_heads // call.num_kv_heads
-    together = [slice(0, count)]
-    if call.dtype != call.working_dtype and call.q_len <= tiling().sizes.few:
-        together = [heads for heads, _ in groups(call, [call.kv_len] * count, call.batch[0])]
-    return [(slice(some.start * group, some.stop * group), some) for some in together]
+    together = groups(call, [call.kv_len] * count, call.batch[0])
+    return [(slice(some.start * group, some.stop * group), some) for some, _ in together]
 
 
 def differentiable(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-    """Return the result of a short call that is one block, for PyTorch to differentiate by query, key and value.
+    """Return the result of a short call of few queries, for PyTorch to differentiate by query, key and value.
 
-    None where gradients take the care of :func:`backward`, or several blocks.
+    None for others, and where gradients take the care of :func:`backward`.
     """
-    jobs = short_jobs(call)
-    if len(jobs) > 1 and call.q_len <= DIFFERENTIATED_AT_ONCE:
-        jobs = call.worked_out.setdefault(differentiable, _blocks(call, call.q_len))
-    if len(jobs) > 1 or call.dtype != call.working_dtype or call.batch[0] * call.num_heads < torch.get_num_threads():
+    if call.q_len > DIFFERENTIATED_AT_ONCE or call.batch[0] * call.num_heads < torch.get_num_threads():
         return None
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    jobs = short_jobs(call)
+    if len(jobs) > 1:
+        jobs = call.worked_out.setdefault(differentiable, _blocks(call, call.q_len))
+    query, key, value = _in(call.working_dtype, call, *last_axis_dense(query, key, value))
     biases = _biases(call, jobs)
     result, logsumexp = _attend(call, query, key, value, jobs, biases)
     with torch.no_grad():
-        keys = _for_query_heads(call, key)
-        centred = without_common_part(query, keys, logsumexp, call.scale)
-    if centred is None or centred[0] is not keys:
+        centred = without_common_part(query, key, logsumexp, call.scale)
+    if centred is None or centred[0] is not key:
         return None
     node = result.grad_fn.next_functions[0][0] if biases.are_reversed else result.grad_fn
     node.register_hook(refuse_second_derivatives)
-    return result
+    return result.to(call.dtype)
 
 
 def backward(call: AttentionCall, saved: Saved) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -210,8 +224,8 @@ def backward(call: AttentionCall, saved: Saved) -> tuple[Tensor, Tensor, Tensor]
     if call.batch[0] * call.num_heads < torch.get_num_threads():
         return None
     # In low precision the kernel would round the gradients of scores to it.
-    grad, query, key, value, result = (x.to(call.working_dtype) for x in saved[:5])
-    key, value = (_for_query_heads(call, x) for x in (key, value))
+    grad, result = (x.to(call.working_dtype) for x in (saved.grad, saved.result))
+    query, key, value = _in(call.working_dtype, call, saved.query, saved.key, saved.value)
     centred = without_common_part(query, key, saved.logsumexp, call.scale)
     if centred is None:
         return None
@@ -244,7 +258,12 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
 
 
-def _for_query_heads(call: AttentionCall, tensor: Tensor) -> Tensor:
-    """Return keys, or values, for each query head."""
+def _in(
+    dtype: torch.dtype, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tensors in a dtype, with keys and values for each query head."""
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     group = call.num_heads // call.num_kv_heads
-    return tensor if group == 1 else tensor.repeat_interleave(group, dim=1)
+    if group > 1:
+        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    return query, key, value

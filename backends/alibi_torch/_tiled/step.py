@@ -25,7 +25,7 @@ from alibi_core.backend import (
     tolerance_of,
 )
 from alibi_torch._tiled.configuration import tiling
-from alibi_torch._tiled.kernels import fused_forward
+from alibi_torch._tiled.kernels import fused_forward, last_axis_dense
 
 NEAR = 128  # keys, the last ones, whose norms need not be known
 # Numbers in all keys, in units of the keys of a short call, from which on it pays to find out which matter: by norms
@@ -68,7 +68,7 @@ def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms
 
     The number of keys is their own, not the call's. Norms may bound all but the last ``NEAR``.
     """
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    query, key, value = last_axis_dense(query, key, value)
     if call.num_kv_heads == call.num_heads:
         return forward(call, query, key, value, _jobs(call, query, key, norms), norms is None)
     # Heads that share their keys become rows.
