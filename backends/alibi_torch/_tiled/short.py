@@ -120,7 +120,7 @@ def forward(
 @functools.cache
 def _multiplies_bfloat16() -> bool:
     """Whether products of this CPU take bfloat16, so that a cast takes longer than it saves."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _attend(
