@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import array_api_compat.torch as xp
 import torch
 import torch.nn.functional as F
@@ -94,54 +92,56 @@ def attention(
     """
     if implementation is not None:
         one_of("implementation", implementation, IMPLEMENTATIONS)
-    call = checked(
-        query,
-        key,
-        value,
-        slopes,
-        future_slopes,
-        is_causal=is_causal,
-        q_offset=q_offset,
-        segment_ids=segment_ids,
-        window_size=window_size,
-        mask=mask,
-        scale=scale,
-        tolerance=tolerance,
-        added_bias=added_bias,
-        dropout=dropout,
-        return_weights=return_weights,
-        allow_negative_slopes=allow_negative_slopes,
-    )
-    norms = None if max_key_norm is None else norms_of(call, max_key_norm)
-    return run(call, query, key, value, implementation, norms)
-
-
-def checked(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Any, future_slopes: Any = None, **rules: Any
-) -> AttentionCall:
-    """Return the call that arguments of :func:`attention` make, checked now or before."""
+    rules = {
+        "is_causal": is_causal,
+        "q_offset": q_offset,
+        "segment_ids": segment_ids,
+        "window_size": window_size,
+        "mask": mask,
+        "scale": scale,
+        "tolerance": tolerance,
+        "added_bias": added_bias,
+        "dropout": dropout,
+        "return_weights": return_weights,
+        "allow_negative_slopes": allow_negative_slopes,
+    }
     known = memory.key_of((query, key, value), slopes, future_slopes, rules)
-    return memory.recalled(
+    call = memory.recalled(
         known, lambda: AttentionCall.check(query, key, value, slopes, future_slopes=future_slopes, xp=xp, **rules)
     )
+    norms = None if max_key_norm is None else norms_of(call, max_key_norm)
+    return run(call, query, key, value, implementation, norms, is_plain=known is not None)
 
 
 def run(
-    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, implementation: str | None, norms: KeyNorms | None
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    implementation: str | None,
+    norms: KeyNorms | None,
+    *,
+    is_plain: bool = False,
 ) -> Tensor:
-    """Compute a checked call by the implementation named, or by the one that suits it."""
+    """Compute a checked call by the implementation named, or by the one that suits it.
+
+    ``is_plain`` says that the tensors have a key of :mod:`alibi_torch._dispatch.memory`.
+    """
     if call.is_empty:  # nothing to compute, but the gradient's graph is to be whole
         return dense_attention(call, query, key, value)
-    chosen = choose(call, query, key, value, implementation)
+    if is_plain and implementation is None and call.dense_only is None:
+        implementation = "tiled"
+    else:
+        implementation = choose(call, query, key, value, implementation)
     # Autocast would round the bias to its own low precision. Whatever it had to cast, it has cast before.
     with no_autocast(query.device.type):
-        if chosen == "tiled":
-            return tiled_attention(call, query, key, value, norms)
-        if chosen == "flex":
+        if implementation == "tiled":
+            return tiled_attention(call, query, key, value, norms, is_plain=is_plain)
+        if implementation == "flex":
             from alibi_torch._flex import flex_attention
 
             return flex_attention(call, query, key, value, norms)
-        if chosen == "dense":
+        if implementation == "dense":
             return dense_attention(call, query, key, value, drop=lambda weights: F.dropout(weights, call.dropout))
         return _sdpa(call, query, key, value)
 

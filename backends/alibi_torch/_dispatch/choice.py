@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from alibi_core import AttentionCall
 
+_NOTHING = nullcontext()
 IMPLEMENTATIONS = ("tiled", "flex", "sdpa", "dense")  # the first that can run a call is the default
 
 
@@ -72,5 +73,5 @@ def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Return a context in which a kind of device has no autocast; it takes time, so none where there is none."""
     # "meta" has none. Not is_autocast_available, which PyTorch 2.9 and 2.11 cannot trace.
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return nullcontext()
+        return _NOTHING
     return torch.autocast(device_type, enabled=False)

@@ -14,6 +14,7 @@ from alibi_core import AttentionCall
 
 ROOM = 32  # calls, each with the biases by distance of its heads
 MANY = 2048  # keys of the longest call of several queries to be remembered; longer ones take long enough
+NUMBERS = frozenset((bool, int, float, type(None)))
 _calls: OrderedDict[tuple[Any, ...], AttentionCall] = OrderedDict()
 
 
@@ -27,26 +28,31 @@ def key_of(
 
     The values of slopes are part of the answer; ``rules`` are the other arguments, by name, as given by the caller.
     """
-    if is_watched(*tensors) or not all(_is_ordinary(x) and x.ndim > 2 for x in tensors):
+    for x in tensors:
+        if not _is_ordinary(x) or x.ndim < 3:
+            return None
+    if is_watched():
         return None
-    if tensors[1].shape[-2] > MANY and tensors[0].shape[-2] > 1:
+    query, key, value = tensors
+    if key.shape[-2] > MANY and query.shape[-2] > 1:
         return None
     if forward_ad._current_level >= 0:  # slopes may carry a derivative
         return None
     numbers = tuple(rules.values())
-    if any(x is not None and type(x) not in (bool, int, float) for x in numbers):
+    kinds = tuple(map(type, numbers))
+    if not NUMBERS.issuperset(kinds):
         return None
     rates = []
     for given in (slopes, future_slopes):
-        if type(given) in (Tensor, torch.nn.Parameter):
+        if isinstance(given, Tensor):
             if not _is_ordinary(given) or given.ndim != 1 or (given.requires_grad and torch.is_grad_enabled()):
                 return None
             given = (given.dtype, *given.tolist())
         elif given is not None and type(given) is not int:
             return None
         rates.append(given)
-    sizes = tuple((x.shape, x.dtype) for x in tensors)
-    return sizes, *rates, numbers, tuple(map(type, numbers))  # 1, 1.0 and True are equal, but not as arguments
+    sizes = query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype
+    return sizes, *rates, numbers, kinds  # 1, 1.0 and True are equal, but not as arguments
 
 
 def recalled(key: Any, check: Callable[[], AttentionCall]) -> AttentionCall:
@@ -65,15 +71,19 @@ def recalled(key: Any, check: Callable[[], AttentionCall]) -> AttentionCall:
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
-    return tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_nested
+    if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+        return False
+    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def is_watched(*tensors: Tensor) -> bool:
     """Whether something is to see operators: a compiler, a tracer, a mapping, a mode, or a tensor of its own kind."""
+    for x in tensors:
+        if (type(x) is not Tensor and type(x) is not torch.nn.Parameter) or x.is_meta:
+            return True
     return (
         torch.compiler.is_compiling()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
-        or any(type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta for x in tensors)
     )

@@ -271,17 +271,19 @@ def without_common_part(query: Tensor, key: Tensor, logsumexp: Tensor, scale: fl
     see those would have large scores for it, and fewer digits. None if scores are large. Keys are
     ``[..., heads or 1, kv_len, head_dim]``.
     """
-    mean = key.mean(dim=-2, keepdim=True)
-    common, whole = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (mean, key))
-    is_common = common > whole * (0.8 / key.shape[-2]) ** 0.5  # False where the keys, or their sum, are not finite
+    total = key.sum(dim=-2, keepdim=True)
+    common, whole = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (total, key))
+    # False where the keys, or their sum, are not finite. In NumPy, which takes less time for as few numbers.
+    is_common = common.numpy() > whole.numpy() * (0.8 * key.shape[-2]) ** 0.5
     large = LARGE_SCORE / torch.finfo(logsumexp.dtype).eps
     if not is_common.any():
-        if logsumexp.abs().max() <= large:
+        least, most = (x.item() for x in logsumexp.aminmax())
+        if max(-least, most) <= large:
             return key, logsumexp
         shift = logsumexp.new_zeros(())
         centre = shift
     else:
-        centre = torch.where(is_common, mean, 0.0)
+        centre = torch.where(torch.from_numpy(is_common), total / key.shape[-2], 0.0)
         shift = (query @ centre.mT)[..., 0] * scale
     sums = torch.where(logsumexp == math.inf, 0.0, logsumexp)
     if torch.maximum(sums.abs(), shift.abs()).max() > large:
@@ -451,6 +453,11 @@ def shifted(row: Tensor, rows: int) -> Tensor:
     batch, head, step, _ = copies.stride()
     size = (*copies.shape[:3], row.shape[-1] - rows + 1)
     return copies.as_strided(size, (batch, head, step - 1, 1), rows - 1)
+
+
+def last_axis_dense(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors whose last axis the kernel can read, copied where theirs is not."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def _four_axes(tensor: Tensor) -> Tensor:

@@ -17,14 +17,23 @@ from alibi_torch._tiled import kernels as _tile_kernels
 from alibi_torch._tiled import short, step
 from alibi_torch._tiled import vmap as _tiled_vmap
 from alibi_torch._tiled.plan import kernel_jobs
+from alibi_torch._tiled.second import refuse_to_differentiate
 from alibi_torch._tiled.sequences import parts_of, sequences
 from alibi_torch._tiled.short import is_short, short_jobs
 
 
 def tiled_attention(
-    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None = None
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    norms: KeyNorms | None = None,
+    *,
+    is_plain: bool = False,
 ) -> Tensor:
     """Compute ``call``, on tensors ``[*batch, heads, length, head_dim]`` of the CPU, without its bias or its scores.
+
+    ``is_plain`` says that nothing is to see operators, where that is known.
 
     Keys that are proved, from the norms of queries and keys, to weigh less than the tolerance together are left out.
     All keys are read once to measure them, where ``norms`` does not bound theirs.
@@ -33,27 +42,30 @@ def tiled_attention(
     tensors = [query, key, value]
     if flat is not call:
         tensors = [x.reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in tensors]
-    is_plain = not is_watched(*tensors)
-    differentiates = needs_gradients(*tensors, flat.slopes, flat.future_slopes)
-    if is_plain and not differentiates and step.is_step(flat) and not (norms is None and step.is_measured(flat)):
-        if flat.q_offset + 1 < flat.kv_len:
-            tensors[1:] = (x[:, :, : flat.q_offset + 1] for x in tensors[1:])
-        return step.attend(flat, *tensors, norms).reshape(query.shape)
-    packed = sequences(flat) if is_plain and norms is None else None
+        return tiled_attention(flat, *tensors, norms, is_plain=is_plain).reshape(query.shape)
+    is_plain = is_plain or not is_watched(*tensors)
+    differentiates = needs_gradients(*tensors, call.slopes, call.future_slopes)
+    if is_plain and not differentiates and step.is_step(call) and not (norms is None and step.is_measured(call)):
+        if call.q_offset + 1 < call.kv_len:
+            tensors[1:] = (x[:, :, : call.q_offset + 1] for x in tensors[1:])
+        return step.attend(call, *tensors, norms)
+    packed = sequences(call) if is_plain and norms is None else None
     if packed is not None:
-        entries = [[tiled_attention(*part) for part in entry] for entry in parts_of(flat, packed, *tensors)]
-        return torch.cat([torch.cat(entry, dim=2) for entry in entries]).reshape(query.shape)
+        entries = [[tiled_attention(*part) for part in entry] for entry in parts_of(call, packed, *tensors)]
+        return torch.cat([torch.cat(entry, dim=2) for entry in entries])
     if is_plain and differentiates:
-        result = _EagerAttention.apply(*tensors, flat.slopes, flat.future_slopes, flat, norms)
-        return result.reshape(query.shape).to(call.dtype)
+        if is_short(call, norms_are_known=norms is not None) and not needs_gradients(call.slopes, call.future_slopes):
+            result = short.differentiable(call, *tensors)
+            if result is not None:
+                return result
+        return _EagerAttention.apply(*tensors, call.slopes, call.future_slopes, call, norms).to(call.dtype)
     if is_plain:
-        result, _ = _forward(flat, *tensors, norms, is_exact=False)
-        return result.reshape(query.shape).to(call.dtype)
+        return _forward(call, *tensors, norms, is_exact=False)[0]
     mapped = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
     # Without gradients there is no use for more digits than those of the dtype.
     is_exact = mapped or differentiates
-    result, _ = (_Attention.apply if mapped else _attend)(*tensors, *Packed.of(flat, norms), is_exact)
-    return result.reshape(query.shape).to(call.dtype)
+    result, _ = (_Attention.apply if mapped else _attend)(*tensors, *Packed.of(call, norms), is_exact)
+    return result.to(call.dtype)
 
 
 def tiled_attention_with_sums(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,7 +144,7 @@ def _forward(
 
     The jobs of each part of the call are added to ``plans``, where there is such a list.
     """
-    query, key, value = (_last_axis_dense(x) for x in (query, key, value))
+    query, key, value = _tile_kernels.last_axis_dense(query, key, value)
     result_dtype = call.working_dtype if is_exact else call.dtype
     if is_short(call, norms_are_known=norms is not None):
         return short.forward(call, query, key, value, short_jobs(call), result_dtype)
@@ -162,7 +174,7 @@ def _backward(
 
     ``plans`` are those that the forward pass made, where they are known.
     """
-    dense = _tile_kernels.Saved(*map(_last_axis_dense, saved[:4]), *saved[4:])
+    dense = _tile_kernels.Saved(*_tile_kernels.last_axis_dense(*saved[:4]), *saved[4:])
     slopes, future_slopes = call.slopes, call.future_slopes
     like = slopes if future_slopes is None else future_slopes
     tolerance = tolerance_of(call)
@@ -263,15 +275,8 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor, backward: Any = _attend_ba
     return (*wanted, *(None,) * others)
 
 
-def _refuse_to_differentiate(ctx: Any, *grads: Tensor) -> None:
-    raise NotImplementedError(
-        "implementation 'tiled' has no second derivatives; attention with implementation='dense' has them, and so has "
-        "a model of transformers after alibi_torch.transformers.restore(model)"
-    )
-
-
 _attend.register_autograd(_differentiate, setup_context=_setup)
-_attend_backward.register_autograd(_refuse_to_differentiate)
+_attend_backward.register_autograd(refuse_to_differentiate)
 _tiled_vmap.register(_attend, _attend_backward)
 
 
@@ -343,7 +348,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
-        _refuse_to_differentiate(ctx, *grads)
+        refuse_to_differentiate(ctx, *grads)
 
 
 def _parts(call: AttentionCall) -> Iterator[tuple[AttentionCall, slice]]:
@@ -353,7 +358,3 @@ def _parts(call: AttentionCall) -> Iterator[tuple[AttentionCall, slice]]:
         return
     for index in range(call.batch[0]):
         yield entry_of(call, index), slice(index, index + 1)
-
-
-def _last_axis_dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

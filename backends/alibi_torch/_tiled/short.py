@@ -1,13 +1,16 @@
 """Short calls whose bias depends on distance alone: block after block of queries, with little but the kernel's time.
 
 All blocks share one bias, that of the last: the block before sees the same keys as far back as there are any, each one
-block nearer to the first.
+block nearer to the first. A single block whose bias would be large is computed with its queries in reverse order: that
+bias is one row a head, of which each query's is a part that begins one key after that of the query before.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,14 +18,23 @@ from torch import Tensor
 from alibi_core import AttentionCall
 from alibi_core.backend import Job, seen_keys
 from alibi_torch._tiled.configuration import tiling
-from alibi_torch._tiled.kernels import Saved, fused_backward, fused_forward, shifted, without_common_part
+from alibi_torch._tiled.kernels import (
+    Saved,
+    fused_backward,
+    fused_forward,
+    last_axis_dense,
+    shifted,
+    without_common_part,
+)
+from alibi_torch._tiled.second import refuse_second_derivatives
 from alibi_torch._tiled.step import groups
 
-KEPT = 2**20  # bytes; a bias of so few is kept with its call, which may come again
+KEPT = 2**18  # numbers; a bias of so few is kept with its call, which may come again
 LONG_DECODING = 2**13  # times the keys of a short call: numbers in the keys of one batch entry
 # Queries in a block, by the number of keys: more of them waste scores on keys that only the last ones see, fewer take
 # more calls. Measured on AVX-512.
 BLOCKS = ((512, 64), (1024, 128), (math.inf, 256))
+DIFFERENTIATED_AT_ONCE = 128  # queries: of so few, one block that PyTorch differentiates itself takes less time
 
 
 def is_short(call: AttentionCall, *, norms_are_known: bool = False) -> bool:
@@ -35,7 +47,8 @@ def is_short(call: AttentionCall, *, norms_are_known: bool = False) -> bool:
         return True  # as it was before
     if not call.sees_own_key or call.q_segment_ids is not None or call.added_key_bias is not None:
         return False
-    if _bias_elements(call, _rows(call)) > how.sizes.bias_elements:
+    rows = _rows(call)
+    if (call.is_causal or rows < call.q_len) and _bias_elements(call, rows) > how.sizes.bias_elements:
         return False
     if call.kv_len <= how.short or call.q_len > how.sizes.few:
         return call.kv_len <= how.short
@@ -45,7 +58,9 @@ def is_short(call: AttentionCall, *, norms_are_known: bool = False) -> bool:
 
 
 def _rows(call: AttentionCall) -> int:
-    """Return how many queries a block has: fewer where a bias of many heads would be large."""
+    """Return how many queries a block has: all that see all keys, fewer where a bias of many heads would be large."""
+    if not call.is_causal and call.window_size is None:
+        return call.q_len
     rows = min(call.q_len, next(rows for keys, rows in BLOCKS if call.kv_len <= keys))
     while rows > tiling().sizes.few and _bias_elements(call, rows) > tiling().sizes.bias_elements:
         rows = -(-rows // 2)
@@ -64,7 +79,13 @@ def short_jobs(call: AttentionCall) -> list[Job]:
     known = call.worked_out.get(short_jobs)
     if known is not None and known[0] is how:
         return known[1]
-    rows = _rows(call)
+    jobs = _blocks(call, _rows(call))
+    call.worked_out[short_jobs] = how, jobs
+    return jobs
+
+
+def _blocks(call: AttentionCall, rows: int) -> list[Job]:
+    """Return blocks of so many queries, the first of which may be smaller."""
     batch, heads = slice(0, call.batch[0]), slice(0, call.num_heads)
     jobs = []
     for start in range(call.q_len % rows - rows if call.q_len % rows else 0, call.q_len, rows):
@@ -72,7 +93,6 @@ def short_jobs(call: AttentionCall) -> list[Job]:
         start = max(start, 0)
         first, stop = seen_keys(call, start, count)
         jobs.append(Job(batch, heads, start, count, 1, first, stop - first))
-    call.worked_out[short_jobs] = how, jobs
     return jobs
 
 
@@ -80,19 +100,42 @@ def forward(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: list[Job], result_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Compute a short call; takes and returns what ``kernels.forward`` does."""
-    biases = _biases(call, jobs)
+    biases, dtype, together = _biases(call, jobs), call.working_dtype, []
+    if call.dtype != dtype and call.q_len <= tiling().sizes.few:
+        together = _heads_at_once(call)
+    elif call.dtype == result_dtype == torch.bfloat16 and _multiplies_bfloat16():
+        dtype = call.dtype  # weights are rounded to it, as the result is
+    if len(together) < 2:
+        tensors = _in(dtype, call, query, key, value)
+        result, logsumexp = _attend(call, *tensors, jobs, biases)
+        return result.to(result_dtype), logsumexp
     by_heads = []
-    for heads, kv_heads in _heads_at_once(call):
-        # In low precision the kernel would round the weights to it, and is no faster.
-        some = [x[:, y].to(call.working_dtype) for x, y in ((query, heads), (key, kv_heads), (value, kv_heads))]
-        some[1:] = (_for_query_heads(call, x) for x in some[1:])
-        parts = [
-            fused_forward(*_cut(job, *some), 0.0, False, attn_mask=bias[:, heads], scale=call.scale)
-            for job, bias in zip(jobs, biases, strict=True)
-        ]
-        by_heads.append([_joined(x, 2) for x in zip(*parts, strict=True)])
-    result, logsumexp = (_joined(x, 1) for x in zip(*by_heads, strict=True))
+    for heads, kv_heads in together:
+        tensors = _in(dtype, call, query[:, heads], key[:, kv_heads], value[:, kv_heads])
+        by_heads.append(_attend(call, *tensors, jobs, biases.of(heads)))
+    result, logsumexp = (torch.cat(x, dim=1) for x in zip(*by_heads, strict=True))
     return result.to(result_dtype), logsumexp
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    """Whether products of this CPU take bfloat16, so that a cast takes longer than it saves."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _attend(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: list[Job], biases: _Biases
+) -> tuple[Tensor, Tensor]:
+    """Compute the jobs of some heads, each with its keys and values, in the working dtype."""
+    parts = []
+    for job, bias in zip(jobs, biases.by_job, strict=True):
+        some = _cut(job, query, key, value)
+        if biases.are_reversed:
+            some = some[0].flip(2), *some[1:]
+        part = fused_forward(*some, 0.0, False, attn_mask=bias, scale=call.scale)
+        parts.append([x.flip(2) for x in part] if biases.are_reversed else part)
+    result, logsumexp = (_joined(x, 2) for x in zip(*parts, strict=True))
+    return result, logsumexp
 
 
 def _cut(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,34 +147,73 @@ def _cut(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
     return query, key, value
 
 
-def _biases(call: AttentionCall, jobs: list[Job]) -> list[Tensor]:
-    """Return the bias of each job, ``[batch or 1, heads, rows, kv_len]``: views of one that is in memory."""
-    known = call.worked_out.get(_biases)
+class _Biases(NamedTuple):
+    """The bias of each job, ``[batch or 1, heads, rows, kv_len]``: views of one that is in memory."""
+
+    by_job: list[Tensor]
+    are_reversed: bool  # from the last query to the first
+
+    def of(self, heads: slice) -> _Biases:
+        return self._replace(by_job=[x[:, heads] for x in self.by_job])
+
+
+def _biases(call: AttentionCall, jobs: list[Job]) -> _Biases:
+    """Return the biases of a short call's jobs."""
+    kind = _biases, jobs[-1].rows
+    known = call.worked_out.get(kind)
     if known is not None and known[0] is jobs:
         return known[1]
-    backs = [job.back + call.q_offset for job in jobs]
-    back, ahead = max(backs), max(job.kv_len - before for job, before in zip(jobs, backs, strict=True))
-    whole = _shifted_rows(call, jobs[-1].rows, back, ahead)
-    biases = [
-        whole[:, :, : job.rows, back - before : back - before + job.kv_len]
-        for job, before in zip(jobs, backs, strict=True)
-    ]
-    if whole.untyped_storage().nbytes() <= KEPT:
-        call.worked_out[_biases] = jobs, biases
+    with torch.inference_mode(False), torch.no_grad():  # they may take part in a differentiated call
+        row = call.bias_by_distance
+        row = row[:, :, None] if row.ndim == 3 else row[None, :, None]  # [batch or 1, heads, 1, q_len + kv_len - 1]
+        backs = [job.back + call.q_offset for job in jobs]
+        back, ahead = max(backs), max(job.kv_len - before for job, before in zip(jobs, backs, strict=True))
+        rows, by_job = jobs[-1].rows, []
+        first = call.q_offset + call.q_len - back - rows  # the distance farthest back, of the last query
+        row = row[..., first : first + back + ahead + rows - 1]
+        is_large = _bias_elements(call, rows) > KEPT
+        whole = row[:, :, 0] if is_large else shifted(row, rows)
+        for job, before in zip(jobs, backs, strict=True):
+            if is_large:
+                start = back - before + rows - job.rows
+                by_job.append(whole[:, :, start : start + job.kv_len + job.rows - 1].unfold(-1, job.kv_len, 1))
+            else:
+                by_job.append(whole[:, :, : job.rows, back - before : back - before + job.kv_len])
+    biases = _Biases(by_job, are_reversed=is_large)
+    call.worked_out[kind] = jobs, biases
     return biases
 
 
 def _heads_at_once(call: AttentionCall) -> list[tuple[slice, slice]]:
-    """Return the query heads, and the heads of their keys, that are computed together.
+    """Return the query heads, and the heads of their keys, that are computed together where keys are to be cast.
 
-    All of them, but for a few queries whose keys are to be cast: in new memory, which is to be small enough to be had
-    at once.
+    It takes new memory, which is to be small enough to be had at once.
     """
     count, group = call.num_kv_heads, call.num_heads // call.num_kv_heads
-    together = [slice(0, count)]
-    if call.dtype != call.working_dtype and call.q_len <= tiling().sizes.few:
-        together = [heads for heads, _ in groups(call, [call.kv_len] * count, call.batch[0])]
-    return [(slice(some.start * group, some.stop * group), some) for some in together]
+    together = groups(call, [call.kv_len] * count, call.batch[0])
+    return [(slice(some.start * group, some.stop * group), some) for some, _ in together]
+
+
+def differentiable(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+    """Return the result of a short call of few queries, for PyTorch to differentiate by query, key and value.
+
+    None for others, and where gradients take the care of :func:`backward`.
+    """
+    if call.q_len > DIFFERENTIATED_AT_ONCE or call.batch[0] * call.num_heads < torch.get_num_threads():
+        return None
+    jobs = short_jobs(call)
+    if len(jobs) > 1:
+        jobs = call.worked_out.setdefault(differentiable, _blocks(call, call.q_len))
+    query, key, value = _in(call.working_dtype, call, *last_axis_dense(query, key, value))
+    biases = _biases(call, jobs)
+    result, logsumexp = _attend(call, query, key, value, jobs, biases)
+    with torch.no_grad():
+        centred = without_common_part(query, key, logsumexp, call.scale)
+    if centred is None or centred[0] is not key:
+        return None
+    node = result.grad_fn.next_functions[0][0] if biases.are_reversed else result.grad_fn
+    node.register_hook(refuse_second_derivatives)
+    return result.to(call.dtype)
 
 
 def backward(call: AttentionCall, saved: Saved) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -142,8 +224,8 @@ def backward(call: AttentionCall, saved: Saved) -> tuple[Tensor, Tensor, Tensor]
     if call.batch[0] * call.num_heads < torch.get_num_threads():
         return None
     # In low precision the kernel would round the gradients of scores to it.
-    grad, query, key, value, result = (x.to(call.working_dtype) for x in saved[:5])
-    key, value = (_for_query_heads(call, x) for x in (key, value))
+    grad, result = (x.to(call.working_dtype) for x in (saved.grad, saved.result))
+    query, key, value = _in(call.working_dtype, call, saved.query, saved.key, saved.value)
     centred = without_common_part(query, key, saved.logsumexp, call.scale)
     if centred is None:
         return None
@@ -151,11 +233,15 @@ def backward(call: AttentionCall, saved: Saved) -> tuple[Tensor, Tensor, Tensor]
     by_query: list[Tensor] = []
     by_keys: list[Tensor] = []
     jobs = short_jobs(call)
-    for job, bias in reversed(list(zip(jobs, _biases(call, jobs), strict=True))):
-        some = slice(None), slice(None), job.queries
-        tensors = grad[some], *_cut(job, query, key, value), result[some], logsumexp[some]
-        parts = fused_backward(*tensors, 0.0, False, attn_mask=bias, scale=call.scale)
-        by_query.insert(0, parts[0])
+    biases = _biases(call, jobs)
+    for job, bias in reversed(list(zip(jobs, biases.by_job, strict=True))):
+        queries = slice(None), slice(None), job.queries
+        some = [x[queries] for x in (grad, query, result, logsumexp)]
+        if biases.are_reversed:
+            some = [x.flip(2) for x in some]
+        of_keys = _cut(job, query, key, value)[1:]
+        parts = fused_backward(*some[:2], *of_keys, *some[2:], 0.0, False, attn_mask=bias, scale=call.scale)
+        by_query.insert(0, parts[0].flip(2) if biases.are_reversed else parts[0])
         if not by_keys and job.kv_len == call.kv_len:
             by_keys = list(parts[1:])
             continue
@@ -172,16 +258,12 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
 
 
-def _for_query_heads(call: AttentionCall, tensor: Tensor) -> Tensor:
-    """Return keys, or values, for each query head."""
+def _in(
+    dtype: torch.dtype, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tensors in a dtype, with keys and values for each query head."""
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     group = call.num_heads // call.num_kv_heads
-    return tensor if group == 1 else tensor.repeat_interleave(group, dim=1)
-
-
-def _shifted_rows(call: AttentionCall, rows: int, back: int, ahead: int) -> Tensor:
-    """Return the bias of ``rows`` queries, from ``back`` keys before the first one's own to ``ahead`` from it on."""
-    row = call.bias_by_distance
-    row = row if row.ndim == 3 else row[None]
-    first = call.q_offset + call.q_len - back - rows  # the distance farthest back, of the last query
-    width = back + ahead + rows - 1
-    return shifted(row[:, :, None, first : first + width], rows)
+    if group > 1:
+        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    return query, key, value

@@ -25,7 +25,7 @@ from alibi_core.backend import (
     tolerance_of,
 )
 from alibi_torch._tiled.configuration import tiling
-from alibi_torch._tiled.kernels import fused_forward
+from alibi_torch._tiled.kernels import fused_forward, last_axis_dense
 
 NEAR = 128  # keys, the last ones, whose norms need not be known
 # Numbers in all keys, in units of the keys of a short call, from which on it pays to find out which matter: by norms
@@ -68,7 +68,9 @@ def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms
 
     The number of keys is their own, not the call's. Norms may bound all but the last ``NEAR``.
     """
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    query, key, value = last_axis_dense(query, key, value)
+    if call.num_kv_heads == call.num_heads:
+        return forward(call, query, key, value, _jobs(call, query, key, norms), norms is None)
     # Heads that share their keys become rows.
     rows = query.reshape(query.shape[0], call.num_kv_heads, -1, query.shape[3])
     return forward(call, rows, key, value, _jobs(call, rows, key, norms), norms is None).reshape(query.shape)
@@ -103,7 +105,7 @@ def forward(
 
     ``may_leave_out`` lets scores tell which values matter.
     """
-    row, is_low = _row(call, max(job.kv_len for job in planned)), call.dtype != call.working_dtype
+    row, is_low = _row(call, max([job.kv_len for job in planned])), call.dtype != call.working_dtype
     if is_low:
         query = query.to(call.working_dtype)  # in low precision the kernel would round the weights to it
     if len(planned) == 1:
@@ -127,6 +129,9 @@ def forward(
 
 def _row(call: AttentionCall, kv_len: int) -> Tensor:
     """Return the bias of the last ``kv_len`` keys, ``[1, num_kv_heads, rows, kv_len]``: the end of a row kept."""
+    last = call.worked_out.get(_row)
+    if last is not None and last.shape[-1] == kv_len:
+        return last
     row = call.worked_out.get(is_step)
     if row is None or row.shape[-1] < kv_len:
         length = 2 ** math.ceil(math.log2(max(kv_len, NEAR)))
@@ -136,7 +141,10 @@ def _row(call: AttentionCall, kv_len: int) -> Tensor:
         row = far.bias_by_distance.reshape(1, call.num_kv_heads, -1, length)
         if is_kept:
             call.worked_out[is_step] = row
-    return row[..., -kv_len:]
+    last = row[..., -kv_len:]
+    if row.shape[-1] * call.num_heads <= KEPT:
+        call.worked_out[_row] = last  # layers ask for the same
+    return last
 
 
 def _widths(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms, most: int) -> list[int]:
@@ -190,11 +198,13 @@ def groups(call: AttentionCall, widths: Sequence[int], entries: int) -> list[tup
 
 def _scores_tell(call: AttentionCall, key: Tensor, value: Tensor) -> bool:
     """Whether :func:`_by_scores` takes less time, which reads heads of all entries one after the other."""
+    if key.shape[2] < 2 * tiling().short or not _are_many(call, key.shape[2], LONG):
+        return False
     for x in (key, value):
         batch, heads = x.stride()[:2]
         if x.shape[0] > 1 and batch != heads * x.shape[1]:
             return False
-    return key.shape[2] >= 2 * tiling().short and _are_many(call, key.shape[2], LONG)
+    return True
 
 
 def _by_scores(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, row: Tensor) -> Tensor:
@@ -215,4 +225,4 @@ def _by_scores(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, r
     result = torch.empty_like(query)
     for some, width in groups(call, widths.tolist(), entries=1):
         torch.bmm(weights[some, :, -width:], value[some, -width:], out=result[some])
-    return result
+    return result.unflatten(0, (batch, heads))

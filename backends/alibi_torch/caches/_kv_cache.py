@@ -228,7 +228,8 @@ class KVCache:
         norms = None
         if key.device.type != "cpu" or not is_short(call, norms_are_known=True):
             norms = self._norms(0)
-        return guarded(run(call, query, key, value, implementation, norms), [self.key])
+        result = run(call, query, key, value, implementation, norms, is_plain=known is not None)
+        return guarded(result, [self.key])
 
     def truncate(self, length: int | Tensor) -> None:
         """Forget all tokens but the first ``length`` of each row: a number, or ``[batch_size]`` integers.
