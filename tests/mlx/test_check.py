@@ -50,6 +50,7 @@ def metals_attention(query, key, value, *, scale, mask=None, force_fused=False):
 @pytest.fixture
 def metal(monkeypatch):
     """A Mac, as far as the command can tell."""
+    monkeypatch.setattr(Kernels, "here", lambda: ON_METAL)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(mx, "set_default_device", lambda device: None)
     told = {"device_name": "Apple M9", "architecture": "applegpu_x"}

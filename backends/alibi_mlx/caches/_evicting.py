@@ -127,8 +127,7 @@ class EvictingKVCache:
         """Drop what no query of these tokens, or later ones, can need, and store their keys and values.
 
         Args:
-            key: ``[batch, num_kv_heads, new, head_dim]``.
-            value: Likewise.
+            key, value: ``[batch, num_kv_heads, new, head_dim]``.
 
         Raises:
             TypeError: If an argument is no floating MLX array of four axes.
@@ -209,12 +208,8 @@ class EvictingKVCache:
 
         Args:
             query: ``[batch, num_heads, q_len, head_dim]``.
-            slopes: None, or what the cache was made for.
-            mask: None: a key that hides another from a query cannot tell that the other no longer matters.
-            segment_ids: None, likewise.
-            window_size: None, or what the cache was made for.
-            scale: Likewise.
-            tolerance: Likewise.
+            slopes, window_size, scale, tolerance: None, or what the cache was made for.
+            mask, segment_ids: None: a key hidden from a query cannot tell that another no longer matters.
             implementation: As for :func:`alibi_mlx.attention`.
 
         Returns:

@@ -146,13 +146,9 @@ class KVCache:
 
         Args:
             query: ``[batch, num_heads, q_len, head_dim]``, of the last ``q_len`` tokens.
-            slopes: As for :func:`alibi_mlx.attention`, like all the rest.
+            slopes, window_size, scale, tolerance, implementation: As for :func:`alibi_mlx.attention`.
             mask: Over all tokens held, likewise.
             segment_ids: A pair (queries, all tokens held).
-            window_size: In tokens.
-            scale: Factor of the scores.
-            tolerance: The share of softmax weight that may be left out.
-            implementation: As there.
             lengths: ``[batch]`` integers: how many of the queries of each row count, as :meth:`append` was told of
                 its tokens; the others' results mean nothing. Default: all.
 

@@ -71,36 +71,22 @@ def calls(kernels: Kernels, *, quick: bool, longest: int) -> Iterator[Call]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a call.
-
-    Attributes:
-        dtype, q_len, kv_len, head_dim, implementation: Of the call.
-        padded: Features a head that MLX's kernel was given.
-        tried: How often MLX was asked for its fused kernel, whatever else it would have chosen: once for each of its
-            attention calls. None where it cannot be asked.
-        unfused: Why it has none, each reason once, and how often that was.
-        error: The largest distance from the reference; None if nothing was computed, or nothing finite.
-        share: Of the error budget; more than 1 is wrong.
-        seconds: That the call takes, the median.
-        dense_seconds: That MLX's attention takes with the whole bias as its mask.
-        refused: Why the implementation cannot run such a call with this MLX at all.
-        raised: An error that there should not have been.
-    """
+    """What came of a call."""
 
     dtype: str
     q_len: int
     kv_len: int
     head_dim: int
     implementation: str
-    padded: int
-    tried: int | None = None
-    unfused: dict[str, int] | None = None
-    error: float | None = None
-    share: float | None = None
-    seconds: float | None = None
-    dense_seconds: float | None = None
-    refused: str | None = None
-    raised: str | None = None
+    padded: int  # features a head that MLX's kernel was given
+    tried: int | None = None  # how many attention calls MLX was asked for a fused kernel for, where it can be asked
+    unfused: dict[str, int] | None = None  # why it has none, and how often
+    error: float | None = None  # the largest distance from the reference, if all is finite
+    share: float | None = None  # of the error budget; more than 1 is wrong
+    seconds: float | None = None  # the median
+    dense_seconds: float | None = None  # that MLX's attention takes with the whole bias as its mask
+    refused: str | None = None  # why the implementation cannot run such a call with this MLX at all
+    raised: str | None = None  # an error that there should not have been
 
     @property
     def is_right(self) -> bool:
