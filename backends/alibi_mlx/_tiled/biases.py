@@ -74,19 +74,20 @@ class Biases:
     def _line(self) -> mx.array:
         """The biases of keys by their distance, from the farthest past on, ``[batch or 1, heads, distances]``."""
         call = self._call
-        before = self._farthest + 1
         # Of one query at 0, whose keys before it are those after it, seen in a mirror: no length is in its numbers.
-        one = replace(call, q_len=1, q_offset=0, is_causal=False)
+        one = {"q_len": 1, "q_offset": 0, "is_causal": False}
+        slopes = {"slopes": call.slopes, "future_slopes": call.future_slopes}
         if call.future_slopes is not None:
-            slopes, future_slopes = mx.broadcast_arrays(call.slopes, call.future_slopes)
-            one = replace(one, slopes=slopes, future_slopes=future_slopes)
-        past = replace(one, kv_len=before, future_slopes=None).bias_by_distance[..., ::-1]
+            slopes = dict(zip(slopes, mx.broadcast_arrays(*slopes.values()), strict=True))
+        past = slopes | {"future_slopes": None, "kv_len": self._farthest + 1}
+        line = replace(call, **one, **past).bias_by_distance[..., ::-1]
         after = call.kv_len - 1 - max(call.q_offset, 0)
-        if call.is_causal:
-            future = mx.full((*past.shape[:-1], after), -mx.inf, past.dtype)
-        else:
-            future = replace(one, kv_len=after + 1).bias_by_distance[..., 1:]
-        return _four_axes(mx.concatenate([past, future], axis=-1)[..., None, :])[:, :, 0]
+        if after > 0 and call.is_causal:
+            line = mx.concatenate([line, mx.full((*line.shape[:-1], after), -mx.inf, line.dtype)], axis=-1)
+        elif after > 0:
+            future = replace(call, **one, **slopes, kv_len=after + 1).bias_by_distance
+            line = mx.concatenate([line, future[..., 1:]], axis=-1)
+        return _four_axes(line[..., None, :])[:, :, 0]
 
     @property
     def _farthest(self) -> int:
