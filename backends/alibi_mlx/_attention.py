@@ -41,7 +41,8 @@ def attention(
     lengths alone, forwards and backwards; no bias of ``q_len * kv_len`` is ever held. Keys that are proved to weigh
     less than the tolerance together are left out. To prove it, the call evaluates the tensors where there are more
     than 1,024 keys; ``tolerance=0`` leaves it lazy. ``mx.vmap`` makes a longer batch. Under ``mx.compile``
-    nothing can be read, so all visible keys are computed; it refuses ``shapeless=True``.
+    nothing can be read, so all visible keys are computed. Lengths decide what that is: ``shapeless=True`` is not for
+    it, and MLX refuses it, but where ``"dense"`` was traced with a single key.
 
     Bias and softmax are float32 (float64 for float64 inputs, which MLX has on the CPU). A query that may look
     nowhere gives zeros.

@@ -41,13 +41,7 @@ def explain(
     nothing. It answers for MLX's default device.
 
     Args:
-        query: As for :func:`alibi_mlx.attention`, like all arguments.
-        key: Likewise.
-        value: Likewise.
-        slopes: Likewise.
-        implementation: Likewise.
-        training: Likewise.
-        **arguments: Likewise.
+        query, key, value, slopes, implementation, training, **arguments: As for :func:`alibi_mlx.attention`.
 
     Returns:
         The explanation, its horizons in NumPy.

@@ -7,9 +7,6 @@ import pytest
 
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
-from mlx import nn, optimizers  # noqa: E402
-from mlx.utils import tree_flatten  # noqa: E402
-
 import alibi_core  # noqa: E402
 from alibi_core._arrays.namespace import namespace_of  # noqa: E402
 from alibi_core.conformance._cases.oracle import Attention, Rules, assert_within, penalties  # noqa: E402
@@ -208,25 +205,3 @@ def test_given_slopes_may_be_a_numpy_shard():
     for slopes in (shard, shard.astype(np.float64), mx.array(shard)):
         assert np.array_equal(numpy(layer_of(slopes=slopes).slopes), shard)
         np.testing.assert_allclose(numpy(layer_of(slopes=slopes, learnable_slopes=True).slopes), shard, rtol=1e-6)
-
-
-def test_training_step_compiles():
-    x = normal(BATCH, Q_LEN, EMBED_DIM)
-    layers = [layer_of(learnable_slopes=True) for _ in range(2)]
-    for layer, transform in zip(layers, (lambda f, **_: f, mx.compile), strict=True):
-        optimizer = optimizers.SGD(learning_rate=0.1)
-        gradient = nn.value_and_grad(layer, lambda x, layer=layer: (layer(x) ** 2).mean())
-
-        def step(x, layer=layer, optimizer=optimizer, gradient=gradient):
-            loss, gradients = gradient(x)
-            optimizer.update(layer, gradients)
-            return loss
-
-        state = [layer.state, optimizer.state]
-        step = transform(step, inputs=state, outputs=state)
-        for _ in range(2):
-            step(x)
-        mx.eval(state)
-    for eager, compiled in zip(*(tree_flatten(layer.parameters()) for layer in layers), strict=True):
-        assert eager[0] == compiled[0]
-        assert_close(eager[1], compiled[1], terms=BATCH * Q_LEN * HEADS * HEAD_DIM)

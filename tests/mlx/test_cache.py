@@ -202,13 +202,14 @@ def test_values_may_have_features_of_their_own() -> None:
     assert [x.shape for x in cache.update_and_fetch(keys, values)] == [(1, 1, 6, 4), (1, 1, 6, 6)]
 
 
-def test_cache_grows_in_steps_up_to_its_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_cache, "STEP", 5)
-    cache, capacities = KVCache(max_length=12), []
-    for new in (3, 1, 1, 2, 4, 1):
-        cache.update_and_fetch(*zeros(new))
+def test_cache_grows_in_steps_up_to_its_maximum() -> None:
+    cache, capacities, tokens = KVCache(max_length=600), [], normal(BATCH, KV_HEADS, 600, HEAD_DIM)
+    for new in (3, 252, 1, 1, 342, 1):
+        keys, values = cache.update_and_fetch(*[tokens[:, :, cache.offset : cache.offset + new]] * 2)
         capacities.append(cache.keys.shape[2])
-    assert capacities == [5, 5, 5, 10, 12, 12]
+    assert capacities == [256, 256, 256, 512, 600, 600]
+    assert mx.array_equal(keys, tokens)
+    assert mx.array_equal(values, tokens)
 
 
 # --- What is refused
@@ -312,6 +313,17 @@ def test_a_query_that_float32_cannot_measure_is_not_answered() -> None:
     assert np.isnan(numpy(cache.attend(1e200 * one))).all()
 
 
+@pytest.mark.parametrize("evicting", [False, True])
+@pytest.mark.parametrize("bad", [[0], mx.array([0.0]), mx.array([True]), mx.array([0, 2]), mx.array([-3])], ids=str)
+def test_sequences_that_there_are_not_cannot_be_selected(evicting: bool, bad: Any) -> None:
+    cache = EvictingKVCache(slopes=mx.array(STEEP), max_query_norm=4.0) if evicting else KVCache()
+    cache.append(*zeros(3))
+    with pytest.raises((TypeError, IndexError), match="^indices must be"):
+        cache.select_batch(bad)
+    cache.select_batch(mx.array([-1, 0, 0]))
+    assert cache.attend(a_query(batch=3)).shape[0] == 3
+
+
 def test_a_refused_token_leaves_the_cache_as_it_was() -> None:
     layer, x = layer_of(slopes=mx.array(STEEP)), normal(BATCH, 300, EMBED_DIM)
     tried, spared = (layer.make_cache(evict=True, max_query_norm=8.0) for _ in range(2))
@@ -386,17 +398,9 @@ def layer_of(**arguments: Any) -> AlibiAttention:
     return AlibiAttention(EMBED_DIM, HEADS, **{"num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, **arguments})
 
 
-@pytest.mark.parametrize("kind", ["own", "foreign", "evicting"])
-def test_decoding_in_steps_equals_one_call(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(_cache, "STEP", 3)  # small, so that it grows, within a call and between calls
-    layer, x = layer_of(window_size=7, learnable_slopes=True, bias=True), normal(BATCH, 11, EMBED_DIM)
-    options = {"evict": True, "max_query_norm": 8.0} if kind == "evicting" else {}
-    cache = ForeignCache() if kind == "foreign" else layer.make_cache(BATCH, 11, **options)
-    outputs, start = [], 0
-    for length in (5, 1, 1, 4):
-        outputs.append(layer(x[:, start : start + length], cache=cache))
-        start += length
-        assert cache.offset == start
+def test_decoding_in_steps_with_a_foreign_cache_equals_one_call() -> None:
+    layer, x, cache = layer_of(window_size=7, bias=True), normal(BATCH, 11, EMBED_DIM), ForeignCache()
+    outputs = [layer(x[:, start:stop], cache=cache) for start, stop in ((0, 5), (5, 6), (6, 7), (7, 11))]
     assert_close(mx.concatenate(outputs, axis=1), layer(x), terms=HEADS * HEAD_DIM)
 
 

@@ -17,17 +17,21 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 import alibi_core  # noqa: E402
-from alibi_mlx import _compatible, attention  # noqa: E402
+from alibi_core import AttentionCall  # noqa: E402
+from alibi_mlx import attention  # noqa: E402
+from alibi_mlx._metal import Kernels  # noqa: E402
 from alibi_mlx.check import __main__ as check  # noqa: E402
-from alibi_mlx.check import _cases as _check_cases  # noqa: E402
-from alibi_mlx.check._budget import TF32, deviation, factor_roundoff  # noqa: E402
-from alibi_mlx.check._cases import Outcome, Sizes, asked_for_fused_kernels, outcomes  # noqa: E402
+from alibi_mlx.check import _calls  # noqa: E402
+from alibi_mlx.check._calls import TF32, Outcome, asked_for_fused_kernels, deviation, factor_roundoff  # noqa: E402
 from tests.support.full import first_of  # noqa: E402
 
 PLAIN = mx.fast.scaled_dot_product_attention
-NEWER, MIDDLE, OLDER = (0, 32, 4), (0, 31, 0), (0, 29, 0)  # versions of MLX
-SHORT = Sizes(decoding=(1, 8), decoding_keys=70, queries=70, keys=(70,), repeats=1)
-SHORTER = Sizes((1, 8), 70, 40, (70,), 1)
+SHORT = ["--quick", "--longest", "70"]
+ON_CPU, ON_METAL, ON_OLDER_METAL = (
+    Kernels(mx.cpu, newer=True),
+    Kernels(mx.gpu, newer=True),
+    Kernels(mx.gpu, newer=False),
+)
 
 
 def metals_attention(query, key, value, *, scale, mask=None, force_fused=False):
@@ -45,21 +49,28 @@ def metals_attention(query, key, value, *, scale, mask=None, force_fused=False):
 
 @pytest.fixture
 def metal(monkeypatch):
-    """A Mac, as far as the command can tell: short calls, and MLX's newest version."""
-    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    """A Mac, as far as the command can tell."""
+    monkeypatch.setattr(Kernels, "here", lambda: ON_METAL)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(mx, "set_default_device", lambda device: None)
     told = {"device_name": "Apple M9", "architecture": "applegpu_x"}
     monkeypatch.setattr(mx, "device_info", lambda device: told, raising=False)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", metals_attention)
-    monkeypatch.setattr(_compatible, "version", lambda: NEWER)
-    monkeypatch.setattr(_check_cases, "SIZES", dict.fromkeys(_check_cases.SIZES, SHORT))
 
 
-def rows_of(text):
-    """Return the table's lines, but for its head, as lists of their cells."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+@pytest.fixture
+def checked(tmp_path, capsys):
+    """Return a function that runs the command and returns its exit status, text, rows of cells, and report."""
+
+    def run(kernels, arguments=SHORT):
+        path = tmp_path / "check.json"
+        status = check.main([*arguments, "--json", str(path)], kernels=kernels)
+        text = capsys.readouterr().out
+        lines = [line for line in text.splitlines() if line.startswith("|")]
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+        return status, text, rows, json.loads(path.read_text())
+
+    return run
 
 
 def tensors(q_len=40, kv_len=1100, dtype=mx.float32):
@@ -68,19 +79,9 @@ def tensors(q_len=40, kv_len=1100, dtype=mx.float32):
     return tuple(mx.array(rng.standard_normal(shape, np.float32)).astype(dtype) for shape in shapes)
 
 
-def compare(arrays, result, **changes):
+def compare(arrays, result, implementation="tiled", factor_roundoff=0.0, **rules):
     """Return how far a result is off, and which part of the budget that is."""
-    return deviation(arrays, result, alibi_core.slopes(4, dtype=np.float64), **{"tolerance": 2.0**-24} | changes)
-
-
-# Without Metal
-
-
-@pytest.fixture
-def no_metal(monkeypatch):
-    """A machine without a Metal device, and short calls."""
-    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
-    monkeypatch.setattr(_check_cases, "SIZES", dict.fromkeys(_check_cases.SIZES, SHORTER))
+    return deviation(arrays, result, AttentionCall.check(*arrays, **rules), implementation, factor_roundoff)
 
 
 @pytest.mark.full
@@ -91,19 +92,15 @@ def test_from_the_command_line_it_is_quiet_but_for_its_table():
     assert "calls are as they should be." in done.stdout
 
 
-@pytest.mark.usefixtures("no_metal")
-def test_without_metal_it_says_so_and_checks_the_cpu(tmp_path, capsys):
-    path = tmp_path / "check.json"
-    assert check.main(["--quick", "--json", str(path)]) == 0
-    text = capsys.readouterr().out
+def test_without_metal_it_says_so_and_checks_the_cpu(checked):
+    status, text, rows, report = checked(ON_CPU)
+    assert status == 0
     assert f"alibi-core {alibi_core.__version__}, MLX {mx.__version__}, NumPy {np.__version__}, " in text
     assert "There is no Metal device here, so fused kernels were not tried" in text
-    rows = rows_of(text)
-    # Of 4 head sizes for few queries, twice, and for more 5, folded, and 6; in older versions 4.
-    assert len(rows) == (8 + 5 + 6 if _compatible.has_newer_kernels() else 8 + 4)
+    # Of 4 head sizes for few queries, and for more 5, folded, and 6.
+    assert len(rows) == 4 + 5 + 6
     assert {(row[5], row[-1]) for row in rows} == {("-", "right")}
     assert f"All {len(rows)} calls are as they should be." in text
-    report = json.loads(path.read_text())
     assert (report["metal"], report["right"], len(report["calls"])) == (False, True, len(rows))
     assert report["environment"]["MLX"] == mx.__version__
     for call in report["calls"]:
@@ -114,27 +111,25 @@ def test_without_metal_it_says_so_and_checks_the_cpu(tmp_path, capsys):
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("no_metal")
-def test_in_full_there_is_a_call_for_each_dtype():
-    found = list(outcomes(mx.cpu, quick=False))
-    assert len(found) == (3 * 8 + 2 * 5 + 3 * 6 if _compatible.has_newer_kernels() else 3 * 8 + 3 * 4)
-    assert all(x.is_right and x.error is not None for x in found)
-    assert {x.dtype for x in found} == {"float16", "bfloat16", "float32"}
-    assert {x.q_len for x in found} == {1, 8, 40}
+def test_in_full_there_is_a_call_for_each_dtype(checked):
+    _, _, rows, _ = checked(ON_CPU, ["--longest", "70"])
+    assert len(rows) == 3 * 8 + 2 * 5 + 3 * 6
+    assert {row[-1] for row in rows} == {"right"}
+    assert {row[0] for row in rows} == {"float16", "bfloat16", "float32"}
+    assert {row[1] for row in rows} == {"1", "8", "40"}
 
 
 def test_the_default_device_is_as_before_also_after_an_interrupt(monkeypatch):
     set_to = []
 
-    def interrupted(device, quick):
+    def interrupted(*call):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(check, "outcomes", interrupted)
+    monkeypatch.setattr(check, "outcome", interrupted)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu, 0))  # of an MLX for CUDA, say
     monkeypatch.setattr(mx, "set_default_device", lambda device: set_to.append(device.type))
-    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     with pytest.raises(KeyboardInterrupt):
-        check.main([])
+        check.main([], kernels=ON_CPU)
     assert set_to == [mx.cpu, mx.gpu]
 
 
@@ -161,37 +156,34 @@ def last_row_missing(*tensors, **arguments):
     return result
 
 
-@pytest.mark.usefixtures("no_metal")
 @pytest.mark.parametrize("wrong", first_of([steeper, not_a_number, a_token_late, last_row_missing], keep=2))
-def test_a_wrong_result_makes_the_exit_status_1(wrong, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(_check_cases, "attention", wrong)
-    path = tmp_path / "check.json"
-    assert check.main(["--quick", "--json", str(path)]) == 1
-    text = capsys.readouterr().out
-    verdicts = [row[-1] for row in rows_of(text)]
+def test_a_wrong_result_makes_the_exit_status_1(wrong, monkeypatch, checked):
+    monkeypatch.setattr(_calls, "attention", wrong)
+    status, text, rows, report = checked(ON_CPU)
+    assert status == 1
+    verdicts = [row[-1] for row in rows]
     # A slope that is 2% off is within what bfloat16 rounds, but not within what float32 does.
-    assert all(x == "WRONG" for x, row in zip(verdicts, rows_of(text), strict=True) if row[0] == "float32")
+    assert all(x == "WRONG" for x, row in zip(verdicts, rows, strict=True) if row[0] == "float32")
     assert wrong is steeper or set(verdicts) == {"WRONG"}
     assert f"{verdicts.count('WRONG')} of {len(verdicts)} calls are WRONG." in text
-    report = json.loads(path.read_text())
     assert not report["right"]
     assert [call["right"] for call in report["calls"]] == [x == "right" for x in verdicts]
     if wrong is not_a_number:
         assert {(call["error"], call["share"]) for call in report["calls"]} == {(None, None)}
+        assert "bfloat16, 40 queries, 70 keys, folded 61: gave NaN or infinities" in text
 
 
-@pytest.mark.usefixtures("no_metal")
-def test_a_call_that_raises_is_wrong_and_the_others_still_run(monkeypatch, capsys):
+def test_a_call_that_raises_is_wrong_and_the_others_still_run(monkeypatch, checked):
     def failing(*tensors, implementation):
         if implementation == "folded":
             raise RuntimeError("out of memory")
         return attention(*tensors, implementation=implementation)
 
-    monkeypatch.setattr(_check_cases, "attention", failing)
-    assert check.main(["--quick"]) == 1
-    text = capsys.readouterr().out
-    assert {row[-1] for row in rows_of(text) if row[4].startswith("folded")} == {"WRONG"}
-    assert {row[-1] for row in rows_of(text) if row[4].startswith("tiled")} == {"right"}
+    monkeypatch.setattr(_calls, "attention", failing)
+    status, text, rows, _ = checked(ON_CPU)
+    assert status == 1
+    verdicts = {(row[4].split()[0], row[-1]) for row in rows}
+    assert verdicts == {("folded", "WRONG"), ("tiled", "right")}
     assert "bfloat16, 40 queries, 70 keys, folded 61: raised RuntimeError: out of memory" in text
 
 
@@ -232,10 +224,10 @@ def test_what_may_be_left_out_and_what_moves_scores_widen_the_budget():
     moved = attention(*arrays, implementation="dense") + 0.01
     _, alone = compare(arrays, moved)
     assert alone > 1
-    widened = {"tolerance": 0.1, "folded": (6, np.full(4, 0.1)), "factor_roundoff": TF32}
-    shares = [compare(arrays, moved, **{name: value})[1] for name, value in widened.items()]
-    assert max(shares) < alone / 5
-    assert shares[0] < 1
+    _, left_out = compare(arrays, moved, tolerance=0.1)
+    assert left_out < min(1, alone / 5)
+    assert compare(arrays, moved, factor_roundoff=TF32)[1] < alone / 5
+    assert compare(arrays, moved, "folded")[1] < alone
 
 
 def test_a_device_whose_tensor_units_round_is_told_from_one_whose_do_not(monkeypatch):
@@ -252,21 +244,18 @@ def test_a_device_whose_tensor_units_round_is_told_from_one_whose_do_not(monkeyp
 
 
 @pytest.mark.usefixtures("metal")
-def test_with_metal_it_says_which_calls_have_fused_kernels_and_why_others_do_not(capsys, tmp_path):
-    path = tmp_path / "check.json"
-    assert check.main(["--quick", "--json", str(path)]) == 0
-    text = capsys.readouterr().out
+def test_with_metal_it_says_which_calls_have_fused_kernels_and_why_others_do_not(checked):
+    status, text, rows, report = checked(ON_METAL)
+    assert status == 0
     assert "device Apple M9, architecture applegpu_x" in text
     assert "no Metal device" not in text
-    rows = rows_of(text)
     assert {row[-1] for row in rows} == {"right"}
     assert all((row[5] == "yes") == (row[4] != "tiled 160") for row in rows)
     assert [row[5] for row in rows if row[4] == "tiled 160" and row[1] == "70"] == ["0 of 2"]  # of 4 heads each
     assert "float32, 70 queries, 70 keys, tiled 160: no fused kernel for 2 of 2: the full attention kernel " in text
-    report = json.loads(path.read_text())
     assert report["metal"]
     found = [(call["head_dim"], call["implementation"], call["padded"], call["q_len"] <= 8) for call in report["calls"]]
-    few = [(n, "tiled", n, True) for n in (64, 96, 128, 160) for _ in SHORT.decoding]
+    few = [(n, "tiled", n, True) for n in (64, 96, 128, 160)]
     folded = [(n - 6, "folded", n, False) for n in (64, 72, 80, 96, 128)]
     assert found == [*few, *folded, *((n, "tiled", n, False) for n in (64, 72, 80, 96, 128, 160))]
     assert {call["tried"] is None for call in report["calls"]} == {False}
@@ -276,17 +265,10 @@ def test_with_metal_it_says_which_calls_have_fused_kernels_and_why_others_do_not
 
 
 @pytest.mark.usefixtures("metal")
-@pytest.mark.parametrize("version", first_of([pytest.param(MIDDLE), pytest.param(OLDER)]), ids=str)
-def test_an_mlx_that_cannot_be_asked_is_checked_all_the_same(version, monkeypatch, capsys):
-    def older(*arrays, scale, mask=None):
-        return metals_attention(*arrays, scale=scale, mask=mask)
-
-    monkeypatch.setattr(_compatible, "version", lambda: version)
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", older)
-    assert check.main(["--quick"]) == 0
-    text = capsys.readouterr().out
+def test_an_mlx_that_cannot_be_asked_is_checked_all_the_same(checked):
+    status, text, rows, _ = checked(ON_OLDER_METAL)
+    assert status == 0
     assert "This MLX cannot be asked for its fused kernels: that needs 0.32.4 or later." in text
-    rows = rows_of(text)
     assert {row[5] for row in rows} == {"-"}
     assert {(row[4].split()[0], row[-1]) for row in rows} == {("tiled", "right")}
     assert {"72", "96"}.isdisjoint(row[4].split()[1] for row in rows if int(row[1]) > 8)

@@ -124,3 +124,5 @@ def test_one_cache_a_block_by_either_name_but_not_both(model: Any) -> None:
     assert np.array_equal(*map(np.asarray, logits))
     with pytest.raises(ValueError, match="^cache must be None where caches are given"):
         model(tokens, caches=model.make_cache(), cache=model.make_cache())
+    with pytest.raises(TypeError, match=r"^caches must be a list of one a block \(2\), got KVCache"):
+        model(tokens, cache=alibi_mlx.KVCache())

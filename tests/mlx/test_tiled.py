@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +44,30 @@ def test_compiled_gradients_are_those_that_are_not(lengths: tuple[int, int]) -> 
             found, expected = (f(*(arrays[n] for n in wanted)) for f in (mx.compile(gradient), gradient))
             for one, other in zip(found, expected, strict=True) if len(wanted) > 1 else [(found, expected)]:
                 np.testing.assert_allclose(np.array(one), np.array(other), rtol=2e-5, atol=2e-5)
+
+
+COMPILED_AT_SEVERAL_LENGTHS = """
+import pathlib, sys, tempfile
+import mlx.core as mx
+import alibi_mlx
+
+for form in ({}, {"mask": mx.ones((1, 1, 1, 1), mx.bool_), "is_causal": False, "future_slopes": mx.ones(2)}):
+    loss = lambda *tensors: alibi_mlx.attention(*tensors, **form).sum()
+    compiled = mx.compile(mx.value_and_grad(loss, argnums=(0, 1, 2, 3)))
+    for length in (140, 240, 300):
+        mx.eval(compiled(*mx.zeros((3, 1, 2, length, 4)), mx.ones(2)))
+        print(len(list(pathlib.Path(tempfile.gettempdir()).rglob("*.so"))))
+"""
+
+
+@pytest.mark.full
+def test_a_new_length_has_no_kernel_compiled(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", COMPILED_AT_SEVERAL_LENGTHS]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # where MLX keeps the kernels that it has compiled
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    kernels = [int(x) for x in done.stdout.split()]
+    assert 0 < kernels[0] == kernels[1] == kernels[2]
+    assert kernels[3] == kernels[4] == kernels[5]
 
 
 def peak(compute: Callable[[], Any]) -> int:

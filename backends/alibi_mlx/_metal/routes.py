@@ -36,17 +36,31 @@ class Route:
     fused: bool = False
 
 
-def kernel_sizes(q_len: int) -> tuple[int, ...]:
-    """Return the head sizes, up to 128, of Metal's fused kernels for so many queries; MLX takes no others by itself.
+@dataclass(frozen=True)
+class Kernels:
+    """What decides which fused kernels MLX has: the device, and whether its version has the newer ones."""
 
-    They follow MLX's sources, and have not been run on Metal.
-    """
-    if q_len <= FEW:
-        return 64, 96, 128
-    return (64, 72, 80, 96, 128) if has_newer_kernels() else (64, 80, 128)
+    device: mx.DeviceType
+    newer: bool
+
+    @classmethod
+    def here(cls) -> Kernels:
+        """Return those of MLX's default device."""
+        return cls(mx.default_device().type, has_newer_kernels())
+
+    def head_dims(self, q_len: int) -> tuple[int, ...]:
+        """Return Metal's head sizes, up to 128, for so many queries; MLX takes no others by itself.
+
+        They follow MLX's sources, and have not been run on Metal.
+        """
+        if q_len <= FEW:
+            return 64, 96, 128
+        return (64, 72, 80, 96, 128) if self.newer else (64, 80, 128)
 
 
-def choose(call: AttentionCall, implementation: str | None, training: bool = False) -> Route:
+def choose(
+    call: AttentionCall, implementation: str | None, training: bool = False, kernels: Kernels | None = None
+) -> Route:
     """Return how a call is to run: by the implementation named, else by the one that suits it.
 
     Heads are filled up to the size of a fused kernel; a larger one runs as it is, in MLX's unfused path, which is the
@@ -59,8 +73,9 @@ def choose(call: AttentionCall, implementation: str | None, training: bool = Fal
     if implementation is not None and (reason := refusal(implementation, call)) is not None:
         able = [repr(name) for name in IMPLEMENTATIONS if refusal(name, call) is None]
         raise NotImplementedError(f"implementation {implementation!r} {reason}; {' and '.join(able)} can run this call")
-    on_gpu = mx.default_device().type == mx.gpu
-    sizes = kernel_sizes(call.q_len) if on_gpu else ()
+    kernels = kernels or Kernels.here()
+    on_gpu = kernels.device == mx.gpu
+    sizes = kernels.head_dims(call.q_len) if on_gpu else ()
     if (
         on_gpu
         and implementation in (None, "folded")
@@ -68,14 +83,14 @@ def choose(call: AttentionCall, implementation: str | None, training: bool = Fal
         and call.q_len > FEW
         and call.kv_len <= FOLDED_KEYS
         and not training
-        and has_newer_kernels()
+        and kernels.newer
         and (size := _least(sizes, call.head_dim + FOLDED_FEATURES)) is not None
         and refusal("folded", call) is None
     ):
         return Route("folded", size, fused=True)
     if implementation == "folded":
         needed = call.head_dim + fold_size(call.kv_len, call.dtype)
-        size = _least((*sizes, 192, 256), needed) if on_gpu and has_newer_kernels() else None
+        size = _least((*sizes, 192, 256), needed) if on_gpu and kernels.newer else None
         return Route("folded", needed) if size is None else Route("folded", size, fused=True)
     if implementation == "dense" or refusal("tiled", call) is not None:
         return Route("dense", call.head_dim)

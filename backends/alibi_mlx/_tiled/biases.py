@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 import mlx.core as mx
 
 from alibi_core import AttentionCall
-from alibi_core.backend import Job, relative_positions
+from alibi_core.backend import Job
 
 
 class Biases:
@@ -18,7 +19,7 @@ class Biases:
 
     def __init__(self, call: AttentionCall) -> None:
         self._call = call
-        self._by_distance = call.mask is None and call.q_segment_ids is None and not call.has_offset_array
+        self._by_distance = call.mask is None and call.q_segment_ids is None
         self._tiles: dict[tuple[int, ...], mx.array] = {}  # the last one made, under what it is made of
 
     def of(self, job: Job) -> tuple[mx.array, mx.array | None]:
@@ -26,9 +27,9 @@ class Biases:
 
         The second are booleans, ``[..., rows, 1]``; None if all queries do.
         """
-        if not self._is_toeplitz(job):
+        if not (self._by_distance and self._has_own_keys(job)):
             tile = self._call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
-            bias, attends = tile.bias()
+            bias, attends = replace(tile, q_offset=self._q_positions(job)[..., 0]).bias()
             return _four_axes(bias), None if attends is None else _four_axes(attends)
         back = job.back + self._call.q_offset
         of_each = self._line.shape[0] > 1  # batch entry; else one is for all
@@ -46,24 +47,56 @@ class Biases:
 
         ``[rows, kv_len]``, or ``[batch entries, 1, rows, kv_len]``. The second is None where no key after is seen.
         """
-        tile = self._call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
-        q_positions, kv_positions = tile.positions()
-        ahead = relative_positions(tile.xp, q_positions, kv_positions)
-        outside = mx.maximum(mx.maximum(-q_positions, q_positions - (tile.kv_len - 1)), 0)[..., None]
-        if ahead.ndim > 2:
-            ahead, outside = ahead[:, None], outside[:, None]
-        # In two steps, for less than 0 counts as 0, and a difference of two offsets need not fit into int32.
-        past, future = (mx.maximum(mx.maximum(x, 0) - outside, 0).astype(mx.float32) for x in (-ahead, ahead))
+        queries, keys = self._q_positions(job), mx.arange(job.kv_len)
+        ahead = keys - queries[..., None]
+        sides = -ahead, ahead
+        if not self._has_own_keys(job):
+            # In two steps, for less than 0 counts as 0, and a difference of two offsets need not fit into int32.
+            outside = mx.maximum(mx.maximum(-queries, queries - keys[-1]), 0)[..., None]
+            sides = tuple(mx.maximum(x, 0) - outside for x in sides)
+        past, future = (mx.maximum(x, 0).astype(mx.float32) for x in sides)
+        if past.ndim > 2:
+            past, future = past[:, None], future[:, None]
         return past, None if self._call.is_causal else future
+
+    def _q_positions(self, job: Job) -> mx.array:
+        """Return the positions of a job's queries, counted from its first key: ``[rows]`` or ``[batch entries, rows]``.
+
+        They never enter as Python numbers: ``mx.compile`` writes those into the source of its kernels, which would be
+        new ones for each tile and each length.
+        """
+        offset, start, stop = self._call.q_offset, job.back, job.back + job.rows
+        if not self._call.has_offset_array:
+            return mx.arange(offset + start, offset + stop)
+        return (offset if offset.size == 1 else offset[job.batch])[..., None] + mx.arange(start, stop)
 
     @cached_property
     def _line(self) -> mx.array:
-        """The biases of keys by their distance, ``[batch or 1, heads, q_len + kv_len - 1]``."""
-        return _four_axes(self._call.bias_by_distance[..., None, :])[:, :, 0]
+        """The biases of keys by their distance, from the farthest past on, ``[batch or 1, heads, distances]``."""
+        call = self._call
+        # Of one query at 0, whose keys before it are those after it, seen in a mirror: no length is in its numbers.
+        one = {"q_len": 1, "q_offset": 0, "is_causal": False}
+        slopes = {"slopes": call.slopes, "future_slopes": call.future_slopes}
+        if call.future_slopes is not None:
+            slopes = dict(zip(slopes, mx.broadcast_arrays(*slopes.values()), strict=True))
+        past = slopes | {"future_slopes": None, "kv_len": self._farthest + 1}
+        line = replace(call, **one, **past).bias_by_distance[..., ::-1]
+        after = call.kv_len - 1 - max(call.q_offset, 0)
+        if after > 0 and call.is_causal:
+            line = mx.concatenate([line, mx.full((*line.shape[:-1], after), -mx.inf, line.dtype)], axis=-1)
+        elif after > 0:
+            future = replace(call, **one, **slopes, kv_len=after + 1).bias_by_distance
+            line = mx.concatenate([line, future[..., 1:]], axis=-1)
+        return _four_axes(line[..., None, :])[:, :, 0]
 
-    def _is_toeplitz(self, job: Job) -> bool:
-        """Whether bias depends on distance alone, and each query's own key is among the job's, to count it from."""
-        if not self._by_distance:
+    @property
+    def _farthest(self) -> int:
+        """How far a key is at most before a query that has a key at its own position."""
+        return min(self._call.q_offset + self._call.q_len, self._call.kv_len) - 1
+
+    def _has_own_keys(self, job: Job) -> bool:
+        """Whether each query's own key is known to be among a job's."""
+        if self._call.has_offset_array:
             return False
         back = job.back + self._call.q_offset
         return bool(back >= 0 and back + job.rows <= job.kv_len)
@@ -71,7 +104,7 @@ class Biases:
     def _toeplitz(self, job: Job, line: mx.array, back: int) -> mx.array:
         """Return the bias of a tile, ``back`` keys before its first query's own, from its heads' by distance."""
         # The first row's first key is `back` before its query, and the last row's `rows - 1` further.
-        start = self._call.q_offset + self._call.q_len - back - job.rows
+        start = self._farthest + 1 - back - job.rows
         width = job.rows + job.kv_len - 1
         line = line[..., start : start + width]
         if job.rows == 1:

@@ -255,9 +255,12 @@ def _overlapped(addend: mx.array, job: Job) -> mx.array:
 
 
 def _add_by_head(total: mx.array, job: Job, products: mx.array) -> mx.array:
-    """Add a job's part of the gradient by slopes, minus distance times the gradient by each score, and return it."""
-    by_head = -mx.sum(products, axis=(-2, -1))  # [batch entries or tiles, heads]
+    """Add a job's part of the gradient by slopes, minus distance times the gradient by each score, and return the sum.
+
+    Were the sums of no use but to each other, ``mx.compile`` would make kernels of as many of them as there are jobs.
+    """
+    by_head = mx.sum(products, axis=(-2, -1))  # [batch entries or tiles, heads]
     if job.tiles > 1:
         by_head = mx.sum(by_head, axis=0, keepdims=True)
-    total[job.batch, job.heads] = total[job.batch, job.heads] + by_head
-    return by_head
+    total[job.batch, job.heads] = summed = total[job.batch, job.heads] - by_head
+    return summed

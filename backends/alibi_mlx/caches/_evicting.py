@@ -23,7 +23,7 @@ from alibi_core.backend import (
 )
 from alibi_mlx import _attention
 from alibi_mlx._tiled import norm_bounds
-from alibi_mlx.caches._kv_cache import check_appended
+from alibi_mlx.caches._kv_cache import check_appended, check_indices
 
 FEW = 16  # queries; so few are not worth a second look: what is kept is about what they need
 
@@ -127,8 +127,7 @@ class EvictingKVCache:
         """Drop what no query of these tokens, or later ones, can need, and store their keys and values.
 
         Args:
-            key: ``[batch, num_kv_heads, new, head_dim]``.
-            value: Likewise.
+            key, value: ``[batch, num_kv_heads, new, head_dim]``.
 
         Raises:
             TypeError: If an argument is no floating MLX array of four axes.
@@ -209,12 +208,8 @@ class EvictingKVCache:
 
         Args:
             query: ``[batch, num_heads, q_len, head_dim]``.
-            slopes: None, or what the cache was made for.
-            mask: None: a key that hides another from a query cannot tell that the other no longer matters.
-            segment_ids: None, likewise.
-            window_size: None, or what the cache was made for.
-            scale: Likewise.
-            tolerance: Likewise.
+            slopes, window_size, scale, tolerance: None, or what the cache was made for.
+            mask, segment_ids: None: a key hidden from a query cannot tell that another no longer matters.
             implementation: As for :func:`alibi_mlx.attention`.
 
         Returns:
@@ -276,6 +271,8 @@ class EvictingKVCache:
 
     def select_batch(self, indices: mx.array) -> None:
         """Keep the sequences at ``indices`` of the batch axis, as :meth:`KVCache.select_batch`."""
+        if self._groups:
+            check_indices(indices, self._groups[0].key.shape[0])
         for group in self._groups:
             group.key, group.value = (mx.take(x, indices, axis=0) for x in (group.key, group.value))
         self.batch_size = None if self.batch_size is None else len(indices)

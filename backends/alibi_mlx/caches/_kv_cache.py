@@ -17,6 +17,7 @@ from alibi_core.backend import (
     check_room,
     check_span,
     explains_keywords,
+    host_values,
     non_negative_int,
     one_of,
     positive_int,
@@ -145,13 +146,9 @@ class KVCache:
 
         Args:
             query: ``[batch, num_heads, q_len, head_dim]``, of the last ``q_len`` tokens.
-            slopes: As for :func:`alibi_mlx.attention`, like all the rest.
+            slopes, window_size, scale, tolerance, implementation: As for :func:`alibi_mlx.attention`.
             mask: Over all tokens held, likewise.
             segment_ids: A pair (queries, all tokens held).
-            window_size: In tokens.
-            scale: Factor of the scores.
-            tolerance: The share of softmax weight that may be left out.
-            implementation: As there.
             lengths: ``[batch]`` integers: how many of the queries of each row count, as :meth:`append` was told of
                 its tokens; the others' results mean nothing. Default: all.
 
@@ -203,8 +200,14 @@ class KVCache:
 
         Args:
             indices: ``[batch]`` integers, for a batch size that may be another than before.
+
+        Raises:
+            TypeError: If they are no integer MLX array.
+            IndexError: If there is no such sequence.
         """
-        held = None if self.lengths is None else self._held()[np.asarray(indices)]  # first, for it may raise
+        if self.keys is not None:
+            check_indices(indices, self.keys.shape[0])
+        held = None if self.lengths is None else self._held()[np.asarray(indices)]
         if self.keys is not None:
             self.keys, self.values = (mx.take(x, indices, axis=0) for x in (self.keys, self.values))
         self._norms = None if self._norms is None else mx.take(self._norms, indices, axis=0)
@@ -342,6 +345,16 @@ def _counts(lengths: mx.array | None, batch_size: int, new: int) -> np.ndarray[A
     if lengths is None:
         return np.full(batch_size, new)
     return np.asarray(check_lengths(mx, "lengths", lengths, batch_size, new)).astype(np.int64)
+
+
+def check_indices(indices: mx.array, batch_size: int) -> None:
+    """Check which sequences to keep, as far as values can be seen: MLX reads whatever lies at a wrong index."""
+    if not isinstance(indices, mx.array) or not mx.issubdtype(indices.dtype, mx.integer):
+        raise TypeError(f"indices must be an integer MLX array, got {getattr(indices, 'dtype', indices)}")
+    values = host_values(indices)
+    if values is not None and not np.all((values >= -batch_size) & (values < batch_size)):
+        found = values.astype(int).tolist()
+        raise IndexError(f"indices must be those of sequences, of which there are {batch_size}, got {found}")
 
 
 class _NormsOf:

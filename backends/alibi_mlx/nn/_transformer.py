@@ -129,10 +129,13 @@ class AlibiTransformer(nn.Module):
             ``[batch, length, embed_dim]``.
 
         Raises:
+            TypeError: If ``caches`` are no sequence.
             ValueError: If ``x`` has another shape, or there is not one cache a block.
         """
         if x.ndim != 3 or x.shape[-1] != self.config.embed_dim:
             raise ValueError(f"x must have shape (batch, length, embed_dim {self.config.embed_dim}), got {x.shape}")
+        if caches is not None and not isinstance(caches, Sequence):
+            raise TypeError(f"caches must be a list of one a block ({len(self.blocks)}), got {type(caches).__name__}")
         if caches is not None and len(caches) != len(self.blocks):
             raise ValueError(f"caches must be one a block ({len(self.blocks)}), got {len(caches)}")
         with unless_refused(caches or ()):  # what one block refuses is not to stay in those before it
