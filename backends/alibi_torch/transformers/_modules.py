@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from types import MethodType
 from typing import Any
 
 import torch
@@ -249,25 +247,6 @@ def check_own(module: Any, kind: type) -> None:
             f"attention of the model must be that of {kind.__name__}, got {type(module).__name__} with a "
             f"{changed[0]} of its own; accelerate first, or leave the model as it is"
         )
-
-
-def become(module: Any, kind: type) -> None:
-    """Make a module one of another class, its state kept."""
-    module.__class__ = kind
-    # Hooks for several devices replace `forward` and keep the one before.
-    if isinstance(vars(module).get("_old_forward"), MethodType):
-        module._old_forward = MethodType(kind.forward, module)
-
-
-def positional_names(kind: type) -> tuple[str, ...]:
-    """Return the names of a model's positional arguments; of its parent's, where it hands on whatever it gets."""
-    names: tuple[str, ...] = ()
-    for parent in (x for x in kind.__mro__ if "forward" in vars(x)):
-        parameters = list(inspect.signature(vars(parent)["forward"]).parameters.values())[1:]
-        names = tuple(x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD)
-        if all(x.kind is not x.VAR_POSITIONAL for x in parameters):
-            break
-    return names
 
 
 def tokens_of(given: dict[str, Any]) -> Any:

@@ -2,61 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from alibi_torch.transformers._modules import (
-    check_sizes,
-    positional_names,
-    reason_of_weights,
-    tokens_of,
-    with_arguments,
-)
+from alibi_torch.transformers._joined import Joined, Prepared
+from alibi_torch.transformers._modules import check_sizes, reason_of_weights, tokens_of, with_arguments
 from alibi_torch.transformers._paths import Paths
-
-
-class Joined:
-    """What the classes have in common that modules become while they are accelerated, one made for each own class.
-
-    Such a class inherits from one of this library and from the module's own. It keeps the name of that, which
-    transformers writes into configs.
-
-    Attributes:
-        alibi_class: The module's own class, whose code computes what the library does not.
-        alibi_names: Names of that code's positional arguments.
-    """
-
-    alibi_class: Any
-    alibi_names: tuple[str, ...]
-
-    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call, by name."""
-        return dict(zip(self.alibi_names, args, strict=False)) | kwargs
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class was made while the program ran, so nobody can look it up by its name.
-        return _remade, (self.alibi_class, type(self).__mro__[1]), vars(self).copy()
-
-
-@functools.cache
-def joined(own: type, kind: type[Joined]) -> type:
-    """Return the class of a module of class ``own`` while it is accelerated."""
-
-    @functools.wraps(own.forward)  # type: ignore[attr-defined]
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-
-    names = {x: getattr(own, x) for x in ("__module__", "__qualname__", "__doc__")}
-    names |= {"alibi_class": own, "alibi_names": positional_names(own), "forward": forward}
-    return type(own.__name__, (kind, own), names)
-
-
-def _remade(own: type, kind: type[Joined]) -> Any:
-    made = joined(own, kind)
-    return made.__new__(made)
 
 
 class RemoteAttention(Joined):
@@ -186,10 +139,8 @@ class Family:
         """Undo that."""
 
 
-class RemoteBase(Joined):
+class RemoteBase(Prepared):
     """A base model. Before a call it decides who computes the attention.
-
-    Its ``forward`` does so, not a hook, for some libraries call that.
 
     Attributes:
         alibi_family: Its family.
