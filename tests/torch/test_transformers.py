@@ -18,6 +18,7 @@ import torch._dynamo.testing
 pytest.importorskip("transformers")
 
 import transformers
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -880,6 +881,22 @@ def test_generate_by_a_compiled_forward() -> None:
     accelerate(model).forward = torch.compile(model.forward, backend="eager")
     for x, text in zip((None, mask), expected, strict=True):
         assert torch.equal(model.generate(tokens, attention_mask=x, **options), text)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the recorder
+@pytest.mark.parametrize("recorder", ["torch.jit.trace", "make_fx"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_call_that_is_recorded_serves_other_masks(name: str, recorder: str) -> None:
+    model, inputs = model_of(name).requires_grad_(False), (tokens_of(3, 20), mask_of("left"))
+    expected = logits_of(model, *inputs[:1], attention_mask=inputs[1])
+    accelerate(model)
+
+    def call(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return model(tokens, attention_mask=mask, use_cache=False).logits
+
+    whole = inputs[0], torch.ones(3, 20, dtype=torch.long)
+    recorded = torch.jit.trace(call, whole) if recorder == "torch.jit.trace" else make_fx(call)(*whole)
+    assert torch.allclose(recorded(*inputs), expected, atol=1e-4)
 
 
 @pytest.mark.full

@@ -27,7 +27,7 @@ from alibi_torch.transformers._modules import (
     attention_modules,
     check_own,
     layers_of,
-    reason_of_weights,
+    reason_for_own_code,
     tokens_of,
     with_arguments,
 )
@@ -172,9 +172,9 @@ class AcceleratedModel(Prepared):
 
     def prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         given, is_base = self.given(args, kwargs), isinstance(self, BASES)
-        mask, layers = given.get("attention_mask"), layers_of(self if is_base else self.base_model)
+        mask = given.get("attention_mask")
         if _facts.is_encoded(mask) and mask.dtype == torch.uint8:  # by an outer model
-            layers[0].alibi_paths.by_library()
+            layers_of(self)[0].alibi_paths.by_library()
             return args, kwargs
         if not is_base and given.get("position_ids") is None:
             return args, kwargs  # which the base is left to see to
@@ -186,6 +186,7 @@ class AcceleratedModel(Prepared):
                 "use_cache must be True with an AlibiCache, got False (MptConfig's default): generate would send it "
                 "the whole text at each token"
             )
+        layers = layers_of(self if is_base else self.base_model)
         reason = _reason_for_own_code(self, layers, given, tokens)
         if is_base and reason is not None:
             layers[0].alibi_paths.by_hook(self, reason)
@@ -206,7 +207,7 @@ class AcceleratedModel(Prepared):
 
 def _reason_for_own_code(model: Any, layers: list[Any], given: dict[str, Any], tokens: Tensor) -> str | None:
     """Return why the library does not compute a call, as a sentence that begins with an argument; None if it does."""
-    reason = reason_of_weights(model.config, given, [layer.weight_dropout for layer in layers if layer.training])
+    reason = reason_for_own_code(model.config, given, [layer.weight_dropout for layer in layers if layer.training])
     if reason is not None:
         return reason
     cache, mask = given.get("past_key_values"), given.get("attention_mask")

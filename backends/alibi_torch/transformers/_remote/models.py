@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from alibi_torch.transformers._joined import Joined, Prepared
-from alibi_torch.transformers._modules import check_sizes, reason_of_weights, tokens_of, with_arguments
+from alibi_torch.transformers._modules import check_sizes, reason_for_own_code, tokens_of, with_arguments
 from alibi_torch.transformers._paths import Paths
 
 
@@ -163,7 +163,7 @@ class RemoteBase(Prepared):
             return args, kwargs  # which the model refuses
         layers = family.attention_of(self)
         dropped = [layer.weight_dropout(layer) for layer in layers if layer.training]
-        reason = reason_of_weights(self.config, given, dropped) or family.reason(self, given)
+        reason = reason_for_own_code(self.config, given, dropped) or family.reason(self, given)
         reason = reason or self._of_mask(mask, tokens, family.past(self, given))
         if reason is not None:
             layers[0].alibi_paths.by_hook(self, reason)
