@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -385,6 +387,37 @@ def test_calls_of_decoders_that_are_left_to_their_own_code(name: str) -> None:
     copied = pickle.loads(pickle.dumps(model))
     assert torch.equal(copied(tokens).logits, model(tokens).logits)
     assert torch.equal(restore(model)(tokens).logits, expected.logits)
+
+
+@pytest.mark.parametrize("name", ["jina-geglu", "mosaic-bert", "baichuan", "jais", "replit"])
+def test_threads_do_not_get_each_others_bias(name: str) -> None:
+    model, tokens = (decoder if name in DECODERS else encoder)(name), tokens_of(2, 20)
+    embedding = next(x for x in model.modules() if isinstance(x, nn.Embedding))
+    mask = mask_of("holes", 20)[1:]
+    given = [{"attention_mask": x} for x in (mask, torch.ones_like(mask), mask)]
+
+    def call(arguments: dict[str, Any]) -> Tensor:
+        with torch.no_grad():
+            output = model(tokens, **arguments)
+        return (output.logits if name in DECODERS else output.last_hidden_state)[:, 0]
+
+    accelerate(model, strict=True)
+    expected = [call(x) for x in given]
+    embedding.register_forward_hook(
+        lambda *_: time.sleep(0.02)
+    )  # all are between their beginning and their first layer
+    with ThreadPoolExecutor(3) as pool:
+        for x, y in zip(pool.map(call, given), expected, strict=True):
+            assert (x - y).abs().max() < 1e-5
+
+
+@pytest.mark.full
+def test_an_encoder_is_exported() -> None:
+    model, tokens, mask = encoder(), tokens_of(3, 20), {"attention_mask": mask_of("right", 20)}
+    with torch.no_grad():
+        expected = model(tokens, **mask).last_hidden_state
+        exported = torch.export.export(accelerate(model), (tokens,), mask, strict=False)
+        assert torch.allclose(exported.module()(tokens, **mask).last_hidden_state, expected, atol=1e-5)
 
 
 def test_btlm_has_the_code_of_jais() -> None:

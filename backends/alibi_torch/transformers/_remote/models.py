@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +29,7 @@ class RemoteAttention(Joined):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module's own code does; no weights where the library computes it."""
+        _turn.end()
         given = self.given(args, kwargs)
         if is_marked(given.get(self.bias_name)):
             return self.attended(given)
@@ -125,7 +127,7 @@ class Family:
         """Make a base model ready for a call that its own code computes."""
 
     def end(self, base: Any) -> None:
-        """Undo either, after a call."""
+        """Undo either, once a call has come to its first layer."""
         for owner, name in self.builders(base):
             vars(owner).pop(name, None)
 
@@ -150,10 +152,11 @@ class RemoteBase(Prepared):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model's own code does."""
+        _turn.begin(self)
         try:
             return self.alibi_family.call(self, *self.prepared(args, kwargs))
         finally:
-            self.alibi_family.end(self)
+            _turn.end()
 
     def prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return the arguments of a call, and keep the model from building its bias if the library computes it."""
@@ -164,6 +167,8 @@ class RemoteBase(Prepared):
         layers = family.attention_of(self)
         dropped = [layer.weight_dropout(layer) for layer in layers if layer.training]
         reason = reason_for_own_code(self.config, given, dropped) or family.reason(self, given)
+        if torch.compiler.is_exporting():  # without the values that tell padding
+            reason = reason or "recorder must be torch.compile, got torch.export"
         reason = reason or self._of_mask(mask, tokens, family.past(self, given))
         if reason is not None:
             layers[0].alibi_paths.by_hook(self, reason)
@@ -187,6 +192,32 @@ class RemoteBase(Prepared):
         if not bool((mask != 0).any(dim=1).all()):
             return "attention_mask must leave some text in every row, got a row of padding"
         return None
+
+
+class _Turn(threading.local):
+    """The call of this thread that may change what builds a model's bias: until it has come to its first layer.
+
+    Others wait, or they would get its bias.
+    """
+
+    lock: ClassVar = threading.RLock()
+    base: Any = None
+
+    def begin(self, base: Any) -> None:
+        self.end()
+        if not torch.compiler.is_compiling():
+            self.lock.acquire()
+        self.base = base
+
+    def end(self) -> None:
+        base, self.base = self.base, None
+        if base is not None:
+            base.alibi_family.end(base)
+            if not torch.compiler.is_compiling():
+                self.lock.release()
+
+
+_turn = _Turn()
 
 
 def constant(value: Any, *_: Any, **__: Any) -> Any:
