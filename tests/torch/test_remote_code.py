@@ -452,6 +452,15 @@ def _no_alibi(model: Any) -> None:
     model.transformer.relative_pe = None
 
 
+class MultiheadAttention(remote_decoders.MultiheadAttention):
+    def kept(self) -> None: ...
+
+
+def _another_name(model: Any) -> None:
+    for block in model.transformer.blocks:
+        block.attn.__class__ = MultiheadAttention
+
+
 def _set(name: str, value: Any) -> Any:
     return lambda model: [setattr(block.attn, name, value) for block in model.transformer.blocks]
 
@@ -470,6 +479,7 @@ def _set(name: str, value: Any) -> Any:
         ("replit", lambda model: model.transformer.wte.weight.data.fill_(torch.nan), "must be finite"),
         ("gpt_refact", lambda model: setattr(model.transformer, "_make_mask", None), "must be that of its class"),
         ("jais", lambda model: setattr(model.transformer, "forward", None), "a forward of its own"),
+        ("replit", _another_name, "kept must not be a name of the model's attention"),
     ],
 )
 def test_decoders_that_are_refused(name: str, change: Any, message: str) -> None:

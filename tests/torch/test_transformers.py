@@ -801,6 +801,22 @@ def test_restore_leaves_models_beside_it_alone() -> None:
     assert [models[x].transformer.use_alibi for x in ("alibi", "rotary")] == [True, False]
 
 
+@pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")
+def test_a_cache_with_a_head_for_each_query_head() -> (
+    None
+):  # which the model's own code fills, and PEFT's prefix tuning
+    model, tokens = model_of("falcon, grouped"), tokens_of(2, 20)
+    own, ours = (DynamicCache(config=model.config) for _ in range(2))
+    for cache in (own, ours):
+        logits_of(model, tokens[:, :15], past_key_values=cache)
+    steps = [(tokens[:, 15:16], False), (tokens[:, 16:19], True), (tokens[:, 19:], False)]
+    expected = [logits_of(model, x, past_key_values=own, output_attentions=y) for x, y in steps]
+    accelerate(model)
+    for (x, is_own), y in zip(steps, expected, strict=True):
+        actual = logits_of(model, x, past_key_values=ours, output_attentions=is_own)
+        assert (actual - y).abs().max() <= 32 * torch.finfo(torch.float32).eps * y.abs().max()
+
+
 class Adapter(torch.nn.Module):
     """A layer around a linear one that adds to it."""
 

@@ -16,7 +16,7 @@ from transformers.models.falcon.modeling_falcon import FalconAttention
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as build_falcon_tensor
 from transformers.models.mpt.modeling_mpt import MptAttention, build_mpt_alibi_tensor
 
-from alibi_torch.transformers._cache_layers import extended
+from alibi_torch.transformers._cache_layers import as_held, extended
 from alibi_torch.transformers._facts import is_encoded
 from alibi_torch.transformers._paths import Paths
 from alibi_torch.transformers._rules import Rules
@@ -200,8 +200,10 @@ class _CacheOfGroups:
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         """Append keys and values, and return those of all tokens, repeated."""
-        held = self.cache.update(key[:, :: self.group], value[:, :: self.group], layer_idx, *args, **kwargs)
-        return tuple(x.repeat_interleave(self.group, dim=1) for x in held)
+        layer = self.cache.layers[layer_idx] if layer_idx < len(self.cache.layers) else None
+        once = as_held(layer, key[:, :: self.group], value[:, :: self.group])
+        held = self.cache.update(*once, layer_idx, *args, **kwargs)
+        return tuple(x.repeat_interleave(key.shape[1] // x.shape[1], dim=1) for x in held)
 
 
 def attention_modules(model: Any, *, missing_is_error: bool = True) -> list[Any]:

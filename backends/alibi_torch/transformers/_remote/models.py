@@ -6,7 +6,7 @@ import threading
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from alibi_torch.transformers._joined import Joined, Prepared
 from alibi_torch.transformers._modules import check_sizes, reason_for_own_code, tokens_of, with_arguments
@@ -76,6 +76,12 @@ class RemoteAttention(Joined):
             )
         for name, rows in cls.rows(module).items():
             check_sizes(getattr(module, name), rows, cls.shape_of(module)[0])
+        hidden = sorted(name for name in dir(type(module)) if hasattr(cls, name) and not hasattr(nn.Module, name))
+        if hidden:
+            raise ValueError(
+                f"{hidden[0]} must not be a name of the model's attention, got a {type(module).__name__} with it, for "
+                "while accelerated its code would find the library's; leave the model as it is"
+            )
 
 
 class Family:
