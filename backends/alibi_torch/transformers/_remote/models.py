@@ -89,6 +89,7 @@ class Family:
 
     attention: ClassVar[dict[str, type[RemoteAttention]]]  # by the names of their classes
     takes_padding: ClassVar[bool] = True
+    unsupported: ClassVar[tuple[str, ...]]  # arguments
 
     def attention_of(self, base: Any) -> list[Any]:
         """Return the attention modules of a base model, in order."""
@@ -105,6 +106,9 @@ class Family:
 
     def reason(self, base: Any, given: dict[str, Any]) -> str | None:
         """Return why the library does not compute a call, as a sentence that begins with an argument."""
+        for name in self.unsupported:
+            if given.get(name) is not None:
+                return f"{name} must be None, as it is not computed here, got {type(given[name]).__name__}"
         return None
 
     def builders(self, base: Any) -> list[tuple[Any, str]]:
