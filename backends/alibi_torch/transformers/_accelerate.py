@@ -176,11 +176,11 @@ class AcceleratedModel(Prepared):
         if _facts.is_encoded(mask) and mask.dtype == torch.uint8:  # by an outer model
             layers_of(self)[0].alibi_paths.by_library()
             return args, kwargs
-        if not is_base and given.get("position_ids") is None:
-            return args, kwargs  # which the base is left to see to
         tokens = tokens_of(given)
         if not isinstance(tokens, Tensor):
             return args, kwargs  # which the model refuses
+        if not is_base and (given.get("position_ids") is None or tokens.shape[1] == 1):
+            return args, kwargs  # which the base is left to see to
         if given.get("use_cache") is False and isinstance(given.get("past_key_values"), AlibiCache):
             raise ValueError(
                 "use_cache must be True with an AlibiCache, got False (MptConfig's default): generate would send it "
