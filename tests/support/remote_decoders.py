@@ -404,7 +404,7 @@ class MultiheadAttention(nn.Module):
         query, key, value = mixed.split(self.sizes, dim=-1)
         if past_key_value is not None:
             key, value = extended(past_key_value and self.merged(past_key_value), key, value, dim=1)
-            past_key_value = self.kept(key, value)
+            past_key_value = self.stored(key, value)
         size = self.d_model // self.n_heads
         query, key, value = (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in (query, key, value))
         q_len, kv_len = query.shape[2], key.shape[2]
@@ -414,7 +414,7 @@ class MultiheadAttention(nn.Module):
         result, weights = attend(query, key, value, self.softmax_scale, bias)
         return self.out_proj(result), weights if needs_weights else None, past_key_value
 
-    def kept(self, key: Tensor, value: Tensor) -> Any:
+    def stored(self, key: Tensor, value: Tensor) -> Any:
         return key, value
 
     def merged(self, cache: Any) -> Any:
@@ -437,7 +437,7 @@ class GroupedQueryAttention(MultiheadAttention):
     def get_qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.Wqkv(x).split(self.sizes, dim=-1)
 
-    def kept(self, key: Tensor, value: Tensor) -> Any:
+    def stored(self, key: Tensor, value: Tensor) -> Any:
         key, value = (x.unflatten(-1, (self.number, -1)).transpose(1, 2) for x in (key, value))
         return key.mT, value
 

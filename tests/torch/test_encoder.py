@@ -536,8 +536,8 @@ def test_refuses_calls_that_it_cannot_answer(family: str, inputs: dict[str, Any]
 
 def test_refuses_what_would_pass_its_preparation_by(family: str) -> None:
     model = with_alibi(made(family))
-    with pytest.raises(ValueError, match=r"call model\(...\), not model.forward"):
-        model.forward(tokens_of(2, 5))
+    with pytest.raises(ValueError, match="call the model, not a layer of it"):
+        model.encoder(torch.zeros(2, 5, HIDDEN))
     model.config.is_decoder = True
     with pytest.raises(ValueError, match="is_decoder must be False"):
         model(tokens_of(2, 5))

@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -387,6 +389,37 @@ def test_calls_of_decoders_that_are_left_to_their_own_code(name: str) -> None:
     assert torch.equal(restore(model)(tokens).logits, expected.logits)
 
 
+@pytest.mark.parametrize("name", ["jina-geglu", "mosaic-bert", "baichuan", "jais", "replit"])
+def test_threads_do_not_get_each_others_bias(name: str) -> None:
+    model, tokens = (decoder if name in DECODERS else encoder)(name), tokens_of(2, 20)
+    embedding = next(x for x in model.modules() if isinstance(x, nn.Embedding))
+    mask = mask_of("holes", 20)[1:]
+    given = [{"attention_mask": x} for x in (mask, torch.ones_like(mask), mask)]
+
+    def call(arguments: dict[str, Any]) -> Tensor:
+        with torch.no_grad():
+            output = model(tokens, **arguments)
+        return (output.logits if name in DECODERS else output.last_hidden_state)[:, 0]
+
+    accelerate(model, strict=True)
+    expected = [call(x) for x in given]
+    embedding.register_forward_hook(
+        lambda *_: time.sleep(0.02)
+    )  # all are between their beginning and their first layer
+    with ThreadPoolExecutor(3) as pool:
+        for x, y in zip(pool.map(call, given), expected, strict=True):
+            assert (x - y).abs().max() < 1e-5
+
+
+@pytest.mark.full
+def test_an_encoder_is_exported() -> None:
+    model, tokens, mask = encoder(), tokens_of(3, 20), {"attention_mask": mask_of("right", 20)}
+    with torch.no_grad():
+        expected = model(tokens, **mask).last_hidden_state
+        exported = torch.export.export(accelerate(model), (tokens,), mask, strict=False)
+        assert torch.allclose(exported.module()(tokens, **mask).last_hidden_state, expected, atol=1e-5)
+
+
 def test_btlm_has_the_code_of_jais() -> None:
     model = decoder("jais")
     model.transformer.__class__ = remote_decoders.BTLMModel
@@ -419,6 +452,15 @@ def _no_alibi(model: Any) -> None:
     model.transformer.relative_pe = None
 
 
+class MultiheadAttention(remote_decoders.MultiheadAttention):
+    def kept(self) -> None: ...
+
+
+def _another_name(model: Any) -> None:
+    for block in model.transformer.blocks:
+        block.attn.__class__ = MultiheadAttention
+
+
 def _set(name: str, value: Any) -> Any:
     return lambda model: [setattr(block.attn, name, value) for block in model.transformer.blocks]
 
@@ -437,6 +479,7 @@ def _set(name: str, value: Any) -> Any:
         ("replit", lambda model: model.transformer.wte.weight.data.fill_(torch.nan), "must be finite"),
         ("gpt_refact", lambda model: setattr(model.transformer, "_make_mask", None), "must be that of its class"),
         ("jais", lambda model: setattr(model.transformer, "forward", None), "a forward of its own"),
+        ("replit", _another_name, "kept must not be a name of the model's attention"),
     ],
 )
 def test_decoders_that_are_refused(name: str, change: Any, message: str) -> None:

@@ -18,6 +18,7 @@ import torch._dynamo.testing
 pytest.importorskip("transformers")
 
 import transformers
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -35,7 +36,7 @@ from transformers import (
 )
 from transformers.models.bloom.modeling_bloom import BloomAttention
 
-from alibi_torch.transformers import AlibiCache, accelerate, paths, restore
+from alibi_torch.transformers import AlibiCache, accelerate, paths, restore, with_alibi
 from alibi_torch.transformers._cache_layers import GrowingLayer
 from alibi_torch.transformers._modules import attention_modules
 from alibi_torch.transformers._norms import most_of_queries
@@ -624,16 +625,39 @@ def test_the_two_ways_share_a_cache(name: str, kind: str) -> None:
     assert paths(model)["alibi_torch"] == 2
 
 
-@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon", "falcon, eager"])
-def test_a_base_model_without_its_hooks(name: str) -> None:
-    model, tokens, mask = model_of(name), tokens_of(3, 20), mask_of("holes")
-    for arguments in ({}, {"attention_mask": mask}):
-        accelerated = accelerate(copy.deepcopy(model))
-        with torch.no_grad():
-            expected = model.transformer.forward(tokens, **arguments)[0]
-            with pytest.warns(UserWarning, match="layers must be called by their model"):
-                actual = accelerated.transformer.forward(tokens, **arguments)[0]
-        assert torch.equal(actual, expected)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_forward_that_is_called_by_itself(name: str) -> None:
+    # sentence-transformers does so, and who compiles model.forward.
+    model, tokens = model_of(name), tokens_of(3, 20)
+    packed = {"position_ids": torch.arange(10).repeat(2)[None].expand(3, -1), "use_cache": False}
+    expected = [
+        model(tokens, attention_mask=mask_of("holes")).logits,
+        accelerate(model, strict=True)(tokens, **packed)[0],
+    ]
+    actual = [model.forward(tokens, attention_mask=mask_of("holes")).logits, model.forward(tokens, **packed)[0]]
+    hidden = model.transformer.forward(tokens, attention_mask=mask_of("holes"))[0]
+    for x, y in zip([*actual, model.lm_head(hidden)], [*expected, expected[0]], strict=True):
+        assert (x - y).abs().max() <= 32 * torch.finfo(torch.float32).eps * y.abs().max()
+    assert paths(model) == {"alibi_torch": 4}
+
+
+def test_a_forward_that_somebody_put_into_a_model() -> None:
+    model, tokens, packed = model_of("bloom"), tokens_of(1, 20), torch.arange(10).repeat(2)[None]
+    expected = accelerate(copy.deepcopy(model))(tokens, position_ids=packed)[0]
+    own = model.forward
+    model.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    assert torch.equal(accelerate(model)(tokens, position_ids=packed)[0], expected)
+    assert not restore(model)._forward_pre_hooks
+
+
+@pytest.mark.parametrize("config", [transformers.BertConfig, transformers.MegatronBertConfig])
+def test_a_forward_of_bert_that_is_called_by_itself(config: Any) -> None:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = with_alibi(transformers.AutoModel.from_config(config(**sizes))).eval()
+    inputs = tokens_of(3, 20), mask_of("holes")
+    assert torch.equal(model.forward(*inputs)[0], model(*inputs)[0])
+    for replica in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(replica.forward(*inputs)[0], model(*inputs)[0])
 
 
 # --- The rest of the model ------------------------------------------------------------------------------------------
@@ -777,6 +801,22 @@ def test_restore_leaves_models_beside_it_alone() -> None:
     assert [models[x].transformer.use_alibi for x in ("alibi", "rotary")] == [True, False]
 
 
+@pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")
+def test_a_cache_with_a_head_for_each_query_head() -> (
+    None
+):  # which the model's own code fills, and PEFT's prefix tuning
+    model, tokens = model_of("falcon, grouped"), tokens_of(2, 20)
+    own, ours = (DynamicCache(config=model.config) for _ in range(2))
+    for cache in (own, ours):
+        logits_of(model, tokens[:, :15], past_key_values=cache)
+    steps = [(tokens[:, 15:16], False), (tokens[:, 16:19], True), (tokens[:, 19:], False)]
+    expected = [logits_of(model, x, past_key_values=own, output_attentions=y) for x, y in steps]
+    accelerate(model)
+    for (x, is_own), y in zip(steps, expected, strict=True):
+        actual = logits_of(model, x, past_key_values=ours, output_attentions=is_own)
+        assert (actual - y).abs().max() <= 32 * torch.finfo(torch.float32).eps * y.abs().max()
+
+
 class Adapter(torch.nn.Module):
     """A layer around a linear one that adds to it."""
 
@@ -857,6 +897,22 @@ def test_generate_by_a_compiled_forward() -> None:
     accelerate(model).forward = torch.compile(model.forward, backend="eager")
     for x, text in zip((None, mask), expected, strict=True):
         assert torch.equal(model.generate(tokens, attention_mask=x, **options), text)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the recorder
+@pytest.mark.parametrize("recorder", ["torch.jit.trace", "make_fx"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_call_that_is_recorded_serves_other_masks(name: str, recorder: str) -> None:
+    model, inputs = model_of(name).requires_grad_(False), (tokens_of(3, 20), mask_of("left"))
+    expected = logits_of(model, *inputs[:1], attention_mask=inputs[1])
+    accelerate(model)
+
+    def call(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return model(tokens, attention_mask=mask, use_cache=False).logits
+
+    whole = inputs[0], torch.ones(3, 20, dtype=torch.long)
+    recorded = torch.jit.trace(call, whole) if recorder == "torch.jit.trace" else make_fx(call)(*whole)
+    assert torch.allclose(recorded(*inputs), expected, atol=1e-4)
 
 
 @pytest.mark.full

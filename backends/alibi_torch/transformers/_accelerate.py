@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.models.bloom.modeling_bloom import (
     BloomAttention,
     BloomModel,
@@ -20,16 +19,15 @@ from alibi_core.backend import boolean, one_of
 from alibi_torch.transformers import _facts
 from alibi_torch.transformers._alibi_cache import AlibiCache
 from alibi_torch.transformers._cache_layers import unknown_cache
+from alibi_torch.transformers._joined import Prepared, become, join, part
 from alibi_torch.transformers._modules import (
     AcceleratedBloomAttention,
     AcceleratedFalconAttention,
     AcceleratedMptAttention,
     attention_modules,
-    become,
     check_own,
     layers_of,
-    positional_names,
-    reason_of_weights,
+    reason_for_own_code,
     tokens_of,
     with_arguments,
 )
@@ -125,7 +123,7 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
     for base in bases:
         _replace_builders(base)
     for outer in (x for x in model.modules() if isinstance(x, FAMILIES)):
-        outer.alibi_hook = outer.register_forward_pre_hook(_Prepare(outer), with_kwargs=True)
+        join(outer, AcceleratedModel)
         outer.create_masks_for_generate = _same_mask
     return model
 
@@ -148,68 +146,68 @@ def restore(model: nn.Module) -> nn.Module:
         >>> type(restore(accelerate(model)).h[0].self_attention).__name__
         'BloomAttention'
     """
-    hooked: list[Any] = [x for x in model.modules() if "alibi_hook" in vars(x)]
+    outers: list[Any] = [x for x in model.modules() if isinstance(x, AcceleratedModel)]
     is_remote = restore_remote(remote_bases(model))
     # Another model that shares these modules may have put them back.
-    for module in attention_modules(model, missing_is_error=not hooked and not is_remote):
+    for module in attention_modules(model, missing_is_error=not outers and not is_remote):
         become(module, module.alibi_class)
         del module.alibi_class, module.alibi_rules, module.alibi_paths
-    for outer in hooked:
-        outer.alibi_hook.remove()
-        del outer.alibi_hook, outer.create_masks_for_generate
+    for outer in outers:
+        part(outer)
+        del outer.create_masks_for_generate
         if isinstance(outer, BASES):
             _put_builders_back(outer)
     return model
 
 
-class _Prepare:
-    """Puts into a call's mask what its masks and positions say, before the model sees it.
+class AcceleratedModel(Prepared):
+    """A model that puts into a call's mask what its masks and positions say.
 
     A model around the base may use the mask itself. So that one is given another in its place only where positions say
     more than it, as the models do not hand positions on.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.names = positional_names(type(model))
-        self.is_base = isinstance(model, BASES)
+    base_model: Any
+    config: Any
 
-    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        given = dict(zip(self.names, args, strict=False)) | kwargs
+    def prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        given, is_base = self.given(args, kwargs), isinstance(self, BASES)
         mask = given.get("attention_mask")
         if _facts.is_encoded(mask) and mask.dtype == torch.uint8:  # by an outer model
+            layers_of(self)[0].alibi_paths.by_library()
             return args, kwargs
-        if not self.is_base and given.get("position_ids") is None:
-            return args, kwargs  # which the base is left to see to
         tokens = tokens_of(given)
         if not isinstance(tokens, Tensor):
             return args, kwargs  # which the model refuses
+        if not is_base and (given.get("position_ids") is None or tokens.shape[1] == 1):
+            return args, kwargs  # which the base is left to see to
         if given.get("use_cache") is False and isinstance(given.get("past_key_values"), AlibiCache):
             raise ValueError(
                 "use_cache must be True with an AlibiCache, got False (MptConfig's default): generate would send it "
                 "the whole text at each token"
             )
-        layers = layers_of(model if self.is_base else model.base_model)
-        reason = _reason_for_own_code(model, layers, given, tokens)
-        if self.is_base and reason is not None:
-            layers[0].alibi_paths.by_hook(model, reason)
+        layers = layers_of(self if is_base else self.base_model)
+        reason = _reason_for_own_code(self, layers, given, tokens)
+        if is_base and reason is not None:
+            layers[0].alibi_paths.by_hook(self, reason)
         if reason is not None:
             return args, kwargs
-        encoded = _encoded(model, given, tokens, layers[0].alibi_rules)
+        encoded = _encoded(self, given, tokens, layers[0].alibi_rules)
         changed: dict[str, Any] = {"attention_mask": encoded}
         if _facts.is_packed(encoded) and not torch.compiler.is_compiling():
             if given.get("use_cache"):
                 raise ValueError("use_cache must be False where position_ids pack several sequences into a row")
             changed["use_cache"] = False
-        if self.is_base:
+        if is_base:
             layers[0].alibi_paths.by_library()
         elif not _facts.is_packed(encoded):
             return args, kwargs
-        return with_arguments(self.names, args, kwargs, changed)
+        return with_arguments(self.alibi_names, args, kwargs, changed)
 
 
 def _reason_for_own_code(model: Any, layers: list[Any], given: dict[str, Any], tokens: Tensor) -> str | None:
     """Return why the library does not compute a call, as a sentence that begins with an argument; None if it does."""
-    reason = reason_of_weights(model.config, given, [layer.weight_dropout for layer in layers if layer.training])
+    reason = reason_for_own_code(model.config, given, [layer.weight_dropout for layer in layers if layer.training])
     if reason is not None:
         return reason
     cache, mask = given.get("past_key_values"), given.get("attention_mask")

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from transformers.models.bloom.modeling_bloom import BloomAttention
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor as build_bloom_tensor
 from transformers.models.falcon.modeling_falcon import FalconAttention
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as build_falcon_tensor
-from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, build_mpt_alibi_tensor
+from transformers.models.mpt.modeling_mpt import MptAttention, build_mpt_alibi_tensor
 
-from alibi_torch.transformers._cache_layers import extended
+from alibi_torch.transformers._cache_layers import as_held, extended
 from alibi_torch.transformers._facts import is_encoded
 from alibi_torch.transformers._paths import Paths
 from alibi_torch.transformers._rules import Rules
@@ -200,8 +200,10 @@ class _CacheOfGroups:
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         """Append keys and values, and return those of all tokens, repeated."""
-        held = self.cache.update(key[:, :: self.group], value[:, :: self.group], layer_idx, *args, **kwargs)
-        return tuple(x.repeat_interleave(self.group, dim=1) for x in held)
+        layer = self.cache.layers[layer_idx] if layer_idx < len(self.cache.layers) else None
+        once = as_held(layer, key[:, :: self.group], value[:, :: self.group])
+        held = self.cache.update(*once, layer_idx, *args, **kwargs)
+        return tuple(x.repeat_interleave(key.shape[1] // x.shape[1], dim=1) for x in held)
 
 
 def attention_modules(model: Any, *, missing_is_error: bool = True) -> list[Any]:
@@ -220,9 +222,8 @@ def attention_modules(model: Any, *, missing_is_error: bool = True) -> list[Any]
 
 def layers_of(base: Any) -> list[Any]:
     """Return the attention modules of an accelerated base model, without a search."""
-    if isinstance(base, MptModel):
-        return [block.attn for block in base.blocks]
-    return [block.self_attention for block in base.h]
+    # Not by its class, as it may be in a wrapper that compiles it.
+    return [block.attn for block in base.blocks] if hasattr(base, "blocks") else [x.self_attention for x in base.h]
 
 
 def check_sizes(projection: Any, features: int, num_heads: int) -> None:
@@ -251,33 +252,15 @@ def check_own(module: Any, kind: type) -> None:
         )
 
 
-def become(module: Any, kind: type) -> None:
-    """Make a module one of another class, its state kept."""
-    module.__class__ = kind
-    # Hooks for several devices replace `forward` and keep the one before.
-    if isinstance(vars(module).get("_old_forward"), MethodType):
-        module._old_forward = MethodType(kind.forward, module)
-
-
-def positional_names(kind: type) -> tuple[str, ...]:
-    """Return the names of a model's positional arguments; of its parent's, where it hands on whatever it gets."""
-    names: tuple[str, ...] = ()
-    for parent in (x for x in kind.__mro__ if "forward" in vars(x)):
-        parameters = list(inspect.signature(vars(parent)["forward"]).parameters.values())[1:]
-        names = tuple(x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD)
-        if all(x.kind is not x.VAR_POSITIONAL for x in parameters):
-            break
-    return names
-
-
 def tokens_of(given: dict[str, Any]) -> Any:
     """Return the tokens of a call, ``[batch, length, ...]``, from its arguments by name."""
     return given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
 
 
-def reason_of_weights(config: Any, given: dict[str, Any], dropped: list[float]) -> str | None:
-    """Return why a call needs attention weights in memory, as a sentence that begins with an argument, if it does.
+def reason_for_own_code(config: Any, given: dict[str, Any], dropped: list[float]) -> str | None:
+    """Return why the library does not compute a call of any family, as a sentence that begins with an argument.
 
+    It stores no attention weights, and chooses its way by the values of a call, which a recorded one does not have.
     ``dropped`` are the shares of weights that layers in training drop.
     """
     weights = given.get("output_attentions")
@@ -285,6 +268,10 @@ def reason_of_weights(config: Any, given: dict[str, Any], dropped: list[float]) 
         return "output_attentions must be False, as the library stores no attention weights, got True"
     if dropped and max(dropped) > 0:
         return f"dropout of attention weights must be 0 in training, as no weights are stored, got {max(dropped)}"
+    if torch.compiler.is_compiling():
+        return None
+    if torch.jit.is_tracing() or get_proxy_mode() is not None or detect_fake_mode([tokens_of(given)]) is not None:
+        return "recorder must be torch.compile or torch.export, as others keep what is chosen for one call's values"
     return None
 
 

@@ -56,9 +56,7 @@ def decoded(mask: Any, device: torch.device) -> dict[str, Tensor]:
         ValueError: If the mask is not encoded.
     """
     if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[1:3] != (1, 1) or mask.is_floating_point():
-        raise ValueError(
-            "attention must get its mask through the model; call model(...), not model.forward(...) or a layer of it"
-        )
+        raise ValueError("attention must get its mask through the model; call the model, not a layer of it")
     if mask.shape[-1] == 0:
         return {}
     mask = mask.to(device)

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import BertModel, MegatronBertModel, PreTrainedModel
+from transformers import BertModel, MegatronBertModel
 from transformers.models.bert.modeling_bert import BertEmbeddings, BertSelfAttention
 from transformers.models.megatron_bert.modeling_megatron_bert import MegatronBertEmbeddings, MegatronBertSelfAttention
 
@@ -19,7 +19,8 @@ from alibi_torch.transformers._bert.modules import (
     AlibiMegatronBertSelfAttention,
     EncoderAttention,
 )
-from alibi_torch.transformers._modules import become, check_sizes, positional_names, tokens_of, with_arguments
+from alibi_torch.transformers._joined import Prepared, become, join
+from alibi_torch.transformers._modules import check_sizes, tokens_of, with_arguments
 
 BASES = (BertModel, MegatronBertModel)
 WITH_ALIBI: dict[type, type] = {
@@ -153,7 +154,7 @@ def _convert(base: Any, slopes: Slopes, future_slopes: Slopes | None) -> None:
         module.alibi_slopes, module.alibi_future_slopes = slopes, future_slopes
         module.dropout.p = 0.0
         become(module, WITH_ALIBI.get(type(module), type(module)))
-    base.register_forward_pre_hook(_Prepare(base), with_kwargs=True)
+    join(base, AlibiBertModel)
     # transformers 5.4 has Megatron's model put its mask through this, which takes none of four axes.
     base.get_extended_attention_mask = _same_mask
 
@@ -166,25 +167,24 @@ def _same_mask(attention_mask: Tensor, *_: Any, **__: Any) -> Tensor:
     return attention_mask
 
 
-class _Prepare:
-    """Puts into a call's mask what its mask and positions say, before the model sees it."""
+class AlibiBertModel(Prepared):
+    """A base model that puts into a call's mask what its mask and positions say."""
 
-    def __init__(self, base: PreTrainedModel) -> None:
-        self.names = positional_names(type(base))
+    config: Any
 
-    def __call__(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        given = dict(zip(self.names, args, strict=False)) | kwargs
+    def prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        given = self.given(args, kwargs)
         for name in ("past_key_values", "encoder_hidden_states"):
             if given.get(name) is not None:
                 raise ValueError(
                     f"{name} must be None, as an encoder with ALiBi has none, got {type(given[name]).__name__}"
                 )
-        if base.config.is_decoder:
+        if self.config.is_decoder:
             raise ValueError("is_decoder must be False in the config of an encoder with ALiBi, got True")
-        if given.get("output_attentions") or (given.get("output_attentions") is None and base.config.output_attentions):
+        if given.get("output_attentions") or (given.get("output_attentions") is None and self.config.output_attentions):
             raise ValueError("output_attentions must be False with ALiBi, as no attention weights are stored, got True")
         tokens = tokens_of(given)
         if not isinstance(tokens, Tensor):
             return args, kwargs  # which the model refuses
         rows = _rows.encoded(given.get("attention_mask"), given.get("position_ids"), tokens)
-        return with_arguments(self.names, args, kwargs, {"attention_mask": rows})
+        return with_arguments(self.alibi_names, args, kwargs, {"attention_mask": rows})

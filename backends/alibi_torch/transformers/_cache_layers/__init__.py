@@ -5,6 +5,6 @@ kept for it grows, lies in a cache of transformers' own, or is what the horizons
 """
 
 from alibi_torch.transformers._cache_layers.evicting import EvictingLayer
-from alibi_torch.transformers._cache_layers.layers import AttendingLayer, GrowingLayer, extended, unknown_cache
+from alibi_torch.transformers._cache_layers.layers import AttendingLayer, GrowingLayer, as_held, extended, unknown_cache
 
-__all__ = ["AttendingLayer", "EvictingLayer", "GrowingLayer", "extended", "unknown_cache"]
+__all__ = ["AttendingLayer", "EvictingLayer", "GrowingLayer", "as_held", "extended", "unknown_cache"]

@@ -22,6 +22,7 @@ def extended(cache: Any, layer_idx: Any, query: Tensor, key: Tensor, value: Tens
     layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
     if isinstance(layer, AttendingLayer):
         return layer.attend(query, key, value, mask, rules)
+    key, value = as_held(layer, key, value)
     past = cache.get_seq_length(layer_idx)
     if torch.compiler.is_compiling():  # a tensor, in a cache of fixed size, stays one
         past = past.clone() if isinstance(past, Tensor) else past
@@ -39,6 +40,15 @@ def extended(cache: Any, layer_idx: Any, query: Tensor, key: Tensor, value: Tens
         return rules.attend(query, keys, values, mask, past, None)
     norms = known.extended(cache.layers[layer_idx], keys[:, :, : past + key.shape[2]])
     return rules.attend(query, keys, values, mask, past, norms)
+
+
+def as_held(layer: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat heads for a cache that somebody filled with one for each query head, as PEFT's prefixes are."""
+    held = getattr(layer, "keys", None)
+    if held is None or held.ndim < 4 or held.shape[1] <= key.shape[1]:
+        return key, value
+    times = held.shape[1] // key.shape[1]
+    return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
 
 
 def unknown_cache(cache: Any) -> str | None:

@@ -23,6 +23,7 @@ class DecoderAttention(RemoteAttention):
 
     alibi_rules: Rules
     past_name: str
+    fused: str  # the projection of queries, keys and values, one behind the other
 
     @staticmethod
     def shape_of(module: Any) -> tuple[int, int]:
@@ -39,7 +40,9 @@ class DecoderAttention(RemoteAttention):
 
     def split(self, hidden: Tensor) -> Heads:
         """Return queries, keys and values."""
-        raise NotImplementedError
+        mixed = getattr(self, self.fused)(hidden).unflatten(-1, (3, *self.shape_of(self)))
+        query, key, value = mixed.permute(2, 0, 3, 1, 4).unbind()  # of [batch, length, 3, heads, head_dim]
+        return query, key, value
 
     def finished(self, result: Tensor, present: Any, given: dict[str, Any]) -> Any:
         """Return the module's output, from ``[batch, length, features]`` and the keys and values of all tokens."""
@@ -79,14 +82,13 @@ class DecoderAttention(RemoteAttention):
 class DecoderFamily(Family):
     """A decoder that is kept from building its bias, and whose mask of padding goes to its layers in place of that."""
 
+    unsupported = ("head_mask", "encoder_hidden_states", "prefix_mask", "sequence_id")
+
     def reason(self, base: Any, given: dict[str, Any]) -> str | None:
         cache = given.get("past_key_values")
         if cache is not None and not isinstance(cache, (tuple, list)):
             return f"past_key_values must be a tuple of keys and values of each layer, got {type(cache).__name__}"
-        for name in ("head_mask", "encoder_hidden_states", "prefix_mask", "sequence_id"):
-            if given.get(name) is not None:
-                return f"{name} must be None, as it is not computed here, got {type(given[name]).__name__}"
-        return None
+        return super().reason(base, given)
 
     def past(self, base: Any, given: dict[str, Any]) -> int:
         cache = given.get("past_key_values")
@@ -108,18 +110,12 @@ class DecoderFamily(Family):
 class BaichuanAttention(DecoderAttention):
     """Baichuan's attention module; that of the 7B models, with rotary positions, has another part."""
 
-    bias_name, past_name = "attention_mask", "past_key_value"
+    bias_name, past_name, fused = "attention_mask", "past_key_value", "W_pack"
     parts = frozenset({"W_pack", "o_proj"})
 
     @staticmethod
     def rows(module: Any) -> dict[str, int]:
         return {"W_pack": 3 * module.hidden_size}
-
-    def split(self, hidden: Tensor) -> Heads:
-        module: Any = self
-        mixed = module.W_pack(hidden).unflatten(-1, (3, *self.shape_of(module)))  # [batch, length, 3, heads, head_dim]
-        query, key, value = mixed.permute(2, 0, 3, 1, 4).unbind()
-        return query, key, value
 
     def finished(self, result: Tensor, present: Any, given: dict[str, Any]) -> Any:
         module: Any = self
@@ -273,7 +269,7 @@ def _bias_and_mask(bias: Tensor, *_: Any, attention_mask: Any = None, **__: Any)
 class JaisAttention(DecoderAttention):
     """The attention module of Jais and BTLM, a GPT-2's with a bias."""
 
-    bias_name, past_name = "position_bias", "layer_past"
+    bias_name, past_name, fused = "position_bias", "layer_past", "c_attn"
     parts = frozenset({"c_attn", "c_proj", "attn_dropout", "resid_dropout"})
 
     @staticmethod
@@ -293,12 +289,6 @@ class JaisAttention(DecoderAttention):
     @staticmethod
     def weight_dropout(module: Any) -> float:
         return float(module.attn_dropout.p)
-
-    def split(self, hidden: Tensor) -> Heads:
-        module: Any = self
-        mixed = module.c_attn(hidden).unflatten(-1, (3, *self.shape_of(module)))  # [batch, length, 3, heads, head_dim]
-        query, key, value = mixed.permute(2, 0, 3, 1, 4).unbind()
-        return query, key, value
 
     def finished(self, result: Tensor, present: Any, given: dict[str, Any]) -> Any:
         module: Any = self

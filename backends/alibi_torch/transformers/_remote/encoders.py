@@ -136,7 +136,7 @@ class EncoderFamily(Family):
     """BERT with ALiBi: an encoder that builds ``[1, heads, length, length]`` before its layers, or keeps them."""
 
     attention: ClassVar = {"JinaBertSelfAttention": JinaAttention, "BertUnpadSelfAttention": UnpadAttention}
-    settings = ("head_mask", "encoder_hidden_states", "past_key_values")
+    unsupported = ("head_mask", "encoder_hidden_states", "past_key_values")
 
     def attention_of(self, base: Any) -> list[Any]:
         return [layer.attention.self for layer in base.encoder.layer]
@@ -148,12 +148,6 @@ class EncoderFamily(Family):
         super().check(base)
         if getattr(base.config, "is_decoder", False):
             raise ValueError("is_decoder must be False in the config of an encoder, got True")
-
-    def reason(self, base: Any, given: dict[str, Any]) -> str | None:
-        for name in self.settings:
-            if given.get(name) is not None:
-                return f"{name} must be None, as it is not computed here, got {type(given[name]).__name__}"
-        return None
 
     def begin(self, base: Any, given: dict[str, Any], mask: Tensor | None) -> dict[str, Any]:
         encoder, tokens = base.encoder, tokens_of(given)

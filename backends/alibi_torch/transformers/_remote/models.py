@@ -2,61 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+import threading
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from alibi_torch.transformers._modules import (
-    check_sizes,
-    positional_names,
-    reason_of_weights,
-    tokens_of,
-    with_arguments,
-)
+from alibi_torch.transformers._joined import Joined, Prepared
+from alibi_torch.transformers._modules import check_sizes, reason_for_own_code, tokens_of, with_arguments
 from alibi_torch.transformers._paths import Paths
-
-
-class Joined:
-    """What the classes have in common that modules become while they are accelerated, one made for each own class.
-
-    Such a class inherits from one of this library and from the module's own. It keeps the name of that, which
-    transformers writes into configs.
-
-    Attributes:
-        alibi_class: The module's own class, whose code computes what the library does not.
-        alibi_names: Names of that code's positional arguments.
-    """
-
-    alibi_class: Any
-    alibi_names: tuple[str, ...]
-
-    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call, by name."""
-        return dict(zip(self.alibi_names, args, strict=False)) | kwargs
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class was made while the program ran, so nobody can look it up by its name.
-        return _remade, (self.alibi_class, type(self).__mro__[1]), vars(self).copy()
-
-
-@functools.cache
-def joined(own: type, kind: type[Joined]) -> type:
-    """Return the class of a module of class ``own`` while it is accelerated."""
-
-    @functools.wraps(own.forward)  # type: ignore[attr-defined]
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-
-    names = {x: getattr(own, x) for x in ("__module__", "__qualname__", "__doc__")}
-    names |= {"alibi_class": own, "alibi_names": positional_names(own), "forward": forward}
-    return type(own.__name__, (kind, own), names)
-
-
-def _remade(own: type, kind: type[Joined]) -> Any:
-    made = joined(own, kind)
-    return made.__new__(made)
 
 
 class RemoteAttention(Joined):
@@ -75,6 +29,7 @@ class RemoteAttention(Joined):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module's own code does; no weights where the library computes it."""
+        _turn.end()
         given = self.given(args, kwargs)
         if is_marked(given.get(self.bias_name)):
             return self.attended(given)
@@ -121,6 +76,12 @@ class RemoteAttention(Joined):
             )
         for name, rows in cls.rows(module).items():
             check_sizes(getattr(module, name), rows, cls.shape_of(module)[0])
+        hidden = sorted(name for name in dir(type(module)) if hasattr(cls, name) and not hasattr(nn.Module, name))
+        if hidden:
+            raise ValueError(
+                f"{hidden[0]} must not be a name of the model's attention, got a {type(module).__name__} with it, for "
+                "while accelerated its code would find the library's; leave the model as it is"
+            )
 
 
 class Family:
@@ -128,6 +89,7 @@ class Family:
 
     attention: ClassVar[dict[str, type[RemoteAttention]]]  # by the names of their classes
     takes_padding: ClassVar[bool] = True
+    unsupported: ClassVar[tuple[str, ...]]  # arguments
 
     def attention_of(self, base: Any) -> list[Any]:
         """Return the attention modules of a base model, in order."""
@@ -144,6 +106,9 @@ class Family:
 
     def reason(self, base: Any, given: dict[str, Any]) -> str | None:
         """Return why the library does not compute a call, as a sentence that begins with an argument."""
+        for name in self.unsupported:
+            if given.get(name) is not None:
+                return f"{name} must be None, as it is not computed here, got {type(given[name]).__name__}"
         return None
 
     def builders(self, base: Any) -> list[tuple[Any, str]]:
@@ -172,7 +137,7 @@ class Family:
         """Make a base model ready for a call that its own code computes."""
 
     def end(self, base: Any) -> None:
-        """Undo either, after a call."""
+        """Undo either, once a call has come to its first layer."""
         for owner, name in self.builders(base):
             vars(owner).pop(name, None)
 
@@ -186,10 +151,8 @@ class Family:
         """Undo that."""
 
 
-class RemoteBase(Joined):
+class RemoteBase(Prepared):
     """A base model. Before a call it decides who computes the attention.
-
-    Its ``forward`` does so, not a hook, for some libraries call that.
 
     Attributes:
         alibi_family: Its family.
@@ -199,10 +162,11 @@ class RemoteBase(Joined):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model's own code does."""
+        _turn.begin(self)
         try:
             return self.alibi_family.call(self, *self.prepared(args, kwargs))
         finally:
-            self.alibi_family.end(self)
+            _turn.end()
 
     def prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return the arguments of a call, and keep the model from building its bias if the library computes it."""
@@ -212,7 +176,9 @@ class RemoteBase(Joined):
             return args, kwargs  # which the model refuses
         layers = family.attention_of(self)
         dropped = [layer.weight_dropout(layer) for layer in layers if layer.training]
-        reason = reason_of_weights(self.config, given, dropped) or family.reason(self, given)
+        reason = reason_for_own_code(self.config, given, dropped) or family.reason(self, given)
+        if torch.compiler.is_exporting():  # without the values that tell padding
+            reason = reason or "recorder must be torch.compile, got torch.export"
         reason = reason or self._of_mask(mask, tokens, family.past(self, given))
         if reason is not None:
             layers[0].alibi_paths.by_hook(self, reason)
@@ -236,6 +202,32 @@ class RemoteBase(Joined):
         if not bool((mask != 0).any(dim=1).all()):
             return "attention_mask must leave some text in every row, got a row of padding"
         return None
+
+
+class _Turn(threading.local):
+    """The call of this thread that may change what builds a model's bias: until it has come to its first layer.
+
+    Others wait, or they would get its bias.
+    """
+
+    lock: ClassVar = threading.RLock()
+    base: Any = None
+
+    def begin(self, base: Any) -> None:
+        self.end()
+        if not torch.compiler.is_compiling():
+            self.lock.acquire()
+        self.base = base
+
+    def end(self) -> None:
+        base, self.base = self.base, None
+        if base is not None:
+            base.alibi_family.end(base)
+            if not torch.compiler.is_compiling():
+                self.lock.release()
+
+
+_turn = _Turn()
 
 
 def constant(value: Any, *_: Any, **__: Any) -> Any:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alibi_torch.transformers._modules import become, check_own
+from alibi_torch.transformers._joined import join, part
+from alibi_torch.transformers._modules import check_own
 from alibi_torch.transformers._paths import Paths
 from alibi_torch.transformers._remote.decoders import BaichuanFamily, JaisFamily, MptFamily, RefactFamily
 from alibi_torch.transformers._remote.encoders import EncoderFamily
-from alibi_torch.transformers._remote.models import Family, RemoteAttention, RemoteBase, joined
+from alibi_torch.transformers._remote.models import Family, RemoteAttention, RemoteBase
 
 FAMILIES: dict[str, Family] = {  # by the names of base models
     "BTLMModel": JaisFamily(),
@@ -107,18 +108,18 @@ def _change(base: Any, family: Family, noted: Paths) -> None:
         kind = family.attention[type(module).__name__]
         rules = kind.rules(module, base)
         module.alibi_rules, module.alibi_paths = alike.setdefault(rules, rules), noted
-        become(module, joined(type(module), kind))
+        join(module, kind)
     base.alibi_family = family
-    become(base, joined(type(base), RemoteBase))
+    join(base, RemoteBase)
 
 
 def _undo(base: Any, family: Family) -> None:
     for module in family.attention_of(base):
         if isinstance(module, RemoteAttention):
-            become(module, module.alibi_class)
+            part(module)
             del module.alibi_rules, module.alibi_paths
     if isinstance(base, RemoteBase):
-        become(base, base.alibi_class)
+        part(base)
         del base.alibi_family
 
 
