@@ -372,16 +372,15 @@ def test_varying_lengths_share_a_kernel() -> None:
 
 
 @pytest.mark.full
-def test_it_is_traced_into_what_the_caller_compiles() -> None:
+def test_it_is_traced_into_what_the_caller_compiles_for_all_lengths_at_once() -> None:
     torch._dynamo.reset()
-    inputs = tensors((140, 140))
-
-    def function(*inputs: torch.Tensor) -> torch.Tensor:
-        return 2 * flex_attention(check(*inputs), *inputs)
-
+    torch._dynamo.utils.counters.clear()
     # Inductor takes most of a minute over the C++ of the plan.
-    result = torch.compile(function, fullgraph=True, backend="aot_eager")(*inputs)
-    assert_near({"result": result / 2}, reference(inputs), roundoff=4e-6)
+    function = torch.compile(lambda *x: 2 * flex_attention(check(*x), *x), fullgraph=True, backend="aot_eager")
+    for length in (140, 300, 411):
+        inputs = tensors((length, length))
+        assert_near({"result": function(*inputs) / 2}, reference(inputs), roundoff=4e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 # --- What it refuses -----------------------------------------------------------------------------------------------
