@@ -323,11 +323,13 @@ def test_only_whole_blocks_are_read_unchecked(lengths: tuple[int, int], whole: b
     assert options_on(Gpu(132, (9, 0)), call, lengths, HEAD_DIM).get("IS_DIVISIBLE", False) == whole
 
 
-def test_the_keys_of_one_query_are_divided_among_enough_parts() -> None:
-    for length, parts in ((1000, 66), (100_000, 256)):  # as PyTorch does it for 132 multiprocessors; of 1024 keys
-        query, key = torch.zeros(1, 4, 1, 16), torch.zeros(1).expand(1, 4, length, 16)
-        call = _flex.one_batch_axis(check(query, key, key))
-        assert options_on(Gpu(132, (9, 0)), call, (1, length), 16) == {"SPLIT_KV": parts}
+@pytest.mark.parametrize(("batch", "heads", "parts"), [(1, 32, 33), (2, 4, 132), (64, 32, 1)])
+def test_the_keys_of_few_queries_are_divided_evenly(batch: int, heads: int, parts: int) -> None:
+    query, key = torch.zeros(1).expand(batch, heads, 1, 16), torch.zeros(1).expand(batch, heads, 500, 16)
+    call = check(query, key, key, heads)
+    assert options_on(Gpu(132, (9, 0)), call, (1, 500), 16) == {"SPLIT_KV": parts}
+    # The kernel divides the needed keys where no blocks are known to be whole, else all keys.
+    assert plan(call, query[:1], key[:1]).full_kv_num_blocks is None
 
 
 # --- The compiled kernel -------------------------------------------------------------------------------------------

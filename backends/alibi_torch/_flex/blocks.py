@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_torch._flex.mask import BLOCK
+from alibi_torch._flex.mask import BLOCK, SHORT
 
-SHORT = 128  # queries; fewer have a kernel of their own, which divides the keys among many multiprocessors
 # In 16 bits, by compute capability and head size: where PyTorch's own choice spills registers within a loop, what does
 # not. Backward: queries and keys of a block where gradients of keys are summed up, then of queries; stages; warps.
 BACKWARD: dict[tuple[tuple[int, int], int], tuple[int, ...]] = {
@@ -22,10 +21,7 @@ BACKWARD: dict[tuple[tuple[int, int], int], tuple[int, ...]] = {
     ((9, 0), 128): (64, 64, 128, 64, 2, 8),
 }
 FORWARD_WARPS = {((9, 0), 64): 8}
-# One query's keys are divided evenly among parts, which are computed at once. The keys that it needs are the nearest:
-# were the parts as long as without a horizon, one of them would have all the work.
-KEYS_OF_A_PART = 1024
-LENGTHS_OF_PARTS = (4096, 16_384, 65_536, 262_144)  # a kernel for each: a number of parts is compiled in
+PARTS = 8  # of the keys of a few queries, on each multiprocessor: heads that need few keys leave theirs at once
 
 
 class Gpu(NamedTuple):
@@ -59,9 +55,7 @@ def options_on(gpu: Gpu, call: AttentionCall, lengths: tuple[int, int], head_dim
         names = ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_stages", "num_warps")
         options |= {f"bwd_{name}": size for name, size in zip(names, sizes, strict=True)}
     if is_short and call.num_heads == call.num_kv_heads:
-        longest = next((n for n in LENGTHS_OF_PARTS if lengths[1] <= n), LENGTHS_OF_PARTS[-1])
-        by_default = int(gpu.multiprocessors // (call.batch[0] * call.num_kv_heads) * 2)
-        options["SPLIT_KV"] = max(longest // KEYS_OF_A_PART, by_default)
+        options["SPLIT_KV"] = max(1, PARTS * gpu.multiprocessors // (call.batch[0] * call.num_heads))
     return options
 
 
