@@ -145,6 +145,12 @@ def listed(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def assert_contiguous(counts: torch.Tensor, indices: torch.Tensor) -> None:
+    """Assert that each list of blocks is one run, in order."""
+    counted = torch.arange(1, indices.shape[-1]) < counts[..., None]
+    assert (indices.diff(dim=-1) == 1)[counted].all()
+
+
 def visited(mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which blocks are visited and masked, and which are visited whole: ``[..., q_blocks, kv_blocks]``."""
     partial = listed(mask.kv_num_blocks, mask.kv_indices)
@@ -210,7 +216,12 @@ def test_the_mask_leaves_out_what_weighs_nothing_and_nothing_else(
 ) -> None:
     query, key, value = tensors(lengths)
     call = check(query, key, value, **arguments)
-    weighed, inside = visible(plan(call, query, key), BATCH, HEADS)
+    mask = plan(call, query, key)
+    weighed, inside = visible(mask, BATCH, HEADS)
+    if "fwd_BLOCKS_ARE_CONTIGUOUS" in options_on(Gpu(132, (9, 0)), _flex.one_batch_axis(call), lengths, HEAD_DIM):
+        assert_contiguous(mask.kv_num_blocks, mask.kv_indices)
+        if mask.full_kv_num_blocks is not None:
+            assert_contiguous(mask.full_kv_num_blocks, mask.full_kv_indices)
     bias, attends = call.bias()
     scores = (call.scale * query @ key.repeat_interleave(HEADS // KV_HEADS, dim=1).mT + bias).double()
     allowed = torch.isfinite(bias) & (attends if attends is not None else torch.tensor(True))
@@ -327,7 +338,7 @@ def test_only_whole_blocks_are_read_unchecked(lengths: tuple[int, int], whole: b
 def test_the_keys_of_few_queries_are_divided_evenly(batch: int, heads: int, parts: int) -> None:
     query, key = torch.zeros(1).expand(batch, heads, 1, 16), torch.zeros(1).expand(batch, heads, 500, 16)
     call = check(query, key, key, heads)
-    assert options_on(Gpu(132, (9, 0)), call, (1, 500), 16) == {"SPLIT_KV": parts}
+    assert options_on(Gpu(132, (9, 0)), call, (1, 500), 16)["SPLIT_KV"] == parts
     # The kernel divides the needed keys where no blocks are known to be whole, else all keys.
     assert plan(call, query[:1], key[:1]).full_kv_num_blocks is None
 

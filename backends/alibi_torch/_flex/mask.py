@@ -41,8 +41,8 @@ def block_mask(
         """Return consecutive blocks from ``starts [..., q_blocks]`` on; how many of them count is said elsewhere."""
         return (starts[..., None] + step).clamp(max=kv_blocks - 1).to(torch.int32).contiguous()
 
-    # Blocks of a mask or of segments would have to be looked through to know those that are whole. The kernel for few
-    # queries divides the keys of one evenly among parts where it knows of no whole blocks: else all keys, needed or not.
+    # A mask or segments would have to be looked through for whole blocks. The kernel for few queries divides the keys
+    # that these need evenly among its parts where it knows of no whole blocks, and else all keys, needed or not.
     if call.mask is not None or call.q_segment_ids is not None or seq_lengths[0] < SHORT:
         count, indices, full_count, full_indices = stop - first, run(first), None, None
     else:
