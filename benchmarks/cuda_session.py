@@ -196,7 +196,7 @@ def tuning(scope: Scope) -> Iterator[Row]:
                 return
             row = {"name": name, "pass": kind, **_of(shape)}
             try:
-                with _told(options):
+                with told(options):
                     call = call() if isinstance(call, partial) else call
                     row |= _timed(scope, backend, call)
                 result = call()
@@ -239,7 +239,7 @@ def _graph(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 @contextlib.contextmanager
-def _told(options: Row) -> Iterator[None]:
+def told(options: Row) -> Iterator[None]:
     """Let FlexAttention's kernels be told something else than this library would tell them."""
     if not options:
         yield
@@ -248,10 +248,10 @@ def _told(options: Row) -> Iterator[None]:
 
     from alibi_torch._flex import kernel_options
 
-    def told(*arguments: Any) -> Row:
+    def other(*arguments: Any) -> Row:
         return kernel_options(*arguments) | options
 
-    with mock.patch("alibi_torch._flex.kernels.kernel_options", told):
+    with mock.patch("alibi_torch._flex.kernels.kernel_options", other):
         yield
 
 

@@ -396,6 +396,20 @@ def test_it_is_traced_into_what_the_caller_compiles_for_all_lengths_at_once() ->
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.full
+def test_gradients_are_traced_into_what_the_caller_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # refuses them on a CPU
+    monkeypatch.setattr(_flex, "_stored", lambda tensor: tensor)  # of the template for CPUs
+    torch._dynamo.reset()
+    inputs, slopes = tensors((200, 200)), SLOPES.clone().requires_grad_()
+    leaves = [*(x.requires_grad_() for x in inputs), slopes]
+    function = torch.compile(lambda *x: flex_attention(check(*x), *x[:3]), fullgraph=True, backend="aot_eager")
+    result = function(*leaves)
+    gradients = torch.autograd.grad(result.sum(), leaves)
+    actual = dict(zip(("query", "key", "value", "slopes"), gradients, strict=True)) | {"result": result.detach()}
+    assert_near(actual, reference(inputs, torch.ones_like(result)), roundoff=2e-5)
+
+
 # --- What it refuses -----------------------------------------------------------------------------------------------
 
 
