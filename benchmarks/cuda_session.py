@@ -445,8 +445,9 @@ def run_step(name: str, scope: Scope, path: Path) -> None:
             rows.append(row)
             write()
             if scope.is_over and name != "tests":
-                found["cut"] = "the time was over"
                 break
+        if scope.is_over and name != "tests":
+            found["cut"] = "the time was over"
     except (ImportError, AssertionError) as error:  # AssertionError: PyTorch without CUDA
         found |= {"skipped": _reason(error), "traceback": traceback.format_exc()[-3000:]}
     except Exception:
@@ -539,13 +540,9 @@ def _step(name: str, path: Path, budget: float, is_dry: bool) -> Row:
 
 def _machine() -> Row:
     """Return versions and the GPU, without a context on it."""
-    import importlib.metadata
-    import platform
+    from benchmarks import harness
 
-    found: Row = {"python": platform.python_version()}
-    for name in ("torch", "triton", "jax", "jaxlib", "transformers", "flash-attn", "numpy"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+    found: Row = harness.versions("torch", "triton", "jax", "jaxlib", "transformers", "flash-attn", "numpy")
     with contextlib.suppress(OSError):
         query = "--query-gpu=name,driver_version,memory.total"
         done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True)
