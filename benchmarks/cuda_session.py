@@ -4,6 +4,7 @@
   numerics   each implementation against float64, results and gradients, and whether two runs give the same bits;
   attention  forward, backward and decoding, 2,048 to 65,536 tokens, 32 heads of 128 and 8 of 64, bfloat16, causal and
              symmetric, beside each kernel of scaled_dot_product_attention, a dense bias, FlexAttention and flash-attn;
+  tuning     the same calls run in other ways: compiled whole, as a CUDA graph, with other blocks of the kernels;
   models     layers of BLOOM-560m's and MPT-7B's shape, as they are and accelerated, and compiled whole;
   jax        the same attention in JAX;
   kernels    what the compilers say of the kernels: registers, spills, shared memory (runs nothing).
@@ -30,13 +31,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 535
+LONGEST_CHECKED = 16_384  # tokens of what is timed: float64 takes ten seconds over more
 RESULT = r"\b(PASSED|FAILED|ERROR|SKIPPED)\b"  # of a test, in a line of pytest -v
 Row = dict[str, Any]
 
@@ -50,9 +52,9 @@ class Scope:
     heads: tuple[tuple[int, int], ...] = ((32, 128), (8, 64))  # numbers of heads, and their sizes
     lengths: tuple[int, ...] = (2048, 4096, 16_384, 65_536)
     checked: int = 2048  # tokens of what is compared with float64 in whole
-    text: tuple[int, ...] = (2048, 8192)  # tokens that models are given
+    text: tuple[int, ...] = (8192, 2048)  # tokens that models are given
     narrow: int = 1  # by what the widths of the models are divided
-    worth: float = 0.5  # seconds that a call is repeated for
+    worth: float = 0.2  # seconds that a call is repeated for
 
     @property
     def is_over(self) -> bool:
@@ -67,10 +69,13 @@ def tests(scope: Scope) -> Iterator[Row]:
     import importlib.util
 
     command = [sys.executable, "-m", "pytest", "-m", "cuda", "-v", "-rs", "--durations=8", "-p", "no:cacheprovider"]
+    command += ["-W", "default"]  # a warning of other versions is to be read, and not to cost a result
     command += ["tests/torch/test_flex.py", "tests/torch/test_attention.py"]
     if scope.device == "cuda" and importlib.util.find_spec("xdist"):
-        command += ["-n", "8"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        command += ["-n", "12", "--dist", "worksteal"]
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # there are as many processes as cores
+    files = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, **files)
     log = ""
     for line in process.stdout:
         log += line
@@ -94,8 +99,9 @@ def numerics(scope: Scope) -> Iterator[Row]:
     from benchmarks.attention import Reference, Shape, errors_of_gradients, load
 
     backend = load("torch", scope.device)
-    cases = itertools.product((True, False), ("bfloat16", "float32", "float16"), ((8, 64), (4, 128)))
-    for is_causal, dtype, (num_heads, head_dim) in cases:
+    cases = list(itertools.product(("bfloat16",), (True, False), ((4, 128), (8, 64))))
+    cases += itertools.product(("float32", "float16"), (True, False), ((8, 64),))
+    for dtype, is_causal, (num_heads, head_dim) in cases:
         shape = Shape(num_heads, head_dim, scope.checked, dtype)
         tensors = backend.tensors(shape, backward=True)
         every = np.arange(shape.length)
@@ -129,10 +135,124 @@ def attention(scope: Scope) -> Iterator[Row]:
     from benchmarks.attention import load
 
     backend = load("torch", scope.device)
-    yield from _passes(scope, backend, [True], lambda is_causal: backend.everyone(is_causal)[:-1])
-    yield from _decoding(scope, backend)
-    yield from _passes(scope, backend, [False], lambda is_causal: backend.everyone(is_causal)[:-1])
-    yield from _passes(scope, backend, [True, False], lambda is_causal: backend.everyone(is_causal)[-1:])
+    for heads in scope.heads:
+        some = replace(scope, heads=(heads,))
+        yield from _passes(some, backend, True, backend.everyone(True)[:-1])
+        yield from _decoding(some, backend)
+        yield from _passes(some, backend, False, backend.everyone(False)[:-1])
+    for is_causal in (True, False):  # what is compiled for each length by itself
+        yield from _passes(scope, backend, is_causal, backend.everyone(is_causal)[-1:])
+
+
+# By pass: what the kernels may be told in place of the library's choice.
+OPTIONS: dict[str, tuple[Row, ...]] = {
+    "forward": (
+        {"fwd_BLOCK_N": 128, "fwd_num_stages": 2},
+        {"fwd_BLOCK_N": 128, "fwd_num_stages": 2, "fwd_USE_TMA": True},
+        {"fwd_USE_TMA": True},
+        {"fwd_num_stages": 2},
+    ),
+    "forward and backward": (
+        {"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 128, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 64, "bwd_num_stages": 3},
+        {"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64},
+        {"WRITE_DQ": False},
+    ),
+    "decode": ({"SPLIT_KV": 8}, {"SPLIT_KV": 132}, {"num_stages": 3}, {"num_stages": 3, "num_warps": 4}),
+}
+
+
+def tuning(scope: Scope) -> Iterator[Row]:
+    """Time calls of ours as they are, compiled whole and as CUDA graphs, and their kernels with other options."""
+    import torch
+
+    import alibi_core
+    from alibi_torch import attention
+    from benchmarks.attention import Shape, load
+
+    backend, heads = load("torch", scope.device), scope.heads[0]
+    lengths = {"forward": (1, -1, -2), "forward and backward": (-2, 1), "decode": (-1,)}
+    subjects = [(kind, scope.lengths[i % len(scope.lengths)]) for kind in OPTIONS for i in lengths[kind]]
+    for kind, length in sorted(set(subjects), key=subjects.index):
+        shape = Shape(*heads, length, "bfloat16")
+        *tensors, grad = backend.tensors(shape, backward=True)
+        tensors[0] = tensors[0][:, :, -1:] if kind == "decode" else tensors[0]
+        # Slopes that lie there: those that are counted are copied to the GPU, which no graph may do.
+        slopes = alibi_core.slopes(heads[0], xp=torch, device=scope.device)
+
+        def attend(query: Any, key: Any, value: Any, slopes: Any = slopes) -> Any:
+            return attention(query, key, value, slopes)
+
+        learns = kind == "forward and backward"
+        leaves = [x.detach().requires_grad_(learns) for x in tensors]
+        way = partial(_way, leaves=leaves, grad=grad if learns else None)
+        ways = {"as it is": (way(attend), {})}
+        if scope.device == "cuda":
+            ways["compiled whole"] = way(torch.compile(attend, fullgraph=True, dynamic=False)), {}
+            ways |= {f"{name}, as a graph": (partial(_graph, call), {}) for name, (call, _) in list(ways.items())}
+            ways |= {f"{each}, as a graph": (partial(_graph, way(attend)), each) for each in OPTIONS[kind]}
+        expected = None
+        for name, (call, options) in ways.items():
+            if scope.is_over:
+                return
+            row = {"name": name, "pass": kind, **_of(shape)}
+            try:
+                with told(options):
+                    call = call() if isinstance(call, partial) else call
+                    row |= _timed(scope, backend, call)
+                result = call()
+                result = [x.float() for x in (result if learns else [result])]
+                expected = result if expected is None else expected
+                row["apart"] = max((x - y).abs().max().item() for x, y in zip(result, expected, strict=True))
+            except Exception as error:
+                row |= _problem(error, is_ours=name == "as it is")
+            yield row
+
+
+def _way(attend: Callable[..., Any], leaves: Sequence[Any], grad: Any) -> Callable[[], Any]:
+    """Return what attends, and where there is a gradient of the result, returns those of the leaves."""
+    import torch
+
+    if grad is None:
+        return torch.no_grad()(lambda: attend(*leaves))
+    return lambda: torch.autograd.grad(attend(*leaves), leaves, grad)
+
+
+def _graph(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return what replays a call's kernels without the host, in the place of the call."""
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # what is compiled or chosen once happens before the capture
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
+
+
+@contextlib.contextmanager
+def told(options: Row) -> Iterator[None]:
+    """Let FlexAttention's kernels be told something else than this library would tell them."""
+    if not options:
+        yield
+        return
+    from unittest import mock
+
+    from alibi_torch._flex import kernel_options
+
+    def other(*arguments: Any) -> Row:
+        return kernel_options(*arguments) | options
+
+    with mock.patch("alibi_torch._flex.kernels.kernel_options", other):
+        yield
 
 
 def models(scope: Scope) -> Iterator[Row]:
@@ -147,7 +267,9 @@ def models(scope: Scope) -> Iterator[Row]:
 
     backend = load("torch", scope.device)
     dtype = torch.bfloat16 if scope.device == "cuda" else torch.float32
-    for kind, length in itertools.product(("bloom", "mpt"), scope.text):
+    for length, kind in itertools.product(scope.text, ("bloom", "mpt")):
+        if scope.is_over:
+            return
         theirs = subjects.model_of(kind, scope.narrow, length).to(scope.device, dtype)
         tokens = subjects.tokens_of(1, length).to(scope.device)
         ours = accelerate(copy.deepcopy(theirs))
@@ -155,7 +277,7 @@ def models(scope: Scope) -> Iterator[Row]:
             "eager": partial(subjects.forward, theirs, tokens),
             "accelerated": partial(subjects.forward, ours, tokens),
         }
-        if scope.device == "cuda":
+        if scope.device == "cuda" and length == scope.text[0]:  # half a minute
             calls["accelerated, compiled"] = partial(subjects.forward, torch.compile(ours), tokens)
         expected = None
         for name, call in calls.items():
@@ -175,7 +297,7 @@ def jax(scope: Scope) -> Iterator[Row]:
     from benchmarks.attention import load
 
     backend = load("jax", scope.device)
-    yield from _passes(scope, backend, [True], backend.everyone)
+    yield from _passes(scope, backend, True, backend.everyone(True))
     yield from _decoding(scope, backend)
 
 
@@ -196,53 +318,51 @@ def kernels(scope: Scope) -> Iterator[Row]:
 
 
 STEPS: dict[str, tuple[Callable[[Scope], Iterator[Row]], int]] = {
-    "tests": (tests, 150),
-    "numerics": (numerics, 50),
-    "attention": (attention, 165),
+    "tests": (tests, 95),
+    "numerics": (numerics, 60),
+    "attention": (attention, 170),
+    "tuning": (tuning, 100),
     "models": (models, 45),
-    "jax": (jax, 75),
-    "kernels": (kernels, 50),
+    "jax": (jax, 45),
+    "kernels": (kernels, 20),
 }
 
 
 # --- What steps share -------------------------------------------------------------------------------------------------
 
 
-def _passes(
-    scope: Scope, backend: Any, forms: Sequence[bool], contestants: Callable[[bool], Sequence[Any]]
-) -> Iterator[Row]:
+def _passes(scope: Scope, backend: Any, is_causal: bool, contestants: Sequence[Any]) -> Iterator[Row]:
     """Yield a row for each contestant, at each length, forward and backward."""
     from benchmarks.attention import Reference, Shape, sample
 
-    for is_causal, (num_heads, head_dim), backward in itertools.product(forms, scope.heads, (False, True)):
-        for length in scope.lengths:
-            if scope.is_over:
-                return
-            shape = Shape(num_heads, head_dim, length, "bfloat16")
-            tensors = backend.tensors(shape, backward)
-            rows = sample(length, 8)
-            kind = {"pass": "forward and backward" if backward else "forward", "form": _form(is_causal)} | _of(shape)
-            references: dict[bool, Any] = {}
-            for contestant in contestants(is_causal):
-                row = {"name": contestant.name, **kind}
-                has_bias = "no positions" not in contestant.name
-                try:
-                    if contestant.bytes_needed(shape) > backend.free_bytes():
-                        raise MemoryError(f"it needs {contestant.bytes_needed(shape) / 2**30:.0f} GiB")
-                    if backward and backend.device not in contestant.backward_on:
-                        raise NotImplementedError(f"no backward pass on {backend.device}")
-                    if backend.device == "cpu" and "score_mod alone" in contestant.name:
-                        raise NotImplementedError("C++ takes a minute to compile")
-                    call = backend.prepare(contestant, tensors, backward)
-                    row |= _timed(scope, backend, call)
-                    if not backward:
-                        if has_bias not in references:
-                            of = partial(Reference.of, tensors, rows, backend.as_float64, is_causal=is_causal)
-                            references[has_bias] = of(has_bias=has_bias)
-                        row["error"] = asdict(references[has_bias].error(call()))
-                except Exception as error:
-                    row |= _problem(error, contestant.name.startswith("alibi"))
-                yield row
+    for (num_heads, head_dim), backward, length in itertools.product(scope.heads, (False, True), scope.lengths):
+        if scope.is_over:
+            return
+        shape = Shape(num_heads, head_dim, length, "bfloat16")
+        tensors = backend.tensors(shape, backward)
+        rows = sample(length, 8)
+        kind = {"pass": "forward and backward" if backward else "forward", "form": _form(is_causal)} | _of(shape)
+        references: dict[bool, Any] = {}
+        for contestant in contestants:
+            row = {"name": contestant.name, **kind}
+            has_bias = "no positions" not in contestant.name
+            try:
+                if contestant.bytes_needed(shape) > backend.free_bytes():
+                    raise MemoryError(f"it needs {contestant.bytes_needed(shape) / 2**30:.0f} GiB")
+                if backward and backend.device not in contestant.backward_on:
+                    raise NotImplementedError(f"no backward pass on {backend.device}")
+                if backend.device == "cpu" and "score_mod alone" in contestant.name:
+                    raise NotImplementedError("C++ takes a minute to compile")
+                call = backend.prepare(contestant, tensors, backward)
+                row |= _timed(scope, backend, call)
+                if not backward and length <= LONGEST_CHECKED:
+                    if has_bias not in references:
+                        of = partial(Reference.of, tensors, rows, backend.as_float64, is_causal=is_causal)
+                        references[has_bias] = of(has_bias=has_bias)
+                    row["error"] = asdict(references[has_bias].error(call()))
+            except Exception as error:
+                row |= _problem(error, contestant.name.startswith("alibi"))
+            yield row
 
 
 def _decoding(scope: Scope, backend: Any) -> Iterator[Row]:
@@ -253,7 +373,11 @@ def _decoding(scope: Scope, backend: Any) -> Iterator[Row]:
         if scope.is_over:
             return
         shape = Shape(num_heads, head_dim, length, "bfloat16")
-        found = backend.decode(shape)
+        try:
+            found = backend.decode(shape)
+        except Exception as error:
+            yield {"name": "our cache", "pass": "decode", **_of(shape)} | _problem(error, is_ours=True)
+            continue
         subjects = {
             "our cache": found.cached,
             "our attention": found.bare,
@@ -321,8 +445,9 @@ def run_step(name: str, scope: Scope, path: Path) -> None:
             rows.append(row)
             write()
             if scope.is_over and name != "tests":
-                found["cut"] = "the time was over"
                 break
+        if scope.is_over and name != "tests":
+            found["cut"] = "the time was over"
     except (ImportError, AssertionError) as error:  # AssertionError: PyTorch without CUDA
         found |= {"skipped": _reason(error), "traceback": traceback.format_exc()[-3000:]}
     except Exception:
@@ -415,13 +540,9 @@ def _step(name: str, path: Path, budget: float, is_dry: bool) -> Row:
 
 def _machine() -> Row:
     """Return versions and the GPU, without a context on it."""
-    import importlib.metadata
-    import platform
+    from benchmarks import harness
 
-    found: Row = {"python": platform.python_version()}
-    for name in ("torch", "triton", "jax", "jaxlib", "transformers", "flash-attn", "numpy"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+    found: Row = harness.versions("torch", "triton", "jax", "jaxlib", "transformers", "flash-attn", "numpy")
     with contextlib.suppress(OSError):
         query = "--query-gpu=name,driver_version,memory.total"
         done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True)

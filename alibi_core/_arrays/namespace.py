@@ -163,7 +163,7 @@ def device_of(xp: Namespace, array: Any) -> Device | None:
 
 def asarray(xp: Namespace, values: Any, dtype: DType, device: Device | None) -> Any:
     """``xp.asarray`` that leaves the device out when there is none to state."""
-    if library_name(xp) == "torch" and not isinstance(values, (list, tuple)) and not hasattr(values, "shape"):
+    if library_name(xp) == "torch" and isinstance(values, (int, float)):
         # A number travels to a GPU with the kernel that fills, where asarray would copy it and wait.
         return xp.full((), values, dtype=dtype, device=device)
     return xp.asarray(values, dtype=dtype, **_placement(xp, device))

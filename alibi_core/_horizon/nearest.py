@@ -36,7 +36,9 @@ def nearest_keys(call: AttentionCall, part_elements: int | None = None) -> Any:
 
 def parts_of(length: int, elements: int, part_elements: int | None) -> Iterator[slice]:
     """Yield slices of a length, each of as many tokens (of so many elements) as ``part_elements`` allows; None: all."""
-    step = length if part_elements is None else max(1, part_elements // elements)
+    if part_elements is None:  # without a range, for which torch.compile would compile each length by itself
+        return iter((slice(0, length),))
+    step = max(1, part_elements // elements)
     return (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 

@@ -1,6 +1,7 @@
 """The session for a GPU, in small on the CPU, and what reads machine code."""
 
 import json
+from unittest import mock
 
 import pytest
 
@@ -33,6 +34,26 @@ def test_every_step_runs_on_a_cpu_or_says_why_not(tmp_path):
 def test_a_session_is_over_in_time_and_says_what_was_cut(tmp_path):
     cuda_session.main(["--dry-run", "--seconds", "0.5", "--only", "numerics,jax", "--output", str(tmp_path)])
     assert all("the time was over" in step["cut"] for step in found(tmp_path).values())
+
+
+def test_kernels_are_told_something_else_for_a_while():
+    import torch
+
+    from alibi_torch import attention
+    from alibi_torch._flex import kernels
+
+    inputs = torch.randn(3, 1, 2, 4, 16).unbind()
+    seen = []
+
+    def attend(*tensors, kernel_options=None, **_):
+        seen.append(kernel_options)
+        return tensors[0]
+
+    with mock.patch.object(kernels, "_kernel", return_value=attend):
+        for options in ({}, {"SPLIT_KV": 8}, {}):
+            with cuda_session.told(options):
+                attention(*inputs, implementation="flex")
+    assert seen == [None, {"SPLIT_KV": 8}, None]
 
 
 LISTING = """

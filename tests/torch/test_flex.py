@@ -145,6 +145,12 @@ def listed(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def assert_contiguous(counts: torch.Tensor, indices: torch.Tensor) -> None:
+    """Assert that each list of blocks is one run, in order."""
+    counted = torch.arange(1, indices.shape[-1]) < counts[..., None]
+    assert (indices.diff(dim=-1) == 1)[counted].all()
+
+
 def visited(mask: BlockMask) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which blocks are visited and masked, and which are visited whole: ``[..., q_blocks, kv_blocks]``."""
     partial = listed(mask.kv_num_blocks, mask.kv_indices)
@@ -210,7 +216,12 @@ def test_the_mask_leaves_out_what_weighs_nothing_and_nothing_else(
 ) -> None:
     query, key, value = tensors(lengths)
     call = check(query, key, value, **arguments)
-    weighed, inside = visible(plan(call, query, key), BATCH, HEADS)
+    mask = plan(call, query, key)
+    weighed, inside = visible(mask, BATCH, HEADS)
+    if "fwd_BLOCKS_ARE_CONTIGUOUS" in options_on(Gpu(132, (9, 0)), _flex.one_batch_axis(call), lengths, HEAD_DIM):
+        assert_contiguous(mask.kv_num_blocks, mask.kv_indices)
+        if mask.full_kv_num_blocks is not None:
+            assert_contiguous(mask.full_kv_num_blocks, mask.full_kv_indices)
     bias, attends = call.bias()
     scores = (call.scale * query @ key.repeat_interleave(HEADS // KV_HEADS, dim=1).mT + bias).double()
     allowed = torch.isfinite(bias) & (attends if attends is not None else torch.tensor(True))
@@ -323,11 +334,13 @@ def test_only_whole_blocks_are_read_unchecked(lengths: tuple[int, int], whole: b
     assert options_on(Gpu(132, (9, 0)), call, lengths, HEAD_DIM).get("IS_DIVISIBLE", False) == whole
 
 
-def test_the_keys_of_one_query_are_divided_among_enough_parts() -> None:
-    for length, parts in ((1000, 66), (100_000, 256)):  # as PyTorch does it for 132 multiprocessors; of 1024 keys
-        query, key = torch.zeros(1, 4, 1, 16), torch.zeros(1).expand(1, 4, length, 16)
-        call = _flex.one_batch_axis(check(query, key, key))
-        assert options_on(Gpu(132, (9, 0)), call, (1, length), 16) == {"SPLIT_KV": parts}
+@pytest.mark.parametrize(("batch", "heads", "parts"), [(1, 32, 33), (2, 4, 132), (64, 32, 1)])
+def test_the_keys_of_few_queries_are_divided_evenly(batch: int, heads: int, parts: int) -> None:
+    query, key = torch.zeros(1).expand(batch, heads, 1, 16), torch.zeros(1).expand(batch, heads, 500, 16)
+    call = check(query, key, key, heads)
+    assert options_on(Gpu(132, (9, 0)), call, (1, 500), 16)["SPLIT_KV"] == parts
+    # The kernel divides the needed keys where no blocks are known to be whole, else all keys.
+    assert plan(call, query[:1], key[:1]).full_kv_num_blocks is None
 
 
 # --- The compiled kernel -------------------------------------------------------------------------------------------
@@ -372,16 +385,29 @@ def test_varying_lengths_share_a_kernel() -> None:
 
 
 @pytest.mark.full
-def test_it_is_traced_into_what_the_caller_compiles() -> None:
+def test_it_is_traced_into_what_the_caller_compiles_for_all_lengths_at_once() -> None:
     torch._dynamo.reset()
-    inputs = tensors((140, 140))
-
-    def function(*inputs: torch.Tensor) -> torch.Tensor:
-        return 2 * flex_attention(check(*inputs), *inputs)
-
+    torch._dynamo.utils.counters.clear()
     # Inductor takes most of a minute over the C++ of the plan.
-    result = torch.compile(function, fullgraph=True, backend="aot_eager")(*inputs)
-    assert_near({"result": result / 2}, reference(inputs), roundoff=4e-6)
+    function = torch.compile(lambda *x: 2 * flex_attention(check(*x), *x), fullgraph=True, backend="aot_eager")
+    for length in (140, 300, 411):
+        inputs = tensors((length, length))
+        assert_near({"result": function(*inputs) / 2}, reference(inputs), roundoff=4e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.full
+def test_gradients_are_traced_into_what_the_caller_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # refuses them on a CPU
+    monkeypatch.setattr(_flex, "_stored", lambda tensor: tensor)  # of the template for CPUs
+    torch._dynamo.reset()
+    inputs, slopes = tensors((200, 200)), SLOPES.clone().requires_grad_()
+    leaves = [*(x.requires_grad_() for x in inputs), slopes]
+    function = torch.compile(lambda *x: flex_attention(check(*x), *x[:3]), fullgraph=True, backend="aot_eager")
+    result = function(*leaves)
+    gradients = torch.autograd.grad(result.sum(), leaves)
+    actual = dict(zip(("query", "key", "value", "slopes"), gradients, strict=True)) | {"result": result.detach()}
+    assert_near(actual, reference(inputs, torch.ones_like(result)), roundoff=2e-5)
 
 
 # --- What it refuses -----------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ In go a call and its tensors. Out come results and gradients; block masks leave 
 import this room is to import PyTorch's compiler, so functions do so when they need it.
 """
 
-from alibi_torch._flex.blocks import Gpu, options_on
+from alibi_torch._flex.blocks import Gpu, kernel_options, options_on
 from alibi_torch._flex.kernels import flex_attention, has_exact_positions
 from alibi_torch._flex.mask import BLOCK, needed_blocks
 
-__all__ = ["BLOCK", "Gpu", "flex_attention", "has_exact_positions", "needed_blocks", "options_on"]
+__all__ = ["BLOCK", "Gpu", "flex_attention", "has_exact_positions", "kernel_options", "needed_blocks", "options_on"]

@@ -11,21 +11,36 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_torch._flex.mask import BLOCK
+from alibi_torch._flex.mask import BLOCK, SHORT
 
-SHORT = 128  # queries; fewer have a kernel of their own, which divides the keys among many multiprocessors
-# In 16 bits, by compute capability and head size: where PyTorch's own choice spills registers within a loop, what does
-# not. Backward: queries and keys of a block where gradients of keys are summed up, then of queries; stages; warps.
-BACKWARD: dict[tuple[tuple[int, int], int], tuple[int, ...]] = {
-    ((8, 0), 64): (32, 64, 64, 32, 2, 8),
-    ((8, 0), 128): (32, 64, 64, 32, 2, 8),
-    ((9, 0), 128): (64, 64, 128, 64, 2, 8),
+# FlexAttention's names for queries and keys of a block, stages and warps. Going backward, blocks are summed up to
+# gradients of keys (1) and of queries (2). Few queries are one block of a kernel of their own.
+FORWARD = ("fwd_BLOCK_M", "fwd_BLOCK_N", "fwd_num_stages", "fwd_num_warps")
+BACKWARD = ("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2", "bwd_num_stages", "bwd_num_warps")
+FEW = ("BLOCK_N", "num_stages", "num_warps")
+A100, H100 = (8, 0), (9, 0)
+HEAD_DIMS = (64, 128, 256)  # a head is padded to the next of these, or is small enough for its blocks
+# What spills no registers within a loop, where PyTorch's own choice does.
+IN_16_BITS = {
+    (BACKWARD, A100, 64): (32, 64, 64, 32, 2, 8),
+    (BACKWARD, A100, 128): (32, 64, 64, 32, 2, 8),
+    (BACKWARD, A100, 256): (32, 32, 32, 32, 1, 8),
+    (FORWARD, H100, 64): (128, 128, 3, 8),
+    (BACKWARD, H100, 128): (64, 64, 128, 64, 2, 8),
+    (FEW, A100, 256): (64, 1, 4),
+    (FEW, H100, 256): (64, 1, 4),
 }
-FORWARD_WARPS = {((9, 0), 64): 8}
-# One query's keys are divided evenly among parts, which are computed at once. The keys that it needs are the nearest:
-# were the parts as long as without a horizon, one of them would have all the work.
-KEYS_OF_A_PART = 1024
-LENGTHS_OF_PARTS = (4096, 16_384, 65_536, 262_144)  # a kernel for each: a number of parts is compiled in
+IN_FLOAT32 = {
+    (FORWARD, 64): (64, 32, 2, 8),
+    (FORWARD, 128): (64, 16, 2, 8),
+    (FORWARD, 256): (32, 16, 2, 8),
+    (BACKWARD, 64): (32, 32, 32, 32, 1, 8),
+    (BACKWARD, 128): (16, 16, 16, 16, 1, 8),
+    (FEW, 64): (32, 1, 4),
+    (FEW, 128): (16, 1, 4),
+    (FEW, 256): (16, 1, 4),
+}
+PARTS = 8  # of the keys of a few queries, on each multiprocessor: heads that need few keys leave theirs at once
 
 
 class Gpu(NamedTuple):
@@ -48,20 +63,23 @@ def kernel_options(call: AttentionCall, query: Tensor, lengths: tuple[int, int],
 def options_on(gpu: Gpu, call: AttentionCall, lengths: tuple[int, int], head_dim: int) -> dict[str, Any]:
     """Return the same for a GPU that is described, and a head size with its padding."""
     options: dict[str, Any] = {}
+    is_short = lengths[0] < SHORT
     if all(n % BLOCK == 0 for n in lengths):
         # Else, where lengths vary, each score is compared with them: 27 instructions where 17 would do.
         options["IS_DIVISIBLE"] = True
-    kind = gpu.capability, head_dim
-    is_short, is_low = lengths[0] < SHORT, call.dtype != torch.float32
-    if is_low and not is_short and (warps := FORWARD_WARPS.get(kind)):
-        options["fwd_num_warps"] = warps
-    if is_low and not is_short and (sizes := BACKWARD.get(kind)):
-        names = ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_stages", "num_warps")
-        options |= {f"bwd_{name}": size for name, size in zip(names, sizes, strict=True)}
-    if is_short and call.num_heads == call.num_kv_heads:
-        longest = next((n for n in LENGTHS_OF_PARTS if lengths[1] <= n), LENGTHS_OF_PARTS[-1])
-        by_default = int(gpu.multiprocessors // (call.batch[0] * call.num_kv_heads) * 2)
-        options["SPLIT_KV"] = max(longest // KEYS_OF_A_PART, by_default)
+    if is_short or (call.mask is None and call.q_segment_ids is None and call.window_size is None):
+        options["fwd_BLOCKS_ARE_CONTIGUOUS"] = True  # those that need the mask, and the others: none are looked up
+    has_parts = is_short and call.num_heads == call.num_kv_heads
+    if has_parts:
+        options["SPLIT_KV"] = max(1, PARTS * gpu.multiprocessors // (call.batch[0] * call.num_heads))
+    head = next((size for size in HEAD_DIMS if head_dim <= size), None)
+    for names in (FEW,) if has_parts else (FORWARD, BACKWARD):
+        if call.dtype == torch.float32:
+            sizes = IN_FLOAT32.get((names, head))
+        else:
+            sizes = IN_16_BITS.get((names, gpu.capability, head))
+        if sizes is not None:
+            options |= zip(names, sizes, strict=True)
     return options
 
 

@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import flex_attention as attend
 
 from alibi_core import AttentionCall
 from alibi_torch._dispatch import needs_gradients
-from alibi_torch._flex.blocks import SHORT, kernel_options
-from alibi_torch._flex.mask import BLOCK, block_mask, nearest_keys
+from alibi_torch._flex.blocks import kernel_options
+from alibi_torch._flex.mask import BLOCK, SHORT, block_mask, nearest_keys
 from alibi_torch._tiled import KeyNorms
 
 LEAST_HEAD_DIM = 16  # of the kernels for GPUs, whose matrix units take no fewer

@@ -13,6 +13,7 @@ from alibi_core.backend import KeyNorms, Measuring, measure, tolerance_of
 from alibi_torch._tiled import norm_bounds
 
 BLOCK = 128  # queries, and keys, in a block: the kernels' own tiles all divide it
+SHORT = 128  # queries; fewer have a kernel of their own, which divides the keys among many multiprocessors
 MEASURING = Measuring(q_block=BLOCK, kv_block=BLOCK, most_blocks=None, norm_bounds=norm_bounds)
 
 
@@ -40,7 +41,9 @@ def block_mask(
         """Return consecutive blocks from ``starts [..., q_blocks]`` on; how many of them count is said elsewhere."""
         return (starts[..., None] + step).clamp(max=kv_blocks - 1).to(torch.int32).contiguous()
 
-    if call.mask is not None or call.q_segment_ids is not None:  # whose blocks would have to be looked through
+    # A mask or segments would have to be looked through for whole blocks. The kernel for few queries divides the keys
+    # that these need evenly among its parts where it knows of no whole blocks, and else all keys, needed or not.
+    if call.mask is not None or call.q_segment_ids is not None or seq_lengths[0] < SHORT:
         count, indices, full_count, full_indices = stop - first, run(first), None, None
     else:
         full_first, full_stop = _full_blocks(call, first, stop, q_blocks)

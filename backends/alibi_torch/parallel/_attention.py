@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from dataclasses import replace
 from typing import Any
 
@@ -179,9 +181,7 @@ def _exchanged(
     if shards.num_chunks == 1 or (plan is not None and plan.is_complete):
         return exchange, travelling
     needed = needed_tokens(place, call, exchange.halo, query, key, tolerance)
-    if all(
-        n <= held for some, others in zip(needed, covered, strict=True) for n, held in zip(some, others, strict=True)
-    ):
+    if all(map(operator.le, itertools.chain(*needed), itertools.chain(*covered))):
         return exchange, travelling
     travelling.wait()
     exchange = Exchange(Halo(shards, *needed), place)

@@ -44,10 +44,6 @@ class Place:
             dist.all_reduce(tensor, operation, group=self.group)
         return tensor
 
-    def global_rank(self, rank: int) -> int:
-        """Return the rank in the default group of a process of this one."""
-        return dist.get_global_rank(self.group, rank)
-
 
 def place_of(group: Any, axis_name: str | None, head_axis: str | None) -> Place:
     """Return this process's place, having checked the arguments, which are those of ``attention``."""

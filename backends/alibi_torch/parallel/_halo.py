@@ -93,16 +93,15 @@ class Exchange:
     @cached_property
     def incoming(self) -> dict[int, list[Piece]]:
         """What each process has of that, this one included."""
-        return {shard: pieces for shard in range(self.place.size) if (pieces := self._pieces(self.place.rank, shard))}
+        here = self.place.rank
+        return {shard: pieces for shard in range(self.place.size) if (pieces := self.halo.pieces(here, shard))}
 
     @cached_property
     def outgoing(self) -> dict[int, list[Piece]]:
         """What this process has of what others see."""
-        others = (shard for shard in range(self.place.size) if shard != self.place.rank)
-        return {shard: pieces for shard in others if (pieces := self._pieces(shard, self.place.rank))}
-
-    def _pieces(self, target: int, source: int) -> list[Piece]:
-        return self.halo.pieces(target, source)
+        here = self.place.rank
+        others = (shard for shard in range(self.place.size) if shard != here)
+        return {shard: pieces for shard in others if (pieces := self.halo.pieces(shard, here))}
 
     def held(self, tensor: Tensor, piece: Piece) -> Tensor:
         """Return a piece of this process's own ``[batch, heads, shard_len, features]``, a view."""
@@ -132,7 +131,7 @@ class Travelling:
         place = exchange.place
         arriving = {peer: tensors[0].new_empty(size) for peer, size in incoming.items()}
         operations = [
-            dist.P2POp(call, tensor, place.global_rank(peer), place.group, place.tag)
+            dist.P2POp(call, tensor, dist.get_global_rank(place.group, peer), place.group, place.tag)
             for call, messages in ((dist.irecv, arriving), (dist.isend, outgoing))
             for peer, tensor in messages.items()
         ]

@@ -29,7 +29,7 @@ PASSES = ("forward", "backward", "decode")
 
 @dataclass(frozen=True)
 class Subject:
-    """What is compiled: attention in bfloat16 by FlexAttention, with this library's block mask."""
+    """What is compiled: attention by FlexAttention, with this library's block mask."""
 
     architecture: int  # 80 or 90
     kind: str  # of ``PASSES``; decoding is one query over all keys
@@ -38,6 +38,7 @@ class Subject:
     has_bias: bool = True  # False for no positions: the same blocks, no score modification
     is_causal: bool = True  # False for the symmetric form
     varies: bool = False  # lengths are unknown to the compiler, as from the second length on
+    dtype: str = "bfloat16"
     length: int = 4096  # keys, and but for decoding queries
     options: tuple[tuple[str, Any], ...] = ()  # of the kernel, by name, in place of the library's own
 
@@ -98,7 +99,7 @@ def _traced(subject: Subject) -> dict[str, tuple[Any, list[Any]]]:
         compiler({**options, "score_mod": score_mod if subject.has_bias else None}, *tensors)
         raise _DoneError
 
-    backward = subject.kind == "backward"
+    backward, dtype = subject.kind == "backward", getattr(torch, subject.dtype)
     gpu = Gpu(DEVICES[subject.architecture][0], divmod(subject.architecture, 10))
 
     def tuning(call: Any, query: Any, lengths: Any, width: int) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def _traced(subject: Subject) -> dict[str, tuple[Any, list[Any]]]:
         for length in lengths:  # by the second the compiler learns that lengths vary
             shapes = [(1 if subject.kind == "decode" and not i else length) for i in range(3)]
             tensors = [
-                torch.zeros(1, subject.num_heads, n, subject.head_dim, dtype=torch.bfloat16, requires_grad=backward)
+                torch.zeros(1, subject.num_heads, n, subject.head_dim, dtype=dtype, requires_grad=backward)
                 for n in shapes
             ]
             call = AttentionCall.check(*tensors, is_causal=subject.is_causal, xp=xp)
@@ -176,6 +177,7 @@ def _said_to_be_there(architecture: int) -> Iterator[None]:
         "torch.version.cuda": "13.0",
         "torch._inductor.scheduler.has_triton": lambda: True,
         "torch._inductor.runtime.hints.DeviceProperties.create": lambda *_: device,
+        "torch._subclasses.fake_tensor.init_gpu_context": lambda *_: None,
     }
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
