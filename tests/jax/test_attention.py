@@ -652,6 +652,41 @@ def test_slopes_near_the_largest_number_leave_a_query_its_own_key() -> None:
     np.testing.assert_allclose(found, value, atol=1e-6)
 
 
+X = jnp.ones((2, 3, 2, 4))
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "a seed for a key": (
+        lambda: alibi_jax.attention(X, X, X, dropout=0.1, dropout_key=3),
+        "dropout_key must be a key, got 3; jax.random.key makes one",
+    ),
+    "a dtype that there is not": (
+        lambda: alibi_jax.KVCache.make(2, 2, 8, 4, dtype="float31"),
+        "dtype must be a floating dtype such as jnp.float32, got 'float31'",
+    ),
+    "a dtype of a layer": (
+        lambda: alibi_jax.AlibiAttention(8, 2, param_dtype="float31", rngs=nnx.Rngs(0)),
+        "param_dtype must be a floating dtype such as jnp.float32, got 'float31'",
+    ),
+    "a seed for streams": (
+        lambda: alibi_jax.AlibiAttention(8, 2, rngs=0),
+        r"rngs must be flax.nnx.Rngs, got 0; nnx.Rngs\(0\) makes one",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors_name_the_argument_and_the_fix(name: str) -> None:
+    call, message = BAD[name]
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_rows_of_a_batch_are_chosen_by_a_list() -> None:
+    cache = alibi_jax.KVCache.make(2, 2, 8, 4)
+    evicting = alibi_jax.EvictingKVCache.make(2, 2, 8, 4, slopes=jnp.ones(2), max_query_norm=3.0)
+    assert cache.select_batch([1, 0, 1]).key.shape[0] == 3
+    assert evicting.select_batch([1]).groups[0].key.shape[0] == 1
+
+
 DERIVATIVES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "hessian": jax.hessian,
     "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
