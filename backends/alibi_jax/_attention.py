@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from alibi_core import AttentionCall
-from alibi_core.backend import LENGTH_FIRST, dense_attention, explains_keywords
+from alibi_core.backend import LENGTH_FIRST, explains_keywords
 from alibi_jax._call import as_slopes, take_apart
-from alibi_jax._dispatch import Implementation, attend, checked, in_full
-from alibi_jax._tiled import materialised
+from alibi_jax._dispatch import Implementation, attend, checked, dense, in_full
 
 
 @explains_keywords
@@ -40,12 +38,13 @@ def attention(
     """Return ALiBi attention, ``softmax(scale * query @ key.T - slopes * distance) @ value``, over visible keys.
 
     Memory is in proportion to the lengths, also with gradients, and keys too far away to matter are left out: they
-    are proved, from norms of queries and keys, to weigh no more than ``tolerance`` together.
+    are proved, from norms of queries and keys, to weigh no more than ``tolerance`` together. Derivatives in forward
+    mode, and second ones, hold all scores.
 
-    Works under ``jax.jit``, ``jax.vmap``, ``jax.grad`` (also of ``slopes`` and ``future_slopes``; first derivatives, in
-    reverse mode), ``jax.checkpoint`` and ``jax.shard_map``, and divides batch and heads as arrays are sharded. Arrays
-    may be traced; ``is_causal``, ``window_size``, ``scale``, ``tolerance``, ``dropout``, ``return_weights``,
-    ``allow_negative_slopes`` and ``implementation`` are Python values. The sign of traced slopes goes unchecked.
+    Works under ``jax.jit``, ``jax.vmap``, ``jax.grad`` (also of ``slopes`` and ``future_slopes``), ``jax.checkpoint``
+    and ``jax.shard_map``, and divides batch and heads as arrays are sharded. Arrays may be traced; ``is_causal``,
+    ``window_size``, ``scale``, ``tolerance``, ``dropout``, ``return_weights``, ``allow_negative_slopes`` and
+    ``implementation`` are Python values. The sign of traced slopes goes unchecked.
 
     Bias and softmax are float32 (float64 for float64 inputs), whatever the dtype of the tensors. A query that may look
     nowhere gives zeros.
@@ -77,10 +76,8 @@ def attention(
         return_weights: Return a pair, with the weights that were applied, ``[batch, num_heads, q_len, kv_len]``.
         allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
         implementation: ``"tpu"``, or :class:`TPU` with options, is a kernel for TPUs; ``"tiled"`` runs anywhere,
-            tile by tile;
-            ``"dense"`` spells out all scores, and has derivatives of any order. Default: the kernel on a
-            TPU, if it can run the call, else ``"tiled"``. The one named runs, or the call raises, when it is
-            compiled; :func:`explain` tells why.
+            tile by tile; ``"dense"`` spells out all scores. Default: the kernel on a TPU, if it can run the call, else
+            ``"tiled"``. The one named runs, or the call raises, when it is compiled; :func:`explain` tells why.
 
     Returns:
         ``[batch, q_len, num_heads, head_dim]``, of the dtype of ``query``; with ``return_weights``, the pair of that
@@ -90,8 +87,7 @@ def attention(
         TypeError: If an argument is of the wrong kind (a traced array where a Python value is asked for, say), or
             dtypes or array libraries are mixed.
         ValueError: If a value or shape is wrong.
-        NotImplementedError: If the implementation asked for cannot run the call; where second or forward-mode
-            derivatives are asked of another than ``"dense"``.
+        NotImplementedError: If the implementation asked for cannot run the call.
 
     Example:
         A slope of ln 2 halves the weight with each step back:
@@ -126,10 +122,12 @@ def attention(
     )
     if call.dropout > 0 and dropout_key is None:
         raise ValueError("dropout_key must be given with a dropout above 0, got None; jax.random.key makes one")
+    if dropout_key is not None and not hasattr(dropout_key, "dtype"):
+        raise TypeError(f"dropout_key must be a key, got {dropout_key!r}; jax.random.key makes one")
     if call.dense_only is None:
         return run(call, query, key, value, checked(implementation))
     in_full(call, checked(implementation))
-    return _dense(call, *(jnp.swapaxes(x, -3, -2) for x in (query, key, value)), dropout_key=dropout_key)
+    return dense(call, *(jnp.swapaxes(x, -3, -2) for x in (query, key, value)), dropout_key=dropout_key)
 
 
 def run(
@@ -150,25 +148,10 @@ def run(
     is_cache = key_norms is not None
     if implementation == "dense":
         heads_first = (key, value) if is_cache else (jnp.swapaxes(x, -3, -2) for x in (key, value))
-        return _dense(call, jnp.swapaxes(query, -3, -2), *heads_first)
+        return dense(call, jnp.swapaxes(query, -3, -2), *heads_first)
     rules, operands = take_apart(call, query, key, value)
     rules = replace(rules, kv_heads_first=is_cache)
     return _attend(rules, implementation, operands._replace(key_norms=key_norms)).reshape(query.shape)
-
-
-def _dense(call: AttentionCall, *tensors: jax.Array, dropout_key: jax.Array | None = None) -> Any:
-    """Compute a call on heads-first tensors, and return the result with its lengths first."""
-
-    def drop(weights: jax.Array) -> jax.Array:
-        kept = jax.random.bernoulli(dropout_key, 1 - call.dropout, weights.shape)
-        return jnp.where(kept, weights / (1 - call.dropout), 0)
-
-    # JAX's softmax takes the maximum for a constant. Its derivative asks which scores are equal to it: none are if
-    # the compiler computes them twice, rounded in two ways, and then it divides by zero.
-    found = dense_attention(call, *map(materialised, tensors), softmax=jax.nn.softmax, drop=drop)
-    result, *weights = found if call.return_weights else (found,)
-    result = jnp.swapaxes(materialised(result), -3, -2)  # for the sake of its cotangent
-    return (result, *weights) if call.return_weights else result
 
 
 # Outside of jax.jit, too, it is compiled as one: tiles are loops.

@@ -25,7 +25,7 @@ from alibi_core.backend import (
 from alibi_jax._attention import attention
 from alibi_jax._call import Operands, Rules, as_slopes, needed_keys, ranges_of, take_apart
 from alibi_jax._dispatch import IMPLEMENTATIONS, Implementation, Target, checked, choose, in_full, name_of, refusal
-from alibi_jax._tiled import jobs_of, sizes_of
+from alibi_jax._tiled import Tiling, jobs_of, sizes_of
 from alibi_jax._tpu import TPU, KernelShape
 
 
@@ -68,6 +68,9 @@ def explain(
     """
     implementation = checked(implementation)
     check_keywords(attention, arguments)
+    for name, array in {"query": query, "key": key, "value": value, "slopes": slopes, **arguments}.items():
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(array)):
+            raise TypeError(f"{name} must have known values, got a traced array; explain calls outside of jax.jit")
     arguments.pop("dropout_key", None)
     if "future_slopes" in arguments:
         arguments["future_slopes"] = as_slopes(arguments["future_slopes"])
@@ -118,7 +121,7 @@ def _scores_computed(chosen: Implementation, rules: Rules, operands: Operands, t
     batch, q_len, num_heads, _ = operands.query.shape
     if chosen == "dense":
         return batch * num_heads * q_len * operands.key.shape[1]
-    sizes = sizes_of(rules, operands, together=together)
+    sizes = sizes_of(rules, operands, Tiling(together=together))
     blocks = jax.jit(lambda operands: jobs_of(rules, operands, sizes).blocks)(operands)  # [steps, lanes]
     steps = int(np.max(np.asarray(blocks, np.int64), axis=1).sum())  # each with as many blocks as its widest job
     return steps * sizes.lanes * math.prod(sizes.part[x] for x in "bhgqk")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 import subprocess
 import sys
@@ -651,23 +652,113 @@ def test_slopes_near_the_largest_number_leave_a_query_its_own_key() -> None:
     np.testing.assert_allclose(found, value, atol=1e-6)
 
 
-@pytest.mark.parametrize("transform", ["jvp", "jit of jvp", "vmap of jvp", "linearize", "jacfwd", "grad of grad"])
-def test_forward_mode_is_refused_by_name(transform: str) -> None:
-    x = jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
+X = jnp.ones((2, 3, 2, 4))
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "a seed for a key": (
+        lambda: alibi_jax.attention(X, X, X, dropout=0.1, dropout_key=3),
+        "dropout_key must be a key, got 3; jax.random.key makes one",
+    ),
+    "a dtype that there is not": (
+        lambda: alibi_jax.KVCache.make(2, 2, 8, 4, dtype="float31"),
+        "dtype must be a floating dtype such as jnp.float32, got 'float31'",
+    ),
+    "a dtype of a layer": (
+        lambda: alibi_jax.AlibiAttention(8, 2, param_dtype="float31", rngs=nnx.Rngs(0)),
+        "param_dtype must be a floating dtype such as jnp.float32, got 'float31'",
+    ),
+    "a seed for streams": (
+        lambda: alibi_jax.AlibiAttention(8, 2, rngs=0),
+        r"rngs must be flax.nnx.Rngs, got 0; nnx.Rngs\(0\) makes one",
+    ),
+}
 
-    def pushed(tangent: jax.Array) -> jax.Array:
-        return jax.jvp(lambda q: alibi_jax.attention(q, x, x), (x,), (tangent,))[1]
 
-    calls = {
-        "jvp": lambda: pushed(x),
-        "jit of jvp": lambda: jax.jit(pushed)(x),
-        "vmap of jvp": lambda: jax.vmap(pushed)(x[None]),
-        "linearize": lambda: jax.linearize(lambda q: alibi_jax.attention(q, x, x), x)[1](x),
-        "jacfwd": lambda: jax.jacfwd(lambda q: alibi_jax.attention(q, x, x))(x),
-        "grad of grad": lambda: jax.grad(lambda y: jax.grad(lambda q: alibi_jax.attention(q, x, x).sum())(y).sum())(x),
-    }
-    with pytest.raises(NotImplementedError, match="in reverse mode, alone; implementation='dense' has others"):
-        calls[transform]()
+@pytest.mark.parametrize("name", BAD)
+def test_errors_name_the_argument_and_the_fix(name: str) -> None:
+    call, message = BAD[name]
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_rows_of_a_batch_are_chosen_by_a_list() -> None:
+    cache = alibi_jax.KVCache.make(2, 2, 8, 4)
+    evicting = alibi_jax.EvictingKVCache.make(2, 2, 8, 4, slopes=jnp.ones(2), max_query_norm=3.0)
+    assert cache.select_batch([1, 0, 1]).key.shape[0] == 3
+    assert evicting.select_batch([1]).groups[0].key.shape[0] == 1
+
+
+DERIVATIVES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "hessian": jax.hessian,
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
+    "jacfwd": jax.jacfwd,
+    "linearize": lambda f: lambda x: jax.linearize(f, x)[1](x),
+    "grad of grad": lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2)),
+    "vmap of jvp of grad": lambda f: jax.vmap(lambda x: jax.jvp(jax.grad(f), (x,), (x,))[1]),
+    "jacrev of jacrev": lambda f: jax.jacrev(jax.jacrev(f)),
+    "vmap of hessian": lambda f: jax.vmap(jax.hessian(f)),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "by"), list(itertools.product(DERIVATIVES, ("slopes", "query"))))
+def test_derivatives_of_any_order_and_mode(kind: str, by: str) -> None:
+    arrays = dict(zip(("query", "key", "value"), jax.random.normal(jax.random.key(0), (3, 1, 3, 2, 2)), strict=True))
+    arrays["slopes"] = jnp.asarray([0.5, 0.25])
+    x = arrays.pop(by)
+    mapped = jnp.stack([x, 2 * x]) if "vmap" in kind else x
+
+    def loss(implementation: str, x: jax.Array) -> jax.Array:
+        return jnp.sum(alibi_jax.attention(**arrays, **{by: x}, implementation=implementation) ** 2)
+
+    def both(x: jax.Array, mapped: jax.Array) -> list[Any]:
+        losses = [functools.partial(loss, name) for name in ("tiled", "dense")]
+        # A first derivative after the others, at the same shapes.
+        return [(DERIVATIVES[kind](f)(mapped), jax.grad(f)(x)) for f in losses]
+
+    found, expected = jax.jit(both)(x, mapped)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, expected)
+
+
+def test_second_derivatives_are_traced_and_first_ones_after_them() -> None:
+    x = jnp.ones((1, 3, 2, 2))
+
+    def loss(slopes: jax.Array) -> jax.Array:
+        return jnp.sum(alibi_jax.attention(x, x, x, slopes) ** 2)
+
+    shapes = [jax.eval_shape(f(loss), jnp.ones(2)).shape for f in (jax.hessian, jax.grad, jax.jacfwd)]
+    assert shapes == [(2, 2), (2,), (2,)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["mask", "asymmetric", "cache", "bfloat16"])
+def test_second_derivatives_of_all_arrays_and_forms(form: str) -> None:
+    shapes = ((2, 5, 4, 2), (2, 5, 2, 2), (2, 5, 2, 2))
+    tensors = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+    slopes = jnp.asarray([0.5, 0.25, 1.0, 0.125])
+    options: dict[str, Any] = {}
+    if form == "mask":
+        options = {"mask": jnp.arange(5)[None, None, None] != jnp.asarray([0, 2])[:, None, None, None]}
+    if form == "asymmetric":
+        options = {"is_causal": False, "window_size": 3}
+    if form == "bfloat16":
+        tensors = [x.astype(jnp.bfloat16) for x in tensors]
+
+    def loss(implementation: str, query: Any, key: Any, value: Any, slopes: Any, future: Any) -> jax.Array:
+        if form == "cache":
+            cache = alibi_jax.KVCache.make(2, 2, 8, 2).append(key, value)
+            return jnp.sum(cache.attend(query, slopes, implementation=implementation) ** 2)
+        both = {"future_slopes": future} if form == "asymmetric" else {}
+        result = alibi_jax.attention(query, key, value, slopes, implementation=implementation, **both, **options)
+        return jnp.sum(result.astype(jnp.float32) ** 2)
+
+    def pushed(implementation: str) -> Any:
+        gradients = jax.grad(functools.partial(loss, implementation), argnums=(0, 1, 2, 3, 4))
+        given = (*tensors, slopes, slopes[::-1])
+        return jax.jit(lambda *given: jax.jvp(gradients, given, given)[1])(*given)
+
+    near = {"rtol": 2.0**-5, "atol": 2.0**-4} if form == "bfloat16" else {"atol": 1e-5}
+    for found, expected in zip(pushed("tiled"), pushed("dense"), strict=True):
+        np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (found, expected)), **near)
 
 
 @pytest.mark.full

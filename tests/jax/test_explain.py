@@ -34,6 +34,12 @@ def test_on_a_cpu_tiles_run_and_kernels_say_why_they_do_not() -> None:
     assert "TPUs alone, got cpu" in explanation.refusals["tpu"]
 
 
+def test_traced_arrays_are_refused_by_name() -> None:
+    x = jnp.ones((1, 3, 2, 4))
+    with pytest.raises(TypeError, match="future_slopes must have known values, got a traced array; explain .* outside"):
+        jax.eval_shape(lambda slopes: explain(x, x, x, is_causal=False, future_slopes=slopes).horizons, jnp.ones(2))
+
+
 def test_a_kernel_named_on_a_cpu_is_refused_with_what_would_run() -> None:
     for function in (explain, alibi_jax.attention, jax.jit(lambda *x: alibi_jax.attention(*x, implementation="tpu"))):
         arguments = {} if function not in (explain, alibi_jax.attention) else {"implementation": "tpu"}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,38 +23,26 @@ from alibi_core.conformance._cases.oracle import assert_within  # noqa: E402
 from alibi_jax import _tiled  # noqa: E402
 from alibi_jax._call.operands import Operands, Rules, take_apart  # noqa: E402
 from alibi_jax._call.plan import NORM_BLOCK, needed_keys  # noqa: E402
-from alibi_jax._tiled import tiles as _tiles  # noqa: E402
+from alibi_jax._tiled import Tiling, jobs_of, sizes_of  # noqa: E402
 from tests.support.frameworks import JAX, Backend  # noqa: E402
 from tests.support.full import first_of  # noqa: E402
 from tests.support.tiles import within_tolerance  # noqa: E402
 from tests.support.tpu_cases import QUICKLY, TENSORS, answers, replaced  # noqa: E402
 
 BACKEND = Backend(JAX, "alibi_jax", None)
+DEFAULT = Tiling()
 # A compiler is at work in each example.
 FEW_EXAMPLES = settings(max_examples=max(8, settings.default.max_examples // 4))
 LONGER = (Sizes(2, 2, 2, (150, 150), 4), Sizes(1, 3, 1, (70, 200), 3), Sizes(2, 1, 2, (201, 90), 5))
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """The sizes that decide how a call is cut up, in place of those of the module."""
-
-    rows: int = 4
-    keys: int = 3
-    lanes: int = 4
-    scores: int = 1
-
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        constants = {"ROWS": self.rows, "KEYS": self.keys, "KEYS_OF_FEW": self.keys, "LANES": self.lanes}
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in (constants | {"SCORES": self.scores, "PIECE": 1, "PLAN_KEYS": 4}).items():
-                patch.setattr(_tiles, name, value)
-            yield
+def small(rows: int = 4, keys: int = 3, lanes: int = 4, scores: int = 1, *, together: bool = False) -> Tiling:
+    """Return tiles so small that little cases have many."""
+    return Tiling(together, rows, keys, keys, lanes, scores, piece=1, plan_keys=4)
 
 
 TILINGS = st.builds(
-    Tiling,
+    small,
     rows=st.sampled_from([1, 2, 4, 16]),
     keys=st.sampled_from([2, 3, 16]),
     lanes=st.sampled_from([1, 2, 5]),
@@ -74,23 +60,23 @@ def operands_of(case: Case, dtype: str = "float32", tolerance: float | None = No
     return take_apart(call, *tensors)
 
 
-def forward(rules: Rules, operands: Operands, **options: Any) -> tuple[Any, Any]:
+def forward(rules: Rules, operands: Operands, tiling: Tiling = DEFAULT) -> tuple[Any, Any]:
     dtype = operands.query.dtype
-    return jax.jit(lambda x: _tiled.forward(rules, x, dtype, **options))(operands)
+    return jax.jit(lambda x: _tiled.forward(rules, x, dtype, tiling))(operands)
 
 
-def forward_and_backward(rules: Rules, operands: Operands, cotangent: Any, **options: Any) -> tuple[Any, ...]:
+def forward_and_backward(rules: Rules, operands: Operands, cotangent: Any, tiling: Tiling = DEFAULT) -> tuple[Any, ...]:
     """Return the result, the log-sum-exps and the five gradients."""
 
     def both(operands: Operands, cotangent: Any) -> tuple[Any, ...]:
-        result, sums = _tiled.forward(rules, operands, operands.slopes.dtype, **options)
-        gradients = _tiled.backward(rules, operands, result, sums, cotangent, slopes_too=True, **options)
+        result, sums = _tiled.forward(rules, operands, operands.slopes.dtype, tiling)
+        gradients = _tiled.backward(rules, operands, result, sums, cotangent, tiling, slopes_too=True)
         return result.astype(operands.query.dtype), sums, *gradients
 
     return jax.jit(both)(operands, cotangent)
 
 
-def assert_exact(case: Case, dtype: str = "float32", tolerance: float | None = None, **options: Any) -> None:
+def assert_exact(case: Case, tiling: Tiling, dtype: str = "float32", tolerance: float | None = None) -> None:
     """Assert that the result and all gradients, those of slopes for each entry, are within their budgets."""
     by_entry = (case.sizes.batch, case.num_heads)
     arguments = {name: np.broadcast_to(x, by_entry) if name == "future_slopes" else x
@@ -98,7 +84,7 @@ def assert_exact(case: Case, dtype: str = "float32", tolerance: float | None = N
     case = replaced(case, arguments=arguments, slopes=np.broadcast_to(case.arrays["slopes"], by_entry))
     rules, operands = operands_of(case, dtype, tolerance)
     cotangent = JAX.array(BACKEND.layout(case.arrays["cotangent"]), dtype)
-    result, sums, *gradients = forward_and_backward(rules, operands, cotangent, **options)
+    result, sums, *gradients = forward_and_backward(rules, operands, cotangent, tiling)
     assert (result.shape, result.dtype) == (operands.query.shape, operands.query.dtype)
     assert (sums.shape, sums.dtype) == ((*by_entry, case.sizes.lengths[0]), operands.slopes.dtype)
     assert [x.shape for x in gradients[:3]] == [x.shape for x in operands[:3]]
@@ -125,22 +111,20 @@ def in_long_rows(case: Case) -> Case:
 # --- Exact, in many tiles ------------------------------------------------------------------------------------------
 
 EXAMPLES = {
-    "all rules": (Case(SIZES[3], "asymmetric", PER_BATCH, 3, "pair", "by key", True, 5), Tiling(), True),
-    "beyond horizons": (in_long_rows(plain(LONGER[0])), Tiling(rows=16, keys=24), False),
-    "lanes without a job": (plain(SIZES[1]), Tiling(lanes=5), False),
+    "all rules": (Case(SIZES[3], "asymmetric", PER_BATCH, 3, "pair", "by key", True, 5), small(together=True)),
+    "beyond horizons": (in_long_rows(plain(LONGER[0])), small(16, 24)),
+    "lanes without a job": (plain(SIZES[1]), small(lanes=5)),
     "queries that see nothing": (
         plain(SIZES[2], "symmetric", mask=((np.arange(7) < 2) | (np.arange(7) > 5))[None, None, :, None]),
-        Tiling(rows=2, keys=3),
-        False,
+        small(2, 3),
     ),
-    "beyond horizons, more queries": (in_long_rows(plain(LONGER[2], "asymmetric")), Tiling(rows=16, keys=24), True),
+    "beyond horizons, more queries": (in_long_rows(plain(LONGER[2], "asymmetric")), small(16, 24, together=True)),
 }
 
 
-@pytest.mark.parametrize(("case", "tiling", "together"), first_of(EXAMPLES.values()), ids=EXAMPLES)
-def test_an_example_is_exact_with_its_gradients(case: Case, tiling: Tiling, together: bool) -> None:
-    with tiling.applied():
-        assert_exact(case, together=together)
+@pytest.mark.parametrize(("case", "tiling"), first_of(EXAMPLES.values()), ids=EXAMPLES)
+def test_an_example_is_exact_with_its_gradients(case: Case, tiling: Tiling) -> None:
+    assert_exact(case, tiling)
 
 
 @pytest.mark.full
@@ -153,9 +137,8 @@ def test_an_example_is_exact_with_its_gradients(case: Case, tiling: Tiling, toge
 def test_many_tiles_are_exact_with_their_gradients(
     case: Case, tiling: Tiling, precision: tuple[str, float | None]
 ) -> None:
-    with tiling.applied():
-        for together in (False, True):
-            assert_exact(case, *precision, together=together)
+    for together in (False, True):
+        assert_exact(case, replace(tiling, together=together), *precision)
 
 
 @pytest.mark.full
@@ -166,8 +149,7 @@ def test_many_tiles_are_exact_with_their_gradients(
     together=st.booleans(),
 )
 def test_rows_longer_than_horizons_are_exact_with_their_gradients(case: Case, rows: int, together: bool) -> None:
-    with Tiling(rows=rows, keys=24).applied():
-        assert_exact(in_long_rows(case), together=together)
+    assert_exact(in_long_rows(case), small(rows, 24, together=together))
 
 
 KERNEL = alibi_jax.TPU(interpret=True, q_block=128, kv_block=128)
@@ -257,8 +239,8 @@ def test_gradients_of_scores_beyond_what_float32_counts(implementation: Any) -> 
 @pytest.mark.full
 @pytest.mark.parametrize("together", [False, True])
 def test_float64_is_exact_to_its_rounding(together: bool) -> None:
-    with jax.enable_x64(True), Tiling().applied():
-        assert_exact(plain(SIZES[3], "asymmetric"), "float64", together=together)
+    with jax.enable_x64(True):
+        assert_exact(plain(SIZES[3], "asymmetric"), small(together=together), "float64")
 
 
 @pytest.mark.parametrize(
@@ -268,8 +250,7 @@ def test_distances_are_counted_from_the_nearest_key(q_offset: int, is_masked: bo
     mask = np.arange(11) % 4 != 3
     case = plain(SIZES[3], "symmetric", q_offset=q_offset, **({"mask": mask[None, None, None]} if is_masked else {}))
     # So steep that a rounded product of slope and distance would be off by much.
-    with Tiling().applied():
-        assert_exact(case.with_arrays(slopes=np.asarray([1.7, 0.3], np.float32).astype(np.float64)))
+    assert_exact(case.with_arrays(slopes=np.asarray([1.7, 0.3], np.float32).astype(np.float64)), small())
 
 
 def test_distances_are_counted_from_the_nearest_key_that_is_not_hidden() -> None:
@@ -287,9 +268,7 @@ def test_distances_are_counted_from_the_nearest_key_that_is_not_hidden() -> None
 @pytest.mark.parametrize("length", [17, 1, 15, 16, 33])
 def test_lengths_about_those_of_tiles(length: int) -> None:
     case = plain(Sizes(2, 2, 1, (length, length + 1), 3))
-    with Tiling(rows=16, keys=16).applied():
-        rules, operands = operands_of(case)
-        result, _ = forward(rules, operands)
+    result, _ = forward(*operands_of(case), small(16, 16))
     assert_within(BACKEND.layout(JAX.numpy(result)), case.exact("float32").output)
 
 
@@ -303,8 +282,7 @@ def test_no_more_is_left_out_than_the_tolerance(data: str, tolerance: float) -> 
     tensors = {name: case.arrays[name].copy() for name in TENSORS}
     DATA[data](**tensors)
     case = case.with_arrays(**tensors)
-    with Tiling(rows=16, keys=16).applied():
-        result, _ = forward(*operands_of(case, tolerance=tolerance))
+    result, _ = forward(*operands_of(case, tolerance=tolerance), small(16, 16))
     assert_within(BACKEND.layout(JAX.numpy(result)), within_tolerance(case.exact("float32").output, case, tolerance))
 
 
@@ -323,12 +301,12 @@ def many_tokens(length: int, heads: tuple[int, int] = (8, 8), q_len: int | None 
 @pytest.mark.full
 def test_about_as_many_keys_are_visited_as_are_needed() -> None:
     rules, operands = many_tokens(16384)
-    sizes = _tiles.sizes_of(rules, operands, together=False)
+    sizes = sizes_of(rules, operands, DEFAULT)
     part = sizes.part
 
     def count(operands: Operands) -> tuple[Any, Any]:
-        needed = needed_keys(rules, operands, part["q"], _tiles.PLAN_KEYS)
-        blocks = _tiles.jobs_of(rules, operands, sizes).blocks
+        needed = needed_keys(rules, operands, part["q"], DEFAULT.plan_keys)
+        blocks = jobs_of(rules, operands, sizes).blocks
         return jnp.sum(needed.stop - needed.first), jnp.sum(jnp.max(blocks, axis=1)) * sizes.lanes * part["k"]
 
     needed, visited = map(int, jax.jit(count)(operands))
@@ -346,7 +324,7 @@ def test_nothing_but_the_needed_keys_is_read(q_len: int, heads: tuple[int, int])
     norms = jnp.linalg.norm(operands.key, axis=-1).max(axis=1)[..., None]
     operands = operands._replace(key_norms=jnp.broadcast_to(norms * 1.001, (1, heads[1], length // NORM_BLOCK)))
     expected, _ = forward(rules, operands)
-    read = length - 200 - q_len - _tiles.KEYS_OF_FEW
+    read = length - 200 - q_len - DEFAULT.keys_of_few
     poisoned = {name: getattr(operands, name).at[:, :read].set(jnp.nan) for name in ("key", "value")}
     result, sums, *gradients = forward_and_backward(rules, operands._replace(**poisoned), jnp.ones_like(operands.query))
     np.testing.assert_allclose(result, expected, atol=1e-6)
@@ -358,12 +336,14 @@ def test_nothing_but_the_needed_keys_is_read(q_len: int, heads: tuple[int, int])
 @pytest.mark.full
 @pytest.mark.parametrize("together", [False, True])
 def test_memory_grows_with_the_length(together: bool) -> None:
+    tiling = Tiling(together=together)
+
     def temporaries(length: int) -> int:
         rules, operands = many_tokens(length, (4, 2))
 
         def both(operands: Operands) -> tuple[Any, ...]:
-            result, sums = _tiled.forward(rules, operands, jnp.float32, together=together)
-            return _tiled.backward(rules, operands, result, sums, operands.query, slopes_too=True, together=together)
+            result, sums = _tiled.forward(rules, operands, jnp.float32, tiling)
+            return _tiled.backward(rules, operands, result, sums, operands.query, tiling, slopes_too=True)
 
         compiled = jax.jit(both).lower(operands).compile()
         return int(compiled.memory_analysis().temp_size_in_bytes)
@@ -374,15 +354,15 @@ def test_memory_grows_with_the_length(together: bool) -> None:
 def test_few_queries_make_small_tiles() -> None:
     for q_len, together in ((1, False), (1, True), (5, False), (257, False), (300, True)):
         rules, operands = many_tokens(5000, (8, 2), q_len)
-        sizes = _tiles.sizes_of(rules, operands, together=together)
+        sizes = sizes_of(rules, operands, Tiling(together=together))
         assert q_len <= sizes.part["q"] * sizes.grid[-1] <= q_len + 32
-        assert sizes.part["q"] <= _tiles.ROWS
-        assert sizes.part["k"] <= _tiles.KEYS_OF_FEW
+        assert sizes.part["q"] <= DEFAULT.rows
+        assert sizes.part["k"] <= DEFAULT.keys_of_few
 
 
 def test_heads_of_short_sequences_share_a_step() -> None:
     operands = Operands(*(jnp.zeros((8, 128, 12, 64)),) * 3, slopes=jnp.ones((1, 12)))
     rules = Rules(is_causal=True, q_offset=0, window_size=None, scale=1.0, tolerance=0.0)
-    sizes = _tiles.sizes_of(rules, operands, together=False)
+    sizes = sizes_of(rules, operands, DEFAULT)
     assert sizes.steps <= 2
     assert not sizes.has_idle_rows

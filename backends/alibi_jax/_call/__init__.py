@@ -5,7 +5,7 @@ the device. Every kernel starts from these.
 """
 
 from alibi_core.backend import norm_bounds
-from alibi_jax._call.operands import Operands, Rules, as_slopes, kv_axis, put_together, take_apart
+from alibi_jax._call.operands import Operands, Rules, as_slopes, floating_dtype, kv_axis, put_together, take_apart
 from alibi_jax._call.plan import NORM_BLOCK, needed_keys, ranges_of
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Operands",
     "Rules",
     "as_slopes",
+    "floating_dtype",
     "kv_axis",
     "needed_keys",
     "norm_bounds",

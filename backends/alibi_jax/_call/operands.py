@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from alibi_core import AttentionCall
-from alibi_core.backend import ARRAY_AXES, CallRules, tolerance_of
+from alibi_core.backend import ARRAY_AXES, CallRules, checks, namespace_of, tolerance_of
 
 
 class Operands(NamedTuple):
@@ -35,6 +35,15 @@ class Rules(CallRules):
 
     kv_heads_first: bool = False  # whether key and value are [batch, num_kv_heads, kv_len, head_dim], as a cache is
     is_part: bool = False  # whether queries have other keys besides: then distances are counted from the queries alone
+
+
+def floating_dtype(name: str, dtype: Any) -> Any:
+    """Return a floating dtype that an argument names, as NumPy has it."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"{name} must be a floating dtype such as jnp.float32, got {dtype!r}") from None
+    return checks.floating_dtype(namespace_of(xp=jnp), name, found)
 
 
 def as_slopes(slopes: Any) -> Any:

@@ -13,8 +13,9 @@ from alibi_jax._dispatch.choice import (
     name_of,
     refusal,
 )
-from alibi_jax._dispatch.derivatives import gradients_of, unperturbed
-from alibi_jax._dispatch.primitive import backward, forward, in_reverse_mode_alone
+from alibi_jax._dispatch.dense import dense
+from alibi_jax._dispatch.derivatives import summed_as
+from alibi_jax._dispatch.primitive import backward, forward
 from alibi_jax._dispatch.sharded import attend
 
 __all__ = [
@@ -25,11 +26,10 @@ __all__ = [
     "backward",
     "checked",
     "choose",
+    "dense",
     "forward",
-    "gradients_of",
     "in_full",
-    "in_reverse_mode_alone",
     "name_of",
     "refusal",
-    "unperturbed",
+    "summed_as",
 ]

@@ -1,51 +1,37 @@
-"""Attention as a differentiable function of its operands."""
+"""Derivatives of attention's primitives.
+
+A first derivative in reverse mode is the backward primitive, in memory that grows with the lengths alone: attention's
+tangent is a primitive of its own, linear in the tangents of tensors and slopes, and the backward primitive is its
+transpose. Where the tangent itself is computed, in forward mode, and where either is differentiated again, JAX
+differentiates attention spelled out, in memory for all scores.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
-from alibi_jax._call import Operands, Rules
-from alibi_jax._dispatch import primitive
-from alibi_jax._dispatch.choice import Implementation
+from alibi_jax._call import Operands, Rules, put_together
+from alibi_jax._compatible import without_mesh
+from alibi_jax._dispatch.dense import dense
+from alibi_jax._dispatch.primitive import backward, backward_primitive, forward_primitive
 
-
-def fused_attention(rules: Rules, implementation: Implementation | None, operands: Operands) -> jax.Array:
-    """Return ``[batch, q_len, num_heads, head_dim]``, by an implementation that never holds all scores."""
-    return _attention(rules, implementation, primitive.in_reverse_mode_alone(operands))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(rules: Rules, implementation: Implementation | None, operands: Operands) -> jax.Array:
-    return primitive.forward(rules, operands, implementation, with_log_sum_exps=False)[0]
+FIRST = 5  # operands that have derivatives: query, key, value, slopes, future slopes, the first leaves of a call
 
 
-def _forward(rules: Rules, implementation: Implementation | None, operands: Any) -> tuple[jax.Array, Any]:
-    operands, slopes_too = unperturbed(operands)
-    exact, log_sum_exps = primitive.forward(rules, operands, implementation, with_log_sum_exps=True)
-    # A score's gradient is a difference from a mean, which follows from the result. Of a rounded one it is off by as
-    # much in all scores of a row: times what keys, or queries, or distances have in common, that may be anything.
-    return exact.astype(operands.query.dtype), (operands, exact, log_sum_exps, slopes_too)
-
-
-def _backward(rules: Rules, implementation: Implementation | None, kept: Any, cotangent: Any) -> tuple[Operands]:
-    operands, result, log_sum_exps, slopes_too = kept
-    if isinstance(cotangent, SymbolicZero):
-        return (gradients_of(operands),)
-    if rules.kv_heads_first:  # a cache is seldom differentiated: a copy will do
-        rules = replace(rules, kv_heads_first=False)
-        (gradients,) = _backward(rules, implementation, (_turned(operands), *kept[1:]), cotangent)
-        return (_turned(gradients),)
-    cotangent = cotangent.astype(operands.query.dtype)
-    gradients = primitive.backward(
-        rules, operands, result, log_sum_exps, cotangent, implementation, slopes_too=slopes_too is not None
-    )
-    return (gradients_of(operands, *gradients),)
+def _spelled_out(rules: Rules, operands: Operands, *first: jax.Array) -> jax.Array:
+    """Return attention as a function of those operands that have derivatives, and are there."""
+    operands = operands._replace(**dict(zip(Operands._fields, first, strict=False)))
+    heads_first = operands if rules.kv_heads_first else _turned(operands)
+    call = put_together(rules, operands)
+    return dense(call, jnp.swapaxes(operands.query, 1, 2), heads_first.key, heads_first.value)
 
 
 def _turned(operands: Operands) -> Operands:
@@ -53,32 +39,126 @@ def _turned(operands: Operands) -> Operands:
     return operands._replace(key=jnp.swapaxes(operands.key, 1, 2), value=jnp.swapaxes(operands.value, 1, 2))
 
 
-def unperturbed(operands: Any) -> tuple[Operands, bool | None]:
-    """Return the operands of a forward pass that knows symbolic zeros, and True if slopes are to have gradients.
+def _pushed(function: Callable[..., Any], primals: Any, tangents: Any) -> Any:
+    """Return the tangents of what a function returns, differentiated where tangents are no symbolic zeros alone."""
+    moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
 
-    Else None: what is known now has to be told by the structure of what is kept for the backward pass.
-    """
-    slopes_too = any(x is not None and x.perturbed for x in (operands.slopes, operands.future_slopes))
-    return jax.tree.map(lambda x: x.value, operands, is_leaf=lambda x: hasattr(x, "perturbed")), slopes_too or None
+    def of_moving(*values: Any) -> Any:
+        given = dict(zip(moving, values, strict=True))
+        return function(*(given.get(i, primal) for i, primal in enumerate(primals)))
 
-
-def gradients_of(operands: Operands, *found: jax.Array | None) -> Operands:
-    """Return gradients as the operands that they belong to: those of tensors and of slopes, if there are any at all."""
-    nothing = jax.tree.map(lambda x: None, operands)
-    if not found:
-        return nothing
-    # A gradient that nobody asks for is zero rather than absent: JAX 0.8 wants one structure, however often it traces.
-    by_slopes = [
-        None if operand is None else jnp.zeros_like(operand) if gradient is None else _summed_as(gradient, operand)
-        for gradient, operand in zip(found[3:], (operands.slopes, operands.future_slopes), strict=True)
-    ]
-    names = ("query", "key", "value", "slopes", "future_slopes")
-    return nothing._replace(**dict(zip(names, (*found[:3], *by_slopes), strict=True)))
+    return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
 
 
-def _summed_as(gradient: jax.Array, operand: jax.Array) -> jax.Array:
-    """Return the gradient of slopes that all batch entries may share."""
+def _refuse_parts(rules: Rules) -> None:
+    if rules.is_part:
+        raise NotImplementedError("alibi_jax.parallel.attention has first derivatives, in reverse mode, alone")
+
+
+# --- Of the forward pass --------------------------------------------------------------------------------------------
+
+
+def _forward_jvp(leaves: Any, tangents: Any, *, with_log_sum_exps: bool, **parameters: Any) -> tuple[Any, Any]:
+    _refuse_parts(parameters["rules"])
+    # A score's gradient is a difference from a mean, which follows from the result. Of a rounded one it is off by as
+    # much in all scores of a row: times what keys, or queries, or distances have in common, that may be anything.
+    exact, log_sum_exps = forward_primitive.bind(*leaves, **parameters, with_log_sum_exps=True)
+    operands = jax.tree.unflatten(parameters["structure"], leaves)
+    first = FIRST if operands.future_slopes is not None else FIRST - 1
+    wanted = tuple(i for i, tangent in enumerate(tangents[:first]) if type(tangent) is not ad.Zero)
+    dtype = exact.dtype if with_log_sum_exps else operands.query.dtype
+    result = exact.astype(dtype)
+    tangent = ad.Zero(jax.typeof(result))
+    if wanted:
+        given = (exact, log_sum_exps, *leaves, *(tangents[i] for i in wanted))
+        tangent = _tangent.bind(*given, **parameters, wanted=wanted).astype(dtype)
+    # Log-sum-exps are for the backward pass, whose derivatives take them for what they follow from.
+    both = [result, log_sum_exps], [tangent, ad.Zero(jax.typeof(log_sum_exps))]
+    return both if with_log_sum_exps else tuple(x[:1] for x in both)
+
+
+def _tangent_of(result: Any, _: Any, *leaves: Any, rules: Rules, structure: Any, wanted: Any, **__: Any) -> Any:
+    leaves, tangents = leaves[: structure.num_leaves], leaves[structure.num_leaves :]
+    operands = jax.tree.unflatten(structure, leaves)
+
+    def function(*moving: Any) -> Any:
+        given = dict(zip(wanted, moving, strict=True))
+        return _spelled_out(rules, operands, *(given.get(i, operands[i]) for i in range(FIRST)))
+
+    # Slopes that all entries share may have tangents for each.
+    primals = [jnp.broadcast_to(operands[i], tangent.shape) for i, tangent in zip(wanted, tangents, strict=True)]
+    return jax.jvp(function, primals, list(tangents))[1].astype(result.dtype)
+
+
+def _tangent_jvp(primals: Any, tangents: Any, **parameters: Any) -> tuple[Any, Any]:
+    return _tangent.bind(*primals, **parameters), _pushed(partial(_tangent_of, **parameters), primals, tangents)
+
+
+def _tangent_transpose(
+    cotangent: Any, result: Any, log_sum_exps: Any, *leaves: Any, rules: Rules, structure: Any, **parameters: Any
+) -> list[Any]:
+    leaves, tangents = leaves[: structure.num_leaves], leaves[structure.num_leaves :]
+    others = [None] * (2 + len(leaves))
+    if type(cotangent) is ad.Zero:
+        return others + [ad.Zero(x.aval) for x in tangents]
+    operands = jax.tree.unflatten(structure, leaves)
+    is_cache = rules.kv_heads_first  # which is seldom differentiated: a copy will do
+    if is_cache:
+        rules, operands = replace(rules, kv_heads_first=False), _turned(operands)
+    wanted = parameters["wanted"]
+    found = Operands(
+        *backward(
+            rules,
+            operands,
+            result,
+            log_sum_exps,
+            cotangent.astype(operands.query.dtype),
+            parameters["implementation"],
+            slopes_too=any(i >= Operands._fields.index("slopes") for i in wanted),
+        )
+    )
+    found = _turned(found) if is_cache else found
+    return others + [summed_as(found[i], x.aval) for i, x in zip(wanted, tangents, strict=True)]
+
+
+def summed_as(gradient: jax.Array, operand: Any) -> jax.Array:
+    """Return the gradient of an operand that all batch entries may share, as slopes."""
     return gradient if operand.shape[0] == gradient.shape[0] else jnp.sum(gradient, axis=0, keepdims=True)
 
 
-_attention.defvjp(_forward, _backward, symbolic_zeros=True)
+# --- Of the backward pass -------------------------------------------------------------------------------------------
+
+
+def _backward_jvp(primals: Any, tangents: Any, **parameters: Any) -> tuple[Any, Any]:
+    _refuse_parts(parameters["rules"])
+    found = backward_primitive.bind(*primals, **parameters)
+    return found, _pushed(partial(_gradients_of, **parameters), primals, tangents)
+
+
+def _gradients_of(
+    _: Any, __: Any, cotangent: Any, *leaves: Any, rules: Rules, structure: Any, slopes_too: bool, **___: Any
+) -> list[Any]:
+    operands = jax.tree.unflatten(structure, leaves)
+    first = [x for x in operands[:FIRST] if x is not None]
+    first[3:] = [jnp.broadcast_to(x, (operands.query.shape[0], x.shape[1])) for x in first[3:]]
+    gradients = jax.vjp(partial(_spelled_out, rules, operands), *first)[1](cotangent)
+    return list(gradients if slopes_too else gradients[:3])
+
+
+_tangent = Primitive("alibi_attention_tangent")
+_tangent.def_impl(_tangent_of)
+_tangent.def_abstract_eval(lambda result, *_, **__: result)
+mlir.register_lowering(
+    _tangent,
+    lambda context, *leaves, **parameters: mlir.lower_fun(partial(_tangent_of, **parameters), multiple_results=False)(
+        without_mesh(context), *leaves
+    ),
+)
+batching.primitive_batchers[_tangent] = lambda leaves, axes, **parameters: (
+    jax.vmap(partial(_tangent_of, **parameters), in_axes=tuple(axes))(*leaves),
+    0,
+)
+ad.primitive_jvps[_tangent] = _tangent_jvp
+ad.primitive_transposes[_tangent] = _tangent_transpose
+ad.primitive_jvps[forward_primitive] = _forward_jvp
+ad.primitive_jvps[backward_primitive] = _backward_jvp

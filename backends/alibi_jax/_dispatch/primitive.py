@@ -1,8 +1,7 @@
 """Attention's two passes as primitives of JAX, so that who computes them is decided when they are compiled.
 
 Only then is it known for which platform that is, and whether the compiler is to divide the program among devices. A
-primitive also says what ``jax.vmap`` means: the mapped axis becomes part of the batch. Forward-mode derivatives are
-refused by name: of a function with ``jax.custom_vjp`` JAX tells no way out.
+primitive also says what ``jax.vmap`` means: the mapped axis becomes part of the batch.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 
 from alibi_jax import _tiled, _tpu
 from alibi_jax._call import Operands, Rules
@@ -39,7 +38,7 @@ def forward(
     """
     leaves, structure = jax.tree.flatten(operands)  # what is absent is no leaf: the structure tells what is what
     parameters = {"rules": rules, "structure": structure, "implementation": implementation}
-    result, *rest = _forward.bind(*leaves, **parameters, with_log_sum_exps=with_log_sum_exps)
+    result, *rest = forward_primitive.bind(*leaves, **parameters, with_log_sum_exps=with_log_sum_exps)
     return result, rest[0] if rest else None
 
 
@@ -60,7 +59,7 @@ def backward(
     """
     leaves, structure = jax.tree.flatten(operands)
     parameters = {"rules": rules, "structure": structure, "implementation": implementation}
-    gradients = _backward.bind(result, log_sum_exps, cotangent, *leaves, **parameters, slopes_too=slopes_too)
+    gradients = backward_primitive.bind(result, log_sum_exps, cotangent, *leaves, **parameters, slopes_too=slopes_too)
     return (*gradients, *(None,) * (5 - len(gradients)))
 
 
@@ -73,7 +72,7 @@ def _run_forward(target: Target, *leaves: Any, with_log_sum_exps: bool, **parame
         result, sums = _tpu.forward(rules, operands, chosen, with_log_sum_exps=with_log_sum_exps)
     else:
         dtype = operands.slopes.dtype if with_log_sum_exps else operands.query.dtype
-        result, sums = _tiled.forward(rules, operands, dtype, together=_heads_together(target))
+        result, sums = _tiled.forward(rules, operands, dtype, _tiling(target))
     if rules.is_part:
         sums = sums * LN_2 if isinstance(chosen, TPU) else sums
         sums = jnp.where(sums == jnp.inf, -jnp.inf, sums)
@@ -87,8 +86,7 @@ def _run_backward(target: Target, *leaves: Any, slopes_too: bool, **parameters: 
         sums = sums / LN_2 if rules.is_part else sums
         found = _tpu.backward(rules, operands, result, sums, cotangent, chosen, slopes_too=slopes_too)
     else:
-        together = _heads_together(target)
-        found = _tiled.backward(rules, operands, result, sums, cotangent, slopes_too=slopes_too, together=together)
+        found = _tiled.backward(rules, operands, result, sums, cotangent, _tiling(target), slopes_too=slopes_too)
     tensors = [x.astype(dtype) for x, dtype in zip(found[:3], _gradient_dtypes(rules, operands), strict=True)]
     return tensors + [x for x in found[3:] if x is not None]
 
@@ -103,9 +101,9 @@ def _unpacked(target: Target, leaves: Any, *, rules: Rules, structure: Any, impl
     return rules, operands, choose(implementation, target, operands)
 
 
-def _heads_together(target: Target) -> bool:
-    """Whether to compute heads together: a loop over them could not be divided, and would keep a GPU waiting."""
-    return target.is_partitioned or target.platform != "cpu"
+def _tiling(target: Target) -> _tiled.Tiling:
+    """Compute heads together where a loop over them could not be divided, or would keep a GPU waiting."""
+    return _tiled.Tiling(together=target.is_partitioned or target.platform != "cpu")
 
 
 # --- How that becomes a primitive -----------------------------------------------------------------------------------
@@ -155,12 +153,6 @@ def _with_longer_batch(array: Any, axis: Any, size: int, batch: int, is_whole: b
     return array.reshape(size * batch, *array.shape[2:])
 
 
-def _refuse(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(
-        "alibi_jax.attention has first derivatives, in reverse mode, alone; implementation='dense' has others"
-    )
-
-
 def _primitive_of(
     name: str, run: Callable[..., list[Any]], shapes: Callable[..., list[Any]], *, whole: int
 ) -> Primitive:
@@ -192,39 +184,8 @@ def _primitive_of(
         mlir.register_lowering(primitive, partial(lower, platform=platform), platform=platform)
     mlir.register_lowering(primitive, lower)
     batching.primitive_batchers[primitive] = mapped
-    ad.primitive_jvps[primitive] = _refuse
     return primitive
 
 
-_forward = _primitive_of("alibi_attention", _run_forward, _forward_shapes, whole=3)
-_backward = _primitive_of("alibi_attention_backward", _run_backward, _backward_shapes, whole=6)
-
-
-# --- What is differentiated in reverse mode alone -------------------------------------------------------------------
-
-
-def in_reverse_mode_alone(tree: Any) -> Any:
-    """Return arrays as they are, whose tangents cannot be computed, only transposed."""
-    return jax.tree.map(_same.bind, tree)
-
-
-def _identity(name: str) -> Primitive:
-    primitive = Primitive(name)
-    primitive.def_abstract_eval(lambda array: array)
-    return primitive
-
-
-_same = _identity("alibi_operand")
-_tangent = _identity("alibi_tangent")
-_same.def_impl(lambda array: array)
-mlir.register_lowering(_same, lambda _, array: [array])
-batching.primitive_batchers[_same] = lambda arrays, axes: (_same.bind(*arrays), *axes)
-ad.primitive_jvps[_same] = lambda arrays, tangents: (
-    _same.bind(*arrays),
-    tangents[0] if isinstance(tangents[0], ad.Zero) else _tangent.bind(*tangents),
-)
-# Reverse mode transposes what is linear in tangents; only forward mode computes it.
-_tangent.def_impl(_refuse)
-batching.primitive_batchers[_tangent] = _refuse
-mlir.register_lowering(_tangent, _refuse)
-ad.primitive_transposes[_tangent] = lambda cotangent, _: (cotangent,)
+forward_primitive = _primitive_of("alibi_attention", _run_forward, _forward_shapes, whole=3)
+backward_primitive = _primitive_of("alibi_attention_backward", _run_backward, _backward_shapes, whole=6)

@@ -14,11 +14,11 @@ from jax.sharding import AxisType, PartitionSpec
 from alibi_jax._call import Operands, Rules
 from alibi_jax._compatible import varying_alike
 from alibi_jax._dispatch.choice import Implementation
-from alibi_jax._dispatch.derivatives import fused_attention
+from alibi_jax._dispatch.primitive import forward
 
 
 def attend(rules: Rules, implementation: Implementation | None, operands: Operands) -> jax.Array:
-    """Return ``fused_attention``, each device's own batch entries and heads where arrays are explicitly sharded.
+    """Return attention, each device's own batch entries and heads where arrays are explicitly sharded.
 
     Raises:
         NotImplementedError: If the tokens or the features of an explicitly sharded query are divided.
@@ -28,7 +28,7 @@ def attend(rules: Rules, implementation: Implementation | None, operands: Operan
                 if kind == AxisType.Explicit]  # fmt: skip
 
     def call(operands: Operands) -> jax.Array:
-        return fused_attention(rules, implementation, varying_alike(operands))
+        return forward(rules, varying_alike(operands), implementation, with_log_sum_exps=False)[0]
 
     if not explicit:
         return call(operands)

@@ -11,7 +11,7 @@ from jax import lax
 from alibi_jax._call import Operands, Rules
 from alibi_jax._tiled.forward_loop import RESULT, STATISTICS, full_precision, put_rows
 from alibi_jax._tiled.scores import AXES, Scores, Tensors, as_matrices, row_products
-from alibi_jax._tiled.tiles import Places, arranged, cut, jobs_of, put, sizes_of
+from alibi_jax._tiled.tiles import Places, Tiling, arranged, cut, jobs_of, put, sizes_of
 
 KEYS = AXES["key"]
 SLOPES = AXES["slopes"]
@@ -23,17 +23,17 @@ def backward(
     result: jax.Array,
     log_sum_exps: jax.Array,
     cotangent: jax.Array,
+    tiling: Tiling,
     *,
     slopes_too: bool,
-    together: bool = False,
 ) -> tuple[jax.Array | None, ...]:
     """Return the gradients of ``sum(result * cotangent)`` by query, key, value, slopes and future slopes.
 
-    Result and log-sum-exps are those of the forward pass with the same ``together``, in the working dtype. So are the
+    Result and log-sum-exps are those of the forward pass with the same tiling, in the working dtype. So are the
     gradients of keys and values, as they are sums over tiles, and those of slopes, ``[batch, num_heads]``, None unless
     asked for (and given); that of the query has its dtype.
     """
-    sizes = sizes_of(rules, operands, together=together)
+    sizes = sizes_of(rules, operands, tiling)
     tensors = Tensors(rules, operands, sizes, result, log_sum_exps, cotangent)
     jobs, dtype, whole = jobs_of(rules, operands, sizes), tensors.dtype, sizes.whole
     rows = tensors.by_kv_head(cotangent, 2), tensors.by_kv_head(result, 2)

@@ -11,22 +11,22 @@ from jax import lax
 
 from alibi_jax._call import Operands, Rules
 from alibi_jax._tiled.scores import AXES, Scores, Tensors, as_matrices
-from alibi_jax._tiled.tiles import Places, arranged, jobs_of, put, sizes_of
+from alibi_jax._tiled.tiles import Places, Tiling, arranged, jobs_of, put, sizes_of
 
 RESULT, STATISTICS = AXES["query"], "bhgq"
 
 
-def forward(rules: Rules, operands: Operands, dtype: Any, *, together: bool = False) -> tuple[jax.Array, jax.Array]:
+def forward(rules: Rules, operands: Operands, dtype: Any, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
     """Return attention, ``[batch, q_len, num_heads, head_dim]`` of this dtype, and log-sum-exps of its rows.
 
     These are ``[batch, num_heads, q_len]``, in the working dtype, of scores whose distances are counted as
     :class:`Scores` does; +inf for a query that sees no key.
 
-    With ``together`` every operation is on all batch entries and heads, which then may be distributed among devices:
-    loops are over tiles of queries and over the keys that any of the heads needs. Otherwise each head has its own range
-    of keys.
+    Where tiles are ``together``, every operation is on all batch entries and heads, which then may be distributed among
+    devices: loops are over tiles of queries and over the keys that any of the heads needs. Otherwise each head has its
+    own range of keys.
     """
-    sizes = sizes_of(rules, operands, together=together)
+    sizes = sizes_of(rules, operands, tiling)
     tensors, jobs, whole = Tensors(rules, operands, sizes), jobs_of(rules, operands, sizes), sizes.whole
 
     def step(index: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

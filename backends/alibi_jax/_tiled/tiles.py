@@ -20,14 +20,26 @@ from jax import lax
 from alibi_jax._call import Operands, Rules, kv_axis, needed_keys
 from alibi_jax._tiled.materialised import materialised
 
-ROWS = 256  # queries of a tile, times heads of a group that it covers, at most
-KEYS = 384  # of a block, at most, beside that many queries
-KEYS_OF_FEW = 1024  # beside few queries, where an iteration costs little but its overhead
 FEW = 16  # queries
-LANES = 4  # jobs at a time: the products of one matrix alone take one core
-SCORES = 2**20  # of short sequences that are computed at a time, about
-PIECE = 16  # rows and keys of tiles are a multiple of this, if they do not take up the whole length
-PLAN_KEYS = 64  # that are taken or left together, where norms can be had for so few
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How large tiles may be, and how many are computed at a time."""
+
+    together: bool = False  # whether each operation is on all batch entries and heads
+    rows: int = 256  # queries of a tile, times heads of a group that it covers, at most
+    keys: int = 384  # of a block, at most, beside that many queries
+    keys_of_few: int = 1024  # beside few queries, where an iteration costs little but its overhead
+    lanes: int = 4  # jobs at a time: the products of one matrix alone take one core
+    scores: int = 2**20  # of short sequences that are computed at a time, about
+    piece: int = 16  # rows and keys of tiles are a multiple of this, if they do not take up the whole length
+    plan_keys: int = 64  # that are taken or left together, where norms can be had for so few
+
+    def even(self, length: int, most: int) -> int:
+        """Return the size of pieces of ``most`` at most that a length is cut into, about evenly."""
+        size = -(-length // -(-length // most))
+        return min(length, most, -(-size // self.piece) * self.piece)
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,7 @@ class Sizes:
     whole: dict[str, int]  # letters and lengths of the whole call
     part: dict[str, int]  # and of one job, ``k`` being one of its blocks of keys
     lanes: int  # jobs at a time; if several, each has one batch entry
+    plan_keys: int  # that are taken or left together
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -59,28 +72,23 @@ class Sizes:
         return self.jobs % self.lanes > 0 or self.whole["q"] % self.part["q"] > 0
 
 
-def sizes_of(rules: Rules, operands: Operands, *, together: bool) -> Sizes:
+def sizes_of(rules: Rules, operands: Operands, tiling: Tiling) -> Sizes:
     """Decide how to cut a call up, by its shapes alone."""
     batch, q_len, num_heads, head_dim = operands.query.shape
     kv_len, num_kv_heads = operands.key.shape[kv_axis(rules)], operands.key.shape[3 - kv_axis(rules)]
     group = num_heads // num_kv_heads
     axes = {"b": batch, "h": num_kv_heads, "g": group, "q": q_len, "k": kv_len, "d": head_dim}
-    box = axes | {"q": _even(q_len, ROWS), "k": _even(kv_len, KEYS_OF_FEW if q_len <= FEW else KEYS)}
+    keys = tiling.keys_of_few if q_len <= FEW else tiling.keys
+    box = axes | {"q": tiling.even(q_len, tiling.rows), "k": tiling.even(kv_len, keys)}
     lanes = 1
-    if not together:
+    if not tiling.together:
         if (box["q"], box["k"]) == (q_len, kv_len):
             # Nothing can be left out.
-            box["b"] = _divisor(batch, SCORES // (num_heads * q_len * kv_len))
+            box["b"] = _divisor(batch, tiling.scores // (num_heads * q_len * kv_len))
         else:
-            box |= {"b": 1, "h": 1, "g": _divisor(group, ROWS // box["q"])}
-            lanes = min(LANES, batch * num_kv_heads * (group // box["g"]) * -(-q_len // box["q"]))
-    return Sizes(axes, box, lanes)
-
-
-def _even(length: int, most: int) -> int:
-    """Return the size of pieces of ``most`` at most that a length is cut into, about evenly."""
-    piece = -(-length // -(-length // most))
-    return min(length, most, -(-piece // PIECE) * PIECE)
+            box |= {"b": 1, "h": 1, "g": _divisor(group, tiling.rows // box["q"])}
+            lanes = min(tiling.lanes, batch * num_kv_heads * (group // box["g"]) * -(-q_len // box["q"]))
+    return Sizes(axes, box, lanes, tiling.plan_keys)
 
 
 def _divisor(number: int, most: int) -> int:
@@ -103,7 +111,7 @@ def jobs_of(rules: Rules, operands: Operands, sizes: Sizes) -> Jobs:
     if block == kv_len:
         first, blocks = jnp.zeros_like(index), jnp.ones_like(index)
     else:
-        needed = needed_keys(rules, operands, sizes.part["q"], PLAN_KEYS)
+        needed = needed_keys(rules, operands, sizes.part["q"], sizes.plan_keys)
         # [batch, num_heads, tiles], each axis but the last one as that of jobs and that of one job
         shape = [n for x in "bhg" for n in (sizes.whole[x] // sizes.part[x], sizes.part[x])]
         # What nobody needs is no part of the keys that several heads need.

@@ -21,12 +21,11 @@ from alibi_core.backend import (
     check_truncated,
     checks,
     explains_keywords,
-    namespace_of,
     positive_number,
     reach,
 )
 from alibi_jax._attention import run
-from alibi_jax._call import NORM_BLOCK, as_slopes, norm_bounds
+from alibi_jax._call import NORM_BLOCK, as_slopes, floating_dtype, norm_bounds
 from alibi_jax._dispatch import Implementation, checked
 from alibi_jax.caches._kv_cache import bytes_of, cache_shape, known, whole_number
 
@@ -127,7 +126,7 @@ class EvictingKVCache:
             ValueError: If a value or a shape is wrong, or slopes are traced.
         """
         batch_size, num_kv_heads, max_length, head_dim = cache_shape(batch_size, num_kv_heads, max_length, head_dim)
-        dtype = checks.floating_dtype(namespace_of(xp=jnp), "dtype", jnp.dtype(dtype))
+        dtype = floating_dtype("dtype", dtype)
         options = {"scale": scale, "window_size": window_size, "tolerance": tolerance}
         rules = EvictionRules.check(slopes, _on_host(slopes), max_query_norm, **options)
         policy = rules.policy(num_kv_heads, head_dim, dtype.name)
@@ -298,6 +297,7 @@ class EvictingKVCache:
 
     def select_batch(self, indices: jax.Array) -> EvictingKVCache:
         """Return the cache of the sequences at ``indices`` of the batch axis, as :meth:`KVCache.select_batch`."""
+        indices = jnp.asarray(indices)
         chosen = (replace(held, key=held.key[indices], value=held.value[indices]) for held in self.groups)
         return replace(self, groups=tuple(chosen))
 

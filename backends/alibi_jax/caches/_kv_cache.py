@@ -18,12 +18,11 @@ from alibi_core.backend import (
     checks,
     explains_keywords,
     host_values,
-    namespace_of,
     non_negative_int,
     positive_int,
 )
 from alibi_jax._attention import run
-from alibi_jax._call import NORM_BLOCK, as_slopes, norm_bounds
+from alibi_jax._call import NORM_BLOCK, as_slopes, floating_dtype, norm_bounds
 from alibi_jax._dispatch import Implementation, checked
 
 
@@ -75,7 +74,7 @@ class KVCache(NamedTuple):
             ValueError: If a size is less than 1.
         """
         shape = cache_shape(batch_size, num_kv_heads, max_length, head_dim)
-        dtype = checks.floating_dtype(namespace_of(xp=jnp), "dtype", jnp.dtype(dtype))
+        dtype = floating_dtype("dtype", dtype)
         norms = jnp.zeros((*shape[:2], -(-shape[2] // NORM_BLOCK)), jnp.promote_types(dtype, jnp.float32))
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), norms, jnp.zeros((), jnp.int32))
 
@@ -232,6 +231,7 @@ class KVCache(NamedTuple):
         Args:
             indices: ``[batch]`` integers, for a batch size that may be another than before.
         """
+        indices = jnp.asarray(indices)
         names = ("key", "value", "key_norms", "length")
         return self._replace(**{x: getattr(self, x)[indices] for x in names if jnp.ndim(getattr(self, x))})
 

@@ -14,8 +14,9 @@ import numpy as np
 from flax import nnx
 
 from alibi_core import AttentionCall
-from alibi_core.backend import LENGTH_FIRST, AlibiConfig, Checkpoint, checks, key_bias, namespace_of
+from alibi_core.backend import LENGTH_FIRST, AlibiConfig, Checkpoint, key_bias
 from alibi_jax._attention import run
+from alibi_jax._call import floating_dtype
 from alibi_jax.caches import KVCache
 from alibi_jax.nn._encoder import AlibiEncoder
 from alibi_jax.nn._language_model import AlibiLanguageModel
@@ -70,8 +71,7 @@ def load_checkpoint(
         FileNotFoundError: directory must be one that holds a checkpoint, got 'no/such/place'
     """
     checkpoint = Checkpoint.open(directory, contract=contract)
-    dtype = jnp.dtype(checkpoint.dtype_name if dtype is None else dtype)
-    checks.floating_dtype(namespace_of(xp=jnp), "dtype", dtype)
+    dtype = floating_dtype("dtype", checkpoint.dtype_name if dtype is None else dtype)
     checkpoint.check_precision(jnp.finfo(dtype).bits)
     attention = FalconAttention.made_for if checkpoint.family.rounds_bias else None
 

@@ -11,6 +11,7 @@ from flax import nnx
 
 from alibi_core.backend import LayerShape, boolean, checks, explains_keywords
 from alibi_jax._attention import attention
+from alibi_jax._call import floating_dtype
 from alibi_jax._dispatch import Implementation, checked
 from alibi_jax.caches import EvictingKVCache, KVCache
 
@@ -94,9 +95,11 @@ class AlibiAttention(nnx.Module):
             bias=bias,
         )
         checked(implementation)
+        if rngs is None or isinstance(rngs, int | jax.Array):
+            raise TypeError(f"rngs must be flax.nnx.Rngs, got {rngs!r}; nnx.Rngs(0) makes one")
         for name, given in (("dtype", dtype), ("param_dtype", param_dtype)):
             if given is not None:
-                checks.floating_dtype(jnp, name, jnp.dtype(given))
+                floating_dtype(name, given)
         self.is_causal, self.window_size, self.implementation = is_causal, window_size, implementation
         self.dtype, self.param_dtype = dtype, param_dtype
         options = {"use_bias": bias, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}

@@ -47,6 +47,7 @@ def attention(
 
     To be called inside ``jax.shard_map``, with local shards. The result is that of :func:`alibi_jax.attention` on the
     whole sequence, to rounding, with gradients of query, key, value and slopes; gradients of keys travel as float32.
+    First derivatives, in reverse mode, alone: others raise.
 
     Who needs which keys of others is decided in one of two ways:
 

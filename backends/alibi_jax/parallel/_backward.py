@@ -15,23 +15,19 @@ from jax.custom_derivatives import SymbolicZero
 
 from alibi_jax._call import Operands
 from alibi_jax._compatible import varying_alike
-from alibi_jax._dispatch import gradients_of, in_reverse_mode_alone, unperturbed
+from alibi_jax._dispatch import summed_as
 from alibi_jax.parallel._exchange import Halo, exchange, take
 from alibi_jax.parallel._forward import Taken, forward, made, next_of_loop, part_of_hop, signs, travelling
 from alibi_jax.parallel._reach import Measured
 from alibi_jax.parallel._ring import Part, Ring, Sums, gradients, local_operands, own_part, put
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ring_attention(ring: Ring, operands: Operands) -> jax.Array:
     """Return this device's ``[batch, shard_len, num_heads, head_dim]``, of the dtype of the query.
 
     The operands are those of this device, along all axes that any of them varies over.
     """
-    return _attention(ring, in_reverse_mode_alone(operands))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(ring: Ring, operands: Operands) -> jax.Array:
     return _result(ring, operands, forward(ring, local_operands(ring, operands))[0])
 
 
@@ -44,7 +40,9 @@ def _result(ring: Ring, operands: Operands, sums: Sums) -> jax.Array:
 
 
 def _forward(ring: Ring, operands: Any) -> tuple[jax.Array, Any]:
-    operands, slopes_too = unperturbed(operands)
+    # That slopes are to have gradients has to be told by the structure of what is kept for the backward pass.
+    slopes_too = any(x is not None and x.perturbed for x in (operands.slopes, operands.future_slopes)) or None
+    operands = jax.tree.map(lambda x: x.value, operands, is_leaf=lambda x: hasattr(x, "perturbed"))
     sums, taken = forward(ring, local_operands(ring, operands))
     # As on one device, a rounded result would not do.
     return _result(ring, operands, sums), (operands, sums, taken, slopes_too)
@@ -52,16 +50,25 @@ def _forward(ring: Ring, operands: Any) -> tuple[jax.Array, Any]:
 
 def _backward(ring: Ring, kept: Any, cotangent: Any) -> tuple[Operands]:
     operands, sums, taken, slopes_too = kept
+    nothing = jax.tree.map(lambda x: None, operands)
     if isinstance(cotangent, SymbolicZero):
-        return (gradients_of(operands),)
+        return (nothing,)
     cotangent = ring.split(cotangent.astype(operands.query.dtype))
     given = Given(local_operands(ring, operands), sums, cotangent)
     found = _backward_of_chunks(ring, given, taken, slopes_too is not None)
-    tensors = (ring.join(x).astype(operands.query.dtype) for x in found[:3])
-    return (gradients_of(operands, *tensors, found.slopes, found.future_slopes),)
+    query, key, value = (ring.join(x).astype(operands.query.dtype) for x in found[:3])
+    # A gradient that nobody asks for is zero rather than absent: JAX 0.8 wants one structure, however often it traces.
+    by_slopes = {
+        name: jnp.zeros_like(getattr(operands, name))
+        if gradient is None
+        else summed_as(gradient, getattr(operands, name))
+        for name, gradient in (("slopes", found.slopes), ("future_slopes", found.future_slopes))
+        if getattr(operands, name) is not None
+    }
+    return (nothing._replace(query=query, key=key, value=value, **by_slopes),)
 
 
-_attention.defvjp(_forward, _backward, symbolic_zeros=True)
+ring_attention.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 class Given(NamedTuple):
