@@ -20,7 +20,6 @@ from alibi_core.conformance._adapter import Offer
 from alibi_core.conformance._cases import Answer, Attention, Case, Family, Values, excess, smaller_cases
 from alibi_core.conformance._trial.caller import Caller, CallError, DepartureError, Evidence
 
-SHRINKING = 8.0  # seconds, after which the smallest counterexample so far has to do
 Drawn = TypeVar("Drawn")
 
 
@@ -33,6 +32,7 @@ class Trial:
         features: Those that it offers.
         examples: How many cases a law draws.
         seed: Of the draws.
+        shrinking: Seconds, after which the smallest counterexample so far has to do.
         share: The largest part of an error budget that was used up.
     """
 
@@ -40,6 +40,7 @@ class Trial:
     features: frozenset[str]
     examples: int
     seed: int
+    shrinking: float = 8.0
     share: float = 0.0
 
     @property
@@ -95,7 +96,7 @@ class Trial:
                 if not failures and drawn not in tried:
                     tried[drawn] = placed(drawn)
                 drawn = tried.get(drawn, drawn)
-            late = failures and time.monotonic() - since > SHRINKING
+            late = failures and time.monotonic() - since > self.shrinking
             if late and drawn != smallest[-1]:
                 return
             try:
@@ -134,7 +135,7 @@ class Trial:
         if not isinstance(drawn, Case) or self.caller.hung:
             return None
         for case in smaller_cases(drawn):
-            if time.monotonic() - since > SHRINKING:
+            if time.monotonic() - since > self.shrinking:
                 break
             try:
                 body(case)
