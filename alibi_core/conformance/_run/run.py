@@ -188,7 +188,7 @@ def _diagnosed(
 ) -> tuple[Diagnosis, ...]:
     """Return what is done instead; calls that came to nothing say so themselves."""
     found = [Diagnosis(x.kind, str(x)) for x in errors if isinstance(x, CallError)]
-    evidence = [x.evidence for x in errors if isinstance(x, DepartureError)]
-    if evidence and not caller.hung:
-        found += diagnose(caller, function, features, evidence)
+    departures = [x for x in errors if isinstance(x, DepartureError)]
+    if departures and not caller.hung:
+        found += diagnose(caller, function, features, departures)
     return tuple(dict.fromkeys(found))

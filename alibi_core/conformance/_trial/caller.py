@@ -31,15 +31,15 @@ class CallError(Exception):
         self.kind, self.inputs = kind, ""
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """One call, what came of it, and what should have.
+@dataclass(eq=False)
+class DepartureError(AssertionError):
+    """A result that is not what it should be.
 
     Attributes:
         function: Of the adapter.
-        inputs: In words.
+        inputs: Of the call, in words.
         actual: What was returned, float64; None if nothing was.
-        expected: The exact answer; None if the call came to nothing.
+        expected: The exact answer.
         case: What the call was made from, where it was a case.
         part: Which of several results this is.
         remark: What is wrong, where that is no number.
@@ -47,19 +47,14 @@ class Evidence:
 
     function: str
     inputs: str
-    actual: Values | None = None
-    expected: Answer | None = None
+    actual: Values | None
+    expected: Answer
     case: Case | None = None
     part: str = ""
     remark: str = ""
 
-
-class DepartureError(AssertionError):
-    """A result that is not what it should be."""
-
-    def __init__(self, evidence: Evidence) -> None:
-        super().__init__(evidence.remark or "outside its budget")
-        self.evidence = evidence
+    def __str__(self) -> str:
+        return self.remark or "outside its budget"
 
 
 class Decoded(NamedTuple):

@@ -18,7 +18,7 @@ import alibi_core
 from alibi_core._bias import named
 from alibi_core.conformance._adapter import Offer
 from alibi_core.conformance._cases import Answer, Attention, Case, Family, Values, excess, smaller_cases
-from alibi_core.conformance._trial.caller import Caller, CallError, DepartureError, Evidence
+from alibi_core.conformance._trial.caller import Caller, CallError, DepartureError
 
 Drawn = TypeVar("Drawn")
 
@@ -186,7 +186,7 @@ class Trial:
         for name in (x for x in names if self.offer.has_slopes or "slopes" not in x):
             if name not in actual:
                 remark = f"attention_grad returned no gradient of {name}"
-                raise DepartureError(Evidence("attention_grad", str(case), None, answers[name], case, name, remark))
+                raise DepartureError("attention_grad", str(case), None, answers[name], case, name, remark)
             self.compare("attention_grad", str(case), actual[name], answers[name], case, name)
 
     def compare(
@@ -202,5 +202,5 @@ class Trial:
             remark = "infinite where it should not be" if hides else "finite where it should be minus infinity"
         share = float(excess(actual, answer).max(initial=0))
         if remark or share > 1:
-            raise DepartureError(Evidence(function, inputs, actual, answer, case, part, remark))
+            raise DepartureError(function, inputs, actual, answer, case, part, remark)
         self.share = max(self.share, share)
