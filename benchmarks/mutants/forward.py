@@ -11,11 +11,7 @@ from benchmarks.mutants._mutant import instead, mutant
 from benchmarks.mutants.reference import Array, Call, Reference
 
 
-@instead(
-    Reference,
-    "slopes",
-    "slopes",
-)
+@instead(Reference, "slopes", "slopes")
 def slopes_of_at_most_64_heads(self, num_heads: int) -> Array:
     """The table of slopes ends with 64 heads, and begins again for more."""
     return Reference.slopes(self, min(num_heads, 64))[np.arange(num_heads) % 64]

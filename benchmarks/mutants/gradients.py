@@ -42,11 +42,7 @@ def value_gradient_blind_to_mask(self, call: Call, weights: Array, grad_output: 
 # --- By query, key and value ------------------------------------------------------------------------------------------
 
 
-@instead(
-    Reference,
-    "grad_key",
-    "long_gradients",
-)
+@instead(Reference, "grad_key", "long_gradients")
 def last_block_dropped_in_backward(self, call: Call, grad_scores: Array) -> Array:
     """The backward pass gives the keys that fill no block of 64 no gradient, where there are full blocks."""
     kept = max(call.lengths[1] // 64 * 64, 64)
