@@ -569,16 +569,9 @@ class Sequence:
 
 def decode(trial: Trial, sequences: list[Sequence], steps: list[tuple[int, ...]]) -> None:
     """Decode sequences in these steps of each, by turns, and hold what comes of each step to the answer."""
-    caches: list[Any] = [None] * len(sequences)
-    for turn, number in itertools.product(range(max(map(len, steps))), range(len(sequences))):
-        sequence, own = sequences[number], steps[number][: turn + 1]
-        if len(own) <= turn:
-            continue
-        start, end = sum(own[:-1]), sum(own)
-        case, part = sequence.case, (..., slice(start, end), slice(None))
-        tensors = {name: case.arrays[name][part] for name in TENSORS}
-        actual, caches[number] = trial.caller.decode_step(tensors, case.arrays["slopes"], caches[number])
-        expected = Answer(sequence.answer.value[part], sequence.answer.budget[part])
+    for number, start, end, actual, own in trial.caller.decoded([x.case for x in sequences], steps):
+        case, answer, part = sequences[number].case, sequences[number].answer, (..., slice(start, end), slice(None))
+        expected = Answer(answer.value[part], answer.budget[part])
         runs = ((step, len(list(same))) for step, same in itertools.groupby(own))
         words = " + ".join(f"{count} x {step}" if count > 1 else str(step) for step, count in runs)
         inputs = f"{case}, tokens {start} to {end - 1} of sequence {number}, in steps of {words}"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from alibi_core.conformance._cases import excess
-from alibi_core.conformance._trial import CallError, DepartureError, Evidence
+from alibi_core.conformance._trial import CallError, DepartureError
 
 Status = Literal["passed", "failed", "not offered", "not run"]
 
@@ -54,25 +54,21 @@ class Counterexample:
         """Return what an error shows."""
         if isinstance(error, CallError):
             return cls(str(error).partition(" ")[0], error.inputs, str(error))
-        return _of_evidence(error.evidence)
+        name = f"{error.function}, {error.part}" if error.part else error.function
+        if error.actual is None:
+            return cls(name, error.inputs, error.remark)
+        expected, budget = error.expected.value, error.expected.budget
+        shares = excess(error.actual, error.expected)
+        worst = np.unravel_index(int(shares.argmax()), shares.shape)
+        problem = error.remark or f"off by {shares[worst]:.3g} times what rounding explains"
+        at = tuple(int(x) for x in worst)
+        numbers = (float(expected[worst]), float(error.actual[worst]), float(budget[worst]))
+        return cls(name, error.inputs, problem, at, *numbers)
 
     def __str__(self) -> str:
         where = "" if self.at is None else f" at {list(self.at)}: {self.actual!r}, expected {self.expected!r}"
         within = "" if self.budget is None else f" within {self.budget:.2g}"
         return f"{self.problem}{where}{within}; {self.inputs}" if self.inputs else f"{self.problem}{where}{within}"
-
-
-def _of_evidence(evidence: Evidence) -> Counterexample:
-    name = f"{evidence.function}, {evidence.part}" if evidence.part else evidence.function
-    if evidence.actual is None or evidence.expected is None:
-        return Counterexample(name, evidence.inputs, evidence.remark)
-    expected, budget = evidence.expected.value, evidence.expected.budget
-    shares = excess(evidence.actual, evidence.expected)
-    worst = np.unravel_index(int(shares.argmax()), shares.shape)
-    problem = evidence.remark or f"off by {shares[worst]:.3g} times what rounding explains"
-    at = tuple(int(x) for x in worst)
-    numbers = (float(expected[worst]), float(evidence.actual[worst]), float(budget[worst]))
-    return Counterexample(name, evidence.inputs, problem, at, *numbers)
 
 
 @dataclass(frozen=True)

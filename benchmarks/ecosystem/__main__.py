@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from tqdm import tqdm
 
+from alibi_core import conformance
 from benchmarks.ecosystem._rows import LEGEND, Row, markdown, notes, rich_table, rows_of
 from benchmarks.ecosystem._subjects import SUBJECTS
 
@@ -29,11 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", choices=("quick", "thorough", "none"), default="quick", help="of the kit")
     options = parser.parse_args(arguments)
     console = Console(width=max(Console().width, WIDTH))
-    profile = None if options.profile == "none" else options.profile
+    check = None if options.profile == "none" else partial(conformance.check, profile=options.profile)
     chosen = [x for x in SUBJECTS if not options.only or any(part.lower() in x.name.lower() for part in options.only)]
     rows: list[Row] = []
     for subject in tqdm(chosen, unit="implementation", disable=None, leave=False):
-        rows += rows_of(subject, profile=profile)
+        rows += rows_of(subject, check)
     console.print(rich_table(rows))
     for line in (*LEGEND, *(f"{name}: {note}" for name, note in notes(rows).items())):
         console.print(line, markup=False, highlight=False)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -41,30 +42,33 @@ class Row:
     problem: str = ""  # why there is nothing to tell
 
 
-def rows_of(subject: Subject, *, profile: str | None = "quick") -> Iterator[Row]:
-    """Yield the rows of one implementation, in a profile of the kit; None leaves the kit out."""
+Check = Callable[[Any], conformance.Report]
+
+
+def rows_of(subject: Subject, check: Check | None = conformance.check) -> Iterator[Row]:
+    """Yield the rows of one implementation, with what the kit says of it; None leaves the kit out."""
     if subject.version is None:
         yield Row(subject, problem=NOT_INSTALLED)
         return
     for dtype in subject.dtypes:
         try:
-            yield _row(subject, dtype, profile)
+            yield _row(subject, dtype, check)
         except ImportError as error:  # it needs something else that is missing
             yield Row(subject, dtype, problem=f"{NOT_INSTALLED}: {error}")
         except Exception as error:  # of a version that its adapter was not written for: the others shall be told of
             yield Row(subject, dtype, problem=f"raised {type(error).__name__}: {error}")
 
 
-def _row(subject: Subject, dtype: str, profile: str | None) -> Row:
+def _row(subject: Subject, dtype: str, check: Check | None) -> Row:
     contracts = dict.fromkeys(["exact", subject.contract])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # other people's
         adapters = [subject.make(dtype, contract) for contract in contracts]
         sizes = {"contract": subject.contract, "bias_max": subject.bias_max}
         magnitudes = tuple(measure(adapters[0], num_heads, **sizes) for num_heads in HEADS)
-        if profile is None or subject.bias_max != 8:  # the kit knows no other
+        if check is None or subject.bias_max != 8:  # the kit knows no other
             return Row(subject, dtype, departures=(subject.note,), magnitudes=magnitudes)
-        reports = [conformance.check(adapter, profile=profile) for adapter in adapters]
+        reports = [check(adapter) for adapter in adapters]
     exact, *own = map(_verdict, reports)
     departures = tuple(dict.fromkeys(sentence for report in reports for sentence in _departures(report)))
     return Row(subject, dtype, exact, f"{subject.contract}: {own[0]}" if own else "", departures, magnitudes)

@@ -13,6 +13,9 @@ MUTANTS: tuple[Mutant, ...] = (
     *catalogue.MUTANTS,
     *large.MUTANTS,
     *decoding.PAGED,
+    *decoding.SHORT_CACHES,
+    *decoding.LONG_CACHES,
+    *gradients.IN_SOME_CALLS,
     *(x for x in _BY_HAND if isinstance(x, Mutant)),
 )
 

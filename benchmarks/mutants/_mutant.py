@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,8 +27,7 @@ class Mutant:
         adapter: Makes the adapter; each trial takes a new one.
         laws: Those by which it ought to be killed, some or all.
         expected: Regular expression of what a diagnosis has to say to be right; it is found in any case of letters.
-        is_diagnosable: Whether tests hold the kit to naming the mistake; elsewhere it may but say where results are
-            wrong, or take long.
+            Empty where the kit may but say where results are wrong, or take long.
         key: That of the diagnosis that is right, where the mistake is one of the catalogue.
     """
 
@@ -36,48 +35,63 @@ class Mutant:
     mistake: str
     adapter: Callable[[], Any]
     laws: tuple[str, ...]
-    expected: str
-    is_diagnosable: bool
+    expected: str = ""
     key: str = ""
+
+    @property
+    def is_diagnosable(self) -> bool:
+        """Whether the kit is held to naming the mistake."""
+        return bool(self.expected or self.key)
 
     def is_named_by(self, diagnosis: Diagnosis) -> bool:
         """Return whether a diagnosis names the mistake."""
-        if diagnosis.key == "unexplained":  # it says but where results are wrong, whatever words are in it
+        if diagnosis.key == "unexplained" or not self.is_diagnosable:  # it says but where results are wrong
             return False
         if self.key:
             return diagnosis.key.startswith(self.key)
         return bool(re.search(self.expected, diagnosis.sentence, re.IGNORECASE))
 
 
-def mutant(*laws: str, expected: str, is_diagnosable: bool = True) -> Callable[[type[Reference]], Mutant]:
+def mutant(*laws: str, expected: str = "") -> Callable[[type[Reference]], Mutant]:
     """Make a class a mutant, whose mistake its docstring tells."""
 
     def made(adapter: type[Reference]) -> Mutant:
         mistake = (adapter.__doc__ or "").strip().rstrip(".")
-        return Mutant(adapter.__name__, mistake, adapter, laws, expected, is_diagnosable)
+        return Mutant(adapter.__name__, mistake, adapter, laws, expected)
 
     return made
 
 
 def instead(
-    base: type[Reference], method: str, *laws: str, expected: str, is_diagnosable: bool = True
+    base: type[Reference], method: str, *laws: str, expected: str = ""
 ) -> Callable[[Callable[..., Any]], Mutant]:
     """Make a function a mutant: the adapter ``base`` with it for a method. Its docstring tells the mistake."""
 
     def made(function: Callable[..., Any]) -> Mutant:
         name = "".join(word.capitalize() for word in function.__name__.split("_"))
-        adapter = type(name, (base,), {method: function, "__doc__": function.__doc__})
-        return mutant(*laws, expected=expected, is_diagnosable=is_diagnosable)(adapter)
+        return varied(base, method, name, function.__doc__ or "", function, *laws, expected=expected)
 
     return made
 
 
-def sized(base: type[Reference], size: int, *laws: str, expected: str, is_diagnosable: bool = True) -> Mutant:
+def varied(
+    base: type[Reference], method: str, name: str, mistake: str, function: Any, *laws: str, expected: str = ""
+) -> Mutant:
+    """Return the mutant of a name: the adapter ``base`` with a function, or a value, for what is called ``method``."""
+    return mutant(*laws, expected=expected)(type(name, (base,), {method: function, "__doc__": mistake}))
+
+
+def variants(
+    base: type[Reference], method: str, *laws: str, rows: Mapping[str, tuple[str, Any]], expected: str = ""
+) -> tuple[Mutant, ...]:
+    """Return mutants by their names: each row has the mistake, and the function that is ``method`` then."""
+    return tuple(varied(base, method, name, *row, *laws, expected=expected) for name, row in rows.items())
+
+
+def sized(base: type[Reference], size: int, *laws: str, expected: str = "") -> Mutant:
     """Return a mutant whose mistake, that of ``base``, depends on a size."""
-    adapter = type(
-        f"{base.__name__.strip('_')}{size}", (base,), {"size": size, "__doc__": base.__doc__.format(size=size)}
-    )
-    return mutant(*laws, expected=expected, is_diagnosable=is_diagnosable)(adapter)
+    name, mistake = f"{base.__name__.strip('_')}{size}", (base.__doc__ or "").format(size=size)
+    return varied(base, "size", name, mistake, size, *laws, expected=expected)
 
 
 def catalogued(
@@ -85,10 +99,9 @@ def catalogued(
     laws: str,
     *others: str,
     functions: Collection[str] = (),
-    told: str = "",
+    told: str | None = "",
     dtype: str = "float32",
     features: Collection[str] | None = None,
-    is_diagnosable: bool = True,
 ) -> Mutant:
     """Make a mistake of the catalogue a mutant.
 
@@ -97,19 +110,16 @@ def catalogued(
         laws: Those by which it ought to be killed.
         others: More that is done, and not to be named.
         functions: Which functions make it. Default, all.
-        told: By what other name the kit is to call it. Default, its own.
+        told: By what other name the kit is to call it; None if it need not. Default, its own.
         dtype: As in ``Mistaken``.
         features: As in ``Mistaken``.
-        is_diagnosable: As in ``Mutant``.
     """
     options = {"functions": functions} if functions else {}
     adapter = partial(Mistaken, mistake, *others, dtype=dtype, features=features, **options)
     where = f" ({', '.join([dtype] * (dtype != 'float32') + [*functions])})" if functions != CALLS else ""
     name = f"{mistake}{where}" if dtype == "float32" else f"{mistake} ({dtype})"
-    key = told or mistake.partition(":")[0]
-    return Mutant(
-        " and ".join([name, *others]), MISTAKES[mistake], adapter, tuple(laws.split()), "", is_diagnosable, key
-    )
+    key = "" if told is None else told or mistake.partition(":")[0]
+    return Mutant(" and ".join([name, *others]), MISTAKES[mistake], adapter, tuple(laws.split()), key=key)
 
 
 @dataclass(frozen=True)
@@ -133,9 +143,9 @@ class Outcome:
     seconds: float
 
 
-def tried(mutant: Mutant, *, laws: Iterable[str] | None = None) -> Outcome:
-    """Hold a mutant to laws, all by default, in the quick profile."""
-    report = check(mutant.adapter(), laws=laws, time_limit=TIME_LIMIT)
+def tried(mutant: Mutant, *, laws: Iterable[str] | None = None, profile: Any = "quick") -> Outcome:
+    """Hold a mutant to laws, all by default, in a profile of the kit."""
+    report = check(mutant.adapter(), profile=profile, laws=laws, time_limit=TIME_LIMIT)
     sentences = tuple(x.sentence for x in report.diagnoses)
     is_right = any(mutant.is_named_by(x) for x in report.diagnoses)
     killed_by = tuple(law.name for law in report.failed)

@@ -50,7 +50,7 @@ class NanAfterAHiddenBlock(Blockwise):
         return new, total * correction + weights.sum(axis=-1, keepdims=True), result * correction + weights @ values
 
 
-@instead(Blockwise, "beginning", "long", expected="maximum|underflow|initial", is_diagnosable=False)
+@instead(Blockwise, "beginning", "long")
 def maximum_begins_with_zero(self, call: Call) -> tuple[Array, Array, Array]:
     """The running maximum begins with 0: rows whose scores are all far below it come to nothing."""
     highest, total, result = Blockwise.beginning(self, call)
@@ -91,55 +91,31 @@ class _Horizon(Blockwise):
         return any(x is not None for x in (call.window_size, call.segment_ids, call.mask))
 
 
-@instead(
-    _Horizon,
-    "horizon",
-    "long",
-    expected=HORIZON,
-    is_diagnosable=False,
-)
+@instead(_Horizon, "horizon", "long")
 def horizon_too_short(self, call: Call, gap: Array, slopes: Array) -> Array:
     """The horizon is a tenth too short."""
     return 0.9 * _Horizon.horizon(self, call, gap, slopes)
 
 
-@instead(
-    _Horizon,
-    "horizon",
-    "long",
-    expected=HORIZON,
-    is_diagnosable=False,
-)
+@instead(_Horizon, "horizon", "long")
 def horizon_of_the_mean_slope(self, call: Call, gap: Array, slopes: Array) -> Array:
     """All heads have the horizon of the mean slope."""
     return _Horizon.horizon(self, call, gap, np.broadcast_to(slopes.mean(axis=1, keepdims=True), slopes.shape))
 
 
-@instead(
-    _Horizon,
-    "horizon",
-    "long",
-    expected=HORIZON,
-    is_diagnosable=False,
-)
+@instead(_Horizon, "horizon", "long")
 def horizon_of_the_first_head(self, call: Call, gap: Array, slopes: Array) -> Array:
     """All heads have the horizon of the first."""
     return _Horizon.horizon(self, call, gap, slopes[:, :1])
 
 
-@instead(
-    _Horizon,
-    "horizon",
-    "long",
-    expected=HORIZON,
-    is_diagnosable=False,
-)
+@instead(_Horizon, "horizon", "long")
 def horizon_blind_to_scores(self, call: Call, gap: Array, slopes: Array) -> Array:
     """The horizon follows from the slope alone, as if all scores were alike."""
     return _Horizon.horizon(self, call, np.zeros_like(gap), slopes)
 
 
-@instead(_Horizon, "horizon", "causal", expected="nan|zero|slope (of )?0", is_diagnosable=False)
+@instead(_Horizon, "horizon", "causal")
 def horizon_of_no_slope_is_nan(self, call: Call, gap: Array, slopes: Array) -> Array:
     """The horizon of a slope of 0 is 0 / 0, and nothing is less than that."""
     return np.where(slopes == 0, np.nan, _Horizon.horizon(self, call, gap, slopes))

@@ -155,7 +155,7 @@ MUTANTS: tuple[Mutant, ...] = (
     catalogued("offset one less", "decoding", functions=("decode_step",), told="causal hides own key"),
     # The backward pass computes its weights again, and otherwise.
     *(
-        catalogued(x, "gradients", "forward pass right", functions=("attention_grad",), is_diagnosable=False)
+        catalogued(x, "gradients", "forward pass right", functions=("attention_grad",), told=None)
         for x in ("bias lost", "causal ignored")
     ),
     # What is rounded to the dtype of the model, and in float32 to another.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from benchmarks.mutants._mutant import Mutant, instead, mutant, sized
+from benchmarks.mutants._mutant import instead, mutant, sized, variants
 from benchmarks.mutants.reference import Array, Call, Reference
 
 
@@ -25,9 +24,7 @@ def bias_lost_after_the_first_step(
     return Reference.decode_step(self, query, key, value, slopes * (cache is None), cache)
 
 
-@instead(
-    Reference, "decode_step", "decoding", expected="last|chunk|same position|one position|step", is_diagnosable=False
-)
+@instead(Reference, "decode_step", "decoding")
 def chunk_at_one_position(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
     """All tokens of one step have the position of the last."""
     _, (keys, values) = Reference.decode_step(self, query, key, value, slopes, cache)
@@ -75,100 +72,94 @@ class _Paged(Reference):
 PAGED = tuple(sized(_Paged, n, "long_decoding", expected=f"restart every {n}") for n in (16, 64, 128, 256))
 
 
-def keeping(*laws: str, expected: str) -> Callable[[Callable[[Array, int], Array]], Mutant]:
-    """Make what becomes of keys, or values, ``before`` of which were there before the step, a mutant."""
+class _Keeping(Reference):
+    """Decodes rightly, and keeps keys and values as ``kept`` makes them, of which ``before`` were there already."""
 
-    def made(kept: Callable[[Array, int], Array]) -> Mutant:
-        def decode_step(self: Any, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> Any:
-            output, held = Reference.decode_step(self, query, key, value, slopes, cache)
-            before = 0 if cache is None else cache[0].shape[2]
-            return output, tuple(kept(x, before) for x in held)
+    def decode_step(self, query: Array, key: Array, value: Array, slopes: Array, cache: Any) -> tuple[Array, Any]:
+        output, held = super().decode_step(query, key, value, slopes, cache)
+        before = 0 if cache is None else cache[0].shape[2]
+        return output, tuple(self.kept(x, before, x.shape[2]) for x in held)
 
-        decode_step.__name__, decode_step.__doc__ = kept.__name__, kept.__doc__
-        return instead(Reference, "decode_step", *laws, expected=expected, is_diagnosable=False)(decode_step)
-
-    return made
+    def kept(self, held: Array, before: int, now: int) -> Array:
+        return held
 
 
-@keeping("decoding", expected="forget|window|at most|capacity|evict|oldest|first keys|limit|drop|lost")
-def cache_of_five_tokens(held: Array, before: int) -> Array:
-    """The cache holds the last five tokens."""
-    return held[:, :, -5:]
-
-
-@keeping("decoding", expected="last|overwrit|only|one token|first|dropp|lost|forg")
-def cache_keeps_one_token_of_a_step(held: Array, before: int) -> Array:
-    """Of the tokens of one step, only the last is kept in the cache."""
-    return held if before == 0 else np.concatenate([held[:, :, :before], held[:, :, -1:]], axis=2)
-
-
-@keeping("decoding", expected="twice|duplicat|again|double")
-def new_tokens_cached_twice(held: Array, before: int) -> Array:
-    """After the first step the new tokens are in the cache already, and appended again."""
-    return np.concatenate([held, held[:, :, -1:]], axis=2)
-
-
-@keeping("long_decoding", expected="horizon|64|last|window")
-def cache_of_64_tokens(held: Array, before: int) -> Array:
-    """The cache holds the last 64 tokens."""
-    return held[:, :, -64:]
-
-
-@keeping("long_decoding", expected="horizon|256|last|window")
-def cache_of_256_tokens(held: Array, before: int) -> Array:
-    """The cache holds the last 256 tokens."""
-    return held[:, :, -256:]
-
-
-@keeping("long_decoding", expected="lost|grow")
-def token_lost_every_eight(held: Array, before: int) -> Array:
-    """The cache grows by eight tokens at a time, and loses the last one of those that it held."""
-    return np.delete(held, before - 1, axis=2) if before // 8 < held.shape[2] // 8 and before else held
-
-
-@keeping("long_decoding", expected="lost|grow")
-def token_lost_at_doubling(held: Array, before: int) -> Array:
-    """The cache doubles its capacity, from 16 tokens on, and copies one too few."""
-    grows = max(before, 15).bit_length() < held.shape[2].bit_length()
-    return np.delete(held, before - 1, axis=2) if grows and before else held
-
-
-@keeping("long_decoding", expected="capacity|off by one")
-def last_token_of_a_capacity_overwritten(held: Array, before: int) -> Array:
-    """A token that comes when the cache of 512 is full but for one takes the place of the one before."""
-    return np.delete(held, before - 1, axis=2) if before < 512 <= held.shape[2] else held
-
-
-@keeping("long_decoding", expected="prefill|overwrit")
-def prefill_overwrites(held: Array, before: int) -> Array:
-    """Whatever comes 32 tokens or more at a time is written to the beginning of the cache, as prompts are."""
-    new = held.shape[2] - before
+def _prefill_overwrites(self: Any, held: Array, before: int, now: int) -> Array:
+    new = now - before
     if new < 32 or before == 0:
         return held
     return np.concatenate([held[:, :, before:], held[:, :, new:before], held[:, :, before:]], axis=2)
 
 
-@keeping("long_decoding", expected="stale|entry")
-def stale_entry(held: Array, before: int) -> Array:
-    """The first token of a page of 64 is not written, and what was there before stays: nothing, or zeros."""
-    is_first = (np.arange(held.shape[2]) % 64 == 0) & (np.arange(held.shape[2]) >= max(before, 1))
+def _stale_entry(self: Any, held: Array, before: int, now: int) -> Array:
+    is_first = (np.arange(now) % 64 == 0) & (np.arange(now) >= max(before, 1))
     return np.where(is_first[:, None], np.asarray(0, held.dtype), held)
 
 
-@keeping("long_decoding", expected="ring|wrap|overwrit")
-def ring_of_512_tokens(held: Array, before: int) -> Array:
-    """The cache is a ring of 512 tokens: the one after that takes the place of the first."""
-    over = max(held.shape[2] - 512, 0)
-    return np.concatenate([np.zeros_like(held[:, :, :over]), held[:, :, over:]], axis=2)
+def _without(held: Array, index: int, when: Any) -> Array:
+    return np.delete(held, index, axis=2) if when else held
 
 
-@instead(Reference, "decode_offset", "long_decoding", expected="chunk|16|position", is_diagnosable=False)
+SHORT_CACHES = variants(
+    _Keeping,
+    "kept",
+    "decoding",
+    rows={
+        "CacheOfFiveTokens": ("The cache holds the last five tokens", lambda self, held, before, now: held[:, :, -5:]),
+        "CacheKeepsOneTokenOfAStep": (
+            "Of the tokens of one step, only the last is kept in the cache",
+            lambda self, held, before, now: np.delete(held, np.s_[before : now - 1], axis=2) if before else held,
+        ),
+        "NewTokensCachedTwice": (
+            "After the first step the new tokens are in the cache already, and appended again",
+            lambda self, held, before, now: np.concatenate([held, held[:, :, -1:]], axis=2),
+        ),
+    },
+)
+LONG_CACHES = variants(
+    _Keeping,
+    "kept",
+    "long_decoding",
+    rows={
+        "CacheOf64Tokens": ("The cache holds the last 64 tokens", lambda self, held, before, now: held[:, :, -64:]),
+        "CacheOf256Tokens": ("The cache holds the last 256 tokens", lambda self, held, before, now: held[:, :, -256:]),
+        "TokenLostEveryEight": (
+            "The cache grows by eight tokens at a time, and loses the last one of those that it held",
+            lambda self, held, before, now: _without(held, before - 1, before and before // 8 < now // 8),
+        ),
+        "TokenLostAtDoubling": (
+            "The cache doubles its capacity, from 16 tokens on, and copies one too few",
+            lambda self, held, before, now: _without(
+                held, before - 1, before and max(before, 15).bit_length() < now.bit_length()
+            ),
+        ),
+        "LastTokenOfACapacityOverwritten": (
+            "A token that comes when the cache of 512 is full but for one takes the place of the one before",
+            lambda self, held, before, now: _without(held, before - 1, before < 512 <= now),
+        ),
+        "PrefillOverwrites": (
+            "Whatever comes 32 tokens or more at a time is written to the beginning of the cache, as prompts are",
+            _prefill_overwrites,
+        ),
+        "StaleEntry": (
+            "The first token of a page of 64 is not written, and what was there before stays: nothing, or zeros",
+            _stale_entry,
+        ),
+        "RingOf512Tokens": (
+            "The cache is a ring of 512 tokens: the one after that takes the place of the first",
+            lambda self, held, before, now: held * (np.arange(now) >= now - 512)[:, None].astype(held.dtype),
+        ),
+    },
+)
+
+
+@instead(Reference, "decode_offset", "long_decoding")
 def long_chunk_one_too_far(self, query: Array, keys: Array) -> int:
     """The tokens of a step of more than 16 are one position too far."""
     return Reference.decode_offset(self, query, keys) + (16 < query.shape[2] < keys.shape[2])
 
 
-@mutant("long_decoding", expected="chunk|position|after", is_diagnosable=False)
+@mutant("long_decoding")
 class PositionWrongAfterLongChunks(Reference):
     """A step of more than 16 tokens counts as one of 16 for the positions of the tokens to come."""
 
@@ -182,7 +173,7 @@ class PositionWrongAfterLongChunks(Reference):
         return super().decode_offset(query, keys) - self.missing
 
 
-@instead(_Paged, "raw_bias", "long_decoding", expected="horizon|far|distan", is_diagnosable=False)
+@instead(_Paged, "raw_bias", "long_decoding")
 def decoding_horizon_of_200_tokens(self, call: Call) -> Array:
     """Decoding leaves out keys 200 tokens away, whatever the slope and the scores."""
     bias = Reference.raw_bias(self, call)
@@ -216,7 +207,7 @@ def table_blind_to_direction(self, call: Call) -> Array | bool:
     return self.kept.setdefault(key, np.asarray(_Kept.visible_by_causality(self, call)))
 
 
-@instead(_Kept, "products", "independent", expected=EARLIER, is_diagnosable=False)
+@instead(_Kept, "products", "independent")
 def scale_of_the_first_call(self, call: Call) -> Array:
     """A kernel is compiled with the scale of the first call of these shapes."""
     key = (call.query.shape, call.key.shape)
@@ -224,7 +215,7 @@ def scale_of_the_first_call(self, call: Call) -> Array:
     return _Kept.products(self, dataclasses.replace(call, scale=scale))
 
 
-@instead(_Kept, "visible_by_window", "independent", expected=EARLIER, is_diagnosable=False)
+@instead(_Kept, "visible_by_window", "independent")
 def window_of_the_first_call(self, call: Call) -> Array | bool:
     """A block mask is kept from call to call by the lengths, whatever the window."""
     if call.window_size is None:

@@ -11,13 +11,7 @@ from benchmarks.mutants._mutant import instead, mutant
 from benchmarks.mutants.reference import Array, Call, Reference
 
 
-@instead(
-    Reference,
-    "slopes",
-    "slopes",
-    expected="at most 64|64 heads|repeat|begin again|the first slopes again",
-    is_diagnosable=False,
-)
+@instead(Reference, "slopes", "slopes")
 def slopes_of_at_most_64_heads(self, num_heads: int) -> Array:
     """The table of slopes ends with 64 heads, and begins again for more."""
     return Reference.slopes(self, min(num_heads, 64))[np.arange(num_heads) % 64]
@@ -29,13 +23,13 @@ def causal_bias_of_minus_thousand(self, num_heads: int, q_len: int, kv_len: int,
     return np.maximum(Reference.bias(self, num_heads, q_len, kv_len, is_causal), -1000)
 
 
-@instead(Reference, "q_positions", "precision", expected="int16|wrap|overflow|32.?76|65.?53|far", is_diagnosable=False)
+@instead(Reference, "q_positions", "precision")
 def positions_in_int_16(self, call: Call) -> Array:
     """Positions are kept in 16 bits, and wrap."""
     return Reference.q_positions(self, call).astype(np.int16).astype(np.int64)
 
 
-@mutant("combined", expected="mask.*(key/value|kv|group)|(key/value|kv|group).*mask", is_diagnosable=False)
+@mutant("combined")
 class MaskByKvHead(Reference):
     """A mask by head is looked up by key/value head, in a kernel without a backward pass."""
 
@@ -47,7 +41,7 @@ class MaskByKvHead(Reference):
         return call.mask[..., np.arange(call.query.shape[1]) // call.group, :, :]
 
 
-@instead(Reference, "output", "causal", expected="transpos|reshap|axes|swap|layout|mixed", is_diagnosable=False)
+@instead(Reference, "output", "causal")
 def reshaped_instead_of_transposed(self, call: Call) -> Array:
     """Heads and length are exchanged by a reshape, which mixes them, instead of a transposition."""
     result = Reference.output(self, call)
@@ -55,9 +49,7 @@ def reshaped_instead_of_transposed(self, call: Call) -> Array:
     return result.reshape(batch, q_len, num_heads, head_dim).swapaxes(1, 2).reshape(result.shape)
 
 
-@instead(
-    Reference, "output", "combined", expected="transpos|layout|axes|swap|heads.*(length|len)", is_diagnosable=False
-)
+@instead(Reference, "output", "combined")
 def layout_guessed(self, call: Call) -> Array:
     """The layout is guessed from the shape: as many heads as queries are taken for [batch, length, heads, head_dim]."""
     if not call.query.shape[1] == call.query.shape[2] == call.key.shape[1] == call.key.shape[2] > 1:
@@ -66,13 +58,13 @@ def layout_guessed(self, call: Call) -> Array:
     return Reference.output(self, dataclasses.replace(call, **tensors)).swapaxes(1, 2)
 
 
-@instead(Reference, "softmax", "causal", expected="softmax.*heads|over heads", is_diagnosable=False)
+@instead(Reference, "softmax", "causal")
 def softmax_over_heads(self, scores: Array) -> Array:
     """The softmax runs over heads instead of keys."""
     return Reference.softmax(self, scores.swapaxes(1, -1)).swapaxes(1, -1)
 
 
-@mutant("precision", expected="(sum|denominator).*float16", is_diagnosable=False)
+@mutant("precision")
 class SumsInFloat16(Reference):
     """A row's weights are summed up in float16, one after the other."""
 

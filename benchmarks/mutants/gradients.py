@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from benchmarks.mutants._mutant import instead
+from benchmarks.mutants._mutant import instead, variants
 from benchmarks.mutants.blocks import _Horizon
 from benchmarks.mutants.reference import Array, Call, Reference
 
@@ -25,7 +25,7 @@ def slope_gradient_by_entry(self, call: Call, grad_scores: Array, distances: Arr
     return -(grad_scores * distances.astype(self.working_dtype)).sum(axis=(2, 3))
 
 
-@instead(Reference, "grad_both_slopes", "long_gradients", expected="future|both sides|past|side", is_diagnosable=False)
+@instead(Reference, "grad_both_slopes", "long_gradients")
 def slope_gradient_of_both_sides(self, call: Call, grad_scores: Array) -> dict[str, Array]:
     """With slopes for each side, the gradient of one counts both."""
     grads = Reference.grad_both_slopes(self, call, grad_scores)
@@ -33,7 +33,7 @@ def slope_gradient_of_both_sides(self, call: Call, grad_scores: Array) -> dict[s
     return grads | {"slopes": both}
 
 
-@instead(Reference, "grad_value", "gradients", expected="mask", is_diagnosable=False)
+@instead(Reference, "grad_value", "gradients")
 def value_gradient_blind_to_mask(self, call: Call, weights: Array, grad_output: Array) -> Array:
     """The gradient of values counts queries that a mask hides them from."""
     return Reference.grad_value(self, call, self.weights(dataclasses.replace(call, mask=None)), grad_output)
@@ -42,13 +42,7 @@ def value_gradient_blind_to_mask(self, call: Call, weights: Array, grad_output: 
 # --- By query, key and value ------------------------------------------------------------------------------------------
 
 
-@instead(
-    Reference,
-    "grad_key",
-    "long_gradients",
-    expected="block|tail|tile|partial|last keys|multiple|drop|zero",
-    is_diagnosable=False,
-)
+@instead(Reference, "grad_key", "long_gradients")
 def last_block_dropped_in_backward(self, call: Call, grad_scores: Array) -> Array:
     """The backward pass gives the keys that fill no block of 64 no gradient, where there are full blocks."""
     kept = max(call.lengths[1] // 64 * 64, 64)
@@ -72,7 +66,7 @@ def nan_gradient_where_nothing_is_seen(self, call: Call, weights: Array, grad_ou
     return np.where(sees, Reference.grad_scores(self, call, weights, grad_output), np.nan)
 
 
-@instead(Reference, "grad_scores", "long_gradients", expected="horizon|far|distant|drop|left out", is_diagnosable=False)
+@instead(Reference, "grad_scores", "long_gradients")
 def horizon_too_short_in_backward(self, call: Call, weights: Array, grad_output: Array) -> Array:
     """The backward pass has a horizon that follows from the slope alone, as if all scores were alike."""
     return Reference.grad_scores(self, call, _Blind().weights(call), grad_output)
@@ -86,8 +80,6 @@ class _Blind(_Horizon):
 
 
 # --- By what is asked for, and by what of the result counts -----------------------------------------------------------
-
-ASKED_FOR = "asked for"
 
 
 class _Sometimes(Reference):
@@ -107,41 +99,41 @@ class _Sometimes(Reference):
         return weights * (grad_output @ self.grouped(call, call.value).swapaxes(-1, -2))
 
 
-@instead(_Sometimes, "is_wrong", "some_gradients", expected=ASKED_FOR)
-def query_gradient_wrong_by_itself(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
-    """The gradient of queries is wrong where it alone is asked for."""
-    return wrt == ("query",)
+IN_SOME_CALLS = variants(
+    _Sometimes,
+    "is_wrong",
+    "some_gradients",
+    expected="asked for",
+    rows={
+        "QueryGradientWrongByItself": (
+            "The gradient of queries is wrong where it alone is asked for",
+            lambda self, call, grad_output, wrt: wrt == ("query",),
+        ),
+        "KeyGradientWrongWithoutThatOfValues": (
+            "The gradient of keys is wrong where that of values, which the same kernel computes, is not asked for",
+            lambda self, call, grad_output, wrt: "key" in wrt and "value" not in wrt,
+        ),
+        "MeanLostWithoutSlopeGradients": (
+            "The row mean is computed where the gradient of slopes, for which it was written, is asked for",
+            lambda self, call, grad_output, wrt: not any("slopes" in name for name in wrt),
+        ),
+        "SlopeGradientWrongByItself": (
+            "The gradient of slopes is wrong where it alone is asked for",
+            lambda self, call, grad_output, wrt: all("slopes" in name for name in wrt),
+        ),
+        "SlopeGradientWrongWithThatOfQueries": (
+            "Gradients are wrong where those of queries and slopes are asked for, and no others",
+            lambda self, call, grad_output, wrt: wrt == ("query", "slopes"),
+        ),
+    },
+)
 
 
-@instead(_Sometimes, "is_wrong", "some_gradients", expected=ASKED_FOR + ".*(ones|constant)")
+@instead(_Sometimes, "is_wrong", "some_gradients", expected="asked for.*(ones|constant)")
 def constant_cotangent_miscompiled(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
     """In rows of 64 tokens or more, the gradient of queries or keys alone is wrong where grad_output is constant."""
     is_constant = bool((grad_output == grad_output.flat[0]).all())
     return is_constant and wrt in (("query",), ("key",)) and call.lengths[1] >= 64
-
-
-@instead(_Sometimes, "is_wrong", "some_gradients", expected=ASKED_FOR)
-def key_gradient_wrong_without_that_of_values(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
-    """The gradient of keys is wrong where that of values, which the same kernel computes, is not asked for."""
-    return "key" in wrt and "value" not in wrt
-
-
-@instead(_Sometimes, "is_wrong", "some_gradients", expected=ASKED_FOR)
-def mean_lost_without_slope_gradients(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
-    """The row mean is computed where the gradient of slopes, for which it was written, is asked for."""
-    return not any("slopes" in name for name in wrt)
-
-
-@instead(_Sometimes, "is_wrong", "some_gradients", expected=ASKED_FOR)
-def slope_gradient_wrong_by_itself(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
-    """The gradient of slopes is wrong where it alone is asked for."""
-    return all("slopes" in name for name in wrt)
-
-
-@instead(_Sometimes, "is_wrong", "some_gradients", expected=ASKED_FOR)
-def slope_gradient_wrong_with_that_of_queries(self, call: Call, grad_output: Array, wrt: tuple[str, ...]) -> bool:
-    """Gradients are wrong where those of queries and slopes are asked for, and no others."""
-    return wrt == ("query", "slopes")
 
 
 @instead(Reference, "grads", "cotangents", expected="grad_output is (all )?(ones|constant)")

@@ -23,7 +23,7 @@ from alibi_core.conformance._diagnosis._readings.inputs import Inputs
 from alibi_core.conformance._diagnosis._readings.reading import Reading
 from alibi_core.conformance._diagnosis._readings.slopes import CHANGES, RULES
 from alibi_core.conformance._diagnosis.diagnosis import diagnose
-from alibi_core.conformance._trial.caller import Caller, Evidence
+from alibi_core.conformance._trial.caller import Caller, DepartureError
 from benchmarks.mutants import Reference
 from tests.support.full import first_of, in_full
 
@@ -31,7 +31,9 @@ ALL = frozenset(FEATURES)
 Array = np.ndarray[Any, Any]
 
 
-def named(adapter: Any, function: str, features: frozenset[str] = ALL, failures: Sequence[Evidence] = ()) -> list[str]:
+def named(
+    adapter: Any, function: str, features: frozenset[str] = ALL, failures: Sequence[DepartureError] = ()
+) -> list[str]:
     caller = Caller(Offer.of(adapter), 60.0)
     try:
         return [x.key for x in diagnose(caller, function, features, failures)]
@@ -274,7 +276,7 @@ def test_what_only_the_laws_see_is_measured() -> None:
     case = Case(SIZES[1], "causal", None, None, None, None, False, 0)
     exact = case.exact("float32").output
     actual = exact.value + 1.5 * exact.budget
-    failures = [Evidence("slopes", "", actual, Answer(exact.value, exact.budget), case)]
+    failures = [DepartureError("slopes", "", actual, Answer(exact.value, exact.budget), case)]
     assert named(SimpleNamespace(slopes=alibi_core.slopes), "slopes", ALL, failures) == ["unexplained"]
 
 

@@ -10,17 +10,11 @@ from pathlib import Path
 import pytest
 
 from alibi_core.conformance import check
-from alibi_core.conformance._run import run as _check
-from alibi_core.conformance._trial import trial as _trial
+from alibi_core.conformance._run.run import Profile
 from benchmarks.mutants import MUTANTS, Blockwise, Mutant, Reference, tried
 from tests.support.full import first_of, in_full
 
 FIRST = {law: mutant for mutant in reversed(MUTANTS) for law in mutant.laws}  # of those that break a law
-
-
-@pytest.fixture(autouse=True)
-def _cheap_shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_trial, "SHRINKING", 0.1)  # a counterexample need not be the smallest here
 
 
 @pytest.mark.parametrize("dtype", first_of(["float32", "float64", "float16", "bfloat16"]))
@@ -36,10 +30,11 @@ def test_what_mutants_are_made_from_passes(adapter: type[Reference], dtype: str)
 @pytest.mark.parametrize(
     "mutant", [x if x in FIRST.values() else in_full(x) for x in MUTANTS], ids=lambda mutant: mutant.name
 )
-def test_a_mutant_dies_by_the_laws_that_it_breaks(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not mutant.is_diagnosable:
-        monkeypatch.setattr(_check, "_diagnosed", lambda *_: ())  # it takes its time where it finds nothing
-    outcome = tried(mutant, laws=("causal", *mutant.laws))  # for conduct to be judged, something has to be called
+def test_a_mutant_dies_by_the_laws_that_it_breaks(mutant: Mutant) -> None:
+    # A counterexample need not be the smallest here; and the diagnosis takes its time where it finds nothing.
+    profile = Profile("brief", 20, shrinking=0.1, diagnoses=mutant.is_diagnosable)
+    laws = ("causal", *mutant.laws)  # for conduct to be judged, something has to be called
+    outcome = tried(mutant, laws=laws, profile=profile)
     assert set(mutant.laws) <= set(outcome.killed_by)
     if mutant.is_diagnosable:
         assert outcome.is_right, f"expected {mutant.key or mutant.expected!r}, got {outcome.diagnoses}"

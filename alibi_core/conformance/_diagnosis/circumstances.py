@@ -22,7 +22,7 @@ from alibi_core.conformance._diagnosis._observations import (
 )
 from alibi_core.conformance._laws import all_gradients, large_case
 from alibi_core.conformance._report import Diagnosis
-from alibi_core.conformance._trial import TENSORS, Caller, CallError, DepartureError, Evidence, Trial
+from alibi_core.conformance._trial import TENSORS, Caller, CallError, DepartureError, Trial
 
 SMALL, LARGE = 6, 8  # of an axis: no path of a kernel begins at the one, and some do beyond the other
 WIDTHS = {
@@ -118,7 +118,7 @@ def _hybrids(case: Case, other: Case) -> Iterator[tuple[str, Case]]:
 
 
 def beyond_sizes(
-    caller: Caller, function: str, features: frozenset[str], failures: Sequence[Evidence], axes: dict[str, str]
+    caller: Caller, function: str, features: frozenset[str], failures: Sequence[DepartureError], axes: dict[str, str]
 ) -> list[Diagnosis]:
     """Return beyond which size of an axis results are wrong; nothing if a failure has another cause.
 

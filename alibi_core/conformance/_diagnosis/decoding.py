@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,20 +42,11 @@ def decoding_case(caller: Caller, *, group: int = 1, seed: int = 0, flat: bool =
     return case.with_arrays(**tensors)
 
 
-def decoded(caller: Caller, case: Case, steps: Sequence[int] = STEPS) -> list[Observation]:
-    """Decode a sequence in steps and return what came of each."""
-    cache, start = None, 0
-    found: list[Observation] = []
-    for step in steps:
-        end = start + step
-        tensors = {name: case.arrays[name][:, :, start:end] for name in TENSORS}
-        try:
-            output, cache = caller.decode_step(tensors, case.arrays["slopes"], cache)
-        except CallError:
-            return found
-        found.append(_observed(caller, case, start, end, output))
-        start = end
-    return found
+def decoded(caller: Caller, *cases: Case, steps: Sequence[int] = STEPS) -> Iterator[Observation]:
+    """Decode sequences by turns in these steps and yield what came of each, until a call comes to nothing."""
+    with contextlib.suppress(CallError):
+        for number, start, end, output, _ in caller.decoded(cases, [steps] * len(cases)):
+            yield _observed(caller, cases[number], start, end, output)
 
 
 def _observed(caller: Caller, case: Case, start: int, end: int, output: Any) -> Observation:
@@ -68,30 +60,33 @@ def _observed(caller: Caller, case: Case, start: int, end: int, output: Any) -> 
 def observations(caller: Caller, features: frozenset[str]) -> list[Observation]:
     """Decode sequences and return what came of all steps, the plainest first."""
     case = decoding_case(caller)
-    found = decoded(caller, decoding_case(caller, one_hot=True)) + decoded(caller, case)
-    large = case.with_arrays(query=60 * case.arrays["query"])
-    found += decoded(caller, large)  # scores of which rounding leaves much
-    found += decoded(caller, case, (1, 1, 1, 1, 1, 1, 1, 1)) + decoded(caller, case, (2, 3, 3))
-    if "grouped" in features:
-        found += decoded(caller, decoding_case(caller, group=2))
+    large = case.with_arrays(query=60 * case.arrays["query"])  # scores of which rounding leaves much
     length = 2 * STEPS[0] + 290
     long = make_case(caller.offer, sized((length, length), batch=1), slopes=FLAT)
-    return found + decoded(caller, long, (length - 4, 1, 3))
+    sequences: list[tuple[Case, Sequence[int]]] = [
+        (decoding_case(caller, one_hot=True), STEPS),
+        (case, STEPS),
+        (large, STEPS),
+    ]
+    sequences += [(case, (1,) * sum(STEPS)), (case, (2, 3, 3))]
+    sequences += [(decoding_case(caller, group=2), STEPS)] if "grouped" in features else []
+    sequences += [(long, (length - 4, 1, 3))]
+    return [x for case, steps in sequences for x in decoded(caller, case, steps=steps)]
 
 
 def mixed_up(caller: Caller, reading: Any) -> list[Departure]:
     """Decode two sequences, steps read as ``reading`` says, and return what the second one takes from the first."""
     one, other = decoding_case(caller, seed=1), decoding_case(caller, seed=2, flat=True)
-    first = decoded(caller, one, MIXED_STEPS)
+    first = list(decoded(caller, one, steps=MIXED_STEPS))
     if not _all_explained(first, reading):
         return []
-    second = decoded(caller, other, MIXED_STEPS)
+    second = list(decoded(caller, other, steps=MIXED_STEPS))
     if not _all_explained(second, reading):
         if _all_explained([_with_arrays(x, slopes=one.arrays["slopes"]) for x in second], reading):
             return [_STALE_SLOPES]
         taken = [_with_keys_of(x, y) for x, y in zip(second, first, strict=False)]
         return [_STALE if _all_explained(taken, reading) else _MIXED]
-    return [_MIXED] if not _explained_in_turn(caller, one, other, reading) else []
+    return [] if _all_explained(decoded(caller, one, other, steps=MIXED_STEPS), reading) else [_MIXED]
 
 
 _STALE_SLOPES = Departure(
@@ -112,24 +107,7 @@ _MIXED = Departure(
 )
 
 
-def _explained_in_turn(caller: Caller, one: Case, other: Case, reading: Any) -> bool:
-    """Whether two sequences that take turns are decoded as each alone is."""
-    caches: list[Any] = [None, None]
-    start = 0
-    for step in MIXED_STEPS:
-        for n, case in enumerate((one, other)):
-            tensors = {name: case.arrays[name][:, :, start : start + step] for name in TENSORS}
-            try:
-                output, caches[n] = caller.decode_step(tensors, case.arrays["slopes"], caches[n])
-            except CallError:
-                return True
-            if not _all_explained([_observed(caller, case, start, start + step, output)], reading):
-                return False
-        start += step
-    return True
-
-
-def _all_explained(found: list[Observation], reading: Any) -> bool:
+def _all_explained(found: Iterable[Observation], reading: Any) -> bool:
     return all(x.excess(reading(x)) <= 1 for x in found)
 
 

@@ -40,14 +40,14 @@ from alibi_core.conformance._diagnosis.measure import described, estimates, like
 from alibi_core.conformance._diagnosis.search import LOW, Estimates, Search, contract_that_explains, rounded_scores
 from alibi_core.conformance._diagnosis.slopes import diagnose_slopes
 from alibi_core.conformance._report import Diagnosis
-from alibi_core.conformance._trial import Caller, CallError, Evidence
+from alibi_core.conformance._trial import Caller, CallError, DepartureError
 
 SECONDS = 4.0  # for the search, beside the adapter's own time
 MOST_FAILURES = 6
 
 
 def diagnose(
-    caller: Caller, function: str, features: frozenset[str], failures: Sequence[Evidence] = ()
+    caller: Caller, function: str, features: frozenset[str], failures: Sequence[DepartureError] = ()
 ) -> list[Diagnosis]:
     """Return what a function of the adapter does instead of ALiBi, nothing where no departure is found.
 
@@ -74,11 +74,11 @@ def diagnose(
         return [Diagnosis("unexplained", f"The diagnosis itself failed: {type(error).__name__}: {error}")]
 
 
-def _measured(failures: Sequence[Evidence]) -> Iterator[Diagnosis]:
+def _measured(failures: Sequence[DepartureError]) -> Iterator[Diagnosis]:
     """Yield how far off the failed calls are, where no departure is found."""
     errors = []
     for x in failures:
-        if x.actual is not None and x.expected is not None and x.actual.shape == x.expected.value.shape:
+        if x.actual is not None and x.actual.shape == x.expected.value.shape:
             error = np.abs(x.actual - x.expected.value)
             worst = np.nanmax(error / x.expected.budget, initial=0)
             errors.append((worst, np.nanmax(error, initial=0) / np.nanmax(np.abs(x.expected.value), initial=1e-30)))
@@ -105,7 +105,7 @@ def _searched(
     return search
 
 
-def _of_attention(caller: Caller, features: frozenset[str], failures: Sequence[Evidence]) -> list[Diagnosis]:
+def _of_attention(caller: Caller, features: frozenset[str], failures: Sequence[DepartureError]) -> list[Diagnosis]:
     if not _is_repeatable(caller):
         return [Diagnosis("not repeatable", "The same call gives different results: something is drawn, or never set.")]
     if not_computed := _not_computed(caller):
@@ -165,7 +165,7 @@ def _of_lengths_of_their_own(observations: Iterable[Observation]) -> Iterator[Ob
             yield observation
 
 
-def _of_gradients(caller: Caller, features: frozenset[str], failures: Sequence[Evidence]) -> list[Diagnosis]:
+def _of_gradients(caller: Caller, features: frozenset[str], failures: Sequence[DepartureError]) -> list[Diagnosis]:
     base = base_reading(caller.offer, GradientReading)
     if failures and (found := _gradients.circumstances(caller, failures, base)):
         return found
@@ -188,7 +188,7 @@ def _of_gradients(caller: Caller, features: frozenset[str], failures: Sequence[E
     return missing + result
 
 
-def _of_decoding(caller: Caller, features: frozenset[str], failures: Sequence[Evidence]) -> list[Diagnosis]:
+def _of_decoding(caller: Caller, features: frozenset[str], failures: Sequence[DepartureError]) -> list[Diagnosis]:
     base = base_reading(caller.offer)
     mixed = _decoding.mixed_up(caller, lambda _: base)
     if mixed:  # then no other sequence tells anything

@@ -12,7 +12,7 @@ from alibi_core.conformance._cases import Answer, Case, rounded
 from alibi_core.conformance._diagnosis._observations import Observation
 from alibi_core.conformance._diagnosis._readings import GradientReading
 from alibi_core.conformance._report import Diagnosis
-from alibi_core.conformance._trial import Caller, CallError, Evidence
+from alibi_core.conformance._trial import Caller, CallError, DepartureError
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def observe_gradients(caller: Caller, case: Case, *, slopes: bool) -> GradientOb
     return GradientObservation.of(caller, case, results)
 
 
-def circumstances(caller: Caller, failures: Sequence[Evidence], base: GradientReading) -> list[Diagnosis]:
+def circumstances(caller: Caller, failures: Sequence[DepartureError], base: GradientReading) -> list[Diagnosis]:
     """Return which gradients are asked for, and what ``grad_output`` is, where nothing else is wrong.
 
     Nothing, if a failure has another cause.

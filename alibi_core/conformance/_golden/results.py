@@ -136,14 +136,8 @@ class _Run:
     def _decode(self, case: GoldenCase) -> dict[str, Values]:
         if not self._offers("decode_step", case):
             return {}
-        outputs: list[Values] = []
-        cache, start = None, 0
-        for length in case.arguments["steps"]:
-            tokens = {name: case.inputs[name][:, :, start : start + length] for name in TENSORS}
-            output, cache = self.caller.decode_step(tokens, case.inputs["slopes"], cache)
-            outputs.append(output)
-            start += length
-        return {"output": np.concatenate(outputs, axis=2)}
+        steps = self.caller.decoded([problem_of(case)], [case.arguments["steps"]])
+        return {"output": np.concatenate([x.output for x in steps], axis=2)}
 
     def _offers(self, function: str, case: GoldenCase) -> bool:
         """Return whether the adapter has a function, and takes the slopes or has them."""
@@ -174,7 +168,8 @@ def problem_of(case: GoldenCase) -> Case:
     if "q_segment_ids" in inputs:
         arguments["segment_ids"] = inputs["q_segment_ids"], inputs["kv_segment_ids"]
     arguments |= {name: inputs[name] for name in ("future_slopes", "mask") if name in inputs}
-    arrays = {name: inputs[name] for name in (*TENSORS, "slopes")} | {"cotangent": inputs["grad_output"]}
+    arrays = {name: inputs[name] for name in (*TENSORS, "slopes")}
+    arrays["cotangent"] = inputs.get("grad_output", inputs["query"])  # of decoding, nobody asks for gradients
     form = "causal" if known["is_causal"] else "symmetric"
     sizes = Sizes(known["batch"], kv_heads, heads // kv_heads, lengths, known["head_dim"])
     described = Case(sizes, slopes_per_batch=inputs["slopes"].ndim == 2, scaling=arguments.get("scale"))

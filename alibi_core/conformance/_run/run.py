@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,24 @@ from alibi_core.conformance._laws import LAWS, Law
 from alibi_core.conformance._report import Counterexample, Diagnosis, LawReport, Report
 from alibi_core.conformance._trial import Caller, CallError, DepartureError, Trial
 
-EXAMPLES = {"quick": 20, "thorough": 400}  # cases that a law draws
+
+@dataclass(frozen=True)
+class Profile:
+    """How much is done: cases that a law draws, seconds to shrink a counterexample, whether mistakes are named."""
+
+    name: str
+    examples: int
+    shrinking: float = 8.0
+    diagnoses: bool = True
+
+
+PROFILES = {x.name: x for x in (Profile("quick", 20), Profile("thorough", 400))}
 
 
 def check(
     adapter: Any,
     *,
-    profile: str = "quick",
+    profile: str | Profile = "quick",
     seed: int = 0,
     time_limit: float = 60.0,
     laws: Iterable[str] | None = None,
@@ -60,7 +71,8 @@ def check(
         (False, 'slopes')
     """
     offer = Offer.of(adapter)
-    examples = EXAMPLES[checks.one_of("profile", profile, tuple(EXAMPLES))]
+    if not isinstance(profile, Profile):
+        profile = PROFILES[checks.one_of("profile", profile, tuple(PROFILES))]
     seed = checks.non_negative_int("seed", seed)
     chosen = LAWS if laws is None else [_law(name) for name in laws]
     start = time.monotonic()
@@ -69,7 +81,7 @@ def check(
     # own settings.
     with np.errstate(all="ignore"), contextlib.closing(caller):
         features, refusals = _features(caller)
-        trials = {law.name: Trial(caller, features, examples, seed) for law in chosen}
+        trials = {law.name: Trial(caller, features, profile.examples, seed, profile.shrinking) for law in chosen}
         reports: list[LawReport] = []
         failures: dict[str, list[tuple[int, DepartureError | CallError]]] = {}
         for law in chosen:
@@ -81,13 +93,13 @@ def check(
             reports.append(report)
             if on_law is not None:
                 on_law(law.name, report)
-        for function, broken in failures.items():
+        for function, broken in failures.items() if profile.diagnoses else ():
             found = _diagnosed(caller, function, features, [error for _, error in broken])
             for index, _ in broken:
                 reports[index] = replace(reports[index], diagnoses=found)
     seconds = time.monotonic() - start
     ordered = tuple(sorted(features))
-    return Report(offer.name, offer.dtype, offer.contract, ordered, profile, seed, tuple(reports), seconds)
+    return Report(offer.name, offer.dtype, offer.contract, ordered, profile.name, seed, tuple(reports), seconds)
 
 
 def _law(name: str) -> Law:
@@ -179,7 +191,7 @@ def _diagnosed(
     misshapen = [x for x in found if x.key == "misshapen"]
     if misshapen:  # from which all else follows
         return tuple(misshapen[:1])
-    evidence = [x.evidence for x in errors if isinstance(x, DepartureError)]
-    if evidence and not caller.hung:
-        found += diagnose(caller, function, features, evidence)
+    departures = [x for x in errors if isinstance(x, DepartureError)]
+    if departures and not caller.hung:
+        found += diagnose(caller, function, features, departures)
     return tuple(dict.fromkeys(found))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,15 +31,15 @@ class CallError(Exception):
         self.kind, self.inputs = kind, ""
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """One call, what came of it, and what should have.
+@dataclass(eq=False)
+class DepartureError(AssertionError):
+    """A result that is not what it should be.
 
     Attributes:
         function: Of the adapter.
-        inputs: In words.
+        inputs: Of the call, in words.
         actual: What was returned, float64; None if nothing was.
-        expected: The exact answer; None if the call came to nothing.
+        expected: The exact answer.
         case: What the call was made from, where it was a case.
         part: Which of several results this is.
         remark: What is wrong, where that is no number.
@@ -46,19 +47,31 @@ class Evidence:
 
     function: str
     inputs: str
-    actual: Values | None = None
-    expected: Answer | None = None
+    actual: Values | None
+    expected: Answer
     case: Case | None = None
     part: str = ""
     remark: str = ""
 
+    def __str__(self) -> str:
+        return self.remark or "outside its budget"
 
-class DepartureError(AssertionError):
-    """A result that is not what it should be."""
 
-    def __init__(self, evidence: Evidence) -> None:
-        super().__init__(evidence.remark or "outside its budget")
-        self.evidence = evidence
+class Decoded(NamedTuple):
+    """What came of one step of decoding.
+
+    Attributes:
+        number: Of the sequence.
+        start, end: Of the new tokens.
+        output: Of these tokens.
+        steps: The lengths of the sequence's steps so far, this one included.
+    """
+
+    number: int
+    start: int
+    end: int
+    output: Values
+    steps: Sequence[int]
 
 
 @dataclass
@@ -72,7 +85,6 @@ class Caller:
     offer: Offer
     time_limit: float
     offences: dict[str, str] = field(default_factory=dict)
-    share: float = 0.0  # the largest part of an error budget that was used up
     calls: int = 0
     hung: str = ""  # the call that never returned, if there is one
     _tasks: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
@@ -132,6 +144,17 @@ class Caller:
             what = f"{type(result).__name__} of {len(result)}" if hasattr(result, "__len__") else type(result).__name__
             raise CallError("returned", f"decode_step returned {what}, expected a tuple (output, cache)")
         return self._array("decode_step", result[0], tensors["query"].shape), result[1]
+
+    def decoded(self, cases: Sequence[Case], steps: Sequence[Sequence[int]]) -> Iterator[Decoded]:
+        """Decode sequences by turns, each in steps of so many tokens, and yield what comes of every step."""
+        caches: list[Any] = [None] * len(cases)
+        for turn, number in itertools.product(range(max(map(len, steps))), range(len(cases))):
+            case, own = cases[number], steps[number][: turn + 1]
+            if len(own) > turn:
+                start, end = sum(own[:-1]), sum(own)
+                tensors = {name: case.arrays[name][:, :, start:end] for name in TENSORS}
+                output, caches[number] = self.decode_step(tensors, case.arrays["slopes"], caches[number])
+                yield Decoded(number, start, end, output, own)
 
     # --- Arrays in ---
 

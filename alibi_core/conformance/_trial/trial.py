@@ -18,9 +18,8 @@ import alibi_core
 from alibi_core._bias import named
 from alibi_core.conformance._adapter import Offer
 from alibi_core.conformance._cases import Answer, Attention, Case, Family, Values, excess, smaller_cases
-from alibi_core.conformance._trial.caller import Caller, CallError, DepartureError, Evidence
+from alibi_core.conformance._trial.caller import Caller, CallError, DepartureError
 
-SHRINKING = 8.0  # seconds, after which the smallest counterexample so far has to do
 Drawn = TypeVar("Drawn")
 
 
@@ -33,6 +32,7 @@ class Trial:
         features: Those that it offers.
         examples: How many cases a law draws.
         seed: Of the draws.
+        shrinking: Seconds, after which the smallest counterexample so far has to do.
         share: The largest part of an error budget that was used up.
     """
 
@@ -40,6 +40,7 @@ class Trial:
     features: frozenset[str]
     examples: int
     seed: int
+    shrinking: float = 8.0
     share: float = 0.0
 
     @property
@@ -95,7 +96,7 @@ class Trial:
                 if not failures and drawn not in tried:
                     tried[drawn] = placed(drawn)
                 drawn = tried.get(drawn, drawn)
-            late = failures and time.monotonic() - since > SHRINKING
+            late = failures and time.monotonic() - since > self.shrinking
             if late and drawn != smallest[-1]:
                 return
             try:
@@ -134,7 +135,7 @@ class Trial:
         if not isinstance(drawn, Case) or self.caller.hung:
             return None
         for case in smaller_cases(drawn):
-            if time.monotonic() - since > SHRINKING:
+            if time.monotonic() - since > self.shrinking:
                 break
             try:
                 body(case)
@@ -185,7 +186,7 @@ class Trial:
         for name in (x for x in names if self.offer.has_slopes or "slopes" not in x):
             if name not in actual:
                 remark = f"attention_grad returned no gradient of {name}"
-                raise DepartureError(Evidence("attention_grad", str(case), None, answers[name], case, name, remark))
+                raise DepartureError("attention_grad", str(case), None, answers[name], case, name, remark)
             self.compare("attention_grad", str(case), actual[name], answers[name], case, name)
 
     def compare(
@@ -201,5 +202,5 @@ class Trial:
             remark = "infinite where it should not be" if hides else "finite where it should be minus infinity"
         share = float(excess(actual, answer).max(initial=0))
         if remark or share > 1:
-            raise DepartureError(Evidence(function, inputs, actual, answer, case, part, remark))
+            raise DepartureError(function, inputs, actual, answer, case, part, remark)
         self.share = max(self.share, share)

@@ -58,62 +58,61 @@ OFFSETS = [
     ),
 ]
 
+_CAUSAL = {
+    "causal hides own key": "The causal mask hides each query's own key: it must hide j > i, not j >= i.",
+    "causal sees the next key": "The causal mask lets each query see one key too many, the next.",
+    "causal ignored": "There is no causal mask: future keys are seen.",
+    "always causal": "Attention is causal although is_causal=False.",
+    "causal reversed": "The causal mask is reversed: queries see what is ahead, not what is past.",
+    "one query not causal": "The causal mask is left out for a single query, even where keys lie after it.",
+}
+_CAUSAL_BY_BLOCKS = {
+    "causal by blocks": "The causal mask works by blocks of {}: within its own block, a query sees the future.",
+}
+_WINDOW = {
+    "window ignored": "window_size is ignored.",
+    "window one less": "The window is one key too short: distances up to window_size are to be seen, window_size "
+    "included.",
+    "window 0 as none": "A window_size of 0 is ignored, as if no window were given: it lets the query's own position "
+    "be seen.",
+    "window one more": "The window is one key too long.",
+    "window halved": "window_size is divided by two: it is the reach of each side, not the sum.",
+    "window doubled": "The window reaches twice as far as window_size.",
+    "window on past side only": "The window limits past keys only: its future side is ignored.",
+    "window on future side only": "The window limits future keys only: its past side is ignored.",
+    "window hides the future": "With a window nothing ahead is seen: it is made for causal attention.",
+}
+_SEGMENTS = {
+    "segments ignored": "segment_ids are ignored: packed sequences see one another.",
+    "segments of first batch": "All batch entries have the first one's segment_ids.",
+    "segments see earlier ones": "Segments see earlier ones too: ids must be equal.",
+    "segments inverted": "Segments see all others and not themselves.",
+    "segment 0 hidden": "Segment 0 is hidden, as if it were padding.",
+    "segments of keys only": "Queries are given the ids of the first keys: their own are ignored.",
+    "segments of last keys": "Queries have the segments of the last keys, not those of their own ids.",
+    "segments of queries only": "Keys are given the ids of queries: their own are ignored.",
+    "segment positions restart": "Positions restart with each segment, of queries and of keys, so that a segment's "
+    "first query stands at its first key whatever q_offset says.",
+    "segment key positions restart": "Positions of keys restart with each segment, those of queries do not.",
+}
+_MASK = {
+    "mask ignored": "mask is ignored.",
+    "mask after softmax": "The mask is applied after the softmax, in whose sum hidden keys count.",
+}
+_MASK_AS_TAKEN = {
+    "mask inverted": "mask is inverted: True must let a key be seen.",
+    "mask added": "mask is added to the scores as numbers 0 and 1: turn False into minus infinity.",
+    "mask multiplied": "Scores are multiplied by mask, which makes hidden ones 0 instead of minus infinity.",
+    "mask of first batch": "All batch entries have the first one's mask.",
+    "mask of first head": "All heads have the first one's mask.",
+    "mask of first query": "All queries have the first one's mask.",
+}
 MASKS = [
-    *numbered(
-        "causal",
-        {
-            "causal hides own key": "The causal mask hides each query's own key: it must hide j > i, not j >= i.",
-            "causal sees the next key": "The causal mask lets each query see one key too many, the next.",
-            "causal ignored": "There is no causal mask: future keys are seen.",
-            "always causal": "Attention is causal although is_causal=False.",
-            "causal reversed": "The causal mask is reversed: queries see what is ahead, not what is past.",
-            "one query not causal": "The causal mask is left out for a single query, even where keys lie after it.",
-        },
-    ),
-    *numbered(
-        "causal",
-        {"causal by blocks": "The causal mask works by blocks of {}: within its own block, a query sees the future."},
-        BLOCKS,
-    ),
-    *table(
-        "window",
-        {
-            "window ignored": "window_size is ignored.",
-            "window one less": "The window is one key too short: distances up to window_size are to be seen, "
-            "window_size included.",
-            "window 0 as none": "A window_size of 0 is ignored, as if no window were given: it lets the query's own "
-            "position be seen.",
-            "window one more": "The window is one key too long.",
-            "window halved": "window_size is divided by two: it is the reach of each side, not the sum.",
-            "window doubled": "The window reaches twice as far as window_size.",
-            "window on past side only": "The window limits past keys only: its future side is ignored.",
-            "window on future side only": "The window limits future keys only: its past side is ignored.",
-            "window hides the future": "With a window nothing ahead is seen: it is made for causal attention.",
-        },
-    ),
-    *table(
-        "segments",
-        {
-            "segments ignored": "segment_ids are ignored: packed sequences see one another.",
-            "segments of first batch": "All batch entries have the first one's segment_ids.",
-            "segments see earlier ones": "Segments see earlier ones too: ids must be equal.",
-            "segments inverted": "Segments see all others and not themselves.",
-            "segment 0 hidden": "Segment 0 is hidden, as if it were padding.",
-            "segments of keys only": "Queries are given the ids of the first keys: their own are ignored.",
-            "segments of last keys": "Queries have the segments of the last keys, not those of their own ids.",
-            "segments of queries only": "Keys are given the ids of queries: their own are ignored.",
-            "segment positions restart": "Positions restart with each segment, of queries and of keys, so that a "
-            "segment's first query stands at its first key whatever q_offset says.",
-            "segment key positions restart": "Positions of keys restart with each segment, those of queries do not.",
-        },
-    ),
-    *table(
-        "mask",
-        {
-            "mask ignored": "mask is ignored.",
-            "mask after softmax": "The mask is applied after the softmax, in whose sum hidden keys count.",
-        },
-    ),
+    *numbered("causal", _CAUSAL),
+    *numbered("causal", _CAUSAL_BY_BLOCKS, BLOCKS),
+    *table("window", _WINDOW),
+    *table("segments", _SEGMENTS),
+    *table("mask", _MASK),
     *(
         make(
             "mask finite",
@@ -123,15 +122,5 @@ MASKS = [
         )
         for number in (10, 100, 1000, 10_000)
     ),
-    *table(
-        "mask",
-        {
-            "mask inverted": "mask is inverted: True must let a key be seen.",
-            "mask added": "mask is added to the scores as numbers 0 and 1: turn False into minus infinity.",
-            "mask multiplied": "Scores are multiplied by mask, which makes hidden ones 0 instead of minus infinity.",
-            "mask of first batch": "All batch entries have the first one's mask.",
-            "mask of first head": "All heads have the first one's mask.",
-            "mask of first query": "All queries have the first one's mask.",
-        },
-    ),
+    *table("mask", _MASK_AS_TAKEN),
 ]

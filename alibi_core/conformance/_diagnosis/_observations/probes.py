@@ -13,7 +13,7 @@ from alibi_core._bias import slope_values
 from alibi_core.conformance._adapter import Offer
 from alibi_core.conformance._cases import Case, Sizes, Values
 from alibi_core.conformance._diagnosis._observations.observation import Observation
-from alibi_core.conformance._trial import Caller, CallError, Evidence
+from alibi_core.conformance._trial import Caller, CallError, DepartureError
 
 NUM_HEADS, HEAD_DIM = 6, 8  # no power of two; and a model dimension that differs from everything else
 # Neither sorted nor powers of two, nor any that bfloat16 holds, so that no two ways to take them agree.
@@ -230,11 +230,11 @@ LONG_ROWS = (
 )
 
 
-def observed_failures(failures: Sequence[Evidence], caller: Caller) -> Iterator[Observation]:
+def observed_failures(failures: Sequence[DepartureError], caller: Caller) -> Iterator[Observation]:
     """Yield what failed elsewhere, as far as it can be read."""
-    for evidence in failures:
-        case, output = evidence.case, evidence.actual
-        if evidence.function != "attention" or case is None or output is None:
+    for failure in failures:
+        case, output = failure.case, failure.actual
+        if failure.function != "attention" or case is None or output is None:
             continue
         is_small = case.num_heads * math.prod(case.sizes.lengths) <= MOST_SCORES
         if is_small and output.shape == case.arrays["query"].shape:
