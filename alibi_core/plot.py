@@ -126,7 +126,15 @@ def explanation(explained: Any, *, entry: int = 0, heads: Sequence[int] | None =
         ValueError: If there is nothing to draw, or the batch entry or a head is not there.
 
     Example:
-        See ``alibi_torch.explain``, ``alibi_jax.explain`` and ``alibi_mlx.explain``, whose results have ``figure()``.
+        What ``explain`` of a backend returns, here written down by hand: 8 tokens in two blocks, and two heads, the
+        second of which needs all visible keys.
+
+        >>> from alibi_core._horizon import Explanation, KeySpans
+        >>> visible = np.asarray([[[0, 4], [0, 8]]])
+        >>> spans = KeySpans(np.asarray([0, 4, 8]), 8, visible, np.asarray([[[[0, 4], [4, 8]], visible[0]]]))
+        >>> explained = Explanation("tiled", {}, 6e-8, 1e-7, np.asarray([[4.0, math.inf]]), 72, 80, spans)
+        >>> [ax.get_title() for ax in explanation(explained).axes]
+        ['head 0: 67%', 'head 1: 100%', 'horizon']
     """
     spans, horizons = explained.spans, np.asarray(explained.horizons)
     if spans is None:

@@ -132,6 +132,15 @@ class ScoreBounds:
         q_least: ``[..., num_heads, q_blocks]``: the least norm of a query, times the scale.
         q_most: The largest.
         key_norm: ``[..., num_heads, kv_blocks]``: the largest norm of a key.
+
+    Example:
+        Norms of 2 and 3 bound scores by 6; where a query's own key scores -6, others exceed it by at most 12:
+
+        >>> call = AttentionCall.check(*[np.ones((1, 1, 8, 2))] * 3)
+        >>> q_norms, own_scores, key_norms = (np.full((1, 1, 8), x) for x in (2.0, -6.0, 3.0))
+        >>> tokens = q_norms, own_scores, key_norms, call.nearest_keys()
+        >>> ScoreBounds.of_tokens(call, *tokens, q_block=4, kv_block=4).excess.round(3).tolist()
+        [[[12.0, 12.0]]]
     """
 
     q_block: int
@@ -228,6 +237,17 @@ class KeyRanges:
 
     Both limits hold at once: a query at position ``p`` needs the keys ``j`` with ``first <= j < stop`` and
     ``p - past < j < p + future``. All are int32 arrays ``[..., num_heads, q_blocks]``, in tokens.
+
+    Example:
+        Where scores are alike, a head of slope 0.5 needs few of 4,096 keys, in blocks of 1,024 queries:
+
+        >>> call = AttentionCall.check(*[np.ones((1, 1, 4096, 2))] * 3, np.asarray([0.5]))
+        >>> norms = np.ones((1, 1, 4096))
+        >>> tokens = norms, norms, norms, call.nearest_keys()
+        >>> bounds = ScoreBounds.of_tokens(call, *tokens, q_block=1024, kv_block=64)
+        >>> ranges = key_ranges(call, bounds, tolerance=2.0**-24)
+        >>> ranges.past[0, 0].tolist(), ranges.first[0, 0].tolist(), ranges.stop[0, 0].tolist()
+        ([36, 36, 36, 36], [0, 989, 2013, 3037], [1024, 2048, 3072, 4096])
     """
 
     q_block: int

@@ -24,6 +24,13 @@ class Hop:
     Attributes:
         distance: In chunks.
         tokens: For each key/value head of a device, how many: the last ones of a chunk before, the first of one after.
+
+    Example:
+        Only flat heads need keys of the chunk before the last one:
+
+        >>> plan = shard_plan(8, Shards(8, 8192), score_bound=14.0)
+        >>> plan.hops[1]
+        Hop(distance=2, tokens=(0, 0, 0, 0, 0, 0, 0, 1440))
     """
 
     distance: int
@@ -44,6 +51,15 @@ class ShardPlan:
         window_size: Keys farther than this are masked.
         horizons: For each query head of all devices: how far back, and ahead, keys count.
         num_kv_heads: Key/value heads of all devices.
+
+    Example:
+        An encoder looks both ways; the steep one of two heads needs far fewer tokens of its neighbours:
+
+        >>> plan = shard_plan(2, Shards(4, 4096), score_bound=14.0, is_causal=False)
+        >>> plan.past, plan.future
+        ((568, 9795), (568, 9795))
+        >>> [hop.distance for hop in plan.hops]
+        [1, -1, 2, -2, 3, -3]
     """
 
     shards: Shards

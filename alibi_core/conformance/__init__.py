@@ -12,6 +12,20 @@ An *adapter* shows an implementation to the kit, NumPy arrays in and out; :func:
 >>> report = conformance.check(Mine())
 >>> report.passed
 False
+
+Laws and mistakes have names, as have the features that an adapter may offer:
+
+>>> conformance.LAWS[0].name, conformance.LAWS[0].statement
+('slopes', 'Slopes are those of the contract, for 1 to 128 heads')
+>>> conformance.MISTAKES["negated slopes"]
+'They are negative: distance would be rewarded, where -slope * distance is added.'
+>>> conformance.FEATURES["window"]
+'window_size'
+
+A package registers its adapters, so that :func:`installed_adapters` finds them, under a group of entry points:
+
+>>> conformance.ENTRY_POINTS
+'alibi_core.conformance'
 """
 
 from alibi_core._extras import install_hint as _install_hint

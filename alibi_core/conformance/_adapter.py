@@ -63,6 +63,19 @@ class Adapter(Protocol):
         features: Which of ``FEATURES`` it offers. If missing, they are found out: by the names of the parameters of
             ``attention``, and by whether a call raises. If given, a call that raises fails.
         tolerance: Share of a query's weight that it may leave out. Default, the rounding error of its dtype.
+
+    Example:
+        Slopes alone are an adapter. These are right for one that means to be geometric:
+
+        >>> import numpy as np
+        >>> from alibi_core.conformance import check
+        >>> class Mine:
+        ...     contract = "geometric"
+        ...
+        ...     def slopes(self, num_heads):
+        ...         return (2.0 ** (-8 * np.arange(1, num_heads + 1) / num_heads)).astype(np.float32)
+        >>> check(Mine(), laws=["slopes"]).passed
+        True
     """
 
     def slopes(self, num_heads: int) -> Any:

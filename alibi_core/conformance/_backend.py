@@ -30,6 +30,13 @@ class Library:
             ``sum(function(**arguments) * weight)`` by the arguments that ``wrt`` names; None where there are none.
             Weight is an array, or a number for a constant one, which is to be made where a loss that is a sum makes it.
         compiled: Makes a function one program, where each operation by itself is compiled for each shape.
+
+    Example:
+        NumPy, which has no gradients and compiles nothing:
+
+        >>> library = Library(np, lambda values, dtype: np.asarray(values, dtype), np.asarray)
+        >>> library.array([1.0, 2.0], "float32").dtype
+        dtype('float32')
     """
 
     xp: Any
@@ -50,6 +57,13 @@ class BackendAdapter:
         length_first: Whether its tensors are ``[batch, length, heads, head_dim]``.
         cached: Makes a decoding step: ``cached(query, key, value, slopes, cache)`` returns ``(output, cache)``, heads
             first, for sequences of at most ``MAX_LENGTH`` tokens. Default, none.
+
+    Example:
+        >>> from alibi_core.conformance import check
+        >>> library = Library(np, lambda values, dtype: np.asarray(values, dtype), np.asarray)
+        >>> mine = BackendAdapter("mine", library, alibi_core.attention)
+        >>> check(mine, laws=["causal"]).passed
+        True
     """
 
     MAX_LENGTH = MOST_TOKENS
@@ -156,6 +170,10 @@ def installed_adapters(*, dtypes: Iterable[str] | None = ("float32",)) -> list[A
 
     Args:
         dtypes: Of the adapters to return; None for all.
+
+    Example:
+        >>> "alibi_core" in [adapter.name for adapter in installed_adapters(dtypes=["float64"])]
+        True
     """
     adapters: list[Any] = []
     for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda x: x.name):

@@ -21,6 +21,11 @@ class Diagnosis:
     Attributes:
         key: A short, stable name for it.
         sentence: In words, with the remedy where it is not plain.
+
+    Example:
+        >>> from alibi_core.conformance import Mistaken, check
+        >>> check(Mistaken("negated slopes"), laws=["slopes"]).diagnoses[0].key
+        'negated slopes'
     """
 
     key: str
@@ -39,6 +44,12 @@ class Counterexample:
         expected: What it should be, and
         actual: what it is.
         budget: How far rounding may move it.
+
+    Example:
+        >>> from alibi_core.conformance import Mistaken, check
+        >>> example = check(Mistaken("negated slopes"), laws=["slopes"]).failed[0].counterexample
+        >>> example.at, example.expected, example.actual
+        ((0,), 0.00390625, -0.00390625)
     """
 
     function: str
@@ -85,6 +96,12 @@ class LawReport:
         seconds: That it took.
         counterexample: The smallest, of a law that failed.
         diagnoses: What the implementation does instead.
+
+    Example:
+        >>> from alibi_core.conformance import Mistaken, check
+        >>> law = check(Mistaken("negated slopes"), laws=["slopes"]).laws[0]
+        >>> law.name, law.status, law.calls
+        ('slopes', 'failed', 1)
     """
 
     name: str
@@ -125,6 +142,15 @@ class Report:
         laws: One report each.
         seconds: That the check took.
         crash: How the process ended in which it was checked, if it did not end well.
+
+    Example:
+        >>> from alibi_core.conformance import check, numpy_adapters
+        >>> report = check(numpy_adapters()[0], laws=["slopes"])
+        >>> print(report)
+        alibi_core, float32, contract exact: passed
+          passed      slopes: Slopes are those of the contract, for 1 to 128 heads
+        >>> report.passed, report.exit_status
+        (True, 0)
     """
 
     name: str

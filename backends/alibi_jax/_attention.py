@@ -54,15 +54,15 @@ def attention(
         key: ``[batch, kv_len, num_kv_heads, head_dim]``; ``num_kv_heads`` divides ``num_heads``, and query head ``h``
             reads key/value head ``h // (num_heads // num_kv_heads)``.
         value: Of the shape of ``key``.
-        slopes: ``[num_heads]`` or ``[batch, num_heads]``, not negative; NumPy's will do. Default: the
-            canonical slopes.
+        slopes: ``[num_heads]`` or ``[batch, num_heads]``, not negative; NumPy's serve any library. Default: the
+            canonical slopes, as many of which an int stands for.
         is_causal: Mask keys after the query.
         future_slopes: With ``is_causal=False``, the slopes for keys after the query, shaped as ``slopes`` may be.
             Default ``slopes`` (symmetric).
         q_offset: Position of the first query, in tokens: an int, or an integer array of shape ``[]`` or ``[batch]``.
             Default ``kv_len - q_len``.
         segment_ids: ``[batch, length]`` integers for packed sequences, or a pair (queries, keys) of them.
-        window_size: Mask keys farther than this many tokens.
+        window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
         mask: Booleans, True where a query may look, that broadcast to ``[batch, num_heads, q_len, kv_len]``. Heads
             come before lengths here, as in every mask of JAX. Of ``[batch, kv_len]``, ``mask[:, None, None, :]``.
         scale: Factor of the scores. Default ``head_dim ** -0.5``. The bias is not scaled.

@@ -21,7 +21,12 @@ Fixed = tuple[tuple[str, bool | int | float], ...]
 
 
 def adapters() -> list[BackendAdapter]:
-    """Return an adapter for each implementation that runs here, and each dtype; float64 is off in JAX by default."""
+    """Return an adapter for each implementation that runs here, and each dtype; float64 is off in JAX by default.
+
+    Example:
+        >>> sorted({adapter.dtype for adapter in adapters()})
+        ['bfloat16', 'float16', 'float32']
+    """
     names = ("tpu", "dense") if jax.default_backend() == "tpu" else ("tiled", "dense")
     return [
         BackendAdapter(

@@ -19,7 +19,12 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def adapters() -> list[BackendAdapter]:
-    """Return an adapter for each implementation that has a result to rounding, and each dtype."""
+    """Return an adapter for each implementation that has a result to rounding, and each dtype.
+
+    Example:
+        >>> sorted({adapter.name for adapter in adapters()})
+        ['alibi_mlx[dense]', 'alibi_mlx[tiled]']
+    """
     return [
         BackendAdapter(
             f"alibi_mlx[{name}]",

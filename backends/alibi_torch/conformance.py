@@ -24,6 +24,10 @@ def adapters(device: str = "cpu") -> list[BackendAdapter]:
 
     Args:
         device: Where they compute. On ``"cuda"``, ``"flex"`` is one of them, and ``"tiled"`` is not.
+
+    Example:
+        >>> sorted({adapter.name for adapter in adapters()})
+        ['alibi_torch[dense]', 'alibi_torch[sdpa]', 'alibi_torch[tiled]']
     """
     names = ("tiled", "sdpa", "dense") if device == "cpu" else ("flex", "sdpa", "dense")
     return [_adapter(name, dtype, device) for name in names for dtype in DTYPES]

@@ -71,6 +71,7 @@ def test_an_argument_by_another_name_is_told_its_own(name: str) -> None:
         (alibi_core.bias, "num_heads", "give slopes, which may be the number of heads"),
         (alibi_core.bias, "seq_len", "give q_len, and kv_len"),
         (alibi_core.slopes, "n_heads", "give num_heads"),
+        (importlib.import_module(f"alibi_{name}").AlibiBias, "n_heads", "give num_heads"),
     ):
         with pytest.raises(TypeError, match=rf"'{given}'; {hint}"):
             function(**{given: 8})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import importlib.util
 import inspect
@@ -217,6 +218,26 @@ def test_the_page_lists_every_public_name(package: str) -> None:
         names = [entry for entry, _ in listed[name]]
         assert names == list(module.__all__), f"docs/public_names.md, section {name}"
         assert all(re.fullmatch(r"[A-Z`].*\.", text) for _, text in listed[name]), f"one sentence a name: {name}"
+
+
+NOT_RUN = {"load_checkpoint": "it reads hundreds of megabytes that are not here"}
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_every_public_name_has_an_example_that_is_run(package: str) -> None:
+    """In its docstring; a constant, which has none, in its module's."""
+    framework = {"alibi_core": "matplotlib", "alibi_torch": "transformers"}.get(package, package.removeprefix("alibi_"))
+    pytest.importorskip(framework)
+    without = set()
+    for room in ("", *ROOMS[package]):
+        module = importlib.import_module(f"{package}.{room}".rstrip("."))
+        for name in module.__all__:
+            item = getattr(module, name)
+            examples = doctest.DocTestParser().get_examples((item if callable(item) else module).__doc__)
+            run = [x.source for x in examples if doctest.SKIP not in x.options]
+            if not (run if callable(item) else any(name in source for source in run)):
+                without.add(name)
+    assert without <= NOT_RUN.keys()
 
 
 def test_the_page_lists_every_command() -> None:

@@ -580,6 +580,7 @@ def test_a_further_bias_is_added() -> None:
     )
     expected = alibi_jax.attention(*qkv, added_bias=bias)
     assert np.array_equal(alibi_jax.attention_fn()(*qkv, bias=bias), expected)
+    assert np.array_equal(alibi_jax.attention_fn(qkv[0].shape[-2])(*qkv, bias=bias), expected)
     assert not np.array_equal(alibi_jax.attention(*qkv), expected)
 
 

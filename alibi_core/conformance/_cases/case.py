@@ -22,7 +22,13 @@ COTANGENTS = ("random", "ones", "zeros", "one row", "one element")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Axis sizes; mostly distinct primes, so that swapped axes cannot pass."""
+    """Axis sizes; mostly distinct primes, so that swapped axes cannot pass.
+
+    Example:
+        >>> sizes = Sizes(batch=2, num_kv_heads=3, group=2, lengths=(5, 7), head_dim=11)
+        >>> Case(sizes).arrays["query"].shape, Case(sizes).arrays["key"].shape
+        ((2, 6, 5, 11), (2, 3, 7, 11))
+    """
 
     batch: int
     num_kv_heads: int
@@ -60,7 +66,17 @@ LONGER = (
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem: the sizes, the form, and a seed for the values."""
+    """One attention problem: the sizes, the form, and a seed for the values.
+
+    Example:
+        A window of 1 hides the first of three keys from the last query:
+
+        >>> case = Case(Sizes(1, 2, 1, (3, 3), 4), window_size=1)
+        >>> print(case)
+        batch 1, 2 heads of 4, 3 queries, 3 keys, causal, window_size 1, slopes [1.0, 0.30000001192092896], seed 0
+        >>> case.exact("float32").weights[0, 0, 2, 0].tolist()
+        0.0
+    """
 
     sizes: Sizes
     form: str = "causal"

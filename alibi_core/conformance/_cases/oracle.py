@@ -136,6 +136,17 @@ class Attention:
     rounded to ``dtype``: a sum of n terms is off by at most n u times the sum of the terms' sizes.
 
     All arrays may be of decimals, and the scale one: then results are of decimals, too.
+
+    Example:
+        A slope of 1 between two keys that score alike:
+
+        >>> tensors = {name: np.ones((1, 1, 2, 1)) for name in ("query", "key", "value")}
+        >>> bias = np.asarray([[[[0.0, -np.inf], [-1.0, 0.0]]]])
+        >>> problem = Attention(**tensors, bias=bias, scale=1.0, dtype="float32")
+        >>> problem.weights.round(3).tolist()
+        [[[[1.0, 0.0], [0.269, 0.731]]]]
+        >>> bool((problem.output.budget < 2e-6).all())
+        True
     """
 
     query: Values

@@ -46,6 +46,21 @@ def check_golden(directory: str | Path, results: str | Path) -> GoldenReport:
     Raises:
         GoldenError: If either directory cannot be used: a file is missing, damaged, of another format or version, or
             outside the directory; a result has no golden counterpart, or another shape; nothing is offered.
+
+    Example:
+        The whole way, of which the first step takes some seconds::
+
+            write_golden("golden")
+            golden_results(adapter, "golden", "results")  # or a program in any language writes them
+            print(check_golden("golden", "results"))
+
+        A path that is not there is told:
+
+        >>> try:
+        ...     check_golden("nowhere", "results")
+        ... except GoldenError as error:
+        ...     print(error)
+        nowhere/index.json: there is no such file
     """
     cases, results = read_golden(directory), Path(results)
     path = file_in(results, RESULTS_INDEX)

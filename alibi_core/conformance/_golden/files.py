@@ -22,7 +22,16 @@ FLOATING = ("F64", "F32", "F16", "BF16")
 
 
 class GoldenError(ValueError):
-    """A golden set, or results, that cannot be used: which file, and why."""
+    """A golden set, or results, that cannot be used: which file, and why.
+
+    Example:
+        >>> from alibi_core.conformance import read_golden
+        >>> try:
+        ...     read_golden("nowhere")
+        ... except GoldenError as error:
+        ...     print(error)
+        nowhere/index.json: there is no such file
+    """
 
 
 def dtype_name(array: Values) -> str:

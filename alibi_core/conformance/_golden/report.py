@@ -70,6 +70,11 @@ class GoldenReport:
         dtype: Whose budgets counted.
         golden_version: Of the golden vectors.
         cases: In their order.
+
+    Example:
+        >>> report = GoldenReport("mine", "float32", 1, (CaseResult("slopes/canonical", "all", "passed"),))
+        >>> report.passed, report.counts
+        (True, {'passed': 1, 'failed': 0, 'not offered': 0})
     """
 
     program: str

@@ -38,6 +38,15 @@ def golden_results(adapter: Any, directory: str | Path, results: str | Path, *, 
     Raises:
         GoldenError: If the golden vectors cannot be used, or ``results`` holds anything else.
         TypeError, ValueError: If the adapter is none.
+
+    Example:
+        :func:`check_golden` shows the whole way. What offers no function at all is refused at once:
+
+        >>> try:
+        ...     golden_results(object, "golden", "results")
+        ... except TypeError as error:
+        ...     print(str(error).partition(", got")[0])
+        adapter must have one of the functions slopes, bias, attention, attention_grad, decode_step
     """
     offer, results = Offer.of(adapter), Path(results)
     cases = read_golden(directory)

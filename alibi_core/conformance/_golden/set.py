@@ -32,6 +32,16 @@ def read_golden(directory: str | Path) -> list[GoldenCase]:
 
     Raises:
         GoldenError: If anything is not.
+
+    Example:
+        A set of no cases, which has no file but the index:
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     index = {"format": GOLDEN_FORMAT, "version": GOLDEN_VERSION, "files": [], "cases": []}
+        ...     _ = Path(folder, "index.json").write_bytes(json_bytes(index))
+        ...     read_golden(folder)
+        []
     """
     directory = Path(directory)
     path = file_in(directory, INDEX)
@@ -93,6 +103,18 @@ def write_golden(directory: str | Path) -> Path:
 
     Raises:
         GoldenError: If the directory holds anything else.
+
+    Example:
+        It takes some seconds, and replaces nothing but golden vectors:
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "notes.txt").write_text("mine")
+        ...     try:
+        ...         write_golden(folder)
+        ...     except GoldenError as error:
+        ...         print(str(error).removeprefix(f"{folder}: "))
+        must be empty or hold golden vectors and nothing else, but has no index.json
     """
     directory = Path(directory)
     stale = _own_files(directory)

@@ -31,6 +31,10 @@ class Settings:
         laws: Names; none for all.
         dtypes: Of the adapters to check; none for all.
         golden: Directory of golden vectors, if they are to be compared with.
+
+    Example:
+        >>> Settings("quick", seed=0, time_limit=10.0, dtypes=("float32",)).laws
+        ()
     """
 
     profile: str
@@ -50,6 +54,11 @@ class Outcome:
         report: What came of the laws; None if nothing could be checked.
         golden: What came of the golden vectors, as JSON has it.
         missing: Why there is no adapter, if there is none: a module that is not installed, for instance.
+
+    Example:
+        >>> from alibi_core.conformance import check, numpy_adapters
+        >>> Outcome("package.module:name", check(numpy_adapters()[0], laws=["slopes"])).passed
+        True
     """
 
     source: str
@@ -76,6 +85,12 @@ def supervised(source: str, settings: Settings, console: Console) -> Iterator[Ou
         source: Where adapters are from.
         settings: How to check them.
         console: Where to show which law is being tried.
+
+    Example:
+        >>> settings = Settings("quick", seed=0, time_limit=10.0, laws=("slopes",), dtypes=("float32",))
+        >>> outcomes = supervised("alibi_core.conformance:numpy_adapters", settings, Console(quiet=True))
+        >>> [(outcome.report.name, outcome.passed) for outcome in outcomes]
+        [('alibi_core', True)]
     """
     first, count, laws = 0, 1, len(settings.laws or LAWS)
     while first < count:

@@ -16,7 +16,14 @@ _STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow"}
 
 
 def summary(outcomes: Sequence[Outcome]) -> Table:
-    """Return one line for each adapter."""
+    """Return one line for each adapter.
+
+    Example:
+        >>> from alibi_core.conformance import check, numpy_adapters
+        >>> table = summary([Outcome("mine", check(numpy_adapters()[0], laws=["slopes"]))])
+        >>> str(table.columns[0].header), list(table.columns[0].cells), table.row_count
+        ('implementation', ['alibi_core'], 1)
+    """
     table = Table(title="Is it ALiBi?", title_justify="left")
     table.add_column("implementation", no_wrap=True)
     for column in ("dtype", "contract", "verdict"):
@@ -49,7 +56,14 @@ def _golden(outcome: Outcome) -> str:
 
 
 def details(outcome: Outcome, *, every_law: bool) -> Group:
-    """Return what is known of an adapter: what it does instead, then its laws (all, or those it does not keep)."""
+    """Return what is known of an adapter: what it does instead, then its laws (all, or those it does not keep).
+
+    Example:
+        >>> from alibi_core.conformance import Mistaken, check
+        >>> outcome = Outcome("mine", check(Mistaken("negated slopes"), laws=["slopes"]))
+        >>> print(details(outcome, every_law=False).renderables[1])
+        → They are negative: distance would be rewarded, where -slope * distance is added.
+    """
     report = outcome.report
     if report is None:
         return Group()

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from alibi_core.backend import broadcastable
+from alibi_core.backend import broadcastable, is_int
 from alibi_jax._attention import attention
 from alibi_jax._dispatch import Implementation, checked
 
 
 def attention_fn(
-    slopes: jax.Array | None = None,
+    slopes: int | jax.Array | None = None,
     *,
     is_causal: bool = True,
     future_slopes: jax.Array | None = None,
@@ -34,10 +34,11 @@ def attention_fn(
     query is taken to stand at the last key it may see, which softmax cannot tell from any later position.
 
     Args:
-        slopes: ``[num_heads]``. Default: the canonical slopes of as many heads as the module has.
+        slopes: ``[num_heads]``, or an int for that many canonical slopes. Default: the canonical slopes of as many
+            heads as the module has.
         is_causal: Mask keys after the query, on top of any mask the module is called with.
         future_slopes: With ``is_causal=False``, the slopes for keys after the query. Default ``slopes`` (symmetric).
-        window_size: Mask keys farther than this many tokens.
+        window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
         scale: Factor of the scores. Default ``head_dim ** -0.5``.
         implementation: As for :func:`alibi_jax.attention`.
 
@@ -59,7 +60,8 @@ def attention_fn(
         (1, 3, 8)
     """
     checked(implementation)
-    slopes, future_slopes = (None if given is None else jnp.asarray(given) for given in (slopes, future_slopes))
+    slopes = slopes if slopes is None or is_int(slopes) else jnp.asarray(slopes)
+    future_slopes = None if future_slopes is None else jnp.asarray(future_slopes)
     always_causal = is_causal
 
     # Linen passes those arguments that it finds in the signature, so each one it has must stand here to be refused.

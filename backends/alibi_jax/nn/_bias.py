@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 import alibi_core
-from alibi_core.backend import LayerShape, fixed_or_scheme_slopes
+from alibi_core.backend import LayerShape, explains_keywords, fixed_or_scheme_slopes
 from alibi_jax.nn._layer import slope_values_of
 
 
@@ -36,6 +36,7 @@ class AlibiBias(nnx.Module):
         [[[-1.0, 0.0, -inf], [-2.0, -1.0, 0.0]], [[-0.5, 0.0, -inf], [-1.0, -0.5, 0.0]]]
     """
 
+    @explains_keywords
     def __init__(
         self, num_heads: int, *, is_causal: bool = True, slopes: Any | None = None, scheme: str | None = None
     ) -> None:

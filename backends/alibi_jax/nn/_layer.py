@@ -35,7 +35,7 @@ class AlibiAttention(nnx.Module):
             A tensor-parallel shard passes its slice of the global ones, ``alibi_core.slopes(n)[first:last]``.
         future_slopes: ``[num_heads]`` slopes for keys after the query, for an asymmetric encoder.
         learnable_slopes: Train the slopes, starting from ``slopes``.
-        window_size: Mask keys farther than this many tokens.
+        window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
         dropout: Probability of zeroing a feature of the output while training. ``layer.train()`` and ``layer.eval()``
             switch it; a new layer is training.
         implementation: As for :func:`alibi_jax.attention`.

@@ -52,7 +52,19 @@ def load_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
         ValueError: If parameters are missing, unknown, or of another shape.
 
     Example:
-        See :func:`save_weights`.
+        Weights of a layer of other sizes are refused, and nothing is set:
+
+        >>> import tempfile
+        >>> from alibi_jax import AlibiAttention
+        >>> layer, wider = (AlibiAttention(size, 2, rngs=nnx.Rngs(0)) for size in (4, 8))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_weights(layer, f"{folder}/layer.safetensors")
+        ...     load_weights(layer, f"{folder}/layer.safetensors")
+        ...     try:
+        ...         load_weights(wider, f"{folder}/layer.safetensors")
+        ...     except ValueError as error:
+        ...         print(str(error).replace(folder, "folder"))
+        k_proj.weight in folder/layer.safetensors must have shape (8, 8), got (4, 4)
     """
     parameters, arrays = _named(module), load_file(path)
     if arrays.keys() != parameters.keys():

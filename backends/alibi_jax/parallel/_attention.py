@@ -79,7 +79,7 @@ def attention(
         future_slopes: With ``is_causal=False``, the slopes for keys after the query, of all devices' heads. Default
             ``slopes``.
         segment_ids: ``[batch, shard_len]`` integers: attend only where they are equal.
-        window_size: Mask keys farther than this many tokens.
+        window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
         scale: Factor of the scores. Default ``head_dim ** -0.5``.
         tolerance: The share of softmax weight that may be left out, by what is not sent and not computed together.
             Default: the dtype's rounding error. With 0 all is sent and computed.

@@ -36,6 +36,20 @@ def append(cache: KVCache, key: jax.Array, value: jax.Array, *, axis_name: str) 
     Raises:
         TypeError: If ``cache`` is no cache.
         ValueError: If shapes do not fit, or there is no such mesh axis.
+
+    Example:
+        A mesh of one device; on several, each would hold 128 slots:
+
+        >>> from functools import partial
+        >>> from jax.sharding import Mesh, PartitionSpec
+        >>> mesh, slots, whole = Mesh(jax.devices()[:1], "tokens"), PartitionSpec(None, None, "tokens"), PartitionSpec()
+        >>> shards = KVCache(slots, slots, slots, whole)
+        >>> add = jax.shard_map(
+        ...     partial(append, axis_name="tokens"), mesh=mesh, in_specs=(shards, whole, whole), out_specs=shards
+        ... )
+        >>> key = value = jnp.ones((1, 3, 2, 4))
+        >>> int(jax.jit(add)(KVCache.make(1, 2, 128, 4), key, value).length)
+        3
     """
     axis_sizes(axis_name)
     _check_cache(cache)
@@ -86,7 +100,7 @@ def decode(
             divided along a further axis, which may be that of the batch, and there is no ``head_axis``.
         axis_name: The mesh axis that slots are divided along.
         head_axis: The mesh axis that heads are divided along; None if they are not.
-        window_size: Mask keys farther than this many tokens.
+        window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
         scale: Factor of the scores. Default ``head_dim ** -0.5``.
         tolerance: The share of softmax weight that may be left out. Default: the dtype's rounding error.
         implementation: ``"tpu"``, :class:`alibi_jax.TPU` or ``"tiled"``; default, as for :func:`alibi_jax.attention`.
@@ -99,6 +113,20 @@ def decode(
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value or shape is wrong, or there is no such mesh axis.
         NotImplementedError: As for :func:`alibi_jax.parallel.attention`.
+
+    Example:
+        A mesh of one device, whose cache holds three tokens:
+
+        >>> from functools import partial
+        >>> from jax.sharding import Mesh, PartitionSpec
+        >>> mesh, slots, whole = Mesh(jax.devices()[:1], "tokens"), PartitionSpec(None, None, "tokens"), PartitionSpec()
+        >>> shards = KVCache(slots, slots, slots, whole)
+        >>> attend = jax.shard_map(
+        ...     partial(decode, axis_name="tokens"), mesh=mesh, in_specs=(whole, shards), out_specs=whole
+        ... )
+        >>> cache = KVCache.make(1, 2, 128, 4).append(jnp.ones((1, 3, 2, 4)), jnp.ones((1, 3, 2, 4)))
+        >>> jax.jit(attend)(jnp.ones((1, 1, 2, 4)), cache).shape
+        (1, 1, 2, 4)
     """
     num_shards, head_shards = axis_sizes(axis_name, head_axis)
     _check_cache(cache)

@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx import nn
 
 import alibi_core
-from alibi_core.backend import LayerShape, fixed_or_scheme_slopes, non_negative_int
+from alibi_core.backend import LayerShape, explains_keywords, fixed_or_scheme_slopes, non_negative_int
 
 
 class AlibiBias(nn.Module):
@@ -32,6 +32,7 @@ class AlibiBias(nn.Module):
         [[[-1.0, 0.0, -inf], [-2.0, -1.0, 0.0]], [[-0.5, 0.0, -inf], [-1.0, -0.5, 0.0]]]
     """
 
+    @explains_keywords
     def __init__(
         self, num_heads: int, *, is_causal: bool = True, slopes: Any | None = None, scheme: str | None = None
     ) -> None:

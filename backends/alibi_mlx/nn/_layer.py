@@ -33,7 +33,7 @@ class AlibiAttention(nn.Module):
             passes its slice of the global ones, ``alibi_core.slopes(n)[first:last]``.
         future_slopes: ``[num_heads]`` slopes for keys after the query, for an asymmetric encoder.
         learnable_slopes: Train the slopes, starting from ``slopes``.
-        window_size: Mask keys farther than this many tokens.
+        window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
         dropout: Probability of zeroing a feature of the output while training.
         implementation: As for :func:`alibi_mlx.attention`.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import alibi_core
-from alibi_core.backend import LayerShape, fixed_or_scheme_slopes, non_negative_int
+from alibi_core.backend import LayerShape, explains_keywords, fixed_or_scheme_slopes, non_negative_int
 from alibi_torch.nn._slopes import KeepsSlopes, host_copy
 
 
@@ -37,6 +37,7 @@ class AlibiBias(KeepsSlopes):
                  [-1.0000, -0.5000,  0.0000]]])
     """
 
+    @explains_keywords
     def __init__(
         self, num_heads: int, *, is_causal: bool = True, slopes: Any | None = None, scheme: str | None = None
     ) -> None:

@@ -42,7 +42,7 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         slopes: ``[num_heads]`` slopes, a PyTorch or NumPy array. Default: the canonical ones.
         future_slopes: ``[num_heads]`` slopes for keys after the query.
         learnable_slopes: Train the slopes, starting from ``slopes``, as the parameter ``log_slopes``.
-        window_size: Mask keys farther than this many tokens.
+        window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
         implementation: As for :func:`alibi_torch.attention`.
 
     Raises:

@@ -83,7 +83,7 @@ def attention(
         future_slopes: With ``is_causal=False``, the slopes for keys after the query, of all processes' heads. Default
             ``slopes``.
         segment_ids: ``[batch, shard_len]`` integers: attend only where they are equal.
-        window_size: Mask keys farther than this many tokens.
+        window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
         scale: Factor of the scores. Default ``head_dim ** -0.5``.
         tolerance: The share of softmax weight that may be left out, by what is not sent and not computed together.
             Default: the dtype's rounding error. With 0 all is sent and computed.
@@ -105,6 +105,16 @@ def attention(
 
             query, key, value = torch.randn(3, 1, 8, 4096, 64).unbind()
             result = attention(query, key, value, score_bound=16.0)  # [1, 8, 4096, 64]
+
+        In a group of one process, it is the attention of that process:
+
+        >>> import alibi_torch
+        >>> from torch import distributed
+        >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        >>> query, key, value = torch.ones(3, 1, 2, 6, 4).unbind()
+        >>> torch.allclose(attention(query, key, value), alibi_torch.attention(query, key, value))
+        True
+        >>> distributed.destroy_process_group()
 
     References:
         Press, Smith, Lewis, "Train Short, Test Long", arXiv 2108.12409; Liu, Zaharia, Abbeel, "Ring Attention with

@@ -59,6 +59,16 @@ class ShardedKVCache:
             cache = ShardedKVCache(1, 8, 65_536, 64)
             cache.append(key, value)  # [1, 8, new, 64], the same on all processes
             result = cache.attend(query)  # [1, 8, new, 64], likewise
+
+        In a group of one process, which has all slots:
+
+        >>> from torch import distributed
+        >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        >>> cache = ShardedKVCache(1, 2, 16, 4)
+        >>> cache.append(torch.ones(1, 2, 6, 4), torch.ones(1, 2, 6, 4))
+        >>> cache.attend(torch.ones(1, 2, 1, 4)).shape, cache.length
+        (torch.Size([1, 2, 1, 4]), 6)
+        >>> distributed.destroy_process_group()
     """
 
     def __init__(
@@ -137,7 +147,7 @@ class ShardedKVCache:
         Args:
             query: ``[batch_size, num_heads, q_len, head_dim]``, of the last ``q_len`` tokens, the same everywhere.
             slopes: ``[num_heads]``, those of *all* processes' heads. Default: the canonical slopes.
-            window_size: Mask keys farther than this many tokens.
+            window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
             scale: Factor of the scores. Default ``head_dim ** -0.5``.
             tolerance: The share of softmax weight that may be left out. Default: the dtype's rounding error.
 

@@ -30,6 +30,16 @@ class TensorParallelAttention(ParallelStyle):
 
             mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("heads",))
             layer = parallelize_module(AlibiAttention(512, 8), mesh, TensorParallelAttention())
+
+        On one process, which keeps all heads:
+
+        >>> from torch import distributed
+        >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        >>> mesh = distributed.init_device_mesh("cpu", (1,))
+        >>> layer = parallelize_module(AlibiAttention(16, 2), mesh, TensorParallelAttention())
+        >>> type(layer.q_proj.weight).__name__, layer.shape.num_heads
+        ('DTensor', 2)
+        >>> distributed.destroy_process_group()
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
