@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alibi_core.conformance import check
+from alibi_core.conformance import Mistaken, check
 
 
 def attention(query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int) -> tuple[Any, Any]:
@@ -55,3 +55,8 @@ def test_the_report_says_what_the_adapter_returned_instead(answer: Callable[...,
     report = check(Adapter(), laws=["causal", "lengths"])
     assert not report.passed
     assert sentence in " ".join(x.sentence for x in report.diagnoses)
+
+
+def test_zeros_for_short_rows_alone_are_a_mistake_of_the_kernel() -> None:
+    report = check(Mistaken("last partial block dropped: 64"), laws=["causal"])
+    assert [x.key for x in report.diagnoses] == ["last partial block dropped"]
