@@ -650,6 +650,13 @@ def test_a_forward_that_somebody_put_into_a_model() -> None:
     assert not restore(model)._forward_pre_hooks
 
 
+def test_a_forward_that_somebody_kept_serves_after_restore() -> None:
+    model, tokens = model_of("bloom"), tokens_of(1, 20)
+    expected, kept = model(tokens)[0], accelerate(model).forward
+    assert torch.equal(restore(model)(tokens)[0], expected)
+    assert torch.equal(kept(tokens)[0], expected)
+
+
 @pytest.mark.parametrize("config", [transformers.BertConfig, transformers.MegatronBertConfig])
 def test_a_forward_of_bert_that_is_called_by_itself(config: Any) -> None:
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}

@@ -108,6 +108,9 @@ def forward(
     if len(together) < 2:
         tensors = _in(dtype, call, query, key, value)
         result, logsumexp = _attend(call, *tensors, jobs, biases)
+        if dtype != call.working_dtype and not logsumexp.isfinite().all():
+            # Of infinite scores the kernel makes zeros in low precision, where they are to be seen as NaN.
+            result, logsumexp = _attend(call, *_in(call.working_dtype, call, query, key, value), jobs, biases)
         return result.to(result_dtype), logsumexp
     by_heads = []
     for heads, kv_heads in together:

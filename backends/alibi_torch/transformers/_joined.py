@@ -80,6 +80,8 @@ def joined(own: type, kind: type[Joined]) -> type:
 
     @functools.wraps(own.forward)  # type: ignore[attr-defined]
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, kind):  # kept by a wrapper from before it was restored
+            return own.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
 
     names = {x: getattr(own, x) for x in ("__module__", "__qualname__", "__doc__")}
