@@ -153,7 +153,7 @@ class AttentionCall:
         placed = [
             None if given is None else _slopes(xp, name, given, sizes, layout, allow_negative_slopes, working, device)
             for name, given in (
-                ("slopes", sizes["num_heads"] if slopes is None else slopes),
+                ("slopes", int(sizes["num_heads"]) if slopes is None else slopes),  # a tensor in torch.jit.trace
                 ("future_slopes", future_slopes),
             )
         ]

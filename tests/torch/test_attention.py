@@ -72,6 +72,14 @@ def test_layer_exports_with_a_dynamic_length(strict: bool) -> None:
     torch.testing.assert_close(exported.module()(x, mask=mask), layer(x, mask=mask), rtol=0, atol=2e-6)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace` is deprecated")
+def test_a_recorded_function_serves_other_lengths() -> None:
+    recorded = torch.jit.trace(lambda *tensors: alibi_torch.attention(*tensors), tuple(torch.randn(3, 1, 4, 10, 8)))
+    for length in (5, 40):
+        tensors = torch.randn(3, 2, 4, length, 8).unbind()
+        torch.testing.assert_close(recorded(*tensors), alibi_torch.attention(*tensors))
+
+
 def test_attention_and_layer_run_on_meta() -> None:
     query, key, value = torch.ones(3, 1, 2, 3, 4, device="meta").unbind()
     assert alibi_torch.attention(query, key, value).device.type == "meta"
