@@ -912,14 +912,20 @@ def test_generate_by_a_compiled_forward() -> None:
 def test_a_call_that_is_recorded_serves_other_masks(name: str, recorder: str) -> None:
     model, inputs = model_of(name).requires_grad_(False), (tokens_of(3, 20), mask_of("left"))
     expected = logits_of(model, *inputs[:1], attention_mask=inputs[1])
-    accelerate(model)
-
-    def call(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return model(tokens, attention_mask=mask, use_cache=False).logits
-
     whole = inputs[0], torch.ones(3, 20, dtype=torch.long)
-    recorded = torch.jit.trace(call, whole) if recorder == "torch.jit.trace" else make_fx(call)(*whole)
-    assert torch.allclose(recorded(*inputs), expected, atol=1e-4)
+
+    def record() -> Any:
+        def call(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return model(tokens, attention_mask=mask, use_cache=False).logits
+
+        return torch.jit.trace(call, whole) if recorder == "torch.jit.trace" else make_fx(call)(*whole)
+
+    try:
+        record()
+    except IndexError:  # of transformers 5.4, in the model's own code
+        pytest.skip(f"transformers {transformers.__version__} cannot be recorded by {recorder}")
+    accelerate(model)
+    assert torch.allclose(record()(*inputs), expected, atol=1e-4)
 
 
 @pytest.mark.full
