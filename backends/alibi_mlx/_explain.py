@@ -41,7 +41,8 @@ def explain(
     nothing. It answers for MLX's default device.
 
     Args:
-        query, key, value, slopes, implementation, training, **arguments: As for :func:`alibi_mlx.attention`.
+        query, key, value, slopes, implementation, training: As for :func:`alibi_mlx.attention`.
+        **arguments: Likewise.
 
     Returns:
         The explanation, its horizons in NumPy.
