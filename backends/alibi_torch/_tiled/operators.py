@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import array_api_compat.torch as xp
@@ -11,13 +14,21 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core.backend import ARRAY_AXES, CallRules, Job, KeyNorms, entry_of, tolerance_of, working_dtype
+from alibi_core.backend import (
+    ARRAY_AXES,
+    CallRules,
+    Job,
+    KeyNorms,
+    dense_attention,
+    entry_of,
+    tolerance_of,
+    working_dtype,
+)
 from alibi_torch._dispatch import is_watched, needs_gradients, no_autocast
 from alibi_torch._tiled import kernels as _tile_kernels
-from alibi_torch._tiled import short, step
+from alibi_torch._tiled import second, short, step
 from alibi_torch._tiled import vmap as _tiled_vmap
 from alibi_torch._tiled.plan import kernel_jobs
-from alibi_torch._tiled.second import refuse_to_differentiate
 from alibi_torch._tiled.sequences import parts_of, sequences
 from alibi_torch._tiled.short import is_short, short_jobs
 
@@ -54,7 +65,8 @@ def tiled_attention(
         entries = [[tiled_attention(*part) for part in entry] for entry in parts_of(call, packed, *tensors)]
         return torch.cat([torch.cat(entry, dim=2) for entry in entries])
     if is_plain and differentiates:
-        if is_short(call, norms_are_known=norms is not None) and not needs_gradients(call.slopes, call.future_slopes):
+        by_inputs_alone = not needs_gradients(call.slopes, call.future_slopes)
+        if by_inputs_alone and is_short(call, norms_are_known=norms is not None) and not second.packs_what_is_saved():
             result = short.differentiable(call, *tensors)
             if result is not None:
                 return result
@@ -124,6 +136,7 @@ class Packed(NamedTuple):
         return None if self.key_norms is None else KeyNorms(self.key_norms, self.norms_block)
 
 
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 TENSORS = 1 + Packed._fields.index("key_norms")  # of its fields, the first
 
 
@@ -268,15 +281,40 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor, backward: Any = _attend_backward) -> tuple[Tensor | None, ...]:
-    grads = backward(grad, *ctx.saved_tensors, *ctx.numbers, ctx.by_slopes)
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    with torch.no_grad():
+        grads = _attend_backward(grad, *saved, *ctx.numbers, ctx.by_slopes)
+    if torch.is_grad_enabled():
+        grads = _recorded(grads, grad, saved[:3], Packed(*saved[5:], *ctx.numbers), ctx.by_slopes)
+    return _wanted(ctx, grads)
+
+
+def _wanted(ctx: Any, grads: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return gradients by query, key, value, slopes and future slopes, those that are asked for, and None by the rest."""
     wanted = (x if needed else None for x, needed in zip(grads, ctx.needs_input_grad[:5], strict=True))
-    others = len(ctx.needs_input_grad) - 5
-    return (*wanted, *(None,) * others)
+    return *wanted, *(None,) * (len(ctx.needs_input_grad) - 5)
+
+
+def _recorded(
+    grads: tuple[Tensor | None, ...], grad: Tensor, tensors: Sequence[Tensor], packed: Packed, by_slopes: bool
+) -> tuple[Tensor | None, ...]:
+    """Return gradients that autograd records."""
+    rates = packed[:2]
+    by_rates = (x if by_slopes and rate is not None else None for x, rate in zip(grads[3:], rates, strict=True))
+    formula = partial(_spelled_out, packed[TENSORS:])
+    return second.differentiable((*grads[:3], *by_rates), formula, grad, (*tensors, *rates), packed[2:TENSORS])
+
+
+def _spelled_out(numbers: tuple[Any, ...], inputs: Sequence[Tensor], others: Sequence[Tensor | None]) -> Tensor:
+    """Return attention in the working dtype, of query, key, value, slopes and future slopes."""
+    query, key, value, *slopes = inputs
+    call = Packed(*slopes, *others, *numbers).call(query, key)
+    call = replace(call, dtype=call.working_dtype)
+    return dense_attention(call, query, key, value, softmax=partial(torch.softmax, dim=-1))
 
 
 _attend.register_autograd(_differentiate, setup_context=_setup)
-_attend_backward.register_autograd(refuse_to_differentiate)
 _tiled_vmap.register(_attend, _attend_backward)
 
 
@@ -308,13 +346,17 @@ class _EagerAttention(torch.autograd.Function):
             return (None,) * 7
         saved = _tile_kernels.Saved(grad, *ctx.saved_tensors[:5])
         by_slopes = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
-        if torch.is_grad_enabled():  # the gradients are to be differentiated again, which the operator refuses
-            packed = Packed.of(ctx.call, ctx.norms)
-            gradients = _attend_backward(*saved, *packed, by_slopes)
-        else:
-            gradients = _backward(ctx.call, saved, ctx.norms, by_slopes=by_slopes, plans=ctx.plans)
-        wanted = (x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad[:5], strict=True))
-        return (*wanted, None, None)
+        # The second kind of mapping is that of a batch of gradients for one result.
+        is_mapped = torch._C._functorch.peek_interpreter_stack() is not None or _is_batched(grad)
+        is_recorded = torch.is_grad_enabled()
+        with torch.no_grad() if is_recorded else nullcontext():
+            if is_mapped:
+                grads = _attend_backward(*saved, *Packed.of(ctx.call, ctx.norms), by_slopes)
+            else:
+                grads = _backward(ctx.call, saved, ctx.norms, by_slopes=by_slopes, plans=ctx.plans)
+        if is_recorded:
+            grads = _recorded(grads, grad, saved[1:4], Packed.of(ctx.call, ctx.norms), by_slopes)
+        return _wanted(ctx, grads)
 
 
 class _Attention(torch.autograd.Function):
@@ -329,26 +371,16 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         _setup(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:3], *inputs[3:][:TENSORS])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _differentiate(ctx, *grads, _AttentionBackward.apply)
-
-
-class _AttentionBackward(torch.autograd.Function):
-    generate_vmap_rule = True
+        return _differentiate(ctx, *grads)
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        return _attend_backward(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        refuse_to_differentiate(ctx, *grads)
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
+        saved = ctx.saved_tensors
+        return second.tangent_of(partial(_spelled_out, ctx.numbers), saved[:5], saved[5:], tangents[:5]), None
 
 
 def _parts(call: AttentionCall) -> Iterator[tuple[AttentionCall, slice]]:
