@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -136,7 +135,6 @@ class Packed(NamedTuple):
         return None if self.key_norms is None else KeyNorms(self.key_norms, self.norms_block)
 
 
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
 TENSORS = 1 + Packed._fields.index("key_norms")  # of its fields, the first
 
 
@@ -283,27 +281,27 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
+    packed = Packed(*saved[5:], *ctx.numbers)
+    return _wanted(ctx, _recorded(_tile_kernels.Saved(grad, *saved[:5]), packed, ctx.by_slopes))
+
+
+def _wanted(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Return gradients by query, key, value, slopes and future slopes, and None for what needs none."""
+    needed = ctx.needs_input_grad
+    wanted = [x if is_needed else None for x, is_needed in zip(grads, needed, strict=False)]
+    return *wanted, *(None,) * (len(needed) - len(wanted))
+
+
+def _recorded(saved: _tile_kernels.Saved, packed: Packed, by_slopes: bool) -> tuple[Tensor | None, ...]:
+    """Return the operator's gradients, which autograd can differentiate where it records."""
     with torch.no_grad():
-        grads = _attend_backward(grad, *saved, *ctx.numbers, ctx.by_slopes)
-    if torch.is_grad_enabled():
-        grads = _recorded(grads, grad, saved[:3], Packed(*saved[5:], *ctx.numbers), ctx.by_slopes)
-    return _wanted(ctx, grads)
-
-
-def _wanted(ctx: Any, grads: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Return gradients by query, key, value, slopes and future slopes, those that are asked for, and None by the rest."""
-    wanted = (x if needed else None for x, needed in zip(grads, ctx.needs_input_grad[:5], strict=True))
-    return *wanted, *(None,) * (len(ctx.needs_input_grad) - 5)
-
-
-def _recorded(
-    grads: tuple[Tensor | None, ...], grad: Tensor, tensors: Sequence[Tensor], packed: Packed, by_slopes: bool
-) -> tuple[Tensor | None, ...]:
-    """Return gradients that autograd records."""
+        grads = _attend_backward(*saved, *packed, by_slopes)
+    if not torch.is_grad_enabled():
+        return grads
     rates = packed[:2]
     by_rates = (x if by_slopes and rate is not None else None for x, rate in zip(grads[3:], rates, strict=True))
     formula = partial(_spelled_out, packed[TENSORS:])
-    return second.differentiable((*grads[:3], *by_rates), formula, grad, (*tensors, *rates), packed[2:TENSORS])
+    return second.differentiable((*grads[:3], *by_rates), formula, saved.grad, (*saved[1:4], *rates), packed[2:TENSORS])
 
 
 def _spelled_out(numbers: tuple[Any, ...], inputs: Sequence[Tensor], others: Sequence[Tensor | None]) -> Tensor:
@@ -346,17 +344,16 @@ class _EagerAttention(torch.autograd.Function):
             return (None,) * 7
         saved = _tile_kernels.Saved(grad, *ctx.saved_tensors[:5])
         by_slopes = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
-        # The second kind of mapping is that of a batch of gradients for one result.
-        is_mapped = torch._C._functorch.peek_interpreter_stack() is not None or _is_batched(grad)
-        is_recorded = torch.is_grad_enabled()
-        with torch.no_grad() if is_recorded else nullcontext():
-            if is_mapped:
-                grads = _attend_backward(*saved, *Packed.of(ctx.call, ctx.norms), by_slopes)
-            else:
-                grads = _backward(ctx.call, saved, ctx.norms, by_slopes=by_slopes, plans=ctx.plans)
-        if is_recorded:
-            grads = _recorded(grads, grad, saved[1:4], Packed.of(ctx.call, ctx.norms), by_slopes)
-        return _wanted(ctx, grads)
+        if not torch.is_grad_enabled() and not _is_mapped(grad):
+            grads = _backward(ctx.call, saved, ctx.norms, by_slopes=by_slopes, plans=ctx.plans)
+            return _wanted(ctx, grads) if by_slopes else (*grads[:3], *(None,) * 4)  # autograd drops what is not needed
+        return _wanted(ctx, _recorded(saved, Packed.of(ctx.call, ctx.norms), by_slopes))
+
+
+def _is_mapped(grad: Tensor) -> bool:
+    """Whether it is a batch of gradients by one result; those of ``torch.autograd`` are not of torch.func."""
+    functorch = torch._C._functorch
+    return functorch.peek_interpreter_stack() is not None or functorch.is_legacy_batchedtensor(grad)
 
 
 class _Attention(torch.autograd.Function):
@@ -380,7 +377,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
         saved = ctx.saved_tensors
-        return second.tangent_of(partial(_spelled_out, ctx.numbers), saved[:5], saved[5:], tangents[:5]), None
+        return second.tangent_of(lambda x: _spelled_out(ctx.numbers, x, saved[5:]), saved[:5], tangents[:5]), None
 
 
 def _parts(call: AttentionCall) -> Iterator[tuple[AttentionCall, slice]]:

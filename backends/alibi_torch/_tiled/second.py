@@ -35,10 +35,16 @@ def differentiable(
 
 
 def tangent_of(
-    formula: Formula, inputs: Sequence[Tensor | None], others: Sequence[Tensor | None], tangents: Sequence[Tensor | None]
-) -> Tensor:
-    """Return the derivative of ``formula(inputs, others)`` along tangents of ``inputs``, some of which move."""
-    return _along(lambda x: formula(x, others), inputs, tangents)
+    function: Callable[[Sequence[Any]], Any], primals: Sequence[Tensor | None], tangents: Sequence[Tensor | None]
+) -> Any:
+    """Return the derivative of a function of ``primals`` along those tangents that are not None."""
+    moving = [i for i, x in enumerate(tangents) if x is not None]
+    with no_autocast(primals[0].device.type):
+        return torch.func.jvp(
+            lambda *x: function(_with(primals, moving, x)),
+            tuple(primals[i] for i in moving),
+            tuple(tangents[i] for i in moving),
+        )[1]
 
 
 def differentiable_kernel(gradients: tuple[Tensor | None, ...], grads: tuple[Tensor]) -> Any:
@@ -97,7 +103,7 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
         count, _ = ctx.sizes
-        found = _along(*_function_of(ctx), tangents[1 + count :][:count])
+        found = tangent_of(*_function_of(ctx), tangents[1 + count :][:count])
         return tuple(_with([None] * (count - 1), ctx.wanted, found))
 
 
@@ -125,17 +131,6 @@ def _pulled_back(function: Callable[..., Any], primals: Sequence[Tensor], cotang
         own = [x.view_as(x).requires_grad_() for x in primals]  # one may be computed from another, or be it
         results = function(*own)
     return torch.autograd.grad(results, own, cotangents, create_graph=is_recorded, materialize_grads=True)
-
-
-def _along(function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Tensor | None]) -> Any:
-    """Return the derivative of a function of ``primals`` along those tangents that are given."""
-    moving = [i for i, x in enumerate(tangents) if x is not None]
-    with no_autocast(primals[0].device.type):
-        return torch.func.jvp(
-            lambda *x: function(_with(primals, moving, x)),
-            tuple(primals[i] for i in moving),
-            tuple(tangents[i] for i in moving),
-        )[1]
 
 
 def _with(tensors: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
