@@ -303,6 +303,15 @@ def test_only_slopes_may_learn() -> None:
 
 
 @pytest.mark.usefixtures("kernel_with_gradients")
+def test_second_derivatives_by_slopes_are_refused() -> None:
+    inputs, slopes = tensors((140, 140)), SLOPES.clone().requires_grad_()
+    result = flex_attention(check(*inputs, slopes), *inputs)
+    (gradient,) = torch.autograd.grad(result.square().sum(), slopes, create_graph=True)
+    with pytest.raises(NotImplementedError, match="'flex' has no second derivatives; .*'dense'"):
+        gradient.sum().backward()
+
+
+@pytest.mark.usefixtures("kernel_with_gradients")
 @pytest.mark.parametrize("batch", [(), (2, 3)])
 def test_any_number_of_batch_axes(batch: tuple[int, ...]) -> None:
     inputs = tensors((140, 140), batch=batch)

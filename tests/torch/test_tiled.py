@@ -400,19 +400,27 @@ def test_nothing_returned_shares_memory(variant: str, dtype: torch.dtype) -> Non
             assert one.shape == of.shape
 
 
-def long_attention(length: int, is_causal: bool, masked: bool) -> Callable[[], object]:
+def long_attention(length: int, is_causal: bool, masked: bool, is_recorded: bool) -> Callable[[], object]:
     query, key, value = (x.requires_grad_() for x in tensors((length, length), batch=1, head_dim=16))
     slopes = torch.tensor([1.0, 0.5, 0.125, 2.0**-6], requires_grad=True)
     mask = (torch.arange(length) > 9)[None, None, None] if masked else None
     warm = [x[:, :, :1100].detach().requires_grad_() for x in (query, key, value)]
     tiled(*warm, slopes).sum().backward()
-    return lambda: tiled(query, key, value, slopes, is_causal=is_causal, mask=mask).sum().backward()
+
+    def gradients() -> object:
+        loss = tiled(query, key, value, slopes, is_causal=is_causal, mask=mask).sum()
+        return torch.autograd.grad(loss, (query, key, value, slopes), create_graph=is_recorded)
+
+    return gradients
 
 
-@pytest.mark.parametrize(("is_causal", "masked"), first_of([(True, False), (False, True)]))
-def test_memory_grows_with_the_length_alone(is_causal: bool, masked: bool) -> None:
+# Gradients that are recorded, to be differentiated, take no more until they are.
+@pytest.mark.parametrize(
+    ("is_causal", "masked", "is_recorded"), first_of([(True, False, True), (True, False, False), (False, True, False)])
+)
+def test_memory_grows_with_the_length_alone(is_causal: bool, masked: bool, is_recorded: bool) -> None:
     length = 16_384
-    peak = _timing.peak_growth("tests.torch.test_tiled:long_attention", length, is_causal, masked)
+    peak = _timing.peak_growth("tests.torch.test_tiled:long_attention", length, is_causal, masked, is_recorded)
     scores = 4 * 4 * length**2  # bytes
     assert peak < 150 * 2**20 < scores / 20
 
@@ -433,24 +441,62 @@ def test_two_runs_are_the_same_to_the_bit(lengths: tuple[int, int]) -> None:
                 assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
-def test_second_derivatives_are_refused_in_torch_func(transform: Callable[..., Any]) -> None:
-    query, key, value = tensors((7, 11))
+@pytest.mark.parametrize("wanted", [NAMES[:3], NAMES, ("key",)], ids=len)  # short calls differ if slopes are wanted
+@pytest.mark.parametrize("short", [0, 1024])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_derivatives_of_derivatives_are_those_of_dense_attention(
+    variant: str, short: int, wanted: tuple[str, ...]
+) -> None:
+    inputs, arguments = arguments_of(variant, torch.float64)
+    arguments |= dict(zip(NAMES, inputs, strict=False))
+    by = [arguments[name].requires_grad_() for name in wanted if name in arguments]
 
-    def loss(query: torch.Tensor) -> torch.Tensor:
-        return tiled(query, key, value).square().sum()
+    def derivatives(implementation: str) -> list[torch.Tensor]:
+        found = [alibi_torch.attention(**arguments, implementation=implementation)]
+        for _ in range(3):
+            loss = sum((x + 1).square().sum() for x in found[-len(by) :])
+            found += torch.autograd.grad(loss, by, create_graph=True)
+        return found
 
-    with pytest.raises(NotImplementedError, match="'tiled' has no second derivatives; .*'dense'"):
-        transform(lambda x: torch.func.grad(loss)(x).sum())(query)
+    with Tiling(short=short).applied(TILED):
+        for one, other in zip(derivatives("tiled"), derivatives("dense"), strict=True):
+            assert (one - other).abs().max() <= 2.0**-40 * other.abs().max()
+
+
+@pytest.mark.parametrize("short", [0, 1024])
+def test_derivatives_of_derivatives_are_those_of_small_steps(short: int) -> None:
+    inputs = [x.requires_grad_() for x in tensors((3, 4), batch=1, heads=(2, 1), head_dim=1, dtype=torch.float64)]
+    slopes = torch.tensor([0.5, 0.1], dtype=torch.float64, requires_grad=True)
+    with Tiling(short=short).applied(TILED):
+        for arguments in (inputs, [*inputs, slopes]):
+            assert torch.autograd.gradgradcheck(tiled, arguments)
+        # All rows of the matrix at once, as a batch of gradients.
+        by_row, at_once = (
+            torch.autograd.functional.hessian(lambda *x: tiled(*x).square().sum(), tuple(inputs), vectorize=vectorize)
+            for vectorize in (False, True)
+        )
+    torch.testing.assert_close(by_row, at_once, rtol=2.0**-40, atol=2.0**-40)
 
 
 @pytest.mark.parametrize("by", ["query", "slopes"])
-def test_second_derivatives_are_refused(by: str) -> None:
-    inputs = dict(zip(("query", "key", "value", "slopes"), arguments_of("causal")[0], strict=True))
-    inputs[by] = inputs[by].requires_grad_()
-    grad = torch.autograd.grad(tiled(**inputs).square().sum(), inputs[by], create_graph=True)[0]
-    with pytest.raises(NotImplementedError, match="'tiled' has no second derivatives; .*'dense'"):
-        grad.sum().backward()
+@pytest.mark.parametrize("transforms", [(torch.func.jacrev, torch.func.jacrev), (torch.func.jacfwd, torch.func.jacrev)])
+def test_second_derivatives_by_torch_func(transforms: tuple[Callable[..., Any], ...], by: str) -> None:
+    inputs = dict(zip(NAMES, tensors((3, 5), batch=1, dtype=torch.float64), strict=False))
+    inputs["slopes"] = torch.tensor([1.0, 0.3, 0.1, 0.0], dtype=torch.float64)
+    outer, inner = transforms
+
+    def derivative(implementation: str | None) -> torch.Tensor:
+        def mapped(value: torch.Tensor) -> torch.Tensor:
+            def result(key: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+                given = inputs | {"key": key, "value": value, by: x}
+                return alibi_torch.attention(**given, implementation=implementation).square().sum()
+
+            # Of gradients by the key, so that slopes are nothing to the inner transformation.
+            return outer(lambda x: inner(lambda key: result(key, x))(inputs["key"]))(inputs[by])
+
+        return torch.func.vmap(mapped)(torch.stack([inputs["value"], inputs["key"]]))
+
+    torch.testing.assert_close(derivative(None), derivative("dense"), rtol=2.0**-40, atol=2.0**-40)
 
 
 @pytest.mark.parametrize("by", ["query", "slopes"])
@@ -484,14 +530,6 @@ def test_forward_mode_is_dense_or_refused(way: str, by: str) -> None:
             derivative(name)
 
 
-def test_what_refuses_second_derivatives_is_right_about_who_has_them() -> None:
-    query, key, value = tensors((7, 11))
-    query.requires_grad_()
-    result = alibi_torch.attention(query, key, value, implementation="dense")
-    grad = torch.autograd.grad(result.square().sum(), query, create_graph=True)[0]
-    assert torch.isfinite(torch.autograd.grad(grad.sum(), query)[0]).all()
-
-
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoints(use_reentrant: bool) -> None:
     from torch.utils.checkpoint import checkpoint
@@ -505,6 +543,30 @@ def test_checkpoints(use_reentrant: bool) -> None:
             strict=True,
         ):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("short", [0, 1024])
+def test_a_gradient_penalty_in_contexts(short: int, dtype: torch.dtype) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    inputs = [x.requires_grad_() for x in tensors((7, 11), dtype=dtype)[:2]]
+
+    def gradients(implementation: str) -> tuple[torch.Tensor, ...]:
+        def attend(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return alibi_torch.attention(query, key, key, implementation=implementation)
+
+        result = checkpoint(attend, *inputs, use_reentrant=False)
+        grads = torch.autograd.grad(result.float().square().sum(), inputs, create_graph=True)
+        grads[0].mul_(2.0)
+        return torch.autograd.grad(sum(x.float().square().sum() for x in grads), inputs)
+
+    expected = gradients("dense")
+    offloaded = torch.autograd.graph.save_on_cpu()
+    with Tiling(short=short).applied(TILED), torch.autocast("cpu", dtype=torch.bfloat16), offloaded:
+        for one, other in zip(gradients("tiled"), expected, strict=True):
+            # Results and gradients are rounded to the dtype before they are differentiated.
+            assert (one - other).abs().max() <= 32 * torch.finfo(dtype).eps * other.abs().max()
 
 
 def test_inference_mode_and_no_grad() -> None:

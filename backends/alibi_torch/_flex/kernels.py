@@ -66,7 +66,10 @@ def flex_attention(
             with torch.no_grad():
                 moved, moved_auxiliary = run(kind, *tensors)
                 tangent = _tangent(result, auxiliary.lse, moved, moved_auxiliary.lse)
-            result = result + ((slopes - slopes.detach())[..., None, None] * tangent).to(result.dtype)
+            moved_by = slopes - slopes.detach()
+            if not torch.compiler.is_compiling():  # which has no second derivatives itself
+                moved_by.register_hook(_refuse_second_derivatives)
+            result = result + (moved_by[..., None, None] * tangent).to(result.dtype)
     result = _stored(result)
     return result[..., : call.q_len, : call.head_dim].reshape(shape)
 
@@ -237,6 +240,24 @@ def _tangent(result: Tensor, lse: Tensor, moved: Tensor, moved_lse: Tensor) -> T
     # Where no key has a distance, and where there are no keys at all.
     share = torch.where(torch.isfinite(moved_lse) & torch.isfinite(lse), moved_lse - lse, -math.inf)
     return torch.exp(share)[..., None] * (result.float() - moved.float())
+
+
+def _refuse_second_derivatives(gradient: Tensor) -> Tensor | None:
+    """Return a gradient by slopes that refuses to be differentiated: a tangent is no function of anything."""
+    return _Gradient.apply(gradient) if torch.is_grad_enabled() else None
+
+
+class _Gradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        raise NotImplementedError(
+            "implementation 'flex' has no second derivatives; attention with implementation='dense' has them, and so "
+            "has a model of transformers after alibi_torch.transformers.restore(model)"
+        )
 
 
 def _kernel(call: AttentionCall, query: Tensor, kind: str, how: tuple[Any, ...]) -> Callable[..., Any]:

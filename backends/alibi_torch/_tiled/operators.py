@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import array_api_compat.torch as xp
@@ -11,13 +13,21 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core.backend import ARRAY_AXES, CallRules, Job, KeyNorms, entry_of, tolerance_of, working_dtype
+from alibi_core.backend import (
+    ARRAY_AXES,
+    CallRules,
+    Job,
+    KeyNorms,
+    dense_attention,
+    entry_of,
+    tolerance_of,
+    working_dtype,
+)
 from alibi_torch._dispatch import is_watched, needs_gradients, no_autocast
 from alibi_torch._tiled import kernels as _tile_kernels
-from alibi_torch._tiled import short, step
+from alibi_torch._tiled import second, short, step
 from alibi_torch._tiled import vmap as _tiled_vmap
 from alibi_torch._tiled.plan import kernel_jobs
-from alibi_torch._tiled.second import refuse_to_differentiate
 from alibi_torch._tiled.sequences import parts_of, sequences
 from alibi_torch._tiled.short import is_short, short_jobs
 
@@ -54,7 +64,8 @@ def tiled_attention(
         entries = [[tiled_attention(*part) for part in entry] for entry in parts_of(call, packed, *tensors)]
         return torch.cat([torch.cat(entry, dim=2) for entry in entries])
     if is_plain and differentiates:
-        if is_short(call, norms_are_known=norms is not None) and not needs_gradients(call.slopes, call.future_slopes):
+        by_inputs_alone = not needs_gradients(call.slopes, call.future_slopes)
+        if by_inputs_alone and is_short(call, norms_are_known=norms is not None) and not second.packs_what_is_saved():
             result = short.differentiable(call, *tensors)
             if result is not None:
                 return result
@@ -268,15 +279,40 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor, backward: Any = _attend_backward) -> tuple[Tensor | None, ...]:
-    grads = backward(grad, *ctx.saved_tensors, *ctx.numbers, ctx.by_slopes)
-    wanted = (x if needed else None for x, needed in zip(grads, ctx.needs_input_grad[:5], strict=True))
-    others = len(ctx.needs_input_grad) - 5
-    return (*wanted, *(None,) * others)
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    packed = Packed(*saved[5:], *ctx.numbers)
+    return _wanted(ctx, _recorded(_tile_kernels.Saved(grad, *saved[:5]), packed, ctx.by_slopes))
+
+
+def _wanted(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Return gradients by query, key, value, slopes and future slopes, and None for what needs none."""
+    needed = ctx.needs_input_grad
+    wanted = [x if is_needed else None for x, is_needed in zip(grads, needed, strict=False)]
+    return *wanted, *(None,) * (len(needed) - len(wanted))
+
+
+def _recorded(saved: _tile_kernels.Saved, packed: Packed, by_slopes: bool) -> tuple[Tensor | None, ...]:
+    """Return the operator's gradients, which autograd can differentiate where it records."""
+    with torch.no_grad():
+        grads = _attend_backward(*saved, *packed, by_slopes)
+    if not torch.is_grad_enabled():
+        return grads
+    rates = packed[:2]
+    by_rates = (x if by_slopes and rate is not None else None for x, rate in zip(grads[3:], rates, strict=True))
+    formula = partial(_spelled_out, packed[TENSORS:])
+    return second.differentiable((*grads[:3], *by_rates), formula, saved.grad, (*saved[1:4], *rates), packed[2:TENSORS])
+
+
+def _spelled_out(numbers: tuple[Any, ...], inputs: Sequence[Tensor], others: Sequence[Tensor | None]) -> Tensor:
+    """Return attention in the working dtype, of query, key, value, slopes and future slopes."""
+    query, key, value, *slopes = inputs
+    call = Packed(*slopes, *others, *numbers).call(query, key)
+    call = replace(call, dtype=call.working_dtype)
+    return dense_attention(call, query, key, value, softmax=partial(torch.softmax, dim=-1))
 
 
 _attend.register_autograd(_differentiate, setup_context=_setup)
-_attend_backward.register_autograd(refuse_to_differentiate)
 _tiled_vmap.register(_attend, _attend_backward)
 
 
@@ -308,13 +344,16 @@ class _EagerAttention(torch.autograd.Function):
             return (None,) * 7
         saved = _tile_kernels.Saved(grad, *ctx.saved_tensors[:5])
         by_slopes = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
-        if torch.is_grad_enabled():  # the gradients are to be differentiated again, which the operator refuses
-            packed = Packed.of(ctx.call, ctx.norms)
-            gradients = _attend_backward(*saved, *packed, by_slopes)
-        else:
-            gradients = _backward(ctx.call, saved, ctx.norms, by_slopes=by_slopes, plans=ctx.plans)
-        wanted = (x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad[:5], strict=True))
-        return (*wanted, None, None)
+        if not torch.is_grad_enabled() and not _is_mapped(grad):
+            grads = _backward(ctx.call, saved, ctx.norms, by_slopes=by_slopes, plans=ctx.plans)
+            return _wanted(ctx, grads) if by_slopes else (*grads[:3], *(None,) * 4)  # autograd drops what is not needed
+        return _wanted(ctx, _recorded(saved, Packed.of(ctx.call, ctx.norms), by_slopes))
+
+
+def _is_mapped(grad: Tensor) -> bool:
+    """Whether it is a batch of gradients by one result; those of ``torch.autograd`` are not of torch.func."""
+    functorch = torch._C._functorch
+    return functorch.peek_interpreter_stack() is not None or functorch.is_legacy_batchedtensor(grad)
 
 
 class _Attention(torch.autograd.Function):
@@ -329,26 +368,16 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         _setup(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:3], *inputs[3:][:TENSORS])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _differentiate(ctx, *grads, _AttentionBackward.apply)
-
-
-class _AttentionBackward(torch.autograd.Function):
-    generate_vmap_rule = True
+        return _differentiate(ctx, *grads)
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        return _attend_backward(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        refuse_to_differentiate(ctx, *grads)
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
+        saved = ctx.saved_tensors
+        return second.tangent_of(lambda x: _spelled_out(ctx.numbers, x, saved[5:]), saved[:5], tangents[:5]), None
 
 
 def _parts(call: AttentionCall) -> Iterator[tuple[AttentionCall, slice]]:

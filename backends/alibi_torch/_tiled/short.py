@@ -26,7 +26,7 @@ from alibi_torch._tiled.kernels import (
     shifted,
     without_common_part,
 )
-from alibi_torch._tiled.second import refuse_second_derivatives
+from alibi_torch._tiled.second import differentiable_kernel
 from alibi_torch._tiled.step import groups
 
 KEPT = 2**18  # numbers; a bias of so few is kept with its call, which may come again
@@ -215,7 +215,7 @@ def differentiable(call: AttentionCall, query: Tensor, key: Tensor, value: Tenso
     if centred is None or centred[0] is not key:
         return None
     node = result.grad_fn.next_functions[0][0] if biases.are_reversed else result.grad_fn
-    node.register_hook(refuse_second_derivatives)
+    node.register_hook(differentiable_kernel)
     return result.to(call.dtype)
 
 

@@ -203,7 +203,7 @@ class GatherHalo(torch.autograd.Function):
 class ReturnHalo(torch.autograd.Function):
     """Send what belongs to others' keys and values back to them, and add what comes: the transpose of GatherHalo.
 
-    A function of its own, so that second derivatives are right, or refused by what attends, and never left out.
+    A function of its own, so that second derivatives are not left out.
     """
 
     @staticmethod
