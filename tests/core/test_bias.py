@@ -94,33 +94,6 @@ def test_bias_has_the_same_bits_compiled(framework: Framework, case: BiasCase) -
 
 
 @pytest.mark.parametrize("framework", COMPILERS)
-def test_canonical_bias_and_key_bias_have_the_same_bits_compiled(framework: Framework) -> None:
-    xp = framework.xp
-
-    def both(anchor: Any) -> Any:  # compilers want an array to go by
-        return alibi_core.bias(12, 5, 7, xp=xp) + 0 * anchor, alibi_core.key_bias(12, 7, xp=xp)
-
-    full, key_only = framework.compiled(both)(framework.array(np.zeros(1, np.float32)))
-    np.testing.assert_array_equal(framework.numpy(full), alibi_core.bias(12, 5, 7))
-    np.testing.assert_array_equal(framework.bits(key_only), NUMPY.bits(alibi_core.key_bias(12, 7)))
-
-
-@pytest.mark.parametrize("framework", COMPILERS)
-def test_bias_from_positions_has_the_same_bits_compiled(framework: Framework) -> None:
-    rng = np.random.default_rng(5)
-    arrays = [SLOPES, rng.integers(0, 50, (2, 5), np.int32), rng.integers(0, 50, (2, 7), np.int32)]
-    arrays += [rng.integers(0, 2, (2, n), np.int32) for n in (5, 7)]
-
-    def function(slopes: Any, q_positions: Any, kv_positions: Any, q_ids: Any, kv_ids: Any) -> Any:
-        return alibi_core.bias_from_positions(
-            slopes, q_positions, kv_positions, q_segment_ids=q_ids, kv_segment_ids=kv_ids
-        )
-
-    actual = framework.compiled(function)(*map(framework.array, arrays))
-    np.testing.assert_array_equal(framework.bits(actual), NUMPY.bits(function(*arrays)))
-
-
-@pytest.mark.parametrize("framework", COMPILERS)
 def test_reference_attention_compiles(framework: Framework) -> None:
     rng = np.random.default_rng(6)
     arrays = [rng.standard_normal((2, h, n, 5)) for h, n in ((6, 5), (3, 7), (3, 7))]
@@ -138,16 +111,6 @@ def test_bias_has_the_same_bits_under_vmap() -> None:
     by_torch = torch.func.vmap(lambda s: alibi_core.bias(s, 5, 7))(torch.asarray(slopes))
     np.testing.assert_array_equal(np.asarray(by_jax).view(np.int32), expected)
     np.testing.assert_array_equal(np.asarray(by_torch).view(np.int32), expected)
-
-
-@pytest.mark.parametrize("framework", COMPILERS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_low_precision_bias_is_rounded_once_from_float32(framework: Framework, dtype: str) -> None:
-    slopes = framework.array(SLOPES)
-    in_float32 = alibi_core.bias(slopes, 5, 7, q_offset=3000)
-    actual = alibi_core.bias(slopes, 5, 7, q_offset=3000, dtype=getattr(framework.xp, dtype))
-    assert actual.dtype == getattr(framework.xp, dtype)
-    np.testing.assert_array_equal(framework.numpy(actual), framework.numpy(framework.cast(in_float32, dtype)))
 
 
 def test_float64_bias_is_formed_in_float64() -> None:
