@@ -9,7 +9,6 @@ mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 import alibi_core  # noqa: E402
 from alibi_core._arrays.namespace import namespace_of  # noqa: E402
-from alibi_core.conformance._cases.oracle import Attention, Rules, assert_within, penalties  # noqa: E402
 from alibi_mlx import AlibiAttention, attention  # noqa: E402
 
 IMPLEMENTATIONS = ("tiled", "dense")
@@ -46,10 +45,6 @@ def on_cpu():
         yield
 
 
-def bits(array):
-    return np.ascontiguousarray(numpy(array)).view(np.int32)
-
-
 def assert_close(actual, expected, *, terms=KV_LEN):
     """Assert that float32 results differ by rounding alone: each has two sums, scores and values, of so many terms."""
     actual, expected = numpy(actual), numpy(expected)
@@ -58,32 +53,6 @@ def assert_close(actual, expected, *, terms=KV_LEN):
 
 
 # The core on MLX arrays
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_bias_has_numpys_bits_eager_and_compiled(compiled):
-    transform = mx.compile if compiled else lambda function: function
-    slopes = alibi_core.slopes(HEADS)
-    positions, ids = np.asarray([0, 1, 2, 0, 1, 2, 3], np.int32), np.asarray([0, 0, 0, 1, 1, 1, 1], np.int32)
-    functions = (
-        lambda s, p, i: alibi_core.bias(s, 31, 37),
-        lambda s, p, i: alibi_core.bias(s, 31, 37, is_causal=False, future_slopes=s * 2),
-        lambda s, p, i: alibi_core.key_bias(s, 37),
-        lambda s, p, i: alibi_core.bias_from_positions(s, p, p, q_segment_ids=i, kv_segment_ids=i),
-    )
-    for function in functions:
-        actual = transform(function)(mx.array(slopes), mx.array(positions), mx.array(ids))
-        assert np.array_equal(bits(actual), function(slopes, positions, ids).view(np.int32))
-
-
-def test_the_bias_of_mapped_segments_equals_a_loop():
-    positions, ids = np.arange(5, dtype=np.int32), np.asarray([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]], np.int32)
-
-    def bias(ids, positions):
-        return alibi_core.bias_from_positions(2, positions, positions, q_segment_ids=ids, kv_segment_ids=ids)
-
-    actual = mx.vmap(bias, in_axes=(1, None))(mx.array(ids.T), mx.array(positions))
-    assert np.array_equal(numpy(actual), np.stack([bias(x, positions) for x in ids]))
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -106,29 +75,6 @@ def test_dtypes_of_other_libraries_are_refused():
 
 
 # Implementations
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_float64_attention_is_float64_by_default():
-    arrays = [float64(numpy(x)) for x in tensors(BATCH)]
-    slopes = alibi_core.slopes(HEADS, dtype=np.float64)
-    rules = Rules(slopes, q_offset=KV_LEN - Q_LEN)
-    exact = Attention(
-        *map(numpy, arrays),
-        bias=penalties(rules, BATCH, HEADS, Q_LEN, KV_LEN),
-        scale=HEAD_DIM**-0.5,
-        dtype="float64",
-    )
-    assert_within(numpy(attention(*arrays)), exact.output)
-
-
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_low_precision_rounds_inputs_and_result_but_nothing_between(dtype):
-    # Far keys: 1009 and its neighbours are the same number in bfloat16, and slope 0.5 would make them one weight.
-    low = [x.astype(dtype) for x in tensors(BATCH)]
-    slopes, arguments = mx.full((HEADS,), 0.5), {"q_offset": 1009, "implementation": "tiled"}
-    expected = attention(*(x.astype(mx.float32) for x in low), slopes, **arguments)
-    assert np.array_equal(numpy(attention(*low, slopes, **arguments)), numpy(expected.astype(dtype)))
 
 
 def test_streams_may_differ():
