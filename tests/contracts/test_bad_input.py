@@ -297,11 +297,6 @@ SLOPES = [
 ]
 
 
-@pytest.mark.parametrize(("framework", "bad"), refusals(FRAMEWORKS, SLOPES))
-def test_slopes_refuses(framework: Framework, bad: Bad) -> None:
-    refuse(bad, lambda: alibi_core.slopes(**({"num_heads": 8, "xp": framework.xp} | bad.arguments)))
-
-
 COMMON_BIAS = [
     Bad({"slopes": 0}, ValueError, "num_heads must be at least 1, got 0"),
     Bad({"slopes": floats()}, ValueError, r"slopes must have shape \(\.\.\., num_heads\)"),
@@ -319,28 +314,12 @@ FUTURE = [
         is_about_values=True,
     ),
 ]
-KV_LEN = [
-    Bad({"kv_len": -1}, ValueError, "kv_len must not be negative"),
-]
+KV_LEN = Bad({"kv_len": -1}, ValueError, "kv_len must not be negative")
 LENGTHS = [
-    *KV_LEN,
+    KV_LEN,
     Bad({"q_len": -1}, ValueError, "q_len must not be negative, got -1"),
     Bad({"segment_ids": ints(3)}, TypeError, "'segment_ids'; bias_from_positions takes positions, with q_segment_ids"),
 ]
-
-
-@pytest.mark.parametrize(("framework", "bad"), refusals(FRAMEWORKS, COMMON_BIAS + FUTURE + LENGTHS))
-def test_bias_refuses(framework: Framework, bad: Bad) -> None:
-    arguments = {"slopes": floats(2), "q_len": 3} | bad.arguments
-    refuse(bad, lambda: alibi_core.bias(**framework.placed(arguments)))
-
-
-@pytest.mark.parametrize(("framework", "bad"), refusals(FRAMEWORKS, COMMON_BIAS + KV_LEN))
-def test_key_bias_refuses(framework: Framework, bad: Bad) -> None:
-    arguments = {"slopes": floats(2), "kv_len": 3} | bad.arguments
-    refuse(bad, lambda: alibi_core.key_bias(**framework.placed(arguments)))
-
-
 POSITIONS = [
     Bad({"kv_positions": ints()}, ValueError, "kv_positions must have at least one axis"),
     Bad(
@@ -355,10 +334,37 @@ POSITIONS = [
 ]
 
 
-@pytest.mark.parametrize(("framework", "bad"), refusals(FRAMEWORKS, COMMON_BIAS + FUTURE + POSITIONS))
-def test_bias_from_positions_refuses(framework: Framework, bad: Bad) -> None:
-    arguments = {"slopes": floats(2), "q_positions": ints(3), "kv_positions": ints(3)} | bad.arguments
-    refuse(bad, lambda: alibi_core.bias_from_positions(**framework.placed(arguments)))
+HORIZON = [  # of what test_hostile_input.py does not try
+    Bad({"slopes": 0}, ValueError, "slopes must be at least 1, got 0|num_heads must be at least 1, got 0"),
+    Bad({"slopes": np.asarray(0.5, np.float32)}, ValueError, r"slopes must have shape \(..., num_heads\).*, got \(\)"),
+    Bad({"slopes": floats(3) * NAN}, ValueError, "slopes must be finite", is_about_values=True),
+    Bad({"score_range": NAN}, ValueError, "score_range must be finite, got nan"),
+    Bad({"tolerance": -1e-3}, ValueError, "tolerance must not be negative, got -0.001"),
+    Bad({"tolerance": NAN}, ValueError, "tolerance must be finite, got nan"),
+    Bad({"is_causal": 1}, TypeError, "is_causal must be True or False, got 1"),
+]
+# Functions of the core, arguments that they take, and what they refuse in place of some.
+PLACES = dict.fromkeys(("q_positions", "kv_positions"), ints(3))
+CORE = {
+    "slopes": ({"num_heads": 8}, SLOPES),
+    "bias": ({"slopes": floats(2), "q_len": 3}, [*COMMON_BIAS, *FUTURE, *LENGTHS]),
+    "key_bias": ({"slopes": floats(2), "kv_len": 3}, [*COMMON_BIAS, KV_LEN]),
+    "bias_from_positions": ({"slopes": floats(2)} | PLACES, [*COMMON_BIAS, *FUTURE, *POSITIONS]),
+    "horizon": ({"slopes": floats(3), "score_range": 14.0}, HORIZON),
+}
+
+
+OF_CORE = [
+    pytest.param(function, *x.values, id=f"{function}-{x.id}", marks=x.marks)
+    for function, (_, table) in CORE.items()
+    for x in refusals(FRAMEWORKS, table)
+]
+
+
+@pytest.mark.parametrize(("function", "framework", "bad"), OF_CORE)
+def test_functions_of_the_core_refuse(function: str, framework: Framework, bad: Bad) -> None:
+    arguments = CORE[function][0] | ({"xp": framework.xp} if function == "slopes" else {}) | bad.arguments
+    refuse(bad, lambda: getattr(alibi_core, function)(**framework.placed(arguments)))
 
 
 def test_a_bias_in_two_libraries_is_refused() -> None:
