@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -680,16 +681,13 @@ def run_without_values(torch: Any, device: str) -> None:
         assert horizon(slopes, torch.ones_like(slopes)).shape == slopes.shape
 
 
-def test_plan_reads_no_value_on_meta() -> None:
-    run_without_values(pytest.importorskip("torch"), "meta")
-
-
-def test_plan_reads_no_value_of_fake_tensors() -> None:
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_plan_reads_no_value(device: str) -> None:
     torch = pytest.importorskip("torch")
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode():
-        run_without_values(torch, "cpu")
+    with contextlib.nullcontext() if device == "meta" else FakeTensorMode():
+        run_without_values(torch, device)
 
 
 @pytest.mark.parametrize("framework", [p for p in FRAMEWORKS if p.values[0] not in (JAX, MLX, DASK)])
