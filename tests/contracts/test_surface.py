@@ -217,6 +217,7 @@ def test_the_page_lists_every_public_name(package: str) -> None:
         module = importlib.import_module(name)
         names = [entry for entry, _ in listed[name]]
         assert names == list(module.__all__), f"docs/public_names.md, section {name}"
+        assert room or names == sorted(names, key=lambda name: (not name.isupper(), name))
         assert all(re.fullmatch(r"[A-Z`].*\.", text) for _, text in listed[name]), f"one sentence a name: {name}"
 
 
