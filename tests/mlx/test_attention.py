@@ -10,15 +10,12 @@ mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 import alibi_core  # noqa: E402
 from alibi_core._arrays.namespace import namespace_of  # noqa: E402
 from alibi_mlx import AlibiAttention, attention  # noqa: E402
+from tests.support.frameworks import MLX  # noqa: E402
+from tests.support.mlx import assert_close, normal  # noqa: E402
 
 IMPLEMENTATIONS = ("tiled", "dense")
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, HEAD_DIM = 2, 6, 3, 5, 11, 7
 EMBED_DIM = 13
-U32 = 2.0**-24
-
-
-def normal(*shape, seed=0):
-    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 def tensors(*batch):
@@ -27,11 +24,6 @@ def tensors(*batch):
         normal(*batch, KV_HEADS, KV_LEN, HEAD_DIM, seed=2),
         normal(*batch, KV_HEADS, KV_LEN, HEAD_DIM, seed=3),
     )
-
-
-def numpy(array):
-    """Return an array's values; NumPy has no bfloat16."""
-    return np.array(array.astype(mx.float32) if array.dtype == mx.bfloat16 else array)
 
 
 def float64(values):
@@ -45,20 +37,13 @@ def on_cpu():
         yield
 
 
-def assert_close(actual, expected, *, terms=KV_LEN):
-    """Assert that float32 results differ by rounding alone: each has two sums, scores and values, of so many terms."""
-    actual, expected = numpy(actual), numpy(expected)
-    assert actual.shape == expected.shape
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=4 * terms * U32 * max(1, np.abs(expected).max(initial=0)))
-
-
 # The core on MLX arrays
 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_float64_slopes_are_not_rounded_to_float32():
     assert np.array_equal(
-        numpy(alibi_core.slopes(12, xp=mx, dtype=mx.float64)), alibi_core.slopes(12, dtype=np.float64)
+        MLX.numpy(alibi_core.slopes(12, xp=mx, dtype=mx.float64)), alibi_core.slopes(12, dtype=np.float64)
     )
 
 
@@ -66,7 +51,7 @@ def test_float64_slopes_are_not_rounded_to_float32():
 def test_namespace_computes_the_exponential_of_float64_in_float64():
     x = np.linspace(-40, 0, 101)
     # The rounded constant e, raised to the power x, is off by |x| roundings.
-    np.testing.assert_allclose(numpy(namespace_of(xp=mx).exp(float64(x))), np.exp(x), rtol=(2 + 40) * 2.0**-53)
+    np.testing.assert_allclose(MLX.numpy(namespace_of(xp=mx).exp(float64(x))), np.exp(x), rtol=(2 + 40) * 2.0**-53)
 
 
 def test_dtypes_of_other_libraries_are_refused():
@@ -84,7 +69,7 @@ def test_streams_may_differ():
     for stream, x in zip(streams, (query, key, value), strict=True):
         with mx.stream(stream):
             moved.append(x + 0)
-    assert_close(attention(*moved), attention(query, key, value, implementation="dense"))
+    assert_close(attention(*moved), attention(query, key, value, implementation="dense"), terms=KV_LEN)
 
 
 def test_what_another_thread_has_yet_to_compute_is_refused_by_name():
@@ -127,7 +112,7 @@ def test_compiled_attention_follows_its_arguments(implementation):
         for step in (0, 1):
             arguments = (query + step, key, value, slopes * (step + 1), offset + step)
             expected = attention(*arguments[:4], q_offset=arguments[4], implementation=implementation)
-            assert_close(function(*arguments), expected)
+            assert_close(function(*arguments), expected, terms=KV_LEN)
 
 
 # The layer as an MLX module
@@ -143,11 +128,11 @@ def test_learnable_slopes_of_low_precision_load_as_float32():
     values = mx.array([-0.5, -1.0, -2.25, -3.0, -4.0, -5.0]).astype(mx.bfloat16)
     layer.load_weights([("log_slopes", values)], strict=False)
     assert layer.log_slopes.dtype == mx.float32
-    assert np.array_equal(numpy(layer.log_slopes), numpy(values))
+    assert np.array_equal(MLX.numpy(layer.log_slopes), MLX.numpy(values))
 
 
 def test_given_slopes_may_be_a_numpy_shard():
     shard = alibi_core.slopes(2 * HEADS)[HEADS:]
     for slopes in (shard, shard.astype(np.float64), mx.array(shard)):
-        assert np.array_equal(numpy(layer_of(slopes=slopes).slopes), shard)
-        np.testing.assert_allclose(numpy(layer_of(slopes=slopes, learnable_slopes=True).slopes), shard, rtol=1e-6)
+        assert np.array_equal(MLX.numpy(layer_of(slopes=slopes).slopes), shard)
+        np.testing.assert_allclose(MLX.numpy(layer_of(slopes=slopes, learnable_slopes=True).slopes), shard, rtol=1e-6)
