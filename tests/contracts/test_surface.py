@@ -21,7 +21,7 @@ from alibi_core._cli import main
 from tests.support.frameworks import FRAMEWORK, NAMES
 from tests.support.full import in_full
 from tests.support.layers import load, save
-from tests.support.models import make_module
+from tests.support.models import Model, make_module
 
 ROOT = Path(__file__).parents[2]
 BACKENDS = ("torch", "jax", "mlx")
@@ -328,26 +328,16 @@ def test_a_config_reaches_the_attention_of_models(name: str, fields: dict[str, A
     options = {x: np.asarray(y, np.float32) if "_slopes" in x or x == "slopes" else y for x, y in fields.items()}
     options["learnable_slopes"] = fields.get("learnable_slopes", False)
     alone, inside = make_module(name, "AlibiAttention", 16, 4, **options), model.blocks[0].attention
-    copy_weights(name, inside, alone)
+    Model(name, alone).weights = Model(name, inside).weights
     x = framework.array(np.random.default_rng(0).standard_normal((1, 9, 16)).astype(np.float32))
     assert np.array_equal(framework.numpy(inside(x)), framework.numpy(alone(x)))
     plain = make_module(name, "AlibiAttention", 16, 4)
     if not fields.keys() & {"implementation", "learnable_slopes"}:
-        copy_weights(name, inside, plain)
+        Model(name, plain).weights = Model(name, inside).weights
         assert np.abs(framework.numpy(inside(x)) - framework.numpy(plain(x))).max() > 1e-3
     assert (inside.log_slopes is not None if name != "mlx" else "log_slopes" in inside) == options["learnable_slopes"]
     with pytest.raises(ValueError, match="^implementation must be one of"):
         make_module(name, "AlibiTransformer", package.AlibiConfig(**CONFIG, implementation="fast"))
-
-
-def copy_weights(name: str, source: Any, target: Any) -> None:
-    if name == "torch":
-        target.load_state_dict(source.state_dict())
-    elif name == "mlx":
-        target.update(source.parameters())
-    else:
-        nnx = importlib.import_module("flax.nnx")
-        nnx.update(target, nnx.state(source, nnx.Param))
 
 
 def test_a_config_has_the_words_of_layers_and_takes_those_of_old() -> None:
