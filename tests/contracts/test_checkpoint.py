@@ -137,24 +137,19 @@ def expected(model: Any, ids: np.ndarray, **options: Any) -> tuple[np.ndarray, f
 # --- The same logits -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("backend", "variant"), once_in_jax(BACKENDS, list(VARIANTS)))
-@pytest.mark.usefixtures("exact_falcon")
-def test_logits_are_those_of_transformers(saved: Any, variant: str, backend: str) -> None:
-    checkpoint = saved(variant)
-    logits, budget = expected(checkpoint.model, tokens())
-    actual = run(backend, load(backend, checkpoint.directory), tokens())
-    assert np.abs(actual - logits).max() <= budget
+LOADED = [*once_in_jax(BACKENDS, [(variant, "float32") for variant in VARIANTS])]
+LOADED += [("torch", variant, "float64") for variant in FAMILIES]
 
 
-@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize(("backend", "variant", "dtype"), LOADED)
 @pytest.mark.usefixtures("exact_falcon")
-def test_logits_in_float64_are_those_of_transformers(saved: Any, variant: str) -> None:
+def test_logits_are_those_of_transformers(saved: Any, variant: str, backend: str, dtype: str) -> None:
     checkpoint = saved(variant)
     logits, budget = expected(checkpoint.model, tokens())
-    model = load("torch", checkpoint.directory, dtype=torch.float64)
-    actual = run("torch", model, tokens())
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
-    assert np.abs(actual - logits).max() <= budget
+    options = {"dtype": torch.float64} if dtype == "float64" else {}
+    model = load(backend, checkpoint.directory, **options)
+    assert dtype != "float64" or {x.dtype for x in model.parameters()} == {torch.float64}
+    assert np.abs(run(backend, model, tokens()) - logits).max() <= budget
 
 
 @pytest.mark.parametrize(("backend", "variant"), once_in_jax(BACKENDS, ["falcon, groups", "falcon, sequential"]))

@@ -383,12 +383,6 @@ def test_slopes_that_float16_cannot_hold_are_refused() -> None:
         alibi_core.fold(query, key, np.float32([-128.0]))
 
 
-def test_arrays_of_two_libraries_are_refused() -> None:
-    torch = pytest.importorskip("torch")
-    with pytest.raises(TypeError, match="arrays must belong to one array namespace, got numpy and torch"):
-        alibi_core.fold(ones(2, 5, 4), torch.ones(2, 7, 4))
-
-
 def test_bad_lengths_and_dtypes_are_named() -> None:
     with pytest.raises(ValueError, match="kv_len must not be negative, got -1"):
         alibi_core.fold_size(-1, "float32")
