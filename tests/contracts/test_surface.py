@@ -280,28 +280,6 @@ def test_the_bias_as_a_module_is_the_cores(name: str, is_causal: bool) -> None:
     assert np.array_equal(framework.numpy(scheme(4)), alibi_core.bias(alibi_core.slopes(6, scheme="geometric"), 4))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"scheme": "steep"}, ValueError, "scheme must be one of"),
-        ({"scheme": "canonical", "slopes": np.ones(3, np.float32)}, ValueError, "scheme must be None when slopes are"),
-        ({"slopes": np.ones(2, np.float32)}, ValueError, "slopes must have shape"),
-        ({"slopes": -np.ones(3, np.float32)}, ValueError, "slopes must not be negative"),
-        ({"slopes": 3}, TypeError, "slopes must be an array"),
-        ({"is_causal": 1}, TypeError, "is_causal must be True or False"),
-    ],
-    ids=str,
-)
-def test_a_module_of_the_bias_is_not_made_of(name: str, options: dict[str, Any], error: type, message: str) -> None:
-    with pytest.raises(error, match=f"^{message}"):
-        make_module(name, "AlibiBias", 3, **options)
-    with pytest.raises((TypeError, ValueError), match="^q_len must"):
-        make_module(name, "AlibiBias", 3)(-1)
-    with pytest.raises(TypeError, match="^kv_len must"):
-        make_module(name, "AlibiBias", 3)(1, 2.0)
-
-
 PAIRS = [
     x if x in (("torch", "jax"), ("jax", "mlx"), ("mlx", "torch")) else in_full((x,))
     for x in itertools.permutations(BACKENDS, 2)

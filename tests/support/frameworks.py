@@ -154,15 +154,9 @@ class Backend:
         loss: Callable[[Any], Any] = lambda result: result,
         **arguments: Any,
     ) -> dict[str, np.ndarray]:
-        """Return the gradients of ``sum(loss(attention) * cotangent)`` by tensors, named as the arguments they are.
+        """Return the gradients of ``sum(loss(attention) * cotangent)`` by the tensors wanted, or all of them.
 
-        Args:
-            tensors: All of them, and slopes.
-            cotangent: An array, or a number where the loss is one.
-            dtype: Of the tensors.
-            wanted: Those to differentiate by. Default, all.
-            loss: A function of the result.
-            **arguments: Of attention.
+        They are named as the arguments they are, slopes among them. The cotangent is a number where the loss is one.
         """
         names = tuple(tensors if wanted is None else wanted)
         placed = {
