@@ -11,24 +11,23 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import gc
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from alibi_core.conformance._cases.case import FAR, PER_BATCH, Case, Sizes
+from alibi_core.conformance._cases.case import COTANGENTS, FAR, FORMS, PER_BATCH, Case, Sizes
 from alibi_core.conformance._cases.data import DATA
-from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Answer, rounded, summed_over_batch
+from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Answer
 from tests.support.frameworks import FRAMEWORK, Backend
 
 TENSORS = ("query", "key", "value")
 # Lengths at which an implementation may change its way, and one more and one less of each.
 THRESHOLDS = (2, 8, 16, 32, 64, 128, 256, 512, 1024, 1280, 2000)
 SCORES = 6_000_000  # batch * heads * q_len * kv_len, at most: the oracle holds some twenty arrays of that size
-LOSSES = ("sum", "mean", "half", "zero", "row", "element", "weighted")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -37,29 +36,22 @@ class Problem:
     """One gradient that a user may ask for.
 
     Attributes:
-        case: The call.
+        case: The call, the arguments whose gradients are asked for, and what the loss makes of the result.
         dtype: Of query, key and value.
-        wrt: The arguments whose gradients are asked for.
-        loss: One of ``LOSSES``: what the result becomes before it is differentiated.
         compiled: Whether the whole function is compiled.
         closed_over: Whether arguments without gradients are constants of the program.
         keeps_result: Whether the result is returned beside the gradients.
-        shared: Which slopes are given without a batch axis.
     """
 
     case: Case
     dtype: str
-    wrt: tuple[str, ...]
-    loss: str
     compiled: bool
     closed_over: bool
     keeps_result: bool
-    shared: tuple[str, ...]
 
     def __str__(self) -> str:
-        how = [self.dtype, f"gradients of {'+'.join(self.wrt)}", self.loss, "compiled" if self.compiled else "eager"]
+        how = [self.dtype, "compiled" if self.compiled else "eager"]
         how += ["closed over"] * self.closed_over + ["with the result"] * self.keeps_result
-        how += [f"{name} [heads]" for name in self.shared]
         return f"{'; '.join(how)}; {self.case}"
 
     @classmethod
@@ -67,57 +59,34 @@ class Problem:
         """Return problem number ``seed``; a share ``compiled`` of problems is compiled."""
         rng = np.random.default_rng(seed)
         case = _case(rng, seed)
-        slopes = ("slopes", "future_slopes") if case.form == "asymmetric" else ("slopes",)
-        shared = tuple(name for name in slopes if rng.random() < 0.7)
-        names = [*TENSORS, *slopes]
+        names = [*TENSORS, "slopes", *(["future_slopes"] if case.form == "asymmetric" else [])]
         wrt = tuple(name for name in names if rng.random() < 0.4) or (str(rng.choice(TENSORS)),)
         return cls(
-            _with_shared(case, shared),
+            dataclasses.replace(case, wrt=wrt, cotangent=str(rng.choice(COTANGENTS))),
             dtype=str(rng.choice(DTYPES, p=(0.6, 0.25, 0.15))),
-            wrt=wrt,
-            loss=str(rng.choice(LOSSES)),
             compiled=bool(rng.random() < compiled),
             closed_over=bool(rng.random() < 0.3),
             keeps_result=bool(rng.random() < 0.3),
-            shared=shared,
         )
 
-    def cotangent(self) -> np.ndarray:
-        """Return the gradient of the loss by the result, ``[batch, heads, q_len, head_dim]``."""
-        shape = self.case.arrays["query"].shape
-        everywhere = {"sum": 1.0, "mean": 1 / np.prod(shape), "half": 0.5}.get(self.loss, 0.0)
-        cotangent = np.full(shape, everywhere)
-        if self.loss == "row":
-            cotangent[:, :, shape[2] // 2] = 1.0
-        if self.loss == "element":
-            cotangent[0, -1, shape[2] // 2, 0] = 1.0
-        return self.case.arrays["cotangent"] if self.loss == "weighted" else cotangent
-
-    def of_result(self, result: Any, weight: Any, length_axis: int) -> Any:
-        """Return the loss of a result of any framework; ``weight`` is what a weighted loss multiplies it by."""
-        row = self.case.sizes.lengths[0] // 2
-        at_row = (slice(None),) * length_axis + (row,)
-        last_head = self.case.num_heads - 1
-        element = (0, last_head, row, 0) if length_axis == 2 else (0, row, last_head, 0)
-        losses: dict[str, Callable[[], Any]] = {
-            "sum": lambda: result.sum(),
-            "mean": lambda: result.mean(),
-            "half": lambda: (result * 0.5).sum(),
-            "zero": lambda: (result * 0.0).sum(),
-            "row": lambda: result[at_row].sum(),
-            "element": lambda: result[element],
-            "weighted": lambda: (result * weight).sum(),
-        }
-        return losses[self.loss]()
+    def loss(self, result: Any, weight: Any, layout: Any) -> Any:
+        """Return the loss of a result of any framework, of which the case's cotangent, ``weight``, is the gradient."""
+        if self.case.cotangent in ("ones", "zeros"):
+            return result.sum() if self.case.cotangent == "ones" else (result * 0.0).sum()
+        batch, heads, row, feature = (n // 2 for n in self.case.arrays["cotangent"].shape)
+        if self.case.cotangent == "one row":
+            at_row = (slice(None), row) if layout else (slice(None), slice(None), row)
+            return (result[at_row] * weight[at_row]).sum()
+        if self.case.cotangent == "one element":
+            element = (batch, row, heads, feature) if layout else (batch, heads, row, feature)
+            return result[element] * weight[element]
+        return (result * weight).sum()
 
     def exact(self) -> dict[str, Answer]:
         """Return the exact gradients, and the exact result, each with its budget."""
-        case = self.case.with_arrays(cotangent=rounded(self.cotangent(), self.dtype))
-        problem, share = case.exact(self.dtype), UNIT_ROUNDOFF[self.dtype]
-        gradients = case.gradients(self.dtype, share, problem=problem)
-        answers = {
-            name: summed_over_batch(gradients[name]) if name in self.shared else gradients[name] for name in self.wrt
-        }
+        problem, share = self.case.exact(self.dtype), UNIT_ROUNDOFF[self.dtype]
+        gradients = self.case.gradients(self.dtype, share, problem=problem)
+        answers = {name: gradients[name] for name in self.case.wrt or ()}
         return answers | ({"result": problem.output_without(share)} if self.keeps_result else {})
 
 
@@ -135,29 +104,16 @@ def _case(rng: np.random.Generator, seed: int) -> Case:
 
     return Case(
         Sizes(batch, kv_heads, group, (q_len, kv_len), int(rng.choice([1, 3, 16, 32, 64]))),
-        form=str(rng.choice(["causal", "causal", "symmetric", "asymmetric", "clamped"])),
+        form=str(rng.choice(["causal", *FORMS])),
         q_offset=sometimes(0.15, (-3, 0, 5, 40, FAR, PER_BATCH)),
         window_size=sometimes(0.15, (0, 1, 7, 100, 700)),
         packing=sometimes(0.15, ("same", "pair", "one row")),
         masking=sometimes(0.15, ("by query", "by key", "by head")),
-        slopes_per_batch=True,
+        slopes_per_batch=bool(rng.random() < 0.3),
         seed=seed,
         data="normal" if rng.random() < 0.7 else str(rng.choice(sorted(DATA))),
         scaling=sometimes(0.1, (0.25, 1.0, 2.0**-5)),
     )
-
-
-def _with_shared(case: Case, names: tuple[str, ...]) -> Case:
-    """Return the case with the first batch entry's slopes of these names for all entries."""
-
-    def first(name: str, slopes: np.ndarray) -> np.ndarray:
-        return np.broadcast_to(slopes[:1], slopes.shape) if name in names else slopes
-
-    slopes = first("slopes", case.arrays["slopes"])
-    arguments = case.arguments
-    if "future_slopes" in arguments:
-        arguments = arguments | {"future_slopes": first("future_slopes", arguments["future_slopes"])}
-    return case.with_arguments(case.form, arguments).with_arrays(slopes=slopes)
 
 
 # --- Frameworks -------------------------------------------------------------------------------------------------------
@@ -169,23 +125,18 @@ def gradients_of(problem: Problem, backend: Backend) -> dict[str, np.ndarray]:
     slopes = {"slopes": case.arrays["slopes"]}
     if "future_slopes" in arguments:
         slopes["future_slopes"] = arguments.pop("future_slopes")
-    if "mask" in arguments:
-        mask = arguments["mask"]
-        arguments["mask"] = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-    arguments = framework.placed(arguments)
     tensors = {name: case.arrays[name] for name in TENSORS} | {"weight": case.arrays["cotangent"]}
     arrays = {name: framework.array(backend.layout(x), problem.dtype) for name, x in tensors.items()}
-    for name, values in slopes.items():
-        arrays[name] = framework.array(np.array(values[0] if name in problem.shared else values), "float32")
-    attention = backend.function(**arguments)
-    asked = {name: arrays[name] for name in problem.wrt}
-    fixed = {name: x for name, x in arrays.items() if name not in problem.wrt}
+    arrays |= {name: framework.array(np.array(x), "float32") for name, x in slopes.items()}
+    attention = backend.function(**framework.placed(arguments))
+    asked = {name: arrays[name] for name in case.wrt or ()}
+    fixed = {name: x for name, x in arrays.items() if name not in asked}
 
     def loss(asked: dict[str, Any], others: dict[str, Any]) -> tuple[Any, Any]:
         given = asked | (fixed if problem.closed_over else others)
         weight = given.pop("weight")
         result = attention(**given)
-        return problem.of_result(result, weight, 1 if backend.is_length_first else 2), result
+        return problem.loss(result, weight, backend.is_length_first), result
 
     gradients, result = DIFFERENTIATED[framework.name](problem, loss, asked, fixed)
     found = {**gradients, **({"result": result} if problem.keeps_result else {})}

@@ -15,15 +15,18 @@ import alibi_core
 from tests.support.frameworks import (
     BACKENDS,
     DASK,
+    FRAMEWORK,
     FRAMEWORKS,
     JAX,
     LAYER_BACKENDS,
     MLX,
+    NAMES,
     NUMPY,
     TORCH,
     Backend,
     Framework,
 )
+from tests.support.models import make_module
 
 NAN = float("nan")
 
@@ -297,11 +300,6 @@ SLOPES = [
 ]
 
 
-@pytest.mark.parametrize(("framework", "bad"), refusals(FRAMEWORKS, SLOPES))
-def test_slopes_refuses(framework: Framework, bad: Bad) -> None:
-    refuse(bad, lambda: alibi_core.slopes(**({"num_heads": 8, "xp": framework.xp} | bad.arguments)))
-
-
 COMMON_BIAS = [
     Bad({"slopes": 0}, ValueError, "num_heads must be at least 1, got 0"),
     Bad({"slopes": floats()}, ValueError, r"slopes must have shape \(\.\.\., num_heads\)"),
@@ -319,28 +317,12 @@ FUTURE = [
         is_about_values=True,
     ),
 ]
-KV_LEN = [
-    Bad({"kv_len": -1}, ValueError, "kv_len must not be negative"),
-]
+KV_LEN = Bad({"kv_len": -1}, ValueError, "kv_len must not be negative")
 LENGTHS = [
-    *KV_LEN,
+    KV_LEN,
     Bad({"q_len": -1}, ValueError, "q_len must not be negative, got -1"),
     Bad({"segment_ids": ints(3)}, TypeError, "'segment_ids'; bias_from_positions takes positions, with q_segment_ids"),
 ]
-
-
-@pytest.mark.parametrize(("framework", "bad"), refusals(FRAMEWORKS, COMMON_BIAS + FUTURE + LENGTHS))
-def test_bias_refuses(framework: Framework, bad: Bad) -> None:
-    arguments = {"slopes": floats(2), "q_len": 3} | bad.arguments
-    refuse(bad, lambda: alibi_core.bias(**framework.placed(arguments)))
-
-
-@pytest.mark.parametrize(("framework", "bad"), refusals(FRAMEWORKS, COMMON_BIAS + KV_LEN))
-def test_key_bias_refuses(framework: Framework, bad: Bad) -> None:
-    arguments = {"slopes": floats(2), "kv_len": 3} | bad.arguments
-    refuse(bad, lambda: alibi_core.key_bias(**framework.placed(arguments)))
-
-
 POSITIONS = [
     Bad({"kv_positions": ints()}, ValueError, "kv_positions must have at least one axis"),
     Bad(
@@ -355,10 +337,37 @@ POSITIONS = [
 ]
 
 
-@pytest.mark.parametrize(("framework", "bad"), refusals(FRAMEWORKS, COMMON_BIAS + FUTURE + POSITIONS))
-def test_bias_from_positions_refuses(framework: Framework, bad: Bad) -> None:
-    arguments = {"slopes": floats(2), "q_positions": ints(3), "kv_positions": ints(3)} | bad.arguments
-    refuse(bad, lambda: alibi_core.bias_from_positions(**framework.placed(arguments)))
+HORIZON = [  # of what test_hostile_input.py does not try
+    Bad({"slopes": 0}, ValueError, "slopes must be at least 1, got 0|num_heads must be at least 1, got 0"),
+    Bad({"slopes": np.asarray(0.5, np.float32)}, ValueError, r"slopes must have shape \(..., num_heads\).*, got \(\)"),
+    Bad({"slopes": floats(3) * NAN}, ValueError, "slopes must be finite", is_about_values=True),
+    Bad({"score_range": NAN}, ValueError, "score_range must be finite, got nan"),
+    Bad({"tolerance": -1e-3}, ValueError, "tolerance must not be negative, got -0.001"),
+    Bad({"tolerance": NAN}, ValueError, "tolerance must be finite, got nan"),
+    Bad({"is_causal": 1}, TypeError, "is_causal must be True or False, got 1"),
+]
+# Functions of the core, arguments that they take, and what they refuse in place of some.
+PLACES = dict.fromkeys(("q_positions", "kv_positions"), ints(3))
+CORE = {
+    "slopes": ({"num_heads": 8}, SLOPES),
+    "bias": ({"slopes": floats(2), "q_len": 3}, [*COMMON_BIAS, *FUTURE, *LENGTHS]),
+    "key_bias": ({"slopes": floats(2), "kv_len": 3}, [*COMMON_BIAS, KV_LEN]),
+    "bias_from_positions": ({"slopes": floats(2)} | PLACES, [*COMMON_BIAS, *FUTURE, *POSITIONS]),
+    "horizon": ({"slopes": floats(3), "score_range": 14.0}, HORIZON),
+}
+
+
+OF_CORE = [
+    pytest.param(function, *x.values, id=f"{function}-{x.id}", marks=x.marks)
+    for function, (_, table) in CORE.items()
+    for x in refusals(FRAMEWORKS, table)
+]
+
+
+@pytest.mark.parametrize(("function", "framework", "bad"), OF_CORE)
+def test_functions_of_the_core_refuse(function: str, framework: Framework, bad: Bad) -> None:
+    arguments = CORE[function][0] | ({"xp": framework.xp} if function == "slopes" else {}) | bad.arguments
+    refuse(bad, lambda: getattr(alibi_core, function)(**framework.placed(arguments)))
 
 
 def test_a_bias_in_two_libraries_is_refused() -> None:
@@ -416,12 +425,6 @@ LAYER = [
 ]
 
 
-@pytest.mark.parametrize("xp", ["jax", 5, np.linalg])
-def test_what_is_no_namespace_is_refused(xp: Any) -> None:
-    with pytest.raises(TypeError, match="xp must be an array namespace such as numpy, torch or jax.numpy"):
-        alibi_core.bias(2, 3, xp=xp)
-
-
 def test_a_bias_on_two_devices_is_refused() -> None:
     torch = pytest.importorskip("torch")
     slopes, positions = torch.ones(2), torch.arange(3)
@@ -436,10 +439,28 @@ def test_a_bias_on_two_devices_is_refused() -> None:
         alibi_core.bias_from_positions(slopes, positions, far["positions"])
 
 
-@pytest.mark.parametrize("backend", [b for b in LAYER_BACKENDS if b.values[0].implementation == "dense"])
-@pytest.mark.parametrize("bad", LAYER, ids=Bad.id)
-def test_layers_refuse(backend: Backend, bad: Bad) -> None:
-    from tests.support.layers import make_layer
+BIAS_MODULE = [
+    Bad({"scheme": "steep"}, ValueError, "scheme must be one of"),
+    Bad({"scheme": "canonical", "slopes": floats(3)}, ValueError, "scheme must be None when slopes are"),
+    Bad({"slopes": floats(2)}, ValueError, "slopes must have shape"),
+    Bad({"slopes": -floats(3)}, ValueError, "slopes must not be negative"),
+    Bad({"slopes": 3}, TypeError, "slopes must be an array"),
+    Bad({"is_causal": 1}, TypeError, "is_causal must be True or False"),
+]
+MODULES = [("AlibiAttention", {"embed_dim": 24, "num_heads": 6}, x) for x in LAYER]
+MODULES += [("AlibiBias", {"num_heads": 3}, x) for x in BIAS_MODULE]
 
-    arguments = backend.framework.placed({"num_heads": 6} | bad.arguments)
-    refuse(bad, lambda: make_layer(backend.framework.name, **({"embed_dim": 24} | arguments)))
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("kind", "arguments", "bad"), MODULES, ids=lambda x: x.id() if isinstance(x, Bad) else "")
+def test_modules_refuse(name: str, kind: str, arguments: dict[str, Any], bad: Bad) -> None:
+    refuse(bad, lambda: make_module(name, kind, **FRAMEWORK[name].placed(arguments | bad.arguments)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_module_of_the_bias_refuses_lengths(name: str) -> None:
+    module = make_module(name, "AlibiBias", 3)
+    with pytest.raises(ValueError, match="^q_len must"):
+        module(-1)
+    with pytest.raises(TypeError, match="^kv_len must"):
+        module(1, 2.0)

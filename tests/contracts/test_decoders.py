@@ -155,9 +155,13 @@ def test_a_head_of_unit_rows_is_baichuan2s(tmp_path: Path) -> None:
     assert family_of(other, tmp_path, "exact").layouts[0].head_of_unit_rows
 
 
+ROTARY = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}
+
+
 @pytest.mark.parametrize(
-    ("model", "config", "message"),
+    ("model", "changes", "message"),
     [
+        ("baichuan", {"tensors": ROTARY}, r"baichuan language model .* none missing and \[.*inv_freq'\] unknown"),
         ("baichuan", {"max_position_embeddings": 4096}, "^max_position_embeddings in .* must be absent, .*rotary"),
         ("baichuan", {"hidden_act": "swiglu"}, "^hidden_act in .* must be one of 'gelu', .*, got 'swiglu'"),
         ("baichuan", {"hidden_act": ["silu"]}, r"^hidden_act in .* must be one of 'gelu', .*, got \['silu'\]"),
@@ -176,16 +180,10 @@ def test_a_head_of_unit_rows_is_baichuan2s(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_no_language_model_here_has_is_refused(
-    tmp_path: Path, model: str, config: dict[str, Any], message: str
+    tmp_path: Path, model: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        opened(tmp_path, model, **config)
-
-
-def test_tensors_of_a_rotary_model_are_refused(tmp_path: Path) -> None:
-    rotary = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}
-    with pytest.raises(ValueError, match=r"baichuan language model .* none missing and \[.*inv_freq'\] unknown"):
-        opened(tmp_path, "baichuan", rotary)
+        opened(tmp_path, model, **changes)
 
 
 def test_a_bias_that_is_rounded_to_the_models_dtype_is_not_to_be_had(tmp_path: Path) -> None:

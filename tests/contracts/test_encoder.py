@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import alibi_core
 from alibi_core._models.checkpoints import Checkpoint
 from alibi_core._models.encoders import ENCODERS
-from alibi_core.backend import POOLING, TextRows
+from alibi_core.backend import POOLING
 from tests.support.checkpoints import drawn, write
 from tests.support.frameworks import LIBRARIES, Backend
 
@@ -82,13 +81,6 @@ def test_embeddings_are_those_of_the_original(variant: str, backend: Backend, lo
 
 
 @pytest.mark.parametrize("variant", RECORDS)
-def test_slopes_are_those_of_the_original(variant: str) -> None:
-    slopes = RECORDS[variant]["slopes"]
-    ours = alibi_core.slopes(len(slopes), dtype=np.float64)
-    assert np.abs(ours / slopes - 1).max() <= np.finfo(np.float32).eps
-
-
-@pytest.mark.parametrize("variant", RECORDS)
 def test_the_catalogue_names_every_tensor_of_the_original(variant: str, tmp_path: Path) -> None:
     layout, record = ENCODERS[FAMILY.get(variant, variant)].layout.without_prefix(), RECORDS[variant]
     names = {layout.embedding, layout.token_type_embedding, layout.embedding_norm}
@@ -110,14 +102,6 @@ def test_padding_may_be_anywhere_and_is_told_by_lengths_or_a_mask(backend: Backe
         mask[row, start : start + length] = True
     for pooling, said in (("mean", mask), ("cls", mask.astype(np.int32))):
         close(record, "types zeros", pooling, encode(backend, model, shifted, mask=said, pooling=pooling))
-
-
-def test_packs_hold_whole_rows_and_all_tokens() -> None:
-    rows = TextRows.check((6, 9), [3, 0, 9, 1, 4, 0], None)
-    packs = list(rows.packs(5))
-    assert [x.tolist() for x in np.split(rows.places, [3, 12])] == [places.tolist() for places, _ in packs]
-    assert [ids.tolist() for _, ids in packs] == [[0] * 3, [2] * 9, [3] + [4] * 4]
-    assert [len(places) for places, _ in TextRows.check((2, 9), [0, 0], None).packs(5)] == [0]
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)

@@ -15,13 +15,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from alibi_core.conformance._cases.case import Case, Sizes
 from alibi_core.conformance._cases.oracle import (
     UNIT_ROUNDOFF,
     Answer,
-    Attention,
-    Rules,
     assert_within,
-    penalties,
     summed_over_batch,
 )
 from tests.support.frameworks import MLX, TORCH, Backend, param
@@ -55,25 +53,23 @@ def exact(
     arrays: dict[str, np.ndarray], rules: dict[str, Any], cotangent: np.ndarray
 ) -> tuple[Answer, dict[str, Answer]]:
     """Return attention of NumPy arrays, named as its arguments are, and its gradients, which have their shapes."""
-    query, key, value = (arrays[name].astype(np.float64) for name in ("query", "key", "value"))
-    (batch, heads, q_len, _), kv_len = query.shape, key.shape[2]
+    (batch, heads, q_len, _), kv_len = arrays["query"].shape, arrays["key"].shape[2]
     slopes = {name: np.broadcast_to(arrays[name], (batch, heads)) for name in DIFFERENTIABLE[3:] if name in arrays}
-    given = {name: arrays[name] for name in ("q_segment_ids", "kv_segment_ids", "mask") if name in arrays}
-    offset = np.broadcast_to(arrays.get("q_offset", kv_len - q_len), (batch,))
-    bias = penalties(Rules(**slopes, **given, **rules, q_offset=offset), batch, heads, q_len, kv_len)
-    problem = Attention(query, key, value, bias=bias, scale=HEAD_DIM**-0.5, dtype="float32")
-    ahead = np.arange(kv_len) - (offset[:, None] + np.arange(q_len))[..., None]
-    sides = {"slopes": np.abs(ahead)}
+    arguments = rules | {name: arrays[name] for name in ("q_offset", "mask") if name in arrays}
+    if "q_segment_ids" in arrays:
+        arguments["segment_ids"] = arrays["q_segment_ids"], arrays["kv_segment_ids"]
     if "future_slopes" in slopes:
-        sides = {"slopes": np.maximum(-ahead, 0), "future_slopes": np.maximum(ahead, 0)}
-    answers: dict[str, Answer] = {}
-    for name, distances in sides.items():
-        seen = np.where(np.isfinite(bias), distances[:, None], 0)
-        found = problem.gradients_without(UNIT_ROUNDOFF["float32"], cotangent, seen)
-        by_slopes = found.pop("slopes")
-        shared = arrays[name].shape != by_slopes.value.shape
-        answers |= found | {name: summed_over_batch(by_slopes) if shared else by_slopes}
-    return problem.output_without(UNIT_ROUNDOFF["float32"]), answers
+        arguments["future_slopes"] = slopes["future_slopes"]
+    tensors = {name: arrays[name].astype(np.float64) for name in ("query", "key", "value")}
+    case = Case(Sizes(batch, KV_HEADS, HEADS // KV_HEADS, (q_len, kv_len), HEAD_DIM), slopes_per_batch=True)
+    case = case.with_arguments("", arguments)
+    case = case.with_arrays(**tensors, slopes=slopes["slopes"].astype(np.float64), cotangent=cotangent)
+    share = UNIT_ROUNDOFF["float32"]
+    answers = case.gradients("float32", share)
+    for name in slopes:  # those that entries share
+        if arrays[name].shape != answers[name].value.shape:
+            answers[name] = summed_over_batch(answers[name])
+    return case.exact("float32").output_without(share), answers
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from alibi_core.conformance._cases.case import LONGER, SIZES, Case, Sizes, cases
 from alibi_core.conformance._cases.data import DATA, STEEP
-from alibi_core.conformance._cases.oracle import U32, UNIT_ROUNDOFF, Answer, assert_within, penalties
+from alibi_core.conformance._cases.oracle import U32, UNIT_ROUNDOFF, assert_within, penalties
 from tests.support.frameworks import MLX, TORCH, Backend, param
 from tests.support.full import first_of
 from tests.support.tiles import (
@@ -83,48 +82,67 @@ def test_several_blocks_of_keys_are_exact_with_their_gradients(
         assert_exact(backend, case, tolerance=tolerance)
 
 
-@EACH
-@pytest.mark.parametrize("form", ["causal", "asymmetric"])
-def test_long_rows_are_exact_with_their_gradients(backend: Backend, form: str) -> None:
-    case = plain(Sizes(1, 1, 4, (1090, 1090), 6), form, seed=1)
-    assert_exact(backend, case.with_arrays(slopes=STEEP[[1, 2, 4, 6]].astype(np.float64)))
+PADDING = np.ones((2, 1, 1, 1100), dtype=bool)
+PADDING[1, ..., :600] = PADDING[0, ..., 1000:] = PADDING[0, ..., 30:40] = False
+STEEP_TO_FLAT = STEEP[[1, 2, 4, 6]].astype(np.float64)
+LONG = {
+    "causal": plain(Sizes(1, 1, 4, (1090, 1090), 6), seed=1).with_arrays(slopes=STEEP_TO_FLAT),
+    "asymmetric": plain(Sizes(1, 1, 4, (1090, 1090), 6), "asymmetric", seed=1).with_arrays(slopes=STEEP_TO_FLAT),
+    "padded": plain(Sizes(2, 2, 1, (1100, 1100), 4), "symmetric", seed=2, mask=PADDING, window_size=70),
+}
 
 
 @EACH
-def test_a_window_and_padding_in_long_rows(backend: Backend) -> None:
-    mask = np.ones((2, 1, 1, 1100), dtype=bool)
-    mask[1, ..., :600] = mask[0, ..., 1000:] = mask[0, ..., 30:40] = False
-    case = plain(Sizes(2, 2, 1, (1100, 1100), 4), "symmetric", seed=2, mask=mask, window_size=70)
+@pytest.mark.parametrize("case", LONG.values(), ids=LONG)
+def test_long_rows_are_exact_with_their_gradients(backend: Backend, case: Case) -> None:
     assert_exact(backend, case)
+
+
+# Around what decides how a call runs: 1,024 keys, 16 queries, and 64 of them in a tile.
+LENGTHS = [(1, 1), (1, 2), (2, 1), (16, 17), (17, 16), (64, 65), (127, 127)]
+LENGTHS += [(1, 1025), (16, 1024), (16, 1025), (17, 1025), (200, 1025)]
+
+
+@EACH
+@pytest.mark.parametrize("implementation", first_of(["tiled", "dense"]))
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_gradients_are_exact_whichever_are_asked_for(
+    backend: Backend, lengths: tuple[int, int], implementation: str
+) -> None:
+    for form in ("causal", "asymmetric"):
+        case = plain(Sizes(1, 2, 2, lengths, 5), form, seed=sum(lengths)).with_arrays(slopes=STEEP_TO_FLAT)
+        asked = [("query",), ("key",), ("value", "slopes"), ("query", "key", "value")]
+        asked += [("future_slopes",), ("query", "future_slopes")] if form == "asymmetric" else [("slopes",)]
+        for wanted in asked:
+            assert_exact(replace(backend, implementation=implementation), case, wanted=wanted)
+
+
+def hiding() -> dict[str, dict[str, Any]]:
+    """Return what hides keys of 64 from some queries, by name."""
+    found: dict[str, dict[str, Any]] = {}
+    for (name, spans), ids in itertools.product(SPANS.items(), ([0, 1, 2, 3], [0, 1, 0, 1])):
+        of_tokens = (np.asarray(ids)[(np.arange(64)[:, None] >= np.asarray(x)).sum(axis=1)] for x in spans)
+        found[f"segments {ids} {name}"] = {"segment_ids": tuple(of_tokens)}
+    for holes in ([0, 1, 2], [19, 20], [33], [63], [10, 23, *range(47, 54)]):
+        found[f"mask of {holes}"] = {"mask": ~np.isin(np.arange(64), holes)[None, None, None]}
+    return found
 
 
 @EACH
 @pytest.mark.parametrize("call_scores", first_of([0, 10**9]))
-@pytest.mark.parametrize("ids", [(0, 1, 2, 3), (0, 1, 0, 1)], ids=str)
-@pytest.mark.parametrize("spans", SPANS)
-def test_runs_of_tiles_end_at_segments(backend: Backend, spans: str, ids: tuple[int, ...], call_scores: int) -> None:
-    # A window makes neighbouring tiles alike, but for segments; horizons that differ, nearly so.
-    case = plain(Sizes(1, 2, 1, (64, 64), 4), seed=5)
-    segment_ids = tuple(np.asarray(ids)[(np.arange(64)[:, None] >= np.asarray(x)).sum(axis=1)] for x in SPANS[spans])
-    packed = case.with_arguments("causal", {"segment_ids": segment_ids, "window_size": 5})
-    steep = case.with_arguments("causal", {"segment_ids": segment_ids})
-    steep = steep.with_arrays(slopes=np.asarray([4.0, 4.0]), query=case.arrays["query"] * 2)
+@pytest.mark.parametrize("form", first_of(["causal", "symmetric"]))
+@pytest.mark.parametrize("hidden", hiding().values(), ids=hiding())
+def test_runs_of_tiles_end_where_keys_are_hidden(
+    backend: Backend, hidden: dict[str, Any], form: str, call_scores: int
+) -> None:
+    # A window makes neighbouring tiles alike, but for what is hidden; horizons that differ, nearly so.
+    packed = plain(Sizes(1, 2, 1, (64, 64), 4), form, seed=5, **hidden, window_size=5)
+    steep = plain(Sizes(1, 2, 1, (64, 64), 4), form, seed=5, **hidden)
+    steep = steep.with_arrays(slopes=np.asarray([4.0, 3.0]), query=steep.arrays["query"] * 2)
     for blocks in (3, 512):
         with Tiling(rows=(4, 4), blocks=blocks, call_scores=call_scores).applied(backend):
             assert_exact(backend, packed.with_arrays(slopes=np.asarray([0.0, 0.25])), tolerance=0.0)
             assert_exact(backend, steep)
-
-
-@EACH
-@pytest.mark.parametrize("call_scores", [0, 10**9])
-@pytest.mark.parametrize("holes", [[0, 1, 2], [19, 20], [33], [63], [10, 23, *range(47, 54)]], ids=str)
-@pytest.mark.parametrize("form", ["causal", "symmetric"])
-def test_runs_of_tiles_end_at_masked_keys(backend: Backend, holes: list[int], form: str, call_scores: int) -> None:
-    mask = ~np.isin(np.arange(64), holes)[None, None, None]
-    for window in ({}, {"window_size": 5}):
-        case = plain(Sizes(1, 2, 1, (64, 64), 4), form, seed=6, mask=mask, **window)
-        with Tiling(rows=(4, 4), blocks=512, call_scores=call_scores).applied(backend):
-            assert_exact(backend, case.with_arrays(slopes=np.asarray([4.0, 3.0]), query=case.arrays["query"] * 2))
 
 
 @EACH
@@ -160,54 +178,6 @@ def test_masked_keys_far_from_all_queries_count(backend: Backend, q_offset: int)
 
 # --- Gradients -----------------------------------------------------------------------------------------------------
 
-# Around what decides how a call runs: 1,024 keys, 16 queries, and 64 of them in a tile.
-LENGTHS = [(1, 1), (1, 2), (2, 1), (16, 17), (17, 16), (64, 65), (127, 127)]
-LENGTHS += [(1, 1025), (16, 1024), (16, 1025), (17, 1025), (200, 1025)]
-DIFFERENTIABLE = ("query", "key", "value", "slopes", "future_slopes")
-SUBSETS = [names for n in range(1, 6) for names in itertools.combinations(DIFFERENTIABLE, n)]
-LOSSES: dict[str, Callable[[Any], Any]] = {
-    "sum": lambda out: out.sum(),
-    "mean": lambda out: out.mean(),
-    "nothing": lambda out: (out * 0).sum(),
-    "one row": lambda out: out[:, 1, -1].sum(),
-    "one element": lambda out: out[0, 0, 0, 0],
-    "random": lambda out: out,
-}
-
-
-@functools.cache
-def differentiated(lengths: tuple[int, int], form: str) -> tuple[Case, dict[str, dict[str, Answer]]]:
-    """Return a case, and the gradients of each loss."""
-    case = plain(Sizes(1, 2, 2, lengths, 5), form, seed=sum(lengths))
-    case = case.with_arrays(slopes=np.float32([0.7, 0.3, 0.02, 0.0]).astype(np.float64))
-    answers, shape = {}, case.arrays["cotangent"].shape
-    for loss in LOSSES:
-        cotangent = np.zeros(shape) if loss != "random" else case.arrays["cotangent"]
-        if loss in ("sum", "mean"):
-            cotangent[:] = 1 if loss == "sum" else 1 / cotangent.size
-        elif loss.startswith("one"):
-            cotangent[(slice(None), 1, -1) if loss == "one row" else (0, 0, 0, 0)] = 1
-        answers[loss] = case.with_arrays(cotangent=cotangent).gradients("float32", UNIT_ROUNDOFF["float32"])
-    return case, answers
-
-
-@EACH
-@pytest.mark.parametrize("implementation", first_of(["tiled", "dense"]))
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_each_subset_of_gradients_is_right_whatever_the_loss(
-    backend: Backend, lengths: tuple[int, int], implementation: str
-) -> None:
-    for turn, subset in enumerate(SUBSETS, start=sum(lengths)):
-        name, loss = list(LOSSES.items())[turn % len(LOSSES)]
-        both_ways = "future_slopes" in subset or turn % 2
-        case, answers = differentiated(lengths, "asymmetric" if both_ways else "causal")
-        inputs, arguments = inputs_of(case), {} if not both_ways else {"is_causal": False}
-        weight = case.arrays["cotangent"] if name == "random" else 1.0
-        one = replace(backend, implementation=implementation)
-        found = one.gradients(inputs, weight, dtype="float32", wanted=subset, loss=loss, **arguments)
-        for by in subset:
-            assert_within(found[by], answers[name][by])
-
 
 @OF_EACH_DTYPE
 def test_gradients_of_slopes_know_no_rounded_result(backend: Backend, dtype: str) -> None:
@@ -220,29 +190,6 @@ def test_gradients_of_slopes_know_no_rounded_result(backend: Backend, dtype: str
     # Both in float32 until the end, whatever the dtype: off by its roundoff times the sum of what cancels, 256 rows of
     # values of 8 by a mean distance of 100, which is some thousand times the gradient.
     np.testing.assert_allclose(tiled, other, rtol=2e-3)
-
-
-@EACH
-@pytest.mark.parametrize("window_size", [None, 256])
-@pytest.mark.parametrize(("kv_len", "shared"), [(700, "slopes"), (1060, "slopes"), (1060, "future_slopes")])
-def test_one_kind_of_slopes_may_be_shared_and_the_other_of_each_batch_entry(
-    backend: Backend, shared: str, kv_len: int, window_size: int | None
-) -> None:
-    case = plain(Sizes(2, 2, 1, (20, kv_len), 5), "symmetric", seed=3, q_offset=kv_len // 2, window_size=window_size)
-    apart = np.float32([[0.1, 0.05], [0.02, 0.2]]).astype(np.float64)
-    slopes = {"slopes": apart, "future_slopes": apart[:, ::-1]} | {shared: apart[0]}
-    inputs = inputs_of(case) | slopes
-    case = replace(case, slopes_per_batch=True)  # so that gradients by slopes are not summed
-    arguments = {"is_causal": False, "q_offset": kv_len // 2, "window_size": window_size}
-    case.__dict__["arguments"] = arguments | {"future_slopes": np.broadcast_to(slopes["future_slopes"], (2, 2))}
-    case = case.with_arrays(slopes=np.broadcast_to(slopes["slopes"], (2, 2)))
-    answers = case.gradients("float32", UNIT_ROUNDOFF["float32"])
-    found = backend.gradients(inputs, case.arrays["cotangent"], dtype="float32", **arguments)
-    found[shared] = found[shared][None]
-    summed = answers[shared]
-    answers[shared] = Answer(*(x.sum(axis=0, keepdims=True) for x in (summed.value, summed.budget)))
-    for name, gradient in found.items():
-        assert_within(gradient, answers[name])
 
 
 @OF_EACH_DTYPE
@@ -557,14 +504,6 @@ def test_heads_alike_share_calls(backend: Backend) -> None:
     assert any(job.heads == slice(2, 4) for job in apart)
     for head in range(4):
         assert sum(job.tiles * job.rows for job in apart if job.heads.start <= head < job.heads.stop) == 128
-
-
-@EACH
-def test_a_last_tile_of_fewer_rows_is_a_call_of_its_own(backend: Backend) -> None:
-    case = plain(Sizes(1, 2, 2, (7, 20), 5), q_offset=6, window_size=2).with_arrays(slopes=np.ones(4))
-    with Tiling(call_scores=10**9, short=0).applied(backend):
-        planned = jobs_of(backend, case, 2.0**-40)
-    assert {(job.q_start, job.rows, job.tiles) for job in planned} == {(0, 2, 3), (6, 1, 1)}
 
 
 @EACH

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -94,60 +95,21 @@ def test_bias_has_the_same_bits_compiled(framework: Framework, case: BiasCase) -
 
 
 @pytest.mark.parametrize("framework", COMPILERS)
-def test_canonical_bias_and_key_bias_have_the_same_bits_compiled(framework: Framework) -> None:
+def test_mapped_biases_equal_those_of_a_loop(framework: Framework) -> None:
     xp = framework.xp
+    vmap = {"torch": lambda: xp.func.vmap, "jax": lambda: importlib.import_module("jax").vmap}.get(framework.name)
+    vmap = vmap() if vmap else xp.vmap
+    slopes, positions = np.stack([SLOPES, SLOPES[::-1]]), np.arange(5, dtype=np.int32)
+    ids = np.asarray([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]], np.int32)
 
-    def both(anchor: Any) -> Any:  # compilers want an array to go by
-        return alibi_core.bias(12, 5, 7, xp=xp) + 0 * anchor, alibi_core.key_bias(12, 7, xp=xp)
+    def both(slopes: Any, ids: Any) -> Any:
+        place = positions if isinstance(ids, np.ndarray) else framework.array(positions)
+        packed = alibi_core.bias_from_positions(slopes, place, place, q_segment_ids=ids, kv_segment_ids=ids)
+        return alibi_core.bias(slopes, 5, 7), packed
 
-    full, key_only = framework.compiled(both)(framework.array(np.zeros(1, np.float32)))
-    np.testing.assert_array_equal(framework.numpy(full), alibi_core.bias(12, 5, 7))
-    np.testing.assert_array_equal(framework.bits(key_only), NUMPY.bits(alibi_core.key_bias(12, 7)))
-
-
-@pytest.mark.parametrize("framework", COMPILERS)
-def test_bias_from_positions_has_the_same_bits_compiled(framework: Framework) -> None:
-    rng = np.random.default_rng(5)
-    arrays = [SLOPES, rng.integers(0, 50, (2, 5), np.int32), rng.integers(0, 50, (2, 7), np.int32)]
-    arrays += [rng.integers(0, 2, (2, n), np.int32) for n in (5, 7)]
-
-    def function(slopes: Any, q_positions: Any, kv_positions: Any, q_ids: Any, kv_ids: Any) -> Any:
-        return alibi_core.bias_from_positions(
-            slopes, q_positions, kv_positions, q_segment_ids=q_ids, kv_segment_ids=kv_ids
-        )
-
-    actual = framework.compiled(function)(*map(framework.array, arrays))
-    np.testing.assert_array_equal(framework.bits(actual), NUMPY.bits(function(*arrays)))
-
-
-@pytest.mark.parametrize("framework", COMPILERS)
-def test_reference_attention_compiles(framework: Framework) -> None:
-    rng = np.random.default_rng(6)
-    arrays = [rng.standard_normal((2, h, n, 5)) for h, n in ((6, 5), (3, 7), (3, 7))]
-    actual = framework.compiled(alibi_core.attention)(*map(framework.array, arrays))
-    expected = alibi_core.attention(*(x.astype(np.float32).astype(np.float64) for x in arrays))
-    np.testing.assert_allclose(framework.numpy(actual), expected, rtol=0, atol=2e-6)
-
-
-def test_bias_has_the_same_bits_under_vmap() -> None:
-    jax = pytest.importorskip("jax")
-    torch = pytest.importorskip("torch")
-    slopes = np.stack([SLOPES, SLOPES[::-1]])
-    expected = np.stack([alibi_core.bias(row, 5, 7) for row in slopes]).view(np.int32)
-    by_jax = jax.vmap(lambda s: alibi_core.bias(s, 5, 7))(jax.numpy.asarray(slopes))
-    by_torch = torch.func.vmap(lambda s: alibi_core.bias(s, 5, 7))(torch.asarray(slopes))
-    np.testing.assert_array_equal(np.asarray(by_jax).view(np.int32), expected)
-    np.testing.assert_array_equal(np.asarray(by_torch).view(np.int32), expected)
-
-
-@pytest.mark.parametrize("framework", COMPILERS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_low_precision_bias_is_rounded_once_from_float32(framework: Framework, dtype: str) -> None:
-    slopes = framework.array(SLOPES)
-    in_float32 = alibi_core.bias(slopes, 5, 7, q_offset=3000)
-    actual = alibi_core.bias(slopes, 5, 7, q_offset=3000, dtype=getattr(framework.xp, dtype))
-    assert actual.dtype == getattr(framework.xp, dtype)
-    np.testing.assert_array_equal(framework.numpy(actual), framework.numpy(framework.cast(in_float32, dtype)))
+    found = vmap(both)(framework.array(slopes), framework.array(ids))
+    for actual, *each in zip(found, *map(both, slopes, ids), strict=True):
+        np.testing.assert_array_equal(framework.bits(actual), np.stack(each).view(np.int32))
 
 
 def test_float64_bias_is_formed_in_float64() -> None:
@@ -271,49 +233,6 @@ def test_the_device_is_that_of_the_slopes_or_the_one_asked_for() -> None:
     assert alibi_core.key_bias(alibi_core.slopes(3, xp=torch, device="meta"), 2).device.type == "meta"
     positions = torch.arange(3, device="meta")
     assert alibi_core.bias_from_positions(3, positions, positions).device.type == "meta"
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("num_heads", [1, 3, 8])
-@pytest.mark.parametrize("kv_len", [1, 7, 300])
-def test_key_only_form_equals_distance_form_under_causal_softmax(
-    framework: Framework, num_heads: int, kv_len: int
-) -> None:
-    scores = np.random.default_rng(kv_len).standard_normal((num_heads, kv_len, kv_len))
-
-    def softmax(x: np.ndarray) -> np.ndarray:
-        e = np.exp(x - x.max(axis=-1, keepdims=True))
-        return e / e.sum(axis=-1, keepdims=True)
-
-    full = framework.numpy(alibi_core.bias(num_heads, kv_len, xp=framework.xp))
-    key_only = framework.numpy(alibi_core.key_bias(num_heads, kv_len, xp=framework.xp))
-    key_only = np.where(np.isfinite(full), key_only, -np.inf)
-    # Each is off by half a unit of float32, of numbers below kv_len; so is each weight, numerator and denominator.
-    np.testing.assert_allclose(softmax(scores + key_only), softmax(scores + full), rtol=8 * kv_len * 2.0**-24)
-
-
-# --- Numbers written out by hand, from the texts people learn ALiBi from -------------------------------------------
-
-
-def test_three_by_three_table_with_slope_one_fifth() -> None:
-    scores = np.asarray([[1.0, 2.0, 3.0], [2.0, 1.5, 2.5], [3.0, 2.5, 1.2]])
-    bias = alibi_core.bias(np.asarray([0.2]), 3, is_causal=False)
-    np.testing.assert_allclose(bias[0], [[0, -0.2, -0.4], [-0.2, 0, -0.2], [-0.4, -0.2, 0]], rtol=1e-15)
-    expected = [[1.0, 1.8, 2.6], [1.8, 1.5, 2.3], [2.6, 2.3, 1.2]]
-    np.testing.assert_allclose(scores + bias[0], expected, rtol=1e-15)
-
-
-def test_two_heads_four_tokens_symmetric() -> None:
-    distances = np.asarray([[0, 1, 2, 3], [1, 0, 1, 2], [2, 1, 0, 1], [3, 2, 1, 0]])
-    slopes = alibi_core.slopes(2, scheme="geometric")
-    assert slopes.tolist() == [0.0625, 0.00390625]
-    bias = alibi_core.bias(slopes, 4, is_causal=False)
-    np.testing.assert_array_equal(bias, np.stack([-0.0625 * distances, -0.00390625 * distances]))
-
-
-def test_future_distances_clamped_to_zero() -> None:
-    bias = alibi_core.bias(np.asarray([0.5]), 3, is_causal=False, future_slopes=np.asarray([0.0]))
-    np.testing.assert_array_equal(bias[0], [[0, 0, 0], [-0.5, 0, 0], [-1, -0.5, 0]])
 
 
 def test_rectangular_biases_align_their_last_rows_and_columns() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 import alibi_core
 from alibi_core.conformance._cases.case import Case, cases
-from alibi_core.conformance._cases.oracle import U32, UNIT_ROUNDOFF, Answer, Attention, Rules, assert_within, penalties
+from alibi_core.conformance._cases.oracle import U32, UNIT_ROUNDOFF, Answer, Attention, assert_within
 from tests.support.frameworks import _GRADIENTS, COMPILERS, FRAMEWORKS, NUMPY, TORCH, Framework
 from tests.support.full import once_in_jax
 
@@ -170,93 +172,24 @@ class Folded(Attention):
 
 
 @pytest.mark.parametrize(("framework", "dtype"), once_in_jax(FRAMEWORKS, ("float32", *NARROW)))
-@given(case=cases(forms=("causal",), plain=True))
-def test_folded_attention_is_alibi_attention(framework: Framework, dtype: str, case: Case) -> None:
-    slopes = case.arrays["slopes"].astype(np.float32)
+@given(
+    case=cases(forms=("causal",), plain=True),
+    scale=st.sampled_from([None, None, 0.37, -0.37]),
+    sign=st.sampled_from([1, 1, -1]),
+)
+def test_folded_attention_is_alibi_attention(
+    framework: Framework, dtype: str, case: Case, scale: float | None, sign: int
+) -> None:
+    slopes = sign * case.arrays["slopes"].astype(np.float32)
+    case = dataclasses.replace(case, scaling=scale).with_arrays(**case.arrays | {"slopes": slopes.astype(np.float64)})
     tensors = [array_or_skip(framework, case.arrays[name], dtype) for name in ("query", "key")]
-    query, key = map(framework.numpy, alibi_core.fold(*tensors, framework.array(slopes)))
+    query, key = map(framework.numpy, alibi_core.fold(*tensors, framework.array(slopes), scale=scale))
     (q_len, kv_len), head_dim = case.sizes.lengths, case.sizes.head_dim
     bound = alibi_core.fold_error_bound(slopes, kv_len, head_dim=head_dim, dtype=dtype, q_len=q_len)
     exact = case.exact(dtype)
     exact = Folded(**vars(exact) | {"dtype": "float32"}, bound=bound, features=query.shape[-1] - head_dim)
     actual = attend(kernel(query, key, exact.scale), exact.value, kv_len - q_len)
     assert_within(actual, exact.output)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sign", [1, -1])
-def test_scale_and_negative_slopes_are_heeded(dtype: str, sign: int) -> None:
-    pytest.importorskip("torch")
-    rng = np.random.default_rng(3)
-    slopes, scale = np.float32([-0.01, 0.0, 0.2]), 0.37
-    tensors = [TORCH.array(rng.standard_normal((1, 3, n, 5)), dtype) for n in (7, 300)]
-    query, key = map(TORCH.numpy, alibi_core.fold(*tensors, TORCH.array(slopes), scale=sign * scale))
-    value = TORCH.numpy(TORCH.array(rng.standard_normal((1, 3, 300, 5))))
-    bias = penalties(Rules(slopes, 293), 1, 3, 7, 300)
-    bound = alibi_core.fold_error_bound(slopes, 300, head_dim=5, dtype=dtype)
-    features = query.shape[-1] - 5
-    exact = Folded(
-        sign * TORCH.numpy(tensors[0]), TORCH.numpy(tensors[1]), value, bias, scale, "float32", bound, features
-    )
-    assert_within(attend(kernel(query, key, sign * scale), value, 293), exact.output)
-
-
-def test_one_limb_would_not_do() -> None:
-    """The measure of the tests above tells exact limbs from factors that are merely rounded to the dtype."""
-    torch = pytest.importorskip("torch")
-    rng = np.random.default_rng(4)
-    length, slopes, scale = 600, np.float32([0.3, 0.02]), 0.25
-    tensors = [TORCH.array(rng.standard_normal((1, 2, length, 16)), "bfloat16") for _ in range(2)]
-    value = TORCH.numpy(TORCH.array(rng.standard_normal((1, 2, length, 16))))
-    ahead = np.arange(length) - np.arange(length)[:, None]
-    bias = np.where(ahead <= 0, slopes[:, None, None].astype(np.float64) * ahead, -np.inf)[None]
-    bound = alibi_core.fold_error_bound(slopes, length, head_dim=16, dtype="bfloat16", q_len=length)
-    answer = Folded(*map(TORCH.numpy, tensors), value, bias, scale, "float32", bound, 6).output
-
-    def excess(query: Any, key: Any) -> float:
-        actual = attend(kernel(TORCH.numpy(query), TORCH.numpy(key), scale), value, 0)
-        return float((np.abs(actual - answer.value) / answer.budget).max())
-
-    folded = alibi_core.fold(*tensors, TORCH.array(slopes))
-    assert excess(*folded) < 1
-    factors = torch.asarray(slopes / scale)[:, None, None], torch.asarray(positions(length, length))[:, None]
-    naive = [torch.cat([x, y.bfloat16().expand(1, 2, length, 1)], -1) for x, y in zip(tensors, factors, strict=True)]
-    assert excess(*naive) > 100
-    for lower in ([16, 18, 20], [18, 19, 20, 21]):  # limbs of positions, limbs of slopes
-        query = folded[0].clone()
-        query[..., lower] = 0
-        assert excess(query, folded[1]) > 1
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_whole_error_is_that_of_rounding_to_the_dtype(dtype: str) -> None:
-    pytest.importorskip("torch")
-    length, heads, head_dim, step = 4096, 12, 64, 32
-    rng = np.random.default_rng(5)
-    query, key, value = (TORCH.array(rng.standard_normal((heads, length, head_dim)), dtype) for _ in range(3))
-    folded = [TORCH.numpy(x) for x in alibi_core.fold(query, key)]
-    query, key, value = map(TORCH.numpy, (query, key, value))
-    squares = np.zeros(2)
-    for head, slope in enumerate(alibi_core.slopes(heads).astype(np.float64)):
-        ahead = np.arange(length) - np.arange(step - 1, length, step)[:, None]
-        hidden = ahead > 0
-        scores = {
-            "exact": query[head, step - 1 :: step] @ key[head].T / 8 + slope * ahead,
-            "folded": kernel(folded[0][None, head, step - 1 :: step], folded[1][None, head], 1 / 8)[0],
-        }
-        results = {}
-        for name, x in scores.items():
-            weights = np.exp(np.where(hidden, -np.inf, x - np.where(hidden, -np.inf, x).max(axis=-1, keepdims=True)))
-            results[name] = (weights / weights.sum(axis=-1, keepdims=True)) @ value[head].astype(x.dtype)
-        stored = TORCH.numpy(TORCH.array(results["folded"], dtype))
-        squares += [np.square(stored - results["exact"]).sum(), np.square(results["exact"]).sum()]
-    error = float(np.sqrt(squares[0] / squares[1]))
-    # Rounding the result is all there is in narrow types. In float32 scores are off by as much as the bound says at
-    # most, and in practice, as the new products are added last, by a rounding or two of a sum of 0.7 * 2048.
-    budget = UNIT_ROUNDOFF[dtype] if dtype in NARROW else 2 * 0.7 * 2048 * U32
-    assert error < budget
-    if dtype in NARROW:
-        assert error > budget / 4  # or there was no rounding, and nothing tested
 
 
 def test_a_kernel_of_pytorch_computes_alibi_from_folded_tensors() -> None:
@@ -355,55 +288,40 @@ def test_the_bound_grows_with_length_and_shrinks_with_precision() -> None:
 @pytest.mark.parametrize(
     ("framework", "dtype", "is_compiled"), once_in_jax(COMPILERS, [*WAYS, ("float64", True), ("float64", False)])
 )
-def test_gradients_are_those_of_attention_with_a_bias(framework: Framework, dtype: str, is_compiled: bool) -> None:
+def test_gradients_are_those_of_scores_with_a_bias(framework: Framework, dtype: str, is_compiled: bool) -> None:
     if dtype == "float64" and framework.name == "jax":
         pytest.skip("JAX has no float64 unless asked")
-    rng = np.random.default_rng(8)
-    heads, kv_heads, q_len, kv_len, head_dim, size = 4, 2, 20, 300, 6, 16
-    slopes = np.float32([0.3, 0.05, 0.0, 0.011])
-    query, key = (rng.standard_normal((1, h, n, head_dim)) for h, n in ((heads, q_len), (kv_heads, kv_len)))
-    # A value that rises with position gives slopes a gradient well above its budget.
-    value = rng.standard_normal((1, kv_heads, kv_len, head_dim)) + np.arange(kv_len)[:, None] / 30
-    cotangent = 1 + rng.random((1, heads, q_len, head_dim))
-    filling = [(0, 0)] * 3 + [(0, size - head_dim)]
-    no_slopes = framework.array(np.zeros(heads, np.float32))
+    rng, wide = np.random.default_rng(8), "float64" if dtype == "float64" else "float32"
+    heads, q_len, kv_len, head_dim, scale = 3, 20, 300, 6, 6**-0.5
+    query, key = (framework.array(rng.standard_normal((n, m, head_dim)), dtype) for n, m in ((heads, 20), (1, 300)))
+    slopes = framework.array(np.float32([0.3, 0.05, 0.0]), wide)
+    weight = framework.array(rng.random((heads, q_len, kv_len)), wide)
 
-    def fold(query: Any, key: Any, slopes: Any) -> Any:
-        return alibi_core.fold(query, key, slopes, head_dim=size)
+    def fold(*arrays: Any) -> Any:
+        return alibi_core.fold(*arrays, head_dim=16)
 
     fold = framework.compiled(fold) if is_compiled else fold
 
-    def attention(query: Any, key: Any, value: Any, slopes: Any) -> Any:
-        # Forms products, sums and softmax in float32, and with these slopes knows no positions.
-        return alibi_core.attention(*fold(query, key, slopes), value, no_slopes, scale=head_dim**-0.5)
+    def scores(*arrays: Any) -> Any:
+        query, key = (framework.cast(x, wide) for x in fold(*arrays))
+        return scale * (query @ key.swapaxes(-1, -2))
 
-    placed = [framework.array(x, dtype) for x in (query, key, np.pad(value, filling))]
-    wide = "float64" if dtype == "float64" else "float32"
-    placed.append(framework.array(slopes, wide))
-    weight = framework.array(np.pad(cotangent, filling), dtype)
-    query, key, value, weight_values = (framework.numpy(x)[..., :head_dim] for x in (*placed[:3], weight))
-    bias = penalties(Rules(slopes, kv_len - q_len), 1, heads, q_len, kv_len)
-    bound = alibi_core.fold_error_bound(slopes, kv_len, head_dim=head_dim, dtype=dtype, q_len=q_len)
-    exact = Folded(query, key, value, bias, head_dim**-0.5, wide, bound, size - head_dim)
-    # Gradients of scores add up to 0 along a row, so slopes may as well be told the positions they are multiplied by.
-    distances = -np.broadcast_to(positions(q_len, kv_len), (q_len, kv_len))
-    answers = exact.gradients(weight_values, distances)
-    actual = dict(zip(answers, _GRADIENTS[framework.name](attention, placed, weight), strict=True))
-    roundoff, tiny = (UNIT_ROUNDOFF[dtype], 2.0**-24) if dtype in NARROW else (0.0, 0.0)
-    for name in ("query", "key", "value"):
-        # Stored once in the dtype.
-        value, budget = answers[name].value, answers[name].budget
-        answer = Answer(value, (1 + roundoff) * budget + roundoff * np.abs(value) + tiny)
-        assert_within(framework.numpy(actual[name])[..., :head_dim], answer)
-    # So are the gradients of the features, each a sum over keys of one limb of the position; limbs may be larger than
-    # what they add up to, twice the lower one at most.
-    d_weights = np.einsum("bhid,bhjd->bhij", weight_values, exact.values)
-    d_scores = exact.weights * (d_weights - (exact.weights * d_weights).sum(axis=-1, keepdims=True))
+    tensors = [framework.numpy(x) for x in (query, key, weight)]
+    actual = _GRADIENTS[framework.name](scores, [query, key, slopes], weight)
+    query, key, weight = tensors
+    distances = np.broadcast_to(positions(q_len, kv_len), weight.shape)
+    exact = scale * weight @ key, scale * np.einsum("hij,hid->jd", weight, query)[None]
+    size = scale * weight @ np.abs(key), scale * np.einsum("hij,hid->jd", weight, np.abs(query))[None]
+    # Sums are of so many terms at most, and stored in the dtype; gradients of the features, too, each a sum over keys
+    # of one limb of the position. Limbs may be larger than what they add up to, twice the lower one at most.
+    rounding, stored = 2 * heads * kv_len * UNIT_ROUNDOFF[wide], UNIT_ROUNDOFF[dtype]
+    for found, value, terms in zip(actual, exact, size, strict=False):
+        assert_within(framework.numpy(found), Answer(value, rounding * terms + stored * np.abs(value)))
     limbs = np.abs(distances) + (2 * 256 if dtype == "bfloat16" else 0)
-    stored = roundoff * (np.abs(d_scores) * limbs).sum(axis=(2, 3)) + tiny * q_len
-    answer = Answer(answers["slopes"].value, (1 + roundoff) * answers["slopes"].budget + stored)
-    assert np.linalg.norm(answer.budget) < np.linalg.norm(answer.value) / 4  # or none, or twice, would pass
-    assert_within(framework.numpy(actual["slopes"])[None], answer)
+    budget = (rounding + 2 * stored) * (weight * limbs).sum(axis=(1, 2))
+    answer = Answer((weight * distances).sum(axis=(1, 2)), budget)
+    assert np.linalg.norm(budget) < np.linalg.norm(answer.value) / 4  # or none, or twice, would pass
+    assert_within(framework.numpy(actual[2]), answer)
 
 
 @pytest.mark.parametrize("framework", COMPILERS)
@@ -431,31 +349,24 @@ def ones(*shape: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"query": [1.0]}, TypeError, "query must be an array"),
-        ({"key": None}, TypeError, "key must be an array"),
         ({"query": np.ones((2, 5, 4), np.int32)}, TypeError, "key must have the dtype of query, int32, got float32"),
-        ({"query": np.ones((2, 5, 4), np.int32), "key": np.ones((2, 5, 4), np.int32)}, TypeError, "real floating"),
         ({"key": np.ones((2, 7, 4))}, TypeError, "key must have the dtype of query, float32, got float64"),
         ({"query": ones(5, 4)}, ValueError, r"query must have axes \[.*heads.*\], got shape \(5, 4\)"),
         ({"key": ones(3, 2, 7, 4)}, ValueError, r"key must have the batch axes of query, \(\), got \(3,\)"),
         ({"key": ones(2, 7, 3)}, ValueError, "key must have the head_dim of query, 4, got 3"),
         ({"key": ones(3, 7, 4)}, ValueError, "num_kv_heads must divide num_heads, got 3 .* and 2"),
         ({"slopes": 3}, ValueError, "slopes must count the heads of query, 2, got 3"),
-        ({"slopes": [0.5, 0.5]}, TypeError, "slopes must be an array"),
-        ({"slopes": np.ones(2, np.int32)}, TypeError, "slopes must have a real floating dtype"),
         ({"slopes": ones(3)}, ValueError, r"slopes must have shape \(2,\).*, got \(3,\)"),
         ({"slopes": np.float32([0.5, np.nan])}, ValueError, "slopes must be finite"),
         ({"slopes": np.float32([0.5, 1e20])}, ValueError, "slopes must be at most 4.612e.18 in size .* float32"),
         ({"scale": 0}, ValueError, "scale must not be 0"),
         ({"scale": float("nan")}, ValueError, "scale must be finite"),
-        ({"scale": "1"}, TypeError, "scale must be a real number"),
         (
             {"head_dim": 4},
             ValueError,
             r"head_dim must be at least 5 \(4 features of query and 1 for positions\), got 4",
         ),
         ({"head_dim": 0}, ValueError, "head_dim must be at least 1, got 0"),
-        ({"head_dim": 8.0}, TypeError, "head_dim must be an integer"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -470,12 +381,6 @@ def test_slopes_that_float16_cannot_hold_are_refused() -> None:
         ValueError, match=r"slopes must be at most 127.9 in size to be folded in float16, got \[-128.0\]"
     ):
         alibi_core.fold(query, key, np.float32([-128.0]))
-
-
-def test_arrays_of_two_libraries_are_refused() -> None:
-    torch = pytest.importorskip("torch")
-    with pytest.raises(TypeError, match="arrays must belong to one array namespace, got numpy and torch"):
-        alibi_core.fold(ones(2, 5, 4), torch.ones(2, 7, 4))
 
 
 def test_bad_lengths_and_dtypes_are_named() -> None:

@@ -53,19 +53,6 @@ def test_linear_slopes_are_evenly_spaced() -> None:
     assert alibi_core.slopes(1, scheme="linear", dtype=np.float64).tolist() == [0.05]
 
 
-@pytest.mark.parametrize(
-    ("num_heads", "log2"),
-    [
-        (1, [-8]),
-        (3, [-4, -8, -2]),
-        (8, [-1, -2, -3, -4, -5, -6, -7, -8]),
-        (12, [-1, -2, -3, -4, -5, -6, -7, -8, -0.5, -1.5, -2.5, -3.5]),
-    ],
-)
-def test_canonical_slopes_of_known_models(num_heads: int, log2: list[float]) -> None:
-    np.testing.assert_array_equal(alibi_core.slopes(num_heads), np.exp2(np.asarray(log2)).astype(np.float32))
-
-
 @pytest.mark.parametrize("num_heads", range(1, 257))
 def test_mpts_rule_is_the_canonical_one(num_heads: int) -> None:
     # llm-foundry's: the list of the next power of two, every other one first, cut to length.
@@ -116,8 +103,3 @@ def test_jax_float64_is_refused_where_it_is_not_enabled() -> None:
     jnp = pytest.importorskip("jax.numpy")
     with pytest.raises(TypeError, match="set jax_enable_x64 first"):
         alibi_core.slopes(8, xp=jnp, dtype=jnp.float64)
-
-
-def test_a_shard_takes_its_slopes_from_the_global_count() -> None:
-    assert alibi_core.slopes(12)[8:10].tolist() == pytest.approx([2**-0.5, 2**-1.5])
-    assert not np.array_equal(alibi_core.slopes(6), alibi_core.slopes(12)[:6])

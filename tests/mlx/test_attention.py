@@ -9,17 +9,13 @@ mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 import alibi_core  # noqa: E402
 from alibi_core._arrays.namespace import namespace_of  # noqa: E402
-from alibi_core.conformance._cases.oracle import Attention, Rules, assert_within, penalties  # noqa: E402
 from alibi_mlx import AlibiAttention, attention  # noqa: E402
+from tests.support.frameworks import MLX  # noqa: E402
+from tests.support.mlx import assert_close, normal  # noqa: E402
 
 IMPLEMENTATIONS = ("tiled", "dense")
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, HEAD_DIM = 2, 6, 3, 5, 11, 7
 EMBED_DIM = 13
-U32 = 2.0**-24
-
-
-def normal(*shape, seed=0):
-    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 def tensors(*batch):
@@ -28,11 +24,6 @@ def tensors(*batch):
         normal(*batch, KV_HEADS, KV_LEN, HEAD_DIM, seed=2),
         normal(*batch, KV_HEADS, KV_LEN, HEAD_DIM, seed=3),
     )
-
-
-def numpy(array):
-    """Return an array's values; NumPy has no bfloat16."""
-    return np.array(array.astype(mx.float32) if array.dtype == mx.bfloat16 else array)
 
 
 def float64(values):
@@ -46,50 +37,13 @@ def on_cpu():
         yield
 
 
-def bits(array):
-    return np.ascontiguousarray(numpy(array)).view(np.int32)
-
-
-def assert_close(actual, expected, *, terms=KV_LEN):
-    """Assert that float32 results differ by rounding alone: each has two sums, scores and values, of so many terms."""
-    actual, expected = numpy(actual), numpy(expected)
-    assert actual.shape == expected.shape
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=4 * terms * U32 * max(1, np.abs(expected).max(initial=0)))
-
-
 # The core on MLX arrays
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_bias_has_numpys_bits_eager_and_compiled(compiled):
-    transform = mx.compile if compiled else lambda function: function
-    slopes = alibi_core.slopes(HEADS)
-    positions, ids = np.asarray([0, 1, 2, 0, 1, 2, 3], np.int32), np.asarray([0, 0, 0, 1, 1, 1, 1], np.int32)
-    functions = (
-        lambda s, p, i: alibi_core.bias(s, 31, 37),
-        lambda s, p, i: alibi_core.bias(s, 31, 37, is_causal=False, future_slopes=s * 2),
-        lambda s, p, i: alibi_core.key_bias(s, 37),
-        lambda s, p, i: alibi_core.bias_from_positions(s, p, p, q_segment_ids=i, kv_segment_ids=i),
-    )
-    for function in functions:
-        actual = transform(function)(mx.array(slopes), mx.array(positions), mx.array(ids))
-        assert np.array_equal(bits(actual), function(slopes, positions, ids).view(np.int32))
-
-
-def test_the_bias_of_mapped_segments_equals_a_loop():
-    positions, ids = np.arange(5, dtype=np.int32), np.asarray([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]], np.int32)
-
-    def bias(ids, positions):
-        return alibi_core.bias_from_positions(2, positions, positions, q_segment_ids=ids, kv_segment_ids=ids)
-
-    actual = mx.vmap(bias, in_axes=(1, None))(mx.array(ids.T), mx.array(positions))
-    assert np.array_equal(numpy(actual), np.stack([bias(x, positions) for x in ids]))
 
 
 @pytest.mark.usefixtures("on_cpu")
 def test_float64_slopes_are_not_rounded_to_float32():
     assert np.array_equal(
-        numpy(alibi_core.slopes(12, xp=mx, dtype=mx.float64)), alibi_core.slopes(12, dtype=np.float64)
+        MLX.numpy(alibi_core.slopes(12, xp=mx, dtype=mx.float64)), alibi_core.slopes(12, dtype=np.float64)
     )
 
 
@@ -97,7 +51,7 @@ def test_float64_slopes_are_not_rounded_to_float32():
 def test_namespace_computes_the_exponential_of_float64_in_float64():
     x = np.linspace(-40, 0, 101)
     # The rounded constant e, raised to the power x, is off by |x| roundings.
-    np.testing.assert_allclose(numpy(namespace_of(xp=mx).exp(float64(x))), np.exp(x), rtol=(2 + 40) * 2.0**-53)
+    np.testing.assert_allclose(MLX.numpy(namespace_of(xp=mx).exp(float64(x))), np.exp(x), rtol=(2 + 40) * 2.0**-53)
 
 
 def test_dtypes_of_other_libraries_are_refused():
@@ -108,29 +62,6 @@ def test_dtypes_of_other_libraries_are_refused():
 # Implementations
 
 
-@pytest.mark.usefixtures("on_cpu")
-def test_float64_attention_is_float64_by_default():
-    arrays = [float64(numpy(x)) for x in tensors(BATCH)]
-    slopes = alibi_core.slopes(HEADS, dtype=np.float64)
-    rules = Rules(slopes, q_offset=KV_LEN - Q_LEN)
-    exact = Attention(
-        *map(numpy, arrays),
-        bias=penalties(rules, BATCH, HEADS, Q_LEN, KV_LEN),
-        scale=HEAD_DIM**-0.5,
-        dtype="float64",
-    )
-    assert_within(numpy(attention(*arrays)), exact.output)
-
-
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_low_precision_rounds_inputs_and_result_but_nothing_between(dtype):
-    # Far keys: 1009 and its neighbours are the same number in bfloat16, and slope 0.5 would make them one weight.
-    low = [x.astype(dtype) for x in tensors(BATCH)]
-    slopes, arguments = mx.full((HEADS,), 0.5), {"q_offset": 1009, "implementation": "tiled"}
-    expected = attention(*(x.astype(mx.float32) for x in low), slopes, **arguments)
-    assert np.array_equal(numpy(attention(*low, slopes, **arguments)), numpy(expected.astype(dtype)))
-
-
 def test_streams_may_differ():
     query, key, value = tensors(BATCH)
     streams = [mx.new_stream(mx.cpu) for _ in range(3)]
@@ -138,7 +69,7 @@ def test_streams_may_differ():
     for stream, x in zip(streams, (query, key, value), strict=True):
         with mx.stream(stream):
             moved.append(x + 0)
-    assert_close(attention(*moved), attention(query, key, value, implementation="dense"))
+    assert_close(attention(*moved), attention(query, key, value, implementation="dense"), terms=KV_LEN)
 
 
 def test_what_another_thread_has_yet_to_compute_is_refused_by_name():
@@ -181,7 +112,7 @@ def test_compiled_attention_follows_its_arguments(implementation):
         for step in (0, 1):
             arguments = (query + step, key, value, slopes * (step + 1), offset + step)
             expected = attention(*arguments[:4], q_offset=arguments[4], implementation=implementation)
-            assert_close(function(*arguments), expected)
+            assert_close(function(*arguments), expected, terms=KV_LEN)
 
 
 # The layer as an MLX module
@@ -197,11 +128,11 @@ def test_learnable_slopes_of_low_precision_load_as_float32():
     values = mx.array([-0.5, -1.0, -2.25, -3.0, -4.0, -5.0]).astype(mx.bfloat16)
     layer.load_weights([("log_slopes", values)], strict=False)
     assert layer.log_slopes.dtype == mx.float32
-    assert np.array_equal(numpy(layer.log_slopes), numpy(values))
+    assert np.array_equal(MLX.numpy(layer.log_slopes), MLX.numpy(values))
 
 
 def test_given_slopes_may_be_a_numpy_shard():
     shard = alibi_core.slopes(2 * HEADS)[HEADS:]
     for slopes in (shard, shard.astype(np.float64), mx.array(shard)):
-        assert np.array_equal(numpy(layer_of(slopes=slopes).slopes), shard)
-        np.testing.assert_allclose(numpy(layer_of(slopes=slopes, learnable_slopes=True).slopes), shard, rtol=1e-6)
+        assert np.array_equal(MLX.numpy(layer_of(slopes=slopes).slopes), shard)
+        np.testing.assert_allclose(MLX.numpy(layer_of(slopes=slopes, learnable_slopes=True).slopes), shard, rtol=1e-6)

@@ -17,31 +17,18 @@ mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 from alibi_mlx import AlibiAttention, EvictingKVCache, KVCache  # noqa: E402
 from alibi_mlx._tiled.configuration import norm_bounds  # noqa: E402
 from alibi_mlx.caches import _kv_cache as _cache  # noqa: E402
+from tests.support.frameworks import MLX  # noqa: E402
 from tests.support.full import first_of  # noqa: E402
+from tests.support.mlx import assert_close, normal  # noqa: E402
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 5
 SCALE = HEAD_DIM**-0.5
-U32 = 2.0**-24
 STEEP = (4.0, 2.5, 1.0, 0.7)
 MIXED = (1.0, 0.125, 0.0, 3.0)  # a head that keeps everything, and one that must for the other of its group
 
 
-def normal(*shape: int, seed: int = 0) -> Any:
-    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
-
-
 def zeros(new: int, batch: int = BATCH, heads: int = KV_HEADS) -> tuple[Any, Any]:
     return mx.zeros((batch, heads, new, HEAD_DIM)), mx.zeros((batch, heads, new, HEAD_DIM))
-
-
-def numpy(array: Any) -> np.ndarray:
-    return np.array(array if array.dtype == mx.float64 else array.astype(mx.float32)).astype(np.float64)
-
-
-def assert_close(actual: Any, expected: Any, *, terms: int) -> None:
-    actual, expected = numpy(actual), numpy(expected)
-    assert actual.shape == expected.shape
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=4 * terms * U32 * max(1, np.abs(expected).max(initial=0)))
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +78,7 @@ def test_nothing_is_read_while_tokens_are_stored() -> None:
     keys = normal(1, 2, 3, HEAD_DIM)
     held, norms = mx.compile(tokens_held)(keys)  # tracing forbids reading
     assert held.shape == (1, 2, 6, HEAD_DIM)
-    assert (numpy(norms)[..., 0] >= np.linalg.norm(numpy(keys), axis=-1).max(axis=-1)).all()
+    assert (MLX.numpy(norms)[..., 0] >= np.linalg.norm(MLX.numpy(keys), axis=-1).max(axis=-1)).all()
 
 
 @pytest.mark.parametrize("tolerance", [None, 0.0])
@@ -142,7 +129,7 @@ def test_a_cache_is_trimmed_measured_and_emptied() -> None:
     with pytest.raises(ValueError, match="n must not be negative, got -1"):
         cache.trim(-1)
     keys = normal(3, 1, 2, 7)  # an empty cache takes anything
-    assert np.array_equal(numpy(cache.update_and_fetch(keys, keys)[0]), numpy(keys))
+    assert np.array_equal(MLX.numpy(cache.update_and_fetch(keys, keys)[0]), MLX.numpy(keys))
 
 
 @pytest.mark.parametrize("window_size", [None, 1, 3, 50])
@@ -175,9 +162,9 @@ def test_a_cache_travels_through_a_file_and_goes_on(tmp_path: Any) -> None:
     for state in ((*arrays.values(), offset), tuple(arrays.values()), (cache.keys, cache.values, offset)):
         other = KVCache.from_state(state)
         assert other.offset == 390
-        assert np.array_equal(numpy(other.key_norms), numpy(cache.key_norms))
-        assert np.array_equal(numpy(other.attend(query)), numpy(cache.attend(query)))
-        assert np.array_equal(numpy(other.append(key, value)[0]), numpy(mx.concatenate([key, key], axis=2)))
+        assert np.array_equal(MLX.numpy(other.key_norms), MLX.numpy(cache.key_norms))
+        assert np.array_equal(MLX.numpy(other.attend(query)), MLX.numpy(cache.attend(query)))
+        assert np.array_equal(MLX.numpy(other.append(key, value)[0]), MLX.numpy(mx.concatenate([key, key], axis=2)))
     cache.state = ()
     assert cache.empty()
 
@@ -267,7 +254,7 @@ def test_key_norms_bound_the_keys_held_whatever_way_tokens_were_taken_back(way: 
         else:
             cache.state = (*cache.state[:2], cache.offset - step)
         cache.update_and_fetch(keys, keys)
-    held, bounds = np.linalg.norm(numpy(cache.state[0]), axis=-1), numpy(cache.key_norms)
+    held, bounds = np.linalg.norm(MLX.numpy(cache.state[0]), axis=-1), MLX.numpy(cache.key_norms)
     assert bounds.shape == (1, 2, 3)
     for block in range(3):
         largest = held[:, :, 128 * block : 128 * (block + 1)].max(axis=-1)
@@ -289,17 +276,17 @@ def held() -> EvictingKVCache:
 def test_a_query_too_long_is_never_answered(bad: float) -> None:
     cache, query = held(), a_query(q_len=1)
     cache.append(*zeros(1))  # for which there is room, so nothing is read
-    assert np.isnan(numpy(cache.attend(query + mx.array([bad, 0, 0, 0, 0])))).all()
+    assert np.isnan(MLX.numpy(cache.attend(query + mx.array([bad, 0, 0, 0, 0])))).all()
 
     def go_on() -> None:
         for _ in range(100):
             cache.append(*zeros(1))
-            assert np.isnan(numpy(cache.attend(query))).all()
+            assert np.isnan(MLX.numpy(cache.attend(query))).all()
 
     with pytest.raises(ValueError, match=TOO_LONG + ".*the results since then are NaN"):
         go_on()
     cache.append(*zeros(1))  # having been told, one may try again
-    assert not numpy(cache.attend(query)).any()
+    assert not MLX.numpy(cache.attend(query)).any()
 
 
 def test_a_query_that_float32_cannot_measure_is_not_answered() -> None:
@@ -307,10 +294,10 @@ def test_a_query_that_float32_cannot_measure_is_not_answered() -> None:
     cache.append(one, one)
     with pytest.raises(ValueError, match="query must have norms of at most max_query_norm"):
         cache.attend(1e200 * one)
-    assert numpy(cache.attend(1e15 * one)).min() == 1
+    assert MLX.numpy(cache.attend(1e15 * one)).min() == 1
     for _ in range(2):  # there is room for the second, so nothing is read
         cache.append(one, one)
-    assert np.isnan(numpy(cache.attend(1e200 * one))).all()
+    assert np.isnan(MLX.numpy(cache.attend(1e200 * one))).all()
 
 
 @pytest.mark.parametrize("evicting", [False, True])
@@ -335,7 +322,7 @@ def test_a_refused_token_leaves_the_cache_as_it_was() -> None:
                 with pytest.raises(ValueError, match="query must have norms of at most max_query_norm, 8, "):
                     layer(token * bad, cache=tried)
                 assert tried.length == 200
-        assert np.array_equal(numpy(layer(token, cache=tried)), numpy(layer(token, cache=spared)))
+        assert np.array_equal(MLX.numpy(layer(token, cache=tried)), MLX.numpy(layer(token, cache=spared)))
     # Keys of a size that never came to be held do not widen the horizons for good, either.
     assert tried.kept == spared.kept
     assert max(tried.kept) < 200

@@ -14,7 +14,6 @@ from alibi_core.conformance._cases.case import SIZES, Case, Sizes, cases  # noqa
 from alibi_core.conformance._cases.oracle import Answer, assert_within  # noqa: E402
 from alibi_mlx import attention  # noqa: E402
 from alibi_mlx._metal import folded as _folded  # noqa: E402
-from alibi_mlx._metal.routes import FOLD_LIMITS  # noqa: E402
 from tests.support import tiles  # noqa: E402
 from tests.support.frameworks import MLX, Backend  # noqa: E402
 
@@ -86,13 +85,3 @@ def test_features_are_filled_up_with_zeros(head_dim: int) -> None:
     assert filled.shape == exactly.shape
     # As many zeros more in each sum change nothing; but MLX's BLAS may add in another order.
     np.testing.assert_allclose(*(np.asarray(x.astype(mx.float32)) for x in (filled, exactly)), rtol=2**-7)
-
-
-def test_what_folding_might_move_too_far_is_refused() -> None:
-    query = key = value = mx.zeros((1, 1, 4096, 8))
-    with pytest.raises(NotImplementedError, match=r"'folded' could move a score by .* at so many keys; 'tiled' and"):
-        attention(query, key, value, mx.array([0.5]), implementation="folded")
-    slope = FOLD_LIMITS[mx.float32] / alibi_core.fold_error_bound(
-        np.float32([1.0]), 4096, head_dim=8, dtype="float32", q_len=4096
-    )
-    attention(query, key, value, mx.array(slope * 0.99), implementation="folded")

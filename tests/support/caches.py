@@ -85,14 +85,9 @@ def keeping(name: str, sizes: tuple[int, int, int, int], dtype: str = "float32")
 def evicting(
     name: str, sizes: tuple[int, int, int, int], dtype: str = "float32", room: int | None = None, **options: Any
 ) -> Cache:
-    """Return an ``EvictingKVCache``.
+    """Return an ``EvictingKVCache`` that makes room for so many tokens at a time, at least, if that is told.
 
-    Args:
-        name: Of the framework.
-        sizes: As for :func:`keeping`.
-        dtype: Of keys and values.
-        room: Tokens that are made room for at a time, at least. Default: what the library has.
-        **options: Of the class; ``max_key_norm`` reaches the backend that has it.
+    Of the options of the class, ``max_key_norm`` reaches the backend that has it.
     """
     framework = FRAMEWORK[name]
     if isinstance(options["slopes"], tuple):

@@ -151,18 +151,11 @@ class Backend:
         *,
         dtype: str,
         wanted: Sequence[str] | None = None,
-        loss: Callable[[Any], Any] = lambda result: result,
         **arguments: Any,
     ) -> dict[str, np.ndarray]:
-        """Return the gradients of ``sum(loss(attention) * cotangent)`` by tensors, named as the arguments they are.
+        """Return the gradients of ``sum(attention * cotangent)`` by the tensors wanted, or all of them.
 
-        Args:
-            tensors: All of them, and slopes.
-            cotangent: An array, or a number where the loss is one.
-            dtype: Of the tensors.
-            wanted: Those to differentiate by. Default, all.
-            loss: A function of the result.
-            **arguments: Of attention.
+        They are named as the arguments they are, slopes among them.
         """
         names = tuple(tensors if wanted is None else wanted)
         placed = {
@@ -171,11 +164,11 @@ class Backend:
             else self.framework.array(self.layout(x), dtype)
             for name, x in tensors.items()
         }
-        weight = cotangent if np.ndim(cotangent) == 0 else self.framework.array(self.layout(cotangent), dtype)
+        weight = self.framework.array(self.layout(cotangent), dtype)
         attention = self.function(**self.framework.placed(arguments))
 
         def function(*tensors: Any) -> Any:
-            return loss(attention(**placed | dict(zip(names, tensors, strict=True))))
+            return attention(**placed | dict(zip(names, tensors, strict=True)))
 
         gradients = _GRADIENTS[self.framework.name](function, [placed[name] for name in names], weight)
         values = dict(zip(names, map(self.framework.numpy, gradients), strict=True))

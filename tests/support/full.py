@@ -28,10 +28,7 @@ def without_jax(backends: Iterable[Any]) -> list[Any]:
 def once_in_jax(backends: Iterable[Any], cases: Any, keep: int = 1) -> list[Any]:
     """Return each case with each backend; JAX, which compiles each anew, has all but the first ``keep`` in ``full``.
 
-    Args:
-        backends: Parameters with the ids of frameworks, or their names.
-        cases: Values, or tuples of several; a dictionary names them.
-        keep: How many of the cases JAX runs in every test run.
+    Backends are parameters with the ids of frameworks, or their names; cases may be named, in a dictionary.
     """
     named = cases if isinstance(cases, dict) else {str(case): case for case in cases}
     found = []

@@ -55,7 +55,11 @@ class LanguageModel(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A base model: embeddings, layers of attention and a feed-forward part, each with a norm before it, and a norm."""
+    """A base model: embeddings, layers of attention and a feed-forward part, each with a norm before it, and a norm.
+
+    A family says what a layer is made of (``of_layer``), what its layers share (``biases``), and how its attention and
+    feed-forward modules are called (``attended``, ``fed``).
+    """
 
     # The names of embeddings and layers; of a layer's norms and parts; of the last norm.
     parts: tuple[str, str, tuple[str, str, str, str], str]
@@ -73,19 +77,6 @@ class Decoder(nn.Module):
 
     def normed(self) -> nn.Module:
         return nn.LayerNorm(self.width)
-
-    def of_layer(self, config: Any, index: int) -> tuple[nn.Module, ...]:
-        raise NotImplementedError
-
-    def biases(self, x: Tensor, past: int, mask: Any) -> tuple[Any, ...]:
-        """What all layers of a call share."""
-        raise NotImplementedError
-
-    def attended(self, attend: nn.Module, x: Tensor, past: Any, shared: Any, use_cache: bool, weights: bool) -> Any:
-        raise NotImplementedError
-
-    def fed(self, mlp: Any, x: Tensor) -> Tensor:
-        raise NotImplementedError
 
     def forward(
         self,
