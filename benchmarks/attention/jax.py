@@ -55,7 +55,9 @@ def without_positions(implementation: str) -> Contestant:
     """Return JAX's causal attention with no positions."""
     prepared = Prepared(partial(fused, is_causal=True, implementation=implementation))
     name = f"JAX {implementation}, no positions"
-    return Contestant(name, lambda query, key, value: prepared, is_dense=implementation == "xla")
+    is_dense = implementation == "xla"
+    needed = {"bytes_needed": _bytes} if is_dense else {}
+    return Contestant(name, lambda query, key, value: prepared, is_dense=is_dense, **needed)
 
 
 def with_bias(implementation: str) -> Contestant:
