@@ -564,7 +564,7 @@ def _step(name: str, path: Path, budget: float, is_dry: bool) -> Row:
         command, environment["JAX_PLATFORMS"] = [*command, "--dry-run"], "cpu"
     if name == "kernels":
         environment["CUDA_VISIBLE_DEVICES"] = ""  # a GPU is described to the compilers, whether there is one or not
-    with tempfile.TemporaryDirectory() as caches, tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches, tempfile.TemporaryFile("w+") as log:
         environment |= {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
         files = {"stdout": log, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **files)
