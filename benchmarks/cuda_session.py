@@ -370,6 +370,7 @@ def _passes(scope: Scope, backend: Any, is_causal: bool, contestants: Sequence[A
                 start = time.perf_counter()
                 call = backend.prepare(contestant, tensors, backward)
                 row["prepared"] = time.perf_counter() - start  # JAX compiles here, PyTorch in the first call
+                row |= {"planned_bytes": backend.planned} if hasattr(backend, "planned") else {}
                 row |= _timed(scope, backend, call)
                 if not backward and length <= LONGEST_CHECKED:
                     row["error"] = asdict(exact(contestant.name).error(call()))
@@ -573,7 +574,8 @@ def _step(name: str, path: Path, budget: float, is_dry: bool) -> Row:
         was_ended = process.poll() is None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # with whatever compiles for it
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a GPU may outlive its end
+            process.wait(timeout=15)
         log.seek(0)
         ended: Row = {"said": log.read()[-4000:]}
     if was_ended:

@@ -147,6 +147,7 @@ class Jax(Backend):
 
     def prepare(self, contestant: Contestant, tensors: Sequence[HeadsFirst | None], backward: bool) -> Call:
         compiled, arrays = compiled_pass(contestant, tensors, backward)
+        self.planned = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)  # of what was prepared last
 
         def call() -> Any:
             results = [HeadsFirst(x) for x in jax.block_until_ready(compiled(*arrays))]
