@@ -15,8 +15,9 @@
 Each step is a process of its own, with compiler caches of its own, so that first calls are cold; it has a budget of
 seconds and gives what it leaves to those after it. After every figure all figures are written, so a run that is ended
 loses none; what fails or is left out is written with its reason, and a GPU that has crashed ends its step alone.
-With --dry-run all of it runs in small on the CPU. It needs NumPy, array-api-compat and PyTorch; each step says what
-else it lacks. No installation is needed: PYTHONPATH=.:backends python -m benchmarks.cuda_session --output DIR
+With --dry-run all of it runs in small on the CPU. It needs NumPy, array-api-compat, PyTorch, hypothesis, rich and
+safetensors; each step says what else it lacks. No installation is needed, and a package that is missing may lie in a
+folder: PYTHONPATH=.:backends:FOLDER python -m benchmarks.cuda_session --output DIR
 """
 
 from __future__ import annotations
