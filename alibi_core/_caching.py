@@ -16,17 +16,11 @@ EPS, TINY = 2.0**-23, 2.0**-126  # of float32: the spacing at 1, and the least n
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """Key/value heads that share their storage, for their slopes are within a factor of 2.
+    """Key/value heads that share their storage, for their slopes are within a factor of 2."""
 
-    Attributes:
-        heads: Indices of the key/value heads.
-        query_heads: Indices of the query heads that read them, in their order.
-        slope: The least slope of those.
-    """
-
-    heads: tuple[int, ...]
-    query_heads: tuple[int, ...]
-    slope: float
+    heads: tuple[int, ...]  # indices of the key/value heads
+    query_heads: tuple[int, ...]  # and of the query heads that read them, in their order
+    slope: float  # the least of those
 
 
 @dataclass(frozen=True)
@@ -105,24 +99,15 @@ class EvictionPolicy:
     :func:`alibi_core.horizon` makes as small as the tolerance. Keys dropped at another time are bounded by another
     such key, and the keys that bound do not weigh more than all: the share left out never exceeds the tolerance,
     whatever keys are to come.
-
-    Attributes:
-        groups: The key/value heads, by their slopes.
-        max_query_norm: What no query's norm exceeds.
-        measured_limit: What float32 may measure of a query as long as that, at most.
-        scale: Factor of the scores.
-        window_size: Keys farther than this many tokens are masked.
-        tolerance: The share of softmax weight that may be left out.
-        room: Tokens, at least, that a group of heads makes room for at a time.
     """
 
-    groups: tuple[HeadGroup, ...]
-    max_query_norm: float
-    measured_limit: float
+    groups: tuple[HeadGroup, ...]  # the key/value heads, by their slopes
+    max_query_norm: float  # what no query's norm exceeds
+    measured_limit: float  # what float32 may measure of a query as long as that, at most
     scale: float
     window_size: int | None
-    tolerance: float
-    room: int
+    tolerance: float  # the share of softmax weight that may be left out
+    room: int  # tokens, at least, that a group of heads makes room for at a time
 
     @property
     def share_dropped(self) -> float:
@@ -136,11 +121,8 @@ class EvictionPolicy:
     def reach(self, group: HeadGroup, key_norm: float, length: int, added_range: float = 0.0) -> int:
         """Return how many of the last keys of ``length`` may matter to queries that are to come.
 
-        Args:
-            group: The heads.
-            key_norm: What no norm of their keys so far exceeds.
-            length: Tokens appended so far.
-            added_range: How far apart two numbers may be that are added to the bias of keys.
+        No norm of the heads' keys so far exceeds ``key_norm``; ``added_range`` is how far apart two numbers may be that
+        are added to the bias of keys.
         """
         excess, reach = self.score_range(key_norm) + added_range, length
         if group.slope > 0 and math.isfinite(excess):
@@ -172,15 +154,10 @@ class EvictionPolicy:
 def check_new_tokens(
     xp: Namespace, key: Any, value: Any, sizes: tuple[int, ...], dtype: Any, length_axis: int = 2
 ) -> None:
-    """Check that keys and values fit each other and a cache, in all but their number.
+    """Check that new keys and values fit each other and a cache, in all but their number.
 
-    Args:
-        xp: The cache's array library.
-        key: New keys.
-        value: New values.
-        sizes: ``(batch, num_kv_heads, head_dim of keys, head_dim of values)`` of the cache.
-        dtype: Of the cache.
-        length_axis: Which of the four axes counts tokens.
+    ``sizes`` are the cache's ``(batch, num_kv_heads, head_dim of keys, head_dim of values)``; ``length_axis`` is the
+    one of the four axes that counts tokens.
     """
     for name, new in (("key", key), ("value", value)):
         if len(getattr(new, "shape", ())) != 4:
@@ -200,19 +177,12 @@ def check_new_tokens(
 
 @dataclass(frozen=True)
 class RowTokens:
-    """New tokens of rows that hold different numbers of them, and where they go; all in NumPy.
+    """New tokens of rows that hold different numbers of them, and where they go; all in NumPy."""
 
-    Attributes:
-        rows: The row of each token that counts.
-        columns: Where it lies among the new tokens of its row.
-        slots: Where it goes in the cache.
-        ends: ``[batch]``: how many tokens each row then holds.
-    """
-
-    rows: np.ndarray[Any, Any]
-    columns: np.ndarray[Any, Any]
-    slots: np.ndarray[Any, Any]
-    ends: np.ndarray[Any, Any]
+    rows: np.ndarray[Any, Any]  # of each token that counts
+    columns: np.ndarray[Any, Any]  # where it lies among the new tokens of its row
+    slots: np.ndarray[Any, Any]  # where it goes in the cache
+    ends: np.ndarray[Any, Any]  # [batch]: how many tokens each row then holds
 
     @classmethod
     def of(cls, held: Any, counts: np.ndarray[Any, Any]) -> RowTokens:
@@ -223,19 +193,7 @@ class RowTokens:
 
 
 def check_lengths(xp: Namespace, name: str, lengths: Any, batch_size: int, most: int = checks.MAX_POSITION) -> Any:
-    """Return a number of tokens for each row, having checked them as far as values can be seen.
-
-    Args:
-        xp: The cache's array library.
-        name: Of the argument.
-        lengths: ``[batch_size]`` integers.
-        batch_size: Of the cache.
-        most: Tokens that there are of each row.
-
-    Raises:
-        TypeError: If it is no integer array of that library.
-        ValueError: If its shape is another, or a number is below 0 or above ``most``.
-    """
+    """Return numbers of tokens, ``[batch_size]`` integers from 0 to ``most``, checked as far as values can be seen."""
     shape = tuple(checks.integer_array(namespace_of(checks.array(name, lengths), xp=xp), name, lengths).shape)
     if shape != (batch_size,):
         raise ValueError(f"{name} must have shape ({batch_size},) (batch_size), got {shape}")

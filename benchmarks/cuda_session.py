@@ -2,27 +2,34 @@
 
   tests      pytest -m cuda;
   numerics   each implementation against float64, results and gradients, and whether two runs give the same bits;
-  attention  forward, backward and decoding, 2,048 to 65,536 tokens, 32 heads of 128 and 8 of 64, bfloat16, causal and
-             symmetric, beside each kernel of scaled_dot_product_attention, a dense bias, FlexAttention and flash-attn;
+  attention  forward, backward and decoding, 2,048 to 65,536 tokens, 32 heads of 128, bfloat16, causal, beside each
+             kernel of scaled_dot_product_attention, a dense bias and flash-attn;
+  symmetric  the same of the symmetric form;
+  narrow     the same of 8 heads of 64, both forms;
+  score_mod  FlexAttention with a score_mod and no blocks, beside all that;
   tuning     the same calls run in other ways: compiled whole, as a CUDA graph, with other blocks of the kernels;
   models     layers of BLOOM-560m's and MPT-7B's shape, as they are and accelerated, and compiled whole;
   jax        the same attention in JAX;
   kernels    what the compilers say of the kernels: registers, spills, shared memory (runs nothing).
 
-Each step is a process of its own, has a budget of seconds and gives what it leaves to those after it. After every
-figure all figures are written, so a run that is ended loses none; what fails or is left out is written with its reason.
-With --dry-run all of it runs in small on the CPU. It needs NumPy, array-api-compat and PyTorch; each step says what
-else it lacks. No installation is needed: PYTHONPATH=.:backends python -m benchmarks.cuda_session --output DIR
+Each step is a process of its own, with compiler caches of its own, so that first calls are cold; it has a budget of
+seconds and gives what it leaves to those after it. After every figure all figures are written, so a run that is ended
+loses none; what fails or is left out is written with its reason, and a GPU that has crashed ends its step alone.
+With --dry-run all of it runs in small on the CPU. It needs NumPy, array-api-compat, PyTorch, hypothesis, rich and
+safetensors; each step says what else it lacks. No installation is needed, and a package that is missing may lie in a
+folder: PYTHONPATH=.:backends:FOLDER python -m benchmarks.cuda_session --output DIR
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -39,6 +46,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 SECONDS = 535
 LONGEST_CHECKED = 16_384  # tokens of what is timed: float64 takes ten seconds over more
+GPU = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,power.limit,temperature.gpu"
 RESULT = r"\b(PASSED|FAILED|ERROR|SKIPPED)\b"  # of a test, in a line of pytest -v
 Row = dict[str, Any]
 
@@ -51,10 +59,11 @@ class Scope:
     ends: float  # when a step has to come to an end, by ``time.monotonic``
     heads: tuple[tuple[int, int], ...] = ((32, 128), (8, 64))  # numbers of heads, and their sizes
     lengths: tuple[int, ...] = (2048, 4096, 16_384, 65_536)
-    checked: int = 2048  # tokens of what is compared with float64 in whole
+    checked: int = 1024  # tokens of what is compared with float64 in whole, gradients too
     text: tuple[int, ...] = (8192, 2048)  # tokens that models are given
     narrow: int = 1  # by what the widths of the models are divided
-    worth: float = 0.2  # seconds that a call is repeated for
+    warm: float = 0.03  # seconds that a call is repeated for before it is timed: an idle GPU's clock is a sixth
+    worth: float = 0.2  # and those that it is timed for, at most
 
     @property
     def is_over(self) -> bool:
@@ -88,6 +97,7 @@ def _counted(log: str, status: int | None) -> Row:
     results = re.findall(RESULT, log.split("short test summary")[0])
     counts = {each.lower(): results.count(each) for each in sorted(set(results))}
     failed = sorted(set(re.findall(r"(?:FAILED|ERROR) (tests/\S+)", log)))
+    failed += [f"pytest ended with {status}"] if status and not failed else []
     return {"tests": counts, "status": status, "failed": failed, "log": log[-6000:]}
 
 
@@ -130,17 +140,22 @@ def numerics(scope: Scope) -> Iterator[Row]:
             yield row
 
 
-def attention(scope: Scope) -> Iterator[Row]:
-    """Time PyTorch's attention, ours and others'."""
+def attention(scope: Scope, heads: slice = slice(1), forms: Sequence[bool] = (True,)) -> Iterator[Row]:
+    """Time PyTorch's attention, ours and others', with some of the heads."""
+    from benchmarks.attention import load
+
+    backend, scope = load("torch", scope.device), replace(scope, heads=scope.heads[heads])
+    for is_causal in forms:
+        yield from _passes(scope, backend, is_causal, backend.everyone(is_causal)[:-1])
+        yield from _decoding(scope, backend) if is_causal else ()
+
+
+def score_mod(scope: Scope) -> Iterator[Row]:
+    """Time the contestant that has to be compiled for each length by itself."""
     from benchmarks.attention import load
 
     backend = load("torch", scope.device)
-    for heads in scope.heads:
-        some = replace(scope, heads=(heads,))
-        yield from _passes(some, backend, True, backend.everyone(True)[:-1])
-        yield from _decoding(some, backend)
-        yield from _passes(some, backend, False, backend.everyone(False)[:-1])
-    for is_causal in (True, False):  # what is compiled for each length by itself
+    for is_causal in (True, False):
         yield from _passes(scope, backend, is_causal, backend.everyone(is_causal)[-1:])
 
 
@@ -170,9 +185,10 @@ def tuning(scope: Scope) -> Iterator[Row]:
     from benchmarks.attention import Shape, load
 
     backend, heads = load("torch", scope.device), scope.heads[0]
-    lengths = {"forward": (1, -1, -2), "forward and backward": (-2, 1), "decode": (-1,)}
-    subjects = [(kind, scope.lengths[i % len(scope.lengths)]) for kind in OPTIONS for i in lengths[kind]]
-    for kind, length in sorted(set(subjects), key=subjects.index):
+    far, long, short = (scope.lengths[i % len(scope.lengths)] for i in (-1, -2, 1))
+    both = "forward and backward"
+    subjects = (("forward", far), (both, long), ("decode", far), ("forward", short), (both, short), ("forward", long))
+    for kind, length in dict.fromkeys(subjects):  # so that each is asked about once before the time is over
         shape = Shape(*heads, length, "bfloat16")
         *tensors, grad = backend.tensors(shape, backward=True)
         tensors[0] = tensors[0][:, :, -1:] if kind == "decode" else tensors[0]
@@ -182,7 +198,7 @@ def tuning(scope: Scope) -> Iterator[Row]:
         def attend(query: Any, key: Any, value: Any, slopes: Any = slopes) -> Any:
             return attention(query, key, value, slopes)
 
-        learns = kind == "forward and backward"
+        learns = kind == both
         leaves = [x.detach().requires_grad_(learns) for x in tensors]
         way = partial(_way, leaves=leaves, grad=grad if learns else None)
         ways = {"as it is": (way(attend), {})}
@@ -279,14 +295,12 @@ def models(scope: Scope) -> Iterator[Row]:
         }
         if scope.device == "cuda" and length == scope.text[0]:  # half a minute
             calls["accelerated, compiled"] = partial(subjects.forward, torch.compile(ours), tokens)
-        expected = None
+        exact = subjects.forward(copy.deepcopy(theirs).float(), tokens)
         for name, call in calls.items():
             row = {"name": f"{kind}, {name}", "tokens": length}
             try:
                 row |= _timed(scope, backend, call)
-                result = call().float()
-                expected = result if expected is None else expected
-                row["apart_from_eager"] = (result - expected).abs().max().item()
+                row["apart_from_eager_float32"] = (call().float() - exact).abs().max().item()
             except Exception as error:
                 row |= _problem(error, is_ours=name != "eager")
             yield row
@@ -320,7 +334,10 @@ def kernels(scope: Scope) -> Iterator[Row]:
 STEPS: dict[str, tuple[Callable[[Scope], Iterator[Row]], int]] = {
     "tests": (tests, 95),
     "numerics": (numerics, 60),
-    "attention": (attention, 170),
+    "attention": (attention, 70),
+    "symmetric": (partial(attention, forms=(False,)), 30),
+    "narrow": (partial(attention, heads=slice(-1, None), forms=(True, False)), 40),
+    "score_mod": (score_mod, 30),
     "tuning": (tuning, 100),
     "models": (models, 45),
     "jax": (jax, 45),
@@ -333,19 +350,17 @@ STEPS: dict[str, tuple[Callable[[Scope], Iterator[Row]], int]] = {
 
 def _passes(scope: Scope, backend: Any, is_causal: bool, contestants: Sequence[Any]) -> Iterator[Row]:
     """Yield a row for each contestant, at each length, forward and backward."""
-    from benchmarks.attention import Reference, Shape, sample
+    from benchmarks.attention import Shape, sample
 
     for (num_heads, head_dim), backward, length in itertools.product(scope.heads, (False, True), scope.lengths):
         if scope.is_over:
             return
         shape = Shape(num_heads, head_dim, length, "bfloat16")
         tensors = backend.tensors(shape, backward)
-        rows = sample(length, 8)
+        exact = _exact(backend, tensors, sample(length, 8), is_causal)
         kind = {"pass": "forward and backward" if backward else "forward", "form": _form(is_causal)} | _of(shape)
-        references: dict[bool, Any] = {}
         for contestant in contestants:
             row = {"name": contestant.name, **kind}
-            has_bias = "no positions" not in contestant.name
             try:
                 if contestant.bytes_needed(shape) > backend.free_bytes():
                     raise MemoryError(f"it needs {contestant.bytes_needed(shape) / 2**30:.0f} GiB")
@@ -353,13 +368,13 @@ def _passes(scope: Scope, backend: Any, is_causal: bool, contestants: Sequence[A
                     raise NotImplementedError(f"no backward pass on {backend.device}")
                 if backend.device == "cpu" and "score_mod alone" in contestant.name:
                     raise NotImplementedError("C++ takes a minute to compile")
+                start = time.perf_counter()
                 call = backend.prepare(contestant, tensors, backward)
+                row["prepared"] = time.perf_counter() - start  # JAX compiles here, PyTorch in the first call
+                row |= {"planned_bytes": backend.planned} if hasattr(backend, "planned") else {}
                 row |= _timed(scope, backend, call)
                 if not backward and length <= LONGEST_CHECKED:
-                    if has_bias not in references:
-                        of = partial(Reference.of, tensors, rows, backend.as_float64, is_causal=is_causal)
-                        references[has_bias] = of(has_bias=has_bias)
-                    row["error"] = asdict(references[has_bias].error(call()))
+                    row["error"] = asdict(exact(contestant.name).error(call()))
             except Exception as error:
                 row |= _problem(error, contestant.name.startswith("alibi"))
             yield row
@@ -367,6 +382,8 @@ def _passes(scope: Scope, backend: Any, is_causal: bool, contestants: Sequence[A
 
 def _decoding(scope: Scope, backend: Any) -> Iterator[Row]:
     """Yield a row for each who answers one query, at each length."""
+    import numpy as np
+
     from benchmarks.attention import Shape
 
     for (num_heads, head_dim), length in itertools.product(scope.heads, reversed(scope.lengths)):
@@ -378,6 +395,7 @@ def _decoding(scope: Scope, backend: Any) -> Iterator[Row]:
         except Exception as error:
             yield {"name": "our cache", "pass": "decode", **_of(shape)} | _problem(error, is_ours=True)
             continue
+        exact = _exact(backend, found.tensors, np.arange(1))
         subjects = {
             "our cache": found.cached,
             "our attention": found.bare,
@@ -388,9 +406,19 @@ def _decoding(scope: Scope, backend: Any) -> Iterator[Row]:
             row = {"name": name, "pass": "decode", **_of(shape)}
             try:
                 row |= _timed(scope, backend, call)
+                if length <= LONGEST_CHECKED:
+                    row["error"] = asdict(exact(name).error(call()))
             except Exception as error:
                 row |= _problem(error, name.startswith("our"))
             yield row
+
+
+def _exact(backend: Any, tensors: Sequence[Any], rows: Any, is_causal: bool = True) -> Callable[[str], Any]:
+    """Return what gives the exact results of some rows, for a contestant by its name; each is computed once."""
+    from benchmarks.attention import Reference
+
+    of = functools.cache(partial(Reference.of, tensors, rows, backend.as_float64, is_causal=is_causal))
+    return lambda name: of(has_bias="no positions" not in name)
 
 
 def _timed(scope: Scope, backend: Any, call: Callable[[], Any]) -> Row:
@@ -398,12 +426,14 @@ def _timed(scope: Scope, backend: Any, call: Callable[[], Any]) -> Row:
     start = time.perf_counter()
     backend.seconds(call)
     first = time.perf_counter() - start
-    least = backend.seconds(call)
+    start, least = time.perf_counter(), backend.seconds(call)
+    while time.perf_counter() - start < scope.warm:
+        least = backend.seconds(call)
     count = max(2, min(30, int(scope.worth / max(least, 1e-6))))
     times = [backend.seconds(call) for _ in range(count)]
     row = {"seconds": statistics.median(times), "range": [min(times), max(times)], "first_call": first}
     if scope.device == "cuda" and hasattr(backend, "peak"):
-        row["peak_bytes"] = backend.peak(call)
+        row["peak_bytes"] = backend.peak(call)  # its result too; nothing for a graph, which keeps all it needs
     return row
 
 
@@ -417,8 +447,20 @@ def _form(is_causal: bool) -> str:
 
 def _problem(error: Exception, is_ours: bool) -> Row:
     """Return why there is no figure: it was left out, or what is ours failed."""
-    is_refusal = isinstance(error, NotImplementedError | MemoryError | ImportError)
-    return {"failed" if is_ours and not is_refusal else "skipped": _reason(error)}
+    if not is_ours or isinstance(error, NotImplementedError | MemoryError | ImportError):
+        return {"skipped": _reason(error)}
+    return {"failed": _reason(error), "traceback": traceback.format_exc()[-3000:]}
+
+
+def _crash() -> str:
+    """Return why the GPU takes no more calls of this process; nothing where it does."""
+    torch = sys.modules.get("torch")
+    try:
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        return _reason(error)
+    return ""
 
 
 def _reason(error: BaseException) -> str:
@@ -445,6 +487,9 @@ def run_step(name: str, scope: Scope, path: Path) -> None:
             rows.append(row)
             write()
             if scope.is_over and name != "tests":
+                break
+            if row.keys() & {"failed", "skipped"} and (crash := _crash()):
+                found["failed"] = f"the GPU takes no more calls: {crash}"
                 break
         if scope.is_over and name != "tests":
             found["cut"] = "the time was over"
@@ -478,8 +523,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.step:
         name, path = options.step
         ends = time.monotonic() + options.seconds
-        small = {"heads": ((2, 16),), "lengths": (64,), "checked": 64, "text": (64,), "narrow": 16, "worth": 0.0}
-        scope = Scope("cpu", ends, **small) if options.dry_run else Scope("cuda", ends)
+        sizes = {"heads": ((2, 16),), "lengths": (64,), "checked": 64, "text": (64,), "narrow": 16}
+        small = Scope("cpu", ends, warm=0.0, worth=0.0, **sizes)
+        scope = small if options.dry_run else Scope("cuda", ends)
         run_step(name, scope, Path(path))
         return 0
     names = options.only.split(",")
@@ -520,7 +566,8 @@ def _step(name: str, path: Path, budget: float, is_dry: bool) -> Row:
         command, environment["JAX_PLATFORMS"] = [*command, "--dry-run"], "cpu"
     if name == "kernels":
         environment["CUDA_VISIBLE_DEVICES"] = ""  # a GPU is described to the compilers, whether there is one or not
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches, tempfile.TemporaryFile("w+") as log:
+        environment |= {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
         files = {"stdout": log, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **files)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -528,7 +575,8 @@ def _step(name: str, path: Path, budget: float, is_dry: bool) -> Row:
         was_ended = process.poll() is None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # with whatever compiles for it
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a GPU may outlive its end
+            process.wait(timeout=15)
         log.seek(0)
         ended: Row = {"said": log.read()[-4000:]}
     if was_ended:
@@ -543,10 +591,10 @@ def _machine() -> Row:
     from benchmarks import harness
 
     found: Row = harness.versions("torch", "triton", "jax", "jaxlib", "transformers", "flash-attn", "numpy")
-    with contextlib.suppress(OSError):
-        query = "--query-gpu=name,driver_version,memory.total"
-        done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True)
-        found["gpu"] = done.stdout.strip()
+    found["compiler"] = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # without it, no Triton
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        command = ["nvidia-smi", f"--query-gpu={GPU}", "--format=csv"]
+        found["gpu"] = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
     return found
 
 

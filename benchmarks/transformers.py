@@ -41,52 +41,27 @@ from alibi_torch.transformers import AlibiCache, accelerate, restore
 from benchmarks import harness
 from benchmarks.harness import Measurement
 
-SECTIONS = ("bloom", "mpt", "decode", "text")
 VERSIONS = ("numpy", "torch", "transformers")
 OURS, THEIRS = "accelerated", "eager"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        bloom: Tokens of BLOOM's forward pass, and before those decoded.
-        mpt: Tokens of MPT's.
-        decoded: Tokens that are decoded.
-        pairs: Of calls that are timed.
-        checked: Tokens whose logits are compared with float64.
-        prompts: That greedy tokens are compared for.
-        steps: Greedy tokens of each.
-        narrow: By what the widths of the models are divided.
-        texts: Batch sizes, and tokens of each prompt, of short texts.
-        more: Tokens after such a prompt.
-    """
-
-    bloom: int
-    mpt: int
-    decoded: int
-    pairs: int
-    checked: int
-    prompts: int
-    steps: int
-    narrow: int
-    texts: tuple[tuple[int, ...], tuple[int, ...]]
-    more: int
+    bloom: int = 8192  # tokens of BLOOM's forward pass, and before those decoded
+    mpt: int = 4096  # tokens of MPT's
+    decoded: int = 64  # tokens that are decoded
+    pairs: int = 3  # of calls that are timed
+    checked: int = 1500  # tokens whose logits are compared with float64
+    prompts: int = 20  # that greedy tokens are compared for
+    steps: int = 200  # greedy tokens of each
+    narrow: int = 1  # by what the widths of the models are divided
+    texts: tuple[tuple[int, ...], tuple[int, ...]] = ((1, 8), (8, 64, 256, 1024, 2048))  # batch sizes, and prompts
+    more: int = 24  # tokens after such a prompt
 
 
-FULL = Sizes(
-    bloom=8192,
-    mpt=4096,
-    decoded=64,
-    pairs=3,
-    checked=1500,
-    prompts=20,
-    steps=200,
-    narrow=1,
-    texts=((1, 8), (8, 64, 256, 1024, 2048)),
-    more=24,
-)
+FULL = Sizes()
 SMALL = Sizes(
     bloom=300, mpt=200, decoded=3, pairs=1, checked=100, prompts=2, steps=5, narrow=8, texts=((2,), (8,)), more=2
 )
@@ -301,17 +276,18 @@ def of_texts(sizes: Sizes) -> Iterator[Measurement]:
                 )
 
 
-def measure(sections: Sequence[str], sizes: Sizes) -> Iterator[Measurement]:
-    """Yield what the sections measure."""
-    if "bloom" in sections:
-        yield from of_forward("bloom", sizes.bloom, sizes, (6.0, 0.25))
-    if "mpt" in sections:
-        yield from of_forward("mpt", sizes.mpt, sizes, (3.0, 0.5))
-        yield from of_attention(sizes.mpt, sizes)
-    if "decode" in sections:
-        yield from of_decoding(sizes)
-    if "text" in sections:
-        yield from of_texts(sizes)
+def of_mpt(sizes: Sizes) -> Iterator[Measurement]:
+    """Measure MPT, whole and its attention alone."""
+    yield from of_forward("mpt", sizes.mpt, sizes, (3.0, 0.5))
+    yield from of_attention(sizes.mpt, sizes)
+
+
+SECTIONS: dict[str, Callable[[Sizes], Iterator[Measurement]]] = {
+    "bloom": lambda sizes: of_forward("bloom", sizes.bloom, sizes, (6.0, 0.25)),
+    "mpt": of_mpt,
+    "decode": of_decoding,
+    "text": of_texts,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -323,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     numerics, wrong = check_numbers(sizes)
     return harness.conclude(
         harness.folder(options, options.only == list(SECTIONS)) / "transformers.json",
-        [] if wrong else list(measure(options.only, sizes)),
+        [] if wrong else [measured for name in options.only for measured in SECTIONS[name](sizes)],
         not options.quick,
         wrong,
         benchmark="transformers",

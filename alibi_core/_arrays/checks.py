@@ -189,12 +189,7 @@ def integer_array(xp: Namespace, name: str, value: Any) -> Any:
 def slopes_shape(name: str, slopes: Any, num_heads: int, batch: tuple[int, ...] = (), axes: str = "") -> None:
     """Check for ``[num_heads]`` or ``[*batch, num_heads]``.
 
-    Args:
-        name: Of the argument.
-        slopes: Array.
-        num_heads: As many as the query has.
-        batch: Sizes of its batch axes.
-        axes: Those of the query, in words: slopes that do not fit may tell that its heads are not where they should be.
+    ``axes`` are the query's, in words: slopes that do not fit may tell that its heads are not where they should be.
     """
     shape = tuple(slopes.shape)
     if shape not in ((num_heads,), (*batch, num_heads)):

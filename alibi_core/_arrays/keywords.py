@@ -13,17 +13,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Hint:
-    """What a foreign argument is called here.
-
-    Attributes:
-        ours: Its name.
-        how: What to give.
-        home: What takes it, for the sake of functions that do not.
-    """
+    """What a foreign argument is called here."""
 
     ours: str
-    how: str
-    home: str = "attention"
+    how: str  # what to give
+    home: str = "attention"  # what takes it, for the sake of functions that do not
 
 
 _HEADS_FIRST = "[:, None, None, :]"

@@ -305,9 +305,7 @@ def linear_bias(
         # One pass over the large array in place of two. Not for slopes of 0 (0 * inf) nor where a gradient with
         # respect to the slopes would multiply by this infinity.
         return rates * xp.where(visible, reach, minus_inf)
-    result = rates * xp.where(visible, reach, zero)
-    result += xp.where(visible, zero, minus_inf)
-    return result
+    return rates * xp.where(visible, reach, zero) + xp.where(visible, zero, minus_inf)
 
 
 @dataclass(frozen=True)

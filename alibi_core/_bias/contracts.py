@@ -12,22 +12,16 @@ from alibi_core._arrays import Array, DType, Namespace, asarray, astype, checks,
 class Contract:
     """What one family of models takes for its bias.
 
-    Attributes:
-        name: As users pass it.
-        scheme: The rule of its slopes; None for whichever the caller names.
-        counts_from: What a key's bias is a multiple of: its distance from the query, its position (counted from the
-            first key), or its position less that of the last key. Softmax cannot tell the three apart, rounding can.
-        multiplies_in_bfloat16: Whether position and product are rounded to bfloat16; else the product is float32's.
-        is_always_float32: Whether the bias stays float32 in models of lower precision.
-        takes_bias_max: Whether its slopes depend on ``bias_max``.
+    A key's bias is a multiple of its distance from the query, of its position (counted from the first key), or of its
+    position less that of the last key. Softmax cannot tell the three apart, rounding can.
     """
 
-    name: str
-    scheme: str | None
+    name: str  # as users pass it
+    scheme: str | None  # the rule of its slopes; None for whichever the caller names
     counts_from: Literal["query", "first key", "last key"]
-    multiplies_in_bfloat16: bool = False
-    is_always_float32: bool = False
-    takes_bias_max: bool = True
+    multiplies_in_bfloat16: bool = False  # position and product are rounded to it; else the product is float32's
+    is_always_float32: bool = False  # the bias stays float32 in models of lower precision
+    takes_bias_max: bool = True  # its slopes depend on ``bias_max``
 
     @property
     def is_key_only(self) -> bool:
@@ -68,13 +62,7 @@ class Contract:
             )
 
     def row(self, xp: Namespace, slopes: Any, counts: Any) -> Any:
-        """Return the bias of every key, ``[..., num_heads, 1, kv_len]`` in float32.
-
-        Args:
-            xp: The arrays' namespace.
-            slopes: ``[num_heads]``, float32.
-            counts: ``[..., kv_len]`` integers, counted as ``counts_from`` says.
-        """
+        """Return the bias of keys, ``[..., num_heads, 1, kv_len]`` float32, counted as ``counts_from`` says."""
         rates = slopes[:, None, None]  # [num_heads, 1, 1]
         counts = astype(xp, counts, xp.float32)[..., None, None, :]  # [..., 1, 1, kv_len]
         return _product_in_bfloat16(xp, rates, counts) if self.multiplies_in_bfloat16 else rates * counts

@@ -13,14 +13,9 @@ from alibi_core._sharding.shards import Shards
 def check_plan(
     plan: Any, score_bound: float | None, call: AttentionCall, shards: Shards, head_shards: int
 ) -> ShardPlan | None:
-    """Return a plan, having checked that it is about this call.
+    """Return the plan that the user gave, having checked that it is about the call of one shard.
 
-    Args:
-        plan: What the user gave; None for none.
-        score_bound: Likewise.
-        call: Of one shard.
-        shards: How its sequence is divided.
-        head_shards: Among how many devices heads are divided besides.
+    ``head_shards`` says among how many devices heads are divided besides.
     """
     if plan is None:
         return None
@@ -44,14 +39,9 @@ def check_plan(
 
 
 def check_shard_slopes(name: str, slopes: Any, heads: int, head_shards: int, owners: str) -> None:
-    """Check that slopes are those of all shards' heads.
+    """Check that slopes are those of all shards' heads, of which each of ``head_shards`` owners has ``heads``.
 
-    Args:
-        name: Of the argument.
-        slopes: What the user gave.
-        heads: Of one shard.
-        head_shards: Among how many owners heads are divided.
-        owners: What has a shard: ``"devices"`` or ``"processes"``.
+    ``owners`` says what those are: ``"devices"`` or ``"processes"``.
     """
     total = heads * head_shards
     if checks.is_int(slopes):

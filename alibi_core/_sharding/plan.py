@@ -250,13 +250,8 @@ def shard_plan(
 def tokens_beyond(xp: Namespace, slopes: Any, excess: Any, tolerance: float, inside: Any, limit: Any) -> Any:
     """Return how many tokens beyond its chunk each query needs on one side, as whole numbers of the dtype of slopes.
 
-    Args:
-        xp: Namespace of the arrays.
-        slopes: ``[..., num_heads, 1]``.
-        excess: ``[..., num_heads, chunk_len]``: by how much a score may exceed what bounds the log-sum-exp from below.
-        tolerance: The share of softmax weight on that side that may be left out.
-        inside: ``[chunk_len]``: how many tokens of its chunk each query has on that side.
-        limit: How many tokens beyond it there are to see.
+    By ``excess``, ``[..., num_heads, chunk_len]``, a score may exceed what bounds the log-sum-exp from below; on that
+    side each query has ``inside``, ``[chunk_len]``, tokens of its chunk and at most ``limit`` beyond it.
     """
     far = reach(xp, slopes, excess, tolerance) - 1 - inside
     far = xp.where(far < 0, xp.zeros_like(far), far)

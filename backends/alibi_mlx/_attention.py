@@ -138,12 +138,7 @@ def run(
 ) -> mx.array:
     """Compute a checked call by the implementation named, or by the one that suits it.
 
-    Args:
-        call: What to compute.
-        query, key, value: As checked for ``call``.
-        implementation: Its name, or None.
-        norms: Bounds of the norms of keys, where they are known; else all keys are read once to measure them.
-        training: Whether gradients are going to be asked for.
+    Where ``norms`` of keys are not known, all keys are read once to measure them.
     """
     if call.is_empty:
         return dense_attention(call, query, key, value)

@@ -3,8 +3,8 @@
 In goes the name of a library. Out come its contestants and clocks, and exact results to compare with.
 """
 
-from benchmarks.attention.backend import Backend, Contestant, load
+from benchmarks.attention.backend import load
 from benchmarks.attention.exact import Reference, errors_of_gradients, sample
 from benchmarks.attention.sizes import Shape
 
-__all__ = ["Backend", "Contestant", "Reference", "Shape", "errors_of_gradients", "load", "sample"]
+__all__ = ["Reference", "Shape", "errors_of_gradients", "load", "sample"]

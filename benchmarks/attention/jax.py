@@ -55,7 +55,9 @@ def without_positions(implementation: str) -> Contestant:
     """Return JAX's causal attention with no positions."""
     prepared = Prepared(partial(fused, is_causal=True, implementation=implementation))
     name = f"JAX {implementation}, no positions"
-    return Contestant(name, lambda query, key, value: prepared, is_dense=implementation == "xla")
+    is_dense = implementation == "xla"
+    needed = {"bytes_needed": _bytes} if is_dense else {}
+    return Contestant(name, lambda query, key, value: prepared, is_dense=is_dense, **needed)
 
 
 def with_bias(implementation: str) -> Contestant:
@@ -145,6 +147,7 @@ class Jax(Backend):
 
     def prepare(self, contestant: Contestant, tensors: Sequence[HeadsFirst | None], backward: bool) -> Call:
         compiled, arrays = compiled_pass(contestant, tensors, backward)
+        self.planned = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)  # of what was prepared last
 
         def call() -> Any:
             results = [HeadsFirst(x) for x in jax.block_until_ready(compiled(*arrays))]

@@ -63,9 +63,9 @@ class Builder:
     note: str = ""
 
 
-def _ours(name: str, num_heads: int, length: int) -> Call:
+def _ours(name: str, function: str, num_heads: int, length: int) -> Call:
     lib = library(name)
-    return lambda: lib.finish(alibi_core.bias(num_heads, length, xp=lib.xp))
+    return lambda: lib.finish(getattr(alibi_core, function)(num_heads, length, xp=lib.xp))
 
 
 def _ours_compiled(name: str, num_heads: int, length: int) -> Call:
@@ -76,18 +76,13 @@ def _ours_compiled(name: str, num_heads: int, length: int) -> Call:
     return lambda: lib.finish(function(slopes))
 
 
-def _of_keys(name: str, num_heads: int, kv_len: int) -> Call:
-    lib = library(name)
-    return lambda: lib.finish(alibi_core.key_bias(num_heads, kv_len, xp=lib.xp))
-
-
 LIBRARIES = {"NumPy": "numpy", "PyTorch": "torch", "MLX": "mlx.core", "JAX": "jax.numpy"}
 JUDGED = ("NumPy", "PyTorch")
 OURS = (
-    *(Builder(name, module, partial(_ours, module)) for name, module in LIBRARIES.items()),
+    *(Builder(name, module, partial(_ours, module, "bias")) for name, module in LIBRARIES.items()),
     *(Builder(f"{x}, compiled", LIBRARIES[x], partial(_ours_compiled, LIBRARIES[x])) for x in ("MLX", "JAX")),
 )
-OF_KEYS = tuple(Builder(name, module, partial(_of_keys, module)) for name, module in LIBRARIES.items())
+OF_KEYS = tuple(Builder(name, module, partial(_ours, module, "key_bias")) for name, module in LIBRARIES.items())
 
 
 def _bloom(num_heads: int, length: int) -> Call:

@@ -61,11 +61,11 @@ class TorchAdapter:
         result = self.attend(*leaves, **options)
         return tuple(map(to_numpy, torch.autograd.grad(result, leaves, self.tensor(grad_output))))
 
-    def attention(self, query: Values, key: Values, value: Values) -> Values:
-        return self.forward(query, key, value)
+    def attention(self, query: Values, key: Values, value: Values, is_causal: bool) -> Values:
+        return self.forward(query, key, value, is_causal=is_causal)
 
-    def attention_grad(self, query: Values, key: Values, value: Values, grad_output: Values) -> Any:
-        return self.backward(query, key, value, grad_output)
+    def attention_grad(self, query: Values, key: Values, value: Values, grad_output: Values, is_causal: bool) -> Any:
+        return self.backward(query, key, value, grad_output, is_causal=is_causal)
 
 
 # --- curated-transformers and labml-nn --------------------------------------------------------------------------------
@@ -83,12 +83,6 @@ class Curated(TorchAdapter):
         """Return the row that it adds if causal, ``[num_heads, kv_len]``."""
         row = self.biases(num_heads, is_causal=True).calculate_biases(kv_len)[0, :, 0]
         return to_numpy(row.to(self.torch_dtype))
-
-    def attention(self, query: Values, key: Values, value: Values, is_causal: bool) -> Values:
-        return self.forward(query, key, value, is_causal=is_causal)
-
-    def attention_grad(self, query: Values, key: Values, value: Values, grad_output: Values, is_causal: bool) -> Any:
-        return self.backward(query, key, value, grad_output, is_causal=is_causal)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         from curated_transformers.layers.attention import AttentionMask, ScaledDotProductAttention
@@ -234,28 +228,6 @@ class XTransformersFlash(XTransformers):
 # --- FlexAttention ----------------------------------------------------------------------------------------------------
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod, *, is_causal: bool) -> Tensor:
-    """Return FlexAttention with a ``score_mod`` and the usual causal block mask."""
-    q_len, kv_len = query.shape[2], key.shape[2]
-    if q_len != kv_len:
-        raise NotImplementedError("as many queries as keys: both are counted from 0")
-    with warnings.catch_warnings():  # one says that it is slow where it is not compiled
-        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-        blocks = None
-        if is_causal:
-            blocks = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, q_len, kv_len, "cpu")
-        is_grouped = query.shape[1] != key.shape[1]
-        return flex_attention(query, key, value, score_mod, block_mask=blocks, enable_gqa=is_grouped)
-
-
-def bias_of(score_mod: ScoreMod, num_heads: int, q_len: int, kv_len: int, *, is_causal: bool) -> Values:
-    """Return what a ``score_mod`` adds to scores of 0 for the last queries, ``[num_heads, q_len, kv_len]``."""
-    indices = torch.arange(num_heads), torch.arange(kv_len - q_len, kv_len), torch.arange(kv_len)
-    head, q_index, kv_index = torch.meshgrid(*indices, indexing="ij")
-    bias = score_mod(torch.zeros(()), torch.zeros((), dtype=torch.int64), head, q_index, kv_index)
-    return to_numpy(bias.masked_fill(q_index < kv_index, -torch.inf) if is_causal else bias)
-
-
 class Flex(TorchAdapter):
     """FlexAttention with a ``score_mod``, which takes slopes if they are the caller's."""
 
@@ -263,11 +235,24 @@ class Flex(TorchAdapter):
     attention_grad = None  # FlexAttention has no backward pass on a CPU
 
     def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Values:
-        return bias_of(self.score_mod(num_heads), num_heads, q_len, kv_len, is_causal=is_causal)
+        indices = torch.arange(num_heads), torch.arange(kv_len - q_len, kv_len), torch.arange(kv_len)
+        head, q_index, kv_index = torch.meshgrid(*indices, indexing="ij")
+        nothing = torch.zeros(()), torch.zeros((), dtype=torch.int64)  # a score, and the batch entry
+        bias = self.score_mod(num_heads)(*nothing, head, q_index, kv_index)
+        return to_numpy(bias.masked_fill(q_index < kv_index, -torch.inf) if is_causal else bias)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        mod = self.score_mod(query.shape[1], options.get("slopes"))
-        return attend(query, key, value, mod, is_causal=options["is_causal"])
+        q_len, kv_len = query.shape[2], key.shape[2]
+        if q_len != kv_len:
+            raise NotImplementedError("as many queries as keys: both are counted from 0")
+        mod, blocks = self.score_mod(query.shape[1], options.get("slopes")), None
+        with warnings.catch_warnings():  # one says that it is slow where it is not compiled
+            warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+            if options["is_causal"]:
+                lengths = None, None, q_len, kv_len
+                blocks = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, *lengths, "cpu")
+            is_grouped = query.shape[1] != key.shape[1]
+            return flex_attention(query, key, value, mod, block_mask=blocks, enable_gqa=is_grouped)
 
     def score_mod(self, num_heads: int, slopes: Values | None = None) -> ScoreMod:
         """Return what changes a score."""
@@ -279,9 +264,6 @@ class AttentionGym(Flex):
 
     def slopes(self, num_heads: int) -> Values:
         return -self.bias(num_heads, 2, 2, False)[:, 1, 0]
-
-    def attention(self, query: Values, key: Values, value: Values, is_causal: bool) -> Values:
-        return self.forward(query, key, value, is_causal=is_causal)
 
     def score_mod(self, num_heads: int, slopes: Values | None = None) -> ScoreMod:
         from attn_gym.mods import generate_alibi_bias

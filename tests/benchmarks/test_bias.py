@@ -43,11 +43,6 @@ def test_one_wrong_bit_is_named_and_no_peer_is_asked(function, monkeypatch):
     assert list(found) == ["bias in NumPy", "key_bias in NumPy"]
 
 
-@pytest.mark.parametrize("num_heads", [1, 3, 12, 32, 112])
-def test_exact_slopes_are_the_canonical_ones(num_heads):
-    np.testing.assert_array_equal(bias.exact_slopes(num_heads).astype(np.float32), alibi_core.slopes(num_heads))
-
-
 def test_a_peer_that_is_called_wrongly_is_not_taken_for_alibi():
     exact = bias.exact_slopes(32)[:, None, None] * bias.causal_reach(61)
     rows = {name: bias.Builder(name, "numpy", None, lambda *_, x=x: lambda: x) for name, x in {

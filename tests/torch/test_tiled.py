@@ -24,7 +24,7 @@ from alibi_core._horizon.nearest import nearest_keys  # noqa: E402
 from alibi_core.conformance._cases.case import LONGER, Case, Sizes, cases  # noqa: E402
 from alibi_core.conformance._cases.data import DATA  # noqa: E402
 from alibi_torch._tiled import configuration, operators  # noqa: E402
-from benchmarks.harness import timing as _timing  # noqa: E402
+from benchmarks.harness import peak_growth  # noqa: E402
 from tests.support.frameworks import TORCH, Backend  # noqa: E402
 from tests.support.full import first_of  # noqa: E402
 from tests.support.tiles import (  # noqa: E402
@@ -420,7 +420,7 @@ def long_attention(length: int, is_causal: bool, masked: bool, is_recorded: bool
 )
 def test_memory_grows_with_the_length_alone(is_causal: bool, masked: bool, is_recorded: bool) -> None:
     length = 16_384
-    peak = _timing.peak_growth("tests.torch.test_tiled:long_attention", length, is_causal, masked, is_recorded)
+    peak = peak_growth("tests.torch.test_tiled:long_attention", length, is_causal, masked, is_recorded)
     scores = 4 * 4 * length**2  # bytes
     assert peak < 150 * 2**20 < scores / 20
 

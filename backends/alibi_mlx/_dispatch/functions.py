@@ -28,13 +28,8 @@ def attend(
 ) -> mx.array:
     """Return attention, differentiable in memory that grows with the lengths alone.
 
-    Nothing is kept for the backward pass but the arguments: scores are computed anew.
-
-    Args:
-        call: With one batch axis.
-        query, key, value: ``[batch, heads, length, head_dim]``.
-        forward: Computes the result, given the same and a function that returns the jobs.
-        plan: Returns the jobs.
+    Nothing is kept for the backward pass but the arguments: scores are computed anew. The call has one batch axis;
+    ``forward`` computes the result, given the same and a function that returns the jobs, which are ``plan``'s.
     """
     names = tuple(call.arrays)
     planned: dict[tuple[int, ...], list[Job]] = {}  # once for both passes, and once more for a longer batch

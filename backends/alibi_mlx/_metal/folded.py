@@ -13,11 +13,8 @@ def folded_attention(
 ) -> mx.array:
     """Compute a call with one batch axis, causal, its last query at the last key, without masks, segments or a window.
 
-    Args:
-        call: The call.
-        query, key, value: ``[batch, heads, length, head_dim]``, as is the result.
-        head_dim: What MLX's kernel is to be given; at least ``alibi_core.fold_size`` features more.
-        fused: Make MLX take its fused kernel, in the dtype of the tensors; else all is computed in float32.
+    MLX's kernel is given ``head_dim`` features, at least ``alibi_core.fold_size`` more than there are. With ``fused``
+    it is the fused one, in the dtype of the tensors; else all is computed in float32.
     """
     long_query, long_key = fold(query, key, call.slopes, scale=call.scale, head_dim=head_dim)
     tensors = [long_query, long_key, padded(value, 3, 0, head_dim - call.head_dim)]

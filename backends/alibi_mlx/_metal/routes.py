@@ -23,17 +23,11 @@ FOLD_LIMITS = {mx.bfloat16: 2.0**-8, mx.float16: 2.0**-11, mx.float32: 2.0**-20}
 
 @dataclass(frozen=True)
 class Route:
-    """How a call runs.
-
-    Attributes:
-        implementation: What computes it.
-        head_dim: The head size that MLX's kernel is given.
-        fused: Whether it must be a fused kernel, for what it is given in low precision is exact in no other.
-    """
+    """How a call runs."""
 
     implementation: str
-    head_dim: int
-    fused: bool = False
+    head_dim: int  # that MLX's kernel is given
+    fused: bool = False  # whether it must be a fused kernel, for what it is given in low precision is exact in no other
 
 
 @dataclass(frozen=True)

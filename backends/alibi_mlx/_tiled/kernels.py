@@ -25,13 +25,9 @@ COPIED_FOR = 8  # queries, at least, that keys are laid out anew for
 def forward(
     call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, jobs: Iterable[Job], head_dim: int
 ) -> mx.array:
-    """Return the result of the jobs that make up a call, of the shape and dtype of ``query``.
+    """Return the result of the jobs that make up a call with one batch axis, of the shape and dtype of ``query``.
 
-    Args:
-        call: With one batch axis.
-        query, key, value: ``[batch, heads, length, head_dim]``.
-        jobs: All that there is to compute.
-        head_dim: What MLX's kernel is to be given; features are filled up with zeros.
+    Features are filled up with zeros to ``head_dim`` for MLX's kernel.
     """
     # MLX before 0.32.2 crashes where mx.jvp meets an assignment to what does not vary: let it vary with everything.
     result = _after(mx.zeros(query.shape, query.dtype), [query, key, value, call.slopes])

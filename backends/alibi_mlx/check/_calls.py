@@ -33,21 +33,13 @@ Tensors = tuple[mx.array, mx.array, mx.array]
 
 @dataclass(frozen=True)
 class Call:
-    """A causal call with the canonical slopes, the last query at the last key.
-
-    Attributes:
-        implementation: What computes it.
-        head_dim: Features a head.
-        dtype: Of query, key and value.
-        q_len: Queries; as many as there are keys, if those are fewer.
-        kv_lens: Keys: the first of these that the implementation takes.
-    """
+    """A causal call with the canonical slopes, the last query at the last key."""
 
     implementation: str
     head_dim: int
     dtype: mx.Dtype
-    q_len: int
-    kv_lens: tuple[int, ...]
+    q_len: int  # as many as there are keys, if those are fewer
+    kv_lens: tuple[int, ...]  # the first of these that the implementation takes
 
 
 def calls(kernels: Kernels, *, quick: bool, longest: int) -> Iterator[Call]:

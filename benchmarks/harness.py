@@ -1,4 +1,7 @@
-"""What the benchmarks share: times in pairs, peak memory, the machine, and results as a table and as JSON."""
+"""What the benchmarks share: times in pairs, peak memory, the machine, and results as a table and as JSON.
+
+In go functions to compare. Out come medians, spreads and ratios, with versions and machine.
+"""
 
 from __future__ import annotations
 
@@ -121,11 +124,11 @@ def run_alone(function: str, *arguments: Any) -> dict[str, Any]:
     Returns:
         ``peak``: by how many bytes memory grew; ``seconds``; and ``found``, as JSON can carry it.
     """
-    code = "import sys, json; from benchmarks.harness import timing; timing._alone(*json.loads(sys.argv[1]))"
+    code = "import sys, json; from benchmarks import harness; harness._alone(*json.loads(sys.argv[1]))"
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps([function, *arguments])],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, ["", *sys.path]))},
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
     )
@@ -303,7 +306,7 @@ def parser(name: str, doc: str | None, sections: Iterable[str] = ()) -> argparse
 def folder(options: argparse.Namespace, is_whole: bool) -> Path:
     """Return where results go: of a whole run, to those that are kept."""
     is_kept = is_whole and not options.quick
-    return options.output or (Path(__file__).parents[1] / "results" if is_kept else Path("out"))
+    return options.output or (Path(__file__).parent / "results" if is_kept else Path("out"))
 
 
 def conclude(
