@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from alibi_core import AttentionCall
 from alibi_core.backend import Job, seen_keys
+from alibi_torch._tiled import step
 from alibi_torch._tiled.configuration import tiling
 from alibi_torch._tiled.kernels import (
     Saved,
@@ -27,7 +28,6 @@ from alibi_torch._tiled.kernels import (
     without_common_part,
 )
 from alibi_torch._tiled.second import refuse_second_derivatives
-from alibi_torch._tiled.step import groups
 
 KEPT = 2**18  # numbers; a bias of so few is kept with its call, which may come again
 LONG_DECODING = 2**13  # times the keys of a short call: numbers in the keys of one batch entry
@@ -94,6 +94,38 @@ def _blocks(call: AttentionCall, rows: int) -> list[Job]:
         first, stop = seen_keys(call, start, count)
         jobs.append(Job(batch, heads, start, count, 1, first, stop - first))
     return jobs
+
+
+def prepared(call: AttentionCall, in_general: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of query, key and value that computes a call, again and again, with little beside the kernel.
+
+    It asks ``in_general`` for gradients, and where one call of the kernel does not make up the result.
+    """
+    if len(call.batch) != 1 or call.num_kv_heads < call.num_heads or call.dtype != call.working_dtype:
+        return in_general
+    if call.is_empty or call.dense_only is not None:
+        return in_general
+    if step.is_step(call):
+        if call.q_offset + 1 < call.kv_len or call.kv_len > step.most_keys(call):
+            return in_general
+        bias = step.row_of_bias(call, call.kv_len)
+    else:
+        if not is_short(call) or len(short_jobs(call)) > 1:
+            return in_general
+        jobs = short_jobs(call)
+        biases = _biases(call, jobs)
+        if biases.are_reversed or jobs[0].kv_len < call.kv_len:
+            return in_general
+        bias = biases.by_job[0]
+    how, scale = tiling(), call.scale
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        is_differentiated = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        if is_differentiated or tiling() is not how or not _are_dense(query, key, value):
+            return in_general(query, key, value)
+        return fused_forward(query, key, value, 0.0, False, attn_mask=bias, scale=scale)[0]
+
+    return attend
 
 
 def forward(
@@ -193,7 +225,7 @@ def _heads_at_once(call: AttentionCall) -> list[tuple[slice, slice]]:
     It takes new memory, which is to be small enough to be had at once.
     """
     count, group = call.num_kv_heads, call.num_heads // call.num_kv_heads
-    together = groups(call, [call.kv_len] * count, call.batch[0])
+    together = step.groups(call, [call.kv_len] * count, call.batch[0])
     return [(slice(some.start * group, some.stop * group), some) for some, _ in together]
 
 
@@ -255,6 +287,11 @@ def backward(call: AttentionCall, saved: Saved) -> tuple[Tensor, Tensor, Tensor]
         by_keys = [x.unflatten(1, (call.num_kv_heads, -1)).sum(dim=2) for x in by_keys]
     by_key, by_value = (x.to(call.dtype) for x in by_keys)
     return _joined(by_query, 2).to(call.dtype), by_key, by_value
+
+
+def _are_dense(*tensors: Tensor) -> bool:
+    """Whether the kernel can read the last axis of tensors."""
+    return all(x.is_contiguous() or x.stride(-1) == 1 for x in tensors)
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
