@@ -25,9 +25,8 @@ def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def attend(query: Tensor, key: Tensor, value: Tensor, slopes: Any = None, **options: Any) -> Any:
-        for name in own.intersection(options):
-            if options[name] is None:
-                del options[name]
+        if options:
+            options = {name: x for name, x in options.items() if x is not None or name not in own}
         known = memory.key_of(query, key, value, slopes, options)
         compute = memory.recalled(known)
         if compute is None:

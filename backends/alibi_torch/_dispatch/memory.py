@@ -7,7 +7,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from alibi_core import AttentionCall
 
@@ -29,7 +32,9 @@ def key_of(query: Tensor, key: Tensor, value: Tensor, slopes: Any, options: dict
         return None
     if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
         return None
-    if not (query.is_cpu and key.is_cpu and value.is_cpu and query.layout is key.layout is value.layout is torch.strided):
+    if not (query.is_cpu and key.is_cpu and value.is_cpu):
+        return None
+    if not query.layout is key.layout is value.layout is torch.strided:
         return None
     given: Any = ()
     if options or slopes is not None:
@@ -87,8 +92,8 @@ def is_watched(*tensors: Tensor) -> bool:
 
 def _is_watched() -> bool:
     return (
-        torch.compiler.is_compiling()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
+        is_compiling()
+        or peek_interpreter_stack() is not None
+        or _len_torch_dispatch_stack() > 0
+        or _get_tracing_state() is not None
     )

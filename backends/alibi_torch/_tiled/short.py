@@ -101,31 +101,38 @@ def prepared(call: AttentionCall, in_general: Callable[..., Tensor]) -> Callable
 
     It asks ``in_general`` for gradients, and where one call of the kernel does not make up the result.
     """
-    if len(call.batch) != 1 or call.num_kv_heads < call.num_heads or call.dtype != call.working_dtype:
+    if len(call.batch) != 1 or call.is_empty or call.dense_only is not None:
         return in_general
-    if call.is_empty or call.dense_only is not None:
+    how, scale, bias = tiling(), call.scale, _only_bias(call)
+    is_short_call = call.worked_out[prepared] = is_short(call)
+    if bias is None and not is_short_call:
         return in_general
-    if step.is_step(call):
-        if call.q_offset + 1 < call.kv_len or call.kv_len > step.most_keys(call):
-            return in_general
-        bias = step.row_of_bias(call, call.kv_len)
-    else:
-        if not is_short(call) or len(short_jobs(call)) > 1:
-            return in_general
-        jobs = short_jobs(call)
-        biases = _biases(call, jobs)
-        if biases.are_reversed or jobs[0].kv_len < call.kv_len:
-            return in_general
-        bias = biases.by_job[0]
-    how, scale = tiling(), call.scale
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        is_differentiated = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-        if is_differentiated or tiling() is not how or not _are_dense(query, key, value):
-            return in_general(query, key, value)
-        return fused_forward(query, key, value, 0.0, False, attn_mask=bias, scale=scale)[0]
+        if tiling() is how:
+            if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+                result = _differentiable(call, query, key, value) if is_short_call else None
+                if result is not None:
+                    return result
+            elif bias is not None and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+                return fused_forward(query, key, value, 0.0, False, attn_mask=bias, scale=scale)[0]
+        return in_general(query, key, value)
 
     return attend
+
+
+def _only_bias(call: AttentionCall) -> Tensor | None:
+    """Return the bias with which one call of the kernel makes up the result of a call; None where none does."""
+    if call.num_kv_heads < call.num_heads or call.dtype != call.working_dtype:
+        return None
+    if step.is_step(call):
+        is_whole = call.q_offset + 1 == call.kv_len <= step.most_keys(call)
+        return step.row_of_bias(call, call.kv_len) if is_whole else None
+    jobs = short_jobs(call) if is_short(call) else []
+    if len(jobs) != 1 or jobs[0].kv_len < call.kv_len:
+        return None
+    biases = _biases(call, jobs)
+    return None if biases.are_reversed else biases.by_job[0]
 
 
 def forward(
@@ -162,6 +169,9 @@ def _attend(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: list[Job], biases: _Biases
 ) -> tuple[Tensor, Tensor]:
     """Compute the jobs of some heads, each with its keys and values, in the working dtype."""
+    if len(jobs) == 1 and not biases.are_reversed:
+        some, bias = _cut(jobs[0], query, key, value), biases.by_job[0]
+        return fused_forward(*some, 0.0, False, attn_mask=bias, scale=call.scale)
     parts = []
     for job, bias in zip(jobs, biases.by_job, strict=True):
         some = _cut(job, query, key, value)
@@ -234,6 +244,11 @@ def differentiable(call: AttentionCall, query: Tensor, key: Tensor, value: Tenso
 
     None for others, and where gradients take the care of :func:`backward`.
     """
+    was_tried = call.worked_out.get(prepared, False)
+    return None if was_tried else _differentiable(call, query, key, value)
+
+
+def _differentiable(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
     if call.q_len > DIFFERENTIATED_AT_ONCE or call.batch[0] * call.num_heads < torch.get_num_threads():
         return None
     jobs = short_jobs(call)
@@ -242,8 +257,7 @@ def differentiable(call: AttentionCall, query: Tensor, key: Tensor, value: Tenso
     query, key, value = _in(call.working_dtype, call, *last_axis_dense(query, key, value))
     biases = _biases(call, jobs)
     result, logsumexp = _attend(call, query, key, value, jobs, biases)
-    with torch.no_grad():
-        centred = without_common_part(query, key, logsumexp, call.scale)
+    centred = without_common_part(query, key, logsumexp, call.scale)
     if centred is None or centred[0] is not key:
         return None
     node = result.grad_fn.next_functions[0][0] if biases.are_reversed else result.grad_fn
@@ -289,11 +303,6 @@ def backward(call: AttentionCall, saved: Saved) -> tuple[Tensor, Tensor, Tensor]
     return _joined(by_query, 2).to(call.dtype), by_key, by_value
 
 
-def _are_dense(*tensors: Tensor) -> bool:
-    """Whether the kernel can read the last axis of tensors."""
-    return all(x.is_contiguous() or x.stride(-1) == 1 for x in tensors)
-
-
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
 
@@ -302,7 +311,8 @@ def _in(
     dtype: torch.dtype, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return tensors in a dtype, with keys and values for each query head."""
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if query.dtype != dtype:
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     group = call.num_heads // call.num_kv_heads
     if group > 1:
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))

@@ -90,7 +90,7 @@ def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms
         result = fused_forward(rows, key, value, 0.0, False, attn_mask=bias, scale=call.scale)[0]
     else:
         result = forward(call, rows, key, value, _jobs(call, rows, key, norms), norms is None)
-    return result if rows.shape == query.shape else result.reshape(query.shape)
+    return result if rows is query else result.reshape(query.shape)
 
 
 def jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> list[Job]:

@@ -204,9 +204,9 @@ class KVCache:
         """
         if implementation is not None:
             one_of("implementation", implementation, IMPLEMENTATIONS)
-        rules: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size}
-        rules |= {"scale": scale, "tolerance": tolerance}
-        rules = {name: rule for name, rule in rules.items() if rule is not None}
+        names = "mask", "segment_ids", "window_size", "scale", "tolerance"
+        given = zip(names, (mask, segment_ids, window_size, scale, tolerance), strict=True)
+        rules: dict[str, Any] = {name: rule for name, rule in given if rule is not None}
         if lengths is not None or self.lengths is not None:
             offsets = self._held() - self._counts(lengths, query.shape[2])
             check_span(self.length, self.length - int(offsets.min()))
