@@ -20,7 +20,6 @@ NUMBERS = frozenset((bool, int, float, type(None)))
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 Prepared = TypeVar("Prepared")
 _calls: OrderedDict[Any, Any] = OrderedDict()
-recalled = _calls.get  # what is kept under a key, or None
 
 
 def key_of(query: Tensor, key: Tensor, value: Tensor, slopes: Any, options: dict[str, Any]) -> Any:
@@ -71,6 +70,11 @@ def own(call: AttentionCall) -> AttentionCall:
 def is_worthwhile(query: Tensor, key: Tensor) -> bool:
     """Whether checking a call takes a part of its time that is worth to be saved."""
     return query.shape[-2] == 1 or key.shape[-2] <= MANY
+
+
+def recalled(key: Any) -> Any:
+    """Return what is kept under a key, or None."""
+    return None if key is None else _calls.get(key)  # a compiler would watch what is looked up
 
 
 def keep(key: Any, prepared: Prepared) -> Prepared:
