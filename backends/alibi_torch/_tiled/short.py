@@ -99,7 +99,7 @@ def _blocks(call: AttentionCall, rows: int) -> list[Job]:
 def prepared(call: AttentionCall, in_general: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a function of query, key and value that computes a call, again and again, with little beside the kernel.
 
-    It asks ``in_general`` for gradients, and where one call of the kernel does not make up the result.
+    Where one call of the kernel does not make up the result, it asks ``in_general``.
     """
     if len(call.batch) != 1 or call.is_empty or call.dense_only is not None:
         return in_general
@@ -126,7 +126,7 @@ def _only_bias(call: AttentionCall) -> Tensor | None:
     if call.num_kv_heads < call.num_heads or call.dtype != call.working_dtype:
         return None
     if step.is_step(call):
-        is_whole = call.q_offset + 1 == call.kv_len <= step.most_keys(call)
+        is_whole = call.q_offset + 1 == call.kv_len <= min(step.most_keys(call), KEPT // call.num_heads)
         return step.row_of_bias(call, call.kv_len) if is_whole else None
     jobs = short_jobs(call) if is_short(call) else []
     if len(jobs) != 1 or jobs[0].kv_len < call.kv_len:
@@ -244,7 +244,7 @@ def differentiable(call: AttentionCall, query: Tensor, key: Tensor, value: Tenso
 
     None for others, and where gradients take the care of :func:`backward`.
     """
-    was_tried = call.worked_out.get(prepared, False)
+    was_tried = call.worked_out.get(prepared, False)  # by the function prepared, which then asks in general
     return None if was_tried else _differentiable(call, query, key, value)
 
 
