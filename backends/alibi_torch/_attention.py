@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 import array_api_compat.torch as xp
 import torch
 import torch.nn.functional as F
@@ -10,9 +15,32 @@ from torch import Tensor
 from alibi_core import AttentionCall
 from alibi_core.backend import dense_attention, explains_keywords, host_values, non_negative_number, one_of
 from alibi_torch._dispatch import IMPLEMENTATIONS, choose, memory, no_autocast
-from alibi_torch._tiled import KeyNorms, tiled_attention
+from alibi_torch._tiled import KeyNorms, prepared, tiled_attention
 
 
+def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an attention function that checks a call of plain tensors once for its sizes, numbers and slopes."""
+    own = {"implementation", "max_key_norm"}  # of the function, not of the call
+    remembered = set(inspect.signature(function).parameters) - own
+
+    @functools.wraps(function)
+    def attend(query: Tensor, key: Tensor, value: Tensor, slopes: Any = None, **options: Any) -> Any:
+        if options:
+            options = {name: x for name, x in options.items() if x is not None or name not in own}
+        known = memory.key_of(query, key, value, slopes, options)
+        compute = memory.recalled(known)
+        if compute is None:
+            if known is None or not memory.is_worthwhile(query, key) or not remembered.issuperset(options):
+                return function(query, key, value, slopes, **options)
+            call = memory.own(AttentionCall.check(query, key, value, slopes, xp=xp, **options))
+            in_general = functools.partial(run, call, implementation=None, norms=None, is_plain=True)
+            compute = memory.keep(known, prepared(call, in_general))
+        return compute(query, key, value)
+
+    return attend
+
+
+@_remembering
 @explains_keywords
 def attention(
     query: Tensor,
@@ -93,25 +121,27 @@ def attention(
     """
     if implementation is not None:
         one_of("implementation", implementation, IMPLEMENTATIONS)
-    rules = {
-        "is_causal": is_causal,
-        "q_offset": q_offset,
-        "segment_ids": segment_ids,
-        "window_size": window_size,
-        "mask": mask,
-        "scale": scale,
-        "tolerance": tolerance,
-        "added_bias": added_bias,
-        "dropout": dropout,
-        "return_weights": return_weights,
-        "allow_negative_slopes": allow_negative_slopes,
-    }
-    known = memory.key_of((query, key, value), slopes, future_slopes, rules)
-    call = memory.recalled(
-        known, lambda: AttentionCall.check(query, key, value, slopes, future_slopes=future_slopes, xp=xp, **rules)
+    call = AttentionCall.check(
+        query,
+        key,
+        value,
+        slopes,
+        is_causal=is_causal,
+        future_slopes=future_slopes,
+        q_offset=q_offset,
+        segment_ids=segment_ids,
+        window_size=window_size,
+        mask=mask,
+        scale=scale,
+        tolerance=tolerance,
+        added_bias=added_bias,
+        dropout=dropout,
+        return_weights=return_weights,
+        allow_negative_slopes=allow_negative_slopes,
+        xp=xp,
     )
     norms = None if max_key_norm is None else norms_of(call, max_key_norm)
-    return run(call, query, key, value, implementation, norms, is_plain=known is not None)
+    return run(call, query, key, value, implementation, norms)
 
 
 def run(
@@ -126,7 +156,7 @@ def run(
 ) -> Tensor:
     """Compute a checked call by the implementation named, or by the one that suits it.
 
-    ``is_plain`` says that the tensors have a key of :mod:`alibi_torch._dispatch.memory`.
+    ``is_plain`` says that nothing is to see operators, where that is known.
     """
     if call.is_empty:  # nothing to compute, but the gradient's graph is to be whole
         return dense_attention(call, query, key, value)

@@ -26,10 +26,12 @@ DIRECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def tensors(q_len: int, kv_len: int, dtype: torch.dtype = torch.float32, heads: int = 4, head_dim: int = 8) -> Any:
+def tensors(
+    q_len: int, kv_len: int, dtype: torch.dtype = torch.float32, heads: int = 4, head_dim: int = 8, share: int = 2
+) -> Any:
     generator = torch.Generator().manual_seed(q_len * 10_007 + kv_len)
     query = torch.randn(2, heads, q_len, head_dim, generator=generator)
-    key, value = torch.randn(2, 2, heads // 2, kv_len, head_dim, generator=generator).unbind()
+    key, value = torch.randn(2, 2, heads // share, kv_len, head_dim, generator=generator).unbind()
     return [x.to(dtype).requires_grad_() for x in (query, key, value)]
 
 
@@ -47,9 +49,12 @@ def assert_near(found: list[Any], expected: list[Any], eps: float) -> None:
 
 # One above and below each limit: of a block, of longer blocks, of short calls.
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 129, 512, 600, 1024, 1025])
-def test_every_length_gives_what_dense_scores_give(length: int) -> None:
-    inputs = tensors(length, length)
-    assert_near(gradients(inputs), gradients(inputs, implementation="dense"), 2.0**-24)
+@pytest.mark.parametrize("share", [1, 2])
+def test_every_length_gives_what_dense_scores_give(length: int, share: int) -> None:
+    inputs = tensors(length, length, share=share)
+    result, *by_inputs = gradients(inputs, implementation="dense")
+    assert_near(gradients(inputs), [result, *by_inputs], 2.0**-24)
+    assert_near([alibi_torch.attention(*(x.detach() for x in inputs))], [result], 2.0**-24)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -157,6 +162,38 @@ def test_equal_numbers_of_another_kind_are_other_arguments() -> None:
         alibi_torch.attention(*inputs, window_size=True)
     with pytest.raises(TypeError, match="is_causal must be"):
         alibi_torch.attention(*inputs, is_causal=1)
+
+
+@pytest.mark.parametrize("wrong", [{"is_causal": None}, {"dropout": None}, {"layout": None}, {"xp": None}], ids=str)
+def test_a_call_that_was_checked_lets_no_wrong_argument_pass(wrong: dict[str, None]) -> None:
+    inputs = [x.detach() for x in tensors(5, 5, share=1)]
+    alibi_torch.attention(*inputs)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            alibi_torch.attention(*inputs, **wrong)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_call_that_was_checked_lets_no_wrong_tensor_pass(place: int) -> None:
+    inputs = [x.detach() for x in tensors(5, 5, share=1)]
+    alibi_torch.attention(*inputs)
+    for change in (torch.Tensor.double, torch.Tensor.to_sparse, lambda x: x.to("meta")):
+        with pytest.raises((TypeError, ValueError)):
+            alibi_torch.attention(*(change(x) if i == place else x for i, x in enumerate(inputs)))
+
+
+@pytest.mark.parametrize("q_len", [1, 7])
+def test_a_call_that_was_checked_comes_again_in_other_strides_and_under_autocast(q_len: int) -> None:
+    inputs = [x.detach() for x in tensors(q_len, 90, share=1)]
+    right = alibi_torch.attention(*inputs, implementation="dense")
+    alibi_torch.attention(*inputs)
+    for axes in ((1, 2), (2, 3)):
+        others = [x.transpose(*axes).contiguous().transpose(*axes) for x in inputs]
+        assert_near([alibi_torch.attention(*others)], [right], 2.0**-24)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again = alibi_torch.attention(*inputs)
+    assert again.dtype == torch.float32
+    assert_near([again], [right], 2.0**-24)
 
 
 def test_few_calls_are_remembered() -> None:

@@ -3,87 +3,101 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from alibi_core import AttentionCall
 
 ROOM = 32  # calls, each with the biases by distance of its heads
 MANY = 2048  # keys of the longest call of several queries to be remembered; longer ones take long enough
 NUMBERS = frozenset((bool, int, float, type(None)))
-_calls: OrderedDict[tuple[Any, ...], AttentionCall] = OrderedDict()
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
+Prepared = TypeVar("Prepared")
+_calls: OrderedDict[Any, Any] = OrderedDict()
 
 
-def key_of(
-    tensors: tuple[Tensor, Tensor, Tensor],
-    slopes: Any,
-    future_slopes: Any,
-    rules: dict[str, Any],
-) -> Any:
+def key_of(query: Tensor, key: Tensor, value: Tensor, slopes: Any, options: dict[str, Any]) -> Any:
     """Return what a checked call of plain CPU tensors follows from; None if that is more than sizes and numbers.
 
-    The values of slopes are part of the answer; ``rules`` are the other arguments, by name, as given by the caller.
+    The values of slopes are part of the answer; ``options`` are the other arguments, by name, as given by the caller.
     """
-    for x in tensors:
-        if not _is_ordinary(x) or x.ndim < 3:
+    if _is_watched() or forward_ad._current_level >= 0:  # slopes may carry a derivative
+        return None
+    if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
+        return None
+    if not (query.is_cpu and key.is_cpu and value.is_cpu):
+        return None
+    if not query.layout is key.layout is value.layout is torch.strided:
+        return None
+    given: Any = ()
+    if options or slopes is not None:
+        given = _given(slopes, options)
+        if given is None:
             return None
-    if is_watched():
+    try:
+        return query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, given
+    except RuntimeError:  # nested tensors have no shape
         return None
-    query, key, value = tensors
-    if key.shape[-2] > MANY and query.shape[-2] > 1:
-        return None
-    if forward_ad._current_level >= 0:  # slopes may carry a derivative
-        return None
-    numbers = tuple(rules.values())
-    kinds = tuple(map(type, numbers))
-    if not NUMBERS.issuperset(kinds):
-        return None
-    rates = []
-    for given in (slopes, future_slopes):
-        if isinstance(given, Tensor):
-            if not _is_ordinary(given) or given.ndim != 1 or (given.requires_grad and torch.is_grad_enabled()):
+
+
+def _given(slopes: Any, options: dict[str, Any]) -> Any:
+    """Return arguments as part of a key, slopes by their values; None if others are arrays."""
+    given = {**options, "slopes": slopes}
+    values: list[Any] = []
+    for name in ("slopes", "future_slopes"):
+        rates = given.get(name)
+        if isinstance(rates, Tensor):
+            if not _is_ordinary(rates) or rates.ndim != 1 or (rates.requires_grad and torch.is_grad_enabled()):
                 return None
-            given = (given.dtype, *given.tolist())
-        elif given is not None and type(given) is not int:
-            return None
-        rates.append(given)
-    sizes = query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype
-    return sizes, *rates, numbers, kinds  # 1, 1.0 and True are equal, but not as arguments
+            values += name, rates.dtype, *rates.tolist()
+            given[name] = None
+    kinds = tuple(map(type, given.values()))  # 1, 1.0 and True are equal, but not as arguments
+    return (*given.items(), *kinds, *values) if NUMBERS.issuperset(kinds) else None
 
 
-def recalled(key: Any, check: Callable[[], AttentionCall]) -> AttentionCall:
-    """Return the call of a key, checked before or now; of many that were checked, the last are kept."""
-    call = None if key is None else _calls.get(key)
-    if call is not None:
-        return call
-    call = check()
-    if key is None:
-        return call
-    with torch.inference_mode(False), torch.no_grad():  # what it keeps may take part in a differentiated call
-        _calls[key] = call.map_arrays(lambda array, _: array.clone())  # the caller may write to those given
+def own(call: AttentionCall) -> AttentionCall:
+    """Return a call to keep, with arrays of its own: the caller may write to those given."""
+    with torch.inference_mode(False), torch.no_grad():  # it may take part in a differentiated call
+        return call.map_arrays(lambda array, _: array.clone())
+
+
+def is_worthwhile(query: Tensor, key: Tensor) -> bool:
+    """Whether checking a call takes a part of its time that is worth to be saved."""
+    return query.shape[-2] == 1 or key.shape[-2] <= MANY
+
+
+def recalled(key: Any) -> Any:
+    """Return what is kept under a key, or None."""
+    return None if key is None else _calls.get(key)  # a compiler would watch what is looked up
+
+
+def keep(key: Any, prepared: Prepared) -> Prepared:
+    """Keep what is prepared for a call, and return it; of many calls, the last are kept."""
+    _calls[key] = prepared
     while len(_calls) > ROOM:
         _calls.popitem(last=False)
-    return call
+    return prepared
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
-    if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
-        return False
-    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
+    return type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is torch.strided
 
 
 def is_watched(*tensors: Tensor) -> bool:
     """Whether something is to see operators: a compiler, a tracer, a mapping, a mode, or a tensor of its own kind."""
-    for x in tensors:
-        if (type(x) is not Tensor and type(x) is not torch.nn.Parameter) or x.is_meta:
-            return True
+    return _is_watched() or any(type(x) not in PLAIN or x.is_meta for x in tensors)
+
+
+def _is_watched() -> bool:
     return (
-        torch.compiler.is_compiling()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
+        is_compiling()
+        or peek_interpreter_stack() is not None
+        or _len_torch_dispatch_stack() > 0
+        or _get_tracing_state() is not None
     )

@@ -9,7 +9,7 @@ from alibi_torch._tiled import step
 from alibi_torch._tiled.configuration import SIZES, norm_bounds, tiling
 from alibi_torch._tiled.operators import tiled_attention, tiled_attention_with_sums
 from alibi_torch._tiled.plan import jobs, needed_keys
-from alibi_torch._tiled.short import is_short
+from alibi_torch._tiled.short import is_short, prepared
 
 __all__ = [
     "SIZES",
@@ -18,6 +18,7 @@ __all__ = [
     "jobs",
     "needed_keys",
     "norm_bounds",
+    "prepared",
     "step",
     "tiled_attention",
     "tiled_attention_with_sums",

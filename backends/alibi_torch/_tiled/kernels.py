@@ -25,9 +25,8 @@ fused_forward = torch._scaled_dot_product_flash_attention_for_cpu  # as an opera
 fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 FEATURES = 8  # a multiple of these suits the kernels
-# Times 1 / eps: larger scores are rounded so much that their log-sum-exp, rounded as well, makes no weights of them
-# whose sum is 1.
-LARGE_SCORE = 2.0**-14
+# Larger scores are rounded so much that their log-sum-exp, rounded as well, makes no weights of them whose sum is 1.
+LARGE_SCORES = {dtype: 2.0**-14 / torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
 
 
 def forward(
@@ -271,20 +270,18 @@ def without_common_part(query: Tensor, key: Tensor, logsumexp: Tensor, scale: fl
     see those would have large scores for it, and fewer digits. None if scores are large. Keys are
     ``[..., heads or 1, kv_len, head_dim]``.
     """
-    total = key.sum(dim=-2, keepdim=True)
-    common, whole = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (total, key))
-    # False where the keys, or their sum, are not finite. In NumPy, which takes less time for as few numbers.
-    is_common = common.numpy() > whole.numpy() * (0.8 * key.shape[-2]) ** 0.5
-    large = LARGE_SCORE / torch.finfo(logsumexp.dtype).eps
-    if not is_common.any():
-        least, most = (x.item() for x in logsumexp.aminmax())
-        if max(-least, most) <= large:
-            return key, logsumexp
-        shift = logsumexp.new_zeros(())
-        centre = shift
-    else:
-        centre = torch.where(torch.from_numpy(is_common), total / key.shape[-2], 0.0)
-        shift = (query @ centre.mT)[..., 0] * scale
+    query, keys, large = query.detach(), key.detach(), LARGE_SCORES[logsumexp.dtype]
+    total = keys.sum(dim=-2, keepdim=True)
+    # Lists of Python's, as each operation between two large kernels takes far longer than these.
+    common, whole = (torch.linalg.vector_norm(x, dim=(-2, -1)).flatten().tolist() for x in (total, keys))
+    most = (0.8 * key.shape[-2]) ** 0.5
+    # False where the keys, or their sum, are not finite.
+    is_common = [of_sum > of_keys * most for of_sum, of_keys in zip(common, whole, strict=True)]
+    if not any(is_common) and torch.linalg.vector_norm(logsumexp, math.inf).item() <= large:
+        return key, logsumexp
+    where = torch.tensor(is_common, device=key.device).view(*total.shape[:-2], 1, 1)
+    centre = torch.where(where, total / key.shape[-2], 0.0)
+    shift = (query @ centre.mT)[..., 0] * scale
     sums = torch.where(logsumexp == math.inf, 0.0, logsumexp)
     if torch.maximum(sums.abs(), shift.abs()).max() > large:
         return None

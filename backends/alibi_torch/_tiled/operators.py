@@ -64,8 +64,7 @@ def tiled_attention(
         entries = [[tiled_attention(*part) for part in entry] for entry in parts_of(call, packed, *tensors)]
         return torch.cat([torch.cat(entry, dim=2) for entry in entries])
     if is_plain and differentiates:
-        by_inputs_alone = not needs_gradients(call.slopes, call.future_slopes)
-        if by_inputs_alone and is_short(call, norms_are_known=norms is not None) and not second.packs_what_is_saved():
+        if is_short(call, norms_are_known=norms is not None) and not needs_gradients(call.slopes, call.future_slopes):
             result = short.differentiable(call, *tensors)
             if result is not None:
                 return result

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from alibi_core import AttentionCall
 from alibi_core.backend import Job, seen_keys
+from alibi_torch._tiled import step
 from alibi_torch._tiled.configuration import tiling
 from alibi_torch._tiled.kernels import (
     Saved,
@@ -26,8 +27,7 @@ from alibi_torch._tiled.kernels import (
     shifted,
     without_common_part,
 )
-from alibi_torch._tiled.second import differentiable_kernel
-from alibi_torch._tiled.step import groups
+from alibi_torch._tiled.second import differentiable_kernel, packs_what_is_saved
 
 KEPT = 2**18  # numbers; a bias of so few is kept with its call, which may come again
 LONG_DECODING = 2**13  # times the keys of a short call: numbers in the keys of one batch entry
@@ -96,6 +96,45 @@ def _blocks(call: AttentionCall, rows: int) -> list[Job]:
     return jobs
 
 
+def prepared(call: AttentionCall, in_general: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of query, key and value that computes a call, again and again, with little beside the kernel.
+
+    Where one call of the kernel does not make up the result, it asks ``in_general``.
+    """
+    if len(call.batch) != 1 or call.is_empty or call.dense_only is not None:
+        return in_general
+    how, scale, bias = tiling(), call.scale, _only_bias(call)
+    is_short_call = call.worked_out[prepared] = is_short(call)
+    if bias is None and not is_short_call:
+        return in_general
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if tiling() is how:
+            if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+                result = _differentiable(call, query, key, value) if is_short_call else None
+                if result is not None:
+                    return result
+            elif bias is not None and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+                return fused_forward(query, key, value, 0.0, False, attn_mask=bias, scale=scale)[0]
+        return in_general(query, key, value)
+
+    return attend
+
+
+def _only_bias(call: AttentionCall) -> Tensor | None:
+    """Return the bias with which one call of the kernel makes up the result of a call; None where none does."""
+    if call.num_kv_heads < call.num_heads or call.dtype != call.working_dtype:
+        return None
+    if step.is_step(call):
+        is_whole = call.q_offset + 1 == call.kv_len <= min(step.most_keys(call), KEPT // call.num_heads)
+        return step.row_of_bias(call, call.kv_len) if is_whole else None
+    jobs = short_jobs(call) if is_short(call) else []
+    if len(jobs) != 1 or jobs[0].kv_len < call.kv_len:
+        return None
+    biases = _biases(call, jobs)
+    return None if biases.are_reversed else biases.by_job[0]
+
+
 def forward(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: list[Job], result_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -130,6 +169,9 @@ def _attend(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: list[Job], biases: _Biases
 ) -> tuple[Tensor, Tensor]:
     """Compute the jobs of some heads, each with its keys and values, in the working dtype."""
+    if len(jobs) == 1 and not biases.are_reversed:
+        some, bias = _cut(jobs[0], query, key, value), biases.by_job[0]
+        return fused_forward(*some, 0.0, False, attn_mask=bias, scale=call.scale)
     parts = []
     for job, bias in zip(jobs, biases.by_job, strict=True):
         some = _cut(job, query, key, value)
@@ -193,7 +235,7 @@ def _heads_at_once(call: AttentionCall) -> list[tuple[slice, slice]]:
     It takes new memory, which is to be small enough to be had at once.
     """
     count, group = call.num_kv_heads, call.num_heads // call.num_kv_heads
-    together = groups(call, [call.kv_len] * count, call.batch[0])
+    together = step.groups(call, [call.kv_len] * count, call.batch[0])
     return [(slice(some.start * group, some.stop * group), some) for some, _ in together]
 
 
@@ -202,7 +244,14 @@ def differentiable(call: AttentionCall, query: Tensor, key: Tensor, value: Tenso
 
     None for others, and where gradients take the care of :func:`backward`.
     """
+    was_tried = call.worked_out.get(prepared, False)  # by the function prepared, which then asks in general
+    return None if was_tried else _differentiable(call, query, key, value)
+
+
+def _differentiable(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
     if call.q_len > DIFFERENTIATED_AT_ONCE or call.batch[0] * call.num_heads < torch.get_num_threads():
+        return None
+    if packs_what_is_saved():
         return None
     jobs = short_jobs(call)
     if len(jobs) > 1:
@@ -210,8 +259,7 @@ def differentiable(call: AttentionCall, query: Tensor, key: Tensor, value: Tenso
     query, key, value = _in(call.working_dtype, call, *last_axis_dense(query, key, value))
     biases = _biases(call, jobs)
     result, logsumexp = _attend(call, query, key, value, jobs, biases)
-    with torch.no_grad():
-        centred = without_common_part(query, key, logsumexp, call.scale)
+    centred = without_common_part(query, key, logsumexp, call.scale)
     if centred is None or centred[0] is not key:
         return None
     node = result.grad_fn.next_functions[0][0] if biases.are_reversed else result.grad_fn
@@ -265,7 +313,8 @@ def _in(
     dtype: torch.dtype, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return tensors in a dtype, with keys and values for each query head."""
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if query.dtype != dtype:
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     group = call.num_heads // call.num_kv_heads
     if group > 1:
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))

@@ -54,6 +54,19 @@ def is_measured(call: AttentionCall) -> bool:
     return call.dtype != call.working_dtype and _are_many(call, call.kv_len, LONG_LOW_UNMEASURED * call.batch[0])
 
 
+def most_keys(call: AttentionCall) -> int:
+    """Return how many keys a call of one query reads all of, whatever is known of them; 0 for other calls."""
+    how = tiling()
+    known = call.worked_out.get(most_keys, (None,))
+    if known[0] is not how:
+        most = 0
+        if is_step(call) and not call.is_empty and call.dtype == call.working_dtype:
+            most = max(NEAR, LONG * how.short // _numbers(call, 1) - 1)
+            most = most if call.window_size is None else min(most, call.window_size + 1)
+        known = call.worked_out[most_keys] = how, most
+    return known[1]
+
+
 def _are_many(call: AttentionCall, kv_len: int, least: int) -> bool:
     """Whether so many keys hold at least ``least`` numbers for each key of a short call."""
     return kv_len > NEAR and _numbers(call, kv_len) >= least * tiling().short
@@ -68,12 +81,16 @@ def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms
 
     The number of keys is their own, not the call's. Norms may bound all but the last ``NEAR``.
     """
-    query, key, value = last_axis_dense(query, key, value)
-    if call.num_kv_heads == call.num_heads:
-        return forward(call, query, key, value, _jobs(call, query, key, norms), norms is None)
-    # Heads that share their keys become rows.
-    rows = query.reshape(query.shape[0], call.num_kv_heads, -1, query.shape[3])
-    return forward(call, rows, key, value, _jobs(call, rows, key, norms), norms is None).reshape(query.shape)
+    rows, key, value = last_axis_dense(query, key, value)
+    if call.num_kv_heads < call.num_heads:  # heads that share their keys become rows
+        rows = rows.reshape(query.shape[0], call.num_kv_heads, -1, query.shape[3])
+    kv_len = key.shape[2]
+    if kv_len <= most_keys(call):
+        bias = row_of_bias(call, kv_len)
+        result = fused_forward(rows, key, value, 0.0, False, attn_mask=bias, scale=call.scale)[0]
+    else:
+        result = forward(call, rows, key, value, _jobs(call, rows, key, norms), norms is None)
+    return result if rows is query else result.reshape(query.shape)
 
 
 def jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> list[Job]:
@@ -105,7 +122,7 @@ def forward(
 
     ``may_leave_out`` lets scores tell which values matter.
     """
-    row, is_low = _row(call, max([job.kv_len for job in planned])), call.dtype != call.working_dtype
+    row, is_low = row_of_bias(call, max([job.kv_len for job in planned])), call.dtype != call.working_dtype
     if is_low:
         query = query.to(call.working_dtype)  # in low precision the kernel would round the weights to it
     if len(planned) == 1:
@@ -127,9 +144,9 @@ def forward(
     return result
 
 
-def _row(call: AttentionCall, kv_len: int) -> Tensor:
+def row_of_bias(call: AttentionCall, kv_len: int) -> Tensor:
     """Return the bias of the last ``kv_len`` keys, ``[1, num_kv_heads, rows, kv_len]``: the end of a row kept."""
-    last = call.worked_out.get(_row)
+    last = call.worked_out.get(row_of_bias)
     if last is not None and last.shape[-1] == kv_len:
         return last
     row = call.worked_out.get(is_step)
@@ -141,9 +158,9 @@ def _row(call: AttentionCall, kv_len: int) -> Tensor:
         row = far.bias_by_distance.reshape(1, call.num_kv_heads, -1, length)
         if is_kept:
             call.worked_out[is_step] = row
-    last = row[..., -kv_len:]
+    last = row.narrow(-1, row.shape[-1] - kv_len, kv_len)
     if row.shape[-1] * call.num_heads <= KEPT:
-        call.worked_out[_row] = last  # layers ask for the same
+        call.worked_out[row_of_bias] = last  # layers ask for the same
     return last
 
 

@@ -204,21 +204,27 @@ class KVCache:
         """
         if implementation is not None:
             one_of("implementation", implementation, IMPLEMENTATIONS)
-        rules: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size}
+        names = "mask", "segment_ids", "window_size", "scale", "tolerance"
+        given = zip(names, (mask, segment_ids, window_size, scale, tolerance), strict=True)
+        rules: dict[str, Any] = {name: rule for name, rule in given if rule is not None}
         if lengths is not None or self.lengths is not None:
             offsets = self._held() - self._counts(lengths, query.shape[2])
             check_span(self.length, self.length - int(offsets.min()))
             rules["q_offset"] = torch.from_numpy(offsets).to(self.key.device)
-        key, value = self.key[:, :, : self.length], self.value[:, :, : self.length]
-        rules |= {"scale": scale, "tolerance": tolerance}
+        key, value = self.key.narrow(2, 0, self.length), self.value.narrow(2, 0, self.length)
         # Steps of a text differ in their number of keys, which nothing that was checked depends on.
-        known = memory.key_of((query, self.key, self.value), slopes, None, rules)
-        call = memory.recalled(known, lambda: AttentionCall.check(query, key, value, slopes, xp=xp, **rules))
+        known = memory.key_of(query, self.key, self.value, slopes, rules)
+        known = known and (KVCache, known)
+        call = memory.recalled(known)
+        if call is None:
+            call = AttentionCall.check(query, key, value, slopes, xp=xp, **rules)
+            call = call if known is None else memory.keep(known, memory.own(call))
         if known is not None:
             check_span(self.length, query.shape[2])
-            is_differentiated = needs_gradients(query, key, value)
-            is_step = step.is_step(call) and not call.is_empty
-            if implementation in (None, "tiled") and is_step and not is_differentiated:
+            may_step = implementation in (None, "tiled") and not needs_gradients(query, self.key, self.value)
+            if may_step and self.length <= step.most_keys(call):
+                return step.attend(call, query, key, value, None)
+            if may_step and step.is_step(call) and not call.is_empty:
                 norms = self._norms(step.NEAR) if step.wants_norms(call, self.length) else None
                 with no_autocast("cpu"):  # it would round the bias
                     return step.attend(call, query, key, value, norms)
