@@ -58,6 +58,7 @@ def _attend(
         scores = _product(queries[head], keys[head // group]).add_(distances, alpha=-slope)
         weights = torch.softmax(scores, dim=-1, out=scores)
         out.copy_(_product(weights, values[head // group]))
+        del scores, weights  # so that the next head's take their place in the cache
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
