@@ -17,7 +17,7 @@ from torch import Tensor
 
 from alibi_core import AttentionCall
 from alibi_core.backend import Job, seen_keys
-from alibi_torch._tiled import step
+from alibi_torch._tiled import onednn, step
 from alibi_torch._tiled.configuration import tiling
 from alibi_torch._tiled.kernels import (
     Saved,
@@ -138,7 +138,9 @@ def _only_bias(call: AttentionCall) -> Tensor | None:
 def forward(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: list[Job], result_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Compute a short call; takes and returns what ``kernels.forward`` does."""
+    """Compute a short call; takes and returns what ``kernels.forward`` does, without sums that nobody needs."""
+    if onednn.suits(call, result_dtype):
+        return onednn.forward(call, query, key, value)
     biases, dtype, together = _biases(call, jobs), call.working_dtype, []
     if call.dtype != dtype and call.q_len <= tiling().sizes.few:
         together = _heads_at_once(call)
