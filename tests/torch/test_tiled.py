@@ -499,6 +499,14 @@ def test_second_derivatives_by_torch_func(transforms: tuple[Callable[..., Any], 
     torch.testing.assert_close(derivative(None), derivative("dense"), rtol=2.0**-40, atol=2.0**-40)
 
 
+def test_forward_mode_twice_by_slopes() -> None:
+    query, key, value = tensors((5, 5), batch=1, dtype=torch.float64)
+    slopes = torch.tensor([1.0, 0.3, 0.1, 0.05], dtype=torch.float64)
+    function = lambda x: alibi_torch.attention(query, key, value, x).square().sum()  # noqa: E731
+    found, expected = (twice(twice(function))(slopes) for twice in (torch.func.jacfwd, torch.func.jacrev))
+    torch.testing.assert_close(found, expected, rtol=2.0**-40, atol=2.0**-40)
+
+
 @pytest.mark.parametrize("by", ["query", "slopes"])
 @pytest.mark.parametrize("way", ["forward_ad", "jvp", "jacfwd"])
 def test_forward_mode_is_dense_or_refused(way: str, by: str) -> None:
