@@ -45,7 +45,7 @@ def one(*x, **options):
 
 
 def described(way, implementation):
-    kind = AxisType.Explicit if way == "explicit" else AxisType.Auto
+    kind = AxisType.Explicit if way in ("explicit", "mapped") else AxisType.Auto
     mesh = jax.make_mesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
     by_head = P("data", None, "heads")
     specs = [by_head] * 4 + [P("heads") if way == "by hand" else P()]
@@ -62,6 +62,13 @@ def described(way, implementation):
 
         def attend(*x):
             return attend_locally(ids, *x)
+
+    if way == "mapped":
+        def attend(query, key, value, slopes):
+            def entry(*x):
+                return attention(*x[:3], slopes, segment_ids=x[3], implementation=implementation)
+
+            return jax.vmap(entry)(query, key, value, jax.sharding.reshard(ids, P("data")))
 
     with jax.set_mesh(mesh):
         placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs)]
@@ -90,6 +97,7 @@ WAYS = (
     ("automatic", "default"),
     ("explicit", "default"),
     ("explicit", "tpu"),
+    ("mapped", "default"),
     ("by hand", "default"),
     ("by hand", "tpu"),
 )
