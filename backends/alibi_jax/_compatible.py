@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
 
+def broadcasting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function broadcast arrays of different ranks, also for users who have JAX refuse that."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with jax.numpy_rank_promotion("allow"):
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
 def shaped_as(array: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return the type of an array that varies over the mesh axes that ``array``, a type itself, varies over."""
-    nowhere = jax.sharding.PartitionSpec(*(None,) * len(shape))
-    return array.update(shape=shape, dtype=dtype, sharding=array.sharding.update(spec=nowhere), weak_type=False)
+    """Return the type of an array that varies over the mesh axes that ``array``, a type itself, varies over.
+
+    Its first axis is sharded as that of ``array`` is.
+    """
+    spec = jax.sharding.PartitionSpec(array.sharding.spec[0], *(None,) * (len(shape) - 1))
+    return array.update(shape=shape, dtype=dtype, sharding=array.sharding.update(spec=spec), weak_type=False)
 
 
 def local(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

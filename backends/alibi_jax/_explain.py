@@ -24,11 +24,13 @@ from alibi_core.backend import (
 )
 from alibi_jax._attention import attention
 from alibi_jax._call import Operands, Rules, as_slopes, needed_keys, ranges_of, take_apart
+from alibi_jax._compatible import broadcasting
 from alibi_jax._dispatch import IMPLEMENTATIONS, Implementation, Target, checked, choose, in_full, name_of, refusal
 from alibi_jax._tiled import Tiling, jobs_of, sizes_of
 from alibi_jax._tpu import TPU, KernelShape
 
 
+@broadcasting
 def explain(
     query: jax.Array,
     key: jax.Array,

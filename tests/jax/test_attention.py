@@ -20,6 +20,7 @@ jax = pytest.importorskip("jax")
 nnx = pytest.importorskip("flax.nnx")
 nn = pytest.importorskip("flax.linen")
 import jax.numpy as jnp  # noqa: E402
+from jax import export  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 
 import alibi_jax  # noqa: E402
@@ -786,6 +787,35 @@ def test_attention_runs_without_being_compiled() -> None:
     with jax.disable_jit():
         found = alibi_jax.attention(query, key, value, implementation="tiled")
     np.testing.assert_allclose(found, alibi_jax.attention(query, key, value, implementation="dense"), atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", first_of(["tiled", "dense"]))
+def test_ranks_differ_inside_also_where_users_have_that_refused(implementation: str) -> None:
+    x, mask = jnp.ones((2, 5, 2, 4)), jnp.ones((2, 1, 5, 5), bool)
+
+    def loss(x: jax.Array, slopes: jax.Array) -> jax.Array:
+        result = alibi_jax.attention(x, x, x, slopes, mask=mask, is_causal=False, implementation=implementation)
+        return jnp.sum(result**2)
+
+    with jax.numpy_rank_promotion("raise"):
+        for function in (jax.grad(loss, argnums=(0, 1)), jax.hessian(loss, argnums=1)):
+            jax.jit(function).lower(x, jnp.ones(2))
+        alibi_jax.attention(x, x, x, mask=mask, added_bias=jnp.zeros((5, 5)))
+        alibi_jax.explain(x, x, x)
+
+
+@pytest.mark.parametrize("implementation", first_of(["tiled", "dense"]))
+def test_a_program_is_exported_for_any_batch(implementation: str) -> None:
+    x, slopes = jax.random.normal(jax.random.key(0), (3, 5, 4, 2)), jnp.asarray([0.5, 0.25, 0.0, 1.0])
+
+    def loss(x: jax.Array, slopes: jax.Array) -> jax.Array:
+        return jnp.sum(alibi_jax.attention(x, x, x, slopes, implementation=implementation) ** 2)
+
+    (batch,) = export.symbolic_shape("batch")
+    function = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    exported = export.export(function)(jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype), slopes)
+    for found, expected in zip(exported.call(x, slopes), function(x, slopes), strict=True):
+        np.testing.assert_allclose(found, expected, atol=3 * 5 * 4 * 2.0**-22)  # of slopes, sums over 3 * 5 queries
 
 
 # NumPy's slopes

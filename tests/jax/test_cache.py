@@ -226,3 +226,13 @@ def test_rows_of_different_lengths_are_decoded_in_one_program() -> None:
     _, overflown = decoded(cache)
     assert np.isnan(overflown[:, 0]).all()  # and the second row has room for two
     assert np.isfinite(overflown[:2, 1]).all()
+
+
+@pytest.mark.full
+def test_slopes_have_the_same_gradient_with_a_cache_that_evicts() -> None:
+    def loss(cache: Any, slopes: jax.Array) -> jax.Array:
+        return jnp.sum(cache.append(tokens(9), tokens(9, seed=1)).attend(tokens(9, HEADS, seed=2), slopes) ** 2)
+
+    found, expected = (jax.jit(jax.grad(loss, argnums=1))(x, SLOPES) for x in (evicting(), filled(0)))
+    # Sums over 9 queries of as many distances, times values and results up to 4, in two batch entries.
+    np.testing.assert_allclose(found, expected, atol=2 * 9 * 9 * 16 * 2.0**-24)

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 
 from alibi_core import AttentionCall
 from alibi_core.backend import dense_attention
+from alibi_jax._compatible import broadcasting
 from alibi_jax._tiled import materialised
 
 
+@broadcasting
 def dense(call: AttentionCall, *tensors: jax.Array, dropout_key: jax.Array | None = None) -> Any:
     """Compute a call on heads-first tensors, and return the result with its lengths first."""
 

@@ -18,7 +18,7 @@ from jax.interpreters import batching, mlir
 
 from alibi_jax import _tiled, _tpu
 from alibi_jax._call import Operands, Rules
-from alibi_jax._compatible import shaped_as, without_mesh
+from alibi_jax._compatible import broadcasting, shaped_as, without_mesh
 from alibi_jax._dispatch.choice import Implementation, Target, choose
 from alibi_jax._tpu import TPU
 
@@ -159,6 +159,7 @@ def _primitive_of(
     """Return a primitive of which the first ``whole`` operands have the whole batch, the last three the tensors."""
     primitive = Primitive(name)
     primitive.multiple_results = True
+    run = broadcasting(run)
 
     def call(*leaves: Any, **parameters: Any) -> list[Any]:
         if jax.config.jax_disable_jit:

@@ -56,4 +56,6 @@ def attend(rules: Rules, implementation: Implementation | None, operands: Operan
 
     specs = Operands(*(None if x is None else placed(name, x) for name, x in operands._asdict().items()))
     operands = jax.tree.map(jax.sharding.reshard, operands, specs)
-    return jax.shard_map(call, in_specs=(specs,), out_specs=one, axis_names=set(explicit))(operands)
+    # No names stand for all axes of the mesh but those that jax.vmap maps over, which are not to be named.
+    names = set(explicit) if len(explicit) < len(sharding.mesh.axis_names) else set()
+    return jax.shard_map(call, in_specs=(specs,), out_specs=one, axis_names=names)(operands)

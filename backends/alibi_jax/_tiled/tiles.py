@@ -81,7 +81,7 @@ def sizes_of(rules: Rules, operands: Operands, tiling: Tiling) -> Sizes:
     keys = tiling.keys_of_few if q_len <= FEW else tiling.keys
     box = axes | {"q": tiling.even(q_len, tiling.rows), "k": tiling.even(kv_len, keys)}
     lanes = 1
-    if not tiling.together:
+    if not tiling.together and isinstance(batch, int):  # which is a symbol in a program exported for any batch
         if (box["q"], box["k"]) == (q_len, kv_len):
             # Nothing can be left out.
             box["b"] = _divisor(batch, tiling.scores // (num_heads * q_len * kv_len))

@@ -242,6 +242,7 @@ class EvictingKVCache:
         sound = self.fits & (self.length - query.shape[1] >= self.evicted) & (measured <= policy.measured_limit)
         if slopes is not None:
             sound &= jnp.all(jnp.asarray(slopes) == own_slopes)
+            own_slopes = jnp.asarray(slopes, own_slopes.dtype)  # the same numbers, and these may be differentiated
         if known(sound) is not None and known(self.fits):
             check_span(int(self.length), query.shape[1], int(self.evicted))
             policy.check_query_norm(float(measured), policy.measured_limit)
@@ -252,7 +253,7 @@ class EvictingKVCache:
             part = query[:, :, heads]
             offset = held.count - query.shape[1]
             call = AttentionCall.check(
-                jnp.swapaxes(part, 1, 2), held.key, held.value, own_slopes[heads], q_offset=offset, xp=jnp, **rules
+                jnp.swapaxes(part, 1, 2), held.key, held.value, own_slopes[..., heads], q_offset=offset, xp=jnp, **rules
             )
             norms = self.largest_norms[np.asarray(which.heads)]
             norms = jnp.broadcast_to(norms[:, None], (*held.key.shape[:2], -(-held.key.shape[2] // NORM_BLOCK)))
