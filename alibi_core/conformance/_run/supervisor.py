@@ -94,88 +94,60 @@ def supervised(source: str, settings: Settings, console: Console) -> Iterator[Ou
     """
     first, count, laws = 0, 1, len(settings.laws or LAWS)
     while first < count:
-        seen = _Seen()
+        # What the worker has told so far, and what it has told of the laws of the adapter that it looks at.
+        seen: dict[str, Any] = {"count": 1, "about": {"name": "", "dtype": "float32", "contract": "exact"}, "law": ""}
+        done: list[LawReport] = []
         with tempfile.TemporaryDirectory() as folder, console.status(escape(f"{source} …")) as status:
-            for event in _events(source, settings, first, Path(folder) / "events", seen):
-                seen.take(event)
-                status.update(escape(f"{seen.words} ({len(seen.laws)} of {laws} laws done)"))
+            for event in _events(source, settings, first, Path(folder) / "events"):
+                seen |= event
+                if "about" in event:
+                    done = []
+                if "law_report" in event:
+                    done.append(LawReport.from_dict(event["law_report"]))
+                name = seen["about"]["name"] and f"{seen['about']['name']} ({seen['about']['dtype']})"
+                status.update(escape(f"{name} {seen['law']} … ({len(done)} of {laws} laws done)"))
                 if "report" in event:
                     yield Outcome(source, Report.from_dict(event["report"]), event["golden"])
                     first += 1
-        count = seen.count
-        if seen.missing:
-            yield Outcome(source, missing=seen.missing)
+        count = seen["count"]
+        if "missing" in seen:
+            yield Outcome(source, missing=seen["missing"])
             return
-        if seen.crash:
-            yield Outcome(source, seen.report(settings))
+        if "crash" in seen:
+            crash = seen["crash"] + (f" in law {seen['law']}" if seen["law"] else "")
+            known = {"features": (), "laws": tuple(done), "profile": settings.profile, "seed": settings.seed}
+            yield Outcome(source, Report(**seen["about"] | known, crash=crash))
             first += 1
 
 
-@dataclass
-class _Seen:
-    """What a worker has told so far."""
-
-    count: int = 1
-    done: bool = False
-    missing: str = ""
-    crash: str = ""
-    words: str = ""
-    about: dict[str, str] | None = None
-    law: str = ""
-    laws: tuple[LawReport, ...] = ()
-
-    def take(self, event: dict[str, Any]) -> None:
-        self.count, self.done = event.get("count", self.count), "done" in event
-        self.missing = event.get("missing", self.missing)
-        if "about" in event:
-            self.about, self.laws = event["about"], ()
-        if "law" in event:
-            self.law = event["law"]
-        if "law_report" in event:
-            self.laws += (LawReport.from_dict(event["law_report"]),)
-        name = self.about and f"{self.about['name']} ({self.about['dtype']})"
-        self.words = f"{name or ''} {self.law} …"
-
-    def report(self, settings: Settings) -> Report:
-        """Return what is known of an adapter that ended its process."""
-        about = self.about or {"name": "", "dtype": "float32", "contract": "exact"}
-        where = f" in law {self.law}" if self.law else ""
-        return Report(
-            name=about["name"],
-            dtype=about["dtype"],
-            contract=about["contract"],
-            features=(),
-            profile=settings.profile,
-            seed=settings.seed,
-            laws=self.laws,
-            crash=self.crash + where,
-        )
-
-
-def _events(source: str, settings: Settings, first: int, path: Path, seen: _Seen) -> Iterator[dict[str, Any]]:
-    """Yield what a worker tells until it ends. One that stands still is ended; one that dies is a crash."""
+def _events(source: str, settings: Settings, first: int, path: Path) -> Iterator[dict[str, Any]]:
+    """Yield what a worker tells until it ends. One that stands still is ended; one that dies is a crash, told last."""
     path.touch()
     request = asdict(settings) | {"source": source, "first": first, "events": str(path)}
     command = [sys.executable, "-m", "alibi_core.conformance._run.worker", json.dumps(request)]
     errors = path.with_name("stderr")
+    is_done = False
     with errors.open("w") as stderr, path.open(encoding="utf-8") as file:
         storage = os.environ | {"HYPOTHESIS_STORAGE_DIRECTORY": str(path.with_name("hypothesis"))}  # leave no litter
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, env=storage)
         try:
             while True:
                 ended = process.poll() is not None
-                rest = file.readlines()
-                yield from (json.loads(line) for line in rest if line.endswith("\n"))
+                for line in file.readlines():
+                    if line.endswith("\n"):
+                        event = json.loads(line)
+                        is_done = "done" in event
+                        yield event
                 if ended:
                     break
                 if time.time() - path.stat().st_mtime > settings.time_limit + PATIENCE:
-                    seen.crash = f"a call stood still, and Python with it, for {settings.time_limit + PATIENCE:g} s"
-                    break
+                    yield {"crash": f"a call stood still, and Python with it, for {settings.time_limit + PATIENCE:g} s"}
+                    return
                 time.sleep(0.05)
         finally:
             process.kill()
             process.wait()
-    if not seen.done and not seen.crash:
+    if not is_done:
         last = errors.read_text(errors="replace").strip().splitlines()[-1:]
         how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit status {process.returncode}"
-        seen.crash = f"the process ended with {how}{': ' + last[0] if last else ''}"
+        yield {"crash": f"the process ended with {how}{': ' + last[0] if last else ''}"}

@@ -75,16 +75,9 @@ def make_case(
     arrays["slopes"] = as_slopes(own if offer.has_slopes else slope_values(num_heads, contract=offer.contract))
     if form != "causal":
         arguments["is_causal"] = False
-    return filled(
-        Case(dataclasses.replace(sizes, batch=batch), form, scaling=arguments.get("scale")), arrays, arguments
-    )
-
-
-def filled(case: Case, arrays: dict[str, Values], arguments: dict[str, Any]) -> Case:
-    """Return a case with these arrays and arguments in place of those it would draw."""
-    case = dataclasses.replace(case, slopes_per_batch=arrays["slopes"].ndim > 1)
-    case.__dict__.update(arrays=arrays, arguments=arguments)  # where cached_property keeps its values
-    return case.with_arrays()
+    sizes = dataclasses.replace(sizes, batch=batch)
+    case = Case(sizes, scaling=arguments.get("scale"), slopes_per_batch=arrays["slopes"].ndim > 1)
+    return case.with_arguments(form, arguments).with_arrays(**arrays)
 
 
 def as_slopes(values: Any) -> Values:
