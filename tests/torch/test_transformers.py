@@ -486,6 +486,19 @@ def test_gradients_are_the_models_own(name: str, checkpointing: bool, side: str)
         assert (gradient - exact[parameter]).abs().max() / scale <= 8 * own, parameter
 
 
+@pytest.mark.parametrize("name", ["mpt", "falcon", "falcon, eager"])
+def test_gradients_of_gradients_of_short_texts(name: str) -> None:
+    model, tokens, mask = model_of(name), tokens_of(2, 20), padding(20, 13, total=20, side="left")
+    found = []
+    for x in (model, accelerate(copy.deepcopy(model), strict=True)):
+        weights = [weight for weight in x.transformer.parameters() if weight.ndim > 1][:3]
+        loss = x(tokens, attention_mask=mask, labels=tokens, use_cache=False).loss
+        penalty = sum(gradient.square().sum() for gradient in torch.autograd.grad(loss, weights, create_graph=True))
+        found.append(torch.autograd.grad(penalty, weights))
+    for expected, actual in zip(*found, strict=True):
+        assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
 @pytest.mark.parametrize(
     "make", [lambda: bloom(hidden_size=42), lambda: mpt(d_model=42), lambda: falcon(hidden_size=56)]
 )
