@@ -110,6 +110,8 @@ class AcceleratedBloomAttention(Accelerated, BloomAttention):
 class AcceleratedMptAttention(Accelerated, MptAttention):
     """MPT's attention module."""
 
+    shows_weights = False  # it has no module for their dropout
+
     @staticmethod
     def rules(module: MptAttention, config: Any, contract: str) -> Rules:
         """Return what a module computes."""
@@ -124,11 +126,6 @@ class AcceleratedMptAttention(Accelerated, MptAttention):
     def weight_dropout(self) -> float:
         """The share of attention weights that are dropped in training."""
         return float(self.attn_dropout_p)
-
-    @property
-    def shows_weights(self) -> bool:
-        """Whether the attention weights are shown to code of somebody else."""
-        return False
 
     def forward(
         self,
