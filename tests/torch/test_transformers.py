@@ -304,6 +304,15 @@ def test_generate(name: str, way: str) -> None:
         restore(model)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_masks_of_a_static_cache_keep_their_shape(name: str) -> None:  # or a compiled step would not serve the next
+    model, mask, shapes = accelerate(model_of(name), strict=True), padding(20, 13, total=20, side="left"), set()
+    hook = model.transformer.register_forward_pre_hook
+    hook(lambda module, args, kwargs: shapes.add(kwargs["attention_mask"].shape), with_kwargs=True)
+    generated(model, tokens_of(2, 20), attention_mask=mask, max_new_tokens=4, cache_implementation="static")
+    assert len(shapes) == 1
+
+
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("name", ["bloom", "falcon"])
 def test_decoding_a_long_text_in_pieces(name: str, kind: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.bloom.modeling_bloom import (
     BloomAttention,
@@ -261,9 +262,12 @@ def _encoded(model: Any, given: dict[str, Any], tokens: Tensor, rules: Rules) ->
     )
 
 
-def _same_mask(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-    """Let ``generate`` hand the padding mask on as it is."""
-    return attention_mask
+def _same_mask(*args: Any, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+    """Let ``generate`` hand the padding mask on, for all places of a static cache, so that its shape stays the same."""
+    if attention_mask is None or attention_mask.ndim != 2:
+        return attention_mask
+    places = past_key_values.get_mask_sizes(1, 0)[0]
+    return F.pad(attention_mask, (0, max(places - attention_mask.shape[1], 0)))
 
 
 # --- What the models build for their own attention ------------------------------------------------------------------
