@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.bloom.modeling_bloom import (
     BloomAttention,
@@ -194,7 +195,7 @@ class AcceleratedModel(Prepared):
             return args, kwargs
         encoded = _encoded(self, given, tokens, layers[0].alibi_rules)
         changed: dict[str, Any] = {"attention_mask": encoded}
-        if _facts.is_packed(encoded) and not torch.compiler.is_compiling():
+        if _facts.is_packed(encoded) and not _facts.is_unreadable(encoded):
             if given.get("use_cache"):
                 raise ValueError("use_cache must be False where position_ids pack several sequences into a row")
             changed["use_cache"] = False
@@ -210,6 +211,10 @@ def _reason_for_own_code(model: Any, layers: list[Any], given: dict[str, Any], t
     reason = reason_for_own_code(model.config, given, [layer.weight_dropout for layer in layers if layer.training])
     if reason is not None:
         return reason
+    if not getattr(model.config, "is_causal", True):
+        return "config.is_causal must be True, got False"
+    if any(layer.shows_weights for layer in layers):
+        return "attention_dropout must be a Dropout without hooks, as the library has no attention weights to show it"
     cache, mask = given.get("past_key_values"), given.get("attention_mask")
     if cache is not None:
         other = unknown_cache(cache)
@@ -239,9 +244,9 @@ def _encoded(model: Any, given: dict[str, Any], tokens: Tensor, rules: Rules) ->
     """Return what a call's mask and positions say of its tokens."""
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     (batch, q_len), past = tokens.shape[:2], _length_of(given.get("past_key_values"))
-    # While a call is compiled, nobody can look at positions; behind tokens in a cache they do not restart.
     is_start = isinstance(past, int) and past == 0
-    if position_ids is not None and q_len > 1 and (is_start or not torch.compiler.is_compiling()):
+    # Where nobody can look at positions, those behind tokens in a cache do not restart.
+    if position_ids is not None and q_len > 1 and (is_start or not _facts.is_unreadable(tokens)):
         if not isinstance(position_ids, Tensor):
             raise TypeError(f"position_ids must be a tensor, got {type(position_ids).__name__}")
         text = None if mask is None else mask[:, int(past) : int(past) + q_len] != 0
@@ -257,9 +262,12 @@ def _encoded(model: Any, given: dict[str, Any], tokens: Tensor, rules: Rules) ->
     )
 
 
-def _same_mask(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-    """Let ``generate`` hand the padding mask on as it is."""
-    return attention_mask
+def _same_mask(*args: Any, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+    """Let ``generate`` hand the padding mask on, for all places of a static cache, so that its shape stays the same."""
+    if attention_mask is None or attention_mask.ndim != 2:
+        return attention_mask
+    places = past_key_values.get_mask_sizes(1, 0)[0]
+    return F.pad(attention_mask, (0, max(places - attention_mask.shape[1], 0)))
 
 
 # --- What the models build for their own attention ------------------------------------------------------------------

@@ -45,6 +45,13 @@ class Facts:
     blind: Tensor | None = None
 
 
+def is_unreadable(tensor: Tensor) -> bool:
+    """Whether nobody can look at a tensor's values: it has none yet, or has them for several calls at once."""
+    if torch.compiler.is_compiling() or tensor.is_meta:
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def nothing(device: torch.device) -> Tensor:
     """Return the mask that says nothing: each row is one sequence without padding."""
     return torch.zeros(1, ENDS, 1, 0, dtype=torch.uint8, device=device)
@@ -61,7 +68,7 @@ def of_padding(mask: Tensor, q_len: int, past: Any, *, is_rounded: bool = False,
         is_unseeing: Whether padding that no text precedes gets zeros.
     """
     general = UNSEEING if is_unseeing else HOLES
-    if is_rounded or torch.compiler.is_compiling():
+    if is_rounded or is_unreadable(mask):
         return _encoded(mask, general)
     seen = mask[:, : int(past) + q_len]
     if bool((seen == 1).all()):
@@ -93,7 +100,7 @@ def of_positions(position_ids: Tensor, batch: int, q_len: int, past: Any, text: 
     starts = position_ids.expand(batch, q_len) == 0
     if text is not None:
         starts = starts & text
-    if not torch.compiler.is_compiling():
+    if not is_unreadable(position_ids):
         column = torch.arange(1, q_len + 1, device=starts.device) if text is None else text.cumsum(dim=-1)
         if not bool((starts & (column > 1)).any()):
             return None
@@ -167,7 +174,7 @@ def _blind(text: Tensor | None, q_len: int, past: Any) -> Tensor | None:
         return None
     queries = past + torch.arange(q_len, device=text.device)
     blind = (text.cumsum(dim=-1) == 0)[:, queries.clamp(max=text.shape[-1] - 1)]
-    return blind if torch.compiler.is_compiling() or bool(blind.any()) else None
+    return blind if is_unreadable(blind) or bool(blind.any()) else None
 
 
 def _encoded(row: Tensor, kind: int) -> Tensor:

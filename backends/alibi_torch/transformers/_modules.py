@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from transformers.models.bloom.modeling_bloom import BloomAttention
@@ -49,7 +49,13 @@ class Accelerated:
     @property
     def weight_dropout(self) -> float:
         """The share of attention weights that are dropped in training."""
-        return float(self.attention_dropout.p)
+        return float(getattr(self.attention_dropout, "p", 0))
+
+    @property
+    def shows_weights(self) -> bool:
+        """Whether the attention weights are shown to code of somebody else."""
+        module = self.attention_dropout
+        return type(module) not in (nn.Dropout, nn.Identity) or any((module._forward_hooks, module._forward_pre_hooks))
 
     def is_of_library(self, mask: Any) -> bool:
         """Whether the library computes a call, by its mask; else the module's own code does, as is noted."""
@@ -66,11 +72,6 @@ class AcceleratedBloomAttention(Accelerated, BloomAttention):
     @staticmethod
     def rules(module: BloomAttention, config: Any, contract: str) -> Rules:
         """Return what a module computes."""
-        if module.pretraining_tp > 1 and module.slow_but_exact:
-            raise ValueError(
-                "slow_but_exact must be False in the config, got True: it splits sums as training on "
-                f"{module.pretraining_tp} devices did, which is not kept up here"
-            )
         check_sizes(module.query_key_value, module.num_heads * 3 * module.head_dim, module.num_heads)
         place = next((x.device for x in module.parameters() if not x.is_meta), torch.device("cpu"))
         text = torch.ones(1, 2, dtype=torch.long, device=place)
@@ -93,12 +94,23 @@ class AcceleratedBloomAttention(Accelerated, BloomAttention):
                 self, hidden_states, residual, alibi, attention_mask, layer_past=layer_past, **others
             )
         query, key, value = self._reshape(self.query_key_value(hidden_states))
-        output = self.dense(self.attend(query, key, value, attention_mask, layer_past))
+        attended = self.attend(query, key, value, attention_mask, layer_past)
+        if self.pretraining_tp > 1 and self.slow_but_exact:  # without a bias
+            parts = zip(
+                attended.tensor_split(self.pretraining_tp, dim=-1),
+                self.dense.weight.tensor_split(self.pretraining_tp, dim=1),
+                strict=True,
+            )
+            output = torch.stack([F.linear(x, weight) for x, weight in parts]).sum(dim=0)
+        else:
+            output = self.dense(attended)
         return residual + F.dropout(output, p=self.hidden_dropout, training=self.training), None
 
 
 class AcceleratedMptAttention(Accelerated, MptAttention):
     """MPT's attention module."""
+
+    shows_weights = False  # it has no module for their dropout
 
     @staticmethod
     def rules(module: MptAttention, config: Any, contract: str) -> Rules:

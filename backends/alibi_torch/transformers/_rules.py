@@ -96,7 +96,7 @@ class Rules:
 
     def hides_with_infinity(self, device: str, dtype: torch.dtype) -> bool:
         """Whether autocast rounds the least number of ``dtype``, which Falcon hides keys with, to minus infinity."""
-        if self.contract != "falcon" or self.additions > 1 or not torch.is_autocast_enabled(device):
+        if self.contract != "falcon" or self.additions > 1 or device == "meta" or not torch.is_autocast_enabled(device):
             return False
         return torch.finfo(dtype).min < torch.finfo(torch.get_autocast_dtype(device)).min
 
@@ -116,7 +116,8 @@ class Rules:
         places = key, value
         if not torch.compiler.is_compiling() and key.shape[2] > past + query.shape[2]:
             key, value = (x[:, :, : past + query.shape[2]] for x in places)
-        is_lean = is_short(query, key.shape[2]) and not needs_gradients(query, key, value)
+        is_exact = query.dtype.itemsize >= 4  # scores of lower precision overflow where the kernel's do not
+        is_lean = is_short(query, key.shape[2]) and (is_exact or not needs_gradients(query, key, value))
         if is_lean and query.shape[2] == 1 and _facts.says_nothing(mask):
             sizes = self, key.shape[2], query.dtype
             row: Tensor = shared(mask, sizes, lambda: self._row(key.shape[2], key.shape[1], query.dtype))
@@ -126,7 +127,7 @@ class Rules:
         result = plan.attend(query, key, value) if is_lean else run(plan.call, query, key, value, None, norms)
         if plan.blind is None:
             return result
-        unseeing = self._of_blind(query, *places, query.shape[1] // key.shape[1])
+        unseeing = self._of_blind(query, *places, query.shape[1] // key.shape[1], is_lean=is_lean)
         return torch.where(plan.blind[:, None, :, None], unseeing, result)
 
     def _row(self, kv_len: int, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
@@ -154,7 +155,7 @@ class Rules:
         added = self.added_to_keys(facts.columns, query.dtype, facts.positions)
         return _Plan(replace(call, added_key_bias=added), facts.blind)
 
-    def _of_blind(self, query: Tensor, key: Tensor, value: Tensor, group: int) -> Tensor:
+    def _of_blind(self, query: Tensor, key: Tensor, value: Tensor, group: int, *, is_lean: bool) -> Tensor:
         """Return what queries get that see nothing: the mean of all values, ``[..., num_heads, q_len or 1, head_dim]``.
 
         A static cache's values are those of its empty places, too.
@@ -164,6 +165,9 @@ class Rules:
         """
         mean = value.mean(dim=2, keepdim=True)
         if self.counts_text and needs_gradients(query, key, value):
+            if is_lean:  # for derivatives of any order
+                scores = query @ key.repeat_interleave(group, dim=1).mT * self.scale
+                return (scores - scores.detach()).softmax(dim=-1) @ value.repeat_interleave(group, dim=1)
             moment = key.mT @ (value - mean).detach() / key.shape[2]  # [batch, num_kv_heads, head_dim, head_dim]
             lost = query @ moment.repeat_interleave(group, dim=1) * self.scale
             return mean.repeat_interleave(group, dim=1) + (lost - lost.detach())
@@ -259,14 +263,18 @@ def _rows(rules: Rules, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 
 
 def _with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Return attention by one call of PyTorch's kernel, with ``bias [batch or 1, num_kv_heads, rows, kv_len]``.
+    """Return attention with ``bias [batch or 1, num_kv_heads, rows, kv_len]``, by one call of PyTorch's kernel.
 
-    The queries that share keys become rows of one head, so that no key is copied.
+    The queries that share keys become rows of one head, so that no key is copied. Where gradients are needed, plain
+    operations take its place: they take less time, and have derivatives of any order.
     """
     rows = query.reshape(query.shape[0], *bias.shape[1:3], query.shape[3])
     is_rounded = torch.is_autocast_enabled("cpu")  # the bias would be
     with torch.autocast("cpu", enabled=False) if is_rounded else nullcontext():
-        result = F.scaled_dot_product_attention(rows, key, value, bias, scale=scale)
+        if needs_gradients(query, key, value):
+            result = torch.add(bias, rows @ key.mT, alpha=scale).softmax(dim=-1) @ value
+        else:
+            result = F.scaled_dot_product_attention(rows, key, value, bias, scale=scale)
     return result.reshape(query.shape)
 
 

@@ -114,18 +114,21 @@ class GrowingLayer(DynamicLayer):
     """A layer of a ``DynamicCache`` that has room for more behind its keys, so that a token need not copy them all.
 
     To others it is what it was: ``keys`` and ``values`` are of all tokens, and may be replaced.
+
+    Attributes:
+        copied: Bytes of keys, up to which they are copied all the same, as that takes less time.
     """
+
+    copied = 2**17
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values, and return those of all tokens."""
         wants_gradients = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         # What compiles or transforms functions cannot look where memory lies.
         is_traced = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
-        if wants_gradients or is_traced:
+        if wants_gradients or is_traced or not self.is_initialized or self.keys.nbytes < self.copied:
             self.alibi_room = None
             return super().update(key_states, value_states, *args, **kwargs)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         room, length = getattr(self, "alibi_room", None), self.get_seq_length()
         if room is None or not room.follows(self.keys, self.values, length) or not room.holds(key_states, length):
             room = _Room(self.keys, self.values, key_states, length)
@@ -154,8 +157,7 @@ class _Room:
         dtype = torch.promote_types(keys.dtype, like.dtype)  # as torch.cat
         self.tensors = [like.new_empty(batch, heads, self.size, like.shape[3], dtype=dtype) for _ in range(2)]
         for tensor, held in zip(self.tensors, (keys, values), strict=True):
-            if length:
-                tensor[:, :, :length] = held
+            tensor[:, :, :length] = held
         self.used = length
 
     def follows(self, keys: Tensor, values: Tensor, length: int) -> bool:
