@@ -495,9 +495,11 @@ def test_gradients_are_the_models_own(name: str, checkpointing: bool, side: str)
         assert (gradient - exact[parameter]).abs().max() / scale <= 8 * own, parameter
 
 
-@pytest.mark.parametrize("name", ["mpt", "falcon", "falcon, eager"])
-def test_gradients_of_gradients_of_short_texts(name: str) -> None:
-    model, tokens, mask = model_of(name), tokens_of(2, 20), padding(20, 13, total=20, side="left")
+@pytest.mark.parametrize("length", [20, 270])  # one call of plain operations, tiles
+@pytest.mark.parametrize("name", ["mpt", "falcon", "falcon, grouped, eager"])
+def test_gradients_of_gradients(name: str, length: int) -> None:
+    model, tokens = model_of(name), tokens_of(2, length)
+    mask = padding(length, 13, total=length, side="left")
     found = []
     for x in (model, accelerate(copy.deepcopy(model), strict=True)):
         weights = [weight for weight in x.transformer.parameters() if weight.ndim > 1][:3]

@@ -161,17 +161,15 @@ class Rules:
         A static cache's values are those of its empty places, too.
 
         BLOOM and Falcon hide a key by adding a huge negative number to its score. The score is lost, but its derivative
-        is not: it is that of a softmax with weights of ``1 / kv_len``, ``scale * q_i @ mean_j(k_j (v_j - mean v))``.
+        is not: it is that of a softmax with weights of ``1 / kv_len``.
         """
-        mean = value.mean(dim=2, keepdim=True)
-        if self.counts_text and needs_gradients(query, key, value):
-            if is_lean:  # for derivatives of any order
-                scores = query @ key.repeat_interleave(group, dim=1).mT * self.scale
-                return (scores - scores.detach()).softmax(dim=-1) @ value.repeat_interleave(group, dim=1)
-            moment = key.mT @ (value - mean).detach() / key.shape[2]  # [batch, num_kv_heads, head_dim, head_dim]
-            lost = query @ moment.repeat_interleave(group, dim=1) * self.scale
-            return mean.repeat_interleave(group, dim=1) + (lost - lost.detach())
-        return mean.repeat_interleave(group, dim=1)
+        if not self.counts_text or not needs_gradients(query, key, value):
+            return _mean(value, group)
+        if torch.compiler.is_compiling():
+            return _mean_of_lost_scores(query, key, value, group, self.scale)
+        if is_lean or torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+            return _softmax_of_lost_scores(query, key, value, group, self.scale)
+        return _OfLostScores.apply(query, key, value, group, self.scale)
 
     def added_to_keys(self, columns: Tensor, dtype: torch.dtype, positions: Tensor | None = None) -> Tensor | None:
         """Return what the model's bias has beside ``slopes * columns``, of every key, in scores of ``dtype``.
@@ -276,6 +274,43 @@ def _with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: f
         else:
             result = F.scaled_dot_product_attention(rows, key, value, bias, scale=scale)
     return result.reshape(query.shape)
+
+
+def _mean(value: Tensor, group: int) -> Tensor:
+    return value.mean(dim=2, keepdim=True).repeat_interleave(group, dim=1)
+
+
+def _softmax_of_lost_scores(query: Tensor, key: Tensor, value: Tensor, group: int, scale: float) -> Tensor:
+    """Return the mean of all values with derivatives of any order, in memory for all scores."""
+    scores = query @ key.repeat_interleave(group, dim=1).mT * scale
+    return (scores - scores.detach()).softmax(dim=-1) @ value.repeat_interleave(group, dim=1)
+
+
+def _mean_of_lost_scores(query: Tensor, key: Tensor, value: Tensor, group: int, scale: float) -> Tensor:
+    """Return the same with first derivatives alone, ``scale * q_i @ mean_j(k_j (v_j - mean v))``, without scores."""
+    centred = value - value.mean(dim=2, keepdim=True)
+    moment = key.mT @ centred.detach() / key.shape[2]  # [batch, num_kv_heads, head_dim, head_dim]
+    lost = query @ moment.repeat_interleave(group, dim=1) * scale
+    return _mean(value, group) + (lost - lost.detach())
+
+
+class _OfLostScores(torch.autograd.Function):
+    """The mean of all values, whose gradients take scores where autograd records them, to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: int, scale: float) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.rules = group, scale
+        return _mean(value, group).expand(query.shape).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        is_recorded = torch.is_grad_enabled()
+        function = _softmax_of_lost_scores if is_recorded else _mean_of_lost_scores
+        with torch.enable_grad():
+            inputs = [x.view_as(x).requires_grad_() for x in ctx.saved_tensors]
+            result = function(*inputs, *ctx.rules)
+        return *torch.autograd.grad(result, inputs, grad, create_graph=is_recorded), None, None
 
 
 def is_short(query: Tensor, kv_len: int) -> bool:
