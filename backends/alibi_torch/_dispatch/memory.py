@@ -69,7 +69,7 @@ def own(call: AttentionCall) -> AttentionCall:
 
 def is_worthwhile(query: Tensor, key: Tensor) -> bool:
     """Whether checking a call takes a part of its time that is worth to be saved."""
-    return query.shape[-2] == 1 or key.shape[-2] <= MANY
+    return min(query.ndim, key.ndim) > 2 and (query.shape[-2] == 1 or key.shape[-2] <= MANY)
 
 
 def recalled(key: Any) -> Any:

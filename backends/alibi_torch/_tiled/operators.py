@@ -367,7 +367,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         _setup(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[:3], *inputs[3:][:TENSORS])
+        # What is saved for either mode has to be alike. A result that its own node held would never be freed.
+        ctx.save_for_forward(*inputs[:3], *(x.detach() for x in output), *inputs[3:][:TENSORS])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -376,7 +377,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
         saved = ctx.saved_tensors
-        return second.tangent_of(lambda x: _spelled_out(ctx.numbers, x, saved[5:]), saved[:5], tangents[:5]), None
+        inputs, others = (*saved[:3], *saved[5:7]), saved[7:]
+        return second.tangent_of(lambda x: _spelled_out(ctx.numbers, x, others), inputs, tangents[:5]), None
 
 
 def _parts(call: AttentionCall) -> Iterator[tuple[AttentionCall, slice]]:
