@@ -166,7 +166,7 @@ class Folded(Attention):
     def _score_error(self) -> np.ndarray:
         # Beside the bound, products of query and key pass so many more additions.
         roundoff = UNIT_ROUNDOFF["float64"] if self.dtype == "float64" else U32
-        products = self.scale * np.einsum("bhid,bhjd->bhij", np.abs(self.query), np.abs(self.keys))
+        products = abs(self.scale) * np.einsum("bhid,bhjd->bhij", np.abs(self.query), np.abs(self.keys))
         more = roundoff * self.features * np.where(np.isfinite(self.bias), products, 0)
         return super()._score_error + more.max(axis=-1, keepdims=True, initial=0) + self.bound[..., None, None]
 

@@ -201,7 +201,7 @@ class Attention:
         """
         falls = np.where(self._visible, self._highest - np.where(self._visible, self.bias, 0), 0)
         falls = falls if self.reach is None else np.maximum(falls, self.reach)
-        products = self.scale * (abs(self.query) @ abs(self.keys).swapaxes(-1, -2))
+        products = abs(self.scale) * (abs(self.query) @ abs(self.keys).swapaxes(-1, -2))
         sizes = (self.query.shape[-1] + 3) * products + 3 * falls
         return np.asarray(np.where(self._visible, sizes, 0).max(axis=-1, keepdims=True, initial=0))
 
@@ -279,8 +279,8 @@ class Attention:
         by_row = 6.1 * share * np.where(np.isfinite(self.bias), d_weights, 0).max(axis=-1, initial=0)
         by_key = (by_row[..., None] * np.abs(self.query)).sum(axis=2, keepdims=True)
         moved = {
-            "query": self.scale * by_row[..., None] * np.abs(self.keys).max(axis=2, keepdims=True, initial=0),
-            "key": self.scale * self._per_kv_head(by_key),
+            "query": abs(self.scale) * by_row[..., None] * np.abs(self.keys).max(axis=2, keepdims=True, initial=0),
+            "key": abs(self.scale) * self._per_kv_head(by_key),
             "value": self._per_kv_head(2.1 * share * np.abs(cotangent).sum(axis=2, keepdims=True)),
             "slopes": (by_row * np.abs(distances).max(axis=-1, initial=0)).sum(axis=-1),
         }
