@@ -93,7 +93,7 @@ class _Gradients(torch.autograd.Function):
         gradients, primals = _function_of(ctx)
         moving = [i for i in range(count) if ctx.needs_input_grad[1 + count + i]]
         with no_autocast(primals[0].device.type):
-            found = _pulled_back(
+            found = pulled_back(
                 lambda *x: gradients(_with(primals, moving, x)),
                 [primals[i] for i in moving],
                 tuple(cotangents[i] for i in ctx.wanted),
@@ -116,12 +116,12 @@ def _function_of(ctx: Any) -> tuple[Callable[[Sequence[Any]], tuple[Tensor, ...]
     def gradients(tensors: Sequence[Any]) -> tuple[Tensor, ...]:
         grad, *inputs = tensors
         wanted = [inputs[i] for i in ctx.wanted]
-        return _pulled_back(lambda *x: ctx.formula(_with(inputs, ctx.wanted, x), others), wanted, grad)
+        return pulled_back(lambda *x: ctx.formula(_with(inputs, ctx.wanted, x), others), wanted, grad)
 
     return gradients, saved[:count]
 
 
-def _pulled_back(function: Callable[..., Any], primals: Sequence[Tensor], cotangents: Any) -> tuple[Tensor, ...]:
+def pulled_back(function: Callable[..., Any], primals: Sequence[Tensor], cotangents: Any) -> tuple[Tensor, ...]:
     """Return the gradients of ``sum(function(*primals) * cotangents)`` by each of ``primals``."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return torch.func.vjp(function, *primals)[1](cotangents)

@@ -19,7 +19,7 @@ from alibi_core import slopes as slopes_of
 from alibi_core.backend import named
 from alibi_torch._attention import run
 from alibi_torch._dispatch import needs_gradients
-from alibi_torch._tiled import KeyNorms
+from alibi_torch._tiled import KeyNorms, pulled_back
 from alibi_torch.transformers import _facts
 
 CONTRACTS = ("model", "exact")
@@ -305,12 +305,8 @@ class _OfLostScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        is_recorded = torch.is_grad_enabled()
-        function = _softmax_of_lost_scores if is_recorded else _mean_of_lost_scores
-        with torch.enable_grad():
-            inputs = [x.view_as(x).requires_grad_() for x in ctx.saved_tensors]
-            result = function(*inputs, *ctx.rules)
-        return *torch.autograd.grad(result, inputs, grad, create_graph=is_recorded), None, None
+        function = _softmax_of_lost_scores if torch.is_grad_enabled() else _mean_of_lost_scores
+        return *pulled_back(lambda *inputs: function(*inputs, *ctx.rules), ctx.saved_tensors, grad), None, None
 
 
 def is_short(query: Tensor, kv_len: int) -> bool:
