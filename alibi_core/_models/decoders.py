@@ -272,9 +272,13 @@ def mpt(settings: Settings, contract: str) -> Family:
         raise attention.refuse("alibi", "true", "models with other positions than ALiBi's are not loaded")
     attention.refuse_switches("prefix_lm", "qk_ln", "qk_gn", "rope", advice=UNKNOWN)
     settings.refuse_switches("fuse_norm_attn_norm", advice=UNKNOWN)
-    for place, name in ((attention, "attn_logit_softcapping"), (settings, "block_overrides"), (settings, "head_dim")):
+    absent = ("block_overrides", "head_dim", "final_logit_softcapping", "residual_modification")
+    for place, name in ((attention, "attn_logit_softcapping"), *((settings, name) for name in absent)):
         if place.get(name, default=None) is not None:
             raise place.refuse(name, "null", UNKNOWN)
+    tuning = attention.part("attn_temperature_tuning")
+    if tuning.get("attn_scale", default=0) != 0:
+        raise tuning.refuse("attn_scale", "0", UNKNOWN)
     width = settings.size("d_model", "hidden_size")
     num_heads = settings.heads(width, "n_heads", "num_attention_heads")
     is_trained = contract == "exact"

@@ -58,7 +58,7 @@ class EncoderFacts:
             block=self.modules,
             norm=None,
             # Heads that read embeddings, and a bias that was saved as a buffer.
-            ignored=(r"(bert\.)?pooler\..*", r"cls\..*", r"(bert\.)?encoder\.alibi"),
+            ignored=(r"(bert\.)?pooler\..*", r"(cls|classifier|qa_outputs)\..*", r"(bert\.)?encoder\.alibi"),
         )
 
 

@@ -176,6 +176,9 @@ ROTARY = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}
         ("mpt, groups and gates", {"norm_eps": None}, "^norm_type in .* must be a layer norm where norm_eps"),
         ("mpt, groups and gates", {"attention_bias": True}, "^attention_bias in .* must be False with no_bias True"),
         ("mpt, groups and gates", {"head_dim": 16}, "^head_dim in .* must be null, got 16"),
+        ("mpt, groups and gates", {"final_logit_softcapping": 30.0}, "^final_logit_softcapping in .* must be null"),
+        ("mpt, groups and gates", {"residual_modification": "layer"}, "^residual_modification in .* must be null"),
+        ("mpt, groups and gates", {"attn_config": {"attn_temperature_tuning": {"attn_scale": 1}}}, "^attn_scale in .*"),
         ("mpt, window and biases", {"no_bias": True, "attention_bias": None}, r"missing and \[.*bias'.* unknown"),
     ],
 )  # fmt: skip

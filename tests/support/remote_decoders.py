@@ -424,6 +424,7 @@ class GroupedQueryAttention(MultiheadAttention):
     def __init__(self, config: Any) -> None:
         super().__init__(config, config.attn_config["kv_n_heads"])
         self.kv_n_heads = self.number
+        self.attn_temperature_tuning = {"floor_scale": 8192, "attn_scale": 0.0}  # as its configs say by default
 
     def get_qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.Wqkv(x).split(self.sizes, dim=-1)

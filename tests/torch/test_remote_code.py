@@ -474,6 +474,7 @@ def _set(name: str, value: Any) -> Any:
         ("replit", _set("attn_impl", "flash"), "attn_impl must be 'torch'"),
         ("mpt, groups and gates", _set("sliding_window_size", 9), "sliding_window_size must be -1"),
         ("mpt, groups and gates", _set("kv_n_heads", 3), "must have 96 rows"),
+        ("mpt, groups and gates", _set("attn_temperature_tuning", {"attn_scale": 0.1}), "must have an attn_scale of 0"),
         ("replit", lambda model: setattr(model.transformer, "prefix_lm", True), "prefix_lm must be False"),
         ("replit", lambda model: setattr(model.transformer, "_attn_bias", None), "must be that of its class"),
         ("replit", lambda model: model.transformer.wte.weight.data.fill_(torch.nan), "must be finite"),

@@ -523,11 +523,12 @@ def test_a_default_device_is_not_that_of_the_model(make: Callable[[], Any]) -> N
     assert torch.allclose(torch.cat(parts, dim=1), expected, atol=1e-5 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("heads", [2, 3, 4, 5])
+@pytest.mark.parametrize("heads", [2, 3, 4, 5, 11, 13])
 @pytest.mark.filterwarnings("ignore:MptModel computes this call")
 def test_a_mask_of_each_head_is_not_taken_for_padding(heads: int) -> None:
     # MPT alone takes one; of one row for all queries it looks like what the library hands from layer to layer.
-    model, tokens = mpt(n_heads=heads, attn_config={"softmax_scale": 1.0}).eval(), tokens_of(2, 12)
+    model = mpt(n_heads=heads, d_model=12 * heads, attn_config={"softmax_scale": 1.0}).eval()
+    tokens = tokens_of(2, 12)
     hidden = torch.arange(2 * heads * 12).reshape(2, heads, 1, 12) % 5 == 3
     accelerated = accelerate(copy.deepcopy(model))
     for mask in (hidden, hidden.to(torch.uint8)):
@@ -882,6 +883,40 @@ def test_models_that_share_layers() -> None:
     accelerate(one)
     restore(other)  # whose layers they are too
     assert torch.equal(logits_of(restore(one), tokens), expected)
+
+
+class UnderAnotherName(BloomPreTrainedModel):
+    """A model that does not call its base what transformers does."""
+
+    def __init__(self, config: BloomConfig) -> None:
+        super().__init__(config)
+        self.base = BloomModel(config)
+        self.post_init()
+
+    def forward(self, input_ids: Any, position_ids: Any = None) -> Any:
+        return self.base(input_ids)
+
+
+def test_a_base_under_another_name() -> None:
+    config = BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4)
+    model, tokens = UnderAnotherName(config).eval(), tokens_of(1, 20)
+    expected = model(tokens).last_hidden_state
+    actual = accelerate(model)(tokens, position_ids=torch.arange(20)[None]).last_hidden_state
+    assert torch.allclose(actual, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_base_that_was_restored_by_itself(name: str) -> None:
+    model, tokens = model_of(name), tokens_of(2, 20)
+    given = {"attention_mask": padding(20, 13, total=20, side="left"), "position_ids": torch.arange(20)[None]}
+    expected = logits_of(model, tokens, **given)
+    restore(accelerate(model).transformer)
+    assert torch.equal(logits_of(model, tokens, **given), expected)
+    ways = {"max_new_tokens": 2, "cache_implementation": "static", "disable_compile": True}
+    if name != "falcon":  # which fails in a static cache
+        model.generate(tokens, do_sample=False, pad_token_id=0, **ways)
+    assert torch.allclose(logits_of(accelerate(model), tokens, **given), expected, atol=1e-4)
+    assert torch.equal(logits_of(restore(model), tokens, **given), expected)
 
 
 def test_restore_leaves_models_beside_it_alone() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.masking_utils import create_masks_for_generate
 from transformers.models.bloom.modeling_bloom import (
     BloomAttention,
     BloomModel,
@@ -22,6 +23,7 @@ from alibi_torch.transformers._alibi_cache import AlibiCache
 from alibi_torch.transformers._cache_layers import unknown_cache
 from alibi_torch.transformers._joined import Prepared, become, join, part
 from alibi_torch.transformers._modules import (
+    Accelerated,
     AcceleratedBloomAttention,
     AcceleratedFalconAttention,
     AcceleratedMptAttention,
@@ -124,8 +126,8 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
     for base in bases:
         _replace_builders(base)
     for outer in (x for x in model.modules() if isinstance(x, FAMILIES)):
-        join(outer, AcceleratedModel)
-        outer.create_masks_for_generate = _same_mask
+        if not isinstance(outer, AcceleratedModel):  # of a base that was restored by itself
+            join(outer, AcceleratedModel)
     return model
 
 
@@ -155,7 +157,6 @@ def restore(model: nn.Module) -> nn.Module:
         del module.alibi_class, module.alibi_rules, module.alibi_paths
     for outer in outers:
         part(outer)
-        del outer.create_masks_for_generate
         if isinstance(outer, BASES):
             _put_builders_back(outer)
     return model
@@ -171,6 +172,16 @@ class AcceleratedModel(Prepared):
     base_model: Any
     config: Any
 
+    def create_masks_for_generate(self, **given: Any) -> Any:
+        """Let ``generate`` hand the padding mask on, for all places of a static cache: its shape stays the same."""
+        mask = given["attention_mask"]
+        if not _are_accelerated(layers_of(self.base_model)):
+            return getattr(super(), "create_masks_for_generate", create_masks_for_generate)(**given)
+        if mask is None or mask.ndim != 2:
+            return mask
+        places = given["past_key_values"].get_mask_sizes(1, 0)[0]
+        return F.pad(mask, (0, max(places - mask.shape[1], 0)))
+
     def prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         given, is_base = self.given(args, kwargs), isinstance(self, BASES)
         mask = given.get("attention_mask")
@@ -182,12 +193,14 @@ class AcceleratedModel(Prepared):
             return args, kwargs  # which the model refuses
         if not is_base and (given.get("position_ids") is None or tokens.shape[1] == 1):
             return args, kwargs  # which the base is left to see to
+        layers = layers_of(self.base_model)
+        if not _are_accelerated(layers):
+            return args, kwargs
         if given.get("use_cache") is False and isinstance(given.get("past_key_values"), AlibiCache):
             raise ValueError(
                 "use_cache must be True with an AlibiCache, got False (MptConfig's default): generate would send it "
                 "the whole text at each token"
             )
-        layers = layers_of(self if is_base else self.base_model)
         reason = _reason_for_own_code(self, layers, given, tokens)
         if is_base and reason is not None:
             layers[0].alibi_paths.by_hook(self, reason)
@@ -204,6 +217,11 @@ class AcceleratedModel(Prepared):
         elif not _facts.is_packed(encoded):
             return args, kwargs
         return with_arguments(self.alibi_names, args, kwargs, changed)
+
+
+def _are_accelerated(layers: list[Any]) -> bool:
+    """Whether layers are: they may have been restored by themselves, or by another model that shares them."""
+    return bool(layers) and isinstance(layers[0], Accelerated)
 
 
 def _reason_for_own_code(model: Any, layers: list[Any], given: dict[str, Any], tokens: Tensor) -> str | None:
@@ -260,14 +278,6 @@ def _encoded(model: Any, given: dict[str, Any], tokens: Tensor, rules: Rules) ->
     return _facts.of_padding(
         rules.counted(mask), q_len, past, is_rounded=rules.rounds(mask.dtype), is_unseeing=is_unseeing
     )
-
-
-def _same_mask(*args: Any, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
-    """Let ``generate`` hand the padding mask on, for all places of a static cache, so that its shape stays the same."""
-    if attention_mask is None or attention_mask.ndim != 2:
-        return attention_mask
-    places = past_key_values.get_mask_sizes(1, 0)[0]
-    return F.pad(attention_mask, (0, max(places - attention_mask.shape[1], 0)))
 
 
 # --- What the models build for their own attention ------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 A model of transformers hands its attention mask from layer to layer, and takes one of four axes as it is. So what the
 attention needs to know travels as such a mask, ``[batch, kind, 1, length]``: the length of its second axis tells what
-the row means that it repeats. In other masks that is 1 or the number of heads, which is none of these primes.
+the row means that it repeats. In other masks that is 1 or the number of heads, which no model has so many of.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # What the row of an encoded mask holds. Plain numbers, which torch.compile can compare with a symbol.
-ENDS = 11  # 1 for text, 0 for padding, which lies at the ends of a row; or no length at all, without padding
-HOLES = 13  # 0 for padding, which lies anywhere, and for text what the model was given, which may be rounded or above 1
-PACKED = 17  # 1 where a sequence begins
-UNSEEING = 23  # the row of HOLES, where padding that no text precedes gets zeros, not the mean of all values
-PACKED_HOLES = 19  # 1 for text, 0 for padding, which lies anywhere; then the row of PACKED
+ENDS = 211  # 1 for text, 0 for padding, which lies at the ends of a row; or no length at all, without padding
+HOLES = 223  # 0 for padding, which lies anywhere, and for text what the model was given, perhaps rounded or above 1
+PACKED = 227  # 1 where a sequence begins
+UNSEEING = 233  # the row of HOLES, where padding that no text precedes gets zeros, not the mean of all values
+PACKED_HOLES = 229  # 1 for text, 0 for padding, which lies anywhere; then the row of PACKED
 
 
 @dataclass(frozen=True)

@@ -233,9 +233,11 @@ def attention_modules(model: Any, *, missing_is_error: bool = True) -> list[Any]
 
 
 def layers_of(base: Any) -> list[Any]:
-    """Return the attention modules of an accelerated base model, without a search."""
+    """Return the attention modules of an accelerated base model, without a search where it goes by its usual name."""
     # Not by its class, as it may be in a wrapper that compiles it.
-    return [block.attn for block in base.blocks] if hasattr(base, "blocks") else [x.self_attention for x in base.h]
+    if hasattr(base, "blocks"):
+        return [block.attn for block in base.blocks]
+    return [x.self_attention for x in base.h] if hasattr(base, "h") else attention_modules(base, missing_is_error=False)
 
 
 def check_sizes(projection: Any, features: int, num_heads: int) -> None:

@@ -124,6 +124,9 @@ class Rules:
             return _with_bias(query, key, value, row, self.scale)
         sizes = self, query.shape, key.shape, query.dtype, query.device
         plan: _Plan = shared(mask, (*sizes, past), lambda: self._plan(query, key, value, mask, past))
+        loses_scores = self.counts_text and needs_gradients(query, key, value)
+        if is_lean and loses_scores and plan.blind is not None and key.shape == places[0].shape:
+            return _with_bias(query, key, value, plan.bias_that_loses_scores, self.scale)
         result = plan.attend(query, key, value) if is_lean else run(plan.call, query, key, value, None, norms)
         if plan.blind is None:
             return result
@@ -225,6 +228,14 @@ class _Plan:
         return bias.reshape(
             -1, call.num_kv_heads, call.num_heads // call.num_kv_heads * call.q_len, call.kv_len
         ), attends
+
+    @functools.cached_property
+    def bias_that_loses_scores(self) -> Tensor:
+        """That bias with the least number for queries that see nothing: beside it a score is lost, as in the models."""
+        bias, blind = self.bias[0], self.blind
+        assert blind is not None  # or nobody asks
+        group = bias.shape[2] // blind.shape[1]
+        return torch.where(blind.repeat(1, group)[:, None, :, None], torch.finfo(bias.dtype).min, bias)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return attention by one call of PyTorch's kernel."""

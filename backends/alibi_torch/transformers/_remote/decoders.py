@@ -184,10 +184,13 @@ class MptAttention(DecoderAttention):
     def check(cls, module: Any) -> None:
         super().check(module)
         unknown = {"attn_logit_softcapping": None, "sliding_window_size": -1, "reuse_kv_layer_idx": None}
-        unknown |= {"reuse_kv_x_layer_idx": None, "attn_temperature_tuning": None, "qk_gn": False, "nope": False}
+        unknown |= {"reuse_kv_x_layer_idx": None, "qk_gn": False, "nope": False}
         for name, wanted in unknown.items():
             if getattr(module, name, wanted) != wanted:
                 raise ValueError(f"{name} must be {wanted} for a model to be accelerated, got {getattr(module, name)}")
+        tuning = getattr(module, "attn_temperature_tuning", None) or {}
+        if tuning.get("attn_scale", 0) != 0:
+            raise ValueError(f"attn_temperature_tuning must have an attn_scale of 0, got {tuning}")
         if module.attn_impl != "torch":
             raise ValueError(f"attn_impl must be 'torch', got {module.attn_impl!r}; set it in the config's attn_config")
 

@@ -237,10 +237,11 @@ def constant(value: Any, *_: Any, **__: Any) -> Any:
 
 # --- Marks, which the models' own code carries to their attention ----------------------------------------------------
 
-# The length of a mark's second axis, which in a bias is 1 or the number of heads. A mark repeats one number, or a row.
-PLAIN = 11  # every row is text
-PADDED = 13  # text lies in one piece in every row
-HOLES = 17  # padding lies anywhere
+# The length of a mark's second axis, which in a bias is 1 or the number of heads: no model has so many. A mark repeats
+# one number, or a row.
+PLAIN = 211  # every row is text
+PADDED = 223  # text lies in one piece in every row
+HOLES = 227  # padding lies anywhere
 
 
 def marked(mask: Tensor | None, length: int, device: torch.device) -> Tensor:
