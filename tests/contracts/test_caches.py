@@ -849,6 +849,24 @@ def test_a_layer_that_evicts_decodes_what_it_prefills(name: str, configuration: 
     assert max(cache.kept) < 150
 
 
+@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize("bad", [math.nan, 1e4])
+def test_a_token_that_a_layer_refuses_leaves_the_cache_as_it_was(name: str, bad: float) -> None:
+    framework, layer = FRAMEWORK[name], make_layer(name, **STEEP_LAYER)
+    tried, spared = (layer.make_cache(2, 500, evict=True, max_query_norm=8.0) for _ in range(2))
+    for i, token in enumerate(np.split(normal(2, 500, 32), 100, axis=1)):
+        if i == 50:
+            tried._looks_next = spared._looks_next = True  # MLX reads norms where it makes room
+            with pytest.raises(ValueError, match="query must have norms of at most max_query_norm, 8, "):
+                layer(framework.array(token * bad), cache=tried)
+            assert tried.length == 250
+        results = [framework.numpy(layer(framework.array(token), cache=cache)) for cache in (tried, spared)]
+        assert np.array_equal(*results)
+    # Keys of a size that never came to be held do not widen the horizons for good, either.
+    assert tried.kept == spared.kept
+    assert max(tried.kept) < 200
+
+
 @pytest.mark.parametrize("name", without_jax(NAMES))
 def test_a_layer_decodes_what_it_prefills_beyond_what_is_short(name: str) -> None:
     layer = make_layer(name, embed_dim=32, num_heads=4, num_kv_heads=2)
