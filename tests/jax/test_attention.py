@@ -125,32 +125,6 @@ def test_a_traced_offset_serves_all_positions_with_one_compilation(implementatio
     assert len(traces) == 1
 
 
-@IMPLEMENTATIONS
-@pytest.mark.parametrize("wrap", first_of([jax.jit, jax.checkpoint]), ids=["jit", "checkpoint"])
-def test_gradients_are_exact_through_jit_and_checkpoint(implementation: str, wrap: Callable[..., Any]) -> None:
-    qkv = tensors()
-    cotangent = np.random.default_rng(2).standard_normal(qkv[0].shape).astype(np.float32)
-
-    def loss(query: Any, key: Any, value: Any, slopes: Any, future_slopes: Any) -> Any:
-        result = alibi_jax.attention(
-            query, key, value, slopes, is_causal=False, future_slopes=future_slopes, implementation=implementation
-        )
-        return (result * cotangent).sum()
-
-    arrays = (*map(jnp.asarray, qkv), jnp.asarray(SLOPES), jnp.asarray(FUTURE))
-    actual = jax.grad(wrap(loss), argnums=range(5))(*arrays)
-    one = problem(*qkv, Rules(SLOPES, q_offset=4, is_causal=False, future_slopes=FUTURE))
-    ahead = np.arange(11) - (4 + np.arange(7)[:, None])
-    heads_first = np.swapaxes(cotangent.astype(np.float64), 1, 2)
-    past, future = (one.gradients(heads_first, np.maximum(x, 0)) for x in (-ahead, ahead))
-    for gradient, name in zip(actual[:3], ("query", "key", "value"), strict=True):
-        assert_within(np.asarray(gradient, np.float64), length_first(past[name]))
-    for gradient, answers in zip(actual[3:], (past, future), strict=True):
-        by_entry = answers["slopes"]  # one more addition for each batch entry
-        budget = by_entry.budget.sum(axis=0) + BATCH * 2.0**-24 * np.abs(by_entry.value).sum(axis=0)
-        assert_within(np.asarray(gradient, np.float64), Answer(by_entry.value.sum(axis=0), budget))
-
-
 @pytest.mark.full
 @IMPLEMENTATIONS
 def test_a_query_with_nothing_to_look_at_makes_no_nan_on_the_way(implementation: str) -> None:
