@@ -180,10 +180,9 @@ COMPILED = {"jax": 0.8, "torch": 0.005, "mlx": 0.5}  # a share of problems
 # --- The fuzz ---------------------------------------------------------------------------------------------------------
 
 
-def departures(problem: Problem, framework: str) -> tuple[list[str], float]:
-    """Return what is wrong with a framework's gradients, and the largest share of a budget that is used up."""
-    exact = problem.exact()
-    actual = gradients_of(problem, Backend(FRAMEWORK[framework], f"alibi_{framework}", None))
+def departures(problem: Problem, backend: Backend) -> tuple[list[str], float]:
+    """Return what is wrong with a backend's gradients, and the largest share of a budget that is used up."""
+    exact, actual = problem.exact(), gradients_of(problem, backend)
     wrong, most = [], 0.0
     for name, answer in exact.items():
         distance = np.abs(actual[name] - answer.value)
@@ -209,7 +208,7 @@ def main() -> None:
         for name in names:
             problem = Problem.drawn(seed, compiled=COMPILED[name])
             try:
-                wrong, used = departures(problem, name)
+                wrong, used = departures(problem, Backend(FRAMEWORK[name], f"alibi_{name}", None))
             except Exception as error:  # one that a call should not raise is a finding, and the next one is wanted too
                 wrong, used = [f"{type(error).__name__}: {str(error)[:300]}"], 0.0
             counts[name] += 1

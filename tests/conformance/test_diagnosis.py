@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import alibi_core
-from alibi_core.conformance import MISTAKES, Mistaken
+from alibi_core.conformance import MISTAKES, Mistaken, check
 from alibi_core.conformance._adapter import FEATURES, FUNCTIONS, Offer
 from alibi_core.conformance._cases.case import FORMS, LONGER, PER_BATCH, SIZES, Case
 from alibi_core.conformance._cases.oracle import Answer, rounded
@@ -136,6 +136,14 @@ def test_every_mistake_of_gradients_is_named(name: str) -> None:
 @pytest.mark.parametrize("name", LISTS)
 def test_every_list_of_slopes_is_named(name: str) -> None:
     assert named(Mistaken(name), "slopes") == [name]
+
+
+def test_where_slopes_are_wrong_is_told() -> None:
+    def slopes(num_heads: int) -> Array:
+        return alibi_core.slopes(num_heads) * np.linspace(1, 1 + 0.3 * (num_heads & (num_heads - 1) > 0), num_heads)
+
+    (found,) = check(SimpleNamespace(slopes=slopes), laws=["slopes"]).diagnoses
+    assert found.sentence.startswith("Slopes are wrong for head counts that are no power of two: with 3 heads, ")
 
 
 def test_a_mistake_that_is_not_in_the_catalogue_is_refused() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import itertools
 import math
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 from unittest import mock
 
@@ -197,6 +197,21 @@ def test_bad_arguments_raise_what_the_call_raises(backend: Backend, arguments: d
     with pytest.raises(expected.type) as actual:
         module.explain(**inputs)
     assert str(actual.value) == str(expected.value) or "unexpected keyword argument" in str(actual.value)
+
+
+@pytest.mark.parametrize(
+    ("backend", "implementation"), [x for x in IMPLEMENTATIONS if x.values[1] in ("flex", "folded")]
+)
+@pytest.mark.parametrize("lengths", [(0, 0), (0, 5), (5, 0)])
+def test_nothing_to_compute_needs_no_implementation_that_can(
+    backend: Backend, implementation: str, lengths: tuple[int, int]
+) -> None:
+    inputs, rules = (
+        tensors(*lengths),
+        {"is_causal": False, "dtype": "float64" if implementation == "flex" else "float32"},
+    )
+    assert replace(backend, implementation=implementation).attention(*inputs, **rules).shape == inputs[0].shape
+    assert explain(backend, *inputs, implementation=implementation, **rules).implementation == "dense"
 
 
 # --- How far back --------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ BACKENDS = [
     for name in ("tiled", "dense")
 ]
 EACH = pytest.mark.parametrize("backend", BACKENDS)
+SDPA = param(Backend(TORCH, "alibi_torch", "sdpa"), "torch-sdpa", TORCH)
 MAPPED, KV_HEADS, HEADS, HEAD_DIM = 3, 2, 4, 5  # sizes of axes
 DIFFERENTIABLE = ("query", "key", "value", "slopes", "future_slopes")
 
@@ -219,7 +220,8 @@ def test_whatever_is_mapped_it_equals_a_loop(
             assert_within(numpy(gradient), answer)
 
 
-@EACH
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's own, of what maps over its kernel twice
+@pytest.mark.parametrize("backend", [*BACKENDS, SDPA])
 def test_mapping_may_be_nested(backend: Backend) -> None:
     array, rng = backend.framework.array, np.random.default_rng(0)
     arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes_of(5, 7).items()}

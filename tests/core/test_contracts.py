@@ -171,14 +171,13 @@ EAGER += [("bloom", "float16", False), ("falcon", "bfloat16", False)]
 COMPILED = [("bloom", "bfloat16", True), ("exact", "float32", True), ("falcon", "float16", True)]
 COMPILED += [("mpt", "float32", True)]
 EVERYWHERE = [*once_in_jax(COMPILERS, COMPILED), *once_in_jax(FRAMEWORKS, EAGER)]
+EVERYWHERE = [x for x in EVERYWHERE if x.values[2] in x.values[0].dtypes]
 
 
 @pytest.mark.parametrize(("framework", "contract", "dtype", "is_compiled"), EVERYWHERE)
 def test_biases_have_the_same_bits_everywhere_and_are_rounded_last(
     framework: Framework, contract: str, dtype: str, is_compiled: bool
 ) -> None:
-    if not hasattr(framework.xp, dtype):
-        pytest.skip(f"{framework.name} has no {dtype}")
     xp, target, rng = framework.xp, getattr(framework.xp, dtype), np.random.default_rng(3)
     positions = [rng.integers(0, 3000, (2, n), np.int32) for n in (5, 97)]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import alibi_core
 from alibi_core.conformance._cases.case import Case, cases
 from alibi_core.conformance._cases.oracle import U32, UNIT_ROUNDOFF, Answer, Attention, assert_within
-from tests.support.frameworks import _GRADIENTS, COMPILERS, FRAMEWORKS, NUMPY, TORCH, Framework
+from tests.support.frameworks import _GRADIENTS, COMPILERS, FRAMEWORKS, MLX, NUMPY, TORCH, Framework
 from tests.support.full import once_in_jax
 
 NARROW = ("bfloat16", "float16")
@@ -22,10 +22,10 @@ DTYPES = (*NARROW, "float32")
 SLOPES = np.float32([0.0, 2.0**-16, 0.01, 0.3, 0.70710678, 1.0, -0.3])
 
 
-def array_or_skip(framework: Framework, values: Any, dtype: str) -> Any:
-    if not hasattr(framework.xp, dtype):
-        pytest.skip(f"{framework.name} has no {dtype}")
-    return framework.array(values, dtype)
+def in_dtypes(frameworks: list[Any], cases: Any, keep: int = 1) -> list[Any]:
+    """Return each case, which begins with a dtype, with each framework that has it; float64 MLX has on a CPU."""
+    found = once_in_jax(frameworks, cases, keep)
+    return [x for x in found if x.values[1] in (*x.values[0].dtypes, *["float64"] * (x.values[0] is MLX))]
 
 
 def positions(q_len: int, kv_len: int) -> np.ndarray:
@@ -63,14 +63,11 @@ MULTIPLIED = [
 ]
 
 
-@pytest.mark.parametrize(("framework", "dtype", "q_len", "kv_len", "head_dim"), once_in_jax(FRAMEWORKS, MULTIPLIED, 3))
+@pytest.mark.parametrize(("framework", "dtype", "q_len", "kv_len", "head_dim"), in_dtypes(FRAMEWORKS, MULTIPLIED, 3))
 def test_features_multiply_to_the_bias_exactly(
     framework: Framework, dtype: str, q_len: int, kv_len: int, head_dim: int
 ) -> None:
-    if dtype == "float64" and framework.name == "jax":
-        pytest.skip("JAX has no float64 unless asked")
-    query = array_or_skip(framework, np.zeros((len(SLOPES), q_len, head_dim)), dtype)
-    key = array_or_skip(framework, np.zeros((1, kv_len, head_dim)), dtype)
+    query, key = (framework.array(np.zeros((n, m, head_dim)), dtype) for n, m in ((len(SLOPES), q_len), (1, kv_len)))
     folded = alibi_core.fold(query, key, framework.array(SLOPES))
     assert [x.dtype for x in folded] == [query.dtype] * 2
     q, k = (framework.numpy(x)[..., head_dim:] for x in folded)
@@ -96,7 +93,7 @@ def test_features_multiply_to_the_bias_exactly(
 WAYS = [(dtype, is_compiled) for is_compiled in (True, False) for dtype in ("float32", *NARROW)]
 
 
-@pytest.mark.parametrize(("framework", "dtype", "is_compiled"), once_in_jax(FRAMEWORKS, WAYS))
+@pytest.mark.parametrize(("framework", "dtype", "is_compiled"), in_dtypes(FRAMEWORKS, WAYS))
 def test_features_have_the_same_bits_everywhere(framework: Framework, dtype: str, is_compiled: bool) -> None:
     reference = NUMPY
     if dtype == "bfloat16":
@@ -107,7 +104,7 @@ def test_features_have_the_same_bits_everywhere(framework: Framework, dtype: str
     tensors = [rng.standard_normal((2, h, n, 11)) for h, n in ((6, 5), (3, 3000))]
 
     def folded(framework: Framework, compiled: bool) -> list[np.ndarray]:
-        placed = [array_or_skip(framework, x, dtype) for x in tensors] + [framework.array(slopes)]
+        placed = [framework.array(x, dtype) for x in tensors] + [framework.array(slopes)]
         function = framework.compiled(alibi_core.fold) if compiled else alibi_core.fold
         return [framework.numpy(x) for x in function(*placed)]
 
@@ -171,7 +168,7 @@ class Folded(Attention):
         return super()._score_error + more.max(axis=-1, keepdims=True, initial=0) + self.bound[..., None, None]
 
 
-@pytest.mark.parametrize(("framework", "dtype"), once_in_jax(FRAMEWORKS, ("float32", *NARROW)))
+@pytest.mark.parametrize(("framework", "dtype"), in_dtypes(FRAMEWORKS, ("float32", *NARROW)))
 @given(
     case=cases(forms=("causal",), plain=True),
     scale=st.sampled_from([None, None, 0.37, -0.37]),
@@ -182,7 +179,7 @@ def test_folded_attention_is_alibi_attention(
 ) -> None:
     slopes = sign * case.arrays["slopes"].astype(np.float32)
     case = dataclasses.replace(case, scaling=scale).with_arrays(**case.arrays | {"slopes": slopes.astype(np.float64)})
-    tensors = [array_or_skip(framework, case.arrays[name], dtype) for name in ("query", "key")]
+    tensors = [framework.array(case.arrays[name], dtype) for name in ("query", "key")]
     query, key = map(framework.numpy, alibi_core.fold(*tensors, framework.array(slopes), scale=scale))
     (q_len, kv_len), head_dim = case.sizes.lengths, case.sizes.head_dim
     bound = alibi_core.fold_error_bound(slopes, kv_len, head_dim=head_dim, dtype=dtype, q_len=q_len)
@@ -286,11 +283,9 @@ def test_the_bound_grows_with_length_and_shrinks_with_precision() -> None:
 
 
 @pytest.mark.parametrize(
-    ("framework", "dtype", "is_compiled"), once_in_jax(COMPILERS, [*WAYS, ("float64", True), ("float64", False)])
+    ("framework", "dtype", "is_compiled"), in_dtypes(COMPILERS, [*WAYS, ("float64", True), ("float64", False)])
 )
 def test_gradients_are_those_of_scores_with_a_bias(framework: Framework, dtype: str, is_compiled: bool) -> None:
-    if dtype == "float64" and framework.name == "jax":
-        pytest.skip("JAX has no float64 unless asked")
     rng, wide = np.random.default_rng(8), "float64" if dtype == "float64" else "float32"
     heads, q_len, kv_len, head_dim, scale = 3, 20, 300, 6, 6**-0.5
     query, key = (framework.array(rng.standard_normal((n, m, head_dim)), dtype) for n, m in ((heads, 20), (1, 300)))

@@ -71,16 +71,6 @@ def test_slopes_have_the_same_bits_everywhere(framework: Framework, num_heads: i
     np.testing.assert_array_equal(framework.bits(actual), expected.view(np.int32))
 
 
-DTYPES = {  # other than float32, of those that each has by default
-    "numpy": ["float16", "float64"],
-    "array_api_strict": ["float64"],
-    "torch": ["float16", "bfloat16", "float64"],
-    "jax": ["float16", "bfloat16"],
-    "mlx": ["float16", "bfloat16"],
-    "dask": ["float64"],
-}
-
-
 def test_low_precision_slopes_are_rounded_by_way_of_float32() -> None:
     # The only head of all counts to 512 where float16 tells the two ways of rounding apart.
     value = np.asarray(slope_values(397, scheme="geometric"))[386]
@@ -91,7 +81,7 @@ def test_low_precision_slopes_are_rounded_by_way_of_float32() -> None:
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_slopes_come_in_the_dtype_asked_for(framework: Framework) -> None:
-    for dtype in DTYPES[framework.name]:
+    for dtype in framework.dtypes:
         target = getattr(framework.xp, dtype)
         actual = alibi_core.slopes(12, xp=framework.xp, dtype=target)
         assert actual.dtype == target

@@ -125,16 +125,16 @@ def assert_exact(call: Case, found: dict[str, np.ndarray], *, has_segments: bool
 DECODED_SLOPES, DECODED_WINDOW = (2.0, 0.5, 1.0, 0.3), 500
 
 
-def decoded(prompt: int, border: int, dtype: str) -> tuple[list[np.ndarray], Answer]:
+def decoded(prompt: int, dtype: str) -> tuple[list[np.ndarray], Answer]:
     """Return query, key and value of a prompt and 5 tokens, ``[batch, heads, length, head_dim]``, and the answer.
 
-    A key at the window's border is so large that it is seen from afar, or not.
+    The tokens look for a key so large that the first two, in whose window it is, see it from afar.
     """
     (batch, heads, kv_heads, head_dim), length = (2, 4, 2, 5), prompt + 5
     random = np.random.default_rng(0)
     exact = [rounded(random.normal(size=(batch, n, length, head_dim)), dtype) for n in (heads, kv_heads, kv_heads)]
-    exact[1][:, :, border] *= 300
-    exact[1] = rounded(exact[1], dtype)
+    exact[0][:, :, prompt:] = exact[1][:, :, prompt + 1 - DECODED_WINDOW] = np.eye(head_dim)[0]
+    exact[1][:, :, prompt + 1 - DECODED_WINDOW] *= 1000
     rules = Rules(rounded(DECODED_SLOPES, "float32"), 0, window_size=DECODED_WINDOW)
     bias = penalties(rules, batch, heads, length, length)
     return exact, Attention(*exact, bias=bias, scale=head_dim**-0.5, dtype=dtype).output_without(UNIT_ROUNDOFF[dtype])

@@ -20,10 +20,11 @@ from tests.support.full import as_parameter, in_full
 
 @dataclass(frozen=True)
 class Framework:
-    """An array namespace and how values get in and out of it."""
+    """An array namespace and how values get in and out of it; the floating dtypes that it has by default."""
 
     name: str
     module: str
+    dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
 
     @property
     def xp(self) -> Any:
@@ -85,12 +86,12 @@ class Framework:
         return self.xp.compile(function) if self.name == "mlx" else function
 
 
-NUMPY = Framework("numpy", "numpy")
-STRICT = Framework("array_api_strict", "array_api_strict")
-TORCH = Framework("torch", "torch")
+NUMPY = Framework("numpy", "numpy", ("float32", "float16", "float64"))
+STRICT = Framework("array_api_strict", "array_api_strict", ("float32", "float64"))
+TORCH = Framework("torch", "torch", ("float32", "float16", "bfloat16", "float64"))
 JAX = Framework("jax", "jax.numpy")
 MLX = Framework("mlx", "mlx.core")
-DASK = Framework("dask", "dask.array")
+DASK = Framework("dask", "dask.array", ("float32", "float64"))
 
 
 @dataclass(frozen=True)

@@ -267,7 +267,7 @@ def decoding() -> int:
     slopes = torch.tensor(DECODED_SLOPES)
     for dtype in ("float32", "bfloat16"):
         prompt = 603
-        exact, answer = decoded(prompt, 104, dtype)
+        exact, answer = decoded(prompt, dtype)
         tensors = [torch.from_numpy(x).to(getattr(torch, dtype)) for x in exact]
         batch, kv_heads, _, head_dim = exact[1].shape
         cache = parallel.ShardedKVCache(batch, kv_heads, 801, head_dim, dtype=tensors[0].dtype)

@@ -199,7 +199,7 @@ def checked(program: Program) -> int:
 def decoding() -> int:
     """Check decoding against attention to all there is, and that devices beyond every horizon do nothing."""
     mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("heads", "tokens"))
-    (exact, expected), slopes = decoded(700, 100, "float32"), jnp.asarray(DECODED_SLOPES)
+    (exact, expected), slopes = decoded(700, "float32"), jnp.asarray(DECODED_SLOPES)
     (batch, kv_heads, _, head_dim), capacity, prompt = exact[1].shape, 1024, 700
     by_slot, by_head = PartitionSpec(None, "heads", "tokens"), PartitionSpec(None, None, "heads")
     specs = KVCache(by_slot, by_slot, by_slot, PartitionSpec())

@@ -17,14 +17,17 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("this PyTorch is built without torch.distributed", allow_module_level=True)
 
+import array_api_compat.torch as xp  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.distributed.tensor.parallel import parallelize_module  # noqa: E402
 
-from alibi_core import Shards, shard_plan  # noqa: E402
+from alibi_core import AttentionCall, Shards, shard_plan  # noqa: E402
 from alibi_torch import AlibiAttention, attention, parallel  # noqa: E402
+from alibi_torch._tiled import tiled_attention_with_sums  # noqa: E402
 from alibi_torch.nn._checkpoint import FalconAttention  # noqa: E402
+from alibi_torch.parallel._decode import _dense_part  # noqa: E402
 from tests.support.full import in_full  # noqa: E402
 from tests.support.parallel_processes import CHECKS  # noqa: E402
 
@@ -221,6 +224,14 @@ def test_caches_refuse_what_does_not_fit() -> None:
         cache.append(key[0], value)
     with pytest.raises(TypeError, match=r"query must be an array, got \[1.0\]"):
         cache.attend([1.0])
+
+
+@pytest.mark.parametrize(("q_offset", "window_size"), [(0, None), (3, 2), (-4, None), (20, 17)])
+def test_a_part_is_the_same_where_there_are_no_tiles(q_offset: int, window_size: int | None) -> None:
+    tensors = _tensors()
+    call = AttentionCall.check(*tensors, q_offset=q_offset, window_size=window_size, tolerance=0.0, xp=xp)
+    for found, expected in zip(_dense_part(call, *tensors), tiled_attention_with_sums(call, *tensors), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=2.0**-19)
 
 
 @pytest.mark.usefixtures("alone")

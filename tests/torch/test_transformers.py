@@ -40,6 +40,7 @@ from alibi_torch.transformers import AlibiCache, accelerate, paths, restore, wit
 from alibi_torch.transformers._cache_layers import GrowingLayer
 from alibi_torch.transformers._modules import attention_modules
 from alibi_torch.transformers._norms import most_of_queries
+from alibi_torch.transformers._rules import _with_bias
 
 transformers.logging.set_verbosity_error()
 
@@ -615,6 +616,15 @@ def test_autocast(name: str, weights: torch.dtype) -> None:
     text = mask.bool()
     assert (actual - expected)[text].abs().max() <= 1.5 * (own - expected)[text].abs().max()
     assert (actual - own)[~text].abs().max() <= 2.0**-5 * own.abs().max()
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_autocast_rounds_no_bias_of_a_short_text(learns: bool) -> None:
+    query, key, value = torch.randn(3, 1, 2, 300, 4, generator=torch.Generator().manual_seed(0)).requires_grad_(learns)
+    bias = (0.3 * torch.arange(300.0)).expand(1, 2, 300, 300)  # which bfloat16 would round to halves of one
+    expected = _with_bias(query, key, value, bias, 0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(_with_bias(query, key, value, bias, 0.5), expected)
 
 
 # --- What the library does not compute --------------------------------------------------------------------------------
