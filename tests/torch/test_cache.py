@@ -261,3 +261,16 @@ def test_a_backward_pass_through_a_cache_says_when_it_comes_too_late(options: di
         pytest.raises(ValueError, match="made under the autocast .*, got"),
     ):
         layer(x[:, :1], cache=cache)
+
+
+def test_views_kept_without_gradients_are_not_given_to_a_call_that_needs_them() -> None:
+    cache = KVCache(1, 2, 8, 4)
+    key = torch.randn(1, 2, 3, 4, requires_grad=True)
+    cache.append(key, key)
+    with torch.no_grad():
+        cache.append(torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4))
+    cache.attend(torch.randn(1, 2, 1, 4)).sum().backward()
+    assert key.grad is not None
+    assert key.grad.abs().max() > 0
+    cache.select_batch(torch.tensor([0, 0]))
+    assert cache.attend(torch.randn(2, 2, 1, 4)).shape == (2, 2, 1, 4)

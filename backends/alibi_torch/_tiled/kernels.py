@@ -40,28 +40,23 @@ def forward(
     logsumexp = query.new_empty(query.shape[:-1], dtype=call.working_dtype)
     # In low precision the kernel would round the weights to it, and is no faster: a part at a time is cast.
     dtype = call.working_dtype
-    jobs = in_order(jobs)
-    biases = Biases(replace(call, added_key_bias=None), jobs)
+    plain = replace(call, added_key_bias=None)
     for job in jobs:
-        bias, attends = biases.of(job)
+        bias, attends = _bias_of(plain, job)
         for part in _parts(job, job.rows * call.head_dim):
-            tensors = queries_of(query, part).to(dtype), *(keys_of(x, part, call, dtype) for x in (key, value))
+            tensors = [queries_of(query, part).to(dtype), *(keys_of(x, part, call, dtype) for x in (key, value))]
             whole = bias
             if call.added_key_bias is not None:
                 whole, *tensors = _with_key_bias(call, part, bias, *tensors)
-            out, lse = fused_forward(*tensors, 0.0, False, attn_mask=whole, scale=call.scale)
-            out = out[..., : call.head_dim]
+            tensors[0] = whole.turned(tensors[0])
+            out, lse = fused_forward(*tensors, 0.0, False, attn_mask=whole.values, scale=call.scale)
+            out, lse = whole.turned(out)[..., : call.head_dim], whole.turned(lse)
             if attends is not None:
                 out = torch.where(attends, out, 0.0)
                 lse = torch.where(attends[..., 0], lse, math.inf)
             queries_of(result, part).copy_(out)
             queries_of(logsumexp, part).copy_(lse)
     return result, logsumexp
-
-
-def in_order(jobs: Iterable[Job]) -> list[Job]:
-    """Return jobs in an order in which a bias serves as many as it can."""
-    return sorted(jobs, key=lambda job: (job.batch.start, job.heads.start, job.heads.stop, job.rows, -job.back))
 
 
 def queries_of(tensor: Tensor, job: Job) -> Tensor:
@@ -136,15 +131,14 @@ def backward(
     slope_grads = [query.new_zeros((call.batch[0], call.num_heads), dtype=torch.float64) for _ in range(2)]
     # In low precision the kernel would round the gradients of scores to it, which large keys multiply.
     dtype = call.working_dtype
-    jobs = in_order(jobs)
-    biases = Biases(replace(call, added_key_bias=None), jobs)
+    plain = replace(call, added_key_bias=None)
     for entries, some_jobs in itertools.groupby(jobs, lambda job: (job.batch.start, job.batch.stop)):
         batch = slice(*entries)
         # A key's gradient is a sum over tiles, to be rounded once, at the end.
         in_place = key.dtype == call.working_dtype
         sums = [x[batch] if in_place else x[batch].to(call.working_dtype) for x in (key_grad, value_grad)]
         for job in some_jobs:
-            bias, _ = biases.of(job)
+            bias, _ = _bias_of(plain, job)
             for part in _parts(job, 2 * job.kv_len * call.head_dim):
                 tile = Tile(
                     *(queries_of(x, part).to(dtype) for x in (grad, query, result)),
@@ -172,7 +166,7 @@ def backward(
 
 @dataclass(frozen=True)
 class Tile:
-    """What the gradients of tiles follow from. All are ``[batch entries or tiles, heads, rows or kv_len, ...]``."""
+    """What the gradients of tiles follow from: tensors ``[batch entries or tiles, heads, rows or kv_len, ...]``."""
 
     grad: Tensor
     query: Tensor
@@ -180,7 +174,7 @@ class Tile:
     logsumexp: Tensor
     key: Tensor
     value: Tensor
-    bias: Tensor
+    bias: Bias
     scale: float
     has_large_scores: bool = False
 
@@ -213,7 +207,7 @@ class Tile:
 
     def keys(self, some: slice) -> Tile:
         """Return the tile of these of its keys."""
-        return replace(self, key=self.key[:, :, some], value=self.value[:, :, some], bias=self.bias[..., some])
+        return replace(self, key=self.key[:, :, some], value=self.value[:, :, some], bias=self.bias.keys(some))
 
     def with_key_bias(self, call: AttentionCall, job: Job) -> Tile:
         """Return the tile with what a job's keys have added to their bias."""
@@ -231,7 +225,7 @@ class Tile:
 
     def _score_gradients(self) -> tuple[Tensor, Tensor]:
         """Return the weight of each key and the gradient by each score, ``[..., rows, kv_len]``."""
-        scores = self.query @ self.key.mT * self.scale + self.bias
+        scores = self.query @ self.key.mT * self.scale + self.bias.turned(self.bias.values)
         by_weight = self.grad @ self.value.mT
         if self.has_large_scores:
             weights = torch.where(self.logsumexp[..., None] == math.inf, 0.0, torch.softmax(scores, dim=-1))
@@ -253,13 +247,22 @@ class Tile:
         return Tile(
             *(repeated(x) for x in (self.grad, self.query, self.result, self.logsumexp)),
             *(stretches(x, 1) for x in (self.key, self.value)),
-            stretches(self.bias, 2),
+            self.bias._replace(values=stretches(self.bias.values, 2)),
             self.scale,
         )
 
     def _kernel(self) -> tuple[Tensor, Tensor, Tensor]:
-        tensors = self.grad, self.query, self.key, self.value, self.result, self.logsumexp
-        return fused_backward(*tensors, 0.0, False, attn_mask=self.bias, scale=self.scale)
+        turned, bias = self.bias.turned, self.bias.values
+        tensors = (
+            turned(self.grad),
+            turned(self.query),
+            self.key,
+            self.value,
+            turned(self.result),
+            turned(self.logsumexp),
+        )
+        by_query, by_key, by_value = fused_backward(*tensors, 0.0, False, attn_mask=bias, scale=self.scale)
+        return turned(by_query), by_key, by_value
 
 
 def without_common_part(query: Tensor, key: Tensor, logsumexp: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
@@ -289,8 +292,8 @@ def without_common_part(query: Tensor, key: Tensor, logsumexp: Tensor, scale: fl
 
 
 def _with_key_bias(
-    call: AttentionCall, job: Job, bias: Tensor, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call: AttentionCall, job: Job, bias: Bias, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Bias, Tensor, Tensor, Tensor]:
     """Return a bias, queries, keys and values that make of a job the scores with what its keys have added.
 
     Of a few queries it is added to the bias. Else it becomes a feature of the keys, so that the bias stays one that
@@ -301,7 +304,7 @@ def _with_key_bias(
     if job.tiles > 1:
         added = _windows(added[0], job, 0, job.kv_len)  # [tiles, heads, kv_len]
     if job.rows <= tiling().sizes.few or call.scale == 0:
-        return bias + added[:, :, None, :], query, key, value
+        return bias._replace(values=bias.values + added[:, :, None, :]), query, key, value
     more = FEATURES - query.shape[-1] % FEATURES
     query, key, value = (F.pad(x, (0, more)) for x in (query, key, value))
     query[..., call.head_dim] = 1.0
@@ -373,69 +376,36 @@ def _add_to_keys(total: Tensor, job: Job, addend: Tensor, call: AttentionCall) -
         windows += some
 
 
-class Biases:
-    """The biases of jobs. One that depends on distance alone is kept, and cut to size, while jobs ask for the like.
+class Bias(NamedTuple):
+    """The bias of a job's queries, ``[batch entries or 1, heads, rows, kv_len]``."""
 
-    So jobs of the same heads should come one after the other, those with the most keys first.
+    values: Tensor
+    is_reversed: bool = False  # whether it is that of the queries from the last to the first
+
+    def turned(self, tensor: Tensor) -> Tensor:
+        """Return ``[..., rows]`` or ``[..., rows, n]`` with queries in the order of the bias, or back in their own."""
+        return tensor.flip(2) if self.is_reversed else tensor
+
+    def keys(self, some: slice) -> Bias:
+        return self._replace(values=self.values[..., some])
+
+
+def _bias_of(call: AttentionCall, job: Job) -> tuple[Bias, Tensor | None]:
+    """Return a job's bias, and where its queries see something, ``[..., rows, 1]``: None for everywhere.
+
+    A bias that depends on distance alone takes no memory but one row: each query's part of it begins one key after that
+    of the query behind.
     """
-
-    def __init__(self, call: AttentionCall, jobs: Iterable[Job]) -> None:
-        self._call = call
-        self._by_distance = call.mask is None and call.q_segment_ids is None
-        self._alike: dict[tuple[int, ...], tuple[int, int, int]] = {}  # kind: first head, the one after the last, back
-        for job in filter(self._is_toeplitz, jobs):
-            heads = job.heads.start, job.heads.stop
-            first, stop, back = self._alike.get(self._kind(job), (*heads, 0))
-            widest = min(first, heads[0]), max(stop, heads[1]), max(back, self._back_of(job))
-            self._alike[self._kind(job)] = widest
-        self._key: tuple[int, ...] = ()
-        self._kept = torch.empty(0, device=call.device)
-        self._heads = slice(0, 0)  # that the kept bias covers
-        self._back = 0  # keys before the first query's own that it covers
-
-    def of(self, job: Job) -> tuple[Tensor, Tensor | None]:
-        """Return a job's bias, ``[batch entries or 1, heads, rows, kv_len]``, and where its queries see something.
-
-        Where is ``[..., rows, 1]``; None for everywhere.
-        """
-        if not self._is_toeplitz(job):
-            tile = self._call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
-            bias, attends = tile.bias()
-            return _four_axes(bias), None if attends is None else _four_axes(attends)
-        key, back = self._kind(job), self._back_of(job)
-        covered = self._heads.start <= job.heads.start and job.heads.stop <= self._heads.stop
-        if key != self._key or back > self._back or not covered:
-            # At once for all heads that ask for the like, if that is not too much.
-            first, stop, most = self._alike[key]
-            if (stop - first) * job.rows * (most + job.rows) > tiling().sizes.bias_elements:
-                first, stop, most = job.heads.start, job.heads.stop, back
-            self._key, self._heads, self._back = key, slice(first, stop), most
-            self._kept = self._toeplitz(replace(job, heads=self._heads), most, most + job.kv_len - back)
-        first = self._heads.start
-        return self._kept[:, job.heads.start - first : job.heads.stop - first, :, self._back - back :], None
-
-    def _is_toeplitz(self, job: Job) -> bool:
-        """Whether bias depends on distance alone, and each query's own key is among the job's, to count it from."""
-        back = self._back_of(job)
-        return self._by_distance and back >= 0 and back + job.rows <= job.kv_len
-
-    def _back_of(self, job: Job) -> int:
-        return job.back + self._call.q_offset
-
-    def _kind(self, job: Job) -> tuple[int, ...]:
-        """Return what must be the same for biases to be parts of one."""
-        slopes = self._call.slopes, self._call.future_slopes
-        is_shared = all(x is None or x.ndim == 1 for x in slopes)
-        batch = (0, 0) if is_shared else (job.batch.start, job.batch.stop)
-        return (*batch, job.rows, job.kv_len - self._back_of(job))
-
-    def _toeplitz(self, job: Job, back: int, kv_len: int) -> Tensor:
-        """Return the bias of a tile that is constant along its diagonals: each row is the next one, shifted."""
-        width = kv_len + job.rows - 1
-        tile = self._call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
-        last = replace(tile, q_len=1, kv_len=width, q_offset=back + job.rows - 1)
-        row = _four_axes(last.bias()[0])  # [batch entries or 1, heads, 1, width]
-        return shifted(row, job.rows)
+    back = job.back + call.q_offset
+    # Each query's own key is to be among the job's, to count distances from.
+    if call.mask is None and call.q_segment_ids is None and back >= 0 and back + job.rows <= job.kv_len:
+        row = call.bias_by_distance
+        row = row[job.batch, job.heads] if row.ndim == 3 else row[None, job.heads]
+        first = call.q_offset + call.q_len - back - job.rows  # the distance farthest back, of the last query
+        row = row[..., first : first + job.kv_len + job.rows - 1]
+        return Bias(row.unfold(-1, job.kv_len, 1), is_reversed=job.rows > 1), None
+    bias, attends = call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys).bias()
+    return Bias(_four_axes(bias)), None if attends is None else _four_axes(attends)
 
 
 def shifted(row: Tensor, rows: int) -> Tensor:

@@ -126,7 +126,9 @@ def _only_bias(call: AttentionCall) -> Tensor | None:
     if call.num_kv_heads < call.num_heads or call.dtype != call.working_dtype:
         return None
     if step.is_step(call):
-        is_whole = call.q_offset + 1 == call.kv_len <= min(step.most_keys(call), KEPT // call.num_heads)
+        is_whole = (
+            call.q_offset + 1 == call.kv_len <= min(step.most_keys(call, norms_are_known=False), KEPT // call.num_heads)
+        )
         return step.row_of_bias(call, call.kv_len) if is_whole else None
     jobs = short_jobs(call) if is_short(call) else []
     if len(jobs) != 1 or jobs[0].kv_len < call.kv_len:
@@ -237,7 +239,7 @@ def _heads_at_once(call: AttentionCall) -> list[tuple[slice, slice]]:
     It takes new memory, which is to be small enough to be had at once.
     """
     count, group = call.num_kv_heads, call.num_heads // call.num_kv_heads
-    together = step.groups(call, [call.kv_len] * count, call.batch[0])
+    together = step.groups(call, (call.kv_len,) * count, call.batch[0])
     return [(slice(some.start * group, some.stop * group), some) for some, _ in together]
 
 

@@ -5,9 +5,11 @@ A query at the last of its keys has a bias that follows from their distance: the
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,8 +31,8 @@ from alibi_torch._tiled.kernels import fused_forward, last_axis_dense
 
 NEAR = 128  # keys, the last ones, whose norms need not be known
 # Numbers in all keys, in units of the keys of a short call, from which on it pays to find out which matter: by norms
-# that are known, or by scores; by the former in low precision; by norms that are yet to be measured, there.
-LONG, LONG_LOW, LONG_LOW_UNMEASURED = 2**12, 2**11, 2**13  # measured on AVX-512
+# that are known; by them in low precision; by norms that are yet to be measured, there; by scores.
+LONG, LONG_LOW, LONG_LOW_UNMEASURED, LONG_SCORES = 2**11, 2**11, 2**13, 2**12  # measured on AVX-512
 CAST = 2**18  # numbers that are cast at once: new memory, which is to be small enough to be had at once
 KEPT = 2**18  # numbers in a row of bias that is kept with its call
 
@@ -45,8 +47,12 @@ def is_step(call: AttentionCall) -> bool:
 
 def wants_norms(call: AttentionCall, kv_len: int) -> bool:
     """Whether what is known of the norms of so many keys shortens a step."""
-    least = LONG if call.dtype == call.working_dtype else LONG_LOW
-    return _are_many(call, kv_len, least) and tolerance_of(call) > 0
+    is_low = call.dtype != call.working_dtype
+    return (
+        (is_low or kv_len >= tiling().short)
+        and _are_many(call, kv_len, LONG_LOW if is_low else LONG)
+        and tolerance_of(call) > 0
+    )
 
 
 def is_measured(call: AttentionCall) -> bool:
@@ -54,16 +60,17 @@ def is_measured(call: AttentionCall) -> bool:
     return call.dtype != call.working_dtype and _are_many(call, call.kv_len, LONG_LOW_UNMEASURED * call.batch[0])
 
 
-def most_keys(call: AttentionCall) -> int:
-    """Return how many keys a call of one query reads all of, whatever is known of them; 0 for other calls."""
-    how = tiling()
-    known = call.worked_out.get(most_keys, (None,))
+def most_keys(call: AttentionCall, *, norms_are_known: bool) -> int:
+    """Return how many keys a call of one query reads all of; 0 for other calls."""
+    how, kind = tiling(), (most_keys, norms_are_known)
+    known = call.worked_out.get(kind, (None,))
     if known[0] is not how:
         most = 0
         if is_step(call) and not call.is_empty and call.dtype == call.working_dtype:
-            most = max(NEAR, LONG * how.short // _numbers(call, 1) - 1)
+            least, keys = (LONG, how.short) if norms_are_known else (LONG_SCORES, 2 * how.short)
+            most = max(keys - 1, least * how.short // _numbers(call, 1) - 1)
             most = most if call.window_size is None else min(most, call.window_size + 1)
-        known = call.worked_out[most_keys] = how, most
+        known = call.worked_out[kind] = how, most
     return known[1]
 
 
@@ -85,7 +92,7 @@ def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms
     if call.num_kv_heads < call.num_heads:  # heads that share their keys become rows
         rows = rows.reshape(query.shape[0], call.num_kv_heads, -1, query.shape[3])
     kv_len = key.shape[2]
-    if kv_len <= most_keys(call):
+    if kv_len <= most_keys(call, norms_are_known=norms is not None):
         bias = row_of_bias(call, kv_len)
         result = fused_forward(rows, key, value, 0.0, False, attn_mask=bias, scale=call.scale)[0]
     else:
@@ -107,7 +114,7 @@ def _jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | Non
     if norms is not None and wants_norms(call, seen):
         whole = groups(call, _widths(call, query, key, norms, seen), query.shape[0])
     elif call.dtype != call.working_dtype and _numbers(call, seen) > CAST:
-        whole = groups(call, [seen] * call.num_kv_heads, query.shape[0])
+        whole = groups(call, (seen,) * call.num_kv_heads, query.shape[0])
     size = call.num_heads // call.num_kv_heads
     return [
         Job(batch, slice(heads.start * size, heads.stop * size), 0, 1, 1, kv_len - width, width)
@@ -134,14 +141,16 @@ def forward(
         elif may_leave_out and _scores_tell(call, key, value):
             return _by_scores(call, query, key, value, row)
         return fused_forward(query, key, value, 0.0, False, attn_mask=row, scale=call.scale)[0].to(call.dtype)
-    result = query.new_empty(query.shape, dtype=call.dtype)  # whatever the default device is
-    size = call.num_heads // call.num_kv_heads
+    size, parts = call.num_heads // call.num_kv_heads, []
     for job in planned:
-        heads, width = slice(job.heads.start // size, job.heads.stop // size), job.kv_len
-        keys, values = (x[:, heads, -width:].to(call.working_dtype) for x in (key, value))
-        bias = row[:, heads, :, -width:]
-        result[:, heads] = fused_forward(query[:, heads], keys, values, 0.0, False, attn_mask=bias, scale=call.scale)[0]
-    return result
+        first, count, start = job.heads.start // size, (job.heads.stop - job.heads.start) // size, job.kv_start
+        rows = query.narrow(1, first, count)
+        keys, values = (x.narrow(1, first, count).narrow(2, start, job.kv_len) for x in (key, value))
+        if is_low:
+            keys, values = keys.to(call.working_dtype), values.to(call.working_dtype)
+        bias = row.narrow(1, first, count).narrow(3, row.shape[3] - job.kv_len, job.kv_len)
+        parts.append(fused_forward(rows, keys, values, 0.0, False, attn_mask=bias, scale=call.scale)[0])
+    return torch.cat(parts, dim=1).to(call.dtype)
 
 
 def row_of_bias(call: AttentionCall, kv_len: int) -> Tensor:
@@ -164,37 +173,52 @@ def row_of_bias(call: AttentionCall, kv_len: int) -> Tensor:
     return last
 
 
-def _widths(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms, most: int) -> list[int]:
-    """Return how many of the last keys, of ``most``, the queries of each head of keys need in all entries."""
-    queries, own = (x.detach().double().numpy() for x in (query, key[:, :, -1:]))
-    largest = norms.values.detach().amax(dim=-1, keepdim=True).double().numpy()  # [batch or 1, num_kv_heads or 1, 1]
+def _widths(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms, most: int) -> tuple[int, ...]:
+    """Return how many of the last keys, of ``most``, the queries of each head of keys need in all entries.
+
+    They are multiples of ``NEAR``, so that they stay the same for many steps.
+    """
+    queries, own = _in_numpy(query), _in_numpy(key.narrow(2, key.shape[2] - 1, 1))
+    largest = _in_numpy(norms.values).max(axis=-1, keepdims=True)  # [batch or 1, num_kv_heads or 1, 1]
     with np.errstate(all="ignore"):  # numbers that are none need all keys
         # [batch, num_kv_heads, rows]
-        bound = np.sqrt(np.einsum("...d,...d", queries, queries)) * largest * abs(call.scale)
+        squares, scores = (np.einsum("...d,...d", queries, x, dtype=np.float64) for x in (queries, own))
+        bound = np.sqrt(squares) * largest * abs(call.scale)
         # The own score's rounding, and that of others.
-        excess = bound * (1 + 2 * score_rounding(call.head_dim)) - np.einsum("...d,...d", queries, own) * call.scale
-        excess = np.where(excess < ENDLESS, excess, ENDLESS)
+        excess = bound * (1 + 2 * score_rounding(call.head_dim)) - scores * call.scale
         if _widths not in call.worked_out:
             slopes = call.slopes.detach().double().numpy().reshape(call.num_kv_heads, -1)
             base = reach(namespace_of(slopes), slopes, np.zeros(()), min(tolerance_of(call), LARGEST_TOLERANCE))
             tokens = np.divide(1 + 2.0**-20, slopes, out=np.zeros_like(slopes), where=slopes > 0)
             call.worked_out[_widths] = base, tokens
         base, tokens = call.worked_out[_widths]
-        needed = base + excess * tokens  # at an excess of 0, and what the rest adds
-    needed = np.where(needed <= most, needed, most).max(axis=(0, 2))
-    return np.ceil(np.maximum(needed, min(NEAR, most))).astype(int).tolist()
+        needed = base + np.fmin(excess, ENDLESS) * tokens  # at an excess of 0, and what the rest adds
+    blocks = np.ceil(np.fmin(needed, most).max(axis=(0, 2)) / NEAR).tolist()
+    return tuple([min(most, NEAR * max(int(x), 1)) for x in blocks])
 
 
-def groups(call: AttentionCall, widths: Sequence[int], entries: int) -> list[tuple[slice, int]]:
-    """Return which heads of keys, of so many entries each, are computed together, and how many of the last keys.
+def _in_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
+    return (tensor.float() if tensor.dtype.itemsize < 4 else tensor).numpy(force=True)
+
+
+def groups(call: AttentionCall, widths: tuple[int, ...], entries: int) -> list[tuple[slice, int]]:
+    """Return which heads of keys, of so many entries each, are computed together, and how many of the last keys."""
+    most = math.inf if call.dtype == call.working_dtype else CAST // call.head_dim
+    return _groups(widths, entries, call.head_dim, most, tiling().sizes.call_scores, torch.get_num_threads())
+
+
+@functools.lru_cache(maxsize=256)
+def _groups(
+    widths: tuple[int, ...], entries: int, head_dim: int, most: float, call_scores: int, threads: int
+) -> list[tuple[slice, int]]:
+    """Return groups of heads, of at most so many keys in all where that is possible.
 
     Heads join those before them where more keys take less time than another call, in numbers that one thread reads:
     about 4 in the time of a score.
     """
-    threads = torch.get_num_threads()
 
     def time(group: list[int]) -> int:
-        return 4 * tiling().sizes.call_scores + -(-len(group) * entries // threads) * max(group) * call.head_dim
+        return 4 * call_scores + -(-len(group) * entries // threads) * max(group) * head_dim
 
     joined: list[list[int]] = []
     for width in widths:
@@ -204,8 +228,8 @@ def groups(call: AttentionCall, widths: Sequence[int], entries: int) -> list[tup
     first, found = 0, []
     for group in joined:
         width, step, stop = max(group), len(group), first + len(group)
-        if call.dtype != call.working_dtype:
-            parts = -(-step * entries * width * call.head_dim // CAST)
+        if most < math.inf:
+            parts = math.ceil(step * entries * width / most)
             even = max(1, threads // entries)  # heads that occupy all threads
             step = -(-step // (parts * even)) * even
         found += [(slice(head, min(head + step, stop)), width) for head in range(first, stop, step)]
@@ -215,7 +239,7 @@ def groups(call: AttentionCall, widths: Sequence[int], entries: int) -> list[tup
 
 def _scores_tell(call: AttentionCall, key: Tensor, value: Tensor) -> bool:
     """Whether :func:`_by_scores` takes less time, which reads heads of all entries one after the other."""
-    if key.shape[2] < 2 * tiling().short or not _are_many(call, key.shape[2], LONG):
+    if key.shape[2] < 2 * tiling().short or not _are_many(call, key.shape[2], LONG_SCORES):
         return False
     for x in (key, value):
         batch, heads = x.stride()[:2]
@@ -240,6 +264,6 @@ def _by_scores(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, r
     spared = np.cumsum(shares, axis=-1)[:, :-1] < min(tolerance_of(call), LARGEST_TOLERANCE)
     widths = kv_len - np.where(spared.any(axis=-1), first + NEAR * spared.sum(axis=-1), 0)
     result = torch.empty_like(query)
-    for some, width in groups(call, widths.tolist(), entries=1):
+    for some, width in groups(call, tuple(widths.tolist()), entries=1):
         torch.bmm(weights[some, :, -width:], value[some, -width:], out=result[some])
     return result.unflatten(0, (batch, heads))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +31,22 @@ from alibi_torch._dispatch import IMPLEMENTATIONS, memory, needs_gradients, no_a
 from alibi_torch._tiled import KeyNorms, is_short, norm_bounds, step
 
 BLOCK = 128  # keys that one bound of their norms is kept for
+
+
+def _stepping(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``attend`` with little beside the kernel for a step that reads all keys, after the first of its kind."""
+
+    @functools.wraps(function)
+    def attend(cache: KVCache, query: Tensor, slopes: Tensor | None = None, **options: Any) -> Tensor:
+        if cache.lengths is None and not needs_gradients(query, cache.key, cache.value):
+            rules = {name: x for name, x in options.items() if x is not None}
+            known = memory.key_of(query, cache.key, cache.value, slopes, rules)
+            call = memory.recalled(known and (KVCache, known))
+            if call is not None and 0 < cache.length <= step.most_keys(call, norms_are_known=True):
+                return step.attend(call, query, *cache._held_tensors(), None)
+        return function(cache, query, slopes, **options)
+
+    return attend
 
 
 class KVCache:
@@ -73,6 +91,7 @@ class KVCache:
         self._measured = 0  # tokens whose norms are among them
         self.length = 0
         self.lengths: Tensor | None = None
+        self._views: tuple[Any, ...] = ()  # the tokens held, after which keys, values and length they are
 
     @property
     def max_length(self) -> int:
@@ -127,11 +146,21 @@ class KVCache:
         if lengths is not None or self.lengths is not None:
             return self._append_by_row(key, value, self._counts(lengths, key.shape[2]))
         check_room(key.shape[2], self.max_length, self.length)
-        end = self.length + key.shape[2]
-        self.key[:, :, self.length : end] = key
-        self.value[:, :, self.length : end] = value
-        self.length = end
-        return self.key[:, :, :end], self.value[:, :, :end]
+        self.key.narrow(2, self.length, key.shape[2]).copy_(key)
+        self.value.narrow(2, self.length, key.shape[2]).copy_(value)
+        self.length += key.shape[2]
+        return self._held_tensors()
+
+    def _held_tensors(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all tokens held, the same views again while those stay."""
+        known = self._views
+        if known and known[0] == self.length and known[1] is self.key and known[2] is self.value:
+            return known[3], known[4]
+        views = self.key.narrow(2, 0, self.length), self.value.narrow(2, 0, self.length)
+        # Views that were made without gradients would have none later.
+        has_gradients = self.key.requires_grad or self.value.requires_grad
+        self._views = () if has_gradients else (self.length, self.key, self.value, *views)
+        return views
 
     def _counts(self, lengths: Tensor | None, new: int) -> np.ndarray[Any, Any]:
         """Return how many of ``new`` tokens count in each row."""
@@ -164,6 +193,7 @@ class KVCache:
         self._measured = self.length
         return self.key[:, :, :end], self.value[:, :, :end]
 
+    @_stepping
     @explains_keywords
     def attend(
         self,
@@ -211,7 +241,7 @@ class KVCache:
             offsets = self._held() - self._counts(lengths, query.shape[2])
             check_span(self.length, self.length - int(offsets.min()))
             rules["q_offset"] = torch.from_numpy(offsets).to(self.key.device)
-        key, value = self.key.narrow(2, 0, self.length), self.value.narrow(2, 0, self.length)
+        key, value = self._held_tensors()
         # Steps of a text differ in their number of keys, which nothing that was checked depends on.
         known = memory.key_of(query, self.key, self.value, slopes, rules)
         known = known and (KVCache, known)
@@ -222,8 +252,6 @@ class KVCache:
         if known is not None:
             check_span(self.length, query.shape[2])
             may_step = implementation in (None, "tiled") and not needs_gradients(query, self.key, self.value)
-            if may_step and self.length <= step.most_keys(call):
-                return step.attend(call, query, key, value, None)
             if may_step and step.is_step(call) and not call.is_empty:
                 norms = self._norms(step.NEAR) if step.wants_norms(call, self.length) else None
                 with no_autocast("cpu"):  # it would round the bias
