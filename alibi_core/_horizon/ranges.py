@@ -389,7 +389,12 @@ def _blocks_of_segments(call: AttentionCall, bounds: ScoreBounds) -> tuple[Any, 
 
 
 def by_block(xp: Namespace, array: Any, block: int) -> Any:
-    """Return ``[..., length]`` as ``[..., blocks, block]``, the last element repeated to fill the last block."""
+    """Return ``[..., length]`` as ``[..., blocks, block]``, the last element repeated to fill the last block.
+
+    A block alone is as long as it is.
+    """
+    if 0 < array.shape[-1] < block:
+        return array[..., None, :]
     missing = -array.shape[-1] % block
     if missing:
         filling = xp.broadcast_to(array[..., -1:], (*array.shape[:-1], missing))
