@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +26,9 @@ from alibi_torch._flex.blocks import Gpu, options_on  # noqa: E402
 from alibi_torch._flex.kernels import flex_attention  # noqa: E402
 from alibi_torch._flex.mask import BLOCK, are_few, block_mask  # noqa: E402
 from tests.support.full import first_of  # noqa: E402
+
+# PyTorch's compiler asks each tensor for that, and hides this warning where it is no error.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 16
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -115,13 +119,19 @@ def reference(inputs: list[Any], cotangent: Any = None, **arguments: Any) -> dic
     return {"result": result.detach(), **dict(zip(tensors, gradients, strict=True))}
 
 
-def differentiated(inputs: list[Any], cotangent: Any, **arguments: Any) -> dict[str, torch.Tensor]:
+def differentiated(
+    inputs: list[Any], cotangent: Any, compiler: Callable[..., Any] = lambda function: function, **arguments: Any
+) -> dict[str, torch.Tensor]:
     """Return the same by FlexAttention, where the inputs are."""
     tensors = dict(zip(("query", "key", "value"), inputs, strict=True))
     slopes = {"slopes": SLOPES} | {name: arguments.pop(name) for name in list(arguments) if name in LEARNED}
     tensors |= {name: x.to(cotangent.device) for name, x in slopes.items()}
     tensors = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
-    result = flex_attention(check(**tensors, **arguments), *list(tensors.values())[:3])
+
+    def attend(tensors: dict[str, Any]) -> torch.Tensor:
+        return flex_attention(check(**tensors, **arguments), *list(tensors.values())[:3])
+
+    result = compiler(attend)(tensors)
     gradients = torch.autograd.grad((result * cotangent).sum(), list(tensors.values()))
     return {"result": result.detach(), **dict(zip(tensors, gradients, strict=True))}
 
@@ -483,17 +493,26 @@ def test_it_is_traced_into_what_the_caller_compiles_for_all_lengths_at_once() ->
 
 
 @pytest.mark.full
-def test_gradients_are_traced_into_what_the_caller_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_whole", [False, True], ids=["by the caller", "by the library"])
+@pytest.mark.parametrize("name", ["scale", "offset by batch", "segments by batch", "asymmetric"])
+def test_plan_and_gradients_are_compiled_with_the_kernel(
+    name: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # refuses them on a CPU
     monkeypatch.setattr(_flex, "_stored", lambda tensor: tensor)  # of the template for CPUs
     torch._dynamo.reset()
-    inputs, slopes = tensors((200, 200)), SLOPES.clone().requires_grad_()
-    leaves = [*(x.requires_grad_() for x in inputs), slopes]
-    function = torch.compile(lambda *x: flex_attention(check(*x), *x[:3]), fullgraph=True, backend="aot_eager")
-    result = function(*leaves)
-    gradients = torch.autograd.grad(result.sum(), leaves)
-    actual = dict(zip(("query", "key", "value", "slopes"), gradients, strict=True)) | {"result": result.detach()}
-    assert_near(actual, reference(inputs, torch.ones_like(result)), roundoff=2e-5)
+    (lengths, arguments), inputs = CASES[name], tensors(CASES[name][0])
+    cotangent = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
+    compiler = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+    if is_whole:  # as on a GPU
+        monkeypatch.setattr(_flex, "compiles_plans", lambda _: True)
+        monkeypatch.setattr(torch, "compile", lambda function, fullgraph: compiler(function))
+        _flex._compiled.cache_clear()
+        actual = differentiated(inputs, cotangent, **arguments)
+        _flex._compiled.cache_clear()
+    else:
+        actual = differentiated(inputs, cotangent, compiler, **arguments)
+    assert_near(actual, reference(inputs, cotangent, **arguments), roundoff=5e-5)
 
 
 # --- What it refuses -----------------------------------------------------------------------------------------------

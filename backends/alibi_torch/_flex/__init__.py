@@ -5,7 +5,7 @@ import this room is to import PyTorch's compiler, so functions do so when they n
 """
 
 from alibi_torch._flex.blocks import Gpu, kernel_options, options_on
-from alibi_torch._flex.kernels import flex_attention, has_exact_positions
+from alibi_torch._flex.kernels import flex_attention, has_exact_positions, mods
 from alibi_torch._flex.mask import BLOCK, are_few, needed_blocks
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "flex_attention",
     "has_exact_positions",
     "kernel_options",
+    "mods",
     "needed_blocks",
     "options_on",
 ]

@@ -46,11 +46,16 @@ def flex_attention(
 def _run(norms: KeyNorms | None, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Compute a call where nobody else compiles it."""
     tuning = _tuning(call, query, key, value)
-    if query.device.type == "cpu":  # where a compiler of C++ would take a minute over the plan
+    if not compiles_plans(call):
         return _attend(call, query, key, value, norms, tuning)
     kind = query.device.type, query.dtype, replace(call.rules, q_offset=None), call.num_heads, call.num_kv_heads
     kind += call.head_dim, call.q_len < SHORT, call.mask is None, call.q_segment_ids is None, call.future_slopes is None
     return _compiled(_attend, *kind, *tuning)(call, query, key, value, norms, tuning)
+
+
+def compiles_plans(call: AttentionCall) -> bool:
+    """Whether the plan is compiled with the kernel; not on a CPU, where a compiler of C++ would take a minute."""
+    return call.device.type != "cpu"
 
 
 class _Padding(NamedTuple):
@@ -307,10 +312,15 @@ def _compiled(function: Callable[..., Any], *kind: Any) -> Callable[..., Any]:
     # short, and a length that varies in one kind makes no other kind's kernel dynamic.
     own = FunctionType(function.__code__.replace(co_name="flex_attention"), function.__globals__)
     compiled = torch.compile(own, fullgraph=True)
+    config = torch._dynamo.config
 
     def run(*arguments: Any, **options: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+        before = config.recompile_limit
+        config.recompile_limit = RECOMPILE_LIMIT  # by hand: config.patch takes longer than to launch a kernel
+        try:
             return compiled(*arguments, **options)
+        finally:
+            config.recompile_limit = before
 
     return run
 
