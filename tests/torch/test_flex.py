@@ -411,7 +411,7 @@ def test_the_host_leaves_a_gpu_to_compiled_code(monkeypatch: pytest.MonkeyPatch)
         compiled.append(call)
         return query.view_as(query)
 
-    monkeypatch.setattr(_flex, "_compiled", lambda *_: attend)
+    monkeypatch.setattr(_flex, "_whole", lambda *_: attend)
     monkeypatch.setattr("alibi_torch._flex.blocks._gpu", lambda _: Gpu(132, (9, 0)))
     operations: list[Any] = []
     with FakeTensorMode():
@@ -422,6 +422,23 @@ def test_the_host_leaves_a_gpu_to_compiled_code(monkeypatch: pytest.MonkeyPatch)
     assert result.device.type == "cuda"
     assert len(compiled) == 1
     assert not operations
+
+
+@pytest.mark.usefixtures("kernel_with_gradients")
+def test_where_the_compiler_fails_on_the_plan_the_kernel_is_compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> None:
+        raise torch._dynamo.exc.BackendCompilerFailed(failing, RuntimeError("PassManager::run failed"), None)
+
+    monkeypatch.setattr(_flex, "compiles_plans", lambda _: True)
+    monkeypatch.setattr(_flex, "_compiled", lambda *_: failing)
+    _flex._whole.cache_clear()
+    inputs = tensors((140, 140))
+    call = check(*inputs)
+    with pytest.warns(RuntimeWarning, match=r"failed on the plan .*PassManager"):
+        first = flex_attention(call, *inputs)
+    assert torch.equal(flex_attention(call, *inputs), first)  # without another attempt, and its warning
+    _flex._whole.cache_clear()
+    assert_near({"result": first}, reference(inputs), roundoff=4e-6)
 
 
 def test_slopes_on_a_gpu_are_kept() -> None:
@@ -501,15 +518,18 @@ def test_plan_and_gradients_are_compiled_with_the_kernel(
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # refuses them on a CPU
     monkeypatch.setattr(_flex, "_stored", lambda tensor: tensor)  # of the template for CPUs
     torch._dynamo.reset()
-    (lengths, arguments), inputs = CASES[name], tensors(CASES[name][0])
+    lengths, arguments = CASES[name]
+    inputs = tensors(lengths)
     cotangent = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
     compiler = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
     if is_whole:  # as on a GPU
         monkeypatch.setattr(_flex, "compiles_plans", lambda _: True)
         monkeypatch.setattr(torch, "compile", lambda function, fullgraph: compiler(function))
-        _flex._compiled.cache_clear()
+        for cache in (_flex._compiled, _flex._whole):
+            cache.cache_clear()
         actual = differentiated(inputs, cotangent, **arguments)
-        _flex._compiled.cache_clear()
+        for cache in (_flex._compiled, _flex._whole):
+            cache.cache_clear()
     else:
         actual = differentiated(inputs, cotangent, compiler, **arguments)
     assert_near(actual, reference(inputs, cotangent, **arguments), roundoff=5e-5)

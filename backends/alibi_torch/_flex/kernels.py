@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from types import FunctionType
@@ -50,7 +51,7 @@ def _run(norms: KeyNorms | None, call: AttentionCall, query: Tensor, key: Tensor
         return _attend(call, query, key, value, norms, tuning)
     kind = query.device.type, query.dtype, replace(call.rules, q_offset=None), call.num_heads, call.num_kv_heads
     kind += call.head_dim, call.q_len < SHORT, call.mask is None, call.q_segment_ids is None, call.future_slopes is None
-    return _compiled(_attend, *kind, *tuning)(call, query, key, value, norms, tuning)
+    return _whole(*kind, *tuning)(call, query, key, value, norms, tuning)
 
 
 def compiles_plans(call: AttentionCall) -> bool:
@@ -321,6 +322,30 @@ def _compiled(function: Callable[..., Any], *kind: Any) -> Callable[..., Any]:
             return compiled(*arguments, **options)
         finally:
             config.recompile_limit = before
+
+    return run
+
+
+@functools.cache
+def _whole(*kind: Any) -> Callable[..., Tensor]:
+    """Return what computes one kind of call: compiled as a whole, or the kernel alone where the compiler fails."""
+    way = _compiled(_attend, *kind)
+
+    def run(*arguments: Any) -> Tensor:
+        nonlocal way
+        if way is _attend:
+            return _attend(*arguments)
+        try:
+            return way(*arguments)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = " ".join(str(error).split())[:200]
+            warnings.warn(
+                f"PyTorch's compiler failed on the plan of such calls, which take a millisecond more now: {reason}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            way = _attend
+            return _attend(*arguments)
 
     return run
 

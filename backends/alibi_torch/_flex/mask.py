@@ -73,9 +73,9 @@ def _by_keys(blocks: Tensor | None) -> tuple[Tensor, Tensor] | tuple[None, None]
         return None, None
     visits = blocks.mT
     row = torch.arange(visits.shape[-1], dtype=torch.int32, device=blocks.device).expand(visits.shape)
-    ranks, count = visits.cumsum(dim=-1), visits.sum(dim=-1)
+    ranks, count = visits.cumsum(dim=-1, dtype=torch.int32), visits.sum(dim=-1, dtype=torch.int32)
     places = torch.where(visits, ranks - 1, count[..., None] + row - ranks)
-    return count.to(torch.int32).contiguous(), torch.zeros_like(row).contiguous().scatter(-1, places, row)
+    return count.contiguous(), torch.zeros_like(row).contiguous().scatter(-1, places.long(), row)
 
 
 def are_few(call: AttentionCall) -> bool:
@@ -116,14 +116,15 @@ def _full_blocks(call: AttentionCall, first: Tensor, stop: Tensor, q_blocks: int
     starts = torch.arange(q_blocks, dtype=torch.int32, device=first.device) * BLOCK
     offset = call.q_offset[:, None, None] if call.has_offset_array else call.q_offset
     lowest, highest = starts + offset, (starts + BLOCK).clamp(max=call.q_len) - 1 + offset  # positions
-    lowest, highest = lowest.clamp(max=call.kv_len), highest.clamp(min=0)  # room for a wide window in int32
+    lowest, highest = lowest.clamp(max=call.kv_len), highest.clamp(min=0)
     full_first, full_stop = first, stop.clamp(max=call.kv_len // BLOCK)
     reach = 0 if call.is_causal else call.window_size  # the farthest key ahead that may be seen
     if reach is not None:
-        visible = torch.div((lowest.long() + reach + 1), BLOCK, rounding_mode="floor")
-        full_stop = torch.minimum(full_stop, visible)
+        reach = min(reach, 2**31 - 2 - call.kv_len)  # so that int32 holds a position that far ahead
+        full_stop = torch.minimum(full_stop, torch.div(lowest + (reach + 1), BLOCK, rounding_mode="floor"))
     if call.window_size is not None:
-        visible = torch.div(highest.long() - call.window_size + (BLOCK - 1), BLOCK, rounding_mode="floor")
+        visible = torch.div(highest - call.window_size - 1, BLOCK, rounding_mode="floor") + 1
         full_first = torch.maximum(full_first, visible)
-    none = full_stop <= full_first
-    return torch.where(none, stop, full_first), torch.where(none, stop, full_stop)
+    count = (full_stop - full_first).clamp(min=0)
+    full_first = torch.where(count > 0, full_first, stop)
+    return full_first, full_first + count
