@@ -195,13 +195,14 @@ def tuning(scope: Scope) -> Iterator[Row]:
         # Slopes that lie there: those that are counted are copied to the GPU, which no graph may do.
         slopes = alibi_core.slopes(heads[0], xp=torch, device=scope.device)
 
-        def attend(query: Any, key: Any, value: Any, slopes: Any = slopes) -> Any:
-            return attention(query, key, value, slopes)
+        def attend(query: Any, key: Any, value: Any, slopes: Any = slopes, **options: Any) -> Any:
+            return attention(query, key, value, slopes, **options)
 
         learns = kind == both
         leaves = [x.detach().requires_grad_(learns) for x in tensors]
         way = partial(_way, leaves=leaves, grad=grad if learns else None)
         ways = {"as it is": (way(attend), {})}
+        ways["nothing measured"] = way(partial(attend, tolerance=0.0)), {}  # what the plan costs, and what it saves
         if scope.device == "cuda":
             ways["compiled whole"] = way(torch.compile(attend, fullgraph=True, dynamic=False)), {}
             ways |= {f"{name}, as a graph": (partial(_graph, call), {}) for name, (call, _) in list(ways.items())}
@@ -332,7 +333,7 @@ def kernels(scope: Scope) -> Iterator[Row]:
 
 
 STEPS: dict[str, tuple[Callable[[Scope], Iterator[Row]], int]] = {
-    "tests": (tests, 95),
+    "tests": (tests, 105),
     "numerics": (numerics, 60),
     "attention": (attention, 70),
     "symmetric": (partial(attention, forms=(False,)), 30),
@@ -341,7 +342,7 @@ STEPS: dict[str, tuple[Callable[[Scope], Iterator[Row]], int]] = {
     "tuning": (tuning, 100),
     "models": (models, 45),
     "jax": (jax, 45),
-    "kernels": (kernels, 20),
+    "kernels": (kernels, 10),
 }
 
 
@@ -422,7 +423,7 @@ def _exact(backend: Any, tensors: Sequence[Any], rows: Any, is_causal: bool = Tr
 
 
 def _timed(scope: Scope, backend: Any, call: Callable[[], Any]) -> Row:
-    """Return the seconds of the first call, which compiles, and of those after it, and a call's peak of memory."""
+    """Return the seconds of the first call, which compiles, of those after it, and of the host; and the memory."""
     start = time.perf_counter()
     backend.seconds(call)
     first = time.perf_counter() - start
@@ -432,6 +433,10 @@ def _timed(scope: Scope, backend: Any, call: Callable[[], Any]) -> Row:
     count = max(2, min(30, int(scope.worth / max(least, 1e-6))))
     times = [backend.seconds(call) for _ in range(count)]
     row = {"seconds": statistics.median(times), "range": [min(times), max(times)], "first_call": first}
+    start = time.perf_counter()
+    result = call()
+    row["host"] = time.perf_counter() - start  # until all is asked for, which a GPU may still have to do
+    del result
     if scope.device == "cuda" and hasattr(backend, "peak"):
         row["peak_bytes"] = backend.peak(call)  # its result too; nothing for a graph, which keeps all it needs
     return row

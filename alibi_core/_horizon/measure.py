@@ -34,7 +34,9 @@ from alibi_core._horizon.ranges import (
     ScoreBounds,
     by_block,
     key_ranges,
+    least,
     log_sum_exp_of_mean,
+    nonnegative,
     or_endless,
 )
 
@@ -283,7 +285,7 @@ def _own_keys(xp: Namespace, call: AttentionCall, key: Any, queries: slice) -> A
         return key[:, :, call.q_offset + queries.start : call.q_offset + queries.stop]
     offset = call.q_offset[..., None] if call.has_offset_array else call.q_offset
     positions = arange(xp, queries.stop - queries.start, device_of(xp, key)) + (offset + queries.start)
-    positions = xp.clip(positions, 0, call.kv_len - 1)
+    positions = least(xp, nonnegative(xp, positions), call.kv_len - 1)  # torch.compile traces no xp.clip
     return along_axis(xp, key, xp.reshape(positions, (-1, 1, queries.stop - queries.start, 1)), -2)
 
 

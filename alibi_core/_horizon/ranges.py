@@ -24,6 +24,7 @@ from alibi_core._arrays import (
     checks,
     device_of,
     floating_name,
+    library_name,
     running_sum,
 )
 from alibi_core._bias import slopes_of_any_sign, with_head_axis
@@ -300,31 +301,31 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> Ke
     if side > 0:
         past = _tokens(xp, reach(xp, slopes, bounds.excess, side))
         weight = _block_weights(call, bounds) - math.log(side)
-        behind = _nonnegative(xp, lowest[..., :, None] - kv_ends)
+        behind = nonnegative(xp, lowest[..., :, None] - kv_ends)
         first = _blocks_to_drop(xp, weight, slopes[..., None], behind, bounds.kv_block) * bounds.kv_block
     if call.is_causal:
         past_stop = highest + 1
-        stop, future = _least(xp, stop, past_stop), first * 0 + 1
+        stop, future = least(xp, stop, past_stop), first * 0 + 1
     elif side > 0:
         future = _tokens(xp, reach(xp, future_slopes, bounds.excess, side))
-        ahead = _nonnegative(xp, kv_starts - highest[..., :, None])
+        ahead = nonnegative(xp, kv_starts - highest[..., :, None])
         dropped = _blocks_to_drop(
             xp, xp.flip(weight, axis=-1), future_slopes[..., None], xp.flip(ahead, axis=-1), bounds.kv_block
         )
-        stop = _least(xp, stop, (kv_blocks - dropped) * bounds.kv_block)
+        stop = least(xp, stop, (kv_blocks - dropped) * bounds.kv_block)
     # All keys of a query that is ENDLESS tokens or more from them are still within an endless reach.
     past = _most(xp, past, xp.where(past < ENDLESS, past, highest + 1))
     future = _most(xp, future, xp.where(future < ENDLESS, future, call.kv_len - lowest))
     if call.window_size is not None:
         within = min(call.window_size, checks.MAX_POSITION - 1) + 1
-        past, future = (_least(xp, x, within) for x in (past, future))
+        past, future = (least(xp, x, within) for x in (past, future))
     if call.q_segment_ids is not None:
         blocks = _blocks_of_segments(call, bounds)
         first = _most(xp, first, blocks[0] * bounds.kv_block)
-        stop = _least(xp, stop, blocks[1] * bounds.kv_block)
+        stop = least(xp, stop, blocks[1] * bounds.kv_block)
     first = _most(xp, first, _most(xp, lowest, -ENDLESS) - past + 1)
-    stop = _most(xp, _least(xp, stop, _least(xp, highest, ENDLESS - 1) + future), 0)
-    first = _least(xp, first, stop)
+    stop = _most(xp, least(xp, stop, least(xp, highest, ENDLESS - 1) + future), 0)
+    first = least(xp, first, stop)
     # An offset of 64 bits has made them so.
     return KeyRanges(bounds.q_block, *(astype(xp, x, xp.int32) for x in (first, stop, past, future)))
 
@@ -351,7 +352,7 @@ def _block_weights(call: AttentionCall, bounds: ScoreBounds) -> Any:
     # Two bounds. The first knows which query has which anchor, the second does not suffer from a single large key.
     one = bounds.excess[..., None] - bounds.q_least[..., None] * (largest - norms)
     other = bounds.q_most[..., None] * norms - bounds.anchor[..., None]
-    return _least(xp, one, other)
+    return least(xp, one, other)
 
 
 def _blocks_to_drop(xp: Namespace, weights: Any, slopes: Any, distance: Any, block: int) -> Any:
@@ -369,7 +370,7 @@ def _blocks_to_drop(xp: Namespace, weights: Any, slopes: Any, distance: Any, blo
     logarithms = weights - slopes * astype(xp, distance, slopes.dtype) + xp.log(keys)
     logarithms = xp.where(slopes < 0, endless, logarithms)
     # exp of what is far above 1 need not be exact, and must not overflow. A NaN compares as too heavy.
-    total = running_sum(xp, xp.exp(_least(xp, logarithms, one)))
+    total = running_sum(xp, xp.exp(least(xp, logarithms, one)))
     return astype(xp, xp.sum(astype(xp, total <= 1, xp.int32), axis=-1), xp.int32)
 
 
@@ -389,9 +390,17 @@ def _blocks_of_segments(call: AttentionCall, bounds: ScoreBounds) -> tuple[Any, 
 
 
 def by_block(xp: Namespace, array: Any, block: int) -> Any:
-    """Return ``[..., length]`` as ``[..., blocks, block]``, the last element repeated to fill the last block."""
+    """Return ``[..., length]`` as ``[..., blocks, block]``, the last element repeated to fill the last block.
+
+    A block alone is as long as it is.
+    """
+    if 0 < array.shape[-1] < block:
+        return array[..., None, :]
     missing = -array.shape[-1] % block
-    if missing:
+    if missing and library_name(xp) == "torch":  # whose compiler joins reading at places to what reads, and no copies
+        places = least(xp, arange(xp, array.shape[-1] + missing, device_of(xp, array)), array.shape[-1] - 1)
+        array = xp.take(array, places, axis=-1)
+    elif missing:
         filling = xp.broadcast_to(array[..., -1:], (*array.shape[:-1], missing))
         array = xp.concat([array, filling], axis=-1)
     return xp.reshape(array, (*array.shape[:-1], array.shape[-1] // block, block))
@@ -409,7 +418,7 @@ def or_endless(xp: Namespace, sizes: Any) -> Any:
     return xp.where(sizes < endless, sizes, endless)
 
 
-def _least(xp: Namespace, one: Any, other: Any) -> Any:
+def least(xp: Namespace, one: Any, other: Any) -> Any:
     """Return the smaller; ``one`` where that cannot be told."""
     return xp.where(one > other, other, one)
 
@@ -418,5 +427,5 @@ def _most(xp: Namespace, one: Any, other: Any) -> Any:
     return xp.where(one < other, other, one)
 
 
-def _nonnegative(xp: Namespace, array: Any) -> Any:
+def nonnegative(xp: Namespace, array: Any) -> Any:
     return xp.where(array < 0, xp.zeros_like(array), array)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from alibi_core import AttentionCall
 from alibi_core.backend import dense_attention, explains_keywords, host_values, non_negative_number, one_of
-from alibi_torch._dispatch import IMPLEMENTATIONS, choose, memory, no_autocast
+from alibi_torch._dispatch import IMPLEMENTATIONS, choose, memory, no_autocast, resident
 from alibi_torch._tiled import KeyNorms, prepared, tiled_attention
 
 
@@ -125,7 +125,7 @@ def attention(
         query,
         key,
         value,
-        slopes,
+        resident(slopes, query),
         is_causal=is_causal,
         future_slopes=future_slopes,
         q_offset=q_offset,

@@ -75,6 +75,10 @@ def explain(
         raise ValueError("query, key and value must hold values, which are measured; got tensors on meta")
     reasons = {name: refusal(name, call, query, key, value) for name in IMPLEMENTATIONS}
     tolerance = tolerance_of(call) if chosen in ("tiled", "flex") else 0.0
+    if chosen == "flex":
+        from alibi_torch._flex import are_few  # not before it is used: it brings the compiler with it
+
+        tolerance = 0.0 if are_few(call) else tolerance
     flat = call.with_one_batch_axis()
     entries = []
     largest = 0.0
@@ -126,7 +130,7 @@ def _entry(
 
 
 def _in_blocks(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> int:
-    from alibi_torch._flex import BLOCK, needed_blocks  # not before it is used: it brings the compiler with it
+    from alibi_torch._flex import BLOCK, needed_blocks
 
     first, stop = needed_blocks(call, query, key, norms)
     blocks = (stop - first).expand(1, call.num_heads, -1)

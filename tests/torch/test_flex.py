@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,19 +12,26 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import array_api_compat.torch as xp  # noqa: E402
+from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import alibi_torch  # noqa: E402
 from alibi_core import AttentionCall  # noqa: E402
 from alibi_core._call import dense_attention  # noqa: E402
+from alibi_torch._dispatch.resident import kept  # noqa: E402
 from alibi_torch._flex import kernels as _flex  # noqa: E402
 from alibi_torch._flex.blocks import Gpu, options_on  # noqa: E402
 from alibi_torch._flex.kernels import flex_attention  # noqa: E402
-from alibi_torch._flex.mask import BLOCK, block_mask  # noqa: E402
+from alibi_torch._flex.mask import BLOCK, are_few, block_mask  # noqa: E402
 from tests.support.full import first_of  # noqa: E402
 
+# PyTorch's compiler asks each tensor for that, and hides this warning where it is no error.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 16
+VIEWS = (torch.ops.aten.view.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 LEARNED = ("slopes", "future_slopes")
 SLOPES = torch.tensor([1.0, 0.25, 0.0, 2.0**-8])
 FUTURE = torch.tensor([0.5, 0.0, 0.125, 1.0])
@@ -111,13 +119,19 @@ def reference(inputs: list[Any], cotangent: Any = None, **arguments: Any) -> dic
     return {"result": result.detach(), **dict(zip(tensors, gradients, strict=True))}
 
 
-def differentiated(inputs: list[Any], cotangent: Any, **arguments: Any) -> dict[str, torch.Tensor]:
+def differentiated(
+    inputs: list[Any], cotangent: Any, compiler: Callable[..., Any] = lambda function: function, **arguments: Any
+) -> dict[str, torch.Tensor]:
     """Return the same by FlexAttention, where the inputs are."""
     tensors = dict(zip(("query", "key", "value"), inputs, strict=True))
     slopes = {"slopes": SLOPES} | {name: arguments.pop(name) for name in list(arguments) if name in LEARNED}
     tensors |= {name: x.to(cotangent.device) for name, x in slopes.items()}
     tensors = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
-    result = flex_attention(check(**tensors, **arguments), *list(tensors.values())[:3])
+
+    def attend(tensors: dict[str, Any]) -> torch.Tensor:
+        return flex_attention(check(**tensors, **arguments), *list(tensors.values())[:3])
+
+    result = compiler(attend)(tensors)
     gradients = torch.autograd.grad((result * cotangent).sum(), list(tensors.values()))
     return {"result": result.detach(), **dict(zip(tensors, gradients, strict=True))}
 
@@ -302,13 +316,44 @@ def test_only_slopes_may_learn() -> None:
     assert_near({"result": result.detach(), "slopes": gradient}, {k: expected[k] for k in ("result", "slopes")}, 2e-5)
 
 
-@pytest.mark.usefixtures("kernel_with_gradients")
-def test_second_derivatives_by_slopes_are_refused() -> None:
-    inputs, slopes = tensors((140, 140)), SLOPES.clone().requires_grad_()
-    result = flex_attention(check(*inputs, slopes), *inputs)
-    (gradient,) = torch.autograd.grad(result.square().sum(), slopes, create_graph=True)
-    with pytest.raises(NotImplementedError, match="'flex' has no second derivatives; .*'dense'"):
-        gradient.sum().backward()
+class Once(torch.autograd.Function):
+    """A result whose gradients refuse to be differentiated, as those of FlexAttention do."""
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor) -> torch.Tensor:
+        return result.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+@pytest.mark.parametrize("wanted", [range(5), (0, 1, 2), (3,)], ids=["all", "tensors", "slopes"])
+def test_second_derivatives_are_those_of_attention_spelled_out(
+    wanted: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def once(*tensors: torch.Tensor, **options: Any) -> Any:
+        result = emulated(*tensors, **options)
+        return Once.apply(result) if isinstance(result, torch.Tensor) else (Once.apply(result[0]), result[1])
+
+    monkeypatch.setattr(_flex, "_kernel", lambda *_: once)
+    values = [*tensors((70, 70)), SLOPES, FUTURE]
+    rules = {"is_causal": False, "mask": torch.arange(70) % 7 > 1, "q_offset": torch.tensor([3, -2])}
+
+    def found(attend: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return gradients, and those of a function of gradients, also by what the first are taken along."""
+        leaves = [x.to(dtype, copy=True).requires_grad_(i in wanted) for i, x in enumerate(values)]
+        cotangent = torch.randn(values[0].shape, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+        moved = [leaves[i] for i in wanted]
+        call = check(*leaves[:4], future_slopes=leaves[4], **rules)
+        first = torch.autograd.grad(attend(call, *leaves[:3]), moved, cotangent, create_graph=True)
+        penalty = sum(x.square().sum() for x in first)
+        return [*first, *torch.autograd.grad(penalty, [*moved, cotangent])]
+
+    exact = found(dense_attention, torch.float64)
+    for one, other in zip(found(flex_attention, torch.float32), exact, strict=True):
+        assert (one - other).abs().max() <= 5e-5 * max(1.0, other.abs().max().item())
 
 
 @pytest.mark.usefixtures("kernel_with_gradients")
@@ -350,6 +395,65 @@ def test_the_keys_of_few_queries_are_divided_evenly(batch: int, heads: int, part
     assert options_on(Gpu(132, (9, 0)), call, (1, 500), 16)["SPLIT_KV"] == parts
     # The kernel divides the needed keys where no blocks are known to be whole, else all keys.
     assert plan(call, query[:1], key[:1]).full_kv_num_blocks is None
+
+
+def test_the_host_leaves_a_gpu_to_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what is compiled, plan included, a call is no operation that a GPU would have to be asked for."""
+    compiled = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace != "prim" and func not in VIEWS:
+                operations.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def attend(call: AttentionCall, query: torch.Tensor, *_: Any) -> torch.Tensor:
+        compiled.append(call)
+        return query.view_as(query)
+
+    monkeypatch.setattr(_flex, "_whole", lambda *_: attend)
+    monkeypatch.setattr("alibi_torch._flex.blocks._gpu", lambda _: Gpu(132, (9, 0)))
+    operations: list[Any] = []
+    with FakeTensorMode():
+        inputs = [torch.empty(1, 4, 4096, 64, device="cuda") for _ in range(3)]
+        slopes = torch.empty(4, device="cuda")
+        with Operations():
+            result = alibi_torch.attention(*inputs, slopes)
+    assert result.device.type == "cuda"
+    assert len(compiled) == 1
+    assert not operations
+
+
+@pytest.mark.usefixtures("kernel_with_gradients")
+def test_where_the_compiler_fails_on_the_plan_the_kernel_is_compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> None:
+        raise torch._dynamo.exc.BackendCompilerFailed(failing, RuntimeError("PassManager::run failed"), None)
+
+    monkeypatch.setattr(_flex, "compiles_plans", lambda _: True)
+    monkeypatch.setattr(_flex, "_compiled", lambda *_: failing)
+    _flex._whole.cache_clear()
+    inputs = tensors((140, 140))
+    call = check(*inputs)
+    with pytest.warns(RuntimeWarning, match=r"failed on the plan .*PassManager"):
+        first = flex_attention(call, *inputs)
+    assert torch.equal(flex_attention(call, *inputs), first)  # without another attempt, and its warning
+    _flex._whole.cache_clear()
+    assert_near({"result": first}, reference(inputs), roundoff=4e-6)
+
+
+def test_slopes_on_a_gpu_are_kept() -> None:
+    with torch.inference_mode():
+        first = kept(12, torch.float32, torch.device("cpu"))
+    assert kept(12, torch.float32, torch.device("cpu")) is first
+    assert torch.equal(first, check(*torch.zeros(3, 12, 1, 1).unbind(), None).slopes)
+    assert not first.is_inference()  # else nothing could be differentiated by what meets it
+
+
+def test_a_few_blocks_on_a_gpu_are_all_visited() -> None:
+    with FakeTensorMode():
+        calls = [check(*torch.empty(3, 1, 4, n, 16, device="cuda").unbind(), 4) for n in (2048, 4096)]
+    assert [are_few(call) for call in calls] == [True, False]
+    assert not are_few(check(*tensors((5, 5))))
 
 
 # --- The compiled kernel -------------------------------------------------------------------------------------------
@@ -406,17 +510,29 @@ def test_it_is_traced_into_what_the_caller_compiles_for_all_lengths_at_once() ->
 
 
 @pytest.mark.full
-def test_gradients_are_traced_into_what_the_caller_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_whole", [False, True], ids=["by the caller", "by the library"])
+@pytest.mark.parametrize("name", ["scale", "offset by batch", "segments by batch", "asymmetric"])
+def test_plan_and_gradients_are_compiled_with_the_kernel(
+    name: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # refuses them on a CPU
     monkeypatch.setattr(_flex, "_stored", lambda tensor: tensor)  # of the template for CPUs
     torch._dynamo.reset()
-    inputs, slopes = tensors((200, 200)), SLOPES.clone().requires_grad_()
-    leaves = [*(x.requires_grad_() for x in inputs), slopes]
-    function = torch.compile(lambda *x: flex_attention(check(*x), *x[:3]), fullgraph=True, backend="aot_eager")
-    result = function(*leaves)
-    gradients = torch.autograd.grad(result.sum(), leaves)
-    actual = dict(zip(("query", "key", "value", "slopes"), gradients, strict=True)) | {"result": result.detach()}
-    assert_near(actual, reference(inputs, torch.ones_like(result)), roundoff=2e-5)
+    lengths, arguments = CASES[name]
+    inputs = tensors(lengths)
+    cotangent = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
+    compiler = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+    if is_whole:  # as on a GPU
+        monkeypatch.setattr(_flex, "compiles_plans", lambda _: True)
+        monkeypatch.setattr(torch, "compile", lambda function, fullgraph: compiler(function))
+        for cache in (_flex._compiled, _flex._whole):
+            cache.cache_clear()
+        actual = differentiated(inputs, cotangent, **arguments)
+        for cache in (_flex._compiled, _flex._whole):
+            cache.cache_clear()
+    else:
+        actual = differentiated(inputs, cotangent, compiler, **arguments)
+    assert_near(actual, reference(inputs, cotangent, **arguments), roundoff=5e-5)
 
 
 # --- What it refuses -----------------------------------------------------------------------------------------------
@@ -500,6 +616,20 @@ def test_cuda_is_never_waited_for(name: str) -> None:
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+@CUDA
+def test_cuda_is_not_waited_for_to_take_slopes() -> None:
+    inputs = [x.cuda() for x in tensors((300, 300), dtype=torch.bfloat16)]
+    expected = alibi_torch.attention(*inputs)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = alibi_torch.attention(*inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(result, expected)
 
 
 @pytest.mark.cuda

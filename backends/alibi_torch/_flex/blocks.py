@@ -5,6 +5,7 @@ Chosen by what compilers say (benchmarks/research/cuda_static) and by how many k
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +72,7 @@ def options_on(gpu: Gpu, call: AttentionCall, lengths: tuple[int, int], head_dim
         options["fwd_BLOCKS_ARE_CONTIGUOUS"] = True  # those that need the mask, and the others: none are looked up
     has_parts = is_short and call.num_heads == call.num_kv_heads
     if has_parts:
-        options["SPLIT_KV"] = max(1, PARTS * gpu.multiprocessors // (call.batch[0] * call.num_heads))
+        options["SPLIT_KV"] = max(1, PARTS * gpu.multiprocessors // (math.prod(call.batch) * call.num_heads))
     head = next((size for size in HEAD_DIMS if head_dim <= size), None)
     for names in (FEW,) if has_parts else (FORWARD, BACKWARD):
         if call.dtype == torch.float32:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,8 @@ from torch.nn.attention.flex_attention import flex_attention as attend
 from alibi_core import AttentionCall
 from alibi_torch._dispatch import needs_gradients
 from alibi_torch._flex.blocks import kernel_options
-from alibi_torch._flex.mask import BLOCK, SHORT, block_mask, nearest_keys
+from alibi_torch._flex.derivatives import twice_differentiable
+from alibi_torch._flex.mask import BLOCK, SHORT, are_few, block_mask, nearest_keys
 from alibi_torch._tiled import KeyNorms
 
 LEAST_HEAD_DIM = 16  # of the kernels for GPUs, whose matrix units take no fewer
@@ -31,29 +34,83 @@ def flex_attention(
 ) -> Tensor:
     """Compute a call that is not empty and not refused by FlexAttention, compiled once for each kind of call.
 
-    All keys are read once to measure them, where ``norms`` does not bound theirs.
+    All keys are read once to measure them, where ``norms`` does not bound theirs. On a GPU the plan is compiled with
+    the kernel: its two hundred operations, one by one, would take longer than attention to thousands of tokens.
     """
+    if torch.compiler.is_compiling():
+        return _attend(call, query, key, value, norms, _tuning(call, query, key, value))
+    if needs_gradients(query, key, value, call.slopes, call.future_slopes):
+        return twice_differentiable(functools.partial(_run, norms), call, query, key, value)
+    return _run(norms, call, query, key, value)
+
+
+def _run(norms: KeyNorms | None, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Compute a call where nobody else compiles it."""
+    tuning = _tuning(call, query, key, value)
+    if not compiles_plans(call):
+        return _attend(call, query, key, value, norms, tuning)
+    kind = query.device.type, query.dtype, replace(call.rules, q_offset=None), call.num_heads, call.num_kv_heads
+    kind += call.head_dim, call.q_len < SHORT, call.mask is None, call.q_segment_ids is None, call.future_slopes is None
+    return _whole(*kind, *tuning)(call, query, key, value, norms, tuning)
+
+
+def compiles_plans(call: AttentionCall) -> bool:
+    """Whether the plan is compiled with the kernel; not on a CPU, where a compiler of C++ would take a minute."""
+    return call.device.type != "cpu"
+
+
+class _Padding(NamedTuple):
+    """What tensors get so that the kernels take them."""
+
+    queries: int
+    keys: int
+    width: int
+
+    @classmethod
+    def of(cls, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> _Padding:
+        # In the backward kernels (2.9 to 2.13) the rows past the last query hold whatever a masked load leaves behind,
+        # as their log-sum-exp too, and 0 * NaN is NaN. Padded to whole blocks there are no such rows. The forward
+        # kernels are free of this, and while decoding a copy of all keys would cost more than the attention.
+        block = BLOCK if needs_gradients(query, key, value) else 1
+        width = max(0, LEAST_HEAD_DIM - call.head_dim) if query.device.type != "cpu" else 0
+        return cls(-call.q_len % block, -call.kv_len % block, width)
+
+
+def _tuning(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[str, Any], ...]:
+    """Return what the kernels are told, as pairs."""
+    padding = _Padding.of(call, query, key, value)
+    lengths = call.q_len + padding.queries, call.kv_len + padding.keys
+    return tuple(kernel_options(call, query, lengths, padding.width).items())
+
+
+def _attend(
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    norms: KeyNorms | None,
+    tuning: tuple[tuple[str, Any], ...],
+) -> Tensor:
+    """Compute a call; all of it is what the compiler is given on a GPU."""
     learns = needs_gradients(call.slopes, call.future_slopes)
     backward = needs_gradients(query, key, value)
+    if are_few(call):
+        call = replace(call, tolerance=0.0)
     shape, call = query.shape, one_batch_axis(call)
     query, key, value = (x.reshape(*call.batch, *x.shape[-3:]) for x in (query, key, value))
-    # In the backward kernels (2.9 to 2.13) the rows past the last query hold whatever a masked load leaves behind, as
-    # their log-sum-exp too, and 0 * NaN is NaN. Padded to whole blocks there are no such rows. The forward kernels are
-    # free of this, and while decoding a copy of all keys would cost more than the attention.
-    q_padding, kv_padding = (-n % BLOCK if backward else 0 for n in (call.q_len, call.kv_len))
-    width = max(0, LEAST_HEAD_DIM - call.head_dim) if query.device.type != "cpu" else 0
+    q_padding, kv_padding, width = _Padding.of(call, query, key, value)
     score_mods, mask_mod = mods(call, q_padding, kv_padding)
     lengths = call.q_len + q_padding, call.kv_len + kv_padding
-    mask = block_mask(call, query, key, mask_mod, norms, seq_lengths=lengths, backward=backward)
-    tuning = kernel_options(call, query, lengths, width)
+    with torch.no_grad():
+        mask = block_mask(call, query, key, mask_mod, norms, seq_lengths=lengths, backward=backward)
     query = F.pad(query, (0, width, 0, q_padding)) if width or q_padding else query
     key, value = (F.pad(x, (0, width, 0, kv_padding)) if width or kv_padding else x for x in (key, value))
 
     def run(kind: str, *tensors: Tensor) -> Any:
         options = {"scale": call.scale, "enable_gqa": call.num_heads != call.num_kv_heads, "block_mask": mask}
         options |= {"return_aux": AuxRequest(lse=True)} if learns else {}
-        options |= {"kernel_options": tuning} if tuning else {}
-        kernel = _kernel(call, query, kind, (bool(kv_padding), *tuning.items()))
+        options |= {"kernel_options": dict(tuning)} if tuning else {}
+        kernel = _kernel(call, query, kind, (bool(kv_padding), *tuning))
         return kernel(*tensors, score_mod=score_mods[kind], **options)
 
     result = run("bias", query, key, value)
@@ -66,10 +123,7 @@ def flex_attention(
             with torch.no_grad():
                 moved, moved_auxiliary = run(kind, *tensors)
                 tangent = _tangent(result, auxiliary.lse, moved, moved_auxiliary.lse)
-            moved_by = slopes - slopes.detach()
-            if not torch.compiler.is_compiling():  # which has no second derivatives itself
-                moved_by.register_hook(_refuse_second_derivatives)
-            result = result + (moved_by[..., None, None] * tangent).to(result.dtype)
+            result = result + ((slopes - slopes.detach())[..., None, None] * tangent).to(result.dtype)
     result = _stored(result)
     return result[..., : call.q_len, : call.head_dim].reshape(shape)
 
@@ -242,24 +296,6 @@ def _tangent(result: Tensor, lse: Tensor, moved: Tensor, moved_lse: Tensor) -> T
     return torch.exp(share)[..., None] * (result.float() - moved.float())
 
 
-def _refuse_second_derivatives(gradient: Tensor) -> Tensor | None:
-    """Return a gradient by slopes that refuses to be differentiated: a tangent is no function of anything."""
-    return _Gradient.apply(gradient) if torch.is_grad_enabled() else None
-
-
-class _Gradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        raise NotImplementedError(
-            "implementation 'flex' has no second derivatives; attention with implementation='dense' has them, and so "
-            "has a model of transformers after alibi_torch.transformers.restore(model)"
-        )
-
-
 def _kernel(call: AttentionCall, query: Tensor, kind: str, how: tuple[Any, ...]) -> Callable[..., Any]:
     """Return FlexAttention, compiled; as it is where the caller is being compiled, to become a part of that."""
     if torch.compiler.is_compiling():
@@ -267,23 +303,52 @@ def _kernel(call: AttentionCall, query: Tensor, kind: str, how: tuple[Any, ...])
     rules = (call.is_causal, call.window_size, call.mask is None, call.q_segment_ids is None, *how)
     rules += (call.added_key_bias is None,)
     sizes = (call.num_heads, call.num_kv_heads, query.shape[-1], call.scale, call.q_len < SHORT)
-    return _compiled(query.device.type, query.dtype, kind, call.future_slopes is None, rules, sizes)
+    return _compiled(_flex, query.device.type, query.dtype, kind, call.future_slopes is None, rules, sizes)
 
 
 @functools.cache
-def _compiled(*kind: Any) -> Callable[..., Any]:
-    """Return FlexAttention compiled for one kind of call, whatever the lengths."""
+def _compiled(function: Callable[..., Any], *kind: Any) -> Callable[..., Any]:
+    """Return a function compiled for one kind of call, whatever the lengths."""
     # The compiler keeps what it knows by code object, and searches all of it at each call. One for each kind keeps that
     # short, and a length that varies in one kind makes no other kind's kernel dynamic.
-    own = FunctionType(_flex.__code__.replace(co_name="flex_attention"), _flex.__globals__)
+    own = FunctionType(function.__code__.replace(co_name="flex_attention"), function.__globals__)
     compiled = torch.compile(own, fullgraph=True)
+    config = torch._dynamo.config
 
     def run(*arguments: Any, **options: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-            return compiled(*arguments, options)
+        before = config.recompile_limit
+        config.recompile_limit = RECOMPILE_LIMIT  # by hand: config.patch takes longer than to launch a kernel
+        try:
+            return compiled(*arguments, **options)
+        finally:
+            config.recompile_limit = before
 
     return run
 
 
-def _flex(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Any:
+@functools.cache
+def _whole(*kind: Any) -> Callable[..., Tensor]:
+    """Return what computes one kind of call: compiled as a whole, or the kernel alone where the compiler fails."""
+    way = _compiled(_attend, *kind)
+
+    def run(*arguments: Any) -> Tensor:
+        nonlocal way
+        if way is _attend:
+            return _attend(*arguments)
+        try:
+            return way(*arguments)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = " ".join(str(error).split())[:200]
+            warnings.warn(
+                f"PyTorch's compiler failed on the plan of such calls, which take a millisecond more now: {reason}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            way = _attend
+            return _attend(*arguments)
+
+    return run
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
     return attend(query, key, value, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -14,6 +15,9 @@ from alibi_torch._tiled import norm_bounds
 
 BLOCK = 128  # queries, and keys, in a block: the kernels' own tiles all divide it
 SHORT = 128  # queries; fewer have a kernel of their own, which divides the keys among many multiprocessors
+# Blocks of scores. On a GPU to visit so many (half, under a causal mask) takes about as long as to measure which could
+# be left out: a guess from seven small kernels and 2**25 scores.
+FEW_BLOCKS = 2048
 MEASURING = Measuring(q_block=BLOCK, kv_block=BLOCK, most_blocks=None, norm_bounds=norm_bounds)
 
 
@@ -43,25 +47,43 @@ def block_mask(
 
     # A mask or segments would have to be looked through for whole blocks. The kernel for few queries divides the keys
     # that these need evenly among its parts where it knows of no whole blocks, and else all keys, needed or not.
+    is_needed = (step >= first[..., None]) & (step < stop[..., None]) if backward else None
     if call.mask is not None or call.q_segment_ids is not None or seq_lengths[0] < SHORT:
-        count, indices, full_count, full_indices = stop - first, run(first), None, None
+        lists = (stop - first).to(torch.int32).contiguous(), run(first), None, None
+        lists += (*_by_keys(is_needed), None, None)
     else:
         full_first, full_stop = _full_blocks(call, first, stop, q_blocks)
-        full_count, full_indices = (full_stop - full_first).to(torch.int32).contiguous(), run(full_first)
+        full_count = full_stop - full_first
         # The others lie on either side of the full ones.
         before = (full_first - first)[..., None]
-        count = stop - first - (full_stop - full_first)
         indices = torch.where(step < before, run(first), run(full_stop - before[..., 0]))
-    return BlockMask.from_kv_blocks(
-        count.to(torch.int32).contiguous(),
-        indices,
-        full_count,
-        full_indices,
-        BLOCK_SIZE=BLOCK,
-        mask_mod=mask_mod,
-        seq_lengths=seq_lengths,
-        compute_q_blocks=backward,
-    )
+        lists = (stop - first - full_count).to(torch.int32).contiguous(), indices
+        lists += full_count.to(torch.int32).contiguous(), run(full_first)
+        is_full = (step >= full_first[..., None]) & (step < full_stop[..., None]) if backward else None
+        lists += *_by_keys(is_needed & ~is_full if backward else None), *_by_keys(is_full)
+    return BlockMask(seq_lengths, *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod)
+
+
+def _by_keys(blocks: Tensor | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return for each block of keys how many blocks of queries visit it, and which, then those that do not.
+
+    ``blocks`` are ``[..., q_blocks, kv_blocks]`` booleans. PyTorch would sort them.
+    """
+    if blocks is None:
+        return None, None
+    visits = blocks.mT
+    row = torch.arange(visits.shape[-1], dtype=torch.int32, device=blocks.device).expand(visits.shape)
+    ranks, count = visits.cumsum(dim=-1, dtype=torch.int32), visits.sum(dim=-1, dtype=torch.int32)
+    places = torch.where(visits, ranks - 1, count[..., None] + row - ranks)
+    return count.contiguous(), torch.zeros_like(row).contiguous().scatter(-1, places.long(), row)
+
+
+def are_few(call: AttentionCall) -> bool:
+    """Whether all blocks that masks leave are visited sooner than measured, so that nothing is left out."""
+    if call.device.type != "cuda":
+        return False
+    scores = -(-call.q_len // BLOCK) * -(-call.kv_len // BLOCK)
+    return math.prod(call.batch) * call.num_heads * scores <= FEW_BLOCKS
 
 
 def nearest_keys(call: AttentionCall) -> Tensor:
@@ -94,14 +116,15 @@ def _full_blocks(call: AttentionCall, first: Tensor, stop: Tensor, q_blocks: int
     starts = torch.arange(q_blocks, dtype=torch.int32, device=first.device) * BLOCK
     offset = call.q_offset[:, None, None] if call.has_offset_array else call.q_offset
     lowest, highest = starts + offset, (starts + BLOCK).clamp(max=call.q_len) - 1 + offset  # positions
-    lowest, highest = lowest.clamp(max=call.kv_len), highest.clamp(min=0)  # room for a wide window in int32
+    lowest, highest = lowest.clamp(max=call.kv_len), highest.clamp(min=0)
     full_first, full_stop = first, stop.clamp(max=call.kv_len // BLOCK)
     reach = 0 if call.is_causal else call.window_size  # the farthest key ahead that may be seen
     if reach is not None:
-        visible = torch.div((lowest.long() + reach + 1), BLOCK, rounding_mode="floor")
-        full_stop = torch.minimum(full_stop, visible)
+        reach = min(reach, 2**31 - 2 - call.kv_len)  # so that int32 holds a position that far ahead
+        full_stop = torch.minimum(full_stop, torch.div(lowest + (reach + 1), BLOCK, rounding_mode="floor"))
     if call.window_size is not None:
-        visible = torch.div(highest.long() - call.window_size + (BLOCK - 1), BLOCK, rounding_mode="floor")
+        visible = torch.div(highest - call.window_size - 1, BLOCK, rounding_mode="floor") + 1
         full_first = torch.maximum(full_first, visible)
-    none = full_stop <= full_first
-    return torch.where(none, stop, full_first), torch.where(none, stop, full_stop)
+    count = (full_stop - full_first).clamp(min=0)
+    full_first = torch.where(count > 0, full_first, stop)
+    return full_first, full_first + count

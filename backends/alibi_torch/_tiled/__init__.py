@@ -9,12 +9,13 @@ from alibi_torch._tiled import step
 from alibi_torch._tiled.configuration import SIZES, norm_bounds, tiling
 from alibi_torch._tiled.operators import tiled_attention, tiled_attention_with_sums
 from alibi_torch._tiled.plan import jobs, needed_keys
-from alibi_torch._tiled.second import pulled_back
+from alibi_torch._tiled.second import differentiable, pulled_back
 from alibi_torch._tiled.short import is_short, prepared
 
 __all__ = [
     "SIZES",
     "KeyNorms",
+    "differentiable",
     "is_short",
     "jobs",
     "needed_keys",

@@ -1,7 +1,7 @@
 """Make the kernels of a call as PyTorch would for a GPU that is not there, in a process of its own.
 
-The call runs on the CPU until FlexAttention is asked. That is traced with its gradients, the traced tensors are said to
-lie on a GPU, PyTorch writes Triton, and Triton's own compilers make machine code. Nothing of it is run.
+The call is traced on the CPU, with its plan and its gradients, the traced tensors are said to lie on a GPU, PyTorch
+writes Triton, and Triton's own compilers make machine code. Nothing of it is run.
 
 Much of this is private to PyTorch (here 2.13) and Triton (3.7): where another version differs, it fails and says so.
 """
@@ -41,10 +41,11 @@ class Subject:
     dtype: str = "bfloat16"
     length: int = 4096  # keys, and but for decoding queries
     options: tuple[tuple[str, Any], ...] = ()  # of the kernel, by name, in place of the library's own
+    is_plan: bool = False  # what comes before the kernel, in place of it
 
 
 def compiled(subject: Subject) -> list[dict[str, Any]]:
-    """Return what there is to say of each kernel that FlexAttention's templates make.
+    """Return what there is to say of each kernel that FlexAttention's templates make, or of each of the plan's.
 
     Raises:
         RuntimeError: It does not compile. The message ends with the compiler's.
@@ -59,9 +60,10 @@ def _prepare(options: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[Any]
 def _kernels(subject: Subject) -> list[dict[str, Any]]:
     graphs = _traced(subject)
     with _said_to_be_there(subject.architecture):
-        code = _triton(*graphs["backward" if subject.kind == "backward" else "forward"])
-        named = re.findall(r"async_compile\.triton\('(triton_tem\w+)', '''(.*?)'''", code, re.S)
-        return [_compiled_kernel(subject.architecture, *each) for each in named]
+        code = _triton(*graphs["backward" if subject.kind == "backward" and not subject.is_plan else "forward"])
+        named = re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.S)
+        chosen = [(name, source) for name, source in named if name.startswith("triton_tem") != subject.is_plan]
+        return [_compiled_kernel(subject.architecture, *each) for each in chosen]
 
 
 # --- Tracing --------------------------------------------------------------------------------------------------------
@@ -71,12 +73,13 @@ def _traced(subject: Subject) -> dict[str, tuple[Any, list[Any]]]:
     """Return the graphs of the forward and the backward pass, each with the tensors that it takes."""
     import array_api_compat.torch as xp
     import torch
+    from functorch.compile import min_cut_rematerialization_partition
     from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
     from torch._inductor.decomposition import select_decomp_table
-    from torch.nn.attention import flex_attention as flex
 
     from alibi_core import AttentionCall
     from alibi_torch._flex import Gpu, flex_attention, has_exact_positions, options_on
+    from alibi_torch._flex import mods as with_bias
 
     graphs: dict[str, tuple[Any, list[Any]]] = {}
 
@@ -90,14 +93,16 @@ def _traced(subject: Subject) -> dict[str, tuple[Any, list[Any]]]:
     def backend(graph: Any, inputs: Any) -> Any:
         forward, backward = keep("forward"), keep("backward")
         options = {"fw_compiler": forward, "bw_compiler": backward, "inference_compiler": forward}
+        options["partition_fn"] = min_cut_rematerialization_partition  # as where it runs
         aot_module_simplified(graph, inputs, decompositions=select_decomp_table(), **options)
-        return lambda *_: (torch.zeros(()),)
+        return done
 
-    compiler = torch.compile(lambda options, *tensors: flex.flex_attention(*tensors, **options), backend=backend)
-
-    def traced(*tensors: Any, score_mod: Any, **options: Any) -> Any:
-        compiler({**options, "score_mod": score_mod if subject.has_bias else None}, *tensors)
+    def done(*_: Any) -> Any:
         raise _DoneError
+
+    def mods(*arguments: Any) -> Any:
+        score_mods, mask_mod = with_bias(*arguments)
+        return (score_mods if subject.has_bias else {"bias": None}), mask_mod
 
     backward, dtype = subject.kind == "backward", getattr(torch, subject.dtype)
     gpu = Gpu(DEVICES[subject.architecture][0], divmod(subject.architecture, 10))
@@ -105,15 +110,17 @@ def _traced(subject: Subject) -> dict[str, tuple[Any, list[Any]]]:
     def tuning(call: Any, query: Any, lengths: Any, width: int) -> dict[str, Any]:
         return options_on(gpu, call, lengths, call.head_dim + width) | dict(subject.options)
 
+    def flexible(call: Any, *tensors: Any) -> Any:
+        return flex_attention(call, *tensors)
+
+    # Not mocks, which cannot be traced.
+    answers = {"kernel_options": tuning, "counts_in_float": has_exact_positions, "mods": mods, "_stored": lambda x: x}
+    answers = {f"alibi_torch._flex.kernels.{name}": answer for name, answer in answers.items()}
+    answers["torch.nn.attention.flex_attention._validate_device"] = lambda *_: None  # it refuses gradients on a CPU
+    answers["torch._functorch.config.force_non_lazy_backward_lowering"] = True
+    compiler = torch.compile(flexible, backend=backend, fullgraph=True)
     lengths = (subject.length, subject.length + 1024) if subject.varies else (subject.length,)
-    with (
-        mock.patch("alibi_torch._flex.kernels._kernel", return_value=traced),
-        mock.patch("alibi_torch._flex.kernels.kernel_options", tuning),
-        mock.patch("alibi_torch._flex.kernels.counts_in_float", has_exact_positions),
-        mock.patch.object(flex, "_validate_device"),  # which refuses gradients on a CPU
-        mock.patch("torch._functorch.config.force_non_lazy_backward_lowering", True),
-        torch.set_grad_enabled(backward),
-    ):
+    with _answering(answers), torch.set_grad_enabled(backward):
         for length in lengths:  # by the second the compiler learns that lengths vary
             shapes = [(1 if subject.kind == "decode" and not i else length) for i in range(3)]
             tensors = [
@@ -122,7 +129,7 @@ def _traced(subject: Subject) -> dict[str, tuple[Any, list[Any]]]:
             ]
             call = AttentionCall.check(*tensors, is_causal=subject.is_causal, xp=xp)
             with contextlib.suppress(_DoneError):
-                flex_attention(call, *tensors)
+                compiler(call, *tensors)
     for graph, _ in graphs.values():
         for node in graph.graph.nodes:
             if "flex_attention" in str(node.target):  # which is asked for no log-sum-exp on a CPU
@@ -176,9 +183,17 @@ def _said_to_be_there(architecture: int) -> Iterator[None]:
         "torch.cuda.get_device_properties": lambda *_: properties,
         "torch.version.cuda": "13.0",
         "torch._inductor.scheduler.has_triton": lambda: True,
+        "torch._inductor.runtime.triton_helpers.set_driver_to_gpu": lambda: None,
         "torch._inductor.runtime.hints.DeviceProperties.create": lambda *_: device,
         "torch._subclasses.fake_tensor.init_gpu_context": lambda *_: None,
     }
+    with _answering(answers):
+        yield
+
+
+@contextlib.contextmanager
+def _answering(answers: dict[str, Any]) -> Iterator[None]:
+    """Put something else in the place of names."""
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch(name, answer))
@@ -200,6 +215,10 @@ def _triton(graph: Any, inputs: list[Any]) -> str:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
 
     inputs = tree_map_only(torch.Tensor, on_gpu, inputs)
+    gpu = torch.device("cuda")
+    for module in (graph, *(x for x in graph.children() if hasattr(x, "graph"))):
+        for node in module.graph.nodes:
+            node.args, node.kwargs = tree_map_only(torch.device, lambda _: gpu, (node.args, node.kwargs))
     for node in graph.graph.nodes:
         if "val" in node.meta:
             node.meta["val"] = tree_map_only(torch.Tensor, on_gpu, node.meta["val"])
@@ -224,7 +243,7 @@ def _compiled_kernel(architecture: int, name: str, source: str) -> dict[str, Any
     from triton.backends.compiler import GPUTarget
 
     kernel = getattr(PyCodeCache.load(source), name)
-    (config,) = kernel.configs
+    config = kernel.configs[0]  # a template has no other; of the plan's kernels the GPU would choose
     meta = kernel._create_compile_meta(config)
     program = triton.compiler.ASTSource(kernel.fn, meta["signature"], meta["constants"], meta["configs"][0])
     options = kernel._create_compile_options(config, meta)
@@ -239,7 +258,7 @@ def _compiled_kernel(architecture: int, name: str, source: str) -> dict[str, Any
         listing = _output(tools / "cuobjdump", "-sass", binary)
     blocks = re.findall(r"(BLOCK_[MN]\d?|SPLIT_KV) ?: tl\.constexpr = (\d+)", source)
     return {
-        "kernel": re.sub(r"^triton_tem_fused_|_\d+$", "", name),
+        "kernel": re.sub(r"^triton_(tem|poi|per|red)_fused_|_\d+$", "", name),
         "blocks": {name: int(size) for name, size in blocks},
         "warps": config.num_warps,
         "stages": config.num_stages,
