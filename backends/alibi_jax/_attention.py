@@ -102,6 +102,13 @@ def attention(
     References:
         Press, Smith, Lewis, "Train Short, Test Long", section 3 and footnote 10, arXiv 2108.12409.
     """
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        sizes = getattr(array, "shape", ())[-3:]
+        if not all(isinstance(n, int) for n in sizes):  # which the checks would compare
+            raise ValueError(
+                f"{name} must have a length, heads and head_dim that are numbers, got {sizes}; only axes of the batch "
+                "may be symbols in jax.export: pad texts to a few lengths, hide the padding by mask, and export each"
+            )
     call = AttentionCall.check(
         query,
         key,

@@ -774,6 +774,16 @@ def test_a_program_is_exported_for_any_batch(implementation: str) -> None:
         np.testing.assert_allclose(found, expected, atol=3 * 5 * 4 * 2.0**-22)  # of slopes, sums over 3 * 5 queries
 
 
+def test_lengths_that_are_symbols_are_refused_in_words() -> None:
+    (length,) = export.symbolic_shape("length")
+    symbolic, known = (jax.ShapeDtypeStruct((1, n, 2, 4), jnp.float32) for n in (length, 1))
+    program = export.export(jax.jit(alibi_jax.attention))
+    with pytest.raises(ValueError, match="query must have .*length.* only axes of the batch may be symbols.*pad"):
+        program(symbolic, symbolic, symbolic)
+    with pytest.raises(ValueError, match="key must have"):
+        program(known, symbolic, symbolic)
+
+
 # NumPy's slopes
 
 
