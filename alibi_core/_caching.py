@@ -130,11 +130,11 @@ class EvictionPolicy:
         return int(reach if self.window_size is None else min(reach, self.window_size))
 
     def storage(self, need: int, new: int, most: float) -> int:
-        """Return the tokens to have storage for, where ``need`` are to stay, ``new`` come, and ``most`` are allowed."""
+        """Return for how many tokens to have storage: ``need`` stay, ``new`` are added, ``most`` are allowed."""
         return int(min(need + new + max(self.room, (need + new) // 4), most))
 
     def check_rules(self, *, mask: Any, segment_ids: Any, window_size: Any, scale: Any, tolerance: Any) -> None:
-        """Check that attention is asked for by the rules that keys were dropped by."""
+        """Check that a call of attention has the rules by which the cache dropped keys."""
         for name, given in (("mask", mask), ("segment_ids", segment_ids)):
             if given is not None:
                 raise ValueError(f"{name} must be None with a cache that evicts; make it with evict=False")

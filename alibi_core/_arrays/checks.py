@@ -26,7 +26,7 @@ LARGEST = {"float32": float(np.finfo(np.float32).max), "float64": sys.float_info
 
 
 def is_int(value: Any) -> bool:
-    """Whether ``value`` is an integer of Python, of NumPy, or a symbolic one of ``torch.export``; bool is none."""
+    """Whether ``value`` is an integer of Python, of NumPy, or a symbolic one of ``torch.export``, but no bool."""
     if isinstance(value, bool):
         return False
     torch = sys.modules.get("torch")

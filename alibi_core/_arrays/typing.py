@@ -12,7 +12,7 @@ Device = Any
 
 
 class Array(Protocol):
-    """What an argument must have to be taken for an array of a library that follows the standard."""
+    """The attributes by which an argument is recognised as an array of the array API standard."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

@@ -288,9 +288,9 @@ def linear_bias(
         slopes: ``[..., num_heads]``, in the dtype the product is to be formed in.
         future_slopes: As ``slopes``, for ``relative > 0``; None to use ``slopes`` there too.
         relative: Integers that broadcast against ``[..., num_heads, q_len, kv_len]``.
-        visible: Booleans that do, or None where nothing is masked.
+        visible: Booleans that broadcast likewise, or None where nothing is masked.
         is_causal: Whether ``visible`` is False wherever ``relative > 0``.
-        nearest: Integers that do, to count distances from; None for 0.
+        nearest: Integers that broadcast likewise, from which distances are counted; None for 0.
         is_positive: Whether the slopes are known to be positive constants.
     """
     rates = slopes[..., None, None]  # [..., num_heads, 1, 1]
@@ -310,7 +310,7 @@ def linear_bias(
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a bias is made of besides positions: checked, and where it is to be computed."""
+    """The checked arguments of a bias besides positions, and where the bias is computed."""
 
     xp: Namespace
     rule: Contract

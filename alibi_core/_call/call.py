@@ -47,7 +47,7 @@ FARTHEST = 2**30  # tokens that an offset in an array may be from the first key,
 
 @dataclass(frozen=True)
 class CallRules:
-    """What of a call is neither an array nor a size: what a compiler knows of it. Hashable."""
+    """The arguments of a call that are neither arrays nor sizes, which a compiler knows. Hashable."""
 
     is_causal: bool
     q_offset: int | None  # None where it is an array
@@ -230,7 +230,7 @@ class AttentionCall:
 
     @property
     def rules(self) -> CallRules:
-        """What of the call is neither an array nor a size."""
+        """The arguments of the call that are neither arrays nor sizes."""
         offset = None if self.has_offset_array else self.q_offset
         return CallRules(self.is_causal, offset, self.window_size, self.scale, self.tolerance, self.shares_ids)
 

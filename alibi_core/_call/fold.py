@@ -263,7 +263,7 @@ def _exponents(dtype: DType, kv_len: int) -> dict[tuple[int, int], tuple[int, in
 
 
 def largest_slope(call: AttentionCall) -> float:
-    """Return the largest size that a slope may have, lest a feature of the query overflows."""
+    """Return the largest magnitude of a slope with which no feature of the query overflows."""
     largest = 2.0**LARGEST_EXPONENT
     if _bits(call.dtype) == BITS["float16"]:
         largest = LARGEST_FLOAT16 / 2 ** max(x for x, _ in _exponents(call.dtype, call.kv_len).values())

@@ -1,7 +1,7 @@
 """Which rectangles of the score matrix to compute, and in how few kernel calls.
 
-What the keys needed are is the plan's (:func:`alibi_core.key_ranges`); here its ranges, on the host by then, become
-calls of a kernel that computes a rectangle with a given bias: attention of PyTorch's on the CPU, of MLX's anywhere.
+The plan (:func:`alibi_core.key_ranges`) says which keys are needed. This module turns its ranges, on the host, into
+calls of a kernel that computes a rectangle with a given bias: PyTorch's attention on the CPU, MLX's on any device.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ FIELDS = ("first", "stop", "past", "future")  # of KeyRanges
 
 @dataclass(frozen=True)
 class TileSizes:
-    """What suits a kernel.
+    """The sizes that suit a kernel.
 
     Attributes:
-        rows: Queries in a tile: at least, at most.
-        bias_elements: In the bias of one call, at most (but for a single head).
-        call_scores: As many scores take as long as a kernel call's overhead.
-        few: Queries; so few are decoding steps, where calls cost more than scores.
+        rows: The least and the largest number of queries in a tile.
+        bias_elements: The most elements in the bias of one call. A single head may have more.
+        call_scores: The number of scores whose computation takes as long as a call's overhead.
+        few: The number of queries up to which a call is a decoding step, where calls cost more than scores.
     """
 
     rows: tuple[int, int]
@@ -56,7 +56,7 @@ class Job:
 
     @property
     def back(self) -> int:
-        """How many keys come before the place of the first query's own, were the offset 0."""
+        """The number of keys before the first query's own key, if the offset is 0."""
         return self.q_start - self.kv_start
 
     @property

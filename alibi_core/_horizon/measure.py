@@ -61,9 +61,9 @@ class Measuring:
     """How finely a backend measures, and by which function.
 
     Attributes:
-        q_block: Queries that score bounds are held for together: as many, or a multiple.
-        kv_block: Keys likewise.
-        most_blocks: Blocks of queries, and of keys, at most. None for any number.
+        q_block: The number of queries that share a score bound, or a divisor of that number.
+        kv_block: The same for keys.
+        most_blocks: The most blocks of queries, and of keys. None for any number.
         part_elements: Of queries or keys, so many are measured at a time, that no copy of either is ever whole. None
             for all at once.
         few: Queries. For so few the mean of keys, and those of some, are not worth a pass over all keys.
@@ -85,7 +85,7 @@ class Measuring:
         return self._multiple(self.q_block, call.q_len)
 
     def kv_block_of(self, call: AttentionCall) -> int:
-        """Return how many keys of a call have one bound, where nobody knows their norms."""
+        """Return how many keys of a call have one bound, where their norms are unknown."""
         return self._multiple(self.kv_block, call.kv_len)
 
     def _multiple(self, block: int, length: int) -> int:
@@ -231,7 +231,7 @@ def _bound_by_means(
     """Return one head's bounds, each from the ``count`` keys that end where the query's block of as many begins.
 
     ``query`` and ``key`` are ``[length, head_dim]``, ``centre`` is ``[1, head_dim]``; ``nothing``, ``[q_len]``, are the
-    bounds of queries of which nothing is known.
+    bounds of queries about which nothing is known.
     """
     xp, dtype = namespace_of(query), nothing.dtype
     before, shift = divmod(call.q_offset, count)  # blocks of keys that end at or before the first query
