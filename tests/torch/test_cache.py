@@ -263,14 +263,28 @@ def test_a_backward_pass_through_a_cache_says_when_it_comes_too_late(options: di
         layer(x[:, :1], cache=cache)
 
 
-def test_views_kept_without_gradients_are_not_given_to_a_call_that_needs_them() -> None:
-    cache = KVCache(1, 2, 8, 4)
-    key = torch.randn(1, 2, 3, 4, requires_grad=True)
-    cache.append(key, key)
-    with torch.no_grad():
-        cache.append(torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4))
-    cache.attend(torch.randn(1, 2, 1, 4)).sum().backward()
-    assert key.grad is not None
-    assert key.grad.abs().max() > 0
+def test_a_step_sees_what_becomes_of_keys_and_values() -> None:
+    key, value, query = torch.randn(3, 1, 4, 6, 8).unbind()
+    query, cache = query[:, :, :1], KVCache(1, 4, 10, 8)
+    held = cache.append(key, value)[0]
+    cache.attend(query)
+    held.mul_(2)
+    held.transpose_(1, 2)
+    torch.testing.assert_close(cache.attend(query), attention(query, 2 * key, value))
+    cache.key.data = 3 * cache.key
+    torch.testing.assert_close(cache.attend(query), attention(query, 6 * key, value))
     cache.select_batch(torch.tensor([0, 0]))
-    assert cache.attend(torch.randn(2, 2, 1, 4)).shape == (2, 2, 1, 4)
+    torch.testing.assert_close(cache.attend(query.expand(2, -1, -1, -1))[1:], attention(query, 6 * key, value))
+    cache.key.requires_grad_()
+    assert cache.attend(query.expand(2, -1, -1, -1)).requires_grad
+
+
+@pytest.mark.full
+def test_attention_to_a_cache_compiles_in_one_graph() -> None:
+    query, key, value = torch.randn(3, 1, 4, 6, 8).unbind()
+    cache = KVCache(1, 4, 10, 8)
+    attend = torch.compile(cache.attend, fullgraph=True, backend="eager")
+    for token in range(3):
+        cache.append(key[:, :, token, None], value[:, :, token, None])
+        step = query[:, :, token, None]
+        torch.testing.assert_close(attend(step), cache.attend(step))

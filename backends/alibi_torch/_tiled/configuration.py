@@ -32,7 +32,7 @@ def _fast_norm_bounds(vectors: Tensor) -> Tensor:
 
 # Copies of larger parts are new memory each time, whose pages take longer to come by than to fill.
 DEFAULT = Tiling.of_sizes(
-    SIZES, kv_block=128, norm_bounds=_fast_norm_bounds, kernel_elements=2**22, part_elements=2**18
+    SIZES, kv_block=128, norm_bounds=_fast_norm_bounds, kernel_elements=2**20, part_elements=2**18
 )
 
 

@@ -43,7 +43,7 @@ def forward(
     plain = replace(call, added_key_bias=None)
     for job in jobs:
         bias, attends = _bias_of(plain, job)
-        for part in _parts(job, job.rows * call.head_dim):
+        for part in _parts(job, 3 * job.rows * call.head_dim):  # queries, results, both turned
             tensors = [queries_of(query, part).to(dtype), *(keys_of(x, part, call, dtype) for x in (key, value))]
             whole = bias
             if call.added_key_bias is not None:
@@ -95,8 +95,9 @@ def _windows(tensor: Tensor, job: Job, start: int, length: int) -> Tensor:
 
 def _parts(job: Job, elements: int) -> Iterator[Job]:
     """Yield a job as jobs of so few tiles that results of ``elements`` a tile and head stay small."""
-    step = max(1, tiling().kernel_elements // (elements * (job.heads.stop - job.heads.start)))
-    step = step - step % 2 if step > 2 else step  # even, for two threads or more
+    heads, threads = job.heads.stop - job.heads.start, torch.get_num_threads()
+    step = max(1, tiling().kernel_elements // (elements * heads))
+    step = max(step - step % threads, -(-threads // heads))  # no thread is to wait for others
     for tile in range(0, job.tiles, step):
         yield replace(
             job,

@@ -43,7 +43,7 @@ def _stepping(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             known = memory.key_of(query, cache.key, cache.value, slopes, rules)
             call = memory.recalled(known and (KVCache, known))
             if call is not None and 0 < cache.length <= step.most_keys(call, norms_are_known=True):
-                return step.attend(call, query, *cache._held_tensors(), None)
+                return step.attend(call, query, *cache._kept_views(), None)
         return function(cache, query, slopes, **options)
 
     return attend
@@ -91,7 +91,7 @@ class KVCache:
         self._measured = 0  # tokens whose norms are among them
         self.length = 0
         self.lengths: Tensor | None = None
-        self._views: tuple[Any, ...] = ()  # the tokens held, after which keys, values and length they are
+        self._views: tuple[Any, ...] = (None,)  # of the tokens held, after what tells that they still are
 
     @property
     def max_length(self) -> int:
@@ -152,15 +152,15 @@ class KVCache:
         return self._held_tensors()
 
     def _held_tensors(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values of all tokens held, the same views again while those stay."""
-        known = self._views
-        if known and known[0] == self.length and known[1] is self.key and known[2] is self.value:
-            return known[3], known[4]
-        views = self.key.narrow(2, 0, self.length), self.value.narrow(2, 0, self.length)
-        # Views that were made without gradients would have none later.
-        has_gradients = self.key.requires_grad or self.value.requires_grad
-        self._views = () if has_gradients else (self.length, self.key, self.value, *views)
-        return views
+        """Return keys and values of all tokens held."""
+        return self.key.narrow(2, 0, self.length), self.value.narrow(2, 0, self.length)
+
+    def _kept_views(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all tokens held, for a call without gradients: nobody else has these views."""
+        state = self.length, self.key.data_ptr(), self.value.data_ptr()
+        if self._views[0] != state:
+            self._views = state, *self._held_tensors()
+        return self._views[1:]  # type: ignore[return-value]
 
     def _counts(self, lengths: Tensor | None, new: int) -> np.ndarray[Any, Any]:
         """Return how many of ``new`` tokens count in each row."""
@@ -260,7 +260,8 @@ class KVCache:
         elif not call.has_offset_array:
             check_span(self.length, query.shape[2])
         norms = None
-        if key.device.type != "cpu" or not is_short(call, norms_are_known=True):
+        # A compiler cannot ask how calls are cut up.
+        if key.device.type != "cpu" or torch.compiler.is_compiling() or not is_short(call, norms_are_known=True):
             norms = self._norms(0)
         result = run(call, query, key, value, implementation, norms, is_plain=known is not None)
         return guarded(result, [self.key])
@@ -294,6 +295,7 @@ class KVCache:
         indices = indices.to(self.key.device)
         self.key, self.value = (x.index_select(0, indices) for x in (self.key, self.value))
         self._norms_by_block = self._norms_by_block.index_select(0, indices)
+        self._views = (None,)  # they would hold the memory
         if self.lengths is not None:
             self._hold(self._held()[indices.cpu().numpy()])
 
