@@ -33,7 +33,7 @@ def namespace_of(*arrays: Array | None, xp: Namespace | None = None) -> Namespac
             to ``xp``.
     """
     if isinstance(xp, str) and xp in NAMED:
-        xp = sys.modules.get(xp) or importlib.import_module(xp)  # which torch.compile cannot trace
+        xp = sys.modules.get(xp) or _imported(xp)  # torch.compile cannot trace an import
     if xp is not None and not (hasattr(xp, "asarray") or hasattr(xp, "array")):
         raise TypeError(
             f"xp must be an array namespace such as numpy, torch or jax.numpy, or the name of one, got {brief(xp)}; "
@@ -50,6 +50,13 @@ def namespace_of(*arrays: Array | None, xp: Namespace | None = None) -> Namespac
     if xp is not None and _is_mlx(xp):
         return MLXNamespace(xp)
     return _namespace_of_one((np if xp is None else xp).asarray(0))
+
+
+def _imported(name: str) -> Namespace:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"xp must name a library that is installed, got {name!r}; {error}") from None
 
 
 def _namespace_of_one(array: Any) -> Namespace:

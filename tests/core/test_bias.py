@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -224,6 +225,12 @@ def test_namespace_and_dtype_may_be_given_by_name(framework: Framework) -> None:
     if not hasattr(xp, "bfloat16"):
         with pytest.raises(TypeError, match="dtype must be a real floating dtype of .*, got 'bfloat16'"):
             alibi_core.slopes(4, xp=xp, dtype="bfloat16")
+
+
+def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were missing, wherever it is not
+    with pytest.raises(ModuleNotFoundError, match="xp must name a library that is installed, got 'cupy'"):
+        alibi_core.slopes(4, xp="cupy")
 
 
 def test_the_device_is_that_of_the_slopes_or_the_one_asked_for() -> None:

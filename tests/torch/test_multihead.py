@@ -164,10 +164,27 @@ def test_an_encoder_made_before_is_not_bypassed_either() -> None:
     encoder.layers[0].self_attn._reset_parameters()
     with torch.no_grad():
         assert (encoder(x) - before).abs().max() > 1e-2
-        with pytest.raises(
-            TypeError, match="query must not be nested, got a nested tensor; .*enable_nested_tensor=False"
-        ):
-            encoder(x, src_key_padding_mask=padding)
+        nested = encoder(x, src_key_padding_mask=padding)  # as PyTorch's own does without gradients
+    expected = encoder(x[:, :4])
+    torch.testing.assert_close(nested[:, :4], expected, rtol=1e-5, atol=1e-5)
+    assert not nested[:, 4:].any()
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_sequences_of_a_nested_tensor_are_attended_to_one_by_one(batch_first: bool) -> None:
+    module, _ = pair(batch_first=batch_first)
+    rows = [torch.randn(n, EMBED, requires_grad=True) for n in (5, 2, 7)]
+    nested = torch.nested.as_nested_tensor(rows)
+    output, weights = module(nested, nested, nested, need_weights=False)
+    assert weights is None
+    for found, row in zip(output.unbind(), rows, strict=True):
+        torch.testing.assert_close(found, module(row, row, row)[0], rtol=1e-5, atol=1e-5)
+    sum(x.square().sum() for x in output.unbind()).backward()
+    expected = torch.autograd.grad(module(rows[1], rows[1], rows[1])[0].square().sum(), rows[1])[0]
+    torch.testing.assert_close(rows[1].grad, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(TypeError, match="key must not be nested but in self-attention"):
+        module(torch.randn(3, 7, EMBED), nested, nested)
 
 
 def test_decoder_layers_and_compiled_modules_take_it() -> None:

@@ -151,8 +151,12 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
             TypeError: If an argument is of the wrong kind.
             ValueError: If a value or shape is wrong.
         """
+        is_self = query is key is value
+        if query.is_nested and is_self and key_padding_mask is None:
+            rest = attn_mask, average_attn_weights, is_causal
+            return self._nested(query, need_weights, *rest, q_offset=q_offset, segment_ids=segment_ids)
         self._check_inputs(query=query, key=key, value=value)
-        is_batched, is_self = query.ndim == 3, query is key is value
+        is_batched = query.ndim == 3
         batch_axis = 0 if self.batch_first else 1
         if not is_batched:
             query, key, value = (x.unsqueeze(batch_axis) for x in (query, key, value))
@@ -189,13 +193,25 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
             return output, weights
         return output.squeeze(batch_axis), None if weights is None else weights.squeeze(0)
 
+    def _nested(self, sequences: Tensor, *options: Any, **places: Any) -> tuple[Tensor, Tensor | None]:
+        """Attend within each sequence of a nested tensor, which nn.TransformerEncoder makes of padded ones."""
+        padded = sequences.to_padded_tensor(0.0)  # [batch, longest, embed_dim], whatever batch_first is
+        lengths = [len(x) for x in sequences.unbind()]
+        ends = torch.tensor(lengths, device=padded.device)
+        padding = torch.arange(padded.shape[1], device=padded.device) >= ends[:, None]
+        padded = padded if self.batch_first else padded.transpose(0, 1)
+        output, weights = self(padded, padded, padded, padding, *options, **places)
+        output = output if self.batch_first else output.transpose(0, 1)
+        parts = [x[:length] for x, length in zip(output, lengths, strict=True)]
+        return torch.nested.as_nested_tensor(parts, layout=sequences.layout), weights
+
     def _check_inputs(self, **tensors: Tensor) -> None:
         query = tensors["query"]
         for (name, x), features in zip(tensors.items(), (self.embed_dim, self.kdim, self.vdim), strict=True):
             if x.is_nested:
                 raise TypeError(
-                    f"{name} must not be nested, got a nested tensor; nn.TransformerEncoder makes them of padded ones "
-                    "unless it is made with enable_nested_tensor=False"
+                    f"{name} must not be nested but in self-attention without a key_padding_mask, got a nested tensor; "
+                    "pad it by to_padded_tensor"
                 )
             if x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != features:
                 axes = "length, batch" if not self.batch_first else "batch, length"
