@@ -205,10 +205,12 @@ def _check_tensors(
     )
     if missing or unknown:
         kind = "language model" if family.config.is_causal else "encoder"
+        ends = [name.partition(missing[0])[0] for name in unknown if missing and name.endswith(f".{missing[0]}")]
+        how = f"names begin with {ends[0]!r}, as those of a wrapped model: save the model inside; " if ends else ""
         raise ValueError(
             f"{path} must hold the tensors of the {family.name} {kind} in its config.json, got "
             f"{some(missing) if missing else 'none'} missing and {some(unknown) if unknown else 'none'} unknown; "
-            f"save the model with the config it was made with, and without adapters or other heads"
+            f"{how}save the model with the config it was made with, and without adapters or other heads"
         )
     for name in expected.keys() | tensors.keys() & {HEAD}:
         tensors[name].check_dtype(name)

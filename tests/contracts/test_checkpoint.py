@@ -329,6 +329,7 @@ def test_a_config_that_no_model_goes_with_is_refused(
     ("tensors", "message"),
     [
         ({NORM: None}, r"got \['transformer.norm_f.weight'\] missing and none unknown; save the model"),
+        ({NORM: None, f"_orig_mod.{NORM}": torch.ones(48)}, "names begin with '_orig_mod.', as those of a wrapped"),
         ({"transformer.norm_f.bias": torch.zeros(48)}, r"got none missing and \['transformer.norm_f.bias'\] unknown"),
         ({NORM: torch.ones(47)}, rf"^{NORM} in .* must have shape \(48,\) by its config.json, got \(47,\)"),
         ({WQKV: torch.ones(48, 144)}, rf"^{WQKV} in .* must have shape \(144, 48\) .*, got \(48, 144\)"),
