@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 from unittest import mock
 
 import pytest
@@ -277,6 +279,21 @@ def test_a_step_sees_what_becomes_of_keys_and_values() -> None:
     torch.testing.assert_close(cache.attend(query.expand(2, -1, -1, -1))[1:], attention(query, 6 * key, value))
     cache.key.requires_grad_()
     assert cache.attend(query.expand(2, -1, -1, -1)).requires_grad
+
+
+def test_a_cache_that_was_attended_to_is_pickled_and_copied_once() -> None:
+    cache, query = KVCache(1, 4, 64, 8), torch.randn(1, 4, 1, 8)
+    cache.append(torch.randn(1, 4, 60, 8), torch.randn(1, 4, 60, 8))
+    sizes = [len(pickle.dumps(cache))]
+    results = [cache.attend(query) for _ in range(2)]
+    copies = pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)
+    sizes.append(len(pickle.dumps(cache)))
+    assert sizes[1] == sizes[0]
+    for other in copies:
+        other.append(*torch.randn(2, 1, 4, 1, 8).unbind())
+        other.truncate(60)
+        torch.testing.assert_close(other.attend(query), results[0], rtol=0, atol=0)
+    torch.testing.assert_close(cache.attend(query), results[1], rtol=0, atol=0)
 
 
 @pytest.mark.full

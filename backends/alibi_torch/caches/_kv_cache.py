@@ -93,6 +93,9 @@ class KVCache:
         self.lengths: Tensor | None = None
         self._views: tuple[Any, ...] = (None,)  # of the tokens held, after what tells that they still are
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_views": (None,)}  # or a pickle would hold them beside keys and values
+
     @property
     def max_length(self) -> int:
         """Capacity, in tokens."""
