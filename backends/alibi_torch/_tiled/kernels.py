@@ -253,17 +253,11 @@ class Tile:
         )
 
     def _kernel(self) -> tuple[Tensor, Tensor, Tensor]:
-        turned, bias = self.bias.turned, self.bias.values
-        tensors = (
-            turned(self.grad),
-            turned(self.query),
-            self.key,
-            self.value,
-            turned(self.result),
-            turned(self.logsumexp),
-        )
-        by_query, by_key, by_value = fused_backward(*tensors, 0.0, False, attn_mask=bias, scale=self.scale)
-        return turned(by_query), by_key, by_value
+        of_queries = self.grad, self.query, self.result, self.logsumexp
+        grad, query, result, logsumexp = (self.bias.turned(x) for x in of_queries)
+        tensors = grad, query, self.key, self.value, result, logsumexp
+        by_query, *by_keys = fused_backward(*tensors, 0.0, False, attn_mask=self.bias.values, scale=self.scale)
+        return self.bias.turned(by_query), *by_keys
 
 
 def without_common_part(query: Tensor, key: Tensor, logsumexp: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
