@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from alibi_core.backend import Job, seen_keys
 from alibi_torch._tiled import onednn, step
 from alibi_torch._tiled.configuration import tiling
 from alibi_torch._tiled.kernels import (
+    Bias,
     Saved,
     fused_backward,
     fused_forward,
@@ -134,7 +134,7 @@ def _only_bias(call: AttentionCall) -> Tensor | None:
     if len(jobs) != 1 or jobs[0].kv_len < call.kv_len:
         return None
     biases = _biases(call, jobs)
-    return None if biases.are_reversed else biases.by_job[0]
+    return None if biases[0].is_reversed else biases[0].values
 
 
 def forward(
@@ -158,7 +158,8 @@ def forward(
     by_heads = []
     for heads, kv_heads in together:
         tensors = _in(dtype, call, query[:, heads], key[:, kv_heads], value[:, kv_heads])
-        by_heads.append(_attend(call, *tensors, jobs, biases.of(heads)))
+        of_heads = [x._replace(values=x.values[:, heads]) for x in biases]
+        by_heads.append(_attend(call, *tensors, jobs, of_heads))
     result, logsumexp = (torch.cat(x, dim=1) for x in zip(*by_heads, strict=True))
     return result.to(result_dtype), logsumexp
 
@@ -170,19 +171,17 @@ def _multiplies_bfloat16() -> bool:
 
 
 def _attend(
-    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: list[Job], biases: _Biases
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: list[Job], biases: list[Bias]
 ) -> tuple[Tensor, Tensor]:
     """Compute the jobs of some heads, each with its keys and values, in the working dtype."""
-    if len(jobs) == 1 and not biases.are_reversed:
-        some, bias = _cut(jobs[0], query, key, value), biases.by_job[0]
-        return fused_forward(*some, 0.0, False, attn_mask=bias, scale=call.scale)
+    if len(jobs) == 1 and not biases[0].is_reversed:
+        some = _cut(jobs[0], query, key, value)
+        return fused_forward(*some, 0.0, False, attn_mask=biases[0].values, scale=call.scale)
     parts = []
-    for job, bias in zip(jobs, biases.by_job, strict=True):
-        some = _cut(job, query, key, value)
-        if biases.are_reversed:
-            some = some[0].flip(2), *some[1:]
-        part = fused_forward(*some, 0.0, False, attn_mask=bias, scale=call.scale)
-        parts.append([x.flip(2) for x in part] if biases.are_reversed else part)
+    for job, bias in zip(jobs, biases, strict=True):
+        rows, *of_keys = _cut(job, query, key, value)
+        part = fused_forward(bias.turned(rows), *of_keys, 0.0, False, attn_mask=bias.values, scale=call.scale)
+        parts.append([bias.turned(x) for x in part])
     result, logsumexp = (_joined(x, 2) for x in zip(*parts, strict=True))
     return result, logsumexp
 
@@ -196,18 +195,8 @@ def _cut(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
     return query, key, value
 
 
-class _Biases(NamedTuple):
-    """The bias of each job, ``[batch or 1, heads, rows, kv_len]``: views of one that is in memory."""
-
-    by_job: list[Tensor]
-    are_reversed: bool  # from the last query to the first
-
-    def of(self, heads: slice) -> _Biases:
-        return self._replace(by_job=[x[:, heads] for x in self.by_job])
-
-
-def _biases(call: AttentionCall, jobs: list[Job]) -> _Biases:
-    """Return the biases of a short call's jobs."""
+def _biases(call: AttentionCall, jobs: list[Job]) -> list[Bias]:
+    """Return the bias of each of a short call's jobs: views of one that is in memory, all in the same order."""
     kind = _biases, jobs[-1].rows
     known = call.worked_out.get(kind)
     if known is not None and known[0] is jobs:
@@ -217,7 +206,7 @@ def _biases(call: AttentionCall, jobs: list[Job]) -> _Biases:
         row = row[:, :, None] if row.ndim == 3 else row[None, :, None]  # [batch or 1, heads, 1, q_len + kv_len - 1]
         backs = [job.back + call.q_offset for job in jobs]
         back, ahead = max(backs), max(job.kv_len - before for job, before in zip(jobs, backs, strict=True))
-        rows, by_job = jobs[-1].rows, []
+        rows, biases = jobs[-1].rows, []
         first = call.q_offset + call.q_len - back - rows  # the distance farthest back, of the last query
         row = row[..., first : first + back + ahead + rows - 1]
         is_large = _bias_elements(call, rows) > KEPT
@@ -225,10 +214,10 @@ def _biases(call: AttentionCall, jobs: list[Job]) -> _Biases:
         for job, before in zip(jobs, backs, strict=True):
             if is_large:
                 start = back - before + rows - job.rows
-                by_job.append(whole[:, :, start : start + job.kv_len + job.rows - 1].unfold(-1, job.kv_len, 1))
+                part = whole[:, :, start : start + job.kv_len + job.rows - 1].unfold(-1, job.kv_len, 1)
             else:
-                by_job.append(whole[:, :, : job.rows, back - before : back - before + job.kv_len])
-    biases = _Biases(by_job, are_reversed=is_large)
+                part = whole[:, :, : job.rows, back - before : back - before + job.kv_len]
+            biases.append(Bias(part, is_reversed=is_large))
     call.worked_out[kind] = jobs, biases
     return biases
 
@@ -266,7 +255,7 @@ def _differentiable(call: AttentionCall, query: Tensor, key: Tensor, value: Tens
     centred = without_common_part(query, key, logsumexp, call.scale)
     if centred is None or centred[0] is not key:
         return None
-    node = result.grad_fn.next_functions[0][0] if biases.are_reversed else result.grad_fn
+    node = result.grad_fn.next_functions[0][0] if biases[0].is_reversed else result.grad_fn
     node.register_hook(differentiable_kernel)
     return result.to(call.dtype)
 
@@ -289,14 +278,12 @@ def backward(call: AttentionCall, saved: Saved) -> tuple[Tensor, Tensor, Tensor]
     by_keys: list[Tensor] = []
     jobs = short_jobs(call)
     biases = _biases(call, jobs)
-    for job, bias in reversed(list(zip(jobs, biases.by_job, strict=True))):
+    for job, bias in reversed(list(zip(jobs, biases, strict=True))):
         queries = slice(None), slice(None), job.queries
-        some = [x[queries] for x in (grad, query, result, logsumexp)]
-        if biases.are_reversed:
-            some = [x.flip(2) for x in some]
+        some = [bias.turned(x[queries]) for x in (grad, query, result, logsumexp)]
         of_keys = _cut(job, query, key, value)[1:]
-        parts = fused_backward(*some[:2], *of_keys, *some[2:], 0.0, False, attn_mask=bias, scale=call.scale)
-        by_query.insert(0, parts[0].flip(2) if biases.are_reversed else parts[0])
+        parts = fused_backward(*some[:2], *of_keys, *some[2:], 0.0, False, attn_mask=bias.values, scale=call.scale)
+        by_query.insert(0, bias.turned(parts[0]))
         if not by_keys and job.kv_len == call.kv_len:
             by_keys = list(parts[1:])
             continue
