@@ -272,7 +272,7 @@ def without_common_part(query: Tensor, key: Tensor, logsumexp: Tensor, scale: fl
     total = keys.sum(dim=-2, keepdim=True)
     # Lists of Python's, as each operation between two large kernels takes far longer than these.
     common, whole = (torch.linalg.vector_norm(x, dim=(-2, -1)).flatten().tolist() for x in (total, keys))
-    most = (0.8 * key.shape[-2]) ** 0.5
+    most = (0.8 * key.shape[-2]) ** 0.5 if key.shape[-2] > 1 else math.inf  # a single score has no gradient
     # False where the keys, or their sum, are not finite.
     is_common = [of_sum > of_keys * most for of_sum, of_keys in zip(common, whole, strict=True)]
     if not any(is_common) and torch.linalg.vector_norm(logsumexp, math.inf).item() <= large:

@@ -34,6 +34,7 @@ LONG_DECODING = 2**13  # times the keys of a short call: numbers in the keys of 
 # Queries in a block, by the number of keys: more of them waste scores on keys that only the last ones see, fewer take
 # more calls. Measured on AVX-512.
 BLOCKS = ((512, 64), (1024, 128), (math.inf, 256))
+BLOCKS_OF_BFLOAT16 = ((128, 128), (512, 64), (math.inf, 256))  # in whose products the kernel packs keys anew each time
 DIFFERENTIATED_AT_ONCE = 128  # queries: of so few, one block that PyTorch differentiates itself takes less time
 
 
@@ -61,7 +62,8 @@ def _rows(call: AttentionCall) -> int:
     """Return how many queries a block has: all that see all keys, fewer where a bias of many heads would be large."""
     if not call.is_causal and call.window_size is None:
         return call.q_len
-    rows = min(call.q_len, next(rows for keys, rows in BLOCKS if call.kv_len <= keys))
+    blocks = BLOCKS_OF_BFLOAT16 if _stays_low(call) else BLOCKS
+    rows = min(call.q_len, next(rows for keys, rows in blocks if call.kv_len <= keys))
     while rows > tiling().sizes.few and _bias_elements(call, rows) > tiling().sizes.bias_elements:
         rows = -(-rows // 2)
     return rows
@@ -103,8 +105,10 @@ def prepared(call: AttentionCall, in_general: Callable[..., Tensor]) -> Callable
     """
     if len(call.batch) != 1 or call.is_empty or call.dense_only is not None:
         return in_general
-    how, scale, bias = tiling(), call.scale, _only_bias(call)
+    how, scale, bias, stays_low = tiling(), call.scale, _only_bias(call), _stays_low(call)
+    dtype, cast = call.dtype, None if stays_low or call.dtype == call.working_dtype else call.working_dtype
     is_short_call = call.worked_out[prepared] = is_short(call)
+    jobs = short_jobs(call) if is_short_call and not step.is_step(call) else []
     if bias is None and not is_short_call:
         return in_general
 
@@ -114,8 +118,18 @@ def prepared(call: AttentionCall, in_general: Callable[..., Tensor]) -> Callable
                 result = _differentiable(call, query, key, value) if is_short_call else None
                 if result is not None:
                     return result
-            elif bias is not None and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
-                return fused_forward(query, key, value, 0.0, False, attn_mask=bias, scale=scale)[0]
+            elif bias is None:
+                if jobs:
+                    return forward(call, *last_axis_dense(query, key, value), jobs, dtype)[0]
+            elif query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+                if cast is not None:
+                    query, key, value = query.to(cast), key.to(cast), value.to(cast)
+                result, logsumexp = fused_forward(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
+                if cast is not None:
+                    return result.to(dtype)
+                # Of infinite scores the kernel makes zeros in low precision, where they are to be seen as NaN.
+                if not stays_low or math.isfinite(logsumexp.sum().item()):
+                    return result
         return in_general(query, key, value)
 
     return attend
@@ -123,15 +137,15 @@ def prepared(call: AttentionCall, in_general: Callable[..., Tensor]) -> Callable
 
 def _only_bias(call: AttentionCall) -> Tensor | None:
     """Return the bias with which one call of the kernel makes up the result of a call; None where none does."""
-    if call.num_kv_heads < call.num_heads or call.dtype != call.working_dtype:
+    if call.num_kv_heads < call.num_heads:
         return None
     if step.is_step(call):
-        is_whole = (
-            call.q_offset + 1 == call.kv_len <= min(step.most_keys(call, norms_are_known=False), KEPT // call.num_heads)
-        )
-        return step.row_of_bias(call, call.kv_len) if is_whole else None
+        most = min(step.most_keys(call, norms_are_known=False), KEPT // call.num_heads)
+        return step.row_of_bias(call, call.kv_len) if call.q_offset + 1 == call.kv_len <= most else None
     jobs = short_jobs(call) if is_short(call) else []
-    if len(jobs) != 1 or jobs[0].kv_len < call.kv_len:
+    if len(jobs) != 1 or jobs[0].kv_len < call.kv_len or onednn.suits(call, call.dtype):
+        return None
+    if call.dtype != call.working_dtype and not _stays_low(call) and len(_heads_at_once(call)) > 1:
         return None
     biases = _biases(call, jobs)
     return None if biases[0].is_reversed else biases[0].values
@@ -144,10 +158,10 @@ def forward(
     if onednn.suits(call, result_dtype):
         return onednn.forward(call, query, key, value)
     biases, dtype, together = _biases(call, jobs), call.working_dtype, []
-    if call.dtype != dtype and call.q_len <= tiling().sizes.few:
-        together = _heads_at_once(call)
-    elif call.dtype == result_dtype == torch.bfloat16 and _multiplies_bfloat16():
+    if call.dtype == result_dtype and _stays_low(call):
         dtype = call.dtype  # weights are rounded to it, as the result is
+    elif call.dtype != dtype and call.q_len <= tiling().sizes.few:
+        together = _heads_at_once(call)
     if len(together) < 2:
         tensors = _in(dtype, call, query, key, value)
         result, logsumexp = _attend(call, *tensors, jobs, biases)
@@ -162,6 +176,11 @@ def forward(
         by_heads.append(_attend(call, *tensors, jobs, of_heads))
     result, logsumexp = (torch.cat(x, dim=1) for x in zip(*by_heads, strict=True))
     return result.to(result_dtype), logsumexp
+
+
+def _stays_low(call: AttentionCall) -> bool:
+    """Whether the kernel takes a call's low precision: one query reads its keys faster when they are cast."""
+    return call.dtype == torch.bfloat16 and call.q_len > 1 and _multiplies_bfloat16()
 
 
 @functools.cache
@@ -253,8 +272,10 @@ def _differentiable(call: AttentionCall, query: Tensor, key: Tensor, value: Tens
     biases = _biases(call, jobs)
     result, logsumexp = _attend(call, query, key, value, jobs, biases)
     centred = without_common_part(query, key, logsumexp, call.scale)
-    if centred is None or centred[0] is not key:
+    if centred is None:
         return None
+    if centred[0] is not key:
+        result, _ = _attend(call, query, centred[0], value, jobs, biases)
     node = result.grad_fn.next_functions[0][0] if biases[0].is_reversed else result.grad_fn
     node.register_hook(differentiable_kernel)
     return result.to(call.dtype)

@@ -66,9 +66,11 @@ def most_keys(call: AttentionCall, *, norms_are_known: bool) -> int:
     known = call.worked_out.get(kind, (None,))
     if known[0] is not how:
         most = 0
-        if is_step(call) and not call.is_empty and call.dtype == call.working_dtype:
+        if is_step(call) and not call.is_empty:
             least, keys = (LONG, how.short) if norms_are_known else (LONG_SCORES, 2 * how.short)
             most = max(keys - 1, least * how.short // _numbers(call, 1) - 1)
+            if call.dtype != call.working_dtype:
+                most = CAST // _numbers(call, 1)
             most = most if call.window_size is None else min(most, call.window_size + 1)
         known = call.worked_out[kind] = how, most
     return known[1]
@@ -93,8 +95,7 @@ def attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms
         rows = rows.reshape(query.shape[0], call.num_kv_heads, -1, query.shape[3])
     kv_len = key.shape[2]
     if kv_len <= most_keys(call, norms_are_known=norms is not None):
-        bias = row_of_bias(call, kv_len)
-        result = fused_forward(rows, key, value, 0.0, False, attn_mask=bias, scale=call.scale)[0]
+        result = _of_all_keys(call, rows, key, value, row_of_bias(call, kv_len))
     else:
         result = forward(call, rows, key, value, _jobs(call, rows, key, norms), norms is None)
     return result if rows is query else result.reshape(query.shape)
@@ -129,28 +130,31 @@ def forward(
 
     ``may_leave_out`` lets scores tell which values matter.
     """
-    row, is_low = row_of_bias(call, max([job.kv_len for job in planned])), call.dtype != call.working_dtype
-    if is_low:
-        query = query.to(call.working_dtype)  # in low precision the kernel would round the weights to it
+    row = row_of_bias(call, max([job.kv_len for job in planned]))
     if len(planned) == 1:
         kv_len = planned[0].kv_len
         if kv_len < key.shape[2]:
             key, value = (x[:, :, -kv_len:] for x in (key, value))
-        if is_low:
-            key, value = (x.to(call.working_dtype) for x in (key, value))
-        elif may_leave_out and _scores_tell(call, key, value):
+        if call.dtype == call.working_dtype and may_leave_out and _scores_tell(call, key, value):
             return _by_scores(call, query, key, value, row)
-        return fused_forward(query, key, value, 0.0, False, attn_mask=row, scale=call.scale)[0].to(call.dtype)
+        return _of_all_keys(call, query, key, value, row)
     size, parts = call.num_heads // call.num_kv_heads, []
     for job in planned:
         first, count, start = job.heads.start // size, (job.heads.stop - job.heads.start) // size, job.kv_start
         rows = query.narrow(1, first, count)
         keys, values = (x.narrow(1, first, count).narrow(2, start, job.kv_len) for x in (key, value))
-        if is_low:
-            keys, values = keys.to(call.working_dtype), values.to(call.working_dtype)
         bias = row.narrow(1, first, count).narrow(3, row.shape[3] - job.kv_len, job.kv_len)
-        parts.append(fused_forward(rows, keys, values, 0.0, False, attn_mask=bias, scale=call.scale)[0])
-    return torch.cat(parts, dim=1).to(call.dtype)
+        parts.append(_of_all_keys(call, rows, keys, values, bias))
+    return torch.cat(parts, dim=1)
+
+
+def _of_all_keys(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+    """Return the attention in one call of the kernel, which would round the weights in low precision."""
+    dtype = call.working_dtype
+    if call.dtype == dtype:
+        return fused_forward(query, key, value, 0.0, False, attn_mask=bias, scale=call.scale)[0]
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    return fused_forward(query, key, value, 0.0, False, attn_mask=bias, scale=call.scale)[0].to(call.dtype)
 
 
 def row_of_bias(call: AttentionCall, kv_len: int) -> Tensor:
