@@ -162,7 +162,7 @@ def test_keys_larger_than_was_said_are_held_or_refused_and_never_wrong() -> None
     eager = small
     for i in range(min(slots)):
         eager = eager.append(keys[:, i : i + 1], keys[:, i : i + 1])
-    with pytest.raises(ValueError, match=r"room for 1 more tokens, got max_length \d+ with \d+ in use"):
+    with pytest.raises(ValueError, match=r"room for 1 more tokens, got \d+ slots with \d+ in use, for max_key_norm"):
         eager.append(keys[:, :1], keys[:, :1])
     assert jnp.isfinite(eager.attend(tokens(1, HEADS))).all()
     arrays = tuple(jnp.swapaxes(x, 0, 1) for x in (tokens(200, HEADS), keys, keys))

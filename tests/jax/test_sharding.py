@@ -13,6 +13,7 @@ jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
 
 PROGRAM = """
+import contextlib
 import json
 import re
 
@@ -45,7 +46,7 @@ def one(*x, **options):
 
 
 def described(way, implementation):
-    kind = AxisType.Explicit if way in ("explicit", "mapped") else AxisType.Auto
+    kind = AxisType.Explicit if way in ("explicit", "unset", "mapped") else AxisType.Auto
     mesh = jax.make_mesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
     by_head = P("data", None, "heads")
     specs = [by_head] * 4 + [P("heads") if way == "by hand" else P()]
@@ -70,7 +71,7 @@ def described(way, implementation):
 
             return jax.vmap(entry)(query, key, value, jax.sharding.reshard(ids, P("data")))
 
-    with jax.set_mesh(mesh):
+    with contextlib.nullcontext() if way == "unset" else jax.set_mesh(mesh):
         placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs)]
         options = None if implementation is None else QUICKLY  # a kernel takes long to compile, and is interpreted
         compiled = jax.jit(lambda *x: gradients(attend, x), compiler_options=options).lower(*placed).compile()
@@ -97,6 +98,7 @@ WAYS = (
     ("automatic", "default"),
     ("explicit", "default"),
     ("explicit", "tpu"),
+    ("unset", "default"),  # explicit, and no mesh is set
     *([] if jax.__version_info__ < (0, 9) else [("mapped", "default")]),  # which JAX refuses before
     ("by hand", "default"),
     ("by hand", "tpu"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from alibi_jax._call import Operands, Rules
 from alibi_jax._compatible import varying_alike
@@ -55,7 +55,8 @@ def attend(rules: Rules, implementation: Implementation | None, operands: Operan
         return PartitionSpec(*(None if n == 1 else axis for axis, n in zip(wanted, array.shape, strict=False)))
 
     specs = Operands(*(None if x is None else placed(name, x) for name, x in operands._asdict().items()))
-    operands = jax.tree.map(jax.sharding.reshard, operands, specs)
+    mesh = sharding.mesh  # as nobody need have set one
+    operands = jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), operands, specs)
     # No names stand for all axes of the mesh but those that jax.vmap maps over, which are not to be named.
-    names = set(explicit) if len(explicit) < len(sharding.mesh.axis_names) else set()
-    return jax.shard_map(call, in_specs=(specs,), out_specs=one, axis_names=names)(operands)
+    names = set(explicit) if len(explicit) < len(mesh.axis_names) else set()
+    return jax.shard_map(call, mesh=mesh, in_specs=(specs,), out_specs=one, axis_names=names)(operands)

@@ -195,7 +195,13 @@ class EvictingKVCache:
         longer, needs = _appended(self, key, value)
         if known(self.fits) and known(longer.fits) == 0:
             at_fault = max(range(len(needs)), key=lambda i: int(needs[i]) - self.groups[i].key.shape[2])
-            check_room(new, self.groups[at_fault].key.shape[2], int(needs[at_fault]))
+            slots, held = self.groups[at_fault].key.shape[2], int(needs[at_fault])
+            if slots < self.max_length:
+                raise ValueError(
+                    f"cache must have room for {new} more tokens, got {slots} slots with {held} in use, for "
+                    "max_key_norm; append fewer tokens at a time, or make it without max_key_norm or with a larger one"
+                )
+            check_room(new, slots, held)
         return longer
 
     @explains_keywords
