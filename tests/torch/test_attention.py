@@ -80,6 +80,12 @@ def test_a_recorded_function_serves_other_lengths() -> None:
         torch.testing.assert_close(recorded(*tensors), alibi_torch.attention(*tensors))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
+def test_a_layer_is_recorded_the_same_with_and_without_gradients() -> None:
+    layer, x = AlibiAttention(24, 6), torch.randn(2, 9, 24)
+    torch.testing.assert_close(torch.jit.trace(layer, x)(x), layer(x))  # tracing compares what it records
+
+
 def test_attention_and_layer_run_on_meta() -> None:
     query, key, value = torch.ones(3, 1, 2, 3, 4, device="meta").unbind()
     assert alibi_torch.attention(query, key, value).device.type == "meta"

@@ -201,6 +201,31 @@ def test_a_cast_layer_needs_a_new_cache() -> None:
 STEEP_LAYER = {"slopes": torch.tensor([2.0, 1.0, 0.5, 0.7])}
 
 
+@pytest.mark.parametrize("form", ["packed", "integers"])
+def test_a_quantized_layer_makes_a_cache_of_what_its_projections_give(form: str) -> None:
+    class Quantized(torch.nn.Module):
+        """What a library puts in the place of a projection."""
+
+        def __init__(self, linear: torch.nn.Linear) -> None:
+            super().__init__()
+            self.linear = [linear]
+            if form == "integers":
+                self.register_buffer("weight", linear.weight.detach().char())
+            else:
+                self.weight = lambda: linear.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear[0](x)
+
+    layer, x = AlibiAttention(24, 6).eval(), torch.randn(1, 5, 24)
+    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        setattr(layer, name, Quantized(getattr(layer, name)))
+    with torch.no_grad():
+        cache = layer.make_cache(1, 8)
+        decoded = torch.cat([layer(x[:, :3], cache=cache), layer(x[:, 3:], cache=cache)], dim=1)
+        torch.testing.assert_close(decoded, layer(x), rtol=0, atol=1e-6)
+
+
 def test_an_evicting_cache_follows_autocast() -> None:
     torch.manual_seed(0)
     layer, x = AlibiAttention(32, 4, **STEEP_LAYER), torch.randn(1, 200, 32)

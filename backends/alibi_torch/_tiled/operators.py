@@ -72,8 +72,8 @@ def tiled_attention(
     if is_plain:
         return _forward(call, *tensors, norms, is_exact=False)[0]
     mapped = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-    # Without gradients there is no use for more digits than those of the dtype.
-    is_exact = mapped or differentiates
+    # Without gradients there is no use for more digits than those of the dtype; a trace is to serve either.
+    is_exact = mapped or differentiates or torch.jit.is_tracing()
     result, _ = (_Attention.apply if mapped else _attend)(*tensors, *Packed.of(call, norms), is_exact)
     return result.to(call.dtype)
 

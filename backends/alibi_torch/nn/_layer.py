@@ -189,22 +189,25 @@ class AlibiAttention(KeepsSlopes):
             evict: Let heads drop the keys that their horizons prove to be of no weight to any query to come.
             max_query_norm: With ``evict``, what no query's norm will exceed; the layer refuses one that does.
         """
-        weight = self.k_proj.weight
-        place = weight.device.type
+        weight, slopes = self.k_proj.weight, self.current_slopes
         sizes = batch_size, self.shape.num_kv_heads, max_length, self.shape.head_dim
-        dtype = torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else weight.dtype
+        if torch.is_autocast_enabled(slopes.device.type):
+            dtype = torch.get_autocast_dtype(slopes.device.type)
+        else:  # a quantized projection holds its weight packed, or as integers, and gives the default dtype
+            has_dtype = isinstance(weight, Tensor) and weight.is_floating_point()
+            dtype = weight.dtype if has_dtype else torch.get_default_dtype()
         if not boolean("evict", evict):
             if max_query_norm is not None:
                 raise ValueError(f"max_query_norm must be None without evict=True, got {max_query_norm}")
-            return KVCache(*sizes, device=weight.device, dtype=dtype)
+            return KVCache(*sizes, device=slopes.device, dtype=dtype)
         if max_query_norm is None:
             raise ValueError("max_query_norm must be given with evict=True: it decides which keys may be dropped")
         return EvictingKVCache(
             *sizes,
-            slopes=self.current_slopes,
+            slopes=slopes,
             max_query_norm=max_query_norm,
             window_size=self.window_size,
-            device=weight.device,
+            device=slopes.device,
             dtype=dtype,
         )
 
