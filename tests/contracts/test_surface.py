@@ -91,7 +91,7 @@ MISSING = {
     "EvictingKVCache.make": ("jax", "a pytree is made of its leaves; elsewhere the class itself makes a cache"),
     **{
         f"KVCache.{name}": ("mlx", "the models of mlx-lm ask it of a cache")
-        for name in ("empty", "from_state", "is_trimmable", "make_mask", "size", "trim", "update_and_fetch")
+        for name in ("empty", "from_state", "is_trimmable", "make_mask", "merge", "size", "trim", "update_and_fetch")
     },
     "AlibiLanguageModel.make_cache": ("mlx", "mlx-lm's word for the transformer's make_caches"),
     "EvictingKVCache.trim": ("mlx", "mlx-lm's word for truncate"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,37 @@ def test_caches_that_evict_are_prompt_caches_too(model: Any, tokenizer: Any, exp
     assert streamed(model, tokenizer, PROMPT, prompt_cache=caches) == expected
 
 
+def test_texts_of_a_batch_are_those_of_each_alone(model: Any, tokenizer: Any) -> None:
+    texts, counts = [TOKENS[0, :n].tolist() for n in (11, 3, 1, 7)], [6, 2, 6, 1]
+
+    def follow(texts: list[list[int]], counts: list[int]) -> list[list[int]]:
+        pairs = zip(texts, counts, strict=True)
+        return [model.generate(mx.array([text]), count)[0, len(text) :].tolist() for text, count in pairs]
+
+    expected = follow(texts, counts)
+    wrapped = TokenizerWrapper(tokenizer)
+    found = mlx_lm.batch_generate(model, wrapped, texts, max_tokens=counts, return_prompt_caches=True)
+    assert found.texts == [words(x) for x in expected]
+    whole, more = [text + new for text, new in zip(texts, expected, strict=True)], [[5, 6], [7], [1], [3, 4, 2]]
+    found = mlx_lm.batch_generate(model, wrapped, more, max_tokens=[4] * 4, prompt_caches=found.caches)
+    assert found.texts == [words(x) for x in follow([x + y for x, y in zip(whole, more, strict=True)], [4] * 4)]
+
+
+def test_a_mask_beside_the_cache_of_a_batch_hides_what_either_hides(model: Any) -> None:
+    from mlx_lm.models.cache import BatchKVCache
+
+    layer = model.transformer.blocks[0].attention
+    x = mx.random.normal((2, 5, layer.shape.embed_dim), key=mx.random.key(0))
+    mask = mx.arange(5) != 3
+    cache = BatchKVCache([0, 2])
+    found = layer(x, cache=cache, mask=mask)
+    np.testing.assert_allclose(found[:1], layer(x[:1], mask=mask), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(found[1:, 2:], layer(x[1:, 2:], mask=mask[2:]), rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="cannot be broadcast"):
+        layer(x, cache=cache, mask=mx.ones((7,)) > 0)
+    assert cache.size() == 5
+
+
 def test_its_server_serves_the_model_and_keeps_prompts(
     model: Any, tokenizer: Any, expected: list[int], directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,14 +135,22 @@ def test_its_server_serves_the_model_and_keeps_prompts(
     service = ThreadingHTTPServer(("127.0.0.1", 0), lambda *args: server.APIHandler(generator, *args))
     thread = threading.Thread(target=service.serve_forever)
     thread.start()
+
+    def answer(prompt: list[int]) -> Any:
+        asked = json.dumps({"prompt": words(prompt), "max_tokens": NEW_TOKENS, "temperature": 0}).encode()
+        url = f"http://127.0.0.1:{service.server_port}/v1/completions"
+        with urllib.request.urlopen(urllib.request.Request(url, asked), timeout=60) as response:
+            return json.load(response)
+
     try:
         for cached in (0, len(PROMPT) - 1):
-            asked = json.dumps({"prompt": words(PROMPT), "max_tokens": NEW_TOKENS, "temperature": 0}).encode()
-            url = f"http://127.0.0.1:{service.server_port}/v1/completions"
-            with urllib.request.urlopen(urllib.request.Request(url, asked), timeout=60) as response:
-                answer = json.load(response)
-            assert answer["choices"][0]["text"] == words(expected)
-            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+            answered = answer(PROMPT)
+            assert answered["choices"][0]["text"] == words(expected)
+            assert answered["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+        prompts = [TOKENS[1, :n].tolist() for n in (4, 9, 2)]
+        with ThreadPoolExecutor(len(prompts)) as clients:  # requests that come together may be one batch
+            found = [x["choices"][0]["text"] for x in clients.map(answer, prompts)]
+        assert found == [words(model.generate(mx.array([x]), NEW_TOKENS)[0, len(x) :].tolist()) for x in prompts]
     finally:
         service.shutdown()
         thread.join()

@@ -265,6 +265,13 @@ class KVCache:
         """Memory of keys and values, room for more included."""
         return sum(x.nbytes for x in (self.keys, self.values) if x is not None)
 
+    @classmethod
+    def merge(cls, caches: list[KVCache]) -> Any:
+        """Return mlx-lm's cache of a batch that holds what these hold, of a text each."""
+        from mlx_lm.models.cache import BatchKVCache
+
+        return BatchKVCache.merge(caches)
+
     def size(self) -> int:
         """Return how many tokens are held."""
         return self.offset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -201,18 +202,25 @@ class AlibiAttention(nn.Module):
     ) -> mx.array:
         if not hasattr(cache, "update_and_fetch") or not hasattr(cache, "offset"):
             raise TypeError(f"cache must have offset and update_and_fetch, as KVCache has, got {type(cache).__name__}")
-        held = cache.offset
+        held, padding = cache.offset, padding_of(cache)
         key, value = cache.update_and_fetch(key, value)
         # Distances are counted from the last key back: the cache must not have dropped, moved or encoded any.
-        if not isinstance(key, mx.array) or not is_int(cache.offset) or cache.offset != key.shape[-2]:
+        is_whole = isinstance(key, mx.array) and is_int(cache.offset) and cache.offset == key.shape[-2]
+        if padding is None and not is_whole:
             raise ValueError(
-                "cache must return every key in order, as KVCache does (rotating, quantized and batched caches of "
-                f"mlx-lm do not), got {type(cache).__name__} with offset {cache.offset}"
+                "cache must return every key in order, as KVCache does (rotating and quantized caches of mlx-lm do "
+                f"not), got {type(cache).__name__} with offset {cache.offset}"
             )
         try:
+            if padding is not None:
+                sees = (mx.arange(key.shape[-2]) >= padding[:, None])[:, None, None]
+                rules["mask"] = sees if rules["mask"] is None else sees & rules["mask"]
             return attention(query, key, value, self.slopes, **rules)
         except Exception:
-            cache.offset = held
+            if padding is None:
+                cache.offset = held
+            else:
+                cache.trim(query.shape[2])
             raise
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -225,6 +233,12 @@ class AlibiAttention(nn.Module):
     def _extra_repr(self) -> str:
         sizes = f"embed_dim={self.shape.embed_dim}, num_heads={self.shape.num_heads}"
         return f"{sizes}, num_kv_heads={self.shape.num_kv_heads}, is_causal={self.is_causal}"
+
+
+def padding_of(cache: Any) -> mx.array | None:
+    """Return how many slots before each text are padding, in mlx-lm's cache of a batch; None for other caches."""
+    theirs = sys.modules.get("mlx_lm.models.cache")
+    return cache.left_padding if theirs is not None and isinstance(cache, theirs.BatchKVCache) else None
 
 
 @contextmanager
