@@ -203,6 +203,16 @@ def check_lengths(xp: Namespace, name: str, lengths: Any, batch_size: int, most:
     return lengths
 
 
+def check_indices(xp: Namespace, indices: Any, batch_size: int) -> Any:
+    """Return which sequences to keep, checked as far as values can be seen: libraries read others at a wrong index."""
+    namespace = namespace_of(checks.array("indices", indices), xp=xp, names=("indices",))
+    values = host_values(checks.integer_array(namespace, "indices", indices))
+    if values is not None and not np.all((values >= -batch_size) & (values < batch_size)):
+        found = values.astype(int).tolist()
+        raise IndexError(f"indices must be those of sequences, of which there are {batch_size}, got {found}")
+    return indices
+
+
 def check_room(new: int, max_length: float, held: Any) -> None:
     """Check that ``new`` tokens fit beside those that a cache has to hold, whose number may be unknown (None)."""
     if (held or 0) + new > max_length:

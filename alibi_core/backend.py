@@ -32,6 +32,7 @@ from alibi_core._caching import EvictionRules as EvictionRules
 from alibi_core._caching import HeadGroup as HeadGroup
 from alibi_core._caching import RowTokens as RowTokens
 from alibi_core._caching import cache_summary as cache_summary
+from alibi_core._caching import check_indices as check_indices
 from alibi_core._caching import check_lengths as check_lengths
 from alibi_core._caching import check_new_tokens as check_new_tokens
 from alibi_core._caching import check_room as check_room
@@ -77,6 +78,7 @@ from alibi_core._models import Checkpoint as Checkpoint
 from alibi_core._models import Generation as Generation
 from alibi_core._models import LayerShape as LayerShape
 from alibi_core._models import TextRows as TextRows
+from alibi_core._models import check_config as check_config
 from alibi_core._models import fixed_or_scheme_slopes as fixed_or_scheme_slopes
 from alibi_core._sharding import HALO_SHARE as HALO_SHARE
 from alibi_core._sharding import check_plan as check_plan

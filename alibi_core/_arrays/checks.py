@@ -16,6 +16,7 @@ from alibi_core._arrays.namespace import (
     is_kind,
     lacks_64_bits,
     library_name,
+    namespace_of,
 )
 from alibi_core._arrays.typing import DType, Namespace
 
@@ -36,7 +37,7 @@ def is_int(value: Any) -> bool:
 def integer(name: str, value: Any) -> int:
     """Return ``value`` as Python's int (or the symbol that torch.compile holds for one)."""
     if not is_int(value):
-        raise TypeError(f"{name} must be an integer, got {_shown(value)}")
+        raise TypeError(f"{name} must be an integer, got {shown(value)}")
     return int(value) if isinstance(value, np.integer) else value
 
 
@@ -82,7 +83,7 @@ def positions_fit(q_offset: int, q_len: int, kv_len: int) -> None:
 
 def real_number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TypeError(f"{name} must be a real number, got {_shown(value)}")
+        raise TypeError(f"{name} must be a real number, got {shown(value)}")
     if isinstance(value, np.floating):
         value = float(value)  # or what it is compared with would be rounded to its precision
     if not -sys.float_info.max <= value <= sys.float_info.max:  # not math.isfinite, which torch.compile cannot trace
@@ -118,7 +119,7 @@ def probability(name: str, value: Any) -> float:
 
 def boolean(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} must be True or False, got {_shown(value)}")
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
     return bool(value)
 
 
@@ -133,7 +134,7 @@ def direction(is_causal: Any, future_slopes: Any | None) -> None:
 
 def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {_shown(value)}")
+        raise TypeError(f"{name} must be a string, got {shown(value)}")
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
     return value
@@ -141,6 +142,11 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
 
 def array(name: str, value: Any) -> Any:
     """Check that ``value`` looks like an array; its library is checked by ``namespace_of``."""
+    if getattr(value, "is_nested", False):  # PyTorch's, which may have no shape
+        raise TypeError(
+            f"{name} must be dense, got a nested tensor; give to_padded_tensor(0.0) of it and a mask, or texts packed "
+            "into rows and segment_ids"
+        )
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         how = ""
         if isinstance(value, (list, tuple)):
@@ -149,7 +155,7 @@ def array(name: str, value: Any) -> Any:
             how = "; alibi_core.slopes(num_heads, scheme=...) makes one"
         elif isinstance(value, float) and name == "slopes":
             how = "; an int stands for that many canonical slopes"
-        raise TypeError(f"{name} must be an array, got {_shown(value)}{how}")
+        raise TypeError(f"{name} must be an array, got {shown(value)}{how}")
     return value
 
 
@@ -168,7 +174,8 @@ def floating_dtype(xp: Namespace, name: str, dtype: DType) -> DType:
 
 def floating_array(xp: Namespace, name: str, value: Any) -> Any:
     if not is_kind(xp, array(name, value).dtype, "real floating"):
-        raise TypeError(f"{name} must have a real floating dtype, got {value.dtype}")
+        how = "; a mask is given as mask=" if name == "slopes" and is_kind(xp, value.dtype, "bool") else ""
+        raise TypeError(f"{name} must have a real floating dtype, got {value.dtype}{how}")
     return value
 
 
@@ -176,6 +183,15 @@ def tensor(xp: Namespace, name: str, value: Any) -> Any:
     """Check for a floating array of one of the dtypes that attention is computed for."""
     if floating_name(floating_array(xp, name, value).dtype) is None:
         raise TypeError(f"{name} must be of dtype {_listed(FLOATING)}, got {value.dtype}; cast it to one of these")
+    return value
+
+
+def tokens(value: Any) -> Any:
+    """Check for the numbers of tokens, ``[batch, length]``."""
+    integer_array(namespace_of(array("tokens", value)), "tokens", value)
+    if len(value.shape) != 2:
+        how = "; tokens[None] makes one text a batch" if len(value.shape) == 1 else ""
+        raise ValueError(f"tokens must have shape (batch, length), got {tuple(value.shape)}{how}")
     return value
 
 
@@ -245,7 +261,8 @@ def broadcastable(name: str, shape: tuple[int, ...], target: tuple[int, ...], ax
         raise ValueError(f"{name} must broadcast to {target} ({axes}), got {tuple(shape)}")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return how a value of the wrong kind is shown."""
     return f"{brief(value)} ({type(value).__name__})"
 
 

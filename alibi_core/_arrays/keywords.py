@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -22,6 +23,7 @@ class Hint:
 
 _HEADS_FIRST = "[:, None, None, :]"
 _PADDING = f"mask=~key_padding_mask{_HEADS_FIRST}, True where a query may look"
+_ENDS = f"mask=(positions < lengths[:, None]){_HEADS_FIRST}; padding behind a text needs none under a causal mask"
 _WEIGHTS = "return_weights=True, which returns a pair and takes memory for all weights"
 _WEIGHTS_BY_HEAD = f"{_WEIGHTS}; they come by head, and their mean over axis 1 is the average"
 _ADDED = Hint("added_bias", "added_bias, floating, which is added to the scores beside ALiBi's own")
@@ -73,14 +75,21 @@ _TABLE = {
     ("scheme", "bias_max", "alibi_bias_max"): Hint(
         "slopes", "slopes, made by alibi_core.slopes(num_heads, scheme=..., bias_max=...)"
     ),
+    ("symmetric", "bidirectional", "non_causal"): Hint("is_causal", "is_causal=False to see keys on both sides"),
+    ("block_mask",): Hint(
+        "mask", "is_causal, window_size and segment_ids, or mask, booleans, for what these do not say"
+    ),
+    ("kv_lengths", "key_value_seq_lengths", "seq_lens", "seqlens", "context_lens", "cache_seqlens"): Hint(
+        "mask", _ENDS
+    ),
     ("enable_gqa",): Hint("key", "nothing: key and value may have fewer heads as they are"),
     ("window", "sliding_window", "local_window_size"): Hint(
         "window_size", "window_size, in tokens: what is farther is masked"
     ),
     ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"): Hint("segment_ids", "segment_ids, the number of each token's text"),
-    ("position_ids", "cache_position", "offset"): _POSITIONS,
-    ("past_key_value", "past_key_values", "layer_past", "kv_cache", "use_cache"): _CACHE,
-    ("encoder_hidden_states", "key_value_states"): _CONTEXT,
+    ("position_ids", "cache_position", "offset", "positions"): _POSITIONS,
+    ("past_key_value", "past_key_values", "layer_past", "kv_cache", "use_cache", "cache"): _CACHE,
+    ("encoder_hidden_states", "key_value_states", "key", "value"): _CONTEXT,
     ("max_seq_len", "max_position_embeddings", "n_positions", "block_size", "seq_len", "context_length"): Hint(
         "max_len", "max_len, a record of the length in training, or nothing: no length is too long", "AlibiConfig"
     ),
@@ -100,7 +109,16 @@ _COUNT = "give slopes, which may be the number of heads"
 _NO_PADDING = "the prompts of a call have one length, without padding; those of another length need a call of their own"
 _OF_FUNCTION = {  # what is to be said in one function alone
     ("encode", "attention_mask"): "give mask=attention_mask",
-    **{(of, "num_heads"): _COUNT for of in ("bias", "key_bias", "bias_from_positions")},
+    **{(of, "num_heads"): _COUNT for of in ("attention", "bias", "key_bias", "bias_from_positions")},
+    ("attention", "lengths"): f"give {_ENDS}",
+    **{("attend", name): "give key and value to append, before" for name in ("key", "value")},
+    ("attend", "is_causal"): "attention to a cache is causal",
+    ("attend", "q_offset"): "queries are of the last tokens that the cache holds",
+    **{
+        (call, name): "give it to the layer, or to the model's AlibiConfig, when that is made"
+        for call in ("forward", "__call__")
+        for name in ("is_causal", "slopes", "scale", "window_size")
+    },
     **{("bias", name): "give q_len, and kv_len for another number of keys" for name in ("length", "seq_len")},
     ("bias", "segment_ids"): "bias_from_positions takes positions, with q_segment_ids and kv_segment_ids",
     ("bias_from_positions", "segment_ids"): "give q_segment_ids and kv_segment_ids",
@@ -109,14 +127,18 @@ _OF_FUNCTION = {  # what is to be said in one function alone
 
 
 def explains_keywords(function: Function) -> Function:
-    """Return a function whose error, where it gets an argument by another library's name, tells its name here.
+    """Return a function whose errors tell an argument's name here, of another library's, and what is to have a name.
 
     Its signature is that of ``function``.
     """
-    known = frozenset(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters
+    known = frozenset(parameters)
+    most = sum(x.kind is x.POSITIONAL_OR_KEYWORD for x in parameters.values())
 
     @functools.wraps(function)
     def checked(*values: Any, **options: Any) -> Any:
+        if most < len(values) and most < len(known):
+            _refuse_surplus(function, list(parameters), most, len(values))
         if not known.issuperset(options):
             _check(function, known, options)
         return function(*values, **options)
@@ -132,10 +154,28 @@ def check_keywords(function: Callable[..., Any], options: dict[str, Any]) -> Non
 def _check(function: Callable[..., Any], known: frozenset[str], options: dict[str, Any]) -> None:
     for name in options:
         if name not in known:
-            called = function.__qualname__.removesuffix(".__init__").removesuffix(".__call__")
-            message, hint = f"{called}() got an unexpected keyword argument {name!r}", HINTS.get(name)
+            message, hint = f"{_called(function)}() got an unexpected keyword argument {name!r}", HINTS.get(name)
             if (function.__name__, name) in _OF_FUNCTION:
                 message += f"; {_OF_FUNCTION[function.__name__, name]}"
             elif hint is not None:
                 message += f"; {'' if hint.ours in known else f'{hint.home} takes it: '}give {hint.how}"
+            elif near := difflib.get_close_matches(name, known - {"self"}, n=1, cutoff=0.8):
+                message += f"; give {near[0]}, if that is meant"
             raise TypeError(message)
+
+
+def _refuse_surplus(function: Callable[..., Any], names: list[str], most: int, got: int) -> None:
+    own = names[0] == "self"
+    message = (
+        f"{_called(function)}() must get arguments after {names[most - 1]} by name, got {got - own} without; these are "
+        f"{', '.join(names[most:])}"
+    )
+    if "context" in names:
+        message += "; keys and values are made of x, or of context"
+    elif function.__name__ == "attend":
+        message += "; give key and value to append, before"
+    raise TypeError(message)
+
+
+def _called(function: Callable[..., Any]) -> str:
+    return function.__qualname__.removesuffix(".__init__").removesuffix(".__call__")

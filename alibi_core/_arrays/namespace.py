@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import array_api_compat
@@ -20,13 +21,14 @@ NAMED = ("numpy", "torch", "jax.numpy", "mlx.core", "dask.array", "cupy", "array
 FLOATING = ("float64", "float32", "bfloat16", "float16")  # the floating types that are computed with
 
 
-def namespace_of(*arrays: Array | None, xp: Namespace | None = None) -> Namespace:
+def namespace_of(*arrays: Array | None, xp: Namespace | None = None, names: Sequence[str] = ()) -> Namespace:
     """Return the array API namespace of ``arrays`` (NumPy if there are none), wrapped where its library needs it.
 
     Args:
         *arrays: Arrays of one library; None is passed over.
         xp: The namespace the caller asked for, as the user imported it (``torch``, ``jax.numpy``, ...) or by its name;
             or None.
+        names: What the arrays are called, one name an array, for the message.
 
     Raises:
         TypeError: If an argument is no array, if the arrays belong to different libraries, or if they do not belong
@@ -40,10 +42,14 @@ def namespace_of(*arrays: Array | None, xp: Namespace | None = None) -> Namespac
             f"names are {', '.join(map(repr, NAMED))}"
         )
     found = [_namespace_of_one(array) for array in arrays if array is not None]
-    names = {library_name(namespace) for namespace in found} | (set() if xp is None else {library_name(xp)})
-    if len(names) > 1:
-        listed = " and ".join(sorted(names))
-        how = "convert them to one" if xp is None else f"make the others arrays of {library_name(xp)}, by {_maker(xp)}"
+    libraries = {library_name(namespace) for namespace in found} | (set() if xp is None else {library_name(xp)})
+    if len(libraries) > 1:
+        listed = " and ".join(sorted(libraries))
+        how = "convert them to one"
+        if xp is not None:
+            strange = [x for x, of in zip(names, found, strict=False) if library_name(of) != library_name(xp)]
+            which, listed_names = ("these", f": {', '.join(strange)}") if strange else ("the others", "")
+            how = f"make {which} arrays of {library_name(xp)}, by {_maker(xp)}{listed_names}"
         raise TypeError(f"arrays must belong to one array namespace, got {listed}; {how}")
     if found:
         return found[0]

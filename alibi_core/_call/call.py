@@ -142,7 +142,7 @@ class AttentionCall:
             | {"q_offset": q_offset, "segment_ids": q_ids, "segment_ids of keys": kv_ids, "mask": mask}
             | {"added_bias": added_bias}
         )
-        xp = namespace_of(*arrays.values(), xp=xp)
+        xp = namespace_of(*arrays.values(), xp=xp, names=tuple(arrays))
         sizes = _tensor_sizes(xp, query, key, value, layout)
         dtype = query.dtype
         device = _common_device(xp, arrays)

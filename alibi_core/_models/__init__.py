@@ -5,7 +5,7 @@ library's layers. No framework is imported.
 """
 
 from alibi_core._models.checkpoints import Checkpoint
-from alibi_core._models.config import AlibiConfig
+from alibi_core._models.config import AlibiConfig, check_config
 from alibi_core._models.generation import Generation
 from alibi_core._models.layer_shape import LayerShape, fixed_or_scheme_slopes
 from alibi_core._models.text_rows import MOST_PACKED, POOLING, TextRows
@@ -18,5 +18,6 @@ __all__ = [
     "Generation",
     "LayerShape",
     "TextRows",
+    "check_config",
     "fixed_or_scheme_slopes",
 ]

@@ -93,7 +93,10 @@ class Checkpoint:
         checks.one_of("contract", contract, CONTRACTS)
         path = Path(directory)
         if not path.is_dir():
-            raise FileNotFoundError(f"directory must be one that holds a checkpoint, got {str(path)!r}")
+            raise FileNotFoundError(
+                f"directory must be one that holds a checkpoint, got {str(path)!r}; nothing is downloaded: "
+                "huggingface_hub.snapshot_download gives such a directory for the name of a model"
+            )
         values, place = read_json(path / "config.json"), path / "config.json"
         if values.get("model_type") == MODEL_TYPE:
             tensors = stored_tensors(path)

@@ -30,6 +30,10 @@ def _check_slopes(name: str, slopes: Any) -> None:
         checks.non_negative_number(name, slope)
 
 
+_WRONG_WAY = {
+    True: "is_causal must be True for a language model, got False (an encoder sees the answer)",
+    False: "is_causal must be False for an encoder, got True (AlibiLanguageModel is for decoders)",
+}
 _OPTIONAL: dict[str, Callable[[str, Any], Any]] = {
     "up_bias": checks.boolean,
     **dict.fromkeys(("scale", "clip_qkv", "embedding_scale"), checks.positive_number),
@@ -213,3 +217,17 @@ class AlibiConfig:
         }
         names = ("embed_dim", "num_heads", "num_kv_heads", "bias", "is_causal", "learnable_slopes", "window_size")
         return arrays | {name: getattr(self, name) for name in (*names, "dropout", "implementation")}
+
+
+def check_config(config: Any, *, is_causal: bool | None = None) -> AlibiConfig:
+    """Check that a model is made of a config, and of one for its direction where it has one alone.
+
+    Raises:
+        TypeError: If ``config`` is something else.
+        ValueError: If it is for models of the other direction.
+    """
+    if not isinstance(config, AlibiConfig):
+        raise TypeError(f"config must be an AlibiConfig, got {checks.shown(config)}")
+    if is_causal is not None and config.is_causal is not is_causal:
+        raise ValueError(_WRONG_WAY[is_causal])
+    return config

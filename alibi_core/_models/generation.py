@@ -60,7 +60,7 @@ class Generation:
             top_k = min(checks.positive_int("top_k", top_k), vocab_size)
         if top_p is not None and not 0 < checks.real_number("top_p", top_p) <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
-        if len(tokens.shape) != 2 or 0 in tokens.shape:
+        if 0 in checks.tokens(tokens).shape:
             raise ValueError(f"tokens must have shape (batch, length), neither of them 0, got {tuple(tokens.shape)}")
         ends = () if eos_token_id is None else eos_token_id
         ends = tuple(ends) if isinstance(ends, Sequence) else (ends,)

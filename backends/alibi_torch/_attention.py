@@ -24,7 +24,9 @@ def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
     remembered = set(inspect.signature(function).parameters) - own
 
     @functools.wraps(function)
-    def attend(query: Tensor, key: Tensor, value: Tensor, slopes: Any = None, **options: Any) -> Any:
+    def attend(query: Tensor, key: Tensor, value: Tensor, slopes: Any = None, *surplus: Any, **options: Any) -> Any:
+        if surplus:
+            return function(query, key, value, slopes, *surplus, **options)  # which refuses it
         if options:
             options = {name: x for name, x in options.items() if x is not None or name not in own}
         known = memory.key_of(query, key, value, slopes, options)

@@ -453,6 +453,20 @@ def test_an_unknown_implementation_or_rule_is_refused(name: str, evict: bool) ->
 
 @pytest.mark.parametrize("name", NAMES)
 @KINDS
+@pytest.mark.parametrize("indices", [[0.0], [True], [0, BATCH], [-BATCH - 1]], ids=str)
+def test_sequences_that_there_are_not_cannot_be_selected(name: str, evict: bool, indices: list[Any]) -> None:
+    cache = either(name, evict)
+    cache.append(*zeros(3))
+    given = FRAMEWORK[name].array(np.asarray(indices, np.asarray(indices).dtype.name.replace("64", "32")))
+    rule = "have an integer dtype" if type(indices[0]) is not int else f"be those of sequences, .* {BATCH}, got"
+    with pytest.raises((TypeError, IndexError), match=f"^indices must {rule}"):
+        cache.inner.select_batch(given)
+    cache.select_batch([1, 0, 0])
+    assert cache.attend(normal(3, HEADS, 1, HEAD_DIM)).shape[0] == 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+@KINDS
 def test_more_queries_than_tokens_are_refused(name: str, evict: bool) -> None:
     cache = either(name, evict)
     with pytest.raises(ValueError, match="cache must hold the tokens that query is of, got an empty one; see append"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,61 @@ def test_an_argument_by_another_name_is_told_its_own(name: str) -> None:
         functions_of(name)["model"](labels=None)
     with pytest.raises(TypeError, match=r"'attn_mask'; attention takes it: give mask, booleans, True where"):
         functions_of(name)["bias"](attn_mask=None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_misspelt_argument_is_told_the_nearest(name: str) -> None:
+    functions = functions_of(name)
+    for place, given, nearest in (
+        ("attention", "is_casual", "is_causal"),
+        ("explain", "slope", "slopes"),
+        ("layer", "segment_id", "segment_ids"),
+        ("cache", "masks", "mask"),
+        ("generate", "top_ks", "top_k"),
+        ("new layer", "num_head", "num_heads"),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"unexpected keyword argument '{given}'; give {nearest}, if that is meant$"
+        ):
+            functions[place](**{given: None})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_argument_of_another_place_is_told_its_own(name: str) -> None:
+    functions = functions_of(name)
+    for place, given, told in (
+        ("layer", "is_causal", "give it to the layer, or to the model's AlibiConfig, when that is made"),
+        ("layer", "key", "give context, of which keys and values are made"),
+        ("cache", "key", "give key and value to append, before"),
+        ("cache", "is_causal", "attention to a cache is causal"),
+        ("attention", "cache", "AlibiAttention takes it: give cache, from make_cache"),
+        ("attention", "lengths", "give mask=(positions < lengths[:, None])[:, None, None, :]"),
+        ("attention", "num_heads", "give slopes, which may be the number of heads"),
+        ("attention", "bidirectional", "give is_causal=False to see keys on both sides"),
+    ):
+        with pytest.raises(TypeError, match=re.escape(f"unexpected keyword argument '{given}'; {told}")):
+            functions[place](**{given: None})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_without_their_names_are_told_how_to_be_given(name: str) -> None:
+    """As other libraries' attention takes a mask, and their layers query, key and value."""
+    package, framework = importlib.import_module(f"alibi_{name}"), FRAMEWORK[name]
+    tensor, layer = framework.array(np.zeros((1, 2, 2, 4))), make_layer(name, embed_dim=8, num_heads=2)
+    x = framework.array(np.zeros((1, 2, 8)))
+    for call, told in (
+        (lambda: package.attention(tensor, tensor, tensor, 2, None), r"after slopes by name, got 5 without; .* mask,"),
+        (lambda: layer(x, x, x), "after x by name, got 3 without; .* keys and values are made of x, or of context$"),
+        (lambda: layer.make_cache(1, 4).attend(tensor, tensor, tensor), ".* give key and value to append, before$"),
+        (lambda: alibi_core.slopes(8, "linear"), "after num_heads by name, got 2 without; these are scheme, bias_max,"),
+    ):
+        with pytest.raises(TypeError, match=rf"\(\) must get arguments {told}"):
+            call()
+    mask = framework.array(np.ones((2, 2), bool))
+    with pytest.raises(
+        TypeError, match=r"^slopes must have a real floating dtype, got .*bool.*; a mask is given as mask="
+    ):
+        package.attention(tensor, tensor, tensor, mask)
 
 
 @pytest.mark.parametrize("name", NAMES)

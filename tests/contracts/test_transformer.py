@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from alibi_core.backend import AlibiConfig
-from tests.support.frameworks import NAMES
+from tests.support.frameworks import FRAMEWORK, NAMES
 from tests.support.full import once_in_jax, without_jax
-from tests.support.models import Model, lively_model, make_model
+from tests.support.models import Model, lively_model, make_model, make_module
 
 EACH = pytest.mark.parametrize("name", NAMES)
 SMALL = AlibiConfig(num_layers=2, embed_dim=28, num_heads=4, num_kv_heads=2, dropout=0.0, expansion_factor=2, bias=True)
@@ -211,6 +211,28 @@ def test_untrained_model_knows_nothing(name: str) -> None:
 def test_language_model_refuses_an_encoder(name: str) -> None:
     with pytest.raises(ValueError, match=r"^is_causal must be True for a language model, got False"):
         language_model(name, is_causal=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["AlibiTransformer", "AlibiLanguageModel", "AlibiEncoder"])
+def test_a_model_is_made_of_a_config(name: str, kind: str) -> None:
+    with pytest.raises(TypeError, match=r"^config must be an AlibiConfig, got 13 \(int\)$"):
+        make_module(name, kind, 13, *([AlibiConfig()] if kind != "AlibiTransformer" else []))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["AlibiLanguageModel", "AlibiEncoder"])
+def test_a_model_of_text_takes_a_batch_of_integers(name: str, kind: str) -> None:
+    config = AlibiConfig(num_layers=1, embed_dim=8, num_heads=2, is_causal=kind == "AlibiLanguageModel")
+    model, array = make_module(name, kind, config, 13), FRAMEWORK[name].array
+    for given, error, message in (
+        ([1, 2], TypeError, r"be an array, got \[1, 2\] \(list\)"),
+        (array(np.zeros((2, 3))), TypeError, "have an integer dtype, got .*float32"),
+        (array(np.zeros(3, np.int32)), ValueError, r"have shape \(batch, length\), got \(3,\); tokens\[None\] makes"),
+        (array(np.zeros((2, 3, 8), np.int32)), ValueError, r"have shape \(batch, length\), got \(2, 3, 8\)$"),
+    ):
+        with pytest.raises(error, match=f"^tokens must {message}"):
+            model(given)
 
 
 @pytest.mark.parametrize("name", without_jax(NAMES))

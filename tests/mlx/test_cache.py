@@ -300,17 +300,6 @@ def test_a_query_that_float32_cannot_measure_is_not_answered() -> None:
     assert np.isnan(MLX.numpy(cache.attend(1e200 * one))).all()
 
 
-@pytest.mark.parametrize("evicting", [False, True])
-@pytest.mark.parametrize("bad", [[0], mx.array([0.0]), mx.array([True]), mx.array([0, 2]), mx.array([-3])], ids=str)
-def test_sequences_that_there_are_not_cannot_be_selected(evicting: bool, bad: Any) -> None:
-    cache = EvictingKVCache(slopes=mx.array(STEEP), max_query_norm=4.0) if evicting else KVCache()
-    cache.append(*zeros(3))
-    with pytest.raises((TypeError, IndexError), match="^indices must be"):
-        cache.select_batch(bad)
-    cache.select_batch(mx.array([-1, 0, 0]))
-    assert cache.attend(a_query(batch=3)).shape[0] == 3
-
-
 def test_keys_that_took_the_place_of_others_count() -> None:
     cache = EvictingKVCache(slopes=mx.ones(1), max_query_norm=4.0)
     cache.append(*zeros(10, heads=1))

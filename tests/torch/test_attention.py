@@ -214,6 +214,14 @@ def test_what_is_no_cache_or_no_tensor_is_refused() -> None:
         AlibiAttention(24, 6)(torch.zeros(2, 3, 24, dtype=torch.int32))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_a_nested_tensor_is_refused_by_name(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.randn(3, 2, 8), torch.randn(5, 2, 8)], layout=layout)
+    with pytest.raises(TypeError, match=r"^query must be dense, got a nested tensor; give to_padded_tensor"):
+        alibi_torch.attention(nested, nested, nested)
+
+
 # --- The bias module -----------------------------------------------------------------------------------------------
 
 

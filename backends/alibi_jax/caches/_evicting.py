@@ -15,6 +15,7 @@ from alibi_core.backend import (
     EvictionPolicy,
     EvictionRules,
     cache_summary,
+    check_indices,
     check_new_tokens,
     check_room,
     check_span,
@@ -304,7 +305,7 @@ class EvictingKVCache:
 
     def select_batch(self, indices: jax.Array) -> EvictingKVCache:
         """Return the cache of the sequences at ``indices`` of the batch axis, as :meth:`KVCache.select_batch`."""
-        indices = jnp.asarray(indices)
+        indices = check_indices(jnp, jnp.asarray(indices), self.groups[0].key.shape[0])
         chosen = (replace(held, key=held.key[indices], value=held.value[indices]) for held in self.groups)
         return replace(self, groups=tuple(chosen))
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from alibi_core import AttentionCall
 from alibi_core.backend import (
     cache_summary,
+    check_indices,
     check_lengths,
     check_new_tokens,
     check_room,
@@ -230,8 +231,12 @@ class KVCache(NamedTuple):
 
         Args:
             indices: ``[batch]`` integers, for a batch size that may be another than before.
+
+        Raises:
+            TypeError: If they are no integers.
+            IndexError: If there is no such sequence, as far as values can be seen.
         """
-        indices = jnp.asarray(indices)
+        indices = check_indices(jnp, jnp.asarray(indices), self.key.shape[0])
         names = ("key", "value", "key_norms", "length")
         return self._replace(**{x: getattr(self, x)[indices] for x in names if jnp.ndim(getattr(self, x))})
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from alibi_core.backend import POOLING, AlibiConfig, TextRows, checks, explains_keywords
+from alibi_core.backend import POOLING, AlibiConfig, TextRows, check_config, checks, explains_keywords
 from alibi_jax.nn._transformer import AlibiTransformer, AttentionFactory, norm_layer, scaled
 
 LEAST_PACKED = 64  # tokens: shorter rows of packed texts all share a program
@@ -50,10 +50,8 @@ class AlibiEncoder(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        if config.is_causal:
-            raise ValueError("is_causal must be False for an encoder, got True (AlibiLanguageModel is for decoders)")
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.config = config
+        self.config = check_config(config, is_causal=False)
         drawn = {"embedding_init": nnx.initializers.normal(config.embed_dim**-0.5)}
         vocab_size = checks.positive_int("vocab_size", vocab_size)
         self.embedding = nnx.Embed(vocab_size, config.embed_dim, **drawn, **options)
@@ -91,7 +89,7 @@ class AlibiEncoder(nnx.Module):
         """Return what the transformer is given for ``tokens``: ``[batch, length, embed_dim]``."""
         if token_types is not None and not self.config.token_types:
             raise ValueError("token_types must be None for a model whose config has none, got some")
-        x = scaled(self.embedding(tokens), self.config.embedding_factor)
+        x = scaled(self.embedding(checks.tokens(tokens)), self.config.embedding_factor)
         if self.config.token_types:
             x = x + self.token_type_embedding(jnp.zeros_like(tokens) if token_types is None else token_types)
         return self.embedding_norm(x) if self.config.embedding_norm else x

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from alibi_core.backend import AlibiConfig, Generation, checks, explains_keywords
+from alibi_core.backend import AlibiConfig, Generation, check_config, checks, explains_keywords
 from alibi_jax.nn._transformer import AlibiTransformer, AttentionFactory, norm_layer, scaled
 
 
@@ -49,10 +49,8 @@ class AlibiLanguageModel(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        if not config.is_causal:
-            raise ValueError("is_causal must be True for a language model, got False (an encoder sees the answer)")
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.config = config
+        self.config = check_config(config, is_causal=True)
         init = nnx.initializers.normal(config.embed_dim**-0.5)
         vocab_size = checks.positive_int("vocab_size", vocab_size)
         self.embedding = nnx.Embed(vocab_size, config.embed_dim, embedding_init=init, **options)
@@ -87,7 +85,7 @@ class AlibiLanguageModel(nnx.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Return what the transformer is given for ``tokens``: ``[batch, length, embed_dim]``."""
-        x = scaled(self.embedding(tokens), self.config.embedding_factor)
+        x = scaled(self.embedding(checks.tokens(tokens)), self.config.embedding_factor)
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
     def read_out(self, hidden: jax.Array) -> jax.Array:

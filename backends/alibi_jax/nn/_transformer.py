@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from alibi_core.backend import AlibiConfig, explains_keywords
+from alibi_core.backend import AlibiConfig, check_config, explains_keywords
 from alibi_jax.nn._layer import AlibiAttention
 
 AttentionFactory = Callable[..., nnx.Module]
@@ -113,7 +113,7 @@ class AlibiTransformer(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.config = config
+        self.config = check_config(config)
         self.blocks = nnx.List(Block(config, attention or alibi_attention, **options) for _ in range(config.num_layers))
         self.norm = None if config.is_post_norm else norm_layer(config, **options)
 

@@ -15,6 +15,7 @@ from alibi_core.backend import (
     EvictionRules,
     HeadGroup,
     cache_summary,
+    check_indices,
     check_room,
     check_span,
     check_truncated,
@@ -23,7 +24,7 @@ from alibi_core.backend import (
 )
 from alibi_mlx import _attention
 from alibi_mlx._tiled import norm_bounds
-from alibi_mlx.caches._kv_cache import check_appended, check_indices
+from alibi_mlx.caches._kv_cache import check_appended
 
 FEW = 16  # queries; so few are not worth a second look: what is kept is about what they need
 
@@ -272,7 +273,7 @@ class EvictingKVCache:
     def select_batch(self, indices: mx.array) -> None:
         """Keep the sequences at ``indices`` of the batch axis, as :meth:`KVCache.select_batch`."""
         if self._groups:
-            check_indices(indices, self._groups[0].key.shape[0])
+            check_indices(mx, indices, self._groups[0].key.shape[0])
         for group in self._groups:
             group.key, group.value = (mx.take(x, indices, axis=0) for x in (group.key, group.value))
         self.batch_size = None if self.batch_size is None else len(indices)

@@ -12,12 +12,12 @@ from alibi_core import AttentionCall
 from alibi_core.backend import (
     RowTokens,
     cache_summary,
+    check_indices,
     check_lengths,
     check_new_tokens,
     check_room,
     check_span,
     explains_keywords,
-    host_values,
     non_negative_int,
     one_of,
     positive_int,
@@ -202,11 +202,11 @@ class KVCache:
             indices: ``[batch]`` integers, for a batch size that may be another than before.
 
         Raises:
-            TypeError: If they are no integer MLX array.
+            TypeError: If they are no integer array of MLX.
             IndexError: If there is no such sequence.
         """
         if self.keys is not None:
-            check_indices(indices, self.keys.shape[0])
+            check_indices(mx, indices, self.keys.shape[0])
         held = None if self.lengths is None else self._held()[np.asarray(indices)]
         if self.keys is not None:
             self.keys, self.values = (mx.take(x, indices, axis=0) for x in (self.keys, self.values))
@@ -352,16 +352,6 @@ def _counts(lengths: mx.array | None, batch_size: int, new: int) -> np.ndarray[A
     if lengths is None:
         return np.full(batch_size, new)
     return np.asarray(check_lengths(mx, "lengths", lengths, batch_size, new)).astype(np.int64)
-
-
-def check_indices(indices: mx.array, batch_size: int) -> None:
-    """Check which sequences to keep, as far as values can be seen: MLX reads whatever lies at a wrong index."""
-    if not isinstance(indices, mx.array) or not mx.issubdtype(indices.dtype, mx.integer):
-        raise TypeError(f"indices must be an integer MLX array, got {getattr(indices, 'dtype', indices)}")
-    values = host_values(indices)
-    if values is not None and not np.all((values >= -batch_size) & (values < batch_size)):
-        found = values.astype(int).tolist()
-        raise IndexError(f"indices must be those of sequences, of which there are {batch_size}, got {found}")
 
 
 class _NormsOf:

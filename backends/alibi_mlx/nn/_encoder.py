@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from alibi_core.backend import MOST_PACKED, POOLING, AlibiConfig, TextRows, checks, explains_keywords
+from alibi_core.backend import MOST_PACKED, POOLING, AlibiConfig, TextRows, check_config, checks, explains_keywords
 from alibi_mlx.nn._transformer import AlibiTransformer, AttentionFactory, norm_layer, scaled
 
 
@@ -38,9 +38,7 @@ class AlibiEncoder(nn.Module):
 
     def __init__(self, config: AlibiConfig, vocab_size: int, *, attention: AttentionFactory | None = None) -> None:
         super().__init__()
-        if config.is_causal:
-            raise ValueError("is_causal must be False for an encoder, got True (AlibiLanguageModel is for decoders)")
-        self.config = config
+        self.config = check_config(config, is_causal=False)
         # MLX draws embeddings with a variance of 1 / embed_dim.
         self.embedding = nn.Embedding(checks.positive_int("vocab_size", vocab_size), config.embed_dim)
         if config.token_types:
@@ -77,7 +75,7 @@ class AlibiEncoder(nn.Module):
         """Return what the transformer is given for ``tokens``: ``[batch, length, embed_dim]``."""
         if token_types is not None and not self.config.token_types:
             raise ValueError("token_types must be None for a model whose config has none, got some")
-        x = scaled(self.embedding(tokens), self.config.embedding_factor)
+        x = scaled(self.embedding(checks.tokens(tokens)), self.config.embedding_factor)
         if self.config.token_types:
             of_types = self.token_type_embedding
             x = x + (of_types.weight[0] if token_types is None else of_types(token_types))

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core.backend import AlibiConfig, Generation, checks, explains_keywords, namespace_of
+from alibi_core.backend import AlibiConfig, Generation, check_config, checks, explains_keywords, namespace_of
 from alibi_mlx.nn._transformer import AlibiTransformer, AttentionFactory, norm_layer, scaled
 
 
@@ -40,9 +40,7 @@ class AlibiLanguageModel(nn.Module):
 
     def __init__(self, config: AlibiConfig, vocab_size: int, *, attention: AttentionFactory | None = None) -> None:
         super().__init__()
-        if not config.is_causal:
-            raise ValueError("is_causal must be True for a language model, got False (an encoder sees the answer)")
-        self.config = config
+        self.config = check_config(config, is_causal=True)
         self.embedding = nn.Embedding(checks.positive_int("vocab_size", vocab_size), config.embed_dim)
         self.embedding.weight = mx.random.normal(self.embedding.weight.shape, scale=config.embed_dim**-0.5)
         if config.embedding_norm:
@@ -82,7 +80,7 @@ class AlibiLanguageModel(nn.Module):
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Return what the transformer is given for ``tokens``: ``[batch, length, embed_dim]``."""
-        x = scaled(self.embedding(tokens), self.config.embedding_factor)
+        x = scaled(self.embedding(checks.tokens(tokens)), self.config.embedding_factor)
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
     def read_out(self, hidden: mx.array) -> mx.array:

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core.backend import AlibiConfig, explains_keywords
+from alibi_core.backend import AlibiConfig, check_config, explains_keywords
 from alibi_mlx.nn._layer import AlibiAttention, unless_refused
 
 AttentionFactory = Callable[[AlibiConfig], nn.Module]
@@ -103,7 +103,7 @@ class AlibiTransformer(nn.Module):
 
     def __init__(self, config: AlibiConfig, *, attention: AttentionFactory | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config = check_config(config)
         self.blocks = [Block(config, attention or alibi_attention) for _ in range(config.num_layers)]
         self.norm = nn.Identity() if config.is_post_norm else norm_layer(config)
 

@@ -16,6 +16,7 @@ from alibi_core import AttentionCall
 from alibi_core.backend import (
     RowTokens,
     cache_summary,
+    check_indices,
     check_lengths,
     check_new_tokens,
     check_room,
@@ -37,7 +38,9 @@ def _stepping(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return ``attend`` with little beside the kernel for a step that reads all keys, after the first of its kind."""
 
     @functools.wraps(function)
-    def attend(cache: KVCache, query: Tensor, slopes: Tensor | None = None, **options: Any) -> Tensor:
+    def attend(cache: KVCache, query: Tensor, slopes: Tensor | None = None, *surplus: Any, **options: Any) -> Tensor:
+        if surplus:
+            return function(cache, query, slopes, *surplus, **options)  # which refuses it
         if cache.lengths is None and not needs_gradients(query, cache.key, cache.value):
             rules = {name: x for name, x in options.items() if x is not None}
             known = memory.key_of(query, cache.key, cache.value, slopes, rules)
@@ -294,8 +297,12 @@ class KVCache:
 
         Args:
             indices: ``[batch_size]`` integers, for a batch size that may be another than before.
+
+        Raises:
+            TypeError: If they are no integer tensor.
+            IndexError: If there is no such sequence.
         """
-        indices = indices.to(self.key.device)
+        indices = check_indices(xp, indices, self.key.shape[0]).to(self.key.device)
         self.key, self.value = (x.index_select(0, indices) for x in (self.key, self.value))
         self._norms_by_block = self._norms_by_block.index_select(0, indices)
         self._views = (None,)  # they would hold the memory

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alibi_core.backend import Generation, checks, explains_keywords
+from alibi_core.backend import Generation, check_config, checks, explains_keywords
 from alibi_torch.nn._transformer import AlibiConfig, AlibiTransformer, AttentionFactory, norm_layer, scaled
 
 
@@ -41,9 +41,7 @@ class AlibiLanguageModel(nn.Module):
 
     def __init__(self, config: AlibiConfig, vocab_size: int, *, attention: AttentionFactory | None = None) -> None:
         super().__init__()
-        if not config.is_causal:
-            raise ValueError("is_causal must be True for a language model, got False (an encoder sees the answer)")
-        self.config = config
+        self.config = check_config(config, is_causal=True)
         self.embedding = nn.Embedding(checks.positive_int("vocab_size", vocab_size), config.embed_dim)
         nn.init.normal_(self.embedding.weight, std=config.embed_dim**-0.5)
         if config.embedding_norm:
@@ -74,7 +72,7 @@ class AlibiLanguageModel(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return what the transformer is given for ``tokens``: ``[batch, length, embed_dim]``."""
-        x = scaled(self.embedding(tokens), self.config.embedding_factor)
+        x = scaled(self.embedding(checks.tokens(tokens)), self.config.embedding_factor)
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
     def read_out(self, hidden: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from alibi_core.backend import AlibiConfig, explains_keywords
+from alibi_core.backend import AlibiConfig, check_config, explains_keywords
 from alibi_torch.caches import KVCache
 from alibi_torch.nn._layer import AlibiAttention
 
@@ -106,7 +106,7 @@ class AlibiTransformer(nn.Module):
 
     def __init__(self, config: AlibiConfig, *, attention: AttentionFactory | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config = check_config(config)
         self.blocks = nn.ModuleList(Block(config, attention or alibi_attention) for _ in range(config.num_layers))
         self.norm = nn.Identity() if config.is_post_norm else norm_layer(config)
 
