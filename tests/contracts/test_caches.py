@@ -467,6 +467,19 @@ def test_sequences_that_there_are_not_cannot_be_selected(name: str, evict: bool,
 
 @pytest.mark.parametrize("name", NAMES)
 @KINDS
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8])
+def test_sequences_are_counted_from_either_end_by_any_integers(name: str, evict: bool, dtype: Any) -> None:
+    cache, key, query = either(name, evict), normal(BATCH, KV_HEADS, 3, HEAD_DIM), normal(2, HEADS, 1, HEAD_DIM)
+    cache.append(key, key)
+    cache.select_batch([BATCH - 1 if dtype is np.uint8 else -1, 0], dtype)
+    expected = either(name, evict)
+    expected.append(key, key)
+    expected.select_batch([BATCH - 1, 0])
+    np.testing.assert_array_equal(cache.attend(query), expected.attend(query))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@KINDS
 def test_more_queries_than_tokens_are_refused(name: str, evict: bool) -> None:
     cache = either(name, evict)
     with pytest.raises(ValueError, match="cache must hold the tokens that query is of, got an empty one; see append"):

@@ -53,8 +53,8 @@ class Cache:
         result = self.inner.truncate(length)
         self.inner = result if self.is_functional else self.inner
 
-    def select_batch(self, indices: list[int]) -> None:
-        result = self.inner.select_batch(self.framework.array(np.asarray(indices, np.int32)))
+    def select_batch(self, indices: list[int], dtype: Any = np.int32) -> None:
+        result = self.inner.select_batch(self.framework.array(np.asarray(indices, dtype)))
         self.inner = result if self.is_functional else self.inner
 
     @property

@@ -60,10 +60,10 @@ def test_core_functions_compile_with_dynamic_lengths() -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_layer_exports_with_a_dynamic_length(strict: bool) -> None:
+def test_layer_exports_for_any_length(strict: bool) -> None:
     torch._dynamo.reset()
     layer = AlibiAttention(24, 6)
-    length = torch.export.Dim("length", min=2, max=64)
+    length = torch.export.Dim("length")
     shapes = {"x": {1: length}, "mask": {0: length, 1: length}}  # without a promise that length and batch differ
     given = (torch.randn(2, 7, 24),), {"mask": torch.ones(7, 7, dtype=torch.bool)}
     exported = torch.export.export(layer, *given, dynamic_shapes=shapes, strict=strict)

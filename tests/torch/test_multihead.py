@@ -202,6 +202,29 @@ def test_decoder_layers_and_compiled_modules_take_it() -> None:
     torch.testing.assert_close(decoder(x[:, :3], x, tgt_mask=causal[:3, :3]), alone, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_it_exports_for_any_batch_and_length(strict: bool) -> None:
+    torch._dynamo.reset()
+
+    class SelfAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = pair(batch_first=True)[0]
+
+        def forward(self, x: Tensor, padding: Tensor, mask: Tensor) -> Tensor:
+            found: Tensor = self.inner(x, x, x, key_padding_mask=padding, attn_mask=mask, need_weights=False)[0]
+            return found
+
+    def given(batch: int, length: int) -> tuple[Tensor, ...]:
+        return torch.randn(batch, length, EMBED), hidden(batch, length), hidden(length, length)
+
+    module, batch, length = SelfAttention(), torch.export.Dim("batch"), torch.export.Dim("length")
+    shapes = {0: batch, 1: length}, {0: batch, 1: length}, {0: length, 1: length}
+    exported = torch.export.export(module, given(2, 5), dynamic_shapes=shapes, strict=strict)
+    for inputs in (given(3, 9), given(1, 40)):
+        torch.testing.assert_close(exported.module()(*inputs), module(*inputs), rtol=0, atol=2e-6)
+
+
 def test_gradients_and_learnable_slopes() -> None:
     module = AlibiMultiheadAttention(EMBED, HEADS, slopes=SLOPES, learnable_slopes=True)
     x = torch.randn(KV_LEN, BATCH, EMBED)

@@ -324,9 +324,9 @@ class Attend(torch.nn.Module):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_exports_with_dynamic_lengths(strict: bool) -> None:
+def test_exports_for_any_lengths(strict: bool) -> None:
     torch._dynamo.reset()
-    shapes = tuple({2: torch.export.Dim(name, min=2, max=4096)} for name in ("q_len", "kv_len", "kv_len"))
+    shapes = tuple({2: torch.export.Dim(name)} for name in ("q_len", "kv_len", "kv_len"))
     exported = torch.export.export(Attend(), tuple(tensors((7, 11))), dynamic_shapes=shapes, strict=strict)
     for lengths in ((5, 13), (40, 1100)):
         inputs = tensors(lengths)

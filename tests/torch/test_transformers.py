@@ -1058,9 +1058,9 @@ def test_a_call_that_is_recorded_serves_other_masks(name: str, recorder: str) ->
 
 @pytest.mark.full
 @BLOOMS_ACTIVATION
-def test_export_with_a_dynamic_length() -> None:
+def test_export_for_any_length() -> None:
     model, tokens = model_of("bloom"), tokens_of(3, 20)
-    length = torch.export.Dim("length", min=2, max=512)
+    length = torch.export.Dim("length")
     arguments = {"input_ids": tokens, "attention_mask": mask_of("holes"), "use_cache": False}
     shapes = {"input_ids": {1: length}, "attention_mask": {1: length}, "use_cache": None}
     expected = logits_of(model, tokens[:, :11], attention_mask=mask_of("holes")[:, :11])

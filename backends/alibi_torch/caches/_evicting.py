@@ -223,9 +223,10 @@ class EvictingKVCache(KVCache):
 
     def select_batch(self, indices: Tensor) -> None:
         """Keep the sequences at ``indices`` of the batch axis, as :meth:`KVCache.select_batch`."""
+        indices = self._sequences(indices)
         super().select_batch(indices)
         for group in self._groups:
-            group.key, group.value = (x.index_select(0, indices.to(x.device)) for x in (group.key, group.value))
+            group.key, group.value = (x.index_select(0, indices) for x in (group.key, group.value))
 
     def truncate(self, length: int) -> None:
         """Forget the last tokens, so that ``length`` remain.

@@ -302,12 +302,17 @@ class KVCache:
             TypeError: If they are no integer tensor.
             IndexError: If there is no such sequence.
         """
-        indices = check_indices(xp, indices, self.key.shape[0]).to(self.key.device)
+        indices = self._sequences(indices)
         self.key, self.value = (x.index_select(0, indices) for x in (self.key, self.value))
         self._norms_by_block = self._norms_by_block.index_select(0, indices)
         self._views = (None,)  # they would hold the memory
         if self.lengths is not None:
             self._hold(self._held()[indices.cpu().numpy()])
+
+    def _sequences(self, indices: Tensor) -> Tensor:
+        """Return ``indices``, checked, as index_select takes them: counted from the first sequence."""
+        indices = check_indices(xp, indices, self.key.shape[0]).to(self.key.device, torch.long)
+        return torch.where(indices < 0, indices + self.key.shape[0], indices)
 
 
 def _autocast_dtype(place: str) -> torch.dtype | None:

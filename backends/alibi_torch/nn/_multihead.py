@@ -239,17 +239,19 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return what hides keys, True where they are seen, and what is added to scores, ``sizes`` being those."""
         batch, num_heads, q_len, kv_len = sizes
-        by_key = {(batch, kv_len) if is_batched else (kv_len,): (batch, 1, 1, kv_len)}
-        by_score = {(q_len, kv_len): (1, 1, q_len, kv_len), (batch * num_heads, q_len, kv_len): sizes}
+        by_key = [((batch, kv_len) if is_batched else (kv_len,), (batch, 1, 1, kv_len))]
+        by_score = [((q_len, kv_len), (1, 1, q_len, kv_len)), ((batch * num_heads, q_len, kv_len), sizes)]
         mask = added_bias = None
         for name, given, shapes in (("key_padding_mask", key_padding_mask, by_key), ("attn_mask", attn_mask, by_score)):
             if given is None:
                 continue
             if given.dtype != torch.bool and not given.is_floating_point():
                 raise TypeError(f"{name} must be boolean (True where NOT to attend) or floating, got {given.dtype}")
-            if tuple(given.shape) not in shapes:
-                raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(given.shape)}")
-            given = given.reshape(shapes[tuple(given.shape)])
+            shape = tuple(given.shape)  # of symbols, which are compared only with as many, under torch.export
+            fitting = [view for accepted, view in shapes if len(accepted) == given.ndim and accepted == shape]
+            if not fitting:
+                raise ValueError(f"{name} must have shape {' or '.join(str(x) for x, _ in shapes)}, got {shape}")
+            given = given.reshape(fitting[0])
             if given.dtype == torch.bool or _is_mask(given):
                 visible = ~given if given.dtype == torch.bool else given == 0
                 mask = visible if mask is None else mask & visible
