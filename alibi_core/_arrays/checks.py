@@ -148,7 +148,8 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
 
 def array(name: str, value: Any) -> Any:
     """Check that ``value`` looks like an array; its library is checked by ``namespace_of``."""
-    if getattr(value, "is_nested", False):  # PyTorch's, which may have no shape
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor) and value.is_nested:  # which may have no shape
         raise TypeError(
             f"{name} must be dense, got a nested tensor; give to_padded_tensor(0.0) of it and a mask, or texts packed "
             "into rows and segment_ids"
