@@ -15,8 +15,7 @@ import alibi_torch  # noqa: E402
 from alibi_core import AttentionCall  # noqa: E402
 from alibi_core._horizon.tiling import tiled_as  # noqa: E402
 from alibi_torch._dispatch import memory  # noqa: E402
-from alibi_torch._tiled import SIZES, tiling  # noqa: E402
-from alibi_torch._tiled.short import short_jobs  # noqa: E402
+from alibi_torch._tiled import SIZES, blocks, short, tiling  # noqa: E402
 
 OF_ENTRIES = torch.tensor([[0.5, 0.25, 1.0, 0.0], [0.1, 2.0, 0.7, 0.3]])
 DIRECTIONS: dict[str, dict[str, Any]] = {
@@ -117,12 +116,6 @@ def test_infinite_numbers_in_bfloat16_are_seen_where_dense_scores_show_them(leng
     torch.testing.assert_close(result[:, :, seeing].isfinite(), dense[:, :, seeing].isfinite())
 
 
-def test_the_bias_of_entries_with_slopes_of_their_own_is_no_larger_than_it_may_be() -> None:
-    tensor = torch.zeros(1).expand(32, 12, 512, 4)
-    jobs = short_jobs(AttentionCall.check(tensor, tensor, tensor, torch.ones(32, 12), xp=xp))
-    assert all(32 * 12 * job.rows * (512 + job.rows) <= SIZES.bias_elements for job in jobs)
-
-
 def test_slopes_that_were_written_to_are_seen() -> None:
     inputs = [x.detach() for x in tensors(9, 9)]
     slopes = torch.tensor([0.5, 0.25, 1.0, 0.0])
@@ -214,6 +207,72 @@ def test_a_slope_written_to_before_the_gradients_is_noticed() -> None:
         slopes *= 2
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.sum().backward()
+
+
+# --- Keys that norms prove not to matter ---------------------------------------------------------------------------
+
+STEEP = torch.tensor([4.0, 1.0, 2.0, 0.01])
+
+
+@pytest.fixture
+def calls_are_free() -> Iterator[None]:
+    """So that it pays to leave out any key."""
+    with tiled_as(dataclasses.replace(tiling(), sizes=dataclasses.replace(SIZES, call_scores=0))):
+        yield
+
+
+def planned(inputs: list[Any], *levels: int, **rules: Any) -> tuple[AttentionCall, blocks.Plan]:
+    call = AttentionCall.check(*inputs, xp=xp, **rules)
+    return call, blocks.planned(call, levels) if levels else blocks.plan(call, *inputs[:2])
+
+
+def scores(plan: blocks.Plan) -> int:
+    return sum((job.heads.stop - job.heads.start) * job.rows * job.kv_len for job in plan.jobs)
+
+
+@pytest.mark.usefixtures("calls_are_free")
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("share", [1, 2])
+def test_large_keys_are_found_by_the_heads_that_read_them(share: int, direction: str) -> None:
+    inputs = tensors(700, 900, share=share)
+    with torch.no_grad():
+        inputs[1][1, 0, 5::90] *= 6
+        inputs[0][1, :, 600:] *= 2
+    rules = {"slopes": STEEP} | DIRECTIONS[direction]
+    right = gradients([x.detach().double().requires_grad_() for x in inputs], implementation="dense", **rules)
+    assert_near(gradients(inputs, **rules), right, 2.0**-23)
+    assert_near([alibi_torch.attention(*(x.detach() for x in inputs), **rules)], right[:1], 2.0**-23)
+
+
+@pytest.mark.usefixtures("calls_are_free")
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_steep_heads_compute_few_scores_and_no_weight_that_is_too_small(is_causal: bool) -> None:
+    inputs = [x.detach() for x in tensors(900, 900)]
+    call, plan = planned(inputs, slopes=STEEP, is_causal=is_causal)
+    assert scores(plan) < 0.8 * scores(blocks.planned(call, ()))
+    assert max(plan.levels) <= 6  # which proves that a weight of 2**-24 is nowhere farther than here
+    for bias in short._biases(call, plan):
+        assert bias.values[bias.values > -torch.inf].min() >= -(6 * blocks.EXCESS + 24) - STEEP.max()
+
+
+@pytest.mark.usefixtures("calls_are_free")
+def test_a_tolerance_of_nothing_and_scores_without_bounds_leave_out_nothing() -> None:
+    inputs = [x.detach() for x in tensors(700, 700)]
+    for changed in ({"tolerance": 0.0}, {"scale": 1e4}):
+        call, plan = planned(inputs, slopes=STEEP, **changed)
+        assert scores(plan) == scores(blocks.planned(call, ()))
+    inputs[1][0, 1, 300] = torch.nan
+    found = alibi_torch.attention(*inputs, STEEP)
+    assert found[:, 2:, 300:].isnan()[0].all()
+    right = alibi_torch.attention(*inputs, STEEP, implementation="dense")
+    assert_near([found[:, :2], found[1:]], [right[:, :2], right[1:]], 2.0**-24)
+
+
+def test_few_plans_of_a_call_are_kept() -> None:
+    call, _ = planned([x.detach() for x in tensors(300, 300)], slopes=STEEP)
+    for level in range(3 * blocks.KEPT_PLANS):
+        blocks.planned(call, (level,) * 4)
+    assert len(call.worked_out[blocks.planned]) <= blocks.KEPT_PLANS
 
 
 # --- One query -----------------------------------------------------------------------------------------------------

@@ -19,11 +19,22 @@ def norm_bounds(key: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """
     statistics = torch.promote_types(key.dtype, torch.float32)
     dtype = statistics if dtype is None else dtype
-    head_dim = key.shape[-1]
+    factor, addend = _rounding(key, dtype)
+    return torch.linalg.vector_norm(key, dim=-1, dtype=dtype).to(statistics) * factor + addend
+
+
+def largest_norms(vectors: Tensor) -> list[float]:
+    """Return what no norm of ``[batch, heads, length, head_dim]`` exceeds, for each head; NaN where there is one."""
+    factor, addend = _rounding(vectors, vectors.dtype)
+    return [x * factor + addend for x in torch.linalg.vector_norm(vectors, dim=-1).amax(dim=(0, 2)).tolist()]
+
+
+def _rounding(vectors: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """Return by what a norm that is measured in ``dtype`` is multiplied, and what is added, to bound the exact one."""
+    head_dim, statistics = vectors.shape[-1], torch.finfo(torch.promote_types(vectors.dtype, torch.float32))
     # Each addition may round down, the result too, and the square of what is tiny may vanish.
-    rounding = (head_dim + 2) * torch.finfo(statistics).eps + 2 * torch.finfo(dtype).eps
-    vanishing = (head_dim * torch.finfo(statistics).tiny) ** 0.5 + torch.finfo(dtype).tiny
-    return torch.linalg.vector_norm(key, dim=-1, dtype=dtype).to(statistics) * (1 + rounding) + vanishing
+    rounding = (head_dim + 2) * statistics.eps + 2 * torch.finfo(dtype).eps
+    return 1 + rounding, (head_dim * statistics.tiny) ** 0.5 + torch.finfo(dtype).tiny
 
 
 def _fast_norm_bounds(vectors: Tensor) -> Tensor:

@@ -381,6 +381,9 @@ class Bias(NamedTuple):
         """Return ``[..., rows]`` or ``[..., rows, n]`` with queries in the order of the bias, or back in their own."""
         return tensor.flip(2) if self.is_reversed else tensor
 
+    def heads(self, some: slice) -> Bias:
+        return self._replace(values=self.values[:, some])
+
     def keys(self, some: slice) -> Bias:
         return self._replace(values=self.values[..., some])
 

@@ -27,9 +27,8 @@ from alibi_torch._dispatch import is_watched, needs_gradients, no_autocast
 from alibi_torch._tiled import kernels as _tile_kernels
 from alibi_torch._tiled import second, short, step
 from alibi_torch._tiled import vmap as _tiled_vmap
-from alibi_torch._tiled.plan import kernel_jobs
-from alibi_torch._tiled.sequences import parts_of, sequences
-from alibi_torch._tiled.short import is_short, short_jobs
+from alibi_torch._tiled.plan import kernel_jobs, parts_of, sequences
+from alibi_torch._tiled.short import is_short
 
 
 def tiled_attention(
@@ -157,7 +156,7 @@ def _forward(
     query, key, value = _tile_kernels.last_axis_dense(query, key, value)
     result_dtype = call.working_dtype if is_exact else call.dtype
     if is_short(call, norms_are_known=norms is not None):
-        return short.forward(call, query, key, value, short_jobs(call), result_dtype)
+        return short.forward(call, query, key, value, result_dtype)
     tolerance = tolerance_of(call)
 
     def attend(call: AttentionCall, batch: slice) -> tuple[Tensor, Tensor]:

@@ -1,22 +1,22 @@
 """Short calls whose bias depends on distance alone: block after block of queries, with little but the kernel's time.
 
 All blocks share one bias, that of the last: the block before sees the same keys as far back as there are any, each one
-block nearer to the first. A single block whose bias would be large is computed with its queries in reverse order: that
-bias is one row a head, of which each query's is a part that begins one key after that of the query before.
+block nearer to the first. A bias that would be large is that of queries in reverse order: one row a head, of which each
+query's is a part that begins one key after that of the query before.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core.backend import Job, seen_keys
+from alibi_core.backend import Job
 from alibi_torch._tiled import onednn, step
+from alibi_torch._tiled.blocks import Plan, blocks_here, is_measured, limits_of, plan, planned, stays_low
 from alibi_torch._tiled.configuration import tiling
 from alibi_torch._tiled.kernels import (
     Bias,
@@ -24,6 +24,7 @@ from alibi_torch._tiled.kernels import (
     fused_backward,
     fused_forward,
     last_axis_dense,
+    queries_of,
     shifted,
     without_common_part,
 )
@@ -31,10 +32,6 @@ from alibi_torch._tiled.second import differentiable_kernel, packs_what_is_saved
 
 KEPT = 2**18  # numbers; a bias of so few is kept with its call, which may come again
 LONG_DECODING = 2**13  # times the keys of a short call: numbers in the keys of one batch entry
-# Queries in a block, by the number of keys: more of them waste scores on keys that only the last ones see, fewer take
-# more calls. Measured on AVX-512.
-BLOCKS = ((512, 64), (1024, 128), (math.inf, 256))
-BLOCKS_OF_BFLOAT16 = ((128, 128), (512, 64), (math.inf, 256))  # in whose products the kernel packs keys anew each time
 DIFFERENTIATED_AT_ONCE = 128  # queries: of so few, one block that PyTorch differentiates itself takes less time
 
 
@@ -44,58 +41,18 @@ def is_short(call: AttentionCall, *, norms_are_known: bool = False) -> bool:
     A few queries may as well read all keys, until those are so many that finding out what is needed takes less time.
     """
     how = tiling()
-    if call.kv_len <= how.short and call.worked_out.get(short_jobs, (None,))[0] is how:
+    if call.worked_out.get(is_short) is how:
         return True  # as it was before
     if not call.sees_own_key or call.q_segment_ids is not None or call.added_key_bias is not None:
         return False
-    rows = _rows(call)
-    if (call.is_causal or rows < call.q_len) and _bias_elements(call, rows) > how.sizes.bias_elements:
-        return False
     if call.kv_len <= how.short or call.q_len > how.sizes.few:
-        return call.kv_len <= how.short
+        longest = how.short * (blocks_here().longest if is_measured(call, differentiates=False) else 1)
+        if call.kv_len <= longest:
+            call.worked_out[is_short] = how
+        return call.kv_len <= longest
     # Norms that are not known take a pass over the keys; of float32 that is half of what attention reads.
     limit = LONG_DECODING * (4 if call.dtype == call.working_dtype and not norms_are_known else 1)
     return call.num_kv_heads * call.kv_len * call.head_dim < limit * how.short
-
-
-def _rows(call: AttentionCall) -> int:
-    """Return how many queries a block has: all that see all keys, fewer where a bias of many heads would be large."""
-    if not call.is_causal and call.window_size is None:
-        return call.q_len
-    blocks = BLOCKS_OF_BFLOAT16 if _stays_low(call) else BLOCKS
-    rows = min(call.q_len, next(rows for keys, rows in blocks if call.kv_len <= keys))
-    while rows > tiling().sizes.few and _bias_elements(call, rows) > tiling().sizes.bias_elements:
-        rows = -(-rows // 2)
-    return rows
-
-
-def _bias_elements(call: AttentionCall, rows: int) -> int:
-    """Return how large the bias of a block is, at most."""
-    entries = max(1 if x is None or x.ndim == 1 else x.shape[0] for x in (call.slopes, call.future_slopes))
-    return entries * call.num_heads * rows * (call.kv_len + rows)
-
-
-def short_jobs(call: AttentionCall) -> list[Job]:
-    """Return blocks of queries, with the keys that the call's direction and window let them see."""
-    how = tiling()
-    known = call.worked_out.get(short_jobs)
-    if known is not None and known[0] is how:
-        return known[1]
-    jobs = _blocks(call, _rows(call))
-    call.worked_out[short_jobs] = how, jobs
-    return jobs
-
-
-def _blocks(call: AttentionCall, rows: int) -> list[Job]:
-    """Return blocks of so many queries, the first of which may be smaller."""
-    batch, heads = slice(0, call.batch[0]), slice(0, call.num_heads)
-    jobs = []
-    for start in range(call.q_len % rows - rows if call.q_len % rows else 0, call.q_len, rows):
-        count = rows + min(start, 0)
-        start = max(start, 0)
-        first, stop = seen_keys(call, start, count)
-        jobs.append(Job(batch, heads, start, count, 1, first, stop - first))
-    return jobs
 
 
 def prepared(call: AttentionCall, in_general: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -105,10 +62,10 @@ def prepared(call: AttentionCall, in_general: Callable[..., Tensor]) -> Callable
     """
     if len(call.batch) != 1 or call.is_empty or call.dense_only is not None:
         return in_general
-    how, scale, bias, stays_low = tiling(), call.scale, _only_bias(call), _stays_low(call)
-    dtype, cast = call.dtype, None if stays_low or call.dtype == call.working_dtype else call.working_dtype
+    how, scale, bias, is_low = tiling(), call.scale, _only_bias(call), stays_low(call)
+    dtype, cast = call.dtype, None if is_low or call.dtype == call.working_dtype else call.working_dtype
     is_short_call = call.worked_out[prepared] = is_short(call)
-    jobs = short_jobs(call) if is_short_call and not step.is_step(call) else []
+    has_blocks = is_short_call and not step.is_step(call)
     if bias is None and not is_short_call:
         return in_general
 
@@ -119,8 +76,8 @@ def prepared(call: AttentionCall, in_general: Callable[..., Tensor]) -> Callable
                 if result is not None:
                     return result
             elif bias is None:
-                if jobs:
-                    return forward(call, *last_axis_dense(query, key, value), jobs, dtype)[0]
+                if has_blocks:
+                    return forward(call, *last_axis_dense(query, key, value), dtype)[0]
             elif query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
                 if cast is not None:
                     query, key, value = query.to(cast), key.to(cast), value.to(cast)
@@ -128,7 +85,7 @@ def prepared(call: AttentionCall, in_general: Callable[..., Tensor]) -> Callable
                 if cast is not None:
                     return result.to(dtype)
                 # Of infinite scores the kernel makes zeros in low precision, where they are to be seen as NaN.
-                if not stays_low or math.isfinite(logsumexp.sum().item()):
+                if not is_low or math.isfinite(logsumexp.sum().item()):
                     return result
         return in_general(query, key, value)
 
@@ -142,102 +99,101 @@ def _only_bias(call: AttentionCall) -> Tensor | None:
     if step.is_step(call):
         most = min(step.most_keys(call, norms_are_known=False), KEPT // call.num_heads)
         return step.row_of_bias(call, call.kv_len) if call.q_offset + 1 == call.kv_len <= most else None
-    jobs = short_jobs(call) if is_short(call) else []
-    if len(jobs) != 1 or jobs[0].kv_len < call.kv_len or onednn.suits(call, call.dtype):
+    if not is_short(call) or is_measured(call, differentiates=False) or onednn.suits(call, call.dtype):
         return None
-    if call.dtype != call.working_dtype and not _stays_low(call) and len(_heads_at_once(call)) > 1:
+    whole = planned(call, ())
+    if len(whole.jobs) != 1 or whole.jobs[0].kv_len < call.kv_len:
         return None
-    biases = _biases(call, jobs)
+    if call.dtype != call.working_dtype and not stays_low(call) and len(_heads_at_once(call)) > 1:
+        return None
+    biases = _biases(call, whole)
     return None if biases[0].is_reversed else biases[0].values
 
 
 def forward(
-    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: list[Job], result_dtype: torch.dtype
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, result_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Compute a short call; takes and returns what ``kernels.forward`` does, without sums that nobody needs."""
+    """Compute a short call; returns what ``kernels.forward`` does, without sums that nobody needs."""
     if onednn.suits(call, result_dtype):
         return onednn.forward(call, query, key, value)
-    biases, dtype, together = _biases(call, jobs), call.working_dtype, []
-    if call.dtype == result_dtype and _stays_low(call):
+    how, dtype, together = plan(call, query, key), call.working_dtype, []
+    if call.dtype == result_dtype and stays_low(call):
         dtype = call.dtype  # weights are rounded to it, as the result is
     elif call.dtype != dtype and call.q_len <= tiling().sizes.few:
         together = _heads_at_once(call)
     if len(together) < 2:
-        tensors = _in(dtype, call, query, key, value)
-        result, logsumexp = _attend(call, *tensors, jobs, biases)
+        result, logsumexp = _attend(call, *_in(dtype, call, query, key, value), how)
         if dtype != call.working_dtype and not logsumexp.isfinite().all():
             # Of infinite scores the kernel makes zeros in low precision, where they are to be seen as NaN.
-            result, logsumexp = _attend(call, *_in(call.working_dtype, call, query, key, value), jobs, biases)
+            result, logsumexp = _attend(call, *_in(call.working_dtype, call, query, key, value), how)
         return result.to(result_dtype), logsumexp
-    by_heads = []
+    parts = []
     for heads, kv_heads in together:
         tensors = _in(dtype, call, query[:, heads], key[:, kv_heads], value[:, kv_heads])
-        of_heads = [x._replace(values=x.values[:, heads]) for x in biases]
-        by_heads.append(_attend(call, *tensors, jobs, of_heads))
-    result, logsumexp = (torch.cat(x, dim=1) for x in zip(*by_heads, strict=True))
+        parts.append(_attend_at_once(call, *tensors, _biases(call, how)[0].heads(heads)))
+    result, logsumexp = (torch.cat(x, dim=1) for x in zip(*parts, strict=True))
     return result.to(result_dtype), logsumexp
 
 
-def _stays_low(call: AttentionCall) -> bool:
-    """Whether the kernel takes a call's low precision: one query reads its keys faster when they are cast."""
-    return call.dtype == torch.bfloat16 and call.q_len > 1 and _multiplies_bfloat16()
-
-
-@functools.cache
-def _multiplies_bfloat16() -> bool:
-    """Whether products of this CPU take bfloat16, so that a cast takes longer than it saves."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def _attend(
-    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: list[Job], biases: list[Bias]
-) -> tuple[Tensor, Tensor]:
-    """Compute the jobs of some heads, each with its keys and values, in the working dtype."""
-    if len(jobs) == 1 and not biases[0].is_reversed:
-        some = _cut(jobs[0], query, key, value)
-        return fused_forward(*some, 0.0, False, attn_mask=biases[0].values, scale=call.scale)
-    parts = []
-    for job, bias in zip(jobs, biases, strict=True):
-        rows, *of_keys = _cut(job, query, key, value)
-        part = fused_forward(bias.turned(rows), *of_keys, 0.0, False, attn_mask=bias.values, scale=call.scale)
-        parts.append([bias.turned(x) for x in part])
-    result, logsumexp = (_joined(x, 2) for x in zip(*parts, strict=True))
+def _attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, how: Plan) -> tuple[Tensor, Tensor]:
+    """Compute a call as planned; keys and values are those of each query head."""
+    biases = _biases(call, how)
+    if len(how.jobs) == 1:
+        return _attend_at_once(call, query, *_keys_of(how.jobs[0], key, value), biases[0])
+    result, logsumexp = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=call.working_dtype)
+    for job, bias in zip(how.jobs, biases, strict=True):
+        part = _attend_at_once(call, queries_of(query, job), *_keys_of(job, key, value), bias)
+        for whole, some in zip((result, logsumexp), part, strict=True):
+            queries_of(whole, job).copy_(some)
+        del part, some  # so that the next ones take their place: more memory at a time would be new memory each time
     return result, logsumexp
 
 
-def _cut(job: Job, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a job's part of tensors, themselves where that is the whole."""
-    if job.rows < query.shape[2]:
-        query = query[:, :, job.queries]
-    if job.kv_len < key.shape[2]:
-        key, value = key[:, :, job.keys], value[:, :, job.keys]
-    return query, key, value
+def _attend_at_once(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, bias: Bias
+) -> tuple[Tensor, Tensor]:
+    """Compute attention in one call of the kernel."""
+    tensors = bias.turned(query), key, value
+    result, logsumexp = fused_forward(*tensors, 0.0, False, attn_mask=bias.values, scale=call.scale)
+    del tensors
+    return bias.turned(result), bias.turned(logsumexp)
 
 
-def _biases(call: AttentionCall, jobs: list[Job]) -> list[Bias]:
-    """Return the bias of each of a short call's jobs: views of one that is in memory, all in the same order."""
-    kind = _biases, jobs[-1].rows
-    known = call.worked_out.get(kind)
-    if known is not None and known[0] is jobs:
-        return known[1]
+def _keys_of(job: Job, *tensors: Tensor) -> list[Tensor]:
+    """Return a job's part of keys and values, themselves where that is the whole."""
+    return [x if job.kv_len == x.shape[2] and _has_all_heads(job, x) else x[:, job.heads, job.keys] for x in tensors]
+
+
+def _has_all_heads(job: Job, tensor: Tensor) -> bool:
+    return job.heads.stop - job.heads.start == tensor.shape[1]
+
+
+def _biases(call: AttentionCall, how: Plan) -> list[Bias]:
+    """Return the bias of each of a plan's jobs: views of one that is in memory, all in the same order."""
+    if how.biases is not None:
+        return how.biases
+    jobs = how.jobs
     with torch.inference_mode(False), torch.no_grad():  # they may take part in a differentiated call
         row = call.bias_by_distance
+        if how.levels:
+            distance = (torch.arange(row.shape[-1]) - (call.q_offset + call.q_len - 1)).abs()
+            row = row.masked_fill(distance >= torch.tensor(limits_of(call, how.levels))[:, None], -math.inf)
         row = row[:, :, None] if row.ndim == 3 else row[None, :, None]  # [batch or 1, heads, 1, q_len + kv_len - 1]
         backs = [job.back + call.q_offset for job in jobs]
         back, ahead = max(backs), max(job.kv_len - before for job, before in zip(jobs, backs, strict=True))
         rows, biases = jobs[-1].rows, []
         first = call.q_offset + call.q_len - back - rows  # the distance farthest back, of the last query
         row = row[..., first : first + back + ahead + rows - 1]
-        is_large = _bias_elements(call, rows) > KEPT
+        is_large = row.shape[0] * call.num_heads * rows * (call.kv_len + rows) > KEPT
         whole = row[:, :, 0] if is_large else shifted(row, rows)
         for job, before in zip(jobs, backs, strict=True):
             if is_large:
                 start = back - before + rows - job.rows
-                part = whole[:, :, start : start + job.kv_len + job.rows - 1].unfold(-1, job.kv_len, 1)
+                part = whole[:, job.heads, start : start + job.kv_len + job.rows - 1].unfold(-1, job.kv_len, 1)
             else:
-                part = whole[:, :, : job.rows, back - before : back - before + job.kv_len]
+                part = whole[:, job.heads, : job.rows, back - before : back - before + job.kv_len]
             biases.append(Bias(part, is_reversed=is_large))
-    call.worked_out[kind] = jobs, biases
+    how.biases = biases
     return biases
 
 
@@ -265,18 +221,15 @@ def _differentiable(call: AttentionCall, query: Tensor, key: Tensor, value: Tens
         return None
     if packs_what_is_saved():
         return None
-    jobs = short_jobs(call)
-    if len(jobs) > 1:
-        jobs = call.worked_out.setdefault(differentiable, _blocks(call, call.q_len))
+    how = planned(call, (), rows=call.q_len)
     query, key, value = _in(call.working_dtype, call, *last_axis_dense(query, key, value))
-    biases = _biases(call, jobs)
-    result, logsumexp = _attend(call, query, key, value, jobs, biases)
+    result, logsumexp = _attend(call, query, key, value, how)
     centred = without_common_part(query, key, logsumexp, call.scale)
     if centred is None:
         return None
     if centred[0] is not key:
-        result, _ = _attend(call, query, centred[0], value, jobs, biases)
-    node = result.grad_fn.next_functions[0][0] if biases[0].is_reversed else result.grad_fn
+        result, _ = _attend(call, query, centred[0], value, how)
+    node = result.grad_fn.next_functions[0][0] if _biases(call, how)[0].is_reversed else result.grad_fn
     node.register_hook(differentiable_kernel)
     return result.to(call.dtype)
 
@@ -294,31 +247,19 @@ def backward(call: AttentionCall, saved: Saved) -> tuple[Tensor, Tensor, Tensor]
     centred = without_common_part(query, key, saved.logsumexp, call.scale)
     if centred is None:
         return None
+    how = plan(call, saved.query, saved.key, differentiates=True)
     key, logsumexp = centred
-    by_query: list[Tensor] = []
-    by_keys: list[Tensor] = []
-    jobs = short_jobs(call)
-    biases = _biases(call, jobs)
-    for job, bias in reversed(list(zip(jobs, biases, strict=True))):
-        queries = slice(None), slice(None), job.queries
-        some = [bias.turned(x[queries]) for x in (grad, query, result, logsumexp)]
-        of_keys = _cut(job, query, key, value)[1:]
-        parts = fused_backward(*some[:2], *of_keys, *some[2:], 0.0, False, attn_mask=bias.values, scale=call.scale)
-        by_query.insert(0, bias.turned(parts[0]))
-        if not by_keys and job.kv_len == call.kv_len:
-            by_keys = list(parts[1:])
-            continue
-        by_keys = by_keys or [x.new_zeros(x.shape) for x in (key, value)]
-        for total, part in zip(by_keys, parts[1:], strict=True):
-            total[:, :, job.keys] += part
+    by_query, by_key, by_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    for job, bias in zip(how.jobs, _biases(call, how), strict=True):
+        of_queries = [bias.turned(queries_of(x, job)) for x in (grad, query, result, logsumexp)]
+        tensors = *of_queries[:2], *_keys_of(job, key, value), *of_queries[2:]
+        of_query, *of_keys = fused_backward(*tensors, 0.0, False, attn_mask=bias.values, scale=call.scale)
+        queries_of(by_query, job).copy_(bias.turned(of_query))
+        for total, part in zip((by_key, by_value), of_keys, strict=True):
+            total[:, job.heads, job.keys] += part
     if call.num_kv_heads < call.num_heads:
-        by_keys = [x.unflatten(1, (call.num_kv_heads, -1)).sum(dim=2) for x in by_keys]
-    by_key, by_value = (x.to(call.dtype) for x in by_keys)
-    return _joined(by_query, 2).to(call.dtype), by_key, by_value
-
-
-def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
+        by_key, by_value = (x.unflatten(1, (call.num_kv_heads, -1)).sum(dim=2) for x in (by_key, by_value))
+    return by_query.to(call.dtype), by_key.to(call.dtype), by_value.to(call.dtype)
 
 
 def _in(

@@ -208,21 +208,22 @@ def _in_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
 def groups(call: AttentionCall, widths: tuple[int, ...], entries: int) -> list[tuple[slice, int]]:
     """Return which heads of keys, of so many entries each, are computed together, and how many of the last keys."""
     most = math.inf if call.dtype == call.working_dtype else CAST // call.head_dim
-    return _groups(widths, entries, call.head_dim, most, tiling().sizes.call_scores, torch.get_num_threads())
+    of_call = 4 * tiling().sizes.call_scores  # numbers that a thread reads in its time, about 4 in that of a score
+    return grouped(widths, entries, call.head_dim, most, of_call, torch.get_num_threads())
 
 
 @functools.lru_cache(maxsize=256)
-def _groups(
-    widths: tuple[int, ...], entries: int, head_dim: int, most: float, call_scores: int, threads: int
+def grouped(
+    widths: tuple[int, ...], entries: int, of_key: int, most: float, of_call: int, threads: int
 ) -> list[tuple[slice, int]]:
     """Return groups of heads, of at most so many keys in all where that is possible.
 
-    Heads join those before them where more keys take less time than another call, in numbers that one thread reads:
-    about 4 in the time of a score.
+    Heads join those before them where more keys take less time than another call: ``of_key`` a key and entry for one
+    thread, ``of_call`` a call.
     """
 
     def time(group: list[int]) -> int:
-        return 4 * call_scores + -(-len(group) * entries // threads) * max(group) * head_dim
+        return of_call + -(-len(group) * entries // threads) * max(group) * of_key
 
     joined: list[list[int]] = []
     for width in widths:

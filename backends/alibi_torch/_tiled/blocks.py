@@ -1,0 +1,207 @@
+"""How short calls are cut up: blocks of queries, each with the keys that its heads need.
+
+Where it pays, the largest norms of queries and keys are measured for each head. They prove beyond how many tokens no
+key matters. There a bias is -inf, and heads that look back about as far share the calls that leave those keys out.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alibi_core import AttentionCall
+from alibi_core.backend import (
+    LARGEST_TOLERANCE,
+    Job,
+    Tiling,
+    namespace_of,
+    reach,
+    score_rounding,
+    seen_keys,
+    tolerance_of,
+)
+from alibi_torch._tiled import onednn, step
+from alibi_torch._tiled.configuration import largest_norms, tiling
+from alibi_torch._tiled.kernels import Bias
+
+KEPT_PLANS = 16  # of a call that comes again with other norms, as from layer to layer
+
+
+class Blocks(NamedTuple):
+    """How short calls are cut up on a kind of processor.
+
+    Queries in a block go by the number of keys, pairs of the most keys and queries: more of them waste scores on keys
+    that only the last ones see, fewer take more calls, and slower products.
+    """
+
+    of_float32: tuple[tuple[float, int], ...]
+    of_bfloat16: tuple[tuple[float, int], ...]  # in whose products the kernel packs keys anew each time
+    longest: int  # times the keys of a short call: so many are still cut up here in less time than by ``kernel_jobs``
+
+
+# Measured with AVX-512.
+BLOCKS = Blocks(((512, 64), (1024, 128), (math.inf, 256)), ((128, 128), (512, 64), (math.inf, 256)), longest=1)
+BLOCKS_OF_INTEL = Blocks(((256, 256), (math.inf, 192)), ((256, 256), (math.inf, 192)), longest=2)
+
+EXCESS = 8  # Scores that exceed others by so many more times this have the same plan.
+MOST_EXCESS = 12  # times that: larger ones leave all keys where they are
+EXPECTED_EXCESS = 4  # times that
+MEASURED = 0.1  # scores in whose time a number of queries and keys is measured
+PIECE = 64  # queries that the kernel computes at a time
+WHOLE = 0.8  # of its time a score takes where one call computes all queries: larger products, and nothing to be joined
+# Intel's processors take a hundred times as long for numbers too small for the precision of their dtype. Biases of this
+# size, two thirds of the logarithm of the least number that is not, make them of weights and gradients. Where their
+# share of the scores is larger than the next numbers (forward, backward), leaving them out saves time.
+TINY = {torch.float32: 58.0, torch.float64: 472.0}
+LEAST_TINY = (0.05, 0.01)
+
+
+@dataclass
+class Plan:
+    """How a short call is computed.
+
+    ``levels`` say, for each head, by how much scores may exceed others, in units of ``EXCESS``; () for by anything.
+    """
+
+    how: Tiling
+    levels: tuple[int, ...]
+    jobs: list[Job]  # blocks of queries, and of heads, each with the keys that it sees
+    biases: list[Bias] | None = None  # of the jobs, once they are asked for
+
+
+def plan(call: AttentionCall, query: Tensor, key: Tensor, *, differentiates: bool = False) -> Plan:
+    """Return how a call is computed: without keys that the norms prove not to matter, where that takes less time."""
+    if not is_measured(call, differentiates):
+        return planned(call, ())
+    # Neither NaN nor what overflows is less than any number.
+    q_norms, kv_norms = map(largest_norms, (query, key))
+    group, levels = call.num_heads // call.num_kv_heads, []
+    unit = 2 * abs(call.scale) * (1 + 2 * score_rounding(call.head_dim)) / EXCESS
+    for head, norm in enumerate(q_norms):
+        excess = norm * kv_norms[head // group] * unit
+        levels.append(math.ceil(excess) if excess < MOST_EXCESS else MOST_EXCESS)
+    return planned(call, () if min(levels) == MOST_EXCESS else tuple(levels))
+
+
+def is_measured(call: AttentionCall, differentiates: bool) -> bool:
+    """Whether norms that are not known are likely to save more time than it takes to measure them."""
+    kind = is_measured, differentiates
+    known = call.worked_out.get(kind)
+    if known is None or known[0] is not tiling():
+        known = call.worked_out[kind] = tiling(), _may_save(call, differentiates)
+    found: bool = known[1]
+    return found
+
+
+def _may_save(call: AttentionCall, differentiates: bool) -> bool:
+    if call.q_len <= tiling().sizes.few or tolerance_of(call) == 0 or onednn.suits(call, call.dtype):
+        return False
+    slopes, future_slopes = _slopes(call)
+    if slopes.min() < 0 or future_slopes.min() < 0:
+        return False
+    if _is_intel():
+        biases = np.maximum(slopes, future_slopes).mean(axis=0) * call.kv_len  # of the farthest keys
+        share = np.square(1 - np.fmin(TINY[call.working_dtype] / np.fmax(biases, 1), 1)).mean()
+        if share > LEAST_TINY[differentiates]:
+            return True
+    whole, expected = (planned(call, levels) for levels in ((), (EXPECTED_EXCESS,) * call.num_heads))
+    numbers = call.batch[0] * (call.num_heads * call.q_len + call.num_kv_heads * call.kv_len) * call.head_dim
+    return _time(expected.jobs) + MEASURED * numbers < _time(whole.jobs)
+
+
+def _time(jobs: Sequence[Job]) -> float:
+    """Return the time that jobs take, in that of a score."""
+    total = 0.0
+    for job in jobs:
+        entries = (job.batch.stop - job.batch.start) * (job.heads.stop - job.heads.start)
+        total += tiling().sizes.call_scores + entries * job.rows * job.kv_len * (WHOLE if len(jobs) == 1 else 1)
+    return total
+
+
+def _slopes(call: AttentionCall) -> tuple[np.ndarray, np.ndarray]:
+    """Return the slopes, and those for keys after the query, ``[batch or 1, num_heads]``, on the host in float64."""
+    rates = (call.slopes, call.slopes if call.future_slopes is None else call.future_slopes)
+    past, future = (x.detach().double().numpy().reshape(-1, call.num_heads) for x in rates)
+    return past, future
+
+
+def planned(call: AttentionCall, levels: tuple[int, ...], rows: int = 0) -> Plan:
+    """Return the plan of a call at these levels, in blocks of so many queries, or of as many as suit it."""
+    how, plans = tiling(), call.worked_out.setdefault(planned, {})
+    known: Plan | None = plans.get((levels, rows))
+    if known is None or known.how is not how:
+        if len(plans) >= KEPT_PLANS:
+            plans.clear()
+        limits = limits_of(call, levels)
+        choices = [list(_blocks(call, n, limits)) for n in ([rows] if rows else _rows(call))]
+        jobs = min(choices, key=_time)
+        known = plans[levels, rows] = Plan(how, levels, jobs)
+    return known
+
+
+def _rows(call: AttentionCall) -> list[int]:
+    """Return how many queries a block may have: all, too, where they may see the same keys."""
+    blocks = blocks_here().of_bfloat16 if stays_low(call) else blocks_here().of_float32
+    if call.is_causal:
+        return [min(call.q_len, next(rows for keys, rows in blocks if call.kv_len <= keys))]
+    return sorted({min(call.q_len, blocks[-1][1]), call.q_len}, reverse=True)
+
+
+def blocks_here() -> Blocks:
+    """Return how short calls are cut up on this machine."""
+    return BLOCKS_OF_INTEL if _is_intel() else BLOCKS
+
+
+@functools.cache
+def _is_intel() -> bool:
+    """Whether MKL, by which the kernel multiplies, was made for this CPU; False where PyTorch cannot tell."""
+    found = getattr(torch.cpu, "get_capabilities", dict)()
+    return str(found.get("cpu_name", "")).startswith("Intel")
+
+
+def limits_of(call: AttentionCall, levels: tuple[int, ...]) -> list[int]:
+    """Return the distance from which on keys do not matter to each head: tokens."""
+    farthest = call.q_len + call.kv_len
+    if not levels:
+        return [farthest] * call.num_heads
+    share = min(tolerance_of(call), LARGEST_TOLERANCE) / (1 if call.is_causal else 2)
+    excess = np.asarray([math.inf if x == MOST_EXCESS else x * EXCESS for x in levels])
+    sides = _slopes(call)[: 1 if call.is_causal else 2]
+    with np.errstate(invalid="ignore"):  # of an infinite excess
+        tokens = [reach(namespace_of(x), x, excess, share).max(axis=0) for x in sides]
+    return np.fmin(np.max(tokens, axis=0), farthest).astype(int).tolist()
+
+
+def _blocks(call: AttentionCall, rows: int, limits: list[int]) -> Iterator[Job]:
+    """Yield blocks of so many queries, the first of which may be smaller, and of heads that look about as far."""
+    batch, threads, call_scores = slice(0, call.batch[0]), torch.get_num_threads(), tiling().sizes.call_scores
+    for start in range(call.q_len % rows - rows if call.q_len % rows else 0, call.q_len, rows):
+        count = rows + min(start, 0)
+        start = max(start, 0)
+        lowest, (first, stop) = start + call.q_offset, seen_keys(call, start, count)
+        backs = [min(limit - 1, lowest - first) for limit in limits]
+        aheads = [min(limit - 1, stop - lowest - count) for limit in limits]
+        widths = tuple([back + count + ahead for back, ahead in zip(backs, aheads, strict=True)])
+        # Threads share the work of a call by heads and, within a head, by pieces of its queries.
+        pieces = max(1, count // PIECE)
+        for heads, _ in step.grouped(widths, call.batch[0] * pieces, count // pieces, math.inf, call_scores, threads):
+            back, ahead = max(backs[heads]), max(aheads[heads])
+            yield Job(batch, heads, start, count, 1, lowest - back, back + count + ahead)
+
+
+def stays_low(call: AttentionCall) -> bool:
+    """Whether the kernel takes a call's low precision: one query reads its keys faster when they are cast."""
+    return call.dtype == torch.bfloat16 and call.q_len > 1 and _multiplies_bfloat16()
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    """Whether products of this CPU take bfloat16, so that a cast takes longer than it saves."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
