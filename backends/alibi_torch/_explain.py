@@ -24,7 +24,7 @@ from alibi_core.backend import (
 )
 from alibi_torch._attention import attention, norms_of
 from alibi_torch._dispatch import IMPLEMENTATIONS, choose, refusal
-from alibi_torch._tiled import KeyNorms, jobs, needed_keys
+from alibi_torch._tiled import KeyNorms, jobs, needed_keys, told_apart
 
 
 def explain(
@@ -81,11 +81,17 @@ def explain(
         tolerance = 0.0 if are_few(call) else tolerance
     flat = call.with_one_batch_axis()
     entries = []
-    largest = 0.0
+    largest, computed = 0.0, 0
     if not call.is_empty:
         with torch.no_grad():
             tensors = [x.detach().reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key)]
-            entries = [_entry(flat, index, *tensors, tolerance, chosen, known) for index in range(flat.batch[0])]
+            entries = [_entry(flat, index, *tensors, tolerance, known) for index in range(flat.batch[0])]
+            if chosen == "tiled":
+                computed = _in_tiles(flat, *tensors, tolerance, known)
+            elif chosen == "flex":
+                computed = _in_blocks(replace(flat, tolerance=tolerance), *tensors, known)
+            else:
+                computed = math.prod(call.batch) * call.num_heads * call.q_len * call.kv_len
             largest = max(abs(x.item()) for x in torch.aminmax(value.detach()))
     none = np.zeros((math.prod(call.batch), call.num_heads))
     return Explanation(
@@ -95,8 +101,8 @@ def explain(
         error_bound=2 * tolerance * largest,
         horizons=np.stack([x[0] for x in entries]) if entries else none,
         scores_visible=sum(x[1] for x in entries),
-        scores_computed=sum(x[2] for x in entries),
-        spans=KeySpans.of([entry_of(flat, x) for x in range(len(entries))], [x[3] for x in entries])
+        scores_computed=computed,
+        spans=KeySpans.of([entry_of(flat, x) for x in range(len(entries))], [x[2] for x in entries])
         if entries
         else None,
     )
@@ -108,10 +114,9 @@ def _entry(
     query: Tensor,
     key: Tensor,
     tolerance: float,
-    chosen: str,
     known: KeyNorms | None,
-) -> tuple[np.ndarray, int, int, KeyRanges]:
-    """Return the horizons ``[num_heads]`` of one batch entry, its visible and its computed scores, and its plan."""
+) -> tuple[np.ndarray, int, KeyRanges]:
+    """Return the horizons ``[num_heads]`` of one batch entry, the number of its visible scores, and its plan."""
     call = entry_of(flat, index)
     tensors = query[index : index + 1], key[index : index + 1]
     norms = None if known is None else known.of_entries(slice(index, index + 1))
@@ -119,19 +124,29 @@ def _entry(
     reach = ranges.past.max(axis=1).astype(np.float64)
     # No key is further back than the first is from the last query.
     horizons = np.where(reach >= min(ENDLESS, call.q_offset + call.q_len), math.inf, reach)
-    if chosen == "tiled":
-        planned = jobs(call, *tensors, tolerance, norms)
-        computed = sum((x.heads.stop - x.heads.start) * x.tiles * x.rows * x.kv_len for x in planned)
-    elif chosen == "flex":
-        computed = _in_blocks(replace(call, tolerance=tolerance), *tensors, norms)
-    else:
-        computed = call.num_heads * call.q_len * call.kv_len
-    return horizons, call.num_heads * visible_pairs(call), computed, ranges
+    return horizons, call.num_heads * visible_pairs(call), ranges
+
+
+def _in_tiles(call: AttentionCall, query: Tensor, key: Tensor, tolerance: float, norms: KeyNorms | None) -> int:
+    """Return how many scores ``tiled_attention`` computes."""
+    if norms is None:
+        parts = [part[:3] for part in told_apart(call, query, key, key)]
+        if parts:
+            return sum(_in_tiles(*part, tolerance, None) for part in parts)
+    if call.has_offset_array:
+        entries = [slice(index, index + 1) for index in range(call.batch[0])]
+        known = [None if norms is None else norms.of_entries(one) for one in entries]
+        calls = [entry_of(call, one.start) for one in entries]
+        each = zip(calls, entries, known, strict=True)
+        return sum(_in_tiles(some, query[one], key[one], tolerance, bounds) for some, one, bounds in each)
+    planned = list(jobs(call, query, key, tolerance, norms))
+    times = [(x.batch.stop - x.batch.start) * (x.heads.stop - x.heads.start) * x.tiles for x in planned]
+    return sum(n * x.rows * x.kv_len for n, x in zip(times, planned, strict=True))
 
 
 def _in_blocks(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> int:
     from alibi_torch._flex import BLOCK, needed_blocks
 
     first, stop = needed_blocks(call, query, key, norms)
-    blocks = (stop - first).expand(1, call.num_heads, -1)
+    blocks = (stop - first).expand(call.batch[0], call.num_heads, -1)
     return int(blocks.sum()) * BLOCK * BLOCK

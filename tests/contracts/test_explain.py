@@ -26,7 +26,7 @@ EACH = pytest.mark.parametrize("backend", LIBRARIES)
 IN_TILES = pytest.mark.parametrize("backend", [x for x in LIBRARIES if x.id != "jax"])
 KERNELS = {
     "torch": [
-        *(f"alibi_torch._tiled.{name}.forward" for name in ("kernels", "short", "step")),
+        *(f"alibi_torch._tiled.{name}.forward" for name in ("kernels", "step")),
         *(f"alibi_torch._tiled.{name}.fused_forward" for name in ("short", "step")),
     ],
     "mlx": ["alibi_mlx._tiled.forward"],
@@ -62,7 +62,7 @@ def counted(backend: Backend, *arrays: Any, **rules: Any) -> int:
     in_jobs: list[bool] = []
 
     def watched(compute: Any) -> Any:
-        def count(call: Any, query: Any, key: Any, value: Any, planned: Any, *rest: Any) -> Any:
+        def count(call: Any, query: Any, key: Any, value: Any, planned: Any, *rest: Any, **options: Any) -> Any:
             done = list(planned)
             for job in done:
                 entries, heads = range(call.batch[0])[job.batch], range(call.num_heads)[job.heads]
@@ -72,7 +72,7 @@ def counted(backend: Backend, *arrays: Any, **rules: Any) -> int:
                     scores.append(len(entries) * len(heads) * len(queries) * len(keys))
             in_jobs.append(True)
             try:
-                return compute(call, query, key, value, done, *rest)
+                return compute(call, query, key, value, done, *rest, **options)
             finally:
                 in_jobs.pop()
 

@@ -14,8 +14,9 @@ import array_api_compat.torch as xp  # noqa: E402
 import alibi_torch  # noqa: E402
 from alibi_core import AttentionCall  # noqa: E402
 from alibi_core._horizon.tiling import tiled_as  # noqa: E402
+from alibi_core.backend import dense_attention  # noqa: E402
 from alibi_torch._dispatch import memory  # noqa: E402
-from alibi_torch._tiled import SIZES, blocks, short, tiling  # noqa: E402
+from alibi_torch._tiled import SIZES, blocks, short, tiled_attention, tiling  # noqa: E402
 
 OF_ENTRIES = torch.tensor([[0.5, 0.25, 1.0, 0.0], [0.1, 2.0, 0.7, 0.3]])
 DIRECTIONS: dict[str, dict[str, Any]] = {
@@ -212,6 +213,7 @@ def test_a_slope_written_to_before_the_gradients_is_noticed() -> None:
 # --- Keys that norms prove not to matter ---------------------------------------------------------------------------
 
 STEEP = torch.tensor([4.0, 1.0, 2.0, 0.01])
+TWICE = (torch.float32, torch.float64)
 
 
 @pytest.fixture
@@ -236,12 +238,28 @@ def scores(plan: blocks.Plan) -> int:
 def test_large_keys_are_found_by_the_heads_that_read_them(share: int, direction: str) -> None:
     inputs = tensors(700, 900, share=share)
     with torch.no_grad():
-        inputs[1][1, 0, 5::90] *= 6
+        inputs[1][1, -1, 5::90] *= 6
         inputs[0][1, :, 600:] *= 2
     rules = {"slopes": STEEP} | DIRECTIONS[direction]
     right = gradients([x.detach().double().requires_grad_() for x in inputs], implementation="dense", **rules)
     assert_near(gradients(inputs, **rules), right, 2.0**-23)
     assert_near([alibi_torch.attention(*(x.detach() for x in inputs), **rules)], right[:1], 2.0**-23)
+
+
+@pytest.mark.usefixtures("calls_are_free")
+def test_scores_may_differ_as_much_as_norms_let_them() -> None:
+    direction = torch.full((8,), 8**-0.5)
+    query = (40 * 8**0.5) ** 0.5 * direction.expand(1, 4, 900, 8)
+    key = -query[:, :2]
+    key[:, 1, ::85] *= -1  # 80 more, at most 84 tokens back
+    key[:, 0] *= 0.01
+    value = torch.randn(1, 2, 900, 8, generator=torch.Generator().manual_seed(0))
+    slopes = torch.tensor([1.0, 0.5, 1.0, 0.5])
+    call, plan = planned([query, key, value], slopes=slopes)
+    assert scores(plan) < scores(blocks.planned(call, ()))
+    inputs, doubles = ([x.to(dtype).requires_grad_() for x in (query, key, value)] for dtype in TWICE)
+    right = gradients(doubles, slopes=slopes, implementation="dense")
+    assert_near(gradients(inputs, slopes=slopes), right, 2.0**-20)
 
 
 @pytest.mark.usefixtures("calls_are_free")
@@ -266,6 +284,44 @@ def test_a_tolerance_of_nothing_and_scores_without_bounds_leave_out_nothing() ->
     assert found[:, 2:, 300:].isnan()[0].all()
     right = alibi_torch.attention(*inputs, STEEP, implementation="dense")
     assert_near([found[:, :2], found[1:]], [right[:, :2], right[1:]], 2.0**-24)
+
+
+@pytest.mark.parametrize("kind", ["holes", "sequences", "added to keys", "each head", "far on both sides"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_biases_of_masks_end_where_no_key_matters(kind: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_is_intel", lambda: True)
+    query, key, value = tensors(500, 500, head_dim=16)
+    with torch.no_grad():
+        key[1, 0, 5::90] *= 3
+    mask = torch.rand(2, 1, 1, 500, generator=torch.Generator().manual_seed(0)) < 0.7
+    mask[1, ..., 100:300] = False  # behind which the nearest keys are far
+    if kind == "added to keys":
+        query = (0.01 * query).detach().requires_grad_()
+    rules: dict[str, Any] = {"slopes": STEEP, "is_causal": is_causal}
+    rules |= {
+        "holes": {"mask": mask},
+        "sequences": {"segment_ids": torch.arange(500).expand(2, -1) % 7},
+        "added to keys": {},
+        "far on both sides": {"mask": mask} | ({} if is_causal else {"future_slopes": STEEP / 2}),
+        "each head": {"mask": mask & (torch.rand(1, 4, 500, 500, generator=torch.Generator().manual_seed(1)) < 0.9)},
+    }[kind]
+    call = AttentionCall.check(query, key, value, xp=xp, **rules)
+    if kind == "added to keys":
+        added = torch.zeros(2, 4, 500)
+        added[..., ::97] = 45.0
+        call = dataclasses.replace(call, added_key_bias=added)
+    lowest = blocks.lowest_bias(call, query.detach(), key.detach(), differentiates=True)
+    assert lowest is not None
+    assert lowest.isfinite().any()
+    found = tiled_attention(call, query, key, value)
+    precise = dataclasses.replace(
+        call.map_arrays(lambda x, _: x.double() if x.is_floating_point() else x), dtype=torch.float64
+    )
+    doubles = [x.detach().double().requires_grad_() for x in (query, key, value)]
+    right = dense_attention(precise, *doubles)
+    cotangent = torch.linspace(-1, 1, found.numel()).reshape(found.shape)
+    by_inputs = torch.autograd.grad(found, (query, key, value), cotangent)
+    assert_near([found, *by_inputs], [right, *torch.autograd.grad(right, doubles, cotangent.double())], 2.0**-23)
 
 
 def test_few_plans_of_a_call_are_kept() -> None:

@@ -24,6 +24,7 @@ from alibi_core._horizon.nearest import nearest_keys  # noqa: E402
 from alibi_core.conformance._cases.case import LONGER, Case, Sizes, cases  # noqa: E402
 from alibi_core.conformance._cases.data import DATA  # noqa: E402
 from alibi_torch._tiled import configuration, operators  # noqa: E402
+from alibi_torch._tiled.plan import texts  # noqa: E402
 from benchmarks.harness import peak_growth  # noqa: E402
 from tests.support.frameworks import TORCH, Backend  # noqa: E402
 from tests.support.full import first_of  # noqa: E402
@@ -710,3 +711,42 @@ def test_packed_sequences_are_computed_one_by_one(is_causal: bool) -> None:
     with torch.no_grad(), mock.patch.object(operators, "_forward", wraps=operators._forward) as computed:
         alibi_torch.attention(*shuffled, slopes, is_causal=is_causal, segment_ids=ids[:, order])
     assert computed.call_count == 1
+
+
+# --- Padded texts --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window_size", [None, 50])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("length", [191, 192, 400])
+def test_padding_on_either_side_is_left_out(length: int, is_causal: bool, window_size: int | None) -> None:
+    generator = torch.Generator().manual_seed(length)
+    query = torch.randn(5, 4, length, 8, generator=generator)
+    key, value = torch.randn(2, 5, 2, length, 8, generator=generator).unbind()
+    shown = torch.ones(5, 1, 1, length, dtype=torch.bool)
+    shown[0, ..., :100], shown[1:3, ..., 70:], shown[3, ..., :20], shown[3, ..., -30:] = False, False, False, False
+    with_hole = shown.clone()
+    with_hole[2, ..., 30] = False
+    for mask in (shown, shown[:1], shown[4:], shown[..., :1], with_hole):
+        rules = {"is_causal": is_causal, "window_size": window_size, "mask": mask}
+        inputs = [x.clone().requires_grad_() for x in (query, key, value)]
+        doubles = [x.double().requires_grad_() for x in (query, key, value)]
+        found = alibi_torch.attention(*inputs, **rules)
+        right = alibi_torch.attention(*doubles, implementation="dense", **rules)
+        assert (found - right).abs().max() <= 1e-5
+        with torch.no_grad():
+            assert (alibi_torch.attention(*inputs, **rules) - right).abs().max() <= 1e-5
+        cotangent = torch.randn(found.shape, generator=generator)
+        by_inputs = torch.autograd.grad(found, inputs, cotangent)
+        for one, other in zip(by_inputs, torch.autograd.grad(right, doubles, cotangent.double()), strict=True):
+            assert (one - other).abs().max() <= 2e-5 * other.abs().max().clamp(min=1)
+
+
+def test_text_of_padded_batches_is_computed_alone() -> None:
+    tensor = torch.randn(3, 2, 300, 8)
+    mask = torch.ones(3, 1, 1, 300, dtype=torch.bool)
+    mask[0, ..., :250] = False
+    call = AttentionCall.check(tensor, tensor, tensor, mask=mask, xp=xp)
+    assert texts(call) == [(slice(0, 1), slice(250, 300)), (slice(1, 3), slice(0, 300))]
+    mask[1] = False  # an entry without text
+    assert texts(AttentionCall.check(tensor, tensor, tensor, mask=mask, xp=xp)) is None

@@ -80,14 +80,39 @@ def plan(call: AttentionCall, query: Tensor, key: Tensor, *, differentiates: boo
     """Return how a call is computed: without keys that the norms prove not to matter, where that takes less time."""
     if not is_measured(call, differentiates):
         return planned(call, ())
-    # Neither NaN nor what overflows is less than any number.
+    return planned(call, _levels(call, query, key))
+
+
+def lowest_bias(call: AttentionCall, query: Tensor, key: Tensor, *, differentiates: bool) -> Tensor | None:
+    """Return by how much a bias falls below the largest of its row, ``[num_heads]``, where keys no longer matter.
+
+    None where leaving out such keys of a short call saves no time.
+    """
+    if call.kv_len > tiling().short or not _may_be_measured(call) or not _has_tiny(call, differentiates):
+        return None
+    levels = _levels(call, query, key)
+    if not levels:
+        return None
+    with np.errstate(invalid="ignore"):  # of slopes of 0
+        falls = [(rates * tokens).max(axis=0) for rates, tokens in _reaches(call, levels)]
+    return torch.from_numpy(-np.nan_to_num(np.max(falls, axis=0), nan=math.inf)).to(call.working_dtype)
+
+
+def _levels(call: AttentionCall, query: Tensor, key: Tensor) -> tuple[int, ...]:
+    """Return the levels that norms prove, see :class:`Plan`."""
     q_norms, kv_norms = map(largest_norms, (query, key))
+    added, spreads = call.added_key_bias, [0.0] * call.num_heads
+    if added is not None:  # [..., num_heads or 1, kv_len]
+        added = added.reshape(-1, *added.shape[-2:])
+        spread = added.amax(dim=(0, 2)) - added.amin(dim=(0, 2))
+        spreads = spread.expand(call.num_heads).tolist()
     group, levels = call.num_heads // call.num_kv_heads, []
-    unit = 2 * abs(call.scale) * (1 + 2 * score_rounding(call.head_dim)) / EXCESS
+    factor = 2 * abs(call.scale) * (1 + 2 * score_rounding(call.head_dim))
     for head, norm in enumerate(q_norms):
-        excess = norm * kv_norms[head // group] * unit
-        levels.append(math.ceil(excess) if excess < MOST_EXCESS else MOST_EXCESS)
-    return planned(call, () if min(levels) == MOST_EXCESS else tuple(levels))
+        level = (norm * kv_norms[head // group] * factor + spreads[head]) / EXCESS
+        # Neither NaN nor what overflows is less than any number.
+        levels.append(math.ceil(level) if level < MOST_EXCESS else MOST_EXCESS)
+    return () if min(levels) == MOST_EXCESS else tuple(levels)
 
 
 def is_measured(call: AttentionCall, differentiates: bool) -> bool:
@@ -101,19 +126,26 @@ def is_measured(call: AttentionCall, differentiates: bool) -> bool:
 
 
 def _may_save(call: AttentionCall, differentiates: bool) -> bool:
-    if call.q_len <= tiling().sizes.few or tolerance_of(call) == 0 or onednn.suits(call, call.dtype):
+    if not _may_be_measured(call) or onednn.suits(call, call.dtype):
         return False
-    slopes, future_slopes = _slopes(call)
-    if slopes.min() < 0 or future_slopes.min() < 0:
-        return False
-    if _is_intel():
-        biases = np.maximum(slopes, future_slopes).mean(axis=0) * call.kv_len  # of the farthest keys
-        share = np.square(1 - np.fmin(TINY[call.working_dtype] / np.fmax(biases, 1), 1)).mean()
-        if share > LEAST_TINY[differentiates]:
-            return True
+    if _has_tiny(call, differentiates):
+        return True
     whole, expected = (planned(call, levels) for levels in ((), (EXPECTED_EXCESS,) * call.num_heads))
     numbers = call.batch[0] * (call.num_heads * call.q_len + call.num_kv_heads * call.kv_len) * call.head_dim
     return _time(expected.jobs) + MEASURED * numbers < _time(whole.jobs)
+
+
+def _may_be_measured(call: AttentionCall) -> bool:
+    return call.q_len > tiling().sizes.few and tolerance_of(call) > 0 and min(x.min() for x in _slopes(call)) >= 0
+
+
+def _has_tiny(call: AttentionCall, differentiates: bool) -> bool:
+    """Whether enough of a call's weights are so small that they take long."""
+    if not _is_intel():
+        return False
+    biases = np.maximum(*_slopes(call)).mean(axis=0) * call.kv_len  # of the farthest keys
+    share = np.square(1 - np.fmin(TINY[call.working_dtype] / np.fmax(biases, 1), 1)).mean()
+    return bool(share > LEAST_TINY[differentiates])
 
 
 def _time(jobs: Sequence[Job]) -> float:
@@ -171,12 +203,17 @@ def limits_of(call: AttentionCall, levels: tuple[int, ...]) -> list[int]:
     farthest = call.q_len + call.kv_len
     if not levels:
         return [farthest] * call.num_heads
+    tokens = [tokens.max(axis=0) for _, tokens in _reaches(call, levels)]
+    return np.fmin(np.max(tokens, axis=0), farthest).astype(int).tolist()
+
+
+def _reaches(call: AttentionCall, levels: tuple[int, ...]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return slopes, and the distance from which on keys do not matter, both ``[batch or 1, num_heads]``, by side."""
     share = min(tolerance_of(call), LARGEST_TOLERANCE) / (1 if call.is_causal else 2)
     excess = np.asarray([math.inf if x == MOST_EXCESS else x * EXCESS for x in levels])
     sides = _slopes(call)[: 1 if call.is_causal else 2]
     with np.errstate(invalid="ignore"):  # of an infinite excess
-        tokens = [reach(namespace_of(x), x, excess, share).max(axis=0) for x in sides]
-    return np.fmin(np.max(tokens, axis=0), farthest).astype(int).tolist()
+        return [(x, reach(namespace_of(x), x, excess, share)) for x in sides]
 
 
 def _blocks(call: AttentionCall, rows: int, limits: list[int]) -> Iterator[Job]:

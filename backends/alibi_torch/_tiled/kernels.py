@@ -30,11 +30,19 @@ LARGE_SCORES = {dtype: 2.0**-14 / torch.finfo(dtype).eps for dtype in (torch.flo
 
 
 def forward(
-    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, jobs: Iterable[Job], result_dtype: torch.dtype
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    jobs: Iterable[Job],
+    result_dtype: torch.dtype,
+    *,
+    lowest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the jobs that make up a call: the result, and the logarithm of each query's softmax denominator.
 
-    That is ``[batch, num_heads, q_len]``, infinite for a query that sees nothing.
+    That is ``[batch, num_heads, q_len]``, infinite for a query that sees nothing. Keys whose bias is ``lowest`` of a
+    head, ``[num_heads]``, below the largest of the row are left out.
     """
     result = query.new_empty(query.shape, dtype=result_dtype)
     logsumexp = query.new_empty(query.shape[:-1], dtype=call.working_dtype)
@@ -42,7 +50,7 @@ def forward(
     dtype = call.working_dtype
     plain = replace(call, added_key_bias=None)
     for job in jobs:
-        bias, attends = _bias_of(plain, job)
+        bias, attends = _bias_of(plain, job, lowest)
         for part in _parts(job, 3 * job.rows * call.head_dim):  # queries, results, both turned
             tensors = [queries_of(query, part).to(dtype), *(keys_of(x, part, call, dtype) for x in (key, value))]
             whole = bias
@@ -119,7 +127,7 @@ class Saved(NamedTuple):
 
 
 def backward(
-    call: AttentionCall, saved: Saved, jobs: Iterable[Job], *, by_slopes: bool
+    call: AttentionCall, saved: Saved, jobs: Iterable[Job], *, by_slopes: bool, lowest: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of ``sum(result * grad)`` by query, key, value, slopes and future slopes.
 
@@ -139,7 +147,7 @@ def backward(
         in_place = key.dtype == call.working_dtype
         sums = [x[batch] if in_place else x[batch].to(call.working_dtype) for x in (key_grad, value_grad)]
         for job in some_jobs:
-            bias, _ = _bias_of(plain, job)
+            bias, _ = _bias_of(plain, job, lowest)
             for part in _parts(job, 2 * job.kv_len * call.head_dim):
                 tile = Tile(
                     *(queries_of(x, part).to(dtype) for x in (grad, query, result)),
@@ -388,7 +396,7 @@ class Bias(NamedTuple):
         return self._replace(values=self.values[..., some])
 
 
-def _bias_of(call: AttentionCall, job: Job) -> tuple[Bias, Tensor | None]:
+def _bias_of(call: AttentionCall, job: Job, lowest: Tensor | None) -> tuple[Bias, Tensor | None]:
     """Return a job's bias, and where its queries see something, ``[..., rows, 1]``: None for everywhere.
 
     A bias that depends on distance alone takes no memory but one row: each query's part of it begins one key after that
@@ -401,9 +409,14 @@ def _bias_of(call: AttentionCall, job: Job) -> tuple[Bias, Tensor | None]:
         row = row[job.batch, job.heads] if row.ndim == 3 else row[None, job.heads]
         first = call.q_offset + call.q_len - back - job.rows  # the distance farthest back, of the last query
         row = row[..., first : first + job.kv_len + job.rows - 1]
+        if lowest is not None:  # the largest is 0
+            row = row.masked_fill(row < lowest[job.heads, None], -math.inf)
         return Bias(row.unfold(-1, job.kv_len, 1), is_reversed=job.rows > 1), None
     bias, attends = call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys).bias()
-    return Bias(_four_axes(bias)), None if attends is None else _four_axes(attends)
+    bias = _four_axes(bias)
+    if lowest is not None:
+        bias = bias.masked_fill(bias - bias.amax(dim=-1, keepdim=True) < lowest[job.heads, None, None], -math.inf)
+    return Bias(bias), None if attends is None else _four_axes(attends)
 
 
 def shifted(row: Tensor, rows: int) -> Tensor:

@@ -27,7 +27,8 @@ from alibi_torch._dispatch import is_watched, needs_gradients, no_autocast
 from alibi_torch._tiled import kernels as _tile_kernels
 from alibi_torch._tiled import second, short, step
 from alibi_torch._tiled import vmap as _tiled_vmap
-from alibi_torch._tiled.plan import kernel_jobs, parts_of, sequences
+from alibi_torch._tiled.blocks import lowest_bias
+from alibi_torch._tiled.plan import kernel_jobs, parts_of, pieces_of, sees_nothing, sequences, texts
 from alibi_torch._tiled.short import is_short
 
 
@@ -62,6 +63,10 @@ def tiled_attention(
     if packed is not None:
         entries = [[tiled_attention(*part) for part in entry] for entry in parts_of(call, packed, *tensors)]
         return torch.cat([torch.cat(entry, dim=2) for entry in entries])
+    padded = texts(call) if is_plain and norms is None else None
+    if padded is not None:
+        by_text = [[_of_piece(*piece) for piece in pieces_of(call, *text, *tensors)] for text in padded]
+        return torch.cat([torch.cat(pieces, dim=2) for pieces in by_text])
     if is_plain and differentiates:
         if is_short(call, norms_are_known=norms is not None) and not needs_gradients(call.slopes, call.future_slopes):
             result = short.differentiable(call, *tensors)
@@ -75,6 +80,12 @@ def tiled_attention(
     is_exact = mapped or differentiates or torch.jit.is_tracing()
     result, _ = (_Attention.apply if mapped else _attend)(*tensors, *Packed.of(call, norms), is_exact)
     return result.to(call.dtype)
+
+
+def _of_piece(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    if sees_nothing(call):
+        return query.new_zeros(query.shape)
+    return tiled_attention(call, query, key, value)
 
 
 def tiled_attention_with_sums(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,7 +176,8 @@ def _forward(
         planned = list(kernel_jobs(call, *tensors[:2], tolerance, known))
         if plans is not None:
             plans.append(planned)
-        return _tile_kernels.forward(call, *tensors, planned, result_dtype)
+        lowest = lowest_bias(call, *tensors[:2], differentiates=False)
+        return _tile_kernels.forward(call, *tensors, planned, result_dtype, lowest=lowest)
 
     parts = [attend(*part) for part in _parts(call)]
     return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
@@ -193,7 +205,8 @@ def _backward(
         if planned is None:
             known = None if norms is None else norms.of_entries(batch)
             planned = kernel_jobs(call, some.query, some.key, tolerance, known)
-        return _tile_kernels.backward(call, some, planned, by_slopes=by_slopes)
+        lowest = lowest_bias(call, some.query, some.key, differentiates=True)
+        return _tile_kernels.backward(call, some, planned, by_slopes=by_slopes, lowest=lowest)
 
     is_short_call = is_short(call, norms_are_known=norms is not None)
     with no_autocast("cpu"):  # gradients may be asked for where it is on

@@ -1,7 +1,7 @@
-"""What to compute of a call: packed sequences, told apart, and rectangles of scores.
+"""What to compute of a call: packed sequences and padded texts, told apart, and rectangles of scores.
 
-Each of the sequences is a call of its own, whose bias follows from distance alone. The rectangles follow from the keys
-that queries need, by what is measured of them.
+Each sequence, and each text, is a call of its own, whose bias follows from distance alone. The rectangles follow from
+the keys that queries need, by what is measured of them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from alibi_torch._tiled.configuration import tiling
 from alibi_torch._tiled.short import is_short
 
 LEAST_MEAN_LENGTH = 32  # tokens: of shorter sequences, calls of their own cost more than masks
+LEAST_PADDED = 192  # tokens: of shorter padded texts, likewise
 
 
 def jobs(call: AttentionCall, query: Tensor, key: Tensor, tolerance: float, norms: KeyNorms | None) -> Iterator[Job]:
@@ -71,6 +72,21 @@ def needed_keys(
     return ranges_on_host(call, bounds, tolerance, how.part_elements)
 
 
+def told_apart(call: AttentionCall, *tensors: Tensor) -> Iterator[tuple[AttentionCall, Tensor, Tensor, Tensor]]:
+    """Yield the calls of packed sequences or padded texts, but those that see nothing; none of a call that is whole."""
+    packed, padded = sequences(call), texts(call)
+    if packed is not None:
+        yield from itertools.chain(*parts_of(call, packed, *tensors))
+    elif padded is not None:
+        pieces = itertools.chain(*(pieces_of(call, *text, *tensors) for text in padded))
+        yield from (piece for piece in pieces if not sees_nothing(piece[0]))
+
+
+def sees_nothing(call: AttentionCall) -> bool:
+    """Whether all keys are after all queries of a call whose offset is an int."""
+    return call.is_causal and call.q_offset + call.q_len <= 0
+
+
 def sequences(call: AttentionCall) -> list[list[slice]] | None:
     """Return the tokens of each sequence, by batch entry, or None where the call does not fall apart into them.
 
@@ -101,3 +117,42 @@ def parts_of(
         alone = [replace(tile, q_segment_ids=None, kv_segment_ids=None, shares_ids=False) for tile in tiles]
         query, key, value = (x[entry] for x in tensors)
         yield [(one, query[:, :, s], key[:, :, s], value[:, :, s]) for one, s in zip(alone, runs, strict=True)]
+
+
+def texts(call: AttentionCall) -> list[tuple[slice, slice]] | None:
+    """Return which keys a mask shows to all queries and heads: neighbouring batch entries, and a stretch of keys each.
+
+    None where there is another mask or none, where queries and keys are not the same tokens, or an entry shows nothing
+    or keys that do not stand together.
+    """
+    mask, length = call.mask, call.kv_len
+    if mask is None or torch.compiler.is_compiling() or mask.device.type != "cpu" or call.q_segment_ids is not None:
+        return None
+    if call.q_len != length or length < LEAST_PADDED or call.has_offset_array or call.q_offset != 0:
+        return None
+    if mask.shape[-3] > 1 or mask.shape[-2] > 1:
+        return None
+    shown = mask[:, 0, 0].expand(-1, length)
+    starts = shown.clone()
+    starts[:, 1:] &= ~shown[:, :-1]
+    if (starts.sum(dim=1) != 1).any():
+        return None
+    first, count = starts.int().argmax(dim=1), shown.sum(dim=1)
+    entries = itertools.groupby(zip(first.tolist(), count.tolist(), strict=True))
+    found, entry, each = [], 0, call.batch[0] // len(shown)  # a mask may be one for all entries
+    for (start, width), alike in entries:
+        stop = entry + each * len(list(alike))
+        found.append((slice(entry, stop), slice(start, start + width)))
+        entry = stop
+    return found
+
+
+def pieces_of(
+    call: AttentionCall, entries: slice, shown: slice, *tensors: Tensor
+) -> Iterator[tuple[AttentionCall, Tensor, Tensor, Tensor]]:
+    """Yield the calls that make up one of ``texts``: queries before the keys shown, among them and behind them."""
+    query, key, value = (x[entries] for x in tensors)
+    for queries in (slice(0, shown.start), shown, slice(shown.stop, call.q_len)):
+        if queries.start < queries.stop:
+            tile = call.tile(batch=entries, heads=slice(0, call.num_heads), queries=queries, keys=shown)
+            yield replace(tile, mask=None), query[:, :, queries], key[:, :, shown], value[:, :, shown]
