@@ -20,7 +20,7 @@ class Tiling:
         sizes: Of tiles.
         measuring: How finely queries and keys are measured.
         kernel_elements: Of what a kernel call allocates, about.
-        short: Keys; so few are attended to whole, for all batch entries and heads at once, and nothing is measured.
+        short: Keys; calls of so few are planned for all batch entries and heads at once, most without measuring.
     """
 
     sizes: TileSizes

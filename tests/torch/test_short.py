@@ -324,6 +324,14 @@ def test_biases_of_masks_end_where_no_key_matters(kind: str, is_causal: bool, mo
     assert_near([found, *by_inputs], [right, *torch.autograd.grad(right, doubles, cotangent.double())], 2.0**-23)
 
 
+@pytest.mark.usefixtures("calls_are_free")
+def test_another_default_device_changes_nothing() -> None:
+    inputs = [x.detach() for x in tensors(701, 701)]
+    with torch.device("meta"):
+        found = alibi_torch.attention(*inputs, STEEP)
+    assert_near([found], [alibi_torch.attention(*inputs, STEEP, implementation="dense")], 2.0**-24)
+
+
 def test_few_plans_of_a_call_are_kept() -> None:
     call, _ = planned([x.detach() for x in tensors(300, 300)], slopes=STEEP)
     for level in range(3 * blocks.KEPT_PLANS):

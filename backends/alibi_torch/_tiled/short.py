@@ -176,8 +176,9 @@ def _biases(call: AttentionCall, how: Plan) -> list[Bias]:
     with torch.inference_mode(False), torch.no_grad():  # they may take part in a differentiated call
         row = call.bias_by_distance
         if how.levels:
-            distance = (torch.arange(row.shape[-1]) - (call.q_offset + call.q_len - 1)).abs()
-            row = row.masked_fill(distance >= torch.tensor(limits_of(call, how.levels))[:, None], -math.inf)
+            distance = (torch.arange(row.shape[-1], device="cpu") - (call.q_offset + call.q_len - 1)).abs()
+            limits = torch.tensor(limits_of(call, how.levels), device="cpu")
+            row = row.masked_fill(distance >= limits[:, None], -math.inf)
         row = row[:, :, None] if row.ndim == 3 else row[None, :, None]  # [batch or 1, heads, 1, q_len + kv_len - 1]
         backs = [job.back + call.q_offset for job in jobs]
         back, ahead = max(backs), max(job.kv_len - before for job, before in zip(jobs, backs, strict=True))
