@@ -100,9 +100,10 @@ class Sizes:
 TORCH = Sizes(
     timed=(
         Timed(_shape(1), 301, 0, dense_bars=(0.0, None), backward=False),  # whose gradients are 0
-        *(Timed(_shape(length), 301, 0, dense_bars=(0.0, 0.0)) for length in (32, 128)),
+        *(Timed(_shape(length), 301, 0, dense_bars=(0.0, 0.0)) for length in (32, 128, 256)),
         Timed(_shape(512), 101, 0, (0.9, 0.9), (0.95, 0.95)),
         Timed(_shape(1024), 51, 5, (0.9, 0.9), (0.95, 0.95)),
+        Timed(_shape(1500), 31, 0, (0.9, 0.9), (0.95, 0.95)),
         Timed(_shape(2048), 25, 5, (1.0, 1.0), (0.95, 0.95)),
         Timed(_shape(4096), 15, 3, (1.2, 1.2)),
         Timed(_shape(8192), 9, 3, (2.0, 2.0)),

@@ -47,18 +47,21 @@ def gradients(inputs: list[Any], **arguments: Any) -> list[Any]:
 
 def assert_near(found: list[Any], expected: list[Any], eps: float) -> None:
     for one, right in zip(found, expected, strict=True):
-        # Sums of up to 1,025 products, as large as the largest.
+        # Sums of up to 1,793 products, as large as the largest.
         assert (one.double() - right.double()).abs().max() <= 64 * eps * right.double().abs().max().clamp(min=1)
 
 
-# One above and below each limit: of a block, of longer blocks, of short calls.
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 129, 512, 600, 1024, 1025])
-@pytest.mark.parametrize("share", [1, 2])
-def test_every_length_gives_what_dense_scores_give(length: int, share: int) -> None:
+# At each limit and one above: of what PyTorch differentiates, of one call, of short blocks, of short calls.
+LIMITS = [64, 128, 256, 320, 1024, 1280, 1536, 1792]
+
+
+@pytest.mark.parametrize("length", [1, 2, 600, *LIMITS, *(x + 1 for x in LIMITS)])
+@pytest.mark.parametrize(("is_causal", "share"), [(True, 1), (True, 2), (False, 2)])
+def test_every_length_gives_what_dense_scores_give(length: int, is_causal: bool, share: int) -> None:
     inputs = tensors(length, length, share=share)
-    result, *by_inputs = gradients(inputs, implementation="dense")
-    assert_near(gradients(inputs), [result, *by_inputs], 2.0**-24)
-    assert_near([alibi_torch.attention(*(x.detach() for x in inputs))], [result], 2.0**-24)
+    result, *by_inputs = gradients(inputs, is_causal=is_causal, implementation="dense")
+    assert_near(gradients(inputs, is_causal=is_causal), [result, *by_inputs], 2.0**-24)
+    assert_near([alibi_torch.attention(*(x.detach() for x in inputs), is_causal=is_causal)], [result], 2.0**-24)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,22 +33,11 @@ from alibi_torch._tiled.kernels import Bias
 KEPT_PLANS = 16  # of a call that comes again with other norms, as from layer to layer
 
 
-class Blocks(NamedTuple):
-    """How short calls are cut up on a kind of processor.
-
-    Queries in a block go by the number of keys, pairs of the most keys and queries: more of them waste scores on keys
-    that only the last ones see, fewer take more calls, and slower products.
-    """
-
-    of_float32: tuple[tuple[float, int], ...]
-    of_bfloat16: tuple[tuple[float, int], ...]  # in whose products the kernel packs keys anew each time
-    longest: int  # times the keys of a short call: so many are still cut up here in less time than by ``kernel_jobs``
-
-
-# Measured with AVX-512.
-BLOCKS = Blocks(((512, 64), (1024, 128), (math.inf, 256)), ((128, 128), (512, 64), (math.inf, 256)), longest=1)
-BLOCKS_OF_INTEL = Blocks(((256, 256), (math.inf, 192)), ((256, 256), (math.inf, 192)), longest=2)
-
+# How many queries a block has: pairs of the most keys and queries, measured with AVX-512. More queries waste scores on
+# keys that only the last ones see, fewer take more calls, and slower products.
+BLOCKS = (320, 64), (math.inf, 192)
+BLOCKS_OF_INTEL = (256, 256), (math.inf, 192)
+AT_ONCE = 2**19  # scores: so few take less time in one call, with those that are wasted
 EXCESS = 8  # Scores that exceed others by so many more times this have the same plan.
 MOST_EXCESS = 12  # times that: larger ones leave all keys where they are
 EXPECTED_EXCESS = 4  # times that
@@ -164,31 +152,42 @@ def _slopes(call: AttentionCall) -> tuple[np.ndarray, np.ndarray]:
     return past, future
 
 
-def planned(call: AttentionCall, levels: tuple[int, ...], rows: int = 0) -> Plan:
-    """Return the plan of a call at these levels, in blocks of so many queries, or of as many as suit it."""
+def planned(call: AttentionCall, levels: tuple[int, ...]) -> Plan:
+    """Return the plan of a call at these levels."""
     how, plans = tiling(), call.worked_out.setdefault(planned, {})
-    known: Plan | None = plans.get((levels, rows))
+    known: Plan | None = plans.get(levels)
     if known is None or known.how is not how:
         if len(plans) >= KEPT_PLANS:
             plans.clear()
         limits = limits_of(call, levels)
-        choices = [list(_blocks(call, n, limits)) for n in ([rows] if rows else _rows(call))]
+        choices = [list(_blocks(call, n, limits)) for n in _rows(call)]
         jobs = min(choices, key=_time)
-        known = plans[levels, rows] = Plan(how, levels, jobs)
+        known = plans[levels] = Plan(how, levels, jobs)
     return known
 
 
 def _rows(call: AttentionCall) -> list[int]:
     """Return how many queries a block may have: all, too, where they may see the same keys."""
-    blocks = blocks_here().of_bfloat16 if stays_low(call) else blocks_here().of_float32
+    blocks = BLOCKS_OF_INTEL if _is_intel() else BLOCKS
+    if not call.is_causal:
+        return sorted({min(call.q_len, blocks[-1][1]), call.q_len}, reverse=True)
+    if is_little(call):
+        return [call.q_len]
+    return [min(call.q_len, next(rows for keys, rows in blocks if call.kv_len <= keys))]
+
+
+def is_little(call: AttentionCall) -> bool:
+    """Whether one call of the kernel takes the least time, whatever keys are hidden."""
+    return call.batch[0] * call.num_heads * call.q_len * call.kv_len <= AT_ONCE
+
+
+def longest(call: AttentionCall) -> float:
+    """Return so many times the keys of a short call as are still cut up here in less time than by ``kernel_jobs``."""
+    if _is_intel() and is_measured(call, differentiates=False):
+        return 2
     if call.is_causal:
-        return [min(call.q_len, next(rows for keys, rows in blocks if call.kv_len <= keys))]
-    return sorted({min(call.q_len, blocks[-1][1]), call.q_len}, reverse=True)
-
-
-def blocks_here() -> Blocks:
-    """Return how short calls are cut up on this machine."""
-    return BLOCKS_OF_INTEL if _is_intel() else BLOCKS
+        return 1.75
+    return 1.25 if stays_low(call) else 1.5
 
 
 @functools.cache

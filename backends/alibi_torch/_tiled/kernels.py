@@ -279,11 +279,12 @@ def without_common_part(query: Tensor, key: Tensor, logsumexp: Tensor, scale: fl
     query, keys, large = query.detach(), key.detach(), LARGE_SCORES[logsumexp.dtype]
     total = keys.sum(dim=-2, keepdim=True)
     # Lists of Python's, as each operation between two large kernels takes far longer than these.
-    common, whole = (torch.linalg.vector_norm(x, dim=(-2, -1)).flatten().tolist() for x in (total, keys))
+    common, whole = (torch.linalg.vector_norm(x.flatten(-2), dim=-1).flatten().tolist() for x in (total, keys))
     most = (0.8 * key.shape[-2]) ** 0.5 if key.shape[-2] > 1 else math.inf  # a single score has no gradient
     # False where the keys, or their sum, are not finite.
     is_common = [of_sum > of_keys * most for of_sum, of_keys in zip(common, whole, strict=True)]
-    if not any(is_common) and torch.linalg.vector_norm(logsumexp, math.inf).item() <= large:
+    lowest, highest = (x.item() for x in logsumexp.aminmax())
+    if not any(is_common) and -large <= lowest and highest <= large:
         return key, logsumexp
     where = torch.tensor(is_common, device=key.device).view(*total.shape[:-2], 1, 1)
     centre = torch.where(where, total / key.shape[-2], 0.0)

@@ -16,7 +16,7 @@ from torch import Tensor
 from alibi_core import AttentionCall
 from alibi_core.backend import Job
 from alibi_torch._tiled import onednn, step
-from alibi_torch._tiled.blocks import Plan, blocks_here, is_measured, limits_of, plan, planned, stays_low
+from alibi_torch._tiled.blocks import Plan, is_little, is_measured, limits_of, longest, plan, planned, stays_low
 from alibi_torch._tiled.configuration import tiling
 from alibi_torch._tiled.kernels import (
     Bias,
@@ -32,7 +32,7 @@ from alibi_torch._tiled.second import differentiable_kernel, packs_what_is_saved
 
 KEPT = 2**18  # numbers; a bias of so few is kept with its call, which may come again
 LONG_DECODING = 2**13  # times the keys of a short call: numbers in the keys of one batch entry
-DIFFERENTIATED_AT_ONCE = 128  # queries: of so few, one block that PyTorch differentiates itself takes less time
+DIFFERENTIATED = 128  # queries: one block of so few, or of little, is left to PyTorch to differentiate
 
 
 def is_short(call: AttentionCall, *, norms_are_known: bool = False) -> bool:
@@ -46,10 +46,10 @@ def is_short(call: AttentionCall, *, norms_are_known: bool = False) -> bool:
     if not call.sees_own_key or call.q_segment_ids is not None or call.added_key_bias is not None:
         return False
     if call.kv_len <= how.short or call.q_len > how.sizes.few:
-        longest = how.short * (blocks_here().longest if is_measured(call, differentiates=False) else 1)
-        if call.kv_len <= longest:
+        found = call.kv_len <= how.short * longest(call)
+        if found:
             call.worked_out[is_short] = how
-        return call.kv_len <= longest
+        return found
     # Norms that are not known take a pass over the keys; of float32 that is half of what attention reads.
     limit = LONG_DECODING * (4 if call.dtype == call.working_dtype and not norms_are_known else 1)
     return call.num_kv_heads * call.kv_len * call.head_dim < limit * how.short
@@ -185,7 +185,7 @@ def _biases(call: AttentionCall, how: Plan) -> list[Bias]:
         rows, biases = jobs[-1].rows, []
         first = call.q_offset + call.q_len - back - rows  # the distance farthest back, of the last query
         row = row[..., first : first + back + ahead + rows - 1]
-        is_large = row.shape[0] * call.num_heads * rows * (call.kv_len + rows) > KEPT
+        is_large = row.shape[0] * call.num_heads * rows * (back + ahead) > KEPT
         whole = row[:, :, 0] if is_large else shifted(row, rows)
         for job, before in zip(jobs, backs, strict=True):
             if is_large:
@@ -218,11 +218,13 @@ def differentiable(call: AttentionCall, query: Tensor, key: Tensor, value: Tenso
 
 
 def _differentiable(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-    if call.q_len > DIFFERENTIATED_AT_ONCE or call.batch[0] * call.num_heads < torch.get_num_threads():
+    if call.q_len > DIFFERENTIATED and (not is_little(call) or is_measured(call, differentiates=True)):
         return None
-    if packs_what_is_saved():
+    if call.batch[0] * call.num_heads < torch.get_num_threads():
         return None
-    how = planned(call, (), rows=call.q_len)
+    how = planned(call, ())
+    if len(how.jobs) > 1 or packs_what_is_saved():
+        return None
     query, key, value = _in(call.working_dtype, call, *last_axis_dense(query, key, value))
     result, logsumexp = _attend(call, query, key, value, how)
     centred = without_common_part(query, key, logsumexp, call.scale)
@@ -250,16 +252,21 @@ def backward(call: AttentionCall, saved: Saved) -> tuple[Tensor, Tensor, Tensor]
         return None
     how = plan(call, saved.query, saved.key, differentiates=True)
     key, logsumexp = centred
-    by_query, by_key, by_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    for job, bias in zip(how.jobs, _biases(call, how), strict=True):
+    by_query, totals = torch.empty_like(query), []
+    for job, bias in reversed(list(zip(how.jobs, _biases(call, how), strict=True))):  # the one of all keys first
         of_queries = [bias.turned(queries_of(x, job)) for x in (grad, query, result, logsumexp)]
         tensors = *of_queries[:2], *_keys_of(job, key, value), *of_queries[2:]
         of_query, *of_keys = fused_backward(*tensors, 0.0, False, attn_mask=bias.values, scale=call.scale)
         queries_of(by_query, job).copy_(bias.turned(of_query))
-        for total, part in zip((by_key, by_value), of_keys, strict=True):
-            total[:, job.heads, job.keys] += part
+        if not totals and of_keys[0].shape == key.shape:
+            totals = of_keys
+            continue
+        totals = totals or [torch.zeros_like(x) for x in (key, value)]
+        for total, part in zip(totals, of_keys, strict=True):
+            total[:, job.heads, job.keys].add_(part)
     if call.num_kv_heads < call.num_heads:
-        by_key, by_value = (x.unflatten(1, (call.num_kv_heads, -1)).sum(dim=2) for x in (by_key, by_value))
+        totals = [x.unflatten(1, (call.num_kv_heads, -1)).sum(dim=2) for x in totals]
+    by_key, by_value = totals
     return by_query.to(call.dtype), by_key.to(call.dtype), by_value.to(call.dtype)
 
 
