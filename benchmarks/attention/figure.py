@@ -26,19 +26,27 @@ def draw(curves: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], ours: 
     for ax, (kind, found) in zip(axes[0], curves.items(), strict=True):
         for name in (name for name in styles if name in found):
             ax.plot(*zip(*found[name], strict=True), label=name, markersize=5, **styles[name])
-        style(ax, kind.capitalize(), "tokens", sorted({length for points in found.values() for length, _ in points}))
+        lengths = {length for points in found.values() for length, _ in points if _is_named(length)}
+        style(ax, kind.capitalize(), "tokens", sorted(lengths))
         ax.set_yscale("log", base=2)
         ax.axhline(1, color="#777777", linewidth=1.4, zorder=1, label="attention with no positions")
         ax.tick_params(axis="x", labelrotation=30)
         ax.margins(x=0.08, y=0.08)
         ax.yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}x" if ratio >= 1 else f"1/{1 / ratio:g}")
         for length, ratio in found.get(ours, ()):
+            if not _is_named(length):
+                continue
             bound = dict(found.get(LIMIT, ())).get(length, ratio + 1)
             above = 1 <= ratio < 1.2 or ratio >= bound  # where below is the line at 1, or the limit
             place = {"xytext": (0, 7), "ha": "center"} if above else {"xytext": (4, -13), "ha": "left"}
-            ax.annotate(f"{ratio:.3g}x", (length, ratio), textcoords="offset points", color=BLUE, fontsize=9, zorder=5,
+            ax.annotate(f"{ratio:.2g}x", (length, ratio), textcoords="offset points", color=BLUE, fontsize=8, zorder=5,
                         **place)  # fmt: skip
     axes[0, 0].set_ylabel("times faster than attention with no positions")
     handles = {label: handle for ax in axes[0] for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
     save(figure, f"ALiBi attention   |   {subtitle}", path)
+
+
+def _is_named(length: int) -> bool:
+    """Whether there is room for the name of a length: those between powers of two lie too close to them."""
+    return length & (length - 1) == 0
