@@ -411,6 +411,40 @@ def test_threads_do_not_get_each_others_bias(name: str) -> None:
             assert (x - y).abs().max() < 1e-5
 
 
+USUAL = "jina-geglu", "jais"  # the others are much alike to a compiler
+
+
+@pytest.mark.parametrize(
+    ("name", "has_mask"),
+    [(name, True) for name in USUAL]
+    + [pytest.param(name, False, marks=pytest.mark.full) for name in USUAL]
+    + [pytest.param(name, True, marks=pytest.mark.full) for name in ("mosaic-bert", *DECODERS) if name not in USUAL],
+)
+def test_a_compiled_call_leaves_the_model_as_it_was(name: str, has_mask: bool) -> None:
+    model, tokens, mask = (decoder if name in DECODERS else encoder)(name), tokens_of(3, 20), mask_of("left", 20)
+    given = {"attention_mask": mask} if has_mask and name != "gpt_refact" else {}
+    text = mask != 0 if given else torch.ones_like(mask, dtype=torch.bool)
+    weights = {} if name == "mosaic-bert" else {"output_attentions": True}  # by the model's own code, which it lacks
+
+    def call(function: Any, **more: bool) -> Tensor:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*: output_attentions must be False")
+            output = function(tokens, **given, **more)
+        return (output.logits if name in DECODERS else output.last_hidden_state)[text]
+
+    expected = call(model, **weights)
+    tolerance = 1e-5 * expected.abs().max()
+    accelerate(model)
+    call(model)
+    attributes = [set(vars(x)) for x in list(model.modules())[1:]]
+    torch._dynamo.reset()
+    assert (call(torch.compile(model, backend="eager")) - expected).abs().max() < tolerance
+    assert [set(vars(x)) for x in list(model.modules())[1:]] == attributes
+    if weights:
+        assert torch.equal(call(model, **weights), expected)
+    assert torch.equal(call(restore(model), **weights), expected)
+
+
 @pytest.mark.full
 def test_an_encoder_is_exported() -> None:
     model, tokens, mask = encoder(), tokens_of(3, 20), {"attention_mask": mask_of("right", 20)}

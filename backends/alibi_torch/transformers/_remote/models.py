@@ -166,7 +166,7 @@ class RemoteBase(Prepared):
         try:
             return self.alibi_family.call(self, *self.prepared(args, kwargs))
         finally:
-            _turn.end()
+            _turn.end(self)
 
     def prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return the arguments of a call, and keep the model from building its bias if the library computes it."""
@@ -214,17 +214,22 @@ class _Turn(threading.local):
     base: Any = None
 
     def begin(self, base: Any) -> None:
+        if torch.compiler.is_compiling():  # which loses what is a thread's own, where it breaks a graph
+            return
         self.end()
-        if not torch.compiler.is_compiling():
-            self.lock.acquire()
+        self.lock.acquire()
         self.base = base
 
-    def end(self) -> None:
+    def end(self, base: Any = None) -> None:
+        """End the call of a base model, by default that of this thread, which is not compiled."""
+        if torch.compiler.is_compiling():
+            if base is not None:
+                base.alibi_family.end(base)
+            return
         base, self.base = self.base, None
         if base is not None:
             base.alibi_family.end(base)
-            if not torch.compiler.is_compiling():
-                self.lock.release()
+            self.lock.release()
 
 
 _turn = _Turn()
