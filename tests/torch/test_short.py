@@ -16,7 +16,7 @@ from alibi_core import AttentionCall  # noqa: E402
 from alibi_core._horizon.tiling import tiled_as  # noqa: E402
 from alibi_core.backend import dense_attention  # noqa: E402
 from alibi_torch._dispatch import memory  # noqa: E402
-from alibi_torch._tiled import SIZES, blocks, short, tiled_attention, tiling  # noqa: E402
+from alibi_torch._tiled import SIZES, blocks, kernels, short, tiled_attention, tiling  # noqa: E402
 
 OF_ENTRIES = torch.tensor([[0.5, 0.25, 1.0, 0.0], [0.1, 2.0, 0.7, 0.3]])
 DIRECTIONS: dict[str, dict[str, Any]] = {
@@ -424,3 +424,15 @@ def test_keys_whose_batch_and_heads_are_no_one_axis() -> None:
     right = alibi_torch.attention(query, key, value, SLOPES)
     for change in (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.mT.contiguous().mT):
         assert_near([alibi_torch.attention(query, change(key), change(value), SLOPES)], [right], 2.0**-24)
+
+
+@pytest.mark.parametrize(("n", "rows"), [(320, 64), (64, 320), (1, 1), (7, 1)])
+def test_kept_biases_are_dense_whatever_their_shape(n: int, rows: int) -> None:
+    """The kernel reads a bias whose rows do not lie one after the other a fifth more slowly."""
+    last = torch.arange(2.0 * (n + rows - 1)).reshape(1, 2, -1)
+    bias = kernels.shifted(last, rows)
+    assert bias.is_contiguous()
+    assert bias.shape == (1, 2, rows, n)
+    for row in range(rows):
+        first = rows - 1 - row
+        assert torch.equal(bias[:, :, row], last[..., first : first + n])

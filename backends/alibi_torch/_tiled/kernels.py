@@ -421,17 +421,12 @@ def _bias_of(call: AttentionCall, job: Job, lowest: Tensor | None) -> tuple[Bias
 
 
 def shifted(row: Tensor, rows: int) -> Tensor:
-    """Return ``[batch or 1, heads, rows, n]`` of a row ``[batch or 1, heads, 1, n + rows - 1]``, the last one's bias.
+    """Return ``[batch or 1, heads, rows, n]``, dense, of the last row, ``[batch or 1, heads, n + rows - 1]``.
 
     Each row is the one before, shifted to the right by one.
     """
-    if rows == 1:
-        return row
-    copies = row.expand(-1, -1, rows, -1).contiguous()
-    # One element less than a row apart, rows move one to the right each.
-    batch, head, step, _ = copies.stride()
-    size = (*copies.shape[:3], row.shape[-1] - rows + 1)
-    return copies.as_strided(size, (batch, head, step - 1, 1), rows - 1)
+    backwards = row.unfold(-1, row.shape[-1] - rows + 1, 1)
+    return backwards.contiguous().flip(-2)  # of what is not contiguous, flip may put the rows last
 
 
 def last_axis_dense(*tensors: Tensor) -> list[Tensor]:

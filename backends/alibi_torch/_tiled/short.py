@@ -30,7 +30,7 @@ from alibi_torch._tiled.kernels import (
 )
 from alibi_torch._tiled.second import differentiable_kernel, packs_what_is_saved
 
-KEPT = 2**18  # numbers; a bias of so few is kept with its call, which may come again
+KEPT = 2**19  # numbers; a bias of so few is kept with its call, which may come again
 LONG_DECODING = 2**13  # times the keys of a short call: numbers in the keys of one batch entry
 DIFFERENTIATED = 128  # queries: one block of so few, or of little, is left to PyTorch to differentiate
 
@@ -179,14 +179,14 @@ def _biases(call: AttentionCall, how: Plan) -> list[Bias]:
             distance = (torch.arange(row.shape[-1], device="cpu") - (call.q_offset + call.q_len - 1)).abs()
             limits = torch.tensor(limits_of(call, how.levels), device="cpu")
             row = row.masked_fill(distance >= limits[:, None], -math.inf)
-        row = row[:, :, None] if row.ndim == 3 else row[None, :, None]  # [batch or 1, heads, 1, q_len + kv_len - 1]
+        row = row if row.ndim == 3 else row[None]  # [batch or 1, heads, q_len + kv_len - 1]
         backs = [job.back + call.q_offset for job in jobs]
         back, ahead = max(backs), max(job.kv_len - before for job, before in zip(jobs, backs, strict=True))
         rows, biases = jobs[-1].rows, []
         first = call.q_offset + call.q_len - back - rows  # the distance farthest back, of the last query
         row = row[..., first : first + back + ahead + rows - 1]
         is_large = row.shape[0] * call.num_heads * rows * (back + ahead) > KEPT
-        whole = row[:, :, 0] if is_large else shifted(row, rows)
+        whole = row if is_large else shifted(row, rows)
         for job, before in zip(jobs, backs, strict=True):
             if is_large:
                 start = back - before + rows - job.rows
