@@ -14,8 +14,8 @@ from torch import Tensor
 
 from alibi_core import AttentionCall
 from alibi_core.backend import dense_attention, explains_keywords, host_values, non_negative_number, one_of
-from alibi_torch._dispatch import IMPLEMENTATIONS, choose, memory, no_autocast, resident
-from alibi_torch._tiled import KeyNorms, prepared, tiled_attention
+from alibi_torch._dispatch import IMPLEMENTATIONS, choose, memory, needs_gradients, no_autocast, resident
+from alibi_torch._tiled import KeyNorms, of_lengths, prepared, step, tiled_attention
 
 
 def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +34,17 @@ def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
         if compute is None:
             if known is None or not memory.is_worthwhile(query, key) or not remembered.issuperset(options):
                 return function(query, key, value, slopes, **options)
-            call = memory.own(AttentionCall.check(query, key, value, slopes, xp=xp, **options))
+            kind, lengths = memory.of_any_length(known, options), (query.shape[-2], key.shape[-2])
+            like = memory.recalled(kind)
+            if like is None:
+                call = memory.own(AttentionCall.check(query, key, value, slopes, xp=xp, **options))
+                if kind is not None and not call.is_empty:
+                    memory.keep(kind, call)
+            else:
+                most = step.most_keys(like, norms_are_known=False)
+                if 0 < lengths[1] <= most and not needs_gradients(query, key, value):
+                    return step.attend(like, query, key, value, None)  # texts grow: each step has another length
+                call = of_lengths(like, *lengths)
             in_general = functools.partial(run, call, implementation=None, norms=None, is_plain=True)
             compute = memory.keep(known, prepared(call, in_general))
         return compute(query, key, value)

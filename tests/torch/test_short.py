@@ -327,6 +327,36 @@ def test_biases_of_masks_end_where_no_key_matters(kind: str, is_causal: bool, mo
     assert_near([found, *by_inputs], [right, *torch.autograd.grad(right, doubles, cotangent.double())], 2.0**-23)
 
 
+@pytest.mark.parametrize("share", [1, 2])
+@pytest.mark.parametrize("direction", ["causal", "symmetric", "asymmetric", "window"])
+def test_a_call_of_other_lengths_is_not_checked_again(
+    direction: str, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"slopes": torch.tensor([0.4, 0.2, 0.01, 0.0]), "scale": 0.3 + share / 100} | DIRECTIONS[direction]
+    check, checked = AttentionCall.check, []
+    monkeypatch.setattr(AttentionCall, "check", lambda *args, **named: checked.append(0) or check(*args, **named))
+    several = [(7, 7), (64, 64), (3, 3), (65, 65), (330, 330), (200, 200), (5, 300), (300, 400)]
+    for q_len, kv_len in (*several, (1, 2), (1, 700), (1, 1)):
+        inputs = tensors(q_len, kv_len, share=share)
+        found = gradients(inputs, **options)
+        with torch.no_grad():
+            found.append(alibi_torch.attention(*inputs, **options))
+        assert len(checked) == (1 if q_len > 1 else 2)
+        monkeypatch.setattr(AttentionCall, "check", check)
+        right = gradients(inputs, **options, implementation="dense")
+        monkeypatch.setattr(AttentionCall, "check", lambda *args, **named: checked.append(0) or check(*args, **named))
+        assert_near(found, [*right, right[0]], 2.0**-24)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(5, 0), (1, 0), (0, 5), (7, 5)])
+def test_unusual_lengths_after_usual_ones(q_len: int, kv_len: int) -> None:
+    for usual in (1, 5):
+        alibi_torch.attention(*(x.detach() for x in tensors(usual, 5)))
+    inputs = [x.detach() for x in tensors(q_len, kv_len)]
+    right = alibi_torch.attention(*inputs, implementation="dense")
+    torch.testing.assert_close(alibi_torch.attention(*inputs), right)
+
+
 @pytest.mark.usefixtures("calls_are_free")
 def test_another_default_device_changes_nothing() -> None:
     inputs = [x.detach() for x in tensors(701, 701)]

@@ -46,6 +46,16 @@ def key_of(query: Tensor, key: Tensor, value: Tensor, slopes: Any, options: dict
         return None
 
 
+def of_any_length(key: Any, options: dict[str, Any]) -> Any:
+    """Return the part of a key that calls of other lengths share; None where what was checked depends on lengths."""
+    if key is None or "q_offset" in options:
+        return None
+    query, keys, values, *rest = key
+    if keys != values:  # which is refused
+        return None
+    return of_any_length, query[-2] == 1, *(x[:-2] + x[-1:] for x in (query, keys)), *rest
+
+
 def _given(slopes: Any, options: dict[str, Any]) -> Any:
     """Return arguments as part of a key, slopes by their values; None if others are arrays."""
     given = {**options, "slopes": slopes}

@@ -10,7 +10,7 @@ from alibi_torch._tiled.configuration import SIZES, norm_bounds, tiling
 from alibi_torch._tiled.operators import tiled_attention, tiled_attention_with_sums
 from alibi_torch._tiled.plan import jobs, needed_keys, told_apart
 from alibi_torch._tiled.second import differentiable, pulled_back
-from alibi_torch._tiled.short import is_short, prepared
+from alibi_torch._tiled.short import is_short, of_lengths, prepared
 
 __all__ = [
     "SIZES",
@@ -20,6 +20,7 @@ __all__ = [
     "jobs",
     "needed_keys",
     "norm_bounds",
+    "of_lengths",
     "prepared",
     "pulled_back",
     "step",

@@ -114,6 +114,8 @@ def is_measured(call: AttentionCall, differentiates: bool) -> bool:
 
 
 def _may_save(call: AttentionCall, differentiates: bool) -> bool:
+    if is_little(call) and call.q_len >= call.kv_len and not _is_intel():  # one block, which needs all keys
+        return False
     if not _may_be_measured(call) or onednn.suits(call, call.dtype):
         return False
     if _has_tiny(call, differentiates):

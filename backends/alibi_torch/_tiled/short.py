@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ from alibi_torch._tiled.kernels import (
 from alibi_torch._tiled.second import differentiable_kernel, packs_what_is_saved
 
 KEPT = 2**19  # numbers; a bias of so few is kept with its call, which may come again
+ROOM = 64  # tokens: a bias that is kept is so much larger, or a part of that
 LONG_DECODING = 2**13  # times the keys of a short call: numbers in the keys of one batch entry
 DIFFERENTIATED = 128  # queries: one block of so few, or of little, is left to PyTorch to differentiate
 
@@ -90,6 +93,13 @@ def prepared(call: AttentionCall, in_general: Callable[..., Tensor]) -> Callable
         return in_general(query, key, value)
 
     return attend
+
+
+def of_lengths(call: AttentionCall, q_len: int, kv_len: int) -> AttentionCall:
+    """Return a checked call with other lengths, its last query at the last key; both share what is kept of biases."""
+    like = replace(call, q_len=q_len, kv_len=kv_len, q_offset=kv_len - q_len)
+    like.worked_out[_whole] = call.worked_out.setdefault(_whole, {})
+    return like
 
 
 def _only_bias(call: AttentionCall) -> Tensor | None:
@@ -173,29 +183,67 @@ def _biases(call: AttentionCall, how: Plan) -> list[Bias]:
     if how.biases is not None:
         return how.biases
     jobs = how.jobs
+    backs = [job.back + call.q_offset for job in jobs]
+    back, ahead = max(backs), max(job.kv_len - before for job, before in zip(jobs, backs, strict=True))
     with torch.inference_mode(False), torch.no_grad():  # they may take part in a differentiated call
-        row = call.bias_by_distance
-        if how.levels:
-            distance = (torch.arange(row.shape[-1], device="cpu") - (call.q_offset + call.q_len - 1)).abs()
-            limits = torch.tensor(limits_of(call, how.levels), device="cpu")
-            row = row.masked_fill(distance >= limits[:, None], -math.inf)
-        row = row if row.ndim == 3 else row[None]  # [batch or 1, heads, q_len + kv_len - 1]
-        backs = [job.back + call.q_offset for job in jobs]
-        back, ahead = max(backs), max(job.kv_len - before for job, before in zip(jobs, backs, strict=True))
-        rows, biases = jobs[-1].rows, []
-        first = call.q_offset + call.q_len - back - rows  # the distance farthest back, of the last query
-        row = row[..., first : first + back + ahead + rows - 1]
-        is_large = row.shape[0] * call.num_heads * rows * (back + ahead) > KEPT
-        whole = row if is_large else shifted(row, rows)
+        whole = _whole(call, Extent(jobs[-1].rows, back, ahead), how.levels)
+        biases = []
         for job, before in zip(jobs, backs, strict=True):
-            if is_large:
-                start = back - before + rows - job.rows
-                part = whole[:, job.heads, start : start + job.kv_len + job.rows - 1].unfold(-1, job.kv_len, 1)
+            if whole.is_reversed:
+                start = whole.extent.back - before + whole.extent.rows - job.rows
+                part = whole.values[:, job.heads, start : start + job.kv_len + job.rows - 1].unfold(-1, job.kv_len, 1)
             else:
-                part = whole[:, job.heads, : job.rows, back - before : back - before + job.kv_len]
-            biases.append(Bias(part, is_reversed=is_large))
+                start = whole.extent.back - before
+                part = whole.values[:, job.heads, : job.rows, start : start + job.kv_len]
+            biases.append(Bias(part, whole.is_reversed))
     how.biases = biases
     return biases
+
+
+class Extent(NamedTuple):
+    """How large a bias is that depends on distance alone."""
+
+    rows: int  # queries
+    back: int  # keys before the first query's own
+    ahead: int  # keys from there on
+
+    @property
+    def scores(self) -> int:
+        return self.rows * (self.back + self.ahead)
+
+
+class Whole(NamedTuple):
+    """A bias of which others are parts."""
+
+    extent: Extent
+    is_reversed: bool
+    values: Tensor  # [batch or 1, heads, rows, back + ahead]; if reversed, the row of which those are parts
+
+
+def _whole(call: AttentionCall, needed: Extent, levels: tuple[int, ...]) -> Whole:
+    """Return a bias of at least the extent needed: without levels, one that calls of other lengths share."""
+    kept = call.worked_out.setdefault(_whole, {})
+    most = KEPT // max(x.numel() for x in (call.slopes, call.future_slopes) if x is not None)
+    is_large = needed.scores > most
+    kind = is_large, needed.back > 0
+    known: Whole | None = None if levels else kept.get(kind)
+    if known is not None and all(has >= n for has, n in zip(known.extent, needed, strict=True)):
+        return known
+    extent = needed
+    if not levels:  # room for longer calls, which are likely to come
+        roomy = Extent(*(-(-n // ROOM) * ROOM for n in map(max, needed, known.extent if known else needed)))
+        extent = roomy if is_large or roomy.scores <= most else needed
+    rows, back, ahead = extent
+    row = replace(call, q_len=rows, kv_len=back + ahead, q_offset=back).bias_by_distance
+    if levels:
+        distance = (torch.arange(row.shape[-1], device="cpu") - (back + rows - 1)).abs()
+        limits = torch.tensor(limits_of(call, levels), device="cpu")
+        row = row.masked_fill(distance >= limits[:, None], -math.inf)
+    row = row if row.ndim == 3 else row[None]  # [batch or 1, heads, rows + back + ahead - 1]
+    whole = Whole(extent, is_large, row if is_large else shifted(row, rows))
+    if not levels:
+        kept[kind] = whole
+    return whole
 
 
 def _heads_at_once(call: AttentionCall) -> list[tuple[slice, slice]]:

@@ -66,7 +66,7 @@ def most_keys(call: AttentionCall, *, norms_are_known: bool) -> int:
     known = call.worked_out.get(kind, (None,))
     if known[0] is not how:
         most = 0
-        if is_step(call) and not call.is_empty:
+        if is_step(call) and len(call.batch) == 1 and not call.is_empty and call.dense_only is None:
             least, keys = (LONG, how.short) if norms_are_known else (LONG_SCORES, 2 * how.short)
             most = max(keys - 1, least * how.short // _numbers(call, 1) - 1)
             if call.dtype != call.working_dtype:
@@ -221,6 +221,8 @@ def grouped(
     Heads join those before them where more keys take less time than another call: ``of_key`` a key and entry for one
     thread, ``of_call`` a call.
     """
+    if most == math.inf and min(widths) == max(widths):
+        return [(slice(0, len(widths)), widths[0])]
 
     def time(group: list[int]) -> int:
         return of_call + -(-len(group) * entries // threads) * max(group) * of_key

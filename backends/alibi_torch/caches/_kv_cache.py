@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import array_api_compat.torch as xp
@@ -29,7 +28,7 @@ from alibi_core.backend import (
 )
 from alibi_torch._attention import run
 from alibi_torch._dispatch import IMPLEMENTATIONS, memory, needs_gradients, no_autocast
-from alibi_torch._tiled import KeyNorms, is_short, norm_bounds, step
+from alibi_torch._tiled import KeyNorms, is_short, norm_bounds, of_lengths, step
 
 BLOCK = 128  # keys that one bound of their norms is kept for
 
@@ -262,7 +261,7 @@ class KVCache:
                 norms = self._norms(step.NEAR) if step.wants_norms(call, self.length) else None
                 with no_autocast("cpu"):  # it would round the bias
                     return step.attend(call, query, key, value, norms)
-            call = replace(call, kv_len=self.length, q_offset=self.length - query.shape[2])
+            call = of_lengths(call, query.shape[2], self.length)
         elif not call.has_offset_array:
             check_span(self.length, query.shape[2])
         norms = None
