@@ -332,7 +332,8 @@ def test_biases_of_masks_end_where_no_key_matters(kind: str, is_causal: bool, mo
 def test_a_call_of_other_lengths_is_not_checked_again(
     direction: str, share: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"slopes": torch.tensor([0.4, 0.2, 0.01, 0.0]), "scale": 0.3 + share / 100} | DIRECTIONS[direction]
+    rates = torch.tensor([0.4, 0.2, 0.01, 0.0])
+    options = {"slopes": rates, "scale": 0.3 + share / 100, "q_offset": None} | DIRECTIONS[direction]
     check, checked = AttentionCall.check, []
     monkeypatch.setattr(AttentionCall, "check", lambda *args, **named: checked.append(0) or check(*args, **named))
     several = [(7, 7), (64, 64), (3, 3), (65, 65), (330, 330), (200, 200), (5, 300), (300, 400)]

@@ -48,7 +48,7 @@ def key_of(query: Tensor, key: Tensor, value: Tensor, slopes: Any, options: dict
 
 def of_any_length(key: Any, options: dict[str, Any]) -> Any:
     """Return the part of a key that calls of other lengths share; None where what was checked depends on lengths."""
-    if key is None or "q_offset" in options:
+    if key is None or options.get("q_offset") is not None:
         return None
     query, keys, values, *rest = key
     if keys != values:  # which is refused
