@@ -393,8 +393,11 @@ class AttentionCall:
             visible = rule if visible is None else self.xp.logical_and(visible, rule)
         return visible
 
-    def bias(self) -> tuple[Any, Any | None]:
+    def bias(self, *, is_positive: bool = False) -> tuple[Any, Any | None]:
         """Return the dense bias, masks included, in a form that no softmax turns into NaN or loses digits to.
+
+        Args:
+            is_positive: Whether the slopes are known to be positive constants, which saves a pass over the bias.
 
         Returns:
             bias: ``[..., num_heads, q_len, kv_len]`` in ``working_dtype``: ``-slopes * distance``, what is added to a
@@ -410,11 +413,17 @@ class AttentionCall:
             relative, nearest = with_head_axis(relative), with_head_axis(nearest)
         visible = self.visible(relative)
         if visible is None or self.every_query_attends:
-            return self._linear_bias(relative, visible, nearest), None
+            return self._linear_bias(relative, visible, nearest, is_positive=is_positive), None
         attends = xp.any(visible, axis=-1, keepdims=True)
         if (self.mask is not None or self.q_segment_ids is not None) and not self.is_empty:
             nearest = self._nearest_visible(relative, visible, attends)
-        bias = self._linear_bias(relative, visible, nearest)
+        # A row that is masked as a whole is one of keys at no distance, all of them visible.
+        nothing = asarray(xp, 0, xp.int32, self.device)
+        relative, nearest = (xp.where(attends, x, nothing) for x in (relative, nearest))
+        visible = xp.logical_or(visible, xp.logical_not(attends))
+        bias = self._linear_bias(relative, visible, nearest, is_positive=is_positive)
+        if self.added_key_bias is None and self.added_bias is None:
+            return bias, attends
         return xp.where(attends, bias, asarray(xp, 0.0, self.working_dtype, self.device)), attends
 
     @cached_property
@@ -440,9 +449,19 @@ class AttentionCall:
         beyond = positions - (self.kv_len - 1)
         return self.xp.where(positions < 0, -positions, self.xp.where(beyond > 0, beyond, self.xp.zeros_like(beyond)))
 
-    def _linear_bias(self, relative: Any, visible: Any | None, nearest: Any | None) -> Any:
-        slopes, future_slopes = self.slopes, self.future_slopes
-        bias = linear_bias(self.xp, slopes, future_slopes, relative, visible, is_causal=self.is_causal, nearest=nearest)
+    def _linear_bias(
+        self, relative: Any, visible: Any | None, nearest: Any | None, *, is_positive: bool = False
+    ) -> Any:
+        bias = linear_bias(
+            self.xp,
+            self.slopes,
+            self.future_slopes,
+            relative,
+            visible,
+            is_causal=self.is_causal,
+            nearest=nearest,
+            is_positive=is_positive,
+        )
         if self.added_key_bias is not None:
             bias = bias + self.added_key_bias[..., None, :]
         return bias if self.added_bias is None else bias + self.added_bias

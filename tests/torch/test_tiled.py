@@ -718,7 +718,7 @@ def test_packed_sequences_are_computed_one_by_one(is_causal: bool) -> None:
 
 @pytest.mark.parametrize("window_size", [None, 50])
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("length", [191, 192, 400])
+@pytest.mark.parametrize("length", [200, 511, 512])
 def test_padding_on_either_side_is_left_out(length: int, is_causal: bool, window_size: int | None) -> None:
     generator = torch.Generator().manual_seed(length)
     query = torch.randn(5, 4, length, 8, generator=generator)
@@ -742,11 +742,24 @@ def test_padding_on_either_side_is_left_out(length: int, is_causal: bool, window
             assert (one - other).abs().max() <= 2e-5 * other.abs().max().clamp(min=1)
 
 
+@pytest.mark.parametrize("slopes", [None, 4, torch.tensor([0.3, 0.0, 1.0, 0.2])])
+@pytest.mark.parametrize("direction", [{}, {"is_causal": False}, {"window_size": 150}])
+def test_queries_behind_all_keys(direction: dict[str, Any], slopes: Any) -> None:
+    """Their distances from keys differ by what softmax does not notice, however far behind they are."""
+    inputs = tensors((30, 100), batch=2, heads=(4, 2))
+    for q_offset in (70, 99, 100, 10_000):
+        rules = {"q_offset": q_offset, **direction}
+        found = alibi_torch.attention(*inputs, slopes, **rules)
+        doubles = [x.double() for x in inputs]
+        right = alibi_torch.attention(*doubles, slopes, **rules, implementation="dense")
+        assert (found - right).abs().max() <= 1e-5
+
+
 def test_text_of_padded_batches_is_computed_alone() -> None:
-    tensor = torch.randn(3, 2, 300, 8)
-    mask = torch.ones(3, 1, 1, 300, dtype=torch.bool)
+    tensor = torch.randn(3, 2, 600, 8)
+    mask = torch.ones(3, 1, 1, 600, dtype=torch.bool)
     mask[0, ..., :250] = False
     call = AttentionCall.check(tensor, tensor, tensor, mask=mask, xp=xp)
-    assert texts(call) == [(slice(0, 1), slice(250, 300)), (slice(1, 3), slice(0, 300))]
+    assert texts(call) == [(slice(0, 1), slice(250, 600)), (slice(1, 3), slice(0, 600))]
     mask[1] = False  # an entry without text
     assert texts(AttentionCall.check(tensor, tensor, tensor, mask=mask, xp=xp)) is None

@@ -413,11 +413,17 @@ def _bias_of(call: AttentionCall, job: Job, lowest: Tensor | None) -> tuple[Bias
         if lowest is not None:  # the largest is 0
             row = row.masked_fill(row < lowest[job.heads, None], -math.inf)
         return Bias(row.unfold(-1, job.kv_len, 1), is_reversed=job.rows > 1), None
-    bias, attends = call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys).bias()
-    bias = _four_axes(bias)
+    part = call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
+    if call.mask is None and call.q_segment_ids is None and call.window_size is None and back >= job.kv_len - 1:
+        # To queries behind all keys, these are as far from one another as from one at the last key.
+        last = replace(part, q_len=1, q_offset=job.kv_len - 1).bias_by_distance
+        return Bias(_four_axes(last[..., None, :]).expand(-1, -1, job.rows, -1)), None
+    rates = (part.slopes, part.future_slopes)
+    bias, attends = part.bias(is_positive=all(x is None or bool((x > 0).all()) for x in rates))
+    bias, attends = _four_axes(bias), None if attends is None or bool(attends.all()) else _four_axes(attends)
     if lowest is not None:
         bias = bias.masked_fill(bias - bias.amax(dim=-1, keepdim=True) < lowest[job.heads, None, None], -math.inf)
-    return Bias(bias), None if attends is None else _four_axes(attends)
+    return Bias(bias), attends
 
 
 def shifted(row: Tensor, rows: int) -> Tensor:

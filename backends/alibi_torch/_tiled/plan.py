@@ -29,7 +29,7 @@ from alibi_torch._tiled.configuration import tiling
 from alibi_torch._tiled.short import is_short
 
 LEAST_MEAN_LENGTH = 32  # tokens: of shorter sequences, calls of their own cost more than masks
-LEAST_PADDED = 192  # tokens: of shorter padded texts, likewise
+LEAST_PADDED = 512  # tokens: of shorter padded texts, likewise
 
 
 def jobs(call: AttentionCall, query: Tensor, key: Tensor, tolerance: float, norms: KeyNorms | None) -> Iterator[Job]:
