@@ -97,6 +97,16 @@ def test_keys_in_low_precision_are_cast_some_heads_at_a_time(dtype: torch.dtype)
     assert (found.double() - right).abs().max() <= torch.finfo(dtype).eps * right.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rules", [{"window_size": 40}, {"window_size": 40, "is_causal": False}, {"q_offset": 600}])
+def test_keys_that_no_query_sees_are_not_cast(rules: dict[str, Any], dtype: torch.dtype) -> None:
+    inputs = [x.detach() for x in tensors(5, 700, dtype, heads=8, head_dim=64)]
+    right = alibi_torch.attention(*(x.double() for x in inputs), implementation="dense", **rules)
+    for _ in range(2):
+        found = alibi_torch.attention(*inputs, **rules)
+        assert (found.double() - right).abs().max() <= torch.finfo(dtype).eps * right.abs().max()
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("length", [20, 300])
 def test_bfloat16_is_off_by_its_weights_and_its_result(length: int, direction: str) -> None:

@@ -114,7 +114,7 @@ def _only_bias(call: AttentionCall) -> Tensor | None:
     whole = planned(call, ())
     if len(whole.jobs) != 1 or whole.jobs[0].kv_len < call.kv_len:
         return None
-    if call.dtype != call.working_dtype and not stays_low(call) and len(_heads_at_once(call)) > 1:
+    if call.dtype != call.working_dtype and not stays_low(call) and len(_heads_at_once(call, call.kv_len)) > 1:
         return None
     biases = _biases(call, whole)
     return None if biases[0].is_reversed else biases[0].values
@@ -130,7 +130,8 @@ def forward(
     if call.dtype == result_dtype and stays_low(call):
         dtype = call.dtype  # weights are rounded to it, as the result is
     elif call.dtype != dtype and call.q_len <= tiling().sizes.few:
-        together = _heads_at_once(call)
+        key, value = (x[:, :, how.jobs[0].keys] for x in (key, value))  # so few queries are one job
+        together = _heads_at_once(call, key.shape[2])
     if len(together) < 2:
         result, logsumexp = _attend(call, *_in(dtype, call, query, key, value), how)
         if dtype != call.working_dtype and not logsumexp.isfinite().all():
@@ -246,13 +247,13 @@ def _whole(call: AttentionCall, needed: Extent, levels: tuple[int, ...]) -> Whol
     return whole
 
 
-def _heads_at_once(call: AttentionCall) -> list[tuple[slice, slice]]:
-    """Return the query heads, and the heads of their keys, that are computed together where keys are to be cast.
+def _heads_at_once(call: AttentionCall, kv_len: int) -> list[tuple[slice, slice]]:
+    """Return the query heads, and the heads of their keys, that are computed together where so many keys are cast.
 
     It takes new memory, which is to be small enough to be had at once.
     """
     count, group = call.num_kv_heads, call.num_heads // call.num_kv_heads
-    together = step.groups(call, (call.kv_len,) * count, call.batch[0])
+    together = step.groups(call, (kv_len,) * count, call.batch[0])
     return [(slice(some.start * group, some.stop * group), some) for some, _ in together]
 
 
