@@ -208,6 +208,19 @@ def test_a_call_that_was_checked_comes_again_in_other_strides_and_under_autocast
     assert_near([again], [right], 2.0**-24)
 
 
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [3, 300])
+def test_windows_that_overlap_are_read_as_they_are(length: int, dtype: torch.dtype, place: int) -> None:
+    inputs = tensors(length, length, dtype, head_dim=320, share=1)
+    window = torch.randn(2, 4, length + 319, generator=torch.Generator().manual_seed(0)).to(dtype).unfold(-1, 320, 1)
+    inputs[place] = window.detach().requires_grad_()
+    right = gradients([x.detach().double().requires_grad_() for x in inputs], implementation="dense")
+    assert_near(gradients(inputs), right, torch.finfo(dtype).eps)
+    for _ in range(2):
+        assert_near([alibi_torch.attention(*(x.detach() for x in inputs))], right[:1], torch.finfo(dtype).eps)
+
+
 def test_few_calls_are_remembered() -> None:
     for length in range(1, 2 * memory.ROOM):
         alibi_torch.attention(*(x.detach() for x in tensors(length, length)))

@@ -437,7 +437,16 @@ def shifted(row: Tensor, rows: int) -> Tensor:
 
 def last_axis_dense(*tensors: Tensor) -> list[Tensor]:
     """Return tensors whose last axis the kernel can read, copied where theirs is not."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    return [x if is_last_axis_dense(x) else x.contiguous() for x in tensors]
+
+
+def is_last_axis_dense(tensor: Tensor) -> bool:
+    """Whether the last axis of a tensor, and of what PyTorch makes of its strides for a result, is dense in memory.
+
+    Of axes that both step by one, as those of overlapping windows do, PyTorch may put another one last.
+    """
+    strides = tensor.stride()
+    return strides[-1] == 1 and strides.count(1) == 1
 
 
 def _four_axes(tensor: Tensor) -> Tensor:

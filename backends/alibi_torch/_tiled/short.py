@@ -25,6 +25,7 @@ from alibi_torch._tiled.kernels import (
     Saved,
     fused_backward,
     fused_forward,
+    is_last_axis_dense,
     last_axis_dense,
     queries_of,
     shifted,
@@ -81,7 +82,7 @@ def prepared(call: AttentionCall, in_general: Callable[..., Tensor]) -> Callable
             elif bias is None:
                 if has_blocks:
                     return forward(call, *last_axis_dense(query, key, value), dtype)[0]
-            elif query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+            elif is_last_axis_dense(query) and is_last_axis_dense(key) and is_last_axis_dense(value):
                 if cast is not None:
                     query, key, value = query.to(cast), key.to(cast), value.to(cast)
                 result, logsumexp = fused_forward(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
