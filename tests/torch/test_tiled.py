@@ -500,6 +500,19 @@ def test_second_derivatives_by_torch_func(transforms: tuple[Callable[..., Any], 
     torch.testing.assert_close(derivative(None), derivative("dense"), rtol=2.0**-40, atol=2.0**-40)
 
 
+@pytest.mark.parametrize("short", [0, 1024])
+def test_a_hessian_of_a_sum_whose_gradient_is_one_number_in_memory(short: int) -> None:
+    query, key, value = tensors((3, 5), batch=1, dtype=torch.float64)
+
+    def hessian(implementation: str | None) -> torch.Tensor:
+        return torch.func.hessian(lambda x: alibi_torch.attention(x, key, value, implementation=implementation).sum())(
+            query
+        )
+
+    with Tiling(short=short).applied(TILED):
+        torch.testing.assert_close(hessian(None), hessian("dense"), rtol=2.0**-40, atol=2.0**-40)
+
+
 def test_forward_mode_twice_by_slopes() -> None:
     query, key, value = tensors((5, 5), batch=1, dtype=torch.float64)
     slopes = torch.tensor([1.0, 0.3, 0.1, 0.05], dtype=torch.float64)

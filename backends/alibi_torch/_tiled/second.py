@@ -42,7 +42,7 @@ def tangent_of(
     with no_autocast(primals[0].device.type):
         return torch.func.jvp(
             lambda *x: function(_with(primals, moving, x)),
-            tuple(primals[i] for i in moving),
+            tuple(primals[i].contiguous() for i in moving),  # PyTorch lays out tangents alike, and writes to them
             tuple(tangents[i] for i in moving),
         )[1]
 
