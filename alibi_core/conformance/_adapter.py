@@ -178,6 +178,15 @@ class Offer:
         found -= {feature for feature, parameter in _PARAMETERS.items() if not self.takes(self.judged, parameter)}
         return frozenset(found)
 
+    def offered_by(self, function: str, features: frozenset[str]) -> frozenset[str]:
+        """Return those features of the adapter that one of its functions offers: all, where they are declared."""
+        parameters = _parameters(self.functions.get(function))
+        if self.declared is not None or function not in ("attention_grad", "bias") or parameters is None:
+            return features
+        if any(x.kind in (x.VAR_KEYWORD, x.VAR_POSITIONAL) for x in parameters.values()):
+            return features  # it takes what attention does
+        return features - {feature for feature, parameter in _PARAMETERS.items() if parameter not in parameters}
+
     def takes(self, function: str, parameter: str) -> bool:
         """Return whether a function has a parameter of that name."""
         if function not in self.functions:

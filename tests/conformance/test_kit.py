@@ -89,6 +89,33 @@ def test_what_raises_is_not_offered_unless_it_is_declared() -> None:
     assert [x.sentence for x in report.diagnoses] == ["attention raised NotImplementedError: causal only"]
 
 
+def test_gradients_and_a_bias_need_not_take_all_that_attention_takes() -> None:
+    reference = Reference()
+
+    def attention(
+        query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int, window_size: Any = None
+    ) -> Any:
+        arguments = {"is_causal": is_causal, "q_offset": q_offset, "window_size": window_size}
+        return reference.attention(query, key, value, slopes, **arguments)
+
+    def attention_grad(query: Any, key: Any, value: Any, slopes: Any, grad_output: Any) -> Any:
+        arguments = {"is_causal": True, "q_offset": key.shape[2] - query.shape[2]}
+        return reference.attention_grad(query, key, value, slopes, grad_output=grad_output, **arguments)
+
+    def bias(num_heads: int, q_len: int, kv_len: int) -> Any:
+        return alibi_core.bias(num_heads, q_len, kv_len)
+
+    adapter = only(attention=attention, attention_grad=attention_grad, bias=bias)
+    laws = ["symmetric", "window", "gradients", "slope_gradients", "long_gradients", "causal_bias", "symmetric_bias"]
+    report = check(adapter, laws=laws)
+    found = {law.name: law for law in report.laws}
+    assert found.pop("symmetric_bias").reason == "bias has no parameter for is_causal=False"
+    assert {law.status for law in found.values()} == {"passed"}, report
+    adapter.features = {"window"}
+    report = check(adapter, laws=["gradients"])
+    assert "unexpected keyword argument" in report.diagnoses[0].sentence
+
+
 def test_functions_classes_and_modules_are_adapters() -> None:
     slopes = only(slopes=lambda n: (2.0 ** (-8 * np.arange(1, n + 1) / n)).astype(np.float32))
     report = check(slopes, laws=["slopes"])

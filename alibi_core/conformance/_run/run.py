@@ -81,7 +81,9 @@ def check(
     # own settings.
     with np.errstate(all="ignore"), contextlib.closing(caller):
         features, refusals = _features(caller)
-        trials = {law.name: Trial(caller, features, profile.examples, seed, profile.shrinking) for law in chosen}
+        own = {law.function: offer.offered_by(law.function, features) for law in chosen}
+        options = profile.examples, seed, profile.shrinking
+        trials = {law.name: Trial(caller, own[law.function], *options) for law in chosen}
         reports: list[LawReport] = []
         failures: dict[str, list[tuple[int, DepartureError | CallError]]] = {}
         for law in chosen:
@@ -94,7 +96,7 @@ def check(
             if on_law is not None:
                 on_law(law.name, report)
         for function, broken in failures.items() if profile.diagnoses else ():
-            found = _diagnosed(caller, function, features, [error for _, error in broken])
+            found = _diagnosed(caller, function, own[function], [error for _, error in broken])
             for index, _ in broken:
                 reports[index] = replace(reports[index], diagnoses=found)
     seconds = time.monotonic() - start
@@ -114,7 +116,8 @@ def _tried(law: Law, trial: Trial, refusals: dict[str, str]) -> tuple[LawReport,
         return LawReport(law.name, law.statement, "not offered", reason), None
     missing = sorted(law.needs - trial.features)
     if missing:
-        reason = "; ".join(refusals.get(feature, f"not declared: {feature}") for feature in missing)
+        unless_refused = "not declared: {0}" if offer.declared is not None else "{1} has no parameter for {2}"
+        reason = "; ".join(refusals.get(x, unless_refused.format(x, law.function, FEATURES[x])) for x in missing)
         return LawReport(law.name, law.statement, "not offered", reason), None
     if trial.caller.hung and law.function != "any":
         return LawReport(law.name, law.statement, "not run", f"earlier, {trial.caller.hung}"), None
