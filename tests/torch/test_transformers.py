@@ -747,6 +747,25 @@ def test_a_forward_of_bert_that_is_called_by_itself(config: Any) -> None:
         assert torch.equal(replica.forward(*inputs)[0], model(*inputs)[0])
 
 
+@pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")
+@pytest.mark.parametrize("name", ["falcon", "falcon, grouped, eager"])
+def test_an_implementation_that_is_set_later(name: str) -> None:  # by which Falcon adds its bias once or twice
+    model, tokens, mask = model_of(name), tokens_of(2, 40), padding(40, 27, total=40, side="left")
+    own, paper = copy.deepcopy(model), accelerate(copy.deepcopy(model), contract="exact")
+    first = model.config._attn_implementation
+    by_paper = logits_of(paper, tokens, attention_mask=mask)
+    accelerate(model)
+    for implementation in ("eager", "sdpa", first):
+        for x in (own, model, paper):
+            x.config._attn_implementation = implementation
+        expected = logits_of(own, tokens, attention_mask=mask)
+        actual = logits_of(model, tokens, attention_mask=mask)
+        assert (actual - expected).abs().max() <= 32 * torch.finfo(torch.float32).eps * expected.abs().max()
+        assert torch.equal(logits_of(paper, tokens, attention_mask=mask), by_paper)
+    assert paths(model)["alibi_torch"] == 2
+    assert list(paths(paper)) == ["alibi_torch"]
+
+
 # --- The rest of the model ------------------------------------------------------------------------------------------
 
 

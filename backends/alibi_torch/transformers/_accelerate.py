@@ -231,6 +231,8 @@ def _reason_for_own_code(model: Any, layers: list[Any], given: dict[str, Any], t
         return reason
     if not getattr(model.config, "is_causal", True):
         return "config.is_causal must be True, got False"
+    if layers[0].change is not None:
+        return str(layers[0].change)
     if any(layer.shows_weights for layer in layers):
         return "attention_dropout must be a Dropout without hooks, as the library has no attention weights to show it"
     cache, mask = given.get("past_key_values"), given.get("attention_mask")

@@ -36,6 +36,7 @@ class Accelerated:
     alibi_paths: Paths
     attention_dropout: Any
     layer_idx: int | None
+    change: str | None = None  # of Falcon alone
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, cache: Any) -> Tensor:
         """Return the attention of ``[batch, heads, length, head_dim]``, heads merged: ``[batch, q_len, features]``."""
@@ -159,14 +160,25 @@ class AcceleratedMptAttention(Accelerated, MptAttention):
         return self.out_proj(self.attend(query, key, value, attention_mask, past_key_values)), None
 
 
+# How often Falcon adds its bias, by the implementation: eager, to the scores and to the mask both.
+ADDITIONS = {"sdpa": 1, "eager": 2}
+
+
 class AcceleratedFalconAttention(Accelerated, FalconAttention):
     """Falcon's attention module. Key/value heads that queries share are cached once, not once for each query head."""
+
+    @property
+    def change(self) -> str | None:
+        """Why the module's own code computes something else than it did when it was accelerated; None if not."""
+        now, rules = self.config._attn_implementation, self.alibi_rules
+        if rules.contract == "exact" or ADDITIONS.get(now) == rules.additions:
+            return None
+        return f"attn_implementation must be that which the model was accelerated with, got {now!r}"
 
     @staticmethod
     def rules(module: FalconAttention, config: Any, contract: str) -> Rules:
         """Return what a module computes."""
-        # Eager, the model adds its bias to the scores and to the mask both.
-        additions = {"sdpa": 1, "eager": 2}.get(config._attn_implementation)
+        additions = ADDITIONS.get(config._attn_implementation)
         if additions is None:
             raise ValueError(
                 "attn_implementation must be 'sdpa' or 'eager' for a Falcon model with ALiBi, got "
