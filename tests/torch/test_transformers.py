@@ -458,6 +458,18 @@ def test_gradients_through_a_cache(kind: str) -> None:
     assert torch.allclose(results[1], results[0], atol=1e-5 * results[0].abs().max().item())
 
 
+@pytest.mark.parametrize("past", [12, 300])
+@pytest.mark.parametrize("name", ["falcon", "falcon, all heads"])  # others refuse it
+def test_no_tokens_behind_those_in_a_cache(name: str, past: int) -> None:
+    model, tokens = model_of(name), tokens_of(2, past + 1)
+    found = []
+    for x in (model, accelerate(copy.deepcopy(model))):
+        cache = DynamicCache(config=x.config)
+        parts = tokens.split([past, 0, 1], dim=1)
+        found.append(torch.cat([logits_of(x, part, past_key_values=cache) for part in parts], dim=1))
+    assert torch.allclose(found[1], found[0], atol=1e-4)
+
+
 def test_a_grown_layer_is_compiled_without_a_graph_break() -> None:
     layer, new = GrowingLayer(), torch.randn(2, 1, 3, 1, 4)
     for key, value in (new, new):

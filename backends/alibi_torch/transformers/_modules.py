@@ -202,7 +202,7 @@ class AcceleratedFalconAttention(Accelerated, FalconAttention):
             return self.alibi_class.forward(self, hidden_states, alibi, attention_mask, layer_past=layer_past, **others)
         fused = self.query_key_value(hidden_states)
         # Of each group the queries, then a key and a value.
-        fused = fused.view(*fused.shape[:2], self.num_kv_heads, -1, self.head_dim)
+        fused = fused.unflatten(-1, (self.num_kv_heads, -1, self.head_dim))
         query, key, value = fused[..., :-2, :].flatten(2, 3), fused[..., -2, :], fused[..., -1, :]
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         return self.dense(self.attend(query, key, value, attention_mask, layer_past)), None

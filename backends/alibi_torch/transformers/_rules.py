@@ -225,9 +225,8 @@ class _Plan:
         """The bias of all queries and keys, as :func:`attend` needs it, and where queries see something."""
         call = self.call
         bias, attends = call.bias()
-        return bias.reshape(
-            -1, call.num_kv_heads, call.num_heads // call.num_kv_heads * call.q_len, call.kv_len
-        ), attends
+        rows = call.num_heads // call.num_kv_heads * call.q_len
+        return bias.reshape(bias.shape[:-3].numel(), call.num_kv_heads, rows, call.kv_len), attends
 
     @functools.cached_property
     def bias_that_loses_scores(self) -> Tensor:
