@@ -247,6 +247,7 @@ def shared(mask: Tensor, sizes: tuple[Any, ...], make: Callable[[], Any]) -> Any
     """Return what ``make`` makes, once for all layers of a forward pass: they get one mask, which keeps it."""
     if torch.compiler.is_compiling() or any(isinstance(x, Tensor) for x in sizes):  # which nobody can compare
         return make()
+    sizes = *sizes, torch.is_inference_mode_enabled()  # whose tensors no gradient may need
     known = getattr(mask, "alibi_shared", None)
     if known is None or known[0] != sizes:
         known = mask.alibi_shared = sizes, make()  # type: ignore[attr-defined]
