@@ -234,7 +234,7 @@ class GPTRefactModel(Decoder):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config, config.n_embd, config.n_layer)
-        self.nothing = nn.Identity()
+        self.nothing, self.built = nn.Identity(), None
 
     def normed(self) -> nn.Module:
         return nn.LayerNorm(self.width, bias=False)
@@ -254,8 +254,10 @@ class GPTRefactModel(Decoder):
         return mask, self.built(len(x), past + length, self.config.n_head, x.device, x.dtype)[:, :, -length:, :]
 
     def forward(self, input_ids: Tensor, **options: Any) -> Any:
-        self.built = get_alibi_biases  # named here, as in the original code
-        return super().forward(input_ids, **options)
+        outer, self.built = self.built, get_alibi_biases  # named here, as in the original code
+        output = super().forward(input_ids, **options)
+        self.built = outer  # of a call that this one is within
+        return output
 
     def attended(self, attend: nn.Module, x: Tensor, past: Any, shared: Any, use_cache: bool, weights: bool) -> Any:
         return attend(x, past, *shared, use_cache=use_cache, output_attentions=weights)

@@ -411,6 +411,40 @@ def test_threads_do_not_get_each_others_bias(name: str) -> None:
             assert (x - y).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("name", [*DECODERS, "jina-geglu", "mosaic-bert"])
+@pytest.mark.parametrize("is_own", [False, True])  # the call within the call
+def test_a_call_within_a_call(name: str, is_own: bool) -> None:
+    model, tokens, mask = (decoder if name in DECODERS else encoder)(name), tokens_of(3, 20), mask_of("left", 20)
+    given, within = {} if name == "gpt_refact" else {"attention_mask": mask}, []
+    weights = {"output_attentions": True} if is_own and name != "mosaic-bert" else {}
+    text = mask != 0 if given else torch.ones_like(mask, dtype=torch.bool)
+
+    def call(tokens: Tensor, **given: Any) -> Tensor:
+        with torch.no_grad():
+            output = model(tokens, **given)
+        return output.logits if name in DECODERS else output.last_hidden_state
+
+    def again(module: Any, args: Any, output: Tensor) -> Tensor:
+        if len(output) == 2:
+            return output
+        within.append(call(tokens[:2, :7], **weights))
+        return output + within[-1].mean()
+
+    embedding = next(x for x in model.modules() if isinstance(x, nn.Embedding))
+    hook = embedding.register_forward_hook(again)
+    expected = [call(tokens, **given)[text], within.pop()]
+    hook.remove()  # or the probe would call it
+    accelerate(model)
+    embedding.register_forward_hook(again)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*: output_attentions must be False")
+        actual = [call(tokens, **given)[text], within.pop()]
+    for x, y in zip(actual, expected, strict=True):
+        assert (x - y).abs().max() <= 1e-4 * y.abs().max()
+    assert paths(model)[LIBRARY] == 2 - bool(weights)
+    assert len(paths(model)) == 1 + bool(weights)
+
+
 USUAL = "jina-geglu", "jais"  # the others are much alike to a compiler
 
 

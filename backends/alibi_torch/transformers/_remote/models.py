@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +32,7 @@ class RemoteAttention(Joined):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module's own code does; no weights where the library computes it."""
-        _turn.end()
+        _turn.reach()
         given = self.given(args, kwargs)
         if is_marked(given.get(self.bias_name)):
             return self.attended(given)
@@ -162,11 +165,11 @@ class RemoteBase(Prepared):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model's own code does."""
-        _turn.begin(self)
+        outer = _turn.begin(self)
         try:
             return self.alibi_family.call(self, *self.prepared(args, kwargs))
         finally:
-            _turn.end(self)
+            _turn.end(self, outer)
 
     def prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return the arguments of a call, and keep the model from building its bias if the library computes it."""
@@ -185,7 +188,10 @@ class RemoteBase(Prepared):
             family.begin_own(self, given)
             return args, kwargs
         layers[0].alibi_paths.by_library()
-        changed = family.begin(self, given, None if mask is None else mask != 0)
+        text = None if mask is None else mask != 0
+        if _turn.call is not None and not torch.compiler.is_compiling():
+            _turn.call.change = functools.partial(family.begin, self, given, text)
+        changed = family.begin(self, given, text)
         return with_arguments(self.alibi_names, args, kwargs, changed)
 
     @staticmethod
@@ -204,32 +210,57 @@ class RemoteBase(Prepared):
         return None
 
 
+@dataclass
+class _Call:
+    """A call of a base model.
+
+    Attributes:
+        base: The model.
+        change: Changes what builds the model's bias, again where a call within this one undid it.
+        is_pending: Whether the call has not yet come to its first layer.
+    """
+
+    base: Any
+    change: Callable[[], Any] = dict
+    is_pending: bool = True
+
+
 class _Turn(threading.local):
     """The call of this thread that may change what builds a model's bias: until it has come to its first layer.
 
-    Others wait, or they would get its bias.
+    Calls of other threads wait, or they would get its bias. A call within it, by a hook on the embeddings, goes first.
     """
 
     lock: ClassVar = threading.RLock()
-    base: Any = None
+    call: _Call | None = None
 
-    def begin(self, base: Any) -> None:
+    def begin(self, base: Any) -> _Call | None:
+        """Begin a call of a base model; return the call that it is within."""
         if torch.compiler.is_compiling():  # which loses what is a thread's own, where it breaks a graph
-            return
-        self.end()
+            return None
         self.lock.acquire()
-        self.base = base
+        outer, self.call = self.call, _Call(base)
+        if outer is not None and outer.is_pending:
+            outer.base.alibi_family.end(outer.base)
+        return outer
 
-    def end(self, base: Any = None) -> None:
-        """End the call of a base model, by default that of this thread, which is not compiled."""
-        if torch.compiler.is_compiling():
-            if base is not None:
-                base.alibi_family.end(base)
-            return
-        base, self.base = self.base, None
-        if base is not None:
-            base.alibi_family.end(base)
+    def reach(self) -> None:
+        """Note that the call has come to a layer."""
+        call = None if torch.compiler.is_compiling() else self.call
+        if call is not None and call.is_pending:
+            call.is_pending = False
+            call.base.alibi_family.end(call.base)
             self.lock.release()
+
+    def end(self, base: Any, outer: _Call | None) -> None:
+        """End a call of a base model, and go on with the call that it was within."""
+        if torch.compiler.is_compiling():
+            base.alibi_family.end(base)
+            return
+        self.reach()
+        self.call = outer
+        if outer is not None and outer.is_pending:
+            outer.change()
 
 
 _turn = _Turn()
