@@ -781,6 +781,32 @@ def test_a_forward_of_bert_that_is_called_by_itself(config: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")
+@pytest.mark.parametrize("way", ["hook", "forward"])
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon", "falcon, grouped, eager"])
+def test_a_mask_that_somebody_edits_in_the_layers(name: str, way: str) -> None:  # to see what a token does for another
+    model, tokens, mask = model_of(name), tokens_of(2, 20), padding(20, 13, total=20, side="left")
+
+    def edited(kwargs: dict[str, Any]) -> dict[str, Any]:
+        seen = kwargs["attention_mask"].clone()
+        seen[:, :, -1, 12] = name == "mpt" or torch.finfo(torch.float32).min
+        return kwargs | {"attention_mask": seen}
+
+    def edit(layer: Any) -> None:
+        if way == "hook":
+            layer.register_forward_pre_hook(lambda module, args, kwargs: (args, edited(kwargs)), with_kwargs=True)
+        else:
+            layer.forward = functools.partial(lambda own, *args, **kwargs: own(*args, **edited(kwargs)), layer.forward)
+
+    found = []
+    for x in (model, accelerate(copy.deepcopy(model))):
+        for block in getattr(x.transformer, "blocks", None) or x.transformer.h:
+            edit(block.attn if name == "mpt" else block.self_attention)
+        found.append(logits_of(x, tokens, attention_mask=mask))
+    assert torch.equal(found[1], found[0])
+    assert not torch.allclose(found[0], logits_of(model_of(name), tokens, attention_mask=mask), atol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")
 @pytest.mark.parametrize("name", ["falcon", "falcon, grouped, eager"])
 def test_an_implementation_that_is_set_later(name: str) -> None:  # by which Falcon adds its bias once or twice
     model, tokens, mask = model_of(name), tokens_of(2, 40), padding(40, 27, total=40, side="left")

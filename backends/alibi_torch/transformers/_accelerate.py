@@ -182,6 +182,16 @@ class AcceleratedModel(Prepared):
         places = given["past_key_values"].get_mask_sizes(1, 0)[0]
         return F.pad(mask, (0, max(places - mask.shape[1], 0)))
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model's own code does."""
+        args, kwargs = self.prepared(args, kwargs)
+        model, is_eager = self, not torch.compiler.is_compiling()
+        mask = self.given(args, kwargs).get("attention_mask")
+        if isinstance(self, FalconModel) and is_eager and not _facts.is_encoded(mask):
+            model = object.__new__(type(self))  # the same, but for the bias in its mask
+            vars(model).update(vars(self), use_alibi=True)
+        return self.alibi_class.forward(model, *args, **kwargs)
+
     def prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         given, is_base = self.given(args, kwargs), isinstance(self, BASES)
         mask = given.get("attention_mask")
@@ -235,6 +245,8 @@ def _reason_for_own_code(model: Any, layers: list[Any], given: dict[str, Any], t
         return str(layers[0].change)
     if any(layer.shows_weights for layer in layers):
         return "attention_dropout must be a Dropout without hooks, as the library has no attention weights to show it"
+    if any(layer.shows_mask for layer in layers):
+        return "attention must have no hook that sees its mask, as the library has none of queries times keys to show"
     cache, mask = given.get("past_key_values"), given.get("attention_mask")
     if cache is not None:
         other = unknown_cache(cache)

@@ -58,6 +58,12 @@ class Accelerated:
         module = self.attention_dropout
         return type(module) not in (nn.Dropout, nn.Identity) or any((module._forward_hooks, module._forward_pre_hooks))
 
+    @property
+    def shows_mask(self) -> bool:
+        """Whether the mask is shown to code of somebody else, who may change it."""
+        own = vars(self)
+        return bool(own["_forward_pre_hooks_with_kwargs"]) or ("forward" in own and "_old_forward" not in own)
+
     def is_of_library(self, mask: Any) -> bool:
         """Whether the library computes a call, by its mask; else the module's own code does, as is noted."""
         if is_encoded(mask):
