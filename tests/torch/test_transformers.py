@@ -18,6 +18,7 @@ import torch._dynamo.testing
 pytest.importorskip("transformers")
 
 import transformers
+from torch.distributed.fsdp import fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import (
     BloomConfig,
@@ -804,6 +805,23 @@ def test_a_mask_that_somebody_edits_in_the_layers(name: str, way: str) -> None: 
         found.append(logits_of(x, tokens, attention_mask=mask))
     assert torch.equal(found[1], found[0])
     assert not torch.allclose(found[0], logits_of(model_of(name), tokens, attention_mask=mask), atol=1e-2)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_attention_that_is_sharded(name: str) -> None:  # whose hooks leave masks alone
+    model, tokens = model_of(name), tokens_of(2, 20)
+    expected = gradients_of(model, tokens)
+    accelerate(model, strict=True)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        for module in (*attention_modules(model), model):
+            fully_shard(module, mesh=mesh)
+        for parameter, gradient in gradients_of(model, tokens).items():
+            close = 1e-4 * expected[parameter].abs().max().item()
+            assert torch.allclose(gradient.full_tensor(), expected[parameter], atol=close)  # type: ignore[attr-defined]
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")

@@ -60,9 +60,13 @@ class Accelerated:
 
     @property
     def shows_mask(self) -> bool:
-        """Whether the mask is shown to code of somebody else, who may change it."""
+        """Whether the mask is shown to code of somebody else, who may change it, as PyTorch's own does not."""
         own = vars(self)
-        return bool(own["_forward_pre_hooks_with_kwargs"]) or ("forward" in own and "_old_forward" not in own)
+        shown = own["_forward_pre_hooks_with_kwargs"]
+        hooks = [hook for key, hook in own["_forward_pre_hooks"].items() if key in shown] if shown else []
+        if any(not getattr(hook, "__module__", "").startswith("torch.") for hook in hooks):
+            return True
+        return "forward" in own and "_old_forward" not in own
 
     def is_of_library(self, mask: Any) -> bool:
         """Whether the library computes a call, by its mask; else the module's own code does, as is noted."""
