@@ -68,8 +68,8 @@ _PROJECTIONS = {"attention.self.query": "q", "attention.self.key": "k", "attenti
 _OUTPUT = {"attention.output.dense": "out", "attention.output.LayerNorm": "attention_norm"}
 _GATED = {"mlp.gated_layers": "gate up", "mlp.wo": "down", "mlp.layernorm": "feed_forward_norm"}
 _NORMED_PROJECTIONS = _PROJECTIONS | {
-    "attention.self.layer_norm_q": "attention.q_proj.norm",
-    "attention.self.layer_norm_k": "attention.k_proj.norm",
+    "attention.self.layer_norm_q": "attention.q_norm",
+    "attention.self.layer_norm_k": "attention.k_norm",
 }
 _TWO_NORMS = {"layer_norm_1": "second_attention_norm", "layer_norm_2": "feed_forward_norm"}
 _JINA, _JINA_CODE = "jinaai/jina-bert-implementation: JinaBertModel", "jinaai/jina-bert-v2-qk-post-norm: JinaBertModel"

@@ -165,6 +165,7 @@ BLOCKS = {
         "feed_forward_bias": False,
         "scale": 0.3,
         "clip_qkv": 0.5,
+        "qk_norm": True,
     },
     "normed_residual": {
         "block": "normed_residual",
@@ -196,6 +197,14 @@ def test_pytorchs_weights_give_pytorchs_answers(name: str, changes: dict[str, An
     assert_close(model(x), source(x))
     mask = np.arange(13) < 9
     assert_close(model(x, mask=mask), source(x, mask=mask))
+
+
+@EACH
+def test_projections_are_plain_layers_that_quantizers_and_adapters_may_replace(name: str) -> None:
+    config = dataclasses.replace(SMALL, **BLOCKS["shared_norm"])
+    layer = make_module(name, "AlibiTransformer", config).blocks[0].attention
+    plain = type(make_module(name, "AlibiAttention", 28, 4).q_proj)
+    assert {type(getattr(layer, f"{x}_proj")) for x in ("q", "k", "v", "out")} == {plain}
 
 
 @EACH

@@ -95,8 +95,9 @@ def test_a_model_of_low_precision_computes_in_it_but_for_its_slopes():
     assert model.generate(batch, 3).shape == (2, 16)
 
 
-def test_a_quantized_model_computes_with_the_quantized_weights():
-    config = AlibiConfig(num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, dropout=0.0, bias=True)
+@pytest.mark.parametrize("changes", [{}, {"clip_qkv": 0.3, "scale": 0.9, "qk_norm": True}], ids=str)
+def test_a_quantized_model_computes_with_the_quantized_weights(changes):
+    config = AlibiConfig(num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, dropout=0.0, bias=True, **changes)
     mx.random.seed(0)
     model, exact = (AlibiLanguageModel(config, VOCAB_SIZE) for _ in range(2))
     exact.update(model.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -60,6 +61,10 @@ class AlibiAttention(nnx.Module):
         ((3, 1, 64), 10)
     """
 
+    # Flax takes what a module sets to None for no place of a submodule.
+    q_norm: nnx.Module | None = None
+    k_norm: nnx.Module | None = None
+
     @explains_keywords
     def __init__(
         self,
@@ -107,6 +112,10 @@ class AlibiAttention(nnx.Module):
         self.k_proj = nnx.Linear(embed_dim, shape.num_kv_heads * shape.head_dim, **options)
         self.v_proj = nnx.Linear(embed_dim, shape.num_kv_heads * shape.head_dim, **options)
         self.out_proj = nnx.Linear(shape.num_heads * shape.head_dim, embed_dim, **options)
+        # What a model may do to projected queries, keys and values. Here, and not in the projections, so that
+        # quantizers and adapters may put others in their place.
+        self.clip_qkv: float | None = None
+        self.query_factor = 1.0
         self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout > 0 else None
 
         initial = shape.fixed_slopes(np, slopes)
@@ -166,10 +175,7 @@ class AlibiAttention(nnx.Module):
             ValueError: If a shape is wrong, the cache is full or does not fit, or a layer that is not causal gets one.
         """
         source = self.shape.source_of_keys(x, jnp, context=context, q_offset=q_offset, cache=cache, lengths=lengths)
-        query, key, value = (
-            y.reshape(*y.shape[:2], -1, self.shape.head_dim)  # [batch, length, heads, head_dim]
-            for y in (self.q_proj(x), self.k_proj(source), self.v_proj(source))
-        )
+        query, key, value = self._heads_of(x, source)
         own = {} if lengths is None else {"lengths": lengths}
         if cache is not None:
             if not self.is_causal:
@@ -181,6 +187,23 @@ class AlibiAttention(nnx.Module):
         if self.dropout is not None:
             output = self.dropout(output)
         return output if cache is None else (output, cache)
+
+    def _heads_of(self, x: jax.Array, source: jax.Array) -> Iterator[jax.Array]:
+        """Yield query, key and value, ``[batch, length, heads, head_dim]``."""
+        parts = (
+            (x, self.q_proj, self.q_norm, self.query_factor),
+            (source, self.k_proj, self.k_norm, 1.0),
+            (source, self.v_proj, None, 1.0),
+        )
+        for given, proj, norm, factor in parts:
+            y = proj(given)
+            if self.clip_qkv is not None:
+                y = jnp.clip(y, -self.clip_qkv, self.clip_qkv)
+            if norm is not None:
+                y = norm(y)
+            if factor != 1:
+                y = y * factor
+            yield y.reshape(*y.shape[:2], -1, self.shape.head_dim)
 
     def _attended(
         self, query: jax.Array, key: jax.Array, value: jax.Array, cache: Any, *, q_offset: Any, **rules: Any

@@ -25,42 +25,14 @@ ACTIVATIONS = {
 def alibi_attention(config: AlibiConfig, **options: Any) -> AlibiAttention:
     """Return the attention layer that ``config`` describes; options are ``dtype``, ``param_dtype`` and ``rngs``.
 
-    Its projections clip, norm and scale, if ``config`` says so.
+    It clips, norms and scales queries, keys and values, if ``config`` says so.
     """
     layer = AlibiAttention(**config.attention_options, **options)
-    if config.clip_qkv is not None or config.scale is not None or config.qk_norm:
-        for name, factor in (("q_proj", config.query_factor), ("k_proj", 1.0), ("v_proj", 1.0)):
-            before = getattr(layer, name)
-            form = {"is_normed": config.qk_norm and name != "v_proj", "factor": factor}
-            setattr(layer, name, Projection(config, before.in_features, before.out_features, **form, **options))
+    layer.clip_qkv, layer.query_factor = config.clip_qkv, config.query_factor
+    if config.qk_norm:
+        sizes = layer.q_proj.out_features, layer.k_proj.out_features
+        layer.q_norm, layer.k_norm = (norm_layer(config, size, **options) for size in sizes)
     return layer
-
-
-class Projection(nnx.Linear):
-    """A linear layer whose output is clipped as ``config`` says, then normed, then multiplied by ``factor``."""
-
-    def __init__(
-        self,
-        config: AlibiConfig,
-        in_features: int,
-        out_features: int,
-        *,
-        is_normed: bool,
-        factor: float,
-        **options: Any,
-    ) -> None:
-        super().__init__(in_features, out_features, use_bias=config.bias, **options)
-        self.clip, self.factor = config.clip_qkv, factor
-        self.norm = norm_layer(config, out_features, **options) if is_normed else None
-
-    def __call__(self, inputs: jax.Array, *arguments: Any, **options: Any) -> jax.Array:
-        """Return ``inputs``, ``[..., in_features]``, projected to ``[..., out_features]``."""
-        y = super().__call__(inputs, *arguments, **options)
-        if self.clip is not None:
-            y = jnp.clip(y, -self.clip, self.clip)
-        if self.norm is not None:
-            y = self.norm(y)
-        return scaled(y, self.factor)
 
 
 def scaled(x: jax.Array, factor: float) -> jax.Array:

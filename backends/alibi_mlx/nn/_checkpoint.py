@@ -89,7 +89,7 @@ class FalconAttention(AlibiAttention):
     ) -> mx.array:
         """Return what :class:`AlibiAttention` does, with another bias."""
         self.shape.check_input(x, mx)
-        query, key, value = self._projected(x, x)
+        query, key, value = self._heads_of(x, x)
         if cache is not None:
             key, value = cache.update_and_fetch(key, value)
         call = AttentionCall.check(query, key, value, self.slopes, mask=mask, segment_ids=segment_ids, xp=mx)

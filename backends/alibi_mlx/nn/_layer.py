@@ -86,6 +86,12 @@ class AlibiAttention(nn.Module):
         self.k_proj = nn.Linear(embed_dim, shape.num_kv_heads * shape.head_dim, bias=bias)
         self.v_proj = nn.Linear(embed_dim, shape.num_kv_heads * shape.head_dim, bias=bias)
         self.out_proj = nn.Linear(shape.num_heads * shape.head_dim, embed_dim, bias=bias)
+        # What a model may do to projected queries, keys and values. Here, and not in the projections, so that
+        # quantizers and adapters may put others in their place.
+        self.clip_qkv: float | None = None
+        self.query_factor = 1.0
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
         self.dropout = nn.Dropout(dropout)
 
         # MLX takes arrays under names with an underscore for no parameters.
@@ -138,7 +144,7 @@ class AlibiAttention(nn.Module):
             ValueError: If a shape is wrong, the cache does not fit, or the layer is not causal and gets a cache.
         """
         source = self.shape.source_of_keys(x, mx, context=context, q_offset=q_offset, cache=cache, lengths=lengths)
-        query, key, value = self._projected(x, source)
+        query, key, value = self._heads_of(x, source)
         rules: dict[str, Any] = {"segment_ids": segment_ids, "window_size": self.window_size, "mask": mask}
         rules["implementation"] = self.implementation
         if cache is None:
@@ -192,10 +198,22 @@ class AlibiAttention(nn.Module):
             window_size=self.window_size,
         )
 
-    def _projected(self, x: mx.array, source: mx.array) -> tuple[mx.array, ...]:
-        """Return query, key and value, ``[batch, heads, length, head_dim]``."""
-        pairs = ((self.q_proj, x), (self.k_proj, source), (self.v_proj, source))
-        return tuple(mx.unflatten(proj(y), -1, (-1, self.shape.head_dim)).swapaxes(1, 2) for proj, y in pairs)
+    def _heads_of(self, x: mx.array, source: mx.array) -> Iterator[mx.array]:
+        """Yield query, key and value, ``[batch, heads, length, head_dim]``."""
+        parts = (
+            (x, self.q_proj, self.q_norm, self.query_factor),
+            (source, self.k_proj, self.k_norm, 1.0),
+            (source, self.v_proj, None, 1.0),
+        )
+        for given, proj, norm, factor in parts:
+            y = proj(given)
+            if self.clip_qkv is not None:
+                y = mx.clip(y, -self.clip_qkv, self.clip_qkv)
+            if norm is not None:
+                y = norm(y)
+            if factor != 1:
+                y = y * factor
+            yield mx.unflatten(y, -1, (-1, self.shape.head_dim)).swapaxes(1, 2)
 
     def _attend_to_foreign(
         self, cache: Any, query: mx.array, key: mx.array, value: mx.array, rules: dict[str, Any]

@@ -15,34 +15,12 @@ AttentionFactory = Callable[[AlibiConfig], nn.Module]
 
 
 def alibi_attention(config: AlibiConfig) -> AlibiAttention:
-    """Return the attention layer that ``config`` describes; its projections may clip, norm and scale."""
+    """Return the attention layer that ``config`` describes, which clips, norms and scales if that says so."""
     layer = AlibiAttention(**config.attention_options)
-    if config.clip_qkv is not None or config.scale is not None or config.qk_norm:
-        for name, factor in (("q_proj", config.query_factor), ("k_proj", 1.0), ("v_proj", 1.0)):
-            out_features, in_features = getattr(layer, name).weight.shape
-            options = {"is_normed": config.qk_norm and name != "v_proj", "factor": factor}
-            setattr(layer, name, Projection(config, in_features, out_features, **options))
+    layer.clip_qkv, layer.query_factor = config.clip_qkv, config.query_factor
+    if config.qk_norm:
+        layer.q_norm, layer.k_norm = (norm_layer(config, len(x.weight)) for x in (layer.q_proj, layer.k_proj))
     return layer
-
-
-class Projection(nn.Linear):
-    """A linear layer whose output is clipped as ``config`` says, then normed, then multiplied by ``factor``."""
-
-    def __init__(
-        self, config: AlibiConfig, in_features: int, out_features: int, *, is_normed: bool, factor: float
-    ) -> None:
-        super().__init__(in_features, out_features, bias=config.bias)
-        self.clip, self.factor = config.clip_qkv, factor
-        self.norm = norm_layer(config, out_features) if is_normed else None
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Return ``x``, ``[..., in_features]``, projected to ``[..., out_features]``."""
-        y = super().__call__(x)
-        if self.clip is not None:
-            y = mx.clip(y, -self.clip, self.clip)
-        if self.norm is not None:
-            y = self.norm(y)
-        return scaled(y, self.factor)
 
 
 def scaled(x: mx.array, factor: float) -> mx.array:

@@ -94,6 +94,12 @@ class AlibiAttention(KeepsSlopes):
         self.k_proj = nn.Linear(embed_dim, shape.num_kv_heads * shape.head_dim, **factory)
         self.v_proj = nn.Linear(embed_dim, shape.num_kv_heads * shape.head_dim, **factory)
         self.out_proj = nn.Linear(shape.num_heads * shape.head_dim, embed_dim, **factory)
+        # What a model may do to projected queries, keys and values. Here, and not in the projections, so that
+        # quantizers and adapters may put others in their place.
+        self.clip_qkv: float | None = None
+        self.query_factor = 1.0
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
         self.dropout = nn.Dropout(dropout)
         register_layer_slopes(self, shape, slopes, future_slopes, learnable=learnable_slopes)
 
@@ -150,8 +156,20 @@ class AlibiAttention(KeepsSlopes):
 
     def _heads_of(self, x: Tensor, source: Tensor) -> Iterator[Tensor]:
         """Yield query, key and value, ``[batch, heads, length, head_dim]``."""
-        for proj, y in ((self.q_proj, x), (self.k_proj, source), (self.v_proj, source)):
-            yield proj(y).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
+        parts = (
+            (x, self.q_proj, self.q_norm, self.query_factor),
+            (source, self.k_proj, self.k_norm, 1.0),
+            (source, self.v_proj, None, 1.0),
+        )
+        for given, proj, norm, factor in parts:
+            y = proj(given)
+            if self.clip_qkv is not None:
+                y = y.clamp(-self.clip_qkv, self.clip_qkv)
+            if norm is not None:
+                y = norm(y)
+            if factor != 1:
+                y = y * factor
+            yield y.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
 
     def _attend_to(
         self,

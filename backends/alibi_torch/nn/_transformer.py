@@ -15,38 +15,12 @@ AttentionFactory = Callable[[AlibiConfig], nn.Module]
 
 
 def alibi_attention(config: AlibiConfig) -> AlibiAttention:
-    """Return the attention layer that ``config`` describes."""
-    return finished(AlibiAttention(**config.attention_options), config)
-
-
-def finished(layer: AlibiAttention, config: AlibiConfig) -> AlibiAttention:
-    """Return an attention layer with projections that clip, norm and scale as ``config`` says, if it does."""
-    if config.clip_qkv is not None or config.scale is not None or config.qk_norm:
-        for name, factor in (("q_proj", config.query_factor), ("k_proj", 1.0), ("v_proj", 1.0)):
-            before = getattr(layer, name)
-            options = {"is_normed": config.qk_norm and name != "v_proj", "factor": factor}
-            setattr(layer, name, Projection(config, before.in_features, before.out_features, **options))
+    """Return the attention layer that ``config`` describes, which clips, norms and scales if that says so."""
+    layer = AlibiAttention(**config.attention_options)
+    layer.clip_qkv, layer.query_factor = config.clip_qkv, config.query_factor
+    if config.qk_norm:
+        layer.q_norm, layer.k_norm = (norm_layer(config, x.out_features) for x in (layer.q_proj, layer.k_proj))
     return layer
-
-
-class Projection(nn.Linear):
-    """A linear layer whose output is clipped as ``config`` says, then normed, then multiplied by ``factor``."""
-
-    def __init__(
-        self, config: AlibiConfig, in_features: int, out_features: int, *, is_normed: bool, factor: float
-    ) -> None:
-        super().__init__(in_features, out_features, bias=config.bias)
-        self.clip, self.factor = config.clip_qkv, factor
-        self.norm = norm_layer(config, out_features) if is_normed else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x``, ``[..., in_features]``, projected to ``[..., out_features]``."""
-        y = super().forward(x)
-        if self.clip is not None:
-            y = y.clamp(-self.clip, self.clip)
-        if self.norm is not None:
-            y = self.norm(y)
-        return scaled(y, self.factor)
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
