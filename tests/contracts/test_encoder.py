@@ -126,6 +126,17 @@ def test_what_stands_in_padding_changes_nothing_and_rows_without_text_are_zeros(
 
 
 @pytest.mark.parametrize("backend", LIBRARIES)
+@pytest.mark.parametrize("pooling", POOLING)
+def test_no_texts_have_no_vectors_and_empty_texts_have_zeros(backend: Backend, pooling: str, loaded: Any) -> None:
+    model, width = loaded(backend, SMALLEST), RECORDS[SMALLEST]["config"]["hidden_size"]
+    for options in ({}, {"lengths": []}, {"mask": np.ones((0, 5), bool)}):
+        assert encode(backend, model, np.zeros((0, 5), np.int32), pooling=pooling, **options).shape == (0, width)
+    for options in ({}, {"lengths": [0, 0, 0]}, {"mask": np.ones((3, 0), bool)}):
+        embeddings = encode(backend, model, np.zeros((3, 0), np.int32), pooling=pooling, **options)
+        assert np.array_equal(embeddings, np.zeros((3, width)))
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
 def test_arguments_that_do_not_fit_are_refused(backend: Backend, loaded: Any) -> None:
     model, tokens = loaded(backend, SMALLEST), texts(RECORDS[SMALLEST])[0]
     for error, message, options in (

@@ -12,7 +12,7 @@ mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 from mlx import nn, optimizers  # noqa: E402
 
-from alibi_mlx import AlibiConfig, AlibiEncoder, AlibiLanguageModel, AlibiTransformer  # noqa: E402
+from alibi_mlx import AlibiConfig, AlibiLanguageModel, AlibiTransformer  # noqa: E402
 from tests.support.frameworks import MLX  # noqa: E402
 from tests.support.mlx import assert_close, normal  # noqa: E402
 
@@ -46,12 +46,6 @@ def test_a_model_whose_last_block_refuses_leaves_all_caches_as_they_were(evict):
         model(x[:, 5:], caches=caches)
     assert [cache.offset for cache in caches] == [5, 5, 5]
     assert_close(model(x[:, 5:6], caches=caches), expected[:, 5:6], terms=TERMS)
-
-
-@pytest.mark.parametrize("options", [{}, {"lengths": []}, {"mask": np.ones((0, 5), bool)}, {"pooling": "cls"}], ids=str)
-def test_no_texts_have_no_vectors(options):
-    encoder = AlibiEncoder(dataclasses.replace(SMALL, num_layers=1, is_causal=False), VOCAB_SIZE)
-    assert encoder.encode(mx.zeros((0, 5), mx.int32), **options).shape == (0, SMALL.embed_dim)
 
 
 def loss_of(model, batch):

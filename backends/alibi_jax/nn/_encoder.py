@@ -145,8 +145,7 @@ class AlibiEncoder(nnx.Module):
         """Return the vectors of texts, ``[batch, embed_dim]``, of which ``text`` masks the padding."""
         hidden = _at_least_float32(self(**arrays, mask=text[:, None, None]))
         if pooling == "cls":
-            chosen = jnp.arange(text.shape[1]) == jnp.argmax(text, axis=1)[:, None]
-            text = text & chosen
+            text = text & (jnp.cumsum(text, axis=1) == 1)  # the first of each row
         hidden = jnp.where(text[..., None], hidden, 0)  # padding may be NaN, which no factor of 0 removes
         return hidden.sum(axis=1) / jnp.maximum(text.sum(axis=1), 1)[:, None]
 

@@ -183,7 +183,7 @@ class AlibiAttention(nnx.Module):
             cache = _appended(cache, key, value, **own)
         rules = {"segment_ids": segment_ids, "mask": mask}
         attended = self._attended(query, key, value, cache, q_offset=q_offset, **rules, **own)
-        output = self.out_proj(attended.reshape(*x.shape[:2], -1))
+        output = self.out_proj(attended.reshape(*x.shape[:2], self.shape.num_heads * self.shape.head_dim))
         if self.dropout is not None:
             output = self.dropout(output)
         return output if cache is None else (output, cache)
@@ -203,7 +203,7 @@ class AlibiAttention(nnx.Module):
                 y = norm(y)
             if factor != 1:
                 y = y * factor
-            yield y.reshape(*y.shape[:2], -1, self.shape.head_dim)
+            yield y.reshape(*y.shape[:2], y.shape[-1] // self.shape.head_dim, self.shape.head_dim)
 
     def _attended(
         self, query: jax.Array, key: jax.Array, value: jax.Array, cache: Any, *, q_offset: Any, **rules: Any
