@@ -202,6 +202,18 @@ def tokens(value: Any) -> Any:
     return value
 
 
+def token_types(value: Any, tokens: Any, count: int) -> Any:
+    """Check for the types of tokens: integers of the tokens' shape, or None; none where a model has no types."""
+    if value is None:
+        return None
+    if not count:
+        raise ValueError("token_types must be None for a model whose config has none, got some")
+    integer_array(namespace_of(array("token_types", value)), "token_types", value)
+    if tuple(value.shape) != tuple(tokens.shape):
+        raise ValueError(f"token_types must have the shape of tokens, {tuple(tokens.shape)}, got {tuple(value.shape)}")
+    return value
+
+
 def integer_array(xp: Namespace, name: str, value: Any) -> Any:
     if not is_kind(xp, array(name, value).dtype, "integral"):
         how = "; cast a padding mask to int32" if is_kind(xp, value.dtype, "bool") else ""

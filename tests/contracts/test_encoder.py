@@ -147,11 +147,16 @@ def test_arguments_that_do_not_fit_are_refused(backend: Backend, loaded: Any) ->
         (TypeError, "^lengths must be integers, got float64", {"lengths": [1.0, 2.0, 3.0]}),
         (TypeError, "^mask must be booleans, or integers, got float32", {"mask": np.ones((3, 70), np.float32)}),
         (ValueError, r"^mask must have the shape of tokens, \(3, 70\), got \(3, 69\)", {"mask": tokens[:, 1:] != 0}),
+        (ValueError, "^token_types must have the shape of tokens", {"token_types": tokens[:, 1:], "lengths": [3, 4, 5]}),
+        (ValueError, r"^token_types must have the shape of tokens, \(3, 70\), got \(1, 70\)", {"token_types": tokens[:1]}),
+        (TypeError, "^token_types must have an integer dtype, got .*float32", {"token_types": tokens.astype(np.float32)}),
     ):
         with pytest.raises(error, match=message):
             encode(backend, model, tokens, **options)
     with pytest.raises(ValueError, match=r"^tokens must have shape \(batch, length\), got \(70,\)"):
         encode(backend, model, tokens[0])
+    with pytest.raises(TypeError, match=r"^tokens must be an array, got \[\[1, 2\]\]"):
+        model.encode([[1, 2]])
     package = importlib.import_module(backend.module)
     options = {"rngs": importlib.import_module("flax.nnx").Rngs(0)} if backend.framework.name == "jax" else {}
     with pytest.raises(ValueError, match="^is_causal must be False for an encoder, got True"):

@@ -81,15 +81,14 @@ class AlibiEncoder(nnx.Module):
             ``[batch, length, embed_dim]``.
 
         Raises:
-            ValueError: If ``token_types`` are given to a model without such embeddings.
+            ValueError: If ``token_types`` have another shape, or are given to a model without such embeddings.
         """
         return self.transformer(self.embed(tokens, token_types=token_types), mask=mask, segment_ids=segment_ids)
 
     def embed(self, tokens: jax.Array, *, token_types: jax.Array | None = None) -> jax.Array:
         """Return what the transformer is given for ``tokens``: ``[batch, length, embed_dim]``."""
-        if token_types is not None and not self.config.token_types:
-            raise ValueError("token_types must be None for a model whose config has none, got some")
-        x = scaled(self.embedding(checks.tokens(tokens)), self.config.embedding_factor)
+        token_types = checks.token_types(token_types, checks.tokens(tokens), self.config.token_types)
+        x = scaled(self.embedding(tokens), self.config.embedding_factor)
         if self.config.token_types:
             x = x + self.token_type_embedding(jnp.zeros_like(tokens) if token_types is None else token_types)
         return self.embedding_norm(x) if self.config.embedding_norm else x
@@ -124,9 +123,10 @@ class AlibiEncoder(nnx.Module):
 
         Raises:
             TypeError: If an argument is of the wrong kind.
-            ValueError: If both ``lengths`` and ``mask`` are given, or one does not fit ``tokens``.
+            ValueError: If both ``lengths`` and ``mask`` are given, or an argument does not fit ``tokens``.
         """
         checks.one_of("pooling", pooling, POOLING)
+        checks.token_types(token_types, checks.tokens(tokens), self.config.token_types)
         arrays = {"tokens": tokens, "token_types": token_types}
         if any(isinstance(x, jax.core.Tracer) for x in (*jax.tree.leaves(nnx.state(self)), lengths, mask, tokens)):
             return self._encode_padded(arrays, _text_of(tokens, lengths, mask), pooling)

@@ -68,15 +68,14 @@ class AlibiEncoder(nn.Module):
             ``[batch, length, embed_dim]``.
 
         Raises:
-            ValueError: If ``token_types`` are given to a model without such embeddings.
+            ValueError: If ``token_types`` have another shape, or are given to a model without such embeddings.
         """
         return self.transformer(self.embed(tokens, token_types=token_types), mask=mask, segment_ids=segment_ids)
 
     def embed(self, tokens: Tensor, *, token_types: Tensor | None = None) -> Tensor:
         """Return what the transformer is given for ``tokens``: ``[batch, length, embed_dim]``."""
-        if token_types is not None and not self.config.token_types:
-            raise ValueError("token_types must be None for a model whose config has none, got some")
-        x = scaled(self.embedding(checks.tokens(tokens)), self.config.embedding_factor)
+        token_types = checks.token_types(token_types, checks.tokens(tokens), self.config.token_types)
+        x = scaled(self.embedding(tokens), self.config.embedding_factor)
         if self.config.token_types:
             of_types = self.token_type_embedding
             x = x + (of_types.weight[0] if token_types is None else of_types(token_types))
@@ -110,9 +109,10 @@ class AlibiEncoder(nn.Module):
 
         Raises:
             TypeError: If an argument is of the wrong kind.
-            ValueError: If both ``lengths`` and ``mask`` are given, or one does not fit ``tokens``.
+            ValueError: If both ``lengths`` and ``mask`` are given, or an argument does not fit ``tokens``.
         """
         checks.one_of("pooling", pooling, POOLING)
+        checks.token_types(token_types, checks.tokens(tokens), self.config.token_types)
         rows = TextRows.check(tuple(tokens.shape), _on_host(lengths), _on_host(mask))
         vectors = self._of_text(tokens, token_types, rows)  # [tokens of text, embed_dim]
         vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
