@@ -116,12 +116,15 @@ def test_padding_within_a_text_counts_in_its_distances(backend: Backend, loaded:
 @pytest.mark.parametrize("backend", LIBRARIES)
 def test_what_stands_in_padding_changes_nothing_and_rows_without_text_are_zeros(backend: Backend, loaded: Any) -> None:
     record, model = RECORDS[SMALLEST], loaded(backend, SMALLEST)
-    tokens, lengths = texts(record)[0], [*record["lengths"][:2], 0]
-    other = np.where(np.arange(tokens.shape[1]) < np.asarray(lengths)[:, None], tokens, 3)
-    first, second = (encode(backend, model, x, lengths=lengths) for x in (tokens, other))
-    assert np.array_equal(first, second)
-    assert (first[2] == 0).all()
-    assert np.isfinite(first).all()
+    tokens, types = texts(record)
+    text = np.arange(tokens.shape[1]) < np.asarray([*record["lengths"][:2], 0])[:, None]
+    for mask in (text, text[:, ::-1].copy(), text & (np.arange(tokens.shape[1]) % 7 > 1)):
+        first = encode(backend, model, tokens, mask=mask, token_types=types)
+        assert (first[2] == 0).all()
+        assert np.isfinite(first).all()
+        for number in (3, -100, 10**6):
+            other, others = (np.where(mask, x, number).astype(np.int32) for x in (tokens, types))
+            assert np.array_equal(encode(backend, model, other, mask=mask, token_types=others), first)
     assert (encode(backend, model, tokens, lengths=[0, 0, 0], pooling="cls") == 0).all()
 
 
@@ -147,9 +150,21 @@ def test_arguments_that_do_not_fit_are_refused(backend: Backend, loaded: Any) ->
         (TypeError, "^lengths must be integers, got float64", {"lengths": [1.0, 2.0, 3.0]}),
         (TypeError, "^mask must be booleans, or integers, got float32", {"mask": np.ones((3, 70), np.float32)}),
         (ValueError, r"^mask must have the shape of tokens, \(3, 70\), got \(3, 69\)", {"mask": tokens[:, 1:] != 0}),
-        (ValueError, "^token_types must have the shape of tokens", {"token_types": tokens[:, 1:], "lengths": [3, 4, 5]}),
-        (ValueError, r"^token_types must have the shape of tokens, \(3, 70\), got \(1, 70\)", {"token_types": tokens[:1]}),
-        (TypeError, "^token_types must have an integer dtype, got .*float32", {"token_types": tokens.astype(np.float32)}),
+        (
+            ValueError,
+            "^token_types must have the shape of tokens",
+            {"token_types": tokens[:, 1:], "lengths": [3, 4, 5]},
+        ),
+        (
+            ValueError,
+            r"^token_types must have the shape of tokens, \(3, 70\), got \(1, 70\)",
+            {"token_types": tokens[:1]},
+        ),
+        (
+            TypeError,
+            "^token_types must have an integer dtype, got .*float32",
+            {"token_types": tokens.astype(np.float32)},
+        ),
     ):
         with pytest.raises(error, match=message):
             encode(backend, model, tokens, **options)
@@ -248,7 +263,9 @@ def test_jax_traces_an_encoder_with_its_padding_masked(tmp_path: Path) -> None:
     jax, alibi_jax = pytest.importorskip("jax"), pytest.importorskip("alibi_jax")
     record, model = RECORDS[SMALLEST], alibi_jax.load_checkpoint(save(SMALLEST, tmp_path))
     encode = jax.jit(lambda tokens, lengths: [model.encode(tokens, lengths=lengths, pooling=x) for x in POOLING])
-    for pooling, embeddings in zip(POOLING, encode(texts(record)[0], np.asarray(record["lengths"])), strict=True):
+    tokens, lengths = texts(record)[0], np.asarray(record["lengths"])
+    tokens = np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, -100)
+    for pooling, embeddings in zip(POOLING, encode(tokens, lengths), strict=True):
         close(record, "types zeros", pooling, np.asarray(embeddings))
 
 

@@ -136,13 +136,15 @@ class AlibiEncoder(nnx.Module):
             return _encode_padded(graph, state, arrays, jnp.asarray(rows.text), pooling)
         count, batch = len(rows.places), tokens.shape[0]
         spare = _filled(count) - count
-        places = np.pad(rows.places, (0, spare))
+        places = np.pad(rows.places, (0, spare), constant_values=rows.places[0] if count else 0)
         arrays = {name: None if x is None else x.reshape(-1)[places][None] for name, x in arrays.items()}
         segment_ids = np.pad(rows.row_of_place, (0, spare), constant_values=batch)  # of nobody
         return _encode_packed(graph, state, arrays, jnp.asarray(segment_ids), batch, pooling)
 
     def _encode_padded(self, arrays: dict[str, Any], text: jax.Array, pooling: str) -> jax.Array:
         """Return the vectors of texts, ``[batch, embed_dim]``, of which ``text`` masks the padding."""
+        # Whatever number stands for padding, the tables of embeddings need not have it: NaN comes of such.
+        arrays = {name: None if x is None else jnp.where(text, x, 0) for name, x in arrays.items()}
         hidden = _at_least_float32(self(**arrays, mask=text[:, None, None]))
         if pooling == "cls":
             text = text & (jnp.cumsum(text, axis=1) == 1)  # the first of each row

@@ -128,7 +128,10 @@ class AlibiEncoder(nn.Module):
         if rows.is_full:
             return mx.flatten(self(tokens, token_types=token_types), 0, 1)
         if rows.has_gaps:
-            hidden = self(tokens, mask=mx.array(rows.text)[:, None, None], token_types=token_types)
+            text = mx.array(rows.text)
+            # Whatever number stands for padding, the tables of embeddings need not have it.
+            tokens, token_types = (None if x is None else mx.where(text, x, 0) for x in (tokens, token_types))
+            hidden = self(tokens, mask=text[:, None, None], token_types=token_types)
             return mx.flatten(hidden, 0, 1)[mx.array(rows.places)]
 
         def vectors_of(*pack: np.ndarray) -> mx.array:

@@ -128,6 +128,8 @@ class AlibiEncoder(nn.Module):
             return self(tokens, token_types=token_types).flatten(0, 1)
         if rows.has_gaps:
             text = torch.from_numpy(rows.text).to(tokens.device)
+            # Whatever number stands for padding, the tables of embeddings need not have it.
+            tokens, token_types = (None if x is None else x.where(text, 0) for x in (tokens, token_types))
             return self(tokens, mask=text[:, None, None], token_types=token_types)[text]
 
         def vectors_of(*pack: np.ndarray) -> Tensor:
