@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,8 @@ class Generation:
 
         Raises:
             TypeError: If an argument is of the wrong kind.
-            ValueError: If a value is out of range, or ``tokens`` is not ``[batch, length]`` with a token in each row.
+            ValueError: If a value is out of range, or ``tokens`` is not ``[batch, length]`` with a token in each row,
+                or of integers too short for the vocabulary.
         """
         checks.non_negative_int("max_new_tokens", max_new_tokens)
         temperature = checks.non_negative_number("temperature", temperature)
@@ -62,6 +64,11 @@ class Generation:
             raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
         if 0 in checks.tokens(tokens).shape:
             raise ValueError(f"tokens must have shape (batch, length), neither of them 0, got {tuple(tokens.shape)}")
+        if vocab_size - 1 > _most(tokens.dtype):
+            raise ValueError(
+                f"tokens must have a dtype that holds all tokens, up to {vocab_size - 1}, got {tokens.dtype}; "
+                "cast them to int32"
+            )
         ends = () if eos_token_id is None else eos_token_id
         ends = tuple(ends) if isinstance(ends, Sequence) else (ends,)
         named = {"eos_token_id": ends, "pad_token_id": () if pad_token_id is None else (pad_token_id,)}
@@ -128,3 +135,9 @@ class Generation:
         for token in self.eos_token_ids:
             ended = chosen == token if ended is None else xp.logical_or(ended, chosen == token)
         return chosen, ended
+
+
+def _most(dtype: Any) -> int:
+    """Return the largest number of any library's integer dtype."""
+    unsigned, bits = re.findall(r"(u?)int(\d+)$", str(dtype))[0]
+    return int(2 ** (int(bits) - (not unsigned))) - 1

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from alibi_core.backend import AlibiConfig, Generation, namespace_of
-from tests.support.frameworks import FRAMEWORKS, NAMES, Framework
+from tests.support.frameworks import FRAMEWORK, FRAMEWORKS, NAMES, Framework
 from tests.support.full import once_in_jax
-from tests.support.models import Model, lively_model
+from tests.support.models import Model, lively_model, make_module
 
 VOCAB_SIZE = 13
 CONFIG = AlibiConfig(num_layers=1, embed_dim=16, num_heads=4, num_kv_heads=2, dropout=0.0)
@@ -142,6 +142,17 @@ def test_generate_refuses(
 ) -> None:
     with pytest.raises(error, match=f"^{message}"):
         model_of(name).generate(np.zeros(prompt, np.int32), **{"number": 3} | options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_must_have_a_dtype_that_holds_the_vocabulary(name: str) -> None:
+    model, array = make_module(name, "AlibiLanguageModel", CONFIG, 200), FRAMEWORK[name].array
+    with pytest.raises(
+        ValueError, match="^tokens must have a dtype that holds all tokens, up to 199, got .*int8; cast"
+    ):
+        model.generate(array(np.zeros((1, 2), np.int8)), 1)
+    if name != "torch":  # whose embeddings take int32 and int64 alone
+        assert "uint8" in str(model.generate(array(np.zeros((1, 2), np.uint8)), 1).dtype)
 
 
 def test_jax_asks_for_a_key() -> None:
