@@ -267,6 +267,10 @@ def test_jax_traces_an_encoder_with_its_padding_masked(tmp_path: Path) -> None:
     tokens = np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, -100)
     for pooling, embeddings in zip(POOLING, encode(tokens, lengths), strict=True):
         close(record, "types zeros", pooling, np.asarray(embeddings))
+    with pytest.raises(ValueError, match=r"^lengths must have shape \(batch 3,\), got \(1,\)"):
+        encode(tokens, lengths[:1])
+    with pytest.raises(ValueError, match=r"^mask must have the shape of tokens, \(3, 70\), got \(1, 70\)"):
+        jax.jit(lambda mask: model.encode(tokens, mask=mask))(tokens[:1] > 0)
 
 
 def test_gradients_of_packed_texts_are_those_of_each_alone(tmp_path: Path) -> None:

@@ -182,6 +182,10 @@ def _text_of(tokens: jax.Array, lengths: Any, mask: Any) -> jax.Array:
     """Return where text is, ``[batch, length]``, of a call whose values are not known."""
     if lengths is not None and mask is not None:
         raise ValueError("lengths must be None where a mask is given, got both")
+    if lengths is not None and jnp.shape(lengths) != tokens.shape[:1]:
+        raise ValueError(f"lengths must have shape (batch {tokens.shape[0]},), got {jnp.shape(lengths)}")
+    if mask is not None and jnp.shape(mask) != tokens.shape:
+        raise ValueError(f"mask must have the shape of tokens, {tokens.shape}, got {jnp.shape(mask)}")
     if lengths is not None:
         return jnp.arange(tokens.shape[1]) < jnp.asarray(lengths)[:, None]
     return jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask) != 0
