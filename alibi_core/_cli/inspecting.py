@@ -10,6 +10,7 @@ import numpy as np
 
 from alibi_core._arrays import checks
 from alibi_core._cli import tables
+from alibi_core._cli.terminal import UnusableError
 from alibi_core._models import Checkpoint
 
 LENGTHS = (2_048, 8_192, 32_768)
@@ -30,7 +31,10 @@ def add_commands(commands: Any) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    checkpoint = Checkpoint.open(options.directory)
+    try:
+        checkpoint = Checkpoint.open(options.directory)
+    except OSError as error:  # which is of the files, and not of what is printed
+        raise UnusableError(str(error)) from None
     config, slopes = checkpoint.config, np.asarray(checkpoint.config.slopes, np.float32)
     score_range = options.score_range
     if score_range is None:

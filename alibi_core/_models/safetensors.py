@@ -70,7 +70,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         )
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(places.values())):
-        if Path(file).name != file:
+        if not file or Path(file).name != file:
             raise ValueError(f"{directory / INDEX} must name files of its own directory, got {file!r}")
         tensors |= _header(directory / file)
     absent = [name for name, file in places.items() if name not in tensors or tensors[name].path.name != file]
@@ -85,7 +85,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise FileNotFoundError(f"{path.parent} must hold {path.name}, as save_pretrained writes it") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be JSON, got {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
@@ -108,7 +108,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
         try:
             entries = json.loads(file.read(length))
             tensors = {name: _stored(path, 8 + length, e) for name, e in entries.items() if name != "__metadata__"}
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise _damaged(path, "a header that cannot be read") from None
     end = max((entry["data_offsets"][1] for name, entry in entries.items() if name in tensors), default=0)
     if size != 8 + length + end:

@@ -349,6 +349,7 @@ DAMAGED |= {
     f"{new!r}": lambda data, old=old, new=new: data.replace(old, new, 1)
     for old, new in ((b'"dtype"', b'"dtypo"'), (b'"F32"', b'"F16"'), (b"[48]", b"[4x]"), (b"[48]", b"[96]"))
 }
+DAMAGED["objects in objects"] = lambda data: (60_000).to_bytes(8, "little") + b'{"a":' * 12_000
 DAMAGED["a header longer than any file"] = lambda data: b"\xff" * 8 + data[8:]
 
 
@@ -374,9 +375,10 @@ def test_files_that_are_missing_are_named(saved: Any, tmp_path: Path) -> None:
         load("torch", tmp_path)
     with pytest.raises(TypeError, match="^directory must be a path, got int"):
         load("torch", 5)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json must be JSON, got"):
-        load("torch", tmp_path)
+    for content in ("{", '{"a":' * 100_000):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match="config.json must be JSON, got"):
+            load("torch", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -384,6 +386,7 @@ def test_files_that_are_missing_are_named(saved: Any, tmp_path: Path) -> None:
     [
         ({"x": "model-2.safetensors"}, FileNotFoundError, "must hold model-2.safetensors, which its index names"),
         ({"x": "../model.safetensors"}, ValueError, "must name files of its own directory, got '../model.safetensors'"),
+        ({"x": ""}, ValueError, "must name files of its own directory, got ''"),
         ({"x": "part.safetensors"}, ValueError, r"must hold the tensors where its index says, got \['x'\] missing"),
         (None, ValueError, "must map tensors to files under 'weight_map', got NoneType"),
     ],

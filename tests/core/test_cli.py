@@ -189,6 +189,12 @@ def test_bad_arguments_are_refused_with_the_rule(
     assert message in printed.err
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").mkdir()
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("alibi-core: [Errno 21] Is a directory: ")
+
+
 @pytest.mark.parametrize("arguments", [[], ["slopes"], ["slopes", "twelve"], ["slope", "12"], ["explain", "8", "--q"]])
 def test_what_is_no_command_line_prints_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
