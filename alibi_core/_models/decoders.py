@@ -66,6 +66,8 @@ def baichuan(settings: Settings, contract: str) -> Family:
     )
     vocab_size = settings.size("vocab_size")
     is_second = vocab_size == VOCABULARY_OF_2 or "z_loss_weight" in settings.values
+    if is_second and config.tied_head:
+        raise settings.refuse("tie_word_embeddings", "false", "the rows of Baichuan2's head have norms of 1")
     return Family("baichuan", BAICHUAN_BIAS, config, vocab_size, (replace(BAICHUAN, head_of_unit_rows=is_second),))
 
 

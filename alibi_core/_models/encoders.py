@@ -143,6 +143,7 @@ def encoder_of(values: dict[str, Any], path: Path, tensors: Collection[str]) -> 
     settings.refuse_switches("is_decoder", "add_cross_attention", advice=advice)
     width = settings.size("hidden_size")
     num_heads = settings.heads(width, "num_attention_heads")
+    slopes = _saved_slopes(settings, "alibi_slopes")
     config = AlibiConfig(
         num_layers=settings.size("num_hidden_layers"),
         embed_dim=width,
@@ -158,7 +159,7 @@ def encoder_of(values: dict[str, Any], path: Path, tensors: Collection[str]) -> 
         up_bias=facts.up_bias,
         qk_norm="attention.self.layer_norm_q" in facts.modules,
         norm_epsilon=settings.number("layer_norm_eps", default=1e-12),
-        slopes=_saved_slopes(settings, "alibi_slopes") or tuple(slope_values(num_heads)),
+        slopes=tuple(slope_values(num_heads)) if slopes is None else slopes,
         embedding_norm=True,
         embedding_scale=1.0,
         token_types=settings.size("type_vocab_size"),

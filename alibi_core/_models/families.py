@@ -110,8 +110,14 @@ class Settings:
         return checks.positive_int(f"{names[0]} in {self.place}", value)
 
     def heads(self, width: int, *names: str) -> int:
-        """Return the number of heads, which must divide the width, before anything is computed of every head."""
+        """Return the number of heads, which must divide the width, before anything is computed of every head.
+
+        No shape of a tensor tells a wrong number, so all names must say the same.
+        """
         num_heads = self.size(*names)
+        for name in names[1:]:
+            if self.get(name, default=num_heads) != num_heads:
+                raise self.refuse(name, f"{names[0]}, {num_heads}, or absent", "one of the two is wrong")
         if width % num_heads:
             raise ValueError(f"{names[0]} in {self.place} must divide the model's width, {width}, got {num_heads}")
         return num_heads

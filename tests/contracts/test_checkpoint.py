@@ -294,6 +294,7 @@ WQKV, NORM = "transformer.blocks.1.attn.Wqkv.weight", "transformer.norm_f.weight
         ("bloom", {"hidden_size": None}, ValueError, "config.json must say hidden_size, got no such entry"),
         ("bloom", {"n_layer": "2"}, TypeError, "n_layer in .* must be an integer, got '2'"),
         ("bloom", {"n_head": 5}, ValueError, r"n_head in .* must divide the model's width, 48, got 5"),
+        ("bloom", {"num_attention_heads": 4}, ValueError, "^num_attention_heads in .* must be n_head, 6, .*, got 4"),
         ("falcon, groups", {"num_attention_heads": 10**30}, ValueError, "^num_attention_heads .* divide .* width, 48"),
         ("mpt", {"n_layers": 10**30}, ValueError, r"^number of layers in .* must be that of .*, got 10{30}$"),
         ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, ValueError, "^slow_but_exact in .* false, got"),

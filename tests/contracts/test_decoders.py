@@ -166,6 +166,7 @@ ROTARY = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}
         ("baichuan", {"hidden_act": "swiglu"}, "^hidden_act in .* must be one of 'gelu', .*, got 'swiglu'"),
         ("baichuan", {"hidden_act": ["silu"]}, r"^hidden_act in .* must be one of 'gelu', .*, got \['silu'\]"),
         ("baichuan", {"tie_word_embeddings": True}, "^lm_head.weight in .* must equal model.embed_tokens.weight"),
+        ("baichuan2", {"tie_word_embeddings": True}, "^tie_word_embeddings in .* must be false, got True; .*Baichuan2"),
         ("jais", {"position_embedding_type": "learned"}, "^position_embedding_type in .* must be 'alibi'"),
         ("jais", {"scale_attn_by_inverse_layer_idx": True}, "^scale_attn_by_inverse_layer_idx in .* must be false"),
         ("jais", {"alibi_scaling": {"train_seq_len": 64}}, "^train_seq_len in alibi_scaling in .* must be null"),
