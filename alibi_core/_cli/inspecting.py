@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from alibi_core._arrays import checks
+from alibi_core._bias import slope_values
 from alibi_core._cli import tables
 from alibi_core._cli.terminal import UnusableError
 from alibi_core._models import Checkpoint
@@ -40,20 +42,29 @@ def _inspect(options: argparse.Namespace) -> None:
     if score_range is None:
         score_range = 2 * config.head_dim * (config.head_dim**-0.5 if config.scale is None else config.scale)
     checks.non_negative_number("--score-range", score_range)
-    horizons = tables.horizons_of(slopes, score_range, options.tolerance)
+    rules = {"score_range": score_range, "tolerance": options.tolerance, "is_causal": config.is_causal}
+    sides = [slopes] if config.is_causal else [slopes, slopes]  # of keys before the query, and after it
+    if config.future_slopes is not None:
+        sides[1] = np.asarray(config.future_slopes, np.float32)
+    horizons = [tables.horizons_of(side, **rules) for side in sides]
     for name, words in _facts(checkpoint, slopes).items():
         print(f"{name:8}{words}")
     print()
-    rules = config.window_size, config.is_causal
-    needed = {length: [_needed(length, horizon, *rules) for horizon in horizons] for length in LENGTHS}
-    rows = [
-        (str(head), *tables.shown(slope, horizon), *(f"{needed[length][head]:.1%}" for length in LENGTHS))
-        for head, (slope, horizon) in enumerate(zip(slopes, horizons, strict=True))
-    ]
+    heads = list(zip(*horizons, strict=True))
+    needed = {length: [_needed(length, head, config.window_size) for head in heads] for length in LENGTHS}
+    told = 1 if config.future_slopes is None else 2  # sides, where the second is another
+    rows = []
+    for head in range(config.num_heads):
+        shown = [
+            x for side, far in zip(sides[:told], horizons, strict=False) for x in tables.shown(side[head], far[head])
+        ]
+        rows.append((str(head), *shown, *(f"{needed[length][head]:.1%}" for length in LENGTHS)))
     means = {length: sum(shares) / len(shares) for length, shares in needed.items()}
-    rows.append(("all", "", "", *(f"{mean:.1%}" for mean in means.values())))
-    rows.append(("fewer", "", "", *(f"{1 / mean:.1f} x" for mean in means.values())))
-    tables.print_table(("head", "slope", "horizon", *(f"at {length:,}" for length in LENGTHS)), rows)
+    blank = [""] * 2 * told
+    rows.append(("all", *blank, *(f"{mean:.1%}" for mean in means.values())))
+    rows.append(("fewer", *blank, *(f"{1 / mean:.1f} x" for mean in means.values())))
+    columns = ("slope", "horizon", "slope ahead", "horizon")[: 2 * told]
+    tables.print_table(("head", *columns, *(f"at {length:,}" for length in LENGTHS)), rows)
     print(f"\n{tables.what_a_horizon_is(score_range, options.tolerance)}")
     print("The columns after it: which share of the visible scores a text of so many tokens needs, and in the last row")
     print("how many times fewer scores that is. Backends compute whole tiles of scores, so a few more.")
@@ -70,18 +81,27 @@ def _facts(checkpoint: Checkpoint, slopes: Any) -> dict[str, str]:
         rounding = "in bfloat16"
     else:
         rounding = "in float32" if bias.is_always_float32 else "in the model's dtype"
-    kind = "causal" if config.is_causal else "symmetric"
+    if config.is_causal:
+        kind, scheme = "causal", bias.scheme
+    else:
+        kind = "symmetric" if config.future_slopes is None else "asymmetric"
+        is_canonical = np.array_equal(slopes, np.asarray(slope_values(config.num_heads), np.float32))
+        scheme = bias.scheme if is_canonical else "of its config"
     return {
         "family": f"{family.name}, {size:,} parameters in {checkpoint.dtype_name}",
         "layers": str(config.num_layers),
         "heads": f"{config.num_heads} of {config.head_dim} features{keys}, {kind}",
-        "slopes": f"{bias.scheme}, from {slopes.max():.4g} to {slopes.min():.4g}",
+        "slopes": f"{scheme}, from {slopes.max():.4g} to {slopes.min():.4g}",
         "bias": f"slopes times {counted[bias.counts_from]}, {rounding}; load_checkpoint takes the exact one instead",
         "texts": f"of {config.max_len:,} tokens in training, by its config",
     }
 
 
-def _needed(length: int, horizon: float, window: int | None, is_causal: bool) -> float:
-    """Return the share of the visible scores of so many tokens that a head needs."""
-    visible = tables.pairs(length, length, window, is_causal)
-    return tables.pairs(length, length, tables.farthest(horizon, window), is_causal) / visible
+def _needed(length: int, horizons: Sequence[float], window: int | None) -> float:
+    """Return the share of the visible scores of so many tokens that a head needs, with one horizon a side."""
+
+    def pairs(farthest: Sequence[int | None]) -> int:
+        own = length * (len(farthest) - 1)  # each query's own key, which both sides count
+        return sum(tables.pairs(length, length, far, True) for far in farthest) - own
+
+    return pairs([tables.farthest(horizon, window) for horizon in horizons]) / pairs([window] * len(horizons))

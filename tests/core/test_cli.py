@@ -17,6 +17,7 @@ import alibi_core
 from alibi_core._cli import main
 from alibi_core.backend import install_hint
 from alibi_core.conformance import installed_adapters
+from tests.support.checkpoints import write
 
 ROOT = Path(__file__).parents[2]
 
@@ -187,6 +188,28 @@ def test_bad_arguments_are_refused_with_the_rule(
     assert printed.out == ""
     assert printed.err.startswith("alibi-core: ")
     assert message in printed.err
+
+
+@pytest.mark.parametrize("config", [{}, {"alibi_slopes": [0.5, 0.1] * 3, "alibi_future_slopes": [0.03] * 6}], ids=str)
+def test_an_encoder_has_horizons_on_both_sides(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("safetensors")
+    record = json.loads((Path(__file__).parents[1] / "support" / "encoders" / "jina-plain.json").read_text())
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in record["shapes"].items()}
+    assert main(["inspect", str(write(tmp_path, record["config"] | config, tensors))]) == 0
+    facts, rows = capsys.readouterr().out.split("\n\n")[:2]
+    past = np.asarray(config.get("alibi_slopes", alibi_core.slopes(6)), np.float32)
+    future = np.asarray(config.get("alibi_future_slopes", past), np.float32)
+    assert ("asymmetric" in facts, "slopes  of its config, from 0.5 to 0.1" in facts) == (bool(config), bool(config))
+    ahead = np.arange(2048) - np.arange(2048)[:, None]
+    for row, slopes in zip(rows.splitlines()[1:7], zip(past, future, strict=True), strict=True):
+        # Half of what may be left out is left out on either side.
+        back, on = alibi_core.horizon(np.asarray(slopes), 2 * (24 / 6) ** 0.5, is_causal=False)
+        share = ((-back < ahead) & (ahead < on)).mean()
+        assert f"{back:,.0f}" in row.split()
+        assert f"{on:,.0f}" in row.split()
+        assert row.split()[-3] == f"{share:.1%}"
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
