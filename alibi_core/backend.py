@@ -23,7 +23,6 @@ from alibi_core._arrays import positive_int as positive_int
 from alibi_core._arrays import positive_number as positive_number
 from alibi_core._bias import key_bias as key_bias
 from alibi_core._bias import named as named
-from alibi_core._bias import relative_positions as relative_positions
 from alibi_core._bias import slope_values as slope_values
 from alibi_core._bias import slopes as slopes
 from alibi_core._bias import working_dtype as working_dtype
@@ -70,7 +69,6 @@ from alibi_core._horizon import reach as reach
 from alibi_core._horizon import score_rounding as score_rounding
 from alibi_core._horizon import seen_keys as seen_keys
 from alibi_core._horizon import tolerance_of as tolerance_of
-from alibi_core._horizon import visible_pairs as visible_pairs
 from alibi_core._models import MOST_PACKED as MOST_PACKED
 from alibi_core._models import POOLING as POOLING
 from alibi_core._models import AlibiConfig as AlibiConfig

@@ -4,7 +4,7 @@ In goes a call and what is measured of its queries and keys, norms above all. Ou
 queries needs, as ranges, and the rectangles of scores, the jobs, in which a backend may compute them.
 """
 
-from alibi_core._horizon.explanation import Explanation, KeySpans, visible_pairs
+from alibi_core._horizon.explanation import Explanation, KeySpans
 from alibi_core._horizon.jobs import FIELDS, Job, TileSizes, entry_of, jobs_of_entry, plain_jobs, seen_keys
 from alibi_core._horizon.measure import (
     KeyNorms,
@@ -65,5 +65,4 @@ __all__ = [
     "seen_keys",
     "tiled_as",
     "tolerance_of",
-    "visible_pairs",
 ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from alibi_core._call import AttentionCall
-from alibi_core._horizon.ranges import KeyRanges
+from alibi_core._horizon.ranges import ENDLESS, KeyRanges
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,6 +78,34 @@ class Explanation:
     scores_computed: int
     spans: KeySpans | None = field(default=None, repr=False)
 
+    @classmethod
+    def of_nothing(cls, call: AttentionCall) -> Explanation:
+        """Return that of a call without scores, which every implementation can run."""
+        return cls("dense", {}, 0.0, 0.0, np.zeros((math.prod(call.batch), call.num_heads)), 0, 0)
+
+    @classmethod
+    def of(
+        cls,
+        implementation: str,
+        refusals: dict[str, str | None],
+        tolerance: float,
+        largest_value: float,
+        scores_computed: int,
+        entries: Sequence[AttentionCall],
+        ranges: Sequence[KeyRanges],
+    ) -> Explanation:
+        """Take it from the plans of batch entries, whose offsets are ints; None stands for no refusal."""
+        return cls(
+            implementation=implementation,
+            refusals={name: reason for name, reason in refusals.items() if reason is not None},
+            tolerance=tolerance,
+            error_bound=2 * tolerance * largest_value,
+            horizons=np.stack([_horizons(*each) for each in zip(entries, ranges, strict=True)]),
+            scores_visible=sum(entry.num_heads * visible_pairs(entry) for entry in entries),
+            scores_computed=scores_computed,
+            spans=KeySpans.of(entries, ranges),
+        )
+
     @property
     def share(self) -> float:
         """Scores computed, as a part of those visible."""
@@ -111,6 +139,13 @@ class Explanation:
         farthest = horizons.max(axis=0).tolist() if len(horizons) else []
         shown = [f"{x:.0f}" if math.isfinite(x) else "all" for x in farthest] or ["none"]
         return "\n".join([*lines, f"horizons, in tokens, of the heads: {' '.join(shown)}"])
+
+
+def _horizons(entry: AttentionCall, ranges: KeyRanges) -> Any:
+    """Return how far back the heads of a batch entry look, ``[num_heads]``."""
+    reach = np.asarray(ranges.past).max(axis=1).astype(np.float64)
+    # No key is further back than the first is from the last query.
+    return np.where(reach >= min(ENDLESS, entry.q_offset + entry.q_len), math.inf, reach)
 
 
 def visible_pairs(call: AttentionCall) -> int:

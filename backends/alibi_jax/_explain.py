@@ -12,16 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from alibi_core import AttentionCall, KeyRanges
-from alibi_core.backend import (
-    ENDLESS,
-    FIELDS,
-    LENGTH_FIRST,
-    Explanation,
-    KeySpans,
-    Measuring,
-    check_keywords,
-    visible_pairs,
-)
+from alibi_core.backend import FIELDS, LENGTH_FIRST, Explanation, Measuring, check_keywords
 from alibi_jax._attention import attention
 from alibi_jax._call import Operands, Rules, as_slopes, needed_keys, ranges_of, take_apart
 from alibi_jax._compatible import broadcasting
@@ -80,8 +71,7 @@ def explain(
     if call.dense_only is not None:
         implementation = in_full(call, implementation)
     if call.is_empty:
-        none = np.zeros((math.prod(call.batch), call.num_heads))
-        return Explanation("dense", {}, 0.0, 0.0, none, 0, 0)
+        return Explanation.of_nothing(call)
     rules, operands = take_apart(call, query, key, value)
     target = Target(_platform(query))
     chosen = choose(implementation, target, operands)
@@ -91,25 +81,13 @@ def explain(
         rules = replace(rules, tolerance=0.0)
     tile = max(getattr(chosen, "q_block", 1), 128)
     plan = jax.jit(lambda operands: [getattr(ranges_of(rules, operands, tile, 128), name) for name in FIELDS])
-    limits = [np.asarray(x) for x in plan(operands)]
-    ranges = KeyRanges(Measuring(q_block=tile, kv_block=128).q_block_of(call), *limits)
-    past = ranges.past.max(axis=2).astype(np.float64)
+    q_block = Measuring(q_block=tile, kv_block=128).q_block_of(call)
+    ranges = [KeyRanges(q_block, *limits) for limits in zip(*map(np.asarray, plan(operands)), strict=True)]
     flat = call.with_one_batch_axis()
-    offsets = np.broadcast_to(np.asarray(flat.q_offset, np.int64), flat.batch)
-    entries = [replace(flat, q_offset=int(offset)) for offset in offsets]
-    # No key is further back than the first is from the last query.
-    horizons = np.where(past >= np.minimum(ENDLESS, offsets + call.q_len)[:, None], math.inf, past)
-    visible = sum(visible_pairs(entry) for entry in entries)
-    return Explanation(
-        implementation=name_of(chosen),
-        refusals={name: reason for name, reason in reasons.items() if reason is not None},
-        tolerance=rules.tolerance,
-        error_bound=2 * rules.tolerance * float(jnp.max(jnp.abs(value))),
-        horizons=horizons,
-        scores_visible=call.num_heads * visible,
-        scores_computed=_scores_computed(chosen, rules, operands, together=target.platform != "cpu"),
-        spans=KeySpans.of(entries, [replace(ranges, first=x, stop=y) for x, y in zip(*limits[:2], strict=True)]),
-    )
+    entries = [replace(flat, q_offset=int(x)) for x in np.broadcast_to(np.asarray(flat.q_offset), flat.batch)]
+    computed = _scores_computed(chosen, rules, operands, together=target.platform != "cpu")
+    largest = float(jnp.max(jnp.abs(value)))
+    return Explanation.of(name_of(chosen), reasons, rules.tolerance, largest, computed, entries, ranges)
 
 
 def _platform(array: jax.Array) -> str:

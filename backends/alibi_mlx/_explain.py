@@ -6,20 +6,9 @@ import math
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from alibi_core import AttentionCall
-from alibi_core.backend import (
-    ENDLESS,
-    Explanation,
-    KeySpans,
-    boolean,
-    check_keywords,
-    entry_of,
-    one_of,
-    tolerance_of,
-    visible_pairs,
-)
+from alibi_core.backend import Explanation, boolean, check_keywords, entry_of, one_of, tolerance_of
 from alibi_mlx import _tiled
 from alibi_mlx._attention import attention
 from alibi_mlx._metal import IMPLEMENTATIONS, choose, refusal
@@ -66,7 +55,7 @@ def explain(
     call = AttentionCall.check(query, key, value, slopes, xp=mx, **arguments)
     boolean("training", training)
     if call.is_empty:
-        return Explanation("dense", {}, 0.0, 0.0, np.zeros((math.prod(call.batch), call.num_heads)), 0, 0)
+        return Explanation.of_nothing(call)
     route = choose(call, implementation, training)
     refusals = {name: refusal(name, call) for name in IMPLEMENTATIONS}
     tolerance = tolerance_of(call) if route.implementation == "tiled" else 0.0
@@ -82,20 +71,5 @@ def explain(
         jobs = _tiled.jobs(flat, query, key, value, tolerance, None)
         sizes = ((len(range(flat.batch[0])[x.batch]), x.heads.stop - x.heads.start, x) for x in jobs)
         computed = sum(entries * heads * x.tiles * x.rows * x.kv_len for entries, heads, x in sizes)
-    return Explanation(
-        implementation=route.implementation,
-        refusals={name: reason for name, reason in refusals.items() if reason is not None},
-        tolerance=tolerance,
-        error_bound=2 * tolerance * mx.abs(value).max().item() if tolerance else 0.0,
-        horizons=np.stack([_horizons(*each) for each in zip(entries, (x.past for x in planned), strict=True)]),
-        scores_visible=call.num_heads * sum(visible_pairs(entry) for entry in entries),
-        scores_computed=computed,
-        spans=KeySpans.of(entries, planned),
-    )
-
-
-def _horizons(entry: AttentionCall, past: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return how far back the heads of a batch entry look, from the reach of their queries, ``[num_heads, blocks]``."""
-    reach = past.max(axis=1).astype(np.float64)
-    # No key is further back than the first is from the last query.
-    return np.where(reach >= min(ENDLESS, entry.q_offset + entry.q_len), math.inf, reach)
+    largest = mx.abs(value).max().item() if tolerance else 0.0
+    return Explanation.of(route.implementation, refusals, tolerance, largest, computed, entries, planned)

@@ -7,21 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import array_api_compat.torch as xp
-import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_core import AttentionCall, KeyRanges
-from alibi_core.backend import (
-    ENDLESS,
-    Explanation,
-    KeySpans,
-    check_keywords,
-    entry_of,
-    one_of,
-    tolerance_of,
-    visible_pairs,
-)
+from alibi_core import AttentionCall
+from alibi_core.backend import Explanation, check_keywords, entry_of, one_of, tolerance_of
 from alibi_torch._attention import attention, norms_of
 from alibi_torch._dispatch import IMPLEMENTATIONS, choose, refusal
 from alibi_torch._tiled import KeyNorms, jobs, needed_keys, told_apart
@@ -69,62 +59,34 @@ def explain(
     max_key_norm = arguments.pop("max_key_norm", None)
     call = AttentionCall.check(query, key, value, slopes, xp=xp, **arguments)
     known = None if max_key_norm is None else norms_of(call, max_key_norm)
-    # Nothing to compute needs no implementation that is able to.
-    chosen = "dense" if call.is_empty else choose(call, query, key, value, implementation)
+    if call.is_empty:
+        return Explanation.of_nothing(call)
+    chosen = choose(call, query, key, value, implementation)
     if query.is_meta:
         raise ValueError("query, key and value must hold values, which are measured; got tensors on meta")
-    reasons = {name: refusal(name, call, query, key, value) for name in IMPLEMENTATIONS}
+    refusals = {name: refusal(name, call, query, key, value) for name in IMPLEMENTATIONS}
     tolerance = tolerance_of(call) if chosen in ("tiled", "flex") else 0.0
     if chosen == "flex":
         from alibi_torch._flex import are_few  # not before it is used: it brings the compiler with it
 
         tolerance = 0.0 if are_few(call) else tolerance
     flat = call.with_one_batch_axis()
-    entries = []
-    largest, computed = 0.0, 0
-    if not call.is_empty:
-        with torch.no_grad():
-            tensors = [x.detach().reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key)]
-            entries = [_entry(flat, index, *tensors, tolerance, known) for index in range(flat.batch[0])]
-            if chosen == "tiled":
-                computed = _in_tiles(flat, *tensors, tolerance, known)
-            elif chosen == "flex":
-                computed = _in_blocks(replace(flat, tolerance=tolerance), *tensors, known)
-            else:
-                computed = math.prod(call.batch) * call.num_heads * call.q_len * call.kv_len
-            largest = max(abs(x.item()) for x in torch.aminmax(value.detach()))
-    none = np.zeros((math.prod(call.batch), call.num_heads))
-    return Explanation(
-        implementation=chosen,
-        refusals={name: reason for name, reason in reasons.items() if reason is not None},
-        tolerance=tolerance,
-        error_bound=2 * tolerance * largest,
-        horizons=np.stack([x[0] for x in entries]) if entries else none,
-        scores_visible=sum(x[1] for x in entries),
-        scores_computed=computed,
-        spans=KeySpans.of([entry_of(flat, x) for x in range(len(entries))], [x[2] for x in entries])
-        if entries
-        else None,
-    )
-
-
-def _entry(
-    flat: AttentionCall,
-    index: int,
-    query: Tensor,
-    key: Tensor,
-    tolerance: float,
-    known: KeyNorms | None,
-) -> tuple[np.ndarray, int, KeyRanges]:
-    """Return the horizons ``[num_heads]`` of one batch entry, the number of its visible scores, and its plan."""
-    call = entry_of(flat, index)
-    tensors = query[index : index + 1], key[index : index + 1]
-    norms = None if known is None else known.of_entries(slice(index, index + 1))
-    ranges = needed_keys(call, *tensors, tolerance, norms)
-    reach = ranges.past.max(axis=1).astype(np.float64)
-    # No key is further back than the first is from the last query.
-    horizons = np.where(reach >= min(ENDLESS, call.q_offset + call.q_len), math.inf, reach)
-    return horizons, call.num_heads * visible_pairs(call), ranges
+    entries = [entry_of(flat, index) for index in range(flat.batch[0])]
+    with torch.no_grad():
+        tensors = [x.detach().reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key)]
+        ranges = []
+        for index, entry in enumerate(entries):
+            one = slice(index, index + 1)
+            norms = None if known is None else known.of_entries(one)
+            ranges.append(needed_keys(entry, *(x[one] for x in tensors), tolerance, norms))
+        if chosen == "tiled":
+            computed = _in_tiles(flat, *tensors, tolerance, known)
+        elif chosen == "flex":
+            computed = _in_blocks(replace(flat, tolerance=tolerance), *tensors, known)
+        else:
+            computed = math.prod(call.batch) * call.num_heads * call.q_len * call.kv_len
+        largest = max(abs(x.item()) for x in torch.aminmax(value.detach()))
+    return Explanation.of(chosen, refusals, tolerance, largest, computed, entries, ranges)
 
 
 def _in_tiles(call: AttentionCall, query: Tensor, key: Tensor, tolerance: float, norms: KeyNorms | None) -> int:
