@@ -12,7 +12,7 @@ import pytest
 from alibi_core.conformance._cases.oracle import Attention, Rules, assert_within, penalties
 from tests.support.frameworks import LAYER_BACKENDS, LIBRARIES, Backend
 from tests.support.full import first_of, in_full, once_in_jax
-from tests.support.layers import make_layer
+from tests.support.layers import cast, make_layer
 
 EACH = pytest.mark.parametrize("backend", LIBRARIES)
 EACH_IMPLEMENTATION = pytest.mark.parametrize("backend", LAYER_BACKENDS)
@@ -93,24 +93,6 @@ def test_forward_mode_of_pytorch_is_dense_where_there_are_tangents_and_nowhere_e
 
 def x_of(backend: Backend, length: int = 7, dtype: str = "float32") -> Any:
     return backend.framework.array(np.random.default_rng(1).standard_normal((2, length, 24)), dtype)
-
-
-def cast(name: str, layer: Any, dtype: str) -> None:
-    """Cast the weights of a layer within a model as its framework does."""
-    if name == "torch":
-        import torch
-
-        torch.nn.Sequential(layer).to(getattr(torch, dtype))
-    elif name == "jax":
-        import jax
-        from flax import nnx
-
-        nnx.update(layer, jax.tree.map(lambda x: x.astype(dtype), nnx.state(layer)))
-    else:
-        import mlx.core as mx
-        from mlx import nn
-
-        nn.Sequential(layer).set_dtype(getattr(mx, dtype))
 
 
 def slopes_of(layer: Any) -> Any:

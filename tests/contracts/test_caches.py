@@ -22,7 +22,7 @@ from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Answer, Attentio
 from tests.support.caches import Cache, evicting, keeping
 from tests.support.frameworks import FRAMEWORK, NAMES
 from tests.support.full import once_in_jax, without_jax
-from tests.support.layers import decode, make_layer
+from tests.support.layers import cast, decode, make_layer
 
 EAGER = [name for name in NAMES if name.id != "jax"]  # where a new shape costs no compilation
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 5
@@ -892,6 +892,35 @@ def test_a_token_that_a_layer_refuses_leaves_the_cache_as_it_was(name: str, bad:
     # Keys of a size that never came to be held do not widen the horizons for good, either.
     assert tried.kept == spared.kept
     assert max(tried.kept) < 200
+
+
+@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize("change", ["of the array given", "in place", "learnt"])
+def test_slopes_that_changed_since_are_refused(name: str, change: str) -> None:
+    given, x = (FRAMEWORK[name].array(values) for values in (STEEP_LAYER["slopes"], normal(1, 3, 32)))
+    layer = make_layer(name, **STEEP_LAYER | {"slopes": given, "learnable_slopes": change == "learnt"})
+    cache = layer.make_cache(1, 50, evict=True, max_query_norm=100.0)
+    layer(x, cache=cache)
+    if change == "of the array given":
+        given[1] = 3.0
+        assert layer(x, cache=cache).shape == x.shape
+        return
+    slopes = layer.log_slopes if change == "learnt" else layer.slopes
+    (slopes.detach() if name == "torch" else slopes)[1] = 0.25
+    with pytest.raises(ValueError, match="slopes must be those that the cache was made for; make a new one"):
+        layer(x, cache=cache)
+    assert cache.length == 3
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_a_cast_layer_needs_a_new_cache(name: str) -> None:
+    layer, array = make_layer(name, **STEEP_LAYER), FRAMEWORK[name].array
+    cache, x = layer.make_cache(1, 50, evict=True, max_query_norm=100.0), array(normal(1, 3, 32), "bfloat16")
+    layer(array(normal(1, 3, 32)), cache=cache)
+    cast(name, layer, "bfloat16")
+    with pytest.raises(ValueError, match=r"^key must be \S*float32 as the cache is, got \S*bfloat16"):
+        layer(x, cache=cache)
+    assert layer(x, cache=layer.make_cache(1, 50, evict=True, max_query_norm=100.0)).dtype == x.dtype
 
 
 @pytest.mark.parametrize("name", without_jax(NAMES))

@@ -138,6 +138,19 @@ def test_caches_continue_a_sequence(name: str, options: dict[str, Any]) -> None:
         model(x, caches=caches[:1])
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name.id != "jax"])  # whose caches stay as they are
+@pytest.mark.parametrize("options", [{}, {"evict": True, "max_query_norm": 50.0}], ids=["keeping", "evicting"])
+def test_a_model_whose_last_block_refuses_leaves_all_caches_as_they_were(name: str, options: dict[str, Any]) -> None:
+    model, x = transformer(name), normal(1, 8, SMALL.embed_dim)
+    caches, expected = model.inner.make_caches(1, 20, **options), model(x)
+    caches[-1] = model.inner.blocks[-1].attention.make_cache(1, 6, **options)
+    model(x[:, :5], caches)
+    with pytest.raises(ValueError, match="max_length 6"):
+        model(x[:, 5:], caches)
+    assert [cache.length for cache in caches] == [5] * SMALL.num_layers
+    assert_close(model(x[:, 5:6], caches), expected[:, 5:6])
+
+
 @EACH
 def test_attention_factory_replaces_attention_alone(name: str) -> None:
     seen = []

@@ -17,6 +17,7 @@ mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 from alibi_mlx import AlibiAttention, EvictingKVCache, KVCache  # noqa: E402
 from alibi_mlx._tiled.configuration import norm_bounds  # noqa: E402
 from alibi_mlx.caches import _kv_cache as _cache  # noqa: E402
+from tests.contracts.test_caches import TOO_LONG, held  # noqa: E402
 from tests.support.frameworks import MLX  # noqa: E402
 from tests.support.full import first_of  # noqa: E402
 from tests.support.mlx import assert_close, normal  # noqa: E402
@@ -233,13 +234,6 @@ def test_values_are_read_only_where_room_is_made(slopes: tuple[float, ...]) -> N
         mx.compile(step)(*zeros(1)[:1], mx.zeros((BATCH, HEADS, 1, HEAD_DIM)))  # tracing forbids reading
 
 
-def a_query(**changes: Any) -> Any:
-    return mx.zeros(tuple(({"batch": BATCH, "heads": HEADS, "q_len": 3, "head_dim": HEAD_DIM} | changes).values()))
-
-
-TOO_LONG = r"query must have norms of at most max_query_norm, 4, "
-
-
 @pytest.mark.parametrize("way", ["trim", "state", "offset"])
 def test_key_norms_bound_the_keys_held_whatever_way_tokens_were_taken_back(way: str) -> None:
     cache = KVCache()
@@ -262,19 +256,9 @@ def test_key_norms_bound_the_keys_held_whatever_way_tokens_were_taken_back(way: 
         assert (bounds[:, :, block] <= 1.001 * largest).all()
 
 
-def held() -> EvictingKVCache:
-    """Return a cache that has dropped tokens, with 3 more since."""
-    cache = EvictingKVCache(slopes=mx.array(STEEP), max_query_norm=4.0, max_length=200)
-    cache.append(*zeros(200))
-    cache.append(*zeros(3))
-    assert cache.length == 203
-    assert max(cache.kept) < 100
-    return cache
-
-
 @pytest.mark.parametrize("bad", [4.001, 1e30, math.inf, math.nan])
 def test_a_query_too_long_is_never_answered(bad: float) -> None:
-    cache, query = held(), a_query(q_len=1)
+    cache, query = held("mlx").inner, mx.zeros((BATCH, HEADS, 1, HEAD_DIM))
     cache.append(*zeros(1))  # for which there is room, so nothing is read
     assert np.isnan(MLX.numpy(cache.attend(query + mx.array([bad, 0, 0, 0, 0])))).all()
 
@@ -315,35 +299,6 @@ def test_keys_that_took_the_place_of_others_count() -> None:
         cache.append(*zeros(1, heads=1))
     assert cache.kept[0] >= 2 * SCALE * 4.0 * 5.0 - math.log(2.0**-25 * -math.expm1(-1.0))
     assert cache.kept[0] < 60
-
-
-@pytest.mark.parametrize("change", ["nothing", "learnt", "in place", "of the cache's"])
-def test_slopes_that_changed_since_are_refused(change: str) -> None:
-    slopes = mx.array(STEEP)
-    layer, x = layer_of(slopes=slopes, learnable_slopes=change == "learnt"), normal(1, 3, EMBED_DIM)
-    cache = layer.make_cache(evict=True, max_query_norm=100.0)
-    layer(x, cache=cache)
-    if change == "nothing":
-        slopes[0] = 3.0  # the array that the layer was made of
-        assert layer(x, cache=cache).shape == x.shape
-        return
-    if change == "learnt":
-        layer.log_slopes = layer.log_slopes - 1
-    else:
-        layer.slopes[1] = 0.25
-    with pytest.raises(ValueError, match="slopes must be those that the cache was made for; make a new one"):
-        layer(x, cache=cache)
-    assert cache.length == 3
-
-
-def test_a_cast_layer_needs_a_new_cache() -> None:
-    layer, x = layer_of(slopes=mx.array(STEEP)), normal(1, 3, EMBED_DIM)
-    cache = layer.make_cache(evict=True, max_query_norm=100.0)
-    layer(x, cache=cache)
-    layer.set_dtype(mx.bfloat16)
-    with pytest.raises(ValueError, match=r"^key must be mlx.core.float32 .* got mlx.core.bfloat16"):
-        layer(x.astype(mx.bfloat16), cache=cache)
-    assert layer(x.astype(mx.bfloat16), cache=layer.make_cache(evict=True, max_query_norm=9.0)).dtype == mx.bfloat16
 
 
 # --- The layer

@@ -1,4 +1,4 @@
-"""What MLX's models alone have: caches that a refusal leaves alone, training, the compiler, low precision."""
+"""What MLX's models alone have: training, the compiler, low precision."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 from mlx import nn, optimizers  # noqa: E402
 
-from alibi_mlx import AlibiConfig, AlibiLanguageModel, AlibiTransformer  # noqa: E402
+from alibi_mlx import AlibiConfig, AlibiLanguageModel  # noqa: E402
 from tests.support.frameworks import MLX  # noqa: E402
-from tests.support.mlx import assert_close, normal  # noqa: E402
+from tests.support.mlx import assert_close  # noqa: E402
 
 SMALL = AlibiConfig(num_layers=3, embed_dim=28, num_heads=4, num_kv_heads=2, dropout=0.0, expansion_factor=2, bias=True)
 VOCAB_SIZE = 31
@@ -32,20 +32,6 @@ def lively_model(factor: float = 4, **changes: Any) -> AlibiLanguageModel:
     for block in model.transformer.blocks:
         block.apply(lambda weight: factor * weight if weight.ndim == 2 else weight)
     return model
-
-
-@pytest.mark.parametrize("evict", [False, True])
-def test_a_model_whose_last_block_refuses_leaves_all_caches_as_they_were(evict):
-    model, x = AlibiTransformer(SMALL), normal(1, 8, SMALL.embed_dim)
-    options = {"evict": True, "max_query_norm": 50.0} if evict else {}
-    caches = model.make_caches(**options)
-    caches[2] = model.blocks[2].attention.make_cache(max_length=6, **options)
-    expected = model(x)
-    model(x[:, :5], caches=caches)
-    with pytest.raises(ValueError, match="max_length 6"):
-        model(x[:, 5:], caches=caches)
-    assert [cache.offset for cache in caches] == [5, 5, 5]
-    assert_close(model(x[:, 5:6], caches=caches), expected[:, 5:6], terms=TERMS)
 
 
 def loss_of(model, batch):

@@ -45,6 +45,24 @@ def load(name: str, layer: Any, path: Path) -> None:
         layer.load_weights(str(path))
 
 
+def cast(name: str, layer: Any, dtype: str) -> None:
+    """Cast the weights of a layer within a model as its framework does."""
+    if name == "torch":
+        import torch
+
+        torch.nn.Sequential(layer).to(getattr(torch, dtype))
+    elif name == "jax":
+        import jax
+        from flax import nnx
+
+        nnx.update(layer, jax.tree.map(lambda x: x.astype(dtype), nnx.state(layer)))
+    else:
+        import mlx.core as mx
+        from mlx import nn
+
+        nn.Sequential(layer).set_dtype(getattr(mx, dtype))
+
+
 def apply(name: str, layer: Any, x: np.ndarray, **arguments: np.ndarray) -> np.ndarray:
     """Return a layer's output as float64 NumPy."""
     framework = FRAMEWORK[name]
