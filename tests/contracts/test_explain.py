@@ -309,43 +309,43 @@ def test_no_query_behind_its_horizon_misses_what_it_needs(backend: Backend) -> N
     lengths=st.sampled_from([(1, 1), (9, 9), (5, 300), (300, 70), (3, 1500), (17, 1100), (1100, 1100), (1300, 1030)]),
     batch=st.sampled_from([(), (1,), (2,), (2, 3)]),
     heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 2), (3, 1)]),
-    is_causal=st.booleans(),
-    window_size=st.sampled_from([None, None, 0, 6, 100]),
-    q_offset=st.sampled_from([None, None, 0, -3, 250]),
-    tolerance=st.sampled_from([None, 0.0, 0.1]),
+    rules=st.fixed_dictionaries(
+        {
+            "is_causal": st.booleans(),
+            "window_size": st.sampled_from([None, None, 0, 6, 100]),
+            "q_offset": st.sampled_from([None, None, 0, -3, 250]),
+            "tolerance": st.sampled_from([None, 0.0, 0.1]),
+        }
+    ),
     known=st.sampled_from([None, 3.0, 50.0, "each"]),
     seed=st.integers(0, 99),
 )
-@example((1100, 1100), (2, 3), (4, 2), True, None, None, None, "each", 0)
-@example((700, 700), (2, 3), (4, 2), True, None, None, None, None, 0)
-@example((17, 1600), (2,), (4, 2), True, None, None, None, 50.0, 0)
-@example((1100, 1030), (), (3, 1), False, 6, -3, 0.1, None, 0)
+@example((1100, 1100), (2, 3), (4, 2), {}, "each", 0)
+@example((700, 700), (2, 3), (4, 2), {}, None, 0)
+@example((17, 1600), (2,), (4, 2), {}, 50.0, 0)
+@example((1100, 1030), (), (3, 1), {"is_causal": False, "window_size": 6, "q_offset": -3, "tolerance": 0.1}, None, 0)
 def test_scores_are_counted_as_they_are_computed(
     backend: Backend,
     lengths: tuple[int, int],
     batch: tuple[int, ...],
     heads: tuple[int, int],
-    is_causal: bool,
-    window_size: int | None,
-    q_offset: int | None,
-    tolerance: float | None,
+    rules: dict[str, Any],
     known: float | str | None,
     seed: int,
 ) -> None:
     inputs = tensors(*lengths, batch=batch, heads=heads, seed=seed)
     slopes = np.asarray([1.0, 0.25, 4.0, 0.0, 0.5, 0.1])[: heads[0]]
-    rules: dict[str, Any] = {"is_causal": is_causal, "window_size": window_size}
-    rules |= {"tolerance": tolerance, "q_offset": q_offset}
     if known == "each":
         inputs[1] *= np.linspace(0.1, 5.0, math.prod(batch)).reshape(*batch, 1, 1, 1)
         known = (1.1 * np.linalg.norm(inputs[1], axis=-1).max(axis=-1)).astype(np.float32)
     if backend.framework.name == "torch":
-        rules["max_key_norm"] = known
+        rules = rules | {"max_key_norm": known}
     result = explain(backend, *inputs, slopes, **rules)
     assert result.implementation == "tiled"
     assert result.scores_computed == counted(backend, *inputs, slopes, **rules)
-    offset = lengths[1] - lengths[0] if q_offset is None else q_offset
-    pairs = visible(*lengths, q_offset=offset, is_causal=is_causal, window_size=window_size)
+    seen = {name: rules[name] for name in ("is_causal", "window_size") if name in rules}
+    offset = rules.get("q_offset")
+    pairs = visible(*lengths, q_offset=lengths[1] - lengths[0] if offset is None else offset, **seen)
     assert result.scores_visible == pairs * math.prod(batch) * heads[0]
     assert result.horizons.shape == (math.prod(batch), heads[0])
 
