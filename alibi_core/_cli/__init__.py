@@ -4,6 +4,4 @@ In go the arguments of a command line, out come text and an exit status. Each co
 runs: the tables need the core alone, and so does a look at a checkpoint; the conformance kit needs its extra.
 """
 
-from alibi_core._cli.command import main
-
-__all__ = ["main"]
+from alibi_core._cli.command import main as main

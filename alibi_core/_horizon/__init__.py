@@ -4,65 +4,35 @@ In goes a call and what is measured of its queries and keys, norms above all. Ou
 queries needs, as ranges, and the rectangles of scores, the jobs, in which a backend may compute them.
 """
 
-from alibi_core._horizon.explanation import Explanation, KeySpans
-from alibi_core._horizon.jobs import FIELDS, Job, TileSizes, entry_of, jobs_of_entry, plain_jobs, seen_keys
-from alibi_core._horizon.measure import (
-    KeyNorms,
-    Measured,
-    Measuring,
-    by_query_head,
-    lower_bounds,
-    measure,
-    norm_bounds,
-    ranges_on_host,
-)
-from alibi_core._horizon.nearest import nearest_keys
-from alibi_core._horizon.ranges import (
-    ENDLESS,
-    LARGEST_TOLERANCE,
-    UNIT_ROUNDOFF,
-    KeyRanges,
-    ScoreBounds,
-    by_block,
-    horizon,
-    key_ranges,
-    reach,
-    score_rounding,
-    tolerance_of,
-)
-from alibi_core._horizon.tiling import Tiling, current_tiling, tiled_as
-
-__all__ = [
-    "ENDLESS",
-    "FIELDS",
-    "LARGEST_TOLERANCE",
-    "UNIT_ROUNDOFF",
-    "Explanation",
-    "Job",
-    "KeyNorms",
-    "KeyRanges",
-    "KeySpans",
-    "Measured",
-    "Measuring",
-    "ScoreBounds",
-    "TileSizes",
-    "Tiling",
-    "by_block",
-    "by_query_head",
-    "current_tiling",
-    "entry_of",
-    "horizon",
-    "jobs_of_entry",
-    "key_ranges",
-    "lower_bounds",
-    "measure",
-    "nearest_keys",
-    "norm_bounds",
-    "plain_jobs",
-    "ranges_on_host",
-    "reach",
-    "score_rounding",
-    "seen_keys",
-    "tiled_as",
-    "tolerance_of",
-]
+from alibi_core._horizon.explanation import Explanation as Explanation
+from alibi_core._horizon.explanation import KeySpans as KeySpans
+from alibi_core._horizon.jobs import FIELDS as FIELDS
+from alibi_core._horizon.jobs import Job as Job
+from alibi_core._horizon.jobs import TileSizes as TileSizes
+from alibi_core._horizon.jobs import entry_of as entry_of
+from alibi_core._horizon.jobs import jobs_of_entry as jobs_of_entry
+from alibi_core._horizon.jobs import plain_jobs as plain_jobs
+from alibi_core._horizon.jobs import seen_keys as seen_keys
+from alibi_core._horizon.measure import KeyNorms as KeyNorms
+from alibi_core._horizon.measure import Measured as Measured
+from alibi_core._horizon.measure import Measuring as Measuring
+from alibi_core._horizon.measure import by_query_head as by_query_head
+from alibi_core._horizon.measure import lower_bounds as lower_bounds
+from alibi_core._horizon.measure import measure as measure
+from alibi_core._horizon.measure import norm_bounds as norm_bounds
+from alibi_core._horizon.measure import ranges_on_host as ranges_on_host
+from alibi_core._horizon.nearest import nearest_keys as nearest_keys
+from alibi_core._horizon.ranges import ENDLESS as ENDLESS
+from alibi_core._horizon.ranges import LARGEST_TOLERANCE as LARGEST_TOLERANCE
+from alibi_core._horizon.ranges import UNIT_ROUNDOFF as UNIT_ROUNDOFF
+from alibi_core._horizon.ranges import KeyRanges as KeyRanges
+from alibi_core._horizon.ranges import ScoreBounds as ScoreBounds
+from alibi_core._horizon.ranges import by_block as by_block
+from alibi_core._horizon.ranges import horizon as horizon
+from alibi_core._horizon.ranges import key_ranges as key_ranges
+from alibi_core._horizon.ranges import reach as reach
+from alibi_core._horizon.ranges import score_rounding as score_rounding
+from alibi_core._horizon.ranges import tolerance_of as tolerance_of
+from alibi_core._horizon.tiling import Tiling as Tiling
+from alibi_core._horizon.tiling import current_tiling as current_tiling
+from alibi_core._horizon.tiling import tiled_as as tiled_as

@@ -4,20 +4,12 @@ In goes a configuration or a folder with a checkpoint. Out come checked sizes, a
 library's layers. No framework is imported.
 """
 
-from alibi_core._models.checkpoints import Checkpoint
-from alibi_core._models.config import AlibiConfig, check_config
-from alibi_core._models.generation import Generation
-from alibi_core._models.layer_shape import LayerShape, fixed_or_scheme_slopes
-from alibi_core._models.text_rows import MOST_PACKED, POOLING, TextRows
-
-__all__ = [
-    "MOST_PACKED",
-    "POOLING",
-    "AlibiConfig",
-    "Checkpoint",
-    "Generation",
-    "LayerShape",
-    "TextRows",
-    "check_config",
-    "fixed_or_scheme_slopes",
-]
+from alibi_core._models.checkpoints import Checkpoint as Checkpoint
+from alibi_core._models.config import AlibiConfig as AlibiConfig
+from alibi_core._models.config import check_config as check_config
+from alibi_core._models.generation import Generation as Generation
+from alibi_core._models.layer_shape import LayerShape as LayerShape
+from alibi_core._models.layer_shape import fixed_or_scheme_slopes as fixed_or_scheme_slopes
+from alibi_core._models.text_rows import MOST_PACKED as MOST_PACKED
+from alibi_core._models.text_rows import POOLING as POOLING
+from alibi_core._models.text_rows import TextRows as TextRows

@@ -32,11 +32,14 @@ ROOMS = {name for name, path in MODULES.items() if path.name == "__init__.py" an
 
 @cache
 def names_at(door: str) -> frozenset[str]:
-    """Return what a module says that it exports, which may be one of its files."""
+    """Return what a module says that it exports, in ``__all__`` or as itself; it may be one of its files."""
+    found: set[str] = set()
     for node in ast.parse(MODULES[door].read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return frozenset(ast.literal_eval(node.value))
-    return frozenset()
+            found |= set(ast.literal_eval(node.value))
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.name for alias in node.names if alias.asname == alias.name}
+    return frozenset(found)
 
 
 @cache

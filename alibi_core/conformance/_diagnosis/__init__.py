@@ -5,7 +5,6 @@ reading, with its name. The diagnosis calls the adapter on probes and searches f
 all that it sees. The catalogue can be run, too: an adapter that makes the mistakes of these names.
 """
 
-from alibi_core.conformance._diagnosis.diagnosis import diagnose
-from alibi_core.conformance._diagnosis.mistaken import MISTAKES, Mistaken
-
-__all__ = ["MISTAKES", "Mistaken", "diagnose"]
+from alibi_core.conformance._diagnosis.diagnosis import diagnose as diagnose
+from alibi_core.conformance._diagnosis.mistaken import MISTAKES as MISTAKES
+from alibi_core.conformance._diagnosis.mistaken import Mistaken as Mistaken

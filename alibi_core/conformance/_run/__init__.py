@@ -3,8 +3,9 @@
 In go adapters. Out come reports, and the table that the command prints.
 """
 
-from alibi_core.conformance._run.run import check
-from alibi_core.conformance._run.supervisor import Outcome, Settings, supervised
-from alibi_core.conformance._run.table import details, summary
-
-__all__ = ["Outcome", "Settings", "check", "details", "summary", "supervised"]
+from alibi_core.conformance._run.run import check as check
+from alibi_core.conformance._run.supervisor import Outcome as Outcome
+from alibi_core.conformance._run.supervisor import Settings as Settings
+from alibi_core.conformance._run.supervisor import supervised as supervised
+from alibi_core.conformance._run.table import details as details
+from alibi_core.conformance._run.table import summary as summary

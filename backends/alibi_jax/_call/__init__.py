@@ -4,20 +4,14 @@ In goes an :class:`alibi_core.AttentionCall` with its tensors. Out come rules, o
 the device. Every kernel starts from these.
 """
 
-from alibi_core.backend import norm_bounds
-from alibi_jax._call.operands import Operands, Rules, as_slopes, floating_dtype, kv_axis, put_together, take_apart
-from alibi_jax._call.plan import NORM_BLOCK, needed_keys, ranges_of
-
-__all__ = [
-    "NORM_BLOCK",
-    "Operands",
-    "Rules",
-    "as_slopes",
-    "floating_dtype",
-    "kv_axis",
-    "needed_keys",
-    "norm_bounds",
-    "put_together",
-    "ranges_of",
-    "take_apart",
-]
+from alibi_core.backend import norm_bounds as norm_bounds
+from alibi_jax._call.operands import Operands as Operands
+from alibi_jax._call.operands import Rules as Rules
+from alibi_jax._call.operands import as_slopes as as_slopes
+from alibi_jax._call.operands import floating_dtype as floating_dtype
+from alibi_jax._call.operands import kv_axis as kv_axis
+from alibi_jax._call.operands import put_together as put_together
+from alibi_jax._call.operands import take_apart as take_apart
+from alibi_jax._call.plan import NORM_BLOCK as NORM_BLOCK
+from alibi_jax._call.plan import needed_keys as needed_keys
+from alibi_jax._call.plan import ranges_of as ranges_of

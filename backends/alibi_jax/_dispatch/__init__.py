@@ -3,33 +3,16 @@
 In go rules and operands. Out comes attention, as primitives of JAX that choose a kernel when they are compiled.
 """
 
-from alibi_jax._dispatch.choice import (
-    IMPLEMENTATIONS,
-    Implementation,
-    Target,
-    checked,
-    choose,
-    in_full,
-    name_of,
-    refusal,
-)
-from alibi_jax._dispatch.dense import dense
-from alibi_jax._dispatch.derivatives import summed_as
-from alibi_jax._dispatch.primitive import backward, forward
-from alibi_jax._dispatch.sharded import attend
-
-__all__ = [
-    "IMPLEMENTATIONS",
-    "Implementation",
-    "Target",
-    "attend",
-    "backward",
-    "checked",
-    "choose",
-    "dense",
-    "forward",
-    "in_full",
-    "name_of",
-    "refusal",
-    "summed_as",
-]
+from alibi_jax._dispatch.choice import IMPLEMENTATIONS as IMPLEMENTATIONS
+from alibi_jax._dispatch.choice import Implementation as Implementation
+from alibi_jax._dispatch.choice import Target as Target
+from alibi_jax._dispatch.choice import checked as checked
+from alibi_jax._dispatch.choice import choose as choose
+from alibi_jax._dispatch.choice import in_full as in_full
+from alibi_jax._dispatch.choice import name_of as name_of
+from alibi_jax._dispatch.choice import refusal as refusal
+from alibi_jax._dispatch.dense import dense as dense
+from alibi_jax._dispatch.derivatives import summed_as as summed_as
+from alibi_jax._dispatch.primitive import backward as backward
+from alibi_jax._dispatch.primitive import forward as forward
+from alibi_jax._dispatch.sharded import attend as attend

@@ -4,9 +4,9 @@ In go rules and operands. Out come results and gradients, in memory that grows w
 done on keys that are too far to matter.
 """
 
-from alibi_jax._tiled.backward_loop import backward
-from alibi_jax._tiled.forward_loop import forward
-from alibi_jax._tiled.materialised import materialised
-from alibi_jax._tiled.tiles import Tiling, jobs_of, sizes_of
-
-__all__ = ["Tiling", "backward", "forward", "jobs_of", "materialised", "sizes_of"]
+from alibi_jax._tiled.backward_loop import backward as backward
+from alibi_jax._tiled.forward_loop import forward as forward
+from alibi_jax._tiled.materialised import materialised as materialised
+from alibi_jax._tiled.tiles import Tiling as Tiling
+from alibi_jax._tiled.tiles import jobs_of as jobs_of
+from alibi_jax._tiled.tiles import sizes_of as sizes_of

@@ -3,7 +3,7 @@
 In go rules and operands. Out come results and gradients; each grid step loads the keys inside the horizons alone.
 """
 
-from alibi_jax._tpu.passes import backward, forward
-from alibi_jax._tpu.shape import TPU, KernelShape
-
-__all__ = ["TPU", "KernelShape", "backward", "forward"]
+from alibi_jax._tpu.passes import backward as backward
+from alibi_jax._tpu.passes import forward as forward
+from alibi_jax._tpu.shape import TPU as TPU
+from alibi_jax._tpu.shape import KernelShape as KernelShape

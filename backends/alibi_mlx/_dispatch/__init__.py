@@ -3,6 +3,5 @@
 In go a call's tensors and the tiles to compute. Out come results that have gradients.
 """
 
-from alibi_mlx._dispatch.functions import Jobs, attend
-
-__all__ = ["Jobs", "attend"]
+from alibi_mlx._dispatch.functions import Jobs as Jobs
+from alibi_mlx._dispatch.functions import attend as attend

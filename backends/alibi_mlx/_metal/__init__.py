@@ -3,16 +3,11 @@
 In goes a call. Out comes a route, or the reason for a refusal.
 """
 
-from alibi_mlx._metal.folded import folded_attention
-from alibi_mlx._metal.routes import FEW, FOLDED_FEATURES, IMPLEMENTATIONS, LOW, Kernels, choose, refusal
-
-__all__ = [
-    "FEW",
-    "FOLDED_FEATURES",
-    "IMPLEMENTATIONS",
-    "LOW",
-    "Kernels",
-    "choose",
-    "folded_attention",
-    "refusal",
-]
+from alibi_mlx._metal.folded import folded_attention as folded_attention
+from alibi_mlx._metal.routes import FEW as FEW
+from alibi_mlx._metal.routes import FOLDED_FEATURES as FOLDED_FEATURES
+from alibi_mlx._metal.routes import IMPLEMENTATIONS as IMPLEMENTATIONS
+from alibi_mlx._metal.routes import LOW as LOW
+from alibi_mlx._metal.routes import Kernels as Kernels
+from alibi_mlx._metal.routes import choose as choose
+from alibi_mlx._metal.routes import refusal as refusal
