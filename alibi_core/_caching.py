@@ -23,6 +23,45 @@ class HeadGroup:
     slope: float  # the least of those
 
 
+@dataclass
+class HeldTokens:
+    """The keys and values of some heads: the last ``count`` tokens, in order, with room for more behind them.
+
+    Of a library whose arrays can be assigned to in part; a backend says how they are moved.
+    """
+
+    which: HeadGroup
+    key: Any
+    value: Any
+    count: int = 0
+
+    @staticmethod
+    def moved(array: Any, last: slice, room: int) -> Any:
+        """Return the tokens ``last`` of an array, with room for so many in all."""
+        raise NotImplementedError
+
+    @property
+    def held(self) -> tuple[Any, Any]:
+        """Keys and values, without the room."""
+        return self.key[:, :, : self.count], self.value[:, :, : self.count]
+
+    def make_room(self, need: int, new: int, wanted: int) -> bool:
+        """Make room for ``new`` tokens beside the last ``need``, and return whether others were dropped for it."""
+        if self.count + new <= self.key.shape[2] <= 4 * wanted:
+            return False
+        last = slice(self.count - need, self.count)
+        self.key, self.value = (self.moved(x, last, wanted) for x in (self.key, self.value))
+        dropped, self.count = self.count > need, need
+        return dropped
+
+    def add(self, key: Any, value: Any) -> None:
+        """Store further tokens, for which there is room."""
+        end = self.count + key.shape[2]
+        self.key[:, :, self.count : end] = key
+        self.value[:, :, self.count : end] = value
+        self.count = end
+
+
 @dataclass(frozen=True)
 class EvictionRules:
     """What a cache that evicts is made for, checked; None stands for a default that depends on the keys."""

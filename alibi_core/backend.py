@@ -28,7 +28,7 @@ from alibi_core._bias import slopes as slopes
 from alibi_core._bias import working_dtype as working_dtype
 from alibi_core._caching import EvictionPolicy as EvictionPolicy
 from alibi_core._caching import EvictionRules as EvictionRules
-from alibi_core._caching import HeadGroup as HeadGroup
+from alibi_core._caching import HeldTokens as HeldTokens
 from alibi_core._caching import RowTokens as RowTokens
 from alibi_core._caching import cache_summary as cache_summary
 from alibi_core._caching import check_indices as check_indices

@@ -13,7 +13,7 @@ import numpy as np
 from alibi_core import AttentionCall
 from alibi_core.backend import (
     EvictionRules,
-    HeadGroup,
+    HeldTokens,
     cache_summary,
     check_indices,
     check_room,
@@ -160,8 +160,8 @@ class EvictingKVCache:
         return [
             _Group(
                 which,
-                mx.array(slopes[list(which.query_heads)], dtype=dtype),
                 *(mx.zeros((batch_size, len(which.heads), 0, head_dim), key.dtype) for _ in range(2)),
+                slopes=mx.array(slopes[list(which.query_heads)], dtype=dtype),
             )
             for which in self._policy.groups
         ]
@@ -299,36 +299,13 @@ class EvictingKVCache:
 
 
 @dataclass
-class _Group:
-    """The keys and values of some heads: the last ``count`` tokens, in order, with room for more behind them."""
+class _Group(HeldTokens):
+    slopes: mx.array | None = None  # of their query heads
 
-    which: HeadGroup
-    slopes: mx.array  # of their query heads
-    key: mx.array
-    value: mx.array
-    count: int = 0
-
-    @property
-    def held(self) -> tuple[mx.array, mx.array]:
-        return self.key[:, :, : self.count], self.value[:, :, : self.count]
-
-    def make_room(self, need: int, new: int, wanted: int) -> bool:
-        """Make room for ``new`` tokens beside the last ``need``, and return whether others were dropped for it."""
-        room = self.key.shape[2]
-        if self.count + new <= room <= 4 * wanted:
-            return False
-        self.key, self.value = (
-            mx.pad(x[:, :, self.count - need : self.count], [(0, 0), (0, 0), (0, wanted - need), (0, 0)])
-            for x in (self.key, self.value)
-        )
-        dropped, self.count = self.count > need, need
-        return dropped
-
-    def add(self, key: mx.array, value: mx.array) -> None:
-        end = self.count + key.shape[2]
-        self.key[:, :, self.count : end] = key
-        self.value[:, :, self.count : end] = value
-        self.count = end
+    @staticmethod
+    def moved(array: mx.array, last: slice, room: int) -> mx.array:
+        kept = array[:, :, last]
+        return mx.pad(kept, [(0, 0), (0, 0), (0, room - kept.shape[2]), (0, 0)])
 
 
 def _of_heads(array: mx.array, heads: Sequence[int]) -> mx.array:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import array_api_compat.torch as xp
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from alibi_core import AttentionCall
 from alibi_core.backend import (
     EvictionRules,
-    HeadGroup,
+    HeldTokens,
     check_room,
     check_span,
     check_truncated,
@@ -243,39 +244,11 @@ class EvictingKVCache(KVCache):
             self._largest_norms = self._before[1]  # what a refused call brought widens no horizon
 
 
-@dataclass
-class _Group:
-    """The keys and values of some heads: the last ``count`` tokens, in order, with room for more behind them."""
-
-    which: HeadGroup
-    key: Tensor
-    value: Tensor
-    count: int = 0
-
-    @property
-    def held(self) -> tuple[Tensor, Tensor]:
-        return self.key[:, :, : self.count], self.value[:, :, : self.count]
-
-    def make_room(self, need: int, new: int, wanted: int) -> bool:
-        """Make room for ``new`` tokens beside the last ``need``, and return whether others were dropped for it."""
-        room = self.key.shape[2]
-        if self.count + new <= room <= 4 * wanted:
-            return False
-        kept = [x[:, :, self.count - need : self.count] for x in (self.key, self.value)]
-        if wanted <= room <= 4 * wanted:
-            for tensor, last in zip((self.key, self.value), kept, strict=True):
-                tensor[:, :, :need] = last.clone()  # they overlap
-        else:
-            self.key, self.value = (torch.cat([x, _zeros(x, wanted - need)], dim=2) for x in kept)
-        dropped, self.count = self.count > need, need
-        return dropped
-
-    def add(self, key: Tensor, value: Tensor) -> None:
-        end = self.count + key.shape[2]
-        self.key[:, :, self.count : end] = key
-        self.value[:, :, self.count : end] = value
-        self.count = end
-
-
-def _zeros(like: Tensor, length: int) -> Tensor:
-    return like.new_zeros(*like.shape[:2], length, like.shape[3])
+class _Group(HeldTokens):
+    @staticmethod
+    def moved(array: Tensor, last: slice, room: int) -> Tensor:
+        kept = array[:, :, last]
+        if room <= array.shape[2] <= 4 * room:
+            array[:, :, : kept.shape[2]] = kept.clone()  # they overlap
+            return array
+        return F.pad(kept, (0, 0, 0, room - kept.shape[2]))
