@@ -13,6 +13,7 @@ from alibi_core._arrays.namespace import (
     brief,
     floating_name,
     host_values,
+    is_exporting,
     is_kind,
     lacks_64_bits,
     library_name,
@@ -77,10 +78,7 @@ def positions_fit(q_offset: int, q_len: int, kv_len: int) -> None:
 
     It passes over what torch.export records: a program for any length must not become one with a limit.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.compiler.is_exporting():
-        return
-    if abs(q_offset) + q_len + kv_len > MAX_POSITION:
+    if not is_exporting() and abs(q_offset) + q_len + kv_len > MAX_POSITION:
         raise ValueError(
             f"q_offset and lengths must stay within {MAX_POSITION} tokens, got q_offset {brief(q_offset)}, q_len "
             f"{brief(q_len)}, kv_len {brief(kv_len)}"

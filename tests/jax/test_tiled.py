@@ -17,7 +17,7 @@ import jax.numpy as jnp  # noqa: E402
 import alibi_jax  # noqa: E402
 from alibi_core import AttentionCall  # noqa: E402
 from alibi_core._call import LENGTH_FIRST  # noqa: E402
-from alibi_core.conformance._cases.case import PER_BATCH, SIZES, Case, Sizes, cases  # noqa: E402
+from alibi_core.conformance._cases.case import LONGER, PER_BATCH, SIZES, Case, Sizes, cases  # noqa: E402
 from alibi_core.conformance._cases.data import DATA  # noqa: E402
 from alibi_core.conformance._cases.oracle import assert_within  # noqa: E402
 from alibi_jax import _tiled  # noqa: E402
@@ -26,14 +26,13 @@ from alibi_jax._call.plan import NORM_BLOCK, needed_keys  # noqa: E402
 from alibi_jax._tiled import Tiling, jobs_of, sizes_of  # noqa: E402
 from tests.support.frameworks import JAX, Backend  # noqa: E402
 from tests.support.full import first_of  # noqa: E402
-from tests.support.tiles import within_tolerance  # noqa: E402
+from tests.support.tiles import plain, within_tolerance  # noqa: E402
 from tests.support.tpu_cases import QUICKLY, TENSORS, answers, replaced  # noqa: E402
 
 BACKEND = Backend(JAX, "alibi_jax", None)
 DEFAULT = Tiling()
 # A compiler is at work in each example.
 FEW_EXAMPLES = settings(max_examples=max(8, settings.default.max_examples // 4))
-LONGER = (Sizes(2, 2, 2, (150, 150), 4), Sizes(1, 3, 1, (70, 200), 3), Sizes(2, 1, 2, (201, 90), 5))
 
 
 def small(rows: int = 4, keys: int = 3, lanes: int = 4, scores: int = 1, *, together: bool = False) -> Tiling:
@@ -95,11 +94,6 @@ def assert_exact(case: Case, tiling: Tiling, dtype: str = "float32", tolerance: 
     for name, answer in answers(case, dtype, rules.tolerance).items():
         array = JAX.numpy(found[name])
         assert_within(array if "slopes" in name else BACKEND.layout(array), answer)
-
-
-def plain(sizes: Sizes, form: str = "causal", seed: int = 3, **arguments: Any) -> Case:
-    case = Case(sizes, form, None, None, None, None, slopes_per_batch=False, seed=seed)
-    return case.with_arguments(form, case.arguments | arguments)
 
 
 def in_long_rows(case: Case) -> Case:
