@@ -7,6 +7,7 @@ Small models of the same names and structure stand in for the originals. The num
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import pickle
 import time
@@ -409,6 +410,38 @@ def test_threads_do_not_get_each_others_bias(name: str) -> None:
     with ThreadPoolExecutor(3) as pool:
         for x, y in zip(pool.map(call, given), expected, strict=True):
             assert (x - y).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "bias"),
+    [
+        ("baichuan", remote_decoders.BaichuanAttention, "attention_mask"),
+        ("gpt_refact", remote_decoders.Attention, "alibi"),
+        ("jais", remote_decoders.JAISAttention, "position_bias"),
+        ("replit", remote_decoders.MultiheadAttention, "attn_bias"),
+        ("jina-geglu", remote_encoders.JinaBertSelfAttention, "bias"),
+    ],
+)
+def test_a_bias_that_somebody_edits_in_the_layers(name: str, kind: Any, bias: str) -> None:
+    model, tokens, mask = (decoder if name in DECODERS else encoder)(name), tokens_of(3, 20), mask_of("left", 20)
+    given = {} if name == "gpt_refact" else {"attention_mask": mask}
+
+    def edit(module: Any, args: Any, kwargs: Any) -> Any:
+        arguments = inspect.signature(kind.forward).bind(module, *args, **kwargs).arguments
+        edited = arguments[bias].clone()
+        edited[..., 12] -= 5
+        return args[:1], dict(list(arguments.items())[2:]) | {bias: edited}
+
+    found = []
+    for x in (model, accelerate(copy.deepcopy(model))):
+        for module in x.modules():
+            if isinstance(module, kind):
+                module.register_forward_pre_hook(edit, with_kwargs=True)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*must have no hook that sees its mask")
+            output = x(tokens, **given)
+        found.append(output.logits if name in DECODERS else output.last_hidden_state)
+    assert torch.equal(found[1], found[0])
 
 
 @pytest.mark.parametrize("name", [*DECODERS, "jina-geglu", "mosaic-bert"])

@@ -31,6 +31,7 @@ from alibi_torch.transformers._modules import (
     check_own,
     layers_of,
     reason_for_own_code,
+    reason_of_hooks,
     tokens_of,
     with_arguments,
 )
@@ -245,8 +246,9 @@ def _reason_for_own_code(model: Any, layers: list[Any], given: dict[str, Any], t
         return str(layers[0].change)
     if any(layer.shows_weights for layer in layers):
         return "attention_dropout must be a Dropout without hooks, as the library has no attention weights to show it"
-    if any(layer.shows_mask for layer in layers):
-        return "attention must have no hook that sees its mask, as the library has none of queries times keys to show"
+    hooked = reason_of_hooks(layers)
+    if hooked is not None:
+        return hooked
     cache, mask = given.get("past_key_values"), given.get("attention_mask")
     if cache is not None:
         other = unknown_cache(cache)

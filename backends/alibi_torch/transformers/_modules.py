@@ -58,16 +58,6 @@ class Accelerated:
         module = self.attention_dropout
         return type(module) not in (nn.Dropout, nn.Identity) or any((module._forward_hooks, module._forward_pre_hooks))
 
-    @property
-    def shows_mask(self) -> bool:
-        """Whether the mask is shown to code of somebody else, who may change it, as PyTorch's own does not."""
-        own = vars(self)
-        shown = own["_forward_pre_hooks_with_kwargs"]
-        hooks = [hook for key, hook in own["_forward_pre_hooks"].items() if key in shown] if shown else []
-        if any(not getattr(hook, "__module__", "").startswith("torch.") for hook in hooks):
-            return True
-        return "forward" in own and "_old_forward" not in own
-
     def is_of_library(self, mask: Any) -> bool:
         """Whether the library computes a call, by its mask; else the module's own code does, as is noted."""
         if is_encoded(mask):
@@ -286,6 +276,23 @@ def check_own(module: Any, kind: type) -> None:
             f"attention of the model must be that of {kind.__name__}, got {type(module).__name__} with a "
             f"{changed[0]} of its own; accelerate first, or leave the model as it is"
         )
+
+
+def reason_of_hooks(layers: list[Any]) -> str | None:
+    """Return why the library does not compute calls of layers with hooks; None if it does."""
+    if any(_shows_mask(layer) for layer in layers):
+        return "attention must have no hook that sees its mask, as the library has none of queries times keys to show"
+    return None
+
+
+def _shows_mask(layer: Any) -> bool:
+    """Whether a layer's mask is shown to code of somebody else, who may change it, as PyTorch's own does not."""
+    own = vars(layer)
+    shown = own["_forward_pre_hooks_with_kwargs"]
+    hooks = [hook for key, hook in own["_forward_pre_hooks"].items() if key in shown] if shown else []
+    if any(getattr(hook, "__module__", "").partition(".")[0] not in ("torch", "alibi_torch") for hook in hooks):
+        return True
+    return "forward" in own and "_old_forward" not in own
 
 
 def tokens_of(given: dict[str, Any]) -> Any:

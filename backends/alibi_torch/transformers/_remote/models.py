@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from alibi_torch.transformers._joined import Joined, Prepared
-from alibi_torch.transformers._modules import check_sizes, reason_for_own_code, tokens_of, with_arguments
+from alibi_torch.transformers._modules import (
+    check_sizes,
+    reason_for_own_code,
+    reason_of_hooks,
+    tokens_of,
+    with_arguments,
+)
 from alibi_torch.transformers._paths import Paths
 
 
@@ -179,7 +185,8 @@ class RemoteBase(Prepared):
             return args, kwargs  # which the model refuses
         layers = family.attention_of(self)
         dropped = [layer.weight_dropout(layer) for layer in layers if layer.training]
-        reason = reason_for_own_code(self.config, given, dropped) or family.reason(self, given)
+        reason = reason_for_own_code(self.config, given, dropped) or reason_of_hooks(layers)
+        reason = reason or family.reason(self, given)
         if torch.compiler.is_exporting():  # without the values that tell padding
             reason = reason or "recorder must be torch.compile, got torch.export"
         reason = reason or self._of_mask(mask, tokens, family.past(self, given))
