@@ -87,7 +87,7 @@ class EvictingKVCache:
 
     def _forget(self) -> None:
         self.length = 0
-        self._groups: list[_Group] = []
+        self.groups: list[_Group] = []
         self._largest = np.zeros(0)  # norm of a key, by key/value head, of the first `_known` tokens
         self._known = 0
         self._evicted = 0  # the position up to which queries would miss keys
@@ -103,7 +103,7 @@ class EvictingKVCache:
     @property
     def kept(self) -> list[int]:
         """Tokens that each key/value head holds."""
-        counts = {head: group.count for group in self._groups for head in group.which.heads}
+        counts = {head: group.count for group in self.groups for head in group.which.heads}
         return [counts[head] for head in sorted(counts)]
 
     @property
@@ -114,12 +114,12 @@ class EvictingKVCache:
     @property
     def state(self) -> list[mx.array]:
         """All arrays held, for ``mx.eval``."""
-        return [x for group in self._groups for x in (group.key, group.value)]
+        return [x for group in self.groups for x in (group.key, group.value)]
 
     def __repr__(self) -> str:
         sizes = (self.batch_size, None, None)
-        if self._groups:
-            like = self._groups[0].key
+        if self.groups:
+            like = self.groups[0].key
             sizes = like.shape[0], len(self._largest), like.shape[3]
         return cache_summary(type(self).__name__, sizes, self.length, self.max_length, self.nbytes)
 
@@ -137,18 +137,18 @@ class EvictingKVCache:
         """
         if self.length == 0:
             self._forget()  # whatever a refused call brought decides nothing
-        like = self._like() if self._groups else None
+        like = self._like() if self.groups else None
         check_appended(key, value, like, like, self.batch_size)
         if value.shape[3] != key.shape[3]:
             raise ValueError(f"value must have the head_dim of key, {key.shape[3]}, got {value.shape[3]}")
-        groups = self._groups or self._grouped(key)
+        groups = self.groups or self._grouped(key)
         new = key.shape[2]
         looks = self._looks_next or any(group.count + new > group.key.shape[2] for group in groups)
         if looks:
             self._make_room(groups, new)
         for group in groups:
             group.add(_of_heads(key, group.which.heads), _of_heads(value, group.which.heads))
-        self._groups, self._looked, self._looks_next = groups, looks, new > self._policy.room
+        self.groups, self._looked, self._looks_next = groups, looks, new > self._policy.room
         self.length += new
 
     def _grouped(self, key: mx.array) -> list[_Group]:
@@ -225,7 +225,7 @@ class EvictingKVCache:
         """
         if implementation is not None:
             checks.one_of("implementation", implementation, _attention.IMPLEMENTATIONS)
-        if not self._groups:
+        if not self.groups:
             raise ValueError("cache must hold the tokens that query is of, got an empty one; see append")
         policy = self._policy
         policy.check_rules(
@@ -239,7 +239,7 @@ class EvictingKVCache:
         rules: dict[str, Any] = {"tolerance": 0.0 if query.shape[2] <= FEW else policy.share_dropped}
         rules |= {"window_size": policy.window_size, "scale": policy.scale}
         parts, order = [], []
-        for group in self._groups:
+        for group in self.groups:
             part, (key, value) = _of_heads(query, group.which.query_heads), group.held
             call = AttentionCall.check(part, key, value, group.slopes, xp=mx, **rules)
             parts.append(_attention.run(call, part, key, value, implementation, None))
@@ -250,7 +250,7 @@ class EvictingKVCache:
 
     def _like(self) -> mx.array:
         """Return an array of the shape and dtype of one token's keys."""
-        one = self._groups[0].key[:, :1, :1]
+        one = self.groups[0].key[:, :1, :1]
         return mx.broadcast_to(one, (one.shape[0], len(self._largest), *one.shape[2:]))
 
     def _check_query_norm(self, measured: float, consequence: str = "") -> None:
@@ -272,9 +272,9 @@ class EvictingKVCache:
 
     def select_batch(self, indices: mx.array) -> None:
         """Keep the sequences at ``indices`` of the batch axis, as :meth:`KVCache.select_batch`."""
-        if self._groups:
-            check_indices(mx, indices, self._groups[0].key.shape[0])
-        for group in self._groups:
+        if self.groups:
+            check_indices(mx, indices, self.groups[0].key.shape[0])
+        for group in self.groups:
             group.key, group.value = (mx.take(x, indices, axis=0) for x in (group.key, group.value))
         self.batch_size = None if self.batch_size is None else len(indices)
 
@@ -286,7 +286,7 @@ class EvictingKVCache:
             ValueError: If keys that then were among the last have been dropped.
         """
         length = check_truncated(length, self._evicted)
-        for group in self._groups:
+        for group in self.groups:
             group.count -= max(self.length - length, 0)
         self.length = min(self.length, length)
         self._known = min(self._known, self.length)

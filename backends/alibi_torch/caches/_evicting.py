@@ -99,7 +99,7 @@ class EvictingKVCache(KVCache):
         self._before = 0, self._largest_norms  # the length before the last tokens, and the norms then
         self._evicted = 0  # the position up to which queries would miss keys
         empty = self.key[:, :, :0]
-        self._groups = [_Group(x, empty[:, list(x.heads)], empty[:, list(x.heads)]) for x in self._policy.groups]
+        self.groups = [_Group(x, empty[:, list(x.heads)], empty[:, list(x.heads)]) for x in self._policy.groups]
 
     @property
     def max_length(self) -> int:
@@ -109,13 +109,13 @@ class EvictingKVCache(KVCache):
     @property
     def kept(self) -> list[int]:
         """Tokens that each key/value head holds."""
-        counts = {head: group.count for group in self._groups for head in group.which.heads}
+        counts = {head: group.count for group in self.groups for head in group.which.heads}
         return [counts[head] for head in sorted(counts)]
 
     @property
     def nbytes(self) -> int:
         """Memory of keys and values, room for more included."""
-        return sum(x.nbytes for group in self._groups for x in (group.key, group.value))
+        return sum(x.nbytes for group in self.groups for x in (group.key, group.value))
 
     @explains_keywords
     def append(self, key: Tensor, value: Tensor) -> None:  # type: ignore[override]
@@ -132,9 +132,9 @@ class EvictingKVCache(KVCache):
         """
         check_appended(key, value, self.key)
         new = key.shape[2]
-        needs = [min(group.count, self._reach(group)) for group in self._groups]
+        needs = [min(group.count, self._reach(group)) for group in self.groups]
         check_room(new, self._max_length, max(needs))
-        for group, need in zip(self._groups, needs, strict=True):
+        for group, need in zip(self.groups, needs, strict=True):
             if group.make_room(need, new, self._policy.storage(need, new, self._max_length)):
                 self._evicted = self.length
             group.add(key[:, list(group.which.heads)], value[:, list(group.which.heads)])
@@ -197,7 +197,7 @@ class EvictingKVCache(KVCache):
         # Few queries are not worth a second look: what is kept is about what they need.
         rules: dict[str, Any] = {"tolerance": 0.0 if query.shape[2] <= SIZES.few else policy.share_dropped}
         rules |= {"window_size": policy.window_size, "scale": policy.scale}
-        for group in self._groups:
+        for group in self.groups:
             heads = list(group.which.query_heads)
             key, value = group.held
             part = query[:, heads]
@@ -205,7 +205,7 @@ class EvictingKVCache(KVCache):
             if self._key_bias is not None:
                 call = replace(call, added_key_bias=self._added_to(group))
             result[:, heads] = run(call, part, key, value, implementation, None)
-        return guarded(result, [group.key for group in self._groups])
+        return guarded(result, [group.key for group in self.groups])
 
     def _added_to(self, group: _Group) -> Tensor:
         """Return what is added to the bias of the keys that a group holds, ``[heads, count]``."""
@@ -226,7 +226,7 @@ class EvictingKVCache(KVCache):
         """Keep the sequences at ``indices`` of the batch axis, as :meth:`KVCache.select_batch`."""
         indices = self._sequences(indices)
         super().select_batch(indices)
-        for group in self._groups:
+        for group in self.groups:
             group.key, group.value = (x.index_select(0, indices) for x in (group.key, group.value))
 
     def truncate(self, length: int) -> None:
@@ -237,7 +237,7 @@ class EvictingKVCache(KVCache):
             ValueError: If keys that then were among the last have been dropped.
         """
         length = check_truncated(length, self._evicted)
-        for group in self._groups:
+        for group in self.groups:
             group.count -= max(self.length - length, 0)
         self.length = min(self.length, length)
         if self.length <= self._before[0]:

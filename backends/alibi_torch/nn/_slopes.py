@@ -29,10 +29,10 @@ class KeepsSlopes(nn.Module):
 
     def register_slopes(self, name: str, slopes: Tensor | None, device: torch.device) -> None:
         """Register fixed slopes, as :func:`host_copy` returns them, as a buffer on ``device`` that is not saved."""
-        if not hasattr(self, "_host_slopes"):
-            self._host_slopes: dict[str, Tensor | None] = {}
+        if not hasattr(self, "host_slopes"):
+            self.host_slopes: dict[str, Tensor | None] = {}
             self.register_load_state_dict_post_hook(_revive)
-        self._host_slopes[name] = slopes
+        self.host_slopes[name] = slopes
         self.register_buffer(name, None if slopes is None else slopes.to(device, copy=True), persistent=False)
 
     @property
@@ -41,12 +41,12 @@ class KeepsSlopes(nn.Module):
         return self.slopes if self.log_slopes is None else self.log_slopes.exp()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        names = [*self._host_slopes, "log_slopes"]
+        names = [*self.host_slopes, "log_slopes"]
         before = {name: tensor.detach() for name in names if (tensor := getattr(self, name, None)) is not None}
         super()._apply(fn, recurse)
         for name, kept in before.items():
             moved = getattr(self, name)
-            host = self._host_slopes.get(name)
+            host = self.host_slopes.get(name)
             if kept.is_meta and host is not None:
                 moved.data = host.to(moved.device, copy=True)  # to_empty left it without values
             elif moved.dtype != kept.dtype:
@@ -70,7 +70,7 @@ def register_layer_slopes(layer: Any, shape: LayerShape, slopes: Any, future_slo
 def _revive(module: KeepsSlopes, incompatible_keys: object) -> None:
     """Give fixed slopes, which no state dict holds, their values where one was loaded over ``meta`` parameters."""
     place = next((parameter.device for parameter in module.parameters() if not parameter.is_meta), None)
-    for name, host in module._host_slopes.items():
+    for name, host in module.host_slopes.items():
         slopes = getattr(module, name)
         if place is not None and slopes is not None and slopes.is_meta and host is not None and not host.is_meta:
             setattr(module, name, host.to(place, copy=True))

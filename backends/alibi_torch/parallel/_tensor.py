@@ -65,7 +65,7 @@ class TensorParallelAttention(ParallelStyle):
         parallelize_module(module, device_mesh, plan | {"out_proj": RowwiseParallel()})
         heads = module.shape.num_heads // size
         mine = slice(rank * heads, (rank + 1) * heads)
-        for name, slopes in list(module._host_slopes.items()):
+        for name, slopes in list(module.host_slopes.items()):
             if slopes is not None:
                 module.register_slopes(name, slopes[mine].clone(), getattr(module, name).device)
         if module.log_slopes is not None:

@@ -48,7 +48,7 @@ class EvictingLayer(AttendingLayer):
         if self.store is None:
             self.lazy_initialization(key)
         assert self.store is not None  # made just now
-        for group in self.store._groups:
+        for group in self.store.groups:
             if is_frozen(group.key):
                 group.key, group.value = group.key.clone(), group.value.clone()
         self.store.append(key, value)
