@@ -33,9 +33,11 @@ def draw(curves: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], ours: 
         ax.tick_params(axis="x", labelrotation=30)
         ax.margins(x=0.08, y=0.08)
         ax.yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}x" if ratio >= 1 else f"1/{1 / ratio:g}")
+        last = (0, 1.0)
         for length, ratio in found.get(ours, ()):
-            if not _is_named(length):
-                continue
+            if not _is_named(length) or (length <= 2 * last[0] and max(ratio / last[1], last[1] / ratio) < 1.1):
+                continue  # where two labels would lie side by side
+            last = length, ratio
             bound = dict(found.get(LIMIT, ())).get(length, ratio + 1)
             above = 1 <= ratio < 1.2 or ratio >= bound  # where below is the line at 1, or the limit
             place = {"xytext": (0, 7), "ha": "center"} if above else {"xytext": (4, -13), "ha": "left"}
