@@ -232,8 +232,8 @@ def _whole(call: AttentionCall, needed: Extent, levels: tuple[int, ...]) -> Whol
     if known is not None and all(has >= n for has, n in zip(known.extent, needed, strict=True)):
         return known
     extent = needed
-    if not levels:  # room for longer calls, which are likely to come
-        roomy = Extent(*(-(-n // ROOM) * ROOM for n in map(max, needed, known.extent if known else needed)))
+    if known is not None:  # texts of other lengths come: room for longer ones
+        roomy = Extent(*(-(-n // ROOM) * ROOM for n in map(max, needed, known.extent)))
         extent = roomy if is_large or roomy.scores <= most else needed
     rows, back, ahead = extent
     row = replace(call, q_len=rows, kv_len=back + ahead, q_offset=back).bias_by_distance
