@@ -34,7 +34,7 @@ from alibi_torch._tiled.kernels import (
 from alibi_torch._tiled.second import differentiable_kernel, packs_what_is_saved
 
 KEPT = 2**19  # numbers; a bias of so few is kept with its call, which may come again
-ROOM = 64  # tokens: a bias that is kept is so much larger, or a part of that
+ROOM = 64  # tokens, of whose multiples a bias has room that grows for longer texts
 LONG_DECODING = 2**13  # times the keys of a short call: numbers in the keys of one batch entry
 DIFFERENTIATED = 128  # queries: one block of so few, or of little, is left to PyTorch to differentiate
 
