@@ -470,6 +470,16 @@ def test_the_compiled_kernel_is_exact_to_rounding(name: str) -> None:
         assert (torch.where(attends, 0.0, result) == 0).all()
 
 
+@pytest.mark.parametrize("head_dim", first_of([16, 8]))
+def test_nothing_is_read_past_the_keys(head_dim: int) -> None:
+    """The CPU's kernel for narrow heads takes sixteen keys at once, also of those that follow the last one."""
+    query, key, value = tensors((40, 40), head_dim=head_dim)
+    store = torch.full((2 * key.numel(),), float("nan"))
+    store[: key.numel()] = key.flatten()
+    result = flex_attention(check(query, key, value), query, store[: key.numel()].view(key.shape), value)
+    assert_near({"result": result}, reference([query, key, value]), roundoff=4e-6)
+
+
 @pytest.mark.full
 def test_a_tolerance_is_kept_to() -> None:
     inputs = [0.5 * x for x in tensors((1000, 1000))]

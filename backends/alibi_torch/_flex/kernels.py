@@ -24,6 +24,7 @@ from alibi_torch._flex.mask import BLOCK, SHORT, are_few, block_mask, nearest_ke
 from alibi_torch._tiled import KeyNorms
 
 LEAST_HEAD_DIM = 16  # of the kernels for GPUs, whose matrix units take no fewer
+CPU_KEYS, CPU_WIDE = 16, 24  # keys that a CPU's kernel takes at once, and the head size from which it stops at the last
 RECOMPILE_LIMIT = 64  # of one kernel: sizes of 1, lengths that vary, tensors with and without gradients, strides, ...
 
 Mod = Callable[..., Tensor]
@@ -72,8 +73,12 @@ class _Padding(NamedTuple):
         # as their log-sum-exp too, and 0 * NaN is NaN. Padded to whole blocks there are no such rows. The forward
         # kernels are free of this, and while decoding a copy of all keys would cost more than the attention.
         block = BLOCK if needs_gradients(query, key, value) else 1
-        width = max(0, LEAST_HEAD_DIM - call.head_dim) if query.device.type != "cpu" else 0
-        return cls(-call.q_len % block, -call.kv_len % block, width)
+        if query.device.type != "cpu":
+            return cls(-call.q_len % block, -call.kv_len % block, max(0, LEAST_HEAD_DIM - call.head_dim))
+        # The kernel for narrow heads on CPUs (AVX2, 2.13) reads keys by sixteen, past the last one too, and writes scores
+        # of what it finds there over the greatest score of the first queries.
+        keys = CPU_KEYS if call.head_dim < CPU_WIDE else 1
+        return cls(-call.q_len % block, -call.kv_len % max(block, keys), 0)
 
 
 def _tuning(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[str, Any], ...]:
