@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import array_api_compat.torch as xp
@@ -15,7 +16,7 @@ from torch import Tensor
 from alibi_core import AttentionCall
 from alibi_core.backend import dense_attention, explains_keywords, host_values, non_negative_number, one_of
 from alibi_torch._dispatch import IMPLEMENTATIONS, choose, memory, needs_gradients, no_autocast, resident
-from alibi_torch._tiled import KeyNorms, of_lengths, prepared, step, tiled_attention
+from alibi_torch._tiled import KeyNorms, of_lengths, prepared, step, tiled_attention, with_masks
 
 
 def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,12 +24,28 @@ def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
     own = {"implementation", "max_key_norm"}  # of the function, not of the call
     remembered = set(inspect.signature(function).parameters) - own
 
+    def masked(
+        query: Tensor, key: Tensor, value: Tensor, slopes: Any, options: dict[str, Any], masks: dict[str, Tensor]
+    ) -> Any:
+        known = memory.key_of(query, key, value, slopes, options, masks)
+        call = memory.recalled(known)
+        if call is None:
+            if known is None or not memory.is_worthwhile(query, key) or not remembered.issuperset(options):
+                return function(query, key, value, slopes, **options, **masks)
+            call = AttentionCall.check(query, key, value, slopes, xp=xp, **options, **masks)
+            call = memory.keep(known, memory.own(replace(call, mask=None, q_segment_ids=None, kv_segment_ids=None)))
+        call = with_masks(call, masks.get("mask"), masks.get("segment_ids"))
+        return run(call, query, key, value, None, None, is_plain=True)
+
     @functools.wraps(function)
     def attend(query: Tensor, key: Tensor, value: Tensor, slopes: Any = None, *surplus: Any, **options: Any) -> Any:
         if surplus:
             return function(query, key, value, slopes, *surplus, **options)  # which refuses it
         if options:
             options = {name: x for name, x in options.items() if x is not None or name not in own}
+            masks = memory.masks_of(options)
+            if masks:
+                return masked(query, key, value, slopes, options, masks)
         known = memory.key_of(query, key, value, slopes, options)
         compute = memory.recalled(known)
         if compute is None:

@@ -221,6 +221,35 @@ def test_windows_that_overlap_are_read_as_they_are(length: int, dtype: torch.dty
         assert_near([alibi_torch.attention(*(x.detach() for x in inputs))], right[:1], torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("length", [40, 600])
+def test_masks_and_segments_of_the_same_sizes_have_values_of_their_own(length: int) -> None:
+    inputs, at = tensors(length, length), torch.arange(length)
+    for slopes in (None, torch.tensor([[0.5, 0.25, 1.0, 0.1], [0.3, 0.2, 0.9, 0.8]])):
+        mask, ids = torch.ones(2, 1, 1, length, dtype=torch.bool), torch.zeros(2, length, dtype=torch.int64)
+        for n in (0, 7, length - 5, length // 2):
+            mask[1, ..., n:], mask[0, ..., :n] = False, True
+            ids[:] = at // max(n, 9)
+            for rules in ({"mask": mask}, {"segment_ids": ids}, {"segment_ids": ids, "mask": mask}):
+                right = gradients(inputs, slopes=slopes, implementation="dense", **rules)
+                assert_near(gradients(inputs, slopes=slopes, **rules), right, 2.0**-24)
+                assert_near([alibi_torch.attention(*(x.detach() for x in inputs), slopes, **rules)], right[:1], 2.0**-24)
+
+
+def test_a_mask_that_was_checked_lets_no_other_pass() -> None:
+    query, key, value = (x.detach() for x in tensors(5, 9))
+    right = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    alibi_torch.attention(query, key, value, mask=right)
+    for wrong in (right.float(), right[..., :8], right.to("meta"), right.to_sparse(), right.numpy()):
+        with pytest.raises((TypeError, ValueError, NotImplementedError)):
+            alibi_torch.attention(query, key, value, mask=wrong)
+    ids = torch.arange(9)[None] // 3
+    for rules in ({"segment_ids": ids}, {"segment_ids": (ids[:, :5], ids), "mask": right.byte()}):
+        with pytest.raises((TypeError, ValueError), match=r"segment_ids must be a pair|mask"):
+            alibi_torch.attention(query, key, value, **rules)
+    of_bytes = alibi_torch.attention(query, key, value, segment_ids=(ids[:, 4:].byte(), ids.byte()))
+    assert torch.equal(of_bytes, alibi_torch.attention(query, key, value, segment_ids=(ids[:, 4:], ids)))
+
+
 def test_few_calls_are_remembered() -> None:
     for length in range(1, 2 * memory.ROOM):
         alibi_torch.attention(*(x.detach() for x in tensors(length, length)))

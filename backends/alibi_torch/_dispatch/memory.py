@@ -17,15 +17,20 @@ from alibi_core import AttentionCall
 ROOM = 32  # calls, each with the biases by distance of its heads
 MANY = 2048  # keys of the longest call of several queries to be remembered; longer ones take long enough
 NUMBERS = frozenset((bool, int, float, type(None)))
+OF_MASKS = frozenset((torch.bool, torch.int32, torch.int64))
+NO_MASKS: dict[str, Tensor] = {}
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 Prepared = TypeVar("Prepared")
 _calls: OrderedDict[Any, Any] = OrderedDict()
 
 
-def key_of(query: Tensor, key: Tensor, value: Tensor, slopes: Any, options: dict[str, Any]) -> Any:
+def key_of(
+    query: Tensor, key: Tensor, value: Tensor, slopes: Any, options: dict[str, Any], masks: dict[str, Tensor] = NO_MASKS
+) -> Any:
     """Return what a checked call of plain CPU tensors follows from; None if that is more than sizes and numbers.
 
-    The values of slopes are part of the answer; ``options`` are the other arguments, by name, as given by the caller.
+    The values of slopes are part of the answer; ``options`` are the other arguments, by name, as given by the caller,
+    but ``masks``, of :func:`masks_of`: of these the answer has kinds and sizes alone.
     """
     if _is_watched() or forward_ad._current_level >= 0:  # slopes may carry a derivative
         return None
@@ -40,10 +45,19 @@ def key_of(query: Tensor, key: Tensor, value: Tensor, slopes: Any, options: dict
         given = _given(slopes, options)
         if given is None:
             return None
+    if masks:
+        if not all(_is_ordinary(x) and x.dtype in OF_MASKS for x in masks.values()):
+            return None
+        given = given, *((name, x.dtype, x.shape) for name, x in masks.items())
     try:
         return query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, given
     except RuntimeError:  # nested tensors have no shape
         return None
+
+
+def masks_of(options: dict[str, Any]) -> dict[str, Tensor]:
+    """Take out of the arguments of a call, and return, tensors whose values say who sees whom."""
+    return {name: options.pop(name) for name in ("mask", "segment_ids") if isinstance(options.get(name), Tensor)}
 
 
 def of_any_length(key: Any, options: dict[str, Any]) -> Any:

@@ -75,8 +75,8 @@ class _Padding(NamedTuple):
         block = BLOCK if needs_gradients(query, key, value) else 1
         if query.device.type != "cpu":
             return cls(-call.q_len % block, -call.kv_len % block, max(0, LEAST_HEAD_DIM - call.head_dim))
-        # The kernel for narrow heads on CPUs (AVX2, 2.13) reads keys by sixteen, past the last one too, and writes scores
-        # of what it finds there over the greatest score of the first queries.
+        # The kernel for narrow heads on CPUs (AVX2, 2.13) reads keys by sixteen, past the last one too, and writes what
+        # it makes of those over the greatest scores of the first queries.
         keys = CPU_KEYS if call.head_dim < CPU_WIDE else 1
         return cls(-call.q_len % block, -call.kv_len % max(block, keys), 0)
 

@@ -8,7 +8,7 @@ from alibi_core.backend import KeyNorms
 from alibi_torch._tiled import step
 from alibi_torch._tiled.configuration import SIZES, norm_bounds, tiling
 from alibi_torch._tiled.operators import tiled_attention, tiled_attention_with_sums
-from alibi_torch._tiled.plan import jobs, needed_keys, told_apart
+from alibi_torch._tiled.plan import jobs, needed_keys, told_apart, with_masks
 from alibi_torch._tiled.second import differentiable, pulled_back
 from alibi_torch._tiled.short import is_short, of_lengths, prepared
 
@@ -28,4 +28,5 @@ __all__ = [
     "tiled_attention_with_sums",
     "tiling",
     "told_apart",
+    "with_masks",
 ]

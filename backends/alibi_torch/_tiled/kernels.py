@@ -7,6 +7,7 @@ follows from the logarithm over all keys.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -24,6 +25,7 @@ from alibi_torch._tiled.configuration import tiling
 fused_forward = torch._scaled_dot_product_flash_attention_for_cpu  # as an operator of torch.ops it takes longer to call
 fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+SMALL = 2**18  # numbers; distances of so few are kept
 FEATURES = 8  # a multiple of these suits the kernels
 # Larger scores are rounded so much that their log-sum-exp, rounded as well, makes no weights of them whose sum is 1.
 LARGE_SCORES = {dtype: 2.0**-14 / torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
@@ -418,12 +420,53 @@ def _bias_of(call: AttentionCall, job: Job, lowest: Tensor | None) -> tuple[Bias
         # To queries behind all keys, these are as far from one another as from one at the last key.
         last = replace(part, q_len=1, q_offset=job.kv_len - 1).bias_by_distance
         return Bias(_four_axes(last[..., None, :]).expand(-1, -1, job.rows, -1)), None
-    rates = (part.slopes, part.future_slopes)
-    bias, attends = part.bias(is_positive=all(x is None or bool((x > 0).all()) for x in rates))
+    is_positive = all(x is None or bool((x > 0).all()) for x in (part.slopes, part.future_slopes))
+    if is_positive and part.future_slopes is None:
+        bias, attends = _masked_bias(part)
+    else:
+        bias, attends = part.bias(is_positive=is_positive)
     bias, attends = _four_axes(bias), None if attends is None or bool(attends.all()) else _four_axes(attends)
     if lowest is not None:
         bias = bias.masked_fill(bias - bias.amax(dim=-1, keepdim=True) < lowest[job.heads, None, None], -math.inf)
     return Bias(bias), attends
+
+
+def _masked_bias(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    """Return what ``AttentionCall.bias`` does, of slopes above 0 that are the same on both sides.
+
+    In fewer operations, which take most of the time of a short call: distances are floating, and infinite where a query
+    may not look, from the start.
+    """
+    visible = call.mask
+    if call.q_segment_ids is not None and call.kv_segment_ids is not None:
+        alike = (call.q_segment_ids[..., :, None] == call.kv_segment_ids[..., None, :])[..., None, :, :]
+        visible = alike if visible is None else visible & alike
+    known = call.q_offset, call.q_len, call.kv_len, call.is_causal, call.window_size, call.working_dtype
+    is_small = call.q_len * call.kv_len <= SMALL
+    distance = (_distances if is_small else _distances.__wrapped__)(*known)
+    if visible is not None:
+        distance = torch.where(visible, distance, math.inf)
+    nearest = distance.amin(dim=-1, keepdim=True)
+    farthest, attends = nearest.max().item(), None
+    if farthest == math.inf:
+        attends = nearest < math.inf
+        distance, nearest = (torch.where(attends, x, 0.0) for x in (distance, nearest))
+    if farthest > 0:
+        distance = distance - nearest
+    return distance * -call.slopes[..., None, None], attends
+
+
+@functools.lru_cache(maxsize=16)
+def _distances(
+    q_offset: int, q_len: int, kv_len: int, is_causal: bool, window_size: int | None, dtype: torch.dtype
+) -> Tensor:
+    """Return the distance of each key from each query, ``[q_len, kv_len]``; infinite where its position hides it."""
+    with torch.inference_mode(False):  # it may take part in a differentiated call
+        relative = torch.arange(kv_len, device="cpu") - torch.arange(q_offset, q_offset + q_len, device="cpu")[:, None]
+        distance = relative.abs().to(dtype)
+        if is_causal:
+            distance = distance.masked_fill(relative > 0, math.inf)
+        return distance if window_size is None else distance.masked_fill(relative.abs() > window_size, math.inf)
 
 
 def shifted(row: Tensor, rows: int) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +27,13 @@ from alibi_core.backend import (
 )
 from alibi_torch._tiled import blocks, step
 from alibi_torch._tiled.configuration import tiling
-from alibi_torch._tiled.short import is_short
+from alibi_torch._tiled.short import is_short, of_lengths
 
-LEAST_MEAN_LENGTH = 32  # tokens: of shorter sequences, calls of their own cost more than masks
+LEAST_MEAN_LENGTH = 16  # tokens: of shorter sequences, calls of their own cost more than masks
+LEAST_PACKED = 256  # tokens in all: of fewer, likewise
 LEAST_PADDED = 512  # tokens: of shorter padded texts, likewise
+KEPT_PARTS = 128  # lengths of sequences and texts
+LEAST_ROWS = 128  # queries of a job: of fewer, one more costs more than the scores that it leaves out
 
 
 def jobs(call: AttentionCall, query: Tensor, key: Tensor, tolerance: float, norms: KeyNorms | None) -> Iterator[Job]:
@@ -50,6 +54,9 @@ def kernel_jobs(
     """Yield jobs as ``kernels`` takes them: their heads share their keys or are ungrouped."""
     sizes = tiling().sizes
     if call.kv_len <= tiling().short:
+        least, most = sizes.rows
+        if call.is_causal and call.q_len > LEAST_ROWS:  # fewer rows see fewer keys that are hidden
+            sizes = replace(sizes, rows=(least, min(most, max(LEAST_ROWS, call.q_len // 4))))
         yield from plain_jobs(call, sizes)
         return
     for index in range(call.batch[0]):
@@ -97,6 +104,8 @@ def sequences(call: AttentionCall) -> list[list[slice]] | None:
         return None
     if not call.shares_ids or call.q_len != call.kv_len or call.has_offset_array or call.q_offset != 0:
         return None
+    if call.q_len < LEAST_PACKED:
+        return None
     found = []
     for row in ids.expand(call.batch[0], call.q_len):
         starts = [0, *(1 + (row[1:] != row[:-1]).nonzero()[:, 0]).tolist(), call.q_len]
@@ -111,12 +120,36 @@ def parts_of(
     call: AttentionCall, entries: list[list[slice]], *tensors: Tensor
 ) -> Iterator[list[tuple[AttentionCall, Tensor, Tensor, Tensor]]]:
     """Yield the calls of the ``sequences`` of each batch entry, with what of query, key and value is theirs."""
+    whole = with_masks(call, None, None)
     for index, runs in enumerate(entries):
-        entry, heads = slice(index, index + 1), slice(0, call.num_heads)
-        tiles = [call.tile(batch=entry, heads=heads, queries=run, keys=run) for run in runs]
-        alone = [replace(tile, q_segment_ids=None, kv_segment_ids=None, shares_ids=False) for tile in tiles]
+        entry = slice(index, index + 1)
         query, key, value = (x[entry] for x in tensors)
+        alone = [_alone(whole, entry, run) for run in runs]
         yield [(one, query[:, :, s], key[:, :, s], value[:, :, s]) for one, s in zip(alone, runs, strict=True)]
+
+
+def with_masks(call: AttentionCall, mask: Tensor | None, segment_ids: Tensor | None) -> AttentionCall:
+    """Return a checked call with another mask and other segments; both share what is kept of their parts."""
+    shares_ids = segment_ids is not None and call.shares_ids
+    like = replace(call, mask=mask, q_segment_ids=segment_ids, kv_segment_ids=segment_ids, shares_ids=shares_ids)
+    like.worked_out[_alone] = call.worked_out.setdefault(_alone, {})
+    return like
+
+
+def _alone(call: AttentionCall, entries: slice, tokens: slice) -> AttentionCall:
+    """Return the call of some tokens of some batch entries, which see one another alone.
+
+    Those of as many tokens are one call, where nothing else tells them apart, and all share what is kept of biases.
+    """
+    varies = call.added_key_bias is not None or any(len(x) > 1 for x in call.arrays.values() if x.ndim > 1)
+    kept: dict[Any, AttentionCall] = {} if varies else call.worked_out.setdefault(_alone, {})
+    count, length = entries.stop - entries.start, tokens.stop - tokens.start
+    if (count, length) not in kept:
+        if count not in kept or len(kept) > KEPT_PARTS:
+            kept.clear()
+            kept[count] = call.tile(batch=entries, heads=slice(0, call.num_heads), queries=tokens, keys=tokens)
+        kept[count, length] = of_lengths(kept[count], length, length)
+    return kept[count, length]
 
 
 def texts(call: AttentionCall) -> list[tuple[slice, slice]] | None:
@@ -152,7 +185,12 @@ def pieces_of(
 ) -> Iterator[tuple[AttentionCall, Tensor, Tensor, Tensor]]:
     """Yield the calls that make up one of ``texts``: queries before the keys shown, among them and behind them."""
     query, key, value = (x[entries] for x in tensors)
+    whole, heads = with_masks(call, None, None), slice(0, call.num_heads)
     for queries in (slice(0, shown.start), shown, slice(shown.stop, call.q_len)):
-        if queries.start < queries.stop:
-            tile = call.tile(batch=entries, heads=slice(0, call.num_heads), queries=queries, keys=shown)
-            yield replace(tile, mask=None), query[:, :, queries], key[:, :, shown], value[:, :, shown]
+        if queries.start == queries.stop:
+            continue
+        if queries == shown:
+            part = _alone(whole, entries, shown)
+        else:
+            part = whole.tile(batch=entries, heads=heads, queries=queries, keys=shown)
+        yield part, query[:, :, queries], key[:, :, shown], value[:, :, shown]
