@@ -232,7 +232,27 @@ def test_masks_and_segments_of_the_same_sizes_have_values_of_their_own(length: i
             for rules in ({"mask": mask}, {"segment_ids": ids}, {"segment_ids": ids, "mask": mask}):
                 right = gradients(inputs, slopes=slopes, implementation="dense", **rules)
                 assert_near(gradients(inputs, slopes=slopes, **rules), right, 2.0**-24)
-                assert_near([alibi_torch.attention(*(x.detach() for x in inputs), slopes, **rules)], right[:1], 2.0**-24)
+                with torch.no_grad():
+                    assert_near([alibi_torch.attention(*inputs, slopes, **rules)], right[:1], 2.0**-24)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("share", [1, 2])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 129), (1, 2500), (5, 700), (16, 300)])
+def test_few_queries_with_masks_of_any_kind(q_len: int, kv_len: int, share: int, dtype: torch.dtype) -> None:
+    inputs = [x.detach() for x in tensors(q_len, kv_len, dtype, heads=8, share=share)]
+    keys = torch.arange(kv_len)
+    shown = (keys >= torch.tensor([[3], [kv_len // 2]]))[:, None, None, :] & (keys % 5 != 2)
+    of_each = torch.rand(1, 8, q_len, kv_len, generator=torch.Generator().manual_seed(0)) < 0.5
+    of_each[..., :-1, :] &= q_len == 1  # all but the last query see nothing
+    ids = keys[None] // 60
+    for mask in (shown, of_each, torch.zeros(1, 1, 1, 1, dtype=torch.bool), None):
+        for rules in ({}, {"is_causal": False, "q_offset": 20}, {"window_size": 40}):
+            rules |= {"mask": mask, "segment_ids": (ids[:, -q_len:], ids) if mask is None else None}
+            right = alibi_torch.attention(*(x.double() for x in inputs), implementation="dense", **rules)
+            eps = torch.finfo(dtype).eps if dtype == torch.bfloat16 else 2.0**-24
+            for _ in range(2):
+                assert_near([alibi_torch.attention(*inputs, **rules)], [right], eps)
 
 
 def test_a_mask_that_was_checked_lets_no_other_pass() -> None:

@@ -422,17 +422,17 @@ def _bias_of(call: AttentionCall, job: Job, lowest: Tensor | None) -> tuple[Bias
         return Bias(_four_axes(last[..., None, :]).expand(-1, -1, job.rows, -1)), None
     is_positive = all(x is None or bool((x > 0).all()) for x in (part.slopes, part.future_slopes))
     if is_positive and part.future_slopes is None:
-        bias, attends = _masked_bias(part)
+        bias, attends = masked_bias(part)
     else:
         bias, attends = part.bias(is_positive=is_positive)
-    bias, attends = _four_axes(bias), None if attends is None or bool(attends.all()) else _four_axes(attends)
+        bias, attends = _four_axes(bias), None if attends is None or bool(attends.all()) else _four_axes(attends)
     if lowest is not None:
         bias = bias.masked_fill(bias - bias.amax(dim=-1, keepdim=True) < lowest[job.heads, None, None], -math.inf)
     return Bias(bias), attends
 
 
-def _masked_bias(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-    """Return what ``AttentionCall.bias`` does, of slopes above 0 that are the same on both sides.
+def masked_bias(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    """Return what ``AttentionCall.bias`` does, with four axes, of slopes above 0 that are the same on both sides.
 
     In fewer operations, which take most of the time of a short call: distances are floating, and infinite where a query
     may not look, from the start.
@@ -453,17 +453,21 @@ def _masked_bias(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         distance, nearest = (torch.where(attends, x, 0.0) for x in (distance, nearest))
     if farthest > 0:
         distance = distance - nearest
-    return distance * -call.slopes[..., None, None], attends
+    return _four_axes(distance * -call.slopes[..., None, None]), None if attends is None else _four_axes(attends)
 
 
 @functools.lru_cache(maxsize=16)
 def _distances(
     q_offset: int, q_len: int, kv_len: int, is_causal: bool, window_size: int | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return the distance of each key from each query, ``[q_len, kv_len]``; infinite where its position hides it."""
+    """Return how much farther each key is from each query than the nearest, ``[q_len, kv_len]``.
+
+    It is infinite where the key's position hides it.
+    """
     with torch.inference_mode(False):  # it may take part in a differentiated call
         relative = torch.arange(kv_len, device="cpu") - torch.arange(q_offset, q_offset + q_len, device="cpu")[:, None]
-        distance = relative.abs().to(dtype)
+        distance = relative.abs()
+        distance = (distance - distance.amin(dim=-1, keepdim=True)).to(dtype)  # exact, however far all keys are
         if is_causal:
             distance = distance.masked_fill(relative > 0, math.inf)
         return distance if window_size is None else distance.masked_fill(relative.abs() > window_size, math.inf)

@@ -67,6 +67,10 @@ def tiled_attention(
     if padded is not None:
         by_text = [[_of_piece(*piece) for piece in pieces_of(call, *text, *tensors)] for text in padded]
         return torch.cat([torch.cat(pieces, dim=2) for pieces in by_text])
+    if is_plain and norms is None and not needs_gradients(call.slopes, call.future_slopes):
+        result = short.masked(call, *tensors, differentiates=differentiates)
+        if result is not None:
+            return result
     if is_plain and differentiates:
         if is_short(call, norms_are_known=norms is not None) and not needs_gradients(call.slopes, call.future_slopes):
             result = short.differentiable(call, *tensors)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core.backend import Job
+from alibi_core.backend import Job, seen_keys
 from alibi_torch._tiled import onednn, step
 from alibi_torch._tiled.blocks import Plan, is_little, is_measured, limits_of, longest, plan, planned, stays_low
 from alibi_torch._tiled.configuration import tiling
@@ -27,6 +27,7 @@ from alibi_torch._tiled.kernels import (
     fused_forward,
     is_last_axis_dense,
     last_axis_dense,
+    masked_bias,
     queries_of,
     shifted,
     without_common_part,
@@ -36,6 +37,7 @@ from alibi_torch._tiled.second import differentiable_kernel, packs_what_is_saved
 KEPT = 2**19  # numbers; a bias of so few is kept with its call, which may come again
 ROOM = 64  # tokens, of whose multiples a bias has room that grows for longer texts
 LONG_DECODING = 2**13  # times the keys of a short call: numbers in the keys of one batch entry
+MASKED_OF_FEW = 2**15  # keys of a few queries and a mask: finding out which of more are needed takes less time
 DIFFERENTIATED = 128  # queries: one block of so few, or of little, is left to PyTorch to differentiate
 
 
@@ -265,6 +267,72 @@ def differentiable(call: AttentionCall, query: Tensor, key: Tensor, value: Tenso
     """
     was_tried = call.worked_out.get(prepared, False)  # by the function prepared, which then asks in general
     return None if was_tried else _differentiable(call, query, key, value)
+
+
+def masked(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, *, differentiates: bool) -> Tensor | None:
+    """Return the result of a short call with a mask or segments, or of one of a few queries; None for others.
+
+    It is for PyTorch to differentiate by query, key and value.
+    """
+    if call.mask is None and call.q_segment_ids is None:
+        return None
+    if call.has_offset_array or call.future_slopes is not None or call.added_key_bias is not None:
+        return None
+    are_few = not differentiates and call.q_len <= tiling().sizes.few
+    if are_few:
+        call, key, value = _seen(call, key, value)
+    # What is saved for gradients is the bias, too: no larger than query and key.
+    most = min(2 * call.head_dim, DIFFERENTIATED) if differentiates else DIFFERENTIATED
+    if call.q_len > most or call.kv_len > (MASKED_OF_FEW if are_few else most):
+        return None
+    if differentiates and (call.batch[0] * call.num_heads < torch.get_num_threads() or packs_what_is_saved()):
+        return None
+    if call.batch[0] * call.num_heads * call.q_len * call.kv_len > tiling().sizes.bias_elements:
+        return None
+    if not bool((call.slopes > 0).all()):
+        return None
+    bias, attends = masked_bias(call)
+    query, key, value = last_axis_dense(query, key, value)
+    if are_few:
+        result = _of_few(call, query, key, value, bias)
+    else:
+        query, key, value = _in(call.working_dtype, call, query, key, value)
+        result, logsumexp = fused_forward(query, key, value, 0.0, False, attn_mask=bias, scale=call.scale)
+    if differentiates:
+        centred = without_common_part(query, key, logsumexp, call.scale)
+        if centred is None:
+            return None
+        if centred[0] is not key:
+            result, _ = fused_forward(query, centred[0], value, 0.0, False, attn_mask=bias, scale=call.scale)
+        result.grad_fn.register_hook(differentiable_kernel)
+    if attends is not None:
+        result = torch.where(attends, result, 0.0)
+    return result.to(call.dtype)
+
+
+def _seen(call: AttentionCall, key: Tensor, value: Tensor) -> tuple[AttentionCall, Tensor, Tensor]:
+    """Return a call and its keys and values without keys that position hides from all queries, if any are left."""
+    keys = slice(*seen_keys(call, 0, call.q_len))
+    if keys.start >= keys.stop or keys == slice(0, call.kv_len):
+        return call, key, value
+    whole = slice(0, call.batch[0]), slice(0, call.num_heads), slice(0, call.q_len)
+    call = call.tile(batch=whole[0], heads=whole[1], queries=whole[2], keys=keys)
+    return call, key[:, :, keys], value[:, :, keys]
+
+
+def _of_few(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+    """Return the result of a few queries and a bias ``[batch or 1, num_heads, q_len, kv_len]``.
+
+    Heads that share their keys become rows, and of keys in low precision some heads at a time are cast.
+    """
+    rows, parts = call.num_heads // call.num_kv_heads * call.q_len, []
+    for heads, kv_heads in _heads_at_once(call, call.kv_len):
+        of_heads = query[:, heads], bias[:, heads].expand(-1, heads.stop - heads.start, -1, -1)
+        queries, values = (x.reshape(x.shape[0], -1, rows, x.shape[3]) for x in of_heads)
+        tensors = (x.to(call.working_dtype) for x in (queries, key[:, kv_heads], value[:, kv_heads]))
+        part, _ = fused_forward(*tensors, 0.0, False, attn_mask=values, scale=call.scale)
+        parts.append(part.reshape(of_heads[0].shape))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _differentiable(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
