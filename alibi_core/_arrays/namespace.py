@@ -74,6 +74,9 @@ def _namespace_of_one(array: Any) -> Namespace:
         if array.layout != torch.strided:
             raise TypeError(f"arrays must be dense, got a tensor of layout {array.layout}; to_dense makes it one")
         return namespace
+    mlx = sys.modules.get("mlx.core")
+    if mlx is not None and isinstance(array, mlx.array):
+        return MLXNamespace(mlx)  # as below, in a tenth of the time, which is felt beside a call of MLX
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         raise TypeError(f"argument must be an array of an array API library, got {type(array).__name__}")
     if isinstance(array, np.ma.MaskedArray):

@@ -7,7 +7,7 @@ import mlx.core as mx
 from alibi_core import AttentionCall
 from alibi_core.backend import Job, boolean, dense_attention, explains_keywords, one_of, tolerance_of
 from alibi_mlx import _tiled
-from alibi_mlx._dispatch import Jobs, attend
+from alibi_mlx._dispatch import Jobs, attend, checked
 from alibi_mlx._metal import IMPLEMENTATIONS, choose, folded_attention
 from alibi_mlx._tiled import KeyNorms
 
@@ -96,7 +96,7 @@ def attention(
         Press, Smith, Lewis, "Train Short, Test Long", section 3, arXiv 2108.12409.
     """
     chosen = None if implementation is None else one_of("implementation", implementation, IMPLEMENTATIONS)
-    call = AttentionCall.check(
+    call = checked(
         query,
         key,
         value,
@@ -113,7 +113,6 @@ def attention(
         dropout=dropout,
         return_weights=return_weights,
         allow_negative_slopes=allow_negative_slopes,
-        xp=mx,
     )
     if call.dense_only is not None:
         choose(call, chosen)  # raises, if another was named

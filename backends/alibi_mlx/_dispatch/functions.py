@@ -16,6 +16,7 @@ import mlx.core as mx
 from alibi_core import AttentionCall
 from alibi_core.backend import ARRAY_AXES, Job
 from alibi_mlx import _tiled
+from alibi_mlx._tiled import Kept
 
 Jobs = Callable[[], list[Job]]
 # Returns the tiles that make up a call with one batch axis, given query, key and value.
@@ -31,7 +32,8 @@ def attend(
     Nothing is kept for the backward pass but the arguments: scores are computed anew. The call has one batch axis;
     ``forward`` computes the result, given the same and a function that returns the jobs, which are ``plan``'s.
     """
-    names = tuple(call.arrays)
+    operands = call.arrays
+    names = tuple(operands)
     planned: dict[tuple[int, ...], list[Job]] = {}  # once for both passes, and once more for a longer batch
 
     def jobs(call: AttentionCall, *tensors: mx.array) -> list[Job]:
@@ -39,10 +41,21 @@ def attend(
             planned[call.batch] = plan(call, *tensors)
         return planned[call.batch]
 
-    @mx.custom_function
-    def function(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> mx.array:
+    def of_arrays(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> mx.array:
         this = replace(call, **dict(zip(names, arrays, strict=True)))
         return forward(this, query, key, value, lambda: jobs(this, query, key, value))
+
+    @mx.custom_function
+    def function(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> mx.array:
+        if Kept not in call.worked_out:
+            return of_arrays(query, key, value, *arrays)
+        return forward(call, query, key, value, lambda: jobs(call, query, key, value))
+
+    @function.jvp
+    def push_forward(primals: Any, tangents: Any) -> mx.array:
+        # By slopes, too, of which what is kept knows the values alone.
+        filled = [mx.zeros_like(x) if dx is None else dx for x, dx in zip(primals, tangents, strict=True)]
+        return mx.jvp(of_arrays, primals, filled)[1][0]
 
     @function.vjp
     def differentiate(primals: Any, grad: mx.array, result: mx.array) -> Any:
@@ -60,7 +73,7 @@ def attend(
         size, longer, tensors = _as_longer_batch(call, operands, axes, 3)
         return attend(longer, *tensors, forward, plan).reshape(size, *call.batch, *tensors[0].shape[1:]), 0
 
-    return function(query, key, value, *call.arrays.values())
+    return function(query, key, value, *operands.values())
 
 
 def _gradients(

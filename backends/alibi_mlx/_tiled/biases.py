@@ -2,23 +2,73 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
+import array_api_compat.numpy as xp
 import mlx.core as mx
+import numpy as np
 
 from alibi_core import AttentionCall
-from alibi_core.backend import Job
+from alibi_core.backend import Job, TileSizes, plain_jobs
+
+KEPT = 2**16  # heads times keys of calls whose biases are kept; of the tiles, twice as many numbers
+
+
+class Kept:
+    """What is kept of a call that may come again, with other lengths: its biases by distance, and its last jobs.
+
+    The biases are made in NumPy, so that nothing has to be evaluated, and MLX is given constants.
+    """
+
+    def __init__(self, call: AttentionCall) -> None:
+        self._call = call  # its arrays are slopes, which have values
+        self._jobs: tuple[Any, list[Job]] = (None, [])  # what they follow from, and they
+        self._tiles: dict[tuple[int, ...], mx.array] = {}  # the last biases, under what they are made of
+        self._lines: tuple[int, Any, Any] = (-1, None, None)  # how far they reach to either side; in NumPy and in MLX
+
+    def jobs(self, call: AttentionCall, sizes: TileSizes) -> list[Job]:
+        """Return the jobs of a call that differs in lengths alone, as shapes decide them."""
+        made_of, jobs = self._jobs
+        if made_of != (call.q_len, call.kv_len, sizes):
+            jobs = list(plain_jobs(call, sizes))
+            self._jobs = (call.q_len, call.kv_len, sizes), jobs
+        return jobs
+
+    def bias(self, job: Job, back: int, length: int) -> mx.array:
+        """Return a job's bias, ``back`` keys before its first query's own; no key is ``length`` tokens away."""
+        made_of = job.heads.start, job.heads.stop, job.rows, job.kv_len, back
+        tiles = self._tiles
+        if made_of in tiles:
+            return tiles[made_of]
+        reach, line, in_mlx = self._lines
+        if reach < length:
+            reach = max(256, 1 << length.bit_length())  # texts grow
+            line = _line_of(in_numpy(self._call), reach, reach)
+            in_mlx = mx.array(line)
+            self._lines = reach, line, in_mlx
+        part = _part_of_line(reach, job, back)
+        if job.rows == 1 or (job.heads.stop - job.heads.start) * job.rows * job.kv_len > 2 * KEPT:
+            return _toeplitz(in_mlx[:, job.heads, part], job.rows)
+        rows = np.lib.stride_tricks.sliding_window_view(line[:, job.heads, part], job.kv_len, axis=-1)
+        tile = mx.array(np.ascontiguousarray(rows[..., ::-1, :]))
+        fits = sum(x.size for x in tiles.values()) + tile.size <= 2 * KEPT
+        self._tiles = {**(tiles if fits else {}), made_of: tile}
+        return tile
 
 
 class Biases:
     """The biases of jobs. Where they follow from distance alone they are one line a head, read at different places.
 
-    A tile of such a bias is constant along its diagonals: each row is the one before it, shifted by one.
+    A tile of such a bias is constant along its diagonals: each row is the one before it, shifted by one. What is added
+    to keys is left out.
     """
 
     def __init__(self, call: AttentionCall) -> None:
-        self._call = call
+        self._call = call if call.added_key_bias is None else replace(call, added_key_bias=None)
+        self._kept: Kept | None = call.worked_out.get(Kept) if call.num_heads * call.kv_len <= KEPT else None
         self._by_distance = call.mask is None and call.q_segment_ids is None
         self._tiles: dict[tuple[int, ...], mx.array] = {}  # the last one made, under what it is made of
 
@@ -32,11 +82,14 @@ class Biases:
             bias, attends = replace(tile, q_offset=self._q_positions(job)[..., 0]).bias()
             return _four_axes(bias), None if attends is None else _four_axes(attends)
         back = job.back + self._call.q_offset
+        if self._kept is not None:
+            return self._kept.bias(job, back, self._call.kv_len), None
         of_each = self._line.shape[0] > 1  # batch entry; else one is for all
         batch = (job.batch.start, job.batch.stop) if of_each else (0, 1)
         made_of = (*batch, job.heads.start, job.heads.stop, job.rows, job.kv_len, back)
         if made_of not in self._tiles:
-            self._tiles = {made_of: self._toeplitz(job, self._line[slice(*batch), job.heads], back)}
+            part = _part_of_line(self._farthest, job, back)
+            self._tiles = {made_of: _toeplitz(self._line[slice(*batch), job.heads, part], job.rows)}
         return self._tiles[made_of], None
 
     def distances(self, job: Job) -> tuple[mx.array, mx.array | None]:
@@ -73,21 +126,7 @@ class Biases:
     @cached_property
     def _line(self) -> mx.array:
         """The biases of keys by their distance, from the farthest past on, ``[batch or 1, heads, distances]``."""
-        call = self._call
-        # Of one query at 0, whose keys before it are those after it, seen in a mirror: no length is in its numbers.
-        one = {"q_len": 1, "q_offset": 0, "is_causal": False}
-        slopes = {"slopes": call.slopes, "future_slopes": call.future_slopes}
-        if call.future_slopes is not None:
-            slopes = dict(zip(slopes, mx.broadcast_arrays(*slopes.values()), strict=True))
-        past = slopes | {"future_slopes": None, "kv_len": self._farthest + 1}
-        line = replace(call, **one, **past).bias_by_distance[..., ::-1]
-        after = call.kv_len - 1 - max(call.q_offset, 0)
-        if after > 0 and call.is_causal:
-            line = mx.concatenate([line, mx.full((*line.shape[:-1], after), -mx.inf, line.dtype)], axis=-1)
-        elif after > 0:
-            future = replace(call, **one, **slopes, kv_len=after + 1).bias_by_distance
-            line = mx.concatenate([line, future[..., 1:]], axis=-1)
-        return _four_axes(line[..., None, :])[:, :, 0]
+        return _line_of(self._call, self._farthest, self._call.kv_len - 1 - max(self._call.q_offset, 0))
 
     @property
     def _farthest(self) -> int:
@@ -101,19 +140,50 @@ class Biases:
         back = job.back + self._call.q_offset
         return bool(back >= 0 and back + job.rows <= job.kv_len)
 
-    def _toeplitz(self, job: Job, line: mx.array, back: int) -> mx.array:
-        """Return the bias of a tile, ``back`` keys before its first query's own, from its heads' by distance."""
-        # The first row's first key is `back` before its query, and the last row's `rows - 1` further.
-        start = self._farthest + 1 - back - job.rows
-        width = job.rows + job.kv_len - 1
-        line = line[..., start : start + width]
-        if job.rows == 1:
-            return line[:, :, None]
-        # Of rows that follow one another, each one element less than a row later, row by row moves one to the right.
-        copies = mx.broadcast_to(line[:, :, None], (*line.shape[:2], job.rows, width)).reshape(*line.shape[:2], -1)
-        skewed = copies[..., job.rows - 1 : job.rows - 1 + job.rows * (width - 1)]
-        return skewed.reshape(*line.shape[:2], job.rows, width - 1)[..., : job.kv_len]
+
+def in_numpy(call: AttentionCall) -> AttentionCall:
+    """Return a call with its arrays in NumPy, which have values."""
+    read = call.map_arrays(lambda array, _: np.asarray(array))
+    return replace(read, xp=xp, working_dtype=np.dtype(np.float32))
 
 
-def _four_axes(array: mx.array) -> mx.array:
+def _line_of(call: AttentionCall, past: int, after: int) -> Any:
+    """Return the biases of keys by their distance, from ``past`` tokens before the query to ``after`` tokens after it.
+
+    ``[batch or 1, heads, distances]``, in the library of the call.
+    """
+    # Of one query at 0, whose keys before it are those after it, seen in a mirror: no length is in its numbers.
+    one = {"q_len": 1, "q_offset": 0, "is_causal": False}
+    slopes = {"slopes": call.slopes, "future_slopes": call.future_slopes}
+    if call.future_slopes is not None:
+        slopes = dict(zip(slopes, call.xp.broadcast_arrays(*slopes.values()), strict=True))
+    line = replace(call, **one, **slopes | {"future_slopes": None, "kv_len": past + 1}).bias_by_distance[..., ::-1]
+    if after > 0 and call.is_causal:
+        hidden = call.xp.full((*line.shape[:-1], after), -math.inf, dtype=line.dtype)
+        line = call.xp.concatenate([line, hidden], axis=-1)
+    elif after > 0:
+        future = replace(call, **one, **slopes, kv_len=after + 1).bias_by_distance
+        line = call.xp.concatenate([line, future[..., 1:]], axis=-1)
+    return _four_axes(line[..., None, :])[:, :, 0]
+
+
+def _part_of_line(farthest: int, job: Job, back: int) -> slice:
+    """Return the part of a line, from ``farthest`` on, that a job's rows see."""
+    # The first row's first key is `back` before its query, and the last row's `rows - 1` further.
+    start = farthest + 1 - back - job.rows
+    return slice(start, start + job.rows + job.kv_len - 1)
+
+
+def _toeplitz(line: mx.array, rows: int) -> mx.array:
+    """Return a bias of so many rows from the part of the line that these see."""
+    if rows == 1:
+        return line[:, :, None]
+    # Of rows that follow one another, each one element less than a row later, row by row moves one to the right.
+    *axes, width = line.shape
+    copies = mx.broadcast_to(line[:, :, None], (*axes, rows, width)).reshape(*axes, -1)
+    skewed = copies[..., rows - 1 : rows - 1 + rows * (width - 1)]
+    return skewed.reshape(*axes, rows, width - 1)[..., : width + 1 - rows]
+
+
+def _four_axes(array: Any) -> Any:
     return array.reshape((1,) * (4 - array.ndim) + array.shape)

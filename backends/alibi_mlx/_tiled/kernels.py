@@ -29,9 +29,8 @@ def forward(
 
     Features are filled up with zeros to ``head_dim`` for MLX's kernel.
     """
-    # MLX before 0.32.2 crashes where mx.jvp meets an assignment to what does not vary: let it vary with everything.
-    result = _after(mx.zeros(query.shape, query.dtype), [query, key, value, call.slopes])
-    biases = Biases(replace(call, added_key_bias=None))
+    result = mx.zeros(query.shape, query.dtype)
+    biases = Biases(call)
     before: list[mx.array] = []
     for job in jobs:
         bias, attends = biases.of(job)
@@ -41,10 +40,17 @@ def forward(
             wide = [padded(_float32(x), 3, 0, head_dim - call.head_dim) for x in tensors]
             wide[0], wide[1] = _after(wide[0], before), for_scores(wide[1], part)
             whole = _with_added(call, part, bias)
-            out = mx.fast.scaled_dot_product_attention(*wide, scale=call.scale, mask=whole)[..., : call.head_dim]
+            out = mx.fast.scaled_dot_product_attention(*wide, scale=call.scale, mask=whole)
+            if head_dim > call.head_dim:
+                out = out[..., : call.head_dim]
             if attends is not None:
                 out = mx.where(attends, out, 0.0)
-            out = out.astype(result.dtype)
+            out = out.astype(query.dtype)
+            if out.shape == query.shape and part.tiles == 1:  # one tile is all there is
+                return out
+            if not before:
+                # MLX before 0.32.2 crashes where mx.jvp meets an assignment of whose two sides one varies: let both.
+                result = _after(result, [out])
             put_queries(result, part, out)
             before = [out]
     return result
@@ -64,7 +70,7 @@ def backward(
     by_query = mx.zeros(query.shape, query.dtype)
     by_key, by_value = _KeySums(call, key), _KeySums(call, value)
     by_slopes = [mx.zeros((*call.batch, call.num_heads)) for _ in range(2)]
-    biases = Biases(replace(call, added_key_bias=None))
+    biases = Biases(call)
     before: list[mx.array] = []
     for job in jobs:
         bias, attends = biases.of(job)
@@ -146,6 +152,9 @@ def _parts(job: Job, head_dim: int) -> Iterator[Job]:
     heads = job.heads.stop - job.heads.start
     elements = heads * max(job.rows * job.kv_len, (job.rows + job.kv_len) * head_dim)
     step = max(1, tiling().kernel_elements // elements)
+    if step >= job.tiles:
+        yield job
+        return
     for tile in range(0, job.tiles, step):
         shift = tile * job.rows
         tiles = min(step, job.tiles - tile)
@@ -162,9 +171,15 @@ def _float32(array: mx.array) -> mx.array:
 def queries_of(tensor: mx.array, job: Job) -> mx.array:
     """Return a job's queries: ``[batch entries or tiles, heads, rows, head_dim]``."""
     if job.tiles == 1:
-        return tensor[job.batch, job.heads, job.queries]
+        return _cut(tensor, job.batch, job.heads, job.queries)
     stretch = tensor[job.batch, job.heads, job.q_start : job.q_start + job.tiles * job.rows]
     return mx.squeeze(mx.unflatten(stretch, 2, (job.tiles, job.rows)), axis=0).swapaxes(0, 1)
+
+
+def _cut(tensor: mx.array, batch: slice, heads: slice, tokens: slice) -> mx.array:
+    """Return a part of a tensor; where that is all of it, without an operation."""
+    sizes = batch.stop - batch.start, heads.stop - heads.start, tokens.stop - tokens.start
+    return tensor if sizes == tensor.shape[:3] else tensor[batch, heads, tokens]
 
 
 def put_queries(tensor: mx.array, job: Job, values: mx.array) -> None:
@@ -184,7 +199,7 @@ def keys_of(tensor: mx.array, job: Job, call: AttentionCall) -> mx.array:
     """Return a job's keys, or values: ``[batch entries or tiles, kv heads, kv_len, head_dim]``; tiles may overlap."""
     heads = kv_heads_of(job, call)
     if job.tiles == 1:
-        return tensor[job.batch, heads, job.keys]
+        return _cut(tensor, job.batch, heads, job.keys)
     stretch = mx.contiguous(tensor[job.batch, heads, job.kv_start : _kv_stop(job)])
     _, count, length, head_dim = stretch.shape
     strides = (job.rows * head_dim, length * head_dim, head_dim, 1)

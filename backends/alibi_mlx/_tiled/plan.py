@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import array_api_compat.numpy as xp
 import mlx.core as mx
 import numpy as np
 
@@ -24,6 +23,7 @@ from alibi_core.backend import (
     plain_jobs,
     ranges_on_host,
 )
+from alibi_mlx._tiled.biases import Kept, in_numpy
 from alibi_mlx._tiled.configuration import tiling
 
 
@@ -43,7 +43,8 @@ def jobs(
     sizes = tiling().sizes
     host = None if call.kv_len <= tiling().short or tolerance == 0 else on_host(call, query=query, key=key, value=value)
     if host is None:
-        return list(plain_jobs(call, sizes))
+        kept = call.worked_out.get(Kept)
+        return list(plain_jobs(call, sizes)) if kept is None else kept.jobs(call, sizes)
     entries = [entry_of(host, index) for index in range(host.batch[0])]
     planned = [
         jobs_of_entry(entry, ranges, index, sizes)
@@ -61,8 +62,7 @@ def on_host(call: AttentionCall, **tensors: mx.array) -> AttentionCall | None:
     for name, array in (tensors | call.arrays).items():
         if not _evaluated(name, array):
             return None
-    read = call.map_arrays(lambda array, _: np.asarray(array))
-    return replace(read, xp=xp, working_dtype=np.dtype(np.float32))
+    return in_numpy(call)
 
 
 def _evaluated(name: str, array: mx.array) -> bool:
