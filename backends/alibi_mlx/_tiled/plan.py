@@ -26,6 +26,10 @@ from alibi_core.backend import (
 from alibi_mlx._tiled.biases import Kept, in_numpy
 from alibi_mlx._tiled.configuration import tiling
 
+# Numbers in the keys of one batch entry, times those of a short call; measured on a CPU.
+SOON_READ = 2**11
+SOON_MEASURED = 2**14  # where the keys must first be read for their norms
+
 
 def jobs(
     call: AttentionCall,
@@ -41,7 +45,8 @@ def jobs(
     be read, they are mapped, and mx.vmap does not know the views by which tiles overlap.
     """
     sizes = tiling().sizes
-    host = None if call.kv_len <= tiling().short or tolerance == 0 else on_host(call, query=query, key=key, value=value)
+    is_planned = not (call.kv_len <= tiling().short or tolerance == 0 or _is_soon_read(call, norms))
+    host = on_host(call, query=query, key=key, value=value) if is_planned else None
     if host is None:
         kept = call.worked_out.get(Kept)
         return list(plain_jobs(call, sizes)) if kept is None else kept.jobs(call, sizes)
@@ -51,6 +56,12 @@ def jobs(
         for index, (entry, ranges) in enumerate(zip(entries, plans(entries, query, key, tolerance, norms), strict=True))
     ]
     return list(itertools.chain.from_iterable(planned))
+
+
+def _is_soon_read(call: AttentionCall, norms: KeyNorms | None) -> bool:
+    """Whether a few queries may as well read all keys: finding out which they need takes longer."""
+    most = SOON_READ if norms is not None else SOON_MEASURED
+    return call.q_len <= tiling().sizes.few and call.num_kv_heads * call.kv_len * call.head_dim < most * tiling().short
 
 
 def on_host(call: AttentionCall, **tensors: mx.array) -> AttentionCall | None:
