@@ -376,7 +376,7 @@ class Rows:
                 assert_within(found[row : row + 1, :, :count], leaving_out(exact, UNIT_ROUNDOFF["float32"]))
         for bounds, held_keys in zip(self.cache.key_norms, self.keys, strict=True):
             by_token = np.repeat(bounds, 128, axis=-1)[:, : held_keys.shape[1]]
-            assert np.all(by_token >= np.linalg.norm(held_keys, axis=-1))
+            assert not np.any(by_token < np.linalg.norm(held_keys, axis=-1))  # NaN bounds nothing
         held = [x.shape[1] for x in self.keys]
         assert np.broadcast_to(self.cache.lengths, batch).tolist() == held
         assert self.cache.length == max(held)
@@ -400,6 +400,21 @@ def test_rows_may_have_lengths_of_their_own(name: str) -> None:
     later.step(1)  # of one length at first
     later.step(3, [0, 2, 1])  # which no row fills
     later.step(1)
+
+
+@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize("back", ["all rows", "each row"])
+def test_nothing_is_left_of_forgotten_tokens_that_were_not_finite(name: str, back: str) -> None:
+    rows, nan = Rows.of(name, 2, 20), np.full((2, KV_HEADS, 3, HEAD_DIM), np.nan)
+    if back == "all rows":
+        rows.step(4)
+        rows.cache.append(nan, nan)
+        rows.cache.truncate(4)
+    else:
+        rows.step(9, [4, 9])
+        rows.cache.append(nan, nan, np.asarray([3, 0], np.int32))
+        rows.cache.truncate(rows.cache.framework.array(np.asarray([4, 9], np.int32)))
+    rows.step(3, [1, 3])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -100,6 +100,8 @@ class KVCache:
         tokens = RowTokens.of(self._held(counts.size), counts)
         end = int(tokens.ends.max(initial=0))
         keys, values = self._with_room(key, value, end)
+        if end > self.offset:  # a shorter row's places are read, too: of NaN, a weight of 0 makes NaN
+            keys[..., self.offset : end, :] = values[..., self.offset : end, :] = 0.0
         rows, columns, slots = (mx.array(x.astype(np.int32)) for x in (tokens.rows, tokens.columns, tokens.slots))
         if tokens.rows.size:
             keys[rows, :, slots] = key[rows, :, columns]
@@ -187,7 +189,7 @@ class KVCache:
         if isinstance(length, mx.array):
             batch_size = length.size if self.keys is None else self.keys.shape[0]
             most = np.asarray(check_lengths(mx, "length", length, batch_size))
-            self._hold(np.minimum(self._held(batch_size), most))
+            self._keep(np.minimum(self._held(batch_size), most))
             return
         self.offset = min(self.offset, non_negative_int("length", length))
         if self.lengths is not None:
@@ -288,7 +290,7 @@ class KVCache:
         """Forget the last ``n`` tokens, or all if there are fewer, and return how many those were."""
         before = self.offset
         if self.lengths is not None:
-            self._hold(np.maximum(self._held() - non_negative_int("n", n), 0))
+            self._keep(np.maximum(self._held() - non_negative_int("n", n), 0))
         self.truncate(max(before - non_negative_int("n", n), 0))
         return before - self.offset
 
@@ -328,6 +330,14 @@ class KVCache:
 
     def _hold(self, lengths: np.ndarray[Any, Any]) -> None:
         self.lengths, self.offset = mx.array(lengths.astype(np.int32)), int(lengths.max(initial=0))
+
+    def _keep(self, lengths: np.ndarray[Any, Any]) -> None:
+        """Forget all tokens but so many of each row, whose places remain among those that are read."""
+        forgotten = RowTokens.of(lengths, self._held(lengths.size) - lengths)
+        if forgotten.rows.size and self.keys is not None and self.values is not None:
+            rows, slots = (mx.array(x.astype(np.int32)) for x in (forgotten.rows, forgotten.slots))
+            self.keys[rows, :, slots] = self.values[rows, :, slots] = 0.0
+        self._hold(lengths)
 
     def _check_offset(self) -> None:
         capacity = 0 if self.keys is None else self.keys.shape[2]

@@ -188,8 +188,9 @@ class KVCache:
             torch.from_numpy(x).to(key.device)
             for x in (tokens.rows, tokens.columns, tokens.slots, tokens.ends[:, None], counts[:, None])
         )
-        self.key[rows, :, slots] = key[rows, :, columns]
-        self.value[rows, :, slots] = value[rows, :, columns]
+        for held, given in ((self.key, key), (self.value, value)):
+            held[:, :, self.length : end] = 0.0  # a shorter row's places are read, too: of NaN, a weight of 0 makes NaN
+            held[rows, :, slots] = given[rows, :, columns]
         places = torch.arange(key.shape[2], device=key.device)
         norms = torch.where((places < new)[:, None], norm_bounds(key.detach()), 0.0)
         blocks = ((ends - new + places) // BLOCK).clamp(max=self._norms_by_block.shape[2] - 1)[:, None]
@@ -281,8 +282,13 @@ class KVCache:
             ValueError: If it is negative, or of another shape.
         """
         if isinstance(length, Tensor):
-            most = check_lengths(xp, "length", length, self.key.shape[0]).cpu().numpy()
-            self._hold(np.minimum(self._held(), most))
+            held, most = self._held(), check_lengths(xp, "length", length, self.key.shape[0]).cpu().numpy()
+            kept = np.minimum(held, most)
+            forgotten = RowTokens.of(kept, held - kept)
+            rows, slots = (torch.from_numpy(x).to(self.key.device) for x in (forgotten.rows, forgotten.slots))
+            for tensor in (self.key, self.value):
+                tensor[rows, :, slots] = 0.0  # as above
+            self._hold(kept)
             return
         self.length = min(self.length, non_negative_int("length", length))
         if self.lengths is not None:
