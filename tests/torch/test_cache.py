@@ -127,6 +127,16 @@ def test_a_step_is_where_its_tensors_are_and_may_be_of_no_text() -> None:
     assert cache.attend(torch.randn(0, HEADS, 1, HEAD_DIM)).shape == (0, HEADS, 1, HEAD_DIM)
 
 
+def test_a_step_that_an_empty_cache_refused_makes_no_later_one_slower() -> None:
+    cache, query = KVCache(1, KV_HEADS, 53, HEAD_DIM), torch.randn(1, HEADS, 1, HEAD_DIM)
+    with pytest.raises(ValueError, match="cache must hold the tokens that query is of, got an empty one"):
+        cache.attend(query)
+    cache.append(*torch.randn(2, 1, KV_HEADS, 7, HEAD_DIM).unbind())
+    first = cache.attend(query)
+    with mock.patch(f"{KVCache.__module__}.run", side_effect=AssertionError("the way of other calls")):
+        assert torch.equal(cache.attend(query), first)
+
+
 def test_appends_happen_in_place_and_touch_nothing_else() -> None:
     key, value = torch.randn(2, 2, KV_HEADS, 390, HEAD_DIM).unbind()
     cache = KVCache(2, KV_HEADS, 393, HEAD_DIM)

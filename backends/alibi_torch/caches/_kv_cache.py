@@ -254,7 +254,7 @@ class KVCache:
         call = memory.recalled(known)
         if call is None:
             call = AttentionCall.check(query, key, value, slopes, xp=xp, **rules)
-            call = call if known is None else memory.keep(known, memory.own(call))
+            call = call if known is None or call.is_empty else memory.keep(known, memory.own(call))
         if known is not None:
             check_span(self.length, query.shape[2])
             may_step = implementation in (None, "tiled") and not needs_gradients(query, self.key, self.value)
