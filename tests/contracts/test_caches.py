@@ -402,7 +402,7 @@ def test_rows_may_have_lengths_of_their_own(name: str) -> None:
     later.step(1)
 
 
-@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("back", ["all rows", "each row"])
 def test_nothing_is_left_of_forgotten_tokens_that_were_not_finite(name: str, back: str) -> None:
     rows, nan = Rows.of(name, 2, 20), np.full((2, KV_HEADS, 3, HEAD_DIM), np.nan)

@@ -220,9 +220,11 @@ class KVCache(NamedTuple):
             length = check_lengths(jnp, "length", length, self.key.shape[0]).astype(jnp.int32)
         else:
             length = whole_number(length)
-        return self._replace(
-            length=jnp.where(self.length > self.max_length, self.length, jnp.minimum(self.length, length))
-        )
+        length = jnp.where(self.length > self.max_length, self.length, jnp.minimum(self.length, length))
+        is_held = jnp.arange(self.value.shape[2]) < length[..., None]  # [max_length] or [batch, max_length]
+        is_held = is_held.reshape(-1, 1, self.value.shape[2], 1)
+        # Attention gives the others a weight of 0, which makes NaN of what is not finite.
+        return self._replace(length=length, value=jnp.where(is_held, self.value, 0))
 
     def select_batch(self, indices: jax.Array) -> KVCache:
         """Return the cache of the sequences at ``indices`` of the batch axis; one may be asked for repeatedly.
