@@ -782,9 +782,12 @@ def test_a_forward_of_bert_that_is_called_by_itself(config: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")
+@pytest.mark.parametrize("place", ["attention", "block"])
 @pytest.mark.parametrize("way", ["hook", "forward"])
 @pytest.mark.parametrize("name", ["bloom", "mpt", "falcon", "falcon, grouped, eager"])
-def test_a_mask_that_somebody_edits_in_the_layers(name: str, way: str) -> None:  # to see what a token does for another
+def test_a_mask_that_somebody_edits_in_the_layers(
+    name: str, way: str, place: str
+) -> None:  # to see what a token does for another
     model, tokens, mask = model_of(name), tokens_of(2, 20), padding(20, 13, total=20, side="left")
 
     def edited(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -801,7 +804,8 @@ def test_a_mask_that_somebody_edits_in_the_layers(name: str, way: str) -> None: 
     found = []
     for x in (model, accelerate(copy.deepcopy(model))):
         for block in getattr(x.transformer, "blocks", None) or x.transformer.h:
-            edit(block.attn if name == "mpt" else block.self_attention)
+            attention = block.attn if name == "mpt" else block.self_attention
+            edit(attention if place == "attention" else block)
         found.append(logits_of(x, tokens, attention_mask=mask))
     assert torch.equal(found[1], found[0])
     assert not torch.allclose(found[0], logits_of(model_of(name), tokens, attention_mask=mask), atol=1e-2)

@@ -246,7 +246,7 @@ def _reason_for_own_code(model: Any, layers: list[Any], given: dict[str, Any], t
         return str(layers[0].change)
     if any(layer.shows_weights for layer in layers):
         return "attention_dropout must be a Dropout without hooks, as the library has no attention weights to show it"
-    hooked = reason_of_hooks(layers)
+    hooked = reason_of_hooks(model.base_model, layers)
     if hooked is not None:
         return hooked
     cache, mask = given.get("past_key_values"), given.get("attention_mask")

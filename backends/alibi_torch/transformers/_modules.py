@@ -252,6 +252,11 @@ def layers_of(base: Any) -> list[Any]:
     return [x.self_attention for x in base.h] if hasattr(base, "h") else attention_modules(base, missing_is_error=False)
 
 
+def blocks_of(base: Any) -> list[Any]:
+    """Return the blocks of a base model that hand its mask to their attention, where they go by a usual name."""
+    return next((list(getattr(base, name)) for name in ("blocks", "h", "layers") if hasattr(base, name)), [])
+
+
 def check_sizes(projection: Any, features: int, num_heads: int) -> None:
     """Check that a module holds all of its heads, not some that a tensor-parallel plan left it."""
     weight = getattr(projection, "weight", None)
@@ -278,16 +283,17 @@ def check_own(module: Any, kind: type) -> None:
         )
 
 
-def reason_of_hooks(layers: list[Any]) -> str | None:
-    """Return why the library does not compute calls of layers with hooks; None if it does."""
-    if any(_shows_mask(layer) for layer in layers):
-        return "attention must have no hook that sees its mask, as the library has none of queries times keys to show"
+def reason_of_hooks(base: Any, layers: list[Any]) -> str | None:
+    """Return why the library does not compute calls of a base model with hooks in it; None if it does."""
+    for name, modules in (("attention", layers), ("block", blocks_of(base))):
+        if any(_shows_mask(module) for module in modules):
+            return f"{name} must have no hook that sees its mask, as the library has none of queries times keys to show"
     return None
 
 
-def _shows_mask(layer: Any) -> bool:
-    """Whether a layer's mask is shown to code of somebody else, who may change it, as PyTorch's own does not."""
-    own = vars(layer)
+def _shows_mask(module: Any) -> bool:
+    """Whether a module's mask is shown to code of somebody else, who may change it, as PyTorch's own does not."""
+    own = vars(module)
     shown = own["_forward_pre_hooks_with_kwargs"]
     hooks = [hook for key, hook in own["_forward_pre_hooks"].items() if key in shown] if shown else []
     if any(getattr(hook, "__module__", "").partition(".")[0] not in ("torch", "alibi_torch") for hook in hooks):

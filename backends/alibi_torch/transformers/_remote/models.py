@@ -185,7 +185,7 @@ class RemoteBase(Prepared):
             return args, kwargs  # which the model refuses
         layers = family.attention_of(self)
         dropped = [layer.weight_dropout(layer) for layer in layers if layer.training]
-        reason = reason_for_own_code(self.config, given, dropped) or reason_of_hooks(layers)
+        reason = reason_for_own_code(self.config, given, dropped) or reason_of_hooks(self, layers)
         reason = reason or family.reason(self, given)
         if torch.compiler.is_exporting():  # without the values that tell padding
             reason = reason or "recorder must be torch.compile, got torch.export"
