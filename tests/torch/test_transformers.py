@@ -995,6 +995,37 @@ def test_models_that_share_layers() -> None:
     assert torch.equal(logits_of(restore(one), tokens), expected)
 
 
+class Wrapper(torch.nn.Module):
+    """A module in a block's or its attention's place, which hands on whatever it gets, as those of GPTQ do."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+@pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")
+@pytest.mark.parametrize("change", ["block", "attention", "restored"])
+@pytest.mark.parametrize("name", [*FAMILIES, "falcon, grouped, eager"])
+def test_layers_of_which_some_are_no_longer_as_they_were(name: str, change: str) -> None:
+    model, tokens, mask = model_of(name), tokens_of(2, 20), padding(20, 13, total=20, side="left")
+    own = copy.deepcopy(model)
+    for x in (own, accelerate(model)):
+        blocks = getattr(x.transformer, "blocks", None) or x.transformer.h
+        place = "attn" if name == "mpt" else "self_attention"
+        if change == "block":
+            blocks[1] = Wrapper(blocks[1])
+        elif change == "attention":
+            setattr(blocks[1], place, Wrapper(getattr(blocks[1], place)))
+        elif x is model:
+            restore(blocks[1])
+    assert torch.equal(logits_of(model, tokens, attention_mask=mask), logits_of(own, tokens, attention_mask=mask))
+    assert "blocks must be as they were accelerated" in list(paths(model))[-1]
+    assert sum(paths(model).values()) == 1
+
+
 class UnderAnotherName(BloomPreTrainedModel):
     """A model that does not call its base what transformers does."""
 

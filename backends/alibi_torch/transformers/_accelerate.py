@@ -186,11 +186,16 @@ class AcceleratedModel(Prepared):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model's own code does."""
         args, kwargs = self.prepared(args, kwargs)
-        model, is_eager = self, not torch.compiler.is_compiling()
-        mask = self.given(args, kwargs).get("attention_mask")
-        if isinstance(self, FalconModel) and is_eager and not _facts.is_encoded(mask):
-            model = object.__new__(type(self))  # the same, but for the bias in its mask
-            vars(model).update(vars(self), use_alibi=True)
+        mask, changed = self.given(args, kwargs).get("attention_mask"), {}
+        if not torch.compiler.is_compiling() and not _facts.is_encoded(mask):
+            if isinstance(self, FalconModel):
+                changed = {"use_alibi": True}
+            elif isinstance(self, MptModel) and not _are_accelerated(layers_of(self)):
+                changed = {"build_mpt_alibi_tensor": super().build_mpt_alibi_tensor}  # for layers that build none
+        model = self
+        if changed:
+            model = object.__new__(type(self))  # the same, but for the bias in its mask, or beside it
+            vars(model).update(vars(self), **changed)
         return self.alibi_class.forward(model, *args, **kwargs)
 
     def prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -206,6 +211,11 @@ class AcceleratedModel(Prepared):
             return args, kwargs  # which the base is left to see to
         layers = layers_of(self.base_model)
         if not _are_accelerated(layers):
+            others = attention_modules(self, missing_is_error=False)
+            if is_base and others:
+                others[0].alibi_paths.by_hook(
+                    self, "blocks must be as they were accelerated, got some that are wrapped, replaced or restored"
+                )
             return args, kwargs
         if given.get("use_cache") is False and isinstance(given.get("past_key_values"), AlibiCache):
             raise ValueError(
@@ -231,8 +241,8 @@ class AcceleratedModel(Prepared):
 
 
 def _are_accelerated(layers: list[Any]) -> bool:
-    """Whether layers are: they may have been restored by themselves, or by another model that shares them."""
-    return bool(layers) and isinstance(layers[0], Accelerated)
+    """Whether all layers are: some may be restored, as by another model that shares them, or in somebody's wrapper."""
+    return bool(layers) and all(isinstance(layer, Accelerated) for layer in layers)
 
 
 def _reason_for_own_code(model: Any, layers: list[Any], given: dict[str, Any], tokens: Tensor) -> str | None:

@@ -245,11 +245,16 @@ def attention_modules(model: Any, *, missing_is_error: bool = True) -> list[Any]
 
 
 def layers_of(base: Any) -> list[Any]:
-    """Return the attention modules of an accelerated base model, without a search where it goes by its usual name."""
+    """Return the attention modules of an accelerated base model, without a search where it goes by its usual name.
+
+    None stands for that of a block in a wrapper, unless the wrapper shows what it holds, as PyTorch's do.
+    """
     # Not by its class, as it may be in a wrapper that compiles it.
     if hasattr(base, "blocks"):
-        return [block.attn for block in base.blocks]
-    return [x.self_attention for x in base.h] if hasattr(base, "h") else attention_modules(base, missing_is_error=False)
+        return [getattr(block, "attn", None) for block in base.blocks]
+    if hasattr(base, "h"):
+        return [getattr(block, "self_attention", None) for block in base.h]
+    return attention_modules(base, missing_is_error=False)
 
 
 def blocks_of(base: Any) -> list[Any]:
