@@ -1026,6 +1026,14 @@ def test_layers_of_which_some_are_no_longer_as_they_were(name: str, change: str)
     assert sum(paths(model).values()) == 1
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_embeddings_in_a_wrapper(name: str) -> None:
+    model, tokens, mask = model_of(name), tokens_of(2, 20), padding(20, 13, total=20, side="left")
+    expected = logits_of(model, tokens, attention_mask=mask)
+    accelerate(model, strict=True).set_input_embeddings(Wrapper(model.get_input_embeddings()))
+    assert torch.allclose(logits_of(model, tokens, attention_mask=mask), expected, atol=1e-4)
+
+
 class UnderAnotherName(BloomPreTrainedModel):
     """A model that does not call its base what transformers does."""
 
