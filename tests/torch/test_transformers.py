@@ -1027,11 +1027,14 @@ def test_layers_of_which_some_are_no_longer_as_they_were(name: str, change: str)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_embeddings_in_a_wrapper(name: str) -> None:
+def test_embeddings_and_bases_in_a_wrapper(name: str) -> None:
     model, tokens, mask = model_of(name), tokens_of(2, 20), padding(20, 13, total=20, side="left")
     expected = logits_of(model, tokens, attention_mask=mask)
     accelerate(model, strict=True).set_input_embeddings(Wrapper(model.get_input_embeddings()))
     assert torch.allclose(logits_of(model, tokens, attention_mask=mask), expected, atol=1e-4)
+    model.transformer = Wrapper(model.transformer)
+    given = {"attention_mask": mask, "position_ids": torch.arange(20)[None]}  # by which generate calls Falcon
+    assert torch.allclose(logits_of(model, tokens, **given), expected, atol=1e-4)
 
 
 class UnderAnotherName(BloomPreTrainedModel):

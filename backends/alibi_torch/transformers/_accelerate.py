@@ -299,8 +299,8 @@ def _encoded(model: Any, given: dict[str, Any], tokens: Tensor, rules: Rules) ->
             return packed
     if mask is None:
         return _facts.nothing(tokens.device)
-    embeddings = tokens if tokens.is_floating_point() else getattr(model.get_input_embeddings(), "weight", None)
-    dtype = model.dtype if embeddings is None else embeddings.dtype  # of embeddings in somebody's wrapper
+    # Not of the embeddings themselves, which somebody may have wrapped; they hold the first of the parameters.
+    dtype = tokens.dtype if tokens.is_floating_point() else model.dtype
     is_unseeing = rules.hides_with_infinity(tokens.device.type, dtype)
     return _facts.of_padding(
         rules.counted(mask), q_len, past, is_rounded=rules.rounds(mask.dtype), is_unseeing=is_unseeing
