@@ -737,6 +737,14 @@ def test_reverse_mode_goes_through_every_other_transformation() -> None:
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+def test_a_mapped_axis_may_be_empty() -> None:
+    x = jnp.zeros((0, 2, 5, 4, 3))
+    both = jax.value_and_grad(lambda x: jnp.sum(alibi_jax.attention(x, x, x, implementation="tiled")))
+    value, gradient = jax.vmap(both)(x)
+    assert value.shape == (0,)
+    assert gradient.shape == x.shape
+
+
 @pytest.mark.full
 def test_attention_runs_without_being_compiled() -> None:
     query, key, value = map(jnp.asarray, tensors())

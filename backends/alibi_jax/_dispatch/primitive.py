@@ -176,7 +176,10 @@ def _primitive_of(
         query, axis = pairs[whole - 3]
         batch = query.shape[0 if axis is None or axis > 0 else 1]
         merged = [_with_longer_batch(*pair, size, batch, index < whole) for index, pair in enumerate(pairs)]
-        results = primitive.bind(*merged, **parameters)
+        if size == 0:  # of which no kernel makes tiles
+            results = [jnp.zeros(x.shape, x.dtype) for x in shapes(*map(jax.typeof, merged), **parameters)]
+        else:
+            results = primitive.bind(*merged, **parameters)
         return [x.reshape(size, batch, *x.shape[1:]) for x in results], [0] * len(results)
 
     primitive.def_impl(call)
