@@ -92,7 +92,7 @@ def plain_jobs(call: AttentionCall, sizes: TileSizes) -> Iterator[Job]:
         rows = -(-rows // 2)
     limit = max(1, sizes.bias_elements // (rows * call.kv_len))
     heads = max(n for n in range(1, min(at_once, limit) + 1) if at_once % n == 0)
-    entries = call.batch[0] if varies == 1 else max(1, limit // heads)
+    entries = max(1, call.batch[0] if varies == 1 else limit // heads)
     for index, head in itertools.product(range(0, call.batch[0], entries), range(0, call.num_heads, heads)):
         batch = slice(index, min(index + entries, call.batch[0]))
         for q_start in range(0, call.q_len, rows):

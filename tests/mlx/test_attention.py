@@ -103,6 +103,14 @@ def test_no_queries_and_many_keys(implementation):
 # Transformations
 
 
+def test_a_mapped_axis_may_be_empty():
+    query, key, value = tensors(BATCH)
+    mapped = mx.zeros((0, *query.shape))
+    function = mx.vmap(lambda query: attention(query, key, value, implementation="tiled"))
+    assert function(mapped).shape == mapped.shape
+    assert mx.grad(lambda query: function(query).sum())(mapped).shape == mapped.shape
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_compiled_attention_follows_its_arguments(implementation):
     function = mx.compile(lambda q, k, v, s, o: attention(q, k, v, s, q_offset=o, implementation=implementation))
