@@ -109,6 +109,8 @@ def test_a_mapped_axis_may_be_empty():
     function = mx.vmap(lambda query: attention(query, key, value, implementation="tiled"))
     assert function(mapped).shape == mapped.shape
     assert mx.grad(lambda query: function(query).sum())(mapped).shape == mapped.shape
+    by_slopes = mx.vmap(lambda slopes: attention(query, key, value, slopes, implementation="tiled"))
+    assert by_slopes(mx.zeros((0, HEADS))).shape == mapped.shape
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -180,7 +180,7 @@ def _toeplitz(line: mx.array, rows: int) -> mx.array:
         return line[:, :, None]
     # Of rows that follow one another, each one element less than a row later, row by row moves one to the right.
     *axes, width = line.shape
-    copies = mx.broadcast_to(line[:, :, None], (*axes, rows, width)).reshape(*axes, -1)
+    copies = mx.broadcast_to(line[:, :, None], (*axes, rows, width)).reshape(*axes, rows * width)
     skewed = copies[..., rows - 1 : rows - 1 + rows * (width - 1)]
     return skewed.reshape(*axes, rows, width - 1)[..., : width + 1 - rows]
 
