@@ -418,6 +418,18 @@ def test_nothing_is_left_of_forgotten_tokens_that_were_not_finite(name: str, bac
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("of", ["keys", "values"])
+def test_nothing_is_left_in_an_evicting_cache_either(name: str, of: str) -> None:
+    cache, key, query = either(name, True), normal(BATCH, KV_HEADS, 4, HEAD_DIM), normal(BATCH, HEADS, 1, HEAD_DIM)
+    cache.append(key[:, :, :3], key[:, :, :3])
+    right = cache.attend(query)
+    bad = np.full((BATCH, KV_HEADS, 2, HEAD_DIM), np.inf)
+    cache.append(*((bad, key[:, :, :2]) if of == "keys" else (key[:, :, :2], bad)))
+    cache.truncate(3)
+    np.testing.assert_array_equal(cache.attend(query), right)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_lengths_of_rows_are_refused(name: str) -> None:
     cache = keeping(name, (2, KV_HEADS, 4, HEAD_DIM))
     for lengths, error, message in (

@@ -28,7 +28,7 @@ from alibi_core.backend import (
 from alibi_jax._attention import run
 from alibi_jax._call import NORM_BLOCK, as_slopes, floating_dtype, norm_bounds
 from alibi_jax._dispatch import Implementation, checked
-from alibi_jax.caches._kv_cache import bytes_of, cache_shape, known, whole_number
+from alibi_jax.caches._kv_cache import bytes_of, cache_shape, known, of_first, whole_number
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["key", "value", "count"], meta_fields=[])
@@ -296,9 +296,13 @@ class EvictingKVCache:
             check_truncated(int(length), evicted)
         length = whole_number(length)
         dropped = jnp.maximum(self.length - length, 0)
+        counts = [held.count - dropped for held in self.groups]
         return replace(
             self,
-            groups=tuple(replace(held, count=held.count - dropped) for held in self.groups),
+            groups=tuple(
+                replace(held, value=of_first(held.value, count), count=count)
+                for held, count in zip(self.groups, counts, strict=True)
+            ),
             length=self.length - dropped,
             fits=self.fits & (length >= self.evicted),
         )

@@ -221,10 +221,7 @@ class KVCache(NamedTuple):
         else:
             length = whole_number(length)
         length = jnp.where(self.length > self.max_length, self.length, jnp.minimum(self.length, length))
-        is_held = jnp.arange(self.value.shape[2]) < length[..., None]  # [max_length] or [batch, max_length]
-        is_held = is_held.reshape(-1, 1, self.value.shape[2], 1)
-        # Attention gives the others a weight of 0, which makes NaN of what is not finite.
-        return self._replace(length=length, value=jnp.where(is_held, self.value, 0))
+        return self._replace(length=length, value=of_first(self.value, length))
 
     def select_batch(self, indices: jax.Array) -> KVCache:
         """Return the cache of the sequences at ``indices`` of the batch axis; one may be asked for repeatedly.
@@ -241,6 +238,15 @@ class KVCache(NamedTuple):
         indices = check_indices(jnp, jnp.asarray(indices), self.key.shape[0])
         names = ("key", "value", "key_norms", "length")
         return self._replace(**{x: getattr(self, x)[indices] for x in names if jnp.ndim(getattr(self, x))})
+
+
+def of_first(values: jax.Array, length: jax.Array) -> jax.Array:
+    """Return values with zeros from ``length``, ``[]`` or ``[batch]``, on.
+
+    Attention gives those a weight of 0, which would make NaN of what is not finite.
+    """
+    is_held = jnp.arange(values.shape[2]) < length[..., None]  # [slots] or [batch, slots]
+    return jnp.where(is_held.reshape(-1, 1, values.shape[2], 1), values, 0)
 
 
 def _counts(lengths: jax.Array | None, batch_size: int, new: int) -> jax.Array:
