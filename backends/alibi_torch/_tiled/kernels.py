@@ -497,4 +497,4 @@ def is_last_axis_dense(tensor: Tensor) -> bool:
 
 
 def _four_axes(tensor: Tensor) -> Tensor:
-    return tensor.reshape((1,) * (4 - tensor.ndim) + tensor.shape)
+    return tensor if tensor.ndim == 4 else tensor.reshape((1,) * (4 - tensor.ndim) + tensor.shape)

@@ -37,6 +37,7 @@ from alibi_torch._tiled.second import differentiable_kernel, packs_what_is_saved
 KEPT = 2**19  # numbers; a bias of so few is kept with its call, which may come again
 ROOM = 64  # tokens, of whose multiples a bias has room that grows for longer texts
 LONG_DECODING = 2**13  # times the keys of a short call: numbers in the keys of one batch entry
+MASKED = 256  # queries and keys of a mask; of more, blocks that leave out hidden keys take less time
 MASKED_OF_FEW = 2**15  # keys of a few queries and a mask: finding out which of more are needed takes less time
 DIFFERENTIATED = 128  # queries: one block of so few, or of little, is left to PyTorch to differentiate
 
@@ -281,8 +282,8 @@ def masked(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, *, di
     are_few = not differentiates and call.q_len <= tiling().sizes.few
     if are_few:
         call, key, value = _seen(call, key, value)
-    # What is saved for gradients is the bias, too: no larger than query and key.
-    most = min(2 * call.head_dim, DIFFERENTIATED) if differentiates else DIFFERENTIATED
+    # What is saved for gradients is the bias, too: no larger than query, key, value and result.
+    most = min(4 * call.head_dim, MASKED) if differentiates else MASKED
     if call.q_len > most or call.kv_len > (MASKED_OF_FEW if are_few else most):
         return None
     if differentiates and (call.batch[0] * call.num_heads < torch.get_num_threads() or packs_what_is_saved()):
@@ -293,8 +294,9 @@ def masked(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, *, di
         return None
     bias, attends = masked_bias(call)
     query, key, value = last_axis_dense(query, key, value)
-    if are_few:
-        result = _of_few(call, query, key, value, bias)
+    together = _heads_at_once(call, call.kv_len) if are_few else []
+    if len(together) > 1 or (are_few and call.num_kv_heads < call.num_heads):
+        result = _of_few(call, query, key, value, bias, together)
     else:
         query, key, value = _in(call.working_dtype, call, query, key, value)
         result, logsumexp = fused_forward(query, key, value, 0.0, False, attn_mask=bias, scale=call.scale)
@@ -320,17 +322,24 @@ def _seen(call: AttentionCall, key: Tensor, value: Tensor) -> tuple[AttentionCal
     return call, key[:, :, keys], value[:, :, keys]
 
 
-def _of_few(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-    """Return the result of a few queries and a bias ``[batch or 1, num_heads, q_len, kv_len]``.
+def _of_few(
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    together: list[tuple[slice, slice]],
+) -> Tensor:
+    """Return the result of a few queries and a bias ``[batch or 1, num_heads, q_len, kv_len]``, some heads at a time.
 
-    Heads that share their keys become rows, and of keys in low precision some heads at a time are cast.
+    Heads that share their keys become rows.
     """
     rows, parts = call.num_heads // call.num_kv_heads * call.q_len, []
-    for heads, kv_heads in _heads_at_once(call, call.kv_len):
+    for heads, kv_heads in together:
         of_heads = query[:, heads], bias[:, heads].expand(-1, heads.stop - heads.start, -1, -1)
-        queries, values = (x.reshape(x.shape[0], -1, rows, x.shape[3]) for x in of_heads)
+        queries, biases = (x.reshape(x.shape[0], -1, rows, x.shape[3]) for x in of_heads)
         tensors = (x.to(call.working_dtype) for x in (queries, key[:, kv_heads], value[:, kv_heads]))
-        part, _ = fused_forward(*tensors, 0.0, False, attn_mask=values, scale=call.scale)
+        part, _ = fused_forward(*tensors, 0.0, False, attn_mask=biases, scale=call.scale)
         parts.append(part.reshape(of_heads[0].shape))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
