@@ -302,10 +302,8 @@ def masked(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, *, di
         result, logsumexp = fused_forward(query, key, value, 0.0, False, attn_mask=bias, scale=call.scale)
     if differentiates:
         centred = without_common_part(query, key, logsumexp, call.scale)
-        if centred is None:
+        if centred is None or centred[0] is not key:  # gradients take care, for which the result need not be another
             return None
-        if centred[0] is not key:
-            result, _ = fused_forward(query, centred[0], value, 0.0, False, attn_mask=bias, scale=call.scale)
         result.grad_fn.register_hook(differentiable_kernel)
     if attends is not None:
         result = torch.where(attends, result, 0.0)
