@@ -463,12 +463,10 @@ def test_gradients_through_a_cache(kind: str) -> None:
 @pytest.mark.parametrize("name", ["falcon", "falcon, all heads"])  # others refuse it
 def test_no_tokens_behind_those_in_a_cache(name: str, past: int) -> None:
     model, tokens = model_of(name), tokens_of(2, past + 1)
-    found = []
-    for x in (model, accelerate(copy.deepcopy(model))):
-        cache = DynamicCache(config=x.config)
-        parts = tokens.split([past, 0, 1], dim=1)
-        found.append(torch.cat([logits_of(x, part, past_key_values=cache) for part in parts], dim=1))
-    assert torch.allclose(found[1], found[0], atol=1e-4)
+    expected = logits_of(model, tokens)  # at once: not all versions of transformers take no tokens
+    cache, accelerated = DynamicCache(config=model.config), accelerate(model)
+    parts = [logits_of(accelerated, x, past_key_values=cache) for x in tokens.split([past, 0, 1], dim=1)]
+    assert torch.allclose(torch.cat(parts, dim=1), expected, atol=1e-4)
 
 
 def test_a_grown_layer_is_compiled_without_a_graph_break() -> None:
