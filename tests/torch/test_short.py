@@ -399,6 +399,17 @@ def test_biases_of_masks_end_where_no_key_matters(kind: str, is_causal: bool, mo
     assert_near([found, *by_inputs], [right, *torch.autograd.grad(right, doubles, cotangent.double())], 2.0**-23)
 
 
+@pytest.mark.parametrize("is_intel", [True, False])
+def test_short_calls_with_masks_form_no_weights_that_take_long(is_intel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_is_intel", lambda: is_intel)
+    query, key, value = (x.detach() for x in tensors(200, 200, head_dim=64))
+    mask = torch.arange(200) % 7 > 0
+    call = AttentionCall.check(query, key, value, STEEP, mask=mask[None, None, None], xp=xp)
+    for differentiates in (False, True):
+        result = short.masked(call, query, key.requires_grad_(differentiates), value, differentiates=differentiates)
+        assert (result is None) == is_intel
+
+
 @pytest.mark.parametrize("share", [1, 2])
 @pytest.mark.parametrize("direction", ["causal", "symmetric", "asymmetric", "window"])
 def test_a_call_of_other_lengths_is_not_checked_again(

@@ -76,7 +76,7 @@ def lowest_bias(call: AttentionCall, query: Tensor, key: Tensor, *, differentiat
 
     None where leaving out such keys of a short call saves no time.
     """
-    if call.kv_len > tiling().short or not _may_be_measured(call) or not _has_tiny(call, differentiates):
+    if call.kv_len > tiling().short or not _has_tiny(call, differentiates) or not _may_be_measured(call):
         return None
     levels = _levels(call, query, key)
     if not levels:

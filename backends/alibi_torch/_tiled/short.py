@@ -18,7 +18,17 @@ from torch import Tensor
 from alibi_core import AttentionCall
 from alibi_core.backend import Job, seen_keys
 from alibi_torch._tiled import onednn, step
-from alibi_torch._tiled.blocks import Plan, is_little, is_measured, limits_of, longest, plan, planned, stays_low
+from alibi_torch._tiled.blocks import (
+    Plan,
+    is_little,
+    is_measured,
+    limits_of,
+    longest,
+    lowest_bias,
+    plan,
+    planned,
+    stays_low,
+)
 from alibi_torch._tiled.configuration import tiling
 from alibi_torch._tiled.kernels import (
     Bias,
@@ -292,6 +302,8 @@ def masked(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, *, di
         return None
     if not bool((call.slopes > 0).all()):
         return None
+    if lowest_bias(call, query, key, differentiates=differentiates) is not None:
+        return None  # there biases end where no key matters
     bias, attends = masked_bias(call)
     query, key, value = last_axis_dense(query, key, value)
     together = _heads_at_once(call, call.kv_len) if are_few else []
