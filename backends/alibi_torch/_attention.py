@@ -33,6 +33,7 @@ def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
             if known is None or not memory.is_worthwhile(query, key) or not remembered.issuperset(options):
                 return function(query, key, value, slopes, **options, **masks)
             call = AttentionCall.check(query, key, value, slopes, xp=xp, **options, **masks)
+            # Not by with_masks, which would forget that queries and keys share their ids.
             call = memory.keep(known, memory.own(replace(call, mask=None, q_segment_ids=None, kv_segment_ids=None)))
         call = with_masks(call, masks.get("mask"), masks.get("segment_ids"))
         return run(call, query, key, value, None, None, is_plain=True)

@@ -24,7 +24,7 @@ from alibi_core._horizon.nearest import nearest_keys  # noqa: E402
 from alibi_core.conformance._cases.case import LONGER, Case, Sizes, cases  # noqa: E402
 from alibi_core.conformance._cases.data import DATA  # noqa: E402
 from alibi_torch._tiled import configuration, operators  # noqa: E402
-from alibi_torch._tiled.plan import texts  # noqa: E402
+from alibi_torch._tiled.plan import texts, told_apart  # noqa: E402
 from benchmarks.harness import peak_growth  # noqa: E402
 from tests.support.frameworks import TORCH, Backend  # noqa: E402
 from tests.support.full import first_of  # noqa: E402
@@ -766,6 +766,15 @@ def test_queries_behind_all_keys(direction: dict[str, Any], slopes: Any) -> None
         doubles = [x.double() for x in inputs]
         right = alibi_torch.attention(*doubles, slopes, **rules, implementation="dense")
         assert (found - right).abs().max() <= 1e-5
+
+
+def test_texts_in_groups_of_any_size_share_what_is_kept() -> None:
+    tensor, mask = torch.randn(4, 2, 600, 8), torch.ones(4, 1, 1, 600, dtype=torch.bool)
+    mask[0, ..., 500:], mask[1:3, ..., 400:] = False, False
+    call = AttentionCall.check(tensor, tensor, tensor, mask=mask, xp=xp)
+    first, again = ([part for part, *_ in told_apart(call, *[tensor] * 3) if part.q_offset == 0] for _ in range(2))
+    assert [part.q_len for part in first] == [500, 400, 600]
+    assert all(one is other for one, other in zip(first, again, strict=True))
 
 
 def test_text_of_padded_batches_is_computed_alone() -> None:

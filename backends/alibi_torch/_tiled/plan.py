@@ -144,12 +144,16 @@ def _alone(call: AttentionCall, entries: slice, tokens: slice) -> AttentionCall:
     varies = call.added_key_bias is not None or any(len(x) > 1 for x in call.arrays.values() if x.ndim > 1)
     kept: dict[Any, AttentionCall] = {} if varies else call.worked_out.setdefault(_alone, {})
     count, length = entries.stop - entries.start, tokens.stop - tokens.start
-    if (count, length) not in kept:
-        if count not in kept or len(kept) > KEPT_PARTS:
+    part = kept.get((count, length))
+    if part is None:
+        if len(kept) > KEPT_PARTS:
             kept.clear()
-            kept[count] = call.tile(batch=entries, heads=slice(0, call.num_heads), queries=tokens, keys=tokens)
-        kept[count, length] = of_lengths(kept[count], length, length)
-    return kept[count, length]
+        like = kept.get(count)
+        if like is None:
+            whole = slice(0, call.num_heads)
+            like = kept[count] = call.tile(batch=entries, heads=whole, queries=tokens, keys=tokens)
+        part = kept[count, length] = of_lengths(like, length, length)
+    return part
 
 
 def texts(call: AttentionCall) -> list[tuple[slice, slice]] | None:
