@@ -35,8 +35,20 @@ def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
             call = AttentionCall.check(query, key, value, slopes, xp=xp, **options, **masks)
             # Not by with_masks, which would forget that queries and keys share their ids.
             call = memory.keep(known, memory.own(replace(call, mask=None, q_segment_ids=None, kv_segment_ids=None)))
-        call = with_masks(call, masks.get("mask"), masks.get("segment_ids"))
-        return run(call, query, key, value, None, None, is_plain=True)
+        last, compute = call.worked_out.get(masked, (None, None))
+        # Layers ask for the same masks. Somebody may have written to them: what is in them is compared.
+        if last is None or not all(map(torch.equal, masks.values(), last.values())):
+            is_small = sum(map(torch.numel, masks.values())) <= memory.NUMBERS_OF_MASKS
+            last = memory.own_masks(masks) if is_small else masks
+            one = with_masks(call, last.get("mask"), last.get("segment_ids"))
+            if not is_small:
+                return in_general_of(one)(query, key, value)
+            compute = prepared(one, in_general_of(one))
+            call.worked_out[masked] = last, compute
+        return compute(query, key, value)
+
+    def in_general_of(call: AttentionCall) -> Callable[..., Tensor]:
+        return functools.partial(run, call, implementation=None, norms=None, is_plain=True)
 
     @functools.wraps(function)
     def attend(query: Tensor, key: Tensor, value: Tensor, slopes: Any = None, *surplus: Any, **options: Any) -> Any:
@@ -63,8 +75,7 @@ def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
                 if 0 < lengths[1] <= most and not needs_gradients(query, key, value):
                     return step.attend(like, query, key, value, None)  # texts grow: each step has another length
                 call = of_lengths(like, *lengths)
-            in_general = functools.partial(run, call, implementation=None, norms=None, is_plain=True)
-            compute = memory.keep(known, prepared(call, in_general))
+            compute = memory.keep(known, prepared(call, in_general_of(call)))
         return compute(query, key, value)
 
     return attend

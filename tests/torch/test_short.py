@@ -221,9 +221,9 @@ def test_windows_that_overlap_are_read_as_they_are(length: int, dtype: torch.dty
         assert_near([alibi_torch.attention(*(x.detach() for x in inputs))], right[:1], torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("length", [40, 600])
-def test_masks_and_segments_of_the_same_sizes_have_values_of_their_own(length: int) -> None:
-    inputs, at = tensors(length, length), torch.arange(length)
+@pytest.mark.parametrize(("length", "share"), [(40, 1), (40, 2), (600, 2)])
+def test_masks_and_segments_of_the_same_sizes_have_values_of_their_own(length: int, share: int) -> None:
+    inputs, at = tensors(length, length, share=share), torch.arange(length)
     for slopes in (None, torch.tensor([[0.5, 0.25, 1.0, 0.1], [0.3, 0.2, 0.9, 0.8]])):
         mask, ids = torch.ones(2, 1, 1, length, dtype=torch.bool), torch.zeros(2, length, dtype=torch.int64)
         for n in (0, 7, length - 5, length // 2):
@@ -231,9 +231,11 @@ def test_masks_and_segments_of_the_same_sizes_have_values_of_their_own(length: i
             ids[:] = at // max(n, 9)
             for rules in ({"mask": mask}, {"segment_ids": ids}, {"segment_ids": ids, "mask": mask}):
                 right = gradients(inputs, slopes=slopes, implementation="dense", **rules)
-                assert_near(gradients(inputs, slopes=slopes, **rules), right, 2.0**-24)
-                with torch.no_grad():
-                    assert_near([alibi_torch.attention(*inputs, slopes, **rules)], right[:1], 2.0**-24)
+                for mode in (torch.inference_mode, torch.no_grad):  # of the first, gradients may keep nothing
+                    with mode():
+                        found = alibi_torch.attention(*inputs, slopes, **{name: x.clone() for name, x in rules.items()})
+                        assert_near([found], right[:1], 2.0**-24)
+                    assert_near(gradients(inputs, slopes=slopes, **rules), right, 2.0**-24)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

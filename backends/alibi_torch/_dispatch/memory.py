@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from alibi_core import AttentionCall
 
 ROOM = 32  # calls, each with the biases by distance of its heads
+NUMBERS_OF_MASKS = 2**19  # of the masks of the last call of its sizes, of which a copy is kept
 MANY = 2048  # keys of the longest call of several queries to be remembered; longer ones take long enough
 NUMBERS = frozenset((bool, int, float, type(None)))
 OF_MASKS = frozenset((torch.bool, torch.int32, torch.int64))
@@ -89,6 +90,12 @@ def own(call: AttentionCall) -> AttentionCall:
     """Return a call to keep, with arrays of its own: the caller may write to those given."""
     with torch.inference_mode(False), torch.no_grad():  # it may take part in a differentiated call
         return call.map_arrays(lambda array, _: array.clone())
+
+
+def own_masks(masks: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return masks to keep, likewise."""
+    with torch.inference_mode(False), torch.no_grad():
+        return {name: x.clone() for name, x in masks.items()}
 
 
 def is_worthwhile(query: Tensor, key: Tensor) -> bool:

@@ -76,7 +76,7 @@ def lowest_bias(call: AttentionCall, query: Tensor, key: Tensor, *, differentiat
 
     None where leaving out such keys of a short call saves no time.
     """
-    if call.kv_len > tiling().short or not _has_tiny(call, differentiates) or not _may_be_measured(call):
+    if call.kv_len > tiling().short or not has_tiny(call, differentiates) or not _may_be_measured(call):
         return None
     levels = _levels(call, query, key)
     if not levels:
@@ -118,7 +118,7 @@ def _may_save(call: AttentionCall, differentiates: bool) -> bool:
         return False
     if not _may_be_measured(call) or onednn.suits(call, call.dtype):
         return False
-    if _has_tiny(call, differentiates):
+    if has_tiny(call, differentiates):
         return True
     whole, expected = (planned(call, levels) for levels in ((), (EXPECTED_EXCESS,) * call.num_heads))
     numbers = call.batch[0] * (call.num_heads * call.q_len + call.num_kv_heads * call.kv_len) * call.head_dim
@@ -129,7 +129,7 @@ def _may_be_measured(call: AttentionCall) -> bool:
     return call.q_len > tiling().sizes.few and tolerance_of(call) > 0 and min(x.min() for x in _slopes(call)) >= 0
 
 
-def _has_tiny(call: AttentionCall, differentiates: bool) -> bool:
+def has_tiny(call: AttentionCall, differentiates: bool) -> bool:
     """Whether enough of a call's weights are so small that they take long."""
     if not _is_intel():
         return False

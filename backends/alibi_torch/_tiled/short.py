@@ -20,6 +20,7 @@ from alibi_core.backend import Job, seen_keys
 from alibi_torch._tiled import onednn, step
 from alibi_torch._tiled.blocks import (
     Plan,
+    has_tiny,
     is_little,
     is_measured,
     limits_of,
@@ -79,8 +80,10 @@ def prepared(call: AttentionCall, in_general: Callable[..., Tensor]) -> Callable
     """
     if len(call.batch) != 1 or call.is_empty or call.dense_only is not None:
         return in_general
-    how, scale, bias, is_low = tiling(), call.scale, _only_bias(call), stays_low(call)
+    how, scale, (bias, attends) = tiling(), call.scale, _only_bias(call)
+    is_low = stays_low(call) and not _has_masks(call)
     dtype, cast = call.dtype, None if is_low or call.dtype == call.working_dtype else call.working_dtype
+    hidden = None if attends is None else ~attends
     is_short_call = call.worked_out[prepared] = is_short(call)
     has_blocks = is_short_call and not step.is_step(call)
     if bias is None and not is_short_call:
@@ -99,6 +102,8 @@ def prepared(call: AttentionCall, in_general: Callable[..., Tensor]) -> Callable
                 if cast is not None:
                     query, key, value = query.to(cast), key.to(cast), value.to(cast)
                 result, logsumexp = fused_forward(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
+                if hidden is not None:
+                    result = result.masked_fill_(hidden, 0.0)
                 if cast is not None:
                     return result.to(dtype)
                 # Of infinite scores the kernel makes zeros in low precision, where they are to be seen as NaN.
@@ -116,22 +121,41 @@ def of_lengths(call: AttentionCall, q_len: int, kv_len: int) -> AttentionCall:
     return like
 
 
-def _only_bias(call: AttentionCall) -> Tensor | None:
-    """Return the bias with which one call of the kernel makes up the result of a call; None where none does."""
+def _only_bias(call: AttentionCall) -> tuple[Tensor | None, Tensor | None]:
+    """Return the bias with which one call of the kernel makes up the result of a call; None where none does.
+
+    And which queries see anything, None where all do.
+    """
     if call.num_kv_heads < call.num_heads:
-        return None
+        return None, None
+    if _has_masks(call):
+        return _bias_of_masks(call) if _is_at_once(call) else (None, None)
     if step.is_step(call):
         most = min(step.most_keys(call, norms_are_known=False), KEPT // call.num_heads)
-        return step.row_of_bias(call, call.kv_len) if call.q_offset + 1 == call.kv_len <= most else None
+        return step.row_of_bias(call, call.kv_len) if call.q_offset + 1 == call.kv_len <= most else None, None
     if not is_short(call) or is_measured(call, differentiates=False) or onednn.suits(call, call.dtype):
-        return None
+        return None, None
     whole = planned(call, ())
     if len(whole.jobs) != 1 or whole.jobs[0].kv_len < call.kv_len:
-        return None
+        return None, None
     if call.dtype != call.working_dtype and not stays_low(call) and len(_heads_at_once(call, call.kv_len)) > 1:
-        return None
+        return None, None
     biases = _biases(call, whole)
-    return None if biases[0].is_reversed else biases[0].values
+    return None if biases[0].is_reversed else biases[0].values, None
+
+
+def _has_masks(call: AttentionCall) -> bool:
+    return call.mask is not None or call.q_segment_ids is not None
+
+
+def _is_at_once(call: AttentionCall) -> bool:
+    """Whether one call of the kernel makes up the result of a call with masks, with a bias that is kept."""
+    if not _suits_masks(call, differentiates=False) or has_tiny(call, differentiates=False):
+        return False
+    sees_all = seen_keys(call, 0, call.q_len) == (0, call.kv_len)
+    if call.q_len <= tiling().sizes.few and not (sees_all and len(_heads_at_once(call, call.kv_len)) == 1):
+        return False
+    return call.batch[0] * call.num_heads * call.q_len * call.kv_len <= KEPT
 
 
 def forward(
@@ -285,26 +309,18 @@ def masked(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, *, di
 
     It is for PyTorch to differentiate by query, key and value.
     """
-    if call.mask is None and call.q_segment_ids is None:
-        return None
-    if call.has_offset_array or call.future_slopes is not None or call.added_key_bias is not None:
+    if not _has_masks(call):
         return None
     are_few = not differentiates and call.q_len <= tiling().sizes.few
     if are_few:
         call, key, value = _seen(call, key, value)
-    # What is saved for gradients is the bias, too: no larger than query, key, value and result.
-    most = min(4 * call.head_dim, MASKED) if differentiates else MASKED
-    if call.q_len > most or call.kv_len > (MASKED_OF_FEW if are_few else most):
+    if not _suits_masks(call, differentiates=differentiates):
         return None
     if differentiates and (call.batch[0] * call.num_heads < torch.get_num_threads() or packs_what_is_saved()):
         return None
-    if call.batch[0] * call.num_heads * call.q_len * call.kv_len > tiling().sizes.bias_elements:
-        return None
-    if not bool((call.slopes > 0).all()):
-        return None
     if lowest_bias(call, query, key, differentiates=differentiates) is not None:
         return None  # there biases end where no key matters
-    bias, attends = masked_bias(call)
+    bias, attends = _bias_of_masks(call)
     query, key, value = last_axis_dense(query, key, value)
     together = _heads_at_once(call, call.kv_len) if are_few else []
     if len(together) > 1 or (are_few and call.num_kv_heads < call.num_heads):
@@ -318,8 +334,40 @@ def masked(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, *, di
             return None
         result.grad_fn.register_hook(differentiable_kernel)
     if attends is not None:
-        result = torch.where(attends, result, 0.0)
+        result = result.masked_fill(~attends, 0.0)
     return result.to(call.dtype)
+
+
+def _suits_masks(call: AttentionCall, *, differentiates: bool) -> bool:
+    """Whether a call with masks is so small that the whole bias, and a kernel that computes all scores, take least."""
+    if call.has_offset_array or call.future_slopes is not None or call.added_key_bias is not None:
+        return False
+    # What is saved for gradients is the bias, too: no larger than query, key, value and result.
+    most = min(4 * call.head_dim, MASKED) if differentiates else MASKED
+    are_few = not differentiates and call.q_len <= tiling().sizes.few
+    if call.q_len > most or call.kv_len > (MASKED_OF_FEW if are_few else most):
+        return False
+    scores = call.batch[0] * call.num_heads * call.q_len * call.kv_len
+    return scores <= tiling().sizes.bias_elements and _all_rise(call)
+
+
+def _all_rise(call: AttentionCall) -> bool:
+    """Whether all slopes are above 0."""
+    known: bool | None = call.worked_out.get(_all_rise)
+    if known is None:
+        known = call.worked_out[_all_rise] = bool((call.slopes > 0).all())
+    return known
+
+
+def _bias_of_masks(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    """Return ``masked_bias``, which a call that comes again keeps."""
+    found: tuple[Tensor, Tensor | None] | None = call.worked_out.get(masked_bias)
+    if found is None:
+        with torch.inference_mode(False), torch.no_grad():  # it may take part in a differentiated call
+            found = masked_bias(call)
+        if found[0].numel() <= KEPT:
+            call.worked_out[masked_bias] = found
+    return found
 
 
 def _seen(call: AttentionCall, key: Tensor, value: Tensor) -> tuple[AttentionCall, Tensor, Tensor]:
