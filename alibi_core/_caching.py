@@ -201,7 +201,7 @@ def check_new_tokens(
     for name, new in (("key", key), ("value", value)):
         if len(getattr(new, "shape", ())) != 4:
             raise TypeError(f"{name} must be an array of four axes, got {getattr(new, 'shape', type(new).__name__)}")
-        checks.floating_array(namespace_of(new, xp=xp), name, new)
+        checks.floating_array(namespace_of(new, xp=xp, names=(name,)), name, new)
     axes = "batch, num_kv_heads, length, head_dim" if length_axis == 2 else "batch, length, num_kv_heads, head_dim"
     for name, new, head_dim in (("key", key, sizes[2]), ("value", value, sizes[3])):
         expected = [sizes[0], sizes[1], head_dim]
@@ -233,7 +233,8 @@ class RowTokens:
 
 def check_lengths(xp: Namespace, name: str, lengths: Any, batch_size: int, most: int = checks.MAX_POSITION) -> Any:
     """Return numbers of tokens, ``[batch_size]`` integers from 0 to ``most``, checked as far as values can be seen."""
-    shape = tuple(checks.integer_array(namespace_of(checks.array(name, lengths), xp=xp), name, lengths).shape)
+    namespace = namespace_of(checks.array(name, lengths), xp=xp, names=(name,))
+    shape = tuple(checks.integer_array(namespace, name, lengths).shape)
     if shape != (batch_size,):
         raise ValueError(f"{name} must have shape ({batch_size},) (batch_size), got {shape}")
     values = host_values(lengths)

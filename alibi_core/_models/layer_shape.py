@@ -82,7 +82,7 @@ class LayerShape:
             TypeError: If it is not such an array.
             ValueError: If it has another shape.
         """
-        checks.floating_array(namespace_of(checks.array(name, x), xp=xp), name, x)
+        checks.floating_array(namespace_of(checks.array(name, x), xp=xp, names=(name,)), name, x)
         shape = tuple(x.shape)
         if len(shape) != 3 or shape[-1] != self.embed_dim:
             raise ValueError(f"{name} must have shape (batch, length, {self.embed_dim}), got {shape}")

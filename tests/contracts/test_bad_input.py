@@ -415,6 +415,8 @@ LAYER = [
     Bad({"head_dim": 0}, ValueError, "head_dim must be at least 1"),
     Bad({"slopes": floats(5)}, ValueError, r"slopes must have shape \(6,\)"),
     Bad({"slopes": -floats(6)}, ValueError, "slopes must not be negative", is_about_values=True),
+    Bad({"slopes": ints(6)}, TypeError, "slopes must have a real floating dtype, got .*int"),
+    Bad({"is_causal": False, "future_slopes": ints(6)}, TypeError, "future_slopes must have a real floating dtype"),
     Bad({"slopes": floats(6) * 0, "learnable_slopes": True}, ValueError, "slopes must be positive to be learned"),
     Bad({"future_slopes": floats(6)}, ValueError, "future_slopes must be None when is_causal=True"),
     Bad({"window_size": -2}, ValueError, "window_size must not be negative"),
@@ -446,6 +448,7 @@ BIAS_MODULE = [
     Bad({"slopes": floats(2)}, ValueError, "slopes must have shape"),
     Bad({"slopes": -floats(3)}, ValueError, "slopes must not be negative"),
     Bad({"slopes": 3}, TypeError, "slopes must be an array"),
+    Bad({"slopes": ints(3)}, TypeError, "slopes must have a real floating dtype, got .*int"),
     Bad({"is_causal": 1}, TypeError, "is_causal must be True or False"),
 ]
 MODULES = [("AlibiAttention", {"embed_dim": 24, "num_heads": 6}, x) for x in LAYER]

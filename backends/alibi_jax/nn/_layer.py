@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from alibi_core.backend import LayerShape, boolean, checks, explains_keywords
+from alibi_core.backend import LayerShape, boolean, checks, explains_keywords, namespace_of
 from alibi_jax._attention import attention
 from alibi_jax._call import floating_dtype
 from alibi_jax._dispatch import Implementation, checked
@@ -263,12 +263,14 @@ def _appended(
 
 
 def slope_values_of(name: str, slopes: Any | None) -> np.ndarray | None:
-    """Return slopes that a module is given as constants of it, float32."""
+    """Return slopes that a module is given as constants of it, float64, in which no value becomes another."""
     if slopes is None:
         return None
+    namespace_of(checks.array(name, slopes))
     try:
-        return np.asarray(checks.array(name, slopes), np.float32)
+        values = np.asarray(slopes)
     except jax.errors.TracerArrayConversionError:
         raise ValueError(
             f"{name} must be known when the layer is made, got a traced array; pass a NumPy array"
         ) from None
+    return np.asarray(checks.floating_array(namespace_of(xp=jnp), name, values), np.float64)
