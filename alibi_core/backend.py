@@ -77,6 +77,7 @@ from alibi_core._models import Generation as Generation
 from alibi_core._models import LayerShape as LayerShape
 from alibi_core._models import TextRows as TextRows
 from alibi_core._models import check_config as check_config
+from alibi_core._models import check_input as check_input
 from alibi_core._models import fixed_or_scheme_slopes as fixed_or_scheme_slopes
 from alibi_core._sharding import HALO_SHARE as HALO_SHARE
 from alibi_core._sharding import check_plan as check_plan

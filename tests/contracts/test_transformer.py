@@ -136,6 +136,10 @@ def test_caches_continue_a_sequence(name: str, options: dict[str, Any]) -> None:
     assert [int(cache.length) for cache in caches] == [13] * SMALL.num_layers
     with pytest.raises(ValueError, match=r"^caches must be one a block \(2\), got 1"):
         model(x, caches=caches[:1])
+    with pytest.raises(TypeError, match=r"^caches must be a list of one a block \(2\), got .*KVCache"):
+        model(x, caches=caches[0])
+    with pytest.raises(TypeError, match="^x must be an array, got .*; numpy.asarray, or that of your framework"):
+        model.inner([[0.0] * 28])
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.id != "jax"])  # whose caches stay as they are

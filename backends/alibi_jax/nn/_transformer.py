@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from alibi_core.backend import AlibiConfig, check_config, explains_keywords
+from alibi_core.backend import AlibiConfig, check_config, check_input, explains_keywords
 from alibi_jax.nn._layer import AlibiAttention
 
 AttentionFactory = Callable[..., nnx.Module]
@@ -112,12 +112,10 @@ class AlibiTransformer(nnx.Module):
             ``[batch, length, embed_dim]``; with caches, the pair of that and the longer caches.
 
         Raises:
+            TypeError: If ``x`` is no array, or ``caches`` are no sequence.
             ValueError: If ``x`` has another shape, or there is not one cache a block.
         """
-        if x.ndim != 3 or x.shape[-1] != self.config.embed_dim:
-            raise ValueError(f"x must have shape (batch, length, embed_dim {self.config.embed_dim}), got {x.shape}")
-        if caches is not None and len(caches) != len(self.blocks):
-            raise ValueError(f"caches must be one a block ({len(self.blocks)}), got {len(caches)}")
+        check_input(self.config, x, caches, len(self.blocks))
         longer = []
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
             x, cache = block(x, mask=mask, segment_ids=segment_ids, cache=cache)

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core.backend import AlibiConfig, check_config, explains_keywords
+from alibi_core.backend import AlibiConfig, check_config, check_input, explains_keywords
 from alibi_mlx.nn._layer import AlibiAttention, unless_refused
 
 AttentionFactory = Callable[[AlibiConfig], nn.Module]
@@ -107,15 +107,10 @@ class AlibiTransformer(nn.Module):
             ``[batch, length, embed_dim]``.
 
         Raises:
-            TypeError: If ``caches`` are no sequence.
+            TypeError: If ``x`` is no array, or ``caches`` are no sequence.
             ValueError: If ``x`` has another shape, or there is not one cache a block.
         """
-        if x.ndim != 3 or x.shape[-1] != self.config.embed_dim:
-            raise ValueError(f"x must have shape (batch, length, embed_dim {self.config.embed_dim}), got {x.shape}")
-        if caches is not None and not isinstance(caches, Sequence):
-            raise TypeError(f"caches must be a list of one a block ({len(self.blocks)}), got {type(caches).__name__}")
-        if caches is not None and len(caches) != len(self.blocks):
-            raise ValueError(f"caches must be one a block ({len(self.blocks)}), got {len(caches)}")
+        check_input(self.config, x, caches, len(self.blocks))
         with unless_refused(caches or ()):  # what one block refuses is not to stay in those before it
             for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
                 x = block(x, mask=mask, segment_ids=segment_ids, cache=cache)

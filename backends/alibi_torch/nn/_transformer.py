@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from alibi_core.backend import AlibiConfig, check_config, explains_keywords
+from alibi_core.backend import AlibiConfig, check_config, check_input, explains_keywords
 from alibi_torch.caches import KVCache
 from alibi_torch.nn._layer import AlibiAttention
 
@@ -105,14 +105,10 @@ class AlibiTransformer(nn.Module):
             ``[batch, length, embed_dim]``, of the dtype of ``x``.
 
         Raises:
+            TypeError: If ``x`` is no array, or ``caches`` are no sequence.
             ValueError: If ``x`` has another shape, or there is not one cache a block.
         """
-        if x.ndim != 3 or x.shape[-1] != self.config.embed_dim:
-            raise ValueError(
-                f"x must have shape (batch, length, embed_dim {self.config.embed_dim}), got {tuple(x.shape)}"
-            )
-        if caches is not None and len(caches) != len(self.blocks):
-            raise ValueError(f"caches must be one a block ({len(self.blocks)}), got {len(caches)}")
+        check_input(self.config, x, caches, len(self.blocks))
         held = [
             (cache, cache.length if cache.lengths is None else cache.lengths)
             for cache in caches or ()
