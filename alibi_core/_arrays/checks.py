@@ -191,9 +191,9 @@ def tensor(xp: Namespace, name: str, value: Any) -> Any:
     return value
 
 
-def tokens(value: Any) -> Any:
-    """Check for the numbers of tokens, ``[batch, length]``."""
-    integer_array(namespace_of(array("tokens", value)), "tokens", value)
+def tokens(value: Any, xp: Namespace | None = None) -> Any:
+    """Check for the numbers of tokens, ``[batch, length]``, of the library ``xp`` if that is given."""
+    integer_array(namespace_of(array("tokens", value), xp=xp, names=("tokens",)), "tokens", value)
     if len(value.shape) != 2:
         how = "; tokens[None] makes one text a batch" if len(value.shape) == 1 else ""
         raise ValueError(f"tokens must have shape (batch, length), got {tuple(value.shape)}{how}")

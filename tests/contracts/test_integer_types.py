@@ -1,4 +1,4 @@
-"""Offsets and segment ids as arrays of every integer type, and offsets beyond what 32 bits can tell."""
+"""Offsets, segment ids and tokens of every integer type, and offsets beyond what 32 bits can tell."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.frameworks import BACKENDS, COMPILERS, Backend, Framework
+from alibi_core.backend import AlibiConfig
+from tests.support.frameworks import BACKENDS, COMPILERS, FRAMEWORK, NAMES, Backend, Framework
+from tests.support.full import without_jax
+from tests.support.models import make_module
 
 SLOPES = np.asarray([0.5, 0.02])
 FAR = 10**6  # tokens, as good as any number that all keys are far from
@@ -80,3 +83,31 @@ def test_a_traced_offset_beyond_32_bits_does_not_wrap(framework: Framework) -> N
     signs = np.sign(np.asarray(BEYOND[dtype], np.float64)).astype(np.int32)
     near = framework.numpy(attention(*given, q_offset=framework.array(FAR * signs)))
     np.testing.assert_allclose(far, near, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", without_jax(NAMES))
+def test_tokens_and_their_types_may_be_of_any_integer_type(name: str) -> None:
+    framework, sizes = FRAMEWORK[name], {"num_layers": 1, "embed_dim": 16, "num_heads": 4, "dropout": 0.0}
+    model = make_module(name, "AlibiLanguageModel", AlibiConfig(**sizes), 9)
+    encoder = make_module(name, "AlibiEncoder", AlibiConfig(**sizes, is_causal=False, token_types=2), 9)
+    text, types, gaps = np.asarray([[1, 8, 3], [4, 0, 6]]), np.asarray([[0, 1, 1], [1, 0, 0]]), [[1, 0, 1], [0, 1, 1]]
+
+    def results(dtype: str) -> list[np.ndarray]:
+        tokens, kinds = (framework.array(x.astype(dtype)) for x in (text, types))
+        encoded = [encoder.encode(tokens, token_types=kinds, **x) for x in ({"lengths": [3, 1]}, {"mask": gaps})]
+        said = model.generate(tokens, 3, eos_token_id=[2, 5], pad_token_id=7)
+        assert said.dtype == tokens.dtype
+        return [framework.numpy(x) for x in (model(tokens), encoder(tokens, token_types=kinds), said, *encoded)]
+
+    expected = results("int32")
+    for dtype in ("int8", "uint8", "int16", "uint16", "uint32", "int64", "uint64"):
+        if has(framework, dtype):
+            for got, wanted in zip(results(dtype), expected, strict=True):
+                np.testing.assert_array_equal(got, wanted, err_msg=dtype)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.id != "jax"])  # which takes NumPy's for its own
+def test_tokens_of_another_library_are_named(name: str) -> None:
+    model = make_module(name, "AlibiLanguageModel", AlibiConfig(num_layers=1), 9)
+    with pytest.raises(TypeError, match=r"^arrays must belong to one array namespace, .* by \S+: tokens$"):
+        model(np.zeros((1, 2), np.int32))

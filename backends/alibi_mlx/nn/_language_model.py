@@ -80,7 +80,7 @@ class AlibiLanguageModel(nn.Module):
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Return what the transformer is given for ``tokens``: ``[batch, length, embed_dim]``."""
-        x = scaled(self.embedding(checks.tokens(tokens)), self.config.embedding_factor)
+        x = scaled(self.embedding(checks.tokens(tokens, mx)), self.config.embedding_factor)
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
     def read_out(self, hidden: mx.array) -> mx.array:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import array_api_compat.torch as xp
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from alibi_core.backend import MOST_PACKED, POOLING, TextRows, check_config, checks, explains_keywords
-from alibi_torch.nn._transformer import AlibiConfig, AlibiTransformer, AttentionFactory, norm_layer, scaled
+from alibi_torch.nn._transformer import AlibiConfig, AlibiTransformer, AttentionFactory, looked_up, norm_layer, scaled
 
 
 class AlibiEncoder(nn.Module):
@@ -74,11 +75,11 @@ class AlibiEncoder(nn.Module):
 
     def embed(self, tokens: Tensor, *, token_types: Tensor | None = None) -> Tensor:
         """Return what the transformer is given for ``tokens``: ``[batch, length, embed_dim]``."""
-        token_types = checks.token_types(token_types, checks.tokens(tokens), self.config.token_types)
-        x = scaled(self.embedding(tokens), self.config.embedding_factor)
+        token_types = checks.token_types(token_types, checks.tokens(tokens, xp), self.config.token_types)
+        x = scaled(looked_up(self.embedding, tokens), self.config.embedding_factor)
         if self.config.token_types:
             of_types = self.token_type_embedding
-            x = x + (of_types.weight[0] if token_types is None else of_types(token_types))
+            x = x + (of_types.weight[0] if token_types is None else looked_up(of_types, token_types))
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
     @explains_keywords
@@ -112,7 +113,7 @@ class AlibiEncoder(nn.Module):
             ValueError: If both ``lengths`` and ``mask`` are given, or an argument does not fit ``tokens``.
         """
         checks.one_of("pooling", pooling, POOLING)
-        checks.token_types(token_types, checks.tokens(tokens), self.config.token_types)
+        checks.token_types(token_types, checks.tokens(tokens, xp), self.config.token_types)
         rows = TextRows.check(tuple(tokens.shape), _on_host(lengths), _on_host(mask))
         vectors = self._of_text(tokens, token_types, rows)  # [tokens of text, embed_dim]
         vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))

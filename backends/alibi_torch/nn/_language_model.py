@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alibi_core.backend import Generation, check_config, checks, explains_keywords
-from alibi_torch.nn._transformer import AlibiConfig, AlibiTransformer, AttentionFactory, norm_layer, scaled
+from alibi_torch.nn._transformer import AlibiConfig, AlibiTransformer, AttentionFactory, looked_up, norm_layer, scaled
 
 
 class AlibiLanguageModel(nn.Module):
@@ -72,7 +72,7 @@ class AlibiLanguageModel(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return what the transformer is given for ``tokens``: ``[batch, length, embed_dim]``."""
-        x = scaled(self.embedding(checks.tokens(tokens)), self.config.embedding_factor)
+        x = scaled(looked_up(self.embedding, checks.tokens(tokens, xp)), self.config.embedding_factor)
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
     def read_out(self, hidden: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from alibi_core.backend import AlibiConfig, check_config, check_input, explains_keywords
@@ -26,6 +27,11 @@ def alibi_attention(config: AlibiConfig) -> AlibiAttention:
 def scaled(x: Tensor, factor: float) -> Tensor:
     """Return ``x`` multiplied by ``factor``."""
     return x if factor == 1 else x * factor
+
+
+def looked_up(table: nn.Module, numbers: Tensor) -> Tensor:
+    """Return a table's rows for integers of any dtype; PyTorch's embeddings take two."""
+    return table(numbers if numbers.dtype in (torch.int32, torch.int64) else numbers.long())
 
 
 def norm_layer(config: AlibiConfig, features: int | None = None) -> nn.Module:
