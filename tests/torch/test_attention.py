@@ -89,7 +89,8 @@ def test_a_layer_is_recorded_the_same_with_and_without_gradients() -> None:
 def test_attention_and_layer_run_on_meta() -> None:
     query, key, value = torch.ones(3, 1, 2, 3, 4, device="meta").unbind()
     assert alibi_torch.attention(query, key, value).device.type == "meta"
-    assert AlibiAttention(24, 6, device="meta")(torch.ones(2, 5, 24, device="meta")).shape == (2, 5, 24)
+    layer, x = AlibiAttention(24, 6, device="meta"), torch.ones(2, 5, 24, device="meta")
+    assert layer(x).shape == layer(x, cache=layer.make_cache(2, 9)).shape == (2, 5, 24)
 
 
 def test_attention_runs_on_fake_tensors() -> None:

@@ -320,7 +320,7 @@ class KVCache:
         return torch.where(indices < 0, indices + self.key.shape[0], indices)
 
 
-def _autocast_dtype(place: str) -> torch.dtype | None:
+def autocast_dtype(place: str) -> torch.dtype | None:
     """Return what autocast makes of tensors on a kind of device, None where it is off."""
     if place == "meta" or not torch.is_autocast_enabled(place):
         return None
@@ -353,7 +353,7 @@ def check_appended(key: Tensor, value: Tensor, like: Tensor) -> None:
         fits = key.dtype == value.dtype == like.dtype and key.device == value.device == like.device
         if fits and (*key.shape[:2], key.shape[3]) == (batch_size, num_kv_heads, head_dim):
             return  # a step takes no longer than what follows
-    if isinstance(key, Tensor) and key.dtype != like.dtype and key.dtype == _autocast_dtype(like.device.type):
+    if isinstance(key, Tensor) and key.dtype != like.dtype and key.dtype == autocast_dtype(like.device.type):
         raise ValueError(
             f"cache must be made under the autocast that it is used in, where make_cache gives it {key.dtype}, got one "
             f"of {like.dtype}"

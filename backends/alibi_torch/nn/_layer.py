@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from alibi_core.backend import LayerShape, boolean, explains_keywords, one_of
 from alibi_torch._attention import IMPLEMENTATIONS, attention
-from alibi_torch.caches import EvictingKVCache, KVCache
+from alibi_torch.caches import EvictingKVCache, KVCache, autocast_dtype
 from alibi_torch.nn._slopes import KeepsSlopes, register_layer_slopes
 
 
@@ -209,9 +209,8 @@ class AlibiAttention(KeepsSlopes):
         """
         weight, slopes = self.k_proj.weight, self.current_slopes
         sizes = batch_size, self.shape.num_kv_heads, max_length, self.shape.head_dim
-        if torch.is_autocast_enabled(slopes.device.type):
-            dtype = torch.get_autocast_dtype(slopes.device.type)
-        else:  # a quantized projection holds its weight packed, or as integers, and gives the default dtype
+        dtype = autocast_dtype(slopes.device.type)
+        if dtype is None:  # a quantized projection holds its weight packed, or as integers, and gives the default dtype
             has_dtype = isinstance(weight, Tensor) and weight.is_floating_point()
             dtype = weight.dtype if has_dtype else torch.get_default_dtype()
         if not boolean("evict", evict):
