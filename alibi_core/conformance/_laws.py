@@ -312,7 +312,7 @@ def large_case(sizes: Sizes, seed: int, form: str = "causal") -> Case:
     return case.with_arrays(**tensors, slopes=slopes.astype(np.float32).astype(np.float64))
 
 
-def narrowed(trial: Trial, case: Case, body: Callable[[Case], None]) -> None:
+def narrowed(case: Case, body: Callable[[Case], None]) -> None:
     """Run ``body`` on a large case; if it raises, raise the error of one with a single large axis, if there is one."""
     try:
         body(case)
@@ -330,9 +330,9 @@ def narrowed(trial: Trial, case: Case, body: Callable[[Case], None]) -> None:
 def large(trial: Trial) -> None:
     """Attention is exact to rounding with many batch entries, heads, features or tokens, too."""
     for case in large_cases(trial, LARGE):
-        narrowed(trial, case, trial.attention)
+        narrowed(case, trial.attention)
     form = "symmetric" if "symmetric" in trial.features else "causal"
-    narrowed(trial, large_case(LARGE_GRADIENTS[-1], trial.seed, form), trial.attention)
+    narrowed(large_case(LARGE_GRADIENTS[-1], trial.seed, form), trial.attention)
 
 
 @law("attention")
@@ -448,7 +448,7 @@ def long_gradients(trial: Trial) -> None:
 def large_gradients(trial: Trial) -> None:
     """So are all gradients with many batch entries, heads, features or tokens."""
     for case in large_cases(trial, LARGE_GRADIENTS):
-        narrowed(trial, case, lambda x: trial.gradients(x, all_gradients(trial)))
+        narrowed(case, lambda x: trial.gradients(x, all_gradients(trial)))
 
 
 ASKED = Sizes(2, 2, 1, (150, 150), 8)  # rows of several blocks, which compilers may treat otherwise than short ones

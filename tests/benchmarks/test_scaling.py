@@ -115,7 +115,7 @@ def test_more_chips_take_less_and_gain_on_the_ring():
     assert held(Layer(), 16, gradient=True) == held(Layer(), 8, gradient=True) / 2
 
 
-def test_it_writes_tables_and_a_picture_and_says_what_is_off(tmp_path, monkeypatch, capsys):
+def test_it_writes_tables_and_a_picture_and_says_what_is_off(tmp_path, capsys):
     assert scaling.main(["--only", "blocks", "--quick", "--output", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "scaling.json").read_text())
     assert [row["chips"] for row in found["modelled"]] == [8, 16, 32, 64, 128, 256] * 2

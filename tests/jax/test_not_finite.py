@@ -33,9 +33,9 @@ def tensors(dtype: Any = jnp.float32) -> list[jax.Array]:
     return [jnp.asarray(random.normal(size=(1, LENGTH, n, HEAD_DIM)), dtype) for n in (HEADS, KV_HEADS, KV_HEADS)]
 
 
-@partial(jax.jit, static_argnames=("implementation", "is_causal", "scale"))
-def attended(*arrays: jax.Array, implementation: Any, is_causal: bool = True, scale: float | None = None) -> jax.Array:
-    return attention(*arrays, jnp.asarray(SLOPES), implementation=implementation, is_causal=is_causal, scale=scale)
+@partial(jax.jit, static_argnames=("implementation", "is_causal"))
+def attended(*arrays: jax.Array, implementation: Any, is_causal: bool = True) -> jax.Array:
+    return attention(*arrays, jnp.asarray(SLOPES), implementation=implementation, is_causal=is_causal)
 
 
 def weights(query: jax.Array, key: jax.Array, is_causal: bool) -> np.ndarray:

@@ -590,8 +590,8 @@ def test_bad_options_are_refused(arguments: dict[str, Any], error: type[Exceptio
         TPU(**arguments)
 
 
-def described(dtype: Any = jnp.float32, length: int = 256, heads: int = 2) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((1, length, heads, 8), dtype)
+def described(dtype: Any = jnp.float32, length: int = 256) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((1, length, 2, 8), dtype)
 
 
 def lower(implementation: Any, *tensors: Any, **arguments: Any) -> Any:

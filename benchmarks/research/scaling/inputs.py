@@ -83,13 +83,13 @@ _V5P = Chip("v5p", 459e12, 2, 4, 128, 2765e9, 95e9, 1200e9, 6, {}, (0, 0))
 # Not v6e: its peak would make the clock of two units of 256 x 256 run at 3.5 GHz, so one of these means something else.
 
 
-def chips(head_dim: int, path: Path = SCHEDULES) -> tuple[Chip, ...]:
+def chips(head_dim: int) -> tuple[Chip, ...]:
     """Return the chips, with the schedules of kernels for heads of that size.
 
     Raises:
         ValueError: There are no schedules for such heads in the file.
     """
-    loops = json.loads(path.read_text(encoding="utf-8"))["loops"]
+    loops = json.loads(SCHEDULES.read_text(encoding="utf-8"))["loops"]
     return tuple(_with_schedules(chip, loops, head_dim) for chip in (_V5E, _V5P))
 
 
