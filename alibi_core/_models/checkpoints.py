@@ -270,6 +270,6 @@ def _part_of_groups(fused: Any, *, index: int, num_heads: int, num_kv_heads: int
 
 
 def _rows_of_unit_norm(tensor: Any) -> Any:
-    """Return a matrix with its rows divided by their Euclidean norms, those of 0 left alone."""
-    norms = np.linalg.norm(tensor.astype(np.float64), axis=1, keepdims=True)
-    return (tensor / np.maximum(norms, 1e-12)).astype(tensor.dtype)
+    """Return a matrix in float64, its rows divided by their Euclidean norms, those of 0 left alone."""
+    exact = tensor.astype(np.float64)  # what is stored in float16 may be loaded in a wider dtype
+    return exact / np.maximum(np.linalg.norm(exact, axis=1, keepdims=True), 1e-12)
