@@ -38,23 +38,37 @@ class TextRows:
             TypeError: If an argument is of the wrong kind.
             ValueError: If both are given, a shape is wrong, or a row is shorter than its text.
         """
+        lengths, mask = (None if x is None else np.asarray(x) for x in (lengths, mask))
+        cls.check_form(shape, lengths, mask)
+        if lengths is not None:
+            if lengths.size and not 0 <= lengths.min() <= lengths.max() <= shape[1]:
+                raise ValueError(f"lengths must be from 0 to the length of tokens, {shape[1]}, got {lengths.tolist()}")
+            return cls(np.arange(shape[1]) < lengths[:, None])
+        return cls(np.ones(shape, bool) if mask is None else mask != 0)
+
+    @staticmethod
+    def check_form(shape: tuple[int, ...], lengths: Any | None, mask: Any | None) -> None:
+        """Check what :meth:`check` does, but for values: of arrays of any library that has NumPy's dtypes.
+
+        Raises:
+            TypeError: If an argument is of the wrong kind.
+            ValueError: If both are given, or a shape is wrong.
+        """
         if len(shape) != 2:
             raise ValueError(f"tokens must have shape (batch, length), got {shape}")
         if lengths is not None and mask is not None:
             raise ValueError("lengths must be None where a mask is given, got both")
-        if lengths is not None:
-            counts = _of_kind("lengths", lengths, "iu", "integers")
-            if counts.shape != shape[:1]:
-                raise ValueError(f"lengths must have shape (batch {shape[0]},), got {counts.shape}")
-            if counts.size and not 0 <= counts.min() <= counts.max() <= shape[1]:
-                raise ValueError(f"lengths must be from 0 to the length of tokens, {shape[1]}, got {counts.tolist()}")
-            return cls(np.arange(shape[1]) < counts[:, None])
-        if mask is None:
-            return cls(np.ones(shape, bool))
-        text = _of_kind("mask", mask, "biu", "booleans, or integers")
-        if text.shape != shape:
-            raise ValueError(f"mask must have the shape of tokens, {shape}, got {text.shape}")
-        return cls(text != 0)
+        for name, given, kinds, words in (
+            ("lengths", lengths, "iu", "integers"),
+            ("mask", mask, "biu", "booleans, or integers"),
+        ):
+            # Of an empty list, the kind says nothing.
+            if given is not None and given.size and given.dtype.kind not in kinds:
+                raise TypeError(f"{name} must be {words}, got {given.dtype}")
+        if lengths is not None and lengths.shape != shape[:1]:
+            raise ValueError(f"lengths must have shape (batch {shape[0]},), got {lengths.shape}")
+        if mask is not None and mask.shape != shape:
+            raise ValueError(f"mask must have the shape of tokens, {shape}, got {mask.shape}")
 
     @property
     def is_full(self) -> bool:
@@ -92,11 +106,3 @@ class TextRows:
             size += count
         edges = np.searchsorted(self.row_of_place, [*starts[1:]])
         yield from zip(np.split(self.places, edges), np.split(self.row_of_place, edges), strict=True)
-
-
-def _of_kind(name: str, value: Any, kinds: str, words: str) -> Numbers:
-    """Return an array of one of NumPy's kinds; of an empty list, whose kind says nothing, any."""
-    array = np.asarray(value)
-    if array.size and array.dtype.kind not in kinds:
-        raise TypeError(f"{name} must be {words}, got {array.dtype}")
-    return array

@@ -272,6 +272,10 @@ def test_jax_traces_an_encoder_with_its_padding_masked(tmp_path: Path) -> None:
         encode(tokens, lengths[:1])
     with pytest.raises(ValueError, match=r"^mask must have the shape of tokens, \(3, 70\), got \(1, 70\)"):
         jax.jit(lambda mask: model.encode(tokens, mask=mask))(tokens[:1] > 0)
+    with pytest.raises(TypeError, match="^mask must be booleans, or integers, got float32"):
+        jax.jit(lambda mask: model.encode(tokens, mask=mask))(np.zeros(tokens.shape, np.float32))
+    with pytest.raises(ValueError, match=r"^lengths must be from 0 to .* 70, got \[1, 2, 71\]"):
+        jax.jit(lambda tokens: model.encode(tokens, lengths=[1, 2, 71]))(tokens)
 
 
 def test_gradients_of_packed_texts_are_those_of_each_alone(tmp_path: Path) -> None:

@@ -179,16 +179,13 @@ def _without_dropout(graph: Any, state: Any) -> AlibiEncoder:
 
 
 def _text_of(tokens: jax.Array, lengths: Any, mask: Any) -> jax.Array:
-    """Return where text is, ``[batch, length]``, of a call whose values are not known."""
-    if lengths is not None and mask is not None:
-        raise ValueError("lengths must be None where a mask is given, got both")
-    if lengths is not None and jnp.shape(lengths) != tokens.shape[:1]:
-        raise ValueError(f"lengths must have shape (batch {tokens.shape[0]},), got {jnp.shape(lengths)}")
-    if mask is not None and jnp.shape(mask) != tokens.shape:
-        raise ValueError(f"mask must have the shape of tokens, {tokens.shape}, got {jnp.shape(mask)}")
+    """Return where text is, ``[batch, length]``, of a call where some values are not known."""
+    if not any(isinstance(x, jax.core.Tracer) for x in (lengths, mask)):
+        return jnp.asarray(TextRows.check(tokens.shape, _on_host(lengths), _on_host(mask)).text)
+    TextRows.check_form(tokens.shape, lengths, mask)
     if lengths is not None:
-        return jnp.arange(tokens.shape[1]) < jnp.asarray(lengths)[:, None]
-    return jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask) != 0
+        return jnp.arange(tokens.shape[1]) < lengths[:, None]
+    return mask != 0
 
 
 def _filled(count: int) -> int:
