@@ -72,8 +72,10 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     for file in sorted(set(places.values())):
         if not file or Path(file).name != file:
             raise ValueError(f"{directory / INDEX} must name files of its own directory, got {file!r}")
-        tensors |= _header(directory / file)
-    absent = [name for name, file in places.items() if name not in tensors or tensors[name].path.name != file]
+        held = _header(directory / file)
+        # What several files hold is that of the one that the index names.
+        tensors |= {name: tensor for name, tensor in held.items() if places.get(name, file) == file}
+    absent = [name for name in places if name not in tensors]
     if absent:
         raise ValueError(f"{directory} must hold the tensors where its index says, got {some(absent)} missing")
     return tensors
