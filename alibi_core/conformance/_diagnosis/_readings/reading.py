@@ -95,8 +95,6 @@ class Reading:
         if self.noise[0] == "weights":
             weights = rounded(weights, self.noise[1])
         output = weights @ value
-        if self.nowhere == "NaN where nowhere to look":
-            output = np.where(weights.any(axis=-1, keepdims=True), output, np.nan)
         if self.order != "given":
             output = output[:, ::-1] if self.order == "heads come back reversed" else output[::-1]
         return rounded(output, self.noise[1]) if self.noise[0] == "output" else np.asarray(output)
@@ -304,13 +302,15 @@ class Reading:
             weights = weights * visible
         if self.mask == "mask after softmax" and inputs.mask is not None:
             weights = weights * inputs.mask
-        if self.nowhere not in ("zeros", "NaN where nowhere to look"):
+        if self.nowhere != "zeros":
             nowhere = ~visible.any(axis=-1, keepdims=True)
             if nowhere.any():
                 weights = np.where(nowhere, self._weights_nowhere(inputs, scores), weights)
         return weights
 
     def _weights_nowhere(self, inputs: Inputs, scores: Values) -> Values:
+        if self.nowhere == "NaN where nowhere to look":
+            return np.full(scores.shape, np.nan)
         places = {"first value where nowhere to look": 0, "last value where nowhere to look": inputs.kv_len - 1}
         if self.nowhere in places:
             place = places[self.nowhere]
