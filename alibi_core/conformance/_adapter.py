@@ -44,7 +44,7 @@ _PARAMETERS = {
 }
 _BASE = ("slopes", "grad_output", "is_causal", "q_offset")
 # What nothing in a signature tells, and what is wrong rather than refused by those who do not mean to offer it.
-_TO_DECLARE = {"batch_offsets", "far", "batch_slopes"}
+TO_DECLARE = {"batch_offsets", "far", "batch_slopes"}
 
 
 class Adapter(Protocol):
@@ -61,7 +61,8 @@ class Adapter(Protocol):
         dtype: ``"float32"`` (default), ``"float64"``, ``"float16"`` or ``"bfloat16"``.
         contract: What it means to be: ``"exact"`` (default), ``"geometric"``, ``"bloom"``, ``"falcon"`` or ``"mpt"``.
         features: Which of ``FEATURES`` it offers. If missing, they are found out: by the names of the parameters of
-            ``attention``, and by whether a call raises. If given, a call that raises fails.
+            ``attention``, and by whether a call raises; of ``batch_offsets``, ``batch_slopes`` and ``far`` neither
+            tells, and these are not tried. If given, a call that raises fails.
         tolerance: Share of a query's weight that it may leave out. Default, the rounding error of its dtype.
 
     Example:
@@ -174,7 +175,7 @@ class Offer:
             found.discard("some_gradients")  # which those that take any argument mean not to offer
         if self.declared is not None:
             return frozenset(found)
-        found -= _TO_DECLARE
+        found -= TO_DECLARE
         found -= {feature for feature, parameter in _PARAMETERS.items() if not self.takes(self.judged, parameter)}
         return frozenset(found)
 

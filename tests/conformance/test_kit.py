@@ -69,6 +69,7 @@ def test_an_adapter_of_ten_lines_passes_and_its_features_are_found_out() -> None
     assert (report.name, report.dtype, report.contract) == ("Right", "float32", "exact")
     reasons = {law.name: law.reason for law in report.laws if law.status == "not offered"}
     assert reasons["window"] == "attention has no parameter for window_size"
+    assert reasons["batch_slopes"] == "not declared: batch_slopes"
     assert reasons["decoding"] == "the adapter has no decode_step"
 
 

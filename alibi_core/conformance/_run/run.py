@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from alibi_core._arrays import checks
-from alibi_core.conformance._adapter import FEATURES, Offer
+from alibi_core.conformance._adapter import FEATURES, TO_DECLARE, Offer
 from alibi_core.conformance._cases import Case, Sizes
 from alibi_core.conformance._diagnosis import diagnose
 from alibi_core.conformance._laws import LAWS, Law
@@ -138,8 +138,12 @@ def _features(caller: Caller) -> tuple[frozenset[str], dict[str, str]]:
     What it declares, it offers. Else it offers what its parameters allow and a call does not raise for.
     """
     offer, possible = caller.offer, caller.offer.possible
-    why = "not declared: {0}" if offer.declared is not None else "attention has no parameter for {1}"
-    refusals = {feature: why.format(feature, FEATURES[feature]) for feature in set(FEATURES) - possible}
+    refusals = {
+        feature: f"not declared: {feature}"
+        if offer.declared is not None or feature in TO_DECLARE
+        else f"attention has no parameter for {FEATURES[feature]}"
+        for feature in set(FEATURES) - possible
+    }
     if offer.declared is None or "some_gradients" in offer.declared:
         refusals |= {"some_gradients": "attention_grad has no parameter wrt"} if "some_gradients" in refusals else {}
     if offer.declared is not None:
