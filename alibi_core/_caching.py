@@ -186,7 +186,7 @@ class EvictionPolicy:
         if not measured <= limit:
             raise ValueError(
                 f"query must have norms of at most max_query_norm, {self.max_query_norm:g}, for which keys are kept, "
-                f"got {measured:g}; make the cache with a larger one"
+                f"got {measured:g}; make the cache with a larger one, or one that does not evict"
             )
 
 

@@ -1315,6 +1315,9 @@ def test_evicting_caches_refuse_what_they_cannot_prove() -> None:
         AlibiCache(torch.nn.ModuleList([model, other]))
     with pytest.raises(NotImplementedError, match="serves accelerated models alone"):
         restore(copy.deepcopy(model))(tokens, past_key_values=cache)
+    model.transformer.h[0].input_layernorm.weight.data *= 100  # after the bounds were proved
+    with pytest.raises(ValueError, match="or one that does not evict"):
+        model(tokens, past_key_values=cache)
 
 
 @pytest.mark.parametrize("name", MODELS)
