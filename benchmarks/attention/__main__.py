@@ -22,9 +22,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from benchmarks import harness
 from benchmarks.attention.backend import BACKENDS, load
+from benchmarks.attention.earlier import earlier_in
 from benchmarks.attention.numerics import Run, check, reason
 from benchmarks.attention.sections import SECTIONS
 from benchmarks.attention.sizes import sizes_of
@@ -38,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--up-to", type=int, metavar="TOKENS", help="time no longer sequences")
     devices = ("cpu", "cuda", "metal")
     parser.add_argument("--device", choices=devices, help="default the GPU's where there is one, else cpu")
+    checkout = "another checkout of this project, beside whose attention each pass is timed, too (PyTorch on the CPU)"
+    parser.add_argument("--beside", type=Path, metavar="DIR", help=checkout)
     options = parser.parse_args(arguments)
     try:
         backend = load(options.backend, options.device)
@@ -46,8 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = harness.machine() | backend.machine()  # first of all, while the load on it is that of others
     sizes = sizes_of(backend.name, backend.device, options.quick)
     run = Run(backend, sizes if options.up_to is None else sizes.up_to(options.up_to))
-    measurements = list(_measure(run, options.only))
-    is_whole = options.only == list(SECTIONS) and options.up_to is None
+    if options.beside is None:
+        measurements = list(_measure(run, options.only))
+    elif (backend.name, backend.device) != ("torch", "cpu"):
+        parser.error(f"--beside must go with PyTorch on the CPU, got {backend.name} on {backend.device}")
+    else:
+        with earlier_in(options.beside) as run.earlier:
+            measurements = list(_measure(run, options.only))
+    is_whole = options.only == list(SECTIONS) and options.up_to is None and options.beside is None
     path = harness.folder(options, is_whole) / f"attention-{backend.name}-{backend.device}.json"
     status = harness.conclude(
         path,

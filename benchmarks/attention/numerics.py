@@ -12,6 +12,7 @@ import alibi_core
 from alibi_core._horizon import UNIT_ROUNDOFF
 from benchmarks import harness
 from benchmarks.attention.backend import Backend
+from benchmarks.attention.earlier import Earlier
 from benchmarks.attention.exact import AsFloat64, Reference, errors_of_gradients, sample
 from benchmarks.attention.sizes import Shape, Sizes
 from benchmarks.harness import Measurement
@@ -29,6 +30,7 @@ class Run:
 
     backend: Backend
     sizes: Sizes
+    earlier: Earlier | None = None  # beside which it is timed, too
     wrong: list[str] = field(default_factory=list)  # a line for each number that is wrong
     numerics: dict[str, Any] = field(default_factory=dict)  # errors, by what was compared with float64
     limits: list[dict[str, Any]] = field(default_factory=list)  # tile limits, and how much of them was reached

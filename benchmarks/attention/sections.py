@@ -10,6 +10,7 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.attention.backend import Call, Contestant
+from benchmarks.attention.earlier import Earlier, Timer
 from benchmarks.attention.exact import Reference, sample
 from benchmarks.attention.numerics import PEERS_LIMIT, ROWS, Run, accuracy, limit_of, reason, tile_limit
 from benchmarks.attention.sizes import Decoding, Timed
@@ -95,6 +96,24 @@ class Pass:
         calls = (backend.prepare(each, self.tensors, self.backward) for each in (backend.ours, dense))
         return empty.timed(*calls, self.size.pairs, clock=backend.seconds)
 
+    def beside_earlier(self, ours: Measurement, earlier: Earlier) -> Measurement:
+        """Time ours beside an earlier state of it, unless ours was not timed beside the baseline."""
+        backend, shape = self.run.backend, self.size.shape
+        harness.report(f"{self.subject}: ours beside {earlier.name}")
+        empty = self.beside("an earlier state", backend.ours)
+        empty = replace(empty, baseline=earlier.name, bar=0.95)
+        if ours.ratio is None:
+            return replace(empty, note=ours.note)
+
+        def clock(call: Any) -> float:
+            return call.seconds() if isinstance(call, Timer) else backend.seconds(call)
+
+        calls: Any = (
+            backend.prepare(backend.ours, self.tensors, self.backward),
+            earlier.prepare(shape.dims, shape.dtype, self.backward),
+        )
+        return empty.timed(*calls, self.size.pairs, clock=clock)
+
 
 def passes(run: Run, backward: bool) -> Iterator[Measurement]:
     """Forward passes, or forward with backward: ours and others' against attention with no positions."""
@@ -114,6 +133,8 @@ def passes(run: Run, backward: bool) -> Iterator[Measurement]:
         yield (ours := this.timed(backend.ours))
         if size.dense_bars[backward] is not None:
             yield this.beside_dense(ours)
+        if run.earlier is not None:
+            yield this.beside_earlier(ours, run.earlier)
         for peer in backend.peers if size.peer_pairs else ():
             harness.report(f"{this.subject}: {peer.name}")
             yield this.timed(peer)

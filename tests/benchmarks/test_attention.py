@@ -15,6 +15,7 @@ from benchmarks.attention import __main__ as attention
 from benchmarks.attention import sections
 from benchmarks.attention import torch as of_torch
 from benchmarks.attention.backend import load
+from benchmarks.attention.earlier import earlier_in
 from benchmarks.attention.exact import Error, Reference, attend, errors_of_gradients, sample
 from benchmarks.attention.numerics import Run, check, tile_limit
 from benchmarks.attention.sizes import QUICK, Shape, Timed
@@ -273,6 +274,29 @@ def test_sections_can_be_picked_and_one_that_runs_out_of_memory_fails_alone(tmp_
     with pytest.raises(SystemExit):
         attention.main([*arguments, "--only", "speed"])
     assert "must be of accuracy, forward, backward, decode, memory, million, got speed" in capsys.readouterr().err
+
+
+def test_ours_is_timed_beside_another_checkout_in_a_process_of_its_own(tmp_path, capsys):
+    package = tmp_path / "before" / "backends" / "alibi_torch"
+    package.mkdir(parents=True)
+    # It takes a tenth of a second, and fails unless it gets tensors of these sizes, which need gradients once.
+    (package / "__init__.py").write_text(
+        "import time\n\n\ndef attention(query, key, value):\n    assert query.shape == key.shape == (1, 2, 64, 8)\n"
+        "    time.sleep(0.1)\n    return query + key + value\n",
+        encoding="utf-8",
+    )
+    run = Run(torch_with(), replace(QUICK, timed=(Timed(Shape(2, 8, 64, "float32"), 1, 0),)))
+    with earlier_in(tmp_path / "before") as run.earlier:
+        found = [each for backward in (False, True) for each in sections.passes(run, backward)]
+    beside = [each for each in found if each.baseline == "alibi_torch of before"]
+    assert len(beside) == 2
+    assert all(each.values[1] > 0.1 and each.ratio > 1 for each in beside)
+
+    with pytest.raises(SystemExit):
+        attention.main(["--quick", "--backend", "jax", "--device", "cpu", "--beside", str(tmp_path)])
+    assert "--beside must go with PyTorch on the CPU, got jax on cpu" in capsys.readouterr().err
+    with earlier_in(tmp_path) as nothing, pytest.raises(RuntimeError, match="must run, got exit status 1"):
+        nothing.prepare((1, 2, 64, 8), "float32", False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
