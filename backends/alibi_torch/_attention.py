@@ -43,7 +43,9 @@ def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
             one = with_masks(call, last.get("mask"), last.get("segment_ids"))
             if not is_small:
                 return in_general_of(one)(query, key, value)
-            compute = prepared(one, in_general_of(one))
+            compute = in_general_of(one)
+            if not needs_gradients(query, key, value):  # which may need no whole bias
+                compute = prepared(one, compute)
             call.worked_out[masked] = last, compute
         return compute(query, key, value)
 
