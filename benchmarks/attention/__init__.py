@@ -3,7 +3,7 @@
 In goes the name of a library. Out come its contestants and clocks, and exact results to compare with.
 """
 
-from benchmarks.attention.backend import load
+from benchmarks.attention.backends import load
 from benchmarks.attention.exact import Reference, errors_of_gradients, sample
 from benchmarks.attention.sizes import Shape
 

@@ -25,8 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import harness
-from benchmarks.attention.backend import BACKENDS, load
-from benchmarks.attention.earlier import earlier_in
+from benchmarks.attention.backends import BACKENDS, earlier_in, load
 from benchmarks.attention.numerics import Run, check, reason
 from benchmarks.attention.sections import SECTIONS
 from benchmarks.attention.sizes import sizes_of

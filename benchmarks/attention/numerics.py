@@ -11,8 +11,7 @@ import numpy as np
 import alibi_core
 from alibi_core._horizon import UNIT_ROUNDOFF
 from benchmarks import harness
-from benchmarks.attention.backend import Backend
-from benchmarks.attention.earlier import Earlier
+from benchmarks.attention.backends import Backend, Earlier
 from benchmarks.attention.exact import AsFloat64, Reference, errors_of_gradients, sample
 from benchmarks.attention.sizes import Shape, Sizes
 from benchmarks.harness import Measurement

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.attention.backend import Call, Contestant
-from benchmarks.attention.earlier import Earlier, Timer
+from benchmarks.attention.backends import Call, Contestant, Earlier, Timer
 from benchmarks.attention.exact import Reference, sample
 from benchmarks.attention.numerics import PEERS_LIMIT, ROWS, Run, accuracy, limit_of, reason, tile_limit
 from benchmarks.attention.sizes import Decoding, Timed

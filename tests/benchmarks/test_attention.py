@@ -13,13 +13,12 @@ import alibi_torch
 from benchmarks import harness
 from benchmarks.attention import __main__ as attention
 from benchmarks.attention import sections
-from benchmarks.attention import torch as of_torch
-from benchmarks.attention.backend import load
-from benchmarks.attention.earlier import earlier_in
+from benchmarks.attention.backends import earlier_in, load
+from benchmarks.attention.backends import torch as of_torch
+from benchmarks.attention.backends.torch import Torch
 from benchmarks.attention.exact import Error, Reference, attend, errors_of_gradients, sample
 from benchmarks.attention.numerics import Run, check, tile_limit
 from benchmarks.attention.sizes import QUICK, Shape, Timed
-from benchmarks.attention.torch import Torch
 from tests.support.programs import quick_run
 
 pytestmark = pytest.mark.full

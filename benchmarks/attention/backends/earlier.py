@@ -1,6 +1,6 @@
 """This library as another checkout has it, beside which calls are timed: in a process of its own, so that both can be.
 
-It computes the default attention of PyTorch on the CPU, on the numbers of :meth:`benchmarks.attention.torch.Torch`.
+It computes the default attention of PyTorch on the CPU, on numbers such as those of the other contestants.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from benchmarks.attention.sizes import Shape
 
 Call = Callable[[], Any]
 BACKENDS = {"torch": "Torch", "jax": "Jax", "mlx": "Mlx"}  # each is a class in a module of that name
-ALONE = "benchmarks.attention.backend:alone"  # what is run in a process of its own
+ALONE = "benchmarks.attention.backends.backend:alone"  # what is run in a process of its own
 SHARE_OF_MEMORY = 0.6  # of what is free: a contestant that needs more is left out, lest the machine swap
 
 
@@ -122,7 +122,7 @@ class Backend:
 
 def load(name: str, device: str | None) -> Backend:
     """Return a backend on a device, or on the best there is."""
-    return getattr(importlib.import_module(f"benchmarks.attention.{name}"), BACKENDS[name])(device)
+    return getattr(importlib.import_module(f"benchmarks.attention.backends.{name}"), BACKENDS[name])(device)
 
 
 def made_in(shape: Shape, backward: bool) -> int:

@@ -18,7 +18,7 @@ from flax import nnx
 
 import alibi_core
 import alibi_jax
-from benchmarks.attention.backend import SHARE_OF_MEMORY, Backend, Call, Contestant, Decode
+from benchmarks.attention.backends.backend import SHARE_OF_MEMORY, Backend, Call, Contestant, Decode
 from benchmarks.attention.exact import canonical_slopes, row_of_biases
 from benchmarks.attention.sizes import Shape
 

@@ -14,7 +14,7 @@ import numpy as np
 from mlx import nn
 
 import alibi_mlx
-from benchmarks.attention.backend import Backend, Call, Contestant, Decode, made_in
+from benchmarks.attention.backends.backend import Backend, Call, Contestant, Decode, made_in
 from benchmarks.attention.exact import canonical_slopes, row_of_biases
 from benchmarks.attention.sizes import Shape
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import alibi_torch
-from benchmarks.attention.backend import SHARE_OF_MEMORY, Backend, Call, Contestant, Decode, made_in
+from benchmarks.attention.backends.backend import SHARE_OF_MEMORY, Backend, Call, Contestant, Decode, made_in
 from benchmarks.attention.exact import canonical_slopes, row_of_biases
 from benchmarks.attention.sizes import Shape
 
