@@ -373,8 +373,13 @@ def test_an_outlier_widens_no_more_than_it_must() -> None:
     assert_nothing_heavy_is_lost(scene, 4, 4, 0.01)
 
 
-def model(scene: Scene, q_block: int, kv_block: int, tolerance: float) -> dict[str, np.ndarray]:
-    """Return the plan, from the two bounds of scores and the rules by position, one block at a time in float64."""
+def model(
+    scene: Scene, q_block: int, kv_block: int, tolerance: float, *, of_scores: float = 0, of_distances: float = 0
+) -> dict[str, np.ndarray]:
+    """Return the plan, from the two bounds of scores and the rules by position, one block at a time in float64.
+
+    What may be added for rounding's sake to any score, and to any distance as a part of it, is added to the reaches.
+    """
     (batch, heads, q_len, kv_len), is_causal = scene.exact.bias.shape, scene.arguments["is_causal"]
     q_norms, own, k_norms = (scene.measured[name].astype(np.float64) for name in ("q_norms", "own_scores", "key_norms"))
     slopes = np.broadcast_to(scene.arguments["slopes"], (batch, heads)).astype(np.float64)
@@ -395,13 +400,15 @@ def model(scene: Scene, q_block: int, kv_block: int, tolerance: float) -> dict[s
         for i in block:
             near = scene.nearest[b, h, i]
             if near >= 0:
-                least = -q_norms[b, h, i] * largest - max(slope, future_slope) * near
+                least = -q_norms[b, h, i] * largest - max(slope, future_slope) * near * (1 + of_distances)
                 own_anchor = own[b, h, i] if near == 0 else least
                 anchor, excess = min(anchor, own_anchor), max(excess, q_norms[b, h, i] * largest - own_anchor)
         shortest, longest = (f(q_norms[b, h, i] for i in block) for f in (min, max))
         norms = [max(k_norms[b, h, j] for j in keys) for keys in kv_blocks]
         heaviest = [min(excess - shortest * (largest - norm), longest * norm - anchor) for norm in norms]
-        past, future = model_reach(slope, excess, side), model_reach(future_slope, excess, side)
+        rest = excess + of_scores
+        reaches = (math.ceil(model_reach(x, rest, side) * (1 + of_distances)) for x in (slope, future_slope))
+        past, future = (min(reach, ENDLESS) for reach in reaches)
         behind = [max(0, lowest - keys[-1]) for keys in kv_blocks]
         ahead = [max(0, keys[0] - highest) for keys in kv_blocks]
         first = model_drop(heaviest, behind, slope, side, kv_block) * kv_block
@@ -424,11 +431,10 @@ def model(scene: Scene, q_block: int, kv_block: int, tolerance: float) -> dict[s
     return result
 
 
-def model_reach(slope: float, excess: float, side: float) -> int:
+def model_reach(slope: float, excess: float, side: float) -> float:
     if side == 0 or slope <= 0:
         return ENDLESS
-    tokens = (excess - math.log(side) - math.log(-math.expm1(-slope))) / slope
-    return 0 if tokens <= 0 else min(math.ceil(tokens), ENDLESS)
+    return max(0, (excess - math.log(side) - math.log(-math.expm1(-slope))) / slope)
 
 
 def model_drop(heaviest: list[float], distances: list[int], slope: float, side: float, kv_block: int) -> int:
@@ -456,13 +462,11 @@ def test_plan_is_that_of_the_formulas(scene: Scene, blocks: tuple[int, int], tol
     vectors = {name: scene.case.arrays[name] * (4 / max(norm, 4)) for name, norm in longest.items()}
     scene = Scene(scene.case.with_arrays(**vectors))
     actual, expected = scene.plan(*blocks, tolerance), model(scene, *blocks, tolerance)
+    # The library adds 2**-20 of a distance, and less than 2**-13 to scores of this size, for rounding's sake.
+    most = model(scene, *blocks, tolerance, of_scores=2.0**-13, of_distances=2.0**-19)
     for name in ("past", "future"):
-        # The library adds 2**-20 of a distance, and 2**-13 to scores of this size, for rounding's sake. That is worth
-        # a part of a token, which ceil makes a whole one now and then, except at the slope of 2**-16.
-        steep = expected[name] < 10_000
-        assert np.all(np.abs(actual[name] - expected[name])[steep] <= 1), name
-        assert np.all(np.abs(actual[name] - expected[name]) <= 9 + 2.0**-19 * expected[name]), name
-        assert (actual[name] != expected[name])[steep].sum() <= 1 + 0.05 * steep.sum(), name
+        assert np.all(expected[name] <= actual[name]), name
+        assert np.all(actual[name] <= most[name]), name
     if tolerance == 0:
         assert_same(actual, expected)
         return
