@@ -110,6 +110,24 @@ def test_what_an_overflow_hid_stays_nan() -> None:
         jax.tree.map(lambda x: x[None], cache).append(tokens(1), tokens(1))
 
 
+@pytest.mark.parametrize("way", ["append", "attend", "truncate", "truncate by row"])
+def test_traced_lengths_that_cannot_be_make_nan(way: str) -> None:
+    def changed(length: Any) -> jax.Array:
+        cache, rows = KVCache.make(2, KV_HEADS, 20, HEAD_DIM).append(tokens(3), tokens(3)), jnp.stack([length, 2])
+        if way == "append":
+            cache = cache.append(tokens(3), tokens(3), lengths=rows)
+        elif way == "attend":
+            return cache.attend(tokens(3, HEADS), SLOPES, lengths=rows)
+        else:
+            cache = cache.truncate(length if way == "truncate" else rows)
+        return cache.append(tokens(4), tokens(4)).truncate(3).attend(tokens(1, HEADS), SLOPES)
+
+    changed = jax.jit(changed, compiler_options=QUICKLY)
+    assert jnp.isfinite(changed(jnp.int32(2))).all()
+    for length in [-1] if "truncate" in way else [-1, 4]:
+        assert jnp.isnan(changed(jnp.int32(length))[0]).all()
+
+
 # --- The cache that evicts ------------------------------------------------------------------------------------------
 
 

@@ -33,8 +33,8 @@ class KVCache(NamedTuple):
     Its shapes do not change as it fills, so one compiled step serves all of a decoding loop. Nothing changes in place:
     each operation returns the cache that it leads to. :meth:`make` makes one.
 
-    Nothing can be raised where the length is traced (under ``jax.jit``, say). There, a cache that overflows answers
-    with NaN, then and ever after.
+    Nothing can be raised where arrays are traced (under ``jax.jit``, say). There, a cache that overflows, or is given
+    lengths that cannot be, answers with NaN, then and ever after.
 
     Attributes:
         key: ``[batch, num_kv_heads, max_length, head_dim]``; what lies at ``length`` and beyond is not in use. Heads
@@ -121,7 +121,7 @@ class KVCache(NamedTuple):
         check_new_tokens(jnp, key, value, sizes, self.key.dtype, length_axis=1)
         new = key.shape[1]
         if lengths is not None or jnp.ndim(self.length):
-            return self._append_by_row(key, value, _counts(lengths, batch_size, new))
+            return self._append_by_row(key, value, _counts(lengths, batch_size, new, max_length))
         check_room(new, max_length, known(self.length))
         key, value = (jnp.swapaxes(x, 1, 2) for x in (key, value))
         norms = norm_bounds(key.astype(self.key_norms.dtype))  # [batch, num_kv_heads, new]
@@ -194,7 +194,9 @@ class KVCache(NamedTuple):
         # Checked beside the cache, which is too large to turn around.
         heads_first = jnp.swapaxes(checks.array("query", query), -3, -2) if len(query.shape) == 4 else query
         q_len = heads_first.shape[-2]
-        offset = self.length - (q_len if lengths is None else _counts(lengths, self.key.shape[0], q_len))
+        offset = self.length - (
+            q_len if lengths is None else _counts(lengths, self.key.shape[0], q_len, self.max_length)
+        )
         call = AttentionCall.check(
             heads_first, self.key, self.value, as_slopes(slopes), q_offset=offset, tolerance=tolerance, xp=jnp, **rules
         )
@@ -220,7 +222,8 @@ class KVCache(NamedTuple):
             length = check_lengths(jnp, "length", length, self.key.shape[0]).astype(jnp.int32)
         else:
             length = whole_number(length)
-        length = jnp.where(self.length > self.max_length, self.length, jnp.minimum(self.length, length))
+        kept = jnp.where(length < 0, self.max_length + 1, jnp.minimum(self.length, length))  # negative: it is traced
+        length = jnp.where(self.length > self.max_length, self.length, kept)
         return self._replace(length=length, value=of_first(self.value, length))
 
     def select_batch(self, indices: jax.Array) -> KVCache:
@@ -249,11 +252,12 @@ def of_first(values: jax.Array, length: jax.Array) -> jax.Array:
     return jnp.where(is_held.reshape(-1, 1, values.shape[2], 1), values, 0)
 
 
-def _counts(lengths: jax.Array | None, batch_size: int, new: int) -> jax.Array:
-    """Return how many of ``new`` tokens count in each row."""
+def _counts(lengths: jax.Array | None, batch_size: int, new: int, max_length: int) -> jax.Array:
+    """Return how many of ``new`` tokens count in each row: where traced lengths are wrong, more than have room."""
     if lengths is None:
         return jnp.full((batch_size,), new, jnp.int32)
-    return check_lengths(jnp, "lengths", lengths, batch_size, new).astype(jnp.int32)
+    lengths = check_lengths(jnp, "lengths", lengths, batch_size, new)
+    return jnp.where((lengths >= 0) & (lengths <= new), lengths.astype(jnp.int32), max_length + 1)
 
 
 def cache_shape(batch_size: int, num_kv_heads: int, max_length: int, head_dim: int) -> tuple[int, int, int, int]:
