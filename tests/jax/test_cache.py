@@ -128,6 +128,20 @@ def test_traced_lengths_that_cannot_be_make_nan(way: str) -> None:
         assert jnp.isnan(changed(jnp.int32(length))[0]).all()
 
 
+@pytest.mark.parametrize("lengths", [None, (2, 3)])
+def test_a_cache_of_numpy_arrays_goes_on(lengths: tuple[int, int] | None) -> None:
+    """As ``jax.device_get`` or a file leaves it."""
+
+    def following(cache: KVCache) -> jax.Array:
+        counts = None if lengths is None else jnp.asarray(lengths)
+        cache = cache.append(tokens(3), tokens(3), lengths=counts)
+        chosen = jax.jit(cache.select_batch)(jnp.asarray([1, 0]))
+        return chosen.truncate(4).attend(tokens(1, HEADS), SLOPES)
+
+    cache = KVCache.make(2, KV_HEADS, 20, HEAD_DIM).append(tokens(3), tokens(3))
+    assert jnp.array_equal(following(jax.device_get(cache)), following(cache))
+
+
 # --- The cache that evicts ------------------------------------------------------------------------------------------
 
 

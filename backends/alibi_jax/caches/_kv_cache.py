@@ -129,7 +129,7 @@ class KVCache(NamedTuple):
         return KVCache(
             jax.lax.dynamic_update_slice_in_dim(self.key, key, self.length, axis=2),
             jax.lax.dynamic_update_slice_in_dim(self.value, value, self.length, axis=2),
-            self.key_norms.at[:, :, blocks].max(jax.lax.stop_gradient(norms), mode="drop"),
+            jnp.asarray(self.key_norms).at[:, :, blocks].max(jax.lax.stop_gradient(norms), mode="drop"),
             self.length + new,
         )
 
@@ -146,10 +146,11 @@ class KVCache(NamedTuple):
         norms = jnp.swapaxes(norm_bounds(jnp.swapaxes(key, 1, 2).astype(self.key_norms.dtype)), 1, 2)
         # What does not count goes to a block that there is not, and is dropped.
         blocks = jnp.where(slots < self.max_length, slots // NORM_BLOCK, self.key_norms.shape[2])
+        held_keys, held_values, key_norms = map(jnp.asarray, (self.key, self.value, self.key_norms))
         return KVCache(
-            self.key.at[rows, :, slots].set(key, mode="drop"),
-            self.value.at[rows, :, slots].set(value, mode="drop"),
-            self.key_norms.at[rows, :, blocks].max(jax.lax.stop_gradient(norms), mode="drop"),
+            held_keys.at[rows, :, slots].set(key, mode="drop"),
+            held_values.at[rows, :, slots].set(value, mode="drop"),
+            key_norms.at[rows, :, blocks].max(jax.lax.stop_gradient(norms), mode="drop"),
             length,
         )
 
@@ -240,7 +241,7 @@ class KVCache(NamedTuple):
         """
         indices = check_indices(jnp, jnp.asarray(indices), self.key.shape[0])
         names = ("key", "value", "key_norms", "length")
-        return self._replace(**{x: getattr(self, x)[indices] for x in names if jnp.ndim(getattr(self, x))})
+        return self._replace(**{x: jnp.asarray(getattr(self, x))[indices] for x in names if jnp.ndim(getattr(self, x))})
 
 
 def of_first(values: jax.Array, length: jax.Array) -> jax.Array:
