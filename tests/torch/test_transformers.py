@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 import pickle
@@ -37,11 +39,13 @@ from transformers import (
 )
 from transformers.models.bloom.modeling_bloom import BloomAttention
 
+from alibi_core._horizon.tiling import tiled_as
+from alibi_torch._tiled import step, tiling
 from alibi_torch.transformers import AlibiCache, accelerate, paths, restore, with_alibi
 from alibi_torch.transformers._cache_layers import GrowingLayer
 from alibi_torch.transformers._modules import attention_modules
 from alibi_torch.transformers._norms import most_of_queries
-from alibi_torch.transformers._rules import _with_bias
+from alibi_torch.transformers._rules import FEW, NUMBERS, SHORT_PROMPT, _with_bias
 
 transformers.logging.set_verbosity_error()
 
@@ -109,6 +113,11 @@ def expected_of(name: str, length: int) -> tuple[torch.Tensor, float]:
     return expected, (expected - logits_of(model.double(), tokens)).abs().max().item()
 
 
+def short_for_few() -> Any:
+    """Plan for a few queries of some hundred keys as for those of many thousands."""
+    return tiled_as(dataclasses.replace(tiling(), short=1))
+
+
 def padding(*lengths: int, total: int, side: str) -> torch.Tensor:
     columns = torch.arange(total)
     held = torch.tensor(lengths)[:, None]
@@ -141,6 +150,26 @@ def test_low_precision_is_as_near_to_the_models_numbers_as_the_model(
     expected = logits_of(model.double(), tokens, attention_mask=text)
     own, apart = ((x - expected).abs().max() for x in (own, actual))
     assert apart <= 1.5 * own, f"{apart:.2e}, its own error is {own:.2e}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_steps_in_low_precision_are_as_near_as_the_model_to_its_numbers(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "CAST", 2**12)  # so that a head or two are cast at a time
+    model, tokens = model_of(name).to(dtype), tokens_of(2, 330)
+
+    def steps(model: Any) -> torch.Tensor:
+        cache = DynamicCache(config=model.config)
+        return torch.cat(
+            [logits_of(model, x, past_key_values=cache) for x in tokens.split((320, 1, 8, 1), dim=1)], dim=1
+        )
+
+    exact = steps(copy.deepcopy(model).float())  # of a bias that is not rounded, by which both are apart
+    own, actual = steps(model), steps(accelerate(model))
+    own, apart = ((x[:, 320:].float() - exact[:, 320:]).square().mean().sqrt() for x in (own, actual))
+    assert apart <= 1.2 * own, f"{apart:.2e}, its own error is {own:.2e}"
 
 
 def test_the_exact_contract_is_the_papers() -> None:
@@ -316,27 +345,42 @@ def test_masks_of_a_static_cache_keep_their_shape(name: str) -> None:  # or a co
 
 
 @pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("is_planned", [False, True])
 @pytest.mark.parametrize("name", ["bloom", "falcon"])
-def test_decoding_a_long_text_in_pieces(name: str, kind: str) -> None:
+def test_decoding_a_long_text_in_pieces(name: str, is_planned: bool, kind: str) -> None:
     (expected, own), model = expected_of(name, 1100), accelerate(model_of(name))
     cache = CACHES[kind](model)
-    pieces = tokens_of(1, 1100).split((1040, 1, 1, 40, 1, 17), dim=1)
-    actual = torch.cat([logits_of(model, x, past_key_values=cache) for x in pieces], dim=1)
+    pieces = tokens_of(1, 1100).split((1020, 1, 1, 40, 1, 37), dim=1)
+    with short_for_few() if is_planned else contextlib.nullcontext():
+        actual = torch.cat([logits_of(model, x, past_key_values=cache) for x in pieces], dim=1)
     assert int(cache.get_seq_length()) == 1100
     assert (actual - expected).abs().max() <= 4 * own
 
 
+@pytest.mark.parametrize("padded", [0, 5])
 @pytest.mark.parametrize("name", ["bloom", "mpt", "falcon, grouped"])
-def test_lengths_around_those_where_another_way_begins(name: str) -> None:
-    # Prompts of 256 tokens, and steps that end at 1,024, are the last with a dense bias.
-    model, tokens = model_of(name), tokens_of(1, 1027)
-    expected = logits_of(model, tokens)
+def test_lengths_around_those_where_another_way_begins(name: str, padded: int) -> None:
+    model = model_of(name)
+    keys = NUMBERS // {"bloom": 60, "mpt": 60, "falcon, grouped": 32}[name]  # of one short key, all of which are read
+    pieces = [keys - 3, *[1] * 6, FEW - 1, FEW, FEW + 1]
+    tokens = tokens_of(2, max(sum(pieces), SHORT_PROMPT + 1))
+    length = tokens.shape[1]
+    text = padding(length, length - padded, total=length, side="left")
+    expected = logits_of(model, tokens, attention_mask=text)
     accelerate(model)
-    prompts = {length: logits_of(model, tokens[:, :length]) for length in (255, 256, 257)}
-    cache = DynamicCache(config=model.config)
-    parts = [logits_of(model, x, past_key_values=cache) for x in tokens.split([1021, 1, 1, 1, 1, 1, 1], dim=1)]
-    for length, actual in {**prompts, 1027: torch.cat(parts, dim=1)}.items():
-        assert (actual - expected[:, :length]).abs().max() <= 2.0**-13 * expected.abs().max(), length
+
+    def check(begin: int, end: int, **options: Any) -> None:
+        mask = text[:, :end] if padded else None
+        actual = logits_of(model, tokens[:, begin:end], attention_mask=mask, **options)
+        apart = (actual - expected[:, begin:end])[text[:, begin:end].bool()].abs().max()
+        assert apart <= 2.0**-13 * expected.abs().max(), (begin, end)
+
+    with short_for_few():
+        for end in (SHORT_PROMPT - 1, SHORT_PROMPT, SHORT_PROMPT + 1):
+            check(0, end)
+        cache = DynamicCache(config=model.config)
+        for begin, end in itertools.pairwise(itertools.accumulate(pieces, initial=0)):
+            check(begin, end, past_key_values=cache)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -356,10 +400,11 @@ def test_what_others_do_to_a_cache_is_noticed(kind: str) -> None:
     # Keys are dropped between tokens, and others come: what was measured of them no longer holds.
     model, tokens, others = accelerate(model_of("bloom")), tokens_of(1, 1101), tokens_of(1, 300, seed=2)
     cache = CACHES[kind](model)
-    for piece in tokens.split([1100, 1], dim=1):
-        logits_of(model, piece, past_key_values=cache)
-    cache.crop(-300)
-    parts = [logits_of(model, x, past_key_values=cache) for x in others.split([99, 200, 1], dim=1)]
+    with short_for_few():
+        for piece in tokens.split([1100, 1], dim=1):
+            logits_of(model, piece, past_key_values=cache)
+        cache.crop(-300)
+        parts = [logits_of(model, x, past_key_values=cache) for x in others.split([99, 200, 1], dim=1)]
     whole = logits_of(model, torch.cat([tokens[:, :801], others], dim=1))
     assert torch.allclose(parts[-1], whole[:, -1:], atol=1e-3)
 
@@ -368,11 +413,12 @@ def test_a_layer_whose_keys_grew_huge_behind_its_back() -> None:
     model, tokens = model_of("bloom"), tokens_of(1, 1200)
     cache = DynamicCache(config=model.config)
     accelerate(model)
-    logits_of(model, tokens[:, :1198], past_key_values=cache)
-    logits_of(model, tokens[:, 1198:1199], past_key_values=cache)
-    cache.layers[0].keys[:, :, 3] *= 1000
-    replica = copy.deepcopy(cache)
-    actual = logits_of(model, tokens[:, 1199:], past_key_values=cache)
+    with short_for_few():
+        logits_of(model, tokens[:, :1198], past_key_values=cache)
+        logits_of(model, tokens[:, 1198:1199], past_key_values=cache)
+        cache.layers[0].keys[:, :, 3] *= 1000
+        replica = copy.deepcopy(cache)
+        actual = logits_of(model, tokens[:, 1199:], past_key_values=cache)
     expected = logits_of(restore(model), tokens[:, 1199:], past_key_values=replica)
     assert torch.allclose(actual, expected, atol=1e-3)
 
@@ -397,9 +443,9 @@ def test_copies_that_share_their_memory_do_not_write_over_each_other() -> None:
     other.layers = [copy.copy(layer) for layer in cache.layers]
     texts = [torch.cat([tokens[:1, :31], tokens[row : row + 1, 31:]], dim=1) for row in range(2)]
     parts: list[list[torch.Tensor]] = [[], []]
-    for step in range(31, 40):
+    for place in range(31, 40):
         for text, held, part in zip(texts, (cache, other), parts, strict=True):
-            part.append(logits_of(model, text[:, step : step + 1], past_key_values=held))
+            part.append(logits_of(model, text[:, place : place + 1], past_key_values=held))
     for text, part in zip(texts, parts, strict=True):
         assert torch.allclose(torch.cat(part, dim=1), logits_of(model, text)[:, 31:], atol=1e-4)
 
@@ -410,8 +456,8 @@ def test_a_large_dynamic_cache_is_not_copied_at_each_token() -> None:
     logits_of(model, tokens[:, :600], past_key_values=cache)
     assert cache.layers[1].keys.is_contiguous()  # as transformers' own, and as what saves it may require
     places = set()
-    for step in range(600, 660):
-        logits_of(model, tokens[:, step : step + 1], past_key_values=cache)
+    for place in range(600, 660):
+        logits_of(model, tokens[:, place : place + 1], past_key_values=cache)
         places.add(cache.layers[1].keys.data_ptr())
     assert len(places) == 1
     assert cache.layers[1].alibi_room.tensors[0].shape[2] <= 800

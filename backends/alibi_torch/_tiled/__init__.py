@@ -6,6 +6,7 @@ horizons allow.
 
 from alibi_core.backend import KeyNorms
 from alibi_torch._tiled import step
+from alibi_torch._tiled.blocks import stays_low
 from alibi_torch._tiled.configuration import SIZES, norm_bounds, tiling
 from alibi_torch._tiled.operators import tiled_attention, tiled_attention_with_sums
 from alibi_torch._tiled.plan import jobs, needed_keys, told_apart, with_masks
@@ -23,6 +24,7 @@ __all__ = [
     "of_lengths",
     "prepared",
     "pulled_back",
+    "stays_low",
     "step",
     "tiled_attention",
     "tiled_attention_with_sums",

@@ -189,7 +189,7 @@ def longest(call: AttentionCall) -> float:
         return 2
     if call.is_causal:
         return 1.75
-    return 1.25 if stays_low(call) else 1.5
+    return 1.25 if stays_low(call.dtype, call.q_len) else 1.5
 
 
 @functools.cache
@@ -234,9 +234,9 @@ def _blocks(call: AttentionCall, rows: int, limits: list[int]) -> Iterator[Job]:
             yield Job(batch, heads, start, count, 1, lowest - back, back + count + ahead)
 
 
-def stays_low(call: AttentionCall) -> bool:
-    """Whether the kernel takes a call's low precision: one query reads its keys faster when they are cast."""
-    return call.dtype == torch.bfloat16 and call.q_len > 1 and _multiplies_bfloat16()
+def stays_low(dtype: torch.dtype, q_len: int) -> bool:
+    """Whether the kernel takes a low precision as it is: one query reads its keys faster when they are cast."""
+    return dtype == torch.bfloat16 and q_len > 1 and _multiplies_bfloat16()
 
 
 @functools.cache

@@ -81,7 +81,7 @@ def prepared(call: AttentionCall, in_general: Callable[..., Tensor]) -> Callable
     if len(call.batch) != 1 or call.is_empty or call.dense_only is not None:
         return in_general
     how, scale, (bias, attends) = tiling(), call.scale, _only_bias(call)
-    is_low = stays_low(call) and not _has_masks(call)
+    is_low = stays_low(call.dtype, call.q_len) and not _has_masks(call)
     dtype, cast = call.dtype, None if is_low or call.dtype == call.working_dtype else call.working_dtype
     hidden = None if attends is None else ~attends
     is_short_call = call.worked_out[prepared] = is_short(call)
@@ -138,7 +138,8 @@ def _only_bias(call: AttentionCall) -> tuple[Tensor | None, Tensor | None]:
     whole = planned(call, ())
     if len(whole.jobs) != 1 or whole.jobs[0].kv_len < call.kv_len:
         return None, None
-    if call.dtype != call.working_dtype and not stays_low(call) and len(_heads_at_once(call, call.kv_len)) > 1:
+    is_cast = call.dtype != call.working_dtype and not stays_low(call.dtype, call.q_len)
+    if is_cast and len(_heads_at_once(call, call.kv_len)) > 1:
         return None, None
     biases = _biases(call, whole)
     return None if biases[0].is_reversed else biases[0].values, None
@@ -165,7 +166,7 @@ def forward(
     if onednn.suits(call, result_dtype):
         return onednn.forward(call, query, key, value)
     how, dtype, together = plan(call, query, key), call.working_dtype, []
-    if call.dtype == result_dtype and stays_low(call):
+    if call.dtype == result_dtype and stays_low(call.dtype, call.q_len):
         dtype = call.dtype  # weights are rounded to it, as the result is
     elif call.dtype != dtype and call.q_len <= tiling().sizes.few:
         key, value = (x[:, :, how.jobs[0].keys] for x in (key, value))  # so few queries are one job

@@ -212,6 +212,14 @@ def groups(call: AttentionCall, widths: tuple[int, ...], entries: int) -> list[t
     return grouped(widths, entries, call.head_dim, most, of_call, torch.get_num_threads())
 
 
+def cast_together(key: Tensor) -> list[slice]:
+    """Return which heads of keys, ``[batch, num_kv_heads, kv_len, head_dim]``, are cast at once."""
+    batch, heads, kv_len, head_dim = key.shape
+    of_call = 4 * tiling().sizes.call_scores
+    found = grouped((kv_len,) * heads, batch, head_dim, CAST // head_dim, of_call, torch.get_num_threads())
+    return [some for some, _ in found]
+
+
 @functools.lru_cache(maxsize=256)
 def grouped(
     widths: tuple[int, ...], entries: int, of_key: int, most: float, of_call: int, threads: int

@@ -19,13 +19,16 @@ from alibi_core import slopes as slopes_of
 from alibi_core.backend import named
 from alibi_torch._attention import run
 from alibi_torch._dispatch import needs_gradients
-from alibi_torch._tiled import KeyNorms, pulled_back
+from alibi_torch._tiled import KeyNorms, pulled_back, stays_low, step, tiling
 from alibi_torch.transformers import _facts
 
 CONTRACTS = ("model", "exact")
-FEW = 4  # queries, at most, of a step that decodes
-SHORT = 1024  # keys, at most, of such a step
-SHORT_PROMPT = 256  # keys, at most, of more queries, whose bias grows with the square of the length
+# Up to here a bias that all layers share, and a kernel that reads all keys, take less time than a plan for each layer.
+SHORT_PROMPT = 256  # keys of any number of queries
+FEW = 64  # queries of more keys, as in decoding
+NUMBERS = 2**13  # in the keys of one batch entry, for each key of a short call
+SCORES = 2**12  # of one batch entry, and a quarter of those of a batch, likewise
+KEPT = 2**18  # numbers in a row of bias, at most, that is kept for later steps
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class Rules:
         if not torch.compiler.is_compiling() and key.shape[2] > past + query.shape[2]:
             key, value = (x[:, :, : past + query.shape[2]] for x in places)
         is_exact = query.dtype.itemsize >= 4  # scores of lower precision overflow where the kernel's do not
-        is_lean = is_short(query, key.shape[2]) and (is_exact or not needs_gradients(query, key, value))
+        is_lean = is_short(query, key, key.shape[2]) and (is_exact or not needs_gradients(query, key, value))
         if is_lean and query.shape[2] == 1 and _facts.says_nothing(mask):
             sizes = self, key.shape[2], query.dtype
             row: Tensor = shared(mask, sizes, lambda: self._row(key.shape[2], key.shape[1], query.dtype))
@@ -135,8 +138,10 @@ class Rules:
 
     def _row(self, kv_len: int, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
         """Return the bias of the last query alone, ``[1, num_kv_heads, heads a group, kv_len]``."""
-        by_distance, by_column = _rows(self, dtype)
-        row = by_distance[:, SHORT - kv_len :]
+        length = 1 << (kv_len - 1).bit_length()
+        is_kept = len(self.slopes) * length <= KEPT
+        by_distance, by_column = _kept_rows(self, dtype, length) if is_kept else _rows(self, dtype, kv_len)
+        row = by_distance[:, by_distance.shape[1] - kv_len :]
         if by_column is not None:
             row = row + by_column[:, :kv_len]
         return row.reshape(1, num_kv_heads, -1, kv_len)
@@ -254,21 +259,23 @@ def shared(mask: Tensor, sizes: tuple[Any, ...], make: Callable[[], Any]) -> Any
     return known[1]
 
 
-@functools.lru_cache(maxsize=32)
-def _rows(rules: Rules, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return the bias of one query by the distance of ``SHORT`` keys, and what is added to that by their column.
+def _rows(rules: Rules, dtype: torch.dtype, length: int) -> tuple[Tensor, Tensor | None]:
+    """Return the bias of one query by the distance of so many keys, and what is added to that by their column.
 
-    Both are ``[num_heads, SHORT]``, the first for the keys up to the query's own, the second from the first key on.
-    They are kept, so they lie on the CPU, whatever device is the default when they are asked for first.
+    Both are ``[num_heads, length]``, the first for the keys up to the query's own, the second from the first key on.
     """
     working = torch.promote_types(dtype, torch.float32)
     slopes = torch.tensor(rules.slopes, dtype=working, device="cpu")[:, None]
-    columns = torch.arange(SHORT, device="cpu")
-    by_distance = slopes * (columns - (SHORT - 1))
+    columns = torch.arange(length, device="cpu")
+    by_distance = slopes * (columns - (length - 1))
     added = rules.added_to_keys(columns, dtype)
     if added is None or rules.counts_text:
         return by_distance, added
     return by_distance + added, None  # counted from the last key
+
+
+# They lie on the CPU, whatever device is the default when they are asked for first.
+_kept_rows = functools.lru_cache(maxsize=32)(_rows)
 
 
 def _with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -282,9 +289,21 @@ def _with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: f
     with torch.autocast("cpu", enabled=False) if is_rounded else nullcontext():
         if needs_gradients(query, key, value):
             result = torch.add(bias, rows @ key.mT, alpha=scale).softmax(dim=-1) @ value
+        elif query.dtype.itemsize < 4 and query.shape[2] <= FEW and not stays_low(query.dtype, query.shape[2]):
+            result = _of_cast_keys(rows, key, value, bias, scale)
         else:
             result = F.scaled_dot_product_attention(rows, key, value, bias, scale=scale)
     return result.reshape(query.shape)
+
+
+def _of_cast_keys(rows: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Return the same for a few rows, whose keys are read faster when they are cast, some heads at a time."""
+    parts = []
+    for heads in step.cast_together(key):
+        tensors = (x[:, heads].to(bias.dtype) for x in (rows, key, value))
+        part = F.scaled_dot_product_attention(*tensors, bias[:, heads], scale=scale)
+        parts.append(part.to(rows.dtype))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _mean(value: Tensor, group: int) -> Tensor:
@@ -320,11 +339,17 @@ class _OfLostScores(torch.autograd.Function):
         return *pulled_back(lambda *inputs: function(*inputs, *ctx.rules), ctx.saved_tensors, grad), None, None
 
 
-def is_short(query: Tensor, kv_len: int) -> bool:
-    """Whether a bias of all queries and keys, formed once for all layers, costs less than doing without."""
+def is_short(query: Tensor, key: Tensor, kv_len: int) -> bool:
+    """Whether a bias of queries and ``kv_len`` keys, formed once for all layers, costs less than doing without."""
     if torch.compiler.is_compiling() or type(query) is not Tensor:  # where a length may be a symbol, a number be none
         return False
     # The fused kernel can neither be mapped nor differentiated forward.
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return False
-    return query.device.type == "cpu" and kv_len <= (SHORT if query.shape[2] <= FEW else SHORT_PROMPT)
+    if query.device.type != "cpu":
+        return False
+    if query.shape[2] > FEW:
+        return kv_len <= SHORT_PROMPT
+    batch, num_heads, q_len, head_dim = query.shape
+    scores, numbers = num_heads * q_len * kv_len * max(1, batch // 4), key.shape[1] * kv_len * head_dim
+    return scores <= SCORES * tiling().short and numbers <= NUMBERS * tiling().short

@@ -33,7 +33,7 @@ def extended(cache: Any, layer_idx: Any, query: Tensor, key: Tensor, value: Tens
     if type(layer) is DynamicLayer and not getattr(cache, "offloading", False):
         layer.__class__ = GrowingLayer
     # Of many queries the plan takes better bounds by itself.
-    wants_norms = query.shape[2] <= SIZES.few and not is_short(query, past + key.shape[2])
+    wants_norms = query.shape[2] <= SIZES.few and not is_short(query, key, past + key.shape[2])
     known = _KnownNorms.of(layer, past) if wants_norms else None
     keys, values = cache.update(key, value, layer_idx)
     if known is None:

@@ -42,7 +42,7 @@ class EncoderAttention(RemoteAttention):
         query, key, value = heads
         length = query.shape[2]
         # Products of few scores are the fastest; those of half the width are so for twice as many keys.
-        is_lean = segment_ids is None and is_short(query, length * query.element_size() // 4)
+        is_lean = segment_ids is None and is_short(query, key, length * query.element_size() // 4)
         if is_lean and query.shape[:2].numel() * length**2 <= FEW_SCORES and not needs_gradients(query, key, value):
             whole: Tensor = shared(bias, (self.alibi_rules, length, query.dtype), lambda: self._bias(query, text))
             scores = (query @ key.mT).to(whole.dtype).mul_(query.shape[-1] ** -0.5).add_(whole)
