@@ -45,7 +45,7 @@ from alibi_torch.transformers import AlibiCache, accelerate, paths, restore, wit
 from alibi_torch.transformers._cache_layers import GrowingLayer
 from alibi_torch.transformers._modules import attention_modules
 from alibi_torch.transformers._norms import most_of_queries
-from alibi_torch.transformers._rules import FEW, NUMBERS, SHORT_PROMPT, _with_bias
+from alibi_torch.transformers._rules import FEW, NUMBERS, PROMPT, SHORT_PROMPT, _with_bias
 
 transformers.logging.set_verbosity_error()
 
@@ -363,7 +363,7 @@ def test_lengths_around_those_where_another_way_begins(name: str, padded: int) -
     model = model_of(name)
     keys = NUMBERS // {"bloom": 60, "mpt": 60, "falcon, grouped": 32}[name]  # of one short key, all of which are read
     pieces = [keys - 3, *[1] * 6, FEW - 1, FEW, FEW + 1]
-    tokens = tokens_of(2, max(sum(pieces), SHORT_PROMPT + 1))
+    tokens = tokens_of(2, max(sum(pieces), PROMPT + 1))
     length = tokens.shape[1]
     text = padding(length, length - padded, total=length, side="left")
     expected = logits_of(model, tokens, attention_mask=text)
@@ -378,6 +378,9 @@ def test_lengths_around_those_where_another_way_begins(name: str, padded: int) -
     with short_for_few():
         for end in (SHORT_PROMPT - 1, SHORT_PROMPT, SHORT_PROMPT + 1):
             check(0, end)
+    for end in (PROMPT - 1, PROMPT, PROMPT + 1):
+        check(0, end)
+    with short_for_few():
         cache = DynamicCache(config=model.config)
         for begin, end in itertools.pairwise(itertools.accumulate(pieces, initial=0)):
             check(begin, end, past_key_values=cache)

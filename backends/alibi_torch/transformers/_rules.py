@@ -25,6 +25,7 @@ from alibi_torch.transformers import _facts
 CONTRACTS = ("model", "exact")
 # Up to here a bias that all layers share, and a kernel that reads all keys, take less time than a plan for each layer.
 SHORT_PROMPT = 256  # keys of any number of queries
+PROMPT = 512  # likewise, where a bias is small and no scores are kept for gradients
 FEW = 64  # queries of more keys, as in decoding
 NUMBERS = 2**13  # in the keys of one batch entry, for each key of a short call
 SCORES = 2**12  # of one batch entry, and a quarter of those of a batch, likewise
@@ -348,8 +349,11 @@ def is_short(query: Tensor, key: Tensor, kv_len: int) -> bool:
         return False
     if query.device.type != "cpu":
         return False
-    if query.shape[2] > FEW:
-        return kv_len <= SHORT_PROMPT
     batch, num_heads, q_len, head_dim = query.shape
+    if q_len > FEW:
+        if kv_len <= SHORT_PROMPT:
+            return True
+        if kv_len > PROMPT or needs_gradients(query, key):
+            return False
     scores, numbers = num_heads * q_len * kv_len * max(1, batch // 4), key.shape[1] * kv_len * head_dim
     return scores <= SCORES * tiling().short and numbers <= NUMBERS * tiling().short
