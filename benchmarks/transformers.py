@@ -8,15 +8,18 @@ float64, and greedy tokens for many prompts. Then, in pairs whose order alternat
            of its work and stay the model's own;
   decode   64 tokens after 8,192, two layers of BLOOM-560m's shape, in the model's usual cache and in AlibiCache;
   text     prompts of 8 to 2,048 tokens, or eight of up to 256, and 24 more, one at a time: six layers of hidden size
-           1,024 of each family, in both caches. Nothing is to be lost where there is little attention to save.
+           1,024 of each family, in both caches. Nothing is to be lost where there is little attention to save;
+  steps    24 tokens alone, behind 256 to 8,192 of which the caches have keys, in float32 and bfloat16: in a prompt's
+           company a slow step is hidden by what the prompt gains.
 
 The peak of memory is taken in a process of its own. The exit status is 1 if a number is wrong or, at full size, if a
-bar is not met. About 50 minutes on two cores, most of it for the models' own attention; 17 GiB of memory.
+bar is not met. About 40 minutes on two cores, most of it for the models' own attention; 17 GiB of memory.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -61,11 +64,27 @@ class Sizes:
         *((8, length) for length in (8, 64, 256)),
     )  # batch size and prompt
     more: int = 24  # tokens after such a prompt
+    held: tuple[tuple[str, int, int], ...] = (
+        *(("float32", 1, length) for length in (256, 1024, 2048, 4096, 8192)),
+        ("float32", 4, 2048),
+        *(("bfloat16", 1, length) for length in (1024, 4096)),
+    )  # dtype, batch size and tokens in a cache
 
 
 FULL = Sizes()
 SMALL = Sizes(
-    bloom=300, mpt=200, decoded=3, pairs=1, many=1, checked=100, prompts=2, steps=5, narrow=8, texts=((2, 8),), more=2
+    bloom=300,
+    mpt=200,
+    decoded=3,
+    pairs=1,
+    many=1,
+    checked=100,
+    prompts=2,
+    steps=5,
+    narrow=8,
+    texts=((2, 8),),
+    more=2,
+    held=(("float32", 1, 30),),
 )
 
 
@@ -231,15 +250,15 @@ def decode(model: Any, tokens: torch.Tensor, cache: Any, steps: int) -> None:
         model(tokens[:, step : step + 1], past_key_values=cache)
 
 
-def text_model(kind: str, narrow: int) -> Any:
-    """Return six layers of hidden size 1,024 of a family, random."""
+def text_model(kind: str, narrow: int, longest: int = 4096) -> Any:
+    """Return six layers of hidden size 1,024 of a family, random; MPT's for texts of so many tokens."""
     torch.manual_seed(0)
     width, heads, layers = 1024 // narrow, 16, 6
     if kind == "BLOOM":
         return BloomModel(BloomConfig(vocab_size=1000, hidden_size=width, n_head=heads, n_layer=layers)).eval()
     if kind == "MPT":
         return MptModel(
-            MptConfig(vocab_size=1000, d_model=width, n_heads=heads, n_layers=layers, max_seq_len=4096)
+            MptConfig(vocab_size=1000, d_model=width, n_heads=heads, n_layers=layers, max_seq_len=longest)
         ).eval()
     config = FalconConfig(
         vocab_size=1000, hidden_size=width, num_attention_heads=heads, num_hidden_layers=layers, alibi=True
@@ -278,6 +297,39 @@ def of_texts(sizes: Sizes) -> Iterator[Measurement]:
                 )
 
 
+def of_steps(sizes: Sizes) -> Iterator[Measurement]:
+    """Measure tokens, one at a time, behind others whose keys are drawn."""
+    for kind, (dtype, batch, length) in itertools.product(("BLOOM", "MPT", "Falcon, sdpa"), sizes.held):
+        theirs = text_model(kind, sizes.narrow, max(4096, 2 * length)).to(getattr(torch, dtype))
+        ours, tokens = accelerate(copy.deepcopy(theirs)), tokens_of(batch, sizes.more)
+        group = f"{kind}, {dtype}, batch {batch}, {sizes.more} tokens behind {length:,}"
+
+        for name, make in (("DynamicCache", DynamicCache), ("AlibiCache", lambda ours=ours: AlibiCache(ours))):
+            contenders = (
+                steps_behind(length, model, tokens, cache)
+                for model, cache in ((ours, make()), (theirs, DynamicCache()))
+            )
+            measured = Measurement(
+                group, f"{OURS}, {name}", f"{THEIRS}, DynamicCache", "seconds", bar=0.97, faster=True
+            )
+            yield measured.timed(*contenders, 2 * sizes.pairs)
+
+
+@torch.no_grad()
+def steps_behind(length: int, model: Any, tokens: torch.Tensor, cache: Any) -> Callable[[], None]:
+    """Return what takes tokens one at a time behind so many, and forgets them."""
+    model(tokens[:, :1], past_key_values=cache, use_cache=True)  # for the shape of its keys
+    for index, layer in enumerate(list(cache.layers)):
+        batch, heads, _, head_dim = layer.keys.shape
+        cache.update(*torch.randn(2, batch, heads, length - 1, head_dim, dtype=layer.keys.dtype).unbind(), index)
+
+    def run() -> None:
+        decode(model, tokens, cache, tokens.shape[1])
+        cache.crop(-tokens.shape[1])
+
+    return run
+
+
 def of_mpt(sizes: Sizes) -> Iterator[Measurement]:
     """Measure MPT, whole and its attention alone."""
     yield from of_forward("mpt", sizes.mpt, sizes, (3.0, 0.5))
@@ -296,6 +348,7 @@ SECTIONS: dict[str, Callable[[Sizes], Iterator[Measurement]]] = {
     "mpt": of_mpt,
     "decode": of_decoding,
     "text": of_texts,
+    "steps": of_steps,
 }
 
 
