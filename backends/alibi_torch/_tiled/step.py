@@ -207,17 +207,19 @@ def _in_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 def groups(call: AttentionCall, widths: tuple[int, ...], entries: int) -> list[tuple[slice, int]]:
     """Return which heads of keys, of so many entries each, are computed together, and how many of the last keys."""
-    most = math.inf if call.dtype == call.working_dtype else CAST // call.head_dim
-    of_call = 4 * tiling().sizes.call_scores  # numbers that a thread reads in its time, about 4 in that of a score
-    return grouped(widths, entries, call.head_dim, most, of_call, torch.get_num_threads())
+    return _groups(widths, entries, call.head_dim, is_cast=call.dtype != call.working_dtype)
 
 
 def cast_together(key: Tensor) -> list[slice]:
     """Return which heads of keys, ``[batch, num_kv_heads, kv_len, head_dim]``, are cast at once."""
     batch, heads, kv_len, head_dim = key.shape
-    of_call = 4 * tiling().sizes.call_scores
-    found = grouped((kv_len,) * heads, batch, head_dim, CAST // head_dim, of_call, torch.get_num_threads())
-    return [some for some, _ in found]
+    return [some for some, _ in _groups((kv_len,) * heads, batch, head_dim, is_cast=True)]
+
+
+def _groups(widths: tuple[int, ...], entries: int, head_dim: int, *, is_cast: bool) -> list[tuple[slice, int]]:
+    most = CAST // head_dim if is_cast else math.inf
+    of_call = 4 * tiling().sizes.call_scores  # numbers that a thread reads in its time, about 4 in that of a score
+    return grouped(widths, entries, head_dim, most, of_call, torch.get_num_threads())
 
 
 @functools.lru_cache(maxsize=256)
