@@ -183,6 +183,8 @@ def available_memory() -> int:
 
 
 VECTORS = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2"}  # by the flag of /proc/cpuinfo
+# By these PyTorch, and the libraries below it, leave a machine's widest instructions alone.
+LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 
 
 def machine() -> dict[str, Any]:
@@ -195,6 +197,7 @@ def machine() -> dict[str, Any]:
         "cpu": cpu.get("model name") or platform.processor(),
         # What products of matrices take, the widest first: it makes a difference of two.
         "vectors": next((name for flag, name in VECTORS.items() if flag in flags), None),
+        "limits": {name: os.environ[name] for name in LIMITS if name in os.environ},
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
     }

@@ -85,7 +85,7 @@ def test_json_is_plain_and_says_nothing_of_whose_machine_it_is(tmp_path):
     harness.write_json(tmp_path / "new" / "x.json", {"machine": machine, "x": (1 / 3, math.inf), "n": 10**9})
     written = json.loads((tmp_path / "new" / "x.json").read_text(encoding="utf-8"))
     assert written == {"machine": machine, "x": [0.33333, None], "n": 10**9}
-    assert set(machine) == {"system", "architecture", "cpu", "vectors", "cores", "load"}
+    assert set(machine) == {"system", "architecture", "cpu", "vectors", "limits", "cores", "load"}
     assert machine["cpu"]
     assert 2**20 < harness.available_memory() < 2**50
 
