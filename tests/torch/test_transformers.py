@@ -556,6 +556,11 @@ def test_layers_of_inference_mode_below_those_that_learn(name: str, length: int)
     assert (learned(accelerate(model)) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+def enable_checkpointing(model: Any, **options: Any) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False, **options})
+
+
 # The last padding on the left predicts the first token, so what it sees matters.
 @pytest.mark.parametrize(("checkpointing", "side"), [(False, "left"), (False, "right"), (True, "left")])
 @pytest.mark.parametrize("name", ["bloom", "mpt", "falcon", "falcon, grouped, eager"])
@@ -567,8 +572,7 @@ def test_gradients_are_the_models_own(name: str, checkpointing: bool, side: str)
     exact = expected if side == "left" else gradients_of(copy.deepcopy(model).double(), tokens, **arguments)
     accelerate(model)
     if checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        enable_checkpointing(model)
     actual = gradients_of(model, tokens, **arguments)
     assert actual.keys() == expected.keys()
     for parameter, gradient in actual.items():
@@ -1027,6 +1031,128 @@ def test_a_dropout_that_somebody_watches_or_replaces() -> None:
     assert torch.equal(seen[1], attentions[1])
 
 
+@pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon", "falcon, eager"])
+def test_weights_are_dropped_where_the_model_drops_them(name: str) -> None:  # as for Monte Carlo dropout
+    for drops_by_module in (True, False):
+        model, tokens, found = model_of(name), tokens_of(2, 20), []
+        for x in (model, accelerate(copy.deepcopy(model))):
+            x.train(not drops_by_module)
+            for module in x.modules():
+                if "attention_dropout" in vars(module)["_modules"]:
+                    module.attention_dropout.p = 0.5
+                    module.attention_dropout.train(drops_by_module)
+                module.attn_dropout_p = 0.5  # MPT's
+            torch.manual_seed(3)
+            found.append(logits_of(x, tokens))
+        assert torch.allclose(found[1], found[0], atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")
+def test_hooks_on_all_modules_see_the_weights() -> None:
+    def halved(module: Any, args: Any, output: Any) -> Any:
+        is_of_weights = isinstance(module, torch.nn.Dropout) and output.ndim == 4
+        return output / 2 if is_of_weights else None
+
+    model, tokens = model_of("bloom"), tokens_of(2, 20)
+    hook = torch.nn.modules.module.register_module_forward_hook(halved)
+    try:
+        expected, actual = (logits_of(x, tokens) for x in (model, accelerate(copy.deepcopy(model))))
+    finally:
+        hook.remove()
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")
+@pytest.mark.parametrize("place", ["attention", "block"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_hooks_that_see_a_call_after_it_see_the_models_mask(name: str, place: str) -> None:
+    model, tokens, seen = model_of(name), tokens_of(1, 5), []
+    for x in (model, accelerate(copy.deepcopy(model))):
+        block = (getattr(x.transformer, "blocks", None) or x.transformer.h)[0]
+        watched = block if place == "block" else getattr(block, "attn", None) or block.self_attention
+        watched.register_forward_hook(lambda _, args, given, __: seen.append(given["attention_mask"]), with_kwargs=True)
+        logits_of(x, tokens)
+    assert seen[0].shape[-2:] == (5, 5)
+    assert torch.equal(seen[0], seen[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")
+def test_a_subclass_keeps_what_its_forward_sets() -> None:
+    class Counting(transformers.FalconModel):
+        calls = 0
+
+        def forward(self, *args: Any, **arguments: Any) -> Any:
+            self.calls += 1
+            return super().forward(*args, **arguments)
+
+    model = model_of("falcon")
+    model.transformer.__class__ = Counting
+    accelerate(model)(tokens_of(1, 5))
+    model(tokens_of(1, 5), output_attentions=True)
+    assert model.transformer.calls == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [("bloom", "beta"), ("bloom", "inv_norm_factor"), ("mpt", "softmax_scale"), ("falcon, eager", "inv_norm_factor")],
+)
+def test_scores_that_somebody_scales_later(name: str, changed: str) -> None:
+    model, tokens = model_of(name), tokens_of(2, 20)
+    before = logits_of(model, tokens)
+    found = []
+    for x in (model, accelerate(copy.deepcopy(model))):
+        for layer in x.modules():
+            if hasattr(layer, changed):
+                setattr(layer, changed, 0.2)
+        found.append(logits_of(x, tokens))
+    assert torch.equal(*found)
+    assert not torch.allclose(before, found[0], atol=1e-2)
+
+
+@pytest.mark.parametrize("kept", ["mul", "add"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_checkpoints_that_keep_some_operations(name: str, kept: str) -> None:
+    policies = torch.utils.checkpoint.CheckpointPolicy
+
+    def policy(context: Any, operator: Any, *args: Any, **arguments: Any) -> Any:
+        is_kept = operator is getattr(torch.ops.aten, kept).Tensor
+        return policies.MUST_SAVE if is_kept else policies.PREFER_RECOMPUTE
+
+    model, tokens = model_of(name).train(), tokens_of(2, 20)
+    arguments = {"attention_mask": padding(20, 13, total=20, side="right")}
+    expected = gradients_of(model, tokens, **arguments)
+    contexts = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, policy)
+    enable_checkpointing(accelerate(model), context_fn=contexts)
+    for parameter, gradient in gradients_of(model, tokens, **arguments).items():
+        assert (gradient - expected[parameter]).abs().max() <= 1e-4 * expected[parameter].abs().max(), parameter
+
+
+@pytest.mark.parametrize("name", ["falcon", "falcon, eager"])
+def test_forward_derivatives_of_padding_that_no_text_precedes(name: str) -> None:
+    model, tokens = model_of(name).double(), tokens_of(2, 12)
+    mask, found = padding(12, 7, total=12, side="left"), []
+    for x in (model, accelerate(copy.deepcopy(model))):
+        weights = {name: weight.detach() for name, weight in x.named_parameters()}
+
+        def logits(weights: Any, x: Any = x) -> torch.Tensor:
+            return torch.func.functional_call(x, weights, (tokens,), {"attention_mask": mask}).logits
+
+        found.append(torch.func.jvp(logits, (weights,), ({name: w.cos() for name, w in weights.items()},))[1])
+    assert (found[1] - found[0]).abs().max() <= 1e-9 * found[0].abs().max()
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon"])
+def test_gradients_of_a_mask_of_ones(name: str) -> None:
+    model, found = model_of(name), []
+    for x in (model, accelerate(copy.deepcopy(model))):
+        mask = torch.ones(2, 9, requires_grad=True)
+        x(tokens_of(2, 9), attention_mask=mask * 1.0, use_cache=False).logits.square().mean().backward()
+        found.append(mask.grad)
+    assert (found[1] - found[0]).abs().max() <= 1e-4 * found[0].abs().max()
+
+
 def test_models_that_share_layers() -> None:
     models = torch.nn.ModuleDict({"one": model_of("bloom"), "other": model_of("bloom")})
     one, other = models.values()
@@ -1296,6 +1422,12 @@ def bloom_with(**changed: Any) -> Any:
     return model
 
 
+def falcon_with_another_scale() -> Any:
+    model = falcon("eager")
+    model.transformer.h[0].self_attention.inv_norm_factor = 0.1
+    return model
+
+
 def falcon_with_another_attention() -> Any:
     model = falcon()
     model.config._attn_implementation_internal = "flash_attention_2"
@@ -1311,6 +1443,8 @@ def falcon_with_another_attention() -> Any:
         (lambda: mpt(attn_config={"alibi": False}), "attn_config.alibi must be True"),
         (lambda: mpt(attn_config={"prefix_lm": True}), "attn_config.prefix_lm must be False"),
         (lambda: mpt(attn_config={"qk_ln": True}), "attn_config.qk_ln must be False"),
+        (falcon_with_another_scale, "inv_norm_factor must be head_dim..-0.5 where attention is eager, got 0.1"),
+        (lambda: bloom_with(beta=0.5), "beta must be 1 for a model to be accelerated, got 0.5"),
         (falcon_with_another_attention, "attn_implementation must be 'sdpa' or 'eager'"),
         (lambda: accelerate(bloom()), "model must not be accelerated yet; undo with restore"),
         (lambda: bloom_with(query_key_value=torch.nn.Linear(60, 90)), "must have 180 rows for its 6 heads, got 90"),

@@ -192,11 +192,14 @@ class AcceleratedModel(Prepared):
                 changed = {"use_alibi": True}
             elif isinstance(self, MptModel) and not _are_accelerated(layers_of(self)):
                 changed = {"build_mpt_alibi_tensor": super().build_mpt_alibi_tensor}  # for layers that build none
-        model = self
-        if changed:
-            model = object.__new__(type(self))  # the same, but for the bias in its mask, or beside it
-            vars(model).update(vars(self), **changed)
-        return self.alibi_class.forward(model, *args, **kwargs)
+        if not changed:
+            return self.alibi_class.forward(self, *args, **kwargs)
+        model = object.__new__(type(self))  # the same, but for the bias in its mask, or beside it
+        vars(model).update(vars(self), **changed)
+        try:
+            return self.alibi_class.forward(model, *args, **kwargs)
+        finally:  # a subclass may count its calls
+            vars(self).update({name: x for name, x in vars(model).items() if name not in changed})
 
     def prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         given, is_base = self.given(args, kwargs), isinstance(self, BASES)
@@ -247,15 +250,14 @@ def _are_accelerated(layers: list[Any]) -> bool:
 
 def _reason_for_own_code(model: Any, layers: list[Any], given: dict[str, Any], tokens: Tensor) -> str | None:
     """Return why the library does not compute a call, as a sentence that begins with an argument; None if it does."""
-    reason = reason_for_own_code(model.config, given, [layer.weight_dropout for layer in layers if layer.training])
+    reason = reason_for_own_code(model.config, given, [layer.dropped for layer in layers])
     if reason is not None:
         return reason
     if not getattr(model.config, "is_causal", True):
         return "config.is_causal must be True, got False"
-    if layers[0].change is not None:
-        return str(layers[0].change)
-    if any(layer.shows_weights for layer in layers):
-        return "attention_dropout must be a Dropout without hooks, as the library has no attention weights to show it"
+    change = next((layer.change for layer in layers if layer.change is not None), None)
+    if change is not None:
+        return str(change)
     hooked = reason_of_hooks(model.base_model, layers)
     if hooked is not None:
         return hooked

@@ -68,7 +68,7 @@ def of_padding(mask: Tensor, q_len: int, past: Any, *, is_rounded: bool = False,
         is_unseeing: Whether padding that no text precedes gets zeros.
     """
     general = UNSEEING if is_unseeing else HOLES
-    if is_rounded or is_unreadable(mask):
+    if is_rounded or is_unreadable(mask) or mask.requires_grad:
         return _encoded(mask, general)
     seen = mask[:, : int(past) + q_len]
     if bool((seen == 1).all()):

@@ -36,7 +36,7 @@ class Accelerated:
     alibi_paths: Paths
     attention_dropout: Any
     layer_idx: int | None
-    change: str | None = None  # of Falcon alone
+    change: str | None  # why the module's code computes something else than it did when it was accelerated
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, cache: Any) -> Tensor:
         """Return the attention of ``[batch, heads, length, head_dim]``, heads merged: ``[batch, q_len, features]``."""
@@ -48,15 +48,14 @@ class Accelerated:
         return result.transpose(1, 2).reshape(batch, length, heads * head_dim)
 
     @property
-    def weight_dropout(self) -> float:
-        """The share of attention weights that are dropped in training."""
-        return float(getattr(self.attention_dropout, "p", 0))
+    def dropped(self) -> float:
+        """The share of attention weights that a call drops."""
+        return dropped_by(self.attention_dropout)
 
     @property
     def shows_weights(self) -> bool:
         """Whether the attention weights are shown to code of somebody else."""
-        module = self.attention_dropout
-        return type(module) not in (nn.Dropout, nn.Identity) or any((module._forward_hooks, module._forward_pre_hooks))
+        return shows_weights(self.attention_dropout)
 
     def is_of_library(self, mask: Any) -> bool:
         """Whether the library computes a call, by its mask; else the module's own code does, as is noted."""
@@ -70,9 +69,18 @@ class Accelerated:
 class AcceleratedBloomAttention(Accelerated, BloomAttention):
     """BLOOM's attention module."""
 
+    @property
+    def change(self) -> str | None:
+        """Why the module's own code computes something else than it did when it was accelerated; None if not."""
+        return changed_scale("inv_norm_factor", self) or (
+            None if self.beta == 1 else f"beta must be 1, got {self.beta}"
+        )
+
     @staticmethod
     def rules(module: BloomAttention, config: Any, contract: str) -> Rules:
         """Return what a module computes."""
+        if module.beta != 1:
+            raise ValueError(f"beta must be 1 for a model to be accelerated, got {module.beta}")
         check_sizes(module.query_key_value, module.num_heads * 3 * module.head_dim, module.num_heads)
         place = next((x.device for x in module.parameters() if not x.is_meta), torch.device("cpu"))
         text = torch.ones(1, 2, dtype=torch.long, device=place)
@@ -124,9 +132,14 @@ class AcceleratedMptAttention(Accelerated, MptAttention):
         return Rules.of("mpt", contract, module.n_heads, module.softmax_scale, bias_max=own.alibi_bias_max)
 
     @property
-    def weight_dropout(self) -> float:
-        """The share of attention weights that are dropped in training."""
-        return float(self.attn_dropout_p)
+    def dropped(self) -> float:
+        """The share of attention weights that a call drops."""
+        return float(self.attn_dropout_p) if self.training else 0.0
+
+    @property
+    def change(self) -> str | None:
+        """Why the module's own code computes something else than it did when it was accelerated; None if not."""
+        return changed_scale("softmax_scale", self)
 
     def forward(
         self,
@@ -168,11 +181,18 @@ class AcceleratedFalconAttention(Accelerated, FalconAttention):
     """Falcon's attention module. Key/value heads that queries share are cached once, not once for each query head."""
 
     @property
+    def dropped(self) -> float:
+        """The share of attention weights that a call drops."""
+        if self.config._attn_implementation == "eager":
+            return dropped_by(self.attention_dropout)
+        return float(self.attention_dropout.p) if self.training else 0.0
+
+    @property
     def change(self) -> str | None:
         """Why the module's own code computes something else than it did when it was accelerated; None if not."""
         now, rules = self.config._attn_implementation, self.alibi_rules
         if rules.contract == "exact" or ADDITIONS.get(now) == rules.additions:
-            return None
+            return changed_scale("inv_norm_factor", self)
         return f"attn_implementation must be that which the model was accelerated with, got {now!r}"
 
     @staticmethod
@@ -188,6 +208,8 @@ class AcceleratedFalconAttention(Accelerated, FalconAttention):
         check_sizes(module.query_key_value, (module.num_heads + shared) * module.head_dim, module.num_heads)
         divisor = math.sqrt(module.head_dim)
         scale = module.inv_norm_factor
+        if additions > 1 and not math.isclose(scale * divisor, 1.0):  # one of its biases is scaled by it
+            raise ValueError(f"inv_norm_factor must be head_dim**-0.5 where attention is eager, got {scale}")
         return Rules.of("falcon", contract, module.num_heads, scale, bias_divisor=divisor, additions=additions)
 
     def forward(
@@ -288,8 +310,40 @@ def check_own(module: Any, kind: type) -> None:
         )
 
 
+def changed_scale(name: str, module: Any) -> str | None:
+    """Return why a module's own code computes other scores than when it was accelerated; None if it does not."""
+    now, then = getattr(module, name), module.alibi_rules.scale
+    return None if now == then else f"{name} must be that which the model was accelerated with, {then}, got {now}"
+
+
+def dropped_by(dropout: Any) -> float:
+    """Return the share of attention weights that a module for it drops now."""
+    return float(getattr(dropout, "p", 0)) if dropout.training else 0.0
+
+
+def shows_weights(dropout: Any) -> bool:
+    """Whether a module that drops attention weights, or a hook on it, is somebody else's."""
+    if type(dropout) not in (nn.Dropout, nn.Identity):
+        return True
+    hooks = nn.modules.module
+    own = dropout._forward_hooks, dropout._forward_pre_hooks, dropout._backward_hooks, dropout._backward_pre_hooks
+    return any(own) or any(
+        _is_of_others(hook)
+        for of_all in (hooks._global_forward_hooks, hooks._global_forward_pre_hooks, hooks._global_backward_hooks)
+        for hook in of_all.values()
+    )
+
+
+def _is_of_others(hook: Any) -> bool:
+    """Whether a hook may change what it sees, as PyTorch's own does not."""
+    function = getattr(hook, "func", hook)  # of a partial
+    return getattr(function, "__module__", "").partition(".")[0] not in ("torch", "alibi_torch")
+
+
 def reason_of_hooks(base: Any, layers: list[Any]) -> str | None:
     """Return why the library does not compute calls of a base model with hooks in it; None if it does."""
+    if any(layer.shows_weights for layer in layers):
+        return "dropout of attention weights must be a Dropout without hooks, as the library has no weights to show it"
     for name, modules in (("attention", layers), ("block", blocks_of(base))):
         if any(_shows_mask(module) for module in modules):
             return f"{name} must have no hook that sees its mask, as the library has none of queries times keys to show"
@@ -297,12 +351,12 @@ def reason_of_hooks(base: Any, layers: list[Any]) -> str | None:
 
 
 def _shows_mask(module: Any) -> bool:
-    """Whether a module's mask is shown to code of somebody else, who may change it, as PyTorch's own does not."""
+    """Whether a module's mask is shown to code of somebody else."""
     own = vars(module)
-    shown = own["_forward_pre_hooks_with_kwargs"]
-    hooks = [hook for key, hook in own["_forward_pre_hooks"].items() if key in shown] if shown else []
-    if any(getattr(hook, "__module__", "").partition(".")[0] not in ("torch", "alibi_torch") for hook in hooks):
-        return True
+    for kind in ("_forward_pre_hooks", "_forward_hooks"):
+        shown = own[f"{kind}_with_kwargs"]
+        if shown and any(_is_of_others(hook) for key, hook in own[kind].items() if key in shown):
+            return True
     return "forward" in own and "_old_forward" not in own
 
 
@@ -315,13 +369,13 @@ def reason_for_own_code(config: Any, given: dict[str, Any], dropped: list[float]
     """Return why the library does not compute a call of any family, as a sentence that begins with an argument.
 
     It stores no attention weights, and chooses its way by the values of a call, which a recorded one does not have.
-    ``dropped`` are the shares of weights that layers in training drop.
+    ``dropped`` are the shares of weights that layers drop.
     """
     weights = given.get("output_attentions")
     if getattr(config, "output_attentions", False) if weights is None else weights:
         return "output_attentions must be False, as the library stores no attention weights, got True"
     if dropped and max(dropped) > 0:
-        return f"dropout of attention weights must be 0 in training, as no weights are stored, got {max(dropped)}"
+        return f"dropout of attention weights must be 0 or off, as no weights are stored, got {max(dropped)}"
     if torch.compiler.is_compiling():
         return None
     if torch.jit.is_tracing() or get_proxy_mode() is not None or detect_fake_mode([tokens_of(given)]) is not None:

@@ -172,11 +172,16 @@ class Rules:
         BLOOM and Falcon hide a key by adding a huge negative number to its score. The score is lost, but its derivative
         is not: it is that of a softmax with weights of ``1 / kv_len``.
         """
-        if not self.counts_text or not needs_gradients(query, key, value):
+        is_compiling = torch.compiler.is_compiling()
+        # Whether a derivative is asked for is not to be seen there.
+        is_derived = not is_compiling and (
+            torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+        )
+        if not self.counts_text or not (is_derived or needs_gradients(query, key, value)):
             return _mean(value, group)
-        if torch.compiler.is_compiling():
+        if is_compiling:
             return _mean_of_lost_scores(query, key, value, group, self.scale)
-        if is_lean or torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        if is_lean or is_derived:
             return _softmax_of_lost_scores(query, key, value, group, self.scale)
         return _OfLostScores.apply(query, key, value, group, self.scale)
 
@@ -252,6 +257,8 @@ class _Plan:
 def shared(mask: Tensor, sizes: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     """Return what ``make`` makes, once for all layers of a forward pass: they get one mask, which keeps it."""
     if torch.compiler.is_compiling() or any(isinstance(x, Tensor) for x in sizes):  # which nobody can compare
+        return make()
+    if torch._C._len_torch_dispatch_stack() > 0:  # a checkpoint may count operations, the same when it recomputes
         return make()
     sizes = *sizes, torch.is_inference_mode_enabled()  # whose tensors no gradient may need
     known = getattr(mask, "alibi_shared", None)

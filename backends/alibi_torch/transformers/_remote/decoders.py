@@ -34,10 +34,6 @@ class DecoderAttention(RemoteAttention):
         """Return the factor of a module's scores."""
         return float(module.head_dim**-0.5)
 
-    @staticmethod
-    def weight_dropout(module: Any) -> float:
-        return 0.0
-
     def split(self, hidden: Tensor) -> Heads:
         """Return queries, keys and values."""
         mixed = getattr(self, self.fused)(hidden).unflatten(-1, (3, *self.shape_of(self)))
@@ -202,9 +198,10 @@ class MptAttention(DecoderAttention):
     def slopes(heads: int, base: Any) -> tuple[float, ...]:
         return tuple(slope_values(heads, bias_max=base.alibi_bias_max, contract="mpt"))
 
-    @staticmethod
-    def weight_dropout(module: Any) -> float:
-        return float(module.attn_dropout_p)
+    @property
+    def dropped(self) -> float:
+        module: Any = self
+        return float(module.attn_dropout_p) if module.training else 0.0
 
     def split(self, hidden: Tensor) -> Heads:
         module: Any = self
@@ -274,6 +271,7 @@ class JaisAttention(DecoderAttention):
 
     bias_name, past_name, fused = "position_bias", "layer_past", "c_attn"
     parts = frozenset({"c_attn", "c_proj", "attn_dropout", "resid_dropout"})
+    dropout_name = "attn_dropout"
 
     @staticmethod
     def rows(module: Any) -> dict[str, int]:
@@ -288,10 +286,6 @@ class JaisAttention(DecoderAttention):
     def slopes(heads: int, base: Any) -> tuple[float, ...]:
         factor = (getattr(base.relative_pe, "alibi_scaling", None) or {}).get("factor") or 1.0
         return tuple((base.relative_pe.slopes.detach().double().flatten() / factor).tolist())
-
-    @staticmethod
-    def weight_dropout(module: Any) -> float:
-        return float(module.attn_dropout.p)
 
     def finished(self, result: Tensor, present: Any, given: dict[str, Any]) -> Any:
         module: Any = self

@@ -65,15 +65,12 @@ class JinaAttention(EncoderAttention):
 
     bias_name = "bias"
     parts = frozenset({"query", "key", "value", "dropout"})
+    dropout_name = "dropout"
     optional = frozenset({"layer_norm_q", "layer_norm_k"})
 
     @staticmethod
     def rows(module: Any) -> dict[str, int]:
         return dict.fromkeys(("query", "key", "value"), module.num_attention_heads * module.attention_head_size)
-
-    @staticmethod
-    def weight_dropout(module: Any) -> float:
-        return float(module.dropout.p)
 
     @classmethod
     def check(cls, module: Any) -> None:
@@ -102,14 +99,11 @@ class UnpadAttention(EncoderAttention):
 
     bias_name = "bias"
     parts = frozenset({"Wqkv", "dropout"})
+    dropout_name = "dropout"
 
     @staticmethod
     def rows(module: Any) -> dict[str, int]:
         return {"Wqkv": 3 * module.num_attention_heads * module.attention_head_size}
-
-    @staticmethod
-    def weight_dropout(module: Any) -> float:
-        return max(float(module.p_dropout), float(module.dropout.p))
 
     def attended(self, given: dict[str, Any]) -> Tensor:
         module: Any = self

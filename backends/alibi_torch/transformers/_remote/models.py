@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from alibi_torch.transformers._joined import Joined, Prepared
 from alibi_torch.transformers._modules import (
     check_sizes,
+    dropped_by,
     reason_for_own_code,
     reason_of_hooks,
+    shows_weights,
     tokens_of,
     with_arguments,
 )
@@ -35,6 +37,7 @@ class RemoteAttention(Joined):
     bias_name: str  # the argument that is the model's bias, and tells whether the library computes a call
     parts: frozenset[str]  # names of its modules
     optional: frozenset[str] = frozenset()
+    dropout_name: str | None = None  # of the module that drops attention weights, where there is one
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module's own code does; no weights where the library computes it."""
@@ -65,10 +68,15 @@ class RemoteAttention(Joined):
         """Return how many rows the weights of a module's projections must have."""
         raise NotImplementedError
 
-    @staticmethod
-    def weight_dropout(module: Any) -> float:
-        """Return the share of attention weights that are dropped in training."""
-        raise NotImplementedError
+    @property
+    def dropped(self) -> float:
+        """The share of attention weights that a call drops."""
+        return 0.0 if self.dropout_name is None else dropped_by(getattr(self, self.dropout_name))
+
+    @property
+    def shows_weights(self) -> bool:
+        """Whether the attention weights are shown to code of somebody else."""
+        return self.dropout_name is not None and shows_weights(getattr(self, self.dropout_name))
 
     @classmethod
     def check(cls, module: Any) -> None:
@@ -184,8 +192,8 @@ class RemoteBase(Prepared):
         if not isinstance(tokens, Tensor):
             return args, kwargs  # which the model refuses
         layers = family.attention_of(self)
-        dropped = [layer.weight_dropout(layer) for layer in layers if layer.training]
-        reason = reason_for_own_code(self.config, given, dropped) or reason_of_hooks(self, layers)
+        reason = reason_for_own_code(self.config, given, [layer.dropped for layer in layers])
+        reason = reason or reason_of_hooks(self, layers)
         reason = reason or family.reason(self, given)
         if torch.compiler.is_exporting():  # without the values that tell padding
             reason = reason or "recorder must be torch.compile, got torch.export"
