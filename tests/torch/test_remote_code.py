@@ -163,6 +163,17 @@ def test_calls_that_are_left_to_the_models_own_code(keeps_bias: bool) -> None:
     assert sum(paths(model).values()) == len(OWN_CALLS) + 2
 
 
+@pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")
+def test_weights_that_are_dropped_by_a_module_alone() -> None:  # as for Monte Carlo dropout
+    model, found = encoder(attention_probs_dropout_prob=0.5), []
+    for x in (model, accelerate(copy.deepcopy(model))):
+        for layer in x.encoder.layer:
+            layer.attention.self.dropout.train()
+        torch.manual_seed(0)
+        found.append(x(tokens_of(2, 9)).last_hidden_state)
+    assert torch.equal(*found)
+
+
 def test_a_strict_model_and_a_layer_by_itself() -> None:
     model, tokens = accelerate(encoder(), strict=True), tokens_of(2, 9)
     with pytest.raises(ValueError, match="output_attentions must be False"):

@@ -183,9 +183,10 @@ class AcceleratedFalconAttention(Accelerated, FalconAttention):
     @property
     def dropped(self) -> float:
         """The share of attention weights that a call drops."""
-        if self.config._attn_implementation == "eager":
-            return dropped_by(self.attention_dropout)
-        return float(self.attention_dropout.p) if self.training else 0.0
+        share = float(getattr(self.attention_dropout, "p", 0))
+        if share and self.config._attn_implementation != "eager":
+            return share if self.training else 0.0
+        return dropped_by(self.attention_dropout)
 
     @property
     def change(self) -> str | None:
@@ -310,6 +311,10 @@ def check_own(module: Any, kind: type) -> None:
         )
 
 
+# Of a module, and with a prefix of all modules.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def changed_scale(name: str, module: Any) -> str | None:
     """Return why a module's own code computes other scores than when it was accelerated; None if it does not."""
     now, then = getattr(module, name), module.alibi_rules.scale
@@ -318,20 +323,16 @@ def changed_scale(name: str, module: Any) -> str | None:
 
 def dropped_by(dropout: Any) -> float:
     """Return the share of attention weights that a module for it drops now."""
-    return float(getattr(dropout, "p", 0)) if dropout.training else 0.0
+    share = float(getattr(dropout, "p", 0))
+    return share if share and dropout.training else 0.0
 
 
 def shows_weights(dropout: Any) -> bool:
     """Whether a module that drops attention weights, or a hook on it, is somebody else's."""
-    if type(dropout) not in (nn.Dropout, nn.Identity):
+    own, of_all = vars(dropout), vars(nn.modules.module)
+    if type(dropout) not in (nn.Dropout, nn.Identity) or any(map(own.get, HOOKS)):
         return True
-    hooks = nn.modules.module
-    own = dropout._forward_hooks, dropout._forward_pre_hooks, dropout._backward_hooks, dropout._backward_pre_hooks
-    return any(own) or any(
-        _is_of_others(hook)
-        for of_all in (hooks._global_forward_hooks, hooks._global_forward_pre_hooks, hooks._global_backward_hooks)
-        for hook in of_all.values()
-    )
+    return any(any(map(_is_of_others, hooks.values())) for name in HOOKS if (hooks := of_all[f"_global{name}"]))
 
 
 def _is_of_others(hook: Any) -> bool:
