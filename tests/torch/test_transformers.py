@@ -1336,6 +1336,8 @@ def test_compiled(name: str) -> None:
     assert counter.frame_count <= 3
     check(20, use_cache=False)
     check(20, use_cache=True, position_ids=torch.arange(20)[None])
+    of_other_numbers = 1 + (torch.arange(20) % 7 == 3).long().expand(3, -1)  # which BLOOM and Falcon count twice
+    check(20, use_cache=False, position_ids=torch.arange(20)[None], attention_mask=of_other_numbers)
 
 
 @pytest.mark.full

@@ -204,7 +204,7 @@ class AcceleratedModel(Prepared):
     def prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         given, is_base = self.given(args, kwargs), isinstance(self, BASES)
         mask = given.get("attention_mask")
-        if _facts.is_encoded(mask) and mask.dtype == torch.uint8:  # by an outer model
+        if _facts.is_encoded(mask) and (mask.dtype == torch.uint8 or _facts.is_packed(mask)):  # by an outer model
             layers_of(self)[0].alibi_paths.by_library()
             return args, kwargs
         tokens = tokens_of(given)
@@ -295,8 +295,8 @@ def _encoded(model: Any, given: dict[str, Any], tokens: Tensor, rules: Rules) ->
     if position_ids is not None and q_len > 1 and (is_start or not _facts.is_unreadable(tokens)):
         if not isinstance(position_ids, Tensor):
             raise TypeError(f"position_ids must be a tensor, got {type(position_ids).__name__}")
-        text = None if mask is None else mask[:, int(past) : int(past) + q_len] != 0
-        packed = _facts.of_positions(position_ids, batch, q_len, past, text)
+        numbers = None if mask is None else rules.counted(mask)[:, int(past) : int(past) + q_len]
+        packed = _facts.of_positions(position_ids, batch, q_len, past, numbers)
         if packed is not None:
             return packed
     if mask is None:

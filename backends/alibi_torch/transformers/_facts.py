@@ -19,7 +19,7 @@ ENDS = 211  # 1 for text, 0 for padding, which lies at the ends of a row; or no 
 HOLES = 223  # 0 for padding, which lies anywhere, and for text what the model was given, perhaps rounded or above 1
 PACKED = 227  # 1 where a sequence begins
 UNSEEING = 233  # the row of HOLES, where padding that no text precedes gets zeros, not the mean of all values
-PACKED_HOLES = 229  # 1 for text, 0 for padding, which lies anywhere; then the row of PACKED
+PACKED_HOLES = 229  # the row of HOLES, then that of PACKED
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def of_padding(mask: Tensor, q_len: int, past: Any, *, is_rounded: bool = False,
     return _encoded(mask, general if is_unseeing or bool(has_holes.any()) else ENDS)
 
 
-def of_positions(position_ids: Tensor, batch: int, q_len: int, past: Any, text: Tensor | None) -> Tensor | None:
+def of_positions(position_ids: Tensor, batch: int, q_len: int, past: Any, numbers: Tensor | None) -> Tensor | None:
     """Return what position ids say of sequences packed into rows, encoded; None if each row is known to be one.
 
     A sequence begins where they are 0. Other jumps mean nothing, as to the models.
@@ -89,7 +89,7 @@ def of_positions(position_ids: Tensor, batch: int, q_len: int, past: Any, text: 
         batch: Of the call.
         q_len: Of the call, in tokens.
         past: Tokens in the cache before.
-        text: ``[batch, q_len]`` booleans, False for padding; None where there is none.
+        numbers: ``[batch, q_len]``, 0 for padding, those that positions are sums of; None where there is no mask.
 
     Raises:
         ValueError: If their shape is wrong, or they restart after tokens in a cache.
@@ -97,7 +97,7 @@ def of_positions(position_ids: Tensor, batch: int, q_len: int, past: Any, text: 
     shape = tuple(position_ids.shape)
     if shape[-1:] != (q_len,) or shape[:-1] not in ((), (1,), (batch,)):
         raise ValueError(f"position_ids must be of shape ({batch}, {q_len}) (batch, tokens), got {shape}")
-    starts = position_ids.expand(batch, q_len) == 0
+    starts, text = position_ids.expand(batch, q_len) == 0, None if numbers is None else numbers != 0
     if text is not None:
         starts = starts & text
     if not is_unreadable(position_ids):
@@ -109,9 +109,9 @@ def of_positions(position_ids: Tensor, batch: int, q_len: int, past: Any, text: 
                 "position_ids must not restart after tokens in a cache, which do not tell their sequences; "
                 "use one row for each sequence"
             )
-    if text is None:
+    if numbers is None:
         return _encoded(starts, PACKED)
-    return _encoded(torch.cat([text, starts], dim=-1), PACKED_HOLES)
+    return _encoded(torch.cat([numbers, starts.to(numbers.dtype)], dim=-1), PACKED_HOLES)
 
 
 def is_encoded(mask: Any) -> bool:
@@ -158,11 +158,11 @@ def decode(mask: Tensor, q_len: int, kv_len: int, past: Any, device: torch.devic
         starts = F.pad(starts, (0, max(kv_len - starts.shape[-1], 0)))[:, :kv_len].bool()
         begins = torch.where(starts, columns, 0).cummax(dim=-1).values
     columns = positions = columns - begins
-    if kind in (HOLES, UNSEEING):
-        positions = (numbers.cumsum(dim=-1) - 1) * numbers  # as the models do
-    elif kind == PACKED_HOLES:
-        tokens = text.cumsum(dim=-1) - 1
-        positions = tokens - tokens.gather(-1, begins.expand(tokens.shape))
+    if kind in (HOLES, UNSEEING, PACKED_HOLES):
+        counts = numbers.cumsum(dim=-1)
+        if kind == PACKED_HOLES:
+            counts = counts - (counts - numbers.to(counts.dtype)).gather(-1, begins.expand(numbers.shape))
+        positions = (counts - 1) * numbers  # as the models do
     sequences = None if starts is None else starts.cumsum(dim=-1)
     blind = None if kind == UNSEEING else _blind(text, q_len, past)
     return Facts(text, sequences, columns, positions, blind)
@@ -178,4 +178,5 @@ def _blind(text: Tensor | None, q_len: int, past: Any) -> Tensor | None:
 
 
 def _encoded(row: Tensor, kind: int) -> Tensor:
-    return (row if kind in (HOLES, UNSEEING) else row.to(torch.uint8))[:, None, None, :].expand(-1, kind, -1, -1)
+    is_counted = kind in (HOLES, UNSEEING, PACKED_HOLES) and row.dtype != torch.bool
+    return (row if is_counted else row.to(torch.uint8))[:, None, None, :].expand(-1, kind, -1, -1)
