@@ -112,7 +112,11 @@ def _header(path: Path) -> dict[str, StoredTensor]:
             tensors = {name: _stored(path, 8 + length, e) for name, e in entries.items() if name != "__metadata__"}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise _damaged(path, "a header that cannot be read") from None
-    end = max((entry["data_offsets"][1] for name, entry in entries.items() if name in tensors), default=0)
+    end = 0
+    for (start, stop), name in sorted((entries[name]["data_offsets"], name) for name in tensors):
+        if start != end:  # the format allows neither gaps nor bytes of two tensors
+            raise _damaged(path, f"{name} from byte {start} of the data on, where {end} is the next")
+        end = stop
     if size != 8 + length + end:
         raise _damaged(path, f"{size} bytes where its header tells of {8 + length + end}")
     for name, tensor in tensors.items():

@@ -363,6 +363,21 @@ def test_a_damaged_file_is_refused(saved: Any, tmp_path: Path, damage: str) -> N
         load("torch", tmp_path)
 
 
+@pytest.mark.parametrize("moved", ["by a byte", "to those of another"])
+def test_tensors_that_share_bytes_are_refused(saved: Any, tmp_path: Path, moved: str) -> None:
+    path = edited(saved("mpt").directory, tmp_path) / "model.safetensors"
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    places = [entry for name, entry in sorted(header.items()) if name != "__metadata__" and entry["shape"] == [48]]
+    first, last = sorted(places, key=lambda entry: entry["data_offsets"])[:: len(places) - 1]
+    first["data_offsets"] = [x + 1 for x in first["data_offsets"]] if "byte" in moved else last["data_offsets"]
+    written = json.dumps(header).encode()
+    path.write_bytes(len(written).to_bytes(8, "little") + written + data[start:])
+    with pytest.raises(ValueError, match="must be a whole safetensors file, got .* from byte .* is the next"):
+        load("torch", tmp_path)
+
+
 def test_files_that_are_missing_are_named(saved: Any, tmp_path: Path) -> None:
     with pytest.raises(
         FileNotFoundError, match="^directory must be .* checkpoint, got .*/none'; nothing is downloaded: "

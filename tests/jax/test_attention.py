@@ -417,6 +417,12 @@ def test_a_file_that_does_not_fit_is_refused_and_changes_nothing(tmp_path: Any) 
         with pytest.raises(ValueError, match=message):
             alibi_jax.load_weights(layer, path)
         np.testing.assert_array_equal(layer.q_proj.kernel[...], before)
+    save_file({name: array.astype(np.int32) for name, array in good.items()}, path)
+    with pytest.raises(ValueError, match="must be of floating numbers, got int32"):
+        alibi_jax.load_weights(layer, path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="must be a safetensors file of floating numbers, got "):
+        alibi_jax.load_weights(layer, path)
     save_file(good, path)
     alibi_jax.load_weights(layer, path)
     np.testing.assert_array_equal(layer.q_proj.kernel[...], 0)
@@ -819,3 +825,19 @@ def test_caches_take_slopes_of_numpy() -> None:
     for cache in (alibi_jax.KVCache.make(1, 2, 8, 4), evicting):
         cache = cache.append(token, token)
         assert np.array_equal(cache.attend(token, slopes), cache.attend(token, jnp.asarray(slopes)))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_nothing_asks_for_a_promotion(pooling: str) -> None:
+    config = alibi_jax.AlibiConfig(num_layers=1, embed_dim=8, num_heads=2, is_causal=False)
+    encoder = alibi_jax.AlibiEncoder(config, vocab_size=11, rngs=nnx.Rngs(0))
+    encoder.eval()
+    tokens, low = jnp.ones((2, 7), int), jnp.ones((1, 1, 2, 4), jnp.bfloat16)
+    evicting = alibi_jax.EvictingKVCache.make(1, 2, 8, 4, slopes=jnp.ones(2), max_query_norm=3.0, dtype=jnp.bfloat16)
+    with jax.numpy_dtype_promotion("strict"):
+        for cache in (alibi_jax.KVCache.make(1, 2, 8, 4, dtype=jnp.bfloat16), evicting):
+            assert cache.append(low, low).attend(low, jnp.ones(2)).dtype == jnp.bfloat16
+        lengths, mask = jnp.asarray([3, 7]), jnp.arange(7) < jnp.asarray([3, 7])[:, None]
+        expected = encoder.encode(tokens, lengths=lengths, pooling=pooling)
+        compiled = jax.jit(lambda mask: encoder.encode(tokens, mask=mask, pooling=pooling))(mask)
+    assert np.allclose(expected, compiled, atol=1e-5)

@@ -164,6 +164,13 @@ def test_calls_that_are_left_to_the_models_own_code(keeps_bias: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")
+def test_texts_without_tokens() -> None:
+    model, tokens = encoder(), torch.zeros(3, 0, dtype=torch.long)
+    expected = model(tokens).last_hidden_state
+    assert accelerate(model)(tokens).last_hidden_state.shape == expected.shape == (3, 0, 24)
+
+
+@pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")
 def test_weights_that_are_dropped_by_a_module_alone() -> None:  # as for Monte Carlo dropout
     model, found = encoder(attention_probs_dropout_prob=0.5), []
     for x in (model, accelerate(copy.deepcopy(model))):

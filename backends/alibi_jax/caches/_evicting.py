@@ -143,7 +143,7 @@ class EvictingKVCache:
 
         return cls(
             groups=tuple(map(empty_group, policy.groups)),
-            largest_norms=jnp.zeros(num_kv_heads, jnp.promote_types(dtype, jnp.float32)),
+            largest_norms=jnp.zeros(num_kv_heads, np.promote_types(dtype, np.float32)),
             length=jnp.zeros((), jnp.int32),
             evicted=jnp.zeros((), jnp.int32),
             fits=jnp.ones((), bool),

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from alibi_core import AttentionCall
 from alibi_core.backend import (
@@ -76,7 +77,7 @@ class KVCache(NamedTuple):
         """
         shape = cache_shape(batch_size, num_kv_heads, max_length, head_dim)
         dtype = floating_dtype("dtype", dtype)
-        norms = jnp.zeros((*shape[:2], -(-shape[2] // NORM_BLOCK)), jnp.promote_types(dtype, jnp.float32))
+        norms = jnp.zeros((*shape[:2], -(-shape[2] // NORM_BLOCK)), np.promote_types(dtype, np.float32))
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), norms, jnp.zeros((), jnp.int32))
 
     @property

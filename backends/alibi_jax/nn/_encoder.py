@@ -106,7 +106,7 @@ class AlibiEncoder(nnx.Module):
         """Return a vector for each text.
 
         Padding is not computed: texts of several lengths are packed into one row, and cost what their tokens cost.
-        The row is filled up by an eighth at most, or to 64 tokens, so that batches of other lengths mostly find their
+        The row is filled up by an eighth, or to a multiple of 64 tokens: batches of other lengths mostly find their
         program compiled. Padding between tokens of one text counts in the distances and is computed. Dropout is off.
         Where arrays are traced (under ``jax.jit`` or ``jax.grad``, say), nobody knows where padding is: all of it is
         computed and masked there, and dropout is as the model has it.
@@ -149,7 +149,7 @@ class AlibiEncoder(nnx.Module):
         if pooling == "cls":
             text = text & (jnp.cumsum(text, axis=1) == 1)  # the first of each row
         hidden = jnp.where(text[..., None], hidden, 0)  # padding may be NaN, which no factor of 0 removes
-        return hidden.sum(axis=1) / jnp.maximum(text.sum(axis=1), 1)[:, None]
+        return hidden.sum(axis=1) / jnp.maximum(text.sum(axis=1), 1).astype(hidden.dtype)[:, None]
 
 
 @partial(jax.jit, static_argnums=(0, 4))
@@ -169,7 +169,7 @@ def _encode_packed(
     # One row more than there are, for what is nobody's.
     sums = jax.ops.segment_sum(hidden, segment_ids, batch + 1, indices_are_sorted=pooling == "mean")[:batch]
     counts = jnp.bincount(segment_ids, length=batch + 1)[:batch]
-    return sums / jnp.maximum(counts, 1)[:, None]
+    return sums / jnp.maximum(counts, 1).astype(sums.dtype)[:, None]
 
 
 def _without_dropout(graph: Any, state: Any) -> AlibiEncoder:
@@ -185,17 +185,17 @@ def _text_of(tokens: jax.Array, lengths: Any, mask: Any) -> jax.Array:
     TextRows.check_form(tokens.shape, lengths, mask)
     if lengths is not None:
         return jnp.arange(tokens.shape[1]) < lengths[:, None]
-    return mask != 0
+    return mask.astype(bool)
 
 
 def _filled(count: int) -> int:
-    """Return how long a row of so many packed tokens is made: one of eight lengths between two powers of two."""
+    """Return how long a row of so many packed tokens is made: of eight lengths between two powers of two, or of 64."""
     step = max(LEAST_PACKED, 1 << max(count.bit_length() - 4, 0))
     return max(1, -(-count // step)) * step
 
 
 def _at_least_float32(hidden: jax.Array) -> jax.Array:
-    return hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
+    return hidden.astype(np.promote_types(hidden.dtype, np.float32))  # JAX may be told to promote nothing
 
 
 def _on_host(value: Any) -> Any:

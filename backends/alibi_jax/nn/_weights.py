@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from safetensors import SafetensorError
 from safetensors.flax import load_file
 from safetensors.numpy import save_file
 
@@ -49,7 +51,7 @@ def load_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
     Raises:
         TypeError: If ``module`` is none.
         FileNotFoundError: If there is no file.
-        ValueError: If parameters are missing, unknown, or of another shape.
+        ValueError: If the file is damaged, or parameters are missing, unknown, of another shape or no floating numbers.
 
     Example:
         Weights of a layer of other sizes are refused, and nothing is set:
@@ -66,7 +68,11 @@ def load_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
         ...         print(str(error).replace(folder, "folder"))
         k_proj.weight in folder/layer.safetensors must have shape (8, 8), got (4, 4)
     """
-    parameters, arrays = _named(module), load_file(path)
+    parameters = _named(module)
+    try:
+        arrays = load_file(path)
+    except (SafetensorError, AttributeError) as error:  # the latter for a dtype that NumPy has not
+        raise ValueError(f"{os.fspath(path)} must be a safetensors file of floating numbers, got {error}") from None
     if arrays.keys() != parameters.keys():
         missing, unknown = sorted(parameters.keys() - arrays.keys()), sorted(arrays.keys() - parameters.keys())
         raise ValueError(
@@ -77,6 +83,8 @@ def load_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
         expected = _turned(parameter[...], turned).shape
         if arrays[name].shape != expected:
             raise ValueError(f"{name} in {os.fspath(path)} must have shape {expected}, got {arrays[name].shape}")
+        if not jnp.issubdtype(arrays[name].dtype, jnp.floating):
+            raise ValueError(f"{name} in {os.fspath(path)} must be of floating numbers, got {arrays[name].dtype}")
     for name, (parameter, turned) in parameters.items():
         parameter[...] = _turned(arrays[name], turned).astype(parameter[...].dtype)
 

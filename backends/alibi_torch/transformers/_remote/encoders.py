@@ -138,6 +138,11 @@ class EncoderFamily(Family):
     def builders(self, base: Any) -> list[tuple[Any, str]]:
         return [(base.encoder, "rebuild_alibi_tensor")]
 
+    def reason(self, base: Any, given: dict[str, Any]) -> str | None:
+        if tokens_of(given).shape[1] == 0:  # of what tells of padding, the model would leave nothing
+            return "texts must have tokens, got none"
+        return super().reason(base, given)
+
     def check(self, base: Any) -> None:
         super().check(base)
         if getattr(base.config, "is_decoder", False):
@@ -153,9 +158,9 @@ class EncoderFamily(Family):
         return {}
 
     def begin_own(self, base: Any, given: dict[str, Any]) -> None:
-        encoder, tokens = base.encoder, tokens_of(given)
-        if hasattr(encoder, "alibi") and encoder._current_alibi_size < tokens.shape[1]:
-            _rebuild(base, tokens.shape[1])  # and keep it: where one call needs it, others may
+        encoder, length = base.encoder, max(1, tokens_of(given).shape[1])
+        if hasattr(encoder, "alibi") and encoder._current_alibi_size < length:
+            _rebuild(base, length)  # and keep it: where one call needs it, others may
 
     def end(self, base: Any) -> None:
         super().end(base)
