@@ -196,10 +196,11 @@ class AcceleratedModel(Prepared):
             return self.alibi_class.forward(self, *args, **kwargs)
         model = object.__new__(type(self))  # the same, but for the bias in its mask, or beside it
         vars(model).update(vars(self), **changed)
+        before = dict(vars(model))
         try:
             return self.alibi_class.forward(model, *args, **kwargs)
         finally:  # a subclass may count its calls
-            vars(self).update({name: x for name, x in vars(model).items() if name not in changed})
+            vars(self).update({name: x for name, x in vars(model).items() if x is not before.get(name, before)})
 
     def prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         given, is_base = self.given(args, kwargs), isinstance(self, BASES)
