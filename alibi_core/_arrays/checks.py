@@ -200,13 +200,13 @@ def tokens(value: Any, xp: Namespace | None = None) -> Any:
     return value
 
 
-def token_types(value: Any, tokens: Any, count: int) -> Any:
+def token_types(value: Any, tokens: Any, count: int, xp: Namespace | None = None) -> Any:
     """Check for the types of tokens: integers of the tokens' shape, or None; none where a model has no types."""
     if value is None:
         return None
     if not count:
         raise ValueError("token_types must be None for a model whose config has none, got some")
-    integer_array(namespace_of(array("token_types", value)), "token_types", value)
+    integer_array(namespace_of(array("token_types", value), xp=xp, names=("token_types",)), "token_types", value)
     if tuple(value.shape) != tuple(tokens.shape):
         raise ValueError(f"token_types must have the shape of tokens, {tuple(tokens.shape)}, got {tuple(value.shape)}")
     return value

@@ -172,6 +172,9 @@ def test_arguments_that_do_not_fit_are_refused(backend: Backend, loaded: Any) ->
         encode(backend, model, tokens[0])
     with pytest.raises(TypeError, match=r"^tokens must be an array, got \[\[1, 2\]\]"):
         model.encode([[1, 2]])
+    if backend.framework.name != "jax":  # which takes NumPy's arrays
+        with pytest.raises(TypeError, match="got .*numpy.*; make these arrays of .*: token_types"):
+            model.encode(backend.framework.array(tokens, "int32"), token_types=np.ones_like(tokens))
     package = importlib.import_module(backend.module)
     options = {"rngs": importlib.import_module("flax.nnx").Rngs(0)} if backend.framework.name == "jax" else {}
     with pytest.raises(ValueError, match="^is_causal must be False for an encoder, got True"):

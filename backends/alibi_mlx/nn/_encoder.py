@@ -73,7 +73,7 @@ class AlibiEncoder(nn.Module):
 
     def embed(self, tokens: mx.array, *, token_types: mx.array | None = None) -> mx.array:
         """Return what the transformer is given for ``tokens``: ``[batch, length, embed_dim]``."""
-        token_types = checks.token_types(token_types, checks.tokens(tokens, mx), self.config.token_types)
+        token_types = checks.token_types(token_types, checks.tokens(tokens, mx), self.config.token_types, mx)
         x = scaled(self.embedding(tokens), self.config.embedding_factor)
         if self.config.token_types:
             of_types = self.token_type_embedding
@@ -111,7 +111,7 @@ class AlibiEncoder(nn.Module):
             ValueError: If both ``lengths`` and ``mask`` are given, or an argument does not fit ``tokens``.
         """
         checks.one_of("pooling", pooling, POOLING)
-        checks.token_types(token_types, checks.tokens(tokens, mx), self.config.token_types)
+        checks.token_types(token_types, checks.tokens(tokens, mx), self.config.token_types, mx)
         rows = TextRows.check(tuple(tokens.shape), _on_host(lengths), _on_host(mask))
         vectors = self._of_text(tokens, token_types, rows)  # [tokens of text, embed_dim]
         vectors = vectors.astype(mx.float64 if vectors.dtype == mx.float64 else mx.float32)

@@ -75,7 +75,7 @@ class AlibiEncoder(nn.Module):
 
     def embed(self, tokens: Tensor, *, token_types: Tensor | None = None) -> Tensor:
         """Return what the transformer is given for ``tokens``: ``[batch, length, embed_dim]``."""
-        token_types = checks.token_types(token_types, checks.tokens(tokens, xp), self.config.token_types)
+        token_types = checks.token_types(token_types, checks.tokens(tokens, xp), self.config.token_types, xp)
         x = scaled(looked_up(self.embedding, tokens), self.config.embedding_factor)
         if self.config.token_types:
             of_types = self.token_type_embedding
@@ -113,7 +113,7 @@ class AlibiEncoder(nn.Module):
             ValueError: If both ``lengths`` and ``mask`` are given, or an argument does not fit ``tokens``.
         """
         checks.one_of("pooling", pooling, POOLING)
-        checks.token_types(token_types, checks.tokens(tokens, xp), self.config.token_types)
+        checks.token_types(token_types, checks.tokens(tokens, xp), self.config.token_types, xp)
         rows = TextRows.check(tuple(tokens.shape), _on_host(lengths), _on_host(mask))
         vectors = self._of_text(tokens, token_types, rows)  # [tokens of text, embed_dim]
         vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
