@@ -92,9 +92,9 @@ class Checkpoint:
             raise TypeError(f"directory must be a path, got {type(directory).__name__}")
         checks.one_of("contract", contract, CONTRACTS)
         path = Path(directory)
-        if not path.is_dir():
+        if not os.fspath(directory) or not path.is_dir():  # Path("") is the folder that the program runs in
             raise FileNotFoundError(
-                f"directory must be one that holds a checkpoint, got {str(path)!r}; nothing is downloaded: "
+                f"directory must be one that holds a checkpoint, got {os.fspath(directory)!r}; nothing is downloaded: "
                 "huggingface_hub.snapshot_download gives such a directory for the name of a model"
             )
         values, place = read_json(path / "config.json"), path / "config.json"

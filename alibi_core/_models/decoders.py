@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from alibi_core._arrays import checks
 from alibi_core._bias import Contract, named, slope_values
 from alibi_core._models.config import AlibiConfig
 from alibi_core._models.families import Family, Layout, Settings
@@ -129,7 +130,7 @@ def falcon(settings: Settings, contract: str) -> Family:
     grouped = settings.switch("new_decoder_architecture", default=False)
     num_kv_heads = 1 if settings.switch("multi_query", default=True) else num_heads
     if grouped:
-        num_kv_heads = settings.get("num_kv_heads", default=num_heads)
+        num_kv_heads = settings.size("num_kv_heads", default=num_heads)
     block, norms = _falcon_block(settings, grouped)
     activation = settings.activation("activation", default="gelu")
     has_bias = settings.switch("bias", default=False)
@@ -292,6 +293,8 @@ def mpt(settings: Settings, contract: str) -> Family:
     if settings.switch("attention_bias", default=has_bias) != has_bias:
         raise settings.refuse("attention_bias", f"{has_bias} with no_bias {not has_bias}", UNKNOWN)
     window = attention.get("sliding_window_size", default=-1)
+    if window != -1:
+        checks.non_negative_int(attention.called("sliding_window_size"), window)
     fields = settings.common(width) | feed_forward | _mpt_norm(settings)
     config = AlibiConfig(
         num_layers=settings.size("n_layers", "num_hidden_layers"),
@@ -301,8 +304,8 @@ def mpt(settings: Settings, contract: str) -> Family:
         feed_forward_bias=has_bias,
         norm_bias=has_bias,
         slopes=tuple(slope_values(num_heads, bias_max=bias_max, contract="mpt")),
-        scale=attention.get("softmax_scale", default=None),
-        clip_qkv=attention.get("clip_qkv", default=None) or None,  # 0, too, is none
+        scale=attention.optional_number("softmax_scale"),
+        clip_qkv=attention.optional_number("clip_qkv") if attention.get("clip_qkv", default=0) != 0 else None,
         window_size=None if window == -1 else window,
         logit_scale=_mpt_logit_scale(settings, width) if is_trained else 1.0,
         **fields | {"max_len": settings.size("max_seq_len")},

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from alibi_core._arrays import checks
 from alibi_core._bias import Contract, slope_values
 from alibi_core._models.config import AlibiConfig
 from alibi_core._models.families import Family, Layout, Settings
@@ -182,4 +183,4 @@ def _saved_slopes(settings: Settings, entry: str) -> tuple[float, ...] | None:
     values = settings.get(entry, default=None)
     if values is not None and not isinstance(values, list):
         raise TypeError(f"{entry} in {settings.place} must be a list of numbers, got {type(values).__name__}")
-    return None if values is None else tuple(values)
+    return None if values is None else tuple(checks.non_negative_number(settings.called(entry), x) for x in values)

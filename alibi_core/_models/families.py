@@ -102,12 +102,17 @@ class Settings:
         """Return the entry of the first name that is there and not null, else ``default``."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), default)
 
+    def called(self, *names: str) -> str:
+        """Return what a message calls the entry that :meth:`get` returns."""
+        found = next((name for name in names if self.values.get(name) is not None), names[0])
+        return f"{found} in {self.place}"
+
     def size(self, *names: str, default: int | None = None) -> int:
         """Return a positive integer, which must be there unless there is a default."""
         value = self.get(*names, default=default)
         if value is None:
             raise ValueError(f"{self.place} must say {names[0]}, got no such entry")
-        return checks.positive_int(f"{names[0]} in {self.place}", value)
+        return checks.positive_int(self.called(*names), value)
 
     def heads(self, width: int, *names: str) -> int:
         """Return the number of heads, which must divide the width, before anything is computed of every head.
@@ -119,14 +124,18 @@ class Settings:
             if self.get(name, default=num_heads) != num_heads:
                 raise self.refuse(name, f"{names[0]}, {num_heads}, or absent", "one of the two is wrong")
         if width % num_heads:
-            raise ValueError(f"{names[0]} in {self.place} must divide the model's width, {width}, got {num_heads}")
+            raise ValueError(f"{self.called(*names)} must divide the model's width, {width}, got {num_heads}")
         return num_heads
 
     def switch(self, *names: str, default: bool) -> bool:
-        return checks.boolean(f"{names[0]} in {self.place}", self.get(*names, default=default))
+        return checks.boolean(self.called(*names), self.get(*names, default=default))
 
     def number(self, *names: str, default: float) -> float:
-        return checks.positive_number(f"{names[0]} in {self.place}", self.get(*names, default=default))
+        return checks.positive_number(self.called(*names), self.get(*names, default=default))
+
+    def optional_number(self, name: str) -> float | None:
+        """Return a positive number, None where there is none."""
+        return None if self.values.get(name) is None else self.number(name, default=1.0)
 
     def choice(self, name: str, known: Collection[str], *, default: str) -> str:
         """Return an entry that must be one of a few words."""

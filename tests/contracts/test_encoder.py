@@ -226,6 +226,7 @@ GATE = "encoder.layer.1.mlp.gated_layers.weight"
         ({"hidden_size": None}, {}, ValueError, "must say hidden_size, got no such entry"),
         ({"alibi_slopes": 1}, {}, TypeError, "^alibi_slopes in .* must be a list of numbers, got int"),
         ({"alibi_slopes": [1.0]}, {}, ValueError, r"^slopes must have shape"),
+        ({"alibi_slopes": [-1.0]}, {}, ValueError, "^alibi_slopes in .* must not be negative, got -1.0"),
         ({"alibi_slopes": []}, {}, ValueError, r"^slopes must have shape"),
     ],
 )  # fmt: skip

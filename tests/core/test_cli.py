@@ -162,6 +162,7 @@ def test_a_checkpoint_is_inspected_by_the_core_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["inspect", ""], "directory must be one that holds a checkpoint, got ''"),
         (["inspect", "nowhere"], "directory must be one that holds a checkpoint, got 'nowhere'"),
         (["slopes", "0"], "num_heads must be at least 1, got 0"),
         (["slopes", "-3"], "num_heads must be at least 1, got -3"),
