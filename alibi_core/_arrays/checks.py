@@ -200,6 +200,13 @@ def tokens(value: Any, xp: Namespace | None = None) -> Any:
     return value
 
 
+def in_table(name: str, values: np.ndarray[Any, Any] | None, size: int) -> None:
+    """Check that a table of so many rows has a row for each of some numbers; None where they are not known."""
+    if values is not None and values.size and not 0 <= values.min() <= values.max() < size:
+        wrong = values.min() if values.min() < 0 else values.max()
+        raise ValueError(f"{name} must be from 0 to {size - 1}, for which there are embeddings, got {wrong:.0f}")
+
+
 def token_types(value: Any, tokens: Any, count: int, xp: Namespace | None = None) -> Any:
     """Check for the types of tokens: integers of the tokens' shape, or None; none where a model has no types."""
     if value is None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from alibi_core._arrays import Namespace, asarray, astype, checks, device_of, running_sum
+from alibi_core._arrays import Namespace, asarray, astype, checks, device_of, host_values, running_sum
 
 _LEAST_TEMPERATURE = 2.0**-126  # the least normal number of float32, which logits are divided in
 
@@ -49,7 +49,7 @@ class Generation:
         Raises:
             TypeError: If an argument is of the wrong kind.
             ValueError: If a value is out of range, or ``tokens`` is not ``[batch, length]`` with a token in each row,
-                or of integers too short for the vocabulary.
+                of integers too short for the vocabulary, or of tokens that it does not have.
         """
         checks.non_negative_int("max_new_tokens", max_new_tokens)
         temperature = checks.non_negative_number("temperature", temperature)
@@ -69,6 +69,7 @@ class Generation:
                 f"tokens must have a dtype that holds all tokens, up to {vocab_size - 1}, got {tokens.dtype}; "
                 "cast them to int32"
             )
+        checks.in_table("tokens", host_values(tokens), vocab_size)
         ends = () if eos_token_id is None else eos_token_id
         ends = tuple(ends) if isinstance(ends, Sequence) else (ends,)
         named = {"eos_token_id": ends, "pad_token_id": () if pad_token_id is None else (pad_token_id,)}

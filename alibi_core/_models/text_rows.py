@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from alibi_core._arrays import checks, host_values
+
 Numbers = np.ndarray[Any, Any]
 POOLING = ("mean", "cls")
 # Tokens that are packed together at most: so few that a CPU's caches and its allocator do well, or so many that an
@@ -69,6 +71,21 @@ class TextRows:
             raise ValueError(f"lengths must have shape (batch {shape[0]},), got {lengths.shape}")
         if mask is not None and mask.shape != shape:
             raise ValueError(f"mask must have the shape of tokens, {shape}, got {mask.shape}")
+
+    def check_in_table(self, name: str, numbers: Any, size: int) -> None:
+        """Check that a table of embeddings has a row for each number of text. Those of padding may be any.
+
+        Args:
+            name: What a message calls them.
+            numbers: ``[batch, length]`` integers of any library, or None. They are not looked at where that would make
+                the host wait for an accelerator.
+            size: Number of rows.
+
+        Raises:
+            ValueError: If it has not. JAX would make NaN of them, MLX would read memory that is something else.
+        """
+        values = None if numbers is None or not self.text.any() else host_values(numbers)
+        checks.in_table(name, None if values is None else values[self.text], size)
 
     @property
     def is_full(self) -> bool:

@@ -168,6 +168,13 @@ def test_arguments_that_do_not_fit_are_refused(backend: Backend, loaded: Any) ->
     ):
         with pytest.raises(error, match=message):
             encode(backend, model, tokens, **options)
+    for number in (-1, 10**6):  # JAX would make NaN of them, MLX would read memory that is something else
+        other = np.where(np.arange(70) == 1, number, tokens).astype(np.int32)
+        for options in ({}, {"lengths": [2, 3, 4]}, {"mask": np.arange(210).reshape(3, 70) % 7 > 0}):
+            with pytest.raises(ValueError, match=f"^tokens must be from 0 to 30, for .* embeddings, got {number}$"):
+                encode(backend, model, other, **options)
+            with pytest.raises(ValueError, match=f"^token_types must be from 0 to 1, for .* embeddings, got {number}$"):
+                encode(backend, model, tokens, token_types=(other == number) * number, **options)
     with pytest.raises(ValueError, match=r"^tokens must have shape \(batch, length\), got \(70,\)"):
         encode(backend, model, tokens[0])
     with pytest.raises(TypeError, match=r"^tokens must be an array, got \[\[1, 2\]\]"):

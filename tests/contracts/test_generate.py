@@ -155,6 +155,13 @@ def test_tokens_must_have_a_dtype_that_holds_the_vocabulary(name: str) -> None:
         assert "uint8" in str(model.generate(array(np.zeros((1, 2), np.uint8)), 1).dtype)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("token", [-1, VOCAB_SIZE, 10**6])
+def test_tokens_that_have_no_embedding_are_refused(name: str, token: int) -> None:
+    with pytest.raises(ValueError, match=f"^tokens must be from 0 to {VOCAB_SIZE - 1}, for .*, got {token}$"):
+        model_of(name).generate(np.asarray([[1, token, 2]], np.int32), 3)
+
+
 def test_jax_asks_for_a_key() -> None:
     pytest.importorskip("flax")
     with pytest.raises(ValueError, match="^key must be given with a temperature above 0, got None"):

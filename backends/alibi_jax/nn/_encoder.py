@@ -123,7 +123,8 @@ class AlibiEncoder(nnx.Module):
 
         Raises:
             TypeError: If an argument is of the wrong kind.
-            ValueError: If both ``lengths`` and ``mask`` are given, or an argument does not fit ``tokens``.
+            ValueError: If both ``lengths`` and ``mask`` are given, an argument does not fit ``tokens``, or the model
+                has no embedding of a token of text.
         """
         checks.one_of("pooling", pooling, POOLING)
         checks.token_types(token_types, checks.tokens(tokens), self.config.token_types)
@@ -131,6 +132,8 @@ class AlibiEncoder(nnx.Module):
         if any(isinstance(x, jax.core.Tracer) for x in (*jax.tree.leaves(nnx.state(self)), lengths, mask, tokens)):
             return self._encode_padded(arrays, _text_of(tokens, lengths, mask), pooling)
         rows = TextRows.check(tuple(tokens.shape), _on_host(lengths), _on_host(mask))
+        rows.check_in_table("tokens", tokens, self.embedding.num_embeddings)
+        rows.check_in_table("token_types", token_types, self.config.token_types)
         graph, state = nnx.split(self)
         if rows.is_full or rows.has_gaps:
             return _encode_padded(graph, state, arrays, jnp.asarray(rows.text), pooling)

@@ -108,11 +108,14 @@ class AlibiEncoder(nn.Module):
 
         Raises:
             TypeError: If an argument is of the wrong kind.
-            ValueError: If both ``lengths`` and ``mask`` are given, or an argument does not fit ``tokens``.
+            ValueError: If both ``lengths`` and ``mask`` are given, an argument does not fit ``tokens``, or the model
+                has no embedding of a token of text.
         """
         checks.one_of("pooling", pooling, POOLING)
         checks.token_types(token_types, checks.tokens(tokens, mx), self.config.token_types, mx)
         rows = TextRows.check(tuple(tokens.shape), _on_host(lengths), _on_host(mask))
+        rows.check_in_table("tokens", tokens, len(self.embedding.weight))
+        rows.check_in_table("token_types", token_types, self.config.token_types)
         vectors = self._of_text(tokens, token_types, rows)  # [tokens of text, embed_dim]
         vectors = vectors.astype(mx.float64 if vectors.dtype == mx.float64 else mx.float32)
         zeros = mx.zeros(vectors.shape[-1:], vectors.dtype)

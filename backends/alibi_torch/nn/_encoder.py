@@ -110,11 +110,14 @@ class AlibiEncoder(nn.Module):
 
         Raises:
             TypeError: If an argument is of the wrong kind.
-            ValueError: If both ``lengths`` and ``mask`` are given, or an argument does not fit ``tokens``.
+            ValueError: If both ``lengths`` and ``mask`` are given, an argument does not fit ``tokens``, or the model
+                has no embedding of a token of text.
         """
         checks.one_of("pooling", pooling, POOLING)
         checks.token_types(token_types, checks.tokens(tokens, xp), self.config.token_types, xp)
         rows = TextRows.check(tuple(tokens.shape), _on_host(lengths), _on_host(mask))
+        rows.check_in_table("tokens", tokens, len(self.embedding.weight))
+        rows.check_in_table("token_types", token_types, self.config.token_types)
         vectors = self._of_text(tokens, token_types, rows)  # [tokens of text, embed_dim]
         vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
         pooled = vectors.new_zeros(tokens.shape[0], vectors.shape[-1])

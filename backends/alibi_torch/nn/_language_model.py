@@ -114,7 +114,7 @@ class AlibiLanguageModel(nn.Module):
         Raises:
             TypeError: If an argument is of the wrong kind.
             ValueError: If a number is out of range, ``top_k`` or ``top_p`` come without a temperature, or ``tokens`` is
-                not ``[batch, length]`` with a token in each row.
+                not ``[batch, length]`` with a token in each row, or has one that the model has no embedding of.
         """
         rules = Generation.check(
             tokens,
