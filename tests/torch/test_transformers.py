@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 pytest.importorskip("transformers")
 
@@ -1075,6 +1076,23 @@ def test_hooks_that_see_a_call_after_it_see_the_models_mask(name: str, place: st
         logits_of(x, tokens)
     assert seen[0].shape[-2:] == (5, 5)
     assert torch.equal(seen[0], seen[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon, eager"])  # which asks PyTorch for no kernel
+def test_where_a_context_leaves_pytorch_no_kernel(name: str, dtype: torch.dtype) -> None:
+    model = model_of(name).to(dtype)
+    fast, tokens, mask = (
+        accelerate(copy.deepcopy(model), strict=True),
+        tokens_of(2, 9),
+        padding(9, 6, total=9, side="left"),
+    )
+    expected = model(tokens, attention_mask=mask).logits
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 3}
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), torch.no_grad():
+        actual = fast(tokens, attention_mask=mask).logits
+        assert torch.equal(fast.generate(tokens, **options), model.generate(tokens, **options))
+    assert torch.allclose(actual[mask.bool()], expected[mask.bool()], atol=64 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")

@@ -295,13 +295,14 @@ def _with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: f
     rows = query.reshape(query.shape[0], *bias.shape[1:3], query.shape[3])
     is_rounded = torch.is_autocast_enabled("cpu")  # the bias would be
     with torch.autocast("cpu", enabled=False) if is_rounded else nullcontext():
-        if needs_gradients(query, key, value):
+        if needs_gradients(query, key, value) or not torch.backends.cuda.math_sdp_enabled():  # that of the CPU as well
+            rows, key, value = (x.to(bias.dtype) for x in (rows, key, value))
             result = torch.add(bias, rows @ key.mT, alpha=scale).softmax(dim=-1) @ value
         elif query.dtype.itemsize < 4 and query.shape[2] <= FEW and not stays_low(query.dtype, query.shape[2]):
             result = _of_cast_keys(rows, key, value, bias, scale)
         else:
             result = F.scaled_dot_product_attention(rows, key, value, bias, scale=scale)
-    return result.reshape(query.shape)
+    return result.to(query.dtype).reshape(query.shape)
 
 
 def _of_cast_keys(rows: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
