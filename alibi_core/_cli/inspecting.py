@@ -81,12 +81,9 @@ def _facts(checkpoint: Checkpoint, slopes: Any) -> dict[str, str]:
         rounding = "in bfloat16"
     else:
         rounding = "in float32" if bias.is_always_float32 else "in the model's dtype"
-    if config.is_causal:
-        kind, scheme = "causal", bias.scheme
-    else:
-        kind = "symmetric" if config.future_slopes is None else "asymmetric"
-        is_canonical = np.array_equal(slopes, np.asarray(slope_values(config.num_heads), np.float32))
-        scheme = bias.scheme if is_canonical else "of its config"
+    kind = "causal" if config.is_causal else "symmetric" if config.future_slopes is None else "asymmetric"
+    is_stated = bias.scheme != "canonical" or np.array_equal(slopes, np.float32(slope_values(config.num_heads)))
+    scheme = bias.scheme if is_stated else "of its config"  # as where a Jais is stretched
     return {
         "family": f"{family.name}, {size:,} parameters in {checkpoint.dtype_name}",
         "layers": str(config.num_layers),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import alibi_core
+from alibi_core._cli import main
 from alibi_core._models.checkpoints import Checkpoint
 from alibi_core._models.decoders import FAMILIES, family_of
 from tests.support.checkpoints import drawn, load, run, write
@@ -118,6 +119,15 @@ def test_a_published_refact_is_that_of_its_trainer(tmp_path: Path) -> None:
     (tmp_path / "published").mkdir()
     published = opened(tmp_path / "published", "gpt_refact", dict.fromkeys(tensors) | joined)
     assert same(checkpoint, published)
+
+
+@pytest.mark.parametrize(("factor", "words"), [(1.0, "canonical, from 0.5"), (4.0, "of its config, from 0.125")])
+def test_a_stretched_jais_is_inspected(
+    factor: float, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened(tmp_path, "jais", alibi_scaling={"type": "linear", "factor": factor})
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert f"slopes  {words}" in capsys.readouterr().out
 
 
 def test_a_btlm_is_a_jais_and_the_first_jais_says_its_scales_in_other_words(tmp_path: Path) -> None:
