@@ -82,7 +82,7 @@ def _facts(checkpoint: Checkpoint, slopes: Any) -> dict[str, str]:
     else:
         rounding = "in float32" if bias.is_always_float32 else "in the model's dtype"
     kind = "causal" if config.is_causal else "symmetric" if config.future_slopes is None else "asymmetric"
-    is_stated = bias.scheme != "canonical" or np.array_equal(slopes, np.float32(slope_values(config.num_heads)))
+    is_stated = bias.scheme != "canonical" or np.array_equal(slopes, np.asarray(slope_values(config.num_heads), "f4"))
     scheme = bias.scheme if is_stated else "of its config"  # as where a Jais is stretched
     return {
         "family": f"{family.name}, {size:,} parameters in {checkpoint.dtype_name}",

@@ -118,6 +118,8 @@ def _conformance(options: argparse.Namespace) -> int:
         )
     if not outcomes:
         raise UnusableError("there is no adapter to check" + (" of that dtype" if options.dtype else ""))
+    if not any(x.report is None or x.report.was_checked or x.golden is not None for x in outcomes):
+        raise UnusableError(f"no adapter offers what {', '.join(settings.laws) or 'the laws'} would check")
     return 0 if all(x.passed for x in outcomes) else 1
 
 

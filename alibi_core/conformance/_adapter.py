@@ -24,7 +24,7 @@ FEATURES = {
     "asymmetric": "future_slopes with is_causal=False",
     "grouped": "fewer key/value heads than query heads",
     "window": "window_size",
-    "segments": "segment_ids, a pair of arrays [batch, q_len] and [batch, kv_len]",
+    "segments": "segment_ids, a pair of arrays [batch, q_len] and [batch, kv_len], of any integers in any order",
     "mask": "mask, booleans [batch or 1, num_heads or 1, q_len or 1, kv_len]",
     "batch_slopes": "slopes [batch, num_heads]",
     "scale": "scale",
@@ -147,6 +147,8 @@ class Offer:
         functions = {name: getattr(adapter, name) for name in FUNCTIONS if callable(getattr(adapter, name, None))}
         if not functions:
             raise TypeError(f"adapter must have one of the functions {', '.join(FUNCTIONS)}, got {adapter!r}")
+        if inspect.isclass(adapter) and any("self" in (_parameters(x) or ()) for x in functions.values()):
+            raise TypeError(f"adapter must be an instance where its functions take self, got the class {adapter!r}")
         default = getattr(adapter, "__name__", type(adapter).__name__)
         name = getattr(adapter, "name", default)
         if not isinstance(name, str):
@@ -161,6 +163,13 @@ class Offer:
         tolerance = getattr(adapter, "tolerance", None)
         tolerance = UNIT_ROUNDOFF[dtype] if tolerance is None else checks.non_negative_number("tolerance", tolerance)
         return cls(adapter, name, dtype, contract, tolerance, declared, functions)
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names of the parameters of the function that is judged which the kit never passes."""
+        known = {*_BASE, *_PARAMETERS.values(), "query", "key", "value", "cache", "wrt", "num_heads", "q_len", "kv_len"}
+        parameters = _parameters(self.functions.get(self.judged)) or {}
+        return [name for name, x in parameters.items() if x.default is not x.empty and name not in known]
 
     @property
     def judged(self) -> str:

@@ -209,8 +209,18 @@ def window(trial: Trial) -> None:
 
 @law("attention", "segments")
 def segments(trial: Trial) -> None:
-    """A query sees the keys of its own segment, and no others."""
+    """A query sees the keys of its own segment, and no others, whatever the ids and wherever it goes on."""
     check_attention(trial, PLAIN, "segments", "lengths", forms=both_directions(trial))
+    for form in both_directions(trial):
+        trial.attention(packed(Case(PLAIN[1], seed=1), form, (2, -7, -7, 2, 40, 40, -7)))
+
+
+def packed(case: Case, form: str, ids: tuple[int, ...]) -> Case:
+    """Return a case whose tokens have these segment ids, as often as they are given, each entry one further on."""
+    runs = np.repeat(ids, -(-case.sizes.lengths[1] // len(ids)))[: case.sizes.lengths[1]]
+    rows = np.stack([np.roll(runs, entry) for entry in range(case.sizes.batch)]).astype(np.int32)
+    is_causal = {"is_causal": False} if form == "symmetric" else {}
+    return case.with_arguments(form, {"segment_ids": rows, **is_causal})
 
 
 @law("attention", "mask")
@@ -263,6 +273,13 @@ def long_sizes(trial: Trial) -> tuple[Sizes, ...]:
     return (Sizes(2, 3, 1, (150, 150), 4), *(x for x in found if x.group == 1 or "grouped" in trial.features))
 
 
+def even_case(trial: Trial, form: str = "causal", **options: Any) -> Case:
+    """Return a case with rows of several blocks, in which all keys weigh about the same."""
+    case = Case(long_sizes(trial)[0], form, seed=trial.seed, **options)
+    slopes = (np.linspace(0, 1, case.num_heads) / 150).astype(np.float32).astype(np.float64)
+    return case.with_arrays(query=case.arrays["query"] / 10, slopes=slopes)
+
+
 @law("attention")
 def long(trial: Trial) -> None:
     """Rows of several blocks are exact, whichever keys weigh most, and however far away those are."""
@@ -271,8 +288,15 @@ def long(trial: Trial) -> None:
         trial.attention(Case(long_sizes(trial)[0], data=name))
     for sizes in long_sizes(trial)[1:]:
         trial.attention(Case(sizes))
-    if "segments" in trial.features:  # some queries see nothing of the first blocks
+    if "segments" in trial.features:  # some queries see nothing of the first blocks, others of those between
         trial.attention(Case(long_sizes(trial)[0], packing="same"))
+        trial.attention(packed(even_case(trial), "causal", (5, -1, 5)))
+    # Masks and windows go on behind the first block, too. No key is too far away to count.
+    for form in both_directions(trial):
+        for name in ("by query", "by key", "by head") if "mask" in trial.features else ():
+            trial.attention(even_case(trial, form, masking=name))
+        for window_size in (63, 64, 100) if "window" in trial.features else ():
+            trial.attention(even_case(trial, form, window_size=window_size))
     # All scores are around -200: a weight underflows, unless it is taken relative to the row's highest.
     case = Case(long_sizes(trial)[0])
     trial.attention(case.with_arrays(query=case.arrays["query"] / 10 + 10, key=case.arrays["key"] / 10 - 10))
@@ -280,7 +304,8 @@ def long(trial: Trial) -> None:
 
 
 # Kernels have other paths, and tables other pages, beyond 8, 16, 32, 64 heads or batch entries, 64, 128, 256 features,
-# 256, 512, 1024, 2048 tokens, and with few queries: some case is beyond each, and few are, for compilers' sake.
+# 256, 512, 1024, 2048 tokens, and with few queries: some case is beyond each, and few are, for compilers' sake. They
+# have others where blocks come out even, which is what most people use.
 LARGE = (
     Sizes(9, 9, 1, (20, 20), 72),
     Sizes(1, 2, 9, (300, 300), 136),
@@ -288,9 +313,18 @@ LARGE = (
     Sizes(1, 65, 1, (9, 9), 264),
     Sizes(2, 1, 3, (3, 1100), 16),
     Sizes(1, 1, 1, (2100, 2100), 8),
+    Sizes(1, 8, 1, (128, 128), 64),
+    Sizes(1, 12, 1, (256, 256), 128),
+    Sizes(2, 8, 4, (64, 64), 80),
 )
 WIDTHS = ("head_dim", "batch", "num_kv_heads", "group")
-LARGE_GRADIENTS = (Sizes(9, 3, 11, (20, 20), 136), Sizes(1, 2, 1, (1100, 1100), 8))
+LARGE_GRADIENTS = (
+    Sizes(9, 3, 11, (20, 20), 136),
+    Sizes(1, 12, 1, (128, 128), 64),
+    Sizes(1, 2, 4, (256, 256), 128),
+    Sizes(2, 1, 4, (64, 64), 80),
+    Sizes(1, 2, 1, (1100, 1100), 8),
+)
 
 
 def large_cases(trial: Trial, all_sizes: tuple[Sizes, ...]) -> Iterator[Case]:
@@ -581,9 +615,34 @@ def decode(trial: Trial, sequences: list[Sequence], steps: list[tuple[int, ...]]
 # --- Conduct ----------------------------------------------------------------------------------------------------------
 
 
+def is_answered(trial: Trial, function: str, seed: int) -> bool:
+    """Call a function of the adapter with something plain, and return whether its answer is right."""
+    case = Case(PLAIN[1], seed=seed)
+    calls: dict[str, Callable[[], Any]] = {
+        "slopes": lambda: trial.caller.slopes(case.num_heads),
+        "bias": lambda: trial.caller.bias(case.num_heads, *case.sizes.lengths, is_causal=True),
+        "attention": lambda: trial.attention(case),
+        "attention_grad": lambda: trial.gradients(case, TENSORS),
+        "decode_step": lambda: decode(trial, [Sequence.of(trial, case)], [(3, 4)]),
+    }
+    with contextlib.suppress(DepartureError):  # that is for other laws
+        calls[function]()
+        return True
+    return False
+
+
 @law("any")
 def conduct(trial: Trial) -> None:
-    """Calls leave their inputs as they are, and return NumPy arrays of the declared dtype."""
+    """Calls take arrays however they lie in memory, leave them as they are, and return NumPy's of their dtype."""
+    caller = trial.caller
+    for name in () if caller.hung else trial.offer.functions:
+        if not is_answered(trial, name, trial.seed) or name in ("slopes", "bias"):
+            continue
+        with caller.tokens_first():
+            is_right = is_answered(trial, name, trial.seed + 1)
+        if not is_right and is_answered(trial, name, trial.seed + 1):
+            sentence = f"{name} is wrong where arrays are not contiguous: made as [batch, length, heads, head_dim]"
+            caller.offences.setdefault(f"{name} strides", f"{sentence}, with axes 1 and 2 swapped")
     for offence in trial.caller.offences.values():
         raise CallError("returned", offence)
 

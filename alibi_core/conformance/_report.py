@@ -170,9 +170,14 @@ class Report:
         return "passed" in statuses and not statuses & {"failed", "not run"} and not self.crash
 
     @property
+    def was_checked(self) -> bool:
+        """Whether there was anything to check."""
+        return bool(self.crash) or any(law.status != "not offered" for law in self.laws)
+
+    @property
     def exit_status(self) -> int:
-        """0 if it passed, else 1."""
-        return 0 if self.passed else 1
+        """0 if it passed, 1 if not, 2 if there was nothing to check."""
+        return 0 if self.passed else 1 if self.was_checked else 2
 
     @property
     def failed(self) -> tuple[LawReport, ...]:
@@ -217,7 +222,8 @@ class Report:
         return cls(**others, laws=laws, features=tuple(known["features"]))
 
     def __str__(self) -> str:
-        lines = [f"{self.name}, {self.dtype}, contract {self.contract}: {'passed' if self.passed else 'FAILED'}"]
+        verdict = ("passed", "FAILED", "nothing to check")[self.exit_status]
+        lines = [f"{self.name}, {self.dtype}, contract {self.contract}: {verdict}"]
         lines += [f"  crashed: {self.crash}"] if self.crash else []
         lines += [f"  diagnosis: {x.sentence}" for x in self.diagnoses]
         for law in self.by_urgency:

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from benchmarks.mutants._mutant import instead, mutant
-from benchmarks.mutants.reference import Array, Blockwise, Call
+from benchmarks.mutants.reference import Array, Blockwise, Call, Reference
 
 HORIZON = "horizon|(far|distant).*(drop|left out|ignor)|(drop|left out|cut).*(far|distant|keys)"
 BLOCK = "block|tail|last keys|tile|partial|multiple"
@@ -55,6 +55,34 @@ def maximum_begins_with_zero(self, call: Call) -> tuple[Array, Array, Array]:
     """The running maximum begins with 0: rows whose scores are all far below it come to nothing."""
     highest, total, result = Blockwise.beginning(self, call)
     return np.zeros_like(highest), total, result
+
+
+# --- Masks that end with the first block ------------------------------------------------------------------------------
+
+
+def beyond_the_first_block(call: Call) -> Array:
+    """Return which keys are beyond the first 64, and seen if nothing else hides them."""
+    return np.arange(call.lengths[1]) >= 64
+
+
+@instead(Reference, "visible_by_mask", "long")
+def mask_of_the_first_block(self, call: Call) -> Array:
+    """The mask hides keys of the first block alone."""
+    return Reference.visible_by_mask(self, call) | beyond_the_first_block(call)
+
+
+@instead(Reference, "visible_by_window", "long")
+def window_of_the_first_block(self, call: Call) -> Array:
+    """The window hides keys of the first block alone."""
+    return Reference.visible_by_window(self, call) | beyond_the_first_block(call)
+
+
+@instead(Reference, "visible_by_window", "long", expected="window is one key too long")
+def long_window_one_longer(self, call: Call) -> Array | bool:
+    """A window of 64 tokens or more, which spans blocks, is one key too long."""
+    if call.window_size is None or call.window_size < 64:
+        return Reference.visible_by_window(self, call)
+    return Reference.visible_by_window(self, dataclasses.replace(call, window_size=call.window_size + 1))
 
 
 # --- Horizons ---------------------------------------------------------------------------------------------------------

@@ -38,6 +38,13 @@ def slopes_negated_in_place(self, query: Array, key: Array, value: Array, slopes
     slopes *= -1
 
 
+@instead(_Changed, "attention", "conduct", expected="not contiguous")
+def strides_ignored(self, query: Array, *args: Any, **options: Any) -> Array:
+    """Queries are read as if they were contiguous."""
+    read = np.lib.stride_tricks.as_strided(query, query.shape, np.empty(query.shape, query.dtype).strides)
+    return Reference.attention(self, read, *args, **options)
+
+
 @instead(_Changed, "after", "conduct", expected="float64")
 def wrong_dtype_out(self, output: Array) -> Array:
     """A float32 call returns float64."""

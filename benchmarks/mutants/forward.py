@@ -75,3 +75,19 @@ class SumsInFloat16(Reference):
         weights = np.exp(scores - np.where(np.isfinite(highest), highest, 0)).astype(np.float16)
         total = np.add.accumulate(weights, axis=-1, dtype=np.float16)[..., -1:].astype(np.float32)
         return weights.astype(np.float32) / np.where(total > 0, total, 1)
+
+
+@instead(Reference, "visible_by_segments", "segments")
+def negative_segments_are_padding(self, call: Call) -> Array | bool:
+    """Segments with negative ids are taken for padding."""
+    sees = Reference.visible_by_segments(self, call)
+    return sees if call.segment_ids is None else sees & (call.segment_ids[1] >= 0)[:, None, None]
+
+
+@instead(Reference, "visible_by_segments", "segments", "long")
+def segments_end_with_their_run(self, call: Call) -> Array | bool:
+    """A segment that goes on after another is taken for a new one."""
+    if call.segment_ids is None or not np.array_equal(*call.segment_ids):
+        return Reference.visible_by_segments(self, call)
+    runs = np.cumsum(np.diff(call.segment_ids[0], axis=1, prepend=0) != 0, axis=1)
+    return Reference.visible_by_segments(self, dataclasses.replace(call, segment_ids=(runs, runs)))

@@ -1,4 +1,4 @@
-"""Mistakes that are made beyond some size only: of heads, batches and rows."""
+"""Mistakes that are made at, or beyond, some size only: of heads, features, batches and rows."""
 
 from __future__ import annotations
 
@@ -69,6 +69,39 @@ class _ShortForFewQueries(_Short):
         return super().scores(call) if call.lengths[0] < 16 else Reference.scores(self, call)
 
 
+class _Halved(Reference):
+    """Halves the bias of some calls."""
+
+    size = 0
+
+    def is_wrong(self, call: Call) -> bool:
+        raise NotImplementedError
+
+    def raw_bias(self, call: Call) -> Array:
+        return super().raw_bias(call) * (0.5 if self.is_wrong(call) else 1)
+
+
+class _JustFeatures(_Halved):
+    """The path for {size} features halves the bias."""
+
+    def is_wrong(self, call: Call) -> bool:
+        return call.query.shape[3] == self.size
+
+
+class _JustHeads(_Halved):
+    """The path for {size} heads halves the bias."""
+
+    def is_wrong(self, call: Call) -> bool:
+        return call.query.shape[1] == self.size
+
+
+class _EvenBlocks(_Halved):
+    """The path for lengths that are multiples of {size} halves the bias."""
+
+    def is_wrong(self, call: Call) -> bool:
+        return min(call.lengths) > 0 and all(n % self.size == 0 for n in call.lengths)
+
+
 _BOTH = ("large", "large_gradients")
 MUTANTS = (
     sized(_Narrow, 64, *_BOTH, expected="more than 64 features"),
@@ -90,4 +123,8 @@ MUTANTS = (
     sized(_Short, 1024, *_BOTH, expected="more than 1024 tokens"),
     sized(_Short, 2048, "large"),
     sized(_ShortForFewQueries, 1024, "large", expected="more than 1024 tokens"),
+    *(sized(_JustFeatures, n, *_BOTH, expected=f"with {n} features a head") for n in (64, 80, 128)),
+    *(sized(_JustHeads, n, *_BOTH, expected=f"with {n} heads") for n in (8, 12)),
+    sized(_JustHeads, 32, "large"),
+    *(sized(_EvenBlocks, n, *_BOTH) for n in (32, 64, 128)),
 )

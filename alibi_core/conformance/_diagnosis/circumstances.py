@@ -24,7 +24,7 @@ from alibi_core.conformance._laws import all_gradients, large_case
 from alibi_core.conformance._report import Diagnosis
 from alibi_core.conformance._trial import TENSORS, Caller, CallError, DepartureError, Trial
 
-SMALL, LARGE = 6, 8  # of an axis: no path of a kernel begins at the one, and some do beyond the other
+SMALL, LARGE = 6, 8  # of an axis: no path of a kernel begins at the one, and some do at the other
 WIDTHS = {
     "head_dim": "features a head",
     "batch": "batch entries",
@@ -120,7 +120,7 @@ def _hybrids(case: Case, other: Case) -> Iterator[tuple[str, Case]]:
 def beyond_sizes(
     caller: Caller, function: str, features: frozenset[str], failures: Sequence[DepartureError], axes: dict[str, str]
 ) -> list[Diagnosis]:
-    """Return beyond which size of an axis results are wrong; nothing if a failure has another cause.
+    """Return at or beyond which size of an axis results are wrong; nothing if a failure has another cause.
 
     Args:
         caller: Of the adapter.
@@ -144,10 +144,15 @@ def beyond_sizes(
 
     for case in (x.case for x in failures):
         limits = {} if case is None else {axis: _limit(is_right, case, axis) for axis in axes}
-        if not any(limits.values()):
+        if case is None or not any(limits.values()):
             return []
+        words = axes | ({"num_kv_heads": "key/value heads"} if case.sizes.group > 1 else {})
         found += [
-            Diagnosis("wrong beyond a size", f"Results are wrong with more than {limit} {axes[axis]}.")
+            Diagnosis(
+                "wrong at a size", f"Results are wrong with {limit + 1} {words[axis]}, but not one more or fewer."
+            )
+            if is_right(case, axis, limit + 2)
+            else Diagnosis("wrong beyond a size", f"Results are wrong with more than {limit} {words[axis]}.")
             for axis, limit in limits.items()
             if limit
         ]
@@ -157,7 +162,7 @@ def beyond_sizes(
 def _limit(is_right: Callable[[Case, str, int], bool], case: Case, axis: str) -> int:
     """Return beyond which size of an axis results are wrong; 0 if it does not depend on that."""
     right, wrong = SMALL, case.sizes.lengths[1] if axis == "lengths" else getattr(case.sizes, axis)
-    if wrong <= LARGE or not is_right(case, axis, right) or is_right(case, axis, wrong):
+    if wrong < LARGE or not is_right(case, axis, right) or is_right(case, axis, wrong):
         return 0
     # At powers of two first, for that is where code ends, and from the smallest one, for large cases take long.
     tries = [number for power in range(3, 12) for number in (2**power, 2**power + 1)]

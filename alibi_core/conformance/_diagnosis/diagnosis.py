@@ -43,6 +43,7 @@ from alibi_core.conformance._diagnosis.slopes import diagnose_slopes
 from alibi_core.conformance._report import Diagnosis
 from alibi_core.conformance._trial import Caller, CallError, DepartureError
 
+GRADIENT_NAMES = ("query", "key", "value", "slopes")
 SECONDS = 4.0  # for the search, beside the adapter's own time
 MOST_FAILURES = 6
 
@@ -58,6 +59,8 @@ def diagnose(
         features: What it offers.
         failures: Calls that failed, to be explained too.
     """
+    all_failures = failures  # of those without tokens no search learns anything
+    failures = [x for x in failures if x.case is None or 0 not in x.case.sizes.lengths]
     diagnosed = {
         "slopes": lambda: _told(diagnose_slopes(caller)),
         "bias": lambda: _of_bias(caller, features),
@@ -70,6 +73,8 @@ def diagnose(
             found = diagnosed[function]()
             if "far" not in features:  # then a bias may be counted from any token of the row
                 found = [x for x in found if x.key != FAR_AWAY]
+            if all_failures and not (found or failures):
+                return [Diagnosis("no zeros", "Queries that have no keys get something other than zeros.")]
             return found or list(_measured(failures))
     except Exception as error:  # whatever an adapter returns, the rest of a report is worth having
         return [Diagnosis("unexplained", f"The diagnosis itself failed: {type(error).__name__}: {error}")]
@@ -178,10 +183,13 @@ def _of_gradients(caller: Caller, features: frozenset[str], failures: Sequence[D
     cases = cases_of(caller.offer, features, GRADIENT_PROBES)
     has_slopes = "slope_gradients" in features
     observations = _made(_gradients.observe_gradients(caller, x, slopes=has_slopes) for x, _ in cases)
+    results = observations[0].results if observations else GRADIENT_NAMES
+    names = [name for name in GRADIENT_NAMES[: 3 + has_slopes] if name not in results]
+    sentence = f"attention_grad returns no gradient of {' and '.join(names)}."
+    missing = [Diagnosis("gradient missing", sentence)] if names else []
+    if names not in ([], ["slopes"]):  # nothing else could be told
+        return missing
     search = _searched(observations, GRADIENTS, base)
-    missing = []
-    if has_slopes and observations and "slopes" not in observations[0].results:
-        missing = [Diagnosis("slope gradient missing", "attention_grad returns no gradient of slopes.")]
     is_recomputed = any(x.departure.key == FORWARD_RIGHT for x in search.found)
     result = [x for x in told(search) if x.key != FORWARD_RIGHT]
     if failures and not (result or missing):

@@ -74,6 +74,8 @@ def check(
     if not isinstance(profile, Profile):
         profile = PROFILES[checks.one_of("profile", profile, tuple(PROFILES))]
     seed = checks.non_negative_int("seed", seed)
+    if isinstance(laws, str):
+        raise TypeError(f"laws must be a collection of names, got the string {laws!r}")
     chosen = LAWS if laws is None else [_law(name) for name in laws]
     start = time.monotonic()
     caller = Caller(offer, checks.positive_number("time_limit", min(time_limit, threading.TIMEOUT_MAX)))
@@ -138,10 +140,11 @@ def _features(caller: Caller) -> tuple[frozenset[str], dict[str, str]]:
     What it declares, it offers. Else it offers what its parameters allow and a call does not raise for.
     """
     offer, possible = caller.offer, caller.offer.possible
+    others = f"; it has {', '.join(offer.unknown)}, which the kit never passes" if offer.unknown else ""
     refusals = {
         feature: f"not declared: {feature}"
         if offer.declared is not None or feature in TO_DECLARE
-        else f"attention has no parameter for {FEATURES[feature]}"
+        else f"{offer.judged} has no parameter for {FEATURES[feature]}{others}"
         for feature in set(FEATURES) - possible
     }
     if offer.declared is None or "some_gradients" in offer.declared:

@@ -44,7 +44,7 @@ def _cells(source: str, report: Report | None) -> list[str]:
     counts = [str(sum(law.status == status for law in report.laws)) for status in ("passed", "failed", "not offered")]
     share = max((law.share for law in report.laws), default=0.0)
     calls = str(sum(law.calls for law in report.laws))
-    verdict = "[green]yes[/]" if report.passed else "[bold red]NO[/]"
+    verdict = ("[green]yes[/]", "[bold red]NO[/]", "nothing to check")[report.exit_status]
     name = escape(report.name or source)
     return [name, report.dtype, report.contract, verdict, *counts, calls, f"{share:.0%}", f"{report.seconds:.1f}"]
 

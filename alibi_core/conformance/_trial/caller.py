@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -91,6 +92,7 @@ class Caller:
     _results: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     _thread: threading.Thread | None = None
     _last: tuple[str, Values, list[Values]] | None = None  # the last result, and a copy of it
+    _puts_tokens_first: bool = False
 
     # --- The five functions ---
 
@@ -127,6 +129,11 @@ class Caller:
                 what = type(result).__name__
                 raise CallError("returned", f"attention_grad returned {what}, expected a dict or a tuple of arrays")
             result = dict(zip(case.wrt or (*TENSORS, "slopes", "future_slopes"), result, strict=False))
+        unknown = [str(name) for name in result if name not in (*TENSORS, "slopes", "future_slopes")]
+        wanted = case.wrt or TENSORS
+        if unknown and any(name not in result for name in wanted):
+            names = f"{', '.join(unknown)}, expected {', '.join(wanted)}"
+            raise CallError("returned", f"attention_grad returned gradients of {names}")
         shapes = {name: case.arrays[name].shape for name in (*TENSORS, "slopes")}
         shapes |= {name: np.shape(x) for name, x in case.arguments.items() if name == "future_slopes"}
         return {
@@ -161,7 +168,17 @@ class Caller:
     def tensor(self, values: Values) -> Values:
         """Return values as an array of the adapter's dtype."""
         own = {"float64": np.float64, "float16": np.float16}.get(self.offer.dtype, np.float32)
-        return rounded(values, self.offer.dtype).astype(own)
+        made = rounded(values, self.offer.dtype).astype(own)
+        return made.swapaxes(1, 2).copy().swapaxes(1, 2) if self._puts_tokens_first else made
+
+    @contextlib.contextmanager
+    def tokens_first(self) -> Iterator[None]:
+        """Let tensors lie in memory as most models have them: ``[batch, length, heads, head_dim]``, axes swapped."""
+        self._puts_tokens_first = True
+        try:
+            yield
+        finally:
+            self._puts_tokens_first = False
 
     def slopes_array(self, values: Values) -> Values:
         """Return slopes as an array for the adapter."""

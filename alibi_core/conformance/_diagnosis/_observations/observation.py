@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -184,14 +185,16 @@ class Observation:
         """Return the root of the mean squared error, of all results together."""
         with np.errstate(all="ignore"):
             answers = self.answers(reading)
-            errors = [np.ravel(self.results[name] - x.value) for name, x in answers.items() if name in self.results]
-            return float(np.sqrt(np.nanmean(np.concatenate(errors) ** 2)))
+            return _mean_size(
+                {name: self.results[name] - x.value for name, x in answers.items() if name in self.results}
+            )
 
 
 def _mean_size(values: Mapping[str, Values]) -> float:
-    """Return the root of the mean square."""
+    """Return the root of the mean square of what is not NaN, NaN if all is."""
     together = np.concatenate([np.ravel(x) for x in values.values()])
-    return float(np.sqrt(np.nanmean(together**2))) if together.size else 0.0
+    known = together[~np.isnan(together)]
+    return float(np.sqrt(np.mean(known**2))) if known.size else math.nan if together.size else 0.0
 
 
 def _overflowed(values: Values) -> Values:

@@ -114,8 +114,8 @@ class Reading:
     def weight_error(self, inputs: Inputs, bias: Values, visible: Values) -> Values:
         """Return how far a weight may be off, relative to itself: twice what rounding can do, ``[..., q_len, 1]``."""
         u = UNIT_ROUNDOFF["float64"] if inputs.dtype == "float64" else U32
-        highest = np.where(visible, bias, -np.inf).max(axis=-1, keepdims=True)
-        lowest = np.where(visible, bias, np.inf).min(axis=-1, keepdims=True)
+        highest = np.where(visible, bias, -np.inf).max(axis=-1, keepdims=True, initial=-np.inf)
+        lowest = np.where(visible, bias, np.inf).min(axis=-1, keepdims=True, initial=np.inf)
         spread = np.where(np.isfinite(highest), highest - lowest, 0.0)
         if self.distance[0] in LAWS:  # which, other than distances, cannot be counted from the nearest key
             spread = np.maximum(spread, np.where(np.isfinite(lowest), -lowest, 0.0))
