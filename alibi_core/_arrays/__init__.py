@@ -34,6 +34,7 @@ from alibi_core._arrays.namespace import is_exporting as is_exporting
 from alibi_core._arrays.namespace import is_kind as is_kind
 from alibi_core._arrays.namespace import is_numpy as is_numpy
 from alibi_core._arrays.namespace import known_device as known_device
+from alibi_core._arrays.namespace import lacks_64_bits as lacks_64_bits
 from alibi_core._arrays.namespace import library_name as library_name
 from alibi_core._arrays.namespace import namespace_of as namespace_of
 from alibi_core._arrays.namespace import on_host as on_host

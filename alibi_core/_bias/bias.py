@@ -20,6 +20,7 @@ from alibi_core._arrays import (
     explains_keywords,
     is_numpy,
     known_device,
+    lacks_64_bits,
     namespace_of,
     signed,
 )
@@ -145,8 +146,8 @@ def bias_from_positions(
     Args:
         slopes: ``[num_heads]`` or ``[..., num_heads]``, or an int for that many canonical slopes.
         q_positions: ``[..., q_len]`` integers, in tokens.
-        kv_positions: ``[..., kv_len]`` integers, in tokens. Leading axes broadcast. Distances must fit into int32, or
-            into int64 where positions are of a type that needs it and the library has one.
+        kv_positions: ``[..., kv_len]`` integers, in tokens. Leading axes broadcast. Distances of 32-bit positions are
+            exact, however far apart; those of 64-bit positions must be below ``2**63``.
         q_segment_ids: ``[..., q_len]`` integers. Both ids are given, or neither.
         kv_segment_ids: ``[..., kv_len]`` integers.
         is_causal: Mask keys at later positions than the query.
@@ -208,7 +209,7 @@ def bias_from_positions(
     if q_segment_ids is not None and kv_segment_ids is not None:
         checks.broadcastable("q_segment_ids", q_segment_ids.shape, (*batch, q_positions.shape[-1]), "..., q_len")
         checks.broadcastable("kv_segment_ids", kv_segment_ids.shape, (*batch, kv_positions.shape[-1]), "..., kv_len")
-    relative, same = with_head_axis(relative_positions(xp, q_positions, kv_positions)), None
+    relative, same = with_head_axis(_relative_to_any(xp, q_positions, kv_positions)), None
     if q_segment_ids is not None and kv_segment_ids is not None:
         q_ids, kv_ids = (signed(xp, ids) for ids in (q_segment_ids, kv_segment_ids))  # PyTorch compares no others
         same = with_head_axis(q_ids[..., :, None] == kv_ids[..., None, :])
@@ -270,6 +271,27 @@ def relative_positions(xp: Namespace, q_positions: Any, kv_positions: Any) -> An
     return signed(xp, kv_positions)[..., None, :] - signed(xp, q_positions)[..., :, None]
 
 
+def _relative_to_any(xp: Namespace, q_positions: Any, kv_positions: Any) -> Any:
+    """Return :func:`relative_positions` of integers of 32 bits without wrapping, in int64 where the library has it.
+
+    JAX without 64-bit types has none: the result is float32 there, rounded once, so that its sign is right.
+    """
+    if not lacks_64_bits(xp):
+        return relative_positions(xp, *(astype(xp, x, xp.int64) for x in (q_positions, kv_positions)))
+    # Halves of 16 bits: float32 holds the differences of each, and only their sum is rounded.
+    high, low = (
+        astype(xp, kv, xp.float32)[..., None, :] - astype(xp, q, xp.float32)[..., :, None]
+        for q, kv in zip(_halves(xp, q_positions), _halves(xp, kv_positions), strict=True)
+    )
+    return high * 2.0**16 + low
+
+
+def _halves(xp: Namespace, positions: Any) -> tuple[Any, Any]:
+    """Return the upper and the lower 16 bits of integers that have up to 32."""
+    wide = positions if positions.dtype == xp.uint32 else astype(xp, positions, xp.int32)
+    return wide >> 16, wide & 0xFFFF
+
+
 def linear_bias(
     xp: Namespace,
     slopes: Any,
@@ -287,7 +309,7 @@ def linear_bias(
         xp: The arrays' namespace.
         slopes: ``[..., num_heads]``, in the dtype the product is to be formed in.
         future_slopes: As ``slopes``, for ``relative > 0``; None to use ``slopes`` there too.
-        relative: Integers that broadcast against ``[..., num_heads, q_len, kv_len]``.
+        relative: Whole numbers that broadcast against ``[..., num_heads, q_len, kv_len]``.
         visible: Booleans that broadcast likewise, or None where nothing is masked.
         is_causal: Whether ``visible`` is False wherever ``relative > 0``.
         nearest: Integers that broadcast likewise, from which distances are counted; None for 0.
@@ -296,7 +318,8 @@ def linear_bias(
     rates = slopes[..., None, None]  # [..., num_heads, 1, 1]
     if future_slopes is not None:
         rates = xp.where(relative > 0, future_slopes[..., None, None], rates)
-    reach = relative if is_causal else -xp.abs(relative)  # what is ahead is to be masked anyway: a pass saved
+    # What is ahead is to be masked anyway, if causal: a pass saved. And not -abs: its float 0 would be -0.0.
+    reach = relative if is_causal else 0 - xp.abs(relative)
     reach = astype(xp, reach if nearest is None else reach + nearest, slopes.dtype)
     if visible is None:
         return rates * reach

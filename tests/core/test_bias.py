@@ -167,6 +167,30 @@ def test_positions_of_any_integer_type_are_subtracted_without_wrapping(dtype: st
     np.testing.assert_array_equal(actual, [[[-100, 0], [0, -100]]])
 
 
+FAR_INT32 = np.asarray([-(2**31), -1_500_000_001, -(2**24) - 1, 0, 3, 2**24 + 1, 1_500_000_000, 2**31 - 1], np.int32)
+FAR_UINT32 = np.asarray([0, 1, 2**24 + 1, 2**31 - 1, 2**31, 3_000_000_001, 2**32 - 1], np.uint32)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("far", [FAR_INT32, FAR_UINT32], ids=["int32", "uint32"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_distances_of_32_bit_positions_are_exact_however_far_apart(
+    framework: Framework, far: np.ndarray, is_causal: bool
+) -> None:
+    slopes = np.asarray([1.0, 0.3], np.float32)
+    relative = far.astype(np.int64) - far.astype(np.int64)[::-1, None]
+    expected = slopes[:, None, None] * (0 - np.abs(relative)).astype(np.float32)
+    if is_causal:
+        expected[:, relative > 0] = -INF
+
+    def between(slopes: Any, q_positions: Any, kv_positions: Any) -> Any:
+        return alibi_core.bias_from_positions(slopes, q_positions, kv_positions, is_causal=is_causal)
+
+    arrays = framework.placed((slopes, far[::-1].copy(), far))
+    for call in (between, framework.compiled(between)):
+        np.testing.assert_array_equal(framework.bits(call(*arrays)), expected.view(np.int32))
+
+
 def test_positions_beyond_int32_are_refused_rather_than_wrapped() -> None:
     for arguments in ({"q_offset": 2**31}, {"q_offset": -(2**40)}):
         with pytest.raises(ValueError, match="q_offset and lengths must stay within 2147483647 tokens"):
