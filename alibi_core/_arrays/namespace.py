@@ -87,10 +87,11 @@ def _namespace_of_one(array: Any) -> Namespace:
 
 def brief(value: Any) -> str:
     """Return how a value is shown in a message."""
+    is_number = isinstance(value, (int, np.integer))
     try:
-        shown = str(value) if isinstance(value, (int, np.integer)) else repr(value)
-    except ValueError:  # Python writes out no integers of more than 4,300 digits
-        return "an integer of thousands of digits"
+        shown = str(value) if is_number else repr(value)
+    except ValueError:  # Python writes out no integers of more than 4,300 digits, MLX no array that mx.compile traces
+        return "an integer of thousands of digits" if is_number else "an array of no value yet"
     return shown if len(shown) <= 40 else f"{shown[:37]}..."
 
 

@@ -400,6 +400,14 @@ def test_slopes_of_numpy_serve_every_library(framework: Framework) -> None:
         alibi_core.bias(np.arange(3), 3, xp=framework.xp)
 
 
+def test_an_array_that_mlx_traces_is_not_called_an_integer_of_many_digits() -> None:
+    mx = pytest.importorskip("mlx.core")
+    with pytest.raises(TypeError, match=r"q_offset must be an integer, got an array of no value yet \(array\)"):
+        mx.compile(lambda offset: alibi_core.bias(2, 1, 3, q_offset=offset, xp=mx))(mx.array(2))
+    with pytest.raises(ValueError, match="q_offset an integer of thousands of digits, q_len 1"):
+        alibi_core.bias(2, 1, 3, q_offset=10**5000)
+
+
 def test_mlx_is_refused_a_device() -> None:
     mx = pytest.importorskip("mlx.core")
     with pytest.raises(ValueError, match="device must be None with MLX"):
