@@ -37,6 +37,7 @@ from alibi_core._arrays.namespace import known_device as known_device
 from alibi_core._arrays.namespace import lacks_64_bits as lacks_64_bits
 from alibi_core._arrays.namespace import library_name as library_name
 from alibi_core._arrays.namespace import namespace_of as namespace_of
+from alibi_core._arrays.namespace import narrowed as narrowed
 from alibi_core._arrays.namespace import on_host as on_host
 from alibi_core._arrays.namespace import running_max as running_max
 from alibi_core._arrays.namespace import running_sum as running_sum

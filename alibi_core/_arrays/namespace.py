@@ -202,6 +202,14 @@ def astype(xp: Namespace, array: Any, dtype: DType) -> Any:
     return array if array.dtype == dtype else xp.astype(array, dtype)
 
 
+def narrowed(xp: Namespace, array: Any, dtype: DType) -> Any:
+    """``astype`` of floats to a dtype that may be too small for them: they become infinite, without NumPy's warning."""
+    if library_name(xp) != "numpy":
+        return astype(xp, array, dtype)
+    with np.errstate(over="ignore"):
+        return astype(xp, array, dtype)
+
+
 def signed(xp: Namespace, integers: Any) -> Any:
     """Return integers as int32, or as int64 where their type needs it and the library has one.
 

@@ -22,6 +22,7 @@ from alibi_core._arrays import (
     known_device,
     lacks_64_bits,
     namespace_of,
+    narrowed,
     signed,
 )
 from alibi_core._bias.contracts import Contract
@@ -263,7 +264,7 @@ def key_bias(
         return made_of.of_keys(keys)
     relative = (keys - (kv_len - 1))[None, :]  # [1, kv_len]
     row = linear_bias(made_of.xp, made_of.slopes, None, relative, None, is_causal=True)
-    return astype(made_of.xp, row, made_of.dtype)
+    return narrowed(made_of.xp, row, made_of.dtype)
 
 
 def relative_positions(xp: Namespace, q_positions: Any, kv_positions: Any) -> Any:
@@ -405,14 +406,14 @@ class _Parts:
             row = self.of_keys(kv_positions)
             return xp.where(visible, row, asarray(xp, float("-inf"), row.dtype, device_of(xp, row)))
         rules = {"is_causal": self.is_causal, "is_positive": self.is_positive}
-        return astype(xp, linear_bias(xp, self.slopes, self.future_slopes, relative, visible, **rules), self.dtype)
+        return narrowed(xp, linear_bias(xp, self.slopes, self.future_slopes, relative, visible, **rules), self.dtype)
 
     def of_keys(self, kv_positions: Any) -> Any:
         """Return a key-only contract's bias, ``[..., num_heads, 1, kv_len]``, in the dtype that the model adds."""
         counts = signed(self.xp, kv_positions)
         if self.rule.counts_from == "last key":
             counts = counts - (counts.shape[-1] - 1)
-        return astype(self.xp, self.rule.row(self.xp, self.slopes, counts), self.dtype)
+        return narrowed(self.xp, self.rule.row(self.xp, self.slopes, counts), self.dtype)
 
 
 def slopes_of_any_sign(slopes: int | Array, *others: Any) -> tuple[Namespace, Any]:

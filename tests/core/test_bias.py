@@ -80,6 +80,21 @@ def test_bias_has_the_same_bits_everywhere(framework: Framework, case: BiasCase)
     np.testing.assert_array_equal(framework.bits(case.bias(framework)), NUMPY.bits(case.bias(NUMPY)))
 
 
+@pytest.mark.parametrize("framework", [f for f in FRAMEWORKS if "float16" in f.values[0].dtypes])
+def test_penalties_beyond_float16_are_minus_infinity_without_a_warning(framework: Framework) -> None:
+    slopes, options = framework.array(np.ones(1, np.float32)), {"dtype": "float16"}
+    far, near = framework.array(np.asarray([100_000], np.int32)), framework.array(np.asarray([0, 99_999], np.int32))
+    for actual in (
+        alibi_core.bias(slopes, 1, 2, q_offset=100_000, **options),
+        alibi_core.bias_from_positions(slopes, far, near, **options),
+        alibi_core.key_bias(slopes, 100_001, **options)[..., ::99_999],
+    ):
+        assert framework.numpy(actual)[..., 0] == -INF
+    farther = framework.array(np.asarray([2**25], np.int32))
+    reward = alibi_core.bias_from_positions(1, farther, farther, contract="bloom", **options)
+    assert framework.numpy(reward) == INF
+
+
 COMPILED = [
     BiasCase(lengths, q_offset, form, 5, seed)
     for seed, (lengths, q_offset) in enumerate([((3, 7), None), ((7, 3), None), ((33, 33), 1_000_000)])
