@@ -553,7 +553,10 @@ def _tensor_sizes(xp: Namespace, query: Any, key: Any, value: Any, layout: tuple
         raise ValueError(f"key must have the head_dim of query, {q['head_dim']}, got {kv['head_dim']}")
     if q["head_dim"] < 1:
         raise ValueError(f"head_dim must be at least 1, got query of shape {shapes['query']} {axes}")
-    if q["heads"] < 1 or kv["heads"] < 1 or q["heads"] % kv["heads"]:
+    for count, name, sizes in (("num_heads", "query", q), ("num_kv_heads", "key", kv)):
+        if sizes["heads"] < 1:
+            raise ValueError(f"{count} must be at least 1, got {name} of shape {shapes[name]} {axes}")
+    if q["heads"] % kv["heads"]:
         heads = f"{kv['heads']} (key) and {q['heads']} (query)"
         raise ValueError(f"num_kv_heads must divide num_heads, got {heads}; their axes are {axes}")
     return {

@@ -68,6 +68,12 @@ ATTENTION = [
     Bad(
         {"query": floats(2, 4, 5, 8)}, ValueError, r"num_kv_heads must divide num_heads, got 3 .* and 4 .* axes are \["
     ),
+    Bad({"query": floats(2, 0, 5, 8)}, ValueError, r"num_heads must be at least 1, got query of shape .* \[.*heads"),
+    Bad(
+        {"key": floats(2, 0, 7, 8), "value": floats(2, 0, 7, 8)},
+        ValueError,
+        r"num_kv_heads must be at least 1, got key of shape .* \[.*heads",
+    ),
     Bad({"scale": 1e39}, ValueError, "scale must be finite in float32"),
     Bad({"key": floats(2, 3, 4, 8)}, ValueError, "value must have the shape of key"),
     Bad({"value": floats(2, 3, 7, 4)}, ValueError, "value must have the shape of key"),
