@@ -35,10 +35,16 @@ def is_int(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) or (torch is not None and isinstance(value, torch.SymInt))
 
 
-def integer(name: str, value: Any) -> int:
-    """Return ``value`` as Python's int (or the symbol that torch.compile holds for one)."""
+def integer(name: str, value: Any, or_else: str = "") -> int:
+    """Return ``value`` as Python's int (or the symbol that torch.compile holds for one).
+
+    ``or_else`` ends the message about an array: what else it can be given to.
+    """
     if not is_int(value):
-        raise TypeError(f"{name} must be an integer, got {shown(value)}")
+        how = ""
+        if getattr(value, "shape", None) == () and not isinstance(value, np.generic):
+            how = f"; int() of an array is one, and a compiled function must take it as a static argument{or_else}"
+        raise TypeError(f"{name} must be an integer, got {shown(value)}{how}")
     return int(value) if isinstance(value, np.integer) else value
 
 

@@ -117,7 +117,8 @@ def bias(
     """
     q_len = checks.non_negative_int("q_len", q_len)
     kv_len = q_len if kv_len is None else checks.non_negative_int("kv_len", kv_len)
-    q_offset = kv_len - q_len if q_offset is None else checks.integer("q_offset", q_offset)
+    traced = ", or give bias_from_positions the positions, which may be traced"
+    q_offset = kv_len - q_len if q_offset is None else checks.integer("q_offset", q_offset, traced)
     checks.positions_fit(q_offset, q_len, kv_len)
     made_of = _Parts.check(contract, slopes, future_slopes, is_causal, allow_negative_slopes, xp, dtype, device)
     queries, keys = (arange(made_of.xp, length, made_of.device) for length in (q_len, kv_len))

@@ -406,6 +406,17 @@ def test_slopes_of_numpy_serve_every_library(framework: Framework) -> None:
         alibi_core.bias(np.arange(3), 3, xp=framework.xp)
 
 
+@pytest.mark.parametrize("framework", [x for x in FRAMEWORKS if x.values[0] in (NUMPY, JAX, MLX)])
+@pytest.mark.parametrize("name", ["q_offset", "q_len", "kv_len"])
+def test_arrays_for_integers_of_a_bias_are_refused_with_the_way_out(framework: Framework, name: str) -> None:
+    sizes = {"q_len": 1, "kv_len": 3}
+    call = framework.compiled(lambda x: alibi_core.bias(2, **sizes | {name: x}, xp=framework.xp))
+    told = r"; int\(\) of an array is one, and a compiled function must take it as a static argument"
+    told += ", or give bias_from_positions the positions, which may be traced" if name == "q_offset" else ""
+    with pytest.raises(TypeError, match=f"{name} must be an integer, got .*{told}"):
+        call(framework.array(np.asarray(2, np.int32)))
+
+
 def test_an_array_that_mlx_traces_is_not_called_an_integer_of_many_digits() -> None:
     mx = pytest.importorskip("mlx.core")
     with pytest.raises(TypeError, match=r"q_offset must be an integer, got an array of no value yet \(array\)"):
