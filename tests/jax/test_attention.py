@@ -140,6 +140,15 @@ def test_a_query_with_nothing_to_look_at_makes_no_nan_on_the_way(implementation:
     assert all(np.abs(gradient).max() > 0 for gradient in gradients)
 
 
+@pytest.mark.parametrize("transformation", first_of([jax.grad, jax.jit]), ids=lambda x: x.__name__)
+def test_jax_debug_nans_names_attention_where_a_nan_appears(transformation: Callable[..., Any]) -> None:
+    x = jnp.ones((1, 4, 2, 4))
+    query = x.at[0, 1].set(jnp.nan)
+    attend = transformation(lambda query: jnp.sum(alibi_jax.attention(query, x, x, implementation="tiled")))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"\(nan\) encountered in alibi_attention"):
+        attend(query)
+
+
 # --- arguments
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import batching, mlir, xla
 
 from alibi_jax import _tiled, _tpu
 from alibi_jax._call import Operands, Rules
@@ -161,11 +161,6 @@ def _primitive_of(
     primitive.multiple_results = True
     run = broadcasting(run)
 
-    def call(*leaves: Any, **parameters: Any) -> list[Any]:
-        if jax.config.jax_disable_jit:
-            return run(Target(jax.default_backend()), *leaves, **parameters)
-        return jax.jit(partial(primitive.bind, **parameters))(*leaves)
-
     def lower(context: Any, *operands: Any, platform: str | None = None, **parameters: Any) -> Any:
         function = partial(run, _target(context, platform), **parameters)
         return mlir.lower_fun(function, multiple_results=True)(without_mesh(context), *operands)
@@ -182,7 +177,7 @@ def _primitive_of(
             results = primitive.bind(*merged, **parameters)
         return [x.reshape(size, batch, *x.shape[1:]) for x in results], [0] * len(results)
 
-    primitive.def_impl(call)
+    primitive.def_impl(partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(shapes)
     for platform in ("tpu", "cpu"):
         mlir.register_lowering(primitive, partial(lower, platform=platform), platform=platform)
