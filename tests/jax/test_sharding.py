@@ -71,6 +71,16 @@ def described(way, implementation):
 
             return jax.vmap(entry)(query, key, value, jax.sharding.reshard(ids, P("data")))
 
+    if way == "mapped by hand":
+        def entry(query, key, value, ids, slopes):
+            return attention(query, key, value, slopes, segment_ids=ids, implementation=implementation)
+
+        in_specs = (P(None, "heads"), P(None, "heads"), P(None, "heads"), P(), P("heads"))
+        entry = jax.shard_map(entry, mesh=mesh, in_specs=in_specs, out_specs=P(None, "heads"))
+
+        def attend(query, key, value, slopes):
+            return jax.vmap(entry, in_axes=(0, 0, 0, 0, None), spmd_axis_name="data")(query, key, value, ids, slopes)
+
     with contextlib.nullcontext() if way == "unset" else jax.set_mesh(mesh):
         placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs)]
         options = None if implementation is None else QUICKLY  # a kernel takes long to compile, and is interpreted
@@ -100,6 +110,7 @@ WAYS = (
     ("explicit", "tpu"),
     ("unset", "default"),  # explicit, and no mesh is set
     *([] if jax.__version_info__ < (0, 9) else [("mapped", "default")]),  # which JAX refuses before
+    ("mapped by hand", "default"),
     ("by hand", "default"),
     ("by hand", "tpu"),
 )

@@ -18,7 +18,7 @@ from jax.interpreters import batching, mlir, xla
 
 from alibi_jax import _tiled, _tpu
 from alibi_jax._call import Operands, Rules
-from alibi_jax._compatible import broadcasting, shaped_as, without_mesh
+from alibi_jax._compatible import broadcasting, shaped_as, varying_alike, without_mesh
 from alibi_jax._dispatch.choice import Implementation, Target, choose
 from alibi_jax._tpu import TPU
 
@@ -171,6 +171,7 @@ def _primitive_of(
         query, axis = pairs[whole - 3]
         batch = query.shape[0 if axis is None or axis > 0 else 1]
         merged = [_with_longer_batch(*pair, size, batch, index < whole) for index, pair in enumerate(pairs)]
+        merged = varying_alike(merged)  # with spmd_axis_name, what is mapped varies over mesh axes that others do not
         if size == 0:  # of which no kernel makes tiles
             results = [jnp.zeros(x.shape, x.dtype) for x in shapes(*map(jax.typeof, merged), **parameters)]
         else:
