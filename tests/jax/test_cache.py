@@ -142,6 +142,28 @@ def test_a_cache_of_numpy_arrays_goes_on(lengths: tuple[int, int] | None) -> Non
     assert jnp.array_equal(following(jax.device_get(cache)), following(cache))
 
 
+@pytest.mark.parametrize("lengths_are_divided", [True, False])
+def test_rows_that_are_divided_explicitly_stay_so(lengths_are_divided: bool) -> None:
+    """One device is enough: a type tells the mesh axes, not how many devices these have."""
+
+    def following(cache: Any, tokens: jax.Array, **lengths: jax.Array) -> Any:
+        return cache.append(tokens, tokens, **lengths).select_batch(jnp.asarray([1, 0]))
+
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
+    divided = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+    cache, lengths = KVCache.make(2, KV_HEADS, 20, HEAD_DIM), jnp.asarray([3, 1])
+    expected = following(following(cache, tokens(3), lengths=lengths), tokens(3)).attend(tokens(1, HEADS), SLOPES)
+    with jax.set_mesh(mesh):
+        cache, evicts = (jax.tree.map(lambda x: jax.device_put(x, divided) if x.ndim > 1 else x, x)
+                         for x in (cache, evicting(20)))  # fmt: skip
+        new, lengths = jax.device_put((tokens(3), lengths), (divided, divided if lengths_are_divided else None))
+        found = following(following(cache, new, lengths=lengths), new)
+        assert [jax.typeof(x).sharding.spec[0] for x in found] == ["rows"] * 4
+        query = jax.device_put(tokens(1, HEADS), divided)
+        np.testing.assert_allclose(found.attend(query, SLOPES), expected, atol=1e-6)
+        assert jax.typeof(following(evicts, new).attend(query)).sharding.spec[0] == "rows"
+
+
 # --- The cache that evicts ------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from alibi_core.backend import (
 from alibi_jax._attention import run
 from alibi_jax._call import NORM_BLOCK, as_slopes, floating_dtype, norm_bounds
 from alibi_jax._dispatch import Implementation, checked
-from alibi_jax.caches._kv_cache import bytes_of, cache_shape, known, of_first, whole_number
+from alibi_jax.caches._kv_cache import bytes_of, cache_shape, known, of_first, rows_at, whole_number
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["key", "value", "count"], meta_fields=[])
@@ -310,7 +310,9 @@ class EvictingKVCache:
     def select_batch(self, indices: jax.Array) -> EvictingKVCache:
         """Return the cache of the sequences at ``indices`` of the batch axis, as :meth:`KVCache.select_batch`."""
         indices = check_indices(jnp, jnp.asarray(indices), self.groups[0].key.shape[0])
-        chosen = (replace(held, key=held.key[indices], value=held.value[indices]) for held in self.groups)
+        chosen = (
+            replace(held, key=rows_at(held.key, indices), value=rows_at(held.value, indices)) for held in self.groups
+        )
         return replace(self, groups=tuple(chosen))
 
 

@@ -139,21 +139,26 @@ class KVCache(NamedTuple):
         held, most = known(jnp.max(self.length)), known(jnp.max(length))
         if held is not None and most is not None:
             check_room(most - held, self.max_length, held)
-        places = jnp.arange(key.shape[1])
-        slots = jnp.where(
-            places < counts[:, None], (length - counts)[:, None] + places, self.max_length
-        )  # [batch, new]
-        rows = jnp.arange(key.shape[0])[:, None]
-        norms = jnp.swapaxes(norm_bounds(jnp.swapaxes(key, 1, 2).astype(self.key_norms.dtype)), 1, 2)
-        # What does not count goes to a block that there is not, and is dropped.
-        blocks = jnp.where(slots < self.max_length, slots // NORM_BLOCK, self.key_norms.shape[2])
-        held_keys, held_values, key_norms = map(jnp.asarray, (self.key, self.value, self.key_norms))
-        return KVCache(
-            held_keys.at[rows, :, slots].set(key, mode="drop"),
-            held_values.at[rows, :, slots].set(value, mode="drop"),
-            key_norms.at[rows, :, blocks].max(jax.lax.stop_gradient(norms), mode="drop"),
-            length,
-        )
+        # jax.vmap asks that rows divided among devices be divided alike in all that it maps over.
+        like = jnp.zeros_like(self.key_norms, jnp.int32).max(axis=(1, 2))  # [batch]
+        starts = like + (length - counts)
+
+        def appended(held: tuple[jax.Array, ...], key: jax.Array, value: jax.Array, start: Any, count: Any) -> Any:
+            held_keys, held_values, key_norms = held  # [num_kv_heads, max_length, head_dim], and [num_kv_heads, blocks]
+            key, value = jnp.swapaxes(key, 0, 1), jnp.swapaxes(value, 0, 1)
+            norms = jax.lax.stop_gradient(norm_bounds(key.astype(key_norms.dtype)))  # [num_kv_heads, new]
+            places = jnp.arange(key.shape[1])
+            # What does not count goes to a slot and a block that there are not, and is dropped.
+            slots = jnp.where(places < count, start + places, self.max_length)
+            blocks = jnp.where(slots < self.max_length, slots // NORM_BLOCK, key_norms.shape[1])
+            return (
+                held_keys.at[:, slots].set(key, mode="drop"),
+                held_values.at[:, slots].set(value, mode="drop"),
+                key_norms.at[:, blocks].max(norms, mode="drop"),
+            )
+
+        held_arrays = tuple(map(jnp.asarray, (self.key, self.value, self.key_norms)))
+        return KVCache(*jax.vmap(appended)(held_arrays, key, value, starts, like + counts), starts + counts)
 
     @explains_keywords
     def attend(
@@ -242,7 +247,13 @@ class KVCache(NamedTuple):
         """
         indices = check_indices(jnp, jnp.asarray(indices), self.key.shape[0])
         names = ("key", "value", "key_norms", "length")
-        return self._replace(**{x: jnp.asarray(getattr(self, x))[indices] for x in names if jnp.ndim(getattr(self, x))})
+        return self._replace(**{x: rows_at(getattr(self, x), indices) for x in names if jnp.ndim(getattr(self, x))})
+
+
+def rows_at(array: jax.Array, indices: jax.Array) -> jax.Array:
+    """Return rows of an array, divided among devices as it is, as far as its type says how."""
+    array = jnp.asarray(array)
+    return array.at[indices].get(out_sharding=jax.typeof(array).sharding)
 
 
 def of_first(values: jax.Array, length: jax.Array) -> jax.Array:
