@@ -25,6 +25,7 @@ from alibi_core.backend import (
 )
 from alibi_jax._attention import run
 from alibi_jax._call import NORM_BLOCK, as_slopes, floating_dtype, norm_bounds
+from alibi_jax._compatible import broadcasting
 from alibi_jax._dispatch import Implementation, checked
 
 
@@ -256,6 +257,7 @@ def rows_at(array: jax.Array, indices: jax.Array) -> jax.Array:
     return array.at[indices].get(out_sharding=jax.typeof(array).sharding)
 
 
+@broadcasting
 def of_first(values: jax.Array, length: jax.Array) -> jax.Array:
     """Return values with zeros from ``length``, ``[]`` or ``[batch]``, on.
 

@@ -11,6 +11,7 @@ from flax import nnx
 
 import alibi_core
 from alibi_core.backend import LayerShape, explains_keywords, fixed_or_scheme_slopes
+from alibi_jax._compatible import broadcasting
 from alibi_jax.nn._layer import slope_values_of
 
 
@@ -51,6 +52,7 @@ class AlibiBias(nnx.Module):
         """The slopes, ``[num_heads]`` float32."""
         return jnp.asarray(self._slopes, jnp.float32)
 
+    @broadcasting
     def __call__(self, q_len: int, kv_len: int | None = None, *, dtype: Any = None) -> jax.Array:
         """Return the bias of ``q_len`` queries over ``kv_len`` keys (default ``q_len``), ends aligned.
 
