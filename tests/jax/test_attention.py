@@ -412,6 +412,17 @@ def test_a_layer_keeps_its_dtype_when_it_loads(tmp_path: Any, saved: str) -> Non
     np.testing.assert_array_equal(layer.v_proj.kernel.astype(jnp.bfloat16), other.v_proj.kernel[...])
 
 
+def test_a_layer_of_shapes_alone_is_loaded_and_not_saved(tmp_path: Any) -> None:
+    layer, path = make_layer(bias=True, rngs=nnx.Rngs(1)), tmp_path / "layer.safetensors"
+    alibi_jax.save_weights(layer, path)
+    other = nnx.eval_shape(lambda: make_layer(bias=True))
+    with pytest.raises(ValueError, match="module must have numbers to save, got shapes of nnx.eval_shape"):
+        alibi_jax.save_weights(other, path)
+    alibi_jax.load_weights(other, path)
+    x = jnp.asarray(inputs(3))
+    np.testing.assert_array_equal(other(x), layer(x))
+
+
 def test_a_file_that_does_not_fit_is_refused_and_changes_nothing(tmp_path: Any) -> None:
     layer, path = make_layer(), tmp_path / "layer.safetensors"
     before = np.asarray(layer.q_proj.kernel[...])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -24,6 +25,7 @@ def save_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
 
     Raises:
         TypeError: If ``module`` is none.
+        ValueError: If its parameters are shapes alone, as ``nnx.eval_shape`` leaves them.
 
     Example:
         >>> import tempfile
@@ -35,7 +37,10 @@ def save_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
         >>> bool((other.q_proj.kernel[...] == layer.q_proj.kernel[...]).all())
         True
     """
-    arrays = {name: _turned(np.asarray(parameter[...]), turned) for name, (parameter, turned) in _named(module).items()}
+    parameters = _named(module)
+    if any(_is_shape_alone(parameter) for parameter, _ in parameters.values()):
+        raise ValueError("module must have numbers to save, got shapes of nnx.eval_shape; load_weights sets them")
+    arrays = {name: _turned(np.asarray(parameter[...]), turned) for name, (parameter, turned) in parameters.items()}
     save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
 
 
@@ -43,6 +48,7 @@ def load_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
     """Set a module's parameters, in place, from a file of :func:`save_weights` of any backend.
 
     Each parameter keeps its dtype: numbers of another one are rounded to it. Nothing is set unless all fits.
+    A module of ``nnx.eval_shape``, whose parameters are shapes alone, gets them on the default device.
 
     Args:
         module: A layer or model of the sizes and options that the file was written for.
@@ -80,13 +86,17 @@ def load_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
             f"{unknown or 'none'} unknown; give the module the bias and learnable_slopes it was saved with"
         )
     for name, (parameter, turned) in parameters.items():
-        expected = _turned(parameter[...], turned).shape
+        expected = parameter.shape[::-1] if turned else parameter.shape
         if arrays[name].shape != expected:
             raise ValueError(f"{name} in {os.fspath(path)} must have shape {expected}, got {arrays[name].shape}")
         if not jnp.issubdtype(arrays[name].dtype, jnp.floating):
             raise ValueError(f"{name} in {os.fspath(path)} must be of floating numbers, got {arrays[name].dtype}")
     for name, (parameter, turned) in parameters.items():
-        parameter[...] = _turned(arrays[name], turned).astype(parameter[...].dtype)
+        array = _turned(arrays[name], turned).astype(parameter.dtype)
+        if _is_shape_alone(parameter):
+            parameter.set_value(array)
+        else:
+            parameter[...] = array  # divided among devices as it was
 
 
 def named_parameters(module: nnx.Module) -> dict[str, tuple[nnx.Param, bool]]:
@@ -103,6 +113,10 @@ def _named(module: Any) -> dict[str, tuple[nnx.Param, bool]]:
     if not isinstance(module, nnx.Module):
         raise TypeError(f"module must be a layer or model of Flax NNX, got {type(module).__name__}")
     return named_parameters(module)
+
+
+def _is_shape_alone(parameter: nnx.Param) -> bool:
+    return isinstance(jax.tree.leaves(parameter)[0], jax.ShapeDtypeStruct)
 
 
 def _turned(array: Any, turned: bool) -> Any:
