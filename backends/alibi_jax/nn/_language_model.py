@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -153,10 +152,12 @@ class AlibiLanguageModel(nnx.Module):
         # The last token is never fed back, so the caches need no room for it.
         caches = self.transformer.make_caches(batch_size, length + max_new_tokens - 1)
         keys = [None] * max_new_tokens if key is None else jax.random.split(key, max_new_tokens)
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, tokens, key)))
+        extend = _extend if is_traced else _extend_in_place
         found, unread, ended = [tokens], tokens, None
         for step, step_key in enumerate(keys, 1):
             had_ended = ended
-            unread, ended, caches = _extend(graph, state, unread, caches, rules, step_key, ended)
+            unread, ended, caches = extend(graph, state, unread, caches, rules, step_key, ended)
             found.append(unread)
             # Of the step before, which need not be waited for.
             if had_ended is not None and not isinstance(had_ended, jax.core.Tracer) and had_ended.all():
@@ -165,8 +166,7 @@ class AlibiLanguageModel(nnx.Module):
         return jnp.concatenate(found, axis=1)
 
 
-@partial(jax.jit, static_argnums=(0, 4), donate_argnums=3)
-def _extend(
+def _extended(
     graph: Any,
     state: Any,
     tokens: jax.Array,
@@ -184,3 +184,8 @@ def _extend(
     else:
         chosen = jax.random.categorical(key, rules.to_draw_from(jnp, logits))
     return *rules.followed(jnp, chosen[:, None].astype(tokens.dtype), ended), caches
+
+
+_extend = jax.jit(_extended, static_argnums=(0, 4))
+# Under jax.vmap the first caches have no mapped axis, and cannot become those that it returns, which JAX warns of.
+_extend_in_place = jax.jit(_extended, static_argnums=(0, 4), donate_argnums=3)
