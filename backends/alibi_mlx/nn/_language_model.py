@@ -18,7 +18,8 @@ class AlibiLanguageModel(nn.Module):
     One matrix embeds the tokens and reads out the logits. Its entries start with a variance of ``1 / embed_dim``, which
     gives logits of unit variance; embeddings are multiplied by ``sqrt(embed_dim)``, which gives them the same.
     ``config`` may ask for a head of its own, another scale of embeddings or logits, or the norm of embeddings.
-    mlx-lm runs the model as it is: ``mlx_lm.generate(model, tokenizer, prompt)``.
+    mlx-lm runs the model as it is: ``mlx_lm.generate(model, tokenizer, prompt)``, after ``model.eval()`` if it has
+    dropout. Its options ``max_kv_size`` and ``kv_bits`` are for caches of its own, and change nothing.
 
     Args:
         config: Shape of the model; must be causal.
