@@ -69,7 +69,7 @@ def test_any_number_of_batch_axes(backend: Backend, batch: tuple[int, ...]) -> N
         np.testing.assert_allclose(result, one, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("backend", [in_full(x) if "sdpa" in x.id else x for x in LAYER_BACKENDS])
+@pytest.mark.parametrize("backend", [x if "tiled" in x.id else in_full(x) for x in LAYER_BACKENDS])
 @pytest.mark.parametrize("arguments", first_of([{"q_offset": -1, "window_size": 3}, {}, {"is_causal": False}]), ids=str)
 def test_attention_compiles(backend: Backend, arguments: dict[str, Any]) -> None:
     inputs = backend.place(*tensors(2), np.asarray([0.5, 0.25, 0.3, 0.0, 1.0, 2.0**-8]), dtype="float32")

@@ -291,6 +291,7 @@ def test_dtypes_of_a_model_are_those_asked_for(options: dict[str, type]) -> None
     assert model.generate(tokens, 2).shape == (1, 6)
 
 
+@pytest.mark.full
 def test_generation_is_mapped_over_without_a_warning() -> None:
     config = alibi_jax.AlibiConfig(num_layers=1, embed_dim=8, num_heads=2)
     model, tokens = alibi_jax.AlibiLanguageModel(config, 11, rngs=nnx.Rngs(0)), jnp.asarray([[3, 1, 4], [1, 5, 9]])
