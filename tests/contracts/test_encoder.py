@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from alibi_core._arrays import checks
 from alibi_core._models.checkpoints import Checkpoint
 from alibi_core._models.encoders import ENCODERS
 from alibi_core.backend import POOLING
@@ -168,6 +169,7 @@ def test_arguments_that_do_not_fit_are_refused(backend: Backend, loaded: Any) ->
     ):
         with pytest.raises(error, match=message):
             encode(backend, model, tokens, **options)
+    checks.in_table("tokens", np.asarray([5.0]), 0)  # the size of a table that is divided among devices
     for number in (-1, 10**6):  # JAX would make NaN of them, MLX would read memory that is something else
         other = np.where(np.arange(70) == 1, number, tokens).astype(np.int32)
         for options in ({}, {"lengths": [2, 3, 4]}, {"mask": np.arange(210).reshape(3, 70) % 7 > 0}):
