@@ -228,8 +228,9 @@ def _jais_scale(settings: Settings, head_dim: int) -> float:
 
 def _jais_logit_scale(settings: Settings) -> float:
     """Return the factor of the logits: one number in the first Jais, two since."""
-    if settings.get("width_scale", default=None) is not None:
-        return settings.number("width_scale", default=1.0)
+    scale = settings.optional_number("width_scale")
+    if scale is not None:
+        return scale
     return settings.number("mup_output_alpha", default=1.0) * settings.number("mup_width_scale", default=1.0)
 
 
@@ -292,6 +293,7 @@ def mpt(settings: Settings, contract: str) -> Family:
     has_bias = not settings.switch("no_bias", default=True)
     if settings.switch("attention_bias", default=has_bias) != has_bias:
         raise settings.refuse("attention_bias", f"{has_bias} with no_bias {not has_bias}", UNKNOWN)
+    clips = attention.get("clip_qkv", default=0) != 0  # 0, too, is none
     window = attention.get("sliding_window_size", default=-1)
     if window != -1:
         checks.non_negative_int(attention.called("sliding_window_size"), window)
@@ -305,7 +307,7 @@ def mpt(settings: Settings, contract: str) -> Family:
         norm_bias=has_bias,
         slopes=tuple(slope_values(num_heads, bias_max=bias_max, contract="mpt")),
         scale=attention.optional_number("softmax_scale"),
-        clip_qkv=attention.optional_number("clip_qkv") if attention.get("clip_qkv", default=0) != 0 else None,
+        clip_qkv=attention.optional_number("clip_qkv") if clips else None,
         window_size=None if window == -1 else window,
         logit_scale=_mpt_logit_scale(settings, width) if is_trained else 1.0,
         **fields | {"max_len": settings.size("max_seq_len")},

@@ -100,12 +100,15 @@ class Settings:
 
     def get(self, *names: str, default: Any) -> Any:
         """Return the entry of the first name that is there and not null, else ``default``."""
-        return next((self.values[name] for name in names if self.values.get(name) is not None), default)
+        found = self._first(names)
+        return default if found is None else self.values[found]
 
     def called(self, *names: str) -> str:
         """Return what a message calls the entry that :meth:`get` returns."""
-        found = next((name for name in names if self.values.get(name) is not None), names[0])
-        return f"{found} in {self.place}"
+        return f"{self._first(names) or names[0]} in {self.place}"
+
+    def _first(self, names: tuple[str, ...]) -> str | None:
+        return next((name for name in names if self.values.get(name) is not None), None)
 
     def size(self, *names: str, default: int | None = None) -> int:
         """Return a positive integer, which must be there unless there is a default."""
@@ -131,11 +134,13 @@ class Settings:
         return checks.boolean(self.called(*names), self.get(*names, default=default))
 
     def number(self, *names: str, default: float) -> float:
-        return checks.positive_number(self.called(*names), self.get(*names, default=default))
+        found = self.optional_number(*names)
+        return float(default) if found is None else found
 
-    def optional_number(self, name: str) -> float | None:
+    def optional_number(self, *names: str) -> float | None:
         """Return a positive number, None where there is none."""
-        return None if self.values.get(name) is None else self.number(name, default=1.0)
+        value = self.get(*names, default=None)
+        return None if value is None else checks.positive_number(self.called(*names), value)
 
     def choice(self, name: str, known: Collection[str], *, default: str) -> str:
         """Return an entry that must be one of a few words."""

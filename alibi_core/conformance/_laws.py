@@ -643,7 +643,7 @@ def conduct(trial: Trial) -> None:
         if not is_right and is_answered(trial, name, trial.seed + 1):
             sentence = f"{name} is wrong where arrays are not contiguous: made as [batch, length, heads, head_dim]"
             caller.offences.setdefault(f"{name} strides", f"{sentence}, with axes 1 and 2 swapped")
-    for offence in trial.caller.offences.values():
+    for offence in caller.offences.values():
         raise CallError("returned", offence)
 
 

@@ -146,16 +146,14 @@ def beyond_sizes(
         limits = {} if case is None else {axis: _limit(is_right, case, axis) for axis in axes}
         if case is None or not any(limits.values()):
             return []
-        words = axes | ({"num_kv_heads": "key/value heads"} if case.sizes.group > 1 else {})
-        found += [
-            Diagnosis(
-                "wrong at a size", f"Results are wrong with {limit + 1} {words[axis]}, but not one more or fewer."
-            )
-            if is_right(case, axis, limit + 2)
-            else Diagnosis("wrong beyond a size", f"Results are wrong with more than {limit} {words[axis]}.")
-            for axis, limit in limits.items()
-            if limit
-        ]
+        for axis in (axis for axis in axes if limits[axis]):
+            limit, words = limits[axis], axes[axis]
+            if axis == "num_kv_heads" and case.sizes.group > 1:
+                words = "key/value heads"
+            key, where = "wrong beyond a size", f"more than {limit} {words}"
+            if is_right(case, axis, limit + 2):
+                key, where = "wrong at a size", f"{limit + 1} {words}, but not one more or fewer"
+            found.append(Diagnosis(key, f"Results are wrong with {where}."))
     return found
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from alibi_core.backend import POOLING, AlibiConfig, TextRows, check_config, checks, explains_keywords
-from alibi_jax.nn._transformer import AlibiTransformer, AttentionFactory, norm_layer, scaled
+from alibi_jax.nn._transformer import AlibiTransformer, AttentionFactory, is_traced, norm_layer, scaled
 
 LEAST_PACKED = 64  # tokens: shorter rows of packed texts all share a program
 
@@ -129,7 +129,7 @@ class AlibiEncoder(nnx.Module):
         checks.one_of("pooling", pooling, POOLING)
         checks.token_types(token_types, checks.tokens(tokens), self.config.token_types)
         arrays = {"tokens": tokens, "token_types": token_types}
-        if any(isinstance(x, jax.core.Tracer) for x in (*jax.tree.leaves(nnx.state(self)), lengths, mask, tokens)):
+        if is_traced(nnx.state(self), lengths, mask, tokens):
             return self._encode_padded(arrays, _text_of(tokens, lengths, mask), pooling)
         rows = TextRows.check(tuple(tokens.shape), _on_host(lengths), _on_host(mask))
         rows.check_in_table("tokens", tokens, self.embedding.num_embeddings)
@@ -183,7 +183,7 @@ def _without_dropout(graph: Any, state: Any) -> AlibiEncoder:
 
 def _text_of(tokens: jax.Array, lengths: Any, mask: Any) -> jax.Array:
     """Return where text is, ``[batch, length]``, of a call where some values are not known."""
-    if not any(isinstance(x, jax.core.Tracer) for x in (lengths, mask)):
+    if not is_traced(lengths, mask):
         return jnp.asarray(TextRows.check(tokens.shape, _on_host(lengths), _on_host(mask)).text)
     TextRows.check_form(tokens.shape, lengths, mask)
     if lengths is not None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from alibi_core.backend import AlibiConfig, Generation, check_config, checks, explains_keywords
-from alibi_jax.nn._transformer import AlibiTransformer, AttentionFactory, norm_layer, scaled
+from alibi_jax.nn._transformer import AlibiTransformer, AttentionFactory, is_traced, norm_layer, scaled
 
 
 class AlibiLanguageModel(nnx.Module):
@@ -152,15 +152,14 @@ class AlibiLanguageModel(nnx.Module):
         # The last token is never fed back, so the caches need no room for it.
         caches = self.transformer.make_caches(batch_size, length + max_new_tokens - 1)
         keys = [None] * max_new_tokens if key is None else jax.random.split(key, max_new_tokens)
-        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, tokens, key)))
-        extend = _extend if is_traced else _extend_in_place
+        extend = _extend if is_traced(state, tokens, key) else _extend_in_place
         found, unread, ended = [tokens], tokens, None
         for step, step_key in enumerate(keys, 1):
             had_ended = ended
             unread, ended, caches = extend(graph, state, unread, caches, rules, step_key, ended)
             found.append(unread)
             # Of the step before, which need not be waited for.
-            if had_ended is not None and not isinstance(had_ended, jax.core.Tracer) and had_ended.all():
+            if had_ended is not None and not is_traced(had_ended) and had_ended.all():
                 found.append(jnp.full((batch_size, max_new_tokens - step), rules.pad_token_id, tokens.dtype))
                 break
         return jnp.concatenate(found, axis=1)

@@ -40,6 +40,11 @@ def scaled(x: jax.Array, factor: float) -> jax.Array:
     return x if factor == 1 else x * factor
 
 
+def is_traced(*trees: Any) -> bool:
+    """Whether any array of these is traced, as under ``jax.jit``, so that nobody knows its values."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(trees))
+
+
 def norm_layer(config: AlibiConfig, features: int | None = None, **options: Any) -> nnx.Module:
     """Return a norm of so many features (default ``embed_dim``) as ``config`` describes it."""
     features = features or config.embed_dim
