@@ -54,28 +54,29 @@ def is_repetition(adapter: Any) -> bool:
     return adapter.name == "alibi_core[jax]" or (adapter.name == "alibi_jax[dense]" and adapter.dtype != "float32")
 
 
-def is_slow(adapter: Any, law: Any) -> bool:
-    """Whether JAX would compile for long what is its own: derivatives of the core's reference."""
-    derived = adapter.name == "alibi_jax[dense]" and law.function == "attention_grad"
-    return derived and settings().max_examples <= 100
-
-
 ADAPTERS = [x for x in (*in_libraries(), *installed_adapters(dtypes=None)) if not is_repetition(x)]
 
 
 # Of laws that JAX would compile for long, what others notice, too: those of one feature are in ``combined``, and
-# tests/contracts/test_tiled.py asks for some gradients, of losses of several kinds.
+# tests/contracts/test_tiled.py has long rows, and asks for some gradients, of losses of several kinds.
 REPEATED = (
     *("lengths", "offset", "symmetric", "asymmetric", "grouped", "window", "segments", "mask", "batch_slopes", "scale"),
-    *("large_gradients", "cotangents", "some_gradients"),
+    *("large", "large_gradients", "long", "long_decoding", "long_gradients", "independent"),
 )
+
+
+def is_slow(adapter: Any, law: Any) -> bool:
+    """Whether JAX would compile for long what is its own, derivatives of the reference, or what float32 tries, too."""
+    is_dense = adapter.name == "alibi_jax[dense]"
+    repeated = (is_dense or (adapter.name, adapter.dtype) == ("alibi_jax[tiled]", "bfloat16")) and law.name in REPEATED
+    return ((is_dense and law.function == "attention_grad") or repeated) and settings().max_examples <= 100
 
 
 def is_in_full(adapter: Any, law: Any) -> bool:
     """Whether it is no default, or of a dtype that adds little to others, or JAX's and held by other tests."""
     is_default = adapter.name.endswith("[tiled]") or adapter.name in ("alibi_core", "alibi_core[array_api_strict]")
     if adapter.name == "alibi_jax[tiled]":
-        return adapter.dtype != "float32" or law.name in REPEATED
+        return adapter.dtype != "float32" or law.name in (*REPEATED, "cotangents", "some_gradients")
     return not is_default or adapter.dtype not in ("float32", "bfloat16")
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
 
 from alibi_core import AttentionCall, slopes
 from alibi_core._call import HEADS_FIRST, LENGTH_FIRST
-from alibi_core.conformance._cases.oracle import U32, Attention, Rules, assert_within, penalties
+from alibi_core.conformance._cases.oracle import U32, Answer, Attention, Rules, assert_within, penalties
 from tests.support.frameworks import JAX, MLX, TORCH, Backend
 from tests.support.full import first_of, in_full
 
@@ -35,20 +36,27 @@ def result_of(backend: Backend, tensors: list[np.ndarray], added: np.ndarray) ->
     return backend.layout(backend.framework.numpy(result))
 
 
+@cache
+def case(q_len: int, kv_len: int) -> tuple[list[np.ndarray], np.ndarray, Answer]:
+    """Return query, key and value, what is added, and what is right."""
+    rng = np.random.default_rng(kv_len)
+    tensors = [rng.standard_normal((2, n, m, HEAD_DIM)) for n, m in ((HEADS, q_len), *[(KV_HEADS, kv_len)] * 2)]
+    added = 3 * rng.standard_normal((2, HEADS, kv_len))
+    added[:, :, 5] = 40.0  # a key that matters to all after it
+    bias = penalties(Rules(slopes(HEADS), kv_len - q_len), 2, HEADS, q_len, kv_len)
+    exact = [x.astype(np.float32).astype(np.float64) for x in (*tensors, added)]
+    answer = Attention(*exact[:3], bias=bias + exact[3][:, :, None], scale=HEAD_DIM**-0.5, dtype="float32")
+    return tensors, added, answer.output_without(U32)
+
+
 @pytest.mark.parametrize(("q_len", "kv_len"), first_of([(200, 1400), (40, 40), (1300, 1300), (1, 2000)]))
 @pytest.mark.parametrize(
     "backend", [in_full(x) if x.implementation in IN_FULL else x for x in BACKENDS], ids=lambda backend: backend.name
 )
 def test_added_bias_is_honoured_or_refused_by_name(backend: Backend, q_len: int, kv_len: int) -> None:
-    rng = np.random.default_rng(kv_len)
-    tensors = [rng.standard_normal((2, n, m, HEAD_DIM)) for n, m in ((HEADS, q_len), *[(KV_HEADS, kv_len)] * 2)]
-    added = 3 * rng.standard_normal((2, HEADS, kv_len))
-    added[:, :, 5] = 40.0  # a key that matters to all after it
+    tensors, added, expected = case(q_len, kv_len)
     if (backend.module, backend.implementation) in REFUSING:
         with pytest.raises(NotImplementedError, match=r"added_key_bias.*'dense'"):
             result_of(backend, tensors, added)
-        return
-    bias = penalties(Rules(slopes(HEADS), kv_len - q_len), 2, HEADS, q_len, kv_len)
-    exact = [x.astype(np.float32).astype(np.float64) for x in (*tensors, added)]
-    answer = Attention(*exact[:3], bias=bias + exact[3][:, :, None], scale=HEAD_DIM**-0.5, dtype="float32")
-    assert_within(result_of(backend, tensors, added), answer.output_without(U32))
+    else:
+        assert_within(result_of(backend, tensors, added), expected)

@@ -263,7 +263,7 @@ def test_a_query_that_needs_every_key_needs_all_however_few_it_is(backend: Backe
     assert np.isinf(earlier.horizons).all()
 
 
-@EACH
+@pytest.mark.parametrize("backend", without_jax(LIBRARIES))
 def test_a_heads_horizon_is_that_of_the_query_that_looks_farthest_back(backend: Backend) -> None:
     key, slopes = tensors(2000, batch=(1,), heads=(1, 1))[1], np.asarray([0.25], np.float32)
     nothing, one = np.zeros((2, 1, 1, 2000, 8))

@@ -10,7 +10,7 @@ import pytest
 
 from alibi_core.backend import AlibiConfig, Generation, namespace_of
 from tests.support.frameworks import FRAMEWORK, FRAMEWORKS, NAMES, Framework
-from tests.support.full import once_in_jax
+from tests.support.full import once_in_jax, without_jax
 from tests.support.models import Model, lively_model, make_module
 
 VOCAB_SIZE = 13
@@ -49,7 +49,7 @@ def test_the_likeliest_tokens_follow(name: str) -> None:
     assert generated(name, prompt, 0).shape == (3, 0)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", without_jax(NAMES))
 def test_rows_end_and_are_filled(name: str) -> None:
     prompt = prompts(3, 5)
     plain = generated("torch", prompt, 9)

@@ -100,7 +100,8 @@ def test_tokens_and_their_types_may_be_of_any_integer_type(name: str) -> None:
         return [framework.numpy(x) for x in (model(tokens), encoder(tokens, token_types=kinds), said, *encoded)]
 
     expected = results("int32")
-    for dtype in ("int8", "uint8", "int16", "uint16", "uint32", "int64", "uint64"):
+    every = ("int8", "uint32", "uint8", "int16", "uint16", "int64", "uint64")
+    for dtype in every[:2] if name == "jax" else every:  # for each of which JAX compiles all anew
         if has(framework, dtype):
             for got, wanted in zip(results(dtype), expected, strict=True):
                 np.testing.assert_array_equal(got, wanted, err_msg=dtype)

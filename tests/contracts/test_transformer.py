@@ -115,7 +115,7 @@ def test_max_len_is_no_limit_and_changes_nothing(name: str) -> None:
     assert np.array_equal(model(x), recorded(x))
 
 
-@EACH
+@pytest.mark.parametrize("name", without_jax(NAMES))
 def test_mask_and_segments_reach_every_block(name: str) -> None:
     model, x = transformer(name), normal(2, 13, 28)
     ids = np.repeat((np.arange(13) >= 5)[None].astype(np.int32), 2, axis=0)
@@ -267,7 +267,7 @@ def test_each_token_is_drawn_by_itself(name: str) -> None:
     assert len(set(drawn.tolist())) > 15  # of 31 equally likely ones
 
 
-@EACH
+@pytest.mark.parametrize("name", without_jax(NAMES))
 def test_generate_turns_dropout_off_for_itself(name: str) -> None:
     model, prompt = lively(name, dropout=0.5), tokens(2, 5)
     assert np.array_equal(model.generate(prompt, 9), model.generate(prompt, 9))

@@ -170,9 +170,9 @@ EAGER = [*((contract, "float32", False) for contract in ("exact", *CONTRACTS))]
 EAGER += [("bloom", "float16", False), ("falcon", "bfloat16", False)]
 COMPILED = [("bloom", "bfloat16", True), ("exact", "float32", True), ("falcon", "float16", True)]
 COMPILED += [("mpt", "float32", True)]
-# Programs of PyTorch and JAX take long to make: of all but the first, each is left to make test-full.
+# Programs take long to make: all but the first of JAX and MLX are left to make test-full.
 MADE = once_in_jax(COMPILERS, COMPILED)
-MADE = [in_full(x) if x.id.endswith("torch") and x.values[1] != "bloom" else x for x in MADE]
+MADE = [in_full(x) if x.id.endswith("torch") or x.values[1] != "bloom" else x for x in MADE]
 EVERYWHERE = [*MADE, *once_in_jax(FRAMEWORKS, EAGER)]
 EVERYWHERE = [x for x in EVERYWHERE if x.values[2] in x.values[0].dtypes]
 

@@ -52,8 +52,7 @@ def learnable(length: int, is_causal: bool) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("wanted", "reduce", "dtype"),
-    [(("query",), "sum", torch.float32), (("key",), "mean", torch.float32), (NAMES, "sum", torch.bfloat16)],
-    ids=str,
+    first_of([(("query",), "sum", torch.float32), (("key",), "mean", torch.float32), (NAMES, "sum", torch.bfloat16)]),
 )
 def test_gradients_of_a_compiled_loss(wanted: tuple[str, ...], reduce: str, dtype: torch.dtype) -> None:
     torch._dynamo.reset()
@@ -729,7 +728,7 @@ def test_packed_sequences_are_computed_one_by_one(is_causal: bool) -> None:
 # --- Padded texts --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window_size", [None, 50])
+@pytest.mark.parametrize("window_size", first_of([50, None]))
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("length", [200, 512, pytest.param(511, marks=pytest.mark.full)])
 def test_padding_on_either_side_is_left_out(length: int, is_causal: bool, window_size: int | None) -> None:
