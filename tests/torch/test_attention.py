@@ -10,11 +10,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import array_api_compat.torch as xp  # noqa: E402
+from torch._subclasses import FakeTensor, FakeTensorMode  # noqa: E402
+
 import alibi_core  # noqa: E402
 import alibi_torch  # noqa: E402
+from alibi_core import AttentionCall  # noqa: E402
 from alibi_torch import AlibiAttention, AlibiBias  # noqa: E402
+from alibi_torch._dispatch import refusal  # noqa: E402
 
 IMPLEMENTATIONS = ["tiled", "sdpa", "dense"]
+ON_A_GPU = ["sdpa", "dense"]  # of these, those that run there; FlexAttention has tests of its own
 
 
 def tensors(*lengths: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
@@ -131,9 +137,18 @@ def test_strided_inputs_are_fine(implementation: str) -> None:
     torch.testing.assert_close(alibi_torch.attention(*strided, implementation=implementation), expected)
 
 
+@pytest.mark.parametrize("implementation", ON_A_GPU)
+def test_what_is_compared_on_a_gpu_is_not_refused_there(implementation: str) -> None:
+    inputs = tensors(5, 7)
+    call = AttentionCall.check(*inputs, xp=xp)
+    mode = FakeTensorMode()
+    on_gpu = [FakeTensor(mode, x.to("meta"), torch.device("cuda", 0)) for x in inputs]  # needs no GPU
+    assert refusal(implementation, call, *on_gpu) is None
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ON_A_GPU)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_a_gpu_agrees_with_the_cpu(implementation: str, dtype: torch.dtype) -> None:
     inputs = tensors(5, 7, dtype=dtype)
