@@ -82,3 +82,14 @@ def test_kernels_are_compiled_without_a_gpu():
     (kernel,) = compiled(Subject(90, "forward", 8, 64))
     assert len(kernel["loops"]) == 2
     assert all(loop["product"] == "wgmma" and not loop["spills"] for loop in kernel["loops"])
+
+
+@pytest.mark.research
+def test_what_pretends_to_be_a_gpu_starts_no_pool_of_compilers():
+    pytest.importorskip("triton")
+    import torch._inductor.config as config
+
+    from benchmarks.research.cuda_static.compile import _said_to_be_there
+
+    with _said_to_be_there(90):
+        assert config.compile_threads == 1

@@ -182,6 +182,7 @@ def _said_to_be_there(architecture: int) -> Iterator[None]:
         "torch.cuda.get_device_capability": lambda *_: (major, minor),
         "torch.cuda.get_device_properties": lambda *_: properties,
         "torch.version.cuda": "13.0",
+        "torch._inductor.config.compile_threads": 1,  # a pool of workers may outlast what it was started for
         "torch._inductor.scheduler.has_triton": lambda: True,
         "torch._inductor.runtime.triton_helpers.set_driver_to_gpu": lambda: None,
         "torch._inductor.runtime.hints.DeviceProperties.create": lambda *_: device,
