@@ -449,6 +449,18 @@ def test_slopes_on_a_gpu_are_kept() -> None:
     assert not first.is_inference()  # else nothing could be differentiated by what meets it
 
 
+def test_a_cache_on_a_gpu_takes_the_slopes_that_are_kept_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Those of the host would be copied for each token, which waits for the GPU, and no CUDA graph may do it.
+    asked_for = []
+    monkeypatch.setattr("alibi_torch.caches._kv_cache.resident", lambda *given: asked_for.append(given) or SLOPES)
+    query, key, value = tensors((1, 300), dtype=torch.float64)
+    cache = alibi_torch.KVCache(BATCH, KV_HEADS, 300, HEAD_DIM, dtype=torch.float64)
+    cache.append(key, value)
+    expected = alibi_torch.attention(query, key, value, SLOPES.double(), implementation="dense")
+    torch.testing.assert_close(cache.attend(query, implementation="dense"), expected)
+    assert [slopes for slopes, _ in asked_for] == [None]
+
+
 def test_a_few_blocks_on_a_gpu_are_all_visited() -> None:
     with FakeTensorMode():
         calls = [check(*torch.empty(3, 1, 4, n, 16, device="cuda").unbind(), 4) for n in (2048, 4096)]

@@ -27,7 +27,7 @@ from alibi_core.backend import (
     positive_int,
 )
 from alibi_torch._attention import run
-from alibi_torch._dispatch import IMPLEMENTATIONS, memory, needs_gradients, no_autocast
+from alibi_torch._dispatch import IMPLEMENTATIONS, memory, needs_gradients, no_autocast, resident
 from alibi_torch._tiled import KeyNorms, is_short, norm_bounds, of_lengths, step
 
 BLOCK = 128  # keys that one bound of their norms is kept for
@@ -253,7 +253,7 @@ class KVCache:
         known = known and (KVCache, known)
         call = memory.recalled(known)
         if call is None:
-            call = AttentionCall.check(query, key, value, slopes, xp=xp, **rules)
+            call = AttentionCall.check(query, key, value, resident(slopes, query), xp=xp, **rules)
             call = call if known is None or call.is_empty else memory.keep(known, memory.own(call))
         if known is not None:
             check_span(self.length, query.shape[2])
