@@ -1,20 +1,22 @@
 """What is there to learn of an NVIDIA GPU in nine minutes? All that this project wants to know of one, in order.
 
-  tests      pytest -m cuda;
-  numerics   each implementation against float64, results and gradients, and whether two runs give the same bits;
-  attention  forward, backward and decoding, 2,048 to 65,536 tokens, 32 heads of 128, bfloat16, causal, beside each
+  attention  forward, decoding and backward, 2,048 to 65,536 tokens, 32 heads of 128, bfloat16, causal, beside each
              kernel of scaled_dot_product_attention, a dense bias and flash-attn;
-  symmetric  the same of the symmetric form;
-  narrow     the same of 8 heads of 64, both forms;
+  numerics   each implementation against float64, results and gradients, and whether two runs give the same bits;
+  tests      pytest -m cuda;
+  tuning     the same calls run in other ways: as a CUDA graph, compiled whole, with other blocks of the kernels;
+  symmetric  the times of the symmetric form;
+  narrow     those of 8 heads of 64, both forms;
   score_mod  FlexAttention with a score_mod and no blocks, beside all that;
-  tuning     the same calls run in other ways: compiled whole, as a CUDA graph, with other blocks of the kernels;
   models     layers of BLOOM-560m's and MPT-7B's shape, as they are and accelerated, and compiled whole;
   jax        the same attention in JAX;
   kernels    what the compilers say of the kernels: registers, spills, shared memory (runs nothing).
 
 Each step is a process of its own, with compiler caches of its own, so that first calls are cold; it has a budget of
 seconds and gives what it leaves to those after it. After every figure all figures are written, so a run that is ended
-loses none; what fails or is left out is written with its reason, and a GPU that has crashed ends its step alone.
+loses none; what fails or is left out is written with its reason, and a GPU that has crashed ends its step alone. At the
+end a table says what is asked of attention, and what was measured. Compilers take most of the time: where there is more
+of it than nine minutes, let one run do attention, numerics and tests, and another the rest (--only).
 With --dry-run all of it runs in small on the CPU. It needs NumPy, array-api-compat, PyTorch, hypothesis, rich and
 safetensors; each step says what else it lacks. No installation is needed, and a package that is missing may lie in a
 folder: PYTHONPATH=.:backends:FOLDER python -m benchmarks.cuda_session --output DIR
@@ -47,6 +49,7 @@ ROOT = Path(__file__).parents[1]
 SECONDS = 535
 LONGEST_CHECKED = 16_384  # tokens of what is timed: float64 takes ten seconds over more
 GPU = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,power.limit,temperature.gpu"
+OURS = "alibi_torch"
 RESULT = r"\b(PASSED|FAILED|ERROR|SKIPPED)\b"  # of a test, in a line of pytest -v
 Row = dict[str, Any]
 
@@ -82,7 +85,8 @@ def tests(scope: Scope) -> Iterator[Row]:
     command += ["tests/torch/test_flex.py", "tests/torch/test_attention.py"]
     if scope.device == "cuda" and importlib.util.find_spec("xdist"):
         command += ["-n", "12", "--dist", "worksteal"]
-    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # there are as many processes as cores
+    # There are as many processes as cores.
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     files = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, **files)
     log = ""
@@ -109,16 +113,19 @@ def numerics(scope: Scope) -> Iterator[Row]:
     from benchmarks.attention import Reference, Shape, errors_of_gradients, load
 
     backend = load("torch", scope.device)
-    cases = list(itertools.product(("bfloat16",), (True, False), ((4, 128), (8, 64))))
-    cases += itertools.product(("float32", "float16"), (True, False), ((8, 64),))
-    for dtype, is_causal, (num_heads, head_dim) in cases:
-        shape = Shape(num_heads, head_dim, scope.checked, dtype)
+    long = 4 * scope.checked  # of fewer blocks FlexAttention leaves out none, and has no plan that could be wrong
+    cases = [("bfloat16", is_causal, (4, 128), long) for is_causal in (True, False)]
+    cases += itertools.product(("bfloat16",), (True, False), ((4, 128), (8, 64)), (scope.checked,))
+    cases += itertools.product(("float32", "float16"), (True, False), ((8, 64),), (scope.checked,))
+    for dtype, is_causal, (num_heads, head_dim), length in cases:
+        shape = Shape(num_heads, head_dim, length, dtype)
         tensors = backend.tensors(shape, backward=True)
         every = np.arange(shape.length)
         form = {"is_causal": is_causal}
         reference = Reference.of(tensors, every, backend.as_float64, **form)
         plain = Reference.of(tensors, every, backend.as_float64, has_bias=False, **form)
-        subjects = [(each, reference) for each in backend.implementations(is_causal)]
+        ours = backend.implementations(is_causal)
+        subjects = [(each, reference) for each in ours if length < long or each.name.endswith("flex")]
         subjects += [(each, plain) for each in backend.everyone(is_causal) if each.name == "SDPA FLASH, no positions"]
         for contestant, exact in subjects:
             row = {"name": contestant.name, "form": _form(is_causal), **_of(shape)}
@@ -146,8 +153,10 @@ def attention(scope: Scope, heads: slice = slice(1), forms: Sequence[bool] = (Tr
 
     backend, scope = load("torch", scope.device), replace(scope, heads=scope.heads[heads])
     for is_causal in forms:
-        yield from _passes(scope, backend, is_causal, backend.everyone(is_causal)[:-1])
+        contestants = backend.everyone(is_causal)[:-1]
+        yield from _passes(scope, backend, is_causal, contestants, (False,))
         yield from _decoding(scope, backend) if is_causal else ()
+        yield from _passes(scope, backend, is_causal, contestants, (True,))
 
 
 def score_mod(scope: Scope) -> Iterator[Row]:
@@ -181,14 +190,15 @@ def tuning(scope: Scope) -> Iterator[Row]:
     import torch
 
     import alibi_core
-    from alibi_torch import attention
+    from alibi_torch import KVCache, attention
     from benchmarks.attention import Shape, load
 
-    backend, heads = load("torch", scope.device), scope.heads[0]
-    far, long, short = (scope.lengths[i % len(scope.lengths)] for i in (-1, -2, 1))
+    backend, heads, lengths = load("torch", scope.device), scope.heads[0], scope.lengths[::-1]
     both = "forward and backward"
-    subjects = (("forward", far), (both, long), ("decode", far), ("forward", short), (both, short), ("forward", long))
-    for kind, length in dict.fromkeys(subjects):  # so that each is asked about once before the time is over
+    subjects = [("decode", lengths[0], False), *itertools.product(("forward", both), lengths, (False,))]
+    # What has to be compiled again for each way comes after all that has not.
+    subjects += ("forward", lengths[0], True), (both, lengths[1 % len(lengths)], True), ("decode", lengths[0], True)
+    for kind, length, is_compiled in subjects:
         shape = Shape(*heads, length, "bfloat16")
         *tensors, grad = backend.tensors(shape, backward=True)
         tensors[0] = tensors[0][:, :, -1:] if kind == "decode" else tensors[0]
@@ -202,11 +212,18 @@ def tuning(scope: Scope) -> Iterator[Row]:
         leaves = [x.detach().requires_grad_(learns) for x in tensors]
         way = partial(_way, leaves=leaves, grad=grad if learns else None)
         ways = {"as it is": (way(attend), {})}
-        ways["nothing measured"] = way(partial(attend, tolerance=0.0)), {}  # what the plan costs, and what it saves
-        if scope.device == "cuda":
+        if not is_compiled:
+            ways["nothing measured"] = way(partial(attend, tolerance=0.0)), {}  # what the plan costs, and saves
+        elif scope.device == "cuda":
             ways["compiled whole"] = way(torch.compile(attend, fullgraph=True, dynamic=False)), {}
+        if kind == "decode":
+            cache = KVCache(shape.batch, heads[0], length, heads[1], device=scope.device, dtype=tensors[1].dtype)
+            cache.append(*tensors[1:])
+            ways["with a cache"] = way(lambda query, *_, cache=cache, slopes=slopes: cache.attend(query, slopes)), {}
+        if scope.device == "cuda":
             ways |= {f"{name}, as a graph": (partial(_graph, call), {}) for name, (call, _) in list(ways.items())}
-            ways |= {f"{each}, as a graph": (partial(_graph, way(attend)), each) for each in OPTIONS[kind]}
+            others = OPTIONS[kind] if is_compiled else ()
+            ways |= {f"{each}, as a graph": (partial(_graph, way(attend)), each) for each in others}
         expected = None
         for name, (call, options) in ways.items():
             if scope.is_over:
@@ -333,27 +350,29 @@ def kernels(scope: Scope) -> Iterator[Row]:
 
 
 STEPS: dict[str, tuple[Callable[[Scope], Iterator[Row]], int]] = {
-    "tests": (tests, 105),
-    "numerics": (numerics, 60),
-    "attention": (attention, 70),
-    "symmetric": (partial(attention, forms=(False,)), 30),
-    "narrow": (partial(attention, heads=slice(-1, None), forms=(True, False)), 40),
-    "score_mod": (score_mod, 30),
-    "tuning": (tuning, 100),
-    "models": (models, 45),
-    "jax": (jax, 45),
-    "kernels": (kernels, 10),
+    "attention": (attention, 150),
+    "numerics": (numerics, 70),
+    "tests": (tests, 90),
+    "tuning": (tuning, 90),
+    "symmetric": (partial(attention, forms=(False,)), 25),
+    "narrow": (partial(attention, heads=slice(-1, None), forms=(True, False)), 30),
+    "score_mod": (score_mod, 20),
+    "models": (models, 25),
+    "jax": (jax, 30),
+    "kernels": (kernels, 5),
 }
 
 
 # --- What steps share -------------------------------------------------------------------------------------------------
 
 
-def _passes(scope: Scope, backend: Any, is_causal: bool, contestants: Sequence[Any]) -> Iterator[Row]:
+def _passes(
+    scope: Scope, backend: Any, is_causal: bool, contestants: Sequence[Any], backwards: Sequence[bool] = (False, True)
+) -> Iterator[Row]:
     """Yield a row for each contestant, at each length, forward and backward."""
     from benchmarks.attention import Shape, sample
 
-    for (num_heads, head_dim), backward, length in itertools.product(scope.heads, (False, True), scope.lengths):
+    for (num_heads, head_dim), backward, length in itertools.product(scope.heads, backwards, scope.lengths):
         if scope.is_over:
             return
         shape = Shape(num_heads, head_dim, length, "bfloat16")
@@ -374,6 +393,8 @@ def _passes(scope: Scope, backend: Any, is_causal: bool, contestants: Sequence[A
                 row["prepared"] = time.perf_counter() - start  # JAX compiles here, PyTorch in the first call
                 row |= {"planned_bytes": backend.planned} if hasattr(backend, "planned") else {}
                 row |= _timed(scope, backend, call)
+                if contestant.name == OURS:
+                    row["same_bits"] = _are_equal(call(), call())
                 if not backward and length <= LONGEST_CHECKED:
                     row["error"] = asdict(exact(contestant.name).error(call()))
             except Exception as error:
@@ -438,8 +459,18 @@ def _timed(scope: Scope, backend: Any, call: Callable[[], Any]) -> Row:
     row["host"] = time.perf_counter() - start  # until all is asked for, which a GPU may still have to do
     del result
     if scope.device == "cuda" and hasattr(backend, "peak"):
+        ahead = min(2 * row["host"] + 1e-4, 0.05)
+        row["gpu_seconds"] = statistics.median(backend.seconds(call, ahead) for _ in range(min(count, 10)))
         row["peak_bytes"] = backend.peak(call)  # its result too; nothing for a graph, which keeps all it needs
     return row
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    """Return whether two results in PyTorch, or two sequences of gradients, have the same bits."""
+    import torch
+
+    pairs = [(first, second)] if isinstance(first, torch.Tensor) else zip(first, second, strict=True)
+    return all(torch.equal(x, y) for x, y in pairs)
 
 
 def _of(shape: Any) -> Row:
@@ -470,7 +501,83 @@ def _crash() -> str:
 
 def _reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' / '.join([*lines[:1], *lines[-2:]])[:600]}"
+    return f"{type(error).__name__}: {' / '.join(dict.fromkeys([*lines[:1], *lines[-2:]]))[:600]}"
+
+
+# --- What is asked ----------------------------------------------------------------------------------------------------
+
+# By pass and tokens: how many times as fast as the fastest kernel of scaled_dot_product_attention with no positions.
+SPEEDS = {
+    **{("forward", tokens): least for tokens, least in ((2048, 1.0), (4096, 2.0), (16_384, 5.0), (65_536, 15.0))},
+    **{
+        ("forward and backward", tokens): least
+        for tokens, least in ((2048, 0.9), (4096, 1.8), (16_384, 4.5), (65_536, 13.0))
+    },
+    ("decode", 65_536): 20.0,
+}
+MOST_ERROR = 1.1  # beside that kernel's own
+MOST_GROWTH = 2.0  # of the memory of a token, from one length to four times that: 1 where it is linear, 4 where not
+
+
+def bars(steps: Row) -> list[Row]:
+    """Return what is asked of attention, and what was measured of it: None where there is no figure."""
+    places: dict[tuple[str, int], list[Row]] = {}
+    for row in steps.get("attention", {}).get("rows", ()):
+        places.setdefault((row["pass"], row["tokens"]), []).append(row)
+    found = [_speed(place, least, places.get(place, [])) for place, least in SPEEDS.items()]
+    for (kind, tokens), rows in places.items():
+        ours, plain = _ours(rows), _fastest(rows, "seconds")
+        if "error" in ours and "error" in plain:
+            ratio = ours["error"]["relative"] / plain["error"]["relative"]
+            found.append(_bar(f"error, {kind}, {tokens:,} tokens", MOST_ERROR, ratio, plain["name"]))
+        fewer = _ours(places.get((kind, tokens // 4), []))
+        if "peak_bytes" in ours and "peak_bytes" in fewer and kind != "decode":
+            ratio = ours["peak_bytes"] / tokens / (fewer["peak_bytes"] / fewer["tokens"])
+            found.append(_bar(f"memory of a token, {kind}, {tokens:,}", MOST_GROWTH, ratio, f"{tokens // 4:,} tokens"))
+    rows = [row for name in ("attention", "numerics") for row in steps.get(name, {}).get("rows", ())]
+    ours = [row for row in rows if row.get("name") in (OURS, f"{OURS}, flex")]
+    equal = [row[name] for row in ours for name in ("same_bits", "same_bits_of_gradients") if name in row]
+    share = sum(equal) / len(equal) if equal else None
+    return [*found, _bar("share of calls with the same bits twice", 1.0, share, f"{len(equal)} calls", is_least=True)]
+
+
+def _speed(place: tuple[str, int], least: float, rows: Sequence[Row]) -> Row:
+    """Return how many times as fast a pass is: as it is called, and for the GPU alone, which the host runs ahead of."""
+    ours = _ours(rows)
+    ratios: list[float | None] = []
+    for clock in ("seconds", "gpu_seconds"):
+        plain = _fastest(rows, clock)
+        ratios.append(plain[clock] / ours[clock] if plain and clock in ours else None)
+    name = _fastest(rows, "seconds").get("name", "")
+    found = _bar(f"times as fast, {place[0]}, {place[1]:,} tokens", least, ratios[0], name, is_least=True)
+    return found | {"gpu_alone": ratios[1]}
+
+
+def _ours(rows: Sequence[Row]) -> Row:
+    return next((row for row in rows if row["name"] in (OURS, "our cache")), {})
+
+
+def _fastest(rows: Sequence[Row], clock: str) -> Row:
+    """Return the row of the fastest attention with no positions."""
+    plain = [x for x in rows if x["name"].startswith("SDPA") and x["name"].endswith("no positions") and clock in x]
+    return min(plain, key=lambda row: row[clock], default={})
+
+
+def _bar(what: str, bar: float, measured: float | None, beside: str, is_least: bool = False) -> Row:
+    is_met = None if measured is None else (measured >= bar if is_least else measured <= bar)
+    return {"what": what, "bar": bar, "is_least": is_least, "measured": measured, "beside": beside, "is_met": is_met}
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """Return bars as text."""
+    verdicts = {True: "met", False: "MISSED", None: "not measured"}
+    lines = [f"{'':<50} {'bar':>7} {'measured':>9} {'GPU alone':>9}"]
+    for row in rows:
+        numbers = ("" if x is None else f"{x:.2f}" for x in (row["measured"], row.get("gpu_alone")))
+        bar = f"{'>=' if row['is_least'] else '<='} {row['bar']:g}"
+        cells = " ".join(f"{number:>9}" for number in numbers)
+        lines.append(f"{row['what']:<50} {bar:>7} {cells}  {verdicts[row['is_met']]:<12}  {row['beside']}".rstrip())
+    return "\n".join(lines)
 
 
 # --- The run ----------------------------------------------------------------------------------------------------------
@@ -554,9 +661,11 @@ def _session(names: Sequence[str], path: Path, seconds: float, is_dry: bool) -> 
         results = json.loads(path.read_text(encoding="utf-8"))
         found = results["steps"].setdefault(name, {"rows": []})
         found |= ended
+        results["bars"] = bars(results["steps"])
         _write(path, results)
         reason = found.get("skipped") or (found.get("failed") or found.get("cut") or "done").strip().splitlines()[-1]
         print(f"  {len(found['rows'])} rows, {reason}", flush=True)
+    print(_table(bars(results["steps"])))
     print(f"Written to {path}")
     steps = results["steps"].values()
     return int(any(found.get("failed") for step in steps for found in (step, *step["rows"])))
@@ -604,4 +713,6 @@ def _machine() -> Row:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # not by way of what compilers and GPUs do at the end, which may take minutes

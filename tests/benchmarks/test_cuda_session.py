@@ -28,7 +28,90 @@ def test_every_step_runs_on_a_cpu_or_says_why_not(tmp_path):
         assert step["rows"], name
         assert not step.get("skipped"), step
         assert all(row.keys() & {"seconds", "error", "skipped", "tests"} for row in step["rows"]), name
-    assert any(row["name"] == "alibi_torch" and "seconds" in row for row in steps["attention"]["rows"])
+    rows = steps["attention"]["rows"]
+    assert any(row["name"] == "alibi_torch" and "seconds" in row and row["same_bits"] for row in rows)
+    assert list(dict.fromkeys(row["pass"] for row in rows)) == ["forward", "decode", "forward and backward"]
+    assert {row["tokens"] for row in steps["numerics"]["rows"]} == {64, 256}
+    assert json.loads((tmp_path / "cuda-session.json").read_text())["bars"]
+
+
+def test_gradients_are_checked_where_keys_are_left_out():
+    from alibi_torch._flex.mask import BLOCK, FEW_BLOCKS
+
+    assert 4 * (4 * cuda_session.Scope.checked // BLOCK) ** 2 > FEW_BLOCKS  # four heads
+
+
+def test_what_a_process_does_at_its_end_costs_a_step_no_time(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import atexit, time\natexit.register(time.sleep, 300)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    path = tmp_path / "found.json"
+    path.write_text('{"steps": {}}')
+    assert "cut" not in cuda_session._step("kernels", path, 60.0, True)
+    assert json.loads(path.read_text())["steps"]["kernels"]["rows"]
+
+
+def test_processes_of_tests_have_a_thread_each(monkeypatch):
+    started = {}
+
+    def start(command, env, **_):
+        started.update(env)
+        return mock.Mock(stdout=["x PASSED"], wait=lambda: 0)
+
+    monkeypatch.setattr(cuda_session.subprocess, "Popen", start)
+    *_, last = cuda_session.tests(cuda_session.Scope("cuda", 0.0))
+    assert last["tests"] == {"passed": 1}
+    assert started["OMP_NUM_THREADS"] == started["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
+
+
+def test_a_gpu_is_timed_with_the_host_ahead_of_it(monkeypatch):
+    import torch
+
+    from benchmarks.attention.backends.torch import Torch
+
+    said = []
+    event = mock.Mock(record=lambda: said.append("event"), elapsed_time=lambda _: 5.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: said.append("wait"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: said.append(cycles))
+    backend = Torch("cpu")
+    backend.device = "cuda"
+    assert backend.seconds(lambda: said.append("call"), 1e-3) == 5e-3
+    assert said == ["wait", 2_000_000, "event", "call", "event", "wait"]
+    del said[:]
+    backend.seconds(lambda: said.append("call"))
+    assert said == ["wait", "event", "call", "event", "wait"]
+
+
+def of_a_pass(name, seconds, tokens=65_536, kind="forward", **figures):
+    return {"name": name, "pass": kind, "tokens": tokens, "seconds": seconds, **figures}
+
+
+def test_what_is_asked_is_beside_what_was_measured():
+    ours, error = "alibi_torch", {"relative": 2e-3}
+    rows = [
+        of_a_pass(ours, 2.0, gpu_seconds=1.0, same_bits=True, error={"relative": 3e-3}, peak_bytes=500),
+        of_a_pass("SDPA FLASH, no positions", 50.0, gpu_seconds=40.0),
+        of_a_pass("SDPA, no positions", 28.0, gpu_seconds=41.0, error=error),
+        of_a_pass("SDPA, dense bias", 1.0),
+        of_a_pass(ours, 1.0, 16_384, same_bits=False, peak_bytes=100),
+        {"name": "SDPA CUDNN, no positions", "pass": "forward", "tokens": 16_384, "skipped": "no such kernel"},
+        of_a_pass("our cache", 1.0, kind="decode"),
+        of_a_pass("SDPA, no positions", 21.0, kind="decode"),
+    ]
+    found = {row["what"]: row for row in cuda_session.bars({"attention": {"rows": rows}, "jax": {"rows": rows}})}
+    forward = found["times as fast, forward, 65,536 tokens"]
+    assert (forward["measured"], forward["gpu_alone"], forward["is_met"]) == (14.0, 40.0, False)
+    assert forward["beside"] == "SDPA, no positions"
+    assert found["times as fast, decode, 65,536 tokens"]["is_met"]
+    assert found["times as fast, forward, 16,384 tokens"]["is_met"] is None
+    assert not found["error, forward, 65,536 tokens"]["is_met"]  # 1.5 times
+    assert found["memory of a token, forward, 65,536"]["measured"] == 1.25
+    assert found["share of calls with the same bits twice"]["measured"] == 0.5
+    bars = [row["bar"] for row in found.values() if row["what"].startswith("times")]
+    assert bars == [1.0, 2.0, 5.0, 15.0, 0.9, 1.8, 4.5, 13.0, 20.0]
+    lines = cuda_session._table(list(found.values())).splitlines()
+    assert "14.00     40.00  MISSED" in next(line for line in lines if line.startswith(forward["what"]))
+    assert cuda_session.bars({})[0]["measured"] is None
 
 
 def test_a_session_is_over_in_time_and_says_what_was_cut(tmp_path):
