@@ -287,7 +287,7 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> Ke
     side = tolerance if call.is_causal else tolerance / 2
     q_starts, kv_starts = arange(xp, q_blocks, device) * bounds.q_block, arange(xp, kv_blocks, device) * bounds.kv_block
     q_ends, kv_ends = (
-        xp.where(starts + block < n, starts + block, asarray(xp, n, starts.dtype, device)) - 1  # of the last token
+        least(xp, starts + block, asarray(xp, n, starts.dtype, device)) - 1  # of the last token
         for starts, block, n in ((q_starts, bounds.q_block, call.q_len), (kv_starts, bounds.kv_block, call.kv_len))
     )
     offset = call.q_offset[..., None, None] if call.has_offset_array else call.q_offset  # [*batch, 1 (heads), 1] or int
@@ -420,12 +420,21 @@ def or_endless(xp: Namespace, sizes: Any) -> Any:
 
 def least(xp: Namespace, one: Any, other: Any) -> Any:
     """Return the smaller; ``one`` where that cannot be told."""
-    return xp.where(one > other, other, one)
+    return one.clamp(max=other) if _is_clamped(xp, one) else xp.where(one > other, other, one)
 
 
 def _most(xp: Namespace, one: Any, other: Any) -> Any:
-    return xp.where(one < other, other, one)
+    return one.clamp(min=other) if _is_clamped(xp, one) else xp.where(one < other, other, one)
 
 
 def nonnegative(xp: Namespace, array: Any) -> Any:
-    return xp.where(array < 0, xp.zeros_like(array), array)
+    return array.clamp(min=0) if _is_clamped(xp, array) else xp.where(array < 0, xp.zeros_like(array), array)
+
+
+def _is_clamped(xp: Namespace, array: Any) -> bool:
+    """Whether an array is compared by one operation, of PyTorch's integers.
+
+    For GPUs its compiler works out an operation's arguments anew for each time that they are used. Compared and then
+    chosen from they are used twice: of twenty such steps, one behind the other, it made a hundred thousand.
+    """
+    return library_name(xp) == "torch" and array.dtype in (xp.int32, xp.int64)

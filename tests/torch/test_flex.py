@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 import array_api_compat.torch as xp  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -283,6 +284,24 @@ def test_planning_reads_nothing_from_the_device(lengths: tuple[int, int], argume
     call = check(query, key, value, **moved(arguments, "meta"))
     with NoTransfers():
         assert plan(call, query, key).kv_indices.device.type == "meta"
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_what_the_plan_works_out_is_used_seldom(is_causal: bool) -> None:
+    # PyTorch's compiler for GPUs works out the arguments of small operations anew for each use: once it took a minute.
+    query, key, value = tensors((1000, 1000))
+    call = check(query, key, value, is_causal=is_causal, tolerance=0.0)
+
+    def lists(query: torch.Tensor, key: torch.Tensor) -> list[torch.Tensor]:
+        mask = plan(call, query, key)
+        return [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
+
+    works: dict[Any, int] = {}
+    for node in make_fx(lists)(query, key).graph.nodes:
+        used: list[Any] = []
+        torch.fx.map_arg((node.args, node.kwargs), used.append)
+        works[node] = 1 + sum(works[each] for each in used)
+    assert max(works.values()) < 20_000
 
 
 def moved(arguments: dict[str, Any], device: str) -> dict[str, Any]:
