@@ -60,7 +60,8 @@ def _prepare(options: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[Any]
 def _kernels(subject: Subject) -> list[dict[str, Any]]:
     graphs = _traced(subject)
     with _said_to_be_there(subject.architecture):
-        code = _triton(*graphs["backward" if subject.kind == "backward" and not subject.is_plan else "forward"])
+        which = "backward" if subject.kind == "backward" and not subject.is_plan else "forward"
+        code = _triton(*graphs[which], is_backward=which == "backward")
         named = re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.S)
         chosen = [(name, source) for name, source in named if name.startswith("triton_tem") != subject.is_plan]
         return [_compiled_kernel(subject.architecture, *each) for each in chosen]
@@ -201,7 +202,7 @@ def _answering(answers: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def _triton(graph: Any, inputs: list[Any]) -> str:
+def _triton(graph: Any, inputs: list[Any], is_backward: bool = False) -> str:
     """Return the Python program that PyTorch makes of a graph, with its kernels in Triton."""
     import torch
     from torch._inductor.debug import DebugContext
@@ -223,7 +224,8 @@ def _triton(graph: Any, inputs: list[Any]) -> str:
     for node in graph.graph.nodes:
         if "val" in node.meta:
             node.meta["val"] = tree_map_only(torch.Tensor, on_gpu, node.meta["val"])
-    lowering = GraphLowering(graph, example_inputs=inputs, shape_env=fake_mode.shape_env)
+    options = {"shape_env": fake_mode.shape_env, "is_backward": is_backward}  # going backward sizes have other names
+    lowering = GraphLowering(graph, example_inputs=inputs, **options)
     with (
         V.set_debug_handler(DebugContext()),
         V.set_graph_handler(lowering),
