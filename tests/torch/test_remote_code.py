@@ -530,6 +530,18 @@ def test_a_compiled_call_leaves_the_model_as_it_was(name: str, has_mask: bool) -
     assert torch.equal(call(restore(model), **weights), expected)
 
 
+def test_a_compiled_refact_reads_texts_of_any_length() -> None:  # whose own code gets other globals
+    model, texts_of = decoder("gpt_refact"), [tokens_of(2, length) for length in (21, 30, 44)]
+    with torch.no_grad():
+        expected = [model(tokens).logits for tokens in texts_of]
+        torch._dynamo.reset()
+        compiled = torch.compile(accelerate(model, strict=True), backend="eager")
+        for tokens, logits in zip(texts_of, expected, strict=True):
+            assert (compiled(tokens).logits - logits).abs().max() < 1e-5 * logits.abs().max()
+            copied = copy.copy(model.transformer)  # as DataParallel does
+            assert torch.equal(copied(tokens).last_hidden_state, model.transformer(tokens).last_hidden_state)
+
+
 @pytest.mark.full
 def test_an_encoder_is_exported() -> None:
     model, tokens, mask = encoder(), tokens_of(3, 20), {"attention_mask": mask_of("right", 20)}

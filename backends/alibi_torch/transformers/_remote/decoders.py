@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from typing import Any, ClassVar
 
 import torch
@@ -344,6 +345,29 @@ class RefactAttention(DecoderAttention):
         return module.c_proj(result), present if given.get("use_cache") else None
 
 
+class _Rewired:
+    """The forward of a base model, in which a name of its module means a function that returns the model's mark.
+
+    It is kept: what a compiler makes of the code goes by its globals, and is lost with them.
+
+    Attributes:
+        base: The model, unless it is gone.
+        function: That forward.
+    """
+
+    def __init__(self, base: Any, name: str) -> None:
+        own, self.base = base.alibi_class.forward, weakref.ref(base)
+        known: Any = self.base  # so that nothing keeps the model but its user
+        names = own.__globals__ | {name: lambda *_, **__: known().alibi_mark}
+        del names["__name__"]  # or a compiler would look for the others in the module of that name
+        code = own.__code__.replace()  # a compiler keeps its results by the code, other models' among them
+        self.function = types.FunctionType(code, names, own.__name__, own.__defaults__, own.__closure__)
+        self.function.__kwdefaults__ = own.__kwdefaults__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copied model makes its own
+
+
 class RefactFamily(DecoderFamily):
     """Refact forms ``[batch, heads, length, length]`` by a function of its module, and a mask of queries times keys."""
 
@@ -379,12 +403,13 @@ class RefactFamily(DecoderFamily):
         super().end(base)
         vars(base).pop("alibi_mark", None)
 
+    def retain(self, base: Any) -> None:
+        vars(base).pop("alibi_forward", None)
+
     def call(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own, mark = base.alibi_class.forward, vars(base).get("alibi_mark")
-        if mark is None:
-            return own(base, *args, **kwargs)
-        # The same code, in which the name of the builder means another function.
-        names = own.__globals__ | {self.builder: functools.partial(constant, mark)}
-        changed = types.FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-        changed.__kwdefaults__ = own.__kwdefaults__
-        return changed(base, *args, **kwargs)
+        if "alibi_mark" not in vars(base):
+            return super().call(base, args, kwargs)
+        kept = vars(base).get("alibi_forward")
+        if kept is None or kept.base() is not base:  # of the model that this is a shallow copy of
+            kept = base.alibi_forward = _Rewired(base, self.builder)
+        return kept.function(base, *args, **kwargs)
