@@ -171,6 +171,31 @@ def test_texts_without_tokens() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")
+@pytest.mark.parametrize("name", ["jina-geglu", "jais", "replit"])
+def test_masks_that_vmap_maps(name: str) -> None:  # as for gradients of each text by itself
+    model, tokens, mask = (decoder if name in DECODERS else encoder)(name), tokens_of(3, 20), mask_of("right", 20)
+    weights = {key: x.detach() for key, x in model.named_parameters() if x.requires_grad}
+
+    def loss(weights: dict[str, Tensor], tokens: Tensor, mask: Tensor) -> Tensor:
+        given = {"attention_mask": mask[None]}
+        output = torch.func.functional_call(model, weights, (tokens[None],), given)
+        return (output.logits if name in DECODERS else output.last_hidden_state).square().mean()
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
+    expected = each(weights, tokens, mask)
+    accelerate(model)
+    for key, gradient in each(weights, tokens, mask).items():
+        assert torch.equal(gradient, expected[key])
+
+
+@pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")
+def test_masks_without_values() -> None:
+    model = accelerate(encoder()).to("meta")
+    tokens, mask = (x.to("meta") for x in (tokens_of(3, 20), mask_of("left", 20)))
+    assert model(tokens, attention_mask=mask).last_hidden_state.shape == (3, 20, 24)
+
+
+@pytest.mark.filterwarnings("ignore:.*computes this call by its own attention")
 def test_weights_that_are_dropped_by_a_module_alone() -> None:  # as for Monte Carlo dropout
     model, found = encoder(attention_probs_dropout_prob=0.5), []
     for x in (model, accelerate(copy.deepcopy(model))):

@@ -52,6 +52,16 @@ def is_unreadable(tensor: Tensor) -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether ``vmap`` maps a tensor, be it outside of another transform."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
 def nothing(device: torch.device) -> Tensor:
     """Return the mask that says nothing: each row is one sequence without padding."""
     return torch.zeros(1, ENDS, 1, 0, dtype=torch.uint8, device=device)
