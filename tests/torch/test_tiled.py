@@ -754,6 +754,17 @@ def test_padding_on_either_side_is_left_out(length: int, is_causal: bool, window
             assert (one - other).abs().max() <= 2e-5 * other.abs().max().clamp(min=1)
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_padded_texts_of_the_same_length_are_planned_one_by_one(is_causal: bool) -> None:
+    inputs = [x.requires_grad_() for x in tensors((2000, 2000), batch=3, heads=(2, 2))]
+    mask = (torch.arange(2000) < torch.tensor([[2000], [2000], [700]]))[:, None, None]
+    whole = alibi_torch.attention(*inputs, is_causal=is_causal, mask=mask)
+    ones = [alibi_torch.attention(*(x[i : i + 1] for x in inputs), is_causal=is_causal) for i in range(2)]
+    assert (whole[:2] - torch.cat(ones)).abs().max() <= 1e-5
+    for x, y in zip(*(torch.autograd.grad(z.sum(), inputs) for z in (whole[:2], torch.cat(ones))), strict=True):
+        assert (x - y).abs().max() <= 1e-5 * y.abs().max().clamp(min=1)
+
+
 @pytest.mark.parametrize("slopes", [None, 4, torch.tensor([0.3, 0.0, 1.0, 0.2])])
 @pytest.mark.parametrize("direction", [{}, {"is_causal": False}, {"window_size": 150}])
 def test_queries_behind_all_keys(direction: dict[str, Any], slopes: Any) -> None:

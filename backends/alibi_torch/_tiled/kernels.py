@@ -409,7 +409,9 @@ def _bias_of(call: AttentionCall, job: Job, lowest: Tensor | None) -> tuple[Bias
     # Each query's own key is to be among the job's, to count distances from.
     if call.mask is None and call.q_segment_ids is None and back >= 0 and back + job.rows <= job.kv_len:
         row = call.bias_by_distance
-        row = row[job.batch, job.heads] if row.ndim == 3 else row[None, job.heads]
+        # Slopes of a part of a call have a batch axis even where they are the same for all of it.
+        row = row[None] if row.ndim == 2 else row
+        row = row[job.batch if len(row) > 1 else slice(None), job.heads]
         first = call.q_offset + call.q_len - back - job.rows  # the distance farthest back, of the last query
         row = row[..., first : first + job.kv_len + job.rows - 1]
         if lowest is not None:  # the largest is 0
