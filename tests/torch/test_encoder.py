@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from torch import Tensor, nn  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from transformers import (  # noqa: E402
@@ -331,6 +332,44 @@ def test_compiled_is_the_same_without_a_graph_break(family: str) -> None:
             with torch.no_grad():
                 got, wanted = compiled(tokens, **inputs), model(tokens, **inputs)
             assert error(got.last_hidden_state, wanted.last_hidden_state) <= allowed(family)[torch.float32]
+
+
+class _Recorded(nn.Module):
+    """A model whose arguments are all of a call, as recorders want them."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        given = {"attention_mask": attention_mask, "position_ids": position_ids}
+        return self.model(tokens, **given).last_hidden_state
+
+
+@pytest.mark.filterwarnings("ignore")  # of the recorder
+@pytest.mark.parametrize("recorder", ["torch.jit.trace", "make_fx"])
+def test_what_is_recorded_serves_other_masks_and_positions(family: str, recorder: str) -> None:
+    model, tokens = _Recorded(with_alibi(made(family)).requires_grad_(False)), tokens_of(2, 17)
+    mask, position_ids = torch.ones_like(tokens), torch.arange(17).expand(2, -1)
+    if recorder == "make_fx":
+        recorded = make_fx(model)(tokens, mask, position_ids)
+    else:
+        recorded = torch.jit.trace(model, (tokens, mask, position_ids))
+    padded = mask.clone()
+    padded[0, :4], padded[1, 9:] = 0, 0
+    for given in ((mask, position_ids), (padded, position_ids), (mask, position_ids % 9)):
+        text = given[0] != 0
+        assert error(recorded(tokens, *given)[text], model(tokens, *given)[text]) <= allowed(family)[torch.float32]
+
+
+def test_masks_without_values_of_one_call(family: str) -> None:
+    model, tokens = with_alibi(made(family)).requires_grad_(False), tokens_of(3, 17)
+    mask = torch.arange(17) < torch.tensor([[17], [9], [4]])
+    each = torch.func.vmap(lambda x, text: model(x[None], attention_mask=text[None]).last_hidden_state[0])
+    expected = model(tokens, attention_mask=mask).last_hidden_state
+    assert error(each(tokens, mask)[mask], expected[mask]) <= allowed(family)[torch.float32]
+    found = model.to("meta")(tokens.to("meta"), attention_mask=mask.to("meta")).last_hidden_state
+    assert found.shape == expected.shape
 
 
 class _Largest(TorchDispatchMode):

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 # What the row of an encoded mask holds. Plain numbers, which torch.compile can compare with a symbol.
 ENDS = 211  # 1 for text, 0 for padding, which lies at the ends of a row; or no length at all, without padding
@@ -50,6 +52,13 @@ def is_unreadable(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling() or tensor.is_meta:
         return True
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_recorded(tensors: list[Tensor]) -> bool:
+    """Whether a call with such tensors is recorded, to be run with others, whose values may differ."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or get_proxy_mode() is not None:
+        return True
+    return detect_fake_mode(tensors) is not None
 
 
 def is_mapped(tensor: Tensor) -> bool:

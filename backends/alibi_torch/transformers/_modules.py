@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from transformers.models.bloom.modeling_bloom import BloomAttention
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor as build_bloom_tensor
 from transformers.models.falcon.modeling_falcon import FalconAttention
@@ -17,7 +15,7 @@ from transformers.models.falcon.modeling_falcon import build_alibi_tensor as bui
 from transformers.models.mpt.modeling_mpt import MptAttention, build_mpt_alibi_tensor
 
 from alibi_torch.transformers._cache_layers import as_held, extended
-from alibi_torch.transformers._facts import is_encoded
+from alibi_torch.transformers._facts import is_encoded, is_recorded
 from alibi_torch.transformers._paths import Paths
 from alibi_torch.transformers._rules import Rules
 
@@ -377,9 +375,7 @@ def reason_for_own_code(config: Any, given: dict[str, Any], dropped: list[float]
         return "output_attentions must be False, as the library stores no attention weights, got True"
     if dropped and max(dropped) > 0:
         return f"dropout of attention weights must be 0 or off, as no weights are stored, got {max(dropped)}"
-    if torch.compiler.is_compiling():
-        return None
-    if torch.jit.is_tracing() or get_proxy_mode() is not None or detect_fake_mode([tokens_of(given)]) is not None:
+    if not torch.compiler.is_compiling() and is_recorded([tokens_of(given)]):
         return "recorder must be torch.compile or torch.export, as others keep what is chosen for one call's values"
     return None
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alibi_torch.transformers._facts import is_mapped, is_recorded
+
 
 def encoded(attention_mask: Any, position_ids: Any, tokens: Tensor) -> Tensor:
     """Return what is known of the rows of a call.
@@ -26,7 +28,8 @@ def encoded(attention_mask: Any, position_ids: Any, tokens: Tensor) -> Tensor:
         ValueError: If a shape is wrong, or positions are not those of the tokens in their sequences.
     """
     shape, text, sequences = tuple(tokens.shape[:2]), None, None
-    looks = not torch.compiler.is_compiling()  # at the values
+    given = [x for x in (attention_mask, position_ids) if isinstance(x, Tensor)]
+    looks = not (is_recorded(given) or any(x.is_meta or is_mapped(x) for x in given))  # at the values
     if attention_mask is not None:
         _check("attention_mask", attention_mask, shape, "(batch, length), 0 for padding")
         text = attention_mask != 0
