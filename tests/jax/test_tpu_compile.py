@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("jax")
 pytest.importorskip("flax")
 
-from tests.support.tpu_programs import DIVIDED, SINGLE, TOPOLOGIES, TYPE_BYTES
+from tests.support.tpu_programs import DIVIDED, FIRST, SINGLE, TOPOLOGIES, TYPE_BYTES, names_of
 
 pytestmark = [
     pytest.mark.full,
@@ -64,7 +64,7 @@ def assert_lean(found: dict[str, Any], sizes: tuple[int, ...], dtype: str, chips
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_the_kernel_compiles(topology: str) -> None:
     found = programs(topology, "single")
-    assert {name.removesuffix(GRADIENT) for name in found} == set(SINGLE)
+    assert {name.removesuffix(GRADIENT) for name in found} == set(names_of(topology))
     for name, line in found.items():
         sizes, dtype, _ = SINGLE[name.removesuffix(GRADIENT)]
         is_gradient = name.endswith(GRADIENT)
@@ -74,9 +74,10 @@ def test_the_kernel_compiles(topology: str) -> None:
             continue
         assert (line["names"], line["kernels"]) == ((ALL_KERNELS, 3) if is_gradient else (FORWARD_KERNELS, 1)), name
         assert line["collectives"] == [], name
-    long, longer = (found[f"causal, {name}{GRADIENT}"]["temporaries"] for name in ("long", "twice as long"))
-    # Some of it, more of shorter rows, is in a core's own memory, and does not count.
-    assert longer <= 2.2 * (long + ON_CHIP)
+    longer = found[f"causal, twice as long{GRADIENT}"]["temporaries"]
+    if topology == FIRST:
+        # Some of it, more of shorter rows, is in a core's own memory, and does not count.
+        assert longer <= 2.2 * (found[f"causal, long{GRADIENT}"]["temporaries"] + ON_CHIP)
     # Queries, keys, values and cotangents, and the result in float32, whose place the gradient of queries takes; those
     # of keys and values take these two's places.
     sizes, dtype, _ = SINGLE["causal, twice as long"]
