@@ -108,7 +108,7 @@ def _case(rng: np.random.Generator, seed: int) -> Case:
         q_offset=sometimes(0.15, (-3, 0, 5, 40, FAR, PER_BATCH)),
         window_size=sometimes(0.15, (0, 1, 7, 100, 700)),
         packing=sometimes(0.15, ("same", "pair", "one row")),
-        masking=sometimes(0.15, ("by query", "by key", "by head")),
+        masking=sometimes(0.15, ("by query", "by key", "by head", "padding")),
         slopes_per_batch=bool(rng.random() < 0.3),
         seed=seed,
         data="normal" if rng.random() < 0.7 else str(rng.choice(sorted(DATA))),

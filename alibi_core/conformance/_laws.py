@@ -367,6 +367,8 @@ def large(trial: Trial) -> None:
         narrowed(case, trial.attention)
     form = "symmetric" if "symmetric" in trial.features else "causal"
     narrowed(large_case(LARGE_GRADIENTS[-1], trial.seed, form), trial.attention)
+    if "mask" in trial.features:  # padding may be left out text by text, or texts of one length together
+        trial.attention(Case(Sizes(3, 1, 1, (1400, 1400), 4), form, masking="padding", seed=trial.seed))
 
 
 @law("attention")

@@ -102,6 +102,16 @@ class _EvenBlocks(_Halved):
         return min(call.lengths) > 0 and all(n % self.size == 0 for n in call.lengths)
 
 
+class _TextsOfOneLength(_Halved):
+    """The path for padded texts of more than {size} tokens halves the bias where neighbours have the same length."""
+
+    def is_wrong(self, call: Call) -> bool:
+        if call.mask is None or call.lengths[1] <= self.size:
+            return False
+        texts = call.mask[:, 0, 0].sum(axis=-1)
+        return bool((texts[1:] == texts[:-1]).any())
+
+
 _BOTH = ("large", "large_gradients")
 MUTANTS = (
     sized(_Narrow, 64, *_BOTH, expected="more than 64 features"),
@@ -127,4 +137,5 @@ MUTANTS = (
     *(sized(_JustHeads, n, *_BOTH, expected=f"with {n} heads") for n in (8, 12)),
     sized(_JustHeads, 32, "large"),
     *(sized(_EvenBlocks, n, *_BOTH) for n in (32, 64, 128)),
+    sized(_TextsOfOneLength, 1024, "large"),
 )

@@ -195,6 +195,9 @@ class Case:
             of_heads = (*(1,) * (batch == heads), heads, q_len, kv_len)
             shape = {"by head": of_heads, "by key": (batch, 1, 1, kv_len)}.get(self.masking)
             arguments["mask"] = rng.random(shape or (batch, 1, q_len, kv_len)) < 0.6
+            if self.masking == "padding":  # at the end, with neighbours of one length
+                lengths = np.resize([kv_len, kv_len, kv_len // 3], (batch, 1, 1, 1))
+                arguments["mask"] = np.arange(kv_len) < lengths
         return arguments
 
     @property
