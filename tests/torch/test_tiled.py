@@ -765,6 +765,17 @@ def test_padded_texts_of_the_same_length_are_planned_one_by_one(is_causal: bool)
         assert (x - y).abs().max() <= 1e-5 * y.abs().max().clamp(min=1)
 
 
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("batch", [(), (2,), (2, 1)])
+def test_masks_of_long_texts_may_lack_axes(axes: int, batch: tuple[int, ...]) -> None:
+    query, key, value = (x.reshape(*batch, -1, *x.shape[2:]) for x in tensors((600, 600), batch=2, heads=(2, 2)))
+    for mask in (torch.arange(600) < 550, torch.arange(600) % 3 > 0):
+        options: dict[str, Any] = {"mask": mask[(None,) * (axes - 1)], "is_causal": False}
+        result = alibi_torch.attention(query, key, value, **options)
+        expected = alibi_torch.attention(query, key, value, **options, implementation="dense")
+        assert (result - expected).abs().max() <= 1e-5
+
+
 @pytest.mark.parametrize("slopes", [None, 4, torch.tensor([0.3, 0.0, 1.0, 0.2])])
 @pytest.mark.parametrize("direction", [{}, {"is_causal": False}, {"window_size": 150}])
 def test_queries_behind_all_keys(direction: dict[str, Any], slopes: Any) -> None:

@@ -167,7 +167,8 @@ def texts(call: AttentionCall) -> list[tuple[slice, slice]] | None:
         return None
     if call.q_len != length or length < LEAST_PADDED or call.has_offset_array or call.q_offset != 0:
         return None
-    if mask.shape[-3] > 1 or mask.shape[-2] > 1:
+    mask = mask[(None,) * (4 - mask.ndim)]  # axes in front may be missing
+    if mask.shape[1] > 1 or mask.shape[2] > 1:
         return None
     shown = mask[:, 0, 0].expand(-1, length)
     starts = shown.clone()
