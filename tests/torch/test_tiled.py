@@ -606,6 +606,15 @@ def test_inference_mode_and_no_grad() -> None:
     assert torch.equal(plain, expected)
 
 
+def test_gradients_of_offsets_by_entry_under_autocast_to_another_dtype() -> None:
+    inputs = [x.requires_grad_() for x in tensors((7, 11), batch=2, dtype=torch.float16)]
+    offsets = torch.tensor([2, 4])
+    expected = torch.autograd.grad(alibi_torch.attention(*inputs, q_offset=offsets).sum(), inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = torch.autograd.grad(alibi_torch.attention(*inputs, q_offset=offsets).sum(), inputs)
+    assert all(map(torch.equal, found, expected))
+
+
 def test_autocast_leaves_tiles_alone() -> None:
     inputs = [x.requires_grad_() for x in arguments_of("causal")[0]]
     with Tiling().applied(TILED):

@@ -218,7 +218,7 @@ def _backward(
         if found is not None:
             return *found, None, None
         parts = [differentiate(*part, plan) for part, plan in itertools.zip_longest(_parts(call), plans)]
-    joined = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
+        joined = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
     *by_inputs, past, future = joined
     if future_slopes is None and not call.is_causal:
         past = past + future
