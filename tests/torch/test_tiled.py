@@ -551,6 +551,19 @@ def test_forward_mode_is_dense_or_refused(way: str, by: str) -> None:
             derivative(name)
 
 
+def test_forward_mode_of_what_is_mapped() -> None:
+    query, key, value = (x.unflatten(0, (2, 1)) for x in tensors((7, 11), batch=2))
+    tangent = torch.ones_like(query)
+
+    def derivative(implementation: str | None) -> torch.Tensor:
+        attend = torch.func.vmap(lambda *x: alibi_torch.attention(*x, implementation=implementation))
+        return torch.func.jvp(lambda x: attend(x, key, value), (query,), (tangent,))[1]
+
+    assert torch.equal(derivative(None), derivative("dense"))
+    with pytest.raises(NotImplementedError, match="'tiled' has no derivatives in forward mode"):
+        derivative("tiled")
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoints(use_reentrant: bool) -> None:
     from torch.utils.checkpoint import checkpoint

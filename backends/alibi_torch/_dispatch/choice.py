@@ -61,7 +61,15 @@ def _has_tangent(*tensors: Tensor | None) -> bool:
     """Whether forward mode is to carry a derivative by any of these on; PyTorch would drop it at a fused kernel."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return False
-    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    return any(x is not None and forward_ad.unpack_dual(_unmapped(x)).tangent is not None for x in tensors)
+
+
+def _unmapped(tensor: Tensor) -> Tensor:
+    """Return what ``torch.func.vmap`` maps, whose own tensors cannot be asked for a derivative."""
+    functorch = torch._C._functorch
+    while functorch.is_batchedtensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def needs_gradients(*tensors: Tensor | None) -> bool:
