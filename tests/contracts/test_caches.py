@@ -290,7 +290,7 @@ def test_norms_of_what_is_not_a_number_bound_nothing(name: str) -> None:
     assert np.isfinite(cache.key_norms[0, 0]).tolist() == [True, False]
 
 
-@pytest.mark.parametrize(("name", "back"), once_in_jax(NAMES, [50, 0, 1, 389, 1000]))
+@pytest.mark.parametrize(("name", "back"), once_in_jax(NAMES, [50, 0, 1, 389, 1000], keep=0))
 def test_a_truncated_cache_goes_on_as_a_new_one_would(name: str, back: int) -> None:
     query, key, value = LONG.tensors(name)
     other = [x[:, :, ::-1] for x in (query, key, value)]
@@ -889,7 +889,7 @@ EVICTING_LAYERS = {
 }
 
 
-@pytest.mark.parametrize(("name", "configuration"), once_in_jax(NAMES, EVICTING_LAYERS))
+@pytest.mark.parametrize(("name", "configuration"), once_in_jax(NAMES, EVICTING_LAYERS, keep=0))
 def test_a_layer_that_evicts_decodes_what_it_prefills(name: str, configuration: dict[str, Any]) -> None:
     options = STEEP_LAYER | configuration
     layer = make_layer(name, **options | {"slopes": np.asarray(options["slopes"], np.float32)})

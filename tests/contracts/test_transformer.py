@@ -127,7 +127,7 @@ def test_mask_and_segments_reach_every_block(name: str) -> None:
 OPTIONS = {"all": {}, "evicting": {"evict": True, "max_query_norm": 50.0}}
 
 
-@pytest.mark.parametrize(("name", "options"), once_in_jax(NAMES, OPTIONS))
+@pytest.mark.parametrize(("name", "options"), once_in_jax(NAMES, OPTIONS, keep=0))
 def test_caches_continue_a_sequence(name: str, options: dict[str, Any]) -> None:
     model, x = transformer(name), normal(3, 13, 28)
     caches = model.inner.make_caches(3, 13, **options)

@@ -787,7 +787,8 @@ def test_attention_runs_without_being_compiled() -> None:
     np.testing.assert_allclose(found, alibi_jax.attention(query, key, value, implementation="dense"), atol=2e-6)
 
 
-@pytest.mark.parametrize("implementation", first_of(["tiled", "dense"]))
+@pytest.mark.full
+@pytest.mark.parametrize("implementation", ["tiled", "dense"])
 def test_ranks_differ_inside_also_where_users_have_that_refused(implementation: str) -> None:
     x, mask = jnp.ones((2, 5, 2, 4)), jnp.ones((2, 1, 5, 5), bool)
 

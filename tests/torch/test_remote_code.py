@@ -555,6 +555,7 @@ def test_a_compiled_call_leaves_the_model_as_it_was(name: str, has_mask: bool) -
     assert torch.equal(call(restore(model), **weights), expected)
 
 
+@pytest.mark.full
 def test_a_compiled_refact_reads_texts_of_any_length() -> None:  # whose own code gets other globals
     model, texts_of = decoder("gpt_refact"), [tokens_of(2, length) for length in (21, 30, 44)]
     with torch.no_grad():
