@@ -108,7 +108,6 @@ def _counted(log: str, status: int | None) -> Row:
 def numerics(scope: Scope) -> Iterator[Row]:
     """Compare each implementation with float64."""
     import numpy as np
-    import torch
 
     from benchmarks.attention import Reference, Shape, errors_of_gradients, load
 
@@ -134,14 +133,14 @@ def numerics(scope: Scope) -> Iterator[Row]:
                     raise NotImplementedError("C++ takes a minute to compile")
                 call = backend.prepare(contestant, tensors, False)
                 first, second = call(), call()
-                row |= {"error": asdict(exact.error(first)), "same_bits": torch.equal(first, second)}
+                row |= {"error": asdict(exact.error(first)), "same_bits": _are_equal(first, second)}
                 row["error_of_rounding"] = asdict(exact.rounding(dtype)) if dtype != "float32" else None
                 if exact is reference and dtype == "bfloat16":
                     call = backend.prepare(contestant, tensors, True)
                     first, second = call(), call()
                     errors = errors_of_gradients(first, tensors[:3], tensors[3], backend.as_float64, **form)
                     row["gradients"] = {name: asdict(each) for name, each in errors.items()}
-                    row["same_bits_of_gradients"] = all(map(torch.equal, first, second))
+                    row["same_bits_of_gradients"] = _are_equal(first, second)
             except Exception as error:
                 row |= _problem(error, exact is reference)
             yield row
@@ -543,14 +542,11 @@ def bars(steps: Row) -> list[Row]:
 
 def _speed(place: tuple[str, int], least: float, rows: Sequence[Row]) -> Row:
     """Return how many times as fast a pass is: as it is called, and for the GPU alone, which the host runs ahead of."""
-    ours = _ours(rows)
-    ratios: list[float | None] = []
-    for clock in ("seconds", "gpu_seconds"):
-        plain = _fastest(rows, clock)
-        ratios.append(plain[clock] / ours[clock] if plain and clock in ours else None)
-    name = _fastest(rows, "seconds").get("name", "")
-    found = _bar(f"times as fast, {place[0]}, {place[1]:,} tokens", least, ratios[0], name, is_least=True)
-    return found | {"gpu_alone": ratios[1]}
+    ours, clocks = _ours(rows), ("seconds", "gpu_seconds")
+    plain = {clock: _fastest(rows, clock) for clock in clocks}
+    called, alone = (plain[x][x] / ours[x] if plain[x] and x in ours else None for x in clocks)
+    what, beside = f"times as fast, {place[0]}, {place[1]:,} tokens", plain["seconds"].get("name", "")
+    return _bar(what, least, called, beside, is_least=True) | {"gpu_alone": alone}
 
 
 def _ours(rows: Sequence[Row]) -> Row:
@@ -665,7 +661,7 @@ def _session(names: Sequence[str], path: Path, seconds: float, is_dry: bool) -> 
         _write(path, results)
         reason = found.get("skipped") or (found.get("failed") or found.get("cut") or "done").strip().splitlines()[-1]
         print(f"  {len(found['rows'])} rows, {reason}", flush=True)
-    print(_table(bars(results["steps"])))
+    print(_table(results["bars"]))
     print(f"Written to {path}")
     steps = results["steps"].values()
     return int(any(found.get("failed") for step in steps for found in (step, *step["rows"])))

@@ -15,7 +15,7 @@ import alibi_core
 from alibi_core.conformance._cases.case import Case, cases
 from alibi_core.conformance._cases.oracle import U32, UNIT_ROUNDOFF, Answer, Attention, assert_within
 from tests.support.frameworks import _GRADIENTS, COMPILERS, FRAMEWORKS, MLX, NUMPY, TORCH, Framework
-from tests.support.full import first_of, in_full, once_in_jax
+from tests.support.full import first_of, in_full, once_in_jax, without
 
 NARROW = ("bfloat16", "float16")
 DTYPES = (*NARROW, "float32")
@@ -116,7 +116,7 @@ def test_features_have_the_same_bits_everywhere(framework: Framework, dtype: str
         np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.parametrize("framework", [in_full(x) if x.values[0] is MLX else x for x in COMPILERS])
+@pytest.mark.parametrize("framework", without("mlx", COMPILERS))
 def test_canonical_slopes_are_the_default_and_compile(framework: Framework) -> None:
     rng = np.random.default_rng(2)
     query, key = (framework.array(rng.standard_normal((3, n, 8)), "bfloat16") for n in (5, 300))

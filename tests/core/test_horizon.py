@@ -21,7 +21,7 @@ from alibi_core.conformance._cases.data import DATA
 from alibi_core.conformance._cases.oracle import Attention
 from tests.contracts.test_bad_input import NAN, bools, floats, ints
 from tests.support.frameworks import COMPILERS, DASK, FRAMEWORKS, JAX, MLX, NUMPY, STRICT, TORCH, Framework
-from tests.support.full import in_full, once_in_jax, without_jax
+from tests.support.full import once_in_jax, without, without_jax
 from tests.support.tiles import hostile, plain
 
 ENDLESS = 2**30  # tokens: what the plan says for "as far as there are keys"
@@ -583,10 +583,7 @@ def test_plan_is_the_same_in_every_library(framework: Framework, scene: Scene) -
     assert np.array_equal(np.broadcast_to(nearest, scene.nearest.shape), scene.nearest)
 
 
-@pytest.mark.parametrize(
-    ("framework", "scene"),
-    [in_full(x) if x.values[0] is MLX else x for x in in_libraries(COMPILERS, {TORCH: [], MLX: [1]})],
-)
+@pytest.mark.parametrize(("framework", "scene"), without("mlx", in_libraries(COMPILERS, {TORCH: [], MLX: [1]})))
 def test_plan_compiles(framework: Framework, scene: Scene) -> None:
     actual = scene.plan(16, 16, 0.01, framework, compiled=True)
     assert_same_plan(actual, scene.plan(16, 16, 0.01), 16)

@@ -22,7 +22,12 @@ def in_full(parameter: Any) -> Any:
 
 def without_jax(backends: Iterable[Any]) -> list[Any]:
     """Return backends, JAX marked ``full``: for what it would compile for long."""
-    return [in_full(x) if x.id.partition("-")[0] == "jax" else x for x in backends]
+    return without("jax", backends)
+
+
+def without(name: str, parameters: Iterable[Any]) -> list[Any]:
+    """Return parameters, those of the framework of this name, with which their ids begin, marked ``full``."""
+    return [in_full(x) if x.id.partition("-")[0] == name else x for x in parameters]
 
 
 def once_in_jax(backends: Iterable[Any], cases: Any, keep: int = 1) -> list[Any]:

@@ -189,15 +189,15 @@ class Case:
                 ids = ids[0]
             is_one_array = self.packing == "same" and q_len == kv_len
             arguments["segment_ids"] = ids[:, :q_len] if is_one_array else (ids[..., :q_len], ids[..., -kv_len:])
-        if self.masking is not None:
+        if self.masking == "padding":  # at the end, with neighbours of one length
+            lengths = np.resize([kv_len, kv_len, kv_len // 3], (self.sizes.batch, 1, 1, 1))
+            arguments["mask"] = np.arange(kv_len) < lengths
+        elif self.masking is not None:
             batch, heads = self.sizes.batch, self.num_heads
             # Where there are as many heads as batch entries, three axes would not tell which of them is meant.
             of_heads = (*(1,) * (batch == heads), heads, q_len, kv_len)
             shape = {"by head": of_heads, "by key": (batch, 1, 1, kv_len)}.get(self.masking)
             arguments["mask"] = rng.random(shape or (batch, 1, q_len, kv_len)) < 0.6
-            if self.masking == "padding":  # at the end, with neighbours of one length
-                lengths = np.resize([kv_len, kv_len, kv_len // 3], (batch, 1, 1, 1))
-                arguments["mask"] = np.arange(kv_len) < lengths
         return arguments
 
     @property

@@ -61,8 +61,10 @@ def is_recorded(tensors: list[Tensor]) -> bool:
     return detect_fake_mode(tensors) is not None
 
 
-def is_mapped(tensor: Tensor) -> bool:
-    """Whether ``vmap`` maps a tensor, be it outside of another transform."""
+def has_no_values(tensor: Tensor) -> bool:
+    """Whether a tensor has no values of this call alone: it is on the meta device, or ``vmap`` maps it somewhere."""
+    if tensor.is_meta:
+        return True
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_batchedtensor(tensor):

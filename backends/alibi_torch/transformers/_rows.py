@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alibi_torch.transformers._facts import is_mapped, is_recorded
+from alibi_torch.transformers._facts import has_no_values, is_recorded
 
 
 def encoded(attention_mask: Any, position_ids: Any, tokens: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def encoded(attention_mask: Any, position_ids: Any, tokens: Tensor) -> Tensor:
     """
     shape, text, sequences = tuple(tokens.shape[:2]), None, None
     given = [x for x in (attention_mask, position_ids) if isinstance(x, Tensor)]
-    looks = not (is_recorded(given) or any(x.is_meta or is_mapped(x) for x in given))  # at the values
+    looks = not (is_recorded(given) or any(map(has_no_values, given)))  # at the values
     if attention_mask is not None:
         _check("attention_mask", attention_mask, shape, "(batch, length), 0 for padding")
         text = attention_mask != 0

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from alibi_torch.transformers._facts import is_mapped
+from alibi_torch.transformers._facts import has_no_values
 from alibi_torch.transformers._joined import Joined, Prepared
 from alibi_torch.transformers._modules import (
     check_sizes,
@@ -219,7 +219,7 @@ class RemoteBase(Prepared):
         expected = tokens.shape[0], tokens.shape[1] + past
         if mask.shape != expected:
             return f"attention_mask must be of shape {expected} (batch, tokens so far), got {tuple(mask.shape)}"
-        if not torch.compiler.is_compiling() and (mask.is_meta or is_mapped(mask)):
+        if not torch.compiler.is_compiling() and has_no_values(mask):
             return "attention_mask must have values of this call alone, got one on the meta device or mapped by vmap"
         if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
             return "attention_mask must be 1 for text and 0 for padding, got other numbers"
