@@ -24,6 +24,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from torch import Tensor, nn  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
 
 from alibi_torch.transformers import accelerate, paths, restore  # noqa: E402
 from tests.contracts.test_decoders import MODELS, POSITIONS, TOKENS, tensors_of  # noqa: E402
@@ -562,10 +563,14 @@ def test_a_compiled_refact_reads_texts_of_any_length() -> None:  # whose own cod
         expected = [model(tokens).logits for tokens in texts_of]
         torch._dynamo.reset()
         compiled = torch.compile(accelerate(model, strict=True), backend="eager")
+        for tokens in texts_of:  # before any call that is not compiled
+            compiled(tokens)
+        frames = counters["frames"]["total"]
         for tokens, logits in zip(texts_of, expected, strict=True):
             assert (compiled(tokens).logits - logits).abs().max() < 1e-5 * logits.abs().max()
             copied = copy.copy(model.transformer)  # as DataParallel does
             assert torch.equal(copied(tokens).last_hidden_state, model.transformer(tokens).last_hidden_state)
+    assert counters["frames"]["total"] == frames > 0  # what came before is not compiled again
 
 
 @pytest.mark.full

@@ -409,7 +409,7 @@ class RefactFamily(DecoderFamily):
     def call(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "alibi_mark" not in vars(base):
             return super().call(base, args, kwargs)
-        kept = vars(base).get("alibi_forward")
+        kept = getattr(base, "alibi_forward", None)  # not of vars(base), where compilers would find None for good
         if kept is None or kept.base() is not base:  # of the model that this is a shallow copy of
             kept = base.alibi_forward = _Rewired(base, self.builder)
         return kept.function(base, *args, **kwargs)
