@@ -10,12 +10,39 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModel
 from transformers.masking_utils import eager_mask
 
 import alibi_core
 
 DENSE = "dense-alibi"
+VOCABULARY = 53
+FINER = 2 * 2 * 2.0 ** (24 - 53)  # twice the loss of float32, on each side of a comparison in float64
+PADDING = {"none": [[1] * 17] * 2, "left": [[0] * 5 + [1] * 12, [1] * 17], "right": [[1] * 12 + [0] * 5, [1] * 17]}
+PADDING["holes"] = [[1, 1, 0, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0], [0] * 3 + [1] * 4 + [0] * 5 + [1] * 5]
+
+
+def made(config: Any, kind: Any = AutoModel) -> Any:
+    """Return a model whose scores, and so whose softmax, are far from even."""
+    model = kind.from_config(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in (x for name, x in model.named_parameters() if "position" not in name):
+            parameter.normal_(0, 0.3, generator=generator)
+    return model.eval()
+
+
+def tokens_of(batch: int, length: int) -> Tensor:
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+def hidden(model: Any, *args: Any, **kwargs: Any) -> Tensor:
+    with torch.no_grad():
+        return model(*args, **kwargs).last_hidden_state
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    return float((got - wanted).detach().abs().max())
 
 
 def bias_of(config: Any, num_heads: int, q_positions: Tensor, kv_len: int) -> Tensor:
@@ -50,10 +77,6 @@ def dense_attention(
         scores = scores + attention_mask
     weights = scores.softmax(-1)
     return (weights @ value).transpose(1, 2).contiguous(), weights
-
-
-def error(got: Tensor, wanted: Tensor) -> float:
-    return float((got - wanted).detach().abs().max())
 
 
 AttentionInterface.register(DENSE, dense_attention)

@@ -12,27 +12,12 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from torch import Tensor  # noqa: E402
-
 import alibi_torch.transformers  # noqa: E402
-from tests.support.dense_alibi import DENSE, error  # noqa: E402
+from tests.support.dense_alibi import DENSE, FINER, PADDING, VOCABULARY, error, hidden, made, tokens_of  # noqa: E402
 
-VOCABULARY, LONGEST = 53, 64
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"intermediate_size": 40, "max_position_embeddings": LONGEST, "pad_token_id": 0}
-NAMES_OF_CACHE = ("past_key_values", "cache")
-CACHE = NAMES_OF_CACHE[tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)]
-FINER = 2 * 2 * 2.0 ** (24 - 53)  # twice the loss of float32, on each side of a comparison in float64
-
-
-def made(config: Any, kind: Any = transformers.AutoModel) -> Any:
-    """A model whose scores, and so whose softmax, are far from even."""
-    model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.3, generator=generator)
-    return model.eval()
+SIZES |= {"intermediate_size": 40, "max_position_embeddings": 64, "pad_token_id": 0}
+CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
 
 
 def llama(**settings: Any) -> Any:
@@ -47,10 +32,6 @@ def both(model: Any) -> tuple[Any, Any]:
     return ours, dense
 
 
-def tokens_of(batch: int, length: int) -> Tensor:
-    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(length))
-
-
 @functools.cache
 def allowed() -> float:
     """What float64 may lose: as much less than float32 loses as its rounding is finer."""
@@ -59,15 +40,6 @@ def allowed() -> float:
     with torch.no_grad():
         rough = model(tokens).last_hidden_state
         return FINER * error(rough, model.double()(tokens).last_hidden_state)
-
-
-def hidden(model: Any, *args: Any, **kwargs: Any) -> Tensor:
-    with torch.no_grad():
-        return model(*args, **kwargs).last_hidden_state
-
-
-PADDING = {"none": [[1] * 17] * 2, "left": [[0] * 5 + [1] * 12, [1] * 17], "right": [[1] * 12 + [0] * 5, [1] * 17]}
-PADDING["holes"] = [[1, 1, 0, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0], [0] * 3 + [1] * 4 + [0] * 5 + [1] * 5]
 
 
 @pytest.mark.parametrize("where", PADDING)

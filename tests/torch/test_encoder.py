@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,10 +20,9 @@ from transformers import AttentionMaskInterface, AutoModel, AutoModelForMaskedLM
 from transformers.models.bert.modeling_bert import BertEmbeddings  # noqa: E402
 
 from alibi_torch.transformers import with_alibi  # noqa: E402
-from tests.support.dense_alibi import DENSE, error  # noqa: E402
+from tests.support.dense_alibi import DENSE, FINER, PADDING, VOCABULARY, error, hidden, made, tokens_of  # noqa: E402
 
-HEADS, HIDDEN, LONGEST, VOCABULARY = 3, 33, 19, 53  # the longest that position embeddings would allow
-FINER = 2 * 2 * 2.0 ** (24 - 53)  # twice the loss of float32, on each side of a comparison in float64
+HEADS, HIDDEN, LONGEST = 3, 33, 19  # the longest that position embeddings would allow
 SIZES = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_hidden_layers": 2, "intermediate_size": 41}
 SIZES |= {"hidden_dropout_prob": 0.0}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -44,47 +41,24 @@ def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(before)
-
-
 def config_of(family: str, **settings: Any) -> Any:
     name, sizes = CONFIGS[family]
     sizes = sizes | {"vocab_size": VOCABULARY, "max_position_embeddings": LONGEST} | settings
     return getattr(transformers, name)(**sizes)
 
 
-def made(family: str, kind: Any = AutoModel, **settings: Any) -> Any:
-    """A model whose scores, and so whose softmax, are far from even."""
-    model = kind.from_config(config_of(family, **settings))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in (x for name, x in model.named_parameters() if "position" not in name):
-            parameter.normal_(0, 0.3, generator=generator)
-    return model.eval()
-
-
-def tokens_of(batch: int, length: int) -> Tensor:
-    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(length))
+def model_of(family: str, kind: Any = AutoModel, **settings: Any) -> Any:
+    return made(config_of(family, **settings), kind)
 
 
 def dense_of(family: str, longest: int = 200, **slopes: Any) -> Any:
     """The model with positions of zeros, for rows of up to ``longest`` tokens, and a bias of queries times keys."""
-    model = made(family, max_position_embeddings=longest)
+    model = model_of(family, max_position_embeddings=longest)
     nn.init.zeros_(model.embeddings.position_embeddings.weight)
     model.set_attn_implementation(DENSE)
     for name, x in slopes.items():
         setattr(model.config, f"alibi_{name}", x.tolist())
     return model
-
-
-def hidden(model: Any, *args: Any, **kwargs: Any) -> Tensor:
-    with torch.no_grad():
-        return model(*args, **kwargs).last_hidden_state
 
 
 @functools.cache
@@ -108,19 +82,18 @@ def test_is_the_dense_model_with_the_bias_added(family: str, which: str, length:
     given, tokens = {name: SLOPES[name] for name in WHICH[which]}, tokens_of(2, length)
     wanted = hidden(dense_of(family, **given).double(), tokens)
     for dtype in (torch.float32, torch.float64):
-        got = hidden(with_alibi(made(family).to(dtype), **given), tokens)
+        got = hidden(with_alibi(model_of(family).to(dtype), **given), tokens)
         assert got.dtype == dtype
         assert error(got, wanted) <= allowed(family)[dtype], dtype
-
-
-PADDING = {"left": [[0] * 5 + [1] * 12, [1] * 17], "right": [[1] * 12 + [0] * 5, [1] * 17]}
-PADDING["holes"] = [[1, 1, 0, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0], [0] * 3 + [1] * 4 + [0] * 5 + [1] * 5]
 
 
 @pytest.mark.parametrize("where", PADDING)
 def test_padding_is_not_seen_and_counts_as_distance(family: str, where: str) -> None:
     tokens, mask = tokens_of(2, 17), torch.tensor(PADDING[where])
-    wanted, model = hidden(dense_of(family).double(), tokens, attention_mask=mask), with_alibi(made(family).double())
+    wanted, model = (
+        hidden(dense_of(family).double(), tokens, attention_mask=mask),
+        with_alibi(model_of(family).double()),
+    )
     for dtype in (torch.long, torch.float32, torch.bool):
         got = hidden(model, tokens, attention_mask=mask.to(dtype))
         assert error(got, wanted) <= allowed(family)[torch.float64]  # that of padding too
@@ -131,7 +104,7 @@ def test_padding_is_not_seen_and_counts_as_distance(family: str, where: str) -> 
 
 
 def test_a_row_of_padding_alone_harms_no_other(family: str) -> None:
-    model, tokens, mask = with_alibi(made(family)), tokens_of(2, 17), torch.ones(2, 17, dtype=torch.long)
+    model, tokens, mask = with_alibi(model_of(family)), tokens_of(2, 17), torch.ones(2, 17, dtype=torch.long)
     mask[0] = 0
     got = hidden(model, tokens, attention_mask=mask)
     assert bool(got.isfinite().all())
@@ -139,7 +112,7 @@ def test_a_row_of_padding_alone_harms_no_other(family: str) -> None:
 
 
 def test_packed_rows_are_the_sequences_alone(family: str) -> None:
-    model, tokens, lengths = with_alibi(made(family).double()), tokens_of(2, 71), (40, 1, 30)
+    model, tokens, lengths = with_alibi(model_of(family).double()), tokens_of(2, 71), (40, 1, 30)
     position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
     if family == "distilbert":  # which hands no positions to its attention
         with pytest.raises(ValueError, match="position_ids must go up along a row.*give each sequence a row"):
@@ -166,7 +139,7 @@ def test_gradients_are_the_dense_models(family: str) -> None:
         return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
     exact, rough = (gradients(dense_of(family).to(dtype)) for dtype in (torch.float64, torch.float32))
-    model = with_alibi(made(family).double()).train()
+    model = with_alibi(model_of(family).double()).train()
     got = gradients(model)
     assert got.keys() == exact.keys() - {"embeddings.position_embeddings.weight"}
     loss = max(error(rough[name], exact[name]) for name in got)
@@ -181,7 +154,7 @@ def test_gradients_are_the_dense_models(family: str) -> None:
 
 def test_attention_maps_are_the_dense_models_and_change_no_result(family: str) -> None:
     tokens, mask = tokens_of(2, 17), torch.tensor(PADDING["left"])
-    model, dense = with_alibi(made(family).double(), **SLOPES), dense_of(family, **SLOPES).double()
+    model, dense = with_alibi(model_of(family).double(), **SLOPES), dense_of(family, **SLOPES).double()
     with torch.no_grad():
         got, wanted = (x(tokens, attention_mask=mask, output_attentions=True) for x in (model, dense))
     assert len(got.attentions) == 2
@@ -196,7 +169,7 @@ def test_attention_maps_are_the_dense_models_and_change_no_result(family: str) -
 
 
 def test_position_embeddings_are_neither_trained_nor_saved_and_token_types_stay() -> None:
-    model = made("bert", AutoModelForMaskedLM)
+    model = model_of("bert", AutoModelForMaskedLM)
     before, shared = {name: x.clone() for name, x in model.state_dict().items()}, model.config
     described = copy.deepcopy(shared).to_dict()
     assert with_alibi(model) is model
@@ -219,12 +192,12 @@ def test_a_config_gives_a_new_model() -> None:
 
 
 def test_training_drops_no_weights(family: str) -> None:
-    model, tokens = with_alibi(made(family)), tokens_of(2, 23)  # whose config has a dropout of 0.1 by default
+    model, tokens = with_alibi(model_of(family)), tokens_of(2, 23)  # whose config has a dropout of 0.1 by default
     assert torch.equal(hidden(model.train(), tokens), hidden(model.eval(), tokens))
 
 
 def test_low_precision_loses_no_more_than_it_does_of_the_dense_model(family: str) -> None:
-    model, dense, tokens = with_alibi(made(family)), dense_of(family), tokens_of(2, 100)
+    model, dense, tokens = with_alibi(model_of(family)), dense_of(family), tokens_of(2, 100)
     wanted = hidden(copy.deepcopy(dense).double(), tokens)
     with torch.autocast("cpu", torch.bfloat16):
         assert error(hidden(model, tokens), wanted) <= 2 * error(hidden(dense, tokens), wanted)
@@ -234,14 +207,14 @@ def test_low_precision_loses_no_more_than_it_does_of_the_dense_model(family: str
 
 def test_no_cast_of_the_model_rounds_slopes() -> None:
     slopes, tokens = torch.tensor([0.301, 0.0101, 0.0707]), tokens_of(1, 60)
-    rounded = made("bert").bfloat16()
+    rounded = model_of("bert").bfloat16()
     cast_after = with_alibi(copy.deepcopy(rounded), slopes=slopes).float()
     assert torch.equal(hidden(cast_after, tokens), hidden(with_alibi(rounded.float(), slopes=slopes), tokens))
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_one_graph_for_masks_and_packed_rows(family: str, packed: bool) -> None:
-    model, tokens = with_alibi(made(family)), tokens_of(2, 17)
+    model, tokens = with_alibi(model_of(family)), tokens_of(2, 17)
     torch.compiler.reset()  # models of transformers share code, and so a limit of graphs
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     given: Any = {"attention_mask": torch.tensor(PADDING["left"])}
@@ -251,7 +224,7 @@ def test_one_graph_for_masks_and_packed_rows(family: str, packed: bool) -> None:
 
 
 def test_copies_and_threads_compute_the_same(family: str) -> None:
-    model, tokens = with_alibi(made(family)), tokens_of(2, 40)
+    model, tokens = with_alibi(model_of(family)), tokens_of(2, 40)
     wanted = hidden(model, tokens)
     assert torch.equal(hidden(copy.deepcopy(model), tokens), wanted)
     with ThreadPoolExecutor(4) as threads:
@@ -271,7 +244,7 @@ class _Largest(TorchDispatchMode):
 
 def test_nothing_of_length_times_length_is_formed() -> None:
     length = 2048
-    model = with_alibi(made("bert", num_hidden_layers=1)).train()
+    model = with_alibi(model_of("bert", num_hidden_layers=1)).train()
     mask = torch.ones(1, length, dtype=torch.long)
     mask[0, 700:720] = 0
     for inputs in ({}, {"attention_mask": mask}, {"position_ids": torch.arange(length)[None] % 1024}):
@@ -283,7 +256,7 @@ def test_nothing_of_length_times_length_is_formed() -> None:
 @pytest.mark.parametrize("which", WHICH)
 def test_what_was_saved_is_loaded_by_the_same_line(family: str, which: str, tmp_path: Path) -> None:
     given, tokens = {name: SLOPES[name] for name in WHICH[which]}, tokens_of(2, 44)
-    model = with_alibi(made(family, AutoModelForMaskedLM), **given)
+    model = with_alibi(model_of(family, AutoModelForMaskedLM), **given)
     wanted = model(tokens).logits
     model.save_pretrained(tmp_path)
     loaded = with_alibi(AutoModelForMaskedLM.from_pretrained(tmp_path)).eval()
@@ -307,13 +280,13 @@ def of_sizes(name: str, **settings: Any) -> Any:
 
 
 REFUSED: dict[str, Any] = {
-    "add_cross_attention must be False": lambda: made("bert", is_decoder=True, add_cross_attention=True),
-    "output_attentions must be False": lambda: made("bert", attn_implementation="eager", output_attentions=True),
-    "position_embedding_type must be 'absolute'.*, got 'relative_key'": lambda: made(
+    "add_cross_attention must be False": lambda: model_of("bert", is_decoder=True, add_cross_attention=True),
+    "output_attentions must be False": lambda: model_of("bert", attn_implementation="eager", output_attentions=True),
+    "position_embedding_type must be 'absolute'.*, got 'relative_key'": lambda: model_of(
         "bert", position_embedding_type="relative_key"
     ),
     "model must contain a model of transformers, got Linear": lambda: nn.Linear(2, 2),
-    "model must not have ALiBi yet, got a BertModel": lambda: with_alibi(made("bert")),
+    "model must not have ALiBi yet, got a BertModel": lambda: with_alibi(model_of("bert")),
     "got a MegatronBertModel, which does not": lambda: of_sizes("MegatronBertConfig"),
     "got a MPNetModel, which does not": lambda: of_sizes("MPNetConfig"),
     "positions that can be removed, got a LlamaModel with LlamaRotaryEmbedding": lambda: of_sizes("LlamaConfig"),
@@ -325,7 +298,7 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_refuses_by_name_before_anything_is_changed(message: str) -> None:
-    model = nn.ModuleDict({"fine": made("bert"), "wrong": REFUSED[message]()})
+    model = nn.ModuleDict({"fine": model_of("bert"), "wrong": REFUSED[message]()})
     before = _described(model)
     with pytest.raises(ValueError, match=message):
         with_alibi(model["wrong"] if "contain" in message else model)
@@ -341,7 +314,7 @@ def test_refuses_by_name_before_anything_is_changed(message: str) -> None:
 )
 def test_refuses_wrong_slopes(message: str, given: dict[str, Tensor]) -> None:
     with pytest.raises(ValueError, match=message):
-        with_alibi(made("bert"), **given)
+        with_alibi(model_of("bert"), **given)
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module or a config of transformers, got str"):
         with_alibi("bert-base-uncased")
 
@@ -374,7 +347,7 @@ def _add_positions(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_broken_seam_is_refused_and_the_model_restored(
     what: str, break_seam: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, tokens = made("bert", AutoModelForMaskedLM).train(), tokens_of(2, 17)
+    model, tokens = model_of("bert", AutoModelForMaskedLM).train(), tokens_of(2, 17)
     break_seam(model, monkeypatch)
     before = _described(model)
     wanted = hidden(model.eval().base_model, tokens)
@@ -391,25 +364,3 @@ def test_a_model_without_weights_is_converted_with_a_warning() -> None:
         model = AutoModel.from_config(config_of("bert"))
     with pytest.warns(UserWarning, match="nothing was proved of a BertModel on the meta device"):
         with_alibi(model)
-
-
-@pytest.mark.full
-def test_learns_what_distance_alone_tells() -> None:
-    # Eight runs of four equal tokens, all runs different, an inner token of each masked: to be told by its neighbours.
-    # Without positions all masks of a row get the same answer, so the loss is at least ln 8, whatever the weights.
-    runs, width, mask_token = 8, 4, 16
-    torch.manual_seed(0)
-    model = with_alibi(AutoModelForMaskedLM.from_config(config_of("bert"))).train()
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(200):
-        labels = torch.rand(16, 16).argsort(dim=1)[:, :runs].repeat_interleave(width, dim=1)
-        masked = torch.arange(width).eq(torch.randint(1, width - 1, (16, runs, 1))).flatten(1)
-        tokens, labels = labels.masked_fill(masked, mask_token), labels.masked_fill(~masked, -100)
-        loss = model(tokens, labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] > math.log(runs)
-    assert sum(losses[-20:]) / 20 < math.log(runs) / 4, losses[-1]

@@ -54,7 +54,8 @@ def with_alibi(
             canonical ones.
         future_slopes: ``[num_heads]``, for keys after the query, for an asymmetric encoder. Default: ``slopes``.
         prove: Run the model on a few rows of 13 to 26 tokens, which must show that padding changes nothing and that
-            ALiBi alone tells positions. A model on the meta device is not run, and gives a warning.
+            ALiBi alone tells positions; in half precision it takes memory for a copy in float32 meanwhile. A model on
+            the meta device is not run, and gives a warning.
 
     Returns:
         The same model; of a config, a new one.
@@ -211,10 +212,8 @@ def _prove(root: Any) -> None:
     if any(x.is_meta for x in root.parameters()):
         warnings.warn(f"nothing was proved of a {name} on the meta device, which cannot run", stacklevel=3)
         return
-    training = [(x, x.training) for x in root.modules()]
-    root.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _as_measured(root):
             for what, difference, rounding in _differences(root):
                 if not difference <= rounding:  # NaN is no less
                     raise RuntimeError(
@@ -225,7 +224,22 @@ def _prove(root: Any) -> None:
                     )
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
         raise ValueError(f"model must run without its own positions, got a {name}: {error}") from error
+
+
+@contextlib.contextmanager
+def _as_measured(root: nn.Module) -> Iterator[None]:
+    """Run a model without dropout, and one of half precision in float32: its own rounding would hide a mistake."""
+    training = [(x, x.training) for x in root.modules()]
+    halves = (torch.float16, torch.bfloat16)
+    tensors = [(x, x.data) for x in (*root.parameters(), *root.buffers()) if x.dtype in halves]
+    try:
+        root.eval()
+        for tensor, data in tensors:
+            tensor.data = data.float()
+        yield
     finally:
+        for tensor, data in tensors:
+            tensor.data = data
         for module, was_training in training:
             module.training = was_training
 
@@ -260,16 +274,21 @@ def _differences(root: Any) -> Iterator[tuple[str, float, float]]:
         mask = torch.cat([nn.functional.pad(text, pads), torch.ones_like(padded)])
         got = run(torch.cat([padded, padded.flip(1)]), attention_mask=mask)[:1, pads[0] : pads[0] + PROBE_LEN]
         yield f"padding on the {side}", difference(got, alone), rounding
+    slopes = config.alibi_slopes, config.alibi_future_slopes
+    config.alibi_slopes, config.alibi_future_slopes = [0.0] * len(slopes[0]), None
+    plain, flipped = run(tokens), run(tokens.flip(1)).flip(1)
+    config.alibi_slopes, config.alibi_future_slopes = slopes
+    if any(slopes[0]) and torch.equal(plain, alone):
+        raise RuntimeError(
+            f"slopes must change the last hidden states, got the same with and without them in a {type(root).__name__} "
+            f"(PyTorch {torch.__version__}, transformers {transformers.__version__}); use another version of the latter"
+        )
     if layers[0].is_causal:  # with the mask, for without it transformers takes gaps for the ends of sequences
         got = run(tokens, attention_mask=text, position_ids=2 * positions)
         yield "position_ids that count by two", difference(got, alone), rounding
         return
+    yield "the order of tokens, where slopes are 0,", difference(flipped, plain), rounding
     twice = run(tokens.repeat(1, 2), position_ids=positions.repeat(1, 2))
     for module in root.modules():
         if isinstance(module, NoPositions):
             module.reaches_attention = difference(twice, alone.repeat(1, 2, 1)) <= rounding
-    slopes = config.alibi_slopes, config.alibi_future_slopes
-    config.alibi_slopes, config.alibi_future_slopes = [0.0] * len(slopes[0]), None
-    got, expected = run(tokens.flip(1)).flip(1), run(tokens)
-    config.alibi_slopes, config.alibi_future_slopes = slopes
-    yield "the order of tokens, where slopes are 0,", difference(got, expected), rounding
