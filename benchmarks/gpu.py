@@ -1,4 +1,4 @@
-"""What is there to learn of one GPU? Sections of the benchmarks in order, each in a process of its own.
+"""What is there to learn of one GPU? Sections of the benchmarks in order.
 
   numerics   each implementation against float64, in bfloat16 and float32: results, gradients, decoding, and whether two
              runs give the same bits;
@@ -10,33 +10,30 @@
   jax        attention in JAX.
 
 All results are written after every row, and what fails is written with its reason, so that a run that is ended loses
-nothing. ``--dry-run`` does the same in small on the CPU. No installation is needed:
+nothing; one section after the other (``--only``) gives each a process of its own. ``--dry-run`` does the same in small
+on the CPU. No installation is needed:
 
     PYTHONPATH=.:backends python -m benchmarks.gpu --output DIR
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
 from benchmarks.attention import Contestant, Library, Reference, Shape, load, sample
 
 LONGEST_CHECKED = 16_384  # tokens of results that are compared with float64, which takes ten seconds beyond
-GPU = "name,driver_version,memory.total,clocks.max.sm,power.limit"
 Row = dict[str, Any]
 
 
@@ -130,7 +127,7 @@ def measured(scope: Scope, library: Library, make: Callable[[], Any], checked: A
         if checked:
             who, tensors = checked
             shown = [library.heads_first(x) for x in tensors]
-            if (shown[1].shape[2]) <= LONGEST_CHECKED:
+            if shown[1].shape[2] <= LONGEST_CHECKED:
                 rows, biased = sample(shown[0].shape[2], 8), "no positions" not in who
                 exact = Reference(shown, library.as_float64, rows, biased=biased)
                 row["error"] = exact.error(library.heads_first(call()))
@@ -168,62 +165,37 @@ def models(scope: Scope) -> Iterator[Row]:
         yield row
 
 
-SECTIONS: dict[str, tuple[Callable[[Scope], Iterator[Row]], int]] = {  # and how many seconds each may take
-    "numerics": (numerics, 100),
-    "attention": (attention, 270),
-    "models": (models, 90),
-    "jax": (partial(attention, name="jax"), 120),
+SECTIONS: dict[str, Callable[[Scope], Iterator[Row]]] = {
+    "numerics": numerics,
+    "attention": attention,
+    "models": models,
+    "jax": partial(attention, name="jax"),
 }
-
-
-def run_section(name: str, path: Path, scope: Scope) -> None:
-    """Run one section, and write everything after each of its rows."""
-    results = json.loads(path.read_text(encoding="utf-8"))
-    found = results["sections"][name] = {"rows": []}
-    try:
-        for row in SECTIONS[name][0](scope):
-            found["rows"].append(row)
-            print(json.dumps({x: y for x, y in row.items() if x != "traceback"}, default=str), flush=True)
-            harness.write_json(path, results)
-    except Exception as error:
-        found |= problem(error)
-    harness.write_json(path, results)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run all sections and return the exit status: 1 if something failed."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__, formatter_class=raw)
-    parser.add_argument("--output", type=Path, default=Path("out"), metavar="DIR", help="default %(default)s")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="default all")
+    parser = harness.parser("gpu", __doc__, tuple(SECTIONS))
     parser.add_argument("--dry-run", action="store_true", help="in small, on the CPU")
-    parser.add_argument("--section", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    scope = SMALL if options.dry_run else Scope()
-    if options.section:
-        return run_section(options.section[0], Path(options.section[1]), scope) or 0
-    path = (options.output / "gpu.json").resolve()
-    query = ["nvidia-smi", f"--query-gpu={GPU}", "--format=csv"]
-    gpu = "" if options.dry_run else subprocess.run(query, capture_output=True, text=True).stdout
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX would take most of the memory
     about = harness.versions("torch", "triton", "jax", "jaxlib", "transformers", "numpy")
-    results: Row = {"dry_run": options.dry_run, "gpu": gpu, "versions": about, "sections": {}}
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    environment |= {"JAX_PLATFORMS": "cpu"} if options.dry_run else {}
+    results: Row = {"dry_run": options.dry_run, "machine": harness.machine(), "versions": about, "sections": {}}
+    scope = SMALL if options.dry_run or options.quick else Scope()
+    results["machine"] |= load("torch", scope.device).machine()
+    failed = False
     for name in options.only:
-        harness.write_json(path, results)
-        command = [sys.executable, "-m", "benchmarks.gpu", "--section", name, str(path)]
+        rows = results["sections"].setdefault(name, {"rows": []})["rows"]
         try:
-            status = subprocess.run(
-                command + ["--dry-run"] * options.dry_run, env=environment, timeout=SECTIONS[name][1]
-            ).returncode
-        except subprocess.TimeoutExpired:
-            status = "the time was over"
-        results = json.loads(path.read_text(encoding="utf-8"))
-        section = results["sections"].setdefault(name, {"rows": []})
-        section["status"] = status
-    harness.write_json(path, results)
-    sections = results["sections"].values()
-    return int(any("failed" in row or x["status"] for x in sections for row in (x, *x["rows"])))
+            for row in SECTIONS[name](scope):
+                rows.append(row)
+                print(json.dumps({x: y for x, y in row.items() if x != "traceback"}, default=str), flush=True)
+                harness.write_json(options.output / "gpu.json", results)
+        except Exception as error:
+            rows.append(problem(error))
+        failed |= any("failed" in row for row in rows)
+    harness.write_json(options.output / "gpu.json", results)
+    return int(failed)
 
 
 if __name__ == "__main__":

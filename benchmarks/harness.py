@@ -18,16 +18,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 import alibi_core
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 120  # columns of a table that is written to a file
 VECTORS = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2"}  # by flag of /proc/cpuinfo, widest first
-LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")  # environment variables that switch vector instructions off
 Call = Callable[[], Any]
 
 # --- Time and memory --------------------------------------------------------------------------------------------------
@@ -134,7 +129,6 @@ def machine() -> dict[str, Any]:
         "architecture": platform.machine(),
         "cpu": cpu.get("model name") or platform.processor(),
         "vectors": next((name for flag, name in VECTORS.items() if flag in flags), None),
-        "limits": {name: os.environ[name] for name in LIMITS if name in os.environ},
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
     }
@@ -190,6 +184,8 @@ class Results:
 
     def finish(self) -> int:
         """Print tables, write all results, and return the exit status: 1 if a number is wrong."""
+        from rich.console import Console
+
         write_json(self.path, self.found)
         old = {}
         if self.compare:
@@ -221,8 +217,11 @@ def write_json(path: Path, results: Any) -> None:
     part.replace(path)  # a run that is stopped leaves whole files
 
 
-def table(title: str, *columns: str, **options: Any) -> Table:
+def table(title: str, *columns: str, **options: Any) -> Any:
     """Return an empty table in the style of all benchmarks."""
+    from rich import box
+    from rich.table import Table
+
     made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         made.add_column(column, **options)

@@ -6,8 +6,8 @@ Results and gradients are compared with float64 first; at each shape some querie
   backward  the same for forward and backward together;
   decode    one query over the keys of a layer's cache, which knows their norms, and of a bare call;
   memory    the peak beyond arguments, result and gradients, in a process of its own;
-  layer     a layer of PyTorch, forward, training and a step over cached keys, beside the same layer without positions,
-            or beside this library in another checkout (--beside): processes that are timed by turns.
+  layer     a layer of PyTorch, forward and training, beside the same layer without positions; or, and a step over
+            cached keys, beside this library in another checkout (--beside): processes that are timed by turns.
 
 The exit status is 1 if a number is wrong. All of it takes 25 minutes and 13 GB on two idle cores with PyTorch; JAX's
 own attention and MLX's are dense on the CPU, so their lengths end at 8,192 tokens.
@@ -15,6 +15,7 @@ own attention and MLX's are dense on the CPU, so their lengths end at 8,192 toke
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -34,11 +35,7 @@ LENGTHS = {  # for each library the lengths that are timed, with gradients as fa
     "jax": ((1024, 2048, 4096, 8192), 8192),
     "mlx": ((1024, 2048, 4096, 8192), 2048),
 }
-MEMORY = {  # heads, and tokens forward and with gradients
-    "torch": (8, 65_536, 65_536),
-    "jax": (8, 8192, 8192),
-    "mlx": (8, 4096, 2048),
-}
+MEMORY = {"torch": (65_536, 65_536), "jax": (8192, 8192), "mlx": (4096, 2048)}  # tokens forward, and with gradients
 LONGEST = Shape(4, 64, 2**20)  # one of which nothing quadratic could be computed
 PEERS_LIMIT = 2.0**-9  # the largest relative error of others' ALiBi, in float32, that is not a gross one
 ROWS = 16  # queries a head that are recomputed in float64 at each shape
@@ -133,9 +130,8 @@ class Run:
         for shape in shapes:
             tensors, calls = self.library.decode(shape)
             plain = list(calls)[1]
-            group = (
-                f"Times faster than attention with no positions, one query over {shape.length:,} keys: {shape.heads}"
-            )
+            subject = f"one query over {shape.length:,} keys: batch 1, {shape.heads}"
+            group = f"Times faster than attention with no positions, {subject}"
             for name, call in calls.items():
                 if name != plain and self._check_rows(name, shape, tensors, call):
                     pairs = 2 if self.quick else max(9, 100_000 // shape.length)
@@ -149,8 +145,8 @@ class Run:
         library = self.library
         if library.device != "cpu":
             return print("memory is measured on the CPU; benchmarks.gpu measures a GPU's", file=sys.stderr)
-        num_heads, *lengths = (4, 256, 256) if self.quick else MEMORY[library.name]
-        shapes = [(replace(self.shape, num_heads=num_heads, length=n), bool(i)) for i, n in enumerate(lengths)]
+        lengths = (256, 256) if self.quick else MEMORY[library.name]
+        shapes = [(replace(self.shape, length=length), bool(i)) for i, length in enumerate(lengths)]
         if library.name == "torch" and not self.quick:
             shapes.append((LONGEST, False))
         for shape, backward in shapes:
@@ -197,28 +193,23 @@ def draw(results: Results, ours: str) -> None:
     curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in results.found["measurements"]:
         kind, _, heads = row["group"].removeprefix("Times faster than attention with no positions, ").partition(": ")
-        if kind in PASSES and row.get("ratio") and not heads.startswith("32"):
+        if kind in PASSES and "ratio" in row and not heads.startswith("32"):
             name, _, length = row["candidate"].rpartition(", ")
             curves.setdefault((kind, name), []).append((int(length.replace(",", "")), row["ratio"]))
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        return print("There is no picture: it needs matplotlib.", file=sys.stderr)
-    if not curves:
-        return None
-    kinds = list(dict.fromkeys(kind for kind, _ in curves))
-    figure = Figure(figsize=(1.5 + 5 * len(kinds), 5), layout="constrained")
-    for ax, kind in zip(figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True):
-        for (own, name), points in curves.items():
-            if own == kind:
-                ax.plot(*zip(*points, strict=True), marker="o", linewidth=2.8 if name == ours else 1.6, label=name)
+    if not curves or not importlib.util.find_spec("matplotlib"):
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.5, 5), layout="constrained")
+    for ax, kind in zip(figure.subplots(1, 2, sharey=True), PASSES, strict=True):
         ax.axhline(1, color="#777777", label="attention with no positions")
-        ax.set(xscale="log", yscale="log", title=kind.capitalize(), xlabel="tokens")
+        for name, points in ((name, points) for (own, name), points in curves.items() if own == kind):
+            ax.plot(*zip(*points, strict=True), marker="o", linewidth=2.8 if name == ours else 1.6, label=name)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log", base=2)
-        ax.yaxis.set_major_formatter("{x:g}x")
+        ax.set(title=kind.capitalize(), xlabel="tokens")
         ax.xaxis.set_major_formatter("{x:,.0f}")
-        ax.grid(axis="y", color="#dddddd")
+        ax.yaxis.set_major_formatter("{x:g}x")
         ax.legend(frameon=False)
     figure.savefig(results.path.with_suffix(".png"), dpi=150)
 

@@ -211,7 +211,7 @@ class Torch(Library):
         from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
         torch, length = self.torch, query.shape[2]
-        torch._dynamo.reset()  # compiled once a shape: after eight shapes the compiler would give up
+        torch._dynamo.config.recompile_limit = 64  # compiled once a shape: after eight the compiler would give up
         rate = torch.tensor(slopes(query.shape[1]), dtype=torch.float32, device=self.device)
         # Causal blocks by their ranges; from a predicate they take minutes on a CPU.
         rows = torch.arange(-(-length // FLEX_BLOCK), dtype=torch.int32, device=self.device)
@@ -384,7 +384,6 @@ class Mlx(Library):
             "alibi_mlx": fixed(alibi_mlx.attention),
             "mx.fast, no positions": fixed(partial(self._fast, mask="causal"), bytes_needed=4 * shape.scores),
             "mx.fast, dense mask": Contestant(self._dense, 24 * shape.scores),
-            "nn.ALiBi, softmax": Contestant(self._module, 32 * shape.scores),
         }
 
     def _fast(self, query: Any, key: Any, value: Any, mask: Any = None) -> Any:
@@ -397,17 +396,6 @@ class Mlx(Library):
         rate = mx.array(slopes(num_heads), dtype=mx.float32)[:, None, None]
         mask = mx.where(distance < 0, -mx.inf, -rate * distance)[None].astype(query.dtype)
         return lambda *tensors: self._fast(*tensors), (self._evaluated(mask),)
-
-    def _module(self, query: Any, key: Any, value: Any) -> Any:
-        from mlx import nn
-
-        alibi, hidden = nn.ALiBi(), nn.MultiHeadAttention.create_additive_causal_mask(query.shape[2], query.dtype)
-
-        def attend(query: Any, key: Any, value: Any, hidden: Any) -> Any:
-            scores = (query * query.shape[-1] ** -0.5) @ key.swapaxes(-1, -2)
-            return self.mx.softmax(alibi(scores, mask=hidden), axis=-1, precise=True) @ value
-
-        return attend, (self._evaluated(hidden),)
 
     def _evaluated(self, result: Any) -> Any:
         self.mx.eval(result)
