@@ -15,7 +15,7 @@ from alibi_core.backend import Explanation
 from alibi_jax._attention import attention
 from alibi_jax._explain import explain
 from alibi_jax._tpu import TPU
-from alibi_jax.caches import EvictingKVCache, KVCache
+from alibi_jax.caches import KVCache
 from alibi_jax.nn import (
     AlibiAttention,
     AlibiBias,
@@ -37,7 +37,6 @@ __all__ = [
     "AlibiEncoder",
     "AlibiLanguageModel",
     "AlibiTransformer",
-    "EvictingKVCache",
     "Explanation",
     "KVCache",
     "attention",

@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
 from alibi_core.backend import Explanation
 from alibi_mlx._attention import attention
 from alibi_mlx._explain import explain
-from alibi_mlx.caches import EvictingKVCache, KVCache
+from alibi_mlx.caches import KVCache
 from alibi_mlx.nn import (
     AlibiAttention,
     AlibiBias,
@@ -28,7 +28,6 @@ __all__ = [
     "AlibiEncoder",
     "AlibiLanguageModel",
     "AlibiTransformer",
-    "EvictingKVCache",
     "Explanation",
     "KVCache",
     "attention",

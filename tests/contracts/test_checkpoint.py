@@ -274,13 +274,6 @@ def test_generated_text_is_that_of_transformers(saved: Any, variant: str, backen
     assert load(backend, checkpoint.directory).generate(FRAMEWORK[backend].array(tokens()), NEW_TOKENS).tolist() == text
 
 
-@pytest.mark.parametrize("backend", ["torch", "mlx"])
-def test_no_cache_evicts_by_horizons_that_a_rounded_bias_does_not_have(saved: Any, backend: str) -> None:
-    model = load(backend, saved("falcon, groups").directory, contract="model")
-    with pytest.raises(ValueError, match="^evict must be False with contract 'model', .* got True"):
-        model.transformer.make_caches(2, LENGTH, evict=True, max_query_norm=5.0)
-
-
 # --- What is refused -----------------------------------------------------------------------------------------------
 
 WQKV, NORM = "transformer.blocks.1.attn.Wqkv.weight", "transformer.norm_f.weight"

@@ -33,13 +33,12 @@ ROOMS = {
 }
 
 MODELS = ("AlibiTransformer", "AlibiEncoder", "AlibiLanguageModel")
-CACHES = ("KVCache", "EvictingKVCache")
+CACHES = ("KVCache",)
 PLACED = "PyTorch places a tensor where it is made; arrays of JAX and MLX are placed by the framework"
 FLAX = (
     "Flax draws initial numbers from streams that are handed to it, and tells the dtype of a parameter from the rest's"
 )
 GROWS = "MLX's cache follows mlx-lm's, which grows, and takes its sizes from the first keys"
-FIXED = "shapes are fixed when a program is compiled, so how many slots a head gets has to be said before"
 PROCESSES = "PyTorch names a group of processes, JAX an axis of a mesh"
 
 # What differs on purpose: where each backend stands, and why.
@@ -50,7 +49,6 @@ DIFFERENCES = {
     "AlibiAttention(rngs)": ("jax *", FLAX),
     "AlibiAttention.make_cache(batch_size)": ("torch, jax, mlx =None", GROWS),
     "AlibiAttention.make_cache(max_length)": ("torch, jax, mlx =None", GROWS),
-    "AlibiAttention.make_cache(max_key_norm)": ("jax *=None", FIXED),
     **{f"{model}(dtype)": ("jax *=None", FLAX) for model in MODELS},
     **{f"{model}(param_dtype)": ("jax *=float32", FLAX) for model in MODELS},
     **{f"{model}(rngs)": ("jax *", FLAX) for model in MODELS},
@@ -65,8 +63,6 @@ DIFFERENCES = {
     **{f"{cache}(max_length)": ("torch, jax, mlx *=None", GROWS) for cache in CACHES},
     **{f"{cache}(device)": ("torch *=None", PLACED) for cache in CACHES},
     **{f"{cache}(dtype)": ("torch *=None, jax *=float32", f"{GROWS}; PyTorch has a default dtype") for cache in CACHES},
-    "EvictingKVCache(max_key_norm)": ("jax *=None", FIXED),
-    "EvictingKVCache(key_bias)": ("torch *=None", "models of transformers, accelerated in place, round their bias"),
     "attention(dropout_key)": ("jax *=None, mlx *=None", "PyTorch's own dropout draws from its global generator, too"),
     "attention(max_key_norm)": ("torch *=None", "JAX measures keys in the program; MLX's cache knows their norms"),
     "attention(training)": ("mlx *=False", "an MLX array does not tell whether gradients will be asked for"),
@@ -88,13 +84,11 @@ MISSING = {
     "load_weights": ("jax", "a module of PyTorch and MLX loads its own weights"),
     "save_weights": ("jax", "a module of PyTorch and MLX saves its own weights"),
     "KVCache.make": ("jax", "a pytree is made of its leaves; elsewhere the class itself makes a cache"),
-    "EvictingKVCache.make": ("jax", "a pytree is made of its leaves; elsewhere the class itself makes a cache"),
     **{
         f"KVCache.{name}": ("mlx", "the models of mlx-lm ask it of a cache")
         for name in ("empty", "from_state", "is_trimmable", "make_mask", "merge", "size", "trim", "update_and_fetch")
     },
     "AlibiLanguageModel.make_cache": ("mlx", "mlx-lm's word for the transformer's make_caches"),
-    "EvictingKVCache.trim": ("mlx", "mlx-lm's word for truncate"),
     "AlibiAttention.extra_repr": ("torch", "PyTorch's hook for printing a module"),
     "AlibiAttention.register_slopes": ("torch", "slopes are a buffer there, which tensor parallelism sets anew"),
     "AlibiBias.register_slopes": ("torch", "slopes are a buffer there, as in the layer"),

@@ -124,13 +124,10 @@ def test_mask_and_segments_reach_every_block(name: str) -> None:
     assert_close(model(x, mask=ids[:, None, :, None] == ids[:, None, None, :]), apart)
 
 
-OPTIONS = {"all": {}, "evicting": {"evict": True, "max_query_norm": 50.0}}
-
-
-@pytest.mark.parametrize(("name", "options"), once_in_jax(NAMES, OPTIONS, keep=0))
-def test_caches_continue_a_sequence(name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", without_jax(NAMES))
+def test_caches_continue_a_sequence(name: str) -> None:
     model, x = transformer(name), normal(3, 13, 28)
-    caches = model.inner.make_caches(3, 13, **options)
+    caches = model.inner.make_caches(3, 13)
     parts = [model(part, caches=caches) for part in np.split(x, [5, 6], axis=1)]
     assert_close(np.concatenate(parts, axis=1), model(x))
     assert [int(cache.length) for cache in caches] == [13] * SMALL.num_layers
@@ -143,11 +140,10 @@ def test_caches_continue_a_sequence(name: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.id != "jax"])  # whose caches stay as they are
-@pytest.mark.parametrize("options", [{}, {"evict": True, "max_query_norm": 50.0}], ids=["keeping", "evicting"])
-def test_a_model_whose_last_block_refuses_leaves_all_caches_as_they_were(name: str, options: dict[str, Any]) -> None:
+def test_a_model_whose_last_block_refuses_leaves_all_caches_as_they_were(name: str) -> None:
     model, x = transformer(name), normal(1, 8, SMALL.embed_dim)
-    caches, expected = model.inner.make_caches(1, 20, **options), model(x)
-    caches[-1] = model.inner.blocks[-1].attention.make_cache(1, 6, **options)
+    caches, expected = model.inner.make_caches(1, 20), model(x)
+    caches[-1] = model.inner.blocks[-1].attention.make_cache(1, 6)
     model(x[:, :5], caches)
     with pytest.raises(ValueError, match="max_length 6"):
         model(x[:, 5:], caches)

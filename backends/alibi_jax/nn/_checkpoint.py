@@ -17,7 +17,6 @@ from alibi_core import AttentionCall
 from alibi_core.backend import LENGTH_FIRST, AlibiConfig, Checkpoint, key_bias
 from alibi_jax._attention import run
 from alibi_jax._call import floating_dtype
-from alibi_jax.caches import KVCache
 from alibi_jax.nn._encoder import AlibiEncoder
 from alibi_jax.nn._language_model import AlibiLanguageModel
 from alibi_jax.nn._layer import AlibiAttention
@@ -113,12 +112,6 @@ class FalconAttention(AlibiAttention):
         call = replace(call, added_key_bias=self._bias(call.kv_len, query.dtype) - linear)
         attended = run(call, query, key, value, "dense", norms)
         return attended if cache is None else jnp.where(cache.length <= cache.max_length, attended, jnp.nan)
-
-    def make_cache(self, batch_size: int, max_length: int, *, evict: bool = False, **options: Any) -> KVCache:
-        """Return an empty cache, which keeps every key."""
-        if evict:
-            raise ValueError("evict must be False with contract 'model', whose bias no horizon bounds, got True")
-        return super().make_cache(batch_size, max_length, **options)
 
     def _bias(self, kv_len: int, dtype: Any) -> jax.Array:
         """Return what is added to the scores, ``[num_heads, kv_len]``."""

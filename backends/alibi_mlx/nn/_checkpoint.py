@@ -100,9 +100,3 @@ class FalconAttention(AlibiAttention):
         linear = call.slopes[:, None] * mx.arange(call.kv_len)
         attended = dense_attention(replace(call, added_key_bias=bias - linear), query, key, value)
         return self.dropout(self.out_proj(mx.flatten(attended.swapaxes(1, 2), -2)))
-
-    def make_cache(self, *sizes: int | None, evict: bool = False, **options: Any) -> Any:
-        """Return an empty cache, which keeps every key."""
-        if evict:
-            raise ValueError("evict must be False with contract 'model', whose bias no horizon bounds, got True")
-        return super().make_cache(*sizes, **options)

@@ -112,9 +112,3 @@ class FalconAttention(AlibiAttention):
         call = replace(call, added_key_bias=(bias.double() - linear).to(call.working_dtype))
         attended = run(call, query, key, value, None, None)
         return self.dropout(self.out_proj(attended.transpose(1, 2).flatten(2)))
-
-    def make_cache(self, batch_size: int, max_length: int, *, evict: bool = False, **options: Any) -> KVCache:
-        """Return an empty cache, which keeps every key."""
-        if evict:
-            raise ValueError("evict must be False with contract 'model', whose bias no horizon bounds, got True")
-        return super().make_cache(batch_size, max_length, **options)
