@@ -41,7 +41,6 @@ from alibi_core._call import ARRAY_AXES as ARRAY_AXES
 from alibi_core._call import LENGTH_FIRST as LENGTH_FIRST
 from alibi_core._call import CallRules as CallRules
 from alibi_core._call import dense_attention as dense_attention
-from alibi_core._call import largest_slope as largest_slope
 from alibi_core._extras import install_hint as install_hint
 from alibi_core._horizon import ENDLESS as ENDLESS
 from alibi_core._horizon import FIELDS as FIELDS

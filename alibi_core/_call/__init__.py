@@ -14,4 +14,3 @@ from alibi_core._call.call import CallRules as CallRules
 from alibi_core._call.fold import fold as fold
 from alibi_core._call.fold import fold_error_bound as fold_error_bound
 from alibi_core._call.fold import fold_size as fold_size
-from alibi_core._call.fold import largest_slope as largest_slope

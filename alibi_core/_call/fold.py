@@ -262,7 +262,7 @@ def _exponents(dtype: DType, kv_len: int) -> dict[tuple[int, int], tuple[int, in
     return pairs
 
 
-def largest_slope(call: AttentionCall) -> float:
+def _largest_slope(call: AttentionCall) -> float:
     """Return the largest magnitude of a slope with which no feature of the query overflows."""
     largest = 2.0**LARGEST_EXPONENT
     if _bits(call.dtype) == BITS["float16"]:
@@ -273,7 +273,7 @@ def largest_slope(call: AttentionCall) -> float:
 def _check_range(call: AttentionCall, slopes: Any) -> None:
     """Check that no feature of the query overflows, where slopes can be seen without waiting for them."""
     values = host_values(call.slopes if slopes is None or checks.is_int(slopes) else slopes)
-    limit = largest_slope(call)
+    limit = _largest_slope(call)
     if values is not None and values.size and abs(values).max() > limit:
         raise ValueError(
             f"slopes must be at most {limit:.4g} in size to be folded in {call.dtype}, got {values.tolist()}"

@@ -8,10 +8,10 @@ from typing import Any
 import mlx.core as mx
 
 from alibi_core import AttentionCall
-from alibi_core.backend import Explanation, boolean, check_keywords, entry_of, one_of, tolerance_of
+from alibi_core.backend import Explanation, check_keywords, entry_of, one_of, tolerance_of
 from alibi_mlx import _tiled
 from alibi_mlx._attention import attention
-from alibi_mlx._metal import IMPLEMENTATIONS, choose, refusal
+from alibi_mlx._dispatch import IMPLEMENTATIONS, choose, refusal
 
 
 def explain(
@@ -21,7 +21,6 @@ def explain(
     slopes: int | mx.array | None = None,
     *,
     implementation: str | None = None,
-    training: bool = False,
     **arguments: Any,
 ) -> Explanation:
     """Say which implementation a call of :func:`alibi_mlx.attention` would use, and what it would compute.
@@ -30,7 +29,7 @@ def explain(
     nothing. It answers for MLX's default device.
 
     Args:
-        query, key, value, slopes, implementation, training: As for :func:`alibi_mlx.attention`.
+        query, key, value, slopes, implementation: As for :func:`alibi_mlx.attention`.
         **arguments: Likewise.
 
     Returns:
@@ -53,12 +52,11 @@ def explain(
     check_keywords(attention, arguments)
     arguments.pop("dropout_key", None)
     call = AttentionCall.check(query, key, value, slopes, xp=mx, **arguments)
-    boolean("training", training)
     if call.is_empty:
         return Explanation.of_nothing(call)
-    route = choose(call, implementation, training)
+    chosen = choose(call, implementation)
     refusals = {name: refusal(name, call) for name in IMPLEMENTATIONS}
-    tolerance = tolerance_of(call) if route.implementation == "tiled" else 0.0
+    tolerance = tolerance_of(call) if chosen == "tiled" else 0.0
     flat = call.with_one_batch_axis()
     query, key, value = (x.reshape(*flat.batch, *x.shape[-3:]) for x in (query, key, value))
     host = _tiled.on_host(flat, query=query, key=key)
@@ -67,9 +65,9 @@ def explain(
     entries = [entry_of(host, index) for index in range(host.batch[0])]
     planned = _tiled.plans(entries, query, key, tolerance)
     computed = math.prod(flat.batch) * call.num_heads * call.q_len * call.kv_len
-    if route.implementation == "tiled":
+    if chosen == "tiled":
         jobs = _tiled.jobs(flat, query, key, value, tolerance, None)
         sizes = ((len(range(flat.batch[0])[x.batch]), x.heads.stop - x.heads.start, x) for x in jobs)
         computed = sum(entries * heads * x.tiles * x.rows * x.kv_len for entries, heads, x in sizes)
     largest = mx.abs(value).max().item() if tolerance else 0.0
-    return Explanation.of(route.implementation, refusals, tolerance, largest, computed, entries, planned)
+    return Explanation.of(chosen, refusals, tolerance, largest, computed, entries, planned)

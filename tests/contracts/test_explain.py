@@ -31,7 +31,7 @@ KERNELS = {
     ],
     "mlx": ["alibi_mlx._tiled.forward"],
 }
-NAMES = {"torch": ["tiled", "flex", "sdpa", "dense"], "jax": ["tiled", "dense"], "mlx": ["tiled", "folded", "dense"]}
+NAMES = {"torch": ["tiled", "flex", "sdpa", "dense"], "jax": ["tiled", "dense"], "mlx": ["tiled", "dense"]}
 IMPLEMENTATIONS = [
     pytest.param(*x.values, name, id=f"{x.id}-{name}", marks=x.marks) for x in LIBRARIES for name in NAMES[x.id]
 ]
@@ -173,7 +173,6 @@ def test_the_tolerance_is_the_rounding_error_of_the_dtype_or_what_was_asked_for(
         {"layout": ("length", "heads", "head_dim")},
         {"xp": np},
         {"tolerence": 0.0},
-        {"training": "no"},
         {"max_key_norm": math.nan},
         {"max_key_norm": np.ones((2, 4))},
         {"key": np.zeros((2, 3, 9, 8))},
@@ -199,9 +198,7 @@ def test_bad_arguments_raise_what_the_call_raises(backend: Backend, arguments: d
     assert str(actual.value) == str(expected.value) or "unexpected keyword argument" in str(actual.value)
 
 
-@pytest.mark.parametrize(
-    ("backend", "implementation"), [x for x in IMPLEMENTATIONS if x.values[1] in ("flex", "folded")]
-)
+@pytest.mark.parametrize(("backend", "implementation"), [x for x in IMPLEMENTATIONS if x.values[1] == "flex"])
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 5), (5, 0)])
 def test_nothing_to_compute_needs_no_implementation_that_can(
     backend: Backend, implementation: str, lengths: tuple[int, int]
@@ -273,7 +270,7 @@ def test_a_heads_horizon_is_that_of_the_query_that_looks_farthest_back(backend: 
     assert 1.5 * shortest < longer < 1300
 
 
-@pytest.mark.parametrize(("backend", "implementation"), [x for x in IMPLEMENTATIONS if "folded" not in x.id])
+@pytest.mark.parametrize(("backend", "implementation"), IMPLEMENTATIONS)
 def test_a_window_is_a_horizon(backend: Backend, implementation: str) -> None:
     key, slopes = np.zeros((1, 2, 300, 8)), np.asarray([0.0, 8.0])
     result = explain(backend, key, key, key, slopes, window_size=20, implementation=implementation)

@@ -65,8 +65,6 @@ DIFFERENCES = {
     **{f"{cache}(dtype)": ("torch *=None, jax *=float32", f"{GROWS}; PyTorch has a default dtype") for cache in CACHES},
     "attention(dropout_key)": ("jax *=None, mlx *=None", "PyTorch's own dropout draws from its global generator, too"),
     "attention(max_key_norm)": ("torch *=None", "JAX measures keys in the program; MLX's cache knows their norms"),
-    "attention(training)": ("mlx *=False", "an MLX array does not tell whether gradients will be asked for"),
-    "explain(training)": ("mlx *=False", "as for attention"),
     "load_checkpoint(device)": ("torch *=None", PLACED),
     "conformance.adapters(device)": ("torch =cpu", PLACED),
     "parallel.attention(group)": ("torch *=None", PROCESSES),

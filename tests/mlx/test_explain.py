@@ -1,4 +1,4 @@
-"""What ``explain`` says in MLX alone: of ``folded``, of float64, of training and of what is traced."""
+"""What ``explain`` says in MLX alone: of float64 and of what is traced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 from alibi_mlx import attention, explain  # noqa: E402
-from alibi_mlx._metal import Kernels  # noqa: E402
 
 
 def tensors(length: int = 9, *, batch: int = 2, heads: tuple[int, int] = (4, 2), dtype: Any = mx.float32) -> list[Any]:
@@ -27,32 +26,19 @@ def test_float64_is_dense_and_the_others_say_why_they_are_not():
     assert str(result).splitlines() == [
         "implementation: dense",
         "  not tiled: it cannot compute in float64 (MLX's attention takes its scale and exponential in float32)",
-        "  not folded: it cannot compute in float64 (MLX's attention takes its scale and exponential in float32)",
         "tolerance: 0, which moves the result by at most 0",
         "scores: 384 computed, 246.2% of the 156 visible",
         "horizons, in tokens, of the heads: 4 4 4",
     ]
 
 
-@pytest.mark.parametrize("name", ["tiled", "folded"])
-def test_what_is_refused_raises_what_the_call_raises(name):
-    inputs, rules = tensors(dtype=mx.bfloat16), {"window_size": 3}
-    if name == "tiled":
-        inputs = [x.astype(mx.float64, stream=mx.cpu) for x in inputs]
+def test_what_is_refused_raises_what_the_call_raises():
+    inputs, rules = [x.astype(mx.float64, stream=mx.cpu) for x in tensors()], {"window_size": 3}
     with mx.stream(mx.cpu):
         for function in (attention, explain):
-            with pytest.raises(NotImplementedError, match=f"implementation '{name}' .*'dense' can run this call"):
-                function(*inputs, implementation=name, **rules)
-        assert name in explain(*inputs, **rules).refusals
-
-
-def test_training_is_an_argument_of_the_call(monkeypatch):
-    inputs = tensors(dtype=mx.bfloat16)
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    assert explain(*inputs).implementation == ("folded" if Kernels.here().newer else "tiled")
-    assert explain(*inputs, training=True).implementation == "tiled"
-    with pytest.raises(TypeError, match="training must be"):
-        explain(*inputs, training=1)
+            with pytest.raises(NotImplementedError, match="implementation 'tiled' .*'dense' can run this call"):
+                function(*inputs, implementation="tiled", **rules)
+        assert "tiled" in explain(*inputs, **rules).refusals
 
 
 def test_it_leaves_the_tensors_as_they_are_and_stands_within_a_gradient():

@@ -153,7 +153,7 @@ class AlibiAttention(nn.Module):
                 "future_slopes": self._future_slopes,
                 "q_offset": q_offset,
             }
-            attended = attention(query, key, value, self.slopes, training=self.training, **direction, **rules)
+            attended = attention(query, key, value, self.slopes, **direction, **rules)
         elif not self.is_causal:
             raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
         elif isinstance(cache, KVCache):
