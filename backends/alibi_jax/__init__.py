@@ -18,7 +18,6 @@ from alibi_jax._tpu import TPU
 from alibi_jax.caches import KVCache
 from alibi_jax.nn import (
     AlibiAttention,
-    AlibiBias,
     AlibiConfig,
     AlibiEncoder,
     AlibiLanguageModel,
@@ -32,7 +31,6 @@ from alibi_jax.nn import (
 __all__ = [
     "TPU",
     "AlibiAttention",
-    "AlibiBias",
     "AlibiConfig",
     "AlibiEncoder",
     "AlibiLanguageModel",

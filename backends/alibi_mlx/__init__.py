@@ -13,7 +13,6 @@ from alibi_mlx._explain import explain
 from alibi_mlx.caches import KVCache
 from alibi_mlx.nn import (
     AlibiAttention,
-    AlibiBias,
     AlibiConfig,
     AlibiEncoder,
     AlibiLanguageModel,
@@ -23,7 +22,6 @@ from alibi_mlx.nn import (
 
 __all__ = [
     "AlibiAttention",
-    "AlibiBias",
     "AlibiConfig",
     "AlibiEncoder",
     "AlibiLanguageModel",

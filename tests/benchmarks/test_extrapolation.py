@@ -19,7 +19,7 @@ from benchmarks.extrapolation.settings import MULTIPLES, Settings  # noqa: E402
 
 pytestmark = pytest.mark.full
 
-TINY = AlibiConfig(num_layers=2, d_model=40, num_heads=5, dropout=0.0)
+TINY = AlibiConfig(num_layers=2, embed_dim=40, num_heads=5, dropout=0.0)
 
 
 class Recorder(nn.Module):
@@ -181,7 +181,7 @@ def test_run_writes_table_json_and_picture_and_fails_where_a_loss_is_not_finite(
 
     monkeypatch.setattr("benchmarks.extrapolation.__main__.build", build)
     settings = Settings(
-        train_length=8, num_layers=1, d_model=32, num_heads=4, batch_size=2, steps=3, scored=256, slid=32
+        train_length=8, num_layers=1, embed_dim=32, num_heads=4, batch_size=2, steps=3, scored=256, slid=32
     )
     (tmp_path / "text").write_bytes(bytes(range(256)) * 10)  # no valid UTF-8
     text = corpus.text_file(tmp_path / "text", 384, 256)

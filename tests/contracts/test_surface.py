@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import alibi_core
 from alibi_core._cli import main
 from tests.support.frameworks import FRAMEWORK, NAMES
 from tests.support.full import in_full
@@ -89,7 +88,7 @@ MISSING = {
     "AlibiLanguageModel.make_cache": ("mlx", "mlx-lm's word for the transformer's make_caches"),
     "AlibiAttention.extra_repr": ("torch", "PyTorch's hook for printing a module"),
     "AlibiAttention.register_slopes": ("torch", "slopes are a buffer there, which tensor parallelism sets anew"),
-    "AlibiBias.register_slopes": ("torch", "slopes are a buffer there, as in the layer"),
+    "AlibiBias": ("torch", "a module whose buffer moves with a model; elsewhere alibi_core.bias is as short"),
     "parallel.ShardedKVCache": ("torch", "a cache that changes in place; JAX has append and decode"),
     "parallel.append": ("jax", "of a cache that does not change in place; PyTorch has ShardedKVCache"),
     "parallel.decode": ("jax", "of a cache that does not change in place; PyTorch has ShardedKVCache"),
@@ -257,21 +256,6 @@ def mains() -> Iterator[tuple[Path, Path]]:
 # --- What all backends have, and one text shows ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_the_bias_as_a_module_is_the_cores(name: str, is_causal: bool) -> None:
-    framework, slopes = FRAMEWORK[name], np.asarray([1.0, 0.5, 0.3], np.float32)
-    for given, expected in ((slopes, slopes), (framework.array(slopes), slopes), (None, 3)):
-        module = make_module(name, "AlibiBias", 3, slopes=given, is_causal=is_causal)
-        for sizes in ((5,), (2, 7), (2, 7), (0, 3)):
-            result = module(*sizes)
-            assert np.array_equal(framework.numpy(result), alibi_core.bias(expected, *sizes, is_causal=is_causal))
-        low = module(3, dtype=framework.xp.bfloat16)
-        assert "bfloat16" in str(low.dtype)
-    scheme = make_module(name, "AlibiBias", 6, scheme="geometric")
-    assert np.array_equal(framework.numpy(scheme(4)), alibi_core.bias(alibi_core.slopes(6, scheme="geometric"), 4))
-
-
 PAIRS = [
     x if x in (("torch", "jax"), ("jax", "mlx"), ("mlx", "torch")) else in_full((x,))
     for x in itertools.permutations(BACKENDS, 2)
@@ -310,19 +294,15 @@ def test_a_config_reaches_the_attention_of_models(name: str, fields: dict[str, A
         make_module(name, "AlibiTransformer", package.AlibiConfig(**CONFIG, implementation="fast"))
 
 
-def test_a_config_has_the_words_of_layers_and_takes_those_of_old() -> None:
+def test_a_config_is_frozen_and_positional() -> None:
     import dataclasses
 
     from alibi_core.backend import AlibiConfig
 
-    config = AlibiConfig(d_model=64, causal=False)
-    assert config == AlibiConfig(embed_dim=64, is_causal=False)
-    assert (config.d_model, config.embed_dim, config.causal, config.is_causal) == (64, 64, False, False)
-    assert dataclasses.replace(config, causal=True, d_model=32) == AlibiConfig(embed_dim=32)
-    assert dataclasses.replace(config, embed_dim=32) == AlibiConfig(embed_dim=32, is_causal=False)
-    assert AlibiConfig(3, 64) == AlibiConfig(num_layers=3, embed_dim=64)
-    with pytest.raises(TypeError, match="width"):
-        AlibiConfig(width=64)
+    config = AlibiConfig(3, 64)
+    assert config == AlibiConfig(num_layers=3, embed_dim=64)
+    with pytest.raises(TypeError, match="'d_model'; give embed_dim"):
+        AlibiConfig(d_model=64)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.embed_dim = 2
 

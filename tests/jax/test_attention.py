@@ -801,7 +801,6 @@ def test_ranks_differ_inside_also_where_users_have_that_refused(implementation: 
         alibi_jax.explain(x, x, x)
         cache = alibi_jax.KVCache.make(2, 2, 16, 4).append(x, x, lengths=jnp.asarray([1, 3]))
         cache.append(x, x).truncate(2).attend(x[:, :1])
-        alibi_jax.AlibiBias(4)(2, 3)
 
 
 @pytest.mark.parametrize("implementation", first_of(["tiled", "dense"]))
