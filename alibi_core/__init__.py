@@ -7,17 +7,13 @@ and array-api-compat alone and works on the arrays of any library that follows t
 from alibi_core._bias import bias, bias_from_positions, key_bias, slopes
 from alibi_core._call import AttentionCall, attention, fold, fold_error_bound, fold_size
 from alibi_core._horizon import KeyRanges, ScoreBounds, horizon, key_ranges
-from alibi_core._sharding import Hop, ShardPlan, Shards, shard_plan
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionCall",
-    "Hop",
     "KeyRanges",
     "ScoreBounds",
-    "ShardPlan",
-    "Shards",
     "attention",
     "bias",
     "bias_from_positions",
@@ -27,6 +23,5 @@ __all__ = [
     "horizon",
     "key_bias",
     "key_ranges",
-    "shard_plan",
     "slopes",
 ]

@@ -1,6 +1,6 @@
 """Sequence-parallel attention of alibi_torch: processes that share a machine's cores, against one that has them all.
 
-    python -m benchmarks.parallel --backend torch --quick
+    python -m benchmarks.parallel --quick
 
 Processes talk through gloo, each with one thread; the one that they are compared with has as many threads as there are
 cores. So nothing is won by more of the machine, and what is measured is what dividing the sequence costs. Numbers are
@@ -35,7 +35,6 @@ class Sizes:
     processes: int = 4
     heads: int = 8
     head_dim: int = 64
-    score_bound: float = 30.0
     pairs: int = 7
 
 
@@ -90,8 +89,8 @@ def _work(rank: int, sizes: Sizes) -> list[dict[str, Any]]:
         result = call(*leaves, **options)
         return [result, *torch.autograd.grad(result, leaves, tensors[3])] if gradient else [result]
 
-    def shared(gradient: bool, bound: float | None) -> list[Any]:
-        found = result_of(parallel.attention, mine, gradient, score_bound=bound)
+    def shared(gradient: bool) -> list[Any]:
+        found = result_of(parallel.attention, mine, gradient)
         dist.barrier()
         return found
 
@@ -104,7 +103,7 @@ def _work(rank: int, sizes: Sizes) -> list[dict[str, Any]]:
         return found
 
     expected = alone(True)
-    for index, x in enumerate(shared(True, sizes.score_bound)):
+    for index, x in enumerate(shared(True)):
         parts = [torch.empty_like(x) for _ in range(sizes.processes)] if rank == 0 else None
         dist.gather(x.detach(), parts)
         if parts:
@@ -114,10 +113,8 @@ def _work(rank: int, sizes: Sizes) -> list[dict[str, Any]]:
 
     found = []
     for gradient in (False, True):
-        for bound in (sizes.score_bound, None):
-            how = "measured" if bound is None else f"score_bound={bound:g}"
-            name = f"{sizes.processes} processes, {sizes.length} tokens, {how}{', with gradients' * gradient}"
-            empty = Measurement("Time of one sequence", name, "1 process", "seconds", TIME_BAR if bound else None)
-            # Others than the first wait in the barrier of the next call, as long as it computes alone.
-            found.append(asdict(empty.timed(partial(shared, gradient, bound), partial(alone, gradient), sizes.pairs)))
+        name = f"{sizes.processes} processes, {sizes.length} tokens{', with gradients' * gradient}"
+        empty = Measurement("Time of one sequence", name, "1 process", "seconds", TIME_BAR)
+        # Others than the first wait in the barrier of the next call, as long as it computes alone.
+        found.append(asdict(empty.timed(partial(shared, gradient), partial(alone, gradient), sizes.pairs)))
     return found
