@@ -5,15 +5,17 @@ and array-api-compat alone and works on the arrays of any library that follows t
 """
 
 from alibi_core._bias import bias, bias_from_positions, key_bias, slopes
-from alibi_core._call import AttentionCall, attention, fold, fold_error_bound, fold_size
-from alibi_core._horizon import KeyRanges, ScoreBounds, horizon, key_ranges
+from alibi_core._call import AttentionCall as AttentionCall
+from alibi_core._call import attention, fold, fold_error_bound, fold_size
+from alibi_core._horizon import KeyRanges as KeyRanges
+from alibi_core._horizon import ScoreBounds as ScoreBounds
+from alibi_core._horizon import horizon
+from alibi_core._horizon import key_ranges as key_ranges
 
+# AttentionCall, KeyRanges, ScoreBounds and key_ranges are here until PyTorch's backend imports them from backend.
 __version__ = "0.1.0"
 
 __all__ = [
-    "AttentionCall",
-    "KeyRanges",
-    "ScoreBounds",
     "attention",
     "bias",
     "bias_from_positions",
@@ -22,6 +24,5 @@ __all__ = [
     "fold_size",
     "horizon",
     "key_bias",
-    "key_ranges",
     "slopes",
 ]

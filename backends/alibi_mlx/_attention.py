@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from alibi_core import AttentionCall
-from alibi_core.backend import Job, dense_attention, explains_keywords, one_of, tolerance_of
+from alibi_core.backend import AttentionCall, Job, dense_attention, explains_keywords, one_of, tolerance_of
 from alibi_mlx import _tiled
 from alibi_mlx._dispatch import IMPLEMENTATIONS, attend, choose
 from alibi_mlx._tiled import KeyNorms

@@ -6,8 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from alibi_core import AttentionCall
-from alibi_core.backend import Explanation, check_keywords, one_of
+from alibi_core.backend import AttentionCall, Explanation, check_keywords, one_of
 from alibi_mlx._attention import attention
 from alibi_mlx._dispatch import IMPLEMENTATIONS, choose, refusal
 

@@ -8,8 +8,7 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
-from alibi_core import AttentionCall
-from alibi_core.backend import Explanation, check_keywords, one_of
+from alibi_core.backend import AttentionCall, Explanation, check_keywords, one_of
 from alibi_torch._attention import attention, norms_of
 from alibi_torch._dispatch import IMPLEMENTATIONS, choose, refusal
 

@@ -9,7 +9,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from alibi_core import AttentionCall, slopes
+from alibi_core import slopes
+from alibi_core.backend import AttentionCall
 from alibi_core.conformance._cases.oracle import U32, Answer, Attention, Rules, assert_within, penalties
 from tests.support.frameworks import TORCH, Backend
 from tests.support.full import first_of

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alibi_core import AttentionCall
 from alibi_core._call import HEADS_FIRST, LENGTH_FIRST
+from alibi_core.backend import AttentionCall
 from tests.support.frameworks import JAX, MLX, TORCH, Framework
 
 IDS = np.asarray([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 4]], np.int32)

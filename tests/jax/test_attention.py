@@ -24,7 +24,6 @@ from jax import export  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 
 import alibi_jax  # noqa: E402
-from alibi_jax.nn._checkpoint import FalconAttention  # noqa: E402
 from tests.support.full import first_of  # noqa: E402
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 3, 5
@@ -402,9 +401,6 @@ def test_what_is_no_cache_is_refused() -> None:
         layer(jnp.asarray(inputs(1)), cache=tuple(layer.make_cache(BATCH, 9)))
     with pytest.raises(ValueError, match="cache must have the dtype of the layer's keys, float32, got bfloat16"):
         layer(jnp.asarray(inputs(1)), cache=make_layer(param_dtype=jnp.bfloat16).make_cache(BATCH, 9))
-    falcon, lengths = FalconAttention(EMBED_DIM, HEADS, rngs=nnx.Rngs(0)), jnp.ones(BATCH, jnp.int32)
-    with pytest.raises(ValueError, match="lengths must be None with contract 'model'"):
-        falcon(jnp.asarray(inputs(1)), cache=falcon.make_cache(BATCH, 9), lengths=lengths)
 
 
 # --- weights

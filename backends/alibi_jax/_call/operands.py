@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from alibi_core import AttentionCall
-from alibi_core.backend import ARRAY_AXES, CallRules, checks, namespace_of, tolerance_of
+from alibi_core.backend import ARRAY_AXES, AttentionCall, CallRules, checks, namespace_of, tolerance_of
 
 
 class Operands(NamedTuple):

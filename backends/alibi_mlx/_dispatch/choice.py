@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from alibi_core import AttentionCall
+from alibi_core.backend import AttentionCall
 
 IMPLEMENTATIONS = ("tiled", "dense")
 

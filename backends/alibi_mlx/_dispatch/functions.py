@@ -12,8 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from alibi_core import AttentionCall
-from alibi_core.backend import ARRAY_AXES, Job
+from alibi_core.backend import ARRAY_AXES, AttentionCall, Job
 from alibi_mlx import _tiled
 
 # Returns the tiles that make up a call with one batch axis, given query, key and value.

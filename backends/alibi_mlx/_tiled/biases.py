@@ -9,8 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from alibi_core import AttentionCall
-from alibi_core.backend import Job
+from alibi_core.backend import AttentionCall, Job
 
 
 class Biases:

@@ -13,8 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from alibi_core import AttentionCall
-from alibi_core.backend import Job
+from alibi_core.backend import AttentionCall, Job
 from alibi_mlx._compatible import padded
 from alibi_mlx._tiled.biases import Biases
 from alibi_mlx._tiled.configuration import tiling

@@ -13,10 +13,12 @@ import array_api_compat.numpy as xp
 import mlx.core as mx
 import numpy as np
 
-from alibi_core import AttentionCall, KeyRanges, ScoreBounds
 from alibi_core.backend import (
+    AttentionCall,
     Job,
     KeyNorms,
+    KeyRanges,
+    ScoreBounds,
     entry_of,
     jobs_of_entry,
     measure,

@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from alibi_core import AttentionCall
 from alibi_core.backend import (
+    AttentionCall,
     RowTokens,
     cache_summary,
     check_indices,
