@@ -21,10 +21,8 @@ from alibi_core._arrays import non_negative_number as non_negative_number
 from alibi_core._arrays import one_of as one_of
 from alibi_core._arrays import positive_int as positive_int
 from alibi_core._arrays import positive_number as positive_number
+from alibi_core._attention import dense_attention as dense_attention
 from alibi_core._bias import key_bias as key_bias
-from alibi_core._bias import named as named
-from alibi_core._bias import slope_values as slope_values
-from alibi_core._bias import slopes as slopes
 from alibi_core._bias import working_dtype as working_dtype
 from alibi_core._caching import EvictionPolicy as EvictionPolicy
 from alibi_core._caching import EvictionRules as EvictionRules
@@ -41,7 +39,7 @@ from alibi_core._call import ARRAY_AXES as ARRAY_AXES
 from alibi_core._call import LENGTH_FIRST as LENGTH_FIRST
 from alibi_core._call import AttentionCall as AttentionCall
 from alibi_core._call import CallRules as CallRules
-from alibi_core._call import dense_attention as dense_attention
+from alibi_core._contracts import named as named
 from alibi_core._extras import install_hint as install_hint
 from alibi_core._horizon import ENDLESS as ENDLESS
 from alibi_core._horizon import FIELDS as FIELDS
@@ -86,3 +84,5 @@ from alibi_core._sharding import HALO_SHARE as HALO_SHARE
 from alibi_core._sharding import Shards as Shards
 from alibi_core._sharding import check_shard_slopes as check_shard_slopes
 from alibi_core._sharding import tokens_beyond as tokens_beyond
+from alibi_core._slopes import slope_values as slope_values
+from alibi_core._slopes import slopes as slopes

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from alibi_core._arrays import checks
-from alibi_core._bias import Contract
+from alibi_core._contracts import Contract
 from alibi_core._models.config import AlibiConfig
 
 _ACTIVATIONS = {

@@ -17,7 +17,7 @@ from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
 from transformers.models.mpt import modeling_mpt
 
-from alibi_core._bias import named
+from alibi_core._contracts import named
 from benchmarks.ecosystem._torch import TorchAdapter, Values, hidden, to_numpy
 
 _TOKENS = {"vocab_size": 11, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

@@ -102,11 +102,11 @@ def test_the_page_lists_every_family() -> None:
 
 
 @pytest.mark.parametrize(("factor", "words"), [(1.0, "canonical, from 0.5"), (4.0, "of its config, from 0.125")])
-def test_a_stretched_jais_is_inspected(
+def test_a_stretched_jais_is_explained(
     factor: float, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     opened(tmp_path, "jais", alibi_scaling={"type": "linear", "factor": factor})
-    assert main(["inspect", str(tmp_path)]) == 0
+    assert main(["explain", str(tmp_path)]) == 0
     assert f"slopes  {words}" in capsys.readouterr().out
 
 

@@ -24,8 +24,9 @@ from alibi_core._arrays import (
     namespace_of,
     times,
 )
-from alibi_core._bias import power_below, slopes_of_any_sign
-from alibi_core._call.call import AttentionCall
+from alibi_core._bias import slopes_of_any_sign
+from alibi_core._call import AttentionCall
+from alibi_core._contracts import power_below
 
 # Significant bits of a limb.
 BITS = {"float64": 53, "float32": 24, "bfloat16": 8, "float16": 11}
