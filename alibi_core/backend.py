@@ -21,10 +21,8 @@ from alibi_core._arrays import non_negative_number as non_negative_number
 from alibi_core._arrays import one_of as one_of
 from alibi_core._arrays import positive_int as positive_int
 from alibi_core._arrays import positive_number as positive_number
+from alibi_core._attention import dense_attention as dense_attention
 from alibi_core._bias import key_bias as key_bias
-from alibi_core._bias import named as named
-from alibi_core._bias import slope_values as slope_values
-from alibi_core._bias import slopes as slopes
 from alibi_core._bias import working_dtype as working_dtype
 from alibi_core._caching import EvictionPolicy as EvictionPolicy
 from alibi_core._caching import EvictionRules as EvictionRules
@@ -39,9 +37,9 @@ from alibi_core._caching import check_span as check_span
 from alibi_core._caching import check_truncated as check_truncated
 from alibi_core._call import ARRAY_AXES as ARRAY_AXES
 from alibi_core._call import LENGTH_FIRST as LENGTH_FIRST
+from alibi_core._call import AttentionCall as AttentionCall
 from alibi_core._call import CallRules as CallRules
-from alibi_core._call import dense_attention as dense_attention
-from alibi_core._call import largest_slope as largest_slope
+from alibi_core._contracts import named as named
 from alibi_core._extras import install_hint as install_hint
 from alibi_core._horizon import ENDLESS as ENDLESS
 from alibi_core._horizon import FIELDS as FIELDS
@@ -49,9 +47,11 @@ from alibi_core._horizon import LARGEST_TOLERANCE as LARGEST_TOLERANCE
 from alibi_core._horizon import Explanation as Explanation
 from alibi_core._horizon import Job as Job
 from alibi_core._horizon import KeyNorms as KeyNorms
+from alibi_core._horizon import KeyRanges as KeyRanges
 from alibi_core._horizon import KeySpans as KeySpans
 from alibi_core._horizon import Measured as Measured
 from alibi_core._horizon import Measuring as Measuring
+from alibi_core._horizon import ScoreBounds as ScoreBounds
 from alibi_core._horizon import TileSizes as TileSizes
 from alibi_core._horizon import Tiling as Tiling
 from alibi_core._horizon import by_block as by_block
@@ -59,6 +59,7 @@ from alibi_core._horizon import by_query_head as by_query_head
 from alibi_core._horizon import current_tiling as current_tiling
 from alibi_core._horizon import entry_of as entry_of
 from alibi_core._horizon import jobs_of_entry as jobs_of_entry
+from alibi_core._horizon import key_ranges as key_ranges
 from alibi_core._horizon import lower_bounds as lower_bounds
 from alibi_core._horizon import measure as measure
 from alibi_core._horizon import nearest_keys as nearest_keys
@@ -80,6 +81,8 @@ from alibi_core._models import check_config as check_config
 from alibi_core._models import check_input as check_input
 from alibi_core._models import fixed_or_scheme_slopes as fixed_or_scheme_slopes
 from alibi_core._sharding import HALO_SHARE as HALO_SHARE
-from alibi_core._sharding import check_plan as check_plan
+from alibi_core._sharding import Shards as Shards
 from alibi_core._sharding import check_shard_slopes as check_shard_slopes
 from alibi_core._sharding import tokens_beyond as tokens_beyond
+from alibi_core._slopes import slope_values as slope_values
+from alibi_core._slopes import slopes as slopes

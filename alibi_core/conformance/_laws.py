@@ -21,7 +21,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import alibi_core
-from alibi_core._bias import slope_values
+from alibi_core._slopes import slope_values
 from alibi_core.conformance._adapter import MOST_TOKENS
 from alibi_core.conformance._cases import (
     COTANGENTS,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from alibi_core import AttentionCall
-from alibi_core.backend import Job, boolean, dense_attention, explains_keywords, one_of, tolerance_of
+from alibi_core.backend import AttentionCall, Job, dense_attention, explains_keywords, one_of, tolerance_of
 from alibi_mlx import _tiled
-from alibi_mlx._dispatch import Jobs, attend, checked
-from alibi_mlx._metal import IMPLEMENTATIONS, choose, folded_attention
+from alibi_mlx._dispatch import IMPLEMENTATIONS, attend, choose
 from alibi_mlx._tiled import KeyNorms
 
 
@@ -32,7 +30,6 @@ def attention(
     dropout_key: mx.array | None = None,
     return_weights: bool = False,
     allow_negative_slopes: bool = False,
-    training: bool = False,
     implementation: str | None = None,
 ) -> mx.array | tuple[mx.array, mx.array]:
     """Return ALiBi attention, ``softmax(scale * query @ key.T - slopes * distance) @ value``, over visible keys.
@@ -72,11 +69,9 @@ def attention(
         dropout_key: Of ``mx.random.key``, from which the draws follow. Default: MLX's global one.
         return_weights: Return a pair, with the weights that were applied, ``[batch, num_heads, q_len, kv_len]``.
         allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
-        training: Whether gradients are going to be asked for. They are right in either case, but on a GPU what is best
-            without them may not be with them.
-        implementation: ``"tiled"`` (blocks of queries against the keys inside their horizons), ``"folded"`` (causal:
-            one call of MLX's kernel, ALiBi being further features of query and key) or ``"dense"`` (whole scores, for
-            comparison, and for float64). The one named runs, or the call raises. Default: what :func:`explain` says.
+        implementation: ``"tiled"`` (blocks of queries against the keys inside their horizons, through MLX's kernel) or
+            ``"dense"`` (whole scores, for comparison, and for float64). The one named runs, or the call raises.
+            Default: what :func:`explain` says.
 
     Returns:
         ``[batch, num_heads, q_len, head_dim]``, of the dtype of ``query``; with ``return_weights``, the pair of that
@@ -96,7 +91,7 @@ def attention(
         Press, Smith, Lewis, "Train Short, Test Long", section 3, arXiv 2108.12409.
     """
     chosen = None if implementation is None else one_of("implementation", implementation, IMPLEMENTATIONS)
-    call = checked(
+    call = AttentionCall.check(
         query,
         key,
         value,
@@ -113,11 +108,12 @@ def attention(
         dropout=dropout,
         return_weights=return_weights,
         allow_negative_slopes=allow_negative_slopes,
+        xp=mx,
     )
     if call.dense_only is not None:
         choose(call, chosen)  # raises, if another was named
         return dense_attention(call, query, key, value, drop=lambda weights: _dropped(weights, dropout, dropout_key))
-    return run(call, query, key, value, chosen, None, training=boolean("training", training))
+    return run(call, query, key, value, chosen, None)
 
 
 def _dropped(weights: mx.array, probability: float, key: mx.array | None) -> mx.array:
@@ -132,17 +128,12 @@ def run(
     value: mx.array,
     implementation: str | None,
     norms: KeyNorms | None,
-    *,
-    training: bool = False,
 ) -> mx.array:
     """Compute a checked call by the implementation named, or by the one that suits it.
 
     Where ``norms`` of keys are not known, all keys are read once to measure them.
     """
-    if call.is_empty:
-        return dense_attention(call, query, key, value)
-    route = choose(call, implementation, training)
-    if route.implementation == "dense":
+    if call.is_empty or choose(call, implementation) == "dense":
         return dense_attention(call, query, key, value)
     flat = call.with_one_batch_axis()
     tensors = (x.reshape(*flat.batch, *x.shape[-3:]) for x in (query, key, value))
@@ -151,9 +142,4 @@ def run(
         # The norms are of these keys: of a longer batch, which mx.vmap makes, they are measured.
         return _tiled.jobs(call, *tensors, tolerance_of(call), norms if call.batch == flat.batch else None)
 
-    def forward(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, jobs: Jobs) -> mx.array:
-        if route.implementation == "folded":
-            return folded_attention(call, query, key, value, route.head_dim, fused=route.fused)
-        return _tiled.forward(call, query, key, value, jobs(), route.head_dim)
-
-    return attend(flat, *tensors, forward, plan).reshape(query.shape)
+    return attend(flat, *tensors, plan).reshape(query.shape)

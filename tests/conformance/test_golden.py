@@ -21,7 +21,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import alibi_core
-from alibi_core._bias import slope_values
+from alibi_core._slopes import slope_values
 from alibi_core.conformance import FEATURES, Mistaken
 from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Rules, penalties, rounded
 from alibi_core.conformance._golden.cases import GoldenCase

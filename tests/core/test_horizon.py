@@ -15,7 +15,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from alibi_core import AttentionCall, ScoreBounds, horizon, key_ranges
+from alibi_core import horizon
+from alibi_core.backend import AttentionCall, ScoreBounds, key_ranges
 from alibi_core.conformance._cases.case import PER_BATCH, Case, Sizes, cases
 from alibi_core.conformance._cases.data import DATA
 from alibi_core.conformance._cases.oracle import Attention

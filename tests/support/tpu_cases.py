@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import alibi_jax
-from alibi_core import AttentionCall
 from alibi_core._call import LENGTH_FIRST
+from alibi_core.backend import AttentionCall
 from alibi_core.conformance._cases.case import Case, Sizes
 from alibi_core.conformance._cases.oracle import SMALLEST, UNIT_ROUNDOFF, Answer, assert_within
 from alibi_jax._call.operands import Operands, Rules, take_apart

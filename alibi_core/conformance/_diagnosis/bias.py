@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._bias import slope_values
+from alibi_core._slopes import slope_values
 from alibi_core.conformance._cases import UNIT_ROUNDOFF, Answer
 from alibi_core.conformance._diagnosis._departures import ATTENTION, Departure, make
 from alibi_core.conformance._diagnosis._observations import Observation, make_case, sized

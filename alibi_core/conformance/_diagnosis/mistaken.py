@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._bias import slope_values
+from alibi_core._slopes import slope_values
 from alibi_core.conformance._adapter import FEATURES, FUNCTIONS
 from alibi_core.conformance._cases import Values, rounded
 from alibi_core.conformance._diagnosis._departures import ATTENTION, FUTURE_RIGHT, GRADIENTS, Departure

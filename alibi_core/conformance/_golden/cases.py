@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import alibi_core
-from alibi_core._bias import slope_values
+from alibi_core._slopes import slope_values
 from alibi_core.conformance._cases import SMALLEST, U32, UNIT_ROUNDOFF, Sizes, Values, penalties
 from alibi_core.conformance._golden.exact import DTYPES, Expected, attention_results
 from alibi_core.conformance._golden.problems import Problem

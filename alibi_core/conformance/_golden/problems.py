@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._bias import slope_values
+from alibi_core._slopes import slope_values
 from alibi_core.conformance._cases import FAR, Rules, Sizes, Values, penalties
 from alibi_core.conformance._golden.exact import default_scale
 

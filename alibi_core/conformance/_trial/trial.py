@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis import strategies as st
 
 import alibi_core
-from alibi_core._bias import named
+from alibi_core._contracts import named
 from alibi_core.conformance._adapter import Offer
 from alibi_core.conformance._cases import Answer, Attention, Case, Family, Values, excess, smaller_cases
 from alibi_core.conformance._trial.caller import Caller, CallError, DepartureError

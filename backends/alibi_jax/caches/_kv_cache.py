@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alibi_core import AttentionCall
 from alibi_core.backend import (
+    AttentionCall,
     cache_summary,
     check_indices,
     check_lengths,

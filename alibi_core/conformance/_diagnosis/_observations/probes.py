@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from alibi_core._bias import slope_values
+from alibi_core._slopes import slope_values
 from alibi_core.conformance._adapter import Offer
 from alibi_core.conformance._cases import Case, Sizes, Values
 from alibi_core.conformance._diagnosis._observations.observation import Observation

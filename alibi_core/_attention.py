@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from alibi_core._arrays import Array, Namespace, asarray, astype, explains_keywords, times
-from alibi_core._call.call import AttentionCall
+from alibi_core._call import AttentionCall
 
 
 @explains_keywords

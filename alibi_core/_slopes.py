@@ -20,7 +20,7 @@ from alibi_core._arrays import (
     known_device,
     namespace_of,
 )
-from alibi_core._bias.contracts import named
+from alibi_core._contracts import named
 
 MOST_HEADS = 2**20  # each slope takes microseconds of decimal arithmetic
 SCHEMES = ("canonical", "geometric", "linear")

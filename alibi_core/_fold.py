@@ -24,8 +24,9 @@ from alibi_core._arrays import (
     namespace_of,
     times,
 )
-from alibi_core._bias import power_below, slopes_of_any_sign
-from alibi_core._call.call import AttentionCall
+from alibi_core._bias import slopes_of_any_sign
+from alibi_core._call import AttentionCall
+from alibi_core._contracts import power_below
 
 # Significant bits of a limb.
 BITS = {"float64": 53, "float32": 24, "bfloat16": 8, "float16": 11}
@@ -43,26 +44,12 @@ def fold(
     scale: float | None = None,
     head_dim: int | None = None,
 ) -> tuple[Any, Any]:
-    """Return query and key with features appended by which any causal attention kernel computes ALiBi.
+    """Return query and key with features appended, with which any causal kernel that takes no bias computes ALiBi.
 
-    With the returned pair, ``scale * query @ key.T`` is what it was before plus ``slopes * (j - c)`` for key ``j``;
-    ``c`` is the same for all keys, so softmax under a causal mask makes of it ALiBi attention. Hand the kernel the
-    ``scale`` used here, not the default for the new size, and the value as it is. Three queries and three keys, slope
-    2, scale 1, float32::
-
-        query  q0 | 2      key  k0 | -1      scores  q0.k0 - 2  q0.k1  q0.k2 + 2
-               q1 | 2           k1 |  0              q1.k0 - 2  q1.k1  q1.k2 + 2
-               q2 | 2           k2 |  1              q2.k0 - 2  q2.k1  q2.k2 + 2
-
-    (but that a power of two moves from one factor to the other). Features are exact in their dtype, bit for bit the
-    same in every library, and so are their products in float32 if the dtype is narrower; :func:`fold_error_bound` says
-    what a kernel's sums add. Symmetric attention cannot be folded.
-
-    Not every kernel will do. Products must have the tensors' own precision: float32 tensors do not survive TF32, nor
-    the passes in bfloat16 that TPUs make of them by default. Scores must stay in float32: attention that is not fused
-    often stores them in the dtype, bias and all. And it is scores that must be scaled: a kernel that scales queries
-    instead, in their dtype, rounds the limbs. If the scale is all it multiplies by (and not ``log2(e)`` too), powers of
-    two do no harm: multiply the query by the scale beforehand, and let the scale be 1, both here and there.
+    Scores of the pair returned are ``scale * query @ key.T + slopes * (j - c)`` for key ``j``; softmax under a causal
+    mask ignores ``c``. Give the kernel the ``scale`` used here, not the default for the new size, and the value as it
+    is. Features are exact in their dtype and the same bits in every library; :func:`fold_error_bound` bounds the error
+    of the kernel's float32 sums. Symmetric attention cannot be folded. docs/bias.md says which kernels will do.
 
     Args:
         query: ``[..., num_heads, q_len, d]`` of float16, bfloat16, float32 or float64.
@@ -70,8 +57,7 @@ def fold(
         slopes: ``[num_heads]`` or ``[..., num_heads]``, of any sign, or an int for that many canonical slopes. Default:
             the canonical slopes. In float16 at most 255 times the scale.
         scale: Factor of the scores, not 0. Default ``d ** -0.5``.
-        head_dim: Size to fill up to with zeros, for kernels that have only some sizes. Default: what is needed,
-            ``d + fold_size(kv_len, dtype)``.
+        head_dim: Size to fill up to with zeros. Default ``d + fold_size(kv_len, dtype)``.
 
     Returns:
         ``[..., num_heads, q_len, head_dim]`` and ``[..., num_kv_heads, kv_len, head_dim]``, of the dtype and on the
@@ -88,8 +74,7 @@ def fold(
         [[-1.0, 1.0, 3.0], [-1.0, 1.0, 3.0], [-1.0, 1.0, 3.0]]
 
     References:
-        Press, Smith, Lewis, "Train Short, Test Long", section 3, arXiv 2108.12409, for the bias; Wu et al.,
-        "FlashBias", arXiv 2505.12044, for biases of low rank as features. The limbs are this library's own.
+        Wu et al., "FlashBias", arXiv 2505.12044, for biases of low rank as features.
     """
     for name, tensor in (("query", query), ("key", key)):
         checks.array(name, tensor)
@@ -119,25 +104,9 @@ def fold(
 
 
 def fold_size(kv_len: int, dtype: DType) -> int:
-    """Return how many features :func:`fold` appends: 1 in float32, and 3, 6 or 9 in narrower types.
+    """Return how many features :func:`fold` appends.
 
-    ======== ===================== ======================= ====================
-    features bfloat16              float16                 float32
-    ======== ===================== ======================= ====================
-    1                                                      to 16,777,217 keys
-    2                                                      beyond
-    3        to 257 keys           to 2,049 keys
-    6        to 131,328 keys       to 8,390,656 keys
-    9        to 67,239,680 keys
-    ======== ===================== ======================= ====================
-
-    Args:
-        kv_len: Number of keys, in tokens.
-        dtype: Floating dtype of query and key, of any library, or its name.
-
-    Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If ``kv_len`` is negative, or too long for float16.
+    That is 1 in float32, 3 to 257 keys and 6 to 131,328 in bfloat16, 3 to 2,049 keys and 6 to 8,390,656 in float16.
 
     Example:
         >>> fold_size(4096, "bfloat16"), fold_size(2048, "float16"), fold_size(4096, "float32")
@@ -147,49 +116,22 @@ def fold_size(kv_len: int, dtype: DType) -> int:
 
 
 def fold_error_bound(slopes: int | Array, kv_len: int, *, head_dim: int, dtype: DType, q_len: int | None = None) -> Any:
-    """Return how far folding may move a score, in units of the scaled score: ``c * |slopes| * kv_len * 2**-24``.
+    """Return how far folding may move a scaled score: an array of the shape, library and device of ``slopes``.
 
-    Proved for any data, and for a kernel that adds products in float32 in any order (float64 for float64, where
-    ``2**-53`` is in the place of ``2**-24``). What a sum of as many products is off by without positions comes on top:
-    ``(head_dim + features + 2) * 2**-24 * scale * sum|query * key|``. Kernels that add the new products last, or add in
-    blocks, are many times better than this bound: rounding errors seldom all have one sign.
-
-    Derivation, with ``u = 2**-24``, ``P`` the largest ``|j - c|``, and ``n = head_dim + features`` products:
-
-    1. The rate ``slope / scale`` is ``slope`` times ``1 / scale``, both factors and the product rounded to float32: a
-       relative error of at most ``3 u``. Its limbs, and those of positions, then leave nothing out. So the new products
-       have the sum ``slope / scale * (j - c)``, to ``3 u`` of it. (Float16 alone leaves something out, of slopes below
-       ``2**-15 * scale``: bits below its smallest number, at most ``2**-24`` of each feature. Those are not covered.)
-    2. Adding ``n`` numbers in any order gives their sum to ``(n - 1) u`` times the sum of their sizes (Jeannerod and
-       Rump 2013; filling zeros add no error). Limbs of mixed signs are larger than what they sum up to: of a rate, by
-       a factor of at most ``1 + 2**(2 - bits)``, and of positions together at most ``P + 2 * (the largest value of all
-       position limbs but the first)``.
-    3. Products in float32 and wider are themselves rounded: ``u`` times the same sizes. Narrower ones are exact.
-    4. The kernel rounds ``scale`` and multiplies by it: ``2 u`` times the sum, which is no larger than the sizes.
+    It holds for any data, and for a kernel that adds products in float32 in any order; docs/bias.md derives it. The
+    error of the sum of ``query * key`` itself comes on top.
 
     Args:
         slopes: ``[..., num_heads]``, or an int for that many canonical slopes.
         kv_len: Number of keys, in tokens.
         head_dim: Features of query and key before folding.
         dtype: Floating dtype of query and key, of any library, or its name.
-        q_len: Number of queries, in tokens. Default: any. For long rows with as many queries as keys the bound is half
-            as large, since positions are then counted from the middle.
-
-    Returns:
-        Array of the shape, library and device of ``slopes``, float32 (float64 if they are).
-
-    Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If a value or shape is wrong.
+        q_len: Number of queries, in tokens. Default: any. With as many queries as keys the bound is half as large.
 
     Example:
         >>> bound = fold_error_bound(8, 4096, head_dim=64, dtype="bfloat16", q_len=4096)  # slopes 2**-1 ... 2**-8
         >>> [f"{x:.1e}" for x in bound.tolist()]
         ['5.7e-03', '2.8e-03', '1.4e-03', '7.1e-04', '3.6e-04', '1.8e-04', '8.9e-05', '4.4e-05']
-
-    References:
-        Jeannerod, Rump, "Improved error bounds for inner products in floating-point arithmetic", SIAM J. Matrix Anal.
-        Appl. 34 (2013), proposition 3.1.
     """
     head_dim, kv_len = checks.size("head_dim", head_dim), checks.non_negative_int("kv_len", kv_len)
     features = fold_size(kv_len, dtype)
@@ -234,23 +176,16 @@ def _num_position_limbs(kv_len: int, dtype: DType) -> int:
 
 
 def _centre(q_len: int, kv_len: int) -> int:
-    """Return the position that others are counted from.
-
-    Where sums are large, they are rounded coarsely. Weight is near a query's own position ``i``, so ``|i - c|`` is what
-    should be small: ``c`` is the middle of the queries, if the last of them is at the last key. That is the middle of
-    the keys in training, which halves the largest of all sums, and the last key in decoding, where what matters is
-    then next to 0 however many keys there are.
-    """
+    """Return the position that others are counted from: near the queries, where weight is, sums should be small."""
     return max(kv_len - 1 - min(q_len, kv_len) // 2, 0)
 
 
 def _exponents(dtype: DType, kv_len: int) -> dict[tuple[int, int], tuple[int, int]]:
     """Return, for each pair of a rate's and a position's limb, the powers of two that query and key hold them by.
 
-    Limbs are kept as whole numbers of like size, so the pair ``(i, j)`` needs ``2**((bits + 1) * (j - i))`` besides. A
-    key's limb, from 1 to ``2**bits``, can take between ``2**-14`` and ``2**4`` without leaving float16's normal
-    numbers. The query takes the rest, ``2**4`` if it can: that keeps rates from ``2**-16`` on from losing digits to
-    subnormal numbers, and rates up to 255 from overflow.
+    The pair ``(i, j)`` needs ``2**((bits + 1) * (j - i))``. A key's limb takes ``2**-14`` to ``2**4`` of it, which
+    keeps it within float16's normal numbers; the query takes the rest, at best ``2**4``, which keeps rates from
+    ``2**-16`` to 255 within them.
     """
     step = _bits(dtype) + 1
     pairs = {}
@@ -262,18 +197,13 @@ def _exponents(dtype: DType, kv_len: int) -> dict[tuple[int, int], tuple[int, in
     return pairs
 
 
-def largest_slope(call: AttentionCall) -> float:
-    """Return the largest magnitude of a slope with which no feature of the query overflows."""
-    largest = 2.0**LARGEST_EXPONENT
-    if _bits(call.dtype) == BITS["float16"]:
-        largest = LARGEST_FLOAT16 / 2 ** max(x for x, _ in _exponents(call.dtype, call.kv_len).values())
-    return largest * abs(call.scale)
-
-
 def _check_range(call: AttentionCall, slopes: Any) -> None:
     """Check that no feature of the query overflows, where slopes can be seen without waiting for them."""
     values = host_values(call.slopes if slopes is None or checks.is_int(slopes) else slopes)
-    limit = largest_slope(call)
+    largest = 2.0**LARGEST_EXPONENT
+    if _bits(call.dtype) == BITS["float16"]:
+        largest = LARGEST_FLOAT16 / 2 ** max(x for x, _ in _exponents(call.dtype, call.kv_len).values())
+    limit = largest * abs(call.scale)
     if values is not None and values.size and abs(values).max() > limit:
         raise ValueError(
             f"slopes must be at most {limit:.4g} in size to be folded in {call.dtype}, got {values.tolist()}"
@@ -283,9 +213,8 @@ def _check_range(call: AttentionCall, slopes: Any) -> None:
 def _split_rates(xp: Namespace, rates: Any, dtype: DType) -> list[Any]:
     """Return limbs of ``rates``, limb ``i`` times ``2**((bits + 1) * i)``, whose sum has the gradient of ``rates``.
 
-    Rounding to the dtype and subtracting would be the same, but compilers may leave out a conversion there and back,
-    and automatic differentiation sees rounding by conversion as no rounding at all. ``round`` is kept by all, and its
-    gradient is zero, by all. So the gradient is left with the remainder, which is 0, and goes back into the first limb.
+    Limbs are made by ``round``: compilers may leave out a conversion to the dtype and back. Its gradient is zero in all
+    libraries, so the remainder, which is 0, carries the gradient and goes back into the first limb.
     """
     bits, count = _bits(dtype), _num_rate_limbs(dtype)
     if count == 1:

@@ -25,7 +25,7 @@ from alibi_core._arrays import (
     signed,
 )
 from alibi_core._bias import linear_bias, place_slopes, relative_positions, with_head_axis, working_dtype
-from alibi_core._call.mask import check_mask, check_score_axes
+from alibi_core._mask import check_mask, check_score_axes
 
 HEADS_FIRST = ("heads", "length", "head_dim")
 LENGTH_FIRST = ("length", "heads", "head_dim")

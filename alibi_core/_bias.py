@@ -25,8 +25,8 @@ from alibi_core._arrays import (
     narrowed,
     signed,
 )
-from alibi_core._bias.contracts import Contract
-from alibi_core._bias.slopes import slope_values
+from alibi_core._contracts import Contract
+from alibi_core._slopes import slope_values
 
 
 @explains_keywords
