@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from torch import Tensor, nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
-from transformers import AttentionMaskInterface, AutoModel, AutoModelForMaskedLM  # noqa: E402
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, AutoModelForMaskedLM  # noqa: E402
 from transformers.models.bert.modeling_bert import BertEmbeddings  # noqa: E402
 
 from alibi_torch.transformers import with_alibi  # noqa: E402
@@ -223,6 +223,16 @@ def test_one_graph_for_masks_and_packed_rows(family: str, packed: bool) -> None:
     assert error(hidden(compiled, tokens, **given), hidden(model, tokens, **given)) <= allowed(family)[torch.float32]
 
 
+def test_an_exported_program_takes_other_lengths_and_masks() -> None:
+    model, tokens, mask = with_alibi(model_of("bert")), tokens_of(2, 17), torch.tensor(PADDING["left"])
+    batch, length = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("length", min=2, max=4096)
+    shapes = ({0: batch, 1: length}, {0: batch, 1: length})
+    with torch.no_grad():
+        program = torch.export.export(model, (tokens, mask), dynamic_shapes=shapes).module()
+        longer = tokens_of(3, 77), torch.ones(3, 77, dtype=torch.long).index_fill(1, torch.arange(50, 60), 0)
+        assert error(program(*longer).last_hidden_state, hidden(model, *longer)) <= allowed("bert")[torch.float32]
+
+
 def test_copies_and_threads_compute_the_same(family: str) -> None:
     model, tokens = with_alibi(model_of(family)), tokens_of(2, 40)
     wanted = hidden(model, tokens)
@@ -305,16 +315,11 @@ def test_refuses_by_name_before_anything_is_changed(message: str) -> None:
     assert _described(model) == before
 
 
-@pytest.mark.parametrize(
-    ("message", "given"),
-    [
-        (r"slopes must have shape \(3,\) \(num_heads\), got \(4,\)", {"slopes": torch.ones(4)}),
-        ("future_slopes must not be negative", {"future_slopes": -torch.ones(3)}),
-    ],
-)
-def test_refuses_wrong_slopes(message: str, given: dict[str, Tensor]) -> None:
-    with pytest.raises(ValueError, match=message):
-        with_alibi(model_of("bert"), **given)
+def test_refuses_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match=r"slopes must have shape \(3,\) \(num_heads\), got \(4,\)"):
+        with_alibi(model_of("bert"), slopes=torch.ones(4))
+    with pytest.raises(ValueError, match="future_slopes must not be negative"):
+        with_alibi(model_of("bert"), future_slopes=-torch.ones(3))
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module or a config of transformers, got str"):
         with_alibi("bert-base-uncased")
 
@@ -334,29 +339,29 @@ class _CountingEmbeddings(BertEmbeddings):
         return embedded + torch.linspace(0, 1, embedded.shape[1])[:, None].to(embedded)
 
 
-def _break_mask(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    registered = AttentionMaskInterface._global_mapping
-    monkeypatch.setitem(registered, "alibi", lambda *_, **__: None)
-
-
-def _add_positions(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model.base_model.embeddings.__class__ = _CountingEmbeddings
-
-
-@pytest.mark.parametrize(("what", "break_seam"), [("padding on the left", _break_mask), ("padding", _add_positions)])
-def test_a_broken_seam_is_refused_and_the_model_restored(
-    what: str, break_seam: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, tokens = model_of("bert", AutoModelForMaskedLM).train(), tokens_of(2, 17)
-    break_seam(model, monkeypatch)
-    before = _described(model)
-    wanted = hidden(model.eval().base_model, tokens)
-    model.train()
-    with pytest.raises(RuntimeError, match=rf"{what}.*must change nothing.*got a difference of \d.*transformers \d"):
-        with_alibi(model)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("broken", ["mask", "attention", "positions"])
+def test_a_broken_seam_is_refused_and_the_model_restored(broken: str, dtype: torch.dtype) -> None:
+    model, tokens = model_of("bert", AutoModelForMaskedLM).to(dtype).train(), tokens_of(2, 17)
+    registry, broken_function = {
+        "mask": (AttentionMaskInterface, lambda *_, **__: None),  # padding is seen
+        "attention": (AttentionInterface, AttentionInterface()["sdpa"]),  # there is no bias
+        "positions": (AttentionInterface, AttentionInterface()["alibi"]),
+    }[broken]
+    if broken == "positions":
+        model.bert.embeddings.__class__ = _CountingEmbeddings
+    before, wanted = _described(model), hidden(copy.deepcopy(model).eval().bert, tokens)
+    what = "slopes must change" if broken == "attention" else r"padding on the left must change nothing.*of \d"
+    registered = registry()["alibi"]
+    registry.register("alibi", broken_function)
+    try:
+        with pytest.raises(RuntimeError, match=rf"{what}.*PyTorch \d.*transformers \d"):
+            with_alibi(model)
+        assert with_alibi(copy.deepcopy(model), prove=False).config.alibi_slopes
+    finally:
+        registry.register("alibi", registered)
     assert _described(model) == before
-    assert torch.equal(hidden(model.eval().base_model, tokens), wanted)
-    assert with_alibi(model, prove=False) is model
+    assert torch.equal(hidden(model.eval().bert, tokens), wanted)
 
 
 def test_a_model_without_weights_is_converted_with_a_warning() -> None:

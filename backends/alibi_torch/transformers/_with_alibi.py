@@ -161,7 +161,7 @@ def _convert(root: Any, slopes: list[float], future_slopes: list[float] | None, 
             if isinstance(getattr(module, name, None), nn.Embedding):
                 _set(module, name, NoPositions(), undo)
                 if hasattr(module, "token_type_embeddings"):
-                    undo.callback(module.register_forward_pre_hook(_add_token_types, with_kwargs=True).remove)
+                    undo.callback(module.register_forward_pre_hook(_add_defaults, with_kwargs=True).remove)
     for owner, names in [(config, CONFIG_DROPOUTS), *((layer, LAYER_DROPOUTS) for layer in layers)]:
         for name in names:
             dropout = getattr(owner, name, None)
@@ -198,12 +198,13 @@ class NoPositions(nn.Module):
         return torch.zeros(())
 
 
-def _add_token_types(_: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Give token types of 0 where there are none: the model's own are a buffer as long as its positions were."""
-    if len(args) < 2 and kwargs.get("token_type_ids") is None:
-        tokens = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
-        kwargs = kwargs | {"token_type_ids": torch.zeros(tokens.shape[:2], dtype=torch.long, device=tokens.device)}
-    return args, kwargs
+def _add_defaults(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Give token types and positions where there are none: the model's own are cut from buffers that may be shorter."""
+    tokens = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
+    counted = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    defaults = {"token_type_ids": torch.zeros_like(counted).expand(tokens.shape[:2]), "position_ids": counted}
+    missing = {name: x for name, x in defaults.items() if len(args) < 2 and kwargs.get(name) is None}
+    return args, kwargs | missing
 
 
 def _prove(root: Any) -> None:
