@@ -28,13 +28,13 @@ def build(method: str, config: AlibiConfig, seed: int) -> AlibiLanguageModel:
 class SinusoidalLanguageModel(AlibiLanguageModel):
     """Add the encoding of each absolute position to the token's embedding.
 
-    Embeddings are multiplied by ``sqrt(d_model)``, as in the paper, and have unit variance then; sines and cosines
+    Embeddings are multiplied by ``sqrt(embed_dim)``, as in the paper, and have unit variance then; sines and cosines
     have a mean square of one half, so that neither drowns the other.
     """
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return embeddings with positions added, ``[batch, length, d_model]``."""
-        return super().embed(tokens) + sinusoids(tokens.shape[1], self.config.d_model).to(tokens.device)
+        """Return embeddings with positions added, ``[batch, length, embed_dim]``."""
+        return super().embed(tokens) + sinusoids(tokens.shape[1], self.config.embed_dim).to(tokens.device)
 
 
 class CausalAttention(nn.Module):
@@ -44,11 +44,11 @@ class CausalAttention(nn.Module):
         super().__init__()
         self.head_dim, self.rotary = config.head_dim, rotary
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
-            nn.Linear(config.d_model, config.d_model, bias=config.bias) for _ in range(4)
+            nn.Linear(config.embed_dim, config.embed_dim, bias=config.bias) for _ in range(4)
         )
 
     def forward(self, x: Tensor, *, mask: None = None, segment_ids: None = None, cache: None = None) -> Tensor:
-        """Attend within ``x``, ``[batch, length, d_model]``; the other arguments are always None here."""
+        """Attend within ``x``, ``[batch, length, embed_dim]``; the other arguments are always None here."""
         query, key, value = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [batch, heads, length, head_dim]
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -59,12 +59,12 @@ class CausalAttention(nn.Module):
         return self.out_proj(attended.transpose(1, 2).flatten(2))
 
 
-def sinusoids(length: int, d_model: int) -> Tensor:
-    """Return ``sin(p / BASE**(2i / d_model))`` in features ``2i`` and its cosine in ``2i + 1``, for position ``p``.
+def sinusoids(length: int, embed_dim: int) -> Tensor:
+    """Return ``sin(p / BASE**(2i / embed_dim))`` in features ``2i`` and its cosine in ``2i + 1``, for position ``p``.
 
-    ``[length, d_model]``, float32: Vaswani et al., "Attention Is All You Need", section 3.5, arXiv 1706.03762.
+    ``[length, embed_dim]``, float32: Vaswani et al., "Attention Is All You Need", section 3.5, arXiv 1706.03762.
     """
-    angles = _angles(length, d_model)
+    angles = _angles(length, embed_dim)
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2).float()
 
 
