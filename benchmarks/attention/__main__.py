@@ -155,7 +155,9 @@ class Run:
             ours, plain, *_ = library.contestants(shape)
             is_dense = library.name != "torch"  # whose own attention holds all scores
             peaks = [
-                harness.peak_growth(f"{layer.ROOM}.libraries:alone", library.name, asdict(shape), backward, is_ours)
+                harness.peak_growth(
+                    "benchmarks.attention.libraries:alone", library.name, asdict(shape), backward, is_ours
+                )
                 - made
                 for is_ours in ((True, False) if is_dense else (True,))
             ]

@@ -20,7 +20,7 @@ from typing import Any
 WIDTH, HEADS = 512, 8
 LENGTHS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 KEYS = (256, 512, 1024, 2048, 4096)
-ROOT, ROOM = Path(__file__).parents[2], "benchmarks.attention"
+ROOT = Path(__file__).parents[2]
 
 
 def measure(results: Any, beside: Path | None, quick: bool) -> None:

@@ -48,7 +48,7 @@ class Settings:
 
     train_length: int = 128
     num_layers: int = 3
-    d_model: int = 128
+    embed_dim: int = 128
     num_heads: int = 8
     expansion_factor: int = 2
     batch_size: int = 16
@@ -71,7 +71,7 @@ class Settings:
     @property
     def model(self) -> AlibiConfig:
         """The shape of the models. Training is too short for dropout to help."""
-        names = ("num_layers", "d_model", "num_heads", "expansion_factor")
+        names = ("num_layers", "embed_dim", "num_heads", "expansion_factor")
         return AlibiConfig(max_len=self.train_length, dropout=0.0, **{name: getattr(self, name) for name in names})
 
 

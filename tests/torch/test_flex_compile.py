@@ -174,6 +174,9 @@ def main(kind: str, head_dim: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
+    from alibi_torch._dispatch import refusal
+    from alibi_torch._flex import flex_attention
+
     target, gpu = GPUTarget("cuda", 90, 32), torch.device("cuda", 0)
     described = {"get_current_target": target, "get_current_device": 0, "get_active_torch_device": gpu}
     driver.set_active(SimpleNamespace(**{name: lambda x=x: x for name, x in described.items()}))
@@ -190,8 +193,8 @@ def main(kind: str, head_dim: str) -> None:
         "torch._subclasses.fake_tensor.init_gpu_context": lambda *_: None,
         # These refuse gradients on a CPU, and copy tensors for a CPU's kernel.
         "torch.nn.attention.flex_attention._validate_device": lambda *_: None,
-        "alibi_torch._dispatch.choice.refusal": lambda *_: None,
-        "alibi_torch._flex.kernels._stored": lambda tensor: tensor,
+        f"{refusal.__module__}.refusal": lambda *_: None,
+        f"{flex_attention.__module__}._stored": lambda tensor: tensor,
     }
     lowering = {
         "torch.cuda.is_available": lambda: True,
