@@ -49,27 +49,19 @@ def attention(
 
     Padding at the end of the sequence, of which ``length`` tells, is not looked at, and its results are zeros.
 
-    Args:
-        query: ``[batch, shard_len, num_heads, head_dim]``, this device's shard: tokens that follow those of the device
-            before, and this device's heads.
-        key: ``[batch, shard_len, num_kv_heads, head_dim]``; ``num_kv_heads`` divides ``num_heads``.
-        value: Of the shape of ``key``.
-        slopes: ``[num_heads]``, those of *all* devices' heads, the same on every device. Default: the canonical slopes
-            of as many heads as all devices have together; not if the query is divided along a further axis, which may
-            be that of the batch, and there is no ``head_axis``.
-        axis_name: The mesh axis that tokens are divided along.
-        head_axis: The mesh axis that heads are divided along; None if they are not.
-        length: Tokens of the sequence. Default: those of all shards.
-        is_causal: Mask keys after the query.
-        future_slopes: With ``is_causal=False``, the slopes for keys after the query, of all devices' heads. Default
-            ``slopes``.
-        segment_ids: ``[batch, shard_len]`` integers: attend only where they are equal.
-        window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
-        scale: Factor of the scores. Default ``head_dim ** -0.5``.
-        tolerance: The share of softmax weight that may be left out, by what is not sent and not computed together.
-            Default: the dtype's rounding error. With 0 all is sent and computed.
-        allow_negative_slopes: Let slopes be negative.
-        implementation: ``"tpu"``, :class:`alibi_jax.TPU` or ``"tiled"``; default, as for :func:`alibi_jax.attention`.
+    Arguments that are not listed are those of :func:`alibi_jax.attention`.
+
+    - ``query``: ``[batch, shard_len, num_heads, head_dim]``, this device's shard: tokens that follow those of the
+      device before, and this device's heads. ``key``, ``value`` and ``segment_ids`` (``[batch, shard_len]``) are of the
+      same tokens.
+    - ``slopes``, ``future_slopes``: ``[num_heads]``, those of *all* devices' heads, the same on every device. Default:
+      the canonical slopes of as many heads as all devices have together; not if the query is divided along a further
+      axis, which may be that of the batch, and there is no ``head_axis``.
+    - ``axis_name``: The mesh axis that tokens are divided along.
+    - ``head_axis``: The mesh axis that heads are divided along; None if they are not.
+    - ``length``: Tokens of the sequence. Default: those of all shards.
+    - ``tolerance``: The share of softmax weight that may be left out, by what is not sent and not computed together.
+    - ``implementation``: ``"tpu"``, :class:`alibi_jax.TPU` or ``"tiled"``.
 
     Returns:
         ``[batch, shard_len, num_heads, head_dim]``, of the dtype of ``query``.

@@ -37,8 +37,7 @@ def sharded_attention(
 
     Args:
         mesh: The mesh.
-        query: ``[batch, length, num_heads, head_dim]``. Tokens are padded here if the devices do not
-            divide them.
+        query: ``[batch, length, num_heads, head_dim]``. Padding is added if the devices do not divide the length.
         key: ``[batch, length, num_kv_heads, head_dim]``.
         value: Of the shape of ``key``.
         slopes: ``[num_heads]``. Default: the canonical slopes.
@@ -55,7 +54,8 @@ def sharded_attention(
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If the mesh has no such axis, arrays are on another mesh, or a length does not divide.
+        ValueError: If the mesh has no such axis, arrays are on another mesh, or batch entries or
+            heads do not divide.
         NotImplementedError: As for :func:`alibi_jax.parallel.attention`.
 
     Example:

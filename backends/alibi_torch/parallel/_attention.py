@@ -54,27 +54,19 @@ def attention(
     Padding at the end of the sequence, of which ``length`` tells, is not looked at, and its results are zeros. A
     gradient by slopes is that of this process's results: summed over the group, it is that of all.
 
-    Args:
-        query: ``[batch, num_heads, shard_len, head_dim]``, this process's shard: tokens that follow those of the
-            process before, and this process's heads. ``shard_len`` is the same on all processes.
-        key: ``[batch, num_kv_heads, shard_len, head_dim]``; ``num_kv_heads`` divides ``num_heads``.
-        value: Of the shape of ``key``.
-        slopes: ``[num_heads]``, those of *all* processes' heads. Default: the canonical slopes of as many heads as all
-            processes have together.
-        group: The processes that share the sequence, or a mesh. Default: all processes.
-        axis_name: The mesh dimension that tokens are divided along, where the mesh has several.
-        head_axis: The mesh dimension that heads are divided along; None if they are not.
-        length: Tokens of the sequence. Default: those of all shards.
-        is_causal: Mask keys after the query.
-        future_slopes: With ``is_causal=False``, the slopes for keys after the query, of all processes' heads. Default
-            ``slopes``.
-        segment_ids: ``[batch, shard_len]`` integers: attend only where they are equal.
-        window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
-        scale: Factor of the scores. Default ``head_dim ** -0.5``.
-        tolerance: The share of softmax weight that may be left out, by what is not sent and not computed together.
-            Default: the dtype's rounding error. With 0 all is sent and computed.
-        allow_negative_slopes: Let slopes be negative.
-        implementation: As for :func:`alibi_torch.attention`.
+    Arguments that are not listed are those of :func:`alibi_torch.attention`.
+
+    - ``query``: ``[batch, num_heads, shard_len, head_dim]``, this process's shard: tokens that follow those of the
+      process before, and this process's heads. ``shard_len`` is the same on all processes. ``key``, ``value`` and
+      ``segment_ids`` (``[batch, shard_len]``) are of the same tokens.
+    - ``slopes``, ``future_slopes``: ``[num_heads]``, those of *all* processes' heads. Default: the canonical slopes of
+      as many heads as all processes have together.
+    - ``group``: The processes that share the sequence, or a mesh. Default: all processes.
+    - ``axis_name``: The mesh dimension that tokens are divided along, where the mesh has several.
+    - ``head_axis``: The mesh dimension that heads are divided along; None if they are not.
+    - ``length``: Tokens of the sequence. Default: those of all shards.
+    - ``tolerance``: The share of softmax weight that may be left out, by what is not sent and not computed together.
+      With 0 all is sent and computed.
 
     Returns:
         ``[batch, num_heads, shard_len, head_dim]``, of the dtype and on the device of ``query``.
