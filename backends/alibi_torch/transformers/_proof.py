@@ -94,17 +94,50 @@ def _difference(first: Tensor, second: Tensor) -> float:
 
 
 @contextlib.contextmanager
-def _quiet(base: nn.Module) -> Iterator[None]:
-    """Let a model compute without gradients, dropout and autocast, and leave it as it was."""
-    device = next(base.parameters()).device.type
-    training = {module: module.training for module in base.modules()}
-    base.eval()
+def measuring(model: nn.Module) -> Iterator[None]:
+    """Let a model compute in float32 at least, without gradients, dropout and autocast; leave it as it was.
+
+    In half precision rounding would hide a mistake. One block at a time has its weights cast, so that no second copy of
+    the model is in memory.
+    """
+    training = {module: module.training for module in model.modules()}
+    halves: dict[Tensor, Tensor] = {}
+
+    def cast(module: nn.Module, args: Any) -> None:
+        for parameter in owned[module]:
+            if parameter.dtype in (torch.float16, torch.bfloat16):
+                halves[parameter] = parameter.data
+                parameter.data = parameter.data.float()
+
+    def put_back(module: nn.Module, args: Any, output: Any) -> None:
+        for parameter in owned[module]:
+            if parameter in halves:
+                parameter.data = halves.pop(parameter)
+
+    owned = {module: parameters for module, parameters in _units(model) if parameters}
+    handles = [x.register_forward_pre_hook(cast) for x in owned]
+    handles += [x.register_forward_hook(put_back) for x in owned]
+    model.eval()
     try:
-        with torch.no_grad(), torch.autocast(device, enabled=False):
+        with torch.no_grad(), torch.autocast(next(model.parameters()).device.type, enabled=False):
             yield
     finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, data in halves.items():
+            parameter.data = data
         for module, before in training.items():
             module.training = before
+
+
+def _units(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    """Yield blocks with all of their parameters, and modules outside of blocks with their own."""
+    if isinstance(module, nn.ModuleList):
+        yield from ((block, list(block.parameters())) for block in module)
+        return
+    yield module, list(module.parameters(recurse=False))
+    for child in module.children():
+        yield from _units(child)
 
 
 def _results(base: Any) -> Parts:
@@ -114,7 +147,7 @@ def _results(base: Any) -> Parts:
     cache_name = next((x for x in CACHE_NAMES if x in positional_names(type(base).forward)), CACHE_NAMES[0])
     mask = torch.ones_like(tokens)
     mask[1, :PADDING] = 0
-    with _quiet(base):
+    with measuring(base):
         results = {"in a prompt": base(input_ids=tokens[:1, :PROMPT], return_dict=True)[0]}
         output = base(input_ids=tokens[:, :PROMPT], attention_mask=mask[:, :PROMPT], use_cache=True, return_dict=True)
         results["in a batch with padding"] = output[0][:, PADDING:]

@@ -15,6 +15,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from alibi_core.backend import LayerShape, host_values, slope_values
 from alibi_torch.transformers._interface import NAME, is_cross_attention
+from alibi_torch.transformers._proof import measuring
 
 POSITIONS = ("position_embeddings", "position_embedding", "embed_positions", "wpe")  # names of embeddings
 CONFIG_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")  # of attention weights
@@ -54,8 +55,7 @@ def with_alibi(
             canonical ones.
         future_slopes: ``[num_heads]``, for keys after the query, for an asymmetric encoder. Default: ``slopes``.
         prove: Run the model on a few rows of 13 to 26 tokens, which must show that padding changes nothing and that
-            ALiBi alone tells positions; in half precision it takes memory for a copy in float32 meanwhile. A model on
-            the meta device is not run, and gives a warning.
+            ALiBi alone tells positions. A model on the meta device is not run, and gives a warning.
 
     Returns:
         The same model; of a config, a new one.
@@ -214,7 +214,7 @@ def _prove(root: Any) -> None:
         warnings.warn(f"nothing was proved of a {name} on the meta device, which cannot run", stacklevel=3)
         return
     try:
-        with torch.no_grad(), _as_measured(root):
+        with measuring(root):
             for what, difference, rounding in _differences(root):
                 if not difference <= rounding:  # NaN is no less
                     raise RuntimeError(
@@ -225,24 +225,6 @@ def _prove(root: Any) -> None:
                     )
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
         raise ValueError(f"model must run without its own positions, got a {name}: {error}") from error
-
-
-@contextlib.contextmanager
-def _as_measured(root: nn.Module) -> Iterator[None]:
-    """Run a model without dropout, and one of half precision in float32: its own rounding would hide a mistake."""
-    training = [(x, x.training) for x in root.modules()]
-    halves = (torch.float16, torch.bfloat16)
-    tensors = [(x, x.data) for x in (*root.parameters(), *root.buffers()) if x.dtype in halves]
-    try:
-        root.eval()
-        for tensor, data in tensors:
-            tensor.data = data.float()
-        yield
-    finally:
-        for tensor, data in tensors:
-            tensor.data = data
-        for module, was_training in training:
-            module.training = was_training
 
 
 def _differences(root: Any) -> Iterator[tuple[str, float, float]]:
