@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from alibi_core import conformance
-from alibi_core.conformance._cases.oracle import Attention, assert_within, rounded
+from alibi_core.conformance.testing import Attention, rounded
+from alibi_core.conformance.testing import assert_within_budget as assert_within
 from benchmarks.ecosystem.__main__ import main
 from benchmarks.ecosystem._magnitude import Magnitude, measure
 from benchmarks.ecosystem._rows import COLUMNS, NOT_INSTALLED, Row, cells, markdown, rich_table, rows_of

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import alibi_core
-from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF
+from alibi_core.conformance.testing import UNIT_ROUNDOFF
 from tests.support.frameworks import LIBRARIES, Backend
 from tests.support.full import once_in_jax, without_jax
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import alibi_core
-from alibi_core.conformance._cases.case import Case, cases
-from alibi_core.conformance._cases.oracle import U32, UNIT_ROUNDOFF, Answer, Attention, assert_within
+from alibi_core.conformance.testing import U32, UNIT_ROUNDOFF, Answer, Attention, Case, cases
+from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import _GRADIENTS, COMPILERS, FRAMEWORKS, MLX, NUMPY, TORCH, Framework
 from tests.support.full import first_of, in_full, once_in_jax, without
 

@@ -14,7 +14,7 @@ pytest.importorskip("flax")
 import jax.numpy as jnp  # noqa: E402
 
 import alibi_jax  # noqa: E402
-from alibi_core.conformance._cases.case import Sizes  # noqa: E402
+from alibi_core.conformance.testing import Sizes  # noqa: E402
 from alibi_jax import TPU, explain  # noqa: E402
 from tests.support.tpu_cases import plain, planned, ranges_of, tensors_of  # noqa: E402
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 import alibi_core  # noqa: E402
-from alibi_core.conformance._cases.case import SIZES, Case, Sizes, cases  # noqa: E402
-from alibi_core.conformance._cases.oracle import Answer, assert_within  # noqa: E402
+from alibi_core.conformance.testing import SIZES, Answer, Case, Sizes, cases  # noqa: E402
+from alibi_core.conformance.testing import assert_within_budget as assert_within  # noqa: E402
 from alibi_mlx import attention  # noqa: E402
 from alibi_mlx._metal import folded as _folded  # noqa: E402
 from tests.support import tiles  # noqa: E402

@@ -36,7 +36,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from alibi_core.conformance._cases.oracle import assert_within
+from alibi_core.conformance.testing import assert_within_budget as assert_within
 from alibi_torch import AlibiAttention, attention, parallel
 from tests.support.divided import DECODED_SLOPES, DECODED_WINDOW, TENSORS, Case, assert_exact, decoded
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from alibi_core.conformance._cases.oracle import assert_within
+from alibi_core.conformance.testing import assert_within_budget as assert_within
 from alibi_jax import TPU, KVCache, parallel
 from alibi_jax.parallel import _forward as _parallel_forward
 from tests.support.divided import DECODED_SLOPES, DECODED_WINDOW, Case, assert_exact, decoded
