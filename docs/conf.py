@@ -18,7 +18,7 @@ include_patterns = [
     "docs/**.md",
     "benchmarks/README.md",
     "benchmarks/results/*.md",
-    "alibi_core/conformance/_golden/FORMAT.md",
+    "alibi_core/conformance/FORMAT.md",
 ]
 exclude_patterns = [".*", "out", "dist", "build"]
 

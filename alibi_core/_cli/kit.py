@@ -54,12 +54,9 @@ def _with_kit(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Na
 
     def with_kit(options: argparse.Namespace) -> int:
         try:
-            import rich  # noqa: F401
-
             from alibi_core.conformance import GoldenError
         except ModuleNotFoundError as error:
-            needed = f"alibi-core conformance needs {error.name}; {install_hint('conformance')}"
-            raise UnusableError(needed if error.name == "rich" else str(error)) from error
+            raise UnusableError(str(error)) from error
         try:
             return run(options)
         except BrokenPipeError:
@@ -71,9 +68,12 @@ def _with_kit(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Na
 
 
 def _conformance(options: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.markup import escape
-
+    try:
+        from rich.console import Console
+        from rich.markup import escape
+    except ModuleNotFoundError as error:
+        message = f"alibi-core conformance needs {error.name}; {install_hint('conformance')}"
+        raise UnusableError(message) from error
     from alibi_core.conformance import ENTRY_POINTS, LAWS, Outcome, Settings, supervised
 
     unknown = set(options.law or ()) - {law.name for law in LAWS}

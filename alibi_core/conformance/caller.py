@@ -154,17 +154,6 @@ class Caller:
             raise CallError("returned", f"decode_step returned {what}, expected a tuple (output, cache)")
         return self._array("decode_step", result[0], tensors["query"].shape), result[1]
 
-    def decoded(self, cases: Sequence[Case], steps: Sequence[Sequence[int]]) -> Iterator[Decoded]:
-        """Decode sequences by turns, each in steps of so many tokens, and yield what comes of every step."""
-        caches: list[Any] = [None] * len(cases)
-        for turn, number in itertools.product(range(max(map(len, steps))), range(len(cases))):
-            case, own = cases[number], steps[number][: turn + 1]
-            if len(own) > turn:
-                start, end = sum(own[:-1]), sum(own)
-                tensors = {name: case.arrays[name][:, :, start:end] for name in TENSORS}
-                output, caches[number] = self.decode_step(tensors, case.arrays["slopes"], caches[number])
-                yield Decoded(number, start, end, output, own)
-
     # --- Arrays in ---
 
     def tensor(self, values: Values) -> Values:
@@ -274,6 +263,18 @@ class Caller:
         """Let the thread end."""
         if self._thread is not None:
             self._tasks.put(None)
+
+
+def decoded(caller: Any, cases: Sequence[Case], steps: Sequence[Sequence[int]]) -> Iterator[Decoded]:
+    """Decode sequences by turns, each in steps of so many tokens, and yield what comes of every step."""
+    caches: list[Any] = [None] * len(cases)
+    for turn, number in itertools.product(range(max(map(len, steps))), range(len(cases))):
+        case, own = cases[number], steps[number][: turn + 1]
+        if len(own) > turn:
+            start, end = sum(own[:-1]), sum(own)
+            tensors = {name: case.arrays[name][:, :, start:end] for name in TENSORS}
+            output, caches[number] = caller.decode_step(tensors, case.arrays["slopes"], caches[number])
+            yield Decoded(number, start, end, output, own)
 
 
 def _work(tasks: queue.SimpleQueue[Any], results: queue.SimpleQueue[Any]) -> None:

@@ -9,21 +9,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from alibi_core.conformance import reference
 from alibi_core.conformance.adapter import Offer
-from alibi_core.conformance.caller import Caller, CallError, DepartureError
+from alibi_core.conformance.caller import Caller, CallError, DepartureError, decoded
 from alibi_core.conformance.case import TENSORS, Case, Sizes
 from alibi_core.conformance.laws import all_gradients, large_case
 from alibi_core.conformance.mistakes import CATALOGUE
 from alibi_core.conformance.oracle import U32, UNIT_ROUNDOFF, Values, excess
-from alibi_core.conformance.reference import CONDITIONS, Active, Mistake
+from alibi_core.conformance.reference import CONDITIONS, Active, Mistake, Simulation
 from alibi_core.conformance.report import Diagnosis
 from alibi_core.conformance.trial import Trial
 
@@ -93,6 +94,7 @@ PROBES: tuple[tuple[str, tuple[int, int], dict[str, Any]], ...] = (
     ("symmetric", (130, 130), {"slopes": FLAT}),
     ("far offset", (5, 11), {"q_offset": 1_000_000}),
 )
+BIASES = ((7, 7), (4, 11), (11, 5), (1, 9), (130, 130), (2, 511))
 STEPS = ((3, 1, 1, 2, 1), (1,) * 8, (2, 3, 3))
 
 
@@ -131,51 +133,160 @@ def make_case(offer: Offer, needs: str, lengths: tuple[int, int], options: dict[
 
 @dataclass(eq=False)
 class Probe:
-    """What an adapter answered, and how to compute what mistakes would answer.
+    """A question, and what an adapter answers.
 
     Attributes:
-        found: The results, by name.
-        compute: What an implementation with some mistakes answers.
-        conditions: That some of the calls meet.
+        ask: Asks a caller of the adapter, or a simulation of mistakes.
+        conditions: Those that some of the calls meet.
+        simulate: Makes a simulation of mistakes.
         tolerance: How far a result may be off, as a share of its largest element, or
         by_element: of each element.
     """
 
-    found: dict[str, Values]
-    compute: Callable[[Active], dict[str, Values]]
+    ask: Callable[[Any], dict[str, Values]]
     conditions: frozenset[str]
+    simulate: Callable[[Active], Simulation]
     tolerance: float
     by_element: bool = False
+    found: dict[str, Values] = field(default_factory=dict)
     _kept: dict[tuple[Any, ...], dict[str, Values]] = field(default_factory=dict)
 
     def answers(self, mistakes: Active) -> dict[str, Values]:
         """Return what an implementation with these mistakes would answer."""
         key = tuple((x.name, where) for x, where in mistakes if where is None or where in self.conditions)
         if key not in self._kept:
-            self._kept[key] = self.compute(mistakes)
+            self._kept[key] = self.ask(self.simulate(mistakes))
         return self._kept[key]
 
     def fits(self, mistakes: Active) -> bool:
         """Return whether these mistakes, and no others, explain the answer."""
         answers = self.answers(mistakes)
-        return all(
-            is_close(x, answers[name], self.tolerance, by_element=self.by_element) for name, x in self.found.items()
-        )
+        return all(self.is_close(x, answers[name]) for name, x in self.found.items())
+
+    def is_close(self, found: Values, expected: Values) -> bool:
+        """Return whether all elements are the same, but for the tolerance."""
+        finite = np.isfinite(expected)
+        same = found.shape == expected.shape and np.array_equal(finite, np.isfinite(found))
+        if not same or not np.array_equal(np.isnan(expected), np.isnan(found)):
+            return False
+        sizes = np.abs(expected[finite])
+        allowed = self.tolerance * (sizes if self.by_element else sizes.max(initial=1e-30))
+        return bool((np.abs(found[finite] - expected[finite]) <= allowed).all())
 
 
-def is_close(found: Values, expected: Values, tolerance: float, *, by_element: bool = False) -> bool:
-    """Return whether all elements are the same, but for a share of the largest, or of each."""
-    finite = np.isfinite(expected)
-    if found.shape != expected.shape or not np.array_equal(finite, np.isfinite(found)):
-        return False
-    if not np.array_equal(np.isnan(expected), np.isnan(found)):
-        return False
-    sizes = np.abs(expected[finite])
-    return bool(
-        (
-            np.abs(found[finite] - expected[finite]) <= tolerance * (sizes if by_element else sizes.max(initial=1e-30))
-        ).all()
-    )
+@dataclass(frozen=True)
+class Prober:
+    """Asks an adapter.
+
+    Attributes:
+        caller: Of the adapter.
+        features: What it offers.
+    """
+
+    caller: Caller
+    features: frozenset[str]
+
+    def probe(
+        self, ask: Callable[[Any], Any], *cases: Case, share: float = 0.0, conditions: Iterable[str] = ()
+    ) -> Iterator[Probe]:
+        """Yield the probe that asks this; nothing if it comes to nothing."""
+        offer = self.caller.offer
+        met = set(conditions).union(*(conditions_of(reference.call_of(x, offer.dtype)) for x in cases))
+        tolerance = share or max(tolerance_of(case, offer, self.features) for case in cases)
+        probe = Probe(ask, frozenset(met), lambda x: Simulation(x, offer.dtype, offer.contract), tolerance, bool(share))
+        with contextlib.suppress(CallError):
+            probe.found = ask(self.caller)
+            yield probe
+
+    def short(self, function: str) -> Iterator[Probe]:
+        """Yield the answers of ``attention``, or of ``attention_grad``, to the table of probes."""
+        offer = self.caller.offer
+        for needs, lengths, options in PROBES:
+            far = np.max(options.get("q_offset", 0)) > 1000
+            if function == "attention_grad" and ("shown" in options or far or max(lengths) > 65):
+                continue
+            if not self.features.issuperset(needs.split()) or (not offer.has_slopes and "slopes" in options):
+                continue
+            if lengths[0] != lengths[1] and "lengths" not in self.features:
+                lengths = (11, 11)
+            yield from self.of_case(function, make_case(offer, needs, lengths, options))
+
+    def of_case(self, function: str, case: Case) -> Iterator[Probe]:
+        """Yield the answer of ``attention`` or ``attention_grad`` to a case."""
+        names = all_gradients(Trial(self.caller, self.features, 1, 0))
+        for probe in self.probe(
+            lambda x: (
+                {"output": x.attention(case)}
+                if function == "attention"
+                else {name: y for name, y in x.gradients(case).items() if name in names}
+            ),
+            case,
+        ):
+            probe.tolerance *= 1 if function == "attention" else 8
+            yield probe
+
+    def states(self) -> Iterator[Probe]:
+        """Yield the answers to calls of the same lengths that differ in one thing, the first asked again in the end."""
+        offer = self.caller.offer
+        changes: dict[str, dict[str, Any]] = {"": {}, "symmetric": {}, "mask": {}}
+        changes |= {"window": {"window_size": 2}, "scale": {"scale": 0.2}, "offset": {"q_offset": 2}}
+        for feature, turn in itertools.product([x for x in changes if x in {"", *self.features}], (1, -1)):
+            length = 20 + self.caller.calls % 40  # which no earlier call had, most likely
+            arguments = changes[feature]
+            if feature == "mask":
+                shown = np.random.default_rng(1).random((2, 1, length, length)) < 0.6
+                arguments = {"mask": shown | np.eye(length, dtype=bool)}
+            first = make_case(offer, "", (length, length), {"slopes": FLAT} if offer.has_slopes else {})
+            pair = (first, make_case(offer, feature, (length, length), arguments))[::turn]
+
+            def ask(x: Any, cases: tuple[Case, ...] = (*pair, pair[0])) -> dict[str, Values]:
+                return {str(i): x.attention(case) for i, case in enumerate(cases)}
+
+            yield from self.probe(ask, *pair)
+
+    def decoding(self) -> Iterator[Probe]:
+        """Yield the answers of decoding: of one sequence, in several steps, then of two by turns."""
+        offer = self.caller.offer
+        grouped = {"group": 2} if "grouped" in self.features else {}
+        plain = [make_case(offer, "", (8, 8), x) for x in ({"shown": True}, {}, grouped)]
+        slopes = {"slopes": np.asarray(FLAT, np.float32).astype(np.float64)} if offer.has_slopes else {}
+        other = plain[1].with_arrays(**{name: plain[1].arrays[name][:, :, ::-1].copy() for name in TENSORS}, **slopes)
+        long = make_case(offer, "", (140, 140), {"slopes": FLAT} if offer.has_slopes else {})
+        tries: list[tuple[list[Case], list[Sequence[int]]]] = [([case], [STEPS[0]]) for case in plain]
+        tries += [([plain[1]], [steps]) for steps in STEPS[1:]]
+        tries += [([plain[1], other], [STEPS[0], STEPS[0]]), ([long], [(128, *(1,) * 9, 3)])]
+        for cases, steps in tries:
+
+            def ask(x: Any, cases: Any = cases, steps: Any = steps) -> dict[str, Values]:
+                return {f"{y.number} {y.start}": y.output for y in decoded(x, cases, steps)}
+
+            yield from self.probe(ask, *cases, conditions=("first step", "later steps", "single steps", "chunks"))
+
+    def lists(self, function: str) -> Iterator[Probe]:
+        """Yield the slopes, or the bias, of an adapter."""
+        u = UNIT_ROUNDOFF["float64"] if self.caller.offer.dtype == "float64" else U32
+        if function == "slopes":
+            for heads in (tuple(n for n in HEADS if n & (n - 1) == 0), HEADS):
+
+                def lists(x: Any, heads: Any = heads) -> dict[str, Values]:
+                    return {str(n): x.slopes(n) for n in heads}
+
+                yield from self.probe(lists, share=2.0**-20)
+            return
+        for is_causal, (q_len, kv_len) in itertools.product((True, False), BIASES):
+            met = {"causal" if is_causal else "symmetric", "square" if q_len == kv_len else "lengths"}
+            if (is_causal or "symmetric" in self.features) and ("square" in met or "lengths" in self.features):
+
+                def bias(x: Any, sizes: Any = (12, q_len, kv_len, is_causal)) -> dict[str, Values]:
+                    return {"bias": x.bias(*sizes)}
+
+                share = 32 * u + 2 * UNIT_ROUNDOFF[self.caller.offer.dtype]
+                yield from self.probe(bias, share=share, conditions=met | ({"one query"} if q_len == 1 else set()))
+
+
+def conditions_of(arguments: dict[str, Any]) -> frozenset[str]:
+    """Return the conditions that a call meets."""
+    return reference.Computation((), {}, **arguments).conditions
 
 
 def tolerance_of(case: Case, offer: Offer, features: frozenset[str]) -> float:
@@ -187,168 +298,6 @@ def tolerance_of(case: Case, offer: Offer, features: frozenset[str]) -> float:
         scores += farthest * case.arrays["slopes"].max(initial=0)
     u = UNIT_ROUNDOFF["float64"] if offer.dtype == "float64" else U32
     return float(32 * u * (16 + scores) + 8 * UNIT_ROUNDOFF[offer.dtype] + 4 * offer.tolerance)
-
-
-def observe(
-    conditions: Iterable[str],
-    compute: Callable[[Active], Any],
-    call: Callable[[], Any],
-    share: float,
-    *,
-    by_element: bool = False,
-) -> Iterator[Probe]:
-    """Yield the probe of what a call answers; nothing if it comes to nothing."""
-    try:
-        yield Probe(call(), compute, frozenset(conditions), share, by_element)
-    except CallError:
-        return
-
-
-def attention_probes(caller: Caller, function: str, features: frozenset[str]) -> Iterator[Probe]:
-    """Yield the answers of ``attention``, or of ``attention_grad``, to the probes that are offered."""
-    offer = caller.offer
-    for needs, lengths, options in PROBES:
-        far = np.max(options.get("q_offset", 0)) > 1000
-        if function == "attention_grad" and ("shown" in options or far or max(lengths) > 65):
-            continue
-        if not features.issuperset(needs.split()) or (not offer.has_slopes and "slopes" in options):
-            continue
-        if lengths[0] != lengths[1] and "lengths" not in features:
-            lengths = (11, 11)
-        yield from case_probe(caller, function, features, make_case(offer, needs, lengths, options))
-
-
-def case_probe(caller: Caller, function: str, features: frozenset[str], case: Case) -> Iterator[Probe]:
-    """Yield the answer of ``attention`` or ``attention_grad`` to a case."""
-    arguments = reference.call_of(case, caller.offer.dtype)
-    conditions = reference.Computation((), {}, **arguments).conditions
-    share = tolerance_of(case, caller.offer, features)
-    if function == "attention":
-        yield from observe(
-            conditions,
-            lambda mistakes: {"output": reference.attend(reference.Computation(mistakes, {}, **arguments))},
-            lambda: {"output": caller.attention(case)},
-            share,
-        )
-        return
-    names = all_gradients(Trial(caller, features, 1, 0))
-    yield from observe(
-        conditions,
-        lambda mistakes: reference.differentiate(reference.Computation(mistakes, {}, **arguments)),
-        lambda: {name: x for name, x in caller.gradients(case).items() if name in names},
-        8 * share,
-    )
-
-
-def state_probes(caller: Caller, features: frozenset[str]) -> Iterator[Probe]:
-    """Yield the answers to calls of the same lengths that differ in one thing, each asked again in the end."""
-    offer = caller.offer
-    changes: dict[str, dict[str, Any]] = {
-        "symmetric": {},
-        "window": {"window_size": 2},
-        "scale": {"scale": 0.2},
-        "offset": {"q_offset": 2},
-        "mask": {},
-    }
-    for feature, turn in itertools.product(("", *(x for x in changes if x in features)), (1, -1)):
-        length = 20 + caller.calls % 40  # which no earlier call had, most likely
-        first = make_case(offer, "", (length, length), {"slopes": FLAT} if offer.has_slopes else {})
-        arguments = changes.get(feature, {})
-        if feature == "mask":
-            shown = np.random.default_rng(1).random((2, 1, length, length)) < 0.6
-            arguments = {"mask": shown | np.eye(length, dtype=bool)}
-        second = make_case(offer, feature, (length, length), arguments)
-        cases = (first, second)[::turn] + (first, second)[::turn][:1]
-        calls = [reference.call_of(case, offer.dtype) for case in cases]
-
-        def compute(mistakes: Active, calls: Any = calls) -> dict[str, Values]:
-            state: dict[Any, Any] = {}
-            run = [reference.attend(reference.Computation(mistakes, state, **x)) for x in calls]
-            return {str(i): x for i, x in enumerate(run)}
-
-        def call(cases: Any = cases) -> dict[str, Values]:
-            return {str(i): caller.attention(case) for i, case in enumerate(cases)}
-
-        share = max(tolerance_of(case, offer, features) for case in cases)
-        conditions = frozenset().union(*(reference.Computation((), {}, **x).conditions for x in calls))
-        yield from observe(conditions, compute, call, share)
-
-
-def decoding_probes(caller: Caller, features: frozenset[str]) -> Iterator[Probe]:
-    """Yield the answers of decoding: of one sequence, in several steps, then of two by turns."""
-    offer = caller.offer
-    plain = [
-        make_case(offer, "", (8, 8), x) for x in ({"shown": True}, {}, {"group": 2} if "grouped" in features else {})
-    ]
-    slopes = {"slopes": np.asarray(FLAT, np.float32).astype(np.float64)} if offer.has_slopes else {}
-    other = plain[1].with_arrays(**{name: plain[1].arrays[name][:, :, ::-1].copy() for name in TENSORS}, **slopes)
-    length = 140
-    long = make_case(offer, "", (length, length), {"slopes": FLAT} if offer.has_slopes else {})
-    tries: list[tuple[list[Case], list[Sequence[int]]]] = [([case], [STEPS[0]]) for case in plain]
-    tries += [([plain[1]], [steps]) for steps in STEPS[1:]]
-    tries += [([plain[1], other], [STEPS[0], STEPS[0]]), ([long], [(length - 12, *(1,) * 9, 3)])]
-    for cases, steps in tries:
-        calls = [reference.call_of(case, offer.dtype) for case in cases]
-
-        def compute(mistakes: Active, calls: Any = calls, steps: Any = steps) -> dict[str, Values]:
-            return decoded(mistakes, calls, steps)
-
-        def call(cases: Any = cases, steps: Any = steps) -> dict[str, Values]:
-            return {f"{x.number} {x.start}": x.output for x in caller.decoded(cases, steps)}
-
-        conditions = {"first step", "later steps", "single steps", "chunks"} | (
-            {"grouped"} if cases[0].sizes.group > 1 else set()
-        )
-        share = tolerance_of(cases[0], offer, features)
-        yield from observe(conditions, compute, call, share)
-
-
-def decoded(mistakes: Active, calls: Any, steps: Sequence[Sequence[int]]) -> dict[str, Values]:
-    """Return what decoding of sequences by turns gives, by sequence and first token of the step."""
-    found, state, caches, ends = {}, dict[Any, Any](), [None] * len(calls), [0] * len(calls)
-    for turn, (number, call) in itertools.product(range(max(map(len, steps))), enumerate(calls)):
-        start, end = ends[number], ends[number] + steps[number][turn]
-        query, key, value = (call[name][:, :, start:end] for name in TENSORS)
-        slopes = call["slopes"] if not call["shares_slopes"] else call["slopes"][0]
-        output, caches[number] = reference.decode_step(mistakes, state, query, key, value, slopes, caches[number])
-        found[f"{number} {start}"], ends[number] = output, end
-    return found
-
-
-def list_probes(caller: Caller, function: str, features: frozenset[str]) -> Iterator[Probe]:
-    """Yield the slopes, or the bias, of an adapter."""
-    contract, u = caller.offer.contract, U32 if caller.offer.dtype != "float64" else UNIT_ROUNDOFF["float64"]
-    if function == "slopes":
-        for heads in (tuple(n for n in HEADS if n & (n - 1) == 0), HEADS):
-
-            def lists(mistakes: Active, heads: Any = heads) -> dict[str, Values]:
-                return {str(n): reference.make_slopes(mistakes, n, contract) for n in heads}
-
-            def call_lists(heads: Any = heads) -> dict[str, Values]:
-                return {str(n): caller.slopes(n) for n in heads}
-
-            yield from observe((), lists, call_lists, 2.0**-20, by_element=True)
-        return
-    forms = (True, False) if "symmetric" in features else (True,)
-    for is_causal, lengths in itertools.product(forms, ((7, 7), (4, 11), (11, 5), (1, 9), (130, 130), (2, 511))):
-        if lengths[0] != lengths[1] and "lengths" not in features:
-            continue
-
-        def biases(mistakes: Active, lengths: Any = lengths, is_causal: Any = is_causal) -> dict[str, Values]:
-            return {
-                "bias": reference.make_bias(
-                    mistakes, reference.make_slopes(mistakes, 12, contract), lengths[0], lengths[1], is_causal
-                )
-            }
-
-        def call_bias(lengths: Any = lengths, is_causal: Any = is_causal) -> dict[str, Values]:
-            return {"bias": caller.bias(12, lengths[0], lengths[1], is_causal)}
-
-        conditions = {"causal" if is_causal else "symmetric", "square" if lengths[0] == lengths[1] else "lengths"}
-        conditions |= {"one query"} if lengths[0] == 1 else set()
-        yield from observe(
-            conditions, biases, call_bias, 32 * u + 2 * UNIT_ROUNDOFF[caller.offer.dtype], by_element=True
-        )
 
 
 # --- The search -------------------------------------------------------------------------------------------------------
@@ -470,27 +419,25 @@ def _named(
         and all(found_)
     ):
         return [Diagnosis("gradients in some calls", x) for x in dict.fromkeys(found_)]
+    prober = Prober(caller, features)
     probes: list[Probe] = []
     if function == "attention":
-        states = list(state_probes(caller, features))
-        if states and any(not x.fits([]) and is_right_first(x) for x in states):
+        states = list(prober.states())
+        if any(not x.fits([]) and x.is_close(x.found["0"], x.answers([])["0"]) for x in states):
             found = search(states, candidates(function))
             if any(x.name.startswith("stale ") for x, _ in found):
                 return [sentence_of(*x) for x in found]
-        probes = list(attention_probes(caller, function, features)) + states
+        probes = [*prober.short(function), *states]
     elif function == "attention_grad":
-        probes = list(attention_probes(caller, function, features))
-    elif function == "decode_step":
-        probes = list(decoding_probes(caller, features))
+        probes = list(prober.short(function))
     else:
-        probes = list(list_probes(caller, function, features))
-    for _, failure in failures:  # large ones take too long to be computed in many ways
-        case = failure.case
-        if case is not None and function.startswith("attention") and case.num_heads * np.prod(case.sizes.lengths) < 3e5:
-            probes += case_probe(caller, function, features, case)
+        probes = list(prober.decoding() if function == "decode_step" else prober.lists(function))
+    for _, failure in failures:
+        if function.startswith("attention") and is_quick(failure.case):
+            probes += prober.of_case(function, failure.case)
     found = search(probes, candidates(function))
     said = [sentence_of(*x) for x in found]
-    unexplained = [(law, x) for law, x in failures if not _explains(caller, function, features, found, x)]
+    unexplained = [(law, x) for law, x in failures if not _explains(prober, function, found, x)]
     if unexplained:
         said.append(Diagnosis("unexplained", off_by(caller, function, features, *unexplained[0])))
     return said
@@ -525,20 +472,16 @@ def _in_some_calls(caller: Caller, features: frozenset[str], failure: DepartureE
     return f"The gradient of {failure.part} is {wrong} where {' and '.join(conditions)}."
 
 
-def is_right_first(probe: Probe) -> bool:
-    """Return whether the first of several calls is answered rightly."""
-    return is_close(probe.found["0"], probe.answers([])["0"], probe.tolerance)
+def is_quick(case: Case | None) -> TypeGuard[Case]:
+    """Return whether a case is small enough to be computed in many ways."""
+    return case is not None and case.num_heads * math.prod(case.sizes.lengths) < 3e5
 
 
-def _explains(caller: Caller, function: str, features: frozenset[str], found: Active, failure: DepartureError) -> bool:
-    if not found:
-        return False
-    case = failure.case
-    if case is None or not function.startswith("attention") or "," in failure.inputs.partition(", then ")[2]:
-        return True
-    if case.num_heads * np.prod(case.sizes.lengths) >= 3e5:
-        return True
-    return all(x.fits(found) for x in case_probe(caller, function, features, case))
+def _explains(prober: Prober, function: str, found: Active, failure: DepartureError) -> bool:
+    """Return whether mistakes explain a failure; any do where that takes long, or earlier calls matter."""
+    if found and function.startswith("attention") and ", then " not in failure.inputs and is_quick(failure.case):
+        return all(x.fits(found) for x in prober.of_case(function, failure.case))
+    return bool(found)
 
 
 def slip_of(caller: Caller) -> Diagnosis | None:

@@ -21,7 +21,7 @@ import numpy as np
 import alibi_core
 from alibi_core._bias import slope_values
 from alibi_core.conformance.adapter import MOST_TOKENS
-from alibi_core.conformance.caller import CallError, DepartureError
+from alibi_core.conformance.caller import CallError, DepartureError, decoded
 from alibi_core.conformance.case import COTANGENTS, FORMS, PER_BATCH, TENSORS, Case, Family, Sizes
 from alibi_core.conformance.data import DATA
 from alibi_core.conformance.oracle import UNIT_ROUNDOFF, Answer, Rules, penalties
@@ -634,7 +634,7 @@ class Sequence:
 
 def decode(trial: Trial, sequences: list[Sequence], steps: list[tuple[int, ...]]) -> None:
     """Decode sequences in these steps of each, by turns, and hold what comes of each step to the answer."""
-    for number, start, end, actual, own in trial.caller.decoded([x.case for x in sequences], steps):
+    for number, start, end, actual, own in decoded(trial.caller, [x.case for x in sequences], steps):
         case = sequences[number].case
         runs = ((step, len(list(same))) for step, same in itertools.groupby(own))
         words = " + ".join(f"{count} x {step}" if count > 1 else str(step) for step, count in runs)

@@ -58,10 +58,10 @@ def power_below(n: int) -> int:
     return 1 << (n.bit_length() - 1)
 
 
-def shifted(n: int, first: int) -> Values:
-    """Return the canonical slopes, those of the power of two from another index on."""
+def from_one(n: int) -> Values:
+    """Return slopes of which those of the largest power of two of heads start at 1."""
     p = power_below(n)
-    return np.concatenate([2.0 ** (-8 * np.arange(first, p + first) / p), canonical(n)[p:]])
+    return np.concatenate([2.0 ** (-8 * np.arange(p) / p), canonical(n)[p:]])
 
 
 def starts(ids: Values) -> Values:
@@ -70,12 +70,12 @@ def starts(ids: Values) -> Values:
     return np.maximum.accumulate(is_first * np.arange(ids.shape[1]), axis=-1)
 
 
-def restarted(c: Any, x: Values, *, queries: bool) -> Values:
-    """Return differences of positions that restart with each segment, of keys and perhaps of queries."""
+def restarted(c: Any, x: Values) -> Values:
+    """Return differences of positions that restart with each segment, of keys and of queries."""
     if c.segment_ids is None:
         return x
     own = np.arange(c.q_len)[:, None] - starts(c.segment_ids[0])[:, None, :, None]
-    return np.asarray(c.k_positions - starts(c.segment_ids[1])[:, None, None] - (own if queries else c.q_positions))
+    return np.asarray(c.k_positions - starts(c.segment_ids[1])[:, None, None] - own)
 
 
 def pairs(ids: Sequence[Values]) -> tuple[Values, Values]:
@@ -160,19 +160,12 @@ listed("geometric slopes", "Slopes follow the geometric scheme, 2**(-8 (h+1) / n
 mistake("canonical slopes", "The slopes given are ignored: it uses the canonical ones of as many heads as it sees. "
         "Under tensor parallelism that is the local count: pass slopes(num_heads)[shard] instead.",
         slopes=lambda c, x: canonical(c.num_heads) + 0 * x)
-listed("linear slopes", "Slopes are evenly spaced from 0.05 to 0.5.", lambda n: canonical(n, scheme="linear"))
-listed("bias_max 16", "Slopes are canonical ones of bias_max 16.", lambda n: canonical(n, bias_max=16.0))
 listed("closest power above", "For head counts that are no power of two, slopes are the first of those for the next "
        "power of two.", lambda n: canonical(1 << (n - 1).bit_length())[:n])
-listed("slopes of heads padded to 8", "Slopes are the first of those for the number of heads padded to a multiple of "
-       "8.", lambda n: canonical(-(-n // 8) * 8)[:n])
 listed("canonical slopes from 1", "Slopes of the largest power of two of heads start at 1: the head index is off by "
-       "one.", lambda n: shifted(n, 0))
-listed("canonical slopes one head on", "Slopes of the largest power of two of heads start one head too far on: the "
-       "head index is off by one.", lambda n: shifted(n, 2))
+       "one.", from_one)
 listed("repeated beyond the power of two", "Heads beyond the largest power of two have the first slopes again.",
        lambda n: np.resize(canonical(power_below(n)), n))
-listed("natural exponent, canonical", "Slopes are powers of e instead of 2.", lambda n: np.exp(np.log2(canonical(n))))
 mistake("negated slopes", "They are negative: distance would be rewarded, where -slope * distance is added.",
         slope_list=lambda n, x: -x)
 remade("sorted slopes", "Slopes are sorted, steepest first: for head counts that are no power of two, heads get one "
@@ -180,22 +173,15 @@ remade("sorted slopes", "Slopes are sorted, steepest first: for head counts that
 remade("reversed slopes", "Slopes are in reversed order.", lambda x: x[..., ::-1])
 remade("next head's slope", "Each head has the slope of the next one: the head index is off by one.",
        lambda x: np.roll(x, -1, axis=-1))
-remade("previous head's slope", "Each head has the slope of the one before: the head index is off by one.",
-       lambda x: np.roll(x, 1, axis=-1))
 remade("bfloat16 slopes", "Slopes are rounded to bfloat16, as in the falcon contract: keep them in float32.",
        lambda x: rounded(x, "bfloat16"))
 remade("float16 slopes", "Slopes are rounded to float16: keep them in float32.", lambda x: rounded(x, "float16"))
-taken("squared slopes", "Slopes are squared: they are applied twice.", lambda c, x: x * np.abs(x))
 taken("next head's slope, cut", "Each head has the slope of the next one, the last its own: the head index is off by "
       "one.", lambda c, x: x[:, np.minimum(np.arange(c.num_heads) + 1, c.num_heads - 1)])
-taken("first half's slopes", "Heads of the second half repeat the slopes of the first: each shard of heads takes the "
-      "first slopes. Pass slopes(num_heads)[shard].", lambda c, x: np.resize(x.T[: -(-c.num_heads // 2)], x.T.shape).T)
 taken("first head's slope", "All heads have the first head's slope.", lambda c, x: x[:, :1] + 0 * x)
 taken("slopes by kv head", "Slopes are looked up by the key/value head: head h takes slopes[h // group] instead of "
       "slopes[h].", lambda c, x: x[:, np.arange(c.num_heads) // c.group])
 taken("first batch slopes", "All batch entries have the first one's slopes.", lambda c, x: x[:1] + 0 * x)
-taken("slopes by flat index", "The index of batch entry and head is divided by batch where the rest of a division by "
-      "num_heads gives the head.", lambda c, x: x[:, np.arange(x.size) // c.batch][0].reshape(x.shape))
 each((8, 16, 32, 64), "heads beyond: {}", "Results are wrong with more than {} heads: these have the slopes of those "
      "before.", slopes=lambda c, x, n: x[:, np.arange(c.num_heads) % n],
      slope_list=lambda heads, x, n: x if heads <= n else np.resize(canonical(n), heads))
@@ -211,7 +197,6 @@ mistake("bias scaled by default", "The bias is divided by sqrt(head_dim), whatev
         bias=lambda c, x: x * c.head_dim**-0.5)
 mistake("bias doubled", "The bias is twice what it should be: it is added twice, or as a mask and as a bias.",
         bias=lambda c, x: 2 * x)
-mistake("bias halved", "The bias is half of what it should be.", bias=lambda c, x: x / 2)
 mistake("bias in base 2", "The bias is multiplied by ln 2: scores are in base 2, the bias is not. Multiply it by "
         "log2(e) too.", bias=lambda c, x: x * LN2)
 mistake("bias times log2 e", "The bias is multiplied by log2(e), which a softmax in base e must not have.",
@@ -230,11 +215,8 @@ mistake("future slopes swapped", "Slopes and future_slopes are swapped: past key
         rate=lambda c, x: np.where(c.ahead > 0, c.slopes[..., None, None], c.future))
 mistake("squared distance", "The bias grows with the square of the distance.", distance=lambda c, x: x**2)
 mistake("root of distance", "The bias grows with the square root of the distance.", distance=lambda c, x: np.sqrt(x))
-mistake("log distance", "The bias grows with log(1 + distance).", distance=lambda c, x: np.log1p(x))
 mistake("distances one more", "All distances but that of the own key count one token too many.",
         distance=lambda c, x: x + (x > 0))
-mistake("int8 positions", "Positions wrap around at 128: they are in int8.",
-        distance=lambda c, x: np.abs((x + 128) % 256 - 128))
 mistake("int16 positions", "Positions wrap around at 32,768: they are in int16.",
         ahead=lambda c, x: c.k_positions - ((c.q_positions + 2**15) % 2**16 - 2**15))
 each((*BLOCKS, 127, 512, 1024, 2047), "distance clipped: {}", "Distances are clipped at {}: keys farther away are "
@@ -259,30 +241,19 @@ mistake("top-left", "Queries are aligned to the top left (the first query at the
         "KV cache needs kv_len - q_len.", q_offset=lambda c, x: 0 * x)
 mistake("top-left, bias only", "The bias (not the masks) is aligned to the top left (the first query at the first "
         "key), whatever q_offset says; a KV cache needs kv_len - q_len.", ahead=lambda c, x: x + c.q_offset)
-mistake("top-left, causal mask only", "The causal mask (not the bias) is aligned to the top left, whatever q_offset "
-        "says; a KV cache needs kv_len - q_len.", causal_ahead=lambda c, x: x + c.q_offset)
-mistake("top-left, window only", "The window (not bias and causal mask) is aligned to the top left, whatever q_offset "
-        "says.", window_ahead=lambda c, x: x + c.q_offset)
 mistake("bottom-right", "Queries are aligned to the bottom right (the last query at the last key), whatever q_offset "
         "says.", q_offset=lambda c, x: 0 * x + c.kv_len - c.q_len)
 mistake("offset one more", "Queries are one token too far on: q_offset is off by one.", q_offset=lambda c, x: x + 1)
 mistake("offset one less", "Queries are one token too far back: q_offset is off by one.", q_offset=lambda c, x: x - 1)
-mistake("offset one more, bias only", "The bias (not the masks) is one token too far on: distance 0 is at the next "
-        "key.", ahead=lambda c, x: x - 1)
-mistake("offset one less, bias only", "The bias (not the masks) is one token too far back: distance 0 is at the key "
-        "before.", ahead=lambda c, x: x + 1)
 mistake("first batch offset", "Queries are placed by the first batch entry's q_offset for all.",
         q_offset=lambda c, x: x[:1] + 0 * x)
 mistake("negative offset cut", "Queries are placed at 0 where q_offset is negative.",
         q_offset=lambda c, x: np.maximum(x, 0))
 mistake("offset 0 as none", "Queries are aligned to the bottom right where q_offset is 0: 0 counts as not given.",
         q_offset=lambda c, x: np.where(x == 0, c.kv_len - c.q_len, x))
-mistake("q_offset doubled", "Queries are placed by twice q_offset: it is added twice.", q_offset=lambda c, x: 2 * x)
 mistake("segment positions restart", "Positions restart with each segment, of queries and of keys, so that a segment's "
         "first query stands at its first key whatever q_offset says.",
-        ahead=lambda c, x: restarted(c, x, queries=True))
-mistake("segment key positions restart", "Positions of keys restart with each segment, those of queries do not.",
-        ahead=lambda c, x: restarted(c, x, queries=False))
+        ahead=restarted)
 
 # --- What a query sees ------------------------------------------------------------------------------------------------
 
@@ -292,20 +263,14 @@ mistake("causal sees the next key", "The causal mask lets each query see one key
         causal=lambda c, x: c.causal_ahead <= 1)
 mistake("causal ignored", "There is no causal mask: future keys are seen.", is_causal=lambda c, x: False)
 mistake("always causal", "Attention is causal although is_causal=False.", is_causal=lambda c, x: True)
-mistake("one query not causal", "The causal mask is left out for a single query, even where keys lie after it.",
-        is_causal=lambda c, x: x and c.q_len > 1)
 mistake("finite where hidden", "Where keys are hidden, the bias is -1000 instead of minus infinity, which a steep "
         "slope reaches.", list_bias=lambda c, x: np.maximum(x, -1000.0))
-each(BLOCKS, "causal by blocks: {}", "The causal mask works by blocks of {}: within its own block, a query sees the "
-     "future.", causal=lambda c, x, n: c.k_positions // n <= (c.k_positions - c.causal_ahead) // n)
 mistake("window ignored", "window_size is ignored.", window_size=lambda c, x: None)
 mistake("window one less", "The window is one key too short: distances up to window_size are to be seen, window_size "
         "included.", window_size=lambda c, x: x - 1)
 mistake("window one more", "The window is one key too long.", window_size=lambda c, x: x + 1)
 mistake("window 0 as none", "A window_size of 0 is ignored, as if no window were given: it lets the query's own "
         "position be seen.", window_size=lambda c, x: x or None)
-mistake("window halved", "window_size is divided by two: it is the reach of each side, not the sum.",
-        window_size=lambda c, x: x // 2)
 mistake("window on past side only", "The window limits past keys only: its future side is ignored.",
         window=lambda c, x: -c.window_ahead <= c.window_size)
 mistake("window hides the future", "With a window nothing ahead is seen: it is made for causal attention.",
@@ -319,29 +284,18 @@ mistake("segments see earlier ones", "Segments see earlier ones too: ids must be
         segments=lambda c, x: np.greater_equal(*pairs(c.segment_ids)))
 mistake("segments of first batch", "All batch entries have the first one's segment_ids.",
         segment_ids=lambda c, x: (x[0][:1] + 0 * x[0], x[1][:1] + 0 * x[1]))
-mistake("segments of last keys", "Queries have the segments of the last keys, not those of their own ids.",
-        segment_ids=lambda c, x: (x[1][:, c.kv_len - c.q_len :], x[1]) if c.q_len <= c.kv_len else x)
 mistake("negative segments are padding", "Segments with negative ids are hidden, as if they were padding.",
         segments=lambda c, x: x & (pairs(c.segment_ids)[1] >= 0))
-mistake("segments end with their run", "A segment that goes on after another is taken for a new one.",
-        segments=lambda c, x: x if c.q_len != c.kv_len else x & np.equal(*pairs(tuple(map(starts, c.segment_ids)))))
 mistake("mask ignored", "mask is ignored.", mask=lambda c, x: None)
 mistake("mask inverted", "mask is inverted: True must let a key be seen.", mask=lambda c, x: ~x)
 mistake("mask added", "mask is added to the scores as numbers 0 and 1: turn False into minus infinity.",
         masked=lambda c, x: np.ones_like(x), scores=lambda c, x: x if c.mask is None else x + c.mask)
 mistake("mask after softmax", "The mask is applied after the softmax, in whose sum hidden keys count.",
         masked=lambda c, x: np.ones_like(x), weights=lambda c, x: x if c.mask is None else x * c.mask)
-mistake("mask of first batch", "All batch entries have the first one's mask.", mask=lambda c, x: x[:1])
 mistake("mask of first head", "All heads have the first one's mask.", mask=lambda c, x: x[:, :1])
-mistake("mask by kv head", "A mask by head is looked up by the key/value head.",
-        mask=lambda c, x: x if x.shape[1] == 1 else x[:, np.arange(c.num_heads) // c.group])
 each((10, 100, 1000, 10_000), "mask finite: {}", "What the mask hides is not hidden: its score is lowered by {}, which "
      "large scores outweigh. Use minus infinity.", masked=lambda c, x, n: np.ones_like(x),
      scores=lambda c, x, n: x if c.mask is None else x - n * ~c.mask)
-mistake("mask of the first block", "The mask hides keys of the first block of 64 alone.",
-        masked=lambda c, x: x | (np.arange(c.kv_len) >= 64))
-mistake("window of the first block", "The window hides keys of the first block of 64 alone.",
-        window=lambda c, x: x | (np.arange(c.kv_len) >= 64))
 nowhere("mean where nowhere to look", "Queries that may look nowhere get the mean of all values.",
         lambda c: 1 / max(c.kv_len, 1))
 nowhere("NaN where nowhere to look", "Queries that may look nowhere get NaN: the softmax divides 0 by 0.",
@@ -364,11 +318,8 @@ mistake("scale ignored", "scale is ignored: it uses 1 / sqrt(head_dim).", scale=
 mistake("scale 0 as none", "A scale of 0 is ignored, as if none were given.", scale=lambda c, x: x or c.head_dim**-0.5)
 each((32,), "scale ignored beyond: {}", "scale is ignored in rows of more than {} keys: it uses 1 / sqrt(head_dim).",
      scale=lambda c, x, n: x if c.kv_len <= n else c.head_dim**-0.5)
-mistake("scaled by the default too", "Scores are scaled by scale and again by 1 / sqrt(head_dim).",
-        scale=lambda c, x: x * c.head_dim**-0.5)
 mistake("scaled by d_model", "Scores are scaled by 1 / sqrt(num_heads * head_dim), that is d_model, instead of "
         "1 / sqrt(head_dim).", scale=lambda c, x: (c.num_heads * c.head_dim) ** -0.5)
-mistake("scale inverted", "Scores are divided by scale instead of multiplied.", scale=lambda c, x: 1 / x if x else 0.0)
 mistake("scores in base 2", "Products of query and key are multiplied by ln 2: exp2 is used where log2(e) is missing.",
         scale=lambda c, x: x * LN2)
 mistake("softmax in base 2", "The softmax is in base 2: multiply scores and bias by log2(e).",
@@ -382,10 +333,6 @@ mistake("no maximum in softmax", "The softmax does not subtract the row's larges
         "0.", weights=without_maximum)
 mistake("softmax over queries", "The softmax runs over queries instead of keys.",
         weights=lambda c, x: softmax(c.hidden, axis=-2))
-mistake("softmax over heads", "The softmax runs over heads instead of keys.",
-        weights=lambda c, x: softmax(c.hidden, axis=1))
-mistake("hidden keys counted", "Hidden keys count in the softmax's sum: they are hidden after it. Weights do not sum "
-        "to 1.", weights=lambda c, x: softmax(c.scores) * c.visible)
 each(BLOCKS, "values not rescaled: {}", "The online softmax does not rescale its sum of values when a later block of "
      "{} keys scores higher.", weights=lambda c, x, n: ratio(never_rescaled(c, n), exponentials(c)))
 each(BLOCKS, "denominator not rescaled: {}", "The online softmax does not rescale its denominator when a later block "
@@ -394,7 +341,6 @@ each(BLOCKS, "denominator not rescaled: {}", "The online softmax does not rescal
 # --- The keys that take part, and sizes beyond which something is wrong -----------------------------------------------
 
 mistake("last key missing", "The last key never takes part.", keys=lambda c, x: np.arange(c.kv_len) < c.kv_len - 1)
-mistake("first key missing", "The first key never takes part.", keys=lambda c, x: np.arange(c.kv_len) > 0)
 each(BLOCKS, "last partial block dropped: {}", "The last block of keys is dropped where it has fewer than {}: round "
      "the number of blocks up.", keys=lambda c, x, n: np.arange(c.kv_len) < c.kv_len // n * n)
 each(BLOCKS, "diagonal block dropped: {}", "A query does not see keys of its own block of {}: the loop ends before the "
@@ -430,8 +376,6 @@ mistake("slope gradient averaged", "The gradient of slopes is averaged over the 
         d_shared_slopes=lambda c, x: x / c.batch)
 mistake("slope gradient of first batch entry", "The gradient of slopes is the first batch entry's alone: sum it over "
         "the batch.", d_shared_slopes=lambda c, x: c.d_slopes[0])
-mistake("slope gradient summed over batch", "The gradient of slopes [batch, num_heads] is summed over the batch.",
-        d_slopes=lambda c, x: x if c.shares_slopes else x.sum(axis=0) + 0 * x)
 for _name in ("query", "key"):
     for _how, _what, _change in (
         ("unscaled", "not multiplied by scale", lambda c, x: x / c.scale),
@@ -440,7 +384,6 @@ for _name in ("query", "key"):
         ("zero", "zero", lambda c, x: 0 * x),
     ):
         mistake(f"{_name} gradient {_how}", f"The gradient of {_name} is {_what}.", **{f"d_{_name}": _change})
-mistake("value gradient scaled", "The gradient of value is multiplied by scale.", d_value=lambda c, x: x * c.scale)
 mistake("delta missing", "The row mean (delta, sum of output times its gradient) is not subtracted from the gradient "
         "of weights.", delta=lambda c, x: 0 * x)
 mistake("NaN gradient where nowhere to look", "The gradient of queries that may look nowhere is NaN, and spreads.",
@@ -461,10 +404,6 @@ mistake("previous keys forgotten", "New tokens see one another alone: the cache 
         keys=lambda c, x: x if c.before is None else x & (np.arange(c.kv_len) >= c.before))
 each((5, 64, 256), "cache holds the last: {}", "The cache holds the last {} tokens.",
      kept=lambda c, x, n: x[:, :, -n:])
-mistake("last token of a step kept", "Of the tokens of one step, only the last is kept in the cache.",
-        kept=lambda c, x: np.delete(x, np.s_[c.before : x.shape[2] - 1], axis=2) if c.before else x)
-mistake("new tokens cached twice", "After the first step the new tokens are in the cache already, and appended again.",
-        kept=lambda c, x: np.concatenate([x, x[:, :, -1:]], axis=2))
 mistake("token lost as the cache grows", "The cache grows by eight tokens at a time, and loses the last one that it "
         "held.", kept=lambda c, x: np.delete(x, c.before - 1, axis=2) if appended(c) else x)
 mistake("batch mixed as the cache grows", "The cache grows by eight tokens at a time, and mixes up batch entries.",
@@ -482,8 +421,6 @@ _KEY_ONLY = ("Softmax cannot tell it from the full bias under a causal mask, for
              "each row: declare contract = {!r} if that is meant.")
 mistake("bloom contract", "This is the bias of the bloom contract: slope * j. " + _KEY_ONLY.format("bloom"),
         list_bias=lambda c, x: np.where(c.visible, c.rate * c.k_positions, -np.inf))
-mistake("mpt contract", "This is the bias of the mpt contract: slope * (j - (kv_len - 1)). " + _KEY_ONLY.format("mpt"),
-        list_bias=lambda c, x: np.where(c.visible, c.rate * (c.k_positions - (c.kv_len - 1)), -np.inf))
 mistake("falcon contract", "This is the falcon contract: slopes, positions and their product in bfloat16, key-only, "
         "and divided by sqrt(head_dim). Declare contract = 'falcon' if that is meant.",
         bias=lambda c, x: c.scale * rounded(rounded(c.rate, n := "bfloat16") * rounded(c.k_positions, n), n))

@@ -291,3 +291,37 @@ def decode_step(
     output = attend(c)
     state["cache"] = tuple(c.changed("kept", x) for x in (keys, values))
     return output, state["cache"]
+
+
+class Simulation:
+    """Mistakes in float64, asked as a caller asks an adapter.
+
+    Args:
+        mistakes: Those that are made, each with its condition.
+        dtype: To which tensors are rounded before.
+        contract: Whose slopes are right.
+    """
+
+    def __init__(self, mistakes: Active, dtype: str, contract: str) -> None:
+        self.mistakes, self.dtype, self.contract, self.state = mistakes, dtype, contract, dict[Any, Any]()
+
+    def slopes(self, num_heads: int) -> Values:
+        """Return ``[num_heads]``."""
+        return make_slopes(self.mistakes, num_heads, self.contract)
+
+    def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Values:
+        """Return ``[num_heads, q_len, kv_len]``, -inf where masked."""
+        return make_bias(self.mistakes, self.slopes(num_heads), q_len, kv_len, is_causal)
+
+    def attention(self, case: Case) -> Values:
+        """Return ``[batch, num_heads, q_len, head_dim]``."""
+        return attend(Computation(self.mistakes, self.state, **call_of(case, self.dtype)))
+
+    def gradients(self, case: Case) -> dict[str, Values]:
+        """Return gradients by name."""
+        return differentiate(Computation(self.mistakes, self.state, **call_of(case, self.dtype)))
+
+    def decode_step(self, tensors: Mapping[str, Values], slopes: Values, cache: Any) -> tuple[Values, Any]:
+        """Return the output of some more tokens, and all keys and values so far."""
+        query, key, value = (rounded(tensors[name], self.dtype) for name in TENSORS)
+        return decode_step(self.mistakes, self.state, query, key, value, slopes, cache)
