@@ -44,7 +44,7 @@ $(VENV)/oldest/ready: constraints-oldest.txt $(VENV)/ready
 
 demo: $(VENV)/ready
 	$(RUN) -m benchmarks.agreement
-	$(RUN) -m benchmarks.extrapolation --quick --output $(OUT)/extrapolation
+	$(RUN) -m benchmarks.extrapolation --quick --output $(OUT)
 
 # One thread a worker: two workers with two threads each only get in each other's way.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
@@ -56,7 +56,7 @@ test-all: $(VENV)/ready
 	$(PYTEST) -m '' $(ARGS)
 
 test-full: $(VENV)/ready
-	$(PYTEST) -m 'full or research' $(ARGS)
+	$(PYTEST) -m full $(ARGS)
 
 test-oldest: export PYTHONPATH := $(VENV)/oldest
 test-oldest: $(VENV)/oldest/ready
@@ -83,7 +83,8 @@ bench: $(VENV)/ready-bench
 	$(RUN) -m benchmarks.attention --output $(OUT)
 	$(RUN) -m benchmarks.attention --backend jax --output $(OUT)
 	$(RUN) -m benchmarks.attention --backend mlx --output $(OUT)
-	$(RUN) -m benchmarks.research.tpu_static --output $(OUT)
+	$(RUN) -m benchmarks.models --output $(OUT)
+	$(RUN) -m benchmarks.parallel --output $(OUT)
 
 build: $(VENV)/ready
 	$(RUN) -m build

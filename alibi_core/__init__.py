@@ -4,20 +4,20 @@ The core says what ALiBi is: its slopes, its bias, and the attention that every 
 and array-api-compat alone and works on the arrays of any library that follows the array API standard.
 """
 
-from alibi_core._bias import bias, bias_from_positions, key_bias, slopes
-from alibi_core._call import AttentionCall, attention, fold, fold_error_bound, fold_size
-from alibi_core._horizon import KeyRanges, ScoreBounds, horizon, key_ranges
-from alibi_core._sharding import Hop, ShardPlan, Shards, shard_plan
+from alibi_core._attention import attention
+from alibi_core._bias import bias, bias_from_positions, key_bias
+from alibi_core._call import AttentionCall as AttentionCall
+from alibi_core._fold import fold, fold_error_bound, fold_size
+from alibi_core._horizon import KeyRanges as KeyRanges
+from alibi_core._horizon import ScoreBounds as ScoreBounds
+from alibi_core._horizon import horizon
+from alibi_core._horizon import key_ranges as key_ranges
+from alibi_core._slopes import slopes
 
+# AttentionCall, KeyRanges, ScoreBounds and key_ranges are here until PyTorch's backend imports them from backend.
 __version__ = "0.1.0"
 
 __all__ = [
-    "AttentionCall",
-    "Hop",
-    "KeyRanges",
-    "ScoreBounds",
-    "ShardPlan",
-    "Shards",
     "attention",
     "bias",
     "bias_from_positions",
@@ -26,7 +26,5 @@ __all__ = [
     "fold_size",
     "horizon",
     "key_bias",
-    "key_ranges",
-    "shard_plan",
     "slopes",
 ]

@@ -1,4 +1,4 @@
-"""Pictures of biases, and of what a call computes. They need matplotlib, of the ``plot`` extra.
+"""Pictures of biases, and of what a call needs. They need matplotlib, of the ``plot`` extra.
 
 Each function returns a figure, which a notebook shows and ``figure.savefig("picture.png")`` writes.
 """
@@ -108,7 +108,7 @@ def bias(
 
 
 def explanation(explained: Any, *, entry: int = 0, heads: Sequence[int] | None = None) -> Figure:
-    """Draw what a call computes: the keys that each block of queries needs, by head, with the horizons beside.
+    """Draw what a call needs: the keys that each block of queries needs, by head, with the horizons beside.
 
     Pale is what masks leave, blue what is needed of it. An implementation computes the blue part, and at its edges
     somewhat more. :meth:`Explanation.figure` is this function.
@@ -132,7 +132,7 @@ def explanation(explained: Any, *, entry: int = 0, heads: Sequence[int] | None =
         >>> from alibi_core.backend import Explanation, KeySpans
         >>> visible = np.asarray([[[0, 4], [0, 8]]])
         >>> spans = KeySpans(np.asarray([0, 4, 8]), 8, visible, np.asarray([[[[0, 4], [4, 8]], visible[0]]]))
-        >>> explained = Explanation("tiled", {}, 6e-8, 1e-7, np.asarray([[4.0, math.inf]]), 72, 80, spans)
+        >>> explained = Explanation("tiled", {}, 6e-8, 1e-7, np.asarray([[4.0, math.inf]]), 72, 60, spans)
         >>> [ax.get_title() for ax in explanation(explained).axes]
         ['head 0: 67%', 'head 1: 100%', 'horizon']
     """
@@ -162,7 +162,7 @@ def explanation(explained: Any, *, entry: int = 0, heads: Sequence[int] | None =
     panels.supylabel("query", fontsize=10)
     _draw_horizons(beside.subplots(), horizons[entry, shown], shown, spans.kv_len)
     figure.suptitle(
-        f"{explained.implementation}: {explained.share:.1%} of the visible scores (pale) are computed (blue)",
+        f"{explained.implementation}: {explained.share:.1%} of the visible scores (pale) are needed (blue)",
         fontsize=11,
     )
     return figure

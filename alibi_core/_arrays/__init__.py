@@ -17,7 +17,6 @@ from alibi_core._arrays.checks import non_negative_number as non_negative_number
 from alibi_core._arrays.checks import one_of as one_of
 from alibi_core._arrays.checks import positive_int as positive_int
 from alibi_core._arrays.checks import positive_number as positive_number
-from alibi_core._arrays.keywords import HINTS as HINTS
 from alibi_core._arrays.keywords import check_keywords as check_keywords
 from alibi_core._arrays.keywords import explains_keywords as explains_keywords
 from alibi_core._arrays.namespace import adopted as adopted

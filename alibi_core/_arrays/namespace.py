@@ -246,7 +246,7 @@ def along_axis(xp: Namespace, array: Any, index: Any, axis: int) -> Any:
 
 def on_host(xp: Namespace, array: Any) -> np.ndarray[Any, Any]:
     """Return an array in NumPy, having waited for it."""
-    return np.asarray(array.cpu() if library_name(xp) == "torch" else array)
+    return np.asarray(array.detach().cpu() if library_name(xp) == "torch" else array)
 
 
 def times(xp: Namespace, array: Any, factor: float) -> Any:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import alibi_core
-from alibi_core._cli import inspecting, kit, tables
+from alibi_core._cli import kit, tables
 from alibi_core._cli.terminal import UnusableError
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 and the number of the signal, as shells have it
@@ -56,6 +56,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(refused=())  # errors, besides UnusableError, that are about what the user typed
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     tables.add_commands(commands)
-    inspecting.add_commands(commands)
     kit.add_commands(commands)
     return parser

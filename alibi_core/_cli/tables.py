@@ -11,11 +11,12 @@ import numpy as np
 
 import alibi_core
 from alibi_core._arrays import checks
-from alibi_core._cli.terminal import UnusableError, waiting
+from alibi_core._cli.terminal import UnusableError
+from alibi_core._models import Checkpoint
+from alibi_core._slopes import slope_values
 
-HEAD_DIM = 64
-# 2 * scale * |query| * |key| where HEAD_DIM features of both are normally distributed: 2 * 8 * 8 / 8
-TYPICAL_RANGE = 16.0
+TYPICAL_RANGE = 16.0  # 2 * scale * |query| * |key| of normally distributed queries and keys of 64 features
+LENGTHS = (2_048, 8_192, 32_768)  # tokens, for a checkpoint
 REFUSED = (TypeError, ValueError, FileNotFoundError)  # the library's errors of arguments
 
 
@@ -26,16 +27,13 @@ def add_commands(commands: Any) -> None:
     slopes.set_defaults(run=_slopes, refused=REFUSED)
     explain = commands.add_parser(
         "explain",
-        help="print which share of the scores a call has to compute, a line a head",
-        description="Print how far back the keys of each head matter, and which share of the visible scores that is.",
+        help="print which share of the scores is needed, a line a head",
+        description="Print how far back the keys of each head matter, and which share of the visible scores that is: "
+        "for a text of some length, or for a local checkpoint, with its family, slopes and bias.",
     )
-    explain.add_argument("kv_len", type=int, metavar="LENGTH", help="of the keys, in tokens")
-    explain.add_argument("--q-len", type=int, metavar="N", help="queries, the last of LENGTH tokens (default all)")
-    explain.add_argument("--num-heads", type=int, default=8, metavar="N", help="default 8")
-    explain.add_argument("--query-norm", type=float, metavar="X", help="the largest norm of a query, and")
-    explain.add_argument("--key-norm", type=float, metavar="X", help="of a key, in place of --score-range")
+    explain.add_argument("target", metavar="LENGTH|DIR", help="tokens, or a directory with config.json and safetensors")
     explain.add_argument(
-        "--head-dim", type=int, metavar="N", help=f"features of a head, beside norms (default {HEAD_DIM})"
+        "--num-heads", type=int, default=8, metavar="N", help="default 8; of LENGTH, like the next two"
     )
     explain.add_argument("--window-size", type=int, metavar="N", help="tokens back that a query sees, beside itself")
     explain.add_argument(
@@ -48,131 +46,135 @@ def add_commands(commands: Any) -> None:
     for parser in (slopes, explain):
         parser.add_argument("--scheme", default="canonical", metavar="NAME", help="canonical, geometric or linear")
         parser.add_argument("--bias-max", type=float, default=8.0, metavar="X", help="of the scheme (default 8)")
-        add_horizon_options(
-            parser, f"{TYPICAL_RANGE:g}, about that of normally distributed queries and keys of {HEAD_DIM} features"
+        parser.add_argument(
+            "--score-range",
+            type=float,
+            metavar="X",
+            help="by how much a scaled score may exceed that of the query's own key (default that of normally "
+            f"distributed queries and keys, {TYPICAL_RANGE:g} for 64 features)",
         )
-
-
-def add_horizon_options(parser: argparse.ArgumentParser, default_range: str) -> None:
-    """Add the options that decide how far horizons are."""
-    parser.add_argument(
-        "--score-range",
-        type=float,
-        metavar="X",
-        help=f"by how much a scaled score may exceed that of the query's own key (default {default_range})",
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        metavar="X",
-        help="the share of softmax weight that may be left out (default 2**-24, float32's rounding error)",
-    )
+        parser.add_argument(
+            "--tolerance",
+            type=float,
+            metavar="X",
+            help="the share of softmax weight that may be left out (default 2**-24, float32's rounding error)",
+        )
 
 
 def _slopes(options: argparse.Namespace) -> None:
-    score_range = _of_queries_own_key(options)
-    slopes, horizons = _heads(options, score_range, is_causal=True)
-    rows = [(str(head), *shown(*pair)) for head, pair in enumerate(zip(slopes, horizons, strict=True))]
-    print_table(("head", "slope", "horizon"), rows)
-    print(f"\n{what_a_horizon_is(score_range, options.tolerance)}")
+    score_range = _score_range(options, TYPICAL_RANGE)
+    slopes = alibi_core.slopes(options.num_heads, scheme=options.scheme, bias_max=options.bias_max)
+    horizons = _horizons(slopes, score_range, options.tolerance, is_causal=True)
+    pairs = zip(slopes, horizons, strict=True)
+    print_table(("head", "slope", "horizon"), [(str(head), *_shown(*pair)) for head, pair in enumerate(pairs)])
+    print(f"\n{_what_a_horizon_is(score_range, options.tolerance)}")
 
 
 def _explain(options: argparse.Namespace) -> None:
-    kv_len = checks.size("LENGTH", options.kv_len)
-    q_len = kv_len if options.q_len is None else checks.size("--q-len", options.q_len)
-    checks.positions_fit(kv_len - q_len, q_len, kv_len)
-    window = None if options.window_size is None else checks.window(options.window_size)
-    score_range = _score_range(options)
-    slopes, horizons = _heads(options, score_range, is_causal=options.causal)
-    visible = pairs(q_len, kv_len, window, options.causal)
-    rows, total = [], 0
-    for head, (slope, horizon) in enumerate(zip(slopes, horizons, strict=True)):
-        needed = pairs(q_len, kv_len, farthest(horizon, window), options.causal)
-        total += needed
-        rows.append((str(head), *shown(slope, horizon), f"{needed:,}", f"{needed / visible:.1%}"))
-    rows.append(("all", "", "", f"{total:,}", f"{total / (visible * len(slopes)):.1%}"))
-    seen = "" if window is None else f", {window:,} tokens back" + ("" if options.causal else " and ahead")
-    direction = "causal" if options.causal else "to both sides"
-    print(f"queries: {q_len:,}, keys: {kv_len:,}, {direction}{seen}\n")
-    print_table(("head", "slope", "horizon", "scores needed", "of visible"), rows)
-    print(f"\n{what_a_horizon_is(score_range, options.tolerance)}")
-    print("Backends compute whole tiles of scores, so a few more.")
+    lengths: tuple[int, ...] = LENGTHS
+    if options.target.lstrip("-").isdigit():
+        length = checks.size("LENGTH", int(options.target))
+        checks.positions_fit(0, length, length)
+        slopes = alibi_core.slopes(options.num_heads, scheme=options.scheme, bias_max=options.bias_max)
+        window = None if options.window_size is None else checks.window(options.window_size)
+        lengths, is_causal, sides = (length,), options.causal, [slopes] * (1 if options.causal else 2)
+        score_range = _score_range(options, TYPICAL_RANGE)
+    else:
+        checkpoint = _opened(options.target)
+        config = checkpoint.config
+        is_causal, window, sides = config.is_causal, config.window_size, _sides(checkpoint)
+        scale = config.head_dim**-0.5 if config.scale is None else config.scale
+        score_range = _score_range(options, 2 * config.head_dim * scale)
+        print("\n".join(f"{name:8}{words}" for name, words in _facts(checkpoint, sides).items()), end="\n\n")
+    horizons = [_horizons(side, score_range, options.tolerance, is_causal=is_causal) for side in sides]
+    is_even = len(sides) == 1 or np.array_equal(*sides)
+    columns = ["slope", "horizon"] if is_even else ["slope", "horizon", "slope ahead", "horizon"]
+    rows, totals = [], [0.0] * len(lengths)
+    for head, far in enumerate(zip(*horizons, strict=True)):
+        pairs = zip(sides[: len(columns) // 2], far, strict=False)
+        told = [x for side, horizon in pairs for x in _shown(side[head], horizon)]
+        shares = [_needed(length, far, window) for length in lengths]
+        totals = [total + share for total, share in zip(totals, shares, strict=True)]
+        rows.append((str(head), *told, *(f"{share:.1%}" for share in shares)))
+    rows.append(("all", *[""] * len(columns), *(f"{total / len(rows):.1%}" for total in totals)))
+    print_table(("head", *columns, *(f"at {length:,}" for length in lengths)), rows)
+    print(f"\n{_what_a_horizon_is(score_range, options.tolerance)}")
+    print("The columns after it: the share of the visible scores that a text of so many tokens needs. Backends compute")
+    print("whole tiles of scores, so a few more.")
 
 
-def _score_range(options: argparse.Namespace) -> float:
-    """Return the range of scores that is given, or that norms allow."""
-    norms = {"--query-norm": options.query_norm, "--key-norm": options.key_norm}
-    given = {name: checks.non_negative_number(name, x) for name, x in norms.items() if x is not None}
-    if not given:
-        if options.head_dim is not None:
-            raise UnusableError("--head-dim must stand beside --query-norm and --key-norm, got it alone")
-        return _of_queries_own_key(options)
-    if len(given) == 1 or options.score_range is not None:
-        got = [*given, *([] if options.score_range is None else ["--score-range"])]
-        raise UnusableError(
-            f"--query-norm and --key-norm must be given together, and without --score-range, got {' and '.join(got)}"
-        )
-    head_dim = HEAD_DIM if options.head_dim is None else checks.positive_int("--head-dim", options.head_dim)
-    return 2 * math.prod(given.values()) / math.sqrt(head_dim)
+def _opened(directory: str) -> Checkpoint:
+    try:
+        return Checkpoint.open(directory)
+    except OSError as error:  # about the files; an error of printing is another
+        raise UnusableError(str(error)) from None
 
 
-def _of_queries_own_key(options: argparse.Namespace) -> float:
-    """Return the range of scores that is given, or a typical one."""
-    given = options.score_range
-    return TYPICAL_RANGE if given is None else checks.non_negative_number("--score-range", given)
+def _sides(checkpoint: Checkpoint) -> list[Any]:
+    """Return the slopes for keys before the query and, unless it is causal, after it."""
+    config = checkpoint.config
+    past = np.asarray(config.slopes, np.float32)
+    if config.is_causal:
+        return [past]
+    return [past, past if config.future_slopes is None else np.asarray(config.future_slopes, np.float32)]
 
 
-def _heads(options: argparse.Namespace, score_range: float, *, is_causal: bool) -> tuple[list[Any], list[float]]:
-    """Return slope and horizon of each head."""
-    rule = {name: getattr(options, name) for name in ("scheme", "bias_max")}
-    with waiting(f"{options.num_heads:,} slopes"):
-        slopes = alibi_core.slopes(options.num_heads, **rule)
-    return list(slopes), horizons_of(slopes, score_range, options.tolerance, is_causal=is_causal)
+def _facts(checkpoint: Checkpoint, sides: list[Any]) -> dict[str, str]:
+    """Return what is said of a checkpoint above the table of its heads."""
+    config, family, bias = checkpoint.config, checkpoint.family, checkpoint.family.bias
+    sources = {source.tensor: source.shape for parts in checkpoint.sources.values() for source in parts}
+    size = sum(math.prod(shape) for shape in sources.values())
+    keys = "" if config.num_kv_heads in (None, config.num_heads) else f" ({config.num_kv_heads} for keys and values)"
+    counted = {"query": "distances from the query", "first key": "positions", "last key": "positions from the last key"}
+    if bias.multiplies_in_bfloat16:
+        rounding = "in bfloat16"
+    else:
+        rounding = "in float32" if bias.is_always_float32 else "in the model's dtype"
+    kind = "causal" if config.is_causal else "symmetric" if config.future_slopes is None else "asymmetric"
+    slopes, canonical = sides[0], np.asarray(slope_values(config.num_heads), np.float32)
+    is_stated = bias.scheme != "canonical" or np.array_equal(slopes, canonical)
+    scheme = bias.scheme if is_stated else "of its config"  # as where a Jais is stretched
+    return {
+        "family": f"{family.name}, {size:,} parameters in {checkpoint.dtype_name}",
+        "layers": str(config.num_layers),
+        "heads": f"{config.num_heads} of {config.head_dim} features{keys}, {kind}",
+        "slopes": f"{scheme}, from {slopes.max():.4g} to {slopes.min():.4g}",
+        "bias": f"slopes times {counted[bias.counts_from]}, {rounding}; load_checkpoint takes the exact one instead",
+        "texts": f"of {config.max_len:,} tokens in training, by its config",
+    }
 
 
-def horizons_of(slopes: Any, score_range: float, tolerance: float | None, *, is_causal: bool = True) -> list[float]:
+def _score_range(options: argparse.Namespace, default: float) -> float:
+    given = default if options.score_range is None else options.score_range
+    return checks.non_negative_number("--score-range", given)
+
+
+def _horizons(slopes: Any, score_range: float, tolerance: float | None, *, is_causal: bool) -> list[float]:
     """Return the horizon of each head."""
     with np.errstate(over="ignore"):  # what is too far for float32 is infinitely far
-        horizons = alibi_core.horizon(slopes, score_range, tolerance=tolerance, is_causal=is_causal)
-    found: list[float] = horizons.tolist()
+        found: list[float] = alibi_core.horizon(slopes, score_range, tolerance=tolerance, is_causal=is_causal).tolist()
     return found
 
 
-def farthest(horizon: float, window: int | None) -> int | None:
-    """Return how far the farthest key is that a head needs, in tokens; None for any number."""
-    if math.isinf(horizon):
-        return window
-    back = max(int(horizon) - 1, 0)  # the nearest key is always needed
-    return back if window is None else min(window, back)
+def _needed(length: int, horizons: Sequence[float], window: int | None) -> float:
+    """Return the share of the visible scores that a head needs, with one horizon a side: before, and after."""
+
+    def pairs(farthest: Sequence[int]) -> int:
+        """Return how many keys are within these distances of a query, summed over queries."""
+        inside = [min(x, length - 1) for x in farthest]
+        return length + sum(x * length - x * (x + 1) // 2 for x in inside)
+
+    visible = [length if window is None else window] * len(horizons)
+    needed = [y if math.isinf(x) else min(y, max(int(x) - 1, 0)) for x, y in zip(horizons, visible, strict=True)]
+    return pairs(needed) / pairs(visible)
 
 
-def pairs(q_len: int, kv_len: int, back: int | None, is_causal: bool) -> int:
-    """Return how many pairs of a query and a key are at most ``back`` tokens apart; None: any number.
-
-    The queries are the last of the tokens. Integers of Python, so that no length is too large.
-    """
-
-    def below(position: int) -> int:
-        """Return the sum of ``min(p, kv_len)`` for p from 0 until a position."""
-        rising = min(position, kv_len)
-        return rising * (rising - 1) // 2 + (position - rising) * kv_len if position > 0 else 0
-
-    def keys_before(shift: int) -> int:
-        """Return how many keys come before each query's position plus the shift, all queries together."""
-        first = kv_len - q_len + shift
-        return below(first + q_len) - below(first)
-
-    most = q_len + kv_len if back is None else back
-    return keys_before(1 if is_causal else most + 1) - keys_before(-most)
-
-
-def shown(slope: Any, horizon: float) -> tuple[str, str]:
+def _shown(slope: Any, horizon: float) -> tuple[str, str]:
     """Return slope and horizon as they are printed."""
     return str(np.float32(slope)), f"{horizon:,.0f}" if math.isfinite(horizon) else "all"
 
 
-def what_a_horizon_is(score_range: float, tolerance: float | None) -> str:
-    """Return the sentence below a table of horizons."""
+def _what_a_horizon_is(score_range: float, tolerance: float | None) -> str:
     tolerance = 2.0**-24 if tolerance is None else tolerance
     return (
         f"Horizon, in tokens: keys at that distance from a query and beyond hold at most {tolerance:.3g} of its\n"

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import array_api_compat.numpy as numpy_namespace
 import numpy as np
 
+from alibi_core._arrays import astype, on_host
 from alibi_core._call import AttentionCall
-from alibi_core._horizon.ranges import ENDLESS, KeyRanges
+from alibi_core._horizon.jobs import entry_of
+from alibi_core._horizon.measure import Measuring, measure, ranges_on_host
+from alibi_core._horizon.nearest import nearest_keys
+from alibi_core._horizon.ranges import ENDLESS, KeyRanges, ScoreBounds, tolerance_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+MEASURING = Measuring(q_block=256, kv_block=128, part_elements=2**20, few=16, worthwhile=20)
 
 
 class KeySpans(NamedTuple):
@@ -53,7 +60,7 @@ class Explanation:
         horizons: ``[batch, num_heads]``, NumPy's float64, tokens: the distance from which on no query of the head needs
             a key behind it. Infinite where one needs every key.
         scores_visible: Pairs of queries and keys that causality and the window leave, over batch entries and heads.
-        scores_computed: Pairs that the implementation computes; more than are visible where tiles straddle an edge.
+        scores_needed: Pairs of these that can matter. An implementation computes somewhat more, in whole tiles.
         spans: Which keys blocks of queries see and need, as :class:`KeySpans`; None where there is nothing to compute.
 
     Example:
@@ -63,7 +70,7 @@ class Explanation:
         >>> print(explained)
         implementation: tiled
         tolerance: 5.96e-08, which moves the result by at most 1.2e-07
-        scores: 1,100 computed, 55.0% of the 2,000 visible
+        scores: 1,100 needed, 55.0% of the 2,000 visible
         horizons, in tokens, of the heads: 35 all
         >>> explained.share
         0.55
@@ -75,7 +82,7 @@ class Explanation:
     error_bound: float
     horizons: Any
     scores_visible: int
-    scores_computed: int
+    scores_needed: int
     spans: KeySpans | None = field(default=None, repr=False)
 
     @classmethod
@@ -86,30 +93,47 @@ class Explanation:
     @classmethod
     def of(
         cls,
+        call: AttentionCall,
+        tensors: tuple[Any, Any, Any],
         implementation: str,
         refusals: dict[str, str | None],
-        tolerance: float,
-        largest_value: float,
-        scores_computed: int,
-        entries: Sequence[AttentionCall],
-        ranges: Sequence[KeyRanges],
+        *,
+        leaves_out: bool,
     ) -> Explanation:
-        """Take it from the plans of batch entries, whose offsets are ints; None stands for no refusal."""
+        """Measure query, key and value, ``[*batch, heads, length, head_dim]``, on the host, and plan as a call would.
+
+        ``leaves_out`` says whether the implementation leaves out keys that weigh no more than the tolerance. In
+        ``refusals`` None stands for no refusal.
+
+        Raises:
+            ValueError: If an array has no values to read, as traced ones.
+        """
+        tolerance, flat = tolerance_of(call) if leaves_out else 0.0, call.with_one_batch_axis()
+        query, key, value = (
+            _read(call, name, astype(call.xp, x, call.working_dtype)).reshape(-1, *x.shape[-3:])
+            for name, x in zip(("query", "key", "value"), tensors, strict=True)
+        )
+        dtype = query.dtype
+        host = flat.map_arrays(lambda array, _: _read(call, "slopes, masks and offsets", array))
+        host = replace(host, xp=numpy_namespace, working_dtype=dtype, device=None)
+        entries = [entry_of(host, index) for index in range(host.batch[0])]
+        ranges = [_ranges(x, query[i : i + 1], key[i : i + 1], tolerance) for i, x in enumerate(entries)]
+        largest = float(np.abs(value).max())
         return cls(
             implementation=implementation,
             refusals={name: reason for name, reason in refusals.items() if reason is not None},
             tolerance=tolerance,
-            error_bound=2 * tolerance * largest_value,
+            error_bound=2 * tolerance * largest if tolerance else 0.0,
             horizons=np.stack([_horizons(*each) for each in zip(entries, ranges, strict=True)]),
             scores_visible=sum(entry.num_heads * visible_pairs(entry) for entry in entries),
-            scores_computed=scores_computed,
+            scores_needed=sum(map(_needed_pairs, entries, ranges)),
             spans=KeySpans.of(entries, ranges),
         )
 
     @property
     def share(self) -> float:
-        """Scores computed, as a part of those visible."""
-        return self.scores_computed / max(self.scores_visible, 1)
+        """Scores needed, as a part of those visible."""
+        return self.scores_needed / max(self.scores_visible, 1)
 
     def figure(self, *, entry: int = 0, heads: Sequence[int] | None = None) -> Figure:
         """Draw the keys that each block of queries needs, by head, with the horizons beside.
@@ -132,13 +156,42 @@ class Explanation:
         lines = [f"implementation: {self.implementation}"]
         lines += [f"  not {name}: it {reason}" for name, reason in self.refusals.items()]
         lines.append(f"tolerance: {self.tolerance:.3g}, which moves the result by at most {self.error_bound:.3g}")
-        lines.append(
-            f"scores: {self.scores_computed:,} computed, {self.share:.1%} of the {self.scores_visible:,} visible"
-        )
+        lines.append(f"scores: {self.scores_needed:,} needed, {self.share:.1%} of the {self.scores_visible:,} visible")
         horizons = np.asarray(self.horizons)
         farthest = horizons.max(axis=0).tolist() if len(horizons) else []
         shown = [f"{x:.0f}" if math.isfinite(x) else "all" for x in farthest] or ["none"]
         return "\n".join([*lines, f"horizons, in tokens, of the heads: {' '.join(shown)}"])
+
+
+def _read(call: AttentionCall, name: str, array: Any) -> np.ndarray[Any, Any]:
+    try:
+        return on_host(call.xp, array)
+    except Exception as error:
+        raise ValueError(f"{name} must hold values, which are measured, got {type(array).__name__}") from error
+
+
+def _ranges(entry: AttentionCall, query: Any, key: Any, tolerance: float) -> KeyRanges:
+    """Return the plan of one batch entry, in NumPy."""
+    with np.errstate(all="ignore"):  # sums of large numbers are infinite, and all keys are needed
+        if tolerance == 0:
+            bounds = ScoreBounds.unmeasured(entry, q_block=MEASURING.q_block_of(entry), kv_block=entry.kv_len)
+        else:
+            measured = measure(entry, query, key, MEASURING)
+            bounds = measured.bounds(entry, nearest_keys(entry, MEASURING.part_elements))
+        return ranges_on_host(entry, bounds, tolerance, MEASURING.part_elements)
+
+
+def _needed_pairs(entry: AttentionCall, ranges: KeyRanges) -> int:
+    """Return how many of the visible pairs of a query and a key its heads need."""
+    queries = np.arange(entry.q_len, dtype=np.int64)
+    positions, block = queries + entry.q_offset, queries // ranges.q_block
+    seen, last = visible_keys(entry, queries, queries)
+    total = 0
+    for first, stop, past, future in zip(ranges.first, ranges.stop, ranges.past, ranges.future, strict=True):
+        lowest = np.maximum(np.maximum(first[block], positions - past[block] + 1), seen)
+        highest = np.minimum(np.minimum(stop[block], positions + future[block]), last)
+        total += int((highest - lowest).clip(0).sum())
+    return total
 
 
 def _horizons(entry: AttentionCall, ranges: KeyRanges) -> Any:

@@ -5,23 +5,21 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from alibi_core._arrays import checks
-from alibi_core._bias import slope_values
 from alibi_core._models.config import AlibiConfig
 from alibi_core._models.decoders import family_of
 from alibi_core._models.encoders import MODEL_TYPE, encoder_of
 from alibi_core._models.families import Family, Layout
 from alibi_core._models.safetensors import StoredTensor, read_json, some, stored_tensors
+from alibi_core._slopes import slope_values
 
 HEAD = "lm_head.weight"
-CONTRACTS = ("exact", "model")
 QKV = ("q", "k", "v")
 
 # What a block of a model calls what a layout speaks of.
@@ -64,7 +62,6 @@ class Checkpoint:
         sources: Where each parameter comes from, by its name in ``AlibiLanguageModel`` or ``AlibiEncoder``: its rows,
             one source below the other.
         tensors: What the files hold.
-        contract: Whose bias it is to be loaded with.
     """
 
     family: Family
@@ -72,15 +69,13 @@ class Checkpoint:
     vocab_size: int
     sources: Sources
     tensors: dict[str, StoredTensor]
-    contract: str = "exact"
 
     @classmethod
-    def open(cls, directory: str | os.PathLike[str], *, contract: str = "exact") -> Checkpoint:
+    def open(cls, directory: str | os.PathLike[str]) -> Checkpoint:
         """Check a checkpoint.
 
         Args:
             directory: Where ``config.json`` and ``model.safetensors``, or its shards and their index, are.
-            contract: Whose bias: ``"exact"`` or ``"model"``.
 
         Raises:
             FileNotFoundError: If a file is missing.
@@ -90,7 +85,6 @@ class Checkpoint:
         """
         if not isinstance(directory, (str, os.PathLike)):
             raise TypeError(f"directory must be a path, got {type(directory).__name__}")
-        checks.one_of("contract", contract, CONTRACTS)
         path = Path(directory)
         if not os.fspath(directory) or not path.is_dir():  # Path("") is the folder that the program runs in
             raise FileNotFoundError(
@@ -102,7 +96,7 @@ class Checkpoint:
             tensors = stored_tensors(path)
             family = encoder_of(values, place, tensors)
         else:
-            family = family_of(values, place, contract)
+            family = family_of(values, place)
             tensors = stored_tensors(path)
         if family.config.num_layers > len(tensors):
             raise ValueError(
@@ -112,23 +106,14 @@ class Checkpoint:
         layout = max((x.as_in(tensors) for x in family.layouts), key=lambda x: x.count_known(tensors))
         sources = _sources(family, layout)
         _check_tensors(path, family, layout, sources, tensors)
-        config = _with_stored_slopes(path, family.config, layout, tensors, contract)
-        return cls(family, config, family.vocab_size, sources, tensors, contract)
+        _check_stored_slopes(path, family.config, layout, tensors)
+        return cls(family, family.config, family.vocab_size, sources, tensors)
 
     @property
     def dtype_name(self) -> str:
         """Name of the dtype that its embeddings are stored in, as every framework calls it."""
         stored = self.tensors[self.sources["embedding.weight"][0].tensor].dtype
         return {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}[stored]
-
-    def check_precision(self, bits: int) -> None:
-        """Check that a model whose dtype has so many bits can have the bias asked for."""
-        is_rounded = not (self.family.bias.is_always_float32 or self.family.rounds_bias)
-        if self.contract == "model" and is_rounded and bits < 32:
-            raise ValueError(
-                f"contract must be 'exact' for {self.family.name} in low precision, got 'model', whose bias is rounded "
-                "to the model's dtype; or load it as float32, where the two agree to rounding"
-            )
 
     def parameters(self) -> Iterator[tuple[str, Any]]:
         """Yield each parameter's name and values, one tensor being read at a time (bfloat16 as float32)."""
@@ -229,16 +214,11 @@ def _check_tensors(
             )
 
 
-def _with_stored_slopes(
-    path: Path, config: AlibiConfig, layout: Layout, tensors: dict[str, StoredTensor], contract: str
-) -> AlibiConfig:
-    """Return a config with the slopes that the checkpoint stores, where the contract is its model's.
-
-    They are those of the family's rule, rounded to the dtype that they are stored in, or they are refused.
-    """
+def _check_stored_slopes(path: Path, config: AlibiConfig, layout: Layout, tensors: dict[str, StoredTensor]) -> None:
+    """Check that slopes in the checkpoint, if there are any, are those of the family's rule, rounded to their dtype."""
     name = layout.stored_slopes
     if name is None or name not in tensors:
-        return config
+        return
     tensors[name].check_dtype(name)
     rule = np.asarray(slope_values(config.num_heads))
     stored = np.asarray(tensors[name].read(), np.float64).reshape(-1)
@@ -247,9 +227,6 @@ def _with_stored_slopes(
         raise ValueError(
             f"{name} in {path} must hold the canonical slopes of {config.num_heads} heads, got {some(stored.tolist())}"
         )
-    if contract == "exact" or config.slopes is None:
-        return config
-    return replace(config, slopes=tuple((np.asarray(config.slopes) * (stored / rule)).tolist()))
 
 
 def _rows_of(tensor: Any, *, start: int, stop: int, is_turned: bool = False) -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,34 +40,9 @@ _OPTIONAL: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-def _also_spelled(**spellings: str) -> Callable[[type], type]:
-    """Return a decorator that lets fields of a class be given, and read, by other names, too."""
-
-    def decorate(cls: Any) -> Any:
-        init = explains_keywords(cls.__init__)
-
-        @functools.wraps(init)
-        def with_other_spellings(self: Any, *values: Any, **options: Any) -> None:
-            for other, name in spellings.items():
-                if other in options:
-                    options[name] = options.pop(other)
-            init(self, *values, **options)
-
-        cls.__init__ = with_other_spellings
-        for other, name in spellings.items():
-            setattr(cls, other, property(operator.attrgetter(name), doc=f"Same as ``{name}``."))
-        return cls
-
-    return decorate
-
-
-@_also_spelled(d_model="embed_dim", causal="is_causal")
 @dataclass(frozen=True)
 class AlibiConfig:
     """The shape of an ALiBi transformer, in the words of the attention layers.
-
-    ``embed_dim`` may be spelled ``d_model``, and ``is_causal`` ``causal``: where both are given, as by
-    ``dataclasses.replace``, that spelling counts.
 
     Args:
         num_layers: Number of blocks, each an attention layer and a feed-forward layer.
@@ -217,6 +190,9 @@ class AlibiConfig:
         }
         names = ("embed_dim", "num_heads", "num_kv_heads", "bias", "is_causal", "learnable_slopes", "window_size")
         return arrays | {name: getattr(self, name) for name in (*names, "dropout", "implementation")}
+
+
+AlibiConfig.__init__ = explains_keywords(AlibiConfig.__init__)  # type: ignore[method-assign]
 
 
 def check_config(config: Any, *, is_causal: bool | None = None) -> AlibiConfig:

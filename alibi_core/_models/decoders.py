@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from alibi_core._arrays import checks
-from alibi_core._bias import Contract, named, slope_values
+from alibi_core._contracts import Contract, named
 from alibi_core._models.config import AlibiConfig
 from alibi_core._models.families import Family, Layout, Settings
+from alibi_core._slopes import slope_values
 
 UNKNOWN = "no language model here has it"
 
@@ -39,7 +40,7 @@ BAICHUAN = Layout(
 VOCABULARY_OF_2 = 125_696
 
 
-def baichuan(settings: Settings, contract: str) -> Family:
+def baichuan(settings: Settings) -> Family:
     """Return what a ``config.json`` says of a Baichuan.
 
     Baichuan2 divides the rows of its head by their norms, and no entry says so: it is told by its vocabulary, or by an
@@ -91,7 +92,7 @@ BLOOM = Layout(
 )
 
 
-def bloom(settings: Settings, contract: str) -> Family:
+def bloom(settings: Settings) -> Family:
     """Return what a ``config.json`` says of a BLOOM."""
     width = settings.size("hidden_size", "n_embed")
     num_heads = settings.heads(width, "n_head", "num_attention_heads")
@@ -121,7 +122,7 @@ FALCON = replace(
 )
 
 
-def falcon(settings: Settings, contract: str) -> Family:
+def falcon(settings: Settings) -> Family:
     """Return what a ``config.json`` says of a Falcon."""
     if not settings.switch("alibi", default=False):
         raise settings.refuse("alibi", "true", "Falcon models with rotary positions are not loaded")
@@ -134,8 +135,7 @@ def falcon(settings: Settings, contract: str) -> Family:
     block, norms = _falcon_block(settings, grouped)
     activation = settings.activation("activation", default="gelu")
     has_bias = settings.switch("bias", default=False)
-    rounded = contract == "model"
-    # Scores and bias together are divided by sqrt(head_dim). Rounded, the bias is divided where it is computed.
+    # Scores and bias together are divided by sqrt(head_dim).
     slopes = [slope / math.sqrt(width / num_heads) for slope in slope_values(num_heads)]
     config = AlibiConfig(
         num_layers=settings.size("num_hidden_layers", "n_layer"),
@@ -149,7 +149,7 @@ def falcon(settings: Settings, contract: str) -> Family:
         **settings.common(width, settings.size("ffn_hidden_size", default=4 * width)),
     )
     layout = replace(FALCON, block=norms | FALCON.block)
-    return Family("falcon", named("falcon"), config, settings.size("vocab_size"), (layout,), rounded)
+    return Family("falcon", named("falcon"), config, settings.size("vocab_size"), (layout,))
 
 
 def _falcon_block(settings: Settings, grouped: bool) -> tuple[str, dict[str, str]]:
@@ -182,7 +182,7 @@ JAIS_BLOCK = {
 }
 
 
-def jais(settings: Settings, contract: str) -> Family:
+def jais(settings: Settings) -> Family:
     """Return what a ``config.json`` says of a Jais or BTLM."""
     if settings.get("position_embedding_type", default="learned") != "alibi":
         raise settings.refuse("position_embedding_type", "'alibi'", "models with learned positions are not loaded")
@@ -266,11 +266,8 @@ MPT_NORMS = {
 }
 
 
-def mpt(settings: Settings, contract: str) -> Family:
-    """Return what a ``config.json`` says of an MPT.
-
-    ``transformers`` leaves unread ``alibi_bias_max`` and ``logit_scale``, and so does ``contract="model"``.
-    """
+def mpt(settings: Settings) -> Family:
+    """Return what a ``config.json`` says of an MPT. ``transformers`` ignores ``alibi_bias_max`` and ``logit_scale``."""
     attention = settings.part("attn_config")
     if not attention.switch("alibi", default=True):
         raise attention.refuse("alibi", "true", "models with other positions than ALiBi's are not loaded")
@@ -285,8 +282,7 @@ def mpt(settings: Settings, contract: str) -> Family:
         raise tuning.refuse("attn_scale", "0", UNKNOWN)
     width = settings.size("d_model", "hidden_size")
     num_heads = settings.heads(width, "n_heads", "num_attention_heads")
-    is_trained = contract == "exact"
-    bias_max = attention.number("alibi_bias_max", default=8) if is_trained else 8.0
+    bias_max = attention.number("alibi_bias_max", default=8)
     feed_forward, block = _mpt_feed_forward(settings, width)
     if not attention.switch("fused_qkv", default=True):
         block = MPT_APART | {name: ours for name, ours in block.items() if name != "attn.Wqkv"}
@@ -309,7 +305,7 @@ def mpt(settings: Settings, contract: str) -> Family:
         scale=attention.optional_number("softmax_scale"),
         clip_qkv=attention.optional_number("clip_qkv") if clips else None,
         window_size=None if window == -1 else window,
-        logit_scale=_mpt_logit_scale(settings, width) if is_trained else 1.0,
+        logit_scale=_mpt_logit_scale(settings, width),
         **fields | {"max_len": settings.size("max_seq_len")},
     )
     return Family("mpt", named("mpt"), config, settings.size("vocab_size"), (replace(MPT, block=block),))
@@ -352,65 +348,24 @@ def _mpt_logit_scale(settings: Settings, width: int) -> float:
     return settings.number("logit_scale", default=1.0)
 
 
-# --- Refact, which comes with code of its own: one key/value head, SwiGLU, layer norms without bias.
-
-REFACT_BIAS = Contract("refact", "canonical", "first key", takes_bias_max=False)
-REFACT_MULTIPLE = 256  # the width of the feed-forward layers is rounded up to one
-REFACT_BLOCK = {
-    "ln_1": "attention_norm",
-    "attn.q": "q",
-    "attn.c_proj": "out",
-    "ln_2": "feed_forward_norm",
-    "mlp.c_proj": "down",
-}
-PUBLISHED = {"attn.kv": "k v", "mlp.gate_up_proj": "gate up"}
-AS_TRAINED = {"attn.k": "k", "attn.v": "v", "mlp.linear_1": "gate", "mlp.linear_3": "up"}
-REFACT = tuple(
-    Layout(embedding="transformer.wte", blocks="transformer.h", block=REFACT_BLOCK | further, norm="ln_f")
-    for further in (PUBLISHED, AS_TRAINED)
-)
-
-
-def refact(settings: Settings, contract: str) -> Family:
-    """Return what a ``config.json`` says of a Refact."""
-    width = settings.size("n_embd", "hidden_size")
-    num_heads = settings.heads(width, "n_head", "num_attention_heads")
-    inner = settings.size("n_inner", default=4 * width)
-    hidden = -(-(2 * inner // 3) // REFACT_MULTIPLE) * REFACT_MULTIPLE
-    config = AlibiConfig(
-        num_layers=settings.size("n_layer", "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=1,
-        activation="silu",
-        gated=True,
-        feed_forward_bias=False,
-        norm_bias=False,
-        slopes=tuple(slope_values(num_heads)),
-        **settings.common(width, hidden) | {"max_len": settings.size("n_positions", default=1024)},
-    )
-    return Family("refact", REFACT_BIAS, config, settings.size("vocab_size"), REFACT)
-
-
 # --- All of them, by the ``model_type`` of their configs.
 
-FAMILIES: dict[str, Callable[[Settings, str], Family]] = {
+FAMILIES: dict[str, Callable[[Settings], Family]] = {
     "baichuan": baichuan,
     "bloom": bloom,
     "btlm": jais,
     "falcon": falcon,
-    "gpt_refact": refact,
     "jais": jais,
     "mpt": mpt,
 }
 
 
-def family_of(values: dict[str, Any], path: Path, contract: str) -> Family:
+def family_of(values: dict[str, Any], path: Path) -> Family:
     """Return what a ``config.json`` describes.
 
     Args:
         values: Its content.
         path: Where it is, for messages.
-        contract: ``"exact"``: ALiBi with the family's slopes. ``"model"``: the bias that its own code computes.
 
     Raises:
         TypeError: If an entry is of the wrong kind.
@@ -421,4 +376,4 @@ def family_of(values: dict[str, Any], path: Path, contract: str) -> Family:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(map(repr, FAMILIES))
         raise settings.refuse("model_type", f"one of {known}", "checkpoints of no other model are known")
-    return FAMILIES[model_type](settings, contract)
+    return FAMILIES[model_type](settings)

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from alibi_core._arrays import checks
-from alibi_core._bias import Contract, slope_values
+from alibi_core._contracts import Contract
 from alibi_core._models.config import AlibiConfig
 from alibi_core._models.families import Family, Layout, Settings
+from alibi_core._slopes import slope_values
 
 MODEL_TYPE = "bert"  # of all families
 

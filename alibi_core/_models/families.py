@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from alibi_core._arrays import checks
-from alibi_core._bias import Contract
+from alibi_core._contracts import Contract
 from alibi_core._models.config import AlibiConfig
 
 _ACTIVATIONS = {
@@ -81,7 +81,6 @@ class Family:
         config: Shape of the language model or encoder.
         vocab_size: Number of its tokens.
         layouts: What its tensors may be called; the first that a checkpoint fits counts.
-        rounds_bias: Whether attention is to add Falcon's bias, rounded to bfloat16, in place of the exact one.
     """
 
     name: str
@@ -89,7 +88,6 @@ class Family:
     config: AlibiConfig
     vocab_size: int
     layouts: tuple[Layout, ...]
-    rounds_bias: bool = False
 
 
 class Settings:

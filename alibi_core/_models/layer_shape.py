@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alibi_core._arrays import Device, Namespace, asarray, astype, checks, host_values, namespace_of
-from alibi_core._bias import slope_values, slopes
+from alibi_core._slopes import slope_values, slopes
 
 
 @dataclass(frozen=True)

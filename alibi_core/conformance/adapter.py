@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from alibi_core._arrays import checks
-from alibi_core._bias import named
+from alibi_core._contracts import named
 from alibi_core.conformance.oracle import UNIT_ROUNDOFF
 
 MOST_TOKENS = 544  # of a sequence that is decoded: beyond powers of two up to 512, and no multiple of usual blocks

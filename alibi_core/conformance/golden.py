@@ -16,7 +16,7 @@ import safetensors
 from safetensors.numpy import save
 
 import alibi_core
-from alibi_core._bias import slope_values
+from alibi_core._slopes import slope_values
 from alibi_core.conformance.caller import MASKED
 from alibi_core.conformance.case import FAR, TENSORS, Case, Sizes
 from alibi_core.conformance.oracle import SMALLEST, U32, UNIT_ROUNDOFF, Answer, Values, excess, penalties

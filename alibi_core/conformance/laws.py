@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import alibi_core
-from alibi_core._bias import slope_values
+from alibi_core._slopes import slope_values
 from alibi_core.conformance.adapter import MOST_TOKENS
 from alibi_core.conformance.caller import CallError, DepartureError, decoded
 from alibi_core.conformance.case import COTANGENTS, FORMS, PER_BATCH, TENSORS, Case, Family, Sizes

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._bias import slope_values
+from alibi_core._slopes import slope_values
 from alibi_core.conformance.oracle import Values, rounded
 from alibi_core.conformance.reference import Change, Mistake, softmax
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core._bias import slope_values
+from alibi_core._slopes import slope_values
 from alibi_core.conformance.case import TENSORS, Case
 from alibi_core.conformance.oracle import Values, rounded
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import alibi_core
-from alibi_core._bias import named
+from alibi_core._contracts import named
 from alibi_core.conformance.adapter import Offer
 from alibi_core.conformance.caller import Caller, CallError, DepartureError
 from alibi_core.conformance.case import SMALL, Case, Family

@@ -15,10 +15,9 @@ from alibi_core.backend import Explanation
 from alibi_jax._attention import attention
 from alibi_jax._explain import explain
 from alibi_jax._tpu import TPU
-from alibi_jax.caches import EvictingKVCache, KVCache
+from alibi_jax.caches import KVCache
 from alibi_jax.nn import (
     AlibiAttention,
-    AlibiBias,
     AlibiConfig,
     AlibiEncoder,
     AlibiLanguageModel,
@@ -32,12 +31,10 @@ from alibi_jax.nn import (
 __all__ = [
     "TPU",
     "AlibiAttention",
-    "AlibiBias",
     "AlibiConfig",
     "AlibiEncoder",
     "AlibiLanguageModel",
     "AlibiTransformer",
-    "EvictingKVCache",
     "Explanation",
     "KVCache",
     "attention",

@@ -7,8 +7,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from alibi_core import AttentionCall
-from alibi_core.backend import LENGTH_FIRST, explains_keywords
+from alibi_core.backend import LENGTH_FIRST, AttentionCall, explains_keywords
 from alibi_jax._call import as_slopes, take_apart
 from alibi_jax._compatible import broadcasting
 from alibi_jax._dispatch import Implementation, attend, checked, dense, in_full
@@ -51,35 +50,20 @@ def attention(
     Bias and softmax are float32 (float64 for float64 inputs), whatever the dtype of the tensors. A query that may look
     nowhere gives zeros.
 
-    Args:
-        query: ``[batch, q_len, num_heads, head_dim]``, floating. Any number of batch axes, none included.
-        key: ``[batch, kv_len, num_kv_heads, head_dim]``; ``num_kv_heads`` divides ``num_heads``, and query head ``h``
-            reads key/value head ``h // (num_heads // num_kv_heads)``.
-        value: Of the shape of ``key``.
-        slopes: ``[num_heads]`` or ``[batch, num_heads]``, not negative; NumPy's serve any library. Default: the
-            canonical slopes, as many of which an int stands for.
-        is_causal: Mask keys after the query.
-        future_slopes: With ``is_causal=False``, the slopes for keys after the query, shaped as ``slopes`` may be.
-            Default ``slopes`` (symmetric).
-        q_offset: Position of the first query, in tokens: an int, or an integer array of shape ``[]`` or ``[batch]``.
-            Default ``kv_len - q_len``.
-        segment_ids: ``[batch, length]`` integers for packed sequences, or a pair (queries, keys) of them.
-        window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
-        mask: Booleans, True where a query may look, that broadcast to ``[batch, num_heads, q_len, kv_len]``. Heads
-            come before lengths here, as in every mask of JAX. Of ``[batch, kv_len]``, ``mask[:, None, None, :]``.
-        scale: Factor of the scores. Default ``head_dim ** -0.5``. The bias is not scaled.
-        tolerance: The share of softmax weight that may be left out, which moves the result by at most ``2 * tolerance *
-            max|value|``. Default: the dtype's rounding error, 2**-24 for float32. With 0 nothing is left out.
-        added_bias: Floating numbers to add to the scaled scores beside ALiBi's bias, of axes as ``mask`` has them; -inf
-            hides a key. ``"dense"`` alone takes it, as the next three arguments, and is then the default.
-        dropout: Probability of zeroing a weight, the others being divided by what is left of 1. It happens in each
-            call: give 0 where a model is not training.
-        dropout_key: Of ``jax.random.key``, from which the draws follow; must be given where there are any.
-        return_weights: Return a pair, with the weights that were applied, ``[batch, num_heads, q_len, kv_len]``.
-        allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
-        implementation: ``"tpu"``, or :class:`TPU` with options, is a kernel for TPUs; ``"tiled"`` runs anywhere,
-            tile by tile; ``"dense"`` spells out all scores. Default: the kernel on a TPU, if it can run the call, else
-            ``"tiled"``. The one named runs, or the call raises, when it is compiled; :func:`explain` tells why.
+    Arguments that are not listed are those of :func:`alibi_core.attention`. ``slopes`` and ``q_offset`` may have the
+    batch axes of ``query``, of which there may be any number.
+
+    - ``query``, ``key``, ``value``: ``[batch, length, heads, head_dim]``. In masks, biases and weights heads come
+      before lengths, as in every mask of JAX.
+    - ``tolerance``: The share of softmax weight that may be left out, which moves the result by at most ``2 * tolerance
+      * max|value|``. Default: the rounding error of the dtype. 0 computes every score.
+    - ``dropout``: Probability of zeroing a weight, the others being divided by what is left of 1, in every call: give 0
+      where a model is not training. ``"dense"`` alone has it, and ``added_bias`` and ``return_weights``; it is then the
+      default.
+    - ``dropout_key``: Of ``jax.random.key``, from which the draws follow; must be given where there are any.
+    - ``implementation``: ``"tpu"``, or :class:`TPU` with options, is a kernel for TPUs; ``"tiled"`` runs anywhere, tile
+      by tile; ``"dense"`` computes whole scores. Default: the kernel on a TPU, if it can run the call, else
+      ``"tiled"``. The one named runs, or the call raises, when it is compiled; :func:`explain` tells why.
 
     Returns:
         ``[batch, q_len, num_heads, head_dim]``, of the dtype of ``query``; with ``return_weights``, the pair of that

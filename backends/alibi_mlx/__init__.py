@@ -10,10 +10,9 @@ except ModuleNotFoundError as error:
 from alibi_core.backend import Explanation
 from alibi_mlx._attention import attention
 from alibi_mlx._explain import explain
-from alibi_mlx.caches import EvictingKVCache, KVCache
+from alibi_mlx.caches import KVCache
 from alibi_mlx.nn import (
     AlibiAttention,
-    AlibiBias,
     AlibiConfig,
     AlibiEncoder,
     AlibiLanguageModel,
@@ -23,12 +22,10 @@ from alibi_mlx.nn import (
 
 __all__ = [
     "AlibiAttention",
-    "AlibiBias",
     "AlibiConfig",
     "AlibiEncoder",
     "AlibiLanguageModel",
     "AlibiTransformer",
-    "EvictingKVCache",
     "Explanation",
     "KVCache",
     "attention",

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from alibi_core import AttentionCall
-from alibi_core.backend import Job, boolean, dense_attention, explains_keywords, one_of, tolerance_of
+from alibi_core.backend import AttentionCall, Job, dense_attention, explains_keywords, one_of, tolerance_of
 from alibi_mlx import _tiled
-from alibi_mlx._dispatch import Jobs, attend, checked
-from alibi_mlx._metal import IMPLEMENTATIONS, choose, folded_attention
+from alibi_mlx._dispatch import IMPLEMENTATIONS, attend, choose
 from alibi_mlx._tiled import KeyNorms
 
 
@@ -32,7 +30,6 @@ def attention(
     dropout_key: mx.array | None = None,
     return_weights: bool = False,
     allow_negative_slopes: bool = False,
-    training: bool = False,
     implementation: str | None = None,
 ) -> mx.array | tuple[mx.array, mx.array]:
     """Return ALiBi attention, ``softmax(scale * query @ key.T - slopes * distance) @ value``, over visible keys.
@@ -47,36 +44,17 @@ def attention(
     Bias and softmax are float32 (float64 for float64 inputs, which MLX has on the CPU). A query that may look
     nowhere gives zeros.
 
-    Args:
-        query: ``[batch, num_heads, q_len, head_dim]``, floating. Any number of batch axes, none included.
-        key: ``[batch, num_kv_heads, kv_len, head_dim]``; ``num_kv_heads`` divides ``num_heads``, and query head ``h``
-            reads key/value head ``h // (num_heads // num_kv_heads)``.
-        value: Of the shape of ``key``.
-        slopes: ``[num_heads]`` or ``[batch, num_heads]``, not negative; NumPy's serve any library. Default: the
-            canonical slopes, as many of which an int stands for.
-        is_causal: Mask keys after the query.
-        future_slopes: With ``is_causal=False``, the slopes for keys after the query. Default ``slopes`` (symmetric).
-        q_offset: Position of the first query, in tokens; an int or a ``[batch]`` integer array. Default
-            ``kv_len - q_len``.
-        segment_ids: ``[batch, length]`` integers for packed sequences, or a pair (queries, keys) of them.
-        window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
-        mask: Booleans, True where a query may look, that broadcast to ``[batch, num_heads, q_len, kv_len]``: of
-            ``[batch, kv_len]``, ``mask[:, None, None, :]``.
-        scale: Factor of the scores. Default ``head_dim ** -0.5``. The bias is not scaled.
-        tolerance: The share of softmax weight that may be left out, which moves the result by at most ``2 * tolerance
-            * max|value|``. Default: the rounding error of the dtype. 0 computes every score.
-        added_bias: Floating numbers to add to the scaled scores beside ALiBi's bias, of axes as ``mask`` has them; -inf
-            hides a key. ``"dense"`` alone takes it, as the next three arguments, and is then the default.
-        dropout: Probability of zeroing a weight, the others being divided by what is left of 1. It happens in each
-            call: give 0 where a model is not training.
-        dropout_key: Of ``mx.random.key``, from which the draws follow. Default: MLX's global one.
-        return_weights: Return a pair, with the weights that were applied, ``[batch, num_heads, q_len, kv_len]``.
-        allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
-        training: Whether gradients are going to be asked for. They are right in either case, but on a GPU what is best
-            without them may not be with them.
-        implementation: ``"tiled"`` (blocks of queries against the keys inside their horizons), ``"folded"`` (causal:
-            one call of MLX's kernel, ALiBi being further features of query and key) or ``"dense"`` (whole scores, for
-            comparison, and for float64). The one named runs, or the call raises. Default: what :func:`explain` says.
+    Arguments that are not listed are those of :func:`alibi_core.attention`. ``slopes`` and ``q_offset`` may have the
+    batch axes of ``query``, of which there may be any number.
+
+    - ``tolerance``: The share of softmax weight that may be left out, which moves the result by at most ``2 * tolerance
+      * max|value|``. Default: the rounding error of the dtype. 0 computes every score.
+    - ``dropout``: Probability of zeroing a weight, the others being divided by what is left of 1, in every call: give 0
+      where a model is not training. ``"dense"`` alone has it, and ``added_bias`` and ``return_weights``; it is then the
+      default.
+    - ``dropout_key``: Of ``mx.random.key``. Default: MLX's global one.
+    - ``implementation``: ``"tiled"`` (blocks of queries against the keys inside their horizons, through MLX's kernel)
+      or ``"dense"`` (whole scores, for comparison, and for float64). The one named runs, or the call raises.
 
     Returns:
         ``[batch, num_heads, q_len, head_dim]``, of the dtype of ``query``; with ``return_weights``, the pair of that
@@ -96,7 +74,7 @@ def attention(
         Press, Smith, Lewis, "Train Short, Test Long", section 3, arXiv 2108.12409.
     """
     chosen = None if implementation is None else one_of("implementation", implementation, IMPLEMENTATIONS)
-    call = checked(
+    call = AttentionCall.check(
         query,
         key,
         value,
@@ -113,11 +91,12 @@ def attention(
         dropout=dropout,
         return_weights=return_weights,
         allow_negative_slopes=allow_negative_slopes,
+        xp=mx,
     )
     if call.dense_only is not None:
         choose(call, chosen)  # raises, if another was named
         return dense_attention(call, query, key, value, drop=lambda weights: _dropped(weights, dropout, dropout_key))
-    return run(call, query, key, value, chosen, None, training=boolean("training", training))
+    return run(call, query, key, value, chosen, None)
 
 
 def _dropped(weights: mx.array, probability: float, key: mx.array | None) -> mx.array:
@@ -132,17 +111,12 @@ def run(
     value: mx.array,
     implementation: str | None,
     norms: KeyNorms | None,
-    *,
-    training: bool = False,
 ) -> mx.array:
     """Compute a checked call by the implementation named, or by the one that suits it.
 
     Where ``norms`` of keys are not known, all keys are read once to measure them.
     """
-    if call.is_empty:
-        return dense_attention(call, query, key, value)
-    route = choose(call, implementation, training)
-    if route.implementation == "dense":
+    if call.is_empty or choose(call, implementation) == "dense":
         return dense_attention(call, query, key, value)
     flat = call.with_one_batch_axis()
     tensors = (x.reshape(*flat.batch, *x.shape[-3:]) for x in (query, key, value))
@@ -151,9 +125,4 @@ def run(
         # The norms are of these keys: of a longer batch, which mx.vmap makes, they are measured.
         return _tiled.jobs(call, *tensors, tolerance_of(call), norms if call.batch == flat.batch else None)
 
-    def forward(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, jobs: Jobs) -> mx.array:
-        if route.implementation == "folded":
-            return folded_attention(call, query, key, value, route.head_dim, fused=route.fused)
-        return _tiled.forward(call, query, key, value, jobs(), route.head_dim)
-
-    return attend(flat, *tensors, forward, plan).reshape(query.shape)
+    return attend(flat, *tensors, plan).reshape(query.shape)

@@ -12,7 +12,7 @@ except ModuleNotFoundError as error:
 
 from alibi_torch._attention import attention
 from alibi_torch._explain import Explanation, explain
-from alibi_torch.caches import EvictingKVCache, KVCache
+from alibi_torch.caches import KVCache
 from alibi_torch.nn import (
     AlibiAttention,
     AlibiBias,
@@ -32,7 +32,6 @@ __all__ = [
     "AlibiLanguageModel",
     "AlibiMultiheadAttention",
     "AlibiTransformer",
-    "EvictingKVCache",
     "Explanation",
     "KVCache",
     "attention",

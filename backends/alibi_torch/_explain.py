@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from typing import Any
 
 import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
-from alibi_core import AttentionCall
-from alibi_core.backend import Explanation, check_keywords, entry_of, one_of, tolerance_of
+from alibi_core.backend import AttentionCall, Explanation, check_keywords, one_of
 from alibi_torch._attention import attention, norms_of
 from alibi_torch._dispatch import IMPLEMENTATIONS, choose, refusal
-from alibi_torch._tiled import KeyNorms, jobs, needed_keys, told_apart
 
 
 def explain(
@@ -26,9 +22,9 @@ def explain(
     implementation: str | None = None,
     **arguments: Any,
 ) -> Explanation:
-    """Say which implementation a call of :func:`alibi_torch.attention` would use, and what it would compute.
+    """Say which implementation a call of :func:`alibi_torch.attention` would use, and which keys its queries need.
 
-    It measures the tensors as the call would, but attends to nothing.
+    The tensors are measured on the host, also where the call would not measure them; nothing is attended to.
 
     Args:
         query: As for :func:`alibi_torch.attention`, like all arguments.
@@ -39,7 +35,7 @@ def explain(
         **arguments: Likewise.
 
     Returns:
-        The explanation, its horizons in NumPy.
+        The explanation, its arrays in NumPy.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As the call would.
@@ -50,7 +46,7 @@ def explain(
         >>> print(explain(query, key, value, tolerance=0.0))
         implementation: tiled
         tolerance: 0, which moves the result by at most 0
-        scores: 128 computed, 177.8% of the 72 visible
+        scores: 72 needed, 100.0% of the 72 visible
         horizons, in tokens, of the heads: all all
     """
     if implementation is not None:
@@ -58,57 +54,11 @@ def explain(
     check_keywords(attention, arguments)
     max_key_norm = arguments.pop("max_key_norm", None)
     call = AttentionCall.check(query, key, value, slopes, xp=xp, **arguments)
-    known = None if max_key_norm is None else norms_of(call, max_key_norm)
+    if max_key_norm is not None:
+        norms_of(call, max_key_norm)  # checks it; the norms are measured all the same
     if call.is_empty:
         return Explanation.of_nothing(call)
     chosen = choose(call, query, key, value, implementation)
-    if query.is_meta:
-        raise ValueError("query, key and value must hold values, which are measured; got tensors on meta")
     refusals = {name: refusal(name, call, query, key, value) for name in IMPLEMENTATIONS}
-    tolerance = tolerance_of(call) if chosen in ("tiled", "flex") else 0.0
-    if chosen == "flex":
-        from alibi_torch._flex import are_few  # not before it is used: it brings the compiler with it
-
-        tolerance = 0.0 if are_few(call) else tolerance
-    flat = call.with_one_batch_axis()
-    entries = [entry_of(flat, index) for index in range(flat.batch[0])]
     with torch.no_grad():
-        tensors = [x.detach().reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key)]
-        ranges = []
-        for index, entry in enumerate(entries):
-            one = slice(index, index + 1)
-            norms = None if known is None else known.of_entries(one)
-            ranges.append(needed_keys(entry, *(x[one] for x in tensors), tolerance, norms))
-        if chosen == "tiled":
-            computed = _in_tiles(flat, *tensors, tolerance, known)
-        elif chosen == "flex":
-            computed = _in_blocks(replace(flat, tolerance=tolerance), *tensors, known)
-        else:
-            computed = math.prod(call.batch) * call.num_heads * call.q_len * call.kv_len
-        largest = max(abs(x.item()) for x in torch.aminmax(value.detach()))
-    return Explanation.of(chosen, refusals, tolerance, largest, computed, entries, ranges)
-
-
-def _in_tiles(call: AttentionCall, query: Tensor, key: Tensor, tolerance: float, norms: KeyNorms | None) -> int:
-    """Return how many scores ``tiled_attention`` computes."""
-    if norms is None:
-        parts = [part[:3] for part in told_apart(call, query, key, key)]
-        if parts:
-            return sum(_in_tiles(*part, tolerance, None) for part in parts)
-    if call.has_offset_array:
-        entries = [slice(index, index + 1) for index in range(call.batch[0])]
-        known = [None if norms is None else norms.of_entries(one) for one in entries]
-        calls = [entry_of(call, one.start) for one in entries]
-        each = zip(calls, entries, known, strict=True)
-        return sum(_in_tiles(some, query[one], key[one], tolerance, bounds) for some, one, bounds in each)
-    planned = list(jobs(call, query, key, tolerance, norms))
-    times = [(x.batch.stop - x.batch.start) * (x.heads.stop - x.heads.start) * x.tiles for x in planned]
-    return sum(n * x.rows * x.kv_len for n, x in zip(times, planned, strict=True))
-
-
-def _in_blocks(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> int:
-    from alibi_torch._flex import BLOCK, needed_blocks
-
-    first, stop = needed_blocks(call, query, key, norms)
-    blocks = (stop - first).expand(call.batch[0], call.num_heads, -1)
-    return int(blocks.sum()) * BLOCK * BLOCK
+        return Explanation.of(call, (query, key, value), chosen, refusals, leaves_out=chosen in ("tiled", "flex"))

@@ -467,29 +467,10 @@ def test_a_bias_on_two_devices_is_refused() -> None:
         alibi_core.bias_from_positions(slopes, positions, far["positions"])
 
 
-BIAS_MODULE = [
-    Bad({"scheme": "steep"}, ValueError, "scheme must be one of"),
-    Bad({"scheme": "canonical", "slopes": floats(3)}, ValueError, "scheme must be None when slopes are"),
-    Bad({"slopes": floats(2)}, ValueError, "slopes must have shape"),
-    Bad({"slopes": -floats(3)}, ValueError, "slopes must not be negative"),
-    Bad({"slopes": 3}, TypeError, "slopes must be an array"),
-    Bad({"slopes": ints(3)}, TypeError, "slopes must have a real floating dtype, got .*int"),
-    Bad({"is_causal": 1}, TypeError, "is_causal must be True or False"),
-]
 MODULES = [("AlibiAttention", {"embed_dim": 24, "num_heads": 6}, x) for x in LAYER]
-MODULES += [("AlibiBias", {"num_heads": 3}, x) for x in BIAS_MODULE]
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("kind", "arguments", "bad"), MODULES, ids=lambda x: x.id() if isinstance(x, Bad) else "")
 def test_modules_refuse(name: str, kind: str, arguments: dict[str, Any], bad: Bad) -> None:
     refuse(bad, lambda: make_module(name, kind, **FRAMEWORK[name].placed(arguments | bad.arguments)))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_module_of_the_bias_refuses_lengths(name: str) -> None:
-    module = make_module(name, "AlibiBias", 3)
-    with pytest.raises(ValueError, match="^q_len must"):
-        module(-1)
-    with pytest.raises(TypeError, match="^kv_len must"):
-        module(1, 2.0)

@@ -248,12 +248,6 @@ def test_what_does_not_fit_is_refused_by_name(
         Checkpoint.open(tmp_path)
 
 
-def test_the_bias_that_jinas_code_rounds_is_not_to_be_had(tmp_path: Path) -> None:
-    Checkpoint.open(save(SMALLEST, tmp_path), contract="model").check_precision(32)
-    with pytest.raises(ValueError, match="^contract must be 'exact' for jina in low precision, got 'model'"):
-        Checkpoint.open(tmp_path, contract="model").check_precision(16)
-
-
 def test_bert_that_was_given_alibi_is_read_with_its_slopes(tmp_path: Path) -> None:
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
     from alibi_torch import load_checkpoint

@@ -1,4 +1,4 @@
-"""The public surface: the backends agree in names and arguments, but for what is listed here."""
+"""The public surface: names, arguments and pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import alibi_core
 from alibi_core._cli import main
 from tests.support.frameworks import FRAMEWORK, NAMES
 from tests.support.full import in_full
@@ -24,86 +23,13 @@ from tests.support.layers import load, save
 from tests.support.models import Model, make_module
 
 ROOT = Path(__file__).parents[2]
+API = Path(__file__).with_name("public_api.txt")
 BACKENDS = ("torch", "jax", "mlx")
 ROOMS = {
     "alibi_core": ("plot", "conformance"),
     "alibi_torch": ("nn", "caches", "parallel", "transformers", "conformance"),
     "alibi_jax": ("nn", "caches", "parallel", "conformance"),
     "alibi_mlx": ("nn", "caches", "conformance"),
-}
-
-MODELS = ("AlibiTransformer", "AlibiEncoder", "AlibiLanguageModel")
-CACHES = ("KVCache", "EvictingKVCache")
-PLACED = "PyTorch places a tensor where it is made; arrays of JAX and MLX are placed by the framework"
-FLAX = (
-    "Flax draws initial numbers from streams that are handed to it, and tells the dtype of a parameter from the rest's"
-)
-GROWS = "MLX's cache follows mlx-lm's, which grows, and takes its sizes from the first keys"
-FIXED = "shapes are fixed when a program is compiled, so how many slots a head gets has to be said before"
-PROCESSES = "PyTorch names a group of processes, JAX an axis of a mesh"
-
-# What differs on purpose: where each backend stands, and why.
-DIFFERENCES = {
-    "AlibiAttention(device)": ("torch *=None", PLACED),
-    "AlibiAttention(dtype)": ("torch *=None, jax *=None", "MLX casts a module by set_dtype"),
-    "AlibiAttention(param_dtype)": ("jax *=float32", FLAX),
-    "AlibiAttention(rngs)": ("jax *", FLAX),
-    "AlibiAttention.make_cache(batch_size)": ("torch, jax, mlx =None", GROWS),
-    "AlibiAttention.make_cache(max_length)": ("torch, jax, mlx =None", GROWS),
-    "AlibiAttention.make_cache(max_key_norm)": ("jax *=None", FIXED),
-    **{f"{model}(dtype)": ("jax *=None", FLAX) for model in MODELS},
-    **{f"{model}(param_dtype)": ("jax *=float32", FLAX) for model in MODELS},
-    **{f"{model}(rngs)": ("jax *", FLAX) for model in MODELS},
-    "AlibiTransformer.make_caches(batch_size)": ("torch, jax, mlx =None", GROWS),
-    "AlibiTransformer.make_caches(max_length)": ("torch, jax, mlx =None", GROWS),
-    "AlibiLanguageModel.forward(cache)": ("mlx *=None", "mlx-lm's word for caches"),
-    "AlibiLanguageModel.generate(generator)": ("torch *=None", "PyTorch's source of random numbers"),
-    "AlibiLanguageModel.generate(key)": ("jax *=None, mlx *=None", "the source of random numbers of JAX and MLX"),
-    **{f"{cache}(num_kv_heads)": ("torch, jax", GROWS) for cache in CACHES},
-    **{f"{cache}(head_dim)": ("torch, jax", GROWS) for cache in CACHES},
-    **{f"{cache}(batch_size)": ("torch, jax, mlx *=None", GROWS) for cache in CACHES},
-    **{f"{cache}(max_length)": ("torch, jax, mlx *=None", GROWS) for cache in CACHES},
-    **{f"{cache}(device)": ("torch *=None", PLACED) for cache in CACHES},
-    **{f"{cache}(dtype)": ("torch *=None, jax *=float32", f"{GROWS}; PyTorch has a default dtype") for cache in CACHES},
-    "EvictingKVCache(max_key_norm)": ("jax *=None", FIXED),
-    "EvictingKVCache(key_bias)": ("torch *=None", "models of transformers, accelerated in place, round their bias"),
-    "attention(dropout_key)": ("jax *=None, mlx *=None", "PyTorch's own dropout draws from its global generator, too"),
-    "attention(max_key_norm)": ("torch *=None", "JAX measures keys in the program; MLX's cache knows their norms"),
-    "attention(training)": ("mlx *=False", "an MLX array does not tell whether gradients will be asked for"),
-    "explain(training)": ("mlx *=False", "as for attention"),
-    "load_checkpoint(device)": ("torch *=None", PLACED),
-    "conformance.adapters(device)": ("torch =cpu", PLACED),
-    "parallel.attention(group)": ("torch *=None", PROCESSES),
-    "parallel.attention(axis_name)": ("torch *=None, jax *", PROCESSES),
-}
-
-# What one backend has and others have not.
-MISSING = {
-    "TPU": ("jax", "options of a kernel that no other framework has"),
-    "AlibiMultiheadAttention": (
-        "torch",
-        "a drop-in for PyTorch's module and its state dict; Flax's own takes attention_fn, MLX's has other arguments",
-    ),
-    "attention_fn": ("jax", "Flax's own attention modules take a function; those of PyTorch and MLX do not"),
-    "load_weights": ("jax", "a module of PyTorch and MLX loads its own weights"),
-    "save_weights": ("jax", "a module of PyTorch and MLX saves its own weights"),
-    "KVCache.make": ("jax", "a pytree is made of its leaves; elsewhere the class itself makes a cache"),
-    "EvictingKVCache.make": ("jax", "a pytree is made of its leaves; elsewhere the class itself makes a cache"),
-    **{
-        f"KVCache.{name}": ("mlx", "the models of mlx-lm ask it of a cache")
-        for name in ("empty", "from_state", "is_trimmable", "make_mask", "merge", "size", "trim", "update_and_fetch")
-    },
-    "AlibiLanguageModel.make_cache": ("mlx", "mlx-lm's word for the transformer's make_caches"),
-    "EvictingKVCache.trim": ("mlx", "mlx-lm's word for truncate"),
-    "AlibiAttention.extra_repr": ("torch", "PyTorch's hook for printing a module"),
-    "AlibiAttention.register_slopes": ("torch", "slopes are a buffer there, which tensor parallelism sets anew"),
-    "AlibiBias.register_slopes": ("torch", "slopes are a buffer there, as in the layer"),
-    "parallel.ShardedKVCache": ("torch", "a cache that changes in place; JAX has append and decode"),
-    "parallel.append": ("jax", "of a cache that does not change in place; PyTorch has ShardedKVCache"),
-    "parallel.decode": ("jax", "of a cache that does not change in place; PyTorch has ShardedKVCache"),
-    "parallel.sharded_attention": ("jax", "JAX places whole arrays; PyTorch's processes hold parts"),
-    "parallel.TensorParallelAttention": ("torch", "JAX divides any layer by the sharding of its arrays"),
-    "parallel.tensor_parallel_plan": ("torch", "JAX divides any layer by the sharding of its arrays"),
 }
 
 
@@ -138,67 +64,28 @@ def callables(name: str, item: Any) -> Iterator[tuple[str, Any]]:
             yield f"{name}.{attribute}", method
 
 
-def shown(parameter: inspect.Parameter) -> str:
-    """Return kind and default of a parameter: ``*`` is for keyword-only."""
-    mark = {"KEYWORD_ONLY": "*", "VAR_KEYWORD": "**", "VAR_POSITIONAL": "*..."}.get(parameter.kind.name, "")
-    default = (
-        "" if parameter.default is parameter.empty else f"={getattr(parameter.default, '__name__', parameter.default)}"
-    )
-    return f"{mark}{default}"
-
-
-def surface() -> dict[str, dict[str, dict[str, str]]]:
-    """Return what each public callable takes, by name and backend: parameters, in order, as they are shown."""
-    found: dict[str, dict[str, dict[str, str]]] = {}
+def surface() -> Iterator[str]:
+    """Yield a line for each public callable and signature, with the backends that have it."""
+    found: dict[str, dict[str, list[str]]] = {}
     for backend in BACKENDS:
         for public_name, item in public(f"alibi_{backend}"):
             if public_name.startswith("transformers.") or public_name == "AlibiConfig":
                 continue  # of PyTorch alone; the same class for all
             for name, function in callables(public_name, item) if callable(item) else ():
                 parameters = inspect.signature(function).parameters.values()
-                taken = {p.name: shown(p) for p in parameters if p.name not in ("self", "cls")}
-                found.setdefault(name, {})[backend] = taken
-    return found
+                taken = [x.replace(annotation=x.empty) for x in parameters if x.name not in ("self", "cls")]
+                text = re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", str(inspect.Signature(taken)))
+                found.setdefault(name, {}).setdefault(text, []).append(backend)
+    for name in sorted(found):
+        for text, backends in found[name].items():
+            yield f"{name}{text}  [{', '.join(backends)}]"
 
 
-@pytest.fixture(scope="module")
-def signatures() -> dict[str, dict[str, dict[str, str]]]:
+def test_the_public_api_is_the_one_reviewed() -> None:
+    """A change of a signature shows as a change of ``public_api.txt``: ``python -m tests.contracts.test_surface``."""
     for module in ("torch", "transformers", "jax", "flax", "mlx.core"):
         pytest.importorskip(module)
-    return surface()
-
-
-def test_arguments_differ_where_that_is_meant_and_nowhere_else(signatures: dict[str, Any]) -> None:
-    found = {}
-    for name, by_backend in signatures.items():
-        if len(by_backend) < 2:
-            continue
-        for parameter in {x: None for taken in by_backend.values() for x in taken}:
-            where = {backend: taken[parameter] for backend, taken in by_backend.items() if parameter in taken}
-            if len(where) < len(by_backend) or len(set(where.values())) > 1:
-                found[f"{name}({parameter})"] = ", ".join(f"{x} {how}".rstrip() for x, how in where.items())
-    assert found == {name: where for name, (where, _) in DIFFERENCES.items()}
-    assert all(reason for _, reason in DIFFERENCES.values())
-
-
-def test_arguments_come_in_one_order(signatures: dict[str, Any]) -> None:
-    for name, by_backend in signatures.items():
-        common = set.intersection(*(set(taken) for taken in by_backend.values()))
-        orders = {tuple(x for x in taken if x in common) for taken in by_backend.values()}
-        positional = {
-            tuple(x for x, how in taken.items() if x in common and "*" not in how) for taken in by_backend.values()
-        }
-        assert len(orders) == 1 or "KVCache" in name, f"{name}: {orders}"  # a cache of MLX is made by keywords alone
-        assert len({x for x in positional if x}) <= 1, f"{name}: {positional}"
-
-
-def test_what_one_backend_has_others_have_or_a_reason(signatures: dict[str, Any]) -> None:
-    found = {}
-    for name, by_backend in signatures.items():
-        backends = {"torch", "jax"} if name.startswith("parallel.") else set(BACKENDS)  # MLX has no such room
-        if by_backend.keys() != backends and name.rpartition(".")[0] not in MISSING:
-            found[name] = ", ".join(by_backend)
-    assert found == {name: where for name, (where, _) in MISSING.items()}
+    assert list(surface()) == API.read_text(encoding="utf-8").splitlines()
 
 
 # --- The page that lists it all -------------------------------------------------------------------------------------
@@ -265,21 +152,6 @@ def mains() -> Iterator[tuple[Path, Path]]:
 # --- What all backends have, and one text shows ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_the_bias_as_a_module_is_the_cores(name: str, is_causal: bool) -> None:
-    framework, slopes = FRAMEWORK[name], np.asarray([1.0, 0.5, 0.3], np.float32)
-    for given, expected in ((slopes, slopes), (framework.array(slopes), slopes), (None, 3)):
-        module = make_module(name, "AlibiBias", 3, slopes=given, is_causal=is_causal)
-        for sizes in ((5,), (2, 7), (2, 7), (0, 3)):
-            result = module(*sizes)
-            assert np.array_equal(framework.numpy(result), alibi_core.bias(expected, *sizes, is_causal=is_causal))
-        low = module(3, dtype=framework.xp.bfloat16)
-        assert "bfloat16" in str(low.dtype)
-    scheme = make_module(name, "AlibiBias", 6, scheme="geometric")
-    assert np.array_equal(framework.numpy(scheme(4)), alibi_core.bias(alibi_core.slopes(6, scheme="geometric"), 4))
-
-
 PAIRS = [
     x if x in (("torch", "jax"), ("jax", "mlx"), ("mlx", "torch")) else in_full((x,))
     for x in itertools.permutations(BACKENDS, 2)
@@ -318,19 +190,15 @@ def test_a_config_reaches_the_attention_of_models(name: str, fields: dict[str, A
         make_module(name, "AlibiTransformer", package.AlibiConfig(**CONFIG, implementation="fast"))
 
 
-def test_a_config_has_the_words_of_layers_and_takes_those_of_old() -> None:
+def test_a_config_is_frozen_and_positional() -> None:
     import dataclasses
 
     from alibi_core.backend import AlibiConfig
 
-    config = AlibiConfig(d_model=64, causal=False)
-    assert config == AlibiConfig(embed_dim=64, is_causal=False)
-    assert (config.d_model, config.embed_dim, config.causal, config.is_causal) == (64, 64, False, False)
-    assert dataclasses.replace(config, causal=True, d_model=32) == AlibiConfig(embed_dim=32)
-    assert dataclasses.replace(config, embed_dim=32) == AlibiConfig(embed_dim=32, is_causal=False)
-    assert AlibiConfig(3, 64) == AlibiConfig(num_layers=3, embed_dim=64)
-    with pytest.raises(TypeError, match="width"):
-        AlibiConfig(width=64)
+    config = AlibiConfig(3, 64)
+    assert config == AlibiConfig(num_layers=3, embed_dim=64)
+    with pytest.raises(TypeError, match="'d_model'; give embed_dim"):
+        AlibiConfig(d_model=64)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.embed_dim = 2
 
@@ -360,3 +228,7 @@ def test_weights_of_whole_models_travel(pair: tuple[str, str], tmp_path: Path) -
             alibi_jax.load_weights(small, path)
         with pytest.raises(TypeError, match="module must be a layer or model of Flax NNX, got int"):
             alibi_jax.save_weights(3, path)
+
+
+if __name__ == "__main__":
+    API.write_text("\n".join(surface()) + "\n", encoding="utf-8")

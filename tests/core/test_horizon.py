@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from alibi_core import AttentionCall, ScoreBounds, horizon, key_ranges
+from alibi_core import horizon
+from alibi_core.backend import AttentionCall, ScoreBounds, key_ranges
 from alibi_core.conformance.testing import DATA, PER_BATCH, Attention, Case, Sizes, cases
 from tests.contracts.test_bad_input import NAN, bools, floats, ints
 from tests.support.frameworks import COMPILERS, DASK, FRAMEWORKS, JAX, MLX, NUMPY, STRICT, TORCH, Framework
@@ -369,107 +370,6 @@ def test_an_outlier_widens_no_more_than_it_must() -> None:
     assert pairs[:, :, 44:, 40:44].all()
     assert not pairs[:, :, 250:, :40].all(axis=-1).any()
     assert_nothing_heavy_is_lost(scene, 4, 4, 0.01)
-
-
-def model(
-    scene: Scene, q_block: int, kv_block: int, tolerance: float, *, of_scores: float = 0, of_distances: float = 0
-) -> dict[str, np.ndarray]:
-    """Return the plan, from the two bounds of scores and the rules by position, one block at a time in float64.
-
-    What may be added for rounding's sake to any score, and to any distance as a part of it, is added to the reaches.
-    """
-    (batch, heads, q_len, kv_len), is_causal = scene.exact.bias.shape, scene.arguments["is_causal"]
-    q_norms, own, k_norms = (scene.measured[name].astype(np.float64) for name in ("q_norms", "own_scores", "key_norms"))
-    slopes = np.broadcast_to(scene.arguments["slopes"], (batch, heads)).astype(np.float64)
-    future_slopes = np.broadcast_to(scene.arguments.get("future_slopes", slopes), (batch, heads)).astype(np.float64)
-    window = scene.arguments.get("window_size")
-    ids = scene.case.segment_ids if "segment_ids" in scene.arguments else None
-    side = min(tolerance, 0.5) / (1 if is_causal else 2)
-    q_blocks, kv_blocks = (
-        [range(start, min(start + size, n)) for start in range(0, n, size)]
-        for n, size in ((q_len, q_block), (kv_len, kv_block))
-    )
-    result = {name: np.zeros((batch, heads, len(q_blocks)), np.int64) for name in FIELDS}
-    for b, h, t in np.ndindex(batch, heads, len(q_blocks)):
-        block, slope, future_slope = q_blocks[t], slopes[b, h], future_slopes[b, h]
-        lowest, highest = int(scene.positions[b, block[0]]), int(scene.positions[b, block[-1]])
-        largest = k_norms[b, h].max()
-        anchor, excess = math.inf, -math.inf
-        for i in block:
-            near = scene.nearest[b, h, i]
-            if near >= 0:
-                least = -q_norms[b, h, i] * largest - max(slope, future_slope) * near * (1 + of_distances)
-                own_anchor = own[b, h, i] if near == 0 else least
-                anchor, excess = min(anchor, own_anchor), max(excess, q_norms[b, h, i] * largest - own_anchor)
-        shortest, longest = (f(q_norms[b, h, i] for i in block) for f in (min, max))
-        norms = [max(k_norms[b, h, j] for j in keys) for keys in kv_blocks]
-        heaviest = [min(excess - shortest * (largest - norm), longest * norm - anchor) for norm in norms]
-        rest = excess + of_scores
-        reaches = (math.ceil(model_reach(x, rest, side) * (1 + of_distances)) for x in (slope, future_slope))
-        past, future = (min(reach, ENDLESS) for reach in reaches)
-        behind = [max(0, lowest - keys[-1]) for keys in kv_blocks]
-        ahead = [max(0, keys[0] - highest) for keys in kv_blocks]
-        first = model_drop(heaviest, behind, slope, side, kv_block) * kv_block
-        dropped = model_drop(heaviest[::-1], ahead[::-1], future_slope, side, kv_block)
-        stop = min(kv_len, (len(kv_blocks) - dropped) * kv_block)
-        if is_causal:
-            stop, future = kv_len, 1
-        if window is not None:
-            past, future = min(past, window + 1), min(future, window + 1)
-        if ids is not None:
-            q_ids, kv_ids = (x[b] for x in ids)
-            low, high = min(q_ids[i] for i in block), max(q_ids[i] for i in block)
-            ranges = [(min(kv_ids[j] for j in keys), max(kv_ids[j] for j in keys)) for keys in kv_blocks]
-            meets = [n for n, (least, most) in enumerate(ranges) if least <= high and most >= low]
-            first = max(first, meets[0] * kv_block if meets else kv_len)
-            stop = min(stop, (meets[-1] + 1) * kv_block if meets else 0)
-        first, stop = max(first, lowest - past + 1), max(0, min(stop, highest + future))
-        for name, x in zip(FIELDS, (min(first, stop), stop, past, future), strict=True):
-            result[name][b, h, t] = x
-    return result
-
-
-def model_reach(slope: float, excess: float, side: float) -> float:
-    if side == 0 or slope <= 0:
-        return ENDLESS
-    return max(0, (excess - math.log(side) - math.log(-math.expm1(-slope))) / slope)
-
-
-def model_drop(heaviest: list[float], distances: list[int], slope: float, side: float, kv_block: int) -> int:
-    """Return how many blocks, from the farthest on, weigh no more than ``side`` together."""
-    if side == 0 or slope < 0:
-        return 0
-    keys = kv_block if slope == 0 else min(kv_block, -1 / math.expm1(-slope))
-    total = 0.0
-    for count, (logarithm, distance) in enumerate(zip(heaviest, distances, strict=True)):
-        total += math.exp(min(logarithm - slope * distance, 50)) * keys
-        if total > side:
-            return count
-    return len(heaviest)
-
-
-@settings(max_examples=8 * settings.default.max_examples)
-@given(
-    scene=scenes(heads=((1, 1, 2), (2, 1, 2))),
-    blocks=st.tuples(st.sampled_from(BLOCKS), st.sampled_from(BLOCKS)),
-    tolerance=st.sampled_from(TOLERANCES),
-)
-def test_plan_is_that_of_the_formulas(scene: Scene, blocks: tuple[int, int], tolerance: float) -> None:
-    assume(scene.case.q_offset not in (1_000_000, 10**9))  # where rounding is worth tokens, as it is of large scores
-    longest = {name: np.linalg.norm(scene.case.arrays[name], axis=-1).max() for name in ("query", "key")}
-    vectors = {name: scene.case.arrays[name] * (4 / max(norm, 4)) for name, norm in longest.items()}
-    scene = Scene(scene.case.with_arrays(**vectors))
-    actual, expected = scene.plan(*blocks, tolerance), model(scene, *blocks, tolerance)
-    # The library adds 2**-20 of a distance, and less than 2**-13 to scores of this size, for rounding's sake.
-    most = model(scene, *blocks, tolerance, of_scores=2.0**-13, of_distances=2.0**-19)
-    for name in ("past", "future"):
-        assert np.all(expected[name] <= actual[name]), name
-        assert np.all(actual[name] <= most[name]), name
-    if tolerance == 0:
-        assert_same(actual, expected)
-        return
-    for name in ("first", "stop"):
-        assert np.all(np.abs(actual[name] - expected[name]) <= blocks[1]), name
 
 
 # Data that is not finite

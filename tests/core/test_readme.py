@@ -89,7 +89,7 @@ def test_the_list_of_pages_names_each() -> None:
 
 def test_the_reference_has_each_public_name_of_the_core() -> None:
     """The other packages' pages take all names of theirs, by ``automodule``."""
-    page = (ROOT / "docs" / "reference" / "alibi_core.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "alibi_core.md").read_text(encoding="utf-8").partition("## For backends")[0]
     assert set(re.findall(r"^\.\. auto(?:function|class):: (\w+)$", page, re.MULTILINE)) == set(alibi_core.__all__)
 
 

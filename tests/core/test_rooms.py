@@ -17,8 +17,6 @@ ROOT = Path(__file__).parents[2]
 BACKENDS = ("alibi_torch", "alibi_jax", "alibi_mlx")
 FOLDERS = {"alibi_core": ROOT, "benchmarks": ROOT} | dict.fromkeys(BACKENDS, ROOT / "backends")
 FOR_BACKENDS = {"alibi_core", "alibi_core.backend", "alibi_core.conformance"}
-MOST_FLOORS = 8
-MOST_FILES = 11
 
 
 def name_of(path: Path, folder: Path) -> str:
@@ -85,7 +83,7 @@ def test_backends_import_of_the_core_what_is_meant_for_them(module: str) -> None
 
 @pytest.mark.parametrize("room", [*FOLDERS, *sorted(ROOMS)])
 def test_imports_go_one_way(room: str) -> None:
-    """Among the files and rooms of one room there is no circle, and a room has few floors."""
+    """Among the files and rooms of one room there is no circle."""
 
     def part_of(module: str) -> str:
         return ".".join(module.split(".")[: room.count(".") + 2])
@@ -96,19 +94,9 @@ def test_imports_go_one_way(room: str) -> None:
             below = {part_of(target) for target in imports(module) if target != room and is_in(target, room)}
             graph.setdefault(part_of(module), set()).update(below - {part_of(module)})
     try:
-        order = list(TopologicalSorter(graph).static_order())
+        TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(f"imports in {room} go in a circle: {' imports '.join(reversed(error.args[1]))}") from None
-    floors: dict[str, int] = {}
-    for part in order:
-        floors[part] = 1 + max((floors[x] for x in graph.get(part, ())), default=0)
-    assert max(floors.values(), default=0) <= MOST_FLOORS, f"{room}: {floors}"
-
-
-@pytest.mark.parametrize("room", [*FOLDERS, *sorted(ROOMS)])
-def test_rooms_stay_small(room: str) -> None:
-    files = [path for path in MODULES.values() if path.parent == MODULES[room].parent]
-    assert len(files) <= MOST_FILES, f"{room} has {len(files)} files: give those with one purpose a room of their own"
 
 
 @pytest.mark.parametrize("room", sorted(ROOMS))

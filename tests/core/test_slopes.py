@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import alibi_core
-from alibi_core._bias import slope_values
+from alibi_core._slopes import slope_values
 from tests.support.frameworks import FRAMEWORKS, Framework
 
 

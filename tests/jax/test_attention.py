@@ -25,7 +25,6 @@ from jax import export  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 
 import alibi_jax  # noqa: E402
-from alibi_jax.nn._checkpoint import FalconAttention  # noqa: E402
 from tests.support.full import first_of  # noqa: E402
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 3, 5
@@ -403,9 +402,6 @@ def test_what_is_no_cache_is_refused() -> None:
         layer(jnp.asarray(inputs(1)), cache=tuple(layer.make_cache(BATCH, 9)))
     with pytest.raises(ValueError, match="cache must have the dtype of the layer's keys, float32, got bfloat16"):
         layer(jnp.asarray(inputs(1)), cache=make_layer(param_dtype=jnp.bfloat16).make_cache(BATCH, 9))
-    falcon, lengths = FalconAttention(EMBED_DIM, HEADS, rngs=nnx.Rngs(0)), jnp.ones(BATCH, jnp.int32)
-    with pytest.raises(ValueError, match="lengths must be None with contract 'model'"):
-        falcon(jnp.asarray(inputs(1)), cache=falcon.make_cache(BATCH, 9), lengths=lengths)
 
 
 # --- weights
@@ -675,9 +671,7 @@ def test_errors_name_the_argument_and_the_fix(name: str) -> None:
 
 def test_rows_of_a_batch_are_chosen_by_a_list() -> None:
     cache = alibi_jax.KVCache.make(2, 2, 8, 4)
-    evicting = alibi_jax.EvictingKVCache.make(2, 2, 8, 4, slopes=jnp.ones(2), max_query_norm=3.0)
     assert cache.select_batch([1, 0, 1]).key.shape[0] == 3
-    assert evicting.select_batch([1]).groups[0].key.shape[0] == 1
 
 
 DERIVATIVES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
@@ -804,7 +798,6 @@ def test_ranks_differ_inside_also_where_users_have_that_refused(implementation: 
         alibi_jax.explain(x, x, x)
         cache = alibi_jax.KVCache.make(2, 2, 16, 4).append(x, x, lengths=jnp.asarray([1, 3]))
         cache.append(x, x).truncate(2).attend(x[:, :1])
-        alibi_jax.AlibiBias(4)(2, 3)
 
 
 @pytest.mark.parametrize("implementation", first_of(["tiled", "dense"]))
@@ -854,10 +847,8 @@ def test_slopes_of_numpy_are_slopes(is_causal: bool) -> None:
 
 def test_caches_take_slopes_of_numpy() -> None:
     slopes, token = np.asarray([2.0, 1.0], np.float32), jnp.ones((1, 1, 2, 4))
-    evicting = alibi_jax.EvictingKVCache.make(1, 2, 8, 4, slopes=jnp.asarray(slopes), max_query_norm=3.0)
-    for cache in (alibi_jax.KVCache.make(1, 2, 8, 4), evicting):
-        cache = cache.append(token, token)
-        assert np.array_equal(cache.attend(token, slopes), cache.attend(token, jnp.asarray(slopes)))
+    cache = alibi_jax.KVCache.make(1, 2, 8, 4).append(token, token)
+    assert np.array_equal(cache.attend(token, slopes), cache.attend(token, jnp.asarray(slopes)))
 
 
 @pytest.mark.parametrize("pooling", first_of(["mean", "cls"]))
@@ -866,10 +857,9 @@ def test_nothing_asks_for_a_promotion(pooling: str) -> None:
     encoder = alibi_jax.AlibiEncoder(config, vocab_size=11, rngs=nnx.Rngs(0))
     encoder.eval()
     tokens, low = jnp.ones((2, 7), int), jnp.ones((1, 1, 2, 4), jnp.bfloat16)
-    evicting = alibi_jax.EvictingKVCache.make(1, 2, 8, 4, slopes=jnp.ones(2), max_query_norm=3.0, dtype=jnp.bfloat16)
+    cache = alibi_jax.KVCache.make(1, 2, 8, 4, dtype=jnp.bfloat16)
     with jax.numpy_dtype_promotion("strict"):
-        for cache in (alibi_jax.KVCache.make(1, 2, 8, 4, dtype=jnp.bfloat16), evicting):
-            assert cache.append(low, low).attend(low, jnp.ones(2)).dtype == jnp.bfloat16
+        assert cache.append(low, low).attend(low, jnp.ones(2)).dtype == jnp.bfloat16
         lengths, mask = jnp.asarray([3, 7]), jnp.arange(7) < jnp.asarray([3, 7])[:, None]
         expected = encoder.encode(tokens, lengths=lengths, pooling=pooling)
         compiled = jax.jit(lambda mask: encoder.encode(tokens, mask=mask, pooling=pooling))(mask)

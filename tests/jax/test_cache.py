@@ -13,7 +13,7 @@ nnx = pytest.importorskip("flax.nnx")
 import jax.numpy as jnp  # noqa: E402
 
 import alibi_core  # noqa: E402
-from alibi_jax import TPU, EvictingKVCache, KVCache, attention  # noqa: E402
+from alibi_jax import TPU, KVCache, attention  # noqa: E402
 from tests.support.full import first_of  # noqa: E402
 
 QUICKLY = {"xla_backend_optimization_level": 0}  # kernels take seconds to compile, and moments to run
@@ -154,34 +154,23 @@ def test_rows_that_are_divided_explicitly_stay_so(lengths_are_divided: bool) -> 
     cache, lengths = KVCache.make(2, KV_HEADS, 20, HEAD_DIM), jnp.asarray([3, 1])
     expected = following(following(cache, tokens(3), lengths=lengths), tokens(3)).attend(tokens(1, HEADS), SLOPES)
     with jax.set_mesh(mesh):
-        cache, evicts = (jax.tree.map(lambda x: jax.device_put(x, divided) if x.ndim > 1 else x, x)
-                         for x in (cache, evicting(20)))  # fmt: skip
+        cache = jax.tree.map(lambda x: jax.device_put(x, divided) if x.ndim > 1 else x, cache)
         new, lengths = jax.device_put((tokens(3), lengths), (divided, divided if lengths_are_divided else None))
         found = following(following(cache, new, lengths=lengths), new)
         assert [jax.typeof(x).sharding.spec[0] for x in found] == ["rows"] * 4
         query = jax.device_put(tokens(1, HEADS), divided)
         np.testing.assert_allclose(found.attend(query, SLOPES), expected, atol=1e-6)
-        assert jax.typeof(following(evicts, new).attend(query)).sharding.spec[0] == "rows"
 
 
-# --- The cache that evicts ------------------------------------------------------------------------------------------
-
-
-def evicting(max_length: int = 100, max_key_norm: float | None = 6.0, **options: Any) -> EvictingKVCache:
-    sizes = 2, KV_HEADS, max_length, HEAD_DIM
-    options = {"slopes": SLOPES, "max_query_norm": 7.0, "max_key_norm": max_key_norm} | options
-    return EvictingKVCache.make(*sizes, **options)
-
-
-def step(cache: EvictingKVCache, tokens: tuple[jax.Array, ...]) -> tuple[EvictingKVCache, jax.Array]:
+def step(cache: KVCache, tokens: tuple[jax.Array, ...]) -> tuple[KVCache, jax.Array]:
     query, key, value = (x[:, None] for x in tokens)
     cache = cache.append(key, value)
-    return cache, cache.attend(query)[:, 0]
+    return cache, cache.attend(query, SLOPES)[:, 0]
 
 
 def test_a_scan_decodes_in_one_program_what_attention_gives() -> None:
     query, key, value = tokens(400, HEADS, seed=2), tokens(400), tokens(400, seed=1)
-    first = evicting(max_length=200)
+    first = KVCache.make(2, KV_HEADS, 400, HEAD_DIM)
     scanned = jax.jit(lambda cache, tokens: jax.lax.scan(step, cache, tokens))
     cache, found = scanned(first, tuple(jnp.swapaxes(x, 0, 1) for x in (query, key, value)))
     expected = attention(query, key, value, SLOPES, tolerance=0.0, implementation="dense")
@@ -190,74 +179,17 @@ def test_a_scan_decodes_in_one_program_what_attention_gives() -> None:
     assert jax.tree.structure(cache) == jax.tree.structure(first)
     assert [x.shape for x in jax.tree.leaves(cache)] == [x.shape for x in jax.tree.leaves(first)]
     assert int(cache.length) == 400
-    assert max(cache.kept) < 200
-    assert int(cache.evicted) > 200
-
-
-@pytest.mark.full
-def test_slots_are_as_many_as_horizons_and_windows_need() -> None:
-    assert evicting(10_000, None).nbytes == 2 * 2 * KV_HEADS * HEAD_DIM * 10_000 * 4
-    need = int(np.ceil((2 * HEAD_DIM**-0.5 * 7 * 6 - np.log(2.0**-25 * -np.expm1(-0.5))) / 0.5))
-    bounded = evicting(10_000)
-    slots = [held.key.shape[2] for held in bounded.groups]
-    assert need <= max(slots) <= 1.3 * need + 70
-    assert {held.key.shape[2] for held in evicting(10_000, window_size=5).groups} == {5 + 1 + 64}
-    assert {held.key.shape[2] for held in evicting(10_000, slopes=jnp.zeros(4)).groups} == {10_000}
-    with pytest.raises(ValueError, match=f"key must be of at most {min(slots)} tokens at a time, .* got 1000"):
-        bounded.append(tokens(1000), tokens(1000))
-
-
-@pytest.mark.full
-def test_keys_larger_than_was_said_are_held_or_refused_and_never_wrong() -> None:
-    """Slots that were made for small keys do not do for large ones: the next tokens tell."""
-    small, keys = evicting(1000, 0.01), 10 * tokens(200)
-    slots = [held.key.shape[2] for held in small.groups]
-    assert max(slots) < 130
-    eager = small
-    for i in range(min(slots)):
-        eager = eager.append(keys[:, i : i + 1], keys[:, i : i + 1])
-    with pytest.raises(ValueError, match=r"room for 1 more tokens, got \d+ slots with \d+ in use, for max_key_norm"):
-        eager.append(keys[:, :1], keys[:, :1])
-    assert jnp.isfinite(eager.attend(tokens(1, HEADS))).all()
-    arrays = tuple(jnp.swapaxes(x, 0, 1) for x in (tokens(200, HEADS), keys, keys))
-    cache, found = jax.jit(lambda cache, tokens: jax.lax.scan(step, cache, tokens))(small, arrays)
-    told = jnp.isnan(found).all(axis=(1, 2, 3))
-    assert told.tolist() == [i >= min(slots) for i in range(200)]
-    assert jnp.isnan(cache.attend(tokens(1, HEADS))).all()
-    assert jnp.isnan(jax.jit(lambda cache: cache.truncate(190))(cache).attend(tokens(1, HEADS))).all()
-
-
-@jax.jit
-def truncated_and_attended(cache: EvictingKVCache, length: Any, query: Any, slopes: Any) -> jax.Array:
-    return cache.truncate(length).attend(query, slopes)
-
-
-@pytest.mark.parametrize(
-    "change",
-    first_of([{"query": 2.0}, {"query": jnp.nan}, {"slopes": 2.0}, {"length": 50}, {"queries": 2}], 4),
-    ids=str,
-)
-def test_what_would_be_refused_is_nan_where_arrays_are_traced(change: dict[str, Any]) -> None:
-    cache = evicting(60, None, slopes=jnp.full(4, 8.0)).append(tokens(60), tokens(60))
-    cache = cache.append(tokens(1), tokens(1))
-    assert int(cache.evicted) == 60
-    query = jnp.zeros((2, change.get("queries", 1), HEADS, HEAD_DIM)).at[..., 0].set(6.9)
-    assert jnp.isfinite(truncated_and_attended(cache, 61, query[:, :1], jnp.full(4, 8.0))).all()
-    arguments = change.get("length", 61), query * change.get("query", 1.0), jnp.full(4, 8.0) * change.get("slopes", 1.0)
-    assert jnp.isnan(truncated_and_attended(cache, *arguments)).all()
-    with pytest.raises(ValueError, match=r"^(query|slopes|length) must"):
-        cache.truncate(arguments[0]).attend(*arguments[1:])
 
 
 @pytest.mark.full
 def test_a_cache_can_be_mapped_and_shown_whatever_its_leaves_are() -> None:
-    cache = jax.vmap(lambda _: evicting())(jnp.arange(3))
+    cache = jax.vmap(lambda _: KVCache.make(2, KV_HEADS, 4, HEAD_DIM))(jnp.arange(3))
     longer = jax.vmap(lambda cache, key: cache.append(key, key))(cache, jnp.stack([tokens(2)] * 3))
     assert longer.length.tolist() == [2, 2, 2]
-    for tree in (evicting(), KVCache.make(1, 1, 4, 4)):
-        assert "length=0, " in repr(tree)
-        assert "None" in repr(jax.tree.map(lambda x: None, tree))
-        assert "length=traced" in str(jax.eval_shape(lambda tree=tree: tree))
+    tree = KVCache.make(1, 1, 4, 4)
+    assert "length=0, " in repr(tree)
+    assert "None" in repr(jax.tree.map(lambda x: None, tree))
+    assert "length=traced" in str(jax.eval_shape(lambda: tree))
 
 
 def test_rows_of_different_lengths_are_decoded_in_one_program() -> None:
@@ -280,13 +212,3 @@ def test_rows_of_different_lengths_are_decoded_in_one_program() -> None:
     _, overflown = decoded(cache)
     assert np.isnan(overflown[:, 0]).all()  # and the second row has room for two
     assert np.isfinite(overflown[:2, 1]).all()
-
-
-@pytest.mark.full
-def test_slopes_have_the_same_gradient_with_a_cache_that_evicts() -> None:
-    def loss(cache: Any, slopes: jax.Array) -> jax.Array:
-        return jnp.sum(cache.append(tokens(9), tokens(9, seed=1)).attend(tokens(9, HEADS, seed=2), slopes) ** 2)
-
-    found, expected = (jax.jit(jax.grad(loss, argnums=1))(x, SLOPES) for x in (evicting(), filled(0)))
-    # Sums over 9 queries of as many distances, times values and results up to 4, in two batch entries.
-    np.testing.assert_allclose(found, expected, atol=2 * 9 * 9 * 16 * 2.0**-24)

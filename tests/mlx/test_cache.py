@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import math
 import pickle
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
-from alibi_mlx import AlibiAttention, EvictingKVCache, KVCache  # noqa: E402
+from alibi_mlx import AlibiAttention, KVCache  # noqa: E402
 from alibi_mlx._tiled.configuration import norm_bounds  # noqa: E402
 from alibi_mlx.caches import _kv_cache as _cache  # noqa: E402
-from tests.contracts.test_caches import TOO_LONG, held  # noqa: E402
 from tests.support.frameworks import MLX  # noqa: E402
-from tests.support.full import first_of  # noqa: E402
 from tests.support.mlx import assert_close, normal  # noqa: E402
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 5
@@ -45,11 +40,9 @@ def _on_cpu():
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
 def test_caches_can_be_copied(copied: Any) -> None:
     key = mx.random.normal((1, 2, 5, 8))
-    full, evicting = KVCache(), EvictingKVCache(slopes=mx.array([1.0, 0.5]), max_query_norm=10.0)
-    full.update_and_fetch(key, key)
-    evicting.append(key, key)
-    for cache in (full, evicting):
-        assert mx.array_equal(copied(cache).attend(key), cache.attend(key))
+    cache = KVCache()
+    cache.append(key, key)
+    assert mx.array_equal(copied(cache).attend(key), cache.attend(key))
 
 
 def test_a_further_token_has_one_block_measured_and_who_does_not_ask_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,26 +207,6 @@ def test_an_offset_that_passes_the_capacity_is_refused() -> None:
             cache.attend(mx.zeros((BATCH, HEADS, 1, HEAD_DIM)))
 
 
-# --- The cache that forgets ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("slopes", first_of([pytest.param(STEEP), pytest.param(MIXED)]))
-def test_values_are_read_only_where_room_is_made(slopes: tuple[float, ...]) -> None:
-    cache = EvictingKVCache(slopes=mx.array(slopes), max_query_norm=4.0)
-
-    def step(keys: Any, query: Any) -> Any:
-        cache.append(keys, keys)
-        return cache.attend(query)
-
-    with mock.patch.object(cache, "_make_room", wraps=cache._make_room) as made:
-        for _ in range(300):
-            mx.eval(step(normal(BATCH, KV_HEADS, 1, HEAD_DIM), mx.ones((BATCH, HEADS, 1, HEAD_DIM))))
-        assert 1 <= made.call_count <= 6
-        while cache._looks_next or cache._looked or max(cache.kept) % 3:  # to a step that has room
-            step(normal(BATCH, KV_HEADS, 1, HEAD_DIM), mx.ones((BATCH, HEADS, 1, HEAD_DIM)))
-        mx.compile(step)(*zeros(1)[:1], mx.zeros((BATCH, HEADS, 1, HEAD_DIM)))  # tracing forbids reading
-
-
 @pytest.mark.parametrize("way", ["trim", "state", "offset"])
 def test_key_norms_bound_the_keys_held_whatever_way_tokens_were_taken_back(way: str) -> None:
     cache = KVCache()
@@ -254,51 +227,6 @@ def test_key_norms_bound_the_keys_held_whatever_way_tokens_were_taken_back(way: 
         largest = held[:, :, 128 * block : 128 * (block + 1)].max(axis=-1)
         assert (largest <= bounds[:, :, block]).all()
         assert (bounds[:, :, block] <= 1.001 * largest).all()
-
-
-@pytest.mark.parametrize("bad", [4.001, 1e30, math.inf, math.nan])
-def test_a_query_too_long_is_never_answered(bad: float) -> None:
-    cache, query = held("mlx").inner, mx.zeros((BATCH, HEADS, 1, HEAD_DIM))
-    cache.append(*zeros(1))  # for which there is room, so nothing is read
-    assert np.isnan(MLX.numpy(cache.attend(query + mx.array([bad, 0, 0, 0, 0])))).all()
-
-    def go_on() -> None:
-        for _ in range(100):
-            cache.append(*zeros(1))
-            assert np.isnan(MLX.numpy(cache.attend(query))).all()
-
-    with pytest.raises(ValueError, match=TOO_LONG + ".*the results since then are NaN"):
-        go_on()
-    cache.append(*zeros(1))  # having been told, one may try again
-    assert not MLX.numpy(cache.attend(query)).any()
-
-
-def test_a_query_that_float32_cannot_measure_is_not_answered() -> None:
-    cache, one = EvictingKVCache(slopes=mx.ones(1), max_query_norm=1e39), mx.ones((1, 1, 1, 4), mx.float64)
-    cache.append(one, one)
-    with pytest.raises(ValueError, match="query must have norms of at most max_query_norm"):
-        cache.attend(1e200 * one)
-    assert MLX.numpy(cache.attend(1e15 * one)).min() == 1
-    for _ in range(2):  # there is room for the second, so nothing is read
-        cache.append(one, one)
-    assert np.isnan(MLX.numpy(cache.attend(1e200 * one))).all()
-
-
-def test_keys_that_took_the_place_of_others_count() -> None:
-    cache = EvictingKVCache(slopes=mx.ones(1), max_query_norm=4.0)
-    cache.append(*zeros(10, heads=1))
-    cache.append(*zeros(1, heads=1))
-    cache._looks_next = True
-    cache.append(*zeros(1, heads=1))  # which read the norms of 11, and dropped none
-    cache.truncate(5)
-    giants = 5 * mx.ones((BATCH, 1, 5, HEAD_DIM)) * SCALE  # of norm 5, in places that were read
-    cache.append(giants, giants)
-    cache._policy = dataclasses.replace(cache._policy, room=1)
-    for _ in range(60):
-        cache._looks_next = True
-        cache.append(*zeros(1, heads=1))
-    assert cache.kept[0] >= 2 * SCALE * 4.0 * 5.0 - math.log(2.0**-25 * -math.expm1(-1.0))
-    assert cache.kept[0] < 60
 
 
 # --- The layer

@@ -85,11 +85,6 @@ def test_prompt_caches_are_kept_trimmed_saved_and_loaded(
     assert streamed(model, tokenizer, PROMPT[8:], prompt_cache=loaded) == expected
 
 
-def test_caches_that_evict_are_prompt_caches_too(model: Any, tokenizer: Any, expected: list[int]) -> None:
-    caches = model.transformer.make_caches(evict=True, max_query_norm=100.0)
-    assert streamed(model, tokenizer, PROMPT, prompt_cache=caches) == expected
-
-
 def test_texts_of_a_batch_are_those_of_each_alone(model: Any, tokenizer: Any) -> None:
     texts, counts = [TOKENS[0, :n].tolist() for n in (11, 3, 1, 7)], [6, 2, 6, 1]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from dataclasses import dataclass
 from typing import Any
@@ -68,10 +67,6 @@ class Cache:
         return np.asarray(self.inner.length if is_one else self.inner.lengths).tolist()
 
     @property
-    def kept(self) -> list[int]:
-        return self.inner.kept
-
-    @property
     def key_norms(self) -> np.ndarray:
         """The bounds of the blocks in use, ``[batch, num_kv_heads, blocks]``."""
         return self.framework.numpy(self.inner.key_norms)[:, :, : -(-self.length // 128)]
@@ -79,34 +74,10 @@ class Cache:
 
 def keeping(name: str, sizes: tuple[int, int, int, int], dtype: str = "float32") -> Cache:
     """Return a ``KVCache`` of so many sequences, key/value heads, tokens, and features a head."""
-    return Cache(FRAMEWORK[name], _made(name, "KVCache", sizes, dtype, {}), dtype)
-
-
-def evicting(
-    name: str, sizes: tuple[int, int, int, int], dtype: str = "float32", room: int | None = None, **options: Any
-) -> Cache:
-    """Return an ``EvictingKVCache`` that makes room for so many tokens at a time, at least, if that is told.
-
-    Of the options of the class, ``max_key_norm`` reaches the backend that has it.
-    """
-    framework = FRAMEWORK[name]
-    if isinstance(options["slopes"], tuple):
-        options["slopes"] = framework.array(np.asarray(options["slopes"]))
-    if name != "jax":
-        options.pop("max_key_norm", None)
-    inner = _made(name, "EvictingKVCache", sizes, dtype, options)
-    if room is not None and name == "torch":
-        inner._policy = dataclasses.replace(inner._policy, room=room)
-    elif room is not None and name == "mlx":
-        inner._rules = dataclasses.replace(inner._rules, room=room)
-    return Cache(framework, inner, dtype)
-
-
-def _made(name: str, kind: str, sizes: tuple[int, int, int, int], dtype: str, options: dict[str, Any]) -> Any:
-    cache_class = getattr(importlib.import_module(f"alibi_{name}"), kind)
+    framework, cache_class = FRAMEWORK[name], importlib.import_module(f"alibi_{name}").KVCache
     batch_size, num_kv_heads, max_length, head_dim = sizes
     if name == "mlx":  # which takes the rest from the first keys
-        return cache_class(batch_size=batch_size, max_length=max_length, **options)
+        return Cache(framework, cache_class(batch_size=batch_size, max_length=max_length), dtype)
     make = cache_class if name == "torch" else cache_class.make
-    kind_of_number = getattr(FRAMEWORK[name].xp, dtype)
-    return make(batch_size, num_kv_heads, max_length, head_dim, dtype=kind_of_number, **options)
+    inner = make(batch_size, num_kv_heads, max_length, head_dim, dtype=getattr(framework.xp, dtype))
+    return Cache(framework, inner, dtype)

@@ -7,16 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core import Shards
-from alibi_core.conformance.testing import (
-    UNIT_ROUNDOFF,
-    Answer,
-    Attention,
-    Rules,
-    penalties,
-    rounded,
-    summed_over_batch,
-)
+from alibi_core.conformance.testing import UNIT_ROUNDOFF, Attention, Rules, penalties, rounded, summed_over_batch
 from alibi_core.conformance.testing import assert_within_budget as assert_within
 
 TENSORS = ("query", "key", "value")
@@ -28,13 +19,11 @@ class Case:
 
     length: int
     shards: int
-    placement: str = "contiguous"
     batch: int = 1
     kv_heads: int = 2
     slopes: tuple[float, ...] = (2.0, 0.7, 0.3, 0.1)
     future_slopes: tuple[float, ...] | None = None
     head_dim: int = 5
-    score_bound: float | None = None
     is_causal: bool = True
     window_size: int | None = None
     dtype: str = "float32"
@@ -64,8 +53,9 @@ class Case:
         """What share of softmax weight may be left out."""
         return UNIT_ROUNDOFF[self.dtype] if self.tolerance is None else self.tolerance
 
-    def divided(self) -> Shards:
-        return Shards.of_length(self.length, self.shards, self.placement)
+    @property
+    def shard_len(self) -> int:
+        return -(-self.length // self.shards)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the inputs, in float64: tensors ``[batch, heads, length, head_dim]``, and the ``ids`` of segments."""
@@ -73,7 +63,7 @@ class Case:
         heads = {"query": len(self.slopes), "key": self.kv_heads, "value": self.kv_heads, "cotangent": len(self.slopes)}
         arrays = {name: random.normal(size=(self.batch, n, self.length, self.head_dim)) for name, n in heads.items()}
         for name, border, side, power in self.large:
-            token = border * self.divided().chunk_len - side
+            token = border * self.shard_len - side
             arrays[name][:, :, min(max(token, 0), self.length - 1)] *= 4.0**power
         arrays["key"][..., 0] += 100 * self.shift
         arrays["query"][..., 0] -= 1.5 * bool(self.shift)
@@ -120,21 +110,3 @@ def assert_exact(call: Case, found: dict[str, np.ndarray], *, has_segments: bool
                 assert_within(found[which], answer)
             except AssertionError as error:
                 raise AssertionError(f"gradient of {which}, {error}") from None
-
-
-DECODED_SLOPES, DECODED_WINDOW = (2.0, 0.5, 1.0, 0.3), 500
-
-
-def decoded(prompt: int, dtype: str) -> tuple[list[np.ndarray], Answer]:
-    """Return query, key and value of a prompt and 5 tokens, ``[batch, heads, length, head_dim]``, and the answer.
-
-    The tokens look for a key so large that the first two, in whose window it is, see it from afar.
-    """
-    (batch, heads, kv_heads, head_dim), length = (2, 4, 2, 5), prompt + 5
-    random = np.random.default_rng(0)
-    exact = [rounded(random.normal(size=(batch, n, length, head_dim)), dtype) for n in (heads, kv_heads, kv_heads)]
-    exact[0][:, :, prompt:] = exact[1][:, :, prompt + 1 - DECODED_WINDOW] = np.eye(head_dim)[0]
-    exact[1][:, :, prompt + 1 - DECODED_WINDOW] *= 1000
-    rules = Rules(rounded(DECODED_SLOPES, "float32"), 0, window_size=DECODED_WINDOW)
-    bias = penalties(rules, batch, heads, length, length)
-    return exact, Attention(*exact, bias=bias, scale=head_dim**-0.5, dtype=dtype).output_without(UNIT_ROUNDOFF[dtype])

@@ -94,7 +94,7 @@ class Model:
 def make_module(name: str, kind: str, *arguments: Any, **options: Any) -> Any:
     """Return a module of a backend, made from the random numbers that seed 0 gives."""
     package = importlib.import_module(f"alibi_{name}")
-    if name == "jax" and kind != "AlibiBias":
+    if name == "jax":
         options["rngs"] = importlib.import_module("flax.nnx").Rngs(0)
     elif name == "torch":
         importlib.import_module("torch").manual_seed(0)

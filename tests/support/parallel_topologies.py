@@ -11,12 +11,11 @@ import json
 import re
 from typing import Any
 
-from benchmarks.parallel.hlo import collectives
-from benchmarks.tpu import devices_of, pretend
+from tests.support.tpu import collectives, devices_of, pretend
 
 # A topology, how many tokens a device has there, and whether gradients are compiled, too.
 PROGRAMS = {"v5e:2x2": (8192, True), "v5e:4x4": (2048, False)}
-HEADS, KV_HEADS, HEAD_DIM, SCORE_BOUND = 4, 2, 64, 10.0
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 
 
 def main() -> None:
@@ -47,26 +46,15 @@ def compiled(topology: str, shard_len: int, with_gradients: bool) -> dict[str, A
     ]
 
     def attend(*tensors: jax.Array) -> jax.Array:
-        return parallel.sharded_attention(mesh, *tensors, axis_name="tokens", score_bound=SCORE_BOUND)
+        return parallel.sharded_attention(mesh, *tensors, axis_name="tokens")
 
     def loss(*tensors: jax.Array) -> jax.Array:
         return jnp.sum(attend(*tensors).astype(jnp.float32))
 
     function = jax.grad(loss, argnums=(0, 1, 2)) if with_gradients else attend
     text = jax.jit(function).lower(*tensors).compile().as_text()
-    plan = parallel.shard_plan(
-        HEADS,
-        parallel.Shards.of_length(length, len(devices)),
-        score_bound=SCORE_BOUND,
-        tolerance=2.0**-8,
-        num_kv_heads=KV_HEADS,
-    )
-    # Forward, again for the backward pass, and the gradients, in float32, back.
-    times = 1 + 1 + 2 if with_gradients else 1
     return {
         "collectives": list(collectives(text)),
-        "planned_bytes": times * plan.bytes_exchanged(HEAD_DIM, 2),
-        "ring_bytes": times * plan.bytes_of_ring(HEAD_DIM, 2),
         "kernels": len(re.findall(r'custom_call_target="tpu_custom_call"', text)),
         "heads": HEADS,
         "head_dim": HEAD_DIM,

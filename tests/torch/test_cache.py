@@ -12,9 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from alibi_core._horizon.tiling import tiled_as  # noqa: E402
-from alibi_torch import AlibiAttention, AlibiConfig, EvictingKVCache, KVCache, attention  # noqa: E402
+from alibi_torch import AlibiAttention, KVCache, attention  # noqa: E402
 from alibi_torch._tiled.configuration import norm_bounds, tiling  # noqa: E402
-from alibi_torch.nn._language_model import AlibiLanguageModel  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 4
 
@@ -151,36 +150,16 @@ def test_appends_happen_in_place_and_touch_nothing_else() -> None:
     assert [keys.data_ptr(), values.data_ptr()] == pointers[:2]
 
 
-# --- The cache that evicts -----------------------------------------------------------------------------------------
-
-
-def evicting(**options: object) -> EvictingKVCache:
-    return EvictingKVCache(1, 1, 50, HEAD_DIM, **{"slopes": torch.ones(1), "max_query_norm": 4.0} | options)
-
-
 def test_what_is_of_another_device_or_dtype_is_refused() -> None:
-    with pytest.raises(ValueError, match="^slopes must be on the device of query"):
-        evicting(slopes=torch.ones(1, device="meta"))
-    for make in (evicting, lambda **options: KVCache(1, 1, 50, HEAD_DIM, **options)):
-        with pytest.raises(TypeError, match="^dtype must be a real floating dtype"):
-            make(dtype=torch.int32)
-        cache, far = make(), torch.zeros(1, 1, 2, HEAD_DIM, device="meta")
-        with pytest.raises(ValueError, match="^key must be on cpu as the cache is, got meta"):
-            cache.append(far, far)
-        cache.append(*torch.zeros(2, 1, 1, 3, HEAD_DIM).unbind())
-        with pytest.raises(ValueError, match="^key must be on the device of query"):
-            cache.attend(far)
-        assert cache.length == 3
-
-
-def test_a_query_longer_by_one_part_in_millions_is_refused() -> None:
-    cache = evicting()
+    with pytest.raises(TypeError, match="^dtype must be a real floating dtype"):
+        KVCache(1, 1, 50, HEAD_DIM, dtype=torch.int32)
+    cache, far = KVCache(1, 1, 50, HEAD_DIM), torch.zeros(1, 1, 2, HEAD_DIM, device="meta")
+    with pytest.raises(ValueError, match="^key must be on cpu as the cache is, got meta"):
+        cache.append(far, far)
     cache.append(*torch.zeros(2, 1, 1, 3, HEAD_DIM).unbind())
-    with pytest.raises(ValueError, match=r"query must have norms of at most max_query_norm, 4, .* got 4;"):
-        cache.attend(torch.tensor([[[[4.0 + 2.0**-20, 0, 0, 0]]]]))
-
-
-STEEP_LAYER = {"slopes": torch.tensor([2.0, 1.0, 0.5, 0.7])}
+    with pytest.raises(ValueError, match="^key must be on the device of query"):
+        cache.attend(far)
+    assert cache.length == 3
 
 
 @pytest.mark.parametrize("form", ["packed", "integers"])
@@ -208,51 +187,16 @@ def test_a_quantized_layer_makes_a_cache_of_what_its_projections_give(form: str)
         torch.testing.assert_close(decoded, layer(x), rtol=0, atol=1e-6)
 
 
-def test_an_evicting_cache_follows_autocast() -> None:
-    torch.manual_seed(0)
-    layer, x = AlibiAttention(32, 4, **STEEP_LAYER), torch.randn(1, 200, 32)
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        cache = layer.make_cache(1, 200, evict=True, max_query_norm=8.0)
-        decoded = torch.cat([layer(part, cache=cache) for part in x.split(8, dim=1)], dim=1)
-        assert decoded.dtype == torch.bfloat16
-        torch.testing.assert_close(decoded, layer(x), rtol=0, atol=2**-5)
-    assert max(cache.kept) < 150
+# --- What it says of gradients and autocast -------------------------------------------------------------------------
 
 
-def a_model() -> AlibiLanguageModel:
-    torch.manual_seed(0)
-    config = AlibiConfig(num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, dropout=0.0)
-    return AlibiLanguageModel(config, 31, attention=lambda c: AlibiAttention(32, 4, num_kv_heads=2, **STEEP_LAYER))
-
-
-def test_a_language_model_generates_with_caches_that_evict() -> None:
-    model = a_model().eval()
-    for weight in model.transformer.blocks.parameters():
-        weight.data *= 2 if weight.ndim == 2 else 1
-    prompt = torch.randint(31, (2, 40))
-    expected = model.generate(prompt, 200)
-    caches = model.transformer.make_caches(2, 300, evict=True, max_query_norm=50.0)
-    found, unread = prompt, prompt
-    with torch.no_grad():
-        for _ in range(200):
-            unread = model(unread, caches=caches)[:, -1:].argmax(dim=-1)
-            found = torch.cat([found, unread], dim=1)
-    assert torch.equal(found, expected)
-    assert len(found.unique()) > 5
-    assert all(cache.length == 239 and cache.kept[0] < 239 for cache in caches)
-
-
-# --- What both say of gradients and autocast -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{}, {"evict": True, "max_query_norm": 100.0}], ids=["keeping", "evicting"])
-def test_a_backward_pass_through_a_cache_says_when_it_comes_too_late(options: dict[str, object]) -> None:
+def test_a_backward_pass_through_a_cache_says_when_it_comes_too_late() -> None:
     layer, x = AlibiAttention(16, 4), torch.randn(1, 6, 16)
-    cache = layer.make_cache(1, 8, **options)
+    cache = layer.make_cache(1, 8)
     with torch.no_grad():
         layer(x[:, :3], cache=cache)
     layer(x[:, 3:4], cache=cache).sum().backward()  # in time
-    cache = layer.make_cache(1, 8, **options)
+    cache = layer.make_cache(1, 8)
     outputs = [layer(part, cache=cache) for part in x.split(3, dim=1)]
     with pytest.raises(RuntimeError, match=r"must come before further tokens are appended .* under torch.no_grad\(\)"):
         sum(output.sum() for output in outputs).backward()

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import alibi_torch  # noqa: E402
 from alibi_core import AttentionCall  # noqa: E402
-from alibi_core._call import dense_attention  # noqa: E402
+from alibi_core._attention import dense_attention  # noqa: E402
 from alibi_torch._dispatch.resident import kept  # noqa: E402
 from alibi_torch._flex import kernels as _flex  # noqa: E402
 from alibi_torch._flex.blocks import Gpu, options_on  # noqa: E402

@@ -11,7 +11,6 @@ import torch
 
 from alibi_core import AttentionCall, slopes
 from alibi_core._horizon.tiling import tiled_as
-from alibi_torch import EvictingKVCache
 from alibi_torch._attention import run
 from alibi_torch._tiled import tiling
 
@@ -72,36 +71,3 @@ def test_gradients_under_an_added_bias(dtype: torch.dtype, length: int) -> None:
     tolerance = 2.0**-14 if dtype == torch.float32 else 2.0**-6
     for one, other in zip(actual, expected, strict=True):
         assert (one - other).abs().max() <= tolerance * other.abs().max()
-
-
-def test_a_cache_that_evicts_keeps_what_an_added_bias_makes_matter() -> None:
-    query, key, value, _ = arguments_of(800, 800, torch.float32)
-    added = torch.linspace(0, 9, 800).remainder(1.0).expand(HEADS, -1)  # nothing to all: a saw of height 1
-    options = {"slopes": slopes(HEADS, xp=xp), "max_query_norm": 12.0}
-    cache = EvictingKVCache(2, KV_HEADS, 1000, HEAD_DIM, key_bias=lambda positions: added[:, positions], **options)
-    parts = []
-    for start in range(0, 800, 100):
-        piece = slice(start, start + 100)
-        cache.append(key[:, :, piece], value[:, :, piece])
-        parts.append(cache.attend(query[:, :, piece]))
-    expected = by_hand([query, key, value, added[None]])
-    assert torch.allclose(torch.cat(parts, dim=2).double(), expected, rtol=0, atol=2.0**-18)
-    assert min(cache.kept) < 800
-
-
-def test_an_added_bias_widens_what_a_cache_keeps() -> None:
-    kept = []
-    for height in (0.0, 40.0):
-        cache = EvictingKVCache(
-            1,
-            1,
-            2000,
-            HEAD_DIM,
-            slopes=torch.tensor([0.5]),
-            max_query_norm=1.0,
-            key_bias=lambda positions, height=height: (positions % 2 * height)[None],
-        )
-        for _ in range(20):
-            cache.append(*torch.ones(2, 1, 1, 50, HEAD_DIM))
-        kept.append(cache.kept[0])
-    assert kept[1] > kept[0]

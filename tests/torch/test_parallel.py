@@ -17,17 +17,12 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("this PyTorch is built without torch.distributed", allow_module_level=True)
 
-import array_api_compat.torch as xp  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.distributed.tensor.parallel import parallelize_module  # noqa: E402
 
-from alibi_core import AttentionCall, Shards, shard_plan  # noqa: E402
 from alibi_torch import AlibiAttention, attention, parallel  # noqa: E402
-from alibi_torch._tiled import tiled_attention_with_sums  # noqa: E402
-from alibi_torch.nn._checkpoint import FalconAttention  # noqa: E402
-from alibi_torch.parallel._decode import _dense_part  # noqa: E402
 from tests.support.full import in_full  # noqa: E402
 from tests.support.parallel_processes import CHECKS  # noqa: E402
 
@@ -71,25 +66,21 @@ def test_processes_give_the_exact_answer_and_gradients(name: str, cases: int) ->
     assert passed(name) == cases
 
 
-@pytest.mark.parametrize("name", ["bounds that data break", in_full("long")])
+@pytest.mark.parametrize("name", ["hostile", in_full("long")])
 def test_hostile_and_long_sequences_are_exact_too(name: str) -> None:
     assert passed(name)
 
 
-def test_processes_send_what_the_plan_says() -> None:
+def test_processes_send_a_small_part_of_a_ring() -> None:
     assert passed("bytes sent")
 
 
 def test_second_derivatives_are_right() -> None:
-    assert passed("second derivatives") == 4
+    assert passed("second derivatives") == 2
 
 
 def test_heads_may_be_divided_besides_tokens() -> None:
     assert passed("heads and tokens")
-
-
-def test_decoding_with_a_divided_cache_is_attention_to_all_of_it() -> None:
-    assert passed("decoding")
 
 
 def test_a_layer_whose_heads_are_divided_is_the_whole_layer() -> None:
@@ -101,7 +92,7 @@ def test_the_example_in_the_readme_runs() -> None:
 
 
 def test_processes_that_ask_for_different_things_all_refuse() -> None:
-    assert passed("differences") == 7
+    assert passed("differences") == 5
 
 
 def test_a_process_that_stays_away_or_dies_is_an_error_and_no_hang() -> None:
@@ -143,11 +134,6 @@ def _square() -> DeviceMesh:
         ({"key": torch.ones(1, 2, 5, 8)}, "key must have the shard_len of query, 6, got 5"),
         ({"query": torch.ones(4, 6, 8)}, r"query must have shape \(batch, heads, shard_len, head_dim\), got"),
         ({"value": torch.ones(1, 2, 5, 8)}, "value must have the shape of key"),
-        ({"placement": "striped"}, "placement must be one of 'contiguous', 'zigzag', got 'striped'"),
-        ({"score_bound": -1.0}, "score_bound must not be negative, got -1.0"),
-        ({"plan": shard_plan(4, Shards(2, 3), score_bound=1.0, num_kv_heads=2)}, "plan must have shards"),
-        ({"plan": shard_plan(4, Shards(1, 6), score_bound=1.0)}, "plan must have num_kv_heads 2, as the call, got 4"),
-        ({"plan": shard_plan(4, Shards(1, 6), score_bound=1.0), "score_bound": 1.0}, "score_bound must be None"),
         ({"axis_name": "tokens"}, "axis_name must be None where group is no torch.distributed.DeviceMesh"),
         ({"key": torch.ones(1, 2, 6, 8, device="meta")}, "key must be on the device of query, cpu, got meta"),
         ({"implementation": "splash"}, "implementation must be one of"),
@@ -191,8 +177,6 @@ def test_wrong_kinds_are_refused_by_name() -> None:
         _attend(group=_square(), axis_name=1)
     with pytest.raises(TypeError, match="slopes must be an array of all processes' slopes"):
         _attend(slopes=4)
-    with pytest.raises(TypeError, match="plan must be an alibi_core.ShardPlan, got int"):
-        _attend(plan=3)
 
 
 def test_without_processes_there_is_nothing_to_divide_among() -> None:
@@ -207,31 +191,6 @@ def test_one_process_alone_and_nothing_at_all(batch: int) -> None:
     torch.testing.assert_close(
         parallel.attention(*tensors), attention(*tensors, implementation="dense"), rtol=0, atol=2.0**-20
     )
-
-
-@pytest.mark.usefixtures("alone")
-def test_caches_refuse_what_does_not_fit() -> None:
-    cache = parallel.ShardedKVCache(1, 2, 6, 8)
-    query, key, value = _tensors()
-    with pytest.raises(ValueError, match="query must have no more tokens than the cache holds, 0, got 6"):
-        cache.attend(query)
-    cache.append(key, value)
-    with pytest.raises(ValueError, match="cache must have room for 1 more tokens, got max_length 6 with 6 in use"):
-        cache.append(key[:, :, :1], value[:, :, :1])
-    with pytest.raises(ValueError, match=r"slopes must have shape \(4,\)"):
-        cache.attend(query, torch.ones(2))
-    with pytest.raises(TypeError, match="key must be an array of four axes"):
-        cache.append(key[0], value)
-    with pytest.raises(TypeError, match=r"query must be an array, got \[1.0\]"):
-        cache.attend([1.0])
-
-
-@pytest.mark.parametrize(("q_offset", "window_size"), [(0, None), (3, 2), (-4, None), (20, 17)])
-def test_a_part_is_the_same_where_there_are_no_tiles(q_offset: int, window_size: int | None) -> None:
-    tensors = _tensors()
-    call = AttentionCall.check(*tensors, q_offset=q_offset, window_size=window_size, tolerance=0.0, xp=xp)
-    for found, expected in zip(_dense_part(call, *tensors), tiled_attention_with_sums(call, *tensors), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=2.0**-19)
 
 
 @pytest.mark.usefixtures("alone")
@@ -254,8 +213,8 @@ def test_only_attention_layers_are_divided_by_head() -> None:
     mesh = DeviceMesh("cpu", [0], mesh_dim_names=("heads",))
     with pytest.raises(TypeError, match="module must be an alibi_torch.AlibiAttention, got Linear"):
         parallelize_module(nn.Linear(4, 4), mesh, parallel.TensorParallelAttention())
-    with pytest.raises(TypeError, match="must be an AlibiAttention itself, of no derived class, got FalconAttention"):
-        parallelize_module(FalconAttention(8, 2), mesh, parallel.TensorParallelAttention())
+    with pytest.raises(TypeError, match="must be an AlibiAttention itself, of no derived class, got Derived"):
+        parallelize_module(type("Derived", (AlibiAttention,), {})(8, 2), mesh, parallel.TensorParallelAttention())
     with pytest.raises(ValueError, match="module must have an alibi_torch.AlibiAttention in it"):
         parallel.tensor_parallel_plan(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="device_mesh must have one dimension"):

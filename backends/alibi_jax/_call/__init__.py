@@ -1,7 +1,7 @@
 """A call taken apart: what a compiler knows of it, its arrays, and which keys its queries need.
 
-In goes an :class:`alibi_core.AttentionCall` with its tensors. Out come rules, operands, and ranges of keys, measured on
-the device. Every kernel starts from these.
+In goes an ``AttentionCall`` with its tensors. Out come rules, operands, and ranges of keys, measured on the device.
+Every kernel starts from these.
 """
 
 from alibi_core.backend import norm_bounds as norm_bounds

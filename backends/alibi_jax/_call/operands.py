@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from alibi_core import AttentionCall
-from alibi_core.backend import ARRAY_AXES, CallRules, checks, namespace_of, tolerance_of
+from alibi_core.backend import ARRAY_AXES, AttentionCall, CallRules, checks, namespace_of, tolerance_of
 
 
 class Operands(NamedTuple):
@@ -63,15 +62,7 @@ def take_apart(call: AttentionCall, query: Any, key: Any, value: Any) -> tuple[R
     """Return the parts of a call that is not empty.
 
     The query is ``[*batch, q_len, num_heads, head_dim]``, keys and values have their batch axes first as well.
-
-    Raises:
-        NotImplementedError: If the call adds something to the bias of single keys, which no kernel here knows.
     """
-    if call.added_key_bias is not None:
-        shape = tuple(call.added_key_bias.shape)
-        raise NotImplementedError(
-            f"added_key_bias must be None but for implementation 'dense', which can run this call, got shape {shape}"
-        )
     flat = call.with_one_batch_axis()
     batch = flat.batch[0]
 

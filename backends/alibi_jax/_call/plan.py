@@ -8,15 +8,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from alibi_core import AttentionCall, KeyRanges, ScoreBounds, key_ranges
 from alibi_core.backend import (
     FIELDS,
     MAX_POSITION,
+    AttentionCall,
     KeyNorms,
+    KeyRanges,
     Measured,
     Measuring,
+    ScoreBounds,
     by_block,
     by_query_head,
+    key_ranges,
     measure,
     norm_bounds,
     score_rounding,

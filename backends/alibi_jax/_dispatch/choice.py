@@ -7,8 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from alibi_core import AttentionCall
-from alibi_core.backend import checks
+from alibi_core.backend import AttentionCall, checks
 from alibi_jax._call import Operands
 from alibi_jax._tpu import TPU
 

@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from alibi_core import AttentionCall
-from alibi_core.backend import dense_attention
+from alibi_core.backend import AttentionCall, dense_attention
 from alibi_jax._compatible import broadcasting
 from alibi_jax._tiled import materialised
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alibi_core import AttentionCall
 from alibi_core.backend import (
+    AttentionCall,
     cache_summary,
     check_indices,
     check_lengths,
@@ -177,17 +177,12 @@ class KVCache(NamedTuple):
     ) -> jax.Array:
         """Return the causal attention of the last tokens held over all tokens held, reading no more than they need.
 
-        Args:
-            query: ``[batch, q_len, num_heads, head_dim]``, of the last ``q_len`` tokens.
-            slopes: As for :func:`alibi_jax.attention`, like all the rest.
-            mask: Over all ``max_length`` slots, likewise; those not in use are masked anyway.
-            segment_ids: A pair (queries, all ``max_length`` slots).
-            window_size: In tokens.
-            scale: Factor of the scores.
-            tolerance: The share of softmax weight that may be left out.
-            implementation: As there.
-            lengths: ``[batch]`` integers: how many of the queries of each row count, as :meth:`append` was told of
-                its tokens; the others' results mean nothing. Default: all.
+        Arguments that are not listed are those of :func:`alibi_jax.attention`.
+
+        - ``query``: ``[batch, q_len, num_heads, head_dim]``, of the last ``q_len`` tokens.
+        - ``mask``, ``segment_ids``: Over all ``max_length`` slots; those not in use are masked anyway.
+        - ``lengths``: ``[batch]`` integers: how many of the queries of each row count, as :meth:`append` was told of
+          its tokens; the others' results mean nothing. Default: all.
 
         Returns:
             ``[batch, q_len, num_heads, head_dim]``; NaN where a traced length hides that the cache has overflowed, or

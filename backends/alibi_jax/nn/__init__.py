@@ -5,7 +5,6 @@ In go configurations, arrays and checkpoints. Out come modules with trainable pa
 
 from alibi_core.backend import AlibiConfig
 from alibi_jax.nn._attention_fn import attention_fn
-from alibi_jax.nn._bias import AlibiBias
 from alibi_jax.nn._checkpoint import load_checkpoint
 from alibi_jax.nn._encoder import AlibiEncoder
 from alibi_jax.nn._language_model import AlibiLanguageModel
@@ -15,7 +14,6 @@ from alibi_jax.nn._weights import load_weights, save_weights
 
 __all__ = [
     "AlibiAttention",
-    "AlibiBias",
     "AlibiConfig",
     "AlibiEncoder",
     "AlibiLanguageModel",

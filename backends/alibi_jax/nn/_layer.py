@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from alibi_core.backend import LayerShape, boolean, checks, explains_keywords, namespace_of
+from alibi_core.backend import LayerShape, checks, explains_keywords, namespace_of
 from alibi_jax._attention import attention
 from alibi_jax._call import floating_dtype
 from alibi_jax._dispatch import Implementation, checked
-from alibi_jax.caches import EvictingKVCache, KVCache
+from alibi_jax.caches import KVCache
 
 
 class AlibiAttention(nnx.Module):
@@ -143,11 +143,11 @@ class AlibiAttention(nnx.Module):
         *,
         mask: jax.Array | None = None,
         segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-        cache: KVCache | EvictingKVCache | None = None,
+        cache: KVCache | None = None,
         context: jax.Array | None = None,
         q_offset: int | jax.Array | None = None,
         lengths: jax.Array | None = None,
-    ) -> jax.Array | tuple[jax.Array, KVCache | EvictingKVCache]:
+    ) -> jax.Array | tuple[jax.Array, KVCache]:
         """Attend within ``x``, from ``x`` to the tokens in ``cache`` and ``x``, or from ``x`` to those of ``context``.
 
         Args:
@@ -215,46 +215,22 @@ class AlibiAttention(nnx.Module):
         direction = {"is_causal": self.is_causal, "future_slopes": self.future_slopes}
         return attention(query, key, value, self.slopes, q_offset=q_offset, **direction, **rules)
 
-    def make_cache(
-        self,
-        batch_size: int,
-        max_length: int,
-        *,
-        evict: bool = False,
-        max_query_norm: float | None = None,
-        max_key_norm: float | None = None,
-    ) -> KVCache | EvictingKVCache:
+    def make_cache(self, batch_size: int, max_length: int) -> KVCache:
         """Return an empty cache for ``batch_size`` sequences of up to ``max_length`` tokens.
 
         Args:
             batch_size: Sequences.
             max_length: Tokens that the cache can hold.
-            evict: Let heads drop the keys that their horizons prove to be of no weight to any query to come.
-            max_query_norm: With ``evict``, what no query's norm will exceed; one that does gives an error, or NaN
-                under ``jax.jit``.
-            max_key_norm: With ``evict``, what no key's norm is expected to exceed, so that heads have no more slots
-                than their horizons need. Default: ``max_length`` slots a head.
         """
         dtype = self.param_dtype if self.dtype is None else self.dtype
-        sizes = batch_size, self.shape.num_kv_heads, max_length, self.shape.head_dim
-        if not boolean("evict", evict):
-            for name, given in (("max_query_norm", max_query_norm), ("max_key_norm", max_key_norm)):
-                if given is not None:
-                    raise ValueError(f"{name} must be None without evict=True, got {given}")
-            return KVCache.make(*sizes, dtype=dtype)
-        if max_query_norm is None:
-            raise ValueError("max_query_norm must be given with evict=True: it decides which keys may be dropped")
-        norms = {"max_query_norm": max_query_norm, "max_key_norm": max_key_norm}
-        return EvictingKVCache.make(*sizes, slopes=self.slopes, window_size=self.window_size, dtype=dtype, **norms)
+        return KVCache.make(batch_size, self.shape.num_kv_heads, max_length, self.shape.head_dim, dtype=dtype)
 
 
-def _appended(
-    cache: KVCache | EvictingKVCache, key: jax.Array, value: jax.Array, **own: jax.Array
-) -> KVCache | EvictingKVCache:
+def _appended(cache: KVCache, key: jax.Array, value: jax.Array, **own: jax.Array) -> KVCache:
     """Return a layer's cache with further tokens, ``[batch, new, num_kv_heads, head_dim]``, and their ``lengths``."""
-    if not isinstance(cache, (KVCache, EvictingKVCache)):
+    if not isinstance(cache, KVCache):
         raise TypeError(f"cache must be an alibi_jax.KVCache, as make_cache returns it, got {type(cache).__name__}")
-    if key.dtype != (held := jax.tree.leaves(cache)[0].dtype):
+    if key.dtype != (held := cache.key.dtype):
         raise ValueError(
             f"cache must have the dtype of the layer's keys, {key.dtype}, got {held}; give the layer a dtype if its "
             "input has another than its parameters"

@@ -129,12 +129,9 @@ class AlibiTransformer(nnx.Module):
             x = self.norm(x)
         return x if caches is None else (x, longer)
 
-    def make_caches(self, batch_size: int, max_length: int, **options: Any) -> list[Any]:
-        """Return an empty key-value cache for each block, with room for ``max_length`` tokens a sequence.
-
-        Options are those of the attention layers' ``make_cache``.
-        """
-        return [block.attention.make_cache(batch_size, max_length, **options) for block in self.blocks]
+    def make_caches(self, batch_size: int, max_length: int) -> list[Any]:
+        """Return an empty key-value cache for each block, with room for ``max_length`` tokens a sequence."""
+        return [block.attention.make_cache(batch_size, max_length) for block in self.blocks]
 
 
 class Block(nnx.Module):

@@ -7,16 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from alibi_core import AttentionCall, ShardPlan, Shards, shard_plan
-from alibi_core.backend import LENGTH_FIRST, check_plan, check_shard_slopes, checks, tolerance_of
+from alibi_core.backend import LENGTH_FIRST, AttentionCall, Shards, check_shard_slopes, checks
 from alibi_core.backend import slopes as canonical_slopes
 from alibi_jax._call import take_apart
 from alibi_jax._compatible import varying, varying_alike
 from alibi_jax._dispatch import Implementation, checked, name_of
-from alibi_jax.parallel._backward import ring_attention
+from alibi_jax.parallel._loop import ring_attention
 from alibi_jax.parallel._ring import Ring
 
 ABLE = ("tpu", "tiled")  # the implementations that can tell log-sum-exps
@@ -30,10 +28,7 @@ def attention(
     *,
     axis_name: str,
     head_axis: str | None = None,
-    placement: str = "contiguous",
     length: int | None = None,
-    score_bound: float | None = None,
-    plan: ShardPlan | None = None,
     is_causal: bool = True,
     future_slopes: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
@@ -49,48 +44,30 @@ def attention(
     whole sequence, to rounding, with gradients of query, key, value and slopes; gradients of keys travel as float32.
     First derivatives, in reverse mode, alone: others raise.
 
-    Who needs which keys of others is decided in one of two ways:
-
-    * With ``score_bound``, or a ``plan`` made of one, before anything runs: each key/value head sends as many tokens as
-      its horizon asks for. Devices check that their data respect the bound; if any do not, all take the other way, at
-      the cost of having tried. The result is right in any case.
-    * Without, on the devices, from norms of queries and keys: whole shards of all heads go round until no device needs
-      more.
+    Keys and values of whole shards go from device to device until no device needs more, which devices decide together
+    from norms of queries and keys. Where horizons are shorter than a shard, that is one hop.
 
     Padding at the end of the sequence, of which ``length`` tells, is not looked at, and its results are zeros.
 
-    Args:
-        query: ``[batch, shard_len, num_heads, head_dim]``, this device's shard: tokens in the order of
-            :meth:`alibi_core.Shards.order`, and this device's heads.
-        key: ``[batch, shard_len, num_kv_heads, head_dim]``; ``num_kv_heads`` divides ``num_heads``.
-        value: Of the shape of ``key``.
-        slopes: ``[num_heads]``, those of *all* devices' heads, the same on every device. Default: the canonical slopes
-            of as many heads as all devices have together; not if the query is divided along a further axis, which may
-            be that of the batch, and there is no ``head_axis``.
-        axis_name: The mesh axis that tokens are divided along.
-        head_axis: The mesh axis that heads are divided along; None if they are not.
-        placement: ``"contiguous"`` or ``"zigzag"``; see :class:`alibi_core.Shards`.
-        length: Tokens of the sequence. Default: those of all shards.
-        score_bound: By how much the scaled score of any key may exceed that of the key at the query's own position;
-            ``2 * scale * |query| * max|key|`` is never exceeded.
-        plan: What :func:`alibi_core.shard_plan` returned, instead of ``score_bound``, where slopes are traced: made
-            with the slopes they start from, say.
-        is_causal: Mask keys after the query.
-        future_slopes: With ``is_causal=False``, the slopes for keys after the query, of all devices' heads. Default
-            ``slopes``.
-        segment_ids: ``[batch, shard_len]`` integers: attend only where they are equal.
-        window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
-        scale: Factor of the scores. Default ``head_dim ** -0.5``.
-        tolerance: The share of softmax weight that may be left out, by what is not sent and not computed together.
-            Default: the dtype's rounding error. With 0 all is sent and computed.
-        allow_negative_slopes: Let slopes be negative.
-        implementation: ``"tpu"``, :class:`alibi_jax.TPU` or ``"tiled"``; default, as for :func:`alibi_jax.attention`.
+    Arguments that are not listed are those of :func:`alibi_jax.attention`.
+
+    - ``query``: ``[batch, shard_len, num_heads, head_dim]``, this device's shard: tokens that follow those of the
+      device before, and this device's heads. ``key``, ``value`` and ``segment_ids`` (``[batch, shard_len]``) are of the
+      same tokens.
+    - ``slopes``, ``future_slopes``: ``[num_heads]``, those of *all* devices' heads, the same on every device. Default:
+      the canonical slopes of as many heads as all devices have together; not if the query is divided along a further
+      axis, which may be that of the batch, and there is no ``head_axis``.
+    - ``axis_name``: The mesh axis that tokens are divided along.
+    - ``head_axis``: The mesh axis that heads are divided along; None if they are not.
+    - ``length``: Tokens of the sequence. Default: those of all shards.
+    - ``tolerance``: The share of softmax weight that may be left out, by what is not sent and not computed together.
+    - ``implementation``: ``"tpu"``, :class:`alibi_jax.TPU` or ``"tiled"``.
 
     Returns:
         ``[batch, shard_len, num_heads, head_dim]``, of the dtype of ``query``.
 
     Raises:
-        TypeError: If an argument is of the wrong kind, such as traced slopes with ``score_bound``.
+        TypeError: If an argument is of the wrong kind.
         ValueError: If a value or shape is wrong, or there is no such mesh axis.
         NotImplementedError: If the implementation asked for cannot tell log-sum-exps.
 
@@ -98,7 +75,7 @@ def attention(
         >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("tokens",))
         >>> from functools import partial
         >>> from jax.sharding import PartitionSpec
-        >>> attend = partial(attention, axis_name="tokens", score_bound=16.0)
+        >>> attend = partial(attention, axis_name="tokens")
         >>> spec = PartitionSpec(None, "tokens")
         >>> x = jnp.ones((1, 6, 2, 4))
         >>> jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)(x, x, x).shape
@@ -108,13 +85,13 @@ def attention(
         Press, Smith, Lewis, "Train Short, Test Long", arXiv 2108.12409; Liu, Zaharia, Abbeel, "Ring Attention with
         Blockwise Transformers", arXiv 2310.01889.
     """
-    num_shards, head_shards = axis_sizes(axis_name, head_axis)
+    num_shards, head_shards = _axis_sizes(axis_name, head_axis)
     for name, array in (("query", query), ("key", key)):
         if checks.array(name, array).ndim != 4:
             raise ValueError(f"{name} must have shape (batch, shard_len, heads, head_dim), got {array.shape}")
-    given = default_slopes(query, key, axis_name, head_axis, head_shards) if slopes is None else slopes
+    given = _default_slopes(query, key, axis_name, head_axis, head_shards) if slopes is None else slopes
     local, local_future = (
-        local_slopes(name, x, query.shape[2], head_axis, head_shards)
+        _local_slopes(name, x, query.shape[2], head_axis, head_shards)
         for name, x in (("slopes", given), ("future_slopes", future_slopes))
     )
     if key.shape[1] != query.shape[1]:
@@ -131,27 +108,17 @@ def attention(
         layout=LENGTH_FIRST,
         xp=jnp,
     )
-    shards = Shards.of_shard_len(query.shape[1], num_shards, placement, length)
-    check_implementation(implementation)
-    plan = check_plan(plan, score_bound, call, shards, head_shards)
-    if score_bound is not None:
-        plan = shard_plan(
-            _known("slopes", given),
-            shards,
-            score_bound=score_bound,
-            tolerance=tolerance_of(call),
-            is_causal=is_causal,
-            future_slopes=None if future_slopes is None else _known("future_slopes", future_slopes),
-            window_size=window_size,
-            num_kv_heads=key.shape[2] * head_shards,
-            head_shards=head_shards,
+    shards = Shards(num_shards, query.shape[1], length)
+    if checked(implementation) is not None and name_of(implementation) not in ABLE:
+        raise NotImplementedError(
+            f"implementation {name_of(implementation)!r} cannot tell log-sum-exps; {' and '.join(map(repr, ABLE))} can"
         )
     if call.is_empty:
         return jnp.zeros_like(query)
     rules, operands = take_apart(call, query, key, value)
     mesh = jax.sharding.get_abstract_mesh()
     axes = tuple(name for name in mesh.axis_names if name in mesh.manual_axes)
-    ring = Ring(replace(rules, q_offset=None), shards, plan, axis_name, axes, implementation)
+    ring = Ring(replace(rules, q_offset=None), shards, axis_name, axes, implementation)
     return _attend(ring, varying_alike(operands))
 
 
@@ -159,15 +126,7 @@ def attention(
 _attend = jax.jit(ring_attention, static_argnums=0)
 
 
-def check_implementation(implementation: Any) -> None:
-    """Check that an implementation, if one is named, can tell log-sum-exps."""
-    if checked(implementation) is not None and name_of(implementation) not in ABLE:
-        raise NotImplementedError(
-            f"implementation {name_of(implementation)!r} cannot tell log-sum-exps; {' and '.join(map(repr, ABLE))} can"
-        )
-
-
-def axis_sizes(axis_name: Any, head_axis: Any = None) -> tuple[int, int]:
+def _axis_sizes(axis_name: Any, head_axis: Any = None) -> tuple[int, int]:
     """Return the sizes of the mesh axes that tokens and heads are divided along."""
     return _axis_size(axis_name, "axis_name"), 1 if head_axis is None else _axis_size(head_axis, "head_axis")
 
@@ -184,7 +143,7 @@ def _axis_size(axis_name: Any, argument: str) -> int:
         ) from error
 
 
-def default_slopes(query: jax.Array, key: jax.Array, axis_name: str, head_axis: str | None, head_shards: int) -> Any:
+def _default_slopes(query: jax.Array, key: jax.Array, axis_name: str, head_axis: str | None, head_shards: int) -> Any:
     """Return the canonical slopes of all devices' heads, where it is known how many these are."""
     axes = varying(query)
     if axis_name not in varying(key):  # as with check_vma=False, where nobody knows along which axes they are divided
@@ -198,7 +157,7 @@ def default_slopes(query: jax.Array, key: jax.Array, axis_name: str, head_axis: 
     return canonical_slopes(query.shape[2] * head_shards)
 
 
-def local_slopes(name: str, slopes: Any, heads: int, head_axis: str | None, head_shards: int) -> Any:
+def _local_slopes(name: str, slopes: Any, heads: int, head_axis: str | None, head_shards: int) -> Any:
     """Return the slopes of this device's heads, of those of all devices' heads."""
     if slopes is None:
         return None
@@ -207,13 +166,3 @@ def local_slopes(name: str, slopes: Any, heads: int, head_axis: str | None, head
     if head_axis is None:
         return slopes
     return lax.dynamic_slice_in_dim(slopes, lax.axis_index(head_axis) * heads, heads)
-
-
-def _known(name: str, slopes: Any) -> Any:
-    """Return slopes as NumPy has them."""
-    if isinstance(slopes, jax.core.Tracer):
-        raise TypeError(
-            f"{name} must have known values for score_bound to be of use, got a traced array; give "
-            "plan=alibi_core.shard_plan(...) of the values they start with, or neither to let devices decide"
-        )
-    return np.asarray(slopes)

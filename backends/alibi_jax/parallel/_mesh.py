@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
-from alibi_core import Shards
 from alibi_core.backend import checks
 from alibi_core.backend import slopes as canonical_slopes
 from alibi_jax.parallel._attention import attention
@@ -27,7 +26,6 @@ def sharded_attention(
     axis_name: str,
     batch_axis: str | None = None,
     head_axis: str | None = None,
-    placement: str = "contiguous",
     length: int | None = None,
     future_slopes: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
@@ -39,16 +37,13 @@ def sharded_attention(
 
     Args:
         mesh: The mesh.
-        query: ``[batch, length, num_heads, head_dim]``. With ``placement="zigzag"`` tokens are in the order of the
-            shards, and padded: ``query[:, Shards.of_length(length, num_shards, "zigzag").order()]``. Contiguous ones
-            are padded here if they do not divide.
+        query: ``[batch, length, num_heads, head_dim]``. Padding is added if the devices do not divide the length.
         key: ``[batch, length, num_kv_heads, head_dim]``.
         value: Of the shape of ``key``.
         slopes: ``[num_heads]``. Default: the canonical slopes.
         axis_name: The mesh axis that tokens are divided along.
         batch_axis: The mesh axis that batch entries are divided along; None if they are not.
         head_axis: The mesh axis that heads are divided along; None if they are not.
-        placement: ``"contiguous"`` or ``"zigzag"``.
         length: Tokens that are no padding. Default: all.
         future_slopes: ``[num_heads]``.
         segment_ids: ``[batch, length]`` integers.
@@ -59,13 +54,14 @@ def sharded_attention(
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If the mesh has no such axis, arrays are on another mesh, or a length does not divide.
+        ValueError: If the mesh has no such axis, arrays are on another mesh, or batch entries or
+            heads do not divide.
         NotImplementedError: As for :func:`alibi_jax.parallel.attention`.
 
     Example:
         >>> mesh = jax.make_mesh((1, 1), ("data", "tokens"))
         >>> x = jnp.ones((2, 5, 4, 8))
-        >>> sharded_attention(mesh, x, x, x, axis_name="tokens", batch_axis="data", score_bound=16.0).shape
+        >>> sharded_attention(mesh, x, x, x, axis_name="tokens", batch_axis="data").shape
         (2, 5, 4, 8)
     """
     if not isinstance(mesh, Mesh):
@@ -91,18 +87,12 @@ def sharded_attention(
                 )
     if 0 in query.shape:
         return jnp.zeros_like(query)
-    shards = Shards.of_length(tokens, sizes["axis_name"], placement)
-    missing = shards.padded_length - tokens
-    if missing and placement != "contiguous":
-        raise ValueError(
-            f"query must have a length that {shards.num_chunks} chunks divide where placement is {placement!r}, got "
-            f"{tokens}; pad it at the end, before its tokens are put in the order of the shards, and give length"
-        )
+    missing = -tokens % sizes["axis_name"]
     length = tokens if length is None else checks.positive_int("length", length)
     if length > tokens:
         raise ValueError(f"length must be at most that of query, {tokens}, got {length}")
-    # What is known of slopes stays known: it is no argument of the function that shard_map traces.
     slopes = canonical_slopes(query.shape[2]) if slopes is None else slopes
+    # Concrete slopes are closed over, so that their values are checked; shard_map would trace them.
     known = {"slopes": slopes, "future_slopes": future_slopes}
     traced = {name: x for name, x in known.items() if isinstance(x, jax.core.Tracer)}
 
@@ -114,7 +104,6 @@ def sharded_attention(
             *tensors,
             axis_name=axis_name,
             head_axis=head_axis,
-            placement=placement,
             length=length,
             segment_ids=ids,
             **(known | traced),

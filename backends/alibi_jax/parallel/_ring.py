@@ -1,4 +1,4 @@
-"""One device's share of a sequence: its chunks, and what their queries make of the keys that arrive."""
+"""One device's shard of a sequence, and attention of its queries to the keys of one shard at a time."""
 
 from __future__ import annotations
 
@@ -7,27 +7,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from alibi_core import ShardPlan, Shards
-from alibi_core.backend import HALO_SHARE
+from alibi_core.backend import HALO_SHARE, Shards
 from alibi_jax._call import Operands, Rules
 from alibi_jax._dispatch import Implementation, backward, forward
-from alibi_jax.parallel._exchange import take
 
-OWN_SHARE = 0.5  # of what tiles may leave out: for a chunk's own keys, the rest for those that arrive
+OWN_SHARE = 0.5  # of the tolerance of kernels: for the shard's own keys, the rest for keys of other shards
 
 
 @dataclass(frozen=True)
 class Ring:
-    """What of sequence-parallel attention is known when it is traced. Hashable."""
+    """What is known of sequence-parallel attention when it is traced. Hashable."""
 
     rules: Rules  # of the whole sequence, with the whole tolerance
     shards: Shards
-    plan: ShardPlan | None  # None: the devices decide
-    axis_name: str  # of the mesh axis that tokens are divided along
-    all_axes: tuple[str, ...]  # of the mesh, over which decisions have to be the same
+    axis_name: str  # the mesh axis that tokens are divided along
+    all_axes: tuple[str, ...]  # the mesh axes along which all devices make as many hops
     implementation: Implementation | None
 
     @property
@@ -36,138 +32,86 @@ class Ring:
         return HALO_SHARE * self.rules.tolerance * (1.0 if self.rules.is_causal else 0.5)
 
     def part_rules(self, share: float, **changes: Any) -> Rules:
-        """Return the rules of a part that may leave out this share of the tolerance that is not for halos.
+        """Return the rules of a part that may leave out this share of the tolerance of kernels."""
+        return replace(self.rules, tolerance=(1 - HALO_SHARE) * self.rules.tolerance * share, is_part=True, **changes)
 
-        That is twice the share for keys that are not sent: so much may those weigh that stand in for them, too.
-        """
-        tolerance = (1 - 2 * HALO_SHARE) * self.rules.tolerance * share
-        return replace(self.rules, tolerance=tolerance, is_part=True, **changes)
+    def is_token(self, distance: int | jax.Array = 0) -> jax.Array:
+        """Return which tokens exist of the shard that is ``distance`` shards before this one: ``[shard_len]``."""
+        start = (lax.axis_index(self.axis_name) - distance) * self.shards.shard_len
+        positions = start + jnp.arange(self.shards.shard_len, dtype=jnp.int32)
+        return (positions >= 0) & (positions < self.shards.length)
 
-    def chunks(self) -> jax.Array:
-        """Return which chunks this device has: int32 ``[slots]``."""
-        table = np.asarray([self.shards.chunks(shard) for shard in range(self.shards.num_shards)], np.int32)
-        return jnp.asarray(table)[lax.axis_index(self.axis_name)]
-
-    def split(self, array: jax.Array) -> jax.Array:
-        """Return ``[batch, shard_len, ...]`` as ``[slots * batch, chunk_len, ...]``."""
-        array = array.reshape(array.shape[0], self.shards.slots, self.shards.chunk_len, *array.shape[2:])
-        return jnp.swapaxes(array, 0, 1).reshape(-1, self.shards.chunk_len, *array.shape[3:])
-
-    def join(self, array: jax.Array) -> jax.Array:
-        """Undo :meth:`split`."""
-        array = self.by_slot(array)
-        return jnp.swapaxes(array, 0, 1).reshape(array.shape[1], self.shards.shard_len, *array.shape[3:])
-
-    def by_slot(self, array: jax.Array) -> jax.Array:
-        """Return ``[slots * batch, ...]`` as ``[slots, batch, ...]``."""
-        return array.reshape(self.shards.slots, -1, *array.shape[1:])
-
-    def is_token(self, chunks: jax.Array) -> jax.Array:
-        """Return which tokens of chunks ``[slots]`` exist, and are no padding: ``[slots, chunk_len]``."""
-        within = chunks[:, None] * self.shards.chunk_len + jnp.arange(self.shards.chunk_len, dtype=jnp.int32)
-        return (within >= 0) & (within < self.shards.length)
+    def passed_on(self, tree: Any, step: int) -> Any:
+        """Return the arrays of the shard that is ``step`` before this one; the last shard is before the first."""
+        count = self.shards.num_shards
+        pairs = [(shard, (shard + step) % count) for shard in range(count)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, pairs), tree)
 
 
 class Sums(NamedTuple):
     """Attention to the keys so far."""
 
-    result: jax.Array  # [slots * batch, chunk_len, num_heads, head_dim], working dtype
-    log_sum_exps: jax.Array  # [slots * batch, num_heads, chunk_len]
+    result: jax.Array  # [batch, shard_len, num_heads, head_dim], working dtype
+    log_sum_exps: jax.Array  # [batch, num_heads, shard_len]
 
 
-class Arrived(NamedTuple):
-    """What comes from other chunks."""
+class Visitors(NamedTuple):
+    """Keys and values that go round the ring."""
 
-    tensors: jax.Array  # [slots, batch, tokens, heads, 2 * head_dim]: keys and values
-    ids: jax.Array | None  # [slots, batch, tokens]: their segments; None if there are none
-    gradients: jax.Array | None = None  # as tensors, working dtype: what they have got so far, if it goes with them
+    key: jax.Array  # [batch, shard_len, num_kv_heads, head_dim]
+    value: jax.Array
+    ids: jax.Array | None  # [batch, shard_len]: their segments
 
 
 class Part(NamedTuple):
-    """Keys that have arrived, and the queries they are for."""
+    """The keys of one shard, and the queries that may see them."""
 
     rules: Rules
     operands: Operands
-    rows: jax.Array  # [slots * batch, 1, chunk_len]: the queries that they are for
-    heads: tuple[int, ...]  # the query heads
+    rows: jax.Array  # [shard_len]: the queries that may see these keys
 
 
 def local_operands(ring: Ring, operands: Operands) -> Operands:
-    """Return the operands of a shard by chunk, ``[slots * batch, chunk_len, ...]``, padding as zeros."""
-    query, key, value = (ring.split(x) for x in operands[:3])
-    mask = None
-    if ring.shards.length < ring.shards.padded_length:
-        tokens = _per_entry(ring, ring.is_token(ring.chunks()), query.shape[0])
-        query, key, value = (jnp.where(tokens[:, :, None, None], x, 0).astype(x.dtype) for x in (query, key, value))
-        mask = None if ring.rules.is_causal else tokens[:, None, None, :]  # keys after all queries hide by themselves
+    """Return the operands of a shard with zeros in place of padding."""
+    query, key, value, mask = *operands[:3], None
+    if ring.shards.has_padding:
+        tokens = ring.is_token()
+        query, key, value = (jnp.where(tokens[:, None, None], x, 0).astype(x.dtype) for x in (query, key, value))
+        # Causal queries that are tokens do not see padding, which follows them.
+        mask = None if ring.rules.is_causal else tokens[None, None, None]
     ids = operands.q_segment_ids
-    ids = None if ids is None else ring.split(jnp.broadcast_to(ids, operands.query.shape[:2]))
+    ids = None if ids is None else jnp.broadcast_to(ids, query.shape[:2])
     return operands._replace(query=query, key=key, value=value, q_segment_ids=ids, mask=mask)
 
 
-def _per_entry(ring: Ring, by_slot: jax.Array, entries: int) -> jax.Array:
-    """Return ``[slots, ...]`` for each entry of ``[slots * batch, ...]``."""
-    return jnp.repeat(by_slot, entries // ring.shards.slots, axis=0)
-
-
 def own_part(ring: Ring, local: Operands) -> Part:
-    """Return the part that is there from the start: each chunk's own keys."""
-    rows = _per_entry(ring, ring.is_token(ring.chunks()), local.query.shape[0])[:, None]
-    return Part(ring.part_rules(OWN_SHARE, q_offset=0), local, rows, tuple(range(local.query.shape[2])))
+    """Return the part of the shard's own keys."""
+    return Part(ring.part_rules(OWN_SHARE, q_offset=0), local, ring.is_token())
 
 
-def arrived_part(
-    ring: Ring,
-    local: Operands,
-    parts: int,
-    arrived: Arrived,
-    distance: int | jax.Array,
-    heads: tuple[int, ...],
-    lower: jax.Array,
-    *,
-    is_past: bool,
-) -> Part:
-    """Return the part of keys that have arrived: the last tokens of chunks before, or the first of chunks after.
+def visiting_part(ring: Ring, local: Operands, visitors: Visitors, hops: jax.Array, sign: int, lower: Any) -> Part:
+    """Return the part of the keys of the shard that is ``hops`` before this one (``sign`` 1) or after it (-1).
 
-    Args:
-        ring: The setup.
-        local: From :func:`local_operands`.
-        parts: How many of this kind there may be.
-        arrived: Keys and values.
-        distance: How many chunks before; negative for after. May be traced.
-        heads: Their key/value heads.
-        lower: ``[slots * batch, num_heads, chunk_len]``: bounds of log-sum-exps.
-        is_past: Whether the distance is positive.
+    ``lower``, ``[batch, num_heads, shard_len]``, are lower bounds of log-sum-exps.
     """
-    ids, group = arrived.ids, local.query.shape[2] // local.key.shape[2]
-    size, tokens = ring.shards.chunk_len, arrived.tensors.shape[2]
-    key, value = jnp.split(arrived.tensors.reshape(-1, *arrived.tensors.shape[2:]), 2, axis=-1)
-    q_heads = tuple(head * group + member for head in heads for member in range(group))
-    chunks = ring.chunks()
-    source = ring.is_token(chunks - distance)  # [slots, chunk_len]
-    entries = local.query.shape[0]
-    rows = _per_entry(ring, ring.is_token(chunks) & source[:, :1], entries)[:, None]
-    lower = take(lower, q_heads, 1)
-    offset = distance * size + (tokens - size if is_past else 0)
-    is_static = isinstance(offset, int)
-    mask = None
-    if local.mask is not None and not is_past:
-        mask = _per_entry(ring, source[:, :tokens], entries)[:, None, None, :]
+    distance, is_past = sign * hops, sign > 0
+    source = ring.is_token(distance)
+    rows = ring.is_token() & source[0]
     operands = Operands(
-        take(local.query, q_heads, 2),
-        key,
-        value,
-        take(local.slopes, q_heads, 1),
-        None if is_past or local.future_slopes is None else take(local.future_slopes, q_heads, 1),
-        q_offset=None if is_static else offset.astype(jnp.int32).reshape(1),
+        local.query,
+        visitors.key,
+        visitors.value,
+        local.slopes,
+        None if is_past else local.future_slopes,
+        q_offset=(distance * ring.shards.shard_len).astype(jnp.int32).reshape(1),
         q_segment_ids=local.q_segment_ids,
-        kv_segment_ids=None if ids is None else ids.reshape(-1, tokens),
-        mask=mask,
-        # Nothing is more than infinity: these queries need no key.
+        kv_segment_ids=visitors.ids,
+        mask=None if local.mask is None or is_past else source[None, None, None],
+        # An infinite lower bound makes every key negligible for queries that may not see these keys.
         lower=jnp.where(rows, lower, jnp.inf),
     )
-    rules = ring.part_rules((1 - OWN_SHARE) / parts, is_causal=is_past, q_offset=offset if is_static else None)
-    return Part(rules, operands, rows, q_heads)
+    rules = ring.part_rules((1 - OWN_SHARE) / ring.shards.num_shards, is_causal=is_past, q_offset=None)
+    return Part(rules, operands, rows)
 
 
 def attended(ring: Ring, part: Part) -> Sums:
@@ -178,29 +122,17 @@ def attended(ring: Ring, part: Part) -> Sums:
 
 def add(ring: Ring, sums: Sums, part: Part) -> Sums:
     """Return attention to the keys so far and to those of another part."""
-    both = Sums(take(sums.result, part.heads, 2), take(sums.log_sum_exps, part.heads, 1)), attended(ring, part)
+    both = sums, attended(ring, part)
     highest = jnp.maximum(*(x.log_sum_exps for x in both))
     highest = jnp.where(jnp.isneginf(highest), 0, highest)
-    weights = [jnp.exp(x.log_sum_exps - highest) for x in both]
+    weights = [jnp.exp(x.log_sum_exps - highest) for x in both]  # [batch, num_heads, shard_len]
     total = weights[0] + weights[1]
     shares = [jnp.swapaxes(x / jnp.where(total == 0, 1, total), 1, 2)[..., None] for x in weights]
-    merged = both[0].result * shares[0] + both[1].result * shares[1]
-    logs = highest + jnp.log(total)
-    return Sums(put(sums.result, merged, part.heads, 2), put(sums.log_sum_exps, logs, part.heads, 1))
+    return Sums(both[0].result * shares[0] + both[1].result * shares[1], highest + jnp.log(total))
 
 
 def gradients(ring: Ring, part: Part, sums: Sums, cotangent: jax.Array, slopes_too: bool) -> tuple[Any, ...]:
     """Return what a part adds to the gradients of its own operands, of the attention ``sums`` to all parts."""
-    logs = take(sums.log_sum_exps, part.heads, 1)
-    logs = jnp.where(part.rows & ~jnp.isneginf(logs), logs, jnp.inf)
-    rows = (take(x, part.heads, 2) for x in (sums.result, cotangent))
-    arguments = next(rows), logs, next(rows), ring.implementation
+    logs = jnp.where(part.rows & ~jnp.isneginf(sums.log_sum_exps), sums.log_sum_exps, jnp.inf)
+    arguments = sums.result, logs, cotangent, ring.implementation
     return backward(part.rules, part.operands, *arguments, slopes_too=slopes_too)
-
-
-def put(array: jax.Array, part: jax.Array, index: tuple[int, ...], axis: int) -> jax.Array:
-    """Return an array with other elements at some places along an axis."""
-    if len(index) == array.shape[axis]:
-        return part
-    places = (slice(None),) * axis + (np.asarray(index),)
-    return array.at[places].set(part, indices_are_sorted=True, unique_indices=True)

@@ -1,8 +1,9 @@
-"""How attention is checked, differentiated, mapped and compiled in MLX.
+"""How attention is chosen, differentiated, mapped and compiled in MLX.
 
 In go a call's tensors and the tiles to compute. Out come results that have gradients.
 """
 
-from alibi_mlx._dispatch.functions import Jobs as Jobs
+from alibi_mlx._dispatch.choice import IMPLEMENTATIONS as IMPLEMENTATIONS
+from alibi_mlx._dispatch.choice import choose as choose
+from alibi_mlx._dispatch.choice import refusal as refusal
 from alibi_mlx._dispatch.functions import attend as attend
-from alibi_mlx._dispatch.memory import checked as checked

@@ -1,8 +1,7 @@
 """Attention and its gradients as functions that MLX's transformations know.
 
 What computes attention, or its gradients, takes a call with one batch axis. Here it becomes a custom function of all
-arrays concerned: its gradients are those in tiles, whatever computed the result, and ``mx.vmap`` makes a longer batch
-of it, so that nothing below has to know how to be mapped.
+arrays concerned, of which ``mx.vmap`` makes a longer batch, so that nothing below has to know how to be mapped.
 """
 
 from __future__ import annotations
@@ -13,24 +12,17 @@ from typing import Any
 
 import mlx.core as mx
 
-from alibi_core import AttentionCall
-from alibi_core.backend import ARRAY_AXES, Job
+from alibi_core.backend import ARRAY_AXES, AttentionCall, Job
 from alibi_mlx import _tiled
-from alibi_mlx._tiled import Kept
 
-Jobs = Callable[[], list[Job]]
 # Returns the tiles that make up a call with one batch axis, given query, key and value.
 Plan = Callable[[AttentionCall, mx.array, mx.array, mx.array], list[Job]]
-Forward = Callable[[AttentionCall, mx.array, mx.array, mx.array, Jobs], mx.array]
 
 
-def attend(
-    call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, forward: Forward, plan: Plan
-) -> mx.array:
-    """Return attention, differentiable in memory that grows with the lengths alone.
+def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, plan: Plan) -> mx.array:
+    """Return the attention of a call with one batch axis, differentiable in memory that grows with the lengths alone.
 
-    Nothing is kept for the backward pass but the arguments: scores are computed anew. The call has one batch axis;
-    ``forward`` computes the result, given the same and a function that returns the jobs, which are ``plan``'s.
+    Nothing is kept for the backward pass but the arguments: scores are computed anew.
     """
     operands = call.arrays
     names = tuple(operands)
@@ -43,17 +35,12 @@ def attend(
 
     def of_arrays(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> mx.array:
         this = replace(call, **dict(zip(names, arrays, strict=True)))
-        return forward(this, query, key, value, lambda: jobs(this, query, key, value))
+        return _tiled.forward(this, query, key, value, jobs(this, query, key, value))
 
-    @mx.custom_function
-    def function(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> mx.array:
-        if Kept not in call.worked_out:
-            return of_arrays(query, key, value, *arrays)
-        return forward(call, query, key, value, lambda: jobs(call, query, key, value))
+    function = mx.custom_function(of_arrays)
 
     @function.jvp
     def push_forward(primals: Any, tangents: Any) -> mx.array:
-        # By slopes, too, of which what is kept knows the values alone.
         filled = [mx.zeros_like(x) if dx is None else dx for x, dx in zip(primals, tangents, strict=True)]
         return mx.jvp(of_arrays, primals, filled)[1][0]
 
@@ -71,7 +58,7 @@ def attend(
     @function.vmap
     def mapped(operands: Any, axes: Any) -> tuple[mx.array, int]:
         size, longer, tensors = _as_longer_batch(call, operands, axes, 3)
-        return attend(longer, *tensors, forward, plan).reshape(size, *call.batch, *tensors[0].shape[1:]), 0
+        return attend(longer, *tensors, plan).reshape(size, *call.batch, *tensors[0].shape[1:]), 0
 
     return function(query, key, value, *operands.values())
 

@@ -4,7 +4,6 @@ In go a call and its tensors. Out come the plan of tiles, measured from norms, a
 """
 
 from alibi_core.backend import KeyNorms as KeyNorms
-from alibi_mlx._tiled.biases import Kept as Kept
 from alibi_mlx._tiled.configuration import norm_bounds as norm_bounds
 from alibi_mlx._tiled.kernels import backward as backward
 from alibi_mlx._tiled.kernels import forward as forward

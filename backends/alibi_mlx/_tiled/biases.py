@@ -7,68 +7,19 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import array_api_compat.numpy as xp
 import mlx.core as mx
-import numpy as np
 
-from alibi_core import AttentionCall
-from alibi_core.backend import Job, TileSizes, plain_jobs
-
-KEPT = 2**16  # heads times keys of calls whose biases are kept; of the tiles, twice as many numbers
-
-
-class Kept:
-    """What is kept of a call that may come again, with other lengths: its biases by distance, and its last jobs.
-
-    The biases are made in NumPy, so that nothing has to be evaluated, and MLX is given constants.
-    """
-
-    def __init__(self, call: AttentionCall) -> None:
-        self._call = call  # its arrays are slopes, which have values
-        self._jobs: tuple[Any, list[Job]] = (None, [])  # what they follow from, and they
-        self._tiles: dict[tuple[int, ...], mx.array] = {}  # the last biases, under what they are made of
-        self._lines: tuple[int, Any, Any] = (-1, None, None)  # how far they reach to either side; in NumPy and in MLX
-
-    def jobs(self, call: AttentionCall, sizes: TileSizes) -> list[Job]:
-        """Return the jobs of a call that differs in lengths alone, as shapes decide them."""
-        made_of, jobs = self._jobs
-        if made_of != (call.q_len, call.kv_len, sizes):
-            jobs = list(plain_jobs(call, sizes))
-            self._jobs = (call.q_len, call.kv_len, sizes), jobs
-        return jobs
-
-    def bias(self, job: Job, back: int, length: int) -> mx.array:
-        """Return a job's bias, ``back`` keys before its first query's own; no key is ``length`` tokens away."""
-        made_of = job.heads.start, job.heads.stop, job.rows, job.kv_len, back
-        tiles = self._tiles
-        if made_of in tiles:
-            return tiles[made_of]
-        reach, line, in_mlx = self._lines
-        if reach < length:
-            reach = max(256, 1 << length.bit_length())  # texts grow
-            line = _line_of(in_numpy(self._call), reach, reach)
-            in_mlx = mx.array(line)
-            self._lines = reach, line, in_mlx
-        part = _part_of_line(reach, job, back)
-        if job.rows == 1 or (job.heads.stop - job.heads.start) * job.rows * job.kv_len > 2 * KEPT:
-            return _toeplitz(in_mlx[:, job.heads, part], job.rows)
-        rows = np.lib.stride_tricks.sliding_window_view(line[:, job.heads, part], job.kv_len, axis=-1)
-        tile = mx.array(np.ascontiguousarray(rows[..., ::-1, :]))
-        fits = sum(x.size for x in tiles.values()) + tile.size <= 2 * KEPT
-        self._tiles = {**(tiles if fits else {}), made_of: tile}
-        return tile
+from alibi_core.backend import AttentionCall, Job
 
 
 class Biases:
     """The biases of jobs. Where they follow from distance alone they are one line a head, read at different places.
 
-    A tile of such a bias is constant along its diagonals: each row is the one before it, shifted by one. What is added
-    to keys is left out.
+    A tile of such a bias is constant along its diagonals: each row is the one before it, shifted by one.
     """
 
     def __init__(self, call: AttentionCall) -> None:
-        self._call = call if call.added_key_bias is None else replace(call, added_key_bias=None)
-        self._kept: Kept | None = call.worked_out.get(Kept) if call.num_heads * call.kv_len <= KEPT else None
+        self._call = call
         self._by_distance = call.mask is None and call.q_segment_ids is None
         self._tiles: dict[tuple[int, ...], mx.array] = {}  # the last one made, under what it is made of
 
@@ -82,8 +33,6 @@ class Biases:
             bias, attends = replace(tile, q_offset=self._q_positions(job)[..., 0]).bias()
             return _four_axes(bias), None if attends is None else _four_axes(attends)
         back = job.back + self._call.q_offset
-        if self._kept is not None:
-            return self._kept.bias(job, back, self._call.kv_len), None
         of_each = self._line.shape[0] > 1  # batch entry; else one is for all
         batch = (job.batch.start, job.batch.stop) if of_each else (0, 1)
         made_of = (*batch, job.heads.start, job.heads.stop, job.rows, job.kv_len, back)
@@ -139,12 +88,6 @@ class Biases:
             return False
         back = job.back + self._call.q_offset
         return bool(back >= 0 and back + job.rows <= job.kv_len)
-
-
-def in_numpy(call: AttentionCall) -> AttentionCall:
-    """Return a call with its arrays in NumPy, which have values."""
-    read = call.map_arrays(lambda array, _: np.asarray(array))
-    return replace(read, xp=xp, working_dtype=np.dtype(np.float32))
 
 
 def _line_of(call: AttentionCall, past: int, after: int) -> Any:

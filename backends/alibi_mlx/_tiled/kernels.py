@@ -13,8 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from alibi_core import AttentionCall
-from alibi_core.backend import Job
+from alibi_core.backend import AttentionCall, Job
 from alibi_mlx._compatible import padded
 from alibi_mlx._tiled.biases import Biases
 from alibi_mlx._tiled.configuration import tiling
@@ -22,13 +21,8 @@ from alibi_mlx._tiled.configuration import tiling
 COPIED_FOR = 8  # queries, at least, that keys are laid out anew for
 
 
-def forward(
-    call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, jobs: Iterable[Job], head_dim: int
-) -> mx.array:
-    """Return the result of the jobs that make up a call with one batch axis, of the shape and dtype of ``query``.
-
-    Features are filled up with zeros to ``head_dim`` for MLX's kernel.
-    """
+def forward(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, jobs: Iterable[Job]) -> mx.array:
+    """Return the result of the jobs that make up a call with one batch axis, of the shape and dtype of ``query``."""
     result = mx.zeros(query.shape, query.dtype)
     biases = Biases(call)
     before: list[mx.array] = []
@@ -37,12 +31,9 @@ def forward(
         for part in _parts(job, call.head_dim):
             tensors = (queries_of(query, part), keys_of(key, part, call), keys_of(value, part, call))
             # MLX rounds the bias to the dtype of the tensors, which must therefore be float32.
-            wide = [padded(_float32(x), 3, 0, head_dim - call.head_dim) for x in tensors]
+            wide = [_float32(x) for x in tensors]
             wide[0], wide[1] = _after(wide[0], before), for_scores(wide[1], part)
-            whole = _with_added(call, part, bias)
-            out = mx.fast.scaled_dot_product_attention(*wide, scale=call.scale, mask=whole)
-            if head_dim > call.head_dim:
-                out = out[..., : call.head_dim]
+            out = mx.fast.scaled_dot_product_attention(*wide, scale=call.scale, mask=bias)
             if attends is not None:
                 out = mx.where(attends, out, 0.0)
             out = out.astype(query.dtype)
@@ -82,7 +73,7 @@ def backward(
                 grads = mx.where(attends, grads, 0.0)
             queries, grads = (_after(x, before) for x in (queries * call.scale, grads))
             # [batch entries or tiles, heads, rows, kv_len]; the heads of a job share their keys or are ungrouped
-            weights = _softmax(queries @ for_scores(keys, part).swapaxes(-1, -2) + _with_added(call, part, bias))
+            weights = _softmax(queries @ for_scores(keys, part).swapaxes(-1, -2) + bias)
             by_weight = grads @ for_scores(values, part).swapaxes(-1, -2)
             # Not from the result: it was rounded to the dtype of the tensors, which slopes' gradients do not forgive.
             mean = mx.sum(weights * by_weight, axis=-1, keepdims=True)
@@ -102,17 +93,6 @@ def backward(
                 ),
             ]
     return by_query, by_key.total(), by_value.total(), *by_slopes
-
-
-def _with_added(call: AttentionCall, job: Job, bias: mx.array) -> mx.array:
-    """Return a job's bias with what is added to that of its keys, ``[batch entries or tiles, heads, rows, kv_len]``."""
-    if call.added_key_bias is None:
-        return bias
-    added = mx.broadcast_to(call.added_key_bias, (*call.batch, call.num_heads, call.kv_len))[job.batch, job.heads]
-    if job.tiles == 1:
-        return bias + added[:, :, None, job.keys]
-    keys = mx.arange(job.tiles)[:, None] * job.rows + mx.arange(job.kv_start, job.kv_start + job.kv_len)
-    return bias + added[0][:, keys].swapaxes(0, 1)[:, :, None]
 
 
 def _softmax(scores: mx.array) -> mx.array:

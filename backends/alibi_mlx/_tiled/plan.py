@@ -9,13 +9,16 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import array_api_compat.numpy as xp
 import mlx.core as mx
 import numpy as np
 
-from alibi_core import AttentionCall, KeyRanges, ScoreBounds
 from alibi_core.backend import (
+    AttentionCall,
     Job,
     KeyNorms,
+    KeyRanges,
+    ScoreBounds,
     entry_of,
     jobs_of_entry,
     measure,
@@ -23,7 +26,6 @@ from alibi_core.backend import (
     plain_jobs,
     ranges_on_host,
 )
-from alibi_mlx._tiled.biases import Kept, in_numpy
 from alibi_mlx._tiled.configuration import tiling
 
 # Numbers in the keys of one batch entry, times those of a short call; measured on a CPU.
@@ -48,8 +50,7 @@ def jobs(
     is_planned = not (call.kv_len <= tiling().short or tolerance == 0 or _is_soon_read(call, norms))
     host = on_host(call, query=query, key=key, value=value) if is_planned else None
     if host is None:
-        kept = call.worked_out.get(Kept)
-        return list(plain_jobs(call, sizes)) if kept is None else kept.jobs(call, sizes)
+        return list(plain_jobs(call, sizes))
     entries = [entry_of(host, index) for index in range(host.batch[0])]
     planned = [
         jobs_of_entry(entry, ranges, index, sizes)
@@ -65,7 +66,7 @@ def _is_soon_read(call: AttentionCall, norms: KeyNorms | None) -> bool:
 
 
 def on_host(call: AttentionCall, **tensors: mx.array) -> AttentionCall | None:
-    """Return the call with its arrays in NumPy; None if they, or the tensors, cannot be read for now.
+    """Return a call with its arrays in NumPy; None if they, or the tensors, cannot be read for now.
 
     Raises:
         ValueError: If one is still to be computed by another thread.
@@ -73,7 +74,8 @@ def on_host(call: AttentionCall, **tensors: mx.array) -> AttentionCall | None:
     for name, array in (tensors | call.arrays).items():
         if not _evaluated(name, array):
             return None
-    return in_numpy(call)
+    read = call.map_arrays(lambda array, _: np.asarray(array))
+    return replace(read, xp=xp, working_dtype=np.dtype(np.float32))
 
 
 def _evaluated(name: str, array: mx.array) -> bool:

@@ -1,10 +1,8 @@
 """Keys and values of earlier tokens, and attention to them.
 
-In go new keys and values. Out comes attention to all that a cache holds; one that evicts drops keys that no query to
-come can need.
+In go new keys and values. Out comes attention to all that a cache holds.
 """
 
-from alibi_mlx.caches._evicting import EvictingKVCache
 from alibi_mlx.caches._kv_cache import KVCache
 
-__all__ = ["EvictingKVCache", "KVCache"]
+__all__ = ["KVCache"]

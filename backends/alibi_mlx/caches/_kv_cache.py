@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from alibi_core.backend import (
+    AttentionCall,
     RowTokens,
     cache_summary,
     check_indices,
@@ -22,7 +23,6 @@ from alibi_core.backend import (
     positive_int,
 )
 from alibi_mlx import _attention
-from alibi_mlx._dispatch import checked
 from alibi_mlx._tiled import norm_bounds
 
 STEP = 256  # tokens; the cache grows by as many at a time, so that it is not copied with each token
@@ -172,7 +172,7 @@ class KVCache:
             offsets = self._held(query.shape[0]) - _counts(lengths, *query.shape[:3:2])
             check_span(self.offset, self.offset - int(offsets.min(initial=self.offset)))
             rules["q_offset"] = mx.array(offsets.astype(np.int32))
-        call = checked(query, key, value, slopes, scale=scale, tolerance=tolerance, **rules)
+        call = AttentionCall.check(query, key, value, slopes, scale=scale, tolerance=tolerance, xp=mx, **rules)
         if not call.has_offset_array:
             check_span(self.offset, query.shape[2])
         return _attention.run(call, query, key, value, implementation, _NormsOf(self))

@@ -4,7 +4,6 @@ In go configurations, arrays and checkpoints. Out come modules with trainable pa
 """
 
 from alibi_core.backend import AlibiConfig
-from alibi_mlx.nn._bias import AlibiBias
 from alibi_mlx.nn._checkpoint import load_checkpoint
 from alibi_mlx.nn._encoder import AlibiEncoder
 from alibi_mlx.nn._language_model import AlibiLanguageModel
@@ -13,7 +12,6 @@ from alibi_mlx.nn._transformer import AlibiTransformer
 
 __all__ = [
     "AlibiAttention",
-    "AlibiBias",
     "AlibiConfig",
     "AlibiEncoder",
     "AlibiLanguageModel",

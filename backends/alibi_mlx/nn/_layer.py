@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core.backend import LayerShape, boolean, explains_keywords, is_int, namespace_of, one_of
+from alibi_core.backend import LayerShape, explains_keywords, is_int, namespace_of, one_of
 from alibi_mlx._attention import IMPLEMENTATIONS, attention
-from alibi_mlx.caches import EvictingKVCache, KVCache
+from alibi_mlx.caches import KVCache
 
 
 class AlibiAttention(nn.Module):
@@ -153,10 +153,10 @@ class AlibiAttention(nn.Module):
                 "future_slopes": self._future_slopes,
                 "q_offset": q_offset,
             }
-            attended = attention(query, key, value, self.slopes, training=self.training, **direction, **rules)
+            attended = attention(query, key, value, self.slopes, **direction, **rules)
         elif not self.is_causal:
             raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
-        elif isinstance(cache, (KVCache, EvictingKVCache)):
+        elif isinstance(cache, KVCache):
             own = {} if lengths is None else {"lengths": lengths}
             with unless_refused([cache]):
                 cache.append(key, value, **own)
@@ -167,36 +167,14 @@ class AlibiAttention(nn.Module):
             attended = self._attend_to_foreign(cache, query, key, value, rules)
         return self.dropout(self.out_proj(mx.flatten(attended.swapaxes(1, 2), -2)))
 
-    def make_cache(
-        self,
-        batch_size: int | None = None,
-        max_length: int | None = None,
-        *,
-        evict: bool = False,
-        max_query_norm: float | None = None,
-    ) -> KVCache | EvictingKVCache:
+    def make_cache(self, batch_size: int | None = None, max_length: int | None = None) -> KVCache:
         """Return an empty cache, for any number of sequences and tokens unless they are given.
 
         Args:
             batch_size: Sequences.
             max_length: Tokens that the cache can hold.
-            evict: Let heads drop the keys that their horizons prove to be of no weight to any query to come.
-            max_query_norm: With ``evict``, what no query's norm will exceed; one that does gives an error, or NaN and
-                an error later, as :class:`alibi_mlx.EvictingKVCache` says.
         """
-        if not boolean("evict", evict):
-            if max_query_norm is not None:
-                raise ValueError(f"max_query_norm must be None without evict=True, got {max_query_norm}")
-            return KVCache(batch_size=batch_size, max_length=max_length)
-        if max_query_norm is None:
-            raise ValueError("max_query_norm must be given with evict=True: it decides which keys may be dropped")
-        return EvictingKVCache(
-            slopes=self.slopes,
-            max_query_norm=max_query_norm,
-            batch_size=batch_size,
-            max_length=max_length,
-            window_size=self.window_size,
-        )
+        return KVCache(batch_size=batch_size, max_length=max_length)
 
     def _heads_of(self, x: mx.array, source: mx.array) -> Iterator[mx.array]:
         """Yield query, key and value, ``[batch, heads, length, head_dim]``."""
@@ -262,7 +240,7 @@ def padding_of(cache: Any) -> mx.array | None:
 @contextmanager
 def unless_refused(caches: Iterable[Any]) -> Iterator[None]:
     """Let caches of this library keep the tokens that are added meanwhile, unless an error is raised."""
-    own = [cache for cache in caches if isinstance(cache, (KVCache, EvictingKVCache))]
+    own = [cache for cache in caches if isinstance(cache, KVCache)]
     rows = [getattr(cache, "lengths", None) for cache in own]
     held = [cache.length if x is None else x for cache, x in zip(own, rows, strict=True)]
     try:

@@ -116,12 +116,9 @@ class AlibiTransformer(nn.Module):
                 x = block(x, mask=mask, segment_ids=segment_ids, cache=cache)
         return self.norm(x)
 
-    def make_caches(self, batch_size: int | None = None, max_length: int | None = None, **options: Any) -> list[Any]:
-        """Return an empty key-value cache for each block, for any number of sequences and tokens unless they are given.
-
-        Options are those of the attention layers' ``make_cache``.
-        """
-        return [block.attention.make_cache(batch_size, max_length, **options) for block in self.blocks]
+    def make_caches(self, batch_size: int | None = None, max_length: int | None = None) -> list[Any]:
+        """Return an empty key-value cache for each block; its sizes are those of its first keys unless given."""
+        return [block.attention.make_cache(batch_size, max_length) for block in self.blocks]
 
 
 class Block(nn.Module):

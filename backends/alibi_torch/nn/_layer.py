@@ -9,9 +9,9 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 
-from alibi_core.backend import LayerShape, boolean, explains_keywords, one_of
+from alibi_core.backend import LayerShape, explains_keywords, one_of
 from alibi_torch._attention import IMPLEMENTATIONS, attention
-from alibi_torch.caches import EvictingKVCache, KVCache, autocast_dtype
+from alibi_torch.caches import KVCache, autocast_dtype
 from alibi_torch.nn._slopes import KeepsSlopes, register_layer_slopes
 
 
@@ -194,9 +194,7 @@ class AlibiAttention(KeepsSlopes):
             cache.truncate(held)  # a call that was refused leaves no tokens behind
             raise
 
-    def make_cache(
-        self, batch_size: int, max_length: int, *, evict: bool = False, max_query_norm: float | None = None
-    ) -> KVCache:
+    def make_cache(self, batch_size: int, max_length: int) -> KVCache:
         """Return an empty cache for ``batch_size`` sequences of up to ``max_length`` tokens.
 
         Its dtype is that of the keys to come: the parameters', or autocast's where the cache is made under autocast.
@@ -204,8 +202,6 @@ class AlibiAttention(KeepsSlopes):
         Args:
             batch_size: Sequences.
             max_length: Tokens that the cache can hold.
-            evict: Let heads drop the keys that their horizons prove to be of no weight to any query to come.
-            max_query_norm: With ``evict``, what no query's norm will exceed; the layer refuses one that does.
         """
         weight, slopes = self.k_proj.weight, self.current_slopes
         sizes = batch_size, self.shape.num_kv_heads, max_length, self.shape.head_dim
@@ -213,20 +209,7 @@ class AlibiAttention(KeepsSlopes):
         if dtype is None:  # a quantized projection holds its weight packed, or as integers, and gives the default dtype
             has_dtype = isinstance(weight, Tensor) and weight.is_floating_point()
             dtype = weight.dtype if has_dtype else torch.get_default_dtype()
-        if not boolean("evict", evict):
-            if max_query_norm is not None:
-                raise ValueError(f"max_query_norm must be None without evict=True, got {max_query_norm}")
-            return KVCache(*sizes, device=slopes.device, dtype=dtype)
-        if max_query_norm is None:
-            raise ValueError("max_query_norm must be given with evict=True: it decides which keys may be dropped")
-        return EvictingKVCache(
-            *sizes,
-            slopes=slopes,
-            max_query_norm=max_query_norm,
-            window_size=self.window_size,
-            device=slopes.device,
-            dtype=dtype,
-        )
+        return KVCache(*sizes, device=slopes.device, dtype=dtype)
 
     def extra_repr(self) -> str:
         """Return the sizes, for ``print(module)``."""

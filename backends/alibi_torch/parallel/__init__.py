@@ -6,22 +6,12 @@ horizon of each head. Keys and values travel from process to process no farther 
     from alibi_torch import parallel
 
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "tokens"))
-    result = parallel.attention(query, key, value, group=mesh, axis_name="tokens", score_bound=16.0)
+    result = parallel.attention(query, key, value, group=mesh, axis_name="tokens")
 
     parallelize_module(model, mesh["heads"], parallel.tensor_parallel_plan(model))
 """
 
-from alibi_core import ShardPlan, Shards, shard_plan
 from alibi_torch.parallel._attention import attention
-from alibi_torch.parallel._decode import ShardedKVCache
 from alibi_torch.parallel._tensor import TensorParallelAttention, tensor_parallel_plan
 
-__all__ = [
-    "ShardPlan",
-    "ShardedKVCache",
-    "Shards",
-    "TensorParallelAttention",
-    "attention",
-    "shard_plan",
-    "tensor_parallel_plan",
-]
+__all__ = ["TensorParallelAttention", "attention", "tensor_parallel_plan"]

@@ -137,8 +137,3 @@ def agree(place: Place, device: torch.device, facts: dict[str, Any]) -> Place:
         f"{name} must be the same on all processes of the group, got {fact} on process {place.rank} and another than "
         f"on process 0 on {', '.join(map(str, others))}"
     )
-
-
-def mark_of(facts: dict[str, Any]) -> float:
-    """Return a number, which float32 holds, for processes to compare in what they reduce anyway."""
-    return float(int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=3).digest(), "little"))

@@ -107,10 +107,10 @@ class ShardedAttention(AlibiAttention):
         with self._own_slopes():
             return super().forward(x, **rules)
 
-    def make_cache(self, *sizes: int, **options: Any) -> KVCache:
+    def make_cache(self, batch_size: int, max_length: int) -> KVCache:
         """Return an empty cache for this process's heads."""
         with self._own_slopes():
-            return super().make_cache(*sizes, **options)
+            return super().make_cache(batch_size, max_length)
 
     @contextmanager
     def _own_slopes(self) -> Iterator[None]:

@@ -1,0 +1,460 @@
+"""The bias: ``-slopes * distance``, and -inf where a query must not look."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from alibi_core._arrays import (
+    Array,
+    Device,
+    DType,
+    Namespace,
+    adopted,
+    arange,
+    asarray,
+    astype,
+    checks,
+    computes_eagerly_without_gradients,
+    device_of,
+    explains_keywords,
+    is_numpy,
+    known_device,
+    lacks_64_bits,
+    namespace_of,
+    narrowed,
+    signed,
+)
+from alibi_core._contracts import Contract
+from alibi_core._slopes import slope_values
+
+
+@explains_keywords
+def bias(
+    slopes: int | Array,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    q_offset: int | None = None,
+    is_causal: bool = True,
+    future_slopes: Array | None = None,
+    allow_negative_slopes: bool = False,
+    contract: str = "exact",
+    xp: Namespace | None = None,
+    dtype: DType | None = None,
+    device: Device | None = None,
+) -> Any:
+    """Return the ALiBi bias of every query and key: ``-slopes[h] * |q_offset + i - j|``, -inf where masked.
+
+    Three queries over five keys, slope 1, causal (the default offset aligns the last query with the last key)::
+
+        -2   -1    0  -inf -inf
+        -3   -2   -1    0  -inf
+        -4   -3   -2   -1    0
+
+    and five queries over three keys, where the first two queries have nothing to attend to::
+
+        -inf -inf -inf
+        -inf -inf -inf
+          0  -inf -inf
+         -1    0  -inf
+         -2   -1    0
+
+    Distances are integers, the product is formed in float32 (float64 for a float64 result) and rounded once to
+    ``dtype``. The same arguments give the same bits in every array library, eager or compiled.
+
+    A model trained with another bias needs that one. With ``contract``, what is finite here is bit for bit what
+    ``transformers`` adds to the model's scores, given the slopes of :func:`slopes`:
+
+    - ``"bloom"``: ``slopes[h] * j`` in float32, rounded to ``dtype``, the model's;
+    - ``"falcon"``: ``slopes[h] * j`` with slopes, ``j`` and product rounded to bfloat16 (so that from 256 on, positions
+      share numbers), then cast to ``dtype``, the model's. The model divides this and the product of query and key by
+      ``sqrt(head_dim)``: divide the result, or ``slopes``, for scores that are scaled already. Division by 8 is exact;
+    - ``"mpt"``: ``slopes[h] * (j - (kv_len - 1))`` in float32, added to scores of any dtype. Padding counts as text;
+    - ``"geometric"``: as ``"exact"``, with slopes by the rule of the paper's text.
+
+    BLOOM and Falcon count from the first key that is no padding: :func:`bias_from_positions` does where some is. Where
+    -inf stands here, the models have the least number of their dtype, which weighs as little next to any visible key.
+    Falcon in ``transformers`` 5.23 with ``attn_implementation="eager"`` adds all this twice; its default, "sdpa", once.
+
+    Args:
+        slopes: ``[num_heads]`` or ``[batch, num_heads]``, or an int for that many canonical slopes. NumPy's serve any
+            library.
+        q_len: Number of queries, in tokens.
+        kv_len: Number of keys, in tokens. Default ``q_len``.
+        q_offset: Position of the first query, in tokens; the first key has position 0. Default ``kv_len - q_len``.
+        is_causal: Mask keys after the query.
+        future_slopes: With ``is_causal=False``, the slopes for keys after the query, of the shape of ``slopes``.
+            Default ``slopes``, which is symmetric; zeros give the form that clamps future distances to 0.
+        allow_negative_slopes: Let slopes be negative, so that distance is rewarded. In a compiled program their values
+            are not known, so none are refused.
+        contract: Whose bias: ``"exact"`` (as above), or ``"bloom"``, ``"falcon"``, ``"mpt"`` or ``"geometric"``, with
+            which ``slopes`` must be the number of heads; the first three of these are causal.
+        xp: Array namespace of the result, or its name: ``torch``, ``"torch"``. Default that of ``slopes``, else NumPy.
+        dtype: Floating dtype of the result, or its name. Default that of ``slopes``, else float32; float32 alone with
+            ``"mpt"``.
+        device: Device of the result. Default that of ``slopes``.
+
+    Returns:
+        ``[num_heads, q_len, kv_len]`` (or ``[batch, num_heads, q_len, kv_len]``) array. In float16 a distance
+        penalty beyond 65504 rounds to -inf, and a reward (of ``"bloom"`` or ``"falcon"``) to inf.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind, or arrays of two libraries meet.
+        ValueError: If a length is negative, slopes are negative, not finite or misshapen, or ``future_slopes`` is
+            given for causal attention, or if the contract is unknown or does not go with the other arguments.
+
+    Example:
+        >>> import numpy as np
+        >>> bias(np.array([0.5]), 2, 3).tolist()
+        [[[-0.5, 0.0, -inf], [-1.0, -0.5, 0.0]]]
+        >>> bias(8, 2, 3, contract="bloom")[0].tolist()
+        [[0.0, 0.5, -inf], [0.0, 0.5, 1.0]]
+
+    References:
+        Press, Smith, Lewis, "Train Short, Test Long", section 3, arXiv 2108.12409. Contracts: ``transformers`` 5.23,
+        ``build_alibi_tensor`` and the attention of BLOOM, Falcon and MPT.
+    """
+    q_len = checks.non_negative_int("q_len", q_len)
+    kv_len = q_len if kv_len is None else checks.non_negative_int("kv_len", kv_len)
+    traced = ", or give bias_from_positions the positions, which may be traced"
+    q_offset = kv_len - q_len if q_offset is None else checks.integer("q_offset", q_offset, traced)
+    checks.positions_fit(q_offset, q_len, kv_len)
+    made_of = _Parts.check(contract, slopes, future_slopes, is_causal, allow_negative_slopes, xp, dtype, device)
+    queries, keys = (arange(made_of.xp, length, made_of.device) for length in (q_len, kv_len))
+    return made_of.between(relative_positions(made_of.xp, queries + q_offset, keys), keys)
+
+
+@explains_keywords
+def bias_from_positions(
+    slopes: int | Array,
+    q_positions: Array,
+    kv_positions: Array,
+    *,
+    q_segment_ids: Array | None = None,
+    kv_segment_ids: Array | None = None,
+    is_causal: bool = True,
+    future_slopes: Array | None = None,
+    allow_negative_slopes: bool = False,
+    contract: str = "exact",
+    dtype: DType | None = None,
+) -> Any:
+    """Return the ALiBi bias between explicit positions: ``-slopes[h] * |q_positions[i] - kv_positions[j]|``.
+
+    For packed sequences and padded batches, whose positions restart, and for anything else that knows its positions
+    better than its lengths. A key is masked (-inf) when it lies after the query (if causal) or when its segment id
+    differs from the query's.
+
+    Args:
+        slopes: ``[num_heads]`` or ``[..., num_heads]``, or an int for that many canonical slopes.
+        q_positions: ``[..., q_len]`` integers, in tokens.
+        kv_positions: ``[..., kv_len]`` integers, in tokens. Leading axes broadcast. Distances of 32-bit positions are
+            exact, however far apart; those of 64-bit positions must be below ``2**63``.
+        q_segment_ids: ``[..., q_len]`` integers. Both ids are given, or neither.
+        kv_segment_ids: ``[..., kv_len]`` integers.
+        is_causal: Mask keys at later positions than the query.
+        future_slopes: As for :func:`bias`.
+        allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
+        contract: As for :func:`bias`. BLOOM and Falcon count positions by the padding mask (1 for text, 0 for padding),
+            ``(cumsum(mask) - 1) * mask``, and the mask serves as segment ids. Not ``"mpt"``, which counts columns:
+            its bias is :func:`bias`'s with any padding.
+        dtype: Floating dtype of the result, or its name. Default that of ``slopes``, else float32.
+
+    Returns:
+        ``[..., num_heads, q_len, kv_len]`` array, on the device of ``q_positions``.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind, or arrays of two libraries meet.
+        ValueError: If shapes do not fit, or for what :func:`bias` raises it.
+
+    Example:
+        Two sequences of two tokens, packed:
+
+        >>> import numpy as np
+        >>> positions, ids = np.array([0, 1, 0, 1]), np.array([0, 0, 1, 1])
+        >>> slopes = np.array([0.5])
+        >>> bias_from_positions(slopes, positions, positions, q_segment_ids=ids, kv_segment_ids=ids)[0].tolist()
+        [[0.0, -inf, -inf, -inf], [-0.5, 0.0, -inf, -inf], [-inf, -inf, 0.0, -inf], [-inf, -inf, -0.5, 0.0]]
+
+        A token of padding before two of text, for BLOOM:
+
+        >>> mask = np.array([0, 1, 1])
+        >>> positions = (mask.cumsum() - 1) * mask
+        >>> contract = {"q_segment_ids": mask, "kv_segment_ids": mask, "contract": "bloom"}
+        >>> bias_from_positions(8, positions, positions, **contract)[0].tolist()
+        [[0.0, -inf, -inf], [-inf, 0.0, -inf], [-inf, 0.0, 0.5]]
+    """
+    if (q_segment_ids is None) != (kv_segment_ids is None):
+        raise ValueError("q_segment_ids and kv_segment_ids must be given together, got one of them")
+    named = {"q_positions": q_positions, "kv_positions": kv_positions}
+    if q_segment_ids is not None and kv_segment_ids is not None:
+        named |= {"q_segment_ids": q_segment_ids, "kv_segment_ids": kv_segment_ids}
+    for name, array in named.items():
+        checks.array(name, array)
+    xp = namespace_of(*named.values())
+    for name, array in named.items():
+        if checks.integer_array(xp, name, array).ndim < 1:
+            raise ValueError(f"{name} must have at least one axis (length), got shape {tuple(array.shape)}")
+    device = device_of(xp, q_positions)
+    if device_of(xp, kv_positions) != device:
+        raise ValueError(
+            f"kv_positions must be on the device of q_positions, {device}, got {device_of(xp, kv_positions)}"
+        )
+    made_of = _Parts.check(contract, slopes, future_slopes, is_causal, allow_negative_slopes, xp, dtype, device)
+    if made_of.rule.counts_from == "last key":
+        raise ValueError(
+            f"contract must be one that knows positions, got {contract!r}, which counts columns; bias takes it, with "
+            "any padding"
+        )
+    leading = {name: array.shape[:-1] for name, array in named.items()}
+    batch = _leading_shape(leading | {"slopes": made_of.slopes.shape[:-1]})
+    if q_segment_ids is not None and kv_segment_ids is not None:
+        checks.broadcastable("q_segment_ids", q_segment_ids.shape, (*batch, q_positions.shape[-1]), "..., q_len")
+        checks.broadcastable("kv_segment_ids", kv_segment_ids.shape, (*batch, kv_positions.shape[-1]), "..., kv_len")
+    relative, same = with_head_axis(_relative_to_any(xp, q_positions, kv_positions)), None
+    if q_segment_ids is not None and kv_segment_ids is not None:
+        q_ids, kv_ids = (signed(xp, ids) for ids in (q_segment_ids, kv_segment_ids))  # PyTorch compares no others
+        same = with_head_axis(q_ids[..., :, None] == kv_ids[..., None, :])
+    return made_of.between(relative, kv_positions, same)
+
+
+@explains_keywords
+def key_bias(
+    slopes: int | Array,
+    kv_len: int,
+    *,
+    allow_negative_slopes: bool = False,
+    contract: str = "exact",
+    xp: Namespace | None = None,
+    dtype: DType | None = None,
+    device: Device | None = None,
+) -> Any:
+    """Return the key-only form of the causal bias: ``slopes[h] * (j - (kv_len - 1))``.
+
+    Softmax ignores what is constant along a row, so under a causal mask this one row a head gives the same attention
+    as the full bias. It is 0 at the last key, so that it is precise where attention is. It says nothing about
+    masking, and it is wrong for symmetric attention.
+
+    Args:
+        slopes: ``[num_heads]`` or ``[batch, num_heads]``, or an int for that many canonical slopes.
+        kv_len: Number of keys, in tokens.
+        allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
+        contract: As for :func:`bias`. ``"bloom"`` and ``"falcon"`` are 0 at the first key instead. MPT's with another
+            ``bias_max`` is the exact form of its slopes, ``key_bias(slopes(n, bias_max=b, contract="mpt"), kv_len)``.
+        xp: As for :func:`bias`.
+        dtype: Likewise.
+        device: Device of the result. Default that of ``slopes``.
+
+    Returns:
+        ``[num_heads, 1, kv_len]`` (or ``[batch, num_heads, 1, kv_len]``) array.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind, or arrays of two libraries meet.
+        ValueError: If the length is negative, slopes are negative, not finite or misshapen, or the contract is unknown
+            or does not go with the other arguments.
+
+    Example:
+        >>> key_bias(1, 4).tolist()
+        [[[-0.01171875, -0.0078125, -0.00390625, 0.0]]]
+    """
+    kv_len = checks.non_negative_int("kv_len", kv_len)
+    checks.positions_fit(0, 0, kv_len)
+    made_of = _Parts.check(contract, slopes, None, True, allow_negative_slopes, xp, dtype, device)
+    keys = arange(made_of.xp, kv_len, made_of.device)
+    if made_of.rule.is_key_only:
+        return made_of.of_keys(keys)
+    relative = (keys - (kv_len - 1))[None, :]  # [1, kv_len]
+    row = linear_bias(made_of.xp, made_of.slopes, None, relative, None, is_causal=True)
+    return narrowed(made_of.xp, row, made_of.dtype)
+
+
+def relative_positions(xp: Namespace, q_positions: Any, kv_positions: Any) -> Any:
+    """Return ``kv_positions[j] - q_positions[i]``, ``[..., q_len, kv_len]``: negative for keys before the query."""
+    return signed(xp, kv_positions)[..., None, :] - signed(xp, q_positions)[..., :, None]
+
+
+def _relative_to_any(xp: Namespace, q_positions: Any, kv_positions: Any) -> Any:
+    """Return :func:`relative_positions` of integers of 32 bits without wrapping, in int64 where the library has it.
+
+    JAX without 64-bit types has none: the result is float32 there, rounded once, so that its sign is right.
+    """
+    if not lacks_64_bits(xp):
+        return relative_positions(xp, *(astype(xp, x, xp.int64) for x in (q_positions, kv_positions)))
+    # Halves of 16 bits: float32 holds the differences of each, and only their sum is rounded.
+    high, low = (
+        astype(xp, kv, xp.float32)[..., None, :] - astype(xp, q, xp.float32)[..., :, None]
+        for q, kv in zip(_halves(xp, q_positions), _halves(xp, kv_positions), strict=True)
+    )
+    return high * 2.0**16 + low
+
+
+def _halves(xp: Namespace, positions: Any) -> tuple[Any, Any]:
+    """Return the upper and the lower 16 bits of integers that have up to 32."""
+    wide = positions if positions.dtype == xp.uint32 else astype(xp, positions, xp.int32)
+    return wide >> 16, wide & 0xFFFF
+
+
+def linear_bias(
+    xp: Namespace,
+    slopes: Any,
+    future_slopes: Any | None,
+    relative: Any,
+    visible: Any | None,
+    *,
+    is_causal: bool,
+    nearest: Any | None = None,
+    is_positive: bool = False,
+) -> Any:
+    """Return ``-slopes * (|relative| - nearest)``, with -inf where ``visible`` is False, in the dtype of ``slopes``.
+
+    Args:
+        xp: The arrays' namespace.
+        slopes: ``[..., num_heads]``, in the dtype the product is to be formed in.
+        future_slopes: As ``slopes``, for ``relative > 0``; None to use ``slopes`` there too.
+        relative: Whole numbers that broadcast against ``[..., num_heads, q_len, kv_len]``.
+        visible: Booleans that broadcast likewise, or None where nothing is masked.
+        is_causal: Whether ``visible`` is False wherever ``relative > 0``.
+        nearest: Integers that broadcast likewise, from which distances are counted; None for 0.
+        is_positive: Whether the slopes are known to be positive constants.
+    """
+    rates = slopes[..., None, None]  # [..., num_heads, 1, 1]
+    if future_slopes is not None:
+        rates = xp.where(relative > 0, future_slopes[..., None, None], rates)
+    # What is ahead is to be masked anyway, if causal: a pass saved. And not -abs: its float 0 would be -0.0.
+    reach = relative if is_causal else 0 - xp.abs(relative)
+    reach = astype(xp, reach if nearest is None else reach + nearest, slopes.dtype)
+    if visible is None:
+        return rates * reach
+    zero, minus_inf = (asarray(xp, x, slopes.dtype, device_of(xp, relative)) for x in (0.0, float("-inf")))
+    if is_positive or (computes_eagerly_without_gradients(xp) and bool(xp.all(rates > 0))):
+        # One pass over the large array in place of two. Not for slopes of 0 (0 * inf) nor where a gradient with
+        # respect to the slopes would multiply by this infinity.
+        return rates * xp.where(visible, reach, minus_inf)
+    return rates * xp.where(visible, reach, zero) + xp.where(visible, zero, minus_inf)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The checked arguments of a bias besides positions, and where the bias is computed."""
+
+    xp: Namespace
+    rule: Contract
+    slopes: Any  # like future_slopes, in the dtype that products are formed in
+    future_slopes: Any | None
+    is_causal: bool
+    is_positive: bool  # whether the slopes are known to be positive constants
+    dtype: DType
+    device: Device | None
+
+    @classmethod
+    def check(
+        cls,
+        contract: str,
+        slopes: Any,
+        future_slopes: Any | None,
+        is_causal: bool,
+        allow_negative: bool,
+        xp: Namespace | None,
+        dtype: DType | None,
+        device: Device | None,
+    ) -> _Parts:
+        rule = Contract.check(contract, slopes, future_slopes, is_causal, allow_negative)
+        checks.direction(is_causal, future_slopes)
+        checks.boolean("allow_negative_slopes", allow_negative)
+        given = {"slopes": slopes} | ({} if future_slopes is None else {"future_slopes": future_slopes})
+        arrays = {name: checks.array(name, value) for name, value in given.items() if not checks.is_int(value)}
+        xp = namespace_of(*(x for x in arrays.values() if not is_numpy(x)), xp=xp)
+        known_device(xp, device)
+        arrays = {name: adopted(xp, value, device) for name, value in arrays.items()}
+        slopes, future_slopes = arrays.get("slopes", slopes), arrays.get("future_slopes", future_slopes)
+        for name, value in arrays.items():
+            if checks.floating_array(xp, name, value).ndim < 1 or value.shape[-1] < 1:
+                raise ValueError(
+                    f"{name} must have shape (..., num_heads) with at least one head, got {tuple(value.shape)}"
+                )
+        named = "dtype"
+        if dtype is None:
+            named = "dtype, by default that of slopes,"
+            dtype = next((value.dtype for value in arrays.values()), xp.float32)
+        dtype = checks.floating_dtype(xp, named, dtype)
+        rule.check_dtype(xp, dtype)
+        working = xp.float32 if rule.is_key_only else working_dtype(xp, dtype)
+        for name, value in arrays.items():
+            checks.slopes_values(name, value, allow_negative=allow_negative, working=working)
+        for name, value in arrays.items():
+            place = device_of(xp, value)
+            device = place if device is None else device
+            if place is not None and str(place) != str(device):
+                raise ValueError(f"{name} must be on the device of the result, {device}, got {place}")
+        past, future = place_slopes(xp, slopes, working, device, contract=rule.name), None
+        if future_slopes is not None:
+            if checks.is_int(future_slopes):
+                checks.slopes_count("future_slopes", future_slopes, past.shape[-1], "")
+            future = place_slopes(xp, future_slopes, working, device)
+            if tuple(future.shape) not in (tuple(past.shape), tuple(past.shape[-1:])):
+                raise ValueError(
+                    f"future_slopes must have the shape of slopes, {tuple(past.shape)}, got {tuple(future.shape)}"
+                )
+        return cls(xp, rule, past, future, is_causal, checks.is_int(slopes) and future is None, dtype, device)
+
+    def between(self, relative: Any, kv_positions: Any, same: Any | None = None) -> Any:
+        """Return the bias of every query and key, given where their segments are the same; None for everywhere."""
+        xp = self.xp
+        visible = relative <= 0 if self.is_causal else None
+        if same is not None:
+            visible = same if visible is None else xp.logical_and(visible, same)  # as in AttentionCall.visible
+        if self.rule.is_key_only:
+            row = self.of_keys(kv_positions)
+            return xp.where(visible, row, asarray(xp, float("-inf"), row.dtype, device_of(xp, row)))
+        rules = {"is_causal": self.is_causal, "is_positive": self.is_positive}
+        return narrowed(xp, linear_bias(xp, self.slopes, self.future_slopes, relative, visible, **rules), self.dtype)
+
+    def of_keys(self, kv_positions: Any) -> Any:
+        """Return a key-only contract's bias, ``[..., num_heads, 1, kv_len]``, in the dtype that the model adds."""
+        counts = signed(self.xp, kv_positions)
+        if self.rule.counts_from == "last key":
+            counts = counts - (counts.shape[-1] - 1)
+        return narrowed(self.xp, self.rule.row(self.xp, self.slopes, counts), self.dtype)
+
+
+def slopes_of_any_sign(slopes: int | Array, *others: Any) -> tuple[Namespace, Any]:
+    """Return the namespace of slopes and other arrays, and the slopes in the dtype that products are formed in."""
+    given = None if checks.is_int(slopes) else checks.array("slopes", slopes)
+    xp = namespace_of(None if is_numpy(given) else given, *others)
+    device = next((device_of(xp, array) for array in others), None)
+    if given is None:
+        return xp, place_slopes(xp, slopes, xp.float32, device)
+    given = adopted(xp, given, device)
+    if checks.floating_array(xp, "slopes", given).ndim < 1:
+        raise ValueError("slopes must have shape (..., num_heads), got ()")
+    working = working_dtype(xp, given.dtype)
+    checks.slopes_values("slopes", given, allow_negative=True, working=working)
+    return xp, place_slopes(xp, given, working, device)
+
+
+def working_dtype(xp: Namespace, dtype: DType) -> DType:
+    """Return the dtype that products and softmax statistics are formed in for a result of ``dtype``."""
+    return xp.float64 if dtype == xp.float64 else xp.float32
+
+
+def place_slopes(xp: Namespace, slopes: Any, dtype: DType, device: Device | None, *, contract: str = "exact") -> Any:
+    """Return slopes as an array of ``dtype``: a contract's (or the canonical ones) for an int, else those given."""
+    if not checks.is_int(slopes):
+        return astype(xp, slopes, dtype)
+    return asarray(xp, slope_values(slopes, contract=contract), dtype, device)
+
+
+def with_head_axis(array: Any) -> Any:
+    return array[..., None, :, :]
+
+
+def _leading_shape(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Broadcast leading axes, with an error that names every array."""
+    result: list[int] = [1] * max(len(shape) for shape in shapes.values())
+    for shape in shapes.values():
+        for axis, n in enumerate(reversed(shape), start=1):
+            if n != 1 and result[-axis] not in (1, n):
+                listed = ", ".join(f"{name} {tuple(s)}" for name, s in shapes.items())
+                raise ValueError(f"leading axes must broadcast, got {listed}")
+            result[-axis] = n if result[-axis] == 1 else result[-axis]
+    return tuple(result)

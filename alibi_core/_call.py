@@ -1,0 +1,633 @@
+"""One attention call: every argument checked, every default filled in, for any backend and any layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+from alibi_core._arrays import (
+    Array,
+    Device,
+    DType,
+    Namespace,
+    adopted,
+    arange,
+    asarray,
+    astype,
+    checks,
+    device_of,
+    is_kind,
+    is_numpy,
+    namespace_of,
+    signed,
+)
+from alibi_core._bias import linear_bias, place_slopes, relative_positions, with_head_axis, working_dtype
+from alibi_core._mask import check_mask, check_score_axes
+
+HEADS_FIRST = ("heads", "length", "head_dim")
+LENGTH_FIRST = ("length", "heads", "head_dim")
+TENSORS = ("query", "key", "value")
+SLOPES = ("slopes", "future_slopes")
+# The arrays of a call, and what their axes count besides those of the batch, which come first and may be missing.
+_AXES: dict[str, tuple[str, ...]] = {
+    "slopes": ("heads",),
+    "future_slopes": ("heads",),
+    "q_offset": (),
+    "q_segment_ids": ("queries",),
+    "kv_segment_ids": ("keys",),
+    "mask": ("heads", "queries", "keys"),
+    "added_key_bias": ("heads", "keys"),
+}
+ARRAY_AXES = {name: len(axes) for name, axes in _AXES.items()}
+FARTHEST = 2**30  # tokens that an offset in an array may be from the first key, so that int32 holds positions
+
+
+@dataclass(frozen=True)
+class CallRules:
+    """The arguments of a call that are neither arrays nor sizes, which a compiler knows. Hashable."""
+
+    is_causal: bool
+    q_offset: int | None  # None where it is an array
+    window_size: int | None
+    scale: float
+    tolerance: float | None
+    shares_ids: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The arguments of one attention call, checked and resolved: *what* is to be computed.
+
+    A backend makes one with :meth:`check` and decides how to compute it. All lengths, positions and windows are in
+    tokens; arrays are of the namespace ``xp``; axes are heads-first whatever the layout of the tensors was.
+
+    Example:
+        >>> import numpy as np
+        >>> query, key = np.zeros((2, 1, 8), np.float32), np.zeros((2, 5, 8), np.float32)
+        >>> call = AttentionCall.check(query, key, key)
+        >>> call.q_offset, call.slopes.tolist()
+        (4, [0.0625, 0.00390625])
+    """
+
+    xp: Namespace
+    batch: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    dtype: DType  # of query, key, value and the result
+    working_dtype: DType  # of products, softmax statistics and the bias: float32, or float64 for float64
+    device: Device | None
+    slopes: Any  # [num_heads] or [*batch, num_heads], working_dtype
+    future_slopes: Any | None  # likewise; None means slopes
+    is_causal: bool
+    q_offset: Any  # int, or an int32 array [] or [*batch]
+    q_segment_ids: Any | None  # [..., q_len]
+    kv_segment_ids: Any | None  # [..., kv_len]
+    window_size: int | None
+    mask: Any | None  # booleans that broadcast to [*batch, num_heads, q_len, kv_len]
+    scale: float
+    tolerance: float | None
+    shares_ids: bool = False  # whether the key at a query's position, where there is one, has the query's segment id
+    added_key_bias: Any | None = None  # [num_heads, kv_len] or [*batch, num_heads, kv_len], added to the linear bias
+    # What "dense" alone can do, and so is no part of `arrays` and `rules`, which compiled kernels are made of:
+    added_bias: Any | None = None  # finite, broadcasts to [*batch, num_heads, q_len, kv_len], added to the bias
+    dropout: float = 0.0  # probability of zeroing a weight
+    return_weights: bool = False
+
+    @classmethod
+    def check(
+        cls,
+        query: Array,
+        key: Array,
+        value: Array,
+        slopes: int | Array | None = None,
+        *,
+        is_causal: bool = True,
+        future_slopes: Array | None = None,
+        q_offset: int | Array | None = None,
+        segment_ids: Array | tuple[Array, Array] | None = None,
+        window_size: int | None = None,
+        mask: Array | None = None,
+        scale: float | None = None,
+        tolerance: float | None = None,
+        added_bias: Array | None = None,
+        dropout: float = 0.0,
+        return_weights: bool = False,
+        allow_negative_slopes: bool = False,
+        layout: tuple[str, str, str] = HEADS_FIRST,
+        xp: Namespace | None = None,
+    ) -> AttentionCall:
+        """Check the arguments of an attention function and fill in its defaults.
+
+        Args:
+            query: ``[*batch, *layout]``.
+            key: As ``query``, with ``num_kv_heads`` heads and its own length.
+            value: As ``key``.
+            slopes: As for the ``attention`` of the core and the backends, like all arguments but the last two.
+            layout: Order of the last three axes, ``HEADS_FIRST`` or ``LENGTH_FIRST``.
+            xp: The namespace the arrays must belong to; default, whichever they belong to.
+
+        Raises:
+            TypeError: If an argument is of the wrong kind, dtypes or namespaces differ.
+            ValueError: If a value or a shape is wrong.
+        """
+        q_ids, kv_ids = _pair(segment_ids)
+        arrays = _arrays(
+            {"query": query, "key": key, "value": value, "slopes": slopes, "future_slopes": future_slopes}
+            | {"q_offset": q_offset, "segment_ids": q_ids, "segment_ids of keys": kv_ids, "mask": mask}
+            | {"added_bias": added_bias}
+        )
+        xp = namespace_of(*arrays.values(), xp=xp, names=tuple(arrays))
+        sizes = _tensor_sizes(xp, query, key, value, layout)
+        dtype = query.dtype
+        device = _common_device(xp, arrays)
+        slopes, future_slopes = (adopted(xp, x, device) for x in (slopes, future_slopes))
+        working = working_dtype(xp, dtype)
+        checks.direction(is_causal, future_slopes)
+        checks.boolean("allow_negative_slopes", allow_negative_slopes)
+        placed = [
+            None if given is None else _slopes(xp, name, given, sizes, layout, allow_negative_slopes, working, device)
+            for name, given in (
+                ("slopes", int(sizes["num_heads"]) if slopes is None else slopes),  # a tensor in torch.jit.trace
+                ("future_slopes", future_slopes),
+            )
+        ]
+        q_segment_ids, kv_segment_ids = _segment_ids(xp, segment_ids, sizes)
+        offset = _q_offset(xp, q_offset, sizes)
+        if window_size is not None:
+            window_size = min(checks.window(window_size), checks.MAX_POSITION)
+        if mask is not None:
+            check_mask(xp, mask, *_score_axes(sizes))
+        if added_bias is not None:
+            if is_kind(xp, added_bias.dtype, "bool"):
+                raise TypeError(f"added_bias must be floating, got {added_bias.dtype}; booleans are a mask")
+            checks.floating_array(xp, "added_bias", added_bias)
+            check_score_axes("added_bias", added_bias, *_score_axes(sizes))
+            mask, added_bias = _split_off_mask(xp, mask, astype(xp, added_bias, working))
+        return cls(
+            xp=xp,
+            **sizes,
+            dtype=dtype,
+            working_dtype=working,
+            device=device,
+            slopes=placed[0],
+            future_slopes=placed[1],
+            is_causal=bool(is_causal),
+            q_offset=offset,
+            q_segment_ids=q_segment_ids,
+            kv_segment_ids=kv_segment_ids,
+            window_size=window_size,
+            mask=mask,
+            scale=sizes["head_dim"] ** -0.5 if scale is None else checks.number_in(working, "scale", scale),
+            tolerance=None if tolerance is None else checks.non_negative_number("tolerance", tolerance),
+            shares_ids=q_ids is not None and q_ids is kv_ids and checks.is_int(offset) and offset == 0,
+            added_bias=added_bias,
+            dropout=checks.probability("dropout", dropout),
+            return_weights=checks.boolean("return_weights", return_weights),
+        )
+
+    @classmethod
+    def of_parts(
+        cls,
+        xp: Namespace,
+        shapes: tuple[tuple[int, ...], tuple[int, ...]],
+        dtype: DType,
+        rules: CallRules,
+        arrays: Mapping[str, Any],
+        device: Device | None = None,
+    ) -> AttentionCall:
+        """Return a checked call that was taken apart, as compilers ask for.
+
+        Args:
+            xp: Namespace of the arrays.
+            shapes: Of query and key, heads first.
+            dtype: Of both.
+            rules: From :attr:`rules`.
+            arrays: From :attr:`arrays`; what is absent may be None. The sizes of the batch may be others than before.
+            device: Of the arrays.
+        """
+        (*batch, num_heads, q_len, head_dim), (*_, num_kv_heads, kv_len, _) = shapes
+        own = {field.name: getattr(rules, field.name) for field in fields(CallRules)}  # a backend may have further ones
+        own = dict.fromkeys(ARRAY_AXES) | own | {name: array for name, array in arrays.items() if array is not None}
+        return cls(
+            xp=xp,
+            batch=tuple(batch),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            q_len=q_len,
+            kv_len=kv_len,
+            head_dim=head_dim,
+            dtype=dtype,
+            working_dtype=working_dtype(xp, dtype),
+            device=device,
+            **own,
+        )
+
+    @property
+    def rules(self) -> CallRules:
+        """The arguments of the call that are neither arrays nor sizes."""
+        offset = None if self.has_offset_array else self.q_offset
+        return CallRules(self.is_causal, offset, self.window_size, self.scale, self.tolerance, self.shares_ids)
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The arrays that the call has, by the names of its fields; ``replace(call, **arrays)`` puts others there."""
+        found = {name: getattr(self, name) for name in ARRAY_AXES}
+        return {name: x for name, x in found.items() if x is not None and not checks.is_int(x)}
+
+    def map_arrays(self, change: Callable[[Any, int], Any]) -> AttentionCall:
+        """Return the call with ``change(array, axes)`` in place of each array, ``axes`` as in ``ARRAY_AXES``."""
+        return replace(self, **{name: change(array, ARRAY_AXES[name]) for name, array in self.arrays.items()})
+
+    @property
+    def dense_only(self) -> str | None:
+        """Why no other implementation than ``"dense"`` can run the call, as the rest of a sentence."""
+        if self.added_bias is not None:
+            return "takes no added_bias"
+        if self.dropout > 0:
+            return "has no dropout of weights"
+        return "returns no weights" if self.return_weights else None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute, which makes the result zeros."""
+        return 0 in (*self.batch, self.q_len, self.kv_len)
+
+    @property
+    def has_offset_array(self) -> bool:
+        """Whether the offset is an array, whose values are not to be waited for."""
+        return not checks.is_int(self.q_offset)
+
+    @property
+    def every_query_attends(self) -> bool:
+        """Whether each query is known, from the arguments' shapes alone, to have a key to attend to."""
+        if self.is_empty or self.sees_own_key:
+            return not self.is_empty
+        if self.mask is not None or self.q_segment_ids is not None or self.window_size is not None:
+            return False
+        return not self.has_offset_array and (not self.is_causal or bool(self.q_offset >= 0))
+
+    @property
+    def sees_own_key(self) -> bool:
+        """Whether each query is known, from the arguments' shapes alone, to see a key at its own position."""
+        if self.mask is not None or self.has_offset_array or not (self.q_segment_ids is None or self.shares_ids):
+            return False
+        return bool(self.q_offset >= 0 and self.q_offset + self.q_len <= self.kv_len)
+
+    def positions(self) -> tuple[Any, Any]:
+        """Return the positions of queries, ``[q_len]`` or ``[*batch, q_len]``, and keys, ``[kv_len]``; int32."""
+        queries, keys = (arange(self.xp, n, self.device) for n in (self.q_len, self.kv_len))
+        offset = self.q_offset[..., None] if self.has_offset_array else self.q_offset
+        return offset + queries, keys
+
+    def nearest_keys(self) -> Any:
+        """Return how far the nearest key that each query may look at is, in tokens; -1 for a query that has none.
+
+        int32, ``[q_len]``, or with the axes ``[..., num_heads or 1, q_len]`` before it that
+        it varies along. Only where there are a mask or segments does it take time and memory in proportion to
+        ``q_len * kv_len``.
+        """
+        xp = self.xp
+        positions, keys = self.positions()
+        none = asarray(xp, -1, xp.int32, self.device)
+        if (self.mask is None and self.q_segment_ids is None) or self.kv_len == 0:
+            nearest = self._outside(positions)
+            if self.window_size is not None:
+                nearest = xp.where(nearest > self.window_size, none, nearest)
+            if self.is_causal:
+                nearest = xp.where(positions < 0, none, nearest)
+            if self.kv_len == 0:
+                nearest = none + xp.zeros_like(nearest)
+            return nearest[..., None, :] if self.has_offset_array else nearest
+        relative = relative_positions(xp, positions, keys)
+        relative = with_head_axis(relative) if relative.ndim > 2 else relative
+        visible = self.visible(relative)
+        far = asarray(xp, checks.MAX_POSITION, xp.int32, self.device)
+        nearest = xp.min(xp.where(visible, xp.abs(relative), far), axis=-1)
+        return xp.where(nearest == far, none, nearest)
+
+    def tile(self, *, batch: slice, heads: slice, queries: slice, keys: slice) -> AttentionCall:
+        """Return the part of this call that concerns some batch entries, heads, queries and keys.
+
+        Its slopes, masks and positions are those of the whole, so that its :meth:`bias` is a tile of the whole one (but
+        for a constant along each row, where distances are counted from the nearest key of the tile).
+
+        Args:
+            batch: Along the one batch axis, which the call must have.
+            heads: Query heads. They must use whole groups, or lie within one.
+            queries: From ``start`` to ``stop``, both given, as in all of these.
+            keys: Likewise.
+        """
+        parts = {"heads": heads, "queries": queries, "keys": keys}
+
+        def cut(name: str, array: Any) -> Any:
+            slices = (batch, *(parts[axis] for axis in _AXES[name]))
+            if array.ndim < len(slices):  # reshape, for mx.vmap puts several new axes in the wrong places
+                array = self.xp.reshape(array, (*[1] * (len(slices) - array.ndim), *array.shape))
+            return array[tuple(slice(None) if n == 1 else x for x, n in zip(slices, array.shape, strict=True))]
+
+        arrays = {name: cut(name, array) for name, array in self.arrays.items()}
+        arrays["q_offset"] = arrays.get("q_offset", self.q_offset) + queries.start - keys.start
+        num_heads = heads.stop - heads.start
+        group = self.num_heads // self.num_kv_heads
+        return replace(
+            self,
+            batch=(batch.stop - batch.start,),
+            num_heads=num_heads,
+            num_kv_heads=max(1, num_heads // group),
+            q_len=queries.stop - queries.start,
+            kv_len=keys.stop - keys.start,
+            **arrays,
+        )
+
+    def with_one_batch_axis(self) -> AttentionCall:
+        """Return this call with its batch axes as one; what is the same for all entries stays without, or of length 1.
+
+        Tensors are to be reshaped by the caller, to ``[call.batch[0], ...]``.
+        """
+        xp, batch = self.xp, self.batch
+        if len(batch) == 1:
+            return self
+
+        def merged(array: Any, axes: int) -> Any:
+            """Merge the axes before the last ``axes`` ones."""
+            if array.ndim <= axes:
+                return array
+            own = array.shape[array.ndim - axes :]
+            if all(n == 1 for n in array.shape[: array.ndim - axes]):
+                return xp.reshape(array, (1, *own))
+            return xp.reshape(xp.broadcast_to(array, (*batch, *own)), (math.prod(batch), *own))
+
+        return replace(self.map_arrays(merged), batch=(math.prod(batch),))
+
+    def visible(self, relative: Any) -> Any | None:
+        """Return where a query may look, from key minus query positions; None where it may look everywhere.
+
+        Args:
+            relative: ``[..., 1, q_len, kv_len]`` or ``[q_len, kv_len]``, integers.
+
+        Returns:
+            Booleans that broadcast to ``[*batch, num_heads, q_len, kv_len]``.
+        """
+        rules = self._rules_of_distance(relative)
+        if self.q_segment_ids is not None and self.kv_segment_ids is not None:
+            rules.append(with_head_axis(self.q_segment_ids[..., :, None] == self.kv_segment_ids[..., None, :]))
+        if self.mask is not None:
+            rules.append(self.mask)
+        return self._all(rules)
+
+    def _rules_of_distance(self, relative: Any) -> list[Any]:
+        """Return where direction and window let a query look."""
+        rules = [relative <= 0] if self.is_causal else []
+        return rules if self.window_size is None else [*rules, self.xp.abs(relative) <= self.window_size]
+
+    def _all(self, rules: list[Any]) -> Any | None:
+        visible = None
+        for rule in rules:
+            # Not `&`: under mx.vmap its result has the shape of the first operand, whatever that of the second.
+            visible = rule if visible is None else self.xp.logical_and(visible, rule)
+        return visible
+
+    def bias(self, *, is_positive: bool = False) -> tuple[Any, Any | None]:
+        """Return the dense bias, masks included, in a form that no softmax turns into NaN or loses digits to.
+
+        Args:
+            is_positive: Whether the slopes are known to be positive constants, which saves a pass over the bias.
+
+        Returns:
+            bias: ``[..., num_heads, q_len, kv_len]`` in ``working_dtype``: ``-slopes * distance``, what is added to a
+                key's, and a constant a row; -inf where masked, but 0 along a row that is masked as a whole.
+            attends: ``[..., q_len, 1]`` booleans that broadcast against the result, False for such rows, whose result
+                must be replaced by zeros; None if there are none.
+        """
+        xp = self.xp
+        q_positions, kv_positions = self.positions()
+        relative = relative_positions(xp, q_positions, kv_positions)
+        nearest = self._outside(q_positions)[..., :, None]  # [..., q_len, 1]
+        if relative.ndim > 2:
+            relative, nearest = with_head_axis(relative), with_head_axis(nearest)
+        visible = self.visible(relative)
+        if visible is None or self.every_query_attends:
+            return self._linear_bias(relative, visible, nearest, is_positive=is_positive), None
+        attends = xp.any(visible, axis=-1, keepdims=True)
+        if (self.mask is not None or self.q_segment_ids is not None) and not self.is_empty:
+            nearest = self._nearest_visible(relative, visible, attends)
+        # A row that is masked as a whole is one of keys at no distance, all of them visible.
+        nothing = asarray(xp, 0, xp.int32, self.device)
+        relative, nearest = (xp.where(attends, x, nothing) for x in (relative, nearest))
+        visible = xp.logical_or(visible, xp.logical_not(attends))
+        bias = self._linear_bias(relative, visible, nearest, is_positive=is_positive)
+        if self.added_key_bias is None and self.added_bias is None:
+            return bias, attends
+        return xp.where(attends, bias, asarray(xp, 0.0, self.working_dtype, self.device)), attends
+
+    @cached_property
+    def worked_out(self) -> dict[Any, Any]:
+        """A place for what a backend works out and would need again should the call come again."""
+        return {}
+
+    @cached_property
+    def bias_by_distance(self) -> Any:
+        """The bias of keys by their distance, where positions alone decide it and the offset is an int.
+
+        ``[..., num_heads, q_len + kv_len - 1]`` in ``working_dtype``, from the farthest that a key is before a query to
+        the farthest that one is after a query; -inf where direction or window hide it.
+        """
+        farthest = self.q_offset + self.q_len - 1
+        relative = (arange(self.xp, self.q_len + self.kv_len - 1, self.device) - farthest)[None]
+        is_past = self.is_causal and self.window_size is None and self.q_offset >= self.kv_len - 1
+        visible = None if is_past else self._all(self._rules_of_distance(relative))
+        return self._linear_bias(relative, visible, None)[..., 0, :]
+
+    def _outside(self, positions: Any) -> Any:
+        """Return how far the keys as a whole are from each position, 0 among them."""
+        beyond = positions - (self.kv_len - 1)
+        return self.xp.where(positions < 0, -positions, self.xp.where(beyond > 0, beyond, self.xp.zeros_like(beyond)))
+
+    def _linear_bias(
+        self, relative: Any, visible: Any | None, nearest: Any | None, *, is_positive: bool = False
+    ) -> Any:
+        bias = linear_bias(
+            self.xp,
+            self.slopes,
+            self.future_slopes,
+            relative,
+            visible,
+            is_causal=self.is_causal,
+            nearest=nearest,
+            is_positive=is_positive,
+        )
+        if self.added_key_bias is not None:
+            bias = bias + self.added_key_bias[..., None, :]
+        return bias if self.added_bias is None else bias + self.added_bias
+
+    def _nearest_visible(self, relative: Any, visible: Any, attends: Any) -> Any:
+        """Return the distance of each query's nearest visible key, ``[..., q_len, 1]``, to count distances from.
+
+        Softmax ignores what is constant along a row, but where all keys are far, float32 would spend its digits on it.
+        """
+        xp = self.xp
+        distance = xp.abs(relative)
+        far, none = (asarray(xp, x, distance.dtype, self.device) for x in (checks.MAX_POSITION, 0))
+        nearest = xp.where(attends, xp.min(xp.where(visible, distance, far), axis=-1, keepdims=True), none)
+        if self.future_slopes is None:
+            return nearest
+        # With slopes of two kinds in a row no one distance is worth the same everywhere.
+        sides = [xp.any(xp.logical_and(visible, x), axis=-1, keepdims=True) for x in (relative < 0, relative > 0)]
+        return xp.where(xp.logical_and(*sides), none, nearest)
+
+
+def _score_axes(sizes: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the axes of scores, by name: those of the batch, and the others."""
+    batch = sizes["batch"]
+    names = ("num_heads", "q_len", "kv_len")
+    return dict(zip(_batch_axes(batch), batch, strict=True)), {name: sizes[name] for name in names}
+
+
+def _batch_axes(batch: tuple[int, ...]) -> list[str]:
+    return ["batch"] if len(batch) == 1 else [f"batch{axis}" for axis in range(len(batch))]
+
+
+def _split_off_mask(xp: Namespace, mask: Any | None, added_bias: Any) -> tuple[Any, Any]:
+    """Return a mask that hides what ``added_bias`` hides by -inf, too, and the bias with zeros there."""
+    visible = added_bias != -math.inf
+    bias = xp.where(visible, added_bias, xp.zeros_like(added_bias))
+    return visible if mask is None else xp.logical_and(mask, visible), bias
+
+
+def _pair(segment_ids: Any) -> tuple[Any, Any]:
+    if not isinstance(segment_ids, (tuple, list)):
+        return segment_ids, segment_ids
+    if len(segment_ids) != 2:
+        raise ValueError(f"segment_ids must be one array or a pair (queries, keys), got {len(segment_ids)} arrays")
+    return segment_ids[0], segment_ids[1]
+
+
+def _arrays(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that are arrays of the call's library, having checked that those which must be are.
+
+    Slopes may be NumPy's in any call.
+    """
+    may_be_int = (*SLOPES, "q_offset")
+    q_offset = arguments["q_offset"]
+    if isinstance(q_offset, (bool, float)):
+        raise TypeError(f"q_offset must be an integer or an integer array, got {q_offset}")
+    arrays = {
+        name: checks.array(name, value)
+        for name, value in arguments.items()
+        if not (name in may_be_int and checks.is_int(value)) and not (value is None and name not in TENSORS)
+    }
+    return {name: array for name, array in arrays.items() if not (name in SLOPES and is_numpy(array))}
+
+
+def _common_device(xp: Namespace, arrays: dict[str, Any]) -> Device | None:
+    devices = {name: device_of(xp, array) for name, array in arrays.items()}
+    for name, device in devices.items():
+        if device != devices["query"]:
+            raise ValueError(f"{name} must be on the device of query, {devices['query']}, got {device}")
+    return devices["query"]
+
+
+def _tensor_sizes(xp: Namespace, query: Any, key: Any, value: Any, layout: tuple[str, str, str]) -> dict[str, Any]:
+    tensors = {"query": query, "key": key, "value": value}
+    shapes = {name: tuple(checks.tensor(xp, name, tensor).shape) for name, tensor in tensors.items()}
+    axes = _axes(layout)
+    for name, shape in shapes.items():
+        if len(shape) < 3:
+            raise ValueError(f"{name} must have axes {axes}, got shape {shape}")
+    if len({str(tensor.dtype) for tensor in tensors.values()}) > 1:
+        listed = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
+        raise TypeError(f"query, key and value must have one dtype, got {listed}")
+    if shapes["key"] != shapes["value"]:
+        raise ValueError(f"value must have the shape of key, {shapes['key']} {axes}, got {shapes['value']}")
+    q, kv = (dict(zip(layout, shapes[name][-3:], strict=True)) for name in ("query", "key"))
+    batch = shapes["query"][:-3]
+    if shapes["key"][:-3] != batch:
+        raise ValueError(f"key must have the batch axes of query, {batch}, got {shapes['key'][:-3]}")
+    if kv["head_dim"] != q["head_dim"]:
+        raise ValueError(f"key must have the head_dim of query, {q['head_dim']}, got {kv['head_dim']}")
+    if q["head_dim"] < 1:
+        raise ValueError(f"head_dim must be at least 1, got query of shape {shapes['query']} {axes}")
+    for count, name, sizes in (("num_heads", "query", q), ("num_kv_heads", "key", kv)):
+        if sizes["heads"] < 1:
+            raise ValueError(f"{count} must be at least 1, got {name} of shape {shapes[name]} {axes}")
+    if q["heads"] % kv["heads"]:
+        heads = f"{kv['heads']} (key) and {q['heads']} (query)"
+        raise ValueError(f"num_kv_heads must divide num_heads, got {heads}; their axes are {axes}")
+    return {
+        "batch": batch,
+        "num_heads": q["heads"],
+        "num_kv_heads": kv["heads"],
+        "q_len": q["length"],
+        "kv_len": kv["length"],
+        "head_dim": q["head_dim"],
+    }
+
+
+def _slopes(
+    xp: Namespace,
+    name: str,
+    slopes: Any,
+    sizes: dict[str, Any],
+    layout: tuple[str, str, str],
+    allow_negative: bool,
+    dtype: DType,
+    device: Device | None,
+) -> Any:
+    if checks.is_int(slopes):
+        checks.slopes_count(name, slopes, sizes["num_heads"], _axes(layout))
+    else:
+        checks.floating_array(xp, name, slopes)
+        checks.slopes_shape(name, slopes, sizes["num_heads"], sizes["batch"], _axes(layout))
+        checks.slopes_values(name, slopes, allow_negative=allow_negative, working=dtype)
+    return place_slopes(xp, slopes, dtype, device)
+
+
+def _segment_ids(xp: Namespace, segment_ids: Any, sizes: dict[str, Any]) -> tuple[Any, Any]:
+    if segment_ids is None:
+        return None, None
+    is_pair = isinstance(segment_ids, (tuple, list))
+    if not is_pair and sizes["q_len"] != sizes["kv_len"]:
+        raise ValueError(
+            f"segment_ids must be a pair (queries, keys) when q_len, {sizes['q_len']}, and kv_len, "
+            f"{sizes['kv_len']}, differ; got one array"
+        )
+    pair = _pair(segment_ids)
+    for name, ids, length in zip(("q_len", "kv_len"), pair, (sizes["q_len"], sizes["kv_len"]), strict=True):
+        shape = tuple(checks.integer_array(xp, "segment_ids", ids).shape)
+        axes = ", ".join([*_batch_axes(sizes["batch"]), name])
+        checks.broadcastable("segment_ids", shape, (*sizes["batch"], length), axes)
+        if not shape or shape[-1] != length:
+            raise ValueError(f"segment_ids must end in the axis {name}, {length}, got shape {shape}")
+    if not any("uint" in str(ids.dtype) for ids in pair):
+        return pair
+    return signed(xp, pair[0]), signed(xp, pair[1])  # PyTorch neither compares nor casts most unsigned ones
+
+
+def _q_offset(xp: Namespace, q_offset: Any, sizes: dict[str, Any]) -> Any:
+    if q_offset is None:
+        q_offset = sizes["kv_len"] - sizes["q_len"]
+    if checks.is_int(q_offset):
+        q_offset = checks.integer("q_offset", q_offset)
+        checks.positions_fit(q_offset, sizes["q_len"], sizes["kv_len"])
+        return q_offset
+    shape = tuple(checks.integer_array(xp, "q_offset", q_offset).shape)
+    if shape not in ((), sizes["batch"]):
+        batch = f" or {sizes['batch']} (batch)" if sizes["batch"] else ""
+        raise ValueError(f"q_offset must have shape (){batch}, got {shape}")
+    checks.positions_fit(FARTHEST, sizes["q_len"], sizes["kv_len"])
+    # A query that is farther counts as being as far as that: all keys of its row move by the same distance, which
+    # softmax does not notice (a window of more than 2**30 tokens would). An error would have to wait for the values.
+    offset = signed(xp, q_offset)
+    if "uint" in str(q_offset.dtype):
+        offset = xp.where(offset < 0, asarray(xp, FARTHEST, offset.dtype, device_of(xp, offset)), offset)
+    return astype(xp, xp.clip(offset, -FARTHEST, FARTHEST), xp.int32)
+
+
+def _axes(layout: tuple[str, str, str]) -> str:
+    return f"[..., {', '.join(layout)}]"

@@ -1,0 +1,193 @@
+"""The slopes: one positive number a head, which says how fast that head forgets."""
+
+from __future__ import annotations
+
+import decimal
+import operator
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from alibi_core._arrays import (
+    Device,
+    DType,
+    Namespace,
+    asarray,
+    astype,
+    brief,
+    checks,
+    explains_keywords,
+    known_device,
+    namespace_of,
+)
+from alibi_core._contracts import named
+
+MOST_HEADS = 2**20  # each slope takes microseconds of decimal arithmetic
+SCHEMES = ("canonical", "geometric", "linear")
+
+FLOAT32_BITS, BFLOAT16_BITS = 24, 8  # significant bits, the hidden one among them
+
+_DECIMAL = decimal.Context(prec=60, Emin=-999_999, Emax=999_999, traps=[])  # 60 digits: far beyond float64's 17
+
+
+@explains_keywords
+def slopes(
+    num_heads: int,
+    *,
+    scheme: str = "canonical",
+    bias_max: float = 8.0,
+    contract: str = "exact",
+    xp: Namespace | None = None,
+    dtype: DType | None = None,
+    device: Device | None = None,
+) -> Any:
+    """Return the ALiBi slope of every head.
+
+    With ``n`` heads, ``b = bias_max`` and ``p`` the largest power of two not above ``n``:
+
+    - ``"canonical"``, the rule of the paper's code: ``2**(-b (h+1) / p)`` for the first ``p`` heads, then
+      ``2**(-b (2h+1) / (2p))`` for ``h = 0, 1, ...`` until there are ``n``;
+    - ``"geometric"``, the rule of the paper's text: ``2**(-b (h+1) / n)``;
+    - ``"linear"``: ``n`` evenly spaced numbers from 0.05 to 0.5.
+
+    The first two agree when ``n`` is a power of two. The numbers are computed in decimal arithmetic, correctly
+    rounded to float64, then rounded to float32 (or kept, for float64): the same bits on every platform.
+
+    Under tensor parallelism a shard of heads takes its slopes from the *global* count: ``slopes(n)[first:last]``.
+
+    Models trained with slopes that are rounded otherwise need theirs. With ``contract`` these are, each step rounded
+    to nearest in float32:
+
+    - ``"bloom"``: the powers ``1, 2, ...`` of ``2**(-8 / p)``, then those ``1, 3, ...`` of ``2**(-8 / (2p))``. As
+      the base is rounded before, they are off by up to 11 units in the last place (of 128 heads);
+    - ``"falcon"``: BLOOM's, rounded to bfloat16. Its models divide them, like the scores, by ``sqrt(head_dim)``;
+    - ``"mpt"``: ``1 / 2**(b (h+1) / n')`` for ``n'`` the next power of two, those with odd ``h`` first, cut to ``n``;
+    - ``"geometric"``: ``scheme="geometric"`` by another name, which :func:`bias` knows too.
+
+    Up to 128 heads, BLOOM's and MPT's are bit for bit what ``transformers`` computes where ``powf`` rounds correctly.
+    Vectorised, PyTorch's ``pow`` does not: there one BLOOM slope of 16, 32 or 128 may be a unit in the last place off,
+    which one depending on the processor.
+
+    Args:
+        num_heads: How many heads, at least 1.
+        scheme: One of ``"canonical"``, ``"geometric"``, ``"linear"``.
+        bias_max: ``b`` above, the negated log2 of the smallest of the first ``p`` slopes. Must be left alone when
+            ``scheme="linear"`` and contracts ``"bloom"`` and ``"falcon"``, where it has no meaning.
+        contract: Whose slopes: ``"exact"`` (the scheme's), ``"bloom"``, ``"falcon"``, ``"mpt"`` or ``"geometric"``,
+            with which ``scheme`` must be left alone.
+        xp: Array namespace of the result, or its name. Default NumPy.
+        dtype: Floating dtype of the result, or its name. Default float32.
+        device: Device of the result, as ``xp.asarray`` takes it.
+
+    Returns:
+        ``[num_heads]`` array of ``dtype`` on ``device``, all positive but for what a large ``bias_max`` makes smaller
+        than the dtype can hold.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a number is out of range, or scheme or contract are unknown or do not go together.
+
+    Example:
+        >>> slopes(8).tolist()
+        [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625]
+        >>> slopes(3).tolist()
+        [0.0625, 0.00390625, 0.25]
+        >>> slopes(16)[-1].item() * 2**8, slopes(16, contract="bloom")[-1].item() * 2**8
+        (1.0, 0.9999997019767761)
+
+    References:
+        Press, Smith, Lewis, "Train Short, Test Long", section 3 and its public code, arXiv 2108.12409. Contracts:
+        ``transformers`` 5.23, ``build_alibi_tensor`` of BLOOM and Falcon and ``build_mpt_alibi_tensor``.
+    """
+    values = slope_values(num_heads, scheme=scheme, bias_max=bias_max, contract=contract)
+    xp = namespace_of(xp=xp)
+    known_device(xp, device)
+    dtype = xp.float32 if dtype is None else checks.floating_dtype(xp, "dtype", dtype)
+    if dtype == xp.float64:
+        return asarray(xp, values, xp.float64, device)
+    # Lower precisions are reached through float32 in some libraries and directly in others: fix one way.
+    return astype(xp, asarray(xp, values, xp.float32, device), dtype)
+
+
+def slope_values(
+    num_heads: int, *, scheme: str = "canonical", bias_max: float = 8.0, contract: str = "exact"
+) -> list[float]:
+    """Return the slopes as Python floats; arguments and errors as for :func:`slopes`."""
+    num_heads = checks.positive_int("num_heads", num_heads)
+    if num_heads > MOST_HEADS:
+        raise ValueError(f"num_heads must be at most {MOST_HEADS}, got {brief(num_heads)}")
+    checks.one_of("scheme", scheme, SCHEMES)
+    bias_max = checks.positive_number("bias_max", bias_max)
+    rule = named(contract)
+    if rule.scheme is not None and scheme != "canonical":
+        raise ValueError(f"scheme must be left at 'canonical' with contract {contract!r}, got {scheme!r}")
+    if bias_max != 8 and not rule.takes_bias_max:
+        raise ValueError(f"bias_max must be left at 8 with contract {contract!r}, which has none, got {bias_max}")
+    if scheme == "linear" and bias_max != 8:
+        raise ValueError(f"bias_max must be left at 8 with scheme 'linear', which does not use it, got {bias_max}")
+    # Of numbers that torch.compile holds as symbols, these two functions make constants; int and float do not.
+    return list(_constant_slope_values(operator.index(num_heads), rule.scheme or scheme, bias_max.as_integer_ratio()))
+
+
+def _constant_slope_values(num_heads: int, scheme: str, bias_max: tuple[int, int]) -> tuple[float, ...]:
+    return _slope_values(num_heads, scheme, bias_max)
+
+
+# torch.compile calls a function with this mark while it traces and takes the result as a constant: it can trace
+# neither decimal arithmetic nor a cache. The mark is all that torch.compiler.assume_constant_result sets.
+_constant_slope_values._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=256)
+def _slope_values(num_heads: int, scheme: str, bias_max: tuple[int, int]) -> tuple[float, ...]:
+    if scheme == "linear":
+        step = Fraction(45, 100) / max(num_heads - 1, 1)
+        return tuple(float(Fraction(5, 100) + step * head) for head in range(num_heads))
+    b = Fraction(*bias_max)
+    if scheme == "geometric":
+        return tuple(float(_power_of_two(-b * (head + 1) / num_heads)) for head in range(num_heads))
+    if scheme == "mpt":
+        return _mpt_slopes(num_heads, b)
+    if scheme in ("bloom", "falcon"):
+        bits = FLOAT32_BITS if scheme == "bloom" else BFLOAT16_BITS
+        return tuple(_rounded(Fraction(slope), bits) for slope in _bloom_slopes(num_heads))
+    p = 1 << (num_heads.bit_length() - 1)
+    first = [-b * (head + 1) / p for head in range(p)]
+    between = [-b * (2 * head + 1) / (2 * p) for head in range(num_heads - p)]
+    return tuple(float(_power_of_two(exponent)) for exponent in first + between)
+
+
+def _bloom_slopes(num_heads: int) -> list[float]:
+    p = 1 << (num_heads.bit_length() - 1)
+    base, between = (Fraction(_rounded(_power_of_two(Fraction(-8, n)), FLOAT32_BITS)) for n in (p, 2 * p))
+    powers = [base ** (head + 1) for head in range(p)] + [between ** (2 * head + 1) for head in range(num_heads - p)]
+    return [_rounded(power, FLOAT32_BITS) for power in powers]
+
+
+def _mpt_slopes(num_heads: int, bias_max: Fraction) -> tuple[float, ...]:
+    above = 1 << (num_heads - 1).bit_length()
+    step = Fraction(_rounded(bias_max / above, FLOAT32_BITS))
+    exponents = [Fraction(_rounded(step * (head + 1), FLOAT32_BITS)) for head in range(above)]
+    slopes = [_reciprocal_of_power(exponent) for exponent in exponents]
+    return tuple(slopes if above == num_heads else (slopes[1::2] + slopes[0::2])[:num_heads])
+
+
+def _reciprocal_of_power(exponent: Fraction) -> float:
+    if exponent >= 128:
+        return 0.0  # the power is infinite in float32
+    return _rounded(1 / Fraction(_rounded(_power_of_two(exponent), FLOAT32_BITS)), FLOAT32_BITS)
+
+
+def _rounded(value: Fraction | decimal.Decimal, bits: int) -> float:
+    """Return a positive number rounded to ``bits`` significant bits, to even between two."""
+    number = Fraction(value)
+    exponent = number.numerator.bit_length() - number.denominator.bit_length()
+    exponent -= number < Fraction(2) ** exponent  # 2**exponent <= number < 2**(exponent + 1)
+    unit = Fraction(2) ** (exponent + 1 - bits)
+    return float(round(number / unit) * unit)
+
+
+def _power_of_two(exponent: Fraction) -> decimal.Decimal:
+    """Return ``2**exponent`` to 60 digits, of which ``float`` makes the nearest one on every platform."""
+    power = _DECIMAL.divide(decimal.Decimal(exponent.numerator), decimal.Decimal(exponent.denominator))
+    return _DECIMAL.power(decimal.Decimal(2), power)

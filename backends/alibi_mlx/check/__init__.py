@@ -1,1 +1,0 @@
-"""What the owner of a Mac runs, ``python -m alibi_mlx.check``: numerics and speed of every route on that machine."""
