@@ -17,7 +17,7 @@ include_patterns = [
     "CHANGELOG.md",
     "docs/**.md",
     "benchmarks/README.md",
-    "alibi_core/conformance/_golden/FORMAT.md",
+    "alibi_core/conformance/FORMAT.md",
 ]
 exclude_patterns = [".*", "out", "dist", "build"]
 
