@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers.models.falcon.modeling_falcon import FalconModel
 from transformers.models.mpt.modeling_mpt import MptModel
 
@@ -163,11 +163,8 @@ def _slopes_by_layer(base: Any, contract: str) -> dict[Any, tuple[float, ...]]:
     """Return the slopes of each attention layer; raise a ValueError for a layer or setting that is not supported."""
     if isinstance(base, FalconModel) and not base.use_alibi:
         raise ValueError("model must have ALiBi, got a Falcon model with alibi=False in its config (rotary positions)")
-    if isinstance(base, MptModel):
-        settings = base.config.attn_config
-        for name, wanted in (("alibi", True), ("prefix_lm", False), ("qk_ln", False), ("attn_uses_sequence_id", False)):
-            if getattr(settings, name) != wanted:
-                raise ValueError(f"attn_config.{name} must be {wanted} for a model to be accelerated, got {not wanted}")
+    if isinstance(base, MptModel) and not base.config.attn_config.alibi:
+        raise ValueError("attn_config.alibi must be True for a model to be accelerated, got False")
     own = next(kind for family, kind in zip(MODELS, LAYERS, strict=True) if isinstance(base, family))
     layers = [x for x in base.modules() if isinstance(x, own)]
     for layer in layers:
@@ -176,25 +173,7 @@ def _slopes_by_layer(base: Any, contract: str) -> dict[Any, tuple[float, ...]]:
                 f"attention of the model must be {own.__name__}'s own, got {type(layer).__name__} with a forward of "
                 "its own; accelerate first, or leave the model as it is"
             )
-        _check_heads(layer)
     return {layer: LAYERS[own].slopes_of(layer, base.config, contract) for layer in layers}
-
-
-def _check_heads(layer: Any) -> None:
-    """Check that a layer holds all of its heads, as slopes are those of all; a tensor-parallel plan leaves it some."""
-    projection = getattr(layer, "query_key_value", None) or layer.Wqkv
-    num_heads = getattr(layer, "num_heads", None) or layer.n_heads
-    num_kv_heads = getattr(layer, "num_kv_heads", num_heads)
-    expected = (num_heads + 2 * num_kv_heads) * layer.head_dim
-    weight = getattr(projection, "weight", None)
-    # A quantized weight has a shape of its own, and a wrapper need not have a weight.
-    has_rows = isinstance(weight, Tensor) and weight.is_floating_point()
-    rows = weight.shape[0] if has_rows else getattr(projection, "out_features", expected)
-    if rows != expected:
-        raise ValueError(
-            f"projection of queries, keys and values must have {expected} rows for its {num_heads} heads, got {rows}; "
-            "slopes are those of all heads: change the model before it is split"
-        )
 
 
 def _own_results(base: Any) -> Any:
