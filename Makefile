@@ -2,12 +2,14 @@
 # make test    a few minutes: each promise once        make test ARGS='-k bias'
 # make test-all      every test        HYPOTHESIS_PROFILE=thorough make test-all
 # make test-full     what make test leaves out
-# make test-oldest   the models of transformers again, with the oldest version that is supported
+# make test-oldest   a dozen tests of models with the oldest transformers that is supported
+# make test-newest   models, and README's examples, with the newest version of everything but PyTorch
+# make upgrade    the newest versions into constraints.txt
 # make lint    ruff and mypy
 # make docs    the site, in out/site; a warning is an error
 # make check   the conformance kit: is every installed backend ALiBi?
 # make bench   speed and memory, against peers
-# Each sets up .venv by itself, with the versions of constraints.txt.
+# Each sets up .venv by itself, with the versions of constraints.txt; users install without them.
 
 PYTHON ?= python3
 VENV := .venv
@@ -21,7 +23,7 @@ ifeq (,$(wildcard /dev/accel* /dev/vfio /dev/nvidiactl))
 export JAX_PLATFORMS ?= cpu
 endif
 
-.PHONY: demo test test-all test-full test-oldest docs check lint format bench build clean
+.PHONY: demo test test-all test-full test-oldest test-newest upgrade docs check lint format bench build clean
 .DEFAULT_GOAL := test
 
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -42,9 +44,18 @@ $(VENV)/oldest/ready: constraints-oldest.txt $(VENV)/ready
 	$(INSTALL) --no-deps --upgrade --target $(@D) --requirement constraints-oldest.txt
 	@touch $@
 
+# PyTorch alone keeps its version: the newest may bring gigabytes of CUDA.
+TORCH := $(shell grep ^torch== constraints.txt)
+NEWEST := $(OUT)/newest/bin/python
+
+$(OUT)/newest/ready: pyproject.toml
+	$(PYTHON) -m venv --clear $(@D)
+	$(NEWEST) -m pip --disable-pip-version-check install --quiet '$(TORCH)' --editable '.[all,dev,docs,bench]'
+	@touch $@
+
 demo: $(VENV)/ready
 	$(RUN) -m benchmarks.agreement
-	$(RUN) -m benchmarks.extrapolation --quick --output $(OUT)/extrapolation
+	$(RUN) -m benchmarks.extrapolation --quick --output $(OUT)
 
 # One thread a worker: two workers with two threads each only get in each other's way.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
@@ -56,12 +67,23 @@ test-all: $(VENV)/ready
 	$(PYTEST) -m '' $(ARGS)
 
 test-full: $(VENV)/ready
-	$(PYTEST) -m 'full or research' $(ARGS)
+	$(PYTEST) -m full $(ARGS)
 
 test-oldest: export PYTHONPATH := $(VENV)/oldest
 test-oldest: $(VENV)/oldest/ready
 	$(RUN) -c 'from transformers import __version__ as found; assert found == "5.4.0", found'
-	$(PYTEST) -m '' tests/torch/test_transformers.py tests/torch/test_encoder.py -k 'not compiled and not learns' $(ARGS)
+	$(PYTEST) tests/torch/test_transformers.py tests/torch/test_encoder.py -k 'greedy or renamed or keep_their_shape or save' $(ARGS)
+
+test-newest: RUN := $(NEWEST)
+test-newest: $(OUT)/newest/ready
+	$(PYTEST) tests/torch/test_transformers.py tests/torch/test_encoder.py $(ARGS)
+	$(PYTEST) tests/core/test_readme.py -k README
+
+upgrade:
+	rm -f $(OUT)/newest/ready
+	$(MAKE) $(OUT)/newest/ready
+	{ grep '^#' constraints.txt; $(NEWEST) -m pip freeze --exclude-editable; } > $(OUT)/constraints.txt
+	mv $(OUT)/constraints.txt constraints.txt
 
 docs: $(VENV)/ready-docs
 	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going -c docs . $(OUT)/site
@@ -83,7 +105,8 @@ bench: $(VENV)/ready-bench
 	$(RUN) -m benchmarks.attention --output $(OUT)
 	$(RUN) -m benchmarks.attention --backend jax --output $(OUT)
 	$(RUN) -m benchmarks.attention --backend mlx --output $(OUT)
-	$(RUN) -m benchmarks.research.tpu_static --output $(OUT)
+	$(RUN) -m benchmarks.models --output $(OUT)
+	$(RUN) -m benchmarks.parallel --output $(OUT)
 
 build: $(VENV)/ready
 	$(RUN) -m build

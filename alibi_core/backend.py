@@ -23,9 +23,6 @@ from alibi_core._arrays import positive_int as positive_int
 from alibi_core._attention import dense_attention as dense_attention
 from alibi_core._bias import key_bias as key_bias
 from alibi_core._bias import working_dtype as working_dtype
-from alibi_core._caching import EvictionPolicy as EvictionPolicy
-from alibi_core._caching import EvictionRules as EvictionRules
-from alibi_core._caching import HeldTokens as HeldTokens
 from alibi_core._caching import RowTokens as RowTokens
 from alibi_core._caching import cache_summary as cache_summary
 from alibi_core._caching import check_indices as check_indices
@@ -33,7 +30,6 @@ from alibi_core._caching import check_lengths as check_lengths
 from alibi_core._caching import check_new_tokens as check_new_tokens
 from alibi_core._caching import check_room as check_room
 from alibi_core._caching import check_span as check_span
-from alibi_core._caching import check_truncated as check_truncated
 from alibi_core._call import ARRAY_AXES as ARRAY_AXES
 from alibi_core._call import LENGTH_FIRST as LENGTH_FIRST
 from alibi_core._call import AttentionCall as AttentionCall

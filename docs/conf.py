@@ -17,8 +17,7 @@ include_patterns = [
     "CHANGELOG.md",
     "docs/**.md",
     "benchmarks/README.md",
-    "benchmarks/results/*.md",
-    "alibi_core/conformance/_golden/FORMAT.md",
+    "alibi_core/conformance/FORMAT.md",
 ]
 exclude_patterns = [".*", "out", "dist", "build"]
 
@@ -43,8 +42,6 @@ html_copy_source = False
 def prepare(app, page, source):
     """Make the tables of the first page the navigation, a caption a section. Drop the empty last lines of examples."""
     source[0] = source[0].replace("\n\n```\n", "\n```\n")
-    if page == "benchmarks/results/ecosystem":  # which is written as a table alone
-        source[0] = f"# Other people's code, held to the laws\n\n{source[0]}"
     if page != root_doc:
         return
     for section in source[0].split("\n## ")[1:]:

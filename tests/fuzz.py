@@ -19,9 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core.conformance._cases.case import COTANGENTS, FAR, FORMS, PER_BATCH, Case, Sizes
-from alibi_core.conformance._cases.data import DATA
-from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Answer
+from alibi_core.conformance.testing import COTANGENTS, DATA, FAR, FORMS, PER_BATCH, UNIT_ROUNDOFF, Answer, Case, Sizes
 from tests.support.frameworks import FRAMEWORK, Backend
 
 TENSORS = ("query", "key", "value")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from alibi_core._cli.terminal import UnusableError, waiting
+from alibi_core._extras import install_hint
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
@@ -33,7 +33,6 @@ def add_commands(commands: Any) -> None:
     check.add_argument("--seed", type=int, default=0, help="of the cases that are drawn (default 0)")
     check.add_argument("--law", action="append", metavar="NAME", help="only this law; may be repeated")
     check.add_argument("--time-limit", type=float, default=60.0, metavar="SECONDS", help="that one call may take")
-    check.add_argument("--golden", metavar="DIR", help="compare with the golden vectors in DIR, too")
     check.add_argument("--json", metavar="FILE", help="write what was found to this file, too")
     check.set_defaults(run=_with_kit(_conformance))
     golden = commands.add_parser("golden", help="golden vectors, for implementations in any language")
@@ -69,9 +68,13 @@ def _with_kit(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Na
 
 
 def _conformance(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from alibi_core.conformance import ENTRY_POINTS, LAWS, Outcome, Settings, details, read_golden, summary, supervised
+    try:
+        from rich.console import Console
+        from rich.markup import escape
+    except ModuleNotFoundError as error:
+        message = f"alibi-core conformance needs {error.name}; {install_hint('conformance')}"
+        raise UnusableError(message) from error
+    from alibi_core.conformance import ENTRY_POINTS, LAWS, Outcome, Settings, supervised
 
     unknown = set(options.law or ()) - {law.name for law in LAWS}
     if unknown:
@@ -81,8 +84,6 @@ def _conformance(options: argparse.Namespace) -> int:
         raise UnusableError("--seed must not be negative, and --time-limit must be positive, below a million seconds")
     if options.json is not None:
         Path(options.json).touch()  # to be refused before anything is checked
-    if options.golden is not None:
-        read_golden(options.golden)  # to be refused before anything is checked
     registered = sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name)
     sources = options.adapter or [entry.value for entry in registered]
     dtypes = options.dtype or (["all"] if options.adapter else ["float32"])
@@ -92,20 +93,21 @@ def _conformance(options: argparse.Namespace) -> int:
         laws=tuple(options.law or ()),
         time_limit=options.time_limit,
         dtypes=() if "all" in dtypes else tuple(dtypes),
-        golden=None if options.golden is None else os.path.abspath(options.golden),
     )
     outcomes: list[Outcome] = []
     missing: list[Outcome] = []
     for source in sources:
-        for outcome in supervised(source, settings, Console(stderr=True)):
-            (missing if outcome.missing else outcomes).append(outcome)
+        with Console(stderr=True).status(escape(f"{source} …")) as status:
+            for outcome in supervised(source, settings, lambda words, status=status: status.update(escape(words))):  # type: ignore[misc]
+                (missing if outcome.missing else outcomes).append(outcome)
     if outcomes:
         console = Console(width=None if sys.stdout.isatty() else 120)
         with console.capture() as printed:  # written by print, for broken pipes end every command alike
-            console.print(summary(outcomes))
+            console.print(_summary(outcomes))
+            console.print("of budget: the largest error, as a share of what rounding may cause; 100% is the limit")
             for outcome in outcomes:
                 if len(outcomes) == 1 or not outcome.passed:
-                    console.print(details(outcome, every_law=len(outcomes) == 1))
+                    console.print(_details(outcome, every_law=len(outcomes) == 1))
         encoding = sys.stdout.encoding or "utf-8"  # which may lack an arrow
         print(printed.get().encode(encoding, "replace").decode(encoding), end="")
     for outcome in () if options.adapter else missing:
@@ -118,9 +120,60 @@ def _conformance(options: argparse.Namespace) -> int:
         )
     if not outcomes:
         raise UnusableError("there is no adapter to check" + (" of that dtype" if options.dtype else ""))
-    if not any(x.report is None or x.report.was_checked or x.golden is not None for x in outcomes):
+    if not any(x.report is None or x.report.was_checked for x in outcomes):
         raise UnusableError(f"no adapter offers what {', '.join(settings.laws) or 'the laws'} would check")
     return 0 if all(x.passed for x in outcomes) else 1
+
+
+def _summary(outcomes: Sequence[Any]) -> Any:
+    """Return a table with a line for each adapter."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="Is it ALiBi?", title_justify="left")
+    for column in ("implementation", "dtype", "contract", "verdict"):
+        table.add_column(column, no_wrap=True)
+    for column in ("passed", "failed", "not\noffered", "calls", "of budget", "seconds"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        report = outcome.report
+        statuses = [law.status for law in report.laws]
+        verdict = ("[green]yes[/]", "[bold red]NO[/]", "nothing to check")[report.exit_status]
+        table.add_row(
+            *(escape(report.name or outcome.source), report.dtype, report.contract, verdict),
+            *(str(statuses.count(status)) for status in ("passed", "failed", "not offered")),
+            str(sum(law.calls for law in report.laws)),
+            f"{max((law.share for law in report.laws), default=0.0):.0%}",
+            f"{report.seconds:.1f}",
+        )
+    return table
+
+
+def _details(outcome: Any, *, every_law: bool) -> Any:
+    """Return what an adapter does instead, then its laws: all, or those that it does not keep."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    report = outcome.report
+    parts: list[Any] = [Text(f"{report.name}, {report.dtype}, contract {report.contract}", style="italic")]
+    if report.crash:
+        parts.append(Text(f"It crashed: {report.crash}", style="bold red"))
+    parts += [Text(f"→ {x.sentence}", style="bold") for x in report.diagnoses]
+    shown = [law for law in report.by_urgency if every_law or law.status != "passed"]
+    styles = {"passed": "green", "failed": "bold red", "not run": "yellow"}
+    table = Table("law", "", "what it says; what was found")
+    for law in shown:
+        text = Text(law.statement)
+        if law.counterexample is not None:
+            text.append(f"\n{law.counterexample}", style="red")
+        elif law.reason:
+            text.append(f"\n{law.reason}", style="dim")
+        table.add_row(law.name, Text(law.status, style=styles[law.status]), text)
+    parts += [table] if shown else []
+    if every_law and report.not_offered:
+        parts.append(Text(report.not_offered, style="dim"))
+    return Group(*parts)
 
 
 def _write(options: argparse.Namespace) -> int:

@@ -31,28 +31,30 @@ A package registers its adapters, so that :func:`installed_adapters` finds them,
 from alibi_core._extras import install_hint as _install_hint
 
 try:
-    import hypothesis as _hypothesis  # noqa: F401
-    import rich as _rich  # noqa: F401
     import safetensors as _safetensors  # noqa: F401
 except ModuleNotFoundError as error:
     _message = f"alibi_core.conformance needs {error.name}; {_install_hint('conformance')}"
     raise ModuleNotFoundError(_message, name=error.name) from error
 
-from alibi_core.conformance._adapter import FEATURES, Adapter
-from alibi_core.conformance._backend import ENTRY_POINTS, BackendAdapter, Library, installed_adapters, numpy_adapters
-from alibi_core.conformance._cases import Attention, Case, Sizes, rounded
-from alibi_core.conformance._diagnosis import MISTAKES, Mistaken
-from alibi_core.conformance._golden import (
-    GoldenError,
-    GoldenReport,
-    check_golden,
-    golden_results,
-    read_golden,
-    write_golden,
+from alibi_core.conformance.adapter import FEATURES, Adapter
+from alibi_core.conformance.case import Case, Sizes
+from alibi_core.conformance.check import check
+from alibi_core.conformance.golden import GoldenError, GoldenReport, check_golden, write_golden
+from alibi_core.conformance.laws import LAWS
+from alibi_core.conformance.libraries import (
+    ENTRY_POINTS,
+    BackendAdapter,
+    Library,
+    installed_adapters,
+    numpy_adapters,
 )
-from alibi_core.conformance._laws import LAWS
-from alibi_core.conformance._report import Counterexample, Diagnosis, LawReport, Report
-from alibi_core.conformance._run import Outcome, Settings, check, details, summary, supervised
+from alibi_core.conformance.mistaken import Mistaken
+from alibi_core.conformance.mistakes import MISTAKES
+from alibi_core.conformance.oracle import Attention, rounded
+from alibi_core.conformance.report import Counterexample, Diagnosis, LawReport, Report
+from alibi_core.conformance.worker import Outcome as Outcome
+from alibi_core.conformance.worker import Settings as Settings
+from alibi_core.conformance.worker import supervised as supervised
 
 __all__ = [
     "ENTRY_POINTS",
@@ -70,19 +72,12 @@ __all__ = [
     "LawReport",
     "Library",
     "Mistaken",
-    "Outcome",
     "Report",
-    "Settings",
     "Sizes",
     "check",
     "check_golden",
-    "details",
-    "golden_results",
     "installed_adapters",
     "numpy_adapters",
-    "read_golden",
     "rounded",
-    "summary",
-    "supervised",
     "write_golden",
 ]

@@ -1,10 +1,19 @@
-"""Speed and memory of attention, forward, backward and decoding, beside its peers.
+"""How fast attention is, beside attention without positions and beside others' ALiBi."""
 
-In goes the name of a library. Out come its contestants and clocks, and exact results to compare with.
-"""
+from benchmarks.attention.exact import MOST_ERROR, ROUNDOFF, Reference, attend, relative_error, sample, slopes
+from benchmarks.attention.libraries import Call, Contestant, Library, Shape, load
 
-from benchmarks.attention.backends import load
-from benchmarks.attention.exact import Reference, errors_of_gradients, sample
-from benchmarks.attention.sizes import Shape
-
-__all__ = ["Reference", "Shape", "errors_of_gradients", "load", "sample"]
+__all__ = [
+    "MOST_ERROR",
+    "ROUNDOFF",
+    "Call",
+    "Contestant",
+    "Library",
+    "Reference",
+    "Shape",
+    "attend",
+    "load",
+    "relative_error",
+    "sample",
+    "slopes",
+]

@@ -1,98 +1,219 @@
-"""How fast is ALiBi attention, beside attention that knows no positions, and beside others' ALiBi?
+"""How fast is ALiBi attention, beside attention without positions, and beside others' ALiBi?
 
-Numerics come first: results and gradients, ours and others', are compared with float64 arithmetic on a small shape, and
-at each shape some queries' are, before anything is timed. Then, in sections that --only picks from:
+Results and gradients are compared with float64 first; at each shape some queries are. Then, by section:
 
-  accuracy  the worst error in float32, and in low precision the error relative to that of attention without positions;
-  forward   times faster than attention without positions (on a GPU, the fastest there is), with the tile limit: how
-            much faster it could be at best by leaving out keys that are proved not to matter. Peers, for
-            information: a dense bias and, in PyTorch, FlexAttention and the eager attention of BLOOM, in MLX its
-            module nn.ALiBi, where they fit in memory. In MLX a dense bias has bars of its own;
-  backward  the same of forward and backward together;
-  decode    one query over few and many keys, those of a layer's cache, which knows their norms, and without it;
-  memory    the peak beyond arguments, result and gradients, in a process of its own; in JAX what XLA plans, too;
-  million   a forward pass over 1,048,576 tokens, with sampled rows recomputed over all keys (PyTorch on the CPU).
+  forward   times faster than causal attention without positions, by length, with others' ALiBi where it fits in memory;
+  backward  the same for forward and backward together;
+  decode    one query over the keys of a layer's cache, which knows their norms, and of a bare call;
+  memory    the peak beyond arguments, result and gradients, in a process of its own;
+  layer     a layer of PyTorch, forward and training, beside the same layer without positions; or, and a step over
+            cached keys, beside this library in another checkout (--beside): processes that are timed by turns.
 
-The exit status is 1 if a number is wrong or, at full size, if a bar is not met. About 20 minutes on two cores;
-JAX's own attention and MLX's are dense on the CPU, so their lengths end at 8,192 tokens.
+The exit status is 1 if a number is wrong. All of it takes 25 minutes and 13 GB on two idle cores with PyTorch; JAX's
+own attention and MLX's are dense on the CPU, so their lengths end at 8,192 tokens.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks import harness
-from benchmarks.attention.backends import BACKENDS, earlier_in, load
-from benchmarks.attention.numerics import Run, check, reason
-from benchmarks.attention.sections import SECTIONS
-from benchmarks.attention.sizes import sizes_of
-from benchmarks.harness import Measurement
+from benchmarks.attention import layer
+from benchmarks.attention.exact import MOST_ERROR, ROUNDOFF, Reference, sample
+from benchmarks.attention.libraries import LIBRARIES, Call, Library, Shape, load
+from benchmarks.harness import Results
+
+SECTIONS = ("forward", "backward", "decode", "memory", "layer")
+PASSES = ("forward", "forward and backward")
+LENGTHS = {  # for each library the lengths that are timed, with gradients as far as the second number
+    "torch": ((1, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 65_536), 65_536),
+    "jax": ((1024, 2048, 4096, 8192), 8192),
+    "mlx": ((1024, 2048, 4096, 8192), 2048),
+}
+MEMORY = {"torch": (65_536, 65_536), "jax": (8192, 8192), "mlx": (4096, 2048)}  # tokens forward, and with gradients
+LONGEST = Shape(4, 64, 2**20)  # one of which nothing quadratic could be computed
+PEERS_LIMIT = 2.0**-9  # the largest relative error of others' ALiBi, in float32, that is not a gross one
+ROWS = 16  # queries a head that are recomputed in float64 at each shape
+
+
+class Run:
+    """What is measured of one library."""
+
+    def __init__(self, library: Library, results: Results, quick: bool, up_to: int) -> None:
+        self.library, self.results, self.quick = library, results, quick
+        lengths, self.most_backward = LENGTHS[library.name]
+        self.lengths = (64, 256) if quick else tuple(n for n in lengths if n <= up_to)
+        self.shape = Shape(4, 16, 256) if quick else Shape(8, 64, 2048)
+        self.least_peers = 256 if quick else 1024  # tokens: shorter calls are timed for this library alone
+
+    # --- Numbers ------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Compare everyone's results, and this library's gradients, with float64; then results in low precision."""
+        library, shape = self.library, replace(self.shape, length=min(1024, self.shape.length))
+        tensors = library.tensors(shape)
+        shown = [library.heads_first(x) for x in tensors]
+        exact = Reference(shown, library.as_float64, gradients=True)
+        plain = Reference(shown, library.as_float64, biased=False)
+        ours, *_ = contestants = library.contestants(shape)
+        for name, contestant in contestants.items():
+            limit = MOST_ERROR * ROUNDOFF["float32"] if name == ours else PEERS_LIMIT
+            result = library.heads_first(library.prepare(contestant, tensors, False)())
+            self.results.check(name, (plain if "no positions" in name else exact).error(result), limit)
+        gradients = library.prepare(contestants[ours], tensors, True)()
+        for kind, error in exact.gradient_errors([library.heads_first(x) for x in gradients]).items():
+            self.results.check(f"{ours}, gradient of {kind}", error, MOST_ERROR * ROUNDOFF["float32"])
+        for dtype in ("bfloat16", "float16"):
+            low = replace(shape, dtype=dtype)
+            if library.name == "jax" and (dtype, library.device) == ("float16", "cpu"):
+                continue  # XLA on a CPU refuses float16's products
+            for name in list(contestants)[:2]:
+                self._check_rows(name, low, library.tensors(low))
+
+    def _check_rows(self, name: str, shape: Shape, tensors: Sequence[Any], call: Call | None = None) -> bool:
+        """Compare some queries of a contestant with float64, and return whether they are right."""
+        library = self.library
+        call = call or library.prepare(library.contestants(shape)[name], tensors, False)
+        shown = [library.heads_first(x) for x in tensors]
+        rows, is_plain = sample(shown[0].shape[2], ROWS), "no positions" in name
+        exact = Reference(shown, library.as_float64, rows, biased=not is_plain)
+        subject = f"{name}, {shape.heads}, {shown[0].shape[2]:,} queries, {shape.length:,} keys"
+        limit = MOST_ERROR * ROUNDOFF[shape.dtype] if name.startswith("alibi") else PEERS_LIMIT + ROUNDOFF[shape.dtype]
+        return self.results.check(subject, exact.error(library.heads_first(call())), limit)
+
+    # --- Time ---------------------------------------------------------------------------------------------------------
+
+    def passes(self, backward: bool) -> None:
+        """Time forward passes, or forward with backward, of everyone beside attention without positions."""
+        for length in self.lengths:
+            if not backward or 1 < length <= self.most_backward:
+                self._time_pass(replace(self.shape, length=length), backward)
+        if not backward and not self.quick and self.lengths[-1] >= 8192:
+            self._time_pass(Shape(32, 128, 2048 if self.library.name == "jax" else 8192), False)
+
+    def _time_pass(self, shape: Shape, backward: bool) -> None:
+        library = self.library
+        tensors, contestants = library.tensors(shape), library.contestants(shape)
+        ours, plain, *_ = contestants
+        group = f"Times faster than attention with no positions, {PASSES[backward]}: {shape.heads}"
+        baseline = library.prepare(contestants[plain], tensors, backward)
+        pairs = 2 if self.quick else max(2, min(301, 50_000 // shape.length))
+        for name, contestant in contestants.items():
+            row = group, f"{name}, {shape.length:,}", plain
+            if (
+                name == plain
+                or (backward and not contestant.has_backward)
+                or (name != ours and shape.length < self.least_peers)
+            ):
+                continue
+            if contestant.bytes_needed > library.free_bytes():
+                self.results.add(*row, note=f"needs {contestant.bytes_needed / 2**30:.0f} GiB")
+                continue
+            if backward or self._check_rows(name, shape, tensors):
+                call, count = library.prepare(contestant, tensors, backward), pairs if name == ours else pairs // 5 + 1
+                self.results.add(*row, **harness.paired(call, baseline, count, library.seconds))
+
+    def decode(self) -> None:
+        """Time one query over many keys."""
+        if self.quick:
+            shapes = [Shape(4, 16, 256)]
+        elif self.library.name == "torch":
+            shapes = [Shape(8, 64, n, x) for x in ("float32", "bfloat16") for n in (256, 1024, 4096, 16_384, 65_536)]
+            shapes.append(Shape(32, 128, 65_536, "bfloat16"))
+        else:
+            shapes = [Shape(32, 128, 65_536, "bfloat16") if self.library.name == "jax" else Shape(32, 128, 32_768)]
+        for shape in shapes:
+            tensors, calls = self.library.decode(shape)
+            plain = list(calls)[1]
+            subject = f"one query over {shape.length:,} keys: batch 1, {shape.heads}"
+            group = f"Times faster than attention with no positions, {subject}"
+            for name, call in calls.items():
+                if name != plain and self._check_rows(name, shape, tensors, call):
+                    pairs = 2 if self.quick else max(9, 100_000 // shape.length)
+                    timed = harness.paired(call, calls[plain], pairs, self.library.seconds)
+                    self.results.add(group, name, plain, **timed)
+
+    # --- Memory -------------------------------------------------------------------------------------------------------
+
+    def memory(self) -> None:
+        """Measure peaks of memory on the CPU, beside what arguments, result and gradients take."""
+        library = self.library
+        if library.device != "cpu":
+            return print("memory is measured on the CPU; benchmarks.gpu measures a GPU's", file=sys.stderr)
+        lengths = (256, 256) if self.quick else MEMORY[library.name]
+        shapes = [(replace(self.shape, length=length), bool(i)) for i, length in enumerate(lengths)]
+        if library.name == "torch" and not self.quick:
+            shapes.append((LONGEST, False))
+        for shape, backward in shapes:
+            group = f"Peak memory beyond arguments, result and gradients, {PASSES[backward]}: {shape.heads}"
+            made = shape.tensor_bytes * (4 if backward else 1)
+            ours, plain, *_ = library.contestants(shape)
+            is_dense = library.name != "torch"  # whose own attention holds all scores
+            peaks = [
+                harness.peak_growth(
+                    "benchmarks.attention.libraries:alone", library.name, asdict(shape), backward, is_ours
+                )
+                - made
+                for is_ours in ((True, False) if is_dense else (True,))
+            ]
+            beside = (plain, peaks[1]) if is_dense else ("arguments and result", 3 * shape.tensor_bytes + made)
+            row = harness.compared(peaks[0], beside[1])
+            self.results.add(group, f"{ours}, {shape.length:,}", beside[0], "bytes", **row)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit status."""
     parser = harness.parser("attention", __doc__, SECTIONS)
-    parser.add_argument("--backend", choices=BACKENDS, default="torch", help="whose attention (default %(default)s)")
-    parser.add_argument("--up-to", type=int, metavar="TOKENS", help="time no longer sequences")
-    devices = ("cpu", "cuda", "metal")
-    parser.add_argument("--device", choices=devices, help="default the GPU's where there is one, else cpu")
-    checkout = "another checkout of this project, beside whose attention each pass is timed, too (PyTorch on the CPU)"
-    parser.add_argument("--beside", type=Path, metavar="DIR", help=checkout)
+    parser.add_argument("--backend", choices=LIBRARIES, default="torch", help="whose attention (default %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda", "metal"), help="default the GPU's where there is one")
+    parser.add_argument("--up-to", type=int, default=65_536, metavar="TOKENS", help="time no longer sequences")
+    parser.add_argument("--beside", type=Path, metavar="DIR", help="another checkout, for the section layer")
     options = parser.parse_args(arguments)
-    try:
-        backend = load(options.backend, options.device)
-    except (AssertionError, RuntimeError) as error:  # AssertionError: PyTorch built without CUDA
-        parser.error(f"--device must be one that there is, got {options.device}: {error}")
-    machine = harness.machine() | backend.machine()  # first of all, while the load on it is that of others
-    sizes = sizes_of(backend.name, backend.device, options.quick)
-    run = Run(backend, sizes if options.up_to is None else sizes.up_to(options.up_to))
-    if options.beside is None:
-        measurements = list(_measure(run, options.only))
-    elif (backend.name, backend.device) != ("torch", "cpu"):
-        parser.error(f"--beside must go with PyTorch on the CPU, got {backend.name} on {backend.device}")
-    else:
-        with earlier_in(options.beside) as run.earlier:
-            measurements = list(_measure(run, options.only))
-    is_whole = options.only == list(SECTIONS) and options.up_to is None and options.beside is None
-    path = harness.folder(options, is_whole) / f"attention-{backend.name}-{backend.device}.json"
-    status = harness.conclude(
-        path,
-        measurements,
-        not options.quick,
-        run.wrong,
-        benchmark="attention",
-        backend=backend.name,
-        device=backend.device,
-        sections=options.only,
-        sizes=asdict(run.sizes),
-        machine=machine,
-        versions=harness.versions("numpy", "array-api-compat", *backend.distributions),
-        numerics=run.numerics,
-        limits=run.limits,
-        curves=run.curves,
-    )
-    if not run.curves:
-        return status
-    try:
-        from benchmarks.attention.figure import draw
-    except ModuleNotFoundError:
-        print("There is no picture: it needs matplotlib.", file=sys.stderr)
-        return status
-    place = machine.get("gpu") or ", ".join(filter(None, (machine["cpu"], machine["vectors"])))
-    draw(run.curves, backend.ours.name, f"{sizes.timed[0].shape.heads}   |   {place}", path.with_suffix(".png"))
-    return status
+    library = load(options.backend, options.device)
+    about = {"device": library.device, "machine": library.machine(), "beside": options.beside and options.beside.name}
+    results = Results(f"attention-{library.name}-{library.device}", options, *library.distributions, **about)
+    run = Run(library, results, options.quick, options.up_to)
+    sections = {"forward": lambda: run.passes(False), "backward": lambda: run.passes(True)}
+    sections |= {"decode": run.decode, "memory": run.memory}
+    sections["layer"] = lambda: layer.measure(results, options.beside, options.quick)
+    if options.only != ["layer"]:
+        run.check()
+    for name in [] if results.wrong else options.only:
+        if name != "layer" or library.name == "torch":
+            sections[name]()
+    draw(results, next(iter(library.contestants(run.shape))))
+    return results.finish()
 
 
-def _measure(run: Run, sections: Sequence[str]) -> Iterator[Measurement]:
-    check(run)
-    for name in () if run.wrong else sections:
-        try:
-            yield from SECTIONS[name](run)
-        except RuntimeError as error:  # out of memory, here or in a process of its own: other sections are not lost
-            run.wrong.append(f"{name}: {reason(error)}")
+def draw(results: Results, ours: str) -> None:
+    """Write a picture: how many times faster than attention without positions, by length."""
+    curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for row in results.found["measurements"]:
+        kind, _, heads = row["group"].removeprefix("Times faster than attention with no positions, ").partition(": ")
+        if kind in PASSES and "ratio" in row and not heads.startswith("32"):
+            name, _, length = row["candidate"].rpartition(", ")
+            curves.setdefault((kind, name), []).append((int(length.replace(",", "")), row["ratio"]))
+    if not curves or not importlib.util.find_spec("matplotlib"):
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.5, 5), layout="constrained")
+    for ax, kind in zip(figure.subplots(1, 2, sharey=True), PASSES, strict=True):
+        ax.axhline(1, color="#777777", label="attention with no positions")
+        for name, points in ((name, points) for (own, name), points in curves.items() if own == kind):
+            ax.plot(*zip(*points, strict=True), marker="o", linewidth=2.8 if name == ours else 1.6, label=name)
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log", base=2)
+        ax.set(title=kind.capitalize(), xlabel="tokens")
+        ax.xaxis.set_major_formatter("{x:,.0f}")
+        ax.yaxis.set_major_formatter("{x:g}x")
+        ax.legend(frameon=False)
+    figure.savefig(results.path.with_suffix(".png"), dpi=150)
 
 
 if __name__ == "__main__":

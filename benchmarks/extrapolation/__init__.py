@@ -1,6 +1,6 @@
 """Train short, test long: which position methods keep their loss on inputs longer than they were trained on?
 
-Small language models of bytes that differ only in how they know positions are trained alike on short pieces of text
+Small language models of bytes that differ only in how they know positions are trained alike on short pieces of text,
 and evaluated on held-out text at 1, 2, 4, 8 and 16 times that length, by the two protocols of the paper (Press, Smith,
 Lewis 2022, arXiv 2108.12409, section 4 and appendix B):
 

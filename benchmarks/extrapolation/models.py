@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alibi_torch.nn import AlibiConfig, AlibiLanguageModel
-from benchmarks.extrapolation.settings import VOCAB_SIZE
 
+VOCAB_SIZE = 256  # bytes
 METHODS = ("alibi", "sinusoidal", "rotary", "none")
 BASE = 10_000.0  # of the wavelengths, in both papers
 
 
 def build(method: str, config: AlibiConfig, seed: int) -> AlibiLanguageModel:
-    """Return an untrained model. Those of one seed start from the same weights, whatever the method."""
+    """Return an untrained model. Models of one seed start from the same weights, whatever the method."""
     torch.manual_seed(seed)
     if method == "alibi":
         return AlibiLanguageModel(config, VOCAB_SIZE)
@@ -28,8 +28,8 @@ def build(method: str, config: AlibiConfig, seed: int) -> AlibiLanguageModel:
 class SinusoidalLanguageModel(AlibiLanguageModel):
     """Add the encoding of each absolute position to the token's embedding.
 
-    Embeddings have unit variance by then (they are multiplied by ``sqrt(embed_dim)``, as in the paper), and sines and
-    cosines a mean square of one half, so neither drowns the other.
+    Embeddings are multiplied by ``sqrt(embed_dim)``, as in the paper, and have unit variance then; sines and cosines
+    have a mean square of one half, so that neither drowns the other.
     """
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -46,12 +46,9 @@ class CausalAttention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
             nn.Linear(config.embed_dim, config.embed_dim, bias=config.bias) for _ in range(4)
         )
-        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, *, mask: None = None, segment_ids: None = None, cache: None = None) -> Tensor:
-        """Attend within ``x``, ``[batch, length, embed_dim]``; the benchmark needs no more than that."""
-        if not mask is segment_ids is cache is None:
-            raise NotImplementedError("mask, segment_ids and cache must be None in a baseline of this benchmark")
+        """Attend within ``x``, ``[batch, length, embed_dim]``; the other arguments are always None here."""
         query, key, value = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [batch, heads, length, head_dim]
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -59,7 +56,7 @@ class CausalAttention(nn.Module):
         if self.rotary:
             query, key = rotate(query), rotate(key)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.dropout(self.out_proj(attended.transpose(1, 2).flatten(2)))
+        return self.out_proj(attended.transpose(1, 2).flatten(2))
 
 
 def sinusoids(length: int, embed_dim: int) -> Tensor:
@@ -67,28 +64,27 @@ def sinusoids(length: int, embed_dim: int) -> Tensor:
 
     ``[length, embed_dim]``, float32: Vaswani et al., "Attention Is All You Need", section 3.5, arXiv 1706.03762.
     """
-    angles = _angles(0, length, embed_dim)
+    angles = _angles(length, embed_dim)
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2).float()
 
 
-def rotate(x: Tensor, first: int = 0) -> Tensor:
-    """Turn each pair of features by an angle that grows with the position, ``p / BASE**(2i / head_dim)``.
+def rotate(x: Tensor) -> Tensor:
+    """Rotate each pair of features by an angle that grows with the position, ``p / BASE**(2i / head_dim)``.
 
-    Pair ``i`` is features ``i`` and ``i + head_dim / 2`` of ``[..., length, head_dim]``, whose first vector is at
-    position ``first``. A query's product with a key then depends on the difference of their positions alone: Su et al.,
-    "RoFormer", section 3.2.2, arXiv 2104.09864.
+    Pair ``i`` is features ``i`` and ``i + head_dim / 2`` of ``[..., length, head_dim]``. A query's product with a key
+    then depends on the difference of their positions: Su et al., "RoFormer", section 3.2.2, arXiv 2104.09864.
     """
-    angles = _angles(first, x.shape[-2], x.shape[-1])
+    angles = _angles(x.shape[-2], x.shape[-1])
     cos, sin = angles.cos().to(x.device, x.dtype), angles.sin().to(x.device, x.dtype)
     left, right = x.chunk(2, dim=-1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
 
 
-def _angles(first: int, length: int, features: int) -> Tensor:
+def _angles(length: int, features: int) -> Tensor:
     """Return ``[length, features / 2]`` angles in radians.
 
     In float64, since float32 is off by 1e-3 at position 16,384, and on the CPU, since not every device has float64.
     """
-    positions = torch.arange(first, first + length, dtype=torch.float64)
+    positions = torch.arange(length, dtype=torch.float64)
     rates = BASE ** -(torch.arange(0, features, 2, dtype=torch.float64) / features)
     return positions[:, None] * rates

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import settings
 
 import alibi_core
-from alibi_core.conformance import LAWS, installed_adapters
-from alibi_core.conformance._backend import BackendAdapter, Library
-from alibi_core.conformance._cases.oracle import Attention, Rules, assert_within, penalties, rounded
+from alibi_core.conformance import LAWS, BackendAdapter, Library, installed_adapters
+from alibi_core.conformance.testing import Attention, Rules, penalties, rounded
+from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import (
     _GRADIENTS,
     BACKENDS,

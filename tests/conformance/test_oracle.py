@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from alibi_core.conformance._cases.case import SQUARE, Case, cases
-from alibi_core.conformance._cases.oracle import Attention, Rules, assert_within, penalties, rounded
+from alibi_core.conformance.testing import Attention, Case, Rules, Sizes, cases, penalties, rounded
+from alibi_core.conformance.testing import assert_within_budget as assert_within
 
 
 def looped_penalties(rules: Rules, batch: int, heads: int, q_len: int, kv_len: int) -> np.ndarray:
@@ -107,7 +107,7 @@ def test_gradients_are_those_of_finite_differences() -> None:
 
 
 def test_a_query_that_may_look_nowhere_gives_zeros() -> None:
-    case = Case(SQUARE, "causal", None, None, None, None, False, seed=0).with_arguments("causal", {"q_offset": -9})
+    case = Case(Sizes(2, 3, 2, (7, 7), 5)).with_arguments("causal", {"q_offset": -9})
     problem = case.exact("float64")
     np.testing.assert_array_equal(problem.output.value, np.zeros_like(problem.query))
     for gradient in case.gradients("float64").values():

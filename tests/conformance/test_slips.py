@@ -59,4 +59,4 @@ def test_the_report_says_what_the_adapter_returned_instead(answer: Callable[...,
 
 def test_zeros_for_short_rows_alone_are_a_mistake_of_the_kernel() -> None:
     report = check(Mistaken("last partial block dropped: 64"), laws=["causal"])
-    assert [x.key for x in report.diagnoses] == ["last partial block dropped"]
+    assert [x.key for x in report.diagnoses] == ["last partial block dropped: 64"]

@@ -11,7 +11,8 @@ import pytest
 
 from alibi_core import slopes
 from alibi_core.backend import AttentionCall
-from alibi_core.conformance._cases.oracle import U32, Answer, Attention, Rules, assert_within, penalties
+from alibi_core.conformance.testing import U32, Answer, Attention, Rules, penalties
+from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import TORCH, Backend
 from tests.support.full import first_of
 

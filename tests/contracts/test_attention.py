@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alibi_core.conformance._cases.oracle import Attention, Rules, assert_within, penalties
+from alibi_core.conformance.testing import Attention, Rules, penalties
+from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import LAYER_BACKENDS, LIBRARIES, Backend
 from tests.support.full import first_of, in_full, once_in_jax
 from tests.support.layers import cast, make_layer

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import alibi_core
-from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Answer, Attention, assert_within
+from alibi_core.conformance.testing import UNIT_ROUNDOFF, Answer, Attention
+from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.caches import Cache, keeping
 from tests.support.frameworks import FRAMEWORK, NAMES
 from tests.support.full import once_in_jax, without_jax

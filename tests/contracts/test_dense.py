@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import alibi_core
-from alibi_core.conformance._cases.oracle import Attention, Rules, assert_within, penalties
+from alibi_core.conformance.testing import Attention, Rules, penalties
+from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import BACKENDS, LAYER_BACKENDS, LIBRARIES, Backend
 
 HEADS, KV_HEADS, Q_LEN, KV_LEN, HEAD_DIM = 4, 2, 5, 7, 3

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import alibi_core
-from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF
+from alibi_core.conformance.testing import UNIT_ROUNDOFF
 from tests.support.frameworks import LIBRARIES, Backend
 
 EACH = pytest.mark.parametrize("backend", LIBRARIES)

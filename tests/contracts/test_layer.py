@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import alibi_core
-from alibi_core.conformance._cases.oracle import Attention, Rules, penalties
+from alibi_core.conformance.testing import Attention, Rules, penalties
 from tests.support.frameworks import FRAMEWORK, NAMES
 from tests.support.full import once_in_jax, without_jax
 from tests.support.layers import apply, decode, load, make_layer

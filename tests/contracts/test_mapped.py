@@ -15,13 +15,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from alibi_core.conformance._cases.case import Case, Sizes
-from alibi_core.conformance._cases.oracle import (
-    UNIT_ROUNDOFF,
-    Answer,
-    assert_within,
-    summed_over_batch,
-)
+from alibi_core.conformance.testing import UNIT_ROUNDOFF, Answer, Case, Sizes, summed_over_batch
+from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import MLX, TORCH, Backend, param
 from tests.support.tiles import Tiling
 

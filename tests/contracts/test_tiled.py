@@ -13,9 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from alibi_core.conformance._cases.case import LONGER, SIZES, Case, Sizes, cases
-from alibi_core.conformance._cases.data import DATA, STEEP
-from alibi_core.conformance._cases.oracle import U32, UNIT_ROUNDOFF, assert_within, penalties
+from alibi_core.conformance.testing import DATA, LONGER, SIZES, STEEP, U32, UNIT_ROUNDOFF, Case, Sizes, cases, penalties
+from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import MLX, TORCH, Backend, param
 from tests.support.full import first_of
 from tests.support.tiles import (

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import alibi_core
-from alibi_core.conformance._cases.oracle import Rules, penalties
+from alibi_core.conformance.testing import Rules, penalties
 from tests.support.frameworks import COMPILERS, FRAMEWORKS, NUMPY, Framework
 from tests.support.full import first_of, without_jax
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import alibi_core
-from alibi_core.conformance._cases.oracle import U32, UNIT_ROUNDOFF
+from alibi_core.conformance.testing import U32, UNIT_ROUNDOFF
 from tests.support.frameworks import _GRADIENTS, COMPILERS, FRAMEWORKS, MLX, NUMPY, TORCH, Framework
 from tests.support.full import in_full, once_in_jax
 

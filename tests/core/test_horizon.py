@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 
 from alibi_core import horizon
 from alibi_core.backend import AttentionCall, ScoreBounds, key_ranges
-from alibi_core.conformance._cases.case import PER_BATCH, Case, Sizes, cases
-from alibi_core.conformance._cases.data import DATA
-from alibi_core.conformance._cases.oracle import Attention
+from alibi_core.conformance.testing import DATA, PER_BATCH, Attention, Case, Sizes, cases
 from tests.contracts.test_bad_input import NAN, bools, floats, ints
 from tests.support.frameworks import COMPILERS, DASK, FRAMEWORKS, JAX, MLX, NUMPY, STRICT, TORCH, Framework
 from tests.support.full import once_in_jax, without, without_jax

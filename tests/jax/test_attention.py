@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alibi_core.conformance._cases.oracle import Answer, Attention, Rules, assert_within, penalties
+from alibi_core.conformance.testing import Answer, Attention, Rules, penalties
+from alibi_core.conformance.testing import assert_within_budget as assert_within
 
 jax = pytest.importorskip("jax")
 nnx = pytest.importorskip("flax.nnx")

@@ -16,7 +16,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
 import alibi_jax  # noqa: E402
-from alibi_core.conformance._cases.case import COTANGENTS, Case, Sizes  # noqa: E402
+from alibi_core.conformance.testing import COTANGENTS, Case, Sizes  # noqa: E402
 from tests.fuzz import TENSORS, Problem, departures  # noqa: E402
 from tests.support.frameworks import JAX, Backend  # noqa: E402
 from tests.support.full import first_of  # noqa: E402

@@ -17,9 +17,8 @@ import jax.numpy as jnp  # noqa: E402
 import alibi_jax  # noqa: E402
 from alibi_core._call import LENGTH_FIRST  # noqa: E402
 from alibi_core.backend import AttentionCall  # noqa: E402
-from alibi_core.conformance._cases.case import LONGER, PER_BATCH, SIZES, Case, Sizes, cases  # noqa: E402
-from alibi_core.conformance._cases.data import DATA  # noqa: E402
-from alibi_core.conformance._cases.oracle import assert_within  # noqa: E402
+from alibi_core.conformance.testing import DATA, LONGER, PER_BATCH, SIZES, Case, Sizes, cases  # noqa: E402
+from alibi_core.conformance.testing import assert_within_budget as assert_within  # noqa: E402
 from alibi_jax import _tiled  # noqa: E402
 from alibi_jax._call.operands import Operands, Rules, take_apart  # noqa: E402
 from alibi_jax._call.plan import NORM_BLOCK, needed_keys  # noqa: E402

@@ -19,9 +19,8 @@ import jax.numpy as jnp  # noqa: E402
 from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 
 import alibi_jax  # noqa: E402
-from alibi_core.conformance._cases.case import FAR, FORMS, PER_BATCH, Case, Sizes  # noqa: E402
-from alibi_core.conformance._cases.data import DATA  # noqa: E402
-from alibi_core.conformance._cases.oracle import assert_within  # noqa: E402
+from alibi_core.conformance.testing import DATA, FAR, FORMS, PER_BATCH, Case, Sizes  # noqa: E402
+from alibi_core.conformance.testing import assert_within_budget as assert_within  # noqa: E402
 from alibi_jax import TPU  # noqa: E402
 from alibi_jax._tpu.backward_kernel import backward_of_keys, backward_of_queries  # noqa: E402
 from alibi_jax._tpu.forward_kernel import forward  # noqa: E402

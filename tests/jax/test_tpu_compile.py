@@ -1,104 +1,146 @@
-"""Attention compiled by the TPU's own compiler, for chips that are described: no TPU is needed, libtpu is."""
+"""Attention compiled by the TPU's own compiler for chips that are described: no TPU is needed, libtpu is.
+
+    python -m tests.jax.test_tpu_compile v5e:2x2        prints a line of JSON for each program
+
+The compiler runs in a process of its own: libtpu reads the environment when JAX is imported. It refuses kernels that
+need more VMEM than the chip has.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-pytest.importorskip("jax")
-pytest.importorskip("flax")
+from tests.support.tpu import collectives, devices_of, pretend
 
-from tests.support.tpu_programs import DIVIDED, FIRST, SINGLE, TOPOLOGIES, TYPE_BYTES, names_of
+MISSING = [name for name in ("jax", "flax", "libtpu") if importlib.util.find_spec(name) is None]
+pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed")]
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"),
-]
-
-GRADIENT = ", gradient"
-FORWARD_KERNELS = ["alibi_forward"]
-ALL_KERNELS = ["alibi_backward_of_keys", "alibi_backward_of_queries", "alibi_forward"]
-# Heads of 64 fill half the lanes of a register, so that they take twice the memory; and what is transposed is copied.
-COPIES = 24
-PLAN = 2**20  # bytes, that plans and loops take at any length here
-# What libtpu 0.0.51 compiles but cannot print.
-UNREADABLE = [(name, f"key mask, offsets, float32{GRADIENT}") for name in ("v5p:2x2x1", "v6e:2x2")]
-ON_CHIP = 128 * 2**20  # bytes: the largest of a core's own memories
-
-
-def programs(topology: str, kind: str) -> dict[str, dict[str, Any]]:
-    """Return what became of all programs, by name; that they compile is part of it."""
-    command = [sys.executable, "-m", "tests.support.tpu_programs", topology, kind]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = {line["name"]: line for line in map(json.loads, run.stdout.splitlines())}
-    failed = {name: line["error"] for name, line in found.items() if "error" in line}
-    assert not failed
-    return found
+TOPOLOGIES = {"v5e:2x2": "v5litepod-4", "v5p:2x2x1": "v5p-8", "v6e:2x2": "v6e-4"}  # and the machines that have them
+BYTES = {"bfloat16": 2, "float32": 4}
+DTYPES = {"future_slopes": "float32", "slopes": "float32", "segment_ids": "int32", "mask": "bool", "q_offset": "int32"}
+# By name: batch, query heads, key/value heads, q_len, kv_len, head_dim; dtype; arguments, lists are shapes of arrays.
+PROGRAMS: dict[str, tuple[tuple[int, ...], str, dict[str, Any]]] = {
+    "long": ((1, 4, 4, 32768, 32768, 64), "bfloat16", {}),
+    "twice as long": ((1, 4, 4, 65536, 65536, 64), "bfloat16", {}),
+    "symmetric, odd": ((1, 2, 2, 1000, 1000, 80), "float32", {"is_causal": False}),
+    "window": (
+        (2, 2, 2, 2048, 2048, 128),
+        "bfloat16",
+        {"is_causal": False, "future_slopes": [2], "window_size": 700},
+    ),
+    "packed": ((2, 6, 2, 2048, 2048, 96), "bfloat16", {"segment_ids": [2, 2048], "slopes": [2, 6]}),
+    "masked": ((2, 2, 1, 1000, 1500, 256), "float32", {"mask": [2, 1, 1, 1500], "q_offset": [2]}),
+    "decoding": ((2, 8, 2, 1, 4096, 128), "bfloat16", {"q_offset": []}),
+    "divided": ((4, 8, 4, 2048, 2048, 64), "bfloat16", {}),  # batch and heads, among four chips
+}
+KERNELS = {"alibi_forward", "alibi_backward_of_keys", "alibi_backward_of_queries"}
+PLAN = 2**20  # bytes that plans and loops take at any length here
+ON_CHIP = 128 * 2**20  # bytes: the largest of a core's own memories, which temporaries do not count
+UNPRINTABLE = {"masked"}  # libtpu 0.0.51 compiles its gradients on v5p and v6e, but cannot print the program
 
 
-def elements_of(sizes: tuple[int, ...], chips: int) -> int:
-    """Return how many elements a tensor has, heads first, as it is padded in memory."""
-    batch, num_heads, _, q_len, kv_len, head_dim = sizes
-    longest = max(q_len, kv_len) + 511  # whole blocks
-    return batch * num_heads // chips * longest * math.ceil(head_dim / 128) * 128
+# --- In the process ---------------------------------------------------------------------------------------------------
 
 
-def assert_lean(found: dict[str, Any], sizes: tuple[int, ...], dtype: str, chips: int) -> None:
-    """Assert that no array, and not all temporaries together, are of the size of the scores of one head."""
-    tensor = elements_of(sizes, chips)
-    assert found["temporaries"] <= COPIES * tensor * TYPE_BYTES[dtype] + PLAN
-    if "unreadable" in found:
-        return
-    elements, shape = found["largest"]
-    # All heads of a tensor, or scores of a tile; those of one head, let alone of all, are more.
-    assert elements <= tensor, shape
+def lowered(name: str, devices: Any) -> Any:
+    """Return the lowered program of attention with its gradients."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import alibi_jax
+
+    (batch, num_heads, num_kv_heads, q_len, kv_len, head_dim), dtype, arguments = PROGRAMS[name]
+    is_divided = name == "divided"
+    mesh = jax.sharding.Mesh(
+        np.asarray(devices[: 4 if is_divided else 1]).reshape(-1, 1 + is_divided), ("data", "heads")
+    )
+    heads = {"query": (q_len, num_heads), "key": (kv_len, num_kv_heads), "value": (kv_len, num_kv_heads)}
+    shapes = {name: [batch, *sizes, head_dim] for name, sizes in heads.items()} | {"slopes": [num_heads]}
+    shapes |= {name: x for name, x in arguments.items() if isinstance(x, list)}
+    rest = {name: x for name, x in arguments.items() if not isinstance(x, list)}
+    specs = {name: PartitionSpec() for name in shapes}
+    if is_divided:
+        specs = dict.fromkeys(heads, PartitionSpec("data", None, "heads")) | {"slopes": PartitionSpec("heads")}
+    inputs = {
+        name: jax.ShapeDtypeStruct(x, DTYPES.get(name, dtype), sharding=NamedSharding(mesh, specs[name]))
+        for name, x in shapes.items()
+    }
+
+    def attend(inputs: dict[str, Any]) -> Any:
+        return alibi_jax.attention(**inputs, **rest)
+
+    if is_divided:
+        attend = jax.shard_map(attend, mesh=mesh, in_specs=(specs,), out_specs=specs["query"])
+
+    def gradients(inputs: dict[str, Any]) -> Any:
+        real = {name: x for name, x in inputs.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        return jax.grad(lambda real: jnp.sum(attend(inputs | real).astype(jnp.float32) ** 2))(real)
+
+    return jax.jit(gradients).lower(inputs)
+
+
+def main(topology: str) -> None:
+    pretend(TOPOLOGIES[topology])
+    devices = devices_of(topology)
+    for name in PROGRAMS:
+        try:
+            compiled = lowered(name, devices).compile()
+            found = {"temporaries": compiled.memory_analysis().temp_size_in_bytes}
+        except Exception as error:  # the test says which program it was
+            found = {"error": f"{type(error).__name__}: {error}"[-2000:]}
+        else:
+            try:
+                text = compiled.as_text()
+            except RuntimeError:
+                text = ""
+            arrays = re.findall(r"\b(?:pred|[a-z]+\d+)\[([\d,]+)\]", text)
+            found["largest"] = max((math.prod(map(int, x.split(","))) for x in arrays), default=0)
+            found["kernels"] = sorted(set(re.findall(r"alibi_(?:forward|backward_of_\w+?)\b", text)))
+            found["sent"] = list(collectives(text))
+        print(json.dumps({"name": name, **found}), flush=True)
+
+
+# --- The test ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_the_kernel_compiles(topology: str) -> None:
-    found = programs(topology, "single")
-    assert {name.removesuffix(GRADIENT) for name in found} == set(names_of(topology))
+def test_kernels_compile_with_temporaries_that_are_linear_in_the_length(topology: str) -> None:
+    command = [sys.executable, "-m", "tests.jax.test_tpu_compile", topology]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = {line["name"]: line for line in map(json.loads, run.stdout.splitlines())}
+    assert set(found) == set(PROGRAMS)
     for name, line in found.items():
-        sizes, dtype, _ = SINGLE[name.removesuffix(GRADIENT)]
-        is_gradient = name.endswith(GRADIENT)
-        assert_lean(line, sizes, dtype, 1)
-        if "unreadable" in line:
-            assert (topology, name) in UNREADABLE
+        assert "error" not in line, (name, line)
+        (batch, num_heads, _, q_len, kv_len, head_dim), dtype, _ = PROGRAMS[name]
+        # A tensor as it lies in memory: whole blocks of tokens, and 128 lanes, which heads of 64 fill by half.
+        elements = batch * num_heads // (4 if name == "divided" else 1) * (max(q_len, kv_len) + 511)
+        elements *= math.ceil(head_dim / 128) * 128
+        # Some copies of tensors; the scores of one head alone would be 128 tensors of a long row.
+        assert line["temporaries"] <= 24 * elements * BYTES[dtype] + PLAN, name
+        if name == "twice as long":
+            # Query, key, value and cotangent, and the result in float32, whose place gradients take.
+            assert line["temporaries"] <= elements * (4 * BYTES[dtype] + BYTES["float32"]) + PLAN
+        if name in UNPRINTABLE and not line["kernels"]:
             continue
-        assert (line["names"], line["kernels"]) == ((ALL_KERNELS, 3) if is_gradient else (FORWARD_KERNELS, 1)), name
-        assert line["collectives"] == [], name
-    longer = found[f"causal, twice as long{GRADIENT}"]["temporaries"]
-    if topology == FIRST:
-        # Some of it, more of shorter rows, is in a core's own memory, and does not count.
-        assert longer <= 2.2 * (found[f"causal, long{GRADIENT}"]["temporaries"] + ON_CHIP)
-    # Queries, keys, values and cotangents, and the result in float32, whose place the gradient of queries takes; those
-    # of keys and values take these two's places.
-    sizes, dtype, _ = SINGLE["causal, twice as long"]
-    assert longer <= elements_of(sizes, 1) * (4 * TYPE_BYTES[dtype] + TYPE_BYTES["float32"]) + PLAN
+        assert set(line["kernels"]) == KERNELS, name
+        assert line["largest"] <= elements, name  # no array is of the size of the scores of one head
+        # Slopes' gradients are summed over the batch, and chips agree on how far loops go: a few numbers.
+        assert all(x["kind"] == "all-reduce" and x["elements"] <= 64 for x in line["sent"]), name
+        assert name == "divided" or not line["sent"], name
+    longer = found["twice as long"]["temporaries"]
+    assert longer <= 2.2 * (found["long"]["temporaries"] + ON_CHIP)
 
 
-# Each generation takes the kernels; how axes are divided among chips is the same for all.
-@pytest.mark.parametrize("topology", list(TOPOLOGIES)[:1])
-def test_batch_and_heads_are_divided(topology: str) -> None:
-    found = programs(topology, "divided")
-    assert len(found) == 4 * len(DIVIDED)
-    for name, line in found.items():
-        sizes, dtype, _ = DIVIDED[name.split(" by ")[0].removesuffix(",")]
-        is_gradient = name.endswith(GRADIENT)
-        if "by hand" in name:
-            assert line["names"] == (ALL_KERNELS if is_gradient else FORWARD_KERNELS), name
-        else:  # a kernel cannot be divided by the compiler: plain operations, which can
-            assert line["kernels"] == 0, name
-        # Gradients of slopes are summed over the batch, and how far loops go is agreed on: a few numbers.
-        assert all(x["kind"] == "all-reduce" and x["elements"] <= 64 for x in line["collectives"]), line["collectives"]
-        if "by hand" in name and not is_gradient:
-            assert line["collectives"] == [], name
-        # What one chip holds.
-        assert_lean(line, sizes, dtype, 4)
+if __name__ == "__main__":
+    main(*sys.argv[1:])

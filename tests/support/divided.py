@@ -7,15 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from alibi_core.conformance._cases.oracle import (
-    UNIT_ROUNDOFF,
-    Attention,
-    Rules,
-    assert_within,
-    penalties,
-    rounded,
-    summed_over_batch,
-)
+from alibi_core.conformance.testing import UNIT_ROUNDOFF, Attention, Rules, penalties, rounded, summed_over_batch
+from alibi_core.conformance.testing import assert_within_budget as assert_within
 
 TENSORS = ("query", "key", "value")
 

@@ -11,8 +11,7 @@ import json
 import re
 from typing import Any
 
-from benchmarks.parallel.hlo import collectives
-from benchmarks.tpu import devices_of, pretend
+from tests.support.tpu import collectives, devices_of, pretend
 
 # A topology, how many tokens a device has there, and whether gradients are compiled, too.
 PROGRAMS = {"v5e:2x2": (8192, True), "v5e:4x4": (2048, False)}

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from alibi_core._horizon.tiling import tiled_as
 from alibi_core.backend import AttentionCall, Job, TileSizes
-from alibi_core.conformance._cases.case import LONGER, Case, cases
-from alibi_core.conformance._cases.data import DATA, STEEP
-from alibi_core.conformance._cases.oracle import UNIT_ROUNDOFF, Answer, assert_within
+from alibi_core.conformance.testing import DATA, LONGER, STEEP, UNIT_ROUNDOFF, Answer, Case, cases
+from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import Backend
 
 TOLERANCES = (0.3, 0.01, 1e-4, 2.0**-24)

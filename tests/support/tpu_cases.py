@@ -13,8 +13,8 @@ import numpy as np
 import alibi_jax
 from alibi_core._call import LENGTH_FIRST
 from alibi_core.backend import AttentionCall
-from alibi_core.conformance._cases.case import Case, Sizes
-from alibi_core.conformance._cases.oracle import SMALLEST, UNIT_ROUNDOFF, Answer, assert_within
+from alibi_core.conformance.testing import SMALLEST, UNIT_ROUNDOFF, Answer, Case, Sizes
+from alibi_core.conformance.testing import assert_within_budget as assert_within
 from alibi_jax._call.operands import Operands, Rules, take_apart
 from alibi_jax._call.plan import Needed, needed_keys
 from alibi_jax._tpu.shape import TPU, KernelShape

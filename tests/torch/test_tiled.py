@@ -21,8 +21,7 @@ from alibi_core import AttentionCall  # noqa: E402
 from alibi_core._horizon.jobs import entry_of  # noqa: E402
 from alibi_core._horizon.measure import lower_bounds  # noqa: E402
 from alibi_core._horizon.nearest import nearest_keys  # noqa: E402
-from alibi_core.conformance._cases.case import LONGER, Case, Sizes, cases  # noqa: E402
-from alibi_core.conformance._cases.data import DATA  # noqa: E402
+from alibi_core.conformance.testing import DATA, LONGER, Case, Sizes, cases  # noqa: E402
 from alibi_torch._tiled import configuration, operators  # noqa: E402
 from alibi_torch._tiled.plan import texts, told_apart  # noqa: E402
 from benchmarks.harness import peak_growth  # noqa: E402

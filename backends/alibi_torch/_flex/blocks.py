@@ -1,6 +1,6 @@
 """What the kernels are told of their blocks: sizes, whether all are whole, and how many share the keys of one query.
 
-Chosen by what compilers say (benchmarks/research/cuda_static) and by how many keys a query needs; never run on a GPU.
+Chosen by what compilers say and by how many keys a query needs; never run on a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models of ``transformers`` with ALiBi, some with code of their own, sped up in place; BERT given ALiBi."""
+"""BLOOM, MPT and Falcon of ``transformers`` sped up in place; ALiBi for its other models."""
 
 from alibi_core.backend import install_hint as _install_hint
 
@@ -10,8 +10,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 from alibi_torch.transformers._accelerate import accelerate, restore
-from alibi_torch.transformers._alibi_cache import AlibiCache
-from alibi_torch.transformers._bert import with_alibi
+from alibi_torch.transformers._cache import AlibiCache
 from alibi_torch.transformers._paths import paths
+from alibi_torch.transformers._with_alibi import with_alibi
 
 __all__ = ["AlibiCache", "accelerate", "paths", "restore", "with_alibi"]

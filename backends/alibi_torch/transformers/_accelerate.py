@@ -2,76 +2,53 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.masking_utils import create_masks_for_generate
-from transformers.models.bloom.modeling_bloom import (
-    BloomAttention,
-    BloomModel,
-    BloomPreTrainedModel,
-    build_alibi_tensor,
-)
-from transformers.models.falcon.modeling_falcon import FalconAttention, FalconModel, FalconPreTrainedModel
-from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, MptPreTrainedModel
+from transformers.models.falcon.modeling_falcon import FalconModel
+from transformers.models.mpt.modeling_mpt import MptModel
 
 from alibi_core.backend import boolean, one_of
-from alibi_torch.transformers import _facts
-from alibi_torch.transformers._alibi_cache import AlibiCache
-from alibi_torch.transformers._cache_layers import unknown_cache
-from alibi_torch.transformers._joined import Prepared, become, join, part
-from alibi_torch.transformers._modules import (
-    Accelerated,
-    AcceleratedBloomAttention,
-    AcceleratedFalconAttention,
-    AcceleratedMptAttention,
-    attention_modules,
-    check_own,
-    layers_of,
-    reason_for_own_code,
-    reason_of_hooks,
-    tokens_of,
-    with_arguments,
+from alibi_torch.transformers import _proof
+from alibi_torch.transformers._layers import AcceleratedAttention, Running
+from alibi_torch.transformers._models import (
+    FAMILIES,
+    LAYERS,
+    MODELS,
+    AcceleratedModel,
+    carry_positions,
+    padding_of_all_places,
 )
+from alibi_torch.transformers._names import positional_names
 from alibi_torch.transformers._paths import Paths
-from alibi_torch.transformers._remote import accelerate_remote, remote_bases, restore_remote
-from alibi_torch.transformers._rules import CONTRACTS, Rules
 
-ATTENTION: dict[type, Any] = {
-    BloomAttention: AcceleratedBloomAttention,
-    FalconAttention: AcceleratedFalconAttention,
-    MptAttention: AcceleratedMptAttention,
-}
-BASES = (BloomModel, FalconModel, MptModel)
-FAMILIES = (BloomPreTrainedModel, FalconPreTrainedModel, MptPreTrainedModel)
+CONTRACTS = ("model", "exact")
 
 
-def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = False) -> nn.Module:
-    """Let the attention of a model of ``transformers`` with ALiBi be computed by this library, in place.
-
-    That is BLOOM, MPT, Falcon, and models whose own code came with their checkpoint (``trust_remote_code=True``):
-    Jina-embeddings-v2, MosaicBERT, DNABERT-2, Baichuan-13B, BTLM, Jais, Refact, Replit-code and llm-foundry's MPT. That
-    code is known by the names and parts of its classes, and a few tokens through the first layer's attention must give
-    the same by it and by the library.
+def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = False, prove: bool = True) -> nn.Module:
+    """Let the attention of a BLOOM, MPT or Falcon model of ``transformers`` be computed by this library, in place.
 
     No bias and no mask of queries times keys is formed any more, and keys beyond a head's horizon are left out, which
     changes no result by more than rounding. Weights, their names, and everything but attention stay as they are.
     Sequences may be longer than MPT's ``max_seq_len``. Padding may lie anywhere in a row. Rows may hold several
-    sequences if ``position_ids`` restart from 0; outside ``torch.compile``, ``use_cache`` is then off.
+    sequences if ``position_ids`` restart from 0.
+
+    Before it returns, the model is run both ways on a short probe: a prompt, a batch with padding on the left, and
+    cached steps. That takes a few forward passes of some twenty tokens. If the last hidden states differ by more than
+    rounding explains, the model is left as it was.
 
     The model's own code computes what the library does not: calls with attention weights as output, with dropout of
     attention weights in training, with a mask of queries times keys, with a cache that holds something else than the
-    keys of all tokens, and calls of a layer by itself. A model warns of the first, and :func:`paths` counts them.
+    keys of all tokens. A model warns of the first, and :func:`paths` counts them.
 
     Args:
-        model: The model, or anything that contains one, such as a wrapper for adapters or a ``SentenceTransformer``.
-        contract: ``"model"``: the bias is rounded as the model rounds it, Falcon's scaled as Falcon scales it; that of
-            models with code of their own is exact in any case.
-            ``"exact"``: distances and products in float32, the canonical slopes (of MPT's ``alibi_bias_max``), Falcon's
-            divided by ``sqrt(head_dim)``.
+        model: The model, or anything that contains one, such as a wrapper for adapters.
+        contract: ``"model"``: the bias is rounded as the model rounds it, Falcon's scaled as Falcon scales it.
+            ``"exact"``: the canonical slopes, distances and products in float32. Its numbers are others, so nothing is
+            proven.
         strict: Raise a ValueError at a call that the library does not compute.
+        prove: Run the probe. A model that cannot be run yet is accelerated with a warning that nothing was proven.
 
     Returns:
         The same model. :func:`restore` undoes it.
@@ -79,10 +56,11 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
     Raises:
         TypeError: If it is no PyTorch module.
         ValueError: If there is no model of these families with ALiBi in it, if it is accelerated already, if its
-            attention is a subclass's or a patch's own, if a setting is not supported, or if code of its own computes
-            something else; the model is then as it was.
+            attention is a subclass's, if a setting is not supported, or if the probe's results differ; the model is
+            then as it was.
 
     Example:
+        >>> import torch
         >>> from transformers import BloomConfig, BloomForCausalLM
         >>> model = BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=4)).eval()
         >>> tokens = torch.tensor([[7, 8, 9]])
@@ -94,41 +72,45 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
         ``transformers``, ``models/bloom``, ``models/mpt`` and ``models/falcon``.
     """
     one_of("contract", contract, CONTRACTS)
+    boolean("prove", prove)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if attention_modules(model, missing_is_error=False):
+    if any(isinstance(x, AcceleratedModel) for x in model.modules()):
         raise ValueError("model must not be accelerated yet; undo with restore first")
-    bases = [x for x in model.modules() if isinstance(x, BASES)]
-    remote = remote_bases(model)
-    if not bases and not remote:
+    bases = [x for x in model.modules() if type(x) in MODELS]
+    if not bases:
+        other = next((x for x in model.modules() if isinstance(x, tuple(MODELS))), None)
+        if other is not None:
+            own = next(kind for kind in MODELS if isinstance(other, kind))
+            raise ValueError(f"base model must be {own.__name__} itself, got {type(other).__name__}, a subclass of it")
         raise ValueError(
-            "model must contain a BLOOM, MPT or Falcon model of transformers, or one with code of its own that is "
-            f"known here, got {type(model).__name__}; encoders without ALiBi get it, and "
-            "this library's attention, with with_alibi"
+            f"model must contain a BLOOM, MPT or Falcon model of transformers, got {type(model).__name__}; encoders "
+            "without ALiBi get it by with_alibi, and alibi_torch.load_checkpoint reads models with code of their own"
         )
-    planned: dict[Any, Any] = {}
-    alike: dict[Any, Any] = {}  # layers that compute the same share one object, which is compared fast
+    slopes = {layer: found for base in bases for layer, found in _slopes_by_layer(base, contract).items()}
+    proofs = {base: _own_results(base) for base in bases} if prove and contract == "model" else {}
+    running, paths = Running(), Paths(boolean("strict", strict))
+    for layer, found in slopes.items():
+        layer.alibi_slopes, layer.alibi_contract, layer.alibi_running = found, contract, running
+        _become(layer, LAYERS[type(layer)])
     for base in bases:
-        if isinstance(base, FalconModel) and not base.use_alibi:
-            raise ValueError(
-                "model must have ALiBi, got a Falcon model with alibi=False in its config (rotary positions)"
-            )
-        for module in base.modules():
-            kind = next((kind for kind in ATTENTION if isinstance(module, kind)), None)
-            if kind is not None and module not in planned:  # which bases may share
-                rules = ATTENTION[kind].rules(module, base.config, contract)
-                planned[module] = ATTENTION[kind], alike.setdefault(rules, rules)
-                check_own(module, kind)
-    accelerate_remote(remote, strict=boolean("strict", strict))
-    noted = Paths(strict)
-    for module, (kind, rules) in planned.items():
-        module.alibi_class, module.alibi_rules, module.alibi_paths = type(module), rules, noted
-        become(module, kind)
-    for base in bases:
-        _replace_builders(base)
-    for outer in (x for x in model.modules() if isinstance(x, FAMILIES)):
-        if not isinstance(outer, AcceleratedModel):  # of a base that was restored by itself
-            join(outer, AcceleratedModel)
+        base.alibi_running, base.alibi_paths = running, paths
+        _become(base, MODELS[type(base)])
+        if isinstance(base, FalconModel):
+            base.use_alibi = False
+    for outer in _models_around(model):
+        if "alibi_hook" not in vars(outer):  # of a base model that was restored by itself
+            outer.alibi_names = positional_names(type(outer).forward)
+            outer.alibi_hook = outer.register_forward_pre_hook(carry_positions, with_kwargs=True)
+            outer.create_masks_for_generate = padding_of_all_places
+    try:
+        for base, proof in proofs.items():
+            if proof is not None:
+                _proof.check(base, *proof)
+    except ValueError:
+        restore(model)
+        raise
+    paths.calls.clear()
     return model
 
 
@@ -150,196 +132,87 @@ def restore(model: nn.Module) -> nn.Module:
         >>> type(restore(accelerate(model)).h[0].self_attention).__name__
         'BloomAttention'
     """
-    outers: list[Any] = [x for x in model.modules() if isinstance(x, AcceleratedModel)]
-    is_remote = restore_remote(remote_bases(model))
-    # Another model that shares these modules may have put them back.
-    for module in attention_modules(model, missing_is_error=not outers and not is_remote):
-        become(module, module.alibi_class)
-        del module.alibi_class, module.alibi_rules, module.alibi_paths
+    bases = [x for x in model.modules() if isinstance(x, AcceleratedModel)]
+    layers = [x for x in model.modules() if isinstance(x, AcceleratedAttention)]
+    outers = [x for x in _models_around(model) if "alibi_hook" in vars(x)]
+    if not bases and not layers and not outers:  # those around a base model that was restored by itself stay hooked
+        raise ValueError(
+            f"model must be accelerated, got {type(model).__name__}; see alibi_torch.transformers.accelerate"
+        )
+    for layer in layers:
+        _become(layer, _own_class(layer, LAYERS))
+        del layer.alibi_slopes, layer.alibi_contract, layer.alibi_running
+    for base in bases:
+        _become(base, _own_class(base, MODELS))
+        del base.alibi_running, base.alibi_paths
+        if isinstance(base, FalconModel):
+            base.use_alibi = True
     for outer in outers:
-        part(outer)
-        if isinstance(outer, BASES):
-            _put_builders_back(outer)
+        outer.alibi_hook.remove()
+        del outer.alibi_hook, outer.alibi_names, outer.create_masks_for_generate
     return model
 
 
-class AcceleratedModel(Prepared):
-    """A model that puts into a call's mask what its masks and positions say.
+def _models_around(model: nn.Module) -> list[Any]:
+    """Return the models with a head around a base model, such as ``BloomForCausalLM``."""
+    kinds = (*MODELS, AcceleratedModel)
+    return [x for x in model.modules() if isinstance(x, FAMILIES) and not isinstance(x, kinds)]
 
-    A model around the base may use the mask itself. So that one is given another in its place only where positions say
-    more than it, as the models do not hand positions on.
-    """
 
-    base_model: Any
-    config: Any
-
-    def create_masks_for_generate(self, **given: Any) -> Any:
-        """Let ``generate`` hand the padding mask on, for all places of a static cache: its shape stays the same."""
-        mask = given["attention_mask"]
-        if not _are_accelerated(layers_of(self.base_model)):
-            return getattr(super(), "create_masks_for_generate", create_masks_for_generate)(**given)
-        if mask is None or mask.ndim != 2:
-            return mask
-        places = given["past_key_values"].get_mask_sizes(1, 0)[0]
-        return F.pad(mask, (0, max(places - mask.shape[1], 0)))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model's own code does."""
-        args, kwargs = self.prepared(args, kwargs)
-        mask, changed = self.given(args, kwargs).get("attention_mask"), {}
-        if not torch.compiler.is_compiling() and not _facts.is_encoded(mask):
-            if isinstance(self, FalconModel):
-                changed = {"use_alibi": True}
-            elif isinstance(self, MptModel) and not _are_accelerated(layers_of(self)):
-                changed = {"build_mpt_alibi_tensor": super().build_mpt_alibi_tensor}  # for layers that build none
-        if not changed:
-            return self.alibi_class.forward(self, *args, **kwargs)
-        model = object.__new__(type(self))  # the same, but for the bias in its mask, or beside it
-        vars(model).update(vars(self), **changed)
-        before = dict(vars(model))
-        try:
-            return self.alibi_class.forward(model, *args, **kwargs)
-        finally:  # a subclass may count its calls
-            vars(self).update({name: x for name, x in vars(model).items() if x is not before.get(name, before)})
-
-    def prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        given, is_base = self.given(args, kwargs), isinstance(self, BASES)
-        mask = given.get("attention_mask")
-        if _facts.is_encoded(mask) and (mask.dtype == torch.uint8 or _facts.is_packed(mask)):  # by an outer model
-            layers_of(self)[0].alibi_paths.by_library()
-            return args, kwargs
-        tokens = tokens_of(given)
-        if not isinstance(tokens, Tensor):
-            return args, kwargs  # which the model refuses
-        if not is_base and (given.get("position_ids") is None or tokens.shape[1] == 1):
-            return args, kwargs  # which the base is left to see to
-        layers = layers_of(self.base_model)
-        if not _are_accelerated(layers):
-            others = attention_modules(self, missing_is_error=False)
-            if is_base and others:
-                others[0].alibi_paths.by_hook(
-                    self, "blocks must be as they were accelerated, got some that are wrapped, replaced or restored"
-                )
-            return args, kwargs
-        if given.get("use_cache") is False and isinstance(given.get("past_key_values"), AlibiCache):
+def _slopes_by_layer(base: Any, contract: str) -> dict[Any, tuple[float, ...]]:
+    """Return the slopes of each attention layer; raise a ValueError for a layer or setting that is not supported."""
+    if isinstance(base, FalconModel) and not base.use_alibi:
+        raise ValueError("model must have ALiBi, got a Falcon model with alibi=False in its config (rotary positions)")
+    if isinstance(base, MptModel):
+        settings = base.config.attn_config
+        for name, wanted in (("alibi", True), ("prefix_lm", False), ("qk_ln", False), ("attn_uses_sequence_id", False)):
+            if getattr(settings, name) != wanted:
+                raise ValueError(f"attn_config.{name} must be {wanted} for a model to be accelerated, got {not wanted}")
+    own = next(kind for family, kind in zip(MODELS, LAYERS, strict=True) if isinstance(base, family))
+    layers = [x for x in base.modules() if isinstance(x, own)]
+    for layer in layers:
+        if type(layer) is not own or ("forward" in vars(layer) and "_old_forward" not in vars(layer)):
             raise ValueError(
-                "use_cache must be True with an AlibiCache, got False (MptConfig's default): generate would send it "
-                "the whole text at each token"
+                f"attention of the model must be {own.__name__}'s own, got {type(layer).__name__} with a forward of "
+                "its own; accelerate first, or leave the model as it is"
             )
-        reason = _reason_for_own_code(self, layers, given, tokens)
-        if is_base and reason is not None:
-            layers[0].alibi_paths.by_hook(self, reason)
-        if reason is not None:
-            return args, kwargs
-        encoded = _encoded(self, given, tokens, layers[0].alibi_rules)
-        changed: dict[str, Any] = {"attention_mask": encoded}
-        if _facts.is_packed(encoded) and not _facts.is_unreadable(encoded):
-            if given.get("use_cache"):
-                raise ValueError("use_cache must be False where position_ids pack several sequences into a row")
-            changed["use_cache"] = False
-        if is_base:
-            layers[0].alibi_paths.by_library()
-        elif not _facts.is_packed(encoded):
-            return args, kwargs
-        return with_arguments(self.alibi_names, args, kwargs, changed)
+        _check_heads(layer)
+    return {layer: LAYERS[own].slopes_of(layer, base.config, contract) for layer in layers}
 
 
-def _are_accelerated(layers: list[Any]) -> bool:
-    """Whether all layers are: some may be restored, as by another model that shares them, or in somebody's wrapper."""
-    return bool(layers) and all(isinstance(layer, Accelerated) for layer in layers)
+def _check_heads(layer: Any) -> None:
+    """Check that a layer holds all of its heads, as slopes are those of all; a tensor-parallel plan leaves it some."""
+    projection = getattr(layer, "query_key_value", None) or layer.Wqkv
+    num_heads = getattr(layer, "num_heads", None) or layer.n_heads
+    num_kv_heads = getattr(layer, "num_kv_heads", num_heads)
+    expected = (num_heads + 2 * num_kv_heads) * layer.head_dim
+    weight = getattr(projection, "weight", None)
+    # A quantized weight has a shape of its own, and a wrapper need not have a weight.
+    has_rows = isinstance(weight, Tensor) and weight.is_floating_point()
+    rows = weight.shape[0] if has_rows else getattr(projection, "out_features", expected)
+    if rows != expected:
+        raise ValueError(
+            f"projection of queries, keys and values must have {expected} rows for its {num_heads} heads, got {rows}; "
+            "slopes are those of all heads: change the model before it is split"
+        )
 
 
-def _reason_for_own_code(model: Any, layers: list[Any], given: dict[str, Any], tokens: Tensor) -> str | None:
-    """Return why the library does not compute a call, as a sentence that begins with an argument; None if it does."""
-    reason = reason_for_own_code(model.config, given, [layer.dropped for layer in layers])
-    if reason is not None:
-        return reason
-    if not getattr(model.config, "is_causal", True):
-        return "config.is_causal must be True, got False"
-    change = next((layer.change for layer in layers if layer.change is not None), None)
-    if change is not None:
-        return str(change)
-    hooked = reason_of_hooks(model.base_model, layers)
-    if hooked is not None:
-        return hooked
-    cache, mask = given.get("past_key_values"), given.get("attention_mask")
-    if cache is not None:
-        other = unknown_cache(cache)
-        if other is not None:
-            return f"past_key_values must be a DynamicCache, a StaticCache or an AlibiCache, got {other}"
-    if mask is None:
+def _own_results(base: Any) -> Any:
+    """Return what a base model gives on the probe, and what rounding allows; None with a warning if it cannot run."""
+    try:
+        return _proof.own_results(base)
+    except _proof.NotProvenError as reason:
+        _proof.warn_unproven(reason)
         return None
-    if not isinstance(mask, Tensor):
-        return f"attention_mask must be a tensor, got {type(mask).__name__}"
-    (batch, q_len), past = tokens.shape[:2], _length_of(cache)
-    longest = cache.get_mask_sizes(q_len, 0)[0] if cache is not None and cache.is_compileable else -1
-    fits = mask.ndim == 2 and mask.shape[0] == batch
-    # Lengths may be symbols, so each is compared by itself; a compiled call cannot read how full a static cache is.
-    if not fits or (mask.shape[1] != longest and (isinstance(past, Tensor) or mask.shape[1] != past + q_len)):
-        expected = f"({batch}, {longest if longest >= 0 else past + q_len})"
-        return f"attention_mask must be of shape {expected} (batch, tokens so far), got {tuple(mask.shape)}"
-    return None
 
 
-def _length_of(cache: Any) -> Any:
-    """Return how many tokens a cache holds: an int, or a tensor while a compiled call cannot read it."""
-    past = 0 if cache is None else cache.get_seq_length()
-    return past if torch.compiler.is_compiling() else int(past)
+def _own_class(module: Any, accelerated: dict[type, Any]) -> type:
+    return next(own for own, kind in accelerated.items() if type(module) is kind)
 
 
-def _encoded(model: Any, given: dict[str, Any], tokens: Tensor, rules: Rules) -> Tensor:
-    """Return what a call's mask and positions say of its tokens."""
-    mask, position_ids = given.get("attention_mask"), given.get("position_ids")
-    (batch, q_len), past = tokens.shape[:2], _length_of(given.get("past_key_values"))
-    is_start = isinstance(past, int) and past == 0
-    # Where nobody can look at positions, those behind tokens in a cache do not restart.
-    if position_ids is not None and q_len > 1 and (is_start or not _facts.is_unreadable(tokens)):
-        if not isinstance(position_ids, Tensor):
-            raise TypeError(f"position_ids must be a tensor, got {type(position_ids).__name__}")
-        numbers = None if mask is None else rules.counted(mask)[:, int(past) : int(past) + q_len]
-        packed = _facts.of_positions(position_ids, batch, q_len, past, numbers)
-        if packed is not None:
-            return packed
-    if mask is None:
-        return _facts.nothing(tokens.device)
-    # Not of the embeddings themselves, which somebody may have wrapped; they hold the first of the parameters.
-    dtype = tokens.dtype if tokens.is_floating_point() else model.dtype
-    is_unseeing = rules.hides_with_infinity(tokens.device.type, dtype)
-    return _facts.of_padding(
-        rules.counted(mask), q_len, past, is_rounded=rules.rounds(mask.dtype), is_unseeing=is_unseeing
-    )
-
-
-# --- What the models build for their own attention ------------------------------------------------------------------
-
-
-def _bloom_bias(attention_mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
-    """Return nothing where the library computes attention, else what the model's own builder does."""
-    if not _facts.is_encoded(attention_mask):
-        return build_alibi_tensor(attention_mask, num_heads, dtype)
-    return torch.zeros(0, dtype=dtype, device=attention_mask.device)
-
-
-def _no_mpt_bias(num_heads: int, sequence_length: int, alibi_bias_max: int = 8, device: Any = None) -> Tensor:
-    """Return nothing: a layer that needs the bias builds it."""
-    return torch.zeros(0, device=device)
-
-
-REPLACED: dict[type, tuple[str, Any]] = {
-    BloomModel: ("build_alibi_tensor", _bloom_bias),
-    MptModel: ("build_mpt_alibi_tensor", _no_mpt_bias),
-    FalconModel: ("use_alibi", False),
-}
-
-
-def _replace_builders(base: Any) -> None:
-    for name, ours in (x for kind, x in REPLACED.items() if isinstance(base, kind)):
-        setattr(base, name, ours)
-
-
-def _put_builders_back(base: Any) -> None:
-    if isinstance(base, FalconModel):
-        base.use_alibi = True
-    else:
-        for name in (x for kind, (x, _) in REPLACED.items() if isinstance(base, kind)):
-            delattr(base, name)
+def _become(module: Any, kind: type) -> None:
+    """Make a module one of another class, its state kept."""
+    module.__class__ = kind
+    # The hooks of accelerate, for several devices, replace `forward` and keep the one before.
+    if isinstance(vars(module).get("_old_forward"), MethodType):
+        module._old_forward = MethodType(kind.forward, module)  # type: ignore[attr-defined]

@@ -14,39 +14,30 @@ LIBRARY = "alibi_torch"
 
 @dataclass
 class Paths:
-    """What computed the calls of one accelerated model so far.
+    """The forward passes of one accelerated model so far.
 
     Attributes:
         strict: Whether a call that the library does not compute is an error.
-        calls: How many forward passes each has computed: ``"alibi_torch"``, or why the model's own code did.
-        is_noted: Whether the model's own code computes the pass under way, and has been noted for it.
+        calls: How many passes ``"alibi_torch"`` computed, and how many the model's own code, by the reason why.
     """
 
     strict: bool
     calls: Counter[str] = field(default_factory=Counter)
-    is_noted: bool = False
 
     def by_library(self) -> None:
-        """Note a pass that the library computes."""
+        """Count a pass that the library computes."""
         if not torch.compiler.is_compiling():
             self.calls[LIBRARY] += 1
-            self.is_noted = False
-
-    def by_hook(self, model: Any, reason: str) -> None:
-        """Note a pass of the whole model that its own code computes."""
-        self.by_model(model, reason)
-        if not torch.compiler.is_compiling():
-            self.is_noted = True
 
     def by_model(self, model: Any, reason: str) -> None:
-        """Note that the model's own code computes a call; warn of the first.
+        """Count a pass that the model's own code computes, and warn of the first.
 
         Args:
-            model: Whose it is.
+            model: The model whose code computes it.
             reason: Why, as a sentence that begins with the argument's name.
 
         Raises:
-            ValueError: If the model is to be computed by the library alone.
+            ValueError: If ``strict``.
         """
         if self.strict:
             raise ValueError(f"{reason}; make the model with accelerate(model, strict=False), or undo with restore")
@@ -83,7 +74,7 @@ def paths(model: Any) -> dict[str, int]:
         >>> paths(model)
         {'alibi_torch': 1}
     """
-    found = next((x for x in (vars(module).get("alibi_paths") for module in model.modules()) if x is not None), None)
+    found = next((vars(x)["alibi_paths"] for x in model.modules() if "alibi_paths" in vars(x)), None)
     if found is None:
         raise ValueError(
             f"model must be accelerated, got {type(model).__name__}; see alibi_torch.transformers.accelerate"

@@ -1,0 +1,249 @@
+"""Adapters: how an implementation of ALiBi, in whatever language, shows itself to the kit."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from alibi_core._arrays import checks
+from alibi_core._contracts import named
+from alibi_core.conformance.oracle import UNIT_ROUNDOFF
+
+MOST_TOKENS = 544  # of a sequence that is decoded: beyond powers of two up to 512, and no multiple of usual blocks
+FUNCTIONS = ("slopes", "bias", "attention", "attention_grad", "decode_step")
+
+# What an attention may offer beyond causal rows of as many queries as keys; and what it is recognised by.
+FEATURES = {
+    "lengths": "more or fewer queries than keys",
+    "offset": "q_offset other than kv_len - q_len",
+    "batch_offsets": "q_offset as an array [batch]",
+    "far": "positions so far from all keys that the bias itself would lose its digits",
+    "symmetric": "is_causal=False",
+    "asymmetric": "future_slopes with is_causal=False",
+    "grouped": "fewer key/value heads than query heads",
+    "window": "window_size",
+    "segments": "segment_ids, a pair of arrays [batch, q_len] and [batch, kv_len], of any integers in any order",
+    "mask": "mask, booleans [batch or 1, num_heads or 1, q_len or 1, kv_len]",
+    "batch_slopes": "slopes [batch, num_heads]",
+    "scale": "scale",
+    "nowhere": "zeros for a query that may look nowhere",
+    "empty": "lengths of 0",
+    "slope_gradients": "the gradient of slopes",
+    "some_gradients": "wrt, the names of the arguments whose gradients are asked for",
+    "continuations": "caches that stay as they are, so that two sequences may go on from one",
+}
+_PARAMETERS = {
+    "offset": "q_offset",
+    "symmetric": "is_causal",
+    "asymmetric": "future_slopes",
+    "window": "window_size",
+    "segments": "segment_ids",
+    "mask": "mask",
+    "scale": "scale",
+}
+_BASE = ("slopes", "grad_output", "is_causal", "q_offset")
+# No signature shows these, and an implementation without them is wrong rather than raises: they must be declared.
+TO_DECLARE = {"batch_offsets", "far", "batch_slopes", "continuations"}
+
+
+class Adapter(Protocol):
+    """An implementation, as the kit sees it: any object with any of these functions.
+
+    Arrays are NumPy's, both ways, heads first: query ``[batch, num_heads, q_len, head_dim]``, key and value
+    ``[batch, num_kv_heads, kv_len, head_dim]``, slopes ``[num_heads]``. They have the adapter's ``dtype``; what is
+    bfloat16, which NumPy lacks, comes as float32 that bfloat16 holds. Slopes are float32 (float64 in float64).
+
+    All attributes may be missing.
+
+    Attributes:
+        name: In reports. Default, that of its class or module.
+        dtype: ``"float32"`` (default), ``"float64"``, ``"float16"`` or ``"bfloat16"``.
+        contract: What it means to be: ``"exact"`` (default), ``"geometric"``, ``"bloom"``, ``"falcon"`` or ``"mpt"``.
+        features: Which of ``FEATURES`` it offers. If missing, they are found out: by the names of the parameters of
+            ``attention``, and by whether a call raises NotImplementedError, TypeError or ValueError; neither shows
+            ``batch_offsets``, ``batch_slopes``, ``far`` and ``continuations``, which are not tried. If given, a call
+            that raises fails.
+        tolerance: Share of a query's weight that it may leave out. Default, the rounding error of its dtype.
+
+    Example:
+        Slopes alone are an adapter. These are right for one that means to be geometric:
+
+        >>> import numpy as np
+        >>> from alibi_core.conformance import check
+        >>> class Mine:
+        ...     contract = "geometric"
+        ...
+        ...     def slopes(self, num_heads):
+        ...         return (2.0 ** (-8 * np.arange(1, num_heads + 1) / num_heads)).astype(np.float32)
+        >>> check(Mine(), laws=["slopes"]).passed
+        True
+    """
+
+    def slopes(self, num_heads: int) -> Any:
+        """Return ``[num_heads]``."""
+
+    def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Any:
+        """Return ``[num_heads, q_len, kv_len]``, -inf (or nearly) where masked; the last query is at the last key."""
+
+    def attention(self, query: Any, key: Any, value: Any, slopes: Any, is_causal: bool, q_offset: int) -> Any:
+        """Return ``[batch, num_heads, q_len, head_dim]``.
+
+        Query, key and value are passed by position, the rest by name.
+
+        Parameters ``future_slopes``, ``window_size``, ``segment_ids``, ``mask`` and ``scale`` are passed, by name, to
+        one that has them and offers the feature, in cases that need them. One without ``slopes`` has its contract's.
+        """
+
+    def attention_grad(
+        self, query: Any, key: Any, value: Any, slopes: Any, grad_output: Any, is_causal: bool, q_offset: int
+    ) -> Any:
+        """Return the gradients of ``sum(attention * grad_output)``: ``{"query": ..., "key": ..., ...}`` or a tuple.
+
+        Users seldom ask for all gradients, and a compiler leaves out what nobody asks for. One with a parameter ``wrt``
+        is told which are asked for, ``("query",)`` or ``("key", "value")``; without it, all are. A tuple is in the
+        order of ``wrt``, or else of the parameters. ``wrt`` should have the default None, for all.
+
+        All elements of ``grad_output`` are equal where a loss is the sum or the mean of the result. An implementation
+        that compiles its backward pass should then make ``grad_output`` inside what it compiles, as such a loss does:
+        compilers treat a constant otherwise than an argument.
+        """
+
+    def decode_step(self, query: Any, key: Any, value: Any, slopes: Any, cache: Any) -> Any:
+        """Append some tokens to a sequence: return their causal attention to all so far, and the cache to pass next.
+
+        ``cache`` is None at the beginning, then whatever was returned. A sequence has 544 tokens at most.
+        """
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An adapter, checked and resolved.
+
+    Attributes:
+        adapter: The object itself.
+        name, dtype, contract, tolerance: As declared, or their defaults.
+        declared: The features it declares; None if they are to be found out.
+        functions: Its functions, by name.
+    """
+
+    adapter: Any
+    name: str
+    dtype: str
+    contract: str
+    tolerance: float
+    declared: frozenset[str] | None
+    functions: Mapping[str, Callable[..., Any]]
+
+    @classmethod
+    def of(cls, adapter: Any) -> Offer:
+        """Resolve an adapter.
+
+        Raises:
+            TypeError: If it offers no function, or an attribute is of the wrong kind.
+            ValueError: If an attribute has an unknown value.
+        """
+        if isinstance(adapter, Offer):
+            return adapter
+        functions = {name: getattr(adapter, name) for name in FUNCTIONS if callable(getattr(adapter, name, None))}
+        if not functions:
+            raise TypeError(f"adapter must have one of the functions {', '.join(FUNCTIONS)}, got {adapter!r}")
+        if inspect.isclass(adapter) and any("self" in (_parameters(x) or ()) for x in functions.values()):
+            raise TypeError(f"adapter must be an instance where its functions take self, got the class {adapter!r}")
+        default = getattr(adapter, "__name__", type(adapter).__name__)
+        name = getattr(adapter, "name", default)
+        if not isinstance(name, str):
+            raise TypeError(f"name of an adapter must be a string, got {type(name).__name__}")
+        dtype = checks.one_of("dtype", getattr(adapter, "dtype", "float32"), tuple(UNIT_ROUNDOFF))
+        contract = named(getattr(adapter, "contract", "exact")).name
+        declared = getattr(adapter, "features", None)
+        if declared is not None:
+            if isinstance(declared, str):
+                raise TypeError(f"features must be a collection of strings, got the string {declared!r}")
+            declared = frozenset(checks.one_of("features", feature, tuple(FEATURES)) for feature in declared)
+        tolerance = getattr(adapter, "tolerance", None)
+        tolerance = UNIT_ROUNDOFF[dtype] if tolerance is None else checks.non_negative_number("tolerance", tolerance)
+        return cls(adapter, name, dtype, contract, tolerance, declared, functions)
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names of the parameters of the function that is judged which the kit never passes."""
+        known = {*_BASE, *_PARAMETERS.values(), "query", "key", "value", "cache", "wrt", "num_heads", "q_len", "kv_len"}
+        parameters = _parameters(self.functions.get(self.judged)) or {}
+        return [name for name, x in parameters.items() if x.default is not x.empty and name not in known]
+
+    @property
+    def judged(self) -> str:
+        """The function whose parameters and calls tell what it offers."""
+        return next((x for x in ("attention", "attention_grad", "bias") if x in self.functions), "decode_step")
+
+    @property
+    def possible(self) -> frozenset[str]:
+        """The features it declares, or those worth trying, if it declares none."""
+        found = set(FEATURES if self.declared is None else self.declared)
+        if "wrt" not in (_parameters(self.functions.get("attention_grad")) or {}):
+            found.discard("some_gradients")  # which those that take any argument mean not to offer
+        if self.declared is not None:
+            return frozenset(found)
+        found -= TO_DECLARE
+        found -= {feature for feature, parameter in _PARAMETERS.items() if not self.takes(self.judged, parameter)}
+        return frozenset(found)
+
+    def offered_by(self, function: str, features: frozenset[str]) -> frozenset[str]:
+        """Return those features of the adapter that one of its functions offers: all, where they are declared."""
+        parameters = _parameters(self.functions.get(function))
+        if self.declared is not None or function not in ("attention_grad", "bias") or parameters is None:
+            return features
+        if any(x.kind in (x.VAR_KEYWORD, x.VAR_POSITIONAL) for x in parameters.values()):
+            return features  # it takes what attention does
+        return features - {feature for feature, parameter in _PARAMETERS.items() if parameter not in parameters}
+
+    def takes(self, function: str, parameter: str) -> bool:
+        """Return whether a function has a parameter of that name."""
+        if function not in self.functions:
+            return False
+        parameters = _parameters(self.functions[function])
+        if parameters is None:
+            return True
+        takes_any = any(x.kind in (x.VAR_KEYWORD, x.VAR_POSITIONAL) for x in parameters.values())
+        return parameter in parameters or (takes_any and (self.declared is not None or parameter in _BASE))
+
+    def arranged(self, function: str, options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return options as further arguments by position, for a function that takes them no other way, and by name."""
+        parameters = _parameters(self.functions[function]) or {}
+        kinds = {x.kind for x in parameters.values()}
+        by_position = [name for name, x in parameters.items() if x.kind == x.POSITIONAL_ONLY and name in options]
+        if inspect.Parameter.VAR_POSITIONAL in kinds and inspect.Parameter.VAR_KEYWORD not in kinds:
+            by_position += [name for name in (*_BASE, "cache") if name in options and name not in parameters]
+        return [options[name] for name in by_position], {k: x for k, x in options.items() if k not in by_position}
+
+    @property
+    def has_slopes(self) -> bool:
+        """Whether its attention takes slopes, rather than having those of its contract."""
+        return any(self.takes(function, "slopes") for function in ("attention", "attention_grad", "decode_step"))
+
+
+def _parameters(function: Callable[..., Any] | None) -> Mapping[str, inspect.Parameter] | None:
+    """Return a function's parameters; None for one that does not tell, as built-in functions may."""
+    if function is None:
+        return None
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+
+
+def slip_of_shape(found: tuple[int, ...], expected: tuple[int, ...], kv_len: int) -> str:
+    """Return what an output of a wrong shape most likely is, ``[batch, heads, length, head_dim]`` being expected.
+
+    Empty where that is not plain.
+    """
+    batch, heads, length, head_dim = expected
+    if found == (batch, length, heads, head_dim):
+        return "it is [batch, length, heads, head_dim]; swap axes 1 and 2"
+    if found == (batch, length, heads * head_dim):
+        return "its heads are merged; make it [batch, heads, length, head_dim] again"
+    if found == (batch, heads, length, kv_len):
+        return "these are the weights; multiply them by value"
+    return ""

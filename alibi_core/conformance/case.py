@@ -1,0 +1,344 @@
+"""Attention problems: small frozen descriptions, from whose seed NumPy makes the arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from alibi_core.conformance.data import DATA, STEEP
+from alibi_core.conformance.oracle import Answer, Attention, Rules, Values, penalties, rounded, summed_over_batch
+
+TENSORS = ("query", "key", "value")
+FAR, PER_BATCH = 1_000_000, -1_000_000
+FORMS = ("causal", "symmetric", "asymmetric", "clamped")
+COTANGENTS = ("random", "ones", "zeros", "one row", "one element")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Axis sizes; mostly distinct primes, so that swapped axes cannot pass.
+
+    Example:
+        >>> sizes = Sizes(batch=2, num_kv_heads=3, group=2, lengths=(5, 7), head_dim=11)
+        >>> Case(sizes).arrays["query"].shape, Case(sizes).arrays["key"].shape
+        ((2, 6, 5, 11), (2, 3, 7, 11))
+    """
+
+    batch: int
+    num_kv_heads: int
+    group: int  # query heads to a key/value head
+    lengths: tuple[int, int]  # queries, keys
+    head_dim: int
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of all tensors, by which cases are ordered."""
+        q_len, kv_len = self.lengths
+        return self.batch * self.num_kv_heads * self.head_dim * (self.group * q_len + kv_len)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem: the sizes, the form, and a seed for the values.
+
+    Example:
+        A window of 1 hides the first of three keys from the last query:
+
+        >>> case = Case(Sizes(1, 2, 1, (3, 3), 4), window_size=1)
+        >>> print(case)
+        batch 1, 2 heads of 4, 3 queries, 3 keys, causal, window_size 1, slopes [1.0, 0.30000001192092896], seed 0
+        >>> case.exact("float32").weights[0, 0, 2, 0].tolist()
+        0.0
+    """
+
+    sizes: Sizes
+    form: str = "causal"
+    q_offset: int | None = None  # None for the default, FAR for far beyond the keys, PER_BATCH for an array of several
+    window_size: int | None = None
+    packing: str | None = None
+    masking: str | None = None
+    slopes_per_batch: bool = False
+    seed: int = 0
+    data: str = "normal"  # or the name of one of DATA, with slopes from steep to none
+    scaling: float | None = None  # the scale, where it is not the default
+    cotangent: str = "random"  # or another of COTANGENTS
+    wrt: tuple[str, ...] | None = None  # the arguments whose gradients are asked for; None for all
+
+    def __str__(self) -> str:
+        size, (q_len, kv_len) = self.sizes, self.sizes.lengths
+        heads = _count(self.num_heads, "head") + (f" over {size.num_kv_heads}" if size.group > 1 else "")
+        queries = "1 query" if q_len == 1 else f"{q_len} queries"
+        words = [f"batch {size.batch}, {heads} of {size.head_dim}, {queries}, {_count(kv_len, 'key')}, {self.form}"]
+        for name, value in self.arguments.items():
+            if isinstance(value, np.ndarray) and value.size <= 8:
+                words.append(f"{name} {value.tolist()}")
+            elif isinstance(value, np.ndarray | tuple):
+                words.append(f"{name} given")
+            elif name != "is_causal":
+                words.append(f"{name} {value}")
+        slopes = self.arrays["slopes"]
+        words += [f"slopes {slopes.tolist()}"] if slopes.size <= 8 else []
+        words += [f"{self.data} data"] if self.data != "normal" else []
+        words += [f"grad_output of {self.cotangent}"] if self.cotangent != "random" else []
+        words += [f"gradients of {' and '.join(self.wrt)} alone"] if self.wrt is not None else []
+        return ", ".join([*words, f"seed {self.seed}"])
+
+    def with_tensors(self, **tensors: Values) -> Case:
+        """Return the case with other queries, keys or values, whatever their lengths, and arguments for those."""
+        arrays = self.arrays | tensors
+        lengths = arrays["query"].shape[2], arrays["key"].shape[2]
+        case = dataclasses.replace(self, sizes=dataclasses.replace(self.sizes, lengths=lengths))
+        case.__dict__["arrays"] = arrays  # where cached_property keeps its value
+        return case
+
+    def with_arrays(self, **arrays: Values) -> Case:
+        """Return the case with other tensors or slopes, but with the arguments that it has."""
+        changed = self.with_tensors(**arrays)
+        changed.__dict__["arguments"] = self.arguments
+        return changed
+
+    def with_arguments(self, form: str, arguments: dict[str, Any]) -> Case:
+        """Return the case with these arguments of ``attention`` in place of those it would draw."""
+        case = dataclasses.replace(self, form=form)
+        case.__dict__.update(arguments=arguments, arrays=self.arrays)
+        return case
+
+    @cached_property
+    def arrays(self) -> dict[str, Values]:
+        """Query, key, value, cotangent and slopes; each slope 0 now and then, each magnitude now and then large."""
+        rng = np.random.default_rng(self.seed)
+        size, heads = self.sizes, self.num_heads
+        q_len, kv_len = size.lengths
+        # Representable in float32, so that even far from the diagonal the oracle's float64 products are exact.
+        choices = np.asarray([0.0, 2.0**-16, 0.0625, 0.3, 1.0], np.float32)
+        slopes = rng.choice(choices, size=(size.batch, heads)).astype(np.float64)
+        query, key, value, cotangent = (
+            rng.standard_normal((size.batch, h, n, size.head_dim)) * rng.choice([0.25, 1.0, 4.0])
+            for h, n in ((heads, q_len), (size.num_kv_heads, kv_len), (size.num_kv_heads, kv_len), (heads, q_len))
+        )
+        if self.data != "normal":
+            DATA[self.data](query, key, value)
+            slopes = np.resize(np.roll(STEEP, self.seed), slopes.shape).astype(np.float64)
+        return {
+            "query": query,
+            "key": key,
+            "value": value,
+            "cotangent": _structured(self.cotangent, cotangent),
+            "slopes": slopes if self.slopes_per_batch else slopes[0],
+        }
+
+    @property
+    def num_heads(self) -> int:
+        """The number of query heads."""
+        return self.sizes.num_kv_heads * self.sizes.group
+
+    @property
+    def scale(self) -> float:
+        """The scale of scores, default filled in."""
+        return float(self.sizes.head_dim**-0.5 if self.scaling is None else self.scaling)
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of ``attention``, as NumPy arrays."""
+        rng = np.random.default_rng(self.seed + 1)
+        batch, (q_len, kv_len) = self.sizes.batch, self.sizes.lengths
+        arguments: dict[str, Any] = {}
+        if self.form != "causal":
+            arguments["is_causal"] = False
+        if self.form in ("asymmetric", "clamped"):
+            future = rng.choice([0.0, 0.125, 0.7], size=(batch, self.num_heads)).astype(np.float32)
+            future = future if self.slopes_per_batch else future[0]
+            arguments["future_slopes"] = future if self.form == "asymmetric" else future * 0
+        if self.q_offset == PER_BATCH:
+            arguments["q_offset"] = rng.integers(-4, 14, batch, np.int32)
+        elif self.q_offset is not None:
+            arguments["q_offset"] = self.q_offset
+        if self.window_size is not None:
+            arguments["window_size"] = self.window_size
+        if self.scaling is not None:
+            arguments["scale"] = self.scaling
+        if self.packing is not None:
+            ids = np.sort(rng.integers(0, 3, size=(batch, q_len + kv_len)), axis=-1).astype(np.int32)
+            if self.packing == "one row":
+                ids = ids[0]
+            is_one_array = self.packing == "same" and q_len == kv_len
+            arguments["segment_ids"] = ids[:, :q_len] if is_one_array else (ids[..., :q_len], ids[..., -kv_len:])
+        if self.masking == "padding":  # at the end, with neighbours of one length
+            lengths = np.resize([kv_len, kv_len, kv_len // 3], (batch, 1, 1, 1))
+            arguments["mask"] = np.arange(kv_len) < lengths
+        elif self.masking is not None:
+            heads = self.num_heads
+            # Where there are as many heads as batch entries, three axes would not tell which of them is meant.
+            of_heads = (*(1,) * (batch == heads), heads, q_len, kv_len)
+            shape = {"by head": of_heads, "by key": (batch, 1, 1, kv_len)}.get(self.masking)
+            arguments["mask"] = rng.random(shape or (batch, 1, q_len, kv_len)) < 0.6
+        return arguments
+
+    @property
+    def segment_ids(self) -> tuple[Values, Values]:
+        """The ids of queries, ``[batch, q_len]``, and of keys, ``[batch, kv_len]``."""
+        ids = self.arguments["segment_ids"]
+        q_ids, kv_ids = ids if isinstance(ids, tuple) else (ids, ids)
+        batch = self.sizes.batch
+        return tuple(np.array(np.broadcast_to(x, (batch, x.shape[-1]))) for x in (q_ids, kv_ids))  # type: ignore
+
+    def rules(self, slopes: Values) -> Rules:
+        """Return the same, defaults filled in, for the oracle."""
+        others = ("scale", "allow_negative_slopes")
+        arguments = {name: value for name, value in self.arguments.items() if name not in others}
+        ids = arguments.pop("segment_ids", None)
+        q_ids, kv_ids = ids if isinstance(ids, tuple) else (ids, ids)
+        arguments.setdefault("q_offset", self.sizes.lengths[1] - self.sizes.lengths[0])
+        return Rules(slopes, q_segment_ids=q_ids, kv_segment_ids=kv_ids, **arguments)
+
+    def exact(self, dtype: str, *, counted_from_anywhere: bool = False) -> Attention:
+        """Return the problem in float64, on inputs as they are once rounded to ``dtype``.
+
+        Args:
+            dtype: Of the tensors.
+            counted_from_anywhere: Let the budget be that of a bias that is counted not from the nearest key, but from
+                whichever token of the row.
+        """
+        tensors = {name: rounded(self.arrays[name], dtype) for name in TENSORS}
+        slopes = rounded(self.arrays["slopes"], "float64" if dtype == "float64" else "float32")
+        rules, shape = self.rules(slopes), (self.sizes.batch, self.num_heads, *self.sizes.lengths)
+        reach = rules.reach(*shape) if counted_from_anywhere else None
+        return Attention(**tensors, bias=penalties(rules, *shape), scale=self.scale, dtype=dtype, reach=reach)
+
+    def gradients(self, dtype: str, share: float = 0.0, *, problem: Attention | None = None) -> dict[str, Answer]:
+        """Return the exact gradients by query, key, value and both kinds of slopes.
+
+        Args:
+            dtype: Of the tensors.
+            share: How much of a row's weight may be left out.
+            problem: Of which they are the gradients. Default, that of :meth:`exact`.
+        """
+        problem = self.exact(dtype) if problem is None else problem
+        cotangent = rounded(self.arrays["cotangent"], dtype)
+        shape = (self.sizes.batch, self.num_heads, *self.sizes.lengths)
+        answers: dict[str, Answer] = {}
+        for name, distances in self.rules(np.zeros(self.num_heads)).distances(*shape).items():
+            found = problem.gradients_without(share, cotangent, distances)
+            answer = found.pop("slopes")
+            answers |= found | {name: answer if self.slopes_per_batch else summed_over_batch(answer)}
+        return answers
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _structured(kind: str, cotangent: Values) -> Values:
+    """Return a cotangent of ones, of zeros, or of zeros but for one row, or one element, in the middle."""
+    if kind == "random":
+        return cotangent
+    if kind in ("ones", "zeros"):
+        return np.full_like(cotangent, float(kind == "ones"))
+    kept = np.zeros_like(cotangent)
+    middle = tuple(n // 2 for n in cotangent.shape)
+    place = (..., middle[2], slice(None)) if kind == "one row" else middle
+    kept[place] = cotangent[place]
+    return kept
+
+
+OFFSETS, ALL_OFFSETS = (-3, 0, 4, 13), tuple(range(-3, 14))  # before the first key, at it, among keys, beyond the last
+WINDOWS, ALL_WINDOWS = (0, 1, 4), tuple(range(7))
+SCALES = (0.25, 1.0, 2.0**-5, 0.0)
+SMALL = 64  # elements of a case; below, more seeds are tried, for a slope of 0 or a single key hides mistakes
+_BY_FEATURE = ("q_offset", "window_size", "packing", "masking", "scaling", "slopes_per_batch")
+CANDIDATES = 40  # of which the best is the next case of a design
+
+
+@dataclass(frozen=True)
+class Family:
+    """Cases of these sizes, forms and data that use no features but these (of the kit's ``FEATURES``).
+
+    Attributes:
+        sizes: Of the cases.
+        forms: Of the cases.
+        uses: Features.
+        data: Names of data.
+        asked: Names of the arguments whose gradients are asked for.
+        cotangents: Kinds of ``grad_output``.
+    """
+
+    sizes: tuple[Sizes, ...]
+    forms: tuple[str, ...] = ("causal",)
+    uses: frozenset[str] = frozenset()
+    data: tuple[str, ...] = ("normal",)
+    asked: tuple[tuple[str, ...] | None, ...] = (None,)
+    cotangents: tuple[str, ...] = ("random",)
+
+    def options(self, size: Sizes, *, dense: bool = False) -> dict[str, tuple[Any, ...]]:
+        """Return the values that each option takes with these sizes, the simplest first."""
+        offsets: tuple[int, ...] = ALL_OFFSETS if dense else OFFSETS
+        offsets += (FAR,) * ("far" in self.uses) + (PER_BATCH,) * ("batch_offsets" in self.uses)
+        is_square = size.lengths[0] == size.lengths[1]
+        values = {
+            "q_offset": ("offset", offsets),
+            "window_size": ("window", ALL_WINDOWS if dense else WINDOWS),
+            "packing": ("segments", ("pair", *(("same", "one row") if is_square else ()))),
+            "masking": ("mask", ("by query", "by key", "by head")),
+            "scaling": ("scale", SCALES),
+            "slopes_per_batch": ("batch_slopes", (True,)),
+        }
+        options: dict[str, tuple[Any, ...]] = {"form": self.forms}
+        for name, (feature, x) in values.items():
+            options[name] = (False if name == "slopes_per_batch" else None, *(x if feature in self.uses else ()))
+        return options | {"data": self.data, "wrt": self.asked, "cotangent": self.cotangents}
+
+    def every(self) -> Iterator[Case]:
+        """Yield cases with every value of the options, the smallest sizes first.
+
+        Small sizes meet every combination; the combinations are dealt out among the other sizes, for compilers' sake.
+        """
+        sizes = sorted(self.sizes, key=lambda size: size.elements)
+        small = [size for size in sizes if size.elements <= SMALL]
+        for size in small:
+            yield from self._combinations(size)
+        dealt = [list(self._combinations(size)) for size in sizes[len(small) :]]
+        for i in range(max([len(dealt), *map(len, dealt)]) if dealt else 0):
+            cases = dealt[i % len(dealt)]
+            yield cases[i % len(cases)]
+
+    def _combinations(self, size: Sizes) -> Iterator[Case]:
+        options = self.options(size)
+        used = {name: x[1:] if name in _BY_FEATURE and len(x) > 1 else x for name, x in options.items()}
+        for values in itertools.product(*used.values()):
+            yield Case(size, **dict(zip(used, values, strict=True)))
+
+    def draw(self, rng: random.Random, *, dense: bool = False) -> Case:
+        """Return a case with options drawn at random."""
+        size = rng.choice(self.sizes)
+        return Case(size, **{name: rng.choice(values) for name, values in self.options(size, dense=dense).items()})
+
+    def design(self, number: int, seed: int) -> list[Case]:
+        """Return at most so many cases, the smallest first, in which as many pairs of options as possible meet.
+
+        Compilers need long for each new combination of shapes and options: a design needs fewer than cases at random.
+        """
+        rng, met = random.Random(seed), set[tuple[Any, ...]]()
+        design: dict[Case, None] = {}
+        for _ in range(number):
+            best = max((self.draw(rng) for _ in range(CANDIDATES)), key=lambda case: len(_pairs(case) - met))
+            met |= _pairs(best)
+            design[best] = None
+        return sorted(design, key=lambda case: case.sizes.elements)
+
+
+_OPTIONS = tuple(x.name for x in dataclasses.fields(Case) if x.name not in ("seed", "wrt", "cotangent"))
+
+
+def _pairs(case: Case) -> set[tuple[Any, ...]]:
+    """Return the options of a case two by two."""
+    options = [(name, getattr(case, name)) for name in _OPTIONS]
+    if (case.wrt, case.cotangent) != (None, "random"):
+        options += [("wrt", case.wrt), ("cotangent", case.cotangent)]
+    return set(itertools.combinations(options, 2))

@@ -1,0 +1,545 @@
+"""Golden vectors: files by which a program in any language is tested."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+from safetensors.numpy import save
+
+import alibi_core
+from alibi_core._slopes import slope_values
+from alibi_core.conformance.caller import MASKED
+from alibi_core.conformance.case import FAR, TENSORS, Case, Sizes
+from alibi_core.conformance.oracle import SMALLEST, U32, UNIT_ROUNDOFF, Answer, Values, excess, penalties
+from alibi_core.conformance.report import plain
+
+FORMAT, RESULTS_FORMAT, VERSION, RESULTS_VERSION = "alibi-golden", "alibi-golden-results", 2, 1
+INDEX, RESULTS_INDEX, ABOUT = "index.json", "results.json", "FORMAT.md"
+DTYPES = tuple(UNIT_ROUNDOFF)
+MOST_HEADS = 128
+MOST_BYTES = 2**28  # of one file; golden vectors have a few million in all
+# As safetensors names them. NumPy has no bfloat16: its bits are the upper half of float32's.
+FLOATING = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+OTHERS = {"I64": "<i8", "I32": "<i4", "BOOL": "|b1"}
+
+SQUARE, FEWER, GROUPED = Sizes(2, 3, 1, (7, 7), 5), Sizes(1, 3, 1, (5, 11), 3), Sizes(2, 2, 2, (7, 7), 3)
+EIGHT, TWELVE = Sizes(1, 8, 1, (9, 9), 4), Sizes(1, 12, 1, (6, 6), 2)
+GENTLE = (2.0**-5, 2.0**-8, 2.0**-6)  # whose bias float16 holds at a million tokens
+# fmt: off
+# By kind: name, description, the case, and its slopes: None for those that the case draws, () for the canonical ones.
+ATTENTION: tuple[tuple[str, str, Case, tuple[float, ...] | None], ...] = (
+    ("causal", "causal rows, as many queries as keys", Case(SQUARE), ()),
+    ("one_token", "one query, one key, one feature", Case(Sizes(1, 1, 1, (1, 1), 1)), ()),
+    ("eight_heads", "eight heads, whose slopes are powers of two", Case(EIGHT), ()),
+    ("twelve_heads", "twelve heads, no power of two", Case(TWELVE), ()),
+    ("grouped", "two query heads share each key/value head", Case(GROUPED), ()),
+    ("multi_query", "all query heads share one key/value head", Case(Sizes(2, 1, 4, (7, 7), 3)), ()),
+    ("grouped_lengths", "three query heads share a key/value head", Case(Sizes(1, 2, 3, (5, 11), 3)), None),
+    ("fewer_queries", "fewer queries than keys: the last query is at the last key", Case(FEWER), ()),
+    ("single_query", "one query, as in decoding", Case(Sizes(2, 2, 2, (1, 13), 4)), ()),
+    ("more_queries", "more queries than keys: the first ones look nowhere", Case(Sizes(1, 2, 1, (11, 5), 3)), ()),
+    ("offset", "the first query is at position 4 of 11", Case(FEWER, q_offset=4), ()),
+    ("offset_before", "queries begin before all keys: some look nowhere", Case(FEWER, q_offset=-3), ()),
+    ("offset_after", "all queries lie after all keys", Case(FEWER, q_offset=13), ()),
+    ("offset_far", "queries a million tokens after the keys", Case(FEWER, q_offset=FAR), GENTLE),
+    ("offset_per_batch", "an offset for each batch entry", Case(Sizes(3, 2, 1, (5, 7), 3), q_offset=-FAR), ()),
+    ("symmetric", "keys after the query count like those before it", Case(SQUARE, "symmetric"), ()),
+    ("symmetric_offset", "the same, queries between keys", Case(FEWER, "symmetric", q_offset=3), ()),
+    ("asymmetric", "slopes of their own for keys after the query", Case(SQUARE, "asymmetric", seed=1), None),
+    ("clamped", "keys after the query are at distance 0", Case(SQUARE, "clamped"), ()),
+    ("window", "no key farther than 2 tokens", Case(SQUARE, window_size=2), ()),
+    ("window_of_none", "no key but the query's own", Case(SQUARE, window_size=0), ()),
+    ("window_symmetric", "no key farther than 3 tokens", Case(SQUARE, "symmetric", window_size=3), ()),
+    ("segments", "packed sequences", Case(Sizes(2, 2, 1, (12, 12), 3), packing="same"), ()),
+    ("segments_symmetric", "packed sequences", Case(SQUARE, "symmetric", packing="same"), ()),
+    ("segments_lengths", "packed sequences, queries and keys by themselves", Case(FEWER, packing="pair"), ()),
+    ("mask", "a mask for each query and key", Case(SQUARE, masking="by query"), ()),
+    ("mask_by_head", "a mask for each head, query and key", Case(SQUARE, masking="by head"), ()),
+    ("padding", "padding at the end", Case(SQUARE, "symmetric", masking="padding"), ()),
+    ("slopes_per_batch", "slopes for each batch entry", Case(SQUARE, slopes_per_batch=True, seed=2), None),
+    ("scale", "a scale that is not the default", Case(SQUARE, scaling=0.375), ()),
+    ("no_slopes", "slopes of 0 among others", Case(SQUARE), (0.5, 0.0625, 0.0)),
+    ("steep", "slopes so steep that the nearest key takes all", Case(SQUARE), (8.0, 64.0, 4.0)),
+    ("no_keys", "no keys: every query looks nowhere", Case(Sizes(1, 2, 1, (3, 0), 3)), ()),
+    ("no_queries", "no queries", Case(Sizes(1, 2, 1, (0, 3), 3)), ()),
+    ("long", "a row of 257 keys", Case(Sizes(1, 3, 1, (6, 257), 8)), ()),
+    ("long_square", "100 queries", Case(Sizes(1, 2, 1, (100, 100), 4)), (0.25, 2.0**-7)),
+    ("long_grouped", "a row of 300 keys, grouped heads", Case(Sizes(1, 1, 3, (4, 300), 5)), (0.5, 0.0625, 0.0)),
+    ("long_window", "a row of 260 keys, of which 64", Case(Sizes(1, 2, 1, (4, 260), 4), window_size=64), ()),
+    ("everything", "most of the above at once",
+     Case(Sizes(2, 2, 2, (7, 11), 3), "asymmetric", -FAR, 6, "pair", "by head", True, scaling=0.75, seed=3), None),
+)
+BIASES = tuple((*row[:2], Case(row[2].sizes, row[2].form, row[2].q_offset, row[2].window_size, row[2].packing), row[3])
+               for row in ATTENTION if row[0] in (
+    "causal", "eight_heads", "twelve_heads", "fewer_queries", "more_queries", "offset", "offset_before", "offset_far",
+    "offset_per_batch", "symmetric", "symmetric_offset", "asymmetric", "clamped", "window", "window_symmetric",
+    "segments", "slopes_per_batch", "long"))
+# With the lengths of the steps: a prompt first, then mostly single tokens.
+DECODES = (
+    ("eight_heads", "a prompt of 5 tokens, then one at a time", Case(EIGHT), (), [5, 1, 1, 1, 1]),
+    ("grouped", "the same with grouped heads, some tokens at once", Case(GROUPED), (), [3, 1, 2, 1]),
+    ("from_nothing", "no prompt: one token at a time", Case(Sizes(2, 3, 1, (6, 6), 3)), (), [1] * 6),
+    ("long", "a prompt of 120 tokens", Case(Sizes(1, 2, 2, (124, 124), 3)), (), [120, 1, 1, 1, 1]),
+)
+# fmt: on
+# By case: scheme, contract, and how far slopes may be off, in units of roundoff. A power is off by a unit in the last
+# place or so, and storing it by another. Exponents that are not dyadic are rounded before, by their size times ln 2: at
+# most 5.55. A linear slope is a sum of two rounded numbers, one of them a product of two.
+RULES = {
+    "canonical": ("canonical", "exact", 4),
+    "geometric": ("geometric", "exact", 10),
+    "linear": ("linear", "exact", 6),
+    "bloom": ("canonical", "bloom", 4),
+    "falcon": ("canonical", "falcon", 4),
+    "mpt": ("canonical", "mpt", 4),
+}
+KEY_ONLY = {"bloom": (12, 40), "falcon": (8, 300), "mpt": (12, 40)}  # heads and keys of these contracts' biases
+
+
+class GoldenError(ValueError):
+    """Golden vectors, or results, that cannot be used: which file, and why.
+
+    Example:
+        >>> from alibi_core.conformance import check_golden
+        >>> try:
+        ...     check_golden("nowhere", "results")
+        ... except GoldenError as error:
+        ...     print(error)
+        nowhere/index.json: there is no such file
+    """
+
+
+# --- Written ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A case as it is written: its line of the index, its inputs and results, and the budgets of these by dtype."""
+
+    about: dict[str, Any]
+    inputs: dict[str, Values]
+    expected: dict[str, Values]
+    budgets: dict[str, dict[str, Values | tuple[float, float]]]
+
+
+def write_golden(directory: str | Path) -> Path:
+    """Write golden vectors: slopes, biases, attention with gradients, decoding, and how far each may be off.
+
+    ``FORMAT.md`` among the files says what is where.
+
+    Args:
+        directory: Where to. It is made; if it is there, it must be empty or hold golden vectors, which are replaced.
+
+    Returns:
+        The directory.
+
+    Raises:
+        GoldenError: If the directory holds anything else.
+
+    Example:
+        It takes some seconds, and replaces nothing but golden vectors:
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "notes.txt").write_text("mine")
+        ...     try:
+        ...         write_golden(folder)
+        ...     except GoldenError as error:
+        ...         print(str(error).removeprefix(f"{folder}: "))
+        must be empty or hold golden vectors, but has no index.json
+    """
+    directory = Path(directory)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        if not (directory / INDEX).is_file():
+            raise GoldenError(f"{directory}: must be empty or hold golden vectors, but has no {INDEX}")
+        _read_json(directory / INDEX, FORMAT, range(1, VERSION + 1))
+    about = Path(__file__).with_name(ABOUT).read_text(encoding="utf-8")
+    tensors: dict[str, dict[str, Values]] = {}
+    lines = [_stored(entry, tensors.setdefault(entry.about["file"], {})) for entry in _entries()]
+    files = {ABOUT: about.encode()} | {name: save(found, {"format": FORMAT}) for name, found in tensors.items()}
+    index = {
+        "format": FORMAT,
+        "version": VERSION,
+        "about": about.splitlines(),
+        "files": [
+            {"name": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            for name, content in sorted(files.items())
+        ],
+        "cases": lines,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / INDEX).unlink(missing_ok=True)  # without an index, a set half written is none
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    text = json.dumps(index, sort_keys=True, indent=1, allow_nan=False) + "\n"
+    (directory / INDEX).write_text(text, encoding="utf-8")
+    return directory
+
+
+def _stored(entry: Entry, tensors: dict[str, Values]) -> dict[str, Any]:
+    """Return the line of the index of a case, whose tensors are added to those of its file."""
+
+    def stored(name: str, array: Values) -> dict[str, Any]:
+        tensors[f"{entry.about['id']}/{name}"] = np.ascontiguousarray(array)
+        return {"tensor": f"{entry.about['id']}/{name}", "shape": list(array.shape)}
+
+    def budget(name: str, dtype: str) -> dict[str, Any]:
+        found = entry.budgets[name][dtype]
+        if isinstance(found, tuple):
+            return {"relative": found[0], "absolute": found[1]}
+        return {"tensor": stored(f"budget/{dtype}/{name}", found)["tensor"]}
+
+    names = {np.dtype(own): name for name, own in (FLOATING | OTHERS).items() if name != "BF16"}
+    return entry.about | {
+        "inputs": {name: stored(f"input/{name}", x) | {"dtype": names[x.dtype]} for name, x in entry.inputs.items()},
+        "expected": {
+            name: stored(name, x) | {"budgets": {dtype: budget(name, dtype) for dtype in DTYPES}}
+            for name, x in entry.expected.items()
+        },
+    }
+
+
+def _entries() -> Iterator[Entry]:
+    for name, (scheme, contract, units) in RULES.items():
+        rows = [slope_values(n, scheme=scheme, contract=contract) for n in range(1, MOST_HEADS + 1)]
+        is_exact = contract in ("exact", "geometric")  # the others are float32's by definition
+        about = {
+            "id": f"slopes/{name}",
+            "kind": "slopes",
+            "file": "slopes.safetensors",
+            "description": f"the slopes of 1, 2, ... {MOST_HEADS} heads, one after the other: those of n heads are "
+            "elements n (n - 1) / 2 up to, not including, n (n + 1) / 2",
+            "features": [],
+            "default_slopes": name == "canonical",
+            "arguments": {"scheme": scheme, "contract": contract, "most_heads": MOST_HEADS},
+        }
+        yield Entry(about, {}, {"slopes": np.concatenate(rows)}, {"slopes": _relative(units, is_exact=is_exact)})
+    for name, description, case, slopes in BIASES:
+        case = _exact_in_all_dtypes(name, case, slopes)
+        rules, shape = case.rules(case.arrays["slopes"]), (case.sizes.batch, case.num_heads, *case.sizes.lengths)
+        about = _about("bias", name, description, case, contract="exact")
+        yield Entry(about, _options(case), {"bias": penalties(rules, *shape) + 0.0}, {"bias": _relative(1)})
+    for contract, (num_heads, kv_len) in KEY_ONLY.items():
+        sizes, own = Sizes(1, num_heads, 1, (5, kv_len), 1), slope_values(num_heads, contract=contract)
+        case = _exact_in_all_dtypes(contract, Case(sizes), tuple(own))
+        description = f"the bias of {contract}'s checkpoints, as alibi_core.bias documents it"
+        about = _about("bias", contract, description, case, contract=contract) | {"default_slopes": True}
+        bias = alibi_core.bias(num_heads, 5, kv_len, contract=contract)[None].astype(np.float64)
+        yield Entry(about, _options(case), {"bias": bias}, {"bias": _relative(RULES[contract][2] + 1, is_exact=False)})
+    for name, description, case, slopes in ATTENTION:
+        yield _attention("attention", name, description, _exact_in_all_dtypes(name, case, slopes))
+    for name, description, case, slopes, steps in DECODES:
+        yield _attention("decode", name, description, _exact_in_all_dtypes(name, case, slopes), steps=steps)
+
+
+def _relative(units: float, *, is_exact: bool = True) -> dict[str, Any]:
+    """Return budgets as shares of the value and an absolute one, by dtype: of computing in float32, and of storage."""
+    found = {}
+    for dtype, unit in UNIT_ROUNDOFF.items():
+        storage = unit if dtype in ("float16", "bfloat16") else 0.0
+        found[dtype] = (units * (unit if dtype == "float64" and is_exact else U32) + storage, SMALLEST[dtype])
+    return found
+
+
+def _exact_in_all_dtypes(name: str, case: Case, slopes: tuple[float, ...] | None) -> Case:
+    """Return a case whose tensors all dtypes hold, multiples of 1/8 of at most 7 bits, and with these slopes."""
+    drawn = Case(case.sizes, seed=zlib.crc32(name.encode()) + case.seed).arrays
+    arrays = {x: np.clip(np.round(drawn[x] * 8), -127, 127) / 8 for x in (*TENSORS, "cotangent")}
+    arrays["slopes"] = case.arrays["slopes"]
+    if slopes is not None:
+        own = slopes or slope_values(case.num_heads)
+        arrays["slopes"] = np.resize(np.asarray(own, np.float32), case.num_heads).astype(np.float64)
+    return case.with_arrays(**arrays)
+
+
+def _options(case: Case) -> dict[str, Values]:
+    """Return the arguments of a case that are arrays, slopes always."""
+    known = case.arguments
+    options = {"slopes": case.arrays["slopes"].astype(np.float32)}
+    options |= {name: known[name] for name in ("future_slopes", "mask") if name in known}
+    if isinstance(known.get("q_offset"), np.ndarray):
+        options["q_offset"] = known["q_offset"]
+    if "segment_ids" in known:
+        options["q_segment_ids"], options["kv_segment_ids"] = case.segment_ids
+    return options
+
+
+def _about(kind: str, name: str, description: str, case: Case, **further: Any) -> dict[str, Any]:
+    """Return the line of the index of a case, without its tensors."""
+    known, size, (q_len, kv_len) = case.arguments, case.sizes, case.sizes.lengths
+    offset = known.get("q_offset", kv_len - q_len)
+    is_array = isinstance(offset, np.ndarray)
+    bias = penalties(case.rules(case.arrays["slopes"]), size.batch, case.num_heads, q_len, kv_len)
+    features = {
+        "lengths": q_len != kv_len,
+        "offset": is_array or offset != kv_len - q_len,
+        "batch_offsets": is_array,
+        "far": not is_array and abs(offset) >= FAR,
+        "symmetric": case.form != "causal",
+        "asymmetric": "future_slopes" in known,
+        "grouped": size.group > 1,
+        "window": "window_size" in known,
+        "segments": "segment_ids" in known,
+        "mask": "mask" in known,
+        "batch_slopes": case.slopes_per_batch,
+        "scale": "scale" in known,
+        # A bias says nothing of a query that may look nowhere but that it may not.
+        "nowhere": kind != "bias" and bias.size > 0 and not bool(np.isfinite(bias).any(axis=-1).all()),
+        "empty": 0 in (q_len, kv_len),
+    }
+    arguments = {
+        "is_causal": case.form == "causal",
+        "q_offset": None if is_array else offset,
+        "window_size": known.get("window_size"),
+        **{"batch": size.batch, "num_heads": case.num_heads, "q_len": q_len, "kv_len": kv_len},
+    }
+    if kind != "bias":
+        arguments |= {"num_kv_heads": size.num_kv_heads, "head_dim": size.head_dim, "scale": case.scale}
+    return {
+        "id": f"{kind}/{name}",
+        "kind": kind,
+        "description": description,
+        "features": sorted(name for name, is_used in features.items() if is_used),
+        "default_slopes": case.arrays["slopes"].tolist() == slope_values(case.num_heads),
+        "arguments": arguments | further,
+        "file": f"{kind}.safetensors",
+    }
+
+
+def _attention(kind: str, name: str, description: str, case: Case, **further: Any) -> Entry:
+    about = _about(kind, name, description, case, **further)
+    inputs = {name: case.arrays[name] for name in TENSORS} | _options(case)
+    inputs |= {"grad_output": case.arrays["cotangent"]} if kind == "attention" else {}
+    by_dtype: dict[str, dict[str, Answer]] = {}
+    for dtype in DTYPES:
+        problem = case.exact(dtype, counted_from_anywhere="far" not in about["features"])
+        by_dtype[dtype] = {"output": problem.output}
+        if kind == "attention":
+            found = case.gradients(dtype, problem=problem)
+            by_dtype[dtype] |= {f"gradient/{name}": x for name, x in found.items()}
+    expected = {name: x.value for name, x in by_dtype["float64"].items()}
+    return Entry(about, inputs, expected, {x: {y: by_dtype[y][x].budget for y in DTYPES} for x in expected})
+
+
+# --- Checked ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The element of a case's results that used up most of its budget; ``ratio`` is the share."""
+
+    tensor: str
+    index: tuple[int, ...]
+    expected: float
+    actual: float
+    budget: float
+    ratio: float
+
+    def __str__(self) -> str:
+        within = f" within {self.budget:.3g}, off by {self.ratio:.3g} times that" if np.isfinite(self.ratio) else ""
+        return f"{self.tensor} at {self.index}: {self.actual!r}, expected {self.expected!r}{within}"
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What came of one case: passed, failed or not offered; its worst element; the results that were missing."""
+
+    id: str
+    description: str
+    status: str
+    worst: Worst | None = None
+    missing: tuple[str, ...] = ()
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class GoldenReport:
+    """What came of all cases.
+
+    Attributes:
+        program: What the results say they are from.
+        dtype: Whose budgets counted.
+        golden_version: Of the golden vectors.
+        cases: In their order.
+
+    Example:
+        >>> report = GoldenReport("mine", "float32", 1, ())
+        >>> report.passed, report.counts
+        (True, {'passed': 0, 'failed': 0, 'not offered': 0})
+    """
+
+    program: str
+    dtype: str
+    golden_version: int
+    cases: tuple[CaseResult, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no case failed, of those that were offered."""
+        return self.counts["failed"] == 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many cases passed, failed and were not offered."""
+        states = [case.status for case in self.cases]
+        return {status: states.count(status) for status in ("passed", "failed", "not offered")}
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{n} {status}" for status, n in self.counts.items())
+        failed = [f"  {x.id}: failed, {x.remark or x.worst}" for x in self.cases if x.status == "failed"]
+        return "\n".join([f"{self.program}, {self.dtype}, golden vectors {self.golden_version}: {counts}", *failed])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report for JSON, which has no numbers that are not finite: they are strings."""
+        known: dict[str, Any] = plain(asdict(self))
+        return known | {"passed": self.passed, "counts": self.counts}
+
+
+def check_golden(directory: str | Path, results: str | Path) -> GoldenReport:
+    """Compare results that a program wrote with golden vectors.
+
+    A result that is missing is reported as not offered and fails nothing; an element that is not finite where it should
+    be fails its case.
+
+    Args:
+        directory: Golden vectors, as :func:`write_golden` writes them.
+        results: A directory with ``results.json`` and the files that it names; ``FORMAT.md`` beside the golden vectors
+            says what they hold.
+
+    Returns:
+        What came of every case.
+
+    Raises:
+        GoldenError: If either directory cannot be used: a file is missing, damaged, of another format or version, or
+            outside the directory; a result has no golden counterpart, or another shape; nothing is offered.
+
+    Example:
+        >>> try:
+        ...     check_golden("nowhere", "results")
+        ... except GoldenError as error:
+        ...     print(error)
+        nowhere/index.json: there is no such file
+    """
+    directory, results = Path(directory), Path(results)
+    index = _read_json(directory / INDEX, FORMAT, range(VERSION, VERSION + 1))
+    golden: dict[str, tuple[str, Values]] = {}
+    for entry in index["files"]:
+        content = _file_in(directory, entry["name"])
+        if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+            raise GoldenError(f"{directory / entry['name']}: must have the SHA-256 {entry['sha256']}")
+        if entry["name"].endswith(".safetensors"):
+            golden |= _tensors(directory / entry["name"], content)
+    path = results / RESULTS_INDEX
+    about = _read_json(path, RESULTS_FORMAT, range(RESULTS_VERSION, RESULTS_VERSION + 1))
+    kinds = {"golden_version": int, "dtype": str, "program": str, "files": list, "failures": dict}
+    for name, kind in kinds.items():
+        if not isinstance(about.setdefault(name, {}), kind):
+            raise GoldenError(f"{path}: {name} must be {kind.__name__}, got {str(about[name])[:200]!r}")
+    if about["golden_version"] != VERSION:
+        raise GoldenError(f"{path}: golden_version must be {VERSION}, got {about['golden_version']}")
+    if about["dtype"] not in DTYPES:
+        raise GoldenError(f"{path}: dtype must be one of {', '.join(DTYPES)}, got {about['dtype']!r}")
+    if unknown := set(about["failures"]) - {case["id"] for case in index["cases"]}:
+        raise GoldenError(f"{path}: failures must be of golden cases, got {min(unknown)!r}")
+    offered: dict[str, tuple[str, Values]] = {}
+    for name in about["files"]:
+        found = _tensors(results / str(name), _file_in(results, name))
+        if twice := found.keys() & offered.keys():
+            raise GoldenError(f"{results / name}: {min(twice)!r} is in another file, too")
+        offered |= found
+    known = {x["tensor"] for case in index["cases"] for x in case["expected"].values()}
+    for name, (kind_of, array) in offered.items():
+        if name not in known:
+            raise GoldenError(f"{path}: {name!r} is no result of the golden vectors")
+        if kind_of not in FLOATING:
+            raise GoldenError(f"{path}: {name!r} must have one of the dtypes {', '.join(FLOATING)}, got {kind_of}")
+        if array.shape != golden[name][1].shape:
+            raise GoldenError(f"{path}: {name!r} must have shape {golden[name][1].shape}, got {array.shape}")
+    if not offered and not about["failures"]:
+        raise GoldenError(f"{path}: must offer some result, got none")
+    exact, actual = ({name: x for name, (_, x) in tensors.items()} for tensors in (golden, offered))
+    judged = (
+        _judged(case, exact, actual, about["dtype"], about["failures"].get(case["id"])) for case in index["cases"]
+    )
+    return GoldenReport(about["program"], about["dtype"], VERSION, tuple(judged))
+
+
+def _judged(
+    case: dict[str, Any], golden: dict[str, Values], offered: dict[str, Values], dtype: str, failure: Any
+) -> CaseResult:
+    missing = tuple(name for name, x in case["expected"].items() if x["tensor"] not in offered)
+    known = case["id"], case["description"]
+    if failure is not None:
+        return CaseResult(*known, "failed", missing=missing, remark=str(failure)[:500])
+    if len(missing) == len(case["expected"]):
+        return CaseResult(*known, "not offered", missing=missing)
+    worst = None
+    for result in (x for x in case["expected"].values() if x["tensor"] in offered):
+        expected, actual, limits = golden[result["tensor"]], offered[result["tensor"]], result["budgets"][dtype]
+        if "tensor" in limits:
+            budget = golden[limits["tensor"]]
+        else:
+            budget = np.abs(np.where(np.isfinite(expected), expected, 0)) * limits["relative"] + limits["absolute"]
+        ratio = excess(np.where(np.isneginf(expected) & (actual <= MASKED), -np.inf, actual), Answer(expected, budget))
+        if ratio.size and (worst is None or ratio.max() > worst.ratio):
+            index = tuple(int(i) for i in np.unravel_index(ratio.argmax(), ratio.shape))
+            worst = Worst(result["tensor"], index, *(float(x[index]) for x in (expected, actual, budget, ratio)))
+    status = "passed" if worst is None or worst.ratio <= 1 else "failed"
+    return CaseResult(*known, status, worst, missing)
+
+
+def _file_in(directory: Path, name: object) -> bytes:
+    """Return what is in a file that lies in a directory itself, whatever its name says."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name):
+        raise GoldenError(f"{directory}: a file name must be letters, digits and . _ -, got {name!r}")
+    path = directory / name
+    try:
+        if path.resolve().parent != directory.resolve():
+            raise GoldenError(f"{path}: must lie in {directory}, but is a link that leads outside")
+        if not path.is_file():
+            raise GoldenError(f"{path}: there is no such file")
+        if path.stat().st_size > MOST_BYTES:
+            raise GoldenError(f"{path}: must have at most {MOST_BYTES} bytes")
+        return path.read_bytes()
+    except (OSError, RuntimeError) as error:  # RuntimeError, of links that lead in circles
+        raise GoldenError(f"{path}: cannot be read, {type(error).__name__}") from None
+
+
+def _read_json(path: Path, kind: str, versions: range) -> dict[str, Any]:
+    """Return a JSON file of a format and version."""
+    try:
+        content = json.loads(_file_in(path.parent, path.name))
+    except (RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise GoldenError(f"{path}: is no valid JSON, {type(error).__name__}") from None
+    if not isinstance(content, dict) or content.get("format") != kind:
+        raise GoldenError(f"{path}: format must be {kind!r}")
+    if content.get("version") not in versions:
+        raise GoldenError(f"{path}: version must be one of {list(versions)}, got {str(content.get('version'))[:50]!r}")
+    return content
+
+
+def _tensors(path: Path, content: bytes) -> dict[str, tuple[str, Values]]:
+    """Return the tensors of a safetensors file in float64, with the names of their dtypes."""
+    try:
+        stored = safetensors.deserialize(content)  # type: ignore[no-untyped-call]
+    except safetensors.SafetensorError as error:
+        raise GoldenError(f"{path}: is no valid safetensors file, {str(error)[:200]}") from None
+    tensors: dict[str, tuple[str, Values]] = {}
+    for name, entry in stored:
+        kind = entry["dtype"]
+        if kind not in FLOATING | OTHERS:
+            raise GoldenError(f"{path}: {name!r} has the dtype {kind}, which is none of {', '.join(FLOATING | OTHERS)}")
+        values = np.frombuffer(entry["data"], (FLOATING | OTHERS)[kind])
+        if kind == "BF16":
+            values = (values.astype("<u4") << np.uint32(16)).view("<f4")
+        tensors[name] = kind, values.reshape(entry["shape"]).astype(np.float64)
+    return tensors

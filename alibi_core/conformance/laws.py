@@ -1,0 +1,686 @@
+"""The laws of ALiBi: each a family of cases in which an implementation must be exact to rounding.
+
+Laws of a single feature find little that ``combined`` would not. They are apart so that a report says which feature is
+wrong and which are right, from counterexamples that have nothing else in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import alibi_core
+from alibi_core._slopes import slope_values
+from alibi_core.conformance.adapter import MOST_TOKENS
+from alibi_core.conformance.caller import CallError, DepartureError, decoded
+from alibi_core.conformance.case import COTANGENTS, FORMS, PER_BATCH, TENSORS, Case, Family, Sizes
+from alibi_core.conformance.data import DATA
+from alibi_core.conformance.oracle import UNIT_ROUNDOFF, Answer, Rules, penalties
+from alibi_core.conformance.trial import Trial
+
+# Few, for compilers need long for each; in most, each axis has a length of its own. The smallest come first.
+PLAIN = (Sizes(1, 1, 1, (1, 1), 1), Sizes(1, 1, 1, (2, 2), 1), Sizes(2, 3, 1, (7, 7), 5))
+SQUARE = PLAIN[-1]
+FEWER, MORE = Sizes(2, 2, 1, (5, 11), 3), Sizes(2, 3, 1, (11, 5), 3)
+UNEQUAL = (Sizes(1, 1, 1, (1, 2), 1), Sizes(1, 5, 1, (1, 13), 2), FEWER, MORE)
+GROUPED = (Sizes(1, 2, 2, (2, 2), 1), Sizes(2, 1, 2, (7, 7), 3), Sizes(1, 3, 2, (7, 7), 8))
+UNEQUAL_GROUPED = (Sizes(2, 3, 2, (5, 11), 3),)
+# Long enough for keys in several blocks, 64 each at least, and for horizons to end within the row.
+LONG = Sizes(2, 3, 1, (150, 150), 4)
+LONGER = (
+    Sizes(2, 2, 2, (150, 150), 4),
+    Sizes(1, 3, 1, (70, 200), 3),
+    Sizes(2, 1, 2, (201, 90), 5),
+    Sizes(1, 2, 3, (2, 260), 4),
+)
+# Heads, queries and keys of a bias, the smallest first, and in the end one long enough for positions to be rounded.
+BIAS_SIZES = (
+    *((1, 1, 1), (3, 1, 2), (2, 2, 1), (8, 2, 3), (3, 3, 2), (12, 7, 7), (1, 16, 16), (5, 17, 17)),
+    *((2, 1, 13), (3, 5, 11), (8, 11, 5), (12, 16, 9), (2, 17, 1), (3, 300, 300)),
+)
+
+
+@dataclass(frozen=True)
+class Law:
+    """A family of cases.
+
+    Attributes:
+        name: As reports call it.
+        statement: What is true of an implementation that passes.
+        function: Of the adapter; it is held to the law if it offers this, and
+        needs: these features.
+        check: Raises if the law is broken.
+    """
+
+    name: str
+    statement: str
+    function: str
+    needs: frozenset[str]
+    check: Callable[[Trial], None]
+
+
+def law(function: str, *needs: str) -> Callable[[Callable[[Trial], None]], Law]:
+    """Make a check a law, with the name of the check, and with its docstring for a statement."""
+
+    def made(check: Callable[[Trial], None]) -> Law:
+        return Law(check.__name__, (check.__doc__ or "").rstrip("."), function, frozenset(needs), check)
+
+    return made
+
+
+# --- Slopes and bias --------------------------------------------------------------------------------------------------
+
+
+@law("slopes")
+def slopes(trial: Trial) -> None:
+    """Slopes are those of the contract, for 1 to 128 heads."""
+    for num_heads in range(1, 129):
+        actual = trial.caller.slopes(num_heads)
+        exact = np.asarray(slope_values(num_heads, contract=trial.offer.contract))
+        trial.compare("slopes", f"num_heads={num_heads}", actual, Answer(exact, exact * slopes_error(trial, num_heads)))
+
+
+def slopes_error(trial: Trial, num_heads: int) -> float:
+    """Return how far slopes may be off, relatively.
+
+    A power is off by a unit in the last place or so, and storing it by another. Exponents that are no dyadic numbers
+    are rounded before, by as much as ``u`` times their size, at most 8. In float64 the base may be rounded before it is
+    raised to powers of up to ``2 * num_heads``, which is lost in rounding to float32; in float32 that is BLOOM's way.
+    """
+    contract = trial.offer.contract
+    if trial.offer.dtype == "float64" and contract in ("exact", "geometric"):
+        return (4 + 8 * math.log(2) + 2 * num_heads) * UNIT_ROUNDOFF["float64"]
+    return (4 + 8 * math.log(2) * (contract == "geometric")) * UNIT_ROUNDOFF["float32"]
+
+
+def bias_answer(trial: Trial, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Answer:
+    """Return the exact bias: slopes, their product with the distance, and its storage may be rounded."""
+    contract = trial.offer.contract
+    if contract in ("exact", "geometric"):
+        rules = Rules(np.asarray(slope_values(num_heads, contract=contract)), kv_len - q_len, is_causal)
+        exact = penalties(rules, 1, num_heads, q_len, kv_len)[0]
+    else:
+        exact = np.asarray(alibi_core.bias(num_heads, q_len, kv_len, contract=contract), np.float64)
+    relative = slopes_error(trial, num_heads) + 2 * UNIT_ROUNDOFF[trial.offer.dtype]
+    return Answer(exact, np.where(np.isfinite(exact), np.abs(exact) * relative, 0))
+
+
+def check_bias(trial: Trial, *, is_causal: bool) -> None:
+    """Hold the bias to several sizes."""
+    rng = random.Random(trial.seed)
+    drawn = [(rng.choice([1, 2, 3, 8, 12]), rng.randint(1, 17), rng.randint(1, 17)) for _ in range(trial.examples)]
+    for num_heads, q_len, kv_len in (*BIAS_SIZES, *(drawn if trial.is_thorough else ())):
+        q_len = q_len if "lengths" in trial.features else kv_len
+        actual = trial.caller.bias(num_heads, q_len, kv_len, is_causal)
+        answer = bias_answer(trial, num_heads, q_len, kv_len, is_causal)
+        inputs = f"num_heads={num_heads}, q_len={q_len}, kv_len={kv_len}, is_causal={is_causal}"
+        trial.compare("bias", inputs, actual, answer)
+
+
+@law("bias")
+def causal_bias(trial: Trial) -> None:
+    """The causal bias is minus slope times distance, and minus infinity ahead."""
+    check_bias(trial, is_causal=True)
+
+
+@law("bias", "symmetric")
+def symmetric_bias(trial: Trial) -> None:
+    """The symmetric bias is minus slope times distance on both sides."""
+    check_bias(trial, is_causal=False)
+
+
+# --- Attention, feature by feature ------------------------------------------------------------------------------------
+
+
+def forms_of(trial: Trial) -> tuple[str, ...]:
+    """Return the forms of attention that are offered."""
+    forms = FORMS if "asymmetric" in trial.features else FORMS[:2]
+    return forms if "symmetric" in trial.features else FORMS[:1]
+
+
+def check_feature(
+    trial: Trial,
+    *,
+    feature: str,
+    sizes: tuple[Sizes, ...],
+    forms: tuple[str, ...],
+    more: Callable[[Trial], None] | None,
+) -> None:
+    """Hold attention to all values of one option, in these forms, as far as they are offered."""
+    forms = tuple(form for form in forms if form in forms_of(trial))
+    uses = {feature} | (trial.features & {"batch_offsets", "far"} if feature == "offset" else set())
+    sizes += UNEQUAL if "lengths" in trial.features and feature not in ("causal", "grouped", "lengths") else ()
+    trial.every(Family(sizes, forms, frozenset(uses)).every(), trial.attention)
+    if more is not None:
+        more(trial)
+
+
+def more_slopes(trial: Trial) -> None:
+    """Hold attention to heads without a slope among others."""
+    trial.attention(Case(SQUARE).with_arrays(slopes=np.asarray([0.0, 0.25, 0.0])))
+
+
+def more_offsets(trial: Trial) -> None:
+    """Hold attention to offsets before all keys, of 0, and by batch entry."""
+    trial.attention(Case(SQUARE, q_offset=-3))
+    if "batch_offsets" in trial.features:
+        trial.attention(Case(SQUARE, q_offset=PER_BATCH))
+    if "lengths" in trial.features:  # 0 is an offset like any other
+        trial.attention(Case(FEWER, q_offset=0))
+
+
+def more_segments(trial: Trial) -> None:
+    """Hold attention to segments with any ids, that go on after others."""
+    for form in forms_of(trial)[:2]:
+        trial.attention(packed(Case(SQUARE, seed=1), form, (2, -7, -7, 2, 40, 40, -7)))
+
+
+def packed(case: Case, form: str, ids: tuple[int, ...]) -> Case:
+    """Return a case whose row has runs of these segment ids, shifted by one token per batch entry."""
+    runs = np.repeat(ids, -(-case.sizes.lengths[1] // len(ids)))[: case.sizes.lengths[1]]
+    rows = np.stack([np.roll(runs, entry) for entry in range(case.sizes.batch)]).astype(np.int32)
+    is_causal = {"is_causal": False} if form == "symmetric" else {}
+    return case.with_arguments(form, {"segment_ids": rows, **is_causal})
+
+
+def more_masks(trial: Trial) -> None:
+    """Hold attention to a key that scores 30,000 or so more than others, and is hidden."""
+    case = Case(SQUARE)
+    query, key = case.arrays["query"] + 16, case.arrays["key"].copy()
+    shown = np.ones((2, 1, 1, 7), dtype=bool)
+    key[:, :, 3], shown[..., 3] = 1000, False
+    trial.attention(case.with_arguments("causal", {"mask": shown}).with_arrays(query=query, key=key))
+
+
+BOTH, AHEAD = FORMS[:2], FORMS[2:]
+# Feature, statement, sizes, forms, and what else is tried. The features that are needed, too, but for "causal".
+BY_FEATURE: dict[str, tuple[str, tuple[Sizes, ...], tuple[str, ...], Callable[[Trial], None] | None]] = {
+    "causal": ("Causal attention is exact to rounding", PLAIN, FORMS[:1], more_slopes),
+    "lengths": ("The last query is at the last key, however many there are of each", UNEQUAL, FORMS[:1], None),
+    "offset": ("A query's position is q_offset plus its index", PLAIN, FORMS[:1], more_offsets),
+    "symmetric": ("Without a causal mask, distance counts on both sides alike", PLAIN, FORMS[1:2], None),
+    "asymmetric": ("Keys to come have slopes of their own, which may be 0", PLAIN, AHEAD, None),
+    "grouped": ("Query head h reads key/value head h // (num_heads // num_kv_heads)", GROUPED, FORMS[:1], None),
+    "window": ("Keys farther away than window_size are hidden, on either side, and no others", PLAIN, BOTH, None),
+    "segments": (
+        "A query sees the keys of its own segment, and no others, whatever the ids and wherever it goes on",
+        *(PLAIN, BOTH, more_segments),
+    ),
+    "mask": (
+        "What is hidden by a mask counts nothing, however large, and what is not, is not moved",
+        *(PLAIN, BOTH, more_masks),
+    ),
+    "batch_slopes": ("Each batch entry has slopes of its own", PLAIN, FORMS[:1], None),
+    "scale": ("Scores are multiplied by the scale, and the bias is not", PLAIN, FORMS[:1], None),
+}
+
+
+def feature_law(feature: str) -> Law:
+    """Return the law of a row of the table."""
+    statement, sizes, forms, more = BY_FEATURE[feature]
+    needs = {feature} - {"causal"} | ({"symmetric"} if feature == "asymmetric" else set())
+    check = functools.partial(check_feature, feature=feature, sizes=sizes, forms=forms, more=more)
+    return Law(feature, statement, "attention", frozenset(needs), check)
+
+
+@law("attention")
+def combined(trial: Trial) -> None:
+    """All that is offered works together."""
+    sizes = PLAIN[1:] + UNEQUAL[1:] * ("lengths" in trial.features) + GROUPED[1:] * ("grouped" in trial.features)
+    sizes += UNEQUAL_GROUPED * ({"lengths", "grouped"} <= trial.features)
+    trial.family(Family(sizes, forms_of(trial), trial.features), trial.attention)
+    # Whatever hides keys, two by two: they are hidden by either.
+    hiding: dict[str, dict[str, Any]] = {
+        "window": {"window_size": 3},
+        "segments": {"packing": "pair"},
+        "mask": {"masking": "by query"},
+    }
+    for pair in itertools.combinations([options for name, options in hiding.items() if name in trial.features], 2):
+        for form in forms_of(trial)[:2]:
+            options: dict[str, Any] = pair[0] | pair[1]
+            trial.attention(Case(Sizes(2, 3, 1, (13, 13), 5), form, **options))
+    if {"grouped", "mask"} <= trial.features:
+        trial.attention(Case(GROUPED[-1], masking="by head"))
+    # All axes alike, for those who tell them by their lengths.
+    trial.attention(Case(Sizes(3, 3, 1, (3, 3), 3), masking="by head" if "mask" in trial.features else None))
+
+
+# --- Attention where it is hard ---------------------------------------------------------------------------------------
+
+
+def long_sizes(trial: Trial) -> tuple[Sizes, ...]:
+    """Return sizes with rows of several blocks, as far as they are offered."""
+    found = [x for x in LONGER if x.lengths[0] == x.lengths[1] or "lengths" in trial.features]
+    return (LONG, *(x for x in found if x.group == 1 or "grouped" in trial.features))
+
+
+def even_case(trial: Trial, form: str = "causal", **options: Any) -> Case:
+    """Return a case with rows of several blocks, in which all keys weigh about the same."""
+    case = Case(LONG, form, seed=trial.seed, **options)
+    slopes = (np.linspace(0, 1, case.num_heads) / 150).astype(np.float32).astype(np.float64)
+    return case.with_arrays(query=case.arrays["query"] / 10, slopes=slopes)
+
+
+@law("attention")
+def long(trial: Trial) -> None:
+    """Rows of several blocks are exact, whichever keys weigh most, and however far away those are."""
+    uses = trial.features & {"offset", "segments"}
+    for n in (63, 64, 65, 127, 128, 129):  # about the ends of blocks
+        trial.attention(large_case(Sizes(1, 1, 1, (n, n), 4), trial.seed))
+    for name in DATA:
+        trial.attention(Case(LONG, data=name))
+    for sizes in long_sizes(trial)[1:]:
+        trial.attention(Case(sizes))
+    if "segments" in trial.features:  # some queries see nothing of the first blocks, others of those between
+        trial.attention(Case(LONG, packing="same"))
+        trial.attention(packed(even_case(trial), "causal", (5, -1, 5)))
+    if "scale" in trial.features:
+        trial.attention(Case(LONG, scaling=0.0625, seed=trial.seed))
+    # Masks and windows go on behind the first block, too. No key is too far away to count.
+    for form in forms_of(trial)[:2]:
+        for name in ("by query", "by key", "by head") if "mask" in trial.features else ():
+            trial.attention(even_case(trial, form, masking=name))
+        for window_size in (63, 64, 100) if "window" in trial.features else ():
+            trial.attention(even_case(trial, form, window_size=window_size))
+    # All scores are around -200: a weight underflows, unless it is taken relative to the row's highest.
+    case = Case(LONG)
+    trial.attention(case.with_arrays(query=case.arrays["query"] / 10 + 10, key=case.arrays["key"] / 10 - 10))
+    trial.family(Family(long_sizes(trial), forms_of(trial), uses, ("normal", *DATA)), trial.attention, share=0.5)
+
+
+# Kernels have other paths, and tables other pages, beyond 8, 16, 32, 64 heads or batch entries, 64, 128, 256 features,
+# 256, 512, 1024, 2048 tokens, and with few queries: some case is beyond each, and few are, for compilers' sake. They
+# have others where blocks come out even, which is what most people use, and where features do not fill the last one.
+LARGE = (
+    Sizes(9, 9, 1, (20, 20), 75),
+    Sizes(1, 2, 9, (300, 300), 139),
+    Sizes(65, 1, 17, (3, 3), 8),
+    Sizes(1, 65, 1, (9, 9), 264),
+    Sizes(2, 1, 3, (3, 1100), 16),
+    Sizes(1, 1, 1, (2100, 2100), 8),
+    Sizes(1, 8, 1, (128, 128), 64),
+    Sizes(1, 12, 1, (256, 256), 128),
+    Sizes(2, 8, 4, (64, 64), 80),
+)
+LARGEST = Sizes(1, 2, 1, (3, 20_011), 8)
+LARGE_GRADIENTS = (
+    Sizes(9, 3, 11, (20, 20), 139),
+    Sizes(1, 12, 1, (128, 128), 64),
+    Sizes(1, 2, 4, (256, 256), 128),
+    Sizes(2, 1, 4, (64, 64), 80),
+    Sizes(1, 2, 1, (1100, 1100), 8),
+)
+
+
+def large_cases(trial: Trial, all_sizes: tuple[Sizes, ...]) -> Iterator[Case]:
+    """Yield cases of these sizes, as far as they are offered."""
+    for sizes in all_sizes:
+        if sizes.group > 1 and "grouped" not in trial.features:
+            sizes = dataclasses.replace(sizes, num_kv_heads=sizes.num_kv_heads * sizes.group, group=1)
+        if sizes.lengths[0] == sizes.lengths[1] or "lengths" in trial.features:
+            yield large_case(sizes, trial.seed)
+
+
+def large_case(sizes: Sizes, seed: int, form: str = "causal") -> Case:
+    """Return a case in which no key of some heads is too far away to count, and others have horizons."""
+    case = Case(sizes, form, seed=seed)
+    tensors = {name: case.arrays[name] / case.arrays[name].std() for name in TENSORS}
+    # The penalty of the farthest key is 4 in the first head, and so on; no two heads have the same slope.
+    falls = np.resize([4.0, 0.3 * sizes.lengths[1], 1.0, 0.0], case.num_heads) / sizes.lengths[1]
+    slopes = falls * np.linspace(1, 1.5, case.num_heads)
+    return case.with_arrays(**tensors, slopes=slopes.astype(np.float32).astype(np.float64))
+
+
+@law("attention")
+def large(trial: Trial) -> None:
+    """Attention is exact to rounding with many batch entries, heads, features or tokens, too."""
+    for case in large_cases(trial, LARGE + (LARGEST,) * trial.is_thorough):
+        trial.attention(case)
+    form = "symmetric" if "symmetric" in trial.features else "causal"
+    trial.attention(large_case(LARGE_GRADIENTS[-1], trial.seed, form))
+    if "mask" in trial.features:  # padding may be left out text by text, or texts of one length together
+        trial.attention(Case(Sizes(3, 1, 1, (1400, 1400), 4), form, masking="padding", seed=trial.seed))
+
+
+@law("attention")
+def precision(trial: Trial) -> None:
+    """A step of the bias counts at any distance: positions, distances, bias and sums have float32's digits at least."""
+    for seed in range(2):
+        trial.attention(Case(Sizes(1, 1, 1, (600, 600), 4), seed=seed, data="no_queries"))
+    # Scores rise by 0.30078125, a number that bfloat16 holds, with each token back, and the bias falls by 0.3.
+    case = Case(Sizes(1, 1, 1, (600, 600), 4))
+    back = np.arange(600.0)[:, None]
+    key = np.concatenate([-(back // 256) * 256, -(back % 256), back * 0, back * 0], axis=1)
+    halves = np.repeat(back // 300, 4, axis=1)
+    tensors = {"query": np.full((1, 1, 600, 4), 2 * 0.30078125), "key": key[None, None], "value": halves[None, None]}
+    trial.attention(case.with_arrays(**tensors, slopes=np.asarray([np.float32(0.3)], np.float64)))
+    # Products of features add up to 256 before they cancel, and the rest, which counts, is small.
+    case = Case(Sizes(1, 1, 1, (40, 40), 64), seed=1)
+    key = np.concatenate([case.arrays["key"][..., :32] / 8 + 4, case.arrays["key"][..., 32:] / 8 - 4], axis=-1)
+    tensors = {"query": case.arrays["query"] * 0 + 2, "key": key, "value": np.resize([0.0, 1.0], key.shape)}
+    trial.attention(case.with_arrays(**tensors, slopes=np.zeros(1)))
+    if {"lengths", "offset"} <= trial.features:
+        # Neighbours among far keys weigh the same if a step of the bias is lost, where exp(1/2) should be between.
+        value = np.resize([0.0, 1.0], 4096)[None, None, :, None]
+        tensors = {"query": np.zeros((1, 1, 1, 1)), "key": value * 0, "value": value}
+        far = Case(Sizes(1, 1, 1, (1, 4096), 1)).with_arguments("causal", {"q_offset": 40_000})
+        trial.attention(far.with_arrays(**tensors, slopes=np.asarray([0.5])))
+        # A sum of many small parts stands still where it has few digits.
+        trial.attention(far.with_arrays(**tensors | {"value": value * 0 + 1}, slopes=np.zeros(1)))
+
+
+@law("attention", "nowhere")
+def nowhere(trial: Trial) -> None:
+    """A query that may look nowhere gives zeros."""
+    cases: list[tuple[dict[str, Any], Sizes]] = []
+    if "lengths" in trial.features:
+        cases += [({}, Sizes(1, 1, 1, (2, 1), 1)), ({}, MORE)]
+    if "offset" in trial.features:
+        cases += [({"q_offset": -2}, PLAIN[0]), ({"q_offset": -9}, SQUARE)]
+    if "mask" in trial.features:
+        shown = np.ones((2, 1, 7, 7), dtype=bool)
+        shown[0, :, 3] = shown[1] = False
+        cases.append(({"mask": shown}, SQUARE))
+    for arguments, sizes in cases:
+        case = Case(sizes, seed=1).with_arguments("causal", arguments)
+        trial.attention(case, nowhere=True)
+
+
+@law("attention", "empty")
+def empty(trial: Trial) -> None:
+    """Where there are no queries or no keys, there is nothing, or zeros, of the right shape."""
+    for q_len, kv_len in ((0, 0), (0, 5), (3, 0)):
+        if q_len == kv_len or "lengths" in trial.features:
+            case = Case(Sizes(2, 3, 1, (q_len, kv_len), 5))
+            trial.attention(case, nowhere=True)
+
+
+@law("attention")
+def independent(trial: Trial) -> None:
+    """No call depends on those before it: not on their slopes, their form or their data."""
+    # Sizes that no other law has.
+    plain, options = Case(Sizes(2, 3, 1, (8, 8), 4), seed=trial.seed), trial.features & {"window", "scale", "offset"}
+    pairs = [(plain, dataclasses.replace(plain, seed=trial.seed + 1))]
+    pairs += [(plain, dataclasses.replace(plain, form=form)) for form in forms_of(trial)[1:]]
+    for feature, name, values in (
+        *(("window", "window_size", (1, 4)), ("scale", "scaling", (0.25, 1.0)), ("offset", "q_offset", (2, 5))),
+    ):
+        if feature in options:
+            first, second = (dataclasses.replace(plain, **{name: value}) for value in values)  # type: ignore[arg-type]
+            pairs += [(plain, first), (first, second), (second, plain)]
+    rng, design = random.Random(trial.seed), Family((plain.sizes,), forms_of(trial), options).design(10, trial.seed)
+    pairs += [(rng.choice(design), rng.choice(design)) for _ in range(trial.examples // 2)]
+    for number, pair in enumerate(pairs):
+        cases = [dataclasses.replace(case, seed=trial.seed + 2 * number + i) for i, case in enumerate(pair)]
+        for case in (*cases, cases[0]):
+            try:
+                trial.attention(case)
+            except (DepartureError, CallError) as error:
+                error.inputs = ", then ".join(map(str, cases))
+                raise
+
+
+# --- Gradients --------------------------------------------------------------------------------------------------------
+
+
+def gradient_cases(trial: Trial, **options: Any) -> Family:
+    """Return the family of short cases whose gradients are tried."""
+    sizes = PLAIN[1:] + (FEWER,) * ("lengths" in trial.features) + GROUPED[-1:] * ("grouped" in trial.features)
+    return Family(sizes, forms_of(trial), trial.features - {"empty", "far"}, **options)
+
+
+def all_gradients(trial: Trial) -> tuple[str, ...]:
+    """Return the names of the gradients that are offered."""
+    has_slopes = "slope_gradients" in trial.features and trial.offer.takes("attention_grad", "slopes")
+    return (*TENSORS, "slopes", "future_slopes") if has_slopes else TENSORS
+
+
+def check_gradients(trial: Trial, names: tuple[str, ...]) -> None:
+    """Hold the gradients of these names to short cases."""
+    trial.every([Case(size) for size in PLAIN[1:]], lambda case: trial.gradients(case, names))
+    # Where some gradients may be asked for, another law tries as many cases again.
+    share = 0.5 if "some_gradients" in trial.features else 1
+    trial.family(gradient_cases(trial), lambda case: trial.gradients(case, names), share=share)
+
+
+@law("attention_grad")
+def gradients(trial: Trial) -> None:
+    """The gradients of query, key and value are exact to rounding."""
+    check_gradients(trial, TENSORS)
+    for masking in ("by query", "by key") if "mask" in trial.features else ():
+        trial.gradients(Case(SQUARE, masking=masking, seed=1), TENSORS)
+
+
+@law("attention_grad", "slope_gradients")
+def slope_gradients(trial: Trial) -> None:
+    """The gradients of slopes, on both sides, are exact to rounding."""
+    check_gradients(trial, ("slopes", "future_slopes"))
+    if "batch_slopes" in trial.features:
+        trial.gradients(Case(SQUARE, slopes_per_batch=True), ("slopes",))
+
+
+@law("attention_grad")
+def long_gradients(trial: Trial) -> None:
+    """All gradients are exact to rounding in rows of several blocks, too."""
+    family, names = Family(long_sizes(trial), forms_of(trial), data=("normal", *DATA)), all_gradients(trial)
+    for name in DATA:
+        trial.gradients(Case(LONG, data=name), names)
+    trial.family(family, lambda case: trial.gradients(case, names), share=0.5)
+
+
+@law("attention_grad")
+def large_gradients(trial: Trial) -> None:
+    """All gradients are exact to rounding with many batch entries, heads, features or tokens, too."""
+    for case in large_cases(trial, LARGE_GRADIENTS):
+        trial.gradients(case, all_gradients(trial))
+
+
+ASKED = Sizes(2, 2, 1, (150, 150), 8)  # rows of several blocks, which compilers may treat otherwise than short ones
+
+
+@law("attention_grad")
+def cotangents(trial: Trial) -> None:
+    """All gradients are exact to rounding where grad_output is ones or zeros, or nothing but one row or one element."""
+    for cotangent in COTANGENTS:
+        case = Case(ASKED, seed=trial.seed, cotangent=cotangent)
+        trial.gradients(case, all_gradients(trial))
+
+
+@law("attention_grad", "some_gradients")
+def some_gradients(trial: Trial) -> None:
+    """The gradients of some arguments alone are exact to rounding, whatever grad_output is."""
+    names = all_gradients(trial)[:4]
+    asked = (*((name,) for name in names), *itertools.combinations(names, 2), TENSORS)
+    for wrt in asked:
+        for cotangent in ("ones", "random", "one row", "one element") if len(wrt) == 1 else ("ones",):
+            trial.gradients(Case(ASKED, seed=trial.seed, cotangent=cotangent, wrt=wrt), wrt)
+    if "asymmetric" in trial.features and "slopes" in names:
+        trial.gradients(Case(SQUARE, "asymmetric", seed=trial.seed, wrt=("future_slopes",)), ("future_slopes",))
+    family = gradient_cases(trial, asked=asked, cotangents=COTANGENTS)
+    trial.family(family, lambda case: trial.gradients(case, names), share=0.25)
+
+
+# --- Decoding ---------------------------------------------------------------------------------------------------------
+
+
+def decodes_groups(trial: Trial) -> bool:
+    """Return whether decoding is offered with fewer key/value heads: if nothing is declared, whether it raises."""
+    if "grouped" not in trial.features or trial.offer.declared is not None:
+        return "grouped" in trial.features
+    case = trial.fitted(Case(GROUPED[0]))
+    try:
+        trial.caller.decode_step({name: case.arrays[name] for name in TENSORS}, case.arrays["slopes"], None)
+    except CallError as error:
+        return error.kind != "refused"
+    return True
+
+
+@law("decode_step")
+def decoding(trial: Trial) -> None:
+    """Decoding in steps equals attention to the whole, and sequences do not get into each other."""
+    whole = ((7,), (3, 4), (4, 3), (1, 3, 3), (3, 1, 1, 1, 1), (1,) * 7)
+    tries = [(PLAIN[1], steps) for steps in ((2,), (1, 1))] + [(SQUARE, steps) for steps in whole]
+    tries += [(GROUPED[-1], steps) for steps in whole[1:]] if decodes_groups(trial) else []
+    for sizes, steps in tries:
+        for seed in (0, 2 + trial.seed):
+            both = [Sequence.of(trial, Case(sizes, seed=seed + i)) for i in range(2)]
+            decode(trial, both, [steps, steps])
+
+
+# A single step, a few tokens, a page, and a prefill that ends within one. Few, for compilers make a program of each.
+CHUNKS = (17, 64, 100)
+
+
+@law("decode_step")
+def long_decoding(trial: Trial) -> None:
+    """Decoding equals attention to the whole after several hundred tokens, too, however many come at a time."""
+    heads = (2, 2) if decodes_groups(trial) else (3, 1)
+    sizes = Sizes(2, *heads, (MOST_TOKENS, MOST_TOKENS), 32)
+    usual, recalling = (Sequence.of(trial, x) for x in (Case(sizes, seed=trial.seed), recalled(sizes, trial.seed)))
+    rng = random.Random(trial.seed)
+    decode(trial, [recalling], [(1,) * MOST_TOKENS])
+    decode(
+        trial,
+        [recalling, usual],
+        [filled_steps((64, 64, 1, 64), rng), filled_steps((100, 1, 17, 100, 17, 100, 64, 100, 17), rng)],
+    )
+    for _ in range(round(trial.examples / 20) if trial.is_thorough else 0):
+        decode(trial, [usual, recalling], [filled_steps((), rng) for _ in range(2)])
+
+
+@law("decode_step", "continuations")
+def continuations(trial: Trial) -> None:
+    """Two sequences may go on from one cache, as in a search of several beams."""
+    for lengths in ((1, 1), (3, 2), (30, 20)):
+        shared, own = lengths
+        first, second = (Sequence.of(trial, x) for x in continued(Case(at_length(SQUARE, sum(lengths))), shared))
+        step = trial.caller.decode_step
+        pieces = {name: first.case.arrays[name][:, :, :shared] for name in TENSORS}
+        _, cache = step(pieces, first.case.arrays["slopes"], None)
+        for sequence in (first, second, first):
+            rest = {name: sequence.case.arrays[name][:, :, shared:] for name in TENSORS}
+            output, _ = step(rest, sequence.case.arrays["slopes"], cache)
+            expected = sequence.part(shared, shared + own)
+            inputs = f"{sequence.case}, {own} tokens after {shared}, with a cache from which another sequence went on"
+            trial.compare("decode_step", inputs, output, expected, sequence.case, "continuations")
+
+
+def at_length(sizes: Sizes, length: int) -> Sizes:
+    """Return the sizes with rows of that many tokens."""
+    return dataclasses.replace(sizes, lengths=(length, length))
+
+
+def continued(case: Case, shared: int) -> tuple[Case, Case]:
+    """Return two sequences of which so many tokens are the same."""
+    other = dataclasses.replace(case, seed=case.seed + 1)
+    arrays = {
+        name: np.concatenate([case.arrays[name][:, :, :shared], other.arrays[name][:, :, shared:]], axis=2)
+        for name in TENSORS
+    }
+    return case, other.with_arrays(**arrays, slopes=case.arrays["slopes"])
+
+
+def recalled(sizes: Sizes, seed: int) -> Case:
+    """Return a sequence whose queries look for a few keys each, near and far, so that none of them can be missed.
+
+    Every 32nd key is the same, and the queries of a head look for one after the other: what is lost or moved is a
+    large part of what is found, also in dtypes of few digits.
+    """
+    case = Case(sizes, seed=seed)
+    (q_len, kv_len), width = sizes.lengths, sizes.head_dim
+    size = 4 * width**0.25  # a product of two, scaled, is 16
+    sought = np.arange(q_len) * 3 + 8 * np.arange(case.num_heads)[:, None]
+    query, key = (size * np.eye(width)[x % width] for x in (sought, np.arange(kv_len)))
+    slopes = np.resize(np.asarray([0, 2**-9, 0.03, 0.4], np.float32), case.num_heads).astype(np.float64)
+    tensors = {name: np.broadcast_to(x, case.arrays[name].shape).copy() for name, x in (("query", query), ("key", key))}
+    return case.with_arrays(**tensors, value=case.arrays["value"], slopes=slopes)
+
+
+def filled_steps(first: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
+    """Return steps that begin like this and go on at random, single ones and chunks, to the most tokens."""
+    steps = list(first)
+    while (rest := MOST_TOKENS - sum(steps)) > 0:
+        chunk = rng.choice((*CHUNKS, 0))
+        steps += [chunk] if 0 < chunk <= rest else [1] * min(rng.randint(1, 20), rest)
+    return tuple(steps)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A sequence to be decoded, and the exact answer to the whole."""
+
+    case: Case
+    answer: Answer
+
+    @classmethod
+    def of(cls, trial: Trial, case: Case) -> Sequence:
+        """Return the sequence of a case."""
+        case = trial.fitted(case)
+        return cls(case, trial.exact(case).output_without(trial.offer.tolerance))
+
+    def part(self, start: int, end: int) -> Answer:
+        """Return the answer to some of the tokens."""
+        return Answer(self.answer.value[:, :, start:end], self.answer.budget[:, :, start:end])
+
+
+def decode(trial: Trial, sequences: list[Sequence], steps: list[tuple[int, ...]]) -> None:
+    """Decode sequences in these steps of each, by turns, and hold what comes of each step to the answer."""
+    for number, start, end, actual, own in decoded(trial.caller, [x.case for x in sequences], steps):
+        case = sequences[number].case
+        runs = ((step, len(list(same))) for step, same in itertools.groupby(own))
+        words = " + ".join(f"{count} x {step}" if count > 1 else str(step) for step, count in runs)
+        inputs = f"{case}, tokens {start} to {end - 1} of sequence {number}, in steps of {words}"
+        trial.compare("decode_step", inputs, actual, sequences[number].part(start, end), case, f"tokens {start}:{end}")
+
+
+# --- Conduct ----------------------------------------------------------------------------------------------------------
+
+
+def is_answered(trial: Trial, function: str, seed: int) -> bool:
+    """Call a function of the adapter with something plain, and return whether its answer is right."""
+    case = Case(SQUARE, seed=seed)
+    calls: dict[str, Callable[[], Any]] = {
+        "slopes": lambda: trial.caller.slopes(case.num_heads),
+        "bias": lambda: trial.caller.bias(case.num_heads, *case.sizes.lengths, is_causal=True),
+        "attention": lambda: trial.attention(case),
+        "attention_grad": lambda: trial.gradients(case, TENSORS),
+        "decode_step": lambda: decode(trial, [Sequence.of(trial, case)], [(3, 4)]),
+    }
+    with contextlib.suppress(DepartureError):  # that is for other laws
+        calls[function]()
+        return True
+    return False
+
+
+@law("any")
+def conduct(trial: Trial) -> None:
+    """Calls take arrays however they lie in memory, leave them as they are, and return NumPy's of their dtype."""
+    caller = trial.caller
+    for name in () if caller.hung else trial.offer.functions:
+        if not is_answered(trial, name, trial.seed) or name in ("slopes", "bias"):
+            continue
+        with caller.tokens_first():
+            is_right = is_answered(trial, name, trial.seed + 1)
+        if not is_right and is_answered(trial, name, trial.seed + 1):
+            sentence = f"{name} is wrong where arrays are not contiguous: made as [batch, length, heads, head_dim]"
+            caller.offences.setdefault(f"{name} strides", f"{sentence}, with axes 1 and 2 swapped")
+    for offence in caller.offences.values():
+        raise CallError("returned", offence)
+
+
+LAWS = (
+    *(slopes, causal_bias, symmetric_bias),
+    *map(feature_law, BY_FEATURE),
+    *(combined, long, large, precision, nowhere, empty, independent),
+    *(gradients, slope_gradients, long_gradients, large_gradients, cotangents, some_gradients),
+    *(decoding, long_decoding, continuations, conduct),
+)

@@ -1,0 +1,201 @@
+"""Attention functions of array libraries as adapters: their arrays inside, NumPy's outside."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import alibi_core
+from alibi_core.conformance.adapter import FEATURES, MOST_TOKENS
+from alibi_core.conformance.case import TENSORS
+from alibi_core.conformance.oracle import Values
+
+ENTRY_POINTS = "alibi_core.conformance"
+
+
+@dataclass(frozen=True)
+class Library:
+    """How arrays get into an array library and out, and how it differentiates.
+
+    Attributes:
+        xp: The namespace.
+        array: Makes NumPy values an array of the dtype that is called so, or of their own for None.
+        numpy: Makes an array NumPy's: bfloat16, which NumPy lacks, float32.
+        gradients: ``gradients(function, arguments, wrt, weight)`` returns the gradients of
+            ``sum(function(**arguments) * weight)`` by the arguments that ``wrt`` names; None where there are none.
+            Weight is an array, or a number for a constant one, which is to be made where a loss that is a sum makes it.
+        compiled: Makes a function one program, where each operation by itself is compiled for each shape.
+
+    Example:
+        NumPy, which has no gradients and compiles nothing:
+
+        >>> library = Library(np, lambda values, dtype: np.asarray(values, dtype), np.asarray)
+        >>> library.array([1.0, 2.0], "float32").dtype
+        dtype('float32')
+    """
+
+    xp: Any
+    array: Callable[[Values, str | None], Any]
+    numpy: Callable[[Any], Values]
+    gradients: Callable[[Callable[..., Any], Mapping[str, Any], tuple[str, ...], Any], Sequence[Any]] | None = None
+    compiled: Callable[[Callable[[], Any]], Callable[[], Any]] = lambda function: function
+
+
+class BackendAdapter:
+    """An attention function with the arguments of this library's backends, as an adapter.
+
+    Args:
+        name: In reports.
+        library: Of the function's arrays.
+        attention: ``attention(query, key, value, slopes, **arguments)``.
+        dtype: Of the adapter.
+        length_first: Whether its tensors are ``[batch, length, heads, head_dim]``.
+        cached: Makes a decoding step: ``cached(query, key, value, slopes, cache)`` returns ``(output, cache)``, heads
+            first, for sequences of at most ``MAX_LENGTH`` tokens. Default, none.
+        continuations: Whether caches stay as they are when tokens are appended.
+
+    Example:
+        >>> from alibi_core.conformance import check
+        >>> library = Library(np, lambda values, dtype: np.asarray(values, dtype), np.asarray)
+        >>> mine = BackendAdapter("mine", library, alibi_core.attention)
+        >>> check(mine, laws=["causal"]).passed
+        True
+    """
+
+    MAX_LENGTH = MOST_TOKENS
+
+    def __init__(
+        self,
+        name: str,
+        library: Library,
+        attention: Callable[..., Any],
+        *,
+        dtype: str = "float32",
+        length_first: bool = False,
+        cached: Callable[..., tuple[Any, Any]] | None = None,
+        continuations: bool = False,
+    ) -> None:
+        self.name, self.dtype = name, dtype
+        self.features = frozenset(FEATURES) - (set() if continuations else {"continuations"})
+        self._library, self._attention, self._length_first = library, attention, length_first
+        if library.gradients is not None:
+            self.attention_grad = self._attention_grad
+        if cached is not None:
+            self._cached = cached
+            self.decode_step = self._decode_step
+
+    def slopes(self, num_heads: int) -> Values:
+        """Return the core's slopes, made in the library."""
+        xp = self._library.xp
+        dtype = xp.float64 if self.dtype == "float64" else xp.float32
+        return self._library.numpy(alibi_core.slopes(num_heads, xp=xp, dtype=dtype))
+
+    def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Values:
+        """Return the core's bias, made in the library."""
+        xp = self._library.xp
+        dtype = xp.float64 if self.dtype == "float64" else xp.float32
+        arguments = {"is_causal": is_causal, "xp": xp, "dtype": dtype}
+        function = functools.partial(alibi_core.bias, num_heads, q_len, kv_len, **arguments)
+        return self._library.numpy(self._library.compiled(function)())
+
+    def attention(self, query: Values, key: Values, value: Values, slopes: Values, **arguments: Any) -> Values:
+        """Return the function's result."""
+        tensors = [self._tensor(x) for x in (query, key, value)]
+        others = self._arguments(query, key, arguments)
+        return self._result(self._attention(*tensors, self._place(slopes), **others), tensors[0])
+
+    def _attention_grad(
+        self,
+        query: Values,
+        key: Values,
+        value: Values,
+        slopes: Values,
+        *,
+        grad_output: Values,
+        wrt: tuple[str, ...] | None = None,
+        **arguments: Any,
+    ) -> dict[str, Values]:
+        """Return the library's gradients."""
+        inputs = {name: self._tensor(x) for name, x in (("query", query), ("key", key), ("value", value))}
+        inputs |= {"slopes": self._place(slopes), **self._arguments(query, key, arguments)}
+        wrt = wrt or tuple(name for name in (*TENSORS, "slopes", "future_slopes") if name in inputs)
+        is_constant = grad_output.size > 0 and bool((grad_output == grad_output.flat[0]).all())
+        weight = float(grad_output.flat[0]) if is_constant else self._tensor(grad_output)
+        assert self._library.gradients is not None
+        found = self._library.gradients(self._attention, inputs, wrt, weight)
+        results = {}
+        for name, gradient in zip(wrt, found, strict=True):
+            values = self._library.numpy(gradient) if "slopes" in name else self._result(gradient, inputs[name])
+            results[name] = values
+        return results
+
+    def _decode_step(self, query: Values, key: Values, value: Values, slopes: Values, cache: Any) -> tuple[Values, Any]:
+        """Return what the library's cache attends to."""
+        tensors = [self._library.array(x, self.dtype) for x in (query, key, value)]
+        result, cache = self._cached(*tensors, self._place(slopes), cache)
+        return self._library.numpy(result), cache
+
+    def _tensor(self, values: Values) -> Any:
+        return self._library.array(np.swapaxes(values, 1, 2) if self._length_first else values, self.dtype)
+
+    def _result(self, result: Any, like: Any) -> Values:
+        if result.dtype != like.dtype:
+            raise TypeError(f"{result.dtype} came of {like.dtype}")
+        values = self._library.numpy(result)
+        return np.swapaxes(values, 1, 2) if self._length_first else values
+
+    def _place(self, values: Any) -> Any:
+        if isinstance(values, tuple):
+            return tuple(self._place(x) for x in values)
+        return self._library.array(values, None) if isinstance(values, np.ndarray) else values
+
+    def _arguments(self, query: Values, key: Values, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments in the library's arrays; those that have their default value are left to it."""
+        defaults = {"is_causal": True, "q_offset": key.shape[2] - query.shape[2]}
+        placed = {}
+        for name, value in arguments.items():
+            if name in defaults and not isinstance(value, np.ndarray) and value == defaults[name]:
+                continue
+            placed[name] = self._place(value)
+        return placed
+
+
+def installed_adapters(*, dtypes: Iterable[str] | None = ("float32",)) -> list[Any]:
+    """Return the adapters of every installed backend, and of other packages that register some.
+
+    A package registers a function without arguments that returns adapters, as an entry point of the group
+    ``alibi_core.conformance``. One whose framework is not installed is left out.
+
+    Args:
+        dtypes: Of the adapters to return; None for all.
+
+    Example:
+        >>> "alibi_core" in [adapter.name for adapter in installed_adapters(dtypes=["float64"])]
+        True
+    """
+    adapters: list[Any] = []
+    for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda x: x.name):
+        try:
+            make = entry.load()
+        except ModuleNotFoundError:
+            continue
+        adapters += make()
+    return [x for x in adapters if dtypes is None or getattr(x, "dtype", "float32") in set(dtypes)]
+
+
+def numpy_adapters() -> list[BackendAdapter]:
+    """Return the core's reference on NumPy arrays.
+
+    Example:
+        >>> [adapter.dtype for adapter in numpy_adapters()]
+        ['float32', 'float64']
+    """
+    library = Library(np, lambda values, dtype: np.asarray(values, dtype), np.asarray)
+    return [
+        BackendAdapter("alibi_core", library, alibi_core.attention, dtype=dtype) for dtype in ("float32", "float64")
+    ]

@@ -1,0 +1,95 @@
+"""Mistakes of the table run as an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from alibi_core.conformance import reference
+from alibi_core.conformance.adapter import FEATURES, FUNCTIONS
+from alibi_core.conformance.mistakes import CATALOGUE
+from alibi_core.conformance.oracle import Values, rounded
+
+
+class Mistaken:
+    """An adapter that makes mistakes of the table, and none else.
+
+    Args:
+        mistakes: Names, of ``MISTAKES``.
+        where: Under which condition: ``"mask"`` for calls with a mask alone, and so on. Default, everywhere.
+        functions: Which functions make them; the others are right.
+        dtype: As in :class:`Adapter`.
+        features: As in :class:`Adapter`. Default, all; in float64 all but ``"far"``, for which a bias has to be counted
+            from the nearest key.
+
+    Example:
+        >>> Mistaken("negated slopes").slopes(2).tolist()
+        [-0.0625, -0.00390625]
+    """
+
+    def __init__(
+        self,
+        *mistakes: str,
+        where: str | None = None,
+        functions: Collection[str] = FUNCTIONS,
+        dtype: str = "float32",
+        features: Collection[str] | None = None,
+    ) -> None:
+        if unknown := set(mistakes) - set(CATALOGUE):
+            raise ValueError(f"mistakes must be names of MISTAKES, got {', '.join(sorted(unknown))}")
+        if where is not None and where not in reference.CONDITIONS:
+            raise ValueError(f"where must be one of {', '.join(reference.CONDITIONS)}, got {where!r}")
+        self.name, self.dtype, self.features = " and ".join(mistakes) or "right", dtype, features
+        if features is None:
+            self.features = frozenset(FEATURES) - ({"far"} if dtype == "float64" else set())
+        made = [(CATALOGUE[name], where) for name in mistakes]
+        self._made = {function: made if function in functions else [] for function in FUNCTIONS}
+        self._own = np.float64 if dtype == "float64" else np.float32
+        self._state: dict[Any, Any] = {}
+
+    def slopes(self, num_heads: int) -> Values:
+        """Return ``[num_heads]``."""
+        return reference.make_slopes(self._made["slopes"], num_heads).astype(self._own)
+
+    def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Values:
+        """Return ``[num_heads, q_len, kv_len]``, -inf where masked."""
+        slopes = reference.make_slopes(self._made["bias"], num_heads)
+        return reference.make_bias(self._made["bias"], slopes, q_len, kv_len, is_causal).astype(self._own)
+
+    def attention(self, query: Values, key: Values, value: Values, slopes: Values, **arguments: Any) -> Values:
+        """Return ``[batch, num_heads, q_len, head_dim]``."""
+        arguments = reference.arguments_of(query, key, value, slopes, **arguments)
+        with np.errstate(all="ignore"):  # a mistake may overflow, or divide by zero
+            output = reference.attend(reference.Computation(self._made["attention"], self._state, **arguments))
+        return self._stored(output)
+
+    def attention_grad(
+        self,
+        query: Values,
+        key: Values,
+        value: Values,
+        slopes: Values,
+        *,
+        grad_output: Values,
+        wrt: tuple[str, ...] | None = None,
+        **arguments: Any,
+    ) -> dict[str, Values]:
+        """Return gradients by name."""
+        arguments = reference.arguments_of(query, key, value, slopes, **arguments, grad_output=grad_output)
+        with np.errstate(all="ignore"):
+            computation = reference.Computation(self._made["attention_grad"], self._state, **arguments)
+            found = reference.differentiate(computation)
+        kept = {name: x for name, x in found.items() if wrt is None or name in wrt}
+        return {name: x.astype(self._own) if "slopes" in name else self._stored(x) for name, x in kept.items()}
+
+    def decode_step(self, query: Values, key: Values, value: Values, slopes: Values, cache: Any) -> tuple[Values, Any]:
+        """Return the output of some more tokens, and all keys and values so far."""
+        with np.errstate(all="ignore"):
+            made, state = self._made["decode_step"], self._state
+            output, cache = reference.decode_step(made, state, query, key, value, slopes, cache)
+        return self._stored(output), cache
+
+    def _stored(self, values: Values) -> Values:
+        return rounded(values, self.dtype).astype({"float16": np.float16}.get(self.dtype, self._own))

@@ -1,0 +1,429 @@
+"""The mistakes that are known by name: each is a step of the reference, a sentence, and what becomes of its value.
+
+One table names what an implementation does, runs it (:class:`Mistaken`), and is what a checker must find.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from alibi_core._slopes import slope_values
+from alibi_core.conformance.oracle import Values, rounded
+from alibi_core.conformance.reference import Change, Mistake, softmax
+
+LN2 = math.log(2)
+BLOCKS = (8, 16, 32, 64, 128, 256)
+CATALOGUE: dict[str, Mistake] = {}
+
+
+def mistake(name: str, sentence: str, **changes: Change) -> None:
+    """Add a mistake: what becomes of the values of these steps, ``change(computation, value)``."""
+    CATALOGUE[name] = Mistake(name, sentence, changes, is_noisy=name.endswith((" scores", " products")))
+
+
+def each(numbers: Iterable[Any], name: str, sentence: str, **changes: Callable[[Any, Any, Any], Any]) -> None:
+    """Add a mistake for each number or dtype, ``change(computation, value, number)``."""
+    for n in numbers:
+        bound = {step: (lambda c, x, n=n, f=change: f(c, x, n)) for step, change in changes.items()}
+        mistake(name.format(n), sentence.format(n), **bound)
+
+
+def listed(name: str, sentence: str, rule: Callable[[int], Any]) -> None:
+    """Add a list of slopes by the number of heads, which is used whatever slopes are given."""
+    mistake(name, sentence, slope_list=lambda n, x: rule(n), slopes=lambda c, x: rule(c.num_heads) + 0 * x)
+
+
+def remade(name: str, sentence: str, change: Callable[[Values], Values]) -> None:
+    """Add a change of slopes ``[..., num_heads]``, of the list and of those that are given."""
+    steps = ("slope_list", "slopes", "future_slopes")
+    mistake(name, sentence, **dict.fromkeys(steps, lambda c, x: change(x)))
+
+
+def taken(name: str, sentence: str, index: Callable[[Any, Values], Values]) -> None:
+    """Add a wrong choice among the slopes that are given, ``[batch, num_heads]``."""
+    mistake(name, sentence, slopes=index, future_slopes=index)
+
+
+def canonical(n: int, **options: Any) -> Values:
+    """Return the library's slopes of so many heads."""
+    return np.asarray(slope_values(n, **options))
+
+
+def power_below(n: int) -> int:
+    """Return the largest power of two that is not larger."""
+    return 1 << (n.bit_length() - 1)
+
+
+def from_one(n: int) -> Values:
+    """Return slopes of which those of the largest power of two of heads start at 1."""
+    p = power_below(n)
+    return np.concatenate([2.0 ** (-8 * np.arange(p) / p), canonical(n)[p:]])
+
+
+def starts(ids: Values) -> Values:
+    """Return at every place the index where its segment's run begins."""
+    is_first = np.concatenate([np.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
+    return np.maximum.accumulate(is_first * np.arange(ids.shape[1]), axis=-1)
+
+
+def restarted(c: Any, x: Values) -> Values:
+    """Return differences of positions that restart with each segment, of keys and of queries."""
+    if c.segment_ids is None:
+        return x
+    own = np.arange(c.q_len)[:, None] - starts(c.segment_ids[0])[:, None, :, None]
+    return np.asarray(c.k_positions - starts(c.segment_ids[1])[:, None, None] - own)
+
+
+def pairs(ids: Sequence[Values]) -> tuple[Values, Values]:
+    """Return the ids of queries and of keys in shapes that broadcast."""
+    return ids[0][:, None, :, None], ids[1][:, None, None]
+
+
+def unseen(c: Any) -> Values:
+    """Return which queries see no key, ``[..., q_len, 1]``."""
+    return np.asarray(~np.broadcast_to(c.visible, c.scores.shape).any(axis=-1, keepdims=True))
+
+
+def nowhere(name: str, sentence: str, weights: Callable[[Any], Any]) -> None:
+    """Add what queries get that see no key, also where there is none."""
+    mistake(
+        name,
+        sentence + " Give zeros.",
+        weights=lambda c, x: np.where(unseen(c), weights(c), x),
+        output=lambda c, x: np.where(unseen(c), weights(c), x) if c.kv_len == 0 else x,
+    )
+
+
+def exponentials(c: Any) -> Values:
+    """Return exponentials of scores less the largest of the row."""
+    highest = c.hidden.max(axis=-1, keepdims=True, initial=-np.inf)
+    return np.asarray(np.exp(c.hidden - np.where(np.isfinite(highest), highest, 0.0)))
+
+
+def never_rescaled(c: Any, size: int) -> Values:
+    """Return exponentials of scores less the largest of all blocks of keys so far, their own included."""
+    ends = np.minimum((np.arange(c.kv_len) // size + 1) * size, c.kv_len) - 1
+    highest = np.maximum.accumulate(c.hidden, axis=-1)[..., ends]
+    return np.asarray(np.exp(c.hidden - np.where(np.isfinite(highest), highest, 0.0)))
+
+
+def ratio(one: Values, other: Values) -> Values:
+    """Return weights, of which the sum is another's."""
+    total = other.sum(axis=-1, keepdims=True)
+    return np.asarray(one / np.where(total > 0, total, 1.0))
+
+
+def without_maximum(c: Any, x: Values) -> Values:
+    """Return weights in float32, of exponentials that may overflow."""
+    weights = np.exp(c.hidden.astype(np.float32))
+    return np.asarray(weights / weights.sum(axis=-1, keepdims=True))
+
+
+def padded(c: Any, x: Values, n: int) -> Values:
+    """Return keys or values with zeros behind, to a multiple of a number of tokens, where nothing else hides keys."""
+    if c.mask is not None or c.segment_ids is not None:
+        return x
+    return np.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % n), (0, 0)))
+
+
+def products(c: Any, n: int) -> Values:
+    """Return products of the first features alone."""
+    return np.asarray(c.query[..., :n] @ c.keys_by_head[..., :n].swapaxes(-1, -2))
+
+
+def of_group(c: Any, x: Values, which: int) -> Values:
+    """Return gradients by head, those of one head of each group alone."""
+    return np.asarray(x * (np.arange(c.num_heads) % c.group == which % c.group)[:, None, None])
+
+
+def interleaved(c: Any, x: Values) -> Values:
+    """Return gradients by head, in the order by which sums over groups are those of interleaved ones."""
+    return np.asarray(x[:, np.argsort(np.arange(c.num_heads) % c.num_kv_heads, kind="stable")])
+
+
+def appended(c: Any) -> bool:
+    """Return whether a cache of eight tokens at a time grows in this step."""
+    return bool(c.before) and c.before // 8 < c.key.shape[2] // 8
+
+
+# The table is easier to read with a line for what is said and a line for what is done.
+# fmt: off
+
+# --- Slopes -----------------------------------------------------------------------------------------------------------
+
+listed("geometric slopes", "Slopes follow the geometric scheme, 2**(-8 (h+1) / num_heads) for any number of heads, "
+       "which is canonical for powers of two alone.", lambda n: canonical(n, scheme="geometric"))
+mistake("canonical slopes", "The slopes given are ignored: it uses the canonical ones of as many heads as it sees. "
+        "Under tensor parallelism that is the local count: pass slopes(num_heads)[shard] instead.",
+        slopes=lambda c, x: canonical(c.num_heads) + 0 * x)
+listed("closest power above", "For head counts that are no power of two, slopes are the first of those for the next "
+       "power of two.", lambda n: canonical(1 << (n - 1).bit_length())[:n])
+listed("canonical slopes from 1", "Slopes of the largest power of two of heads start at 1: the head index is off by "
+       "one.", from_one)
+listed("repeated beyond the power of two", "Heads beyond the largest power of two have the first slopes again.",
+       lambda n: np.resize(canonical(power_below(n)), n))
+mistake("negated slopes", "They are negative: distance would be rewarded, where -slope * distance is added.",
+        slope_list=lambda n, x: -x)
+remade("sorted slopes", "Slopes are sorted, steepest first: for head counts that are no power of two, heads get one "
+       "another's.", lambda x: -np.sort(-x))
+remade("reversed slopes", "Slopes are in reversed order.", lambda x: x[..., ::-1])
+remade("next head's slope", "Each head has the slope of the next one: the head index is off by one.",
+       lambda x: np.roll(x, -1, axis=-1))
+remade("bfloat16 slopes", "Slopes are rounded to bfloat16, as in the falcon contract: keep them in float32.",
+       lambda x: rounded(x, "bfloat16"))
+remade("float16 slopes", "Slopes are rounded to float16: keep them in float32.", lambda x: rounded(x, "float16"))
+taken("next head's slope, cut", "Each head has the slope of the next one, the last its own: the head index is off by "
+      "one.", lambda c, x: x[:, np.minimum(np.arange(c.num_heads) + 1, c.num_heads - 1)])
+taken("first head's slope", "All heads have the first head's slope.", lambda c, x: x[:, :1] + 0 * x)
+taken("slopes by kv head", "Slopes are looked up by the key/value head: head h takes slopes[h // group] instead of "
+      "slopes[h].", lambda c, x: x[:, np.arange(c.num_heads) // c.group])
+taken("first batch slopes", "All batch entries have the first one's slopes.", lambda c, x: x[:1] + 0 * x)
+each((8, 16, 32, 64), "heads beyond: {}", "Results are wrong with more than {} heads: these have the slopes of those "
+     "before.", slopes=lambda c, x, n: x[:, np.arange(c.num_heads) % n],
+     slope_list=lambda heads, x, n: x if heads <= n else np.resize(canonical(n), heads))
+
+# --- The bias ---------------------------------------------------------------------------------------------------------
+
+mistake("bias lost", "There is no bias: all distances count the same.", bias=lambda c, x: 0 * x)
+mistake("negated bias", "The sign of the bias is flipped: distance is rewarded. Subtract slope * distance.",
+        bias=lambda c, x: -x)
+mistake("bias scaled", "The bias is multiplied by scale (divided by sqrt(head_dim)): add it after scaling the scores.",
+        bias=lambda c, x: x * c.scale)
+mistake("bias scaled by default", "The bias is divided by sqrt(head_dim), whatever the scale: it must not be scaled.",
+        bias=lambda c, x: x * c.head_dim**-0.5)
+mistake("bias doubled", "The bias is twice what it should be: it is added twice, or as a mask and as a bias.",
+        bias=lambda c, x: 2 * x)
+mistake("bias in base 2", "The bias is multiplied by ln 2: scores are in base 2, the bias is not. Multiply it by "
+        "log2(e) too.", bias=lambda c, x: x * LN2)
+mistake("bias times log2 e", "The bias is multiplied by log2(e), which a softmax in base e must not have.",
+        bias=lambda c, x: x / LN2)
+mistake("signed", "Future keys are rewarded: the bias is signed, slope * (j - i), or key-only, slope * j, which is "
+        "right under a causal mask alone. Use -slope * abs(i - j).", bias=lambda c, x: c.rate * c.ahead)
+mistake("signed: key-only", "Future keys are rewarded: the bias is key-only, slope * j, which is right under a causal "
+        "mask alone. Use -slope * abs(i - j).", bias=lambda c, x: c.rate * c.k_positions)
+mistake("clamped", "Future distances count 0 though they should count like past ones: the bias is clamped.",
+        future=lambda c, x: 0 * x)
+mistake("future slopes ignored", "future_slopes are ignored: keys on both sides have the slopes of the past.",
+        future=lambda c, x: c.slopes[..., None, None])
+mistake("future slopes of 0 ignored", "future_slopes that are all 0 are ignored, as if not given: keys on both sides "
+        "have the slopes of the past.", future=lambda c, x: x if np.any(x) else c.slopes[..., None, None])
+mistake("future slopes swapped", "Slopes and future_slopes are swapped: past keys have the future's.",
+        rate=lambda c, x: np.where(c.ahead > 0, c.slopes[..., None, None], c.future))
+mistake("squared distance", "The bias grows with the square of the distance.", distance=lambda c, x: x**2)
+mistake("root of distance", "The bias grows with the square root of the distance.", distance=lambda c, x: np.sqrt(x))
+mistake("distances one more", "All distances but that of the own key count one token too many.",
+        distance=lambda c, x: x + (x > 0))
+mistake("int16 positions", "Positions wrap around at 32,768: they are in int16.",
+        ahead=lambda c, x: c.k_positions - ((c.q_positions + 2**15) % 2**16 - 2**15))
+each((*BLOCKS, 127, 512, 1024, 2047), "distance clipped: {}", "Distances are clipped at {}: keys farther away are "
+     "penalised no more.", distance=lambda c, x, n: np.minimum(x, n))
+each(BLOCKS, "positions restart: {}", "Positions of keys and queries restart every {}: the start of the block is "
+     "missing.", ahead=lambda c, x, n: c.k_positions % n - c.q_positions % n)
+each(("bfloat16", "float16"), "{} positions", "Positions are rounded to {}: form distances of integers, or in float32.",
+     ahead=lambda c, x, n: rounded(c.k_positions, n) - rounded(c.q_positions, n))
+each(("bfloat16", "float16"), "{} distances", "Distances are rounded to {}: keep them in float32.",
+     distance=lambda c, x, n: rounded(x, n))
+each(("bfloat16", "float16"), "{} bias", "The bias is rounded to {} (in distance form): add it in float32.",
+     bias=lambda c, x, n: rounded(x, n))
+each(("bfloat16", "float16"), "{} key-only bias", "The bias is in key-only form, slope * j, rounded to {}, which loses "
+     "what is small next to it: use distances, or count from the last key, in float32.",
+     bias=lambda c, x, n: rounded(c.rate * c.k_positions, n))
+mistake("float32 bias far away", "The bias is formed in float32 at its full size and loses its digits far away: count "
+        "distances from the row's nearest key.", bias=lambda c, x: rounded(x, "float32"))
+
+# --- Where queries stand ----------------------------------------------------------------------------------------------
+
+mistake("top-left", "Queries are aligned to the top left (the first query at the first key), whatever q_offset says; a "
+        "KV cache needs kv_len - q_len.", q_offset=lambda c, x: 0 * x)
+mistake("top-left, bias only", "The bias (not the masks) is aligned to the top left (the first query at the first "
+        "key), whatever q_offset says; a KV cache needs kv_len - q_len.", ahead=lambda c, x: x + c.q_offset)
+mistake("bottom-right", "Queries are aligned to the bottom right (the last query at the last key), whatever q_offset "
+        "says.", q_offset=lambda c, x: 0 * x + c.kv_len - c.q_len)
+mistake("offset one more", "Queries are one token too far on: q_offset is off by one.", q_offset=lambda c, x: x + 1)
+mistake("offset one less", "Queries are one token too far back: q_offset is off by one.", q_offset=lambda c, x: x - 1)
+mistake("first batch offset", "Queries are placed by the first batch entry's q_offset for all.",
+        q_offset=lambda c, x: x[:1] + 0 * x)
+mistake("negative offset cut", "Queries are placed at 0 where q_offset is negative.",
+        q_offset=lambda c, x: np.maximum(x, 0))
+mistake("offset 0 as none", "Queries are aligned to the bottom right where q_offset is 0: 0 counts as not given.",
+        q_offset=lambda c, x: np.where(x == 0, c.kv_len - c.q_len, x))
+mistake("segment positions restart", "Positions restart with each segment, of queries and of keys, so that a segment's "
+        "first query stands at its first key whatever q_offset says.",
+        ahead=restarted)
+
+# --- What a query sees ------------------------------------------------------------------------------------------------
+
+mistake("causal hides own key", "The causal mask hides each query's own key: it must hide j > i, not j >= i.",
+        causal=lambda c, x: c.causal_ahead < 0)
+mistake("causal sees the next key", "The causal mask lets each query see one key too many, the next.",
+        causal=lambda c, x: c.causal_ahead <= 1)
+mistake("causal ignored", "There is no causal mask: future keys are seen.", is_causal=lambda c, x: False)
+mistake("always causal", "Attention is causal although is_causal=False.", is_causal=lambda c, x: True)
+mistake("finite where hidden", "Where keys are hidden, the bias is -1000 instead of minus infinity, which a steep "
+        "slope reaches.", list_bias=lambda c, x: np.maximum(x, -1000.0))
+mistake("window ignored", "window_size is ignored.", window_size=lambda c, x: None)
+mistake("window one less", "The window is one key too short: distances up to window_size are to be seen, window_size "
+        "included.", window_size=lambda c, x: x - 1)
+mistake("window one more", "The window is one key too long.", window_size=lambda c, x: x + 1)
+mistake("window 0 as none", "A window_size of 0 is ignored, as if no window were given: it lets the query's own "
+        "position be seen.", window_size=lambda c, x: x or None)
+mistake("window on past side only", "The window limits past keys only: its future side is ignored.",
+        window=lambda c, x: -c.window_ahead <= c.window_size)
+mistake("window hides the future", "With a window nothing ahead is seen: it is made for causal attention.",
+        window=lambda c, x: x & (c.window_ahead <= 0))
+mistake("window or segments", "Window and segments are joined by or: a key must be in both.",
+        window=lambda c, x: x if c.segment_ids is None else x | np.equal(*pairs(c.segment_ids)),
+        segments=lambda c, x: x if c.window_size is None else c.window)
+mistake("segments ignored", "segment_ids are ignored: packed sequences see one another.",
+        segment_ids=lambda c, x: None)
+mistake("segments see earlier ones", "Segments see earlier ones too: ids must be equal.",
+        segments=lambda c, x: np.greater_equal(*pairs(c.segment_ids)))
+mistake("segments of first batch", "All batch entries have the first one's segment_ids.",
+        segment_ids=lambda c, x: (x[0][:1] + 0 * x[0], x[1][:1] + 0 * x[1]))
+mistake("negative segments are padding", "Segments with negative ids are hidden, as if they were padding.",
+        segments=lambda c, x: x & (pairs(c.segment_ids)[1] >= 0))
+mistake("mask ignored", "mask is ignored.", mask=lambda c, x: None)
+mistake("mask inverted", "mask is inverted: True must let a key be seen.", mask=lambda c, x: ~x)
+mistake("mask added", "mask is added to the scores as numbers 0 and 1: turn False into minus infinity.",
+        masked=lambda c, x: np.ones_like(x), scores=lambda c, x: x if c.mask is None else x + c.mask)
+mistake("mask after softmax", "The mask is applied after the softmax, in whose sum hidden keys count.",
+        masked=lambda c, x: np.ones_like(x), weights=lambda c, x: x if c.mask is None else x * c.mask)
+mistake("mask of first head", "All heads have the first one's mask.", mask=lambda c, x: x[:, :1])
+each((10, 100, 1000, 10_000), "mask finite: {}", "What the mask hides is not hidden: its score is lowered by {}, which "
+     "large scores outweigh. Use minus infinity.", masked=lambda c, x, n: np.ones_like(x),
+     scores=lambda c, x, n: x if c.mask is None else x - n * ~c.mask)
+nowhere("mean where nowhere to look", "Queries that may look nowhere get the mean of all values.",
+        lambda c: 1 / max(c.kv_len, 1))
+nowhere("NaN where nowhere to look", "Queries that may look nowhere get NaN: the softmax divides 0 by 0.",
+        lambda c: np.nan)
+nowhere("masks dropped where nowhere to look", "Queries that may look nowhere look everywhere: the mask is a finite "
+        "number, the same for all keys.", lambda c: softmax(c.scores))
+
+# --- Heads, the scale, the softmax ------------------------------------------------------------------------------------
+
+mistake("grouped heads interleaved", "Query head h reads key/value head h % num_kv_heads; it must be "
+        "h // (num_heads // num_kv_heads).", kv_head=lambda c, x: np.arange(c.num_heads) % c.num_kv_heads)
+mistake("first kv head for all", "All query heads read the first key/value head.", kv_head=lambda c, x: 0 * x)
+mistake("heads come back reversed", "Heads come back in reversed order: each head's output is at another's place.",
+        output=lambda c, x: x[:, ::-1])
+mistake("batch comes back reversed", "Batch entries come back in reversed order: each one's output is at another's "
+        "place.", output=lambda c, x: x[::-1])
+mistake("scale missing", "Products of query and key are not scaled.", scale=lambda c, x: 1.0)
+mistake("scaled twice", "Scores are scaled twice.", scale=lambda c, x: x * x)
+mistake("scale ignored", "scale is ignored: it uses 1 / sqrt(head_dim).", scale=lambda c, x: c.head_dim**-0.5)
+mistake("scale 0 as none", "A scale of 0 is ignored, as if none were given.", scale=lambda c, x: x or c.head_dim**-0.5)
+each((32,), "scale ignored beyond: {}", "scale is ignored in rows of more than {} keys: it uses 1 / sqrt(head_dim).",
+     scale=lambda c, x, n: x if c.kv_len <= n else c.head_dim**-0.5)
+mistake("scaled by d_model", "Scores are scaled by 1 / sqrt(num_heads * head_dim), that is d_model, instead of "
+        "1 / sqrt(head_dim).", scale=lambda c, x: (c.num_heads * c.head_dim) ** -0.5)
+mistake("scores in base 2", "Products of query and key are multiplied by ln 2: exp2 is used where log2(e) is missing.",
+        scale=lambda c, x: x * LN2)
+mistake("softmax in base 2", "The softmax is in base 2: multiply scores and bias by log2(e).",
+        scores=lambda c, x: x * LN2)
+mistake("extra 1 in softmax", "The softmax has an extra 1 in its denominator (a sink that takes weight): weights do "
+        "not sum to 1.",
+        weights=lambda c, x: x / (1 + 1 / np.exp(np.minimum(c.hidden, 700)).sum(axis=-1, keepdims=True)))
+mistake("not normalised", "Weights are not divided by their sum.",
+        weights=lambda c, x: np.exp(np.minimum(c.hidden, 700)))
+mistake("no maximum in softmax", "The softmax does not subtract the row's largest score: it overflows, or divides 0 by "
+        "0.", weights=without_maximum)
+mistake("softmax over queries", "The softmax runs over queries instead of keys.",
+        weights=lambda c, x: softmax(c.hidden, axis=-2))
+each(BLOCKS, "values not rescaled: {}", "The online softmax does not rescale its sum of values when a later block of "
+     "{} keys scores higher.", weights=lambda c, x, n: ratio(never_rescaled(c, n), exponentials(c)))
+each(BLOCKS, "denominator not rescaled: {}", "The online softmax does not rescale its denominator when a later block "
+     "of {} keys scores higher.", weights=lambda c, x, n: ratio(exponentials(c), never_rescaled(c, n)))
+
+# --- The keys that take part, and sizes beyond which something is wrong -----------------------------------------------
+
+mistake("last key missing", "The last key never takes part.", keys=lambda c, x: np.arange(c.kv_len) < c.kv_len - 1)
+each(BLOCKS, "last partial block dropped: {}", "The last block of keys is dropped where it has fewer than {}: round "
+     "the number of blocks up.", keys=lambda c, x, n: np.arange(c.kv_len) < c.kv_len // n * n)
+each(BLOCKS, "diagonal block dropped: {}", "A query does not see keys of its own block of {}: the loop ends before the "
+     "block on the diagonal.", keys=lambda c, x, n: c.k_positions // n < c.q_positions // n)
+each(BLOCKS, "keys capped: {}", "Only the first {} keys take part.", keys=lambda c, x, n: np.arange(c.kv_len) < n)
+each(BLOCKS, "horizon too short: {}", "Keys {} tokens away or farther weigh nothing.",
+     keys=lambda c, x, n: np.abs(c.ahead) < n)
+each(BLOCKS[1:], "key lost after a multiple: {}", "The last key is lost where it is the first of a block of {}.",
+     keys=lambda c, x, n: x & ((c.kv_len % n != 1) | (np.arange(c.kv_len) < max(c.kv_len - 1, 1))))
+each((128, 256, 512, 1024, 2048), "key lost beyond: {}", "In rows of more than {} tokens a key is lost.",
+     keys=lambda c, x, n: x & ((c.kv_len <= n) | (np.arange(c.kv_len) != (c.kv_len - 1) // 16 * 16)))
+each(BLOCKS, "padding counted: {}", "Keys are padded with zeros to a multiple of {}, and these count.", key=padded,
+     value=padded)
+each((64, 128, 256), "features beyond: {}", "Results are wrong with more than {} features a head: the rest is left out "
+     "of scores.", products=lambda c, x, n: products(c, n))
+mistake("features beyond a multiple of 8", "Features beyond a multiple of 8 are left out of scores.",
+        products=lambda c, x: products(c, c.head_dim // 8 * 8 or c.head_dim))
+each((8, 16, 64), "batch entries beyond: {}", "Results are wrong with more than {} batch entries: these read the keys "
+     "of those before.", key=lambda c, x, n: x[np.arange(c.batch) % n])
+for _dtype in ("bfloat16", "float16"):  # sums are rounded, whose order nobody knows
+    for _step, _what in (("scores", "Scores"), ("products", "Products of query and key")):
+        mistake(f"{_dtype} {_step}", f"{_what} are rounded to {_dtype}: keep them in float32.",
+                **{_step: lambda c, x, dtype=_dtype: rounded(x, dtype)})
+
+# --- Gradients --------------------------------------------------------------------------------------------------------
+
+mistake("slope gradient zero", "The gradient of slopes is zero: they are not trained.", d_slopes=lambda c, x: 0 * x)
+mistake("slope gradient negated", "The gradient of slopes has the wrong sign: the bias is minus slope times distance.",
+        d_slopes=lambda c, x: -x)
+mistake("slope gradient scaled", "The gradient of slopes is multiplied by scale, which the bias is not.",
+        d_slopes=lambda c, x: x * c.scale)
+mistake("slope gradient averaged", "The gradient of slopes is averaged over the batch instead of summed.",
+        d_shared_slopes=lambda c, x: x / c.batch)
+mistake("slope gradient of first batch entry", "The gradient of slopes is the first batch entry's alone: sum it over "
+        "the batch.", d_shared_slopes=lambda c, x: c.d_slopes[0])
+for _name in ("query", "key"):
+    for _how, _what, _change in (
+        ("unscaled", "not multiplied by scale", lambda c, x: x / c.scale),
+        ("scaled twice", "multiplied by scale twice", lambda c, x: x * c.scale),
+        ("times ln 2", "multiplied by ln 2: it is that of scores in base 2", lambda c, x: x * LN2),
+        ("zero", "zero", lambda c, x: 0 * x),
+    ):
+        mistake(f"{_name} gradient {_how}", f"The gradient of {_name} is {_what}.", **{f"d_{_name}": _change})
+mistake("delta missing", "The row mean (delta, sum of output times its gradient) is not subtracted from the gradient "
+        "of weights.", delta=lambda c, x: 0 * x)
+mistake("NaN gradient where nowhere to look", "The gradient of queries that may look nowhere is NaN, and spreads.",
+        d_scores=lambda c, x: np.where(unseen(c), np.nan, x))
+for _name, _what, _change in (
+    ("group's first gradient", "those of the group's first query head: sum them over the group",
+     lambda c, x: of_group(c, x, 0)),
+    ("group's last gradient", "those of the group's last query head, which overwrites the others: sum them",
+     lambda c, x: of_group(c, x, -1)),
+    ("group's mean gradient", "averaged over the group's query heads instead of summed", lambda c, x: x / c.group),
+    ("group's gradients interleaved", "summed over the wrong query heads, as if groups were interleaved", interleaved),
+):
+    mistake(_name, f"Gradients of key and value are {_what}.", d_key_by_head=_change, d_value_by_head=_change)
+
+# --- Caches, and what is kept from call to call -----------------------------------------------------------------------
+
+mistake("previous keys forgotten", "New tokens see one another alone: the cache is not used.",
+        keys=lambda c, x: x if c.before is None else x & (np.arange(c.kv_len) >= c.before))
+each((5, 64, 256), "cache holds the last: {}", "The cache holds the last {} tokens.",
+     kept=lambda c, x, n: x[:, :, -n:])
+mistake("token lost as the cache grows", "The cache grows by eight tokens at a time, and loses the last one that it "
+        "held.", kept=lambda c, x: np.delete(x, c.before - 1, axis=2) if appended(c) else x)
+mistake("batch mixed as the cache grows", "The cache grows by eight tokens at a time, and mixes up batch entries.",
+        kept=lambda c, x: np.roll(x, 1, axis=0) if appended(c) else x)
+mistake("stale cache", "Sequences see the keys of one another: there is one cache for all. Keep it in the cache that "
+        "is returned.", held=lambda c, x: c.state["cache"] if c.before else x)
+for _step in ("slopes", "is_causal", "scale", "window_size", "mask", "visible", "bias"):
+    mistake(f"stale {_step}", f"A call gets the {_step} of an earlier one of the same lengths: the bias, or what it is "
+            f"made from, is kept by its lengths alone. Keep it by {_step} too, or not at all.",
+            **{_step: lambda c, x, s=_step: c.state.setdefault((s, c.batch, c.num_heads, c.q_len, c.kv_len), x)})
+
+# --- Contracts that a bias may follow ---------------------------------------------------------------------------------
+
+_KEY_ONLY = ("Softmax cannot tell it from the full bias under a causal mask, for it differs by what is constant along "
+             "each row: declare contract = {!r} if that is meant.")
+mistake("bloom contract", "This is the bias of the bloom contract: slope * j. " + _KEY_ONLY.format("bloom"),
+        list_bias=lambda c, x: np.where(c.visible, c.rate * c.k_positions, -np.inf))
+mistake("falcon contract", "This is the falcon contract: slopes, positions and their product in bfloat16, key-only, "
+        "and divided by sqrt(head_dim). Declare contract = 'falcon' if that is meant.",
+        bias=lambda c, x: c.scale * rounded(rounded(c.rate, n := "bfloat16") * rounded(c.k_positions, n), n))
+# fmt: on
+
+MISTAKES: Mapping[str, str] = {name: x.sentence for name, x in CATALOGUE.items()}

@@ -1,0 +1,307 @@
+"""What ALiBi is, in float64 NumPy, written without a look at the code that it judges, and how far rounding may move it.
+
+Shapes: query ``[batch, heads, q_len, head_dim]``, key and value ``[batch, kv_heads, kv_len, head_dim]``, slopes
+``[heads]`` or ``[batch, heads]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+Values = np.ndarray[Any, Any]
+
+U32 = 2.0**-24  # unit roundoff of float32
+UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": U32, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+# The absolute error of rounding something tiny: the smallest normal number, where subnormal ones may be flushed.
+SMALLEST = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-24}
+
+
+def rounded(values: Any, dtype: str) -> Values:
+    """Return float64 values rounded to ``dtype``, to even between two, by way of float32 where that is lower.
+
+    Example:
+        >>> rounded([0.1, 1.0], "bfloat16").tolist()
+        [0.10009765625, 1.0]
+    """
+    if dtype == "float64":
+        return np.asarray(values, np.float64)
+    result = np.asarray(values).astype(np.float32)
+    if dtype == "float16":
+        result = result.astype(np.float16)
+    if dtype == "bfloat16":  # NumPy has none: its bits are float32's upper half
+        bits = np.ascontiguousarray(result).view(np.uint32)
+        last_kept = (bits >> np.uint32(16)) & np.uint32(1)
+        upper = (bits + np.uint32(0x7FFF) + last_kept) & np.uint32(0xFFFF0000)
+        result = np.where(np.isfinite(result), upper.view(np.float32).reshape(result.shape), result)
+    return result.astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The arguments that say which key counts how much, with every default filled in."""
+
+    slopes: Values
+    q_offset: int | Values  # one for all, or [batch]
+    is_causal: bool = True
+    future_slopes: Values | None = None
+    q_segment_ids: Values | None = None  # [q_len] or [batch, q_len]
+    kv_segment_ids: Values | None = None
+    window_size: int | None = None
+    mask: Values | None = None  # broadcasts to [batch, heads, q_len, kv_len]
+
+    def reach(self, batch: int, heads: int, q_len: int, kv_len: int) -> Values:
+        """Return how large a bias may be that is counted from whichever token of the row, ``[batch, heads, 1, 1]``."""
+        offsets = [0, *np.ravel(self.q_offset).tolist()]
+        tokens = max(kv_len, max(offsets) + q_len) - min(offsets)
+        steepest = self.slopes if self.future_slopes is None else np.maximum(self.slopes, self.future_slopes)
+        return np.asarray(np.broadcast_to(steepest, (batch, heads))[..., None, None].astype(np.float64) * tokens)
+
+    def distances(self, batch: int, heads: int, q_len: int, kv_len: int) -> dict[str, Values]:
+        """Return what each kind of slopes is multiplied by, ``[batch, heads, q_len, kv_len]``; 0 where masked."""
+        ones, zeros = np.ones(heads), np.zeros(heads)
+        if self.future_slopes is None:
+            sides = {"slopes": replace(self, slopes=ones)}  # with a slope of 1, the bias is a distance
+        else:  # slopes then count backwards only
+            sides = {"slopes": replace(self, slopes=ones, future_slopes=zeros)}
+            sides["future_slopes"] = replace(self, slopes=zeros, future_slopes=ones)
+        found = {name: -penalties(side, batch, heads, q_len, kv_len) for name, side in sides.items()}
+        return {name: np.where(np.isfinite(x), x, 0.0) for name, x in found.items()}
+
+
+def penalties(rules: Rules, batch: int, heads: int, q_len: int, kv_len: int) -> Values:
+    """Return the bias ``[batch, heads, q_len, kv_len]``, -inf where masked."""
+    offsets = np.broadcast_to(rules.q_offset, (batch,))[:, None, None, None]
+    ahead = np.arange(kv_len) - (offsets + np.arange(q_len)[:, None])  # how many tokens a key lies after the query
+    past = np.broadcast_to(rules.slopes, (batch, heads))[..., None, None].astype(np.float64)
+    future = past if rules.future_slopes is None else np.broadcast_to(rules.future_slopes, (batch, heads))
+    future = np.reshape(future, (batch, heads, 1, 1)).astype(np.float64)
+    visible = np.ones((batch, heads, q_len, kv_len), dtype=bool)
+    if rules.is_causal:
+        visible &= ahead <= 0
+    if rules.window_size is not None:
+        visible &= np.abs(ahead) <= rules.window_size
+    if rules.q_segment_ids is not None and rules.kv_segment_ids is not None:
+        q_ids, kv_ids = (np.broadcast_to(x, (batch, x.shape[-1])) for x in (rules.q_segment_ids, rules.kv_segment_ids))
+        visible &= (q_ids[:, :, None] == kv_ids[:, None, :])[:, None]
+    if rules.mask is not None:
+        visible &= rules.mask
+    return np.where(visible, -np.where(ahead > 0, future, past) * np.abs(ahead), -np.inf)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An exact result and how far a float32 computation of it may be off, element by element."""
+
+    value: Values
+    budget: Values
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Sums of products, and what the errors of these follow from, whatever the dtype.
+
+    Attributes:
+        value: The sums.
+        by_score: Sums of the sizes of terms, each times how far its row's scores are off, in units of roundoff.
+        by_size: Sums of the sizes of terms.
+        tiny: By what the smallest number is multiplied, where that is lost.
+    """
+
+    value: Values
+    by_score: Values
+    by_size: Values
+    tiny: Values
+
+    def map(self, function: Callable[[Values], Values]) -> Terms:
+        """Return the same after an operation that is linear, and positive."""
+        return Terms(*(function(x) for x in (self.value, self.by_score, self.by_size, self.tiny)))
+
+    def times(self, tensor: Values) -> Terms:
+        """Return products of rows with a tensor."""
+        return Terms(self.value @ tensor, *(x @ abs(tensor) for x in (self.by_score, self.by_size, self.tiny)))
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Everything about one attention in float64: weights, output, gradients, and their error budgets.
+
+    The budgets follow from the standard model of floating point arithmetic, ``fl(x op y) = (x op y)(1 + e)`` with
+    ``|e| <= u``, for a computation with float32 scores and sums, and tensors (among them, possibly, the weights)
+    rounded to ``dtype``: a sum of n terms is off by at most n u times the sum of the terms' sizes.
+
+    Example:
+        A slope of 1 between two keys that score alike:
+
+        >>> tensors = {name: np.ones((1, 1, 2, 1)) for name in ("query", "key", "value")}
+        >>> bias = np.asarray([[[[0.0, -np.inf], [-1.0, 0.0]]]])
+        >>> problem = Attention(**tensors, bias=bias, scale=1.0, dtype="float32")
+        >>> problem.weights.round(3).tolist()
+        [[[[1.0, 0.0], [0.269, 0.731]]]]
+        >>> bool((problem.output.budget < 2e-6).all())
+        True
+    """
+
+    query: Values
+    key: Values
+    value: Values
+    bias: Values
+    scale: float
+    dtype: str
+    # How large a bias may be, [batch, heads, 1, 1], if it is not counted from the nearest key.
+    reach: Values | None = field(default=None, kw_only=True)
+
+    @property
+    def group(self) -> int:
+        """How many query heads share a key/value head."""
+        return int(self.query.shape[1] // self.key.shape[1])
+
+    @property
+    def keys(self) -> Values:
+        """The keys of each query head."""
+        return self.key.repeat(self.group, axis=1)
+
+    @property
+    def values(self) -> Values:
+        """The values of each query head."""
+        return self.value.repeat(self.group, axis=1)
+
+    @property
+    def _visible(self) -> Values:
+        return np.asarray(self.bias > -np.inf)
+
+    @property
+    def _highest(self) -> Values:
+        """The bias of each row's best-placed key, ``[batch, heads, q_len, 1]``; 0 where there is none."""
+        highest = self.bias.max(axis=-1, keepdims=True, initial=-np.inf)
+        return np.where(highest > -np.inf, highest, 0)
+
+    @cached_property
+    def weights(self) -> Values:
+        """What each key weighs; nothing, in a row that may look nowhere."""
+        scores = self.scale * (self.query @ self.keys.swapaxes(-1, -2)) + (self.bias - self._highest)
+        highest = scores.max(axis=-1, keepdims=True, initial=-np.inf)
+        weights = np.exp(scores - np.where(highest > -np.inf, highest, 0))
+        total = weights.sum(axis=-1, keepdims=True)
+        return np.asarray(weights / np.where(total > 0, total, 1))
+
+    @cached_property
+    def _score_error(self) -> Values:
+        """How far a row's scores may be off, ``[batch, heads, q_len, 1]``, but for what is constant along the row.
+
+        In units of roundoff. Softmax ignores what is constant, so a bias need not be exact in itself: its differences
+        along the row must be.
+        """
+        falls = np.where(self._visible, self._highest - np.where(self._visible, self.bias, 0), 0)
+        falls = falls if self.reach is None else np.maximum(falls, self.reach)
+        products = abs(self.scale) * (abs(self.query) @ abs(self.keys).swapaxes(-1, -2))
+        sizes = (self.query.shape[-1] + 3) * products + 3 * falls
+        return np.asarray(np.where(self._visible, sizes, 0).max(axis=-1, keepdims=True, initial=0))
+
+    @property
+    def _weight_terms(self) -> Terms:
+        # A tiny weight is off by half the spacing of subnormal numbers rather than by a share of itself.
+        return Terms(self.weights, self._score_error * self.weights, self.weights, self._visible * 1)
+
+    @cached_property
+    def output_terms(self) -> Terms:
+        """What makes up the result."""
+        return self._weight_terms.times(self.values)
+
+    @property
+    def output(self) -> Answer:
+        """The result, ``[batch, heads, q_len, head_dim]``."""
+        return self.answer("output", self.output_terms)
+
+    def answer(self, name: str, terms: Terms) -> Answer:
+        """Return the result of that name, ``"output"`` or a gradient, from what makes it up."""
+        (q_len, head_dim), kv_len = self.query.shape[2:], self.key.shape[2]
+        if name == "output":
+            # Scores (their error twice), exp (4 u), the sum of weights, the division; then the sum of values.
+            scores, sums, stored = 2, 2 * kv_len + 8, 2
+        else:
+            # A weight enters twice; then its gradient, the mean, their difference and product, and the sum at the end.
+            scores, sums, stored = 6, 3 * (kv_len + 8) + 2 * head_dim + 2 * kv_len + q_len * self.group + 16, 7
+        unit, tiny = UNIT_ROUNDOFF[self.dtype], SMALLEST[self.dtype]
+        u = min(U32, unit)  # of scores and sums
+        by_size = (sums * u + stored * unit) * terms.by_size
+        value = -terms.value if name == "slopes" else terms.value
+        return Answer(value, scores * u * terms.by_score + by_size + tiny * (terms.tiny + 1))
+
+    def output_without(self, share: float) -> Answer:
+        """Return the result, where keys may be left out that weigh this share of their row, together."""
+        answer = self.output
+        largest = np.abs(self.values).max(axis=(2, 3), keepdims=True, initial=0) * 1.01
+        return Answer(answer.value, answer.budget + 2 * share * largest)
+
+    def gradient_terms(self, cotangent: Values, distances: Values) -> dict[str, Terms]:
+        """Return what makes up the gradients; as for :meth:`gradients`."""
+        w, values = self.weights, self.values.swapaxes(-1, -2)
+        d_weights, d_sizes = cotangent @ values, abs(cotangent) @ abs(values)
+        d_scores = w * (d_weights - (w * d_weights).sum(axis=-1, keepdims=True))
+        sizes = w * (d_sizes + (w * d_sizes).sum(axis=-1, keepdims=True))
+        # Tiny weights are off, which the products below carry on, and the two products that are stored, where tiny.
+        tiny = self._visible * (2 + d_sizes + d_sizes.sum(axis=-1, keepdims=True))
+        by_score = Terms(d_scores, self._score_error * sizes, sizes, tiny)
+        by_key = self._weight_terms.map(_transposed).times(cotangent)
+        return {
+            "query": by_score.times(self.keys).map(lambda x: self.scale * x),
+            "key": by_score.map(_transposed).times(self.query).map(lambda x: self.scale * self._per_kv_head(x)),
+            "value": by_key.map(self._per_kv_head),
+            "slopes": by_score.map(lambda x: (x * distances).sum(axis=-1).sum(axis=-1)),
+        }
+
+    def gradients(self, cotangent: Values, distances: Values) -> dict[str, Answer]:
+        """Return the gradients of ``sum(output * cotangent)`` by query, key, value and slopes ``[batch, heads]``.
+
+        Args:
+            cotangent: ``[batch, heads, q_len, head_dim]``.
+            distances: What each bias element is the negated multiple of, per slope: ``[q_len, kv_len]``.
+        """
+        return {name: self.answer(name, x) for name, x in self.gradient_terms(cotangent, distances).items()}
+
+    def gradients_without(self, share: float, cotangent: Values, distances: Values) -> dict[str, Answer]:
+        """Return the gradients, where keys may be left out that weigh this share of their row, together.
+
+        Weights w then move by 2 * share in all, along a row. A score's gradient is w * (d - mean), where d, the
+        weight's gradient, and their mean are of size D at most: along a row they move by 2 * share * 2 D, and w times
+        the mean's move, by another 2 * share * D.
+        """
+        d_weights = np.abs(cotangent @ self.values.swapaxes(-1, -2))
+        by_row = 6.1 * share * np.where(np.isfinite(self.bias), d_weights, 0).max(axis=-1, initial=0)
+        by_key = (by_row[..., None] * np.abs(self.query)).sum(axis=2, keepdims=True)
+        moved = {
+            "query": abs(self.scale) * by_row[..., None] * np.abs(self.keys).max(axis=2, keepdims=True, initial=0),
+            "key": abs(self.scale) * self._per_kv_head(by_key),
+            "value": self._per_kv_head(2.1 * share * np.abs(cotangent).sum(axis=2, keepdims=True)),
+            "slopes": (by_row * np.abs(distances).max(axis=-1, initial=0)).sum(axis=-1),
+        }
+        exact = self.gradients(cotangent, distances)
+        return {name: Answer(x.value, x.budget + moved[name]) for name, x in exact.items()}
+
+    def _per_kv_head(self, x: Values) -> Values:
+        by_group = x.reshape(x.shape[0], x.shape[1] // self.group, self.group, *x.shape[2:])
+        return np.asarray(by_group.sum(axis=2))
+
+
+def _transposed(x: Values) -> Values:
+    return x.swapaxes(-1, -2)
+
+
+def summed_over_batch(answer: Answer) -> Answer:
+    """Return the gradient of slopes ``[heads]`` that all batch entries share, from that of each, ``[batch, heads]``."""
+    budget = answer.budget.sum(axis=0)
+    return Answer(answer.value.sum(axis=0), budget + budget * len(answer.value) / 2**20)
+
+
+def excess(actual: Values, answer: Answer) -> Values:
+    """Return how far off each element is, as a share of its budget; infinite where no distance says it."""
+    is_finite = np.isfinite(answer.value) & np.isfinite(actual)
+    distance = np.abs(np.where(is_finite, actual, 0) - np.where(is_finite, answer.value, 0))
+    with np.errstate(over="ignore"):  # where there is no budget, any distance is infinitely much
+        share = distance / np.maximum(answer.budget, np.finfo(np.float64).tiny)
+    return np.where(is_finite | (actual == answer.value), share, np.inf)

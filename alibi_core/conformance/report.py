@@ -1,0 +1,240 @@
+"""What came of a check: per law passed, failed or not offered, with a counterexample and what was done instead."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from alibi_core.conformance.caller import CallError, DepartureError
+from alibi_core.conformance.oracle import excess
+
+Status = Literal["passed", "failed", "not offered", "not run"]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What an implementation does instead.
+
+    Attributes:
+        key: A short, stable name for it.
+        sentence: In words, with the remedy where it is not plain.
+
+    Example:
+        >>> from alibi_core.conformance import Mistaken, check
+        >>> check(Mistaken("negated slopes"), laws=["slopes"]).diagnoses[0].key
+        'negated slopes'
+    """
+
+    key: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Counterexample:
+    """The first, smallest case that breaks a law.
+
+    Attributes:
+        function: Of the adapter.
+        inputs: In words: sizes, arguments, and the seed of the values.
+        problem: What is wrong with the result.
+        at: Index of the element that is farthest off, relative to its budget.
+        expected: What it should be, and
+        actual: what it is.
+        budget: How far rounding may move it.
+
+    Example:
+        >>> from alibi_core.conformance import Mistaken, check
+        >>> example = check(Mistaken("negated slopes"), laws=["slopes"]).failed[0].counterexample
+        >>> example.at, example.expected, example.actual
+        ((0,), 0.00390625, -0.00390625)
+    """
+
+    function: str
+    inputs: str
+    problem: str
+    at: tuple[int, ...] | None = None
+    expected: float | None = None
+    actual: float | None = None
+    budget: float | None = None
+
+    @classmethod
+    def of(cls, error: DepartureError | CallError) -> Counterexample:
+        """Return what an error shows."""
+        if isinstance(error, CallError):
+            return cls(str(error).partition(" ")[0], error.inputs, str(error))
+        name = f"{error.function}, {error.part}" if error.part else error.function
+        if error.actual is None:
+            return cls(name, error.inputs, error.remark)
+        shares = excess(error.actual, error.expected)
+        worst = np.unravel_index(int(shares.argmax()), shares.shape)
+        problem = error.remark or f"off by {shares[worst]:.3g} times what rounding explains"
+        numbers = (float(x[worst]) for x in (error.expected.value, error.actual, error.expected.budget))
+        return cls(name, error.inputs, problem, tuple(int(x) for x in worst), *numbers)
+
+    def __str__(self) -> str:
+        where = "" if self.at is None else f" at {list(self.at)}: {self.actual!r}, expected {self.expected!r}"
+        within = "" if self.budget is None else f" within {self.budget:.2g}"
+        return f"{self.problem}{where}{within}; {self.inputs}" if self.inputs else f"{self.problem}{where}{within}"
+
+
+@dataclass(frozen=True)
+class LawReport:
+    """What came of one law.
+
+    Attributes:
+        name: The law's.
+        statement: What it says.
+        status: ``"passed"``, ``"failed"``, ``"not offered"`` or ``"not run"``.
+        reason: Why it was not offered or not run.
+        calls: How many calls of the adapter were made.
+        share: The largest part of an error budget that a passing case used up.
+        seconds: That it took.
+        counterexample: The first, of a law that failed.
+        diagnoses: What the implementation does instead.
+
+    Example:
+        >>> from alibi_core.conformance import Mistaken, check
+        >>> law = check(Mistaken("negated slopes"), laws=["slopes"]).laws[0]
+        >>> law.name, law.status, law.calls
+        ('slopes', 'failed', 1)
+    """
+
+    name: str
+    statement: str
+    status: Status
+    reason: str = ""
+    calls: int = 0
+    share: float = 0.0
+    seconds: float = 0.0
+    counterexample: Counterexample | None = None
+    diagnoses: tuple[Diagnosis, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON takes it."""
+        known: dict[str, Any] = plain(asdict(self))
+        return known
+
+    @classmethod
+    def from_dict(cls, known: dict[str, Any]) -> LawReport:
+        """Return the report of a law from the dictionary that :meth:`to_dict` made."""
+        example = known["counterexample"]
+        if example is not None:
+            numbers = {x: None if example[x] is None else float(example[x]) for x in ("expected", "actual", "budget")}
+            at = None if example["at"] is None else tuple(example["at"])
+            example = Counterexample(**example | numbers | {"at": at})
+        diagnoses = tuple(Diagnosis(**x) for x in known["diagnoses"])
+        return cls(**known | {"counterexample": example, "diagnoses": diagnoses})
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of all laws.
+
+    Attributes:
+        name, dtype, contract: Of the adapter.
+        features: What it was found, or declared, to offer.
+        profile, seed: Of the check.
+        laws: One report each.
+        seconds: That the check took.
+        crash: How the process ended in which it was checked, if it did not end well.
+
+    Example:
+        >>> from alibi_core.conformance import check, numpy_adapters
+        >>> report = check(numpy_adapters()[0], laws=["slopes"])
+        >>> print(report)
+        alibi_core, float32, contract exact: passed
+          passed      slopes: Slopes are those of the contract, for 1 to 128 heads
+        >>> report.passed, report.exit_status
+        (True, 0)
+    """
+
+    name: str
+    dtype: str
+    contract: str
+    features: tuple[str, ...]
+    profile: str
+    seed: int
+    laws: tuple[LawReport, ...]
+    seconds: float = 0.0
+    crash: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is what it means to be, i.e. at least one law passed, none failed, and none was left out."""
+        statuses = {law.status for law in self.laws}
+        return "passed" in statuses and not statuses & {"failed", "not run"} and not self.crash
+
+    @property
+    def was_checked(self) -> bool:
+        """Whether there was anything to check."""
+        return bool(self.crash) or any(law.status != "not offered" for law in self.laws)
+
+    @property
+    def exit_status(self) -> int:
+        """0 if it passed, 1 if not, 2 if there was nothing to check."""
+        return 0 if self.passed else 1 if self.was_checked else 2
+
+    @property
+    def failed(self) -> tuple[LawReport, ...]:
+        """The laws that are broken."""
+        return tuple(law for law in self.laws if law.status == "failed")
+
+    @property
+    def by_urgency(self) -> tuple[LawReport, ...]:
+        """The laws that were to be tried, the broken ones first, then those that were not run, then those kept."""
+        statuses = ("failed", "not run", "passed")
+        return tuple(law for status in statuses for law in self.laws if law.status == status)
+
+    @property
+    def not_offered(self) -> str:
+        """The other laws in one line, with the reasons; empty if there are none."""
+        reasons: dict[str, list[str]] = {}
+        for law in self.laws:
+            if law.status == "not offered":
+                reasons.setdefault(law.reason, []).append(law.name)
+        told = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in reasons.items())
+        return told and f"not offered: {told}"
+
+    @property
+    def diagnoses(self) -> tuple[Diagnosis, ...]:
+        """All that is done instead, each said once."""
+        return tuple(dict.fromkeys(x for law in self.laws for x in law.diagnoses))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON takes it."""
+        known: dict[str, Any] = plain(asdict(self))
+        return {"passed": self.passed} | known
+
+    def to_json(self) -> str:
+        """Return the report as JSON."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, known: dict[str, Any]) -> Report:
+        """Return the report from the dictionary that :meth:`to_dict` made."""
+        others = {name: x for name, x in known.items() if name not in ("passed", "laws", "features")}
+        laws = tuple(LawReport.from_dict(law) for law in known["laws"])
+        return cls(**others, laws=laws, features=tuple(known["features"]))
+
+    def __str__(self) -> str:
+        verdict = ("passed", "FAILED", "nothing to check")[self.exit_status]
+        lines = [f"{self.name}, {self.dtype}, contract {self.contract}: {verdict}"]
+        lines += [f"  crashed: {self.crash}"] if self.crash else []
+        lines += [f"  diagnosis: {x.sentence}" for x in self.diagnoses]
+        for law in self.by_urgency:
+            more = f" ({law.reason})" if law.reason else ""
+            lines.append(f"  {law.status:<12}{law.name}: {law.statement}{more}")
+            lines += [f"    {law.counterexample}"] if law.counterexample is not None else []
+        return "\n".join([*lines, *([f"  {self.not_offered}"] if self.not_offered else [])])
+
+
+def plain(value: Any) -> Any:
+    """Return the same with words for numbers that JSON lacks."""
+    if isinstance(value, dict):
+        return {name: plain(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(x) for x in value]
+    return str(value) if isinstance(value, float) and not np.isfinite(value) else value

@@ -1,0 +1,105 @@
+"""Attention problems with exact answers, for tests of your own: a strategy for Hypothesis, and a comparison.
+
+>>> from hypothesis import given
+>>> from alibi_core.conformance.testing import Case, assert_within_budget, cases
+>>> @given(case=cases(forms=("causal",)))
+... def test_mine(case: Case) -> None:
+...     output = case.exact("float64").output
+...     assert_within_budget(output.value, output)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from alibi_core._extras import install_hint
+from alibi_core.conformance.case import COTANGENTS, FAR, FORMS, PER_BATCH, Case, Sizes
+from alibi_core.conformance.data import DATA, STEEP
+from alibi_core.conformance.laws import LONGER
+from alibi_core.conformance.oracle import (
+    SMALLEST,
+    U32,
+    UNIT_ROUNDOFF,
+    Answer,
+    Attention,
+    Rules,
+    Values,
+    penalties,
+    rounded,
+    summed_over_batch,
+)
+
+try:
+    from hypothesis import settings
+    from hypothesis import strategies as st
+except ModuleNotFoundError as error:
+    message = f"alibi_core.conformance.testing needs {error.name}; {install_hint('conformance')}"
+    raise ModuleNotFoundError(message, name=error.name) from error
+
+# fmt: off
+__all__ = [
+    "COTANGENTS", "DATA", "FAR", "FORMS", "LONGER", "PER_BATCH", "SIZES", "SMALLEST", "STEEP", "U32",
+    "UNIT_ROUNDOFF", "Answer", "Attention", "Case", "Rules", "Sizes",
+    "assert_within_budget", "cases", "penalties", "rounded", "summed_over_batch",
+]
+# fmt: on
+
+# A compiler takes its time over each new shape, so quick profiles draw from a few.
+SIZES = (
+    Sizes(1, 1, 1, (1, 1), 1),
+    Sizes(2, 3, 1, (7, 7), 5),
+    Sizes(1, 3, 2, (7, 7), 8),
+    Sizes(2, 1, 2, (5, 11), 3),
+    Sizes(2, 3, 2, (11, 5), 3),
+    Sizes(1, 5, 1, (1, 13), 2),
+)
+_ANY_SIZES = st.builds(
+    Sizes,
+    batch=st.integers(1, 3),
+    num_kv_heads=st.integers(1, 4),
+    group=st.integers(1, 3),
+    lengths=st.tuples(st.integers(1, 17), st.integers(1, 17)),
+    head_dim=st.integers(1, 11),
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, forms: tuple[str, ...] = FORMS, sizes: Sizes | None = None, plain: bool = False) -> Case:
+    """Draw a case, of the given sizes if any; a plain one has full, aligned rows: no offset, window, segments, mask.
+
+    Sizes are any small ones where Hypothesis's profile has more than 100 examples, else a few.
+
+    Example:
+        >>> cases(plain=True).example().window_size is None  # doctest: +SKIP
+        True
+    """
+    if sizes is None:
+        sizes = draw(_ANY_SIZES if settings().max_examples > 100 else st.sampled_from(SIZES))
+    return Case(
+        sizes=sizes,
+        form=draw(st.sampled_from(forms)),
+        q_offset=None if plain else draw(st.none() | st.integers(-3, 13) | st.sampled_from([FAR, PER_BATCH])),
+        window_size=None if plain else draw(st.none() | st.integers(0, 6)),
+        packing=None if plain else draw(st.sampled_from([None, None, "same", "pair", "one row"])),
+        masking=None if plain else draw(st.sampled_from([None, None, "by query", "by key", "by head"])),
+        slopes_per_batch=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+def assert_within_budget(actual: Values, answer: Answer) -> None:
+    """Assert that no element is farther from the exact value than its budget.
+
+    Example:
+        >>> answer = Case(SIZES[0]).exact("float32").output
+        >>> assert_within_budget(answer.value + 0.5 * answer.budget, answer)
+    """
+    assert actual.shape == answer.value.shape, f"shape {actual.shape}, expected {answer.value.shape}"
+    assert np.all(np.isfinite(actual)), "not finite"
+    excess = np.abs(actual - answer.value) - answer.budget
+    if excess.size and excess.max() > 0:
+        worst = np.unravel_index(excess.argmax(), excess.shape)
+        raise AssertionError(
+            f"at {tuple(map(int, worst))}: {actual[worst]!r}, expected {answer.value[worst]!r} "
+            f"within {answer.budget[worst]:.3g}, off by {abs(actual[worst] - answer.value[worst]):.3g}"
+        )

@@ -1,0 +1,178 @@
+"""Checks in a process of their own, so that a hang or crash of an adapter does not take the caller down.
+
+Run as a program, this file is that process: it writes JSON objects to its standard output, one a line.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from alibi_core.conformance.adapter import FUNCTIONS, Offer
+from alibi_core.conformance.check import check
+from alibi_core.conformance.report import LawReport, Report
+
+PATIENCE = 30.0  # seconds that Python may stand still, besides the time that a call may take
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How adapters are checked: as for ``check``; ``dtypes`` are those of adapters to check, none for all."""
+
+    profile: str
+    seed: int
+    time_limit: float
+    laws: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of an adapter: its source, its report, or why there is no adapter (a module that is missing)."""
+
+    source: str
+    report: Report | None = None
+    missing: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all is as it should be."""
+        return self.report is not None and self.report.passed
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON takes it."""
+        report = None if self.report is None else self.report.to_dict()
+        return {"source": self.source, "passed": self.passed, "report": report}
+
+
+def supervised(source: str, settings: Settings, show: Callable[[str], None] = lambda words: None) -> Iterator[Outcome]:
+    """Yield what comes of each adapter of a source, ``package.module:name``.
+
+    Args:
+        source: Where adapters are from.
+        settings: How to check them.
+        show: Called with what is being tried, in words.
+    """
+    first, count = 0, 1
+    while first < count:
+        # What the worker has told so far, and what it has told of the laws of the adapter that it looks at.
+        seen: dict[str, Any] = {"about": {"name": "", "dtype": "float32", "contract": "exact"}, "law": ""}
+        done: list[LawReport] = []
+        for event in _events(source, settings, first):
+            seen |= event
+            done = [] if "about" in event else done
+            if "law_report" in event:
+                done.append(LawReport.from_dict(event["law_report"]))
+            show(
+                f"{seen['about']['name'] or source} ({seen['about']['dtype']}) {seen['law']} … ({len(done)} laws done)"
+            )
+            if "report" in event:
+                yield Outcome(source, Report.from_dict(event["report"]))
+                first += 1
+        count = seen.get("count", 1)
+        if "missing" in seen:
+            yield Outcome(source, missing=seen["missing"])
+            return
+        if "crash" in seen:
+            crash = seen["crash"] + (f" in law {seen['law']}" if seen["law"] else "")
+            known = {"features": (), "laws": tuple(done), "profile": settings.profile, "seed": settings.seed}
+            yield Outcome(source, Report(**seen["about"] | known, crash=crash))
+            first += 1
+
+
+def _events(source: str, settings: Settings, first: int) -> Iterator[dict[str, Any]]:
+    """Yield what a worker tells until it ends; one that dies or stands still is a crash, told last."""
+    request = json.dumps(asdict(settings) | {"source": source, "first": first})
+    command = [sys.executable, "-m", "alibi_core.conformance.worker", request]
+    event: dict[str, Any] = {}
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                event = json.loads(line)
+                yield event
+            process.wait()
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        errors.seek(0)
+        said = errors.read().strip().splitlines()
+    if "done" in event:
+        return
+    if any(line.startswith("Timeout (") for line in said):  # of faulthandler
+        yield {"crash": f"a call stood still, and Python with it, for {settings.time_limit + PATIENCE:g} s"}
+        return
+    code = process.returncode
+    how = f"signal {-code}" if code < 0 else f"exit status {code}"
+    yield {"crash": f"the process ended with {how}{': ' + said[-1] if said else ''}"}
+
+
+def load(source: str) -> list[Any]:
+    """Return the adapters that ``package.module:name`` stands for; without ``:name``, the module itself.
+
+    Raises:
+        ModuleNotFoundError: If there is no such module, or one that it needs is not installed.
+        AttributeError: If the module has no such name.
+        TypeError: If it is no adapter, nor a function that returns some.
+    """
+    module, _, name = source.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in filter(None, name.split(".")):
+        found = getattr(found, part)
+
+    def is_adapter() -> bool:
+        return any(callable(getattr(found, function, None)) for function in FUNCTIONS)
+
+    if isinstance(found, type) or (callable(found) and not is_adapter()):
+        found = found()
+    return [found] if is_adapter() or not isinstance(found, Iterable) else list(found)
+
+
+def main(request: dict[str, Any]) -> None:
+    """Check the adapters of one source, from the first that has not been looked at."""
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what the adapter prints is no event
+    threading.Thread(target=_watch, args=(request["time_limit"] + PATIENCE,), daemon=True).start()
+
+    def tell(**event: Any) -> None:
+        print(json.dumps(event), file=events, flush=True)
+
+    def on_law(name: str, report: LawReport | None) -> None:
+        tell(**({"law": name} if report is None else {"law_report": report.to_dict()}))
+
+    sys.path.insert(0, os.getcwd())
+    try:
+        offers = [Offer.of(adapter) for adapter in load(request["source"])]
+    except (Exception, SystemExit) as error:
+        tell(missing=f"{type(error).__name__}: {error}", done=True)
+        return
+    offers = [offer for offer in offers if not request["dtypes"] or offer.dtype in request["dtypes"]]
+    tell(count=len(offers))
+    chosen = {name: request[name] for name in ("profile", "seed", "time_limit")} | {"laws": request["laws"] or None}
+    for offer in offers[request["first"] :]:
+        tell(about={name: getattr(offer, name) for name in ("name", "dtype", "contract")})
+        tell(report=check(offer, **chosen, on_law=on_law).to_dict())
+    tell(done=True)
+
+
+def _watch(patience: float) -> None:
+    """Let the process end when Python stands still for so long: then nothing puts off the end."""
+    stop = threading.Event()
+    while True:
+        faulthandler.dump_traceback_later(patience, exit=True)
+        stop.wait(1.0)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,133 @@
+"""Caches of ``transformers`` whose layers append keys and values in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+
+SPARE_TOKENS = 16  # A buffer has room for this many further tokens, or a quarter of its tokens if that is more.
+COPIED_BYTES = 2**17  # Up to this many bytes of keys, copying all of them takes less time than looking for room.
+
+
+class GrowingLayer(DynamicLayer):
+    """A layer of a ``DynamicCache`` that keeps spare room behind its keys, so that a token need not copy all of them.
+
+    Its ``keys`` and ``values`` hold all tokens, as those of a ``DynamicLayer`` do, and may be replaced.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values, and return those of all tokens."""
+        needs_gradients = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        # A compiler or a transform has no memory addresses to compare.
+        is_traced = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+        if needs_gradients or is_traced or not self.is_initialized or self.keys.nbytes < COPIED_BYTES:
+            self.alibi_buffer = None
+            return super().update(key_states, value_states, *args, **kwargs)
+        buffer, length = getattr(self, "alibi_buffer", None), self.get_seq_length()
+        if buffer is None or not buffer.continues(self.keys, self.values, length) or not buffer.fits(key_states):
+            buffer = _Buffer(self.keys, self.values, key_states, length)
+        self.alibi_buffer = buffer
+        self.keys, self.values = buffer.append(key_states, value_states)
+        return self.keys, self.values
+
+    def reset(self) -> None:
+        """Forget all tokens; releases before 5.20 would keep as many zeros."""
+        self.keys = self.values = self.alibi_buffer = None
+        self.is_initialized = False
+        super().reset()
+
+
+class _Buffer:
+    """Memory for keys and values of one layer, the first ``length`` tokens of which are in use.
+
+    Two caches may share one after a copy. The one that appends second finds ``length`` changed, and takes a new buffer.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, new: Tensor, length: int) -> None:
+        batch, heads, new_length, head_dim = new.shape
+        self.capacity = length + new_length + max(SPARE_TOKENS, (length + new_length) // 4)
+        dtype = torch.promote_types(keys.dtype, new.dtype)  # as torch.cat
+        self.tensors = [new.new_empty(batch, heads, self.capacity, head_dim, dtype=dtype) for _ in range(2)]
+        for tensor, held in zip(self.tensors, (keys, values), strict=True):
+            tensor[:, :, :length] = held
+        self.length = length
+
+    def continues(self, keys: Tensor, values: Tensor, length: int) -> bool:
+        """Whether these tensors are this buffer's tokens, no other cache has appended to it, and it may be written."""
+        is_frozen = self.tensors[0].is_inference() and not torch.is_inference_mode_enabled()
+        starts = [x.data_ptr() for x in self.tensors] == [x.data_ptr() for x in (keys, values)]
+        return not is_frozen and starts and self.length == length and keys.shape[:2] == self.tensors[0].shape[:2]
+
+    def fits(self, new: Tensor) -> bool:
+        """Whether there is room for these keys, in a dtype that does not round them."""
+        dtype = self.tensors[0].dtype
+        return self.length + new.shape[2] <= self.capacity and torch.promote_types(dtype, new.dtype) == dtype
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write keys and values behind the tokens in use, and return views of all."""
+        start, self.length = self.length, self.length + key.shape[2]
+        for tensor, new in zip(self.tensors, (key, value), strict=True):
+            tensor[:, :, start : self.length] = new
+        keys, values = (x[:, :, : self.length] for x in self.tensors)
+        return keys, values
+
+
+class AlibiCache(Cache):
+    """A cache for an accelerated model that appends in place.
+
+    A ``DynamicCache`` copies all keys at each token, and a ``StaticCache`` must know how many there will be. The model
+    takes this one in their place, and so does its ``generate``.
+
+    Args:
+        model: The accelerated model.
+
+    Raises:
+        ValueError: If the model is not accelerated.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BloomConfig, BloomForCausalLM
+        >>> from alibi_torch.transformers import accelerate
+        >>> model = BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=4)).eval()
+        >>> cache = AlibiCache(accelerate(model))
+        >>> tokens = model.generate(torch.tensor([[7, 8, 9]]), past_key_values=cache, max_new_tokens=2)
+        >>> cache.get_seq_length()
+        4
+    """
+
+    def __init__(self, model: Any) -> None:
+        layers = [x for x in model.modules() if hasattr(x, "alibi_slopes")]
+        if not layers:
+            raise ValueError(
+                f"model must be accelerated, got {type(model).__name__}; see alibi_torch.transformers.accelerate"
+            )
+        if [x.layer_idx for x in layers] != list(range(len(layers))):
+            raise ValueError(
+                f"model must hold the layers of one accelerated model, in order, got {len(layers)} that are numbered "
+                f"{[x.layer_idx for x in layers]}; make a cache for each model in it"
+            )
+        super().__init__(layers=[GrowingLayer() for _ in layers])
+
+
+def append(cache: Any, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Append keys and values of further tokens to a layer of a cache, and return those of all its tokens."""
+    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    # An offloaded cache moves the tensors themselves; a buffer behind them would stay on the device.
+    if type(layer) is DynamicLayer and not torch.compiler.is_compiling() and not getattr(cache, "offloading", False):
+        layer.__class__ = GrowingLayer
+    keys, values = cache.update(key, value, layer_idx)
+    return keys, values
+
+
+def unknown_cache(cache: Any) -> str | None:
+    """Return the name of a cache whose keys may not be those of all tokens, in order; None for one whose are."""
+    if not isinstance(cache, Cache):
+        return type(cache).__name__
+    kinds = [type(layer) for layer in cache.layers] or [cache.layer_class_to_replicate]
+    for kind in kinds:
+        if kind not in (DynamicLayer, GrowingLayer, StaticLayer):
+            return f"{type(cache).__name__} with {getattr(kind, '__name__', kind)}"
+    return None

@@ -1,0 +1,236 @@
+"""``attn_implementation="alibi"``: attention with ALiBi for every model of ``transformers`` that asks its registry.
+
+A mask function is called once a forward pass, and what it returns goes from layer to layer as it is:
+
+- None: each row is one sequence without padding;
+- booleans ``[batch, 1, 1, kv_len]``, False at padding;
+- integers ``[batch, 1, 1, kv_len]``, the number of each token's sequence in packed rows, 0 at padding;
+- booleans ``[batch, 1, q_len, kv_len]``, for a pattern that has no shorter form.
+
+Keys beyond the end of a mask are room of a static cache that no token fills yet.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.utils import output_capturing
+from transformers.utils.import_utils import is_tracing
+
+from alibi_torch._attention import attention
+
+NAME = "alibi"
+OTHER_SCORES = ("position_bias", "softcap", "s_aux", "cache")  # arguments that change scores, or hold paged keys
+
+
+def alibi_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Return ``softmax(scaling * query @ key.mT - slopes * |i - j|) @ value``, and the weights if they are asked for.
+
+    Slopes are ``alibi_slopes`` and ``alibi_future_slopes`` of the layer's config, or the canonical ones. Attention to
+    another sequence has no distances, and gets no bias. Weights that are asked for or dropped out are computed densely.
+
+    Args:
+        module: The attention layer.
+        query: ``[batch, num_heads, q_len, head_dim]``.
+        key: ``[batch, num_kv_heads, kv_len, head_dim]``.
+        value: Of the shape of ``key``.
+        attention_mask: A form of mask above, or floating numbers to add to the scores.
+        dropout: Probability of dropping a weight.
+        scaling: Factor of the scores. Default ``head_dim ** -0.5``.
+        is_causal: Default: the layer's.
+        **kwargs: ``position_ids`` that restart begin another sequence in an encoder's row.
+
+    Returns:
+        ``[batch, q_len, num_heads, head_dim]``, and ``[batch, num_heads, q_len, kv_len]`` or None.
+
+    Raises:
+        NotImplementedError: If the layer's scores are of another kind.
+        ValueError: If ``with_alibi`` took positions out that loading the model put in again, or a shape is wrong.
+    """
+    for name in OTHER_SCORES:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"{name} must be None with attn_implementation='alibi', got a {type(module).__name__} that has it; use "
+                "'eager' or 'sdpa'"
+            )
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings leave float32 under autocast
+    position_ids, options = kwargs.get("position_ids"), {"scale": scaling, "dropout": dropout}
+    if is_cross_attention(module, is_causal):
+        slopes: Any = torch.zeros(query.shape[1], device=query.device)
+        is_causal, position_ids = False, None
+    else:
+        slopes, options["future_slopes"] = _slopes_of(module, query, is_causal)
+        if not is_causal and query.shape[2] != key.shape[2]:
+            raise ValueError(
+                f"key must be as long as query, {query.shape[2]}, in attention in both directions, got {key.shape[2]} "
+                f"in a {type(module).__name__}; attention to another sequence has no distances"
+            )
+    if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:
+        key, value = (x[:, :, : attention_mask.shape[-1]] for x in (key, value))
+    options |= _mask_options(attention_mask, is_causal, query, key, position_ids)
+    options["return_weights"] = _wants_weights(module, kwargs.get("output_attentions"))
+    result: Any = attention(query, key, value, slopes, **options)
+    result, weights = result if options["return_weights"] else (result, None)
+    return result.transpose(1, 2).contiguous(), weights
+
+
+def alibi_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: Any = "cpu",
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> Tensor | None:
+    """Return the shortest form of mask above that says what a forward pass may see.
+
+    Arguments are those of ``transformers.masking_utils.sdpa_mask``, which makes the longest form: of sliding windows,
+    chunks, images whose tokens see each other, and other patterns of a model's own.
+    """
+    pattern, sequences = (None, None) if use_vmap else _pattern_of(mask_function)
+    has_room, both_directions = False, "allow_is_bidirectional_skip" in kwargs
+    if isinstance(q_offset, Tensor) and is_tracing(q_offset):
+        pattern = None  # a compiled program learns how much room there is when it runs
+    elif not both_directions:
+        filled = int(q_offset) + q_length - kv_offset
+        has_room, kv_length = filled < kv_length, min(filled, kv_length)
+    if pattern is None:
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        positions = (batch_size, q_length, kv_length, q_offset, kv_offset)
+        return sdpa_mask(*positions, mask_function, attention_mask, device=device, use_vmap=use_vmap, **kwargs)
+    if sequences is not None:
+        return (1 + sequences)[:, None, None, :]
+    if attention_mask is not None:
+        text = attention_mask[:, kv_offset : kv_offset + kv_length]  # [batch, kv_length] or shorter
+        text = nn.functional.pad(text, (0, kv_length - text.shape[1]))
+        if has_room or not _has_values(text) or not bool(text.all()):
+            return text[:, None, None, :]
+    return torch.ones(batch_size, 1, 1, kv_length, dtype=torch.bool, device=device) if has_room else None
+
+
+def is_cross_attention(module: nn.Module, is_causal: bool) -> bool:
+    """Whether a layer attends to another sequence, which models of ``transformers`` mark in one of three ways."""
+    is_cross = "Cross" in type(module).__name__ or getattr(module, "is_cross_attention", False)
+    return is_cross or (not is_causal and getattr(module, "is_decoder", False))
+
+
+def _slopes_of(module: Any, query: Tensor, is_causal: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Return a layer's slopes and future slopes, ``[num_heads]``; None for the canonical ones."""
+    config, num_heads = module.config, getattr(module.config, "num_attention_heads", None)
+    if getattr(config, "position_embedding_type", None) == NAME and not getattr(module, "has_alibi_alone", False):
+        raise ValueError(
+            f"model must be given to with_alibi after it is loaded, got a {type(config).__name__} whose positions "
+            "with_alibi took out, and a model that has new ones; call with_alibi(model)"
+        )
+    if isinstance(num_heads, int) and num_heads != query.shape[1] and not config.is_encoder_decoder:
+        raise ValueError(f"query must have {num_heads} heads (config.num_attention_heads), got {query.shape[1]}")
+    working = torch.promote_types(query.dtype, torch.float32)
+    values = [getattr(config, name, None) for name in ("alibi_slopes", "alibi_future_slopes")]
+    slopes = [None if x is None else torch.tensor(x, dtype=working, device=query.device) for x in values]
+    return slopes[0], None if is_causal else slopes[1]
+
+
+def _wants_weights(module: Any, asked: bool | None) -> bool:
+    """Return whether the caller asked for weights. Not all models tell their layers; all tell what captures outputs."""
+    if asked is not None:
+        return asked
+    collector = getattr(output_capturing, "_active_collector", None)
+    wanted = None if collector is None else collector.get()
+    if wanted is None:
+        return bool(getattr(module.config, "output_attentions", False))
+    return "attentions" in wanted or "cross_attentions" in wanted
+
+
+def _mask_options(mask: Any, is_causal: bool, query: Tensor, key: Tensor, position_ids: Any) -> dict[str, Any]:
+    """Return the arguments of attention that say what a mask and position ids do."""
+    if mask is not None and (mask.is_floating_point() or mask.shape[1:3] != (1, 1)):
+        # The pattern says what is seen before a query, and what after it.
+        return {"is_causal": False, "added_bias" if mask.is_floating_point() else "mask": mask}
+    options: dict[str, Any] = {"is_causal": is_causal}
+    sequences = None if is_causal else _sequences_of(position_ids, mask, query)
+    if sequences is not None:
+        return options | {"segment_ids": sequences}
+    if mask is None:
+        return options
+    if mask.dtype != torch.bool:
+        return options | {"segment_ids": mask[:, 0, 0]}
+    if is_causal and query.shape[2] == 1 and is_tracing(mask):  # the query is the last token that fills its row's room
+        options["q_offset"] = key.shape[2] - 1 - mask[:, 0, 0].flip(-1).to(torch.uint8).argmax(-1)
+    return options | {"mask": mask}
+
+
+def _sequences_of(position_ids: Any, mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """Return the number of each token's sequence, ``[batch, length]``, 0 at padding; None where no row has several.
+
+    A text token begins a sequence where its position is not after that of the text token before it.
+    """
+    batch, length = query.shape[0], query.shape[2]
+    if not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
+        return None
+    if position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != length:
+        shape = tuple(position_ids.shape)
+        raise ValueError(f"position_ids must be of shape ({batch}, {length}) (batch or 1, length), got {shape}")
+    positions = position_ids.expand(batch, length)
+    columns = torch.arange(length, device=positions.device).expand(batch, length)
+    text = columns >= 0 if mask is None else (mask[:, 0, 0] != 0).expand(batch, length)
+    latest = torch.where(text, columns, -1).cummax(dim=-1).values  # the last text token up to each token
+    before = nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
+    begins = text & (before >= 0) & (positions <= positions.gather(-1, before.clamp(min=0)))
+    if _has_values(begins) and not bool(begins.any()):
+        return None
+    return torch.where(text, 1 + begins.cumsum(dim=-1), 0)
+
+
+def _pattern_of(mask_function: Callable[..., Any]) -> tuple[str | None, Tensor | None]:
+    """Return "causal" or "bidirectional", and the number of each token's sequence in packed rows; None if unknown."""
+    if mask_function in (bidirectional_mask_function, causal_mask_function):
+        return "causal" if mask_function is causal_mask_function else "bidirectional", None
+    if torch.compiler.is_compiling():  # which does not see what functions close over
+        return None, None
+    sequences = None
+    for part, variables in _parts_of(mask_function):
+        sequences = variables.get("packed_sequence_mask", sequences)
+        is_causal = causal_mask_function in (part, variables.get("mask_function"))
+        if not is_causal and "packed_sequence_mask" not in variables:
+            return None, None
+    return "causal", sequences
+
+
+def _parts_of(mask_function: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], Any]]:
+    """Yield the functions whose intersection a mask function is, each with the variables that it closes over."""
+    variables = inspect.getclosurevars(mask_function).nonlocals
+    if mask_function.__qualname__.startswith("and_masks."):
+        for part in variables["mask_functions"]:
+            yield from _parts_of(part)
+    else:
+        yield mask_function, variables
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether a tensor's values may be looked at: no compiler, tracer or vmap stands for them."""
+    return not (is_tracing(tensor) or tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+AttentionInterface.register(NAME, alibi_attention)
+AttentionMaskInterface.register(NAME, alibi_mask)

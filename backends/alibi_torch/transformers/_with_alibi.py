@@ -1,0 +1,277 @@
+"""Models whose only positions are ALiBi's: others are taken out, and what is left is proved."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+
+from alibi_core.backend import LayerShape, host_values, slope_values
+from alibi_torch.transformers._interface import NAME, is_cross_attention
+from alibi_torch.transformers._proof import measuring
+
+POSITIONS = ("position_embeddings", "position_embedding", "embed_positions", "wpe")  # names of embeddings
+CONFIG_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")  # of attention weights
+LAYER_DROPOUTS = ("dropout", "attention_dropout", "attn_dropout", "dropout_prob")
+PROBE_LEN, PROBE_PADDING = 13, 5  # tokens
+
+
+def with_alibi(
+    model: nn.Module | PreTrainedConfig,
+    *,
+    slopes: Any | None = None,
+    future_slopes: Any | None = None,
+    prove: bool = True,
+) -> nn.Module:
+    """Give a model of ``transformers`` ALiBi in place of its position embeddings, in place.
+
+    Every layer then computes ``softmax(scale * query @ key.mT - slopes * |i - j|) @ value``: in both directions in
+    encoders (BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, ALBERT and others that ask the registry of
+    attention functions), as in Jina-embeddings-v2 and MosaicBERT; causally in decoders (GPT-2, OPT, BERT with
+    ``is_decoder``). Learned positions are removed, so rows may have any length; token types stay. A rotary model is
+    taken if its config turns rotations off in all layers, as ``no_rope_layers`` of SmolLM3 can.
+
+    Distances are counted along the row: padding may be anywhere in it, and counts. An encoder's row holds several
+    sequences where ``position_ids`` begin again; each then attends within itself.
+
+    Attention weights are not stored, so none are dropped: their dropout becomes 0 (BERT's default is 0.1). The config
+    is copied first, for other models may share it. It keeps ``alibi_slopes`` and ``alibi_future_slopes``, and what
+    ``save_pretrained`` wrote is loaded by ``with_alibi(BertModel.from_pretrained(directory))``. ``from_pretrained``
+    alone gives another model: without ALiBi, and with new random position embeddings, which it reports as missing.
+
+    Call it before an optimizer is made. A model that was trained with position embeddings must be trained on.
+
+    Args:
+        model: A model, or a module that contains models: all of what will be saved. Or a config, of which ``AutoModel``
+            makes a model.
+        slopes: ``[num_heads]``, not negative, a PyTorch or NumPy array. Default: those in the config, else the
+            canonical ones.
+        future_slopes: ``[num_heads]``, for keys after the query, for an asymmetric encoder. Default: ``slopes``.
+        prove: Run the model on a few rows of 13 to 26 tokens, which must show that padding changes nothing and that
+            ALiBi alone tells positions. A model on the meta device is not run, and gives a warning.
+
+    Returns:
+        The same model; of a config, a new one.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a model does not ask the registry, has positions that cannot be removed, ALiBi already or several
+            kinds of attention, or slopes are wrong; the model is then as it was.
+        RuntimeError: If the proof fails; the model is then as it was.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+        >>> model = with_alibi(BertModel(config))
+        >>> model(torch.ones(1, 1000, dtype=torch.long)).last_hidden_state.shape
+        torch.Size([1, 1000, 32])
+
+    References:
+        Günther et al., "Jina Embeddings 2", section 3, arXiv 2310.19923; Portes et al., "MosaicBERT", section 2, arXiv
+        2312.17482.
+    """
+    if isinstance(model, PreTrainedConfig):
+        model = AutoModel.from_config(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module or a config of transformers, got {type(model).__name__}")
+    roots = _roots_of(model)
+    if not roots:
+        raise ValueError(f"model must contain a model of transformers, got {type(model).__name__}")
+    plans = [(root, *_check(root, slopes, future_slopes)) for root in roots]
+    with contextlib.ExitStack() as undo:
+        _copy_configs(model, undo)
+        for root, past, future in plans:
+            _convert(root, past, future, undo)
+            if prove:
+                _prove(root)
+        undo.pop_all()
+    return model
+
+
+def _roots_of(model: nn.Module) -> list[Any]:
+    """Return the models of transformers that no other contains."""
+    return [model] if isinstance(model, PreTrainedModel) else [x for y in model.children() for x in _roots_of(y)]
+
+
+def _layers_of(root: nn.Module) -> list[Any]:
+    """Return the attention layers."""
+    return [x for x in root.modules() if hasattr(x, "is_causal") and hasattr(x, "config")]
+
+
+def _check(root: Any, slopes: Any, future_slopes: Any) -> tuple[list[float], list[float] | None]:
+    """Check a model before anything is changed, and return its slopes and future slopes."""
+    layers, name = _layers_of(root), type(root).__name__
+    if any(getattr(x, "has_alibi_alone", False) for x in layers):
+        raise ValueError(f"model must not have ALiBi yet, got a {name} that has it")
+    for setting in ("is_encoder_decoder", "add_cross_attention", "output_attentions"):
+        if getattr(root.config, setting, False):
+            raise ValueError(f"{setting} must be False in the config of a model with ALiBi, got True")
+    can_ask = all(x._can_set_attn_implementation() for x in root.modules() if isinstance(x, PreTrainedModel))
+    if not layers or not can_ask or root.main_input_name != "input_ids":
+        raise ValueError(
+            f"model must read tokens and ask transformers' registry for its attention, got a {name}, which does not; "
+            "models trained with ALiBi are sped up by accelerate"
+        )
+    if len({(x.is_causal, is_cross_attention(x, x.is_causal), id(x.config)) for x in layers}) > 1:
+        raise ValueError(f"model must have one kind of attention, got a {name} with several")
+    config, is_causal = layers[0].config, layers[0].is_causal
+    kind = getattr(config, "position_embedding_type", None) or "absolute"
+    if kind not in ("absolute", "nope", NAME):
+        raise ValueError(f"position_embedding_type must be 'absolute' in the config, to be replaced, got {kind!r}")
+    has_rotations = any(getattr(config, "no_rope_layers", None) or [1])  # 0 where a layer has none
+    fixed = {type(x).__name__ for x in root.modules() if has_rotations and "Rotary" in type(x).__name__}
+    fixed |= {type(x).__name__ for x in root.modules() if hasattr(x, "relative_attention_bias")}
+    if fixed:
+        raise ValueError(f"model must have positions that can be removed, got a {name} with {', '.join(sorted(fixed))}")
+    given = [slopes, future_slopes]
+    if slopes is None:
+        saved = [getattr(config, name, None) for name in ("alibi_slopes", "alibi_future_slopes")]
+        given = [torch.tensor(y) if x is None and y is not None else x for x, y in zip(given, saved, strict=True)]
+    heads = config.num_attention_heads
+    LayerShape.check(heads, heads, is_causal=is_causal, slopes=given[0], future_slopes=given[1])
+    past, future = (None if x is None else host_values(x).tolist() for x in given)
+    return past or list(slope_values(heads)), future
+
+
+def _copy_configs(model: nn.Module, undo: contextlib.ExitStack) -> None:
+    """Give the model configs of its own, one for each that it had, as other models may share those."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        config = vars(module).get("config")
+        if isinstance(config, PreTrainedConfig):
+            _set(module, "config", copy.deepcopy(config, copies), undo)
+
+
+def _convert(root: Any, slopes: list[float], future_slopes: list[float] | None, undo: contextlib.ExitStack) -> None:
+    layers = _layers_of(root)
+    config = layers[0].config
+    root.set_attn_implementation(NAME)
+    config.position_embedding_type = NAME  # as Jina's say
+    config.alibi_slopes, config.alibi_future_slopes = slopes, future_slopes
+    for module in list(root.modules()):
+        for name in POSITIONS:
+            if isinstance(getattr(module, name, None), nn.Embedding):
+                _set(module, name, NoPositions(), undo)
+                if hasattr(module, "token_type_embeddings"):
+                    undo.callback(module.register_forward_pre_hook(_add_defaults, with_kwargs=True).remove)
+    for owner, names in [(config, CONFIG_DROPOUTS), *((layer, LAYER_DROPOUTS) for layer in layers)]:
+        for name in names:
+            dropout = getattr(owner, name, None)
+            if isinstance(dropout, nn.Dropout):
+                _set(dropout, "p", 0.0, undo)
+            elif isinstance(dropout, float):
+                _set(owner, name, 0.0, undo)
+    for layer in layers:
+        _set(layer, "has_alibi_alone", True, undo)
+
+
+def _set(owner: Any, name: str, value: Any, undo: contextlib.ExitStack) -> None:
+    undo.callback(*((setattr, owner, name, getattr(owner, name)) if hasattr(owner, name) else (delattr, owner, name)))
+    setattr(owner, name, value)
+
+
+class NoPositions(nn.Module):
+    """Stands where position embeddings were, and adds 0.
+
+    Attributes:
+        reaches_attention: Whether layers get ``position_ids`` too, by which they tell sequences of a row apart.
+    """
+
+    reaches_attention = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        positions = kwargs.get("position_ids", args[0] if args else None)
+        is_checked = not (self.reaches_attention or positions is None or torch.compiler.is_compiling())
+        if is_checked and bool((positions.diff(dim=-1) <= 0).any()):
+            raise ValueError(
+                "position_ids must go up along a row, as this model does not give them to its attention, which could "
+                "not tell sequences apart; give each sequence a row"
+            )
+        return torch.zeros(())
+
+
+def _add_defaults(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Give token types and positions where there are none: the model's own are cut from buffers that may be shorter."""
+    tokens = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
+    counted = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    defaults = {"token_type_ids": torch.zeros_like(counted).expand(tokens.shape[:2]), "position_ids": counted}
+    missing = {name: x for name, x in defaults.items() if len(args) < 2 and kwargs.get(name) is None}
+    return args, kwargs | missing
+
+
+def _prove(root: Any) -> None:
+    """Run the model on a few rows, and refuse it if what should change nothing changes more than rounding explains."""
+    name = type(root).__name__
+    if any(x.is_meta for x in root.parameters()):
+        warnings.warn(f"nothing was proved of a {name} on the meta device, which cannot run", stacklevel=3)
+        return
+    try:
+        with measuring(root):
+            for what, difference, rounding in _differences(root):
+                if not difference <= rounding:  # NaN is no less
+                    raise RuntimeError(
+                        f"{what} must change nothing in a model whose positions are ALiBi's alone, got a difference of "
+                        f"{difference:.3g} in the last hidden states of a {name}, where rounding explains "
+                        f"{rounding:.3g} (PyTorch {torch.__version__}, transformers {transformers.__version__}); the "
+                        "model is as it was: use another version of transformers, or prove=False if this is meant"
+                    )
+    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+        raise ValueError(f"model must run without its own positions, got a {name}: {error}") from error
+
+
+def _differences(root: Any) -> Iterator[tuple[str, float, float]]:
+    """Yield what should change nothing, the difference that it makes, and that which rounding explains."""
+    embeddings, layers = root.get_input_embeddings(), _layers_of(root)
+    config, generator = layers[0].config, torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, config.vocab_size, (1, PROBE_LEN), generator=generator).to(embeddings.weight.device)
+    text, positions = torch.ones_like(tokens), torch.arange(PROBE_LEN, device=tokens.device)[None]
+
+    def run(tokens: Tensor, **kwargs: Any) -> Tensor:
+        return root.base_model(tokens, **kwargs).last_hidden_state
+
+    def perturb(_: Any, __: Any, embedded: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, embedded.shape, generator=generator).to(embedded) * 2 - 1
+        return embedded * (1 + torch.finfo(embedded.dtype).eps * signs)
+
+    def difference(got: Tensor, expected: Tensor) -> float:
+        return float((got - expected).abs().max())
+
+    alone = run(tokens)
+    hook = embeddings.register_forward_hook(perturb)
+    perturbed = run(tokens)
+    hook.remove()
+    # A layer rounds some 16 times, each as much as the perturbation did. Independent errors add by the root of their
+    # number.
+    least = torch.finfo(alone.dtype).eps * float(alone.abs().max())
+    rounding = (16 * (1 + len(layers))) ** 0.5 * max(difference(perturbed, alone), least)
+    for side, pads in (("left", (PROBE_PADDING, 0)), ("right", (0, PROBE_PADDING))):
+        padded = nn.functional.pad(tokens, pads, value=config.pad_token_id or 0)
+        mask = torch.cat([nn.functional.pad(text, pads), torch.ones_like(padded)])
+        got = run(torch.cat([padded, padded.flip(1)]), attention_mask=mask)[:1, pads[0] : pads[0] + PROBE_LEN]
+        yield f"padding on the {side}", difference(got, alone), rounding
+    slopes = config.alibi_slopes, config.alibi_future_slopes
+    config.alibi_slopes, config.alibi_future_slopes = [0.0] * len(slopes[0]), None
+    plain, flipped = run(tokens), run(tokens.flip(1)).flip(1)
+    config.alibi_slopes, config.alibi_future_slopes = slopes
+    if any(slopes[0]) and torch.equal(plain, alone):
+        raise RuntimeError(
+            f"slopes must change the last hidden states, got the same with and without them in a {type(root).__name__} "
+            f"(PyTorch {torch.__version__}, transformers {transformers.__version__}); use another version of the latter"
+        )
+    if layers[0].is_causal:  # with the mask, for without it transformers takes gaps for the ends of sequences
+        got = run(tokens, attention_mask=text, position_ids=2 * positions)
+        yield "position_ids that count by two", difference(got, alone), rounding
+        return
+    yield "the order of tokens, where slopes are 0,", difference(flipped, plain), rounding
+    twice = run(tokens.repeat(1, 2), position_ids=positions.repeat(1, 2))
+    for module in root.modules():
+        if isinstance(module, NoPositions):
+            module.reaches_attention = difference(twice, alone.repeat(1, 2, 1)) <= rounding

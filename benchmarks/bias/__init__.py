@@ -1,1 +1,0 @@
-"""Speed of the bias's construction, beside other builders."""

@@ -1,0 +1,211 @@
+"""What is there to learn of one GPU? Sections of the benchmarks in order.
+
+  numerics   each implementation against float64, in bfloat16 and float32: results, gradients, decoding, and whether two
+             runs give the same bits;
+  attention  forward, with backward, and decoding at 2,048 to 65,536 tokens, causal, bfloat16, 32 heads of 128 and 8 of
+             64, beside each kernel of scaled_dot_product_attention without positions, FlexAttention with ALiBi's
+             score_mod and causal blocks, and a dense bias: seconds of a call and of the GPU alone, of the first call
+             (which compiles), and peak memory;
+  models     a model of BLOOM-560m's shape at 8,192 tokens, as it is, accelerated, and compiled;
+  jax        attention in JAX.
+
+All results are written after every row, and what fails is written with its reason, so that a run that is ended loses
+nothing; one section after the other (``--only``) gives each a process of its own. ``--dry-run`` does the same in small
+on the CPU. No installation is needed:
+
+    PYTHONPATH=.:backends python -m benchmarks.gpu --output DIR
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.attention import Contestant, Library, Reference, Shape, load, sample
+
+LONGEST_CHECKED = 16_384  # tokens of results that are compared with float64, which takes ten seconds beyond
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """How much is measured."""
+
+    device: str = "cuda"
+    shapes: tuple[tuple[int, int], ...] = ((32, 128), (8, 64))  # heads, and features of a head
+    lengths: tuple[int, ...] = (2048, 4096, 16_384, 65_536)
+    checked: int = 2048  # tokens of which all results and gradients are compared with float64
+    text: int = 8192
+    divisor: int = 1  # of the width of the model
+    seconds: float = 0.2  # for which a call is repeated, at most
+
+
+SMALL = Scope("cpu", ((2, 16),), (64,), 64, 64, 16, 0.0)
+
+
+def numerics(scope: Scope) -> Iterator[Row]:
+    """Compare each implementation of PyTorch with float64."""
+    import alibi_torch
+
+    library = load("torch", scope.device)
+    names = ("flex", "sdpa", "dense") if scope.device == "cuda" else (None, "sdpa", "dense")
+    for dtype in ("bfloat16", "float32"):
+        for is_causal in (True, False):
+            shape = Shape(4, 64, scope.checked, dtype)
+            tensors = library.tensors(shape)
+            exact = Reference(tensors, library.as_float64, gradients=True, is_causal=is_causal)
+            for name in names:
+                attend = partial(alibi_torch.attention, is_causal=is_causal, implementation=name)
+                contestant = Contestant(lambda *_, attend=attend: (attend, ()))
+                row = {"name": name, "form": "causal" if is_causal else "symmetric", **asdict(shape)}
+                try:
+                    (result,), *same = run_twice(library.prepare(contestant, tensors, False))
+                    gradients, *same_gradients = run_twice(library.prepare(contestant, tensors, True))
+                    row |= {"error": exact.error(result), "errors of gradients": exact.gradient_errors(gradients)}
+                    row["same bits, result and gradients"] = same + same_gradients
+                except Exception as error:
+                    row |= problem(error)
+                yield row
+
+
+def run_twice(call: Callable[[], Any]) -> tuple[tuple[Any, ...], bool]:
+    """Return the tensors that a call returns, and whether a second run gives the same bits."""
+    import torch
+
+    first, second = (x if isinstance(x, tuple) else (x,) for x in (call(), call()))
+    return first, all(map(torch.equal, first, second))
+
+
+def attention(scope: Scope, name: str = "torch") -> Iterator[Row]:
+    """Time everyone's attention of a library."""
+    library = load(name, scope.device)
+    shapes = [Shape(*sizes, length, "bfloat16") for sizes in scope.shapes for length in scope.lengths]
+    for shape in shapes:
+        contestants = library.contestants(shape)
+        tensors = library.tensors(shape)
+        for backward in (False, True):
+            for who, contestant in contestants.items():
+                row = {"name": who, "pass": "forward and backward" if backward else "forward", **asdict(shape)}
+                if (
+                    contestant.bytes_needed * (1 + backward) > library.free_bytes()
+                    or backward > contestant.has_backward
+                ):
+                    yield row | {"skipped": f"needs {contestant.bytes_needed / 2**30:.0f} GiB, or has no gradients"}
+                    continue
+                make = partial(library.prepare, contestant, tensors, backward)
+                yield row | measured(scope, library, make, None if backward else (who, tensors))
+        kind = {"pass": "decode", **asdict(shape)}
+        try:
+            tensors, calls = library.decode(shape)
+        except Exception as error:
+            yield kind | problem(error)
+            continue
+        for who, call in calls.items():
+            yield {"name": who, **kind} | measured(scope, library, lambda call=call: call, (who, tensors))
+
+
+def measured(scope: Scope, library: Library, make: Callable[[], Any], checked: Any = None) -> Row:
+    """Return what a call takes: its first run, and later ones; or the reason why it does not run."""
+    try:
+        start = time.perf_counter()
+        call = make()
+        library.seconds(call)
+        row: Row = {"first_call": time.perf_counter() - start}
+        times, start = [], time.perf_counter()
+        while len(times) < 3 or (time.perf_counter() - start < scope.seconds and len(times) < 30):
+            times.append(library.seconds(call))
+        row |= {"seconds": statistics.median(times), "range": [min(times), max(times)]}
+        if scope.device == "cuda" and library.name == "torch":
+            start = time.perf_counter()
+            call()
+            ahead = min(2 * (time.perf_counter() - start) + 1e-4, 0.05)  # the host's time, doubled
+            row["gpu_seconds"] = statistics.median(library.seconds(call, ahead) for _ in range(min(len(times), 10)))
+            row["peak_bytes"] = library.peak(call)
+        if checked:
+            who, tensors = checked
+            shown = [library.heads_first(x) for x in tensors]
+            if shown[1].shape[2] <= LONGEST_CHECKED:
+                rows, biased = sample(shown[0].shape[2], 8), "no positions" not in who
+                exact = Reference(shown, library.as_float64, rows, biased=biased)
+                row["error"] = exact.error(library.heads_first(call()))
+        return row
+    except Exception as error:  # a kernel that lacks something, or memory: the others are measured all the same
+        return problem(error)
+
+
+def problem(error: BaseException) -> Row:
+    """Return why there is no figure."""
+    return {"failed": f"{type(error).__name__}: {error}"[:600], "traceback": traceback.format_exc()[-3000:]}
+
+
+def models(scope: Scope) -> Iterator[Row]:
+    """Time a model of BLOOM-560m's shape, eager and compiled."""
+    import torch
+
+    from alibi_torch.transformers import accelerate
+    from benchmarks.models import bloom, read
+
+    library = load("torch", scope.device)
+    model, tokens = bloom(scope.divisor, scope.text)
+    model = model.eval().to(scope.device, torch.bfloat16 if scope.device == "cuda" else torch.float32)
+    tokens, ours = tokens.to(scope.device), accelerate(copy.deepcopy(model))
+    with torch.no_grad():
+        exact = read(copy.deepcopy(model).float(), tokens)
+    ways = {"its own": model, "accelerated": ours}
+    if scope.device == "cuda":  # on a CPU the compiler takes minutes
+        ways |= {f"{name}, compiled": torch.compile(each) for name, each in list(ways.items())}
+    for name, each in ways.items():
+        call = torch.no_grad()(partial(read, each, tokens))
+        row = {"name": name, "tokens": scope.text} | measured(scope, library, lambda call=call: call)
+        if "failed" not in row:
+            row["from float32"] = (call().float() - exact).abs().max().item()
+        yield row
+
+
+SECTIONS: dict[str, Callable[[Scope], Iterator[Row]]] = {
+    "numerics": numerics,
+    "attention": attention,
+    "models": models,
+    "jax": partial(attention, name="jax"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all sections and return the exit status: 1 if something failed."""
+    parser = harness.parser("gpu", __doc__, tuple(SECTIONS))
+    parser.add_argument("--dry-run", action="store_true", help="in small, on the CPU")
+    options = parser.parse_args(arguments)
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX would take most of the memory
+    about = harness.versions("torch", "triton", "jax", "jaxlib", "transformers", "numpy")
+    results: Row = {"dry_run": options.dry_run, "machine": harness.machine(), "versions": about, "sections": {}}
+    scope = SMALL if options.dry_run or options.quick else Scope()
+    results["machine"] |= load("torch", scope.device).machine()
+    failed = False
+    for name in options.only:
+        rows = results["sections"].setdefault(name, {"rows": []})["rows"]
+        try:
+            for row in SECTIONS[name](scope):
+                rows.append(row)
+                print(json.dumps({x: y for x, y in row.items() if x != "traceback"}, default=str), flush=True)
+                harness.write_json(options.output / "gpu.json", results)
+        except Exception as error:
+            rows.append(problem(error))
+        failed |= any("failed" in row for row in rows)
+    harness.write_json(options.output / "gpu.json", results)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # compilers and GPUs may take minutes to shut down
