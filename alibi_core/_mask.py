@@ -7,26 +7,21 @@ one without a word. And float masks of ones and zeros would have to be refused s
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import numpy as np
-
-from alibi_core._arrays import Namespace, broadcastable, broadcasts, host_values, is_exporting, is_kind, library_name
+from alibi_core._arrays import Namespace, broadcastable, broadcasts, is_exporting, is_kind, library_name
 
 _AS_BOOLEANS = {
     "torch": "mask.bool()",
     "mlx.core": "mask.astype(mx.bool_)",
     "array_api_strict": "xp.astype(mask, xp.bool)",
 }
-_MOST_READ = 2**20  # elements of a mask that are looked at for the sake of a better message
-_HIDDEN = -100  # an additive mask has this or less where nothing is to be seen; a bias begins with less
 
 
 def check_mask(xp: Namespace, mask: Any, batch: dict[str, int], scores: dict[str, int]) -> None:
     """Check that ``mask`` is boolean, and broadcasts to the scores in no other way than it may be meant."""
     if not is_kind(xp, mask.dtype, "bool"):
-        raise TypeError(f"mask must be boolean (True where a query may look), got {mask.dtype}; {_remedy(xp, mask)}")
+        raise TypeError(f"mask must be boolean (True where a query may look), got {mask.dtype}; {_remedy(xp)}")
     check_score_axes("mask", mask, batch, scores)
 
 
@@ -68,19 +63,10 @@ def check_score_axes(name: str, array: Any, batch: dict[str, int], scores: dict[
     broadcastable(name, shape, target, listed)
 
 
-def _remedy(xp: Namespace, mask: Any) -> str:
-    """Return how to make booleans of a mask, by its values where they can be had."""
-    ones = "if it is 1 where a query may look and 0 elsewhere, use "
-    ones += _AS_BOOLEANS.get(library_name(xp), "mask.astype(bool)")
-    additive = "if it is 0 where a query may look and -inf or the like elsewhere, use mask == 0"
-    values = host_values(mask) if math.prod(mask.shape) <= _MOST_READ else None
-    if values is None or not np.any(values):
-        return f"{ones}; {additive}"
-    if np.all((values == 0) | (values == 1)):
-        return ones
-    if np.all((values == 0) | (values <= _HIDDEN)):
-        return additive
+def _remedy(xp: Namespace) -> str:
+    """Return how to make booleans of a mask."""
+    as_booleans = _AS_BOOLEANS.get(library_name(xp), "mask.astype(bool)")
     return (
-        "with other numbers it is none: an ALiBi bias is left out, as attention adds it; numbers of packed sequences "
-        "are segment_ids, those to add to scores added_bias"
+        "an ALiBi bias is left out, and numbers of sequences are segment_ids; if it is 1 where a query may look and 0 "
+        f"elsewhere, use {as_booleans}; if it is 0 where a query may look and -inf or the like elsewhere, use mask == 0"
     )

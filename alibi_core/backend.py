@@ -20,7 +20,6 @@ from alibi_core._arrays import non_negative_int as non_negative_int
 from alibi_core._arrays import non_negative_number as non_negative_number
 from alibi_core._arrays import one_of as one_of
 from alibi_core._arrays import positive_int as positive_int
-from alibi_core._arrays import positive_number as positive_number
 from alibi_core._attention import dense_attention as dense_attention
 from alibi_core._bias import key_bias as key_bias
 from alibi_core._bias import working_dtype as working_dtype

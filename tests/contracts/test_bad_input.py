@@ -14,7 +14,6 @@ import pytest
 import alibi_core
 from tests.support.frameworks import (
     BACKENDS,
-    DASK,
     FRAMEWORK,
     FRAMEWORKS,
     JAX,
@@ -118,21 +117,6 @@ ATTENTION = [
     Bad({"mask": bools(1, 2, 6, 5, 7)}, ValueError, "mask must broadcast to"),
     Bad({"mask": bools()}, ValueError, r"mask must have at least the axis kv_len, got shape \(\)"),
 ]
-MASK_VALUES = {  # of masks that are no booleans: what the message tells to make of them, and what it does not
-    "a tokenizer's": (np.asarray([1, 1, 0, 1, 1, 0, 0]), "bool", "== 0"),
-    "ones and zeros of another dtype": (np.asarray([1, 0, 1, 1, 1, 0, 0], np.float32), "bool", "== 0"),
-    "ones": (floats(7), "bool", "== 0"),
-    "additive": (np.asarray([0, 0, -np.inf, 0, 0, 0, -np.inf], np.float32), "mask == 0", "bool"),
-    "additive, finite": (np.asarray([-1e4, 0, 0, 0, 0, 0, -1e4], np.float32), "mask == 0", "bool"),
-    "zeros, which may be either": (floats(7) * 0, "bool.*mask == 0", "slopes"),
-    "a bias": (
-        np.asarray([-6, -5, -4, -3, -2, -1, 0], np.float32),
-        "an ALiBi bias is left out, as attention adds it; numbers of packed sequences are segment_ids, those to add to "
-        "scores added_bias",
-        "use",
-    ),
-    "numbers of sequences": (np.asarray([0, 0, 1, 1, 2, 2, 2]), "are segment_ids", "use"),
-}
 BACKEND_ONLY = [
     Bad({"tolerance": -1e-3}, ValueError, "tolerance must not be negative"),
     Bad({"implementation": "fastest"}, ValueError, "implementation must be one of .*'dense', got 'fastest'"),
@@ -172,15 +156,6 @@ def test_attention_refuses(backend: Backend, bad: Bad) -> None:
 REFERENCES = [b for b in BACKENDS if b.values[0].implementation in (None, "dense")]
 
 
-@pytest.mark.parametrize("backend", [b for b in REFERENCES if b.values[0].framework is not DASK])
-@pytest.mark.parametrize("kind", MASK_VALUES)
-def test_a_mask_that_is_not_boolean_is_refused_with_the_remedy_for_its_values(backend: Backend, kind: str) -> None:
-    values, told, untold = MASK_VALUES[kind]
-    with pytest.raises(TypeError, match=f"mask must be boolean .* got .*; .*{told}") as refused:
-        call_attention(backend, {"mask": values})
-    assert untold not in str(refused.value).partition("; ")[2]
-
-
 @pytest.mark.parametrize("backend", REFERENCES)
 @pytest.mark.parametrize("is_additive", [False, True])
 def test_the_remedy_for_a_mask_makes_the_one_that_was_meant(backend: Backend, is_additive: bool) -> None:
@@ -194,13 +169,6 @@ def test_the_remedy_for_a_mask_makes_the_one_that_was_meant(backend: Backend, is
     mask = eval(told, {"mask": framework.placed(values), "xp": framework.xp, "mx": framework.xp})
     results = (call_attention(backend, {"mask": x}) for x in (mask, visible))
     np.testing.assert_array_equal(*map(framework.numpy, results))
-
-
-def test_the_values_of_a_traced_mask_are_not_guessed() -> None:
-    jax = pytest.importorskip("jax")
-    tensor, mask = jax.numpy.ones((1, 3, 2, 4)), jax.numpy.ones(2)
-    with pytest.raises(TypeError, match=r"if it is 1 .* use mask.astype\(bool\); if it is 0 .* use mask == 0"):
-        jax.jit(lambda mask: alibi_core.attention(tensor, tensor, tensor, mask=mask))(mask)
 
 
 MASK_AXES = [  # sizes of the scores, the mask's shape, what is told to use, and what if its axes are the aligned ones
