@@ -560,18 +560,18 @@ def long_decoding(trial: Trial) -> None:
 @law("decode_step", "continuations")
 def continuations(trial: Trial) -> None:
     """Two sequences may go on from one cache, as in a search of several beams."""
-    for lengths in ((1, 1), (3, 2), (30, 20)):
-        shared, own = lengths
-        first, second = (Sequence.of(trial, x) for x in continued(Case(at_length(SQUARE, sum(lengths))), shared))
-        step = trial.caller.decode_step
-        pieces = {name: first.case.arrays[name][:, :, :shared] for name in TENSORS}
-        _, cache = step(pieces, first.case.arrays["slopes"], None)
-        for sequence in (first, second, first):
-            rest = {name: sequence.case.arrays[name][:, :, shared:] for name in TENSORS}
-            output, _ = step(rest, sequence.case.arrays["slopes"], cache)
-            expected = sequence.part(shared, shared + own)
-            inputs = f"{sequence.case}, {own} tokens after {shared}, with a cache from which another sequence went on"
-            trial.compare("decode_step", inputs, output, expected, sequence.case, "continuations")
+    for ends in ((1, 2, 3), (3, 5, 6), (30, 31, 50)):  # of what is shared, and of two steps by turns
+        both = [Sequence.of(trial, x) for x in continued(Case(at_length(SQUARE, ends[-1])), ends[0])]
+        caches: list[Any] = [None, None]
+        for start, end in itertools.pairwise((0, *ends)):
+            for number, sequence in enumerate(both):
+                if start or number == 0:
+                    tensors = {name: sequence.case.arrays[name][:, :, start:end] for name in TENSORS}
+                    step = trial.caller.decode_step(tensors, sequence.case.arrays["slopes"], caches[number])
+                    output, caches[number] = step
+                    inputs = f"{sequence.case}, tokens {start} to {end - 1}; two sequences share the first {ends[0]}"
+                    trial.compare("decode_step", inputs, output, sequence.part(start, end), sequence.case)
+            caches = caches if start else [caches[0], caches[0]]
 
 
 def at_length(sizes: Sizes, length: int) -> Sizes:

@@ -36,6 +36,7 @@ def adapters() -> list[BackendAdapter]:
             dtype=dtype,
             length_first=True,
             cached=functools.partial(_decode_step, name),
+            continuations=True,
         )
         for name in names
         for dtype in DTYPES

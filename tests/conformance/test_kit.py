@@ -144,6 +144,23 @@ def test_what_decoding_offers_is_found_out_by_itself() -> None:
     assert check(only(decode_step=steps_of, attention=Right().attention), laws=["decoding"]).passed
 
 
+def test_a_cache_that_is_written_in_place_cannot_go_on_twice() -> None:
+    class InPlace(Mistaken):
+        def decode_step(self, query: Any, key: Any, value: Any, slopes: Any, cache: Any) -> Any:
+            start = 0 if cache is None else cache[2]
+            room = cache or [np.zeros((*x.shape[:2], 64, x.shape[3]), x.dtype) for x in (key, value)]
+            end = start + key.shape[2]
+            for held, new in zip(room, (key, value), strict=False):
+                held[:, :, start:end] = new
+            keys, values = (x[:, :, :end] for x in room[:2])
+            output = self.attention(query, keys, values, slopes, is_causal=True, q_offset=start)
+            return output, (*room[:2], end)
+
+    for adapter, expected in ((Mistaken(), "passed"), (InPlace(), "failed")):
+        report = check(adapter, laws=["decoding", "continuations"])
+        assert [law.status for law in report.laws] == ["passed", expected]
+
+
 @pytest.mark.parametrize("features", [None, frozenset(FEATURES)])
 def test_gradients_are_asked_for_as_an_adapter_takes_them(features: Any) -> None:
     asked = set()
