@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,76 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core.backend import dense_attention, explains_keywords, host_values, non_negative_number, one_of
-from alibi_torch._dispatch import IMPLEMENTATIONS, choose, memory, needs_gradients, no_autocast, resident
-from alibi_torch._tiled import KeyNorms, of_lengths, prepared, step, tiled_attention, with_masks
+from alibi_core.backend import checks, dense_attention, explains_keywords, host_values, non_negative_number, one_of
+from alibi_torch import _cpu
+from alibi_torch._cpu import KeyNorms
+from alibi_torch._dispatch import IMPLEMENTATIONS, choose, no_autocast
+from alibi_torch._internals import is_watched
 
 
-def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an attention function that checks a call of plain tensors once for its sizes, numbers and slopes."""
-    own = {"implementation", "max_key_norm"}  # of the function, not of the call
-    remembered = set(inspect.signature(function).parameters) - own
-
-    def masked(
-        query: Tensor, key: Tensor, value: Tensor, slopes: Any, options: dict[str, Any], masks: dict[str, Tensor]
-    ) -> Any:
-        known = memory.key_of(query, key, value, slopes, options, masks)
-        call = memory.recalled(known)
-        if call is None:
-            if known is None or not memory.is_worthwhile(query, key) or not remembered.issuperset(options):
-                return function(query, key, value, slopes, **options, **masks)
-            call = AttentionCall.check(query, key, value, slopes, xp=xp, **options, **masks)
-            # Not by with_masks, which would forget that queries and keys share their ids.
-            call = memory.keep(known, memory.own(replace(call, mask=None, q_segment_ids=None, kv_segment_ids=None)))
-        last, compute = call.worked_out.get(masked, (None, None))
-        # Layers ask for the same masks. Somebody may have written to them: what is in them is compared.
-        if last is None or not all(map(torch.equal, masks.values(), last.values())):
-            is_small = sum(map(torch.numel, masks.values())) <= memory.NUMBERS_OF_MASKS
-            last = memory.own_masks(masks) if is_small else masks
-            one = with_masks(call, last.get("mask"), last.get("segment_ids"))
-            if not is_small:
-                return in_general_of(one)(query, key, value)
-            compute = in_general_of(one)
-            if not needs_gradients(query, key, value):  # which may need no whole bias
-                compute = prepared(one, compute)
-            call.worked_out[masked] = last, compute
-        return compute(query, key, value)
-
-    def in_general_of(call: AttentionCall) -> Callable[..., Tensor]:
-        return functools.partial(run, call, implementation=None, norms=None, is_plain=True)
-
-    @functools.wraps(function)
-    def attend(query: Tensor, key: Tensor, value: Tensor, slopes: Any = None, *surplus: Any, **options: Any) -> Any:
-        if surplus:
-            return function(query, key, value, slopes, *surplus, **options)  # which refuses it
-        if options:
-            options = {name: x for name, x in options.items() if x is not None or name not in own}
-            masks = memory.masks_of(options)
-            if masks:
-                return masked(query, key, value, slopes, options, masks)
-        known = memory.key_of(query, key, value, slopes, options)
-        compute = memory.recalled(known)
-        if compute is None:
-            if known is None or not memory.is_worthwhile(query, key) or not remembered.issuperset(options):
-                return function(query, key, value, slopes, **options)
-            kind, lengths = memory.of_any_length(known, options), (query.shape[-2], key.shape[-2])
-            like = memory.recalled(kind)
-            if like is None:
-                call = memory.own(AttentionCall.check(query, key, value, slopes, xp=xp, **options))
-                if kind is not None and not call.is_empty:
-                    memory.keep(kind, call)
-            else:
-                most = step.most_keys(like, norms_are_known=False)
-                if 0 < lengths[1] <= most and not needs_gradients(query, key, value):
-                    return step.attend(like, query, key, value, None)  # texts grow: each step has another length
-                call = of_lengths(like, *lengths)
-            compute = memory.keep(known, prepared(call, in_general_of(call)))
-        return compute(query, key, value)
-
-    return attend
-
-
-@_remembering
 @explains_keywords
 def attention(
     query: Tensor,
@@ -164,11 +99,11 @@ def attention(
     """
     if implementation is not None:
         one_of("implementation", implementation, IMPLEMENTATIONS)
-    call = AttentionCall.check(
+    call = checked(
         query,
         key,
         value,
-        resident(slopes, query),
+        slopes,
         is_causal=is_causal,
         future_slopes=future_slopes,
         q_offset=q_offset,
@@ -181,10 +116,45 @@ def attention(
         dropout=dropout,
         return_weights=return_weights,
         allow_negative_slopes=allow_negative_slopes,
-        xp=xp,
     )
     norms = None if max_key_norm is None else norms_of(call, max_key_norm)
     return run(call, query, key, value, implementation, norms)
+
+
+NUMBERS = (bool, int, float, type(None))
+
+
+def checked(query: Tensor, key: Tensor, value: Tensor, slopes: int | Tensor | None, **arguments: Any) -> AttentionCall:
+    """Return ``AttentionCall.check`` of these arguments; what follows from sizes and numbers alone is checked once."""
+    tensors = query, key, value
+    arrays = tensors if slopes is None else (*tensors, slopes)
+    has_numbers = all(type(x) in NUMBERS for x in arguments.values())
+    if not has_numbers or is_watched(*arrays) or any(_is_special(x, query.device) for x in arrays):
+        return AttentionCall.check(*tensors, slopes, **arguments, xp=xp)
+    sizes = [(x.shape, x.dtype) for x in tensors]
+    call = _of_sizes(query.device, *sizes, *arguments, *arguments.values())
+    if slopes is None:
+        return call
+    checks.floating_array(xp, "slopes", slopes)
+    checks.slopes_shape("slopes", slopes, call.num_heads, call.batch)
+    is_negative = {"allow_negative": arguments.get("allow_negative_slopes", False)}
+    checks.slopes_values("slopes", slopes, working=call.working_dtype, **is_negative)
+    return replace(call, slopes=slopes.to(call.working_dtype))
+
+
+def _is_special(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.layout is not torch.strided or tensor.is_nested or tensor.device != device
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _of_sizes(device: torch.device, query: Any, key: Any, value: Any, *arguments: Any) -> AttentionCall:
+    """Return the checked call of tensors of these shapes and dtypes, and of arguments: their names, then values."""
+    names, values = arguments[: len(arguments) // 2], arguments[len(arguments) // 2 :]
+    with torch.inference_mode(False), torch.no_grad():  # a differentiated call may take the same slopes
+        tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in (query, key, value)]
+        call = AttentionCall.check(*tensors, **dict(zip(names, values, strict=True)), xp=xp)
+        heads = torch.empty((0, call.num_heads, 0, 1), dtype=call.dtype, device=device)
+        return replace(call, device=device, slopes=AttentionCall.check(heads, heads, heads, xp=xp).slopes)
 
 
 def run(
@@ -194,23 +164,15 @@ def run(
     value: Tensor,
     implementation: str | None,
     norms: KeyNorms | None,
-    *,
-    is_plain: bool = False,
 ) -> Tensor:
-    """Compute a checked call by the implementation named, or by the one that suits it.
-
-    ``is_plain`` says that nothing is to see operators, where that is known.
-    """
+    """Compute a checked call by the implementation named, or by the one that suits it."""
     if call.is_empty:  # nothing to compute, but the gradient's graph is to be whole
         return dense_attention(call, query, key, value)
-    if is_plain and implementation is None and call.dense_only is None:
-        implementation = "tiled"
-    else:
-        implementation = choose(call, query, key, value, implementation)
+    implementation = choose(call, query, key, value, implementation)
     # Autocast would round the bias to its own low precision. Whatever it had to cast, it has cast before.
     with no_autocast(query.device.type):
         if implementation == "tiled":
-            return tiled_attention(call, query, key, value, norms, is_plain=is_plain)
+            return _cpu.attention(call, query, key, value, norms)
         if implementation == "flex":
             from alibi_torch._flex import flex_attention
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from alibi_core import AttentionCall
 from alibi_core.backend import Explanation, check_keywords, entry_of, one_of, tolerance_of
 from alibi_torch._attention import attention, norms_of
+from alibi_torch._cpu import KeyNorms, needed_keys, rectangles
 from alibi_torch._dispatch import IMPLEMENTATIONS, choose, refusal
-from alibi_torch._tiled import KeyNorms, jobs, needed_keys, told_apart
 
 
 def explain(
@@ -80,30 +80,16 @@ def explain(
             norms = None if known is None else known.of_entries(one)
             ranges.append(needed_keys(entry, *(x[one] for x in tensors), tolerance, norms))
         if chosen == "tiled":
-            computed = _in_tiles(flat, *tensors, tolerance, known)
+            computed = sum(
+                (x.batch.stop - x.batch.start) * (x.heads.stop - x.heads.start) * x.tiles * x.rows * x.kv_len
+                for x in rectangles(flat, *tensors, known)
+            )
         elif chosen == "flex":
             computed = _in_blocks(replace(flat, tolerance=tolerance), *tensors, known)
         else:
             computed = math.prod(call.batch) * call.num_heads * call.q_len * call.kv_len
         largest = max(abs(x.item()) for x in torch.aminmax(value.detach()))
     return Explanation.of(chosen, refusals, tolerance, largest, computed, entries, ranges)
-
-
-def _in_tiles(call: AttentionCall, query: Tensor, key: Tensor, tolerance: float, norms: KeyNorms | None) -> int:
-    """Return how many scores ``tiled_attention`` computes."""
-    if norms is None:
-        parts = [part[:3] for part in told_apart(call, query, key, key)]
-        if parts:
-            return sum(_in_tiles(*part, tolerance, None) for part in parts)
-    if call.has_offset_array:
-        entries = [slice(index, index + 1) for index in range(call.batch[0])]
-        known = [None if norms is None else norms.of_entries(one) for one in entries]
-        calls = [entry_of(call, one.start) for one in entries]
-        each = zip(calls, entries, known, strict=True)
-        return sum(_in_tiles(some, query[one], key[one], tolerance, bounds) for some, one, bounds in each)
-    planned = list(jobs(call, query, key, tolerance, norms))
-    times = [(x.batch.stop - x.batch.start) * (x.heads.stop - x.heads.start) * x.tiles for x in planned]
-    return sum(n * x.rows * x.kv_len for n, x in zip(times, planned, strict=True))
 
 
 def _in_blocks(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> int:

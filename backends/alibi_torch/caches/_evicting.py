@@ -24,8 +24,8 @@ from alibi_core.backend import (
     positive_int,
 )
 from alibi_torch._attention import run
+from alibi_torch._cpu import SIZES, norm_bounds
 from alibi_torch._dispatch import IMPLEMENTATIONS
-from alibi_torch._tiled import SIZES, norm_bounds
 from alibi_torch.caches._kv_cache import KVCache, check_appended, guarded
 
 

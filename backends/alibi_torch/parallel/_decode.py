@@ -22,7 +22,8 @@ from alibi_core.backend import (
     tolerance_of,
 )
 from alibi_core.backend import slopes as canonical_slopes
-from alibi_torch._tiled import norm_bounds, tiled_attention_with_sums
+from alibi_torch._cpu import attention_with_sums as tiled_attention_with_sums
+from alibi_torch._cpu import norm_bounds
 from alibi_torch.caches import KVCache, check_appended
 from alibi_torch.parallel._group import agree, check_device, local_slopes, mark_of, place_of
 

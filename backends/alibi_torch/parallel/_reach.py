@@ -10,7 +10,7 @@ from torch import Tensor
 
 from alibi_core import AttentionCall
 from alibi_core.backend import HALO_SHARE, lower_bounds, score_rounding, tokens_beyond
-from alibi_torch._tiled import norm_bounds, tiling
+from alibi_torch._cpu import norm_bounds, tiling
 from alibi_torch.parallel._group import Place
 from alibi_torch.parallel._halo import Halo
 

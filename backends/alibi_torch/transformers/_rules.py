@@ -18,8 +18,9 @@ from alibi_core import AttentionCall
 from alibi_core import slopes as slopes_of
 from alibi_core.backend import named
 from alibi_torch._attention import run
+from alibi_torch._cpu import KeyNorms, tiling
+from alibi_torch._derivatives import pulled_back
 from alibi_torch._dispatch import needs_gradients
-from alibi_torch._tiled import KeyNorms, pulled_back, stays_low, step, tiling
 from alibi_torch.transformers import _facts
 
 CONTRACTS = ("model", "exact")
@@ -298,7 +299,7 @@ def _with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: f
         if needs_gradients(query, key, value) or not torch.backends.cuda.math_sdp_enabled():  # that of the CPU as well
             rows, key, value = (x.to(bias.dtype) for x in (rows, key, value))
             result = torch.add(bias, rows @ key.mT, alpha=scale).softmax(dim=-1) @ value
-        elif query.dtype.itemsize < 4 and query.shape[2] <= FEW and not stays_low(query.dtype, query.shape[2]):
+        elif query.dtype.itemsize < 4 and query.shape[2] <= FEW:
             result = _of_cast_keys(rows, key, value, bias, scale)
         else:
             result = F.scaled_dot_product_attention(rows, key, value, bias, scale=scale)
@@ -308,7 +309,8 @@ def _with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: f
 def _of_cast_keys(rows: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
     """Return the same for a few rows, whose keys are read faster when they are cast, some heads at a time."""
     parts = []
-    for heads in step.cast_together(key):
+    count = max(1, 2**18 // (key.shape[0] * key.shape[2] * key.shape[3]))  # small enough for the CPU's cache
+    for heads in (slice(first, first + count) for first in range(0, key.shape[1], count)):
         tensors = (x[:, heads].to(bias.dtype) for x in (rows, key, value))
         part = F.scaled_dot_product_attention(*tensors, bias[:, heads], scale=scale)
         parts.append(part.to(rows.dtype))
@@ -364,4 +366,4 @@ def is_short(query: Tensor, key: Tensor, kv_len: int) -> bool:
         if kv_len > PROMPT or needs_gradients(query, key):
             return False
     scores, numbers = num_heads * q_len * kv_len * max(1, batch // 4), key.shape[1] * kv_len * head_dim
-    return scores <= SCORES * tiling().short and numbers <= NUMBERS * tiling().short
+    return scores <= SCORES * tiling().short // 2 and numbers <= NUMBERS * tiling().short // 2

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
-from alibi_torch._tiled import SIZES, KeyNorms, norm_bounds
+from alibi_torch._cpu import SIZES, KeyNorms, norm_bounds
+from alibi_torch._internals import in_transform
 from alibi_torch.caches import BLOCK
 from alibi_torch.transformers._rules import Rules, is_short
 
@@ -125,7 +126,7 @@ class GrowingLayer(DynamicLayer):
         """Append keys and values, and return those of all tokens."""
         wants_gradients = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         # What compiles or transforms functions cannot look where memory lies.
-        is_traced = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+        is_traced = torch.compiler.is_compiling() or in_transform()
         if wants_gradients or is_traced or not self.is_initialized or self.keys.nbytes < self.copied:
             self.alibi_room = None
             return super().update(key_states, value_states, *args, **kwargs)
