@@ -482,7 +482,7 @@ def test_horizons_save_work(backend: Backend) -> None:
             pairs[job.heads] += job.tiles * job.rows * job.kv_len
     triangle = length * (length + 1) // 2
     assert (by_head[0.3] <= by_head[2.0**-24]).all()
-    assert (by_head[2.0**-24] <= by_head[0.0]).all()
+    assert (by_head[2.0**-24] <= 1.02 * by_head[0.0]).all()  # blocks of another size, where nothing is measured
     assert (by_head[0.0] >= triangle).all()
     steepest, steep, _, flat = by_head[2.0**-24]
     # A score exceeds another by 2 * scale * |query| * |key|, 12 or so, and the logarithm of 2**-24 is -17.

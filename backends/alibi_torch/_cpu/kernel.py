@@ -179,7 +179,8 @@ def _with_slopes(
     """
     lowest = job.back + call.q_offset  # the place of the first query, counted from the first key
     places = torch.arange(job.kv_len, device=call.device)
-    q_places = torch.arange(job.rows, device=call.device) + lowest
+    # Counted from a place among the keys: where all are far, the constant that a row loses is not noticed by softmax.
+    q_places = (torch.arange(job.rows, device=call.device) + lowest).clamp(0, job.kv_len - 1)
     if has_large_scores:  # whose weights are to be seen together
         weights, by_score = tile.score_gradients()
         distance = (q_places[:, None] - places).double()
@@ -191,7 +192,6 @@ def _with_slopes(
     totals = [wide.query.new_zeros(wide.query.shape[:-1], dtype=torch.float64) for _ in range(2)]
     edges = min(max(lowest + job.rows, 0), job.kv_len), min(max(lowest, 0), job.kv_len)
     spans = slice(0, edges[0] if len(biases) > 1 else job.kv_len), slice(edges[1], job.kv_len)  # past, future
-    has_both = len(biases) > 1 and all(x.start < x.stop for x in spans)
     for (bias, sign), some, total in zip(biases, spans, totals, strict=False):
         if some.start == some.stop:
             continue
@@ -205,9 +205,7 @@ def _with_slopes(
         by_query += found[0][..., :-2]
         by_key[:, :, some] += found[1][..., :-2]
         by_value[:, :, some] += found[2][..., :-2]
-        total -= sign * found[0][..., -2]
-        if has_both:  # else the sum of the gradients by scores is 0
-            total += sign * (q_places - middle) * found[0][..., -1].double()
+        total += sign * ((q_places - middle) * found[0][..., -1].double() - found[0][..., -2])
     return (by_query * tile.scale, by_key, by_value), [_by_head(job, x) for x in totals]
 
 

@@ -30,10 +30,11 @@ def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, no
     if flat is not call:
         tensors = (x.reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key, value))
         return attention(flat, *tensors, norms).reshape(query.shape)
-    is_recorded = needs_gradients(query, key, value, call.slopes, call.future_slopes) or in_transform()
+    is_transformed = not torch.compiler.is_compiling() and in_transform()
     # Without gradients there is no use for more digits than those of the dtype; a trace is to serve either.
-    is_exact = is_recorded or torch.jit.is_tracing()
-    attend = _Attention.apply if is_recorded else _attend
+    is_exact = is_transformed or torch.jit.is_tracing()
+    is_exact = is_exact or needs_gradients(query, key, value, call.slopes, call.future_slopes)
+    attend = _Attention.apply if is_transformed else _attend
     return attend(query, key, value, *Packed.of(call, norms), is_exact)[0].to(call.dtype)
 
 
@@ -217,7 +218,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 class _Attention(torch.autograd.Function):
-    """The operator with its gradients."""
+    """The operator with its gradients, for torch.func, which refuses those that are registered for an operator."""
 
     generate_vmap_rule = True  # from those of the operators
 
@@ -263,15 +264,16 @@ class _Gradients(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         grad, query, key, value, *tensors = ctx.saved_tensors
         call, _ = Packed(*tensors, *ctx.numbers).unpacked(query, key)
-        rates = [x for x in tensors[:2] if x is not None] if ctx.by_slopes else []
+        rates = [x for x in tensors[:2] if x is not None]
+        count = 3 + (len(rates) if ctx.by_slopes else 0)  # of the inputs, that gradients were asked for
 
         def gradients(grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-            return pulled_back(lambda *x: dense_reference(call, *x), inputs, grad)
+            return pulled_back(lambda *x: dense_reference(call, *x, *inputs[count:]), inputs[:count], grad)
 
         with no_autocast("cpu"):
-            primals = grad, query, key, value, *rates
-            found = pulled_back(gradients, primals, tuple(cotangents[: 3 + len(rates)]))
+            found = pulled_back(gradients, (grad, query, key, value, *rates), tuple(cotangents[:count]))
         return *found[:4], None, None, *found[4:], *(None,) * (len(ctx.needs_input_grad) - 2 - len(found))
 
 
+torch.library.register_autograd("alibi::attention", _Attention.backward, setup_context=_Attention.setup_context)
 vmap.register(_attend, _attend_backward)

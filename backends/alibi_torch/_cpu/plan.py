@@ -41,7 +41,7 @@ SIZES = TileSizes(rows=(64, 256), bias_elements=2**22, call_scores=15_000, few=1
 BLOCK_ROWS = 192  # queries in a block of a short call: more compute hidden scores, fewer take more kernel calls
 LEAST_MEASURED = 256  # keys; of fewer, biases hardly fall so far that weights are denormal numbers
 LONG = 2**21  # numbers in the keys of a few queries; of fewer, all are read
-LEAST_SPLIT = 64  # tokens in a row; of fewer, a mask costs less than calls of their own
+LEAST_SPLIT = 128  # tokens in a row; of fewer, a mask costs less than calls of their own
 LEAST_MEAN_LENGTH = 16  # tokens; of shorter packed sequences, likewise
 
 
