@@ -22,7 +22,6 @@ from alibi_core._arrays import one_of as one_of
 from alibi_core._arrays import positive_int as positive_int
 from alibi_core._arrays import positive_number as positive_number
 from alibi_core._bias import key_bias as key_bias
-from alibi_core._bias import linear_bias as linear_bias
 from alibi_core._bias import named as named
 from alibi_core._bias import slope_values as slope_values
 from alibi_core._bias import slopes as slopes

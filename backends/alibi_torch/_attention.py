@@ -13,6 +13,7 @@ from torch import Tensor
 
 from alibi_core import AttentionCall
 from alibi_core.backend import checks, dense_attention, explains_keywords, host_values, non_negative_number, one_of
+from alibi_core.backend import slopes as canonical
 from alibi_torch import _cpu
 from alibi_torch._cpu import KeyNorms
 from alibi_torch._dispatch import IMPLEMENTATIONS, choose, no_autocast
@@ -124,22 +125,38 @@ def attention(
 NUMBERS = (bool, int, float, type(None))
 
 
-def checked(query: Tensor, key: Tensor, value: Tensor, slopes: int | Tensor | None, **arguments: Any) -> AttentionCall:
-    """Return ``AttentionCall.check`` of these arguments; what follows from sizes and numbers alone is checked once."""
+def checked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: int | Tensor | None,
+    *,
+    used: int | None = None,
+    **arguments: Any,
+) -> AttentionCall:
+    """Return ``AttentionCall.check`` of these arguments; what follows from sizes and numbers alone is checked once.
+
+    Of the keys the first ``used`` count, if that is given, the last of which is at the last query's position.
+    """
     tensors = query, key, value
     arrays = tensors if slopes is None else (*tensors, slopes)
-    has_numbers = all(type(x) in NUMBERS for x in arguments.values())
-    if not has_numbers or is_watched(*arrays) or any(_is_special(x, query.device) for x in arrays):
-        return AttentionCall.check(*tensors, slopes, **arguments, xp=xp)
-    sizes = [(x.shape, x.dtype) for x in tensors]
-    call = _of_sizes(query.device, *sizes, *arguments, *arguments.values())
-    if slopes is None:
-        return call
-    checks.floating_array(xp, "slopes", slopes)
-    checks.slopes_shape("slopes", slopes, call.num_heads, call.batch)
-    is_negative = {"allow_negative": arguments.get("allow_negative_slopes", False)}
-    checks.slopes_values("slopes", slopes, working=call.working_dtype, **is_negative)
-    return replace(call, slopes=slopes.to(call.working_dtype))
+    is_plain = all(type(x) in NUMBERS for x in arguments.values()) and not is_watched(*arrays)
+    is_plain = is_plain and not any(_is_special(x, query.device) for x in arrays)
+    if slopes is not None:
+        is_plain = is_plain and slopes.is_floating_point() and query.ndim > 2 and slopes.shape == query.shape[-3:-2]
+    if not is_plain:
+        key, value = (x if used is None else x[:, :, :used] for x in (key, value))
+        return AttentionCall.check(query, key, value, slopes, **arguments, xp=xp)
+    names = tuple(arguments)
+    sizes = query.shape, query.dtype, key.shape, key.dtype, value.shape, value.dtype
+    call = _of_sizes(query.device, names, *sizes, *arguments.values())
+    changed: dict[str, Any] = {} if used is None else {"kv_len": used, "q_offset": used - call.q_len}
+    if slopes is not None:
+        if slopes.requires_grad or not slopes.is_cpu or not all(0 <= x <= 1 for x in slopes.flatten().tolist()):
+            may_be_negative = arguments.get("allow_negative_slopes", False)
+            checks.slopes_values("slopes", slopes, working=call.working_dtype, allow_negative=may_be_negative)
+        changed["slopes"] = slopes.to(call.working_dtype)
+    return replace(call, **changed) if changed else call
 
 
 def _is_special(tensor: Tensor, device: torch.device) -> bool:
@@ -147,14 +164,14 @@ def _is_special(tensor: Tensor, device: torch.device) -> bool:
 
 
 @functools.lru_cache(maxsize=256, typed=True)
-def _of_sizes(device: torch.device, query: Any, key: Any, value: Any, *arguments: Any) -> AttentionCall:
-    """Return the checked call of tensors of these shapes and dtypes, and of arguments: their names, then values."""
-    names, values = arguments[: len(arguments) // 2], arguments[len(arguments) // 2 :]
+def _of_sizes(device: torch.device, names: tuple[str, ...], *sizes: Any) -> AttentionCall:
+    """Return the checked call of tensors of these shapes and dtypes, and of further arguments of these names."""
+    rules = dict(zip(names, sizes[6:], strict=True))
     with torch.inference_mode(False), torch.no_grad():  # a differentiated call may take the same slopes
-        tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in (query, key, value)]
-        call = AttentionCall.check(*tensors, **dict(zip(names, values, strict=True)), xp=xp)
-        heads = torch.empty((0, call.num_heads, 0, 1), dtype=call.dtype, device=device)
-        return replace(call, device=device, slopes=AttentionCall.check(heads, heads, heads, xp=xp).slopes)
+        tensors = [torch.empty(sizes[i], dtype=sizes[i + 1], device="meta") for i in (0, 2, 4)]
+        call = AttentionCall.check(*tensors, **rules, xp=xp)
+        slopes = canonical(call.num_heads, xp=xp, dtype=call.working_dtype, device=device)
+        return replace(call, device=device, slopes=slopes)
 
 
 def run(

@@ -71,6 +71,7 @@ def explain(
 
         tolerance = 0.0 if are_few(call) else tolerance
     flat = call.with_one_batch_axis()
+    flat = replace(flat, tolerance=tolerance)
     entries = [entry_of(flat, index) for index in range(flat.batch[0])]
     with torch.no_grad():
         tensors = [x.detach().reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key)]
@@ -78,14 +79,14 @@ def explain(
         for index, entry in enumerate(entries):
             one = slice(index, index + 1)
             norms = None if known is None else known.of_entries(one)
-            ranges.append(needed_keys(entry, *(x[one] for x in tensors), tolerance, norms))
+            ranges.append(needed_keys(entry, *(x[one] for x in tensors), norms))
         if chosen == "tiled":
             computed = sum(
                 (x.batch.stop - x.batch.start) * (x.heads.stop - x.heads.start) * x.tiles * x.rows * x.kv_len
                 for x in rectangles(flat, *tensors, known)
             )
         elif chosen == "flex":
-            computed = _in_blocks(replace(flat, tolerance=tolerance), *tensors, known)
+            computed = _in_blocks(flat, *tensors, known)
         else:
             computed = math.prod(call.batch) * call.num_heads * call.q_len * call.kv_len
         largest = max(abs(x.item()) for x in torch.aminmax(value.detach()))

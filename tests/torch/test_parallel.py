@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import parallelize_module  # noqa: E402
 
 from alibi_core import AttentionCall, Shards, shard_plan  # noqa: E402
 from alibi_torch import AlibiAttention, attention, parallel  # noqa: E402
-from alibi_torch._tiled import tiled_attention_with_sums  # noqa: E402
+from alibi_torch._cpu import attention_with_sums  # noqa: E402
 from alibi_torch.nn._checkpoint import FalconAttention  # noqa: E402
 from alibi_torch.parallel._decode import _dense_part  # noqa: E402
 from tests.support.full import in_full  # noqa: E402
@@ -230,7 +230,7 @@ def test_caches_refuse_what_does_not_fit() -> None:
 def test_a_part_is_the_same_where_there_are_no_tiles(q_offset: int, window_size: int | None) -> None:
     tensors = _tensors()
     call = AttentionCall.check(*tensors, q_offset=q_offset, window_size=window_size, tolerance=0.0, xp=xp)
-    for found, expected in zip(_dense_part(call, *tensors), tiled_attention_with_sums(call, *tensors), strict=True):
+    for found, expected in zip(_dense_part(call, *tensors), attention_with_sums(call, *tensors), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=2.0**-19)
 
 

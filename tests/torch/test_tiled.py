@@ -24,7 +24,6 @@ from alibi_core._horizon.nearest import nearest_keys  # noqa: E402
 from alibi_core.conformance._cases.case import LONGER, Case, Sizes, cases  # noqa: E402
 from alibi_core.conformance._cases.data import DATA  # noqa: E402
 from alibi_torch import _cpu as configuration  # noqa: E402
-
 from benchmarks.harness import peak_growth  # noqa: E402
 from tests.support.frameworks import TORCH, Backend  # noqa: E402
 from tests.support.full import first_of  # noqa: E402

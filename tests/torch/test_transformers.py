@@ -41,7 +41,7 @@ from transformers import (
 from transformers.models.bloom.modeling_bloom import BloomAttention
 
 from alibi_core._horizon.tiling import tiled_as
-from alibi_torch._tiled import step, tiling
+from alibi_torch._cpu import tiling
 from alibi_torch.transformers import AlibiCache, accelerate, paths, restore, with_alibi
 from alibi_torch.transformers._cache_layers import GrowingLayer
 from alibi_torch.transformers._modules import attention_modules
@@ -158,7 +158,6 @@ def test_low_precision_is_as_near_to_the_models_numbers_as_the_model(
 def test_steps_in_low_precision_are_as_near_as_the_model_to_its_numbers(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step, "CAST", 2**12)  # so that a head or two are cast at a time
     model, tokens = model_of(name).to(dtype), tokens_of(2, 330)
 
     def steps(model: Any) -> torch.Tensor:

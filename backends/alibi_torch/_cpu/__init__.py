@@ -13,3 +13,4 @@ from alibi_torch._cpu.plan import needed_keys as needed_keys
 from alibi_torch._cpu.plan import norm_bounds as norm_bounds
 from alibi_torch._cpu.plan import tiling as tiling
 from alibi_torch._cpu.plan import uses_norms as uses_norms
+from alibi_torch._cpu.step import NEAR as NEAR

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core.backend import Job, linear_bias
+from alibi_core.backend import Job
+
+DENSE = 256  # keys; of so few, queries and results together are larger than a bias in their order
 
 
 class Bias(NamedTuple):
@@ -74,7 +75,10 @@ class DistanceRow:
             row = self.values[job.batch if len(self.values) > 1 else slice(None), job.heads]
             row = row[..., first : first + job.kv_len + job.rows - 1]
             # Each row of the view begins one key after the row above: [batch or 1, heads, rows, kv_len].
-            return Bias(row.unfold(-1, job.kv_len, 1), is_reversed=job.rows > 1)
+            view = row.unfold(-1, job.kv_len, 1)
+            if 1 < job.rows <= job.kv_len <= DENSE:
+                return Bias(view.flip(2))
+            return Bias(view, is_reversed=job.rows > 1)
         part = call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
         if call.window_size is None and back >= job.kv_len - 1:
             # Queries behind all keys: softmax does not notice that all distances are larger than from the last key.
@@ -99,11 +103,16 @@ def distance_row(call: AttentionCall, back: int, ahead: int) -> Tensor:
 
     ``[batch or 1, num_heads, back + ahead]``, in memory of its own.
     """
-    relative = torch.arange(-back, ahead, device=call.device)[None]
-    rates = call.slopes, call.future_slopes
-    row = linear_bias(xp, *rates, relative, None, is_causal=call.is_causal)[..., 0, :]
+    relative = torch.arange(-back, ahead, device=call.device)  # integers, which the product rounds to its dtype once
     if call.is_causal:
-        row[..., back + 1 :] = -math.inf
+        row = call.slopes[..., None] * relative
+        if ahead > 1:
+            row[..., back + 1 :] = -math.inf
+    else:
+        away = -relative.abs()
+        row = call.slopes[..., None] * away
+        if call.future_slopes is not None:
+            row[..., back:] = call.future_slopes[..., None] * away[back:]
     if call.window_size is not None:
         row[..., : max(0, back - call.window_size)] = -math.inf
         row[..., back + call.window_size + 1 :] = -math.inf

@@ -33,26 +33,38 @@ def forward(
     value: Tensor,
     jobs: Sequence[Job],
     cutoff: Tensor | None,
-    result: Tensor,
-    logsumexp: Tensor,
-) -> None:
-    """Compute the rectangles that make up a part of a call, into its result and the log-sum-exp of each query.
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Compute the rectangles that make up a part of a call: its result, in ``dtype``, and the log-sum-exp of queries.
 
     That is ``[batch, num_heads, q_len]``, infinite for a query that sees nothing.
     """
     row = DistanceRow.of(call, jobs, cutoff)
+    if len(jobs) == 1 and jobs[0].tiles == 1:
+        return _attend(call, jobs[0], row.bias_of(jobs[0]), query, key, value)
+    result = torch.empty_like(query, dtype=dtype)
+    logsumexp = query.new_empty(query.shape[:-1], dtype=call.working_dtype)
     for job in jobs:
         bias = row.bias_of(job)
         for part in _parts(job, 3 * job.rows * call.head_dim):  # queries, results, and both in the order of the bias
-            # In low precision the kernel would round the weights to it: a rectangle at a time is cast.
-            tensors = bias.in_order(_queries_of(query, part).to(call.working_dtype)), *_keys_of(call, part, key, value)
-            out, lse = fused_forward(*tensors, bias.values, call.scale)
-            out, lse = bias.in_order(out), bias.in_order(lse)
-            if bias.attends is not None:
-                out = torch.where(bias.attends, out, 0.0)
-                lse = torch.where(bias.attends[..., 0], lse, math.inf)
-            _queries_of(result, part).copy_(out[..., : result.shape[-1]])
+            out, lse = _attend(call, part, bias, _queries_of(query, part), key, value)
+            _queries_of(result, part).copy_(out)
             _queries_of(logsumexp, part).copy_(lse)
+    return result, logsumexp
+
+
+def _attend(
+    call: AttentionCall, job: Job, bias: Bias, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what one call of the kernel makes of a job's queries and of its part of the keys."""
+    # In low precision the kernel would round the weights to it: a rectangle at a time is cast.
+    query = bias.in_order(query.to(call.working_dtype))
+    out, lse = fused_forward(query, *_keys_of(call, job, key, value), bias.values, call.scale)
+    out, lse = bias.in_order(out), bias.in_order(lse)
+    if bias.attends is not None:
+        out = torch.where(bias.attends, out, 0.0)
+        lse = torch.where(bias.attends[..., 0], lse, math.inf)
+    return out, lse
 
 
 class Saved(NamedTuple):
@@ -80,9 +92,10 @@ def backward(call: AttentionCall, saved: Saved, jobs: Sequence[Job], cutoff: Ten
     query, key, value, grad, result, logsumexp = saved
     dtype, head_dim = call.working_dtype, totals.query.shape[-1]
     centre, shift = _common_part(call, query, key)
-    size = torch.where(logsumexp == math.inf, 0.0, logsumexp).abs()
-    size = size if shift is None else torch.maximum(size, shift.abs())
-    is_large = ~(size <= LARGE_SCORES[dtype])
+    is_small = (logsumexp.abs() <= LARGE_SCORES[dtype]) | (logsumexp == math.inf)
+    if shift is not None:
+        is_small &= shift.abs() <= LARGE_SCORES[dtype]
+    are_small = bool(is_small.all())
     row = DistanceRow.of(call, jobs, cutoff)
     sides = [] if totals.slopes is None else row.sides()
     for job in jobs:
@@ -95,7 +108,7 @@ def backward(call: AttentionCall, saved: Saved, jobs: Sequence[Job], cutoff: Ten
                 keys, lse = keys - common, lse - _queries_of(shift, part)
             of_queries = (_queries_of(x, part).to(dtype) for x in (grad, query, result))
             tile = Tile(*of_queries, lse, keys, values, bias, call.scale)
-            has_large_scores = bool(_queries_of(is_large, part).any())
+            has_large_scores = not (are_small or _queries_of(is_small, part).all())
             if totals.slopes is not None:
                 found, by_distance = _with_slopes(call, part, tile, biases, has_large_scores)
                 totals.slopes[:, part.batch, part.heads] -= torch.stack(by_distance)

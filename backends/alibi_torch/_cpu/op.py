@@ -17,7 +17,7 @@ from alibi_torch._cpu import kernel, step, vmap
 from alibi_torch._cpu.plan import Part, jobs, limits_of, split
 from alibi_torch._derivatives import dense_reference, pulled_back
 from alibi_torch._dispatch import needs_gradients, no_autocast
-from alibi_torch._internals import in_transform
+from alibi_torch._internals import in_transform, is_watched
 
 
 def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None = None) -> Tensor:
@@ -30,11 +30,14 @@ def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, no
     if flat is not call:
         tensors = (x.reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key, value))
         return attention(flat, *tensors, norms).reshape(query.shape)
-    is_transformed = not torch.compiler.is_compiling() and in_transform()
+    is_recorded = needs_gradients(query, key, value, call.slopes, call.future_slopes)
+    if not (is_recorded or is_watched(query, key, value)):  # an operator's dispatch takes longer than a short call
+        return _compute(call, query, key, value, norms, call.dtype)[0]
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    is_recorded = is_recorded or (not is_traced and in_transform())
+    attend = _Attention.apply if is_recorded and not is_traced else _attend
     # Without gradients there is no use for more digits than those of the dtype; a trace is to serve either.
-    is_exact = is_transformed or torch.jit.is_tracing()
-    is_exact = is_exact or needs_gradients(query, key, value, call.slopes, call.future_slopes)
-    attend = _Attention.apply if is_transformed else _attend
+    is_exact = is_recorded or torch.jit.is_tracing()
     return attend(query, key, value, *Packed.of(call, norms), is_exact)[0].to(call.dtype)
 
 
@@ -103,6 +106,30 @@ def _planned(part: Part, query: Tensor, key: Tensor) -> tuple[list[Job], Tensor 
     return jobs(part.call, query, key, part.norms, limits), None if limits is None else limits.cutoff
 
 
+def _compute(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the result, in ``dtype``, and the log-sum-exp of each query."""
+    query, key, value = _dense(query, key, value)
+    found = []
+    for part in split(call, norms):
+        tensors = *part.of_queries(query), *part.of_keys(key, value)
+        planned, cutoff = _planned(part, *tensors[:2])
+        if step.is_step(part.call):
+            results = step.forward(part.call, *tensors, planned)
+        else:
+            results = kernel.forward(*_with_key_bias(part.call, *tensors), planned, cutoff, dtype)
+        if not part.is_cut:
+            return results[0][..., : call.head_dim].to(dtype), results[1]
+        found.append((part, results))
+    result = torch.zeros_like(query, dtype=dtype)
+    logsumexp = query.new_full(query.shape[:-1], math.inf, dtype=call.working_dtype)
+    for part, results in found:
+        for total, own in zip(part.of_queries(result, logsumexp), results, strict=True):
+            total.copy_(own[..., : total.shape[-1]])
+    return result, logsumexp
+
+
 def _with_key_bias(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[AttentionCall, Tensor, Tensor, Tensor]:
@@ -155,18 +182,9 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
     ``is_exact`` asks for it in the working dtype, as the log-sum-exp is.
     """
     call, norms = Packed(*rest[:-1]).unpacked(query, key)
-    result = torch.zeros_like(query, dtype=call.working_dtype if rest[-1] else call.dtype)
-    logsumexp = query.new_full(query.shape[:-1], math.inf, dtype=call.working_dtype)
-    query, key, value = _dense(query, key, value)
-    for part in split(call, norms):
-        tensors = *part.of_queries(query), *part.of_keys(key, value)
-        planned, cutoff = _planned(part, *tensors[:2])
-        results = part.of_queries(result, logsumexp)
-        if step.is_step(part.call):
-            step.forward(part.call, *tensors, planned, *results)
-        else:
-            kernel.forward(*_with_key_bias(part.call, *tensors), planned, cutoff, *results)
-    return result, logsumexp
+    result, logsumexp = _compute(call, query, key, value, norms, call.working_dtype if rest[-1] else call.dtype)
+    like = torch.empty_like(query, dtype=result.dtype)  # of strides that compilers have been told
+    return result if result.stride() == like.stride() else like.copy_(result), logsumexp.contiguous()
 
 
 @torch.library.register_fake("alibi::attention")
@@ -197,13 +215,16 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
             by_slope = sums[:, part.batch] if by_slopes else None
             totals = kernel.Totals(*part.of_queries(by_query), *part.of_keys(by_key, by_value), by_slope)
             kernel.backward(own, known, planned, cutoff, totals)
-    past, future = sums
-    if call.future_slopes is None and not call.is_causal:
-        past = past + future
-    by_rates = [
-        (x.sum(dim=0) if of.ndim == 1 else x.sum_to_size(of.shape)).to(of.dtype, copy=True)
-        for x, of in ((past, call.slopes), (future, like))
-    ]
+    if not by_slopes:
+        by_rates = [torch.zeros_like(call.slopes), torch.zeros_like(like)]
+    else:
+        past, future = sums
+        if call.future_slopes is None and not call.is_causal:
+            past = past + future
+        by_rates = [
+            (x.sum(dim=0) if of.ndim == 1 else x.sum_to_size(of.shape)).to(of.dtype, copy=True)
+            for x, of in ((past, call.slopes), (future, like))
+        ]
     return by_query, by_key.to(call.dtype), by_value.to(call.dtype), *by_rates
 
 

@@ -88,13 +88,18 @@ class Part:
     batch: slice
     queries: slice
     keys: slice
+    is_cut: bool = True  # whether it is less than the call
 
-    def of_queries(self, *tensors: Tensor) -> list[Tensor]:
+    def of_queries(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Return the part of tensors ``[batch, num_heads, q_len, ...]``, views."""
+        if not self.is_cut:
+            return tensors
         return [x[self.batch, :, self.queries] for x in tensors]
 
-    def of_keys(self, *tensors: Tensor) -> list[Tensor]:
+    def of_keys(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Return the part of tensors ``[batch, num_kv_heads, kv_len, head_dim]``, views."""
+        if not self.is_cut:
+            return tensors
         return [x[self.batch, :, self.keys] for x in tensors]
 
 
@@ -113,7 +118,7 @@ def split(call: AttentionCall, norms: KeyNorms | None) -> list[Part]:
     if norms is None and call.q_len == call.kv_len >= LEAST_SPLIT and call.q_offset == 0:
         spans = _packed_spans(call) if call.mask is None else _padded_spans(call)
     if spans is None:
-        return [Part(call, norms, batch, queries, keys)]
+        return [Part(call, norms, batch, queries, keys, is_cut=False)]
     plain, heads = replace(call, mask=None, q_segment_ids=None, kv_segment_ids=None), slice(0, call.num_heads)
     return [Part(plain.tile(batch=b, heads=heads, queries=q, keys=k), None, b, q, k) for b, q, k in spans]
 

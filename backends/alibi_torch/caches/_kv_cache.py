@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import array_api_compat.torch as xp
@@ -25,7 +24,7 @@ from alibi_core.backend import (
     positive_int,
 )
 from alibi_torch._attention import checked, run
-from alibi_torch._cpu import KeyNorms, norm_bounds, uses_norms
+from alibi_torch._cpu import NEAR, KeyNorms, norm_bounds, uses_norms
 from alibi_torch._dispatch import IMPLEMENTATIONS
 from alibi_torch._internals import in_transform
 
@@ -79,6 +78,12 @@ class KVCache:
     def max_length(self) -> int:
         """Capacity, in tokens."""
         return self.key.shape[2]
+
+    def _norms(self, near: int) -> KeyNorms:
+        """Return bounds of the norms of all tokens held but perhaps the last ``near``."""
+        if self.length - self._measured > near:
+            _ = self.key_norms
+        return KeyNorms(self._norms_by_block[:, :, : max(1, -(-self._measured // BLOCK))], BLOCK)
 
     @property
     def key_norms(self) -> Tensor:
@@ -211,16 +216,15 @@ class KVCache:
             check_span(self.length, self.length - int(offsets.min()))
             rules["q_offset"] = torch.from_numpy(offsets).to(self.key.device)
         key, value = self._held_tensors()
-        if mask is None and segment_ids is None and "q_offset" not in rules:
-            # Of all places, for steps differ in nothing but how many of them are in use.
-            call = checked(query, self.key, self.value, slopes, **rules)
-            check_span(self.length, query.shape[2])
-            call = replace(call, kv_len=self.length, q_offset=self.length - query.shape[2])
-        else:
+        if "q_offset" in rules:
             call = checked(query, key, value, slopes, **rules)
-            if not call.has_offset_array:
-                check_span(self.length, query.shape[2])
-        norms = KeyNorms(self.key_norms[:, :, : -(-self.length // BLOCK)], BLOCK) if uses_norms(call) else None
+        else:
+            check_span(self.length, query.shape[2] if query.ndim == 4 else self.length)
+            if mask is None and segment_ids is None:
+                call = checked(query, self.key, self.value, slopes, used=self.length, **rules)
+            else:
+                call = checked(query, key, value, slopes, **rules)
+        norms = self._norms(NEAR if call.q_len == 1 else 0) if uses_norms(call) else None
         return guarded(run(call, query, key, value, implementation, norms), [self.key])
 
     def truncate(self, length: int | Tensor) -> None:
