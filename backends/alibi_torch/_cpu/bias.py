@@ -109,10 +109,10 @@ def distance_row(call: AttentionCall, back: int, ahead: int) -> Tensor:
         if ahead > 1:
             row[..., back + 1 :] = -math.inf
     else:
-        away = -relative.abs()
-        row = call.slopes[..., None] * away
+        rates = call.slopes[..., None]
         if call.future_slopes is not None:
-            row[..., back:] = call.future_slopes[..., None] * away[back:]
+            rates = torch.where(relative > 0, call.future_slopes[..., None], rates)
+        row = rates * -relative.abs()
     if call.window_size is not None:
         row[..., : max(0, back - call.window_size)] = -math.inf
         row[..., back + call.window_size + 1 :] = -math.inf

@@ -215,9 +215,7 @@ class Limits:
         """Return the limits where scores exceed what bounds a row from below by no more than ``excess``, by head."""
         share = min(tolerance_of(call), LARGEST_TOLERANCE) / (1 if call.is_causal else 2)
         excess = np.where(excess < math.inf, excess, math.inf)  # of NaN, too
-        # Where its own key is hidden from a query, keys are as far from the nearest one that is not.
-        tokens = np.full(call.num_heads, 0.0 if call.sees_own_key else math.inf)
-        cutoff = np.zeros(call.num_heads)
+        tokens, cutoff = np.zeros(call.num_heads), np.zeros(call.num_heads)
         for rates in (call.slopes, None if call.is_causal else call.future_slopes):
             if rates is not None:
                 slopes = rates.detach().double().numpy().reshape(-1, call.num_heads)
@@ -244,7 +242,7 @@ def _blocks(call: AttentionCall, sizes: TileSizes, limits: Limits | None) -> Ite
     is_view = call.mask is None and call.q_segment_ids is None  # a bias that takes no memory
     rows = sizes.rows[0], min(BLOCK_ROWS, sizes.rows[1])
     for job in plain_jobs(call, replace(sizes, rows=rows, bias_elements=2**62 if is_view else sizes.bias_elements)):
-        if limits is None:
+        if limits is None or not call.sees_own_key:  # distances count from the nearest key that is not hidden
             yield job
             continue
         lowest, stop = job.q_start + call.q_offset, job.kv_start + job.kv_len
