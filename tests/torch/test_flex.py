@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 import alibi_torch  # noqa: E402
 from alibi_core import AttentionCall  # noqa: E402
 from alibi_core._attention import dense_attention  # noqa: E402
-from alibi_torch._dispatch.resident import kept  # noqa: E402
 from alibi_torch._flex import kernels as _flex  # noqa: E402
 from alibi_torch._flex.blocks import Gpu, options_on  # noqa: E402
 from alibi_torch._flex.kernels import flex_attention  # noqa: E402
@@ -458,26 +457,6 @@ def test_where_the_compiler_fails_on_the_plan_the_kernel_is_compiled_alone(monke
     assert torch.equal(flex_attention(call, *inputs), first)  # without another attempt, and its warning
     _flex._whole.cache_clear()
     assert_near({"result": first}, reference(inputs), roundoff=4e-6)
-
-
-def test_slopes_on_a_gpu_are_kept() -> None:
-    with torch.inference_mode():
-        first = kept(12, torch.float32, torch.device("cpu"))
-    assert kept(12, torch.float32, torch.device("cpu")) is first
-    assert torch.equal(first, check(*torch.zeros(3, 12, 1, 1).unbind(), None).slopes)
-    assert not first.is_inference()  # else nothing could be differentiated by what meets it
-
-
-def test_a_cache_on_a_gpu_takes_the_slopes_that_are_kept_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Those of the host would be copied for each token, which waits for the GPU, and no CUDA graph may do it.
-    asked_for = []
-    monkeypatch.setattr("alibi_torch.caches._kv_cache.resident", lambda *given: asked_for.append(given) or SLOPES)
-    query, key, value = tensors((1, 300), dtype=torch.float64)
-    cache = alibi_torch.KVCache(BATCH, KV_HEADS, 300, HEAD_DIM, dtype=torch.float64)
-    cache.append(key, value)
-    expected = alibi_torch.attention(query, key, value, SLOPES.double(), implementation="dense")
-    torch.testing.assert_close(cache.attend(query, implementation="dense"), expected)
-    assert [slopes for slopes, _ in asked_for] == [None]
 
 
 def test_a_few_blocks_on_a_gpu_are_all_visited() -> None:

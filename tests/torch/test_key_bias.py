@@ -10,16 +10,15 @@ import pytest
 import torch
 
 from alibi_core import AttentionCall, slopes
-from alibi_core._horizon.tiling import tiled_as
 from alibi_torch._attention import run
-from alibi_torch._tiled import tiling
+from tests.support.tiles import planned_from
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 3, 16
 
 
 @pytest.fixture(autouse=True)
 def _tiles_of_few_keys() -> Iterator[None]:
-    with tiled_as(replace(tiling(), short=100)):
+    with planned_from(100):
         yield
 
 

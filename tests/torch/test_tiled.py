@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-import array_api_compat.torch as xp  # noqa: E402
 
 import alibi_torch  # noqa: E402
-from alibi_core import AttentionCall  # noqa: E402
-from alibi_core._horizon.jobs import entry_of  # noqa: E402
-from alibi_core._horizon.measure import lower_bounds  # noqa: E402
-from alibi_core._horizon.nearest import nearest_keys  # noqa: E402
-from alibi_core.conformance.testing import DATA, LONGER, Case, Sizes, cases  # noqa: E402
-from alibi_torch._tiled import configuration, operators  # noqa: E402
-from alibi_torch._tiled.plan import texts, told_apart  # noqa: E402
 from benchmarks.harness import peak_growth  # noqa: E402
 from tests.support.frameworks import TORCH, Backend  # noqa: E402
 from tests.support.full import first_of  # noqa: E402
 from tests.support.tiles import (  # noqa: E402
-    LONGER_CASES,
-    TILINGS,
     Tiling,
-    assert_exact,
-    hostile,
-    plain,
-    planning,
-    without_offsets_by_entry,
 )
 
 TILED = Backend(TORCH, "alibi_torch", "tiled")
@@ -97,75 +79,6 @@ def test_gradients_where_scores_are_large(rules: dict[str, Any], lengths: tuple[
     ):
         budget = 4 * (expected - right).abs().max() + 2.0**-13 * right.abs().max() + 2.0**-20 * largest**0.5
         assert ((actual - right).abs() <= budget).all()
-
-
-@pytest.mark.parametrize("threads", [2, 3])
-@pytest.mark.parametrize("form", ["causal", "asymmetric"])
-@pytest.mark.parametrize("lengths", [(3, 402), (3, 400), (40, 260)])
-def test_threads_change_nothing_but_rounding(threads: int, form: str, lengths: tuple[int, int]) -> None:
-    # A single head of a single tile: threads share its keys, of which there are a few more than a multiple.
-    case = Case(Sizes(1, 1, 1, lengths, 4), form, lengths[1] // 2, None, None, None, False, seed=4)
-    case = case.with_arrays(slopes=np.asarray([2.0**-5]))
-    with Tiling(rows=(64, 256)).applied(TILED), num_threads(threads):
-        assert_exact(TILED, case, tolerance=0.0)
-
-
-# --- Lower bounds --------------------------------------------------------------------------------------------------
-
-
-@given(case=LONGER_CASES, data=st.sampled_from(sorted(DATA)), tiling=TILINGS, sign=st.sampled_from([1, 1, -1]))
-@example(plain(LONGER[0], seed=4), "stripes", Tiling(), 1)
-@example(plain(LONGER[0], seed=4, window_size=6), "stripes", Tiling(), 1)
-@example(Case(LONGER[1], "clamped", 13, None, None, "by query", False, seed=3), "stripes", Tiling(), 1)
-@example(Case(LONGER[0], "causal", None, None, "same", None, False, seed=4), "stripes", Tiling(), 1)
-def test_lower_bounds_of_denominators_are_lower(case: Case, data: str, tiling: Tiling, sign: int) -> None:
-    assert_lower_bounds(without_offsets_by_entry(hostile(case, data, sign)), tiling)
-
-
-@pytest.mark.parametrize("shown", [0, 1])
-def test_lower_bounds_count_no_hidden_keys(shown: int) -> None:
-    case = hostile(plain(LONGER[0], seed=4), "stripes", 1)
-    visible = np.arange(150) // 32 % 2 == shown
-    for rule, hidden in (("mask", visible[None, None, None]), ("segment_ids", visible[None].astype(np.int32))):
-        assert_lower_bounds(case.with_arguments("causal", {rule: hidden}), Tiling())
-
-
-def assert_lower_bounds(case: Case, tiling: Tiling) -> None:
-    problem, (call, (query, key, _)) = case.exact("float32"), planning(TILED, case)
-    middle = key.mean(dim=2, keepdim=True)
-    scores = np.einsum("bhid,bhjd->bhij", problem.query, problem.keys - TORCH.numpy(middle).repeat(problem.group, 1))
-    scores = scores * problem.scale + problem.bias
-    actual = np.logaddexp.reduce(scores, axis=-1)  # of rows that see nothing, -inf
-    with tiling.applied(TILED):
-        for index in range(case.sizes.batch):
-            one = slice(index, index + 1)
-            bounds = lower_bounds(
-                entry_of(call, index), query[one], key[one], middle[one], configuration.tiling().measuring
-            )
-            if bounds is not None:
-                rounding = 2.0**-20 * (1 + np.abs(np.where(np.isfinite(scores), scores, 0)).max())
-                assert np.all(TORCH.numpy(bounds)[0] <= actual[index] + rounding)
-
-
-def test_lower_bounds_shorten_horizons() -> None:
-    # The query's own key says little of a row of 150 that score the same.
-    query, key = torch.ones(1, 1, 150, 4), torch.ones(1, 1, 150, 4)
-    call = AttentionCall.check(query, key, key, torch.tensor([0.03]), xp=xp)
-    with Tiling().applied(TILED):
-        bounds = lower_bounds(call, query, key, key.mean(dim=2, keepdim=True), configuration.tiling().measuring)
-    assert (bounds[..., 32:] > np.log(32) - 0.03 * 64).all()
-    assert (bounds[..., :16] == -torch.inf).all()
-
-
-@given(case=LONGER_CASES | cases(), tiling=TILINGS)
-@example(case=Case(LONGER[2], "symmetric", -100, None, None, "by key", slopes_per_batch=False, seed=1), tiling=Tiling())
-def test_nearest_keys_are_the_calls_own(case: Case, tiling: Tiling) -> None:
-    call = planning(TILED, without_offsets_by_entry(case))[0]
-    with tiling.applied(TILED):
-        for index in range(case.sizes.batch):
-            entry = entry_of(call, index)
-            found, expected = nearest_keys(entry, tiling.plan_elements), entry.nearest_keys()
-            assert torch.equal(*torch.broadcast_tensors(found, expected))
 
 
 # --- Few queries, and norms that are known -------------------------------------------------------------------------
@@ -664,6 +577,87 @@ def test_gradients_on_meta_have_shapes() -> None:
         assert one.device.type == "meta"
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's own, of what maps over its kernel twice
+def test_second_derivatives_of_what_is_mapped() -> None:
+    query, key, value = (x[:, None] for x in tensors((3, 5), batch=2, dtype=torch.float64))
+    tangent = torch.linspace(-1, 1, query.numel(), dtype=torch.float64).reshape(query.shape)
+
+    def derivatives(implementation: str | None) -> list[torch.Tensor]:
+        def loss(*x: torch.Tensor) -> torch.Tensor:
+            return alibi_torch.attention(*x, implementation=implementation).square().sum()
+
+        mapped = torch.func.vmap(torch.func.grad(loss))
+        along = torch.func.jvp(lambda x: mapped(x, key, value), (query,), (tangent,))[1]
+        by_entry = torch.func.vmap(torch.func.hessian(loss))(query, key, value)
+        return [along, by_entry, torch.func.hessian(lambda x: torch.func.vmap(loss)(x, key, value).sum())(query)]
+
+    for found, expected in zip(derivatives(None), derivatives("dense"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2.0**-40, atol=2.0**-40)
+
+
+@pytest.mark.parametrize("q_offset", [2**30 - 4, 2**30 + 100, 2**31 - 1000, -(2**30)])
+@pytest.mark.parametrize("head_dim", [1, 3])
+@pytest.mark.parametrize("rules", [{"is_causal": True}, {"is_causal": False}], ids=["causal", "both"])
+@pytest.mark.parametrize("lengths", [(9, 40), (300, 300)])
+def test_gradients_of_slopes_of_far_keys(
+    lengths: tuple[int, int], rules: dict[str, Any], head_dim: int, q_offset: int
+) -> None:
+    if rules["is_causal"] and q_offset < 0:
+        pytest.skip("no query sees a key")
+    inputs = [*tensors(lengths, head_dim=head_dim), torch.tensor([1.0, 0.3, 0.0625, 0.0])]
+
+    def by_slopes(implementation: str, dtype: torch.dtype, **more: Any) -> torch.Tensor:
+        own = [x.to(dtype).requires_grad_() for x in inputs]
+        result = alibi_torch.attention(*own, **rules, **more, implementation=implementation)
+        return torch.autograd.grad(result.sin().sum(), own[3])[0]
+
+    right = by_slopes("dense", torch.float64, q_offset=q_offset)
+    for offset in (q_offset, torch.full((2,), q_offset)):
+        # Distances up to the number of keys, times gradients by the scores of each query, are added up.
+        allowed = lengths[0] * lengths[1] * 2.0**-24
+        assert (by_slopes("tiled", torch.float32, q_offset=offset) - right).abs().max() <= allowed
+
+
+FUSED = dict.fromkeys(("FLASH", "FLASH_BACKWARD", "_INTERPRETER", "_DISPATCH_MODES"))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("missing", [*FUSED, "all"])
+def test_private_names_of_pytorch_may_be_gone(missing: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, arguments = arguments_of(variant)
+    inputs = [x.requires_grad_() for x in inputs]
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        result = tiled(*inputs, **arguments)
+        with torch.no_grad():
+            assert torch.equal(tiled(*inputs, **arguments), result)
+        return result, *torch.autograd.grad(result.square().sum(), inputs, create_graph=True)
+
+    expected = gradients()
+    for name in FUSED if missing == "all" else [missing]:
+        monkeypatch.setattr(f"alibi_torch._internals.{name}", None)
+    for found, other in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-5)
+
+
+def test_all_that_horizons_cannot_leave_out_costs_little_more_than_a_dense_bias() -> None:
+    """The worst case: scores so large that no key may be left out, so that measuring and planning save nothing."""
+    query, key, value = tensors((3000, 3000), batch=1, heads=(4, 4), head_dim=64)
+    query, slopes = query * 100, torch.full((4,), 2.0**-9)
+
+    def seconds(implementation: str) -> float:
+        times = []
+        for _ in range(5):
+            start = time.thread_time()
+            alibi_torch.attention(query, key, value, slopes, implementation=implementation)
+            times.append(time.thread_time() - start)
+        return min(times)
+
+    with num_threads(1):
+        assert alibi_torch.explain(query, key, value, slopes).horizons.min() == float("inf")
+        assert seconds("tiled") <= 1.15 * seconds("sdpa")
+
+
 # --- Helpers -------------------------------------------------------------------------------------------------------
 
 
@@ -719,7 +713,7 @@ def test_gradients_of_who_cannot_see_a_large_key_keep_their_digits() -> None:
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_packed_sequences_are_computed_one_by_one(is_causal: bool) -> None:
-    """Result and gradients are bit for bit those of each alone; ids that do not stand together are masked."""
+    """Result and gradients are bit for bit those of each alone."""
     lengths = [[60, 90, 33, 117], [150, 0, 75, 75]]
     ids = torch.stack([torch.repeat_interleave(torch.tensor([7, 0, 9, 3]), torch.tensor(n)) for n in lengths])
     inputs = [x.requires_grad_() for x in tensors((300, 300), batch=2, heads=(4, 2))]
@@ -734,16 +728,8 @@ def test_packed_sequences_are_computed_one_by_one(is_causal: bool) -> None:
         alone = [alibi_torch.attention(*x, slopes[entry : entry + 1], is_causal=is_causal) for x in split]
         rows.append(torch.cat(alone, dim=2))
     packed = alibi_torch.attention(*inputs, slopes, is_causal=is_causal, segment_ids=ids)
-    with torch.no_grad(), mock.patch.object(operators, "_forward", wraps=operators._forward) as computed:
-        alibi_torch.attention(*inputs, slopes, is_causal=is_causal, segment_ids=ids)
-    assert computed.call_count == 7
     for one, other in zip(gradients(packed), gradients(torch.cat(rows)), strict=True):
         assert torch.equal(one, other)
-    order = torch.randperm(300)
-    shuffled = [x[:, :, order] for x in inputs]
-    with torch.no_grad(), mock.patch.object(operators, "_forward", wraps=operators._forward) as computed:
-        alibi_torch.attention(*shuffled, slopes, is_causal=is_causal, segment_ids=ids[:, order])
-    assert computed.call_count == 1
 
 
 # --- Padded texts --------------------------------------------------------------------------------------------------
@@ -808,22 +794,3 @@ def test_queries_behind_all_keys(direction: dict[str, Any], slopes: Any) -> None
         doubles = [x.double() for x in inputs]
         right = alibi_torch.attention(*doubles, slopes, **rules, implementation="dense")
         assert (found - right).abs().max() <= 1e-5
-
-
-def test_texts_in_groups_of_any_size_share_what_is_kept() -> None:
-    tensor, mask = torch.randn(4, 2, 600, 8), torch.ones(4, 1, 1, 600, dtype=torch.bool)
-    mask[0, ..., 500:], mask[1:3, ..., 400:] = False, False
-    call = AttentionCall.check(tensor, tensor, tensor, mask=mask, xp=xp)
-    first, again = ([part for part, *_ in told_apart(call, *[tensor] * 3) if part.q_offset == 0] for _ in range(2))
-    assert [part.q_len for part in first] == [500, 400, 600]
-    assert all(one is other for one, other in zip(first, again, strict=True))
-
-
-def test_text_of_padded_batches_is_computed_alone() -> None:
-    tensor = torch.randn(3, 2, 600, 8)
-    mask = torch.ones(3, 1, 1, 600, dtype=torch.bool)
-    mask[0, ..., :250] = False
-    call = AttentionCall.check(tensor, tensor, tensor, mask=mask, xp=xp)
-    assert texts(call) == [(slice(0, 1), slice(250, 600)), (slice(1, 3), slice(0, 600))]
-    mask[1] = False  # an entry without text
-    assert texts(AttentionCall.check(tensor, tensor, tensor, mask=mask, xp=xp)) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from alibi_core import AttentionCall
-from alibi_core.backend import dense_attention
-from alibi_torch._tiled import differentiable
-
-RATES = ("slopes", "future_slopes")
+from alibi_torch._derivatives import RATES, dense_reference, pulled_back
 
 
 def twice_differentiable(
@@ -27,43 +24,33 @@ def twice_differentiable(
         if torch.is_grad_enabled():
             cotangent[:] = [grad]
 
-    rates = {name: call.arrays.get(name) for name in RATES}
-    others = {name: x for name, x in call.arrays.items() if name not in RATES}
-    formula = partial(_spelled_out, call, tuple(others))
-    inputs = _Inputs.apply(formula, cotangent, len(others), *others.values(), query, key, value, *rates.values())
-    rates = {name: x for name, x in zip(RATES, inputs[3:], strict=True) if x is not None}
-    result = attend(replace(call, **rates), *inputs[:3])
+    rates = {name: x for name, x in call.arrays.items() if name in RATES}
+    query, key, value, *own = _Inputs.apply(call, cotangent, query, key, value, *rates.values())
+    result = attend(replace(call, **dict(zip(rates, own, strict=True))), query, key, value)
     result.register_hook(keep)
     return result
-
-
-def _spelled_out(
-    call: AttentionCall, names: tuple[str, ...], inputs: Sequence[Tensor | None], others: Sequence[Tensor]
-) -> Tensor:
-    query, key, value, *rates = inputs
-    call = replace(call, **dict(zip(RATES, rates, strict=True)), **dict(zip(names, others, strict=True)))
-    return dense_attention(call, query, key, value, softmax=partial(torch.softmax, dim=-1))
 
 
 class _Inputs(torch.autograd.Function):
     """Query, key, value and slopes as they are, on their way to a kernel; their gradients on their way back."""
 
     @staticmethod
-    def forward(
-        ctx: Any, formula: Callable[..., Tensor], cotangent: list[Tensor], count: int, *tensors: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        ctx.formula, ctx.cotangent, ctx.count = formula, cotangent, count
+    def forward(ctx: Any, call: AttentionCall, cotangent: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.cotangent = call, cotangent
         ctx.save_for_backward(*tensors)
-        inputs = [None if x is None else x.view_as(x) for x in tensors[count:]]
-        pairs = zip(inputs, ctx.needs_input_grad[3 + count :], strict=True)
-        ctx.mark_non_differentiable(*(x for x, is_needed in pairs if x is not None and not is_needed))
+        inputs = [x.view_as(x) for x in tensors]
+        ctx.mark_non_differentiable(
+            *(x for x, is_needed in zip(inputs, ctx.needs_input_grad[2:], strict=True) if not is_needed)
+        )
         ctx.set_materialize_grads(False)
         return tuple(inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        before = (None,) * (3 + ctx.count)
-        if not torch.is_grad_enabled():
-            return *before, *gradients
-        others, inputs = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        return *before, *differentiable(gradients, ctx.formula, ctx.cotangent.pop(), inputs, others)
+        if torch.is_grad_enabled():
+            gradients = pulled_back(partial(dense_reference, ctx.call), ctx.saved_tensors, ctx.cotangent.pop())
+        return (
+            None,
+            None,
+            *(x if is_needed else None for x, is_needed in zip(gradients, ctx.needs_input_grad[2:], strict=True)),
+        )

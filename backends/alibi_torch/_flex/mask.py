@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from alibi_core import AttentionCall, ScoreBounds, key_ranges
 from alibi_core.backend import KeyNorms, Measuring, measure, tolerance_of
-from alibi_torch._tiled import norm_bounds
+from alibi_torch._cpu import norm_bounds
 
 BLOCK = 128  # queries, and keys, in a block: the kernels' own tiles all divide it
 SHORT = 128  # queries; fewer have a kernel of their own, which divides the keys among many multiprocessors

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import array_api_compat.torch as xp
@@ -11,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_core import AttentionCall
 from alibi_core.backend import (
     RowTokens,
     cache_summary,
@@ -26,29 +23,12 @@ from alibi_core.backend import (
     one_of,
     positive_int,
 )
-from alibi_torch._attention import run
-from alibi_torch._dispatch import IMPLEMENTATIONS, memory, needs_gradients, no_autocast, resident
-from alibi_torch._tiled import KeyNorms, is_short, norm_bounds, of_lengths, step
+from alibi_torch._attention import checked, run
+from alibi_torch._cpu import NEAR, KeyNorms, norm_bounds, uses_norms
+from alibi_torch._dispatch import IMPLEMENTATIONS
+from alibi_torch._internals import in_transform
 
 BLOCK = 128  # keys that one bound of their norms is kept for
-
-
-def _stepping(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``attend`` with little beside the kernel for a step that reads all keys, after the first of its kind."""
-
-    @functools.wraps(function)
-    def attend(cache: KVCache, query: Tensor, slopes: Tensor | None = None, *surplus: Any, **options: Any) -> Tensor:
-        if surplus:
-            return function(cache, query, slopes, *surplus, **options)  # which refuses it
-        if cache.lengths is None and not needs_gradients(query, cache.key, cache.value):
-            rules = {name: x for name, x in options.items() if x is not None}
-            known = memory.key_of(query, cache.key, cache.value, slopes, rules)
-            call = memory.recalled(known and (KVCache, known))
-            if call is not None and 0 < cache.length <= step.most_keys(call, norms_are_known=True):
-                return step.attend(call, query, *cache._kept_views(), None)
-        return function(cache, query, slopes, **options)
-
-    return attend
 
 
 class KVCache:
@@ -93,10 +73,6 @@ class KVCache:
         self._measured = 0  # tokens whose norms are among them
         self.length = 0
         self.lengths: Tensor | None = None
-        self._views: tuple[Any, ...] = (None,)  # of the tokens held, after what tells that they still are
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_views": (None,)}  # or a pickle would hold them beside keys and values
 
     @property
     def max_length(self) -> int:
@@ -107,7 +83,7 @@ class KVCache:
         """Return bounds of the norms of all tokens held but perhaps the last ``near``."""
         if self.length - self._measured > near:
             _ = self.key_norms
-        return KeyNorms(self._norms_by_block[:, :, : -(-self._measured // BLOCK)], BLOCK)
+        return KeyNorms(self._norms_by_block[:, :, : max(1, -(-self._measured // BLOCK))], BLOCK)
 
     @property
     def key_norms(self) -> Tensor:
@@ -160,13 +136,6 @@ class KVCache:
         """Return keys and values of all tokens held."""
         return self.key.narrow(2, 0, self.length), self.value.narrow(2, 0, self.length)
 
-    def _kept_views(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values of all tokens held, for a call without gradients: nobody else has these views."""
-        state = self.length, self.key.data_ptr(), self.value.data_ptr()
-        if self._views[0] != state:
-            self._views = state, *self._held_tensors()
-        return self._views[1:]  # type: ignore[return-value]
-
     def _counts(self, lengths: Tensor | None, new: int) -> np.ndarray[Any, Any]:
         """Return how many of ``new`` tokens count in each row."""
         if lengths is None:
@@ -199,7 +168,6 @@ class KVCache:
         self._measured = self.length
         return self.key[:, :, :end], self.value[:, :, :end]
 
-    @_stepping
     @explains_keywords
     def attend(
         self,
@@ -248,29 +216,16 @@ class KVCache:
             check_span(self.length, self.length - int(offsets.min()))
             rules["q_offset"] = torch.from_numpy(offsets).to(self.key.device)
         key, value = self._held_tensors()
-        # Steps of a text differ in their number of keys, which nothing that was checked depends on.
-        known = memory.key_of(query, self.key, self.value, slopes, rules)
-        known = known and (KVCache, known)
-        call = memory.recalled(known)
-        if call is None:
-            call = AttentionCall.check(query, key, value, resident(slopes, query), xp=xp, **rules)
-            call = call if known is None or call.is_empty else memory.keep(known, memory.own(call))
-        if known is not None:
-            check_span(self.length, query.shape[2])
-            may_step = implementation in (None, "tiled") and not needs_gradients(query, self.key, self.value)
-            if may_step and step.is_step(call) and not call.is_empty:
-                norms = self._norms(step.NEAR) if step.wants_norms(call, self.length) else None
-                with no_autocast("cpu"):  # it would round the bias
-                    return step.attend(call, query, key, value, norms)
-            call = of_lengths(call, query.shape[2], self.length)
-        elif not call.has_offset_array:
-            check_span(self.length, query.shape[2])
-        norms = None
-        # A compiler cannot ask how calls are cut up.
-        if key.device.type != "cpu" or torch.compiler.is_compiling() or not is_short(call, norms_are_known=True):
-            norms = self._norms(0)
-        result = run(call, query, key, value, implementation, norms, is_plain=known is not None)
-        return guarded(result, [self.key])
+        if "q_offset" in rules:
+            call = checked(query, key, value, slopes, **rules)
+        else:
+            check_span(self.length, query.shape[2] if query.ndim == 4 else self.length)
+            if mask is None and segment_ids is None:
+                call = checked(query, self.key, self.value, slopes, used=self.length, **rules)
+            else:
+                call = checked(query, key, value, slopes, **rules)
+        norms = self._norms(NEAR if call.q_len == 1 else 0) if uses_norms(call) else None
+        return guarded(run(call, query, key, value, implementation, norms), [self.key])
 
     def truncate(self, length: int | Tensor) -> None:
         """Forget all tokens but the first ``length`` of each row: a number, or ``[batch_size]`` integers.
@@ -310,7 +265,6 @@ class KVCache:
         indices = self._sequences(indices)
         self.key, self.value = (x.index_select(0, indices) for x in (self.key, self.value))
         self._norms_by_block = self._norms_by_block.index_select(0, indices)
-        self._views = (None,)  # they would hold the memory
         if self.lengths is not None:
             self._hold(self._held()[indices.cpu().numpy()])
 
@@ -331,7 +285,7 @@ def guarded(result: Tensor, held: list[Tensor]) -> Tensor:
     """Return a result, whose backward pass refuses to run where the keys ``held`` have been changed in place since."""
     if not result.requires_grad or torch.compiler.is_compiling():
         return result
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # which has no hooks
+    if in_transform():  # which has no hooks
         return result
     versions = [x._version for x in held]
 

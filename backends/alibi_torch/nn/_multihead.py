@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from alibi_core.backend import LayerShape, one_of
 from alibi_torch._attention import IMPLEMENTATIONS, attention
+from alibi_torch._internals import in_transform
 from alibi_torch.nn._slopes import KeepsSlopes, register_layer_slopes
 
 
@@ -264,7 +265,7 @@ def _is_mask(added: Tensor) -> bool:
     """Whether numbers to add are 0 and -inf alone, which booleans say as well; False where they cannot be read."""
     if added.requires_grad or added.is_meta or torch.compiler.is_compiling():
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if in_transform():
         return False
     if added.is_cuda and torch.cuda.is_current_stream_capturing():
         return False

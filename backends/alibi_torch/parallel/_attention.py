@@ -16,6 +16,7 @@ from alibi_core.backend import HALO_SHARE, LARGEST_TOLERANCE, AttentionCall, Sha
 from alibi_core.backend import slopes as canonical_slopes
 from alibi_torch._attention import run
 from alibi_torch._dispatch import IMPLEMENTATIONS
+from alibi_torch._internals import in_transform
 from alibi_torch.parallel._group import agree, check_device, local_slopes, place_of
 from alibi_torch.parallel._halo import GatherHalo, Halo, gathered
 from alibi_torch.parallel._reach import needed_tokens
@@ -98,7 +99,7 @@ def attention(
         Press, Smith, Lewis, "Train Short, Test Long", arXiv 2108.12409; Liu, Zaharia, Abbeel, "Ring Attention with
         Blockwise Transformers", arXiv 2310.01889.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if in_transform():
         raise NotImplementedError("parallel.attention has gradients by torch.autograd, and no torch.func transforms")
     place = place_of(group, axis_name, head_axis)
     for name, tensor in (("query", query), ("key", key)):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alibi_core.backend import HALO_SHARE, AttentionCall, Shards, lower_bounds, score_rounding, tokens_beyond
-from alibi_torch._tiled import norm_bounds, tiling
+from alibi_torch._cpu import norm_bounds, tiling
 from alibi_torch.parallel._group import Place
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
+from alibi_torch._internals import in_transform
+
 SPARE_TOKENS = 16  # A buffer has room for this many further tokens, or a quarter of its tokens if that is more.
 COPIED_BYTES = 2**17  # Up to this many bytes of keys, copying all of them takes less time than looking for room.
 
@@ -22,7 +24,7 @@ class GrowingLayer(DynamicLayer):
         """Append keys and values, and return those of all tokens."""
         needs_gradients = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         # A compiler or a transform has no memory addresses to compare.
-        is_traced = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+        is_traced = torch.compiler.is_compiling() or in_transform()
         if needs_gradients or is_traced or not self.is_initialized or self.keys.nbytes < COPIED_BYTES:
             self.alibi_buffer = None
             return super().update(key_states, value_states, *args, **kwargs)

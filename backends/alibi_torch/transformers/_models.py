@@ -13,6 +13,7 @@ from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel,
 from transformers.models.falcon.modeling_falcon import FalconAttention, FalconModel, FalconPreTrainedModel
 from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, MptPreTrainedModel
 
+from alibi_torch._internals import is_recorded
 from alibi_torch.transformers._cache import AlibiCache, unknown_cache
 from alibi_torch.transformers._layers import (
     AcceleratedAttention,
@@ -28,7 +29,6 @@ from alibi_torch.transformers._tokens import (
     carried,
     carrier,
     is_carrier,
-    is_recorded,
     is_unreadable,
     starts_of,
     without_full_mask,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from alibi_torch._internals import has_dispatch_mode, in_transform
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Tokens:
         """Return what ``make`` returns, computed by the first layer that asks and kept for the others."""
         # A compiler merges equal operations by itself. Under a dispatch mode, as that of selective checkpointing, a
         # layer must do the same operations again when it is computed a second time.
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        if torch.compiler.is_compiling() or has_dispatch_mode():
             return make()
         key = (*key, torch.is_inference_mode_enabled())  # gradients cannot be taken through its tensors later
         if key not in self.shared:
@@ -91,19 +91,11 @@ def _resized(rows: Tensor, kv_len: int) -> Tensor:
 # --- Reading arguments ----------------------------------------------------------------------------------------------
 
 
-def is_recorded(tokens: Tensor) -> bool:
-    """Whether a recorder other than PyTorch's compilers keeps what this call does, for calls with other values."""
-    if torch.compiler.is_compiling():
-        return False
-    is_fake = isinstance(tokens, FakeTensor) or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return bool(is_fake) or torch.jit.is_tracing() or get_proxy_mode() is not None
-
-
 def is_unreadable(tensor: Tensor) -> bool:
     """Whether a tensor's values cannot be looked at: a compiler or ``vmap`` is at work, or it is on the meta device."""
     if torch.compiler.is_compiling() or tensor.is_meta:
         return True
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return in_transform()
 
 
 def without_full_mask(mask: Tensor | None, length: Any) -> Tensor | None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from alibi_core import AttentionCall
+from alibi_torch._internals import has_tangent, in_transform
 
 _NOTHING = nullcontext()
 IMPLEMENTATIONS = ("tiled", "flex", "sdpa", "dense")  # the first that can run a call is the default
@@ -35,7 +35,7 @@ def refusal(name: str, call: AttentionCall, query: Tensor, key: Tensor, value: T
     device = query.device.type
     if name != "dense" and call.dense_only is not None:
         return call.dense_only
-    if name != "dense" and _has_tangent(query, key, value, call.slopes, call.future_slopes):
+    if name != "dense" and has_tangent(query, key, value, call.slopes, call.future_slopes):
         return "has no derivatives in forward mode"
     if name == "tiled" and device not in ("cpu", "meta"):
         return f"runs on the CPU alone, got {device}"
@@ -52,24 +52,9 @@ def _refusal_of_flex(call: AttentionCall, *tensors: Tensor) -> str | None:
         return "must be given float32, float16 or bfloat16, got torch.float64"
     if device == "cpu" and needs_gradients(*tensors, call.slopes, call.future_slopes):
         return "has no gradients on a CPU"
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+    if not torch.compiler.is_compiling() and in_transform():
         return "cannot be mapped or differentiated by torch.func"
     return None
-
-
-def _has_tangent(*tensors: Tensor | None) -> bool:
-    """Whether forward mode is to carry a derivative by any of these on; PyTorch would drop it at a fused kernel."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return False
-    return any(x is not None and forward_ad.unpack_dual(_unmapped(x)).tangent is not None for x in tensors)
-
-
-def _unmapped(tensor: Tensor) -> Tensor:
-    """Return what ``torch.func.vmap`` maps, whose own tensors cannot be asked for a derivative."""
-    functorch = torch._C._functorch
-    while functorch.is_batchedtensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def needs_gradients(*tensors: Tensor | None) -> bool:

@@ -1,0 +1,125 @@
+"""The bias of a rectangle of scores: a view of one row a head, or dense where a mask or segment crosses it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from alibi_core import AttentionCall
+from alibi_core.backend import Job
+
+DENSE = 256  # keys; of so few, queries and results together are larger than a bias in their order
+
+
+class Bias(NamedTuple):
+    """The bias of a rectangle."""
+
+    values: Tensor  # [batch entries or 1, heads, rows, kv_len]
+    is_reversed: bool = False  # whether the first row is that of the last query
+    attends: Tensor | None = None  # [..., rows, 1], False for a query that sees no key; None where all see one
+
+    def in_order(self, tensor: Tensor) -> Tensor:
+        """Return ``[..., rows, n]`` or ``[..., rows]`` in the order of the bias, or back in that of the queries."""
+        return tensor.flip(2) if self.is_reversed else tensor
+
+
+@dataclass(frozen=True)
+class DistanceRow:
+    """The biases of a call by distance: one row a head, from the farthest key before a query to the farthest behind.
+
+    Keys whose bias is below the ``cutoff`` of a head, ``[num_heads]``, under the largest of the query are left out:
+    their weights would be denormal numbers, which take a CPU a hundred times as long.
+    """
+
+    call: AttentionCall
+    back: int  # tokens from the first number of the row to distance 0
+    values: Tensor  # [batch or 1, num_heads, back + ahead]
+    cutoff: Tensor | None
+    side: int = 0  # whether only the keys up to a query (1), or only those behind it (-1), are not hidden
+
+    @classmethod
+    def of(cls, call: AttentionCall, jobs: Sequence[Job], cutoff: Tensor | None) -> DistanceRow:
+        """Return the row that is long enough for these rectangles."""
+        sizes = [(job.back + call.q_offset, job.rows, job.kv_len) for job in jobs if _has_own_keys(call, job)]
+        back = max((back + rows - 1 for back, rows, _ in sizes), default=0)
+        ahead = max((kv_len - back for back, _, kv_len in sizes), default=1)
+        values = distance_row(call, back, ahead)
+        if cutoff is not None:
+            values.masked_fill_(values < cutoff[:, None], -math.inf)
+        return cls(call, back, values, cutoff)
+
+    def sides(self) -> list[tuple[DistanceRow, int]]:
+        """Return the biases of the keys up to a query, and of those behind it, each with its sign."""
+        if self.call.is_causal:
+            return [(self, 1)]
+        past, future = self.values.clone(), self.values.clone()
+        past[..., self.back + 1 :], future[..., : self.back + 1] = -math.inf, -math.inf
+        return [(replace(self, values=x, side=sign), sign) for x, sign in ((past, 1), (future, -1))]
+
+    def bias_of(self, job: Job) -> Bias:
+        """Return the bias of a rectangle."""
+        call, visible = self.call, None
+        if job.tiles == 1 and (call.mask is not None or call.q_segment_ids is not None):  # in runs, all is visible
+            part = call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
+            visible = replace(part, is_causal=False, window_size=None).visible(None)
+            if visible is not None and not visible.all():
+                return self._dense(part, job)
+        back = job.back + call.q_offset
+        if _has_own_keys(call, job):
+            first = self.back - back - job.rows + 1  # of the last query, which has the most keys before it
+            row = self.values[job.batch if len(self.values) > 1 else slice(None), job.heads]
+            row = row[..., first : first + job.kv_len + job.rows - 1]
+            # Each row of the view begins one key after the row above: [batch or 1, heads, rows, kv_len].
+            view = row.unfold(-1, job.kv_len, 1)
+            if 1 < job.rows <= job.kv_len <= DENSE:
+                return Bias(view.flip(2))
+            return Bias(view, is_reversed=job.rows > 1)
+        part = call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
+        if call.window_size is None and back >= job.kv_len - 1:
+            # Queries behind all keys: softmax does not notice that all distances are larger than from the last key.
+            row = distance_row(part, job.kv_len - 1, 1)
+            return Bias(row[:, :, None].expand(-1, -1, job.rows, -1))
+        return self._dense(replace(part, mask=None, q_segment_ids=None, kv_segment_ids=None), job)
+
+    def _dense(self, part: AttentionCall, job: Job) -> Bias:
+        bias, attends = part.bias()
+        bias, attends = (None if x is None else x.reshape((1,) * (4 - x.ndim) + x.shape) for x in (bias, attends))
+        if self.cutoff is not None:
+            lowest = bias.amax(dim=-1, keepdim=True) + self.cutoff[job.heads, None, None]
+            bias.masked_fill_(bias < lowest, -math.inf)
+        if self.side:
+            queries, keys = part.positions()
+            bias = bias.masked_fill((keys - queries[:, None]) * self.side > (0 if self.side > 0 else -1), -math.inf)
+        return Bias(bias, attends=None if attends is None or bool(attends.all()) else attends)
+
+
+def distance_row(call: AttentionCall, back: int, ahead: int) -> Tensor:
+    """Return the bias of the keys from ``back`` before to ``ahead - 1`` behind a query, -inf where position hides them.
+
+    ``[batch or 1, num_heads, back + ahead]``, in memory of its own.
+    """
+    relative = torch.arange(-back, ahead, device=call.device)  # integers, which the product rounds to its dtype once
+    if call.is_causal:
+        row = call.slopes[..., None] * relative
+        if ahead > 1:
+            row[..., back + 1 :] = -math.inf
+    else:
+        rates = call.slopes[..., None]
+        if call.future_slopes is not None:
+            rates = torch.where(relative > 0, call.future_slopes[..., None], rates)
+        row = rates * -relative.abs()
+    if call.window_size is not None:
+        row[..., : max(0, back - call.window_size)] = -math.inf
+        row[..., back + call.window_size + 1 :] = -math.inf
+    return row if row.ndim == 3 else row[None]
+
+
+def _has_own_keys(call: AttentionCall, job: Job) -> bool:
+    """Whether each query of a rectangle has the key at its own position in it, from which distances are counted."""
+    back = job.back + call.q_offset
+    return back >= 0 and back + job.rows <= job.kv_len

@@ -1,0 +1,300 @@
+"""Attention on the CPU as an operator each way, which autograd, torch.compile and torch.func know."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import array_api_compat.torch as xp
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from alibi_core import AttentionCall
+from alibi_core.backend import ARRAY_AXES, CallRules, Job, KeyNorms, tolerance_of, working_dtype
+from alibi_torch._cpu import kernel, step, vmap
+from alibi_torch._cpu.plan import Part, jobs, limits_of, split
+from alibi_torch._derivatives import dense_reference, pulled_back
+from alibi_torch._dispatch import needs_gradients, no_autocast
+from alibi_torch._internals import in_transform, is_watched
+
+
+def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None = None) -> Tensor:
+    """Compute ``call``, on tensors ``[*batch, heads, length, head_dim]`` of the CPU, without its bias or its scores.
+
+    Keys that are proved, from the norms of queries and keys, to weigh less than the tolerance together are left out.
+    All keys are read once to measure them, where ``norms`` does not bound theirs.
+    """
+    flat = call.with_one_batch_axis()
+    if flat is not call:
+        tensors = (x.reshape(*flat.batch, *x.shape[len(call.batch) :]) for x in (query, key, value))
+        return attention(flat, *tensors, norms).reshape(query.shape)
+    is_recorded = needs_gradients(query, key, value, call.slopes, call.future_slopes)
+    if not (is_recorded or is_watched(query, key, value)):  # an operator's dispatch takes longer than a short call
+        return _compute(call, query, key, value, norms, call.dtype)[0]
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    is_recorded = is_recorded or (not is_traced and in_transform())
+    attend = _Attention.apply if is_recorded and not is_traced else _attend
+    # Without gradients there is no use for more digits than those of the dtype; a trace is to serve either.
+    is_exact = is_recorded or torch.jit.is_tracing()
+    return attend(query, key, value, *Packed.of(call, norms), is_exact)[0].to(call.dtype)
+
+
+def attention_with_sums(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return attention without gradients, and each softmax's log-sum-exp, both in the working dtype.
+
+    The call has one batch axis.
+    """
+    result: tuple[Tensor, Tensor] = _attend(query, key, value, *Packed.of(call, None), True)
+    return result
+
+
+def rectangles(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> list[Job]:
+    """Return the rectangles of scores that :func:`attention` computes of a call with one batch axis."""
+    parts = split(call, norms)
+    return [job for x in parts for job in _planned(x, *x.of_queries(query), *x.of_keys(key))[0]]
+
+
+class Packed(NamedTuple):
+    """A call, and what is known of its keys, as operators take them: tensors, then numbers."""
+
+    slopes: Tensor
+    future_slopes: Tensor | None
+    q_offset: Tensor | None
+    q_segment_ids: Tensor | None
+    kv_segment_ids: Tensor | None
+    mask: Tensor | None
+    added_key_bias: Tensor | None
+    key_norms: Tensor | None
+    norms_block: int
+    first_position: int  # the offset where it is no tensor
+    is_causal: bool
+    window_size: int | None
+    scale: float
+    tolerance: float
+    shares_ids: bool
+
+    @classmethod
+    def of(cls, call: AttentionCall, norms: KeyNorms | None) -> Packed:
+        """Pack a call with one batch axis."""
+        arrays, rules = dict.fromkeys(ARRAY_AXES) | call.arrays, call.rules
+        arrays["key_norms"], block = (None, 0) if norms is None else (norms.values, norms.block)
+        numbers = block, rules.q_offset or 0, rules.is_causal, rules.window_size, rules.scale, tolerance_of(call)
+        return cls(*arrays.values(), *numbers, rules.shares_ids)
+
+    def unpacked(self, query: Tensor, key: Tensor) -> tuple[AttentionCall, KeyNorms | None]:
+        """Return the call of these tensors, and what is known of its keys."""
+        offset = self.first_position if self.q_offset is None else None
+        rules = CallRules(self.is_causal, offset, self.window_size, self.scale, self.tolerance, self.shares_ids)
+        arrays = {name: getattr(self, name) for name in ARRAY_AXES}
+        call = AttentionCall.of_parts(xp, (query.shape, key.shape), query.dtype, rules, arrays, query.device)
+        return call, None if self.key_norms is None else KeyNorms(self.key_norms, self.norms_block)
+
+
+TENSORS = 1 + Packed._fields.index("key_norms")  # of its fields, the first
+
+
+# --- What they compute -----------------------------------------------------------------------------------------------
+
+
+def _planned(part: Part, query: Tensor, key: Tensor) -> tuple[list[Job], Tensor | None]:
+    """Return the rectangles of one part of a call, and the bias below which keys are left out."""
+    if step.is_step(part.call):
+        return step.jobs(part.call, query, key, part.norms), None
+    limits = limits_of(part.call, query, key)
+    return jobs(part.call, query, key, part.norms, limits), None if limits is None else limits.cutoff
+
+
+def _compute(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the result, in ``dtype``, and the log-sum-exp of each query."""
+    query, key, value = _dense(query, key, value)
+    found = []
+    for part in split(call, norms):
+        tensors = *part.of_queries(query), *part.of_keys(key, value)
+        planned, cutoff = _planned(part, *tensors[:2])
+        if step.is_step(part.call):
+            results = step.forward(part.call, *tensors, planned)
+        else:
+            results = kernel.forward(*_with_key_bias(part.call, *tensors), planned, cutoff, dtype)
+        if not part.is_cut:
+            return results[0][..., : call.head_dim].to(dtype), results[1]
+        found.append((part, results))
+    result = torch.zeros_like(query, dtype=dtype)
+    logsumexp = query.new_full(query.shape[:-1], math.inf, dtype=call.working_dtype)
+    for part, results in found:
+        for total, own in zip(part.of_queries(result, logsumexp), results, strict=True):
+            total.copy_(own[..., : total.shape[-1]])
+    return result, logsumexp
+
+
+def _with_key_bias(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[AttentionCall, Tensor, Tensor, Tensor]:
+    """Return a call whose scores have what keys have added by more features, so that its bias is a view of one row.
+
+    Each head of a group has a feature of the keys that they share, which is 1 in its own queries.
+    """
+    if call.added_key_bias is None:
+        return call, query, key, value
+    batch, group, dtype = call.batch[0], call.num_heads // call.num_kv_heads, call.working_dtype
+    added = call.added_key_bias.expand(batch, -1, -1).unflatten(1, (call.num_kv_heads, group)).mT / call.scale
+    ones = torch.eye(group, dtype=dtype, device=call.device).repeat(call.num_kv_heads, 1)[:, None]
+    query = torch.cat([query.to(dtype), ones.expand(batch, -1, call.q_len, -1)], dim=-1)
+    key = torch.cat([key.to(dtype), added.to(dtype)], dim=-1)
+    return replace(call, added_key_bias=None), query, key, F.pad(value.to(dtype), (0, group))
+
+
+def _dense(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors whose last axis the kernel can read, copied where theirs is not dense in memory.
+
+    Of axes that both step by one, as those of overlapping windows do, PyTorch may put another one last.
+    """
+    return [x if x.stride(-1) == 1 and x.stride().count(1) == 1 else x.contiguous() for x in tensors]
+
+
+# --- The operators ---------------------------------------------------------------------------------------------------
+# Schemas know tensors and numbers alone, each by its own name.
+
+_PACKED = (
+    "Tensor slopes, Tensor? future_slopes, Tensor? q_offset, Tensor? q_segment_ids, Tensor? kv_segment_ids, "
+    "Tensor? mask, Tensor? added_key_bias, Tensor? key_norms, SymInt norms_block, SymInt first_position, "
+    "bool is_causal, SymInt? window_size, float scale, float tolerance, bool shares_ids"
+)
+_SCHEMA = f"(Tensor query, Tensor key, Tensor value, {_PACKED}, bool is_exact) -> (Tensor, Tensor)"
+_BACKWARD_SCHEMA = (
+    f"(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor result, Tensor logsumexp, {_PACKED}, "
+    "bool by_slopes) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+torch.library.define("alibi::attention", _SCHEMA, tags=torch.Tag.pt2_compliant_tag)
+torch.library.define("alibi::attention_backward", _BACKWARD_SCHEMA, tags=torch.Tag.pt2_compliant_tag)
+_attend = torch.ops.alibi.attention.default
+_attend_backward = torch.ops.alibi.attention_backward.default
+
+
+@torch.library.impl("alibi::attention", "cpu")
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Return the result, ``[batch, num_heads, q_len, head_dim]``, and each softmax's log-sum-exp.
+
+    Gradients of scores are differences from means that follow from the result: where it is to be differentiated,
+    ``is_exact`` asks for it in the working dtype, as the log-sum-exp is.
+    """
+    call, norms = Packed(*rest[:-1]).unpacked(query, key)
+    result, logsumexp = _compute(call, query, key, value, norms, call.working_dtype if rest[-1] else call.dtype)
+    like = torch.empty_like(query, dtype=result.dtype)  # of strides that compilers have been told
+    return result if result.stride() == like.stride() else like.copy_(result), logsumexp.contiguous()
+
+
+@torch.library.register_fake("alibi::attention")
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    dtype, is_exact = working_dtype(xp, query.dtype), rest[-1]
+    result = torch.empty_like(query, dtype=dtype if is_exact else query.dtype)
+    return result, query.new_empty(query.shape[:-1], dtype=dtype)
+
+
+@torch.library.impl("alibi::attention_backward", "cpu")
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return the gradients by query, key, value, slopes and future slopes (zeros if ``by_slopes`` is False)."""
+    packed, by_slopes = Packed(*arguments[6:-1]), arguments[-1]
+    grad, query, key, value, result, logsumexp = arguments[:6]
+    call, norms = packed.unpacked(query, key)
+    like = call.slopes if call.future_slopes is None else call.future_slopes
+    by_query = torch.zeros_like(query)
+    by_key, by_value = (torch.zeros_like(x, dtype=call.working_dtype) for x in (key, value))
+    sums = torch.zeros(2, *call.batch, call.num_heads, dtype=torch.float64, device=call.device)
+    grad, query, key, value, result = _dense(grad, query, key, value, result)
+    with no_autocast("cpu"):  # gradients may be asked for where it is on
+        for part in split(call, norms):
+            planned, cutoff = _planned(part, *part.of_queries(query), *part.of_keys(key))
+            own, *tensors = _with_key_bias(part.call, *part.of_queries(query), *part.of_keys(key, value))
+            wider = tensors[0].shape[-1] - call.head_dim
+            of_result = (F.pad(x, (0, wider)) if wider else x for x in part.of_queries(grad, result))
+            known = kernel.Saved(*tensors, *of_result, *part.of_queries(logsumexp))
+            by_slope = sums[:, part.batch] if by_slopes else None
+            totals = kernel.Totals(*part.of_queries(by_query), *part.of_keys(by_key, by_value), by_slope)
+            kernel.backward(own, known, planned, cutoff, totals)
+    if not by_slopes:
+        by_rates = [torch.zeros_like(call.slopes), torch.zeros_like(like)]
+    else:
+        past, future = sums
+        if call.future_slopes is None and not call.is_causal:
+            past = past + future
+        by_rates = [
+            (x.sum(dim=0) if of.ndim == 1 else x.sum_to_size(of.shape)).to(of.dtype, copy=True)
+            for x, of in ((past, call.slopes), (future, like))
+        ]
+    return by_query, by_key.to(call.dtype), by_value.to(call.dtype), *by_rates
+
+
+@torch.library.register_fake("alibi::attention_backward")
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    packed = Packed(*arguments[6:-1])
+    future = packed.slopes if packed.future_slopes is None else packed.future_slopes
+    return *(torch.empty_like(x) for x in arguments[1:4]), *(x.new_empty(x.shape) for x in (packed.slopes, future))
+
+
+# --- Autograd --------------------------------------------------------------------------------------------------------
+
+
+class _Attention(torch.autograd.Function):
+    """The operator with its gradients, for torch.func, which refuses those that are registered for an operator."""
+
+    generate_vmap_rule = True  # from those of the operators
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return _attend(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        tensors, ctx.numbers = inputs[: 3 + TENSORS], inputs[3 + TENSORS : -1]
+        ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+        ctx.by_slopes = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad
+        if grad is None:
+            return (None,) * len(needed)
+        is_recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        gradients = _Gradients.apply if is_recorded else _attend_backward
+        found = gradients(grad, *ctx.saved_tensors, *ctx.numbers, ctx.by_slopes)
+        wanted = [x if is_needed else None for x, is_needed in zip(found, needed, strict=False)]
+        return *wanted, *(None,) * (len(needed) - len(wanted))
+
+
+class _Gradients(torch.autograd.Function):
+    """The operator of the gradients, with their own: of dense attention, in memory for all scores."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return _attend_backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs[:4], *inputs[6 : 6 + TENSORS])
+        ctx.numbers, ctx.by_slopes = inputs[6 + TENSORS : -1], inputs[-1]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        grad, query, key, value, *tensors = ctx.saved_tensors
+        call, _ = Packed(*tensors, *ctx.numbers).unpacked(query, key)
+        rates = [x for x in tensors[:2] if x is not None]
+        count = 3 + (len(rates) if ctx.by_slopes else 0)  # of the inputs, that gradients were asked for
+
+        def gradients(grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+            return pulled_back(lambda *x: dense_reference(call, *x, *inputs[count:]), inputs[:count], grad)
+
+        with no_autocast("cpu"):
+            found = pulled_back(gradients, (grad, query, key, value, *rates), tuple(cotangents[:count]))
+        return *found[:4], None, None, *found[4:], *(None,) * (len(ctx.needs_input_grad) - 2 - len(found))
+
+
+torch.library.register_autograd("alibi::attention", _Attention.backward, setup_context=_Attention.setup_context)
+vmap.register(_attend, _attend_backward)

@@ -1,0 +1,267 @@
+"""What to compute of a call: parts that know nothing of one another, and rectangles of scores in each.
+
+Packed sequences and padded texts are parts, whose bias follows from distance alone. The rectangles of a part of up to
+``SHORT`` keys, or at tolerance 0, are blocks of queries; beyond, measured norms tell the keys that each block needs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alibi_core import AttentionCall, KeyRanges, ScoreBounds
+from alibi_core.backend import (
+    ENDLESS,
+    LARGEST_TOLERANCE,
+    Job,
+    KeyNorms,
+    TileSizes,
+    Tiling,
+    current_tiling,
+    entry_of,
+    jobs_of_entry,
+    measure,
+    namespace_of,
+    nearest_keys,
+    plain_jobs,
+    ranges_on_host,
+    reach,
+    score_rounding,
+    tolerance_of,
+)
+
+SHORT = 2048  # keys; of so few, the largest norms of a head are measured, beyond, those of each block
+SIZES = TileSizes(rows=(64, 256), bias_elements=2**22, call_scores=15_000, few=16)
+BLOCK_ROWS = 192  # queries in a block of a short call: more compute hidden scores, fewer take more kernel calls
+LEAST_MEASURED = 256  # keys; of fewer, biases hardly fall so far that weights are denormal numbers
+LONG = 2**21  # numbers in the keys of a few queries; of fewer, all are read
+LEAST_SPLIT = 128  # tokens in a row; of fewer, a mask costs less than calls of their own
+LEAST_MEAN_LENGTH = 16  # tokens; of shorter packed sequences, likewise
+
+
+def _fast_norm_bounds(vectors: Tensor) -> Tensor:
+    return norm_bounds(vectors, vectors.dtype)
+
+
+DEFAULT = replace(
+    Tiling.of_sizes(SIZES, kv_block=128, norm_bounds=_fast_norm_bounds, kernel_elements=2**20, part_elements=2**18),
+    short=SHORT,
+)
+
+
+def tiling() -> Tiling:
+    """Return how calls are cut up here and now."""
+    return current_tiling(DEFAULT)
+
+
+def norm_bounds(vectors: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return what no norm of ``[..., head_dim]`` exceeds, however sums of squares are rounded: float32 or float64.
+
+    Args:
+        vectors: Keys or queries.
+        dtype: What to measure them in. Default float32 or more; in a low precision of their own it is far faster.
+    """
+    statistics = torch.promote_types(vectors.dtype, torch.float32)
+    dtype = statistics if dtype is None else dtype
+    head_dim, info = vectors.shape[-1], torch.finfo(statistics)
+    # Each addition may round down, the result too, and the square of what is tiny may vanish.
+    rounding = (head_dim + 2) * info.eps + 2 * torch.finfo(dtype).eps
+    vanishing = (head_dim * info.tiny) ** 0.5 + torch.finfo(dtype).tiny
+    return torch.linalg.vector_norm(vectors, dim=-1, dtype=dtype).to(statistics) * (1 + rounding) + vanishing
+
+
+# --- Parts -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a call: some batch entries, queries and keys, the call that they make up, and the norms known of it."""
+
+    call: AttentionCall
+    norms: KeyNorms | None
+    batch: slice
+    queries: slice
+    keys: slice
+    is_cut: bool = True  # whether it is less than the call
+
+    def of_queries(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Return the part of tensors ``[batch, num_heads, q_len, ...]``, views."""
+        if not self.is_cut:
+            return tensors
+        return [x[self.batch, :, self.queries] for x in tensors]
+
+    def of_keys(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Return the part of tensors ``[batch, num_kv_heads, kv_len, head_dim]``, views."""
+        if not self.is_cut:
+            return tensors
+        return [x[self.batch, :, self.keys] for x in tensors]
+
+
+def split(call: AttentionCall, norms: KeyNorms | None) -> list[Part]:
+    """Return the parts of a call with one batch axis, each with an offset that is an int.
+
+    Queries that are in none of them see no key.
+    """
+    batch, queries, keys = slice(0, call.batch[0]), slice(0, call.q_len), slice(0, call.kv_len)
+    if call.has_offset_array:
+        entries = [slice(index, index + 1) for index in range(call.batch[0])]
+        known = [None if norms is None else norms.of_entries(entry) for entry in entries]
+        calls = [entry_of(call, entry.start) for entry in entries]
+        return [Part(*of_entry, queries, keys) for of_entry in zip(calls, known, entries, strict=True)]
+    spans = None
+    if norms is None and call.q_len == call.kv_len >= LEAST_SPLIT and call.q_offset == 0:
+        spans = _packed_spans(call) if call.mask is None else _padded_spans(call)
+    if spans is None:
+        return [Part(call, norms, batch, queries, keys, is_cut=False)]
+    plain, heads = replace(call, mask=None, q_segment_ids=None, kv_segment_ids=None), slice(0, call.num_heads)
+    return [Part(plain.tile(batch=b, heads=heads, queries=q, keys=k), None, b, q, k) for b, q, k in spans]
+
+
+def _packed_spans(call: AttentionCall) -> list[tuple[slice, slice, slice]] | None:
+    """Return the batch entry, queries and keys of each packed sequence; None where one does not stand together."""
+    ids, spans = call.q_segment_ids, []
+    if ids is None or not call.shares_ids:
+        return None
+    for index, row in enumerate(ids.expand(call.batch[0], call.q_len)):
+        starts = [0, *(1 + (row[1:] != row[:-1]).nonzero()[:, 0]).tolist()]
+        if call.q_len < LEAST_MEAN_LENGTH * len(starts) or len(row[starts].unique()) < len(starts):
+            return None
+        runs = [slice(*run) for run in itertools.pairwise([*starts, call.q_len])]
+        spans += [(slice(index, index + 1), run, run) for run in runs]
+    return spans
+
+
+def _padded_spans(call: AttentionCall) -> list[tuple[slice, slice, slice]] | None:
+    """Return alike batch entries, and queries and keys, where a mask shows one run of keys to all queries and heads.
+
+    Queries before, among and behind the keys of a text are spans of their own. None for other masks.
+    """
+    if call.mask is None or call.q_segment_ids is not None:
+        return None
+    mask = call.mask[(None,) * (4 - call.mask.ndim)]
+    if mask.shape[1] > 1 or mask.shape[2] > 1:
+        return None
+    shown = mask[:, 0, 0].expand(-1, call.kv_len)  # [batch or 1, kv_len]
+    begins = shown.clone()
+    begins[:, 1:] &= ~shown[:, :-1]
+    if (begins.sum(dim=1) != 1).any():
+        return None
+    texts = zip(begins.int().argmax(dim=1).tolist(), shown.sum(dim=1).tolist(), strict=True)
+    spans, entry, times = [], 0, call.batch[0] // len(shown)  # a mask may be one for all entries
+    for (start, count), alike in itertools.groupby(texts):
+        batch, keys = slice(entry, entry + times * len(list(alike))), slice(start, start + count)
+        for queries in (slice(0, start), keys, slice(keys.stop, call.q_len)):
+            sees_none = call.is_causal and queries.stop <= start
+            if queries.start < queries.stop and not sees_none:
+                spans.append((batch, queries, keys))
+        entry = batch.stop
+    return spans
+
+
+# --- Rectangles ------------------------------------------------------------------------------------------------------
+
+
+def is_short(call: AttentionCall) -> bool:
+    """Whether blocks of queries are planned from shapes, and from the largest norms of heads."""
+    return call.kv_len <= tiling().short or tolerance_of(call) == 0
+
+
+def uses_norms(call: AttentionCall) -> bool:
+    """Whether the plan of a call asks for the norms of its keys, where somebody knows them."""
+    if call.q_len <= tiling().sizes.few:
+        return call.num_kv_heads * math.prod(call.batch) * call.kv_len * call.head_dim >= LONG * tiling().short // SHORT
+    return not is_short(call)
+
+
+def jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None, limits: Limits | None) -> list[Job]:
+    """Return the rectangles of a part of several queries, ``[batch, heads, length, head_dim]``."""
+    sizes = tiling().sizes
+    if is_short(call):
+        return list(_blocks(call, sizes, limits))
+    found: list[Job] = []
+    for index in range(call.batch[0]):
+        entry, one = entry_of(call, index), slice(index, index + 1)
+        known = None if norms is None else norms.of_entries(one)
+        found += jobs_of_entry(entry, needed_keys(entry, query[one], key[one], known), index, sizes)
+    return found
+
+
+def needed_keys(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None = None) -> KeyRanges:
+    """Return the core's plan for one batch entry, as NumPy arrays ``[num_heads, q_blocks]``."""
+    measuring, tolerance = tiling().measuring, tolerance_of(call)
+    if tolerance == 0:  # nothing to measure
+        bounds = ScoreBounds.unmeasured(call, q_block=measuring.q_block_of(call), kv_block=call.kv_len)
+    else:
+        measured = measure(call, query, key, measuring, norms)
+        bounds = measured.bounds(call, nearest_keys(call, measuring.part_elements))
+    return ranges_on_host(call, bounds, tolerance, measuring.part_elements)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far the keys that matter to each head are, proved from the largest norms."""
+
+    tokens: list[float]  # the distance from which on keys do not matter
+    cutoff: Tensor  # [num_heads], the bias there, below 0
+
+    @classmethod
+    def of(cls, call: AttentionCall, excess: np.ndarray) -> Limits:
+        """Return the limits where scores exceed what bounds a row from below by no more than ``excess``, by head."""
+        share = min(tolerance_of(call), LARGEST_TOLERANCE) / (1 if call.is_causal else 2)
+        excess = np.where(excess < math.inf, excess, math.inf)  # of NaN, too
+        tokens, cutoff = np.zeros(call.num_heads), np.zeros(call.num_heads)
+        for rates in (call.slopes, None if call.is_causal else call.future_slopes):
+            if rates is not None:
+                slopes = rates.detach().double().numpy().reshape(-1, call.num_heads)
+                with np.errstate(all="ignore"):
+                    far = reach(namespace_of(slopes), slopes, excess[None], share)
+                    falls = np.where(far < math.inf, slopes * far, math.inf)
+                tokens, cutoff = np.maximum(tokens, far.max(axis=0)), np.maximum(cutoff, falls.max(axis=0))
+        return cls(np.minimum(tokens, ENDLESS).tolist(), -torch.from_numpy(cutoff).to(call.working_dtype))
+
+
+def limits_of(call: AttentionCall, query: Tensor, key: Tensor) -> Limits | None:
+    """Return the limits of a short part of a call; None where measuring saves nothing."""
+    if not is_short(call) or tolerance_of(call) == 0 or call.kv_len < min(LEAST_MEASURED, tiling().short):
+        return None
+    if call.q_len <= tiling().sizes.few or call.added_key_bias is not None:
+        return None
+    norms = [norm_bounds(x, x.dtype).amax(dim=(0, 2)).double().numpy() for x in (query, key)]
+    bound = norms[0] * norms[1].repeat(call.num_heads // call.num_kv_heads) * abs(call.scale)
+    return Limits.of(call, 2 * bound * (1 + 2 * score_rounding(call.head_dim)))
+
+
+def _blocks(call: AttentionCall, sizes: TileSizes, limits: Limits | None) -> Iterator[Job]:
+    """Yield blocks of queries, and of heads that look about as far, for all batch entries."""
+    is_view = call.mask is None and call.q_segment_ids is None  # a bias that takes no memory
+    rows = sizes.rows[0], min(BLOCK_ROWS, sizes.rows[1])
+    for job in plain_jobs(call, replace(sizes, rows=rows, bias_elements=2**62 if is_view else sizes.bias_elements)):
+        if limits is None or not call.sees_own_key:  # distances count from the nearest key that is not hidden
+            yield job
+            continue
+        lowest, stop = job.q_start + call.q_offset, job.kv_start + job.kv_len
+        spans = [
+            (max(job.kv_start, int(lowest - limit) + 1), min(stop, int(lowest + job.rows - 1 + limit)))
+            for limit in limits.tokens[job.heads]
+        ]
+        entries = job.batch.stop - job.batch.start
+        for heads in alike([last - first for first, last in spans], sizes.call_scores / (entries * job.rows)):
+            first, last = min(x for x, _ in spans[heads]), max(x for _, x in spans[heads])
+            own = slice(job.heads.start + heads.start, job.heads.start + heads.stop)
+            yield replace(job, heads=own, kv_start=first, kv_len=last - first)
+
+
+def alike(widths: Sequence[int], most: float) -> Iterator[slice]:
+    """Yield runs of heads that are computed as wide as the widest, at the cost of at most so many keys more in all."""
+    start = 0
+    for stop in range(1, len(widths) + 1):
+        run = widths[start : stop + 1]
+        if stop == len(widths) or max(run) * len(run) - sum(run) > most:
+            yield slice(start, stop)
+            start = stop

@@ -1,0 +1,103 @@
+"""A few queries, as in a step of decoding: all keys, or the last ones that known norms leave.
+
+Heads that share their keys become rows of one, so that nothing is copied for them. Keys in low precision are cast some
+heads at a time: in new memory, which is to be small enough for a cache of the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from alibi_core import AttentionCall
+from alibi_core.backend import Job, KeyNorms, score_rounding, seen_keys, tolerance_of
+from alibi_torch._cpu.bias import Bias, DistanceRow
+from alibi_torch._cpu.plan import Limits, alike, norm_bounds, tiling, uses_norms
+from alibi_torch._internals import fused_forward
+
+LONG_UNMEASURED = 2**23  # numbers in all keys of low precision; of fewer, norms that nobody knows are not measured
+NEAR = 128  # keys; widths are multiples of this, so that the norms of so many at the end need not be known
+CAST = 2**18  # numbers of keys that are cast at once
+
+
+def is_step(call: AttentionCall) -> bool:
+    """Whether a call has so few queries that kernel calls cost more than hidden scores."""
+    return call.q_len <= tiling().sizes.few
+
+
+def jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> list[Job]:
+    """Return the rectangles of a part of a few queries: of some heads, whole groups, and the keys that they need."""
+    first, stop = seen_keys(call, 0, call.q_len)
+    if first >= stop:
+        first, stop = 0, 1  # queries that see nothing become zeros all the same
+    group = call.num_heads // call.num_kv_heads
+    widths = [stop - first] * call.num_kv_heads
+    numbers = call.batch[0] * (stop - first) * call.num_kv_heads * call.head_dim  # in the keys
+    if norms is None and call.dtype != call.working_dtype and numbers >= LONG_UNMEASURED:
+        norms = KeyNorms(norm_bounds(key, key.dtype).amax(dim=-1, keepdim=True), call.kv_len)
+    if norms is not None and uses_norms(call):
+        widths = _widths(call, query, key, norms, stop - first)
+    elif call.dtype == call.working_dtype and call.q_len == 1:
+        return [Job(slice(0, call.batch[0]), slice(0, call.num_heads), 0, 1, 1, first, stop - first)]
+    is_cast = call.dtype != call.working_dtype
+    most = [CAST // (call.batch[0] * call.head_dim), tiling().sizes.bias_elements // (call.q_len * group)]
+    found = []
+    # A thread reads some four numbers of a key in the time of a score.
+    for heads in alike(widths, 4 * tiling().sizes.call_scores / (call.batch[0] * call.head_dim)):
+        width = max(widths[heads])
+        count = max(1, min(most[0] if is_cast else most[1], most[1]) // width)  # heads of keys at a time
+        for head in range(heads.start, heads.stop, count):
+            some = slice(head * group, min(head + count, heads.stop) * group)
+            found.append(Job(slice(0, call.batch[0]), some, 0, call.q_len, 1, stop - width, width))
+    return found
+
+
+def _widths(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms, most: int) -> list[int]:
+    """Return how many of the last keys, of ``most``, matter to a query at the last of them, by head of keys."""
+    if call.q_len != 1 or not call.sees_own_key or call.added_key_bias is not None or tolerance_of(call) == 0:
+        return [most] * call.num_kv_heads
+    if not call.is_causal and call.q_offset < call.kv_len - 1:
+        return [most] * call.num_kv_heads
+    group = call.num_heads // call.num_kv_heads
+    rows = query.double().unflatten(1, (call.num_kv_heads, group))[:, :, :, 0]  # [batch, num_kv_heads, group, head_dim]
+    own = key[:, :, call.q_offset, None].double()
+    bound = rows.norm(dim=-1) * (norms.values.amax(dim=-1, keepdim=True).double() * abs(call.scale))
+    # The own key's score is rounded, and so are the others.
+    excess = bound * (1 + 2 * score_rounding(call.head_dim)) - (rows * own).sum(dim=-1) * call.scale
+    tokens = Limits.of(call, excess.amax(dim=0).flatten().numpy()).tokens
+    return [
+        min(most, NEAR * math.ceil(max(tokens[head : head + group]) / NEAR)) for head in range(0, len(tokens), group)
+    ]
+
+
+def forward(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, planned: Sequence[Job]
+) -> tuple[Tensor, Tensor]:
+    """Return the result of a few queries, in the working dtype, and the log-sum-exp of each."""
+    row = DistanceRow.of(call, planned, None)
+    found = [_attend(call, job, row.bias_of(job), query, key, value) for job in planned]
+    return found[0] if len(found) == 1 else tuple(torch.cat(x, dim=1) for x in zip(*found, strict=True))
+
+
+def _attend(
+    call: AttentionCall, job: Job, bias: Bias, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what one call of the kernel makes of a job."""
+    group, dtype, values = call.num_heads // call.num_kv_heads, call.working_dtype, bias.in_order(bias.values)
+    query, keys = query[:, job.heads], slice(job.heads.start // group, job.heads.stop // group)
+    key, value = (x[:, keys, job.keys].to(dtype) for x in (key, value))
+    if call.added_key_bias is not None:
+        values = values + call.added_key_bias.expand(call.batch[0], -1, -1)[:, job.heads, None, job.keys]
+    rows, sizes = query.to(dtype), query.shape
+    if group > 1:  # [batch, heads, q_len, n] becomes [batch, heads of keys, group * q_len, n]
+        values = values.expand(-1, sizes[1], -1, -1)
+        rows, values = (x.reshape(x.shape[0], -1, group * call.q_len, x.shape[-1]) for x in (rows, values))
+    out, lse = fused_forward(rows, key, value, values, call.scale)
+    out, lse = (out.reshape(sizes), lse.reshape(sizes[:-1])) if group > 1 else (out, lse)
+    if bias.attends is not None:
+        out = torch.where(bias.attends, out, 0.0)
+        lse = torch.where(bias.attends[..., 0], lse, math.inf)
+    return out, lse

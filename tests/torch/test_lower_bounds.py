@@ -1,0 +1,61 @@
+"""Lower bounds of softmax denominators, from means of keys: never too high, and worth having."""
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+import array_api_compat.torch as xp  # noqa: E402
+
+from alibi_core import AttentionCall  # noqa: E402
+from alibi_core.backend import entry_of, lower_bounds  # noqa: E402
+from alibi_core.conformance.testing import DATA, LONGER, Case  # noqa: E402
+from alibi_torch import _cpu  # noqa: E402
+from tests.support.frameworks import TORCH, Backend  # noqa: E402
+from tests.support.tiles import LONGER_CASES, TILINGS, Tiling, hostile, plain, planning, without_offsets_by_entry  # noqa: E402
+
+TILED = Backend(TORCH, "alibi_torch", "tiled")
+
+
+@given(case=LONGER_CASES, data=st.sampled_from(sorted(DATA)), tiling=TILINGS, sign=st.sampled_from([1, 1, -1]))
+@example(plain(LONGER[0], seed=4), "stripes", Tiling(), 1)
+@example(plain(LONGER[0], seed=4, window_size=6), "stripes", Tiling(), 1)
+@example(Case(LONGER[1], "clamped", 13, None, None, "by query", False, seed=3), "stripes", Tiling(), 1)
+@example(Case(LONGER[0], "causal", None, None, "same", None, False, seed=4), "stripes", Tiling(), 1)
+def test_lower_bounds_of_denominators_are_lower(case: Case, data: str, tiling: Tiling, sign: int) -> None:
+    assert_lower_bounds(without_offsets_by_entry(hostile(case, data, sign)), tiling)
+
+
+@pytest.mark.parametrize("shown", [0, 1])
+def test_lower_bounds_count_no_hidden_keys(shown: int) -> None:
+    case = hostile(plain(LONGER[0], seed=4), "stripes", 1)
+    visible = np.arange(150) // 32 % 2 == shown
+    for rule, hidden in (("mask", visible[None, None, None]), ("segment_ids", visible[None].astype(np.int32))):
+        assert_lower_bounds(case.with_arguments("causal", {rule: hidden}), Tiling())
+
+
+def assert_lower_bounds(case: Case, tiling: Tiling) -> None:
+    problem, (call, (query, key, _)) = case.exact("float32"), planning(TILED, case)
+    middle = key.mean(dim=2, keepdim=True)
+    scores = np.einsum("bhid,bhjd->bhij", problem.query, problem.keys - TORCH.numpy(middle).repeat(problem.group, 1))
+    scores = scores * problem.scale + problem.bias
+    actual = np.logaddexp.reduce(scores, axis=-1)  # of rows that see nothing, -inf
+    with tiling.applied(TILED):
+        for index in range(case.sizes.batch):
+            one = slice(index, index + 1)
+            bounds = lower_bounds(entry_of(call, index), query[one], key[one], middle[one], _cpu.tiling().measuring)
+            if bounds is not None:
+                rounding = 2.0**-20 * (1 + np.abs(np.where(np.isfinite(scores), scores, 0)).max())
+                assert np.all(TORCH.numpy(bounds)[0] <= actual[index] + rounding)
+
+
+def test_lower_bounds_shorten_horizons() -> None:
+    # The query's own key says little of a row of 150 that score the same.
+    query, key = torch.ones(1, 1, 150, 4), torch.ones(1, 1, 150, 4)
+    call = AttentionCall.check(query, key, key, torch.tensor([0.03]), xp=xp)
+    with Tiling().applied(TILED):
+        bounds = lower_bounds(call, query, key, key.mean(dim=2, keepdim=True), _cpu.tiling().measuring)
+    assert (bounds[..., 32:] > np.log(32) - 0.03 * 64).all()
+    assert (bounds[..., :16] == -torch.inf).all()
