@@ -124,8 +124,9 @@ def make_case(offer: Offer, needs: str, lengths: tuple[int, int], options: dict[
     if not offer.has_slopes:
         own = reference.make_slopes((), 6, offer.contract)
     arrays["slopes"] = own.astype(np.float32).astype(np.float64)
-    form = "symmetric" if {"symmetric", "asymmetric"} & set(needs.split()) else "causal"
-    arguments |= {"is_causal": False} if form == "symmetric" else {}
+    is_causal = arguments.pop("is_causal", not {"symmetric", "asymmetric"} & set(needs.split()))
+    form = "causal" if is_causal else "symmetric"
+    arguments |= {} if is_causal else {"is_causal": False}
     sizes = Sizes(batch, 6 // group, group, lengths, head_dim)
     described = Case(sizes, scaling=arguments.get("scale"), slopes_per_batch=arrays["slopes"].ndim > 1)
     return described.with_arguments(form, arguments).with_arrays(**arrays)
@@ -228,16 +229,24 @@ class Prober:
     def states(self) -> Iterator[Probe]:
         """Yield the answers to calls of the same lengths that differ in one thing, the first asked again in the end."""
         offer = self.caller.offer
-        changes: dict[str, dict[str, Any]] = {"": {}, "symmetric": {}, "mask": {}}
-        changes |= {"window": {"window_size": 2}, "scale": {"scale": 0.2}, "offset": {"q_offset": 2}}
+        changes: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+            "": ({"slopes": FLAT} if offer.has_slopes else {}, {}),
+            "symmetric": ({}, {"is_causal": False}),
+            "window": ({"window_size": 5}, {"window_size": 2}),
+            "scale": ({}, {"scale": 0.2}),
+            "offset": ({}, {"q_offset": 2}),
+            "mask": ({}, {}),
+        }
         for feature, turn in itertools.product([x for x in changes if x in {"", *self.features}], (1, -1)):
             length = 20 + self.caller.calls % 40  # which no earlier call had, most likely
-            arguments = changes[feature]
+            options = changes[feature]
             if feature == "mask":
-                shown = np.random.default_rng(1).random((2, 1, length, length)) < 0.6
-                arguments = {"mask": shown | np.eye(length, dtype=bool)}
-            first = make_case(offer, "", (length, length), {"slopes": FLAT} if offer.has_slopes else {})
-            pair = (first, make_case(offer, feature, (length, length), arguments))[::turn]
+                shown = np.random.default_rng(1).random((2, 2, 1, length, length)) < 0.6
+                options = (
+                    {"mask": shown[0] | np.eye(length, dtype=bool)},
+                    {"mask": shown[1] | np.eye(length, dtype=bool)},
+                )
+            pair = [make_case(offer, "", (length, length), x) for x in options][::turn]
 
             def ask(x: Any, cases: tuple[Case, ...] = (*pair, pair[0])) -> dict[str, Values]:
                 return {str(i): x.attention(case) for i, case in enumerate(cases)}

@@ -271,6 +271,8 @@ mistake("window one less", "The window is one key too short: distances up to win
 mistake("window one more", "The window is one key too long.", window_size=lambda c, x: x + 1)
 mistake("window 0 as none", "A window_size of 0 is ignored, as if no window were given: it lets the query's own "
         "position be seen.", window_size=lambda c, x: x or None)
+mistake("window halved", "window_size is divided by two: it is the reach of each side, not the sum.",
+        window_size=lambda c, x: x // 2)
 mistake("window on past side only", "The window limits past keys only: its future side is ignored.",
         window=lambda c, x: -c.window_ahead <= c.window_size)
 mistake("window hides the future", "With a window nothing ahead is seen: it is made for causal attention.",
@@ -292,6 +294,7 @@ mistake("mask added", "mask is added to the scores as numbers 0 and 1: turn Fals
         masked=lambda c, x: np.ones_like(x), scores=lambda c, x: x if c.mask is None else x + c.mask)
 mistake("mask after softmax", "The mask is applied after the softmax, in whose sum hidden keys count.",
         masked=lambda c, x: np.ones_like(x), weights=lambda c, x: x if c.mask is None else x * c.mask)
+mistake("mask of first batch", "All batch entries have the first one's mask.", mask=lambda c, x: x[:1])
 mistake("mask of first head", "All heads have the first one's mask.", mask=lambda c, x: x[:, :1])
 each((10, 100, 1000, 10_000), "mask finite: {}", "What the mask hides is not hidden: its score is lowered by {}, which "
      "large scores outweigh. Use minus infinity.", masked=lambda c, x, n: np.ones_like(x),
