@@ -269,6 +269,9 @@ def _windows(tensor: Tensor, job: Job, start: int, length: int) -> Tensor:
 
 def _parts(job: Job, elements: int) -> Iterator[Job]:
     """Yield a job as jobs of so few tiles that results of ``elements`` a tile and head stay small."""
+    if job.tiles == 1:
+        yield job
+        return
     heads, threads = job.heads.stop - job.heads.start, torch.get_num_threads()
     step = max(1, tiling().kernel_elements // (elements * heads))
     step = max(step - step % threads, -(-threads // heads))  # no thread is to wait for others
