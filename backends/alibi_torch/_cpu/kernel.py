@@ -218,7 +218,8 @@ def _with_slopes(
         by_query += found[0][..., :-2]
         by_key[:, :, some] += found[1][..., :-2]
         by_value[:, :, some] += found[2][..., :-2]
-        total += sign * ((q_places - middle) * found[0][..., -1].double() - found[0][..., -2])
+        # Rounded alike, the two products of a query's own key are equal, which is at no distance.
+        total += sign * ((q_places - middle) * found[0][..., -1] - found[0][..., -2])
     return (by_query * tile.scale, by_key, by_value), [_by_head(job, x) for x in totals]
 
 
