@@ -218,7 +218,8 @@ def _with_slopes(
         by_query += found[0][..., :-2]
         by_key[:, :, some] += found[1][..., :-2]
         by_value[:, :, some] += found[2][..., :-2]
-        total += sign * ((q_places - middle) * found[0][..., -1].double() - found[0][..., -2])
+        # Rounded alike, the two products of a query's own key are equal, which is at no distance.
+        total += sign * ((q_places - middle) * found[0][..., -1] - found[0][..., -2])
     return (by_query * tile.scale, by_key, by_value), [_by_head(job, x) for x in totals]
 
 
@@ -269,6 +270,9 @@ def _windows(tensor: Tensor, job: Job, start: int, length: int) -> Tensor:
 
 def _parts(job: Job, elements: int) -> Iterator[Job]:
     """Yield a job as jobs of so few tiles that results of ``elements`` a tile and head stay small."""
+    if job.tiles == 1:
+        yield job
+        return
     heads, threads = job.heads.stop - job.heads.start, torch.get_num_threads()
     step = max(1, tiling().kernel_elements // (elements * heads))
     step = max(step - step % threads, -(-threads // heads))  # no thread is to wait for others

@@ -174,8 +174,7 @@ _attend = torch.ops.alibi.attention.default
 _attend_backward = torch.ops.alibi.attention_backward.default
 
 
-@torch.library.impl("alibi::attention", "cpu")
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Return the result, ``[batch, num_heads, q_len, head_dim]``, and each softmax's log-sum-exp.
 
     Gradients of scores are differences from means that follow from the result: where it is to be differentiated,
@@ -185,6 +184,9 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
     result, logsumexp = _compute(call, query, key, value, norms, call.working_dtype if rest[-1] else call.dtype)
     like = torch.empty_like(query, dtype=result.dtype)  # of strides that compilers have been told
     return result if result.stride() == like.stride() else like.copy_(result), logsumexp.contiguous()
+
+
+torch.library.impl("alibi::attention", "cpu", _attend_on_cpu)
 
 
 @torch.library.register_fake("alibi::attention")
@@ -203,7 +205,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     like = call.slopes if call.future_slopes is None else call.future_slopes
     by_query = torch.zeros_like(query)
     by_key, by_value = (torch.zeros_like(x, dtype=call.working_dtype) for x in (key, value))
-    sums = torch.zeros(2, *call.batch, call.num_heads, dtype=torch.float64, device=call.device)
+    sums = query.new_zeros((2, *call.batch, call.num_heads), dtype=torch.float64) if by_slopes else None
     grad, query, key, value, result = _dense(grad, query, key, value, result)
     with no_autocast("cpu"):  # gradients may be asked for where it is on
         for part in split(call, norms):
@@ -212,10 +214,10 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
             wider = tensors[0].shape[-1] - call.head_dim
             of_result = (F.pad(x, (0, wider)) if wider else x for x in part.of_queries(grad, result))
             known = kernel.Saved(*tensors, *of_result, *part.of_queries(logsumexp))
-            by_slope = sums[:, part.batch] if by_slopes else None
+            by_slope = None if sums is None else sums[:, part.batch]
             totals = kernel.Totals(*part.of_queries(by_query), *part.of_keys(by_key, by_value), by_slope)
             kernel.backward(own, known, planned, cutoff, totals)
-    if not by_slopes:
+    if sums is None:
         by_rates = [torch.zeros_like(call.slopes), torch.zeros_like(like)]
     else:
         past, future = sums
@@ -245,7 +247,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        return _attend(*arguments)
+        return (_attend if is_watched(*arguments[:3]) else _attend_on_cpu)(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
