@@ -6,15 +6,10 @@ and array-api-compat alone and works on the arrays of any library that follows t
 
 from alibi_core._attention import attention
 from alibi_core._bias import bias, bias_from_positions, key_bias
-from alibi_core._call import AttentionCall as AttentionCall
 from alibi_core._fold import fold, fold_error_bound, fold_size
-from alibi_core._horizon import KeyRanges as KeyRanges
-from alibi_core._horizon import ScoreBounds as ScoreBounds
 from alibi_core._horizon import horizon
-from alibi_core._horizon import key_ranges as key_ranges
 from alibi_core._slopes import slopes
 
-# AttentionCall, KeyRanges, ScoreBounds and key_ranges are here until PyTorch's backend imports them from backend.
 __version__ = "0.1.0"
 
 __all__ = [

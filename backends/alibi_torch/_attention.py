@@ -11,8 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alibi_core import AttentionCall
-from alibi_core.backend import checks, dense_attention, explains_keywords, host_values, non_negative_number, one_of
+from alibi_core.backend import (
+    AttentionCall,
+    checks,
+    dense_attention,
+    explains_keywords,
+    host_values,
+    non_negative_number,
+    one_of,
+)
 from alibi_core.backend import slopes as canonical
 from alibi_torch import _cpu
 from alibi_torch._cpu import KeyNorms

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alibi_core import AttentionCall
-from alibi_core.backend import dense_attention
+from alibi_core.backend import AttentionCall, dense_attention
 from alibi_torch._internals import in_transform
 
 RATES = ("slopes", "future_slopes")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alibi_core import AttentionCall
+from alibi_core.backend import AttentionCall
 from alibi_torch._internals import has_tangent, in_transform
 
 _NOTHING = nullcontext()

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode  # noqa: E402
 
 import alibi_core  # noqa: E402
 import alibi_torch  # noqa: E402
-from alibi_core import AttentionCall  # noqa: E402
+from alibi_core.backend import AttentionCall  # noqa: E402
 from alibi_torch import AlibiAttention, AlibiBias  # noqa: E402
 from alibi_torch._dispatch import refusal  # noqa: E402
 

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import alibi_torch  # noqa: E402
-from alibi_core import AttentionCall  # noqa: E402
 from alibi_core._attention import dense_attention  # noqa: E402
+from alibi_core.backend import AttentionCall  # noqa: E402
 from alibi_torch._flex import kernels as _flex  # noqa: E402
 from alibi_torch._flex.blocks import Gpu, options_on  # noqa: E402
 from alibi_torch._flex.kernels import flex_attention  # noqa: E402

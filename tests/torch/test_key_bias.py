@@ -9,7 +9,8 @@ import array_api_compat.torch as xp
 import pytest
 import torch
 
-from alibi_core import AttentionCall, slopes
+from alibi_core import slopes
+from alibi_core.backend import AttentionCall
 from alibi_torch._attention import run
 from tests.support.tiles import planned_from
 

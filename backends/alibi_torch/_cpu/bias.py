@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alibi_core import AttentionCall
-from alibi_core.backend import Job
+from alibi_core.backend import AttentionCall, Job
 
 DENSE = 256  # keys; of so few, queries and results together are larger than a bias in their order
 

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alibi_core import AttentionCall
-from alibi_core.backend import Job
+from alibi_core.backend import AttentionCall, Job
 from alibi_torch._cpu.bias import Bias, DistanceRow
 from alibi_torch._cpu.plan import tiling
 from alibi_torch._internals import fused_backward, fused_forward

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alibi_core import AttentionCall
-from alibi_core.backend import ARRAY_AXES, CallRules, Job, KeyNorms, tolerance_of, working_dtype
+from alibi_core.backend import ARRAY_AXES, AttentionCall, CallRules, Job, KeyNorms, tolerance_of, working_dtype
 from alibi_torch._cpu import kernel, step, vmap
 from alibi_torch._cpu.plan import Part, jobs, limits_of, split
 from alibi_torch._derivatives import dense_reference, pulled_back

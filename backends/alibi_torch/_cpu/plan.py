@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_core import AttentionCall, KeyRanges, ScoreBounds
 from alibi_core.backend import (
     ENDLESS,
     LARGEST_TOLERANCE,
+    AttentionCall,
     Job,
     KeyNorms,
+    KeyRanges,
+    ScoreBounds,
     TileSizes,
     Tiling,
     current_tiling,

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from alibi_core import AttentionCall
-from alibi_core.backend import Job, KeyNorms, score_rounding, seen_keys, tolerance_of
+from alibi_core.backend import AttentionCall, Job, KeyNorms, score_rounding, seen_keys, tolerance_of
 from alibi_torch._cpu.bias import Bias, DistanceRow
 from alibi_torch._cpu.plan import Limits, alike, norm_bounds, tiling, uses_norms
 from alibi_torch._internals import fused_forward

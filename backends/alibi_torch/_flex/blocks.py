@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from alibi_core import AttentionCall
+from alibi_core.backend import AttentionCall
 from alibi_torch._flex.mask import BLOCK, SHORT
 
 # FlexAttention's names for queries and keys of a block, stages and warps. Going backward, blocks are summed up to

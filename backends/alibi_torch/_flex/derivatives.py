@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alibi_core import AttentionCall
+from alibi_core.backend import AttentionCall
 from alibi_torch._derivatives import RATES, dense_reference, pulled_back
 
 

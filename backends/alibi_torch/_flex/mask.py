@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from alibi_core import AttentionCall, ScoreBounds, key_ranges
-from alibi_core.backend import KeyNorms, Measuring, measure, tolerance_of
+from alibi_core.backend import AttentionCall, KeyNorms, Measuring, ScoreBounds, key_ranges, measure, tolerance_of
 from alibi_torch._cpu import norm_bounds
 
 BLOCK = 128  # queries, and keys, in a block: the kernels' own tiles all divide it

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alibi_core import AttentionCall
+from alibi_core.backend import AttentionCall
 from alibi_torch._attention import run
 from alibi_torch._dispatch import needs_gradients
 from alibi_torch.transformers._tokens import Layout, Tokens, is_unreadable
