@@ -427,11 +427,6 @@ class AttentionCall:
         return xp.where(attends, bias, asarray(xp, 0.0, self.working_dtype, self.device)), attends
 
     @cached_property
-    def worked_out(self) -> dict[Any, Any]:
-        """A place for what a backend works out and would need again should the call come again."""
-        return {}
-
-    @cached_property
     def bias_by_distance(self) -> Any:
         """The bias of keys by their distance, where positions alone decide it and the offset is an int.
 
