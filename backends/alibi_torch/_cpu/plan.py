@@ -178,7 +178,7 @@ def uses_norms(call: AttentionCall) -> bool:
     """Whether the plan of a call asks for the norms of its keys, where somebody knows them."""
     if call.q_len <= tiling().sizes.few:
         return call.num_kv_heads * math.prod(call.batch) * call.kv_len * call.head_dim >= LONG * tiling().short // SHORT
-    return not is_short(call)
+    return not is_short(call) and call.mask is None and call.q_segment_ids is None  # which may split the call
 
 
 def jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None, limits: Limits | None) -> list[Job]:

@@ -67,9 +67,8 @@ def _widths(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms, mo
     # The own key's score is rounded, and so are the others.
     excess = bound * (1 + 2 * score_rounding(call.head_dim)) - (rows * own).sum(dim=-1) * call.scale
     tokens = Limits.of(call, excess.amax(dim=0).flatten().numpy()).tokens
-    return [
-        min(most, NEAR * math.ceil(max(tokens[head : head + group]) / NEAR)) for head in range(0, len(tokens), group)
-    ]
+    needed = [max(tokens[head : head + group]) for head in range(0, len(tokens), group)]
+    return [min(most, NEAR * max(1, math.ceil(x / NEAR))) for x in needed]
 
 
 def forward(

@@ -224,7 +224,11 @@ class KVCache:
                 call = checked(query, self.key, self.value, slopes, used=self.length, **rules)
             else:
                 call = checked(query, key, value, slopes, **rules)
-        norms = self._norms(NEAR if call.q_len == 1 else 0) if uses_norms(call) else None
+        norms = None
+        if self.key.device.type != "cpu" or torch.compiler.is_compiling():  # which cannot ask how calls are cut up
+            norms = self._norms(0)
+        elif uses_norms(call):
+            norms = self._norms(NEAR if call.q_len == 1 and implementation in (None, "tiled") else 0)
         return guarded(run(call, query, key, value, implementation, norms), [self.key])
 
     def truncate(self, length: int | Tensor) -> None:
