@@ -82,7 +82,7 @@ test-newest: $(OUT)/newest/ready
 upgrade:
 	rm -f $(OUT)/newest/ready
 	$(MAKE) $(OUT)/newest/ready
-	{ grep '^#' constraints.txt; $(NEWEST) -m pip freeze --exclude-editable; } > $(OUT)/constraints.txt
+	{ grep '^#' constraints.txt; $(NEWEST) -m pip freeze --exclude-editable | sed 's|+cpu$$||'; } > $(OUT)/constraints.txt
 	mv $(OUT)/constraints.txt constraints.txt
 
 docs: $(VENV)/ready-docs
