@@ -302,6 +302,17 @@ def test_decoding_a_long_text_in_pieces(name: str, kind: str) -> None:
     assert (actual - expected).abs().max() <= 4 * own
 
 
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cache_goes_by_either_name(family: str, name: str) -> None:  # in any version of transformers
+    model, tokens = accelerate(model_of(family), strict=True), tokens_of(2, 20)
+    expected = logits_of(model, tokens)
+    cache = AlibiCache(model)
+    parts = [logits_of(model, x, use_cache=True, **{name: cache}) for x in tokens.split([12, 7, 1], dim=1)]
+    assert cache.get_seq_length() == 20
+    assert_near(torch.cat(parts, dim=1), expected)
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "alibi"])
 def test_caches_may_be_cropped_copied_pickled_and_reset(kind: str) -> None:
     model, tokens, others = accelerate(model_of("bloom")), tokens_of(1, 330), tokens_of(1, 30, seed=2)

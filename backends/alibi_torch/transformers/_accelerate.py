@@ -17,8 +17,8 @@ from alibi_torch.transformers._models import (
     LAYERS,
     MODELS,
     AcceleratedModel,
-    carry_positions,
     padding_of_all_places,
+    prepare_call,
 )
 from alibi_torch.transformers._names import positional_names
 from alibi_torch.transformers._paths import Paths
@@ -101,7 +101,7 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
     for outer in _models_around(model):
         if "alibi_hook" not in vars(outer):  # of a base model that was restored by itself
             outer.alibi_names = positional_names(type(outer).forward)
-            outer.alibi_hook = outer.register_forward_pre_hook(carry_positions, with_kwargs=True)
+            outer.alibi_hook = outer.register_forward_pre_hook(prepare_call, with_kwargs=True)
             outer.create_masks_for_generate = padding_of_all_places
     try:
         for base, proof in proofs.items():

@@ -237,17 +237,21 @@ def _reason_of_mask(mask: Any, inputs: Tensor, cache: Any) -> str | None:
 # --- Models around a base model -------------------------------------------------------------------------------------
 
 
-def carry_positions(outer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Put what ``position_ids`` say into the mask, as BLOOM and MPT do not hand them on: a hook before ``forward``."""
+def prepare_call(outer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Take the cache by either name, and put what ``position_ids`` say into the mask: a hook before ``forward``.
+
+    BLOOM and MPT do not hand positions on to their base model.
+    """
     base, names = outer.base_model, outer.alibi_names
+    kwargs = with_cache_name(names, kwargs)
     given = by_name(names, args, kwargs)
     inputs = embedded(given)
     is_packed = given.get("position_ids") is not None and isinstance(inputs, Tensor) and inputs.shape[1] > 1
     if not is_packed or not isinstance(base, AcceleratedModel) or "attention_mask" not in names:
-        return None
+        return args, kwargs
     tokens = read_tokens(base, given)
     if not isinstance(tokens, Tokens) or tokens.starts is None:
-        return None
+        return args, kwargs
     base.alibi_running.tokens = tokens  # for compiled code
     return with_argument(names, args, kwargs, "attention_mask", carrier(tokens, inputs.device))
 
