@@ -1,7 +1,7 @@
-"""Private names of PyTorch, all that this package uses, each with what stands in where a version lacks it.
+"""Private names of PyTorch, all that attention on the CPU uses, each with what stands in where a version lacks it.
 
-Seen in PyTorch 2.9 to 2.13. A name that is gone makes calls slower, never wrong: the fused kernels are spelled out, and
-calls take the way through PyTorch's dispatcher that compilers take.
+A name that is gone makes calls slower, never wrong: the fused kernels are spelled out, and calls take the way through
+PyTorch's dispatcher that compilers take. All were seen in PyTorch 2.9 to 2.13.
 """
 
 from __future__ import annotations

@@ -16,9 +16,7 @@ import alibi_torch  # noqa: E402
 from benchmarks.harness import peak_growth  # noqa: E402
 from tests.support.frameworks import TORCH, Backend  # noqa: E402
 from tests.support.full import first_of  # noqa: E402
-from tests.support.tiles import (  # noqa: E402
-    Tiling,
-)
+from tests.support.tiles import Tiling  # noqa: E402
 
 TILED = Backend(TORCH, "alibi_torch", "tiled")
 NAMES = ("query", "key", "value", "slopes", "future_slopes")

@@ -202,12 +202,13 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     grad, query, key, value, result, logsumexp = arguments[:6]
     call, norms = packed.unpacked(query, key)
     like = call.slopes if call.future_slopes is None else call.future_slopes
-    by_query = torch.zeros_like(query)
+    parts = split(call, norms)
+    by_query = (torch.zeros_like if parts[0].is_cut else torch.empty_like)(query)  # some queries may be in no part
     by_key, by_value = (torch.zeros_like(x, dtype=call.working_dtype) for x in (key, value))
     sums = query.new_zeros((2, *call.batch, call.num_heads), dtype=torch.float64) if by_slopes else None
     grad, query, key, value, result = _dense(grad, query, key, value, result)
     with no_autocast("cpu"):  # gradients may be asked for where it is on
-        for part in split(call, norms):
+        for part in parts:
             planned, cutoff = _planned(part, *part.of_queries(query), *part.of_keys(key))
             own, *tensors = _with_key_bias(part.call, *part.of_queries(query), *part.of_keys(key, value))
             wider = tensors[0].shape[-1] - call.head_dim
