@@ -296,7 +296,6 @@ KV_LEN = Bad({"kv_len": -1}, ValueError, "kv_len must not be negative")
 LENGTHS = [
     KV_LEN,
     Bad({"q_len": -1}, ValueError, "q_len must not be negative, got -1"),
-    Bad({"segment_ids": ints(3)}, TypeError, "'segment_ids'; bias_from_positions takes positions, with q_segment_ids"),
 ]
 POSITIONS = [
     Bad({"kv_positions": ints()}, ValueError, "kv_positions must have at least one axis"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import alibi_core
+from alibi_core.backend import AttentionCall
 from alibi_torch import AlibiMultiheadAttention, attention
 
 BATCH, HEADS, Q_LEN, KV_LEN, EMBED = 2, 4, 5, 7, 12
@@ -113,9 +114,7 @@ def test_masks_that_hide_need_no_scores_in_memory(mask: Tensor | None, monkeypat
     seen: list[Any] = []
 
     def observed(*tensors: Tensor, **rules: Any) -> Any:
-        seen.append(
-            alibi_core.AttentionCall.check(*tensors, **{x: y for x, y in rules.items() if x != "implementation"})
-        )
+        seen.append(AttentionCall.check(*tensors, **{x: y for x, y in rules.items() if x != "implementation"}))
         return attention(*tensors, **rules)
 
     monkeypatch.setattr("alibi_torch.nn._multihead.attention", observed)

@@ -95,9 +95,9 @@ class AlibiCache(Cache):
         >>> from alibi_torch.transformers import accelerate
         >>> model = BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=4)).eval()
         >>> cache = AlibiCache(accelerate(model))
-        >>> tokens = model.generate(torch.tensor([[7, 8, 9]]), past_key_values=cache, max_new_tokens=2)
+        >>> logits = model(torch.tensor([[7, 8, 9]]), cache=cache, use_cache=True).logits
         >>> cache.get_seq_length()
-        4
+        3
     """
 
     def __init__(self, model: Any) -> None:
