@@ -58,7 +58,7 @@ demo: $(VENV)/ready
 	$(RUN) -m benchmarks.extrapolation --quick --output $(OUT)
 
 # One thread a worker: two workers with two threads each only get in each other's way.
-PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+PYTEST = OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 test: $(VENV)/ready
 	$(PYTEST) $(ARGS)
