@@ -82,6 +82,8 @@ class DistanceRow:
         if call.window_size is None and back >= job.kv_len - 1:
             # Queries behind all keys: softmax does not notice that all distances are larger than from the last key.
             row = distance_row(part, job.kv_len - 1, 1)
+            if self.side < 0:  # none of these keys is behind its query
+                row.fill_(-math.inf)
             return Bias(row[:, :, None].expand(-1, -1, job.rows, -1))
         return self._dense(replace(part, mask=None, q_segment_ids=None, kv_segment_ids=None), job)
 

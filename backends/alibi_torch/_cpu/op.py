@@ -203,7 +203,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     call, norms = packed.unpacked(query, key)
     like = call.slopes if call.future_slopes is None else call.future_slopes
     parts = split(call, norms)
-    by_query = (torch.zeros_like if parts[0].is_cut else torch.empty_like)(query)  # some queries may be in no part
+    by_query = torch.zeros_like(query)  # some queries may be in no part
     by_key, by_value = (torch.zeros_like(x, dtype=call.working_dtype) for x in (key, value))
     sums = query.new_zeros((2, *call.batch, call.num_heads), dtype=torch.float64) if by_slopes else None
     grad, query, key, value, result = _dense(grad, query, key, value, result)
