@@ -70,9 +70,7 @@ class Rules(NamedTuple):
         else:  # the builder would count through all sequences of a row
             counts = layout.counts() if self.counts_text else (layout.columns - layout.origins).clamp(min=0)
             index = counts[:, None, :].expand(-1, num_heads, -1)
-            built = self.build(ones, num_heads, dtype)
-            built = (built - built[..., :1] if not self.counts_text else built).expand(len(index), -1, -1)
-            built = built.gather(-1, index)
+            built = self.build(ones, num_heads, dtype).expand(len(index), -1, -1).gather(-1, index)
         bias = (built / self.divisor).double()
         if self.additions > 1:  # the others are formed before scores are rounded to the dtype
             bias = bias + (self.additions - 1) * (built.double() / self.divisor)
