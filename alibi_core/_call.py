@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,17 +31,6 @@ HEADS_FIRST = ("heads", "length", "head_dim")
 LENGTH_FIRST = ("length", "heads", "head_dim")
 TENSORS = ("query", "key", "value")
 SLOPES = ("slopes", "future_slopes")
-# The arrays of a call, and what their axes count besides those of the batch, which come first and may be missing.
-_AXES: dict[str, tuple[str, ...]] = {
-    "slopes": ("heads",),
-    "future_slopes": ("heads",),
-    "q_offset": (),
-    "q_segment_ids": ("queries",),
-    "kv_segment_ids": ("keys",),
-    "mask": ("heads", "queries", "keys"),
-    "added_key_bias": ("heads", "keys"),
-}
-ARRAY_AXES = {name: len(axes) for name, axes in _AXES.items()}
 FARTHEST = 2**30  # tokens that an offset in an array may be from the first key, so that int32 holds positions
 
 
@@ -82,20 +71,22 @@ class AttentionCall:
     dtype: DType  # of query, key, value and the result
     working_dtype: DType  # of products, softmax statistics and the bias: float32, or float64 for float64
     device: Device | None
-    slopes: Any  # [num_heads] or [*batch, num_heads], working_dtype
-    future_slopes: Any | None  # likewise; None means slopes
+    slopes: Any = field(metadata={"axes": ("heads",)})  # [num_heads] or [*batch, num_heads], working_dtype
+    future_slopes: Any | None = field(metadata={"axes": ("heads",)})  # likewise; None means slopes
     is_causal: bool
-    q_offset: Any  # int, or an int32 array [] or [*batch]
-    q_segment_ids: Any | None  # [..., q_len]
-    kv_segment_ids: Any | None  # [..., kv_len]
+    q_offset: Any = field(metadata={"axes": ()})  # int, or an int32 array [] or [*batch]
+    q_segment_ids: Any | None = field(metadata={"axes": ("queries",)})  # [..., q_len]
+    kv_segment_ids: Any | None = field(metadata={"axes": ("keys",)})  # [..., kv_len]
     window_size: int | None
-    mask: Any | None  # booleans that broadcast to [*batch, num_heads, q_len, kv_len]
+    # booleans that broadcast to [*batch, num_heads, q_len, kv_len]
+    mask: Any | None = field(metadata={"axes": ("heads", "queries", "keys")})
     scale: float
     tolerance: float | None
     shares_ids: bool = False  # whether the key at a query's position, where there is one, has the query's segment id
-    added_key_bias: Any | None = None  # [num_heads, kv_len] or [*batch, num_heads, kv_len], added to the linear bias
-    # What "dense" alone can do, and so is no part of `arrays` and `rules`, which compiled kernels are made of:
-    added_bias: Any | None = None  # finite, broadcasts to [*batch, num_heads, q_len, kv_len], added to the bias
+    # [num_heads, kv_len] or [*batch, num_heads, kv_len], added to the linear bias
+    added_key_bias: Any | None = field(default=None, metadata={"axes": ("heads", "keys")})
+    # "dense" alone has what follows. added_bias is finite and broadcasts to [*batch, num_heads, q_len, kv_len].
+    added_bias: Any | None = field(default=None, metadata={"axes": ("heads", "queries", "keys")})
     dropout: float = 0.0  # probability of zeroing a weight
     return_weights: bool = False
 
@@ -236,13 +227,13 @@ class AttentionCall:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """The arrays that the call has, by the names of its fields; ``replace(call, **arrays)`` puts others there."""
-        found = {name: getattr(self, name) for name in ARRAY_AXES}
+        """The arrays that the call has, by the names of its fields."""
+        found = {name: getattr(self, name) for name in _AXES}
         return {name: x for name, x in found.items() if x is not None and not checks.is_int(x)}
 
     def map_arrays(self, change: Callable[[Any, int], Any]) -> AttentionCall:
-        """Return the call with ``change(array, axes)`` in place of each array, ``axes`` as in ``ARRAY_AXES``."""
-        return replace(self, **{name: change(array, ARRAY_AXES[name]) for name, array in self.arrays.items()})
+        """Return the call with ``change(array, axes)`` for each array, which has so many axes besides the batch's."""
+        return replace(self, **{name: change(array, len(_AXES[name])) for name, array in self.arrays.items()})
 
     @property
     def dense_only(self) -> str | None:
@@ -475,6 +466,24 @@ class AttentionCall:
         # With slopes of two kinds in a row no one distance is worth the same everywhere.
         sides = [xp.any(xp.logical_and(visible, x), axis=-1, keepdims=True) for x in (relative < 0, relative > 0)]
         return xp.where(xp.logical_and(*sides), none, nearest)
+
+
+# What the axes of each array count besides those of the batch, which come first and may be missing.
+_AXES: dict[str, tuple[str, ...]] = {x.name: x.metadata["axes"] for x in fields(AttentionCall) if "axes" in x.metadata}
+ARRAY_AXES = {
+    name: len(axes) for name, axes in _AXES.items() if name != "added_bias"
+}  # of the arrays that kernels take
+
+
+def split_call(call: AttentionCall) -> tuple[AttentionCall, dict[str, Any]]:
+    """Return the call without its arrays, which is hashable, and its arrays by the names of their fields."""
+    absent: dict[str, Any] = dict.fromkeys(call.arrays)
+    return replace(call, **absent), call.arrays
+
+
+def join_call(static: AttentionCall, arrays: Mapping[str, Any]) -> AttentionCall:
+    """Return the call that :func:`split_call` took apart, with these arrays."""
+    return replace(static, **arrays)
 
 
 def _score_axes(sizes: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
