@@ -55,11 +55,35 @@ def as_points(
         raise ValueError(
             f"kv_positions must have as many dims as q_positions, {q_positions.shape[-1]}, got {kv_positions.shape[-1]}"
         )
-    check_direction_in_space(q_positions.shape[-1], is_causal, future_slopes)
+    check_order(q_positions.shape[-1], is_causal, future_slopes)
     return q_positions, kv_positions
 
 
-def check_direction_in_space(dims: int, is_causal: bool, future_slopes: Any | None) -> None:
+def points_of_call(xp: Namespace, positions: Any, batch: tuple[int, ...], name: str, length: int) -> Any:
+    """Return positions as ``[..., length, dims]``, given ``[..., length]`` or ``[..., length, dims]``.
+
+    Args:
+        xp: Namespace of the array.
+        positions: Of queries or of keys.
+        batch: Batch axes of the call; leading axes of positions broadcast to them.
+        name: Of the length, ``q_len`` or ``kv_len``.
+        length: In tokens.
+    """
+    shape = tuple(check_positions(xp, "positions", positions).shape)
+    axes = ", ".join([*(["batch"] if batch else []), name])
+    on_line = shape[-1:] == (length,) and checks.broadcasts(shape[:-1], batch)
+    in_space = shape[-2:-1] == (length,) and shape[-1] > 0 and checks.broadcasts(shape[:-2], batch)
+    if on_line and in_space:
+        raise ValueError(
+            f"positions must have axes that cannot be mistaken, got {shape} for {length} tokens; use positions[..., "
+            f"None] if they are [{axes}], or positions[None] if they are [{name}, dims]"
+        )
+    if not (on_line or in_space):
+        raise ValueError(f"positions must have axes [{axes}] or [{axes}, dims], {(*batch, length)}, got {shape}")
+    return positions[..., None] if on_line else positions
+
+
+def check_order(dims: int, is_causal: bool, future_slopes: Any | None) -> None:
     """Check that nothing asks which of two points with several dimensions is later."""
     if dims == 1:
         return
