@@ -25,7 +25,7 @@ from alibi_core._arrays import (
     signed,
 )
 from alibi_core._bias import linear_bias, place_slopes, relative_positions, with_head_axis, working_dtype
-from alibi_core._distance import DISTANCES, LAWS, check_order, points_of_call, relative_points
+from alibi_core._distance import DISTANCES, LAWS, check_order, may_have_nan, points_of_call, relative_points
 from alibi_core._mask import check_mask, check_score_axes
 
 HEADS_FIRST = ("heads", "length", "head_dim")
@@ -89,6 +89,8 @@ class AttentionCall:
     # Positions of the caller's own, in place of an offset: [..., q_len, dims] and [..., kv_len, dims].
     q_points: Any | None = field(default=None, metadata={"axes": ("queries", "dims")})
     kv_points: Any | None = field(default=None, metadata={"axes": ("keys", "dims")})
+    shares_points: bool = False  # whether queries and keys are the same tokens
+    may_lack_points: bool = False  # whether a token may be without a position: NaN
     distance: str = "manhattan"
     law: str = "linear"
     # "dense" alone has what follows. added_bias is finite and broadcasts to [*batch, num_heads, q_len, kv_len].
@@ -191,6 +193,8 @@ class AttentionCall:
             tolerance=None if tolerance is None else checks.non_negative_number("tolerance", tolerance),
             q_points=q_points,
             kv_points=kv_points,
+            shares_points=q_positions is not None and q_positions is kv_positions,
+            may_lack_points=any(may_have_nan(xp, x) for x in (q_points, kv_points) if x is not None),
             distance=checks.one_of("distance", distance, DISTANCES),
             law=checks.one_of("law", law, LAWS),
             shares_ids=q_ids is not None and q_ids is kv_ids and checks.is_int(offset) and offset == 0,
@@ -284,19 +288,16 @@ class AttentionCall:
         if self.mask is not None or self.q_segment_ids is not None or self.window_size is not None:
             return False
         if self.q_points is not None:
-            return not self.is_causal
+            return not self.is_causal or self.shares_points
         return not self.has_offset_array and (not self.is_causal or bool(self.q_offset >= 0))
 
     @property
     def sees_own_key(self) -> bool:
         """Whether each query is known, from the arguments' shapes alone, to see a key at its own position."""
-        if (
-            self.mask is not None
-            or self.has_offset_array
-            or self.q_points is not None
-            or not (self.q_segment_ids is None or self.shares_ids)
-        ):
+        if self.mask is not None or self.has_offset_array or not (self.q_segment_ids is None or self.shares_ids):
             return False
+        if self.q_points is not None:
+            return self.shares_points
         return bool(self.q_offset >= 0 and self.q_offset + self.q_len <= self.kv_len)
 
     def positions(self) -> tuple[Any, Any]:
@@ -456,16 +457,20 @@ class AttentionCall:
         return self._linear_bias(relative, visible, None)[..., 0, :]
 
     def _relative(self) -> tuple[Any, Any]:
-        """Return key minus query positions, and a distance ``[..., q_len, 1]`` that no key is nearer than."""
+        """Return key minus query positions, and a distance ``[..., q_len, 1]`` that no key is nearer than, or None."""
         xp = self.xp
         if self.q_points is None:
             q_positions, kv_positions = self.positions()
             relative = relative_positions(xp, q_positions, kv_positions)
             nearest = self._outside(q_positions)[..., :, None]
         else:
-            relative = relative_points(xp, self.q_points, self.kv_points, self.distance, self.working_dtype)
-            nearest = xp.zeros_like(relative[..., :1])
-            if self.every_query_attends and self.future_slopes is None:
+            points = self.q_points, self.kv_points
+            relative = relative_points(xp, *points, self.distance, self.working_dtype, self.may_lack_points)
+            if self.is_empty:
+                nearest = xp.zeros_like(relative[..., :1])
+            elif self.sees_own_key or self.future_slopes is not None:
+                return with_head_axis(relative) if relative.ndim > 2 else relative, None
+            else:
                 nearest = xp.min(xp.abs(relative), axis=-1, keepdims=True)
         return (relative, nearest) if relative.ndim == 2 else (with_head_axis(relative), with_head_axis(nearest))
 
@@ -514,6 +519,18 @@ _AXES: dict[str, tuple[str, ...]] = {x.name: x.metadata["axes"] for x in fields(
 ARRAY_AXES = {
     name: len(axes) for name, axes in _AXES.items() if name not in ("added_bias", "q_points", "kv_points")
 }  # of the arrays that kernels take
+
+
+def axis_of(name: str, what: str, array: Any) -> int | None:
+    """Return the axis of a call's array that counts ``"heads"``, ``"queries"`` or ``"keys"``; None if none does.
+
+    An axis of length 1 that broadcasts counts nothing.
+    """
+    axes = _AXES[name]
+    if what not in axes:
+        return None
+    axis = array.ndim - len(axes) + axes.index(what)
+    return axis if axis >= 0 and array.shape[axis] != 1 else None
 
 
 def split_call(call: AttentionCall) -> tuple[AttentionCall, dict[str, Any]]:

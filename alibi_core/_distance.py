@@ -93,7 +93,17 @@ def check_order(dims: int, is_causal: bool, future_slopes: Any | None) -> None:
         raise ValueError(f"future_slopes must be None for positions with {dims} dims, which have no order")
 
 
-def relative_points(xp: Namespace, q_points: Any, kv_points: Any, distance: str, dtype: DType) -> Any:
+def may_have_nan(xp: Namespace, points: Any) -> bool:
+    """Whether a token may be without a position, as far as values can be seen."""
+    if is_kind(xp, points.dtype, "integral"):
+        return False
+    values = host_values(points)
+    return values is None or bool(np.any(np.isnan(values)))
+
+
+def relative_points(
+    xp: Namespace, q_points: Any, kv_points: Any, distance: str, dtype: DType, may_have_nan: bool = True
+) -> Any:
     """Return relative positions, ``[..., q_len, kv_len]``: integers for integers, but for Euclidean distances in space.
 
     A token without a position is at the position of every other one.
@@ -104,11 +114,13 @@ def relative_points(xp: Namespace, q_points: Any, kv_points: Any, distance: str,
         kv_points: ``[..., kv_len, dims]``.
         distance: One of :data:`DISTANCES`; on a line (``dims == 1``) all are the same.
         dtype: Floating dtype to compute in; with float64 positions that is float64.
+        may_have_nan: Whether a token may be without a position.
     """
     if any("float64" in str(x.dtype) for x in (q_points, kv_points)):
         dtype = xp.float64
-    q_points, q_nowhere = _without_nan(xp, q_points)
-    kv_points, kv_nowhere = _without_nan(xp, kv_points)
+    q_nowhere = kv_nowhere = None
+    if may_have_nan:
+        (q_points, q_nowhere), (kv_points, kv_nowhere) = (_without_nan(xp, x) for x in (q_points, kv_points))
     # Dimension by dimension, so that no array has q_len, kv_len and dims.
     steps = [relative_on_line(xp, q_points[..., d], kv_points[..., d], dtype) for d in range(q_points.shape[-1])]
     relative = steps[0] if len(steps) == 1 else 0 - _norm(xp, steps, distance, dtype)
