@@ -10,6 +10,7 @@ A backend takes an :class:`AttentionCall`, which says what is to be computed, an
 - ``caches``, ``models``, ``sharding``: what caches, layers and models, and parallel attention of all backends share.
 """
 
+from alibi_core import _caching, _horizon, _models, _sharding
 from alibi_core._arrays import check_keywords as check_keywords
 from alibi_core._arrays import checks as checks
 from alibi_core._arrays import explains_keywords as explains_keywords
@@ -78,6 +79,7 @@ from alibi_core._sharding import tokens_beyond as tokens_beyond
 from alibi_core._slopes import slope_values as slope_values
 from alibi_core._slopes import slopes as slopes
 
+caches, horizon, models, sharding = _caching, _horizon, _models, _sharding
 MAX_POSITION = checks.MAX_POSITION
 array = checks.array
 boolean = checks.boolean
