@@ -219,6 +219,8 @@ def bias_from_positions(
         if check(xp, name, array).ndim < 1:
             raise ValueError(f"{name} must have at least one axis (length), got shape {tuple(array.shape)}")
     q_points, kv_points = as_points(q_positions, kv_positions, distance, is_causal, future_slopes)
+    if all(is_kind(xp, x.dtype, "integral") for x in (q_positions, kv_positions)):
+        checks.positions_apart(q_positions, kv_positions)
     device = device_of(xp, q_positions)
     if device_of(xp, kv_positions) != device:
         raise ValueError(
@@ -439,7 +441,8 @@ class _Parts:
 
     def of_keys(self, kv_positions: Any) -> Any:
         """Return a key-only contract's bias, ``[..., num_heads, 1, kv_len]``, in the dtype that the model adds."""
-        counts = signed(self.xp, kv_positions)
+        # JAX without 64 bits would wrap uint32; PyTorch casts most unsigned integers to nothing but signed ones.
+        counts = kv_positions if lacks_64_bits(self.xp) else signed(self.xp, kv_positions)
         if self.rule.counts_from == "last key":
             counts = counts - (counts.shape[-1] - 1)
         return narrowed(self.xp, self.rule.row(self.xp, self.slopes, counts), self.dtype)

@@ -15,7 +15,6 @@ from alibi_core._arrays import (
     Namespace,
     adopted,
     arange,
-    asarray,
     astype,
     checks,
     device_of,
@@ -306,32 +305,6 @@ class AttentionCall:
         offset = self.q_offset[..., None] if self.has_offset_array else self.q_offset
         return offset + queries, keys
 
-    def nearest_keys(self) -> Any:
-        """Return how far the nearest key that each query may look at is, in tokens; -1 for a query that has none.
-
-        int32, ``[q_len]``, or with the axes ``[..., num_heads or 1, q_len]`` before it that
-        it varies along. Only where there are a mask or segments does it take time and memory in proportion to
-        ``q_len * kv_len``.
-        """
-        xp = self.xp
-        positions, keys = self.positions()
-        none = asarray(xp, -1, xp.int32, self.device)
-        if (self.mask is None and self.q_segment_ids is None) or self.kv_len == 0:
-            nearest = self._outside(positions)
-            if self.window_size is not None:
-                nearest = xp.where(nearest > self.window_size, none, nearest)
-            if self.is_causal:
-                nearest = xp.where(positions < 0, none, nearest)
-            if self.kv_len == 0:
-                nearest = none + xp.zeros_like(nearest)
-            return nearest[..., None, :] if self.has_offset_array else nearest
-        relative = relative_positions(xp, positions, keys)
-        relative = with_head_axis(relative) if relative.ndim > 2 else relative
-        visible = self.visible(relative)
-        far = asarray(xp, checks.MAX_POSITION, xp.int32, self.device)
-        nearest = xp.min(xp.where(visible, xp.abs(relative), far), axis=-1)
-        return xp.where(nearest == far, none, nearest)
-
     def tile(self, *, batch: slice, heads: slice, queries: slice, keys: slice) -> AttentionCall:
         """Return the part of this call that concerns some batch entries, heads, queries and keys.
 
@@ -414,11 +387,8 @@ class AttentionCall:
             visible = rule if visible is None else self.xp.logical_and(visible, rule)
         return visible
 
-    def bias(self, *, is_positive: bool = False) -> tuple[Any, Any | None]:
+    def bias(self) -> tuple[Any, Any | None]:
         """Return the dense bias, masks included, in a form that no softmax turns into NaN or loses digits to.
-
-        Args:
-            is_positive: Whether the slopes are known to be positive constants, which saves a pass over the bias.
 
         Returns:
             bias: ``[..., num_heads, q_len, kv_len]`` in ``working_dtype``: ``-slopes * distance``, what is added to a
@@ -430,18 +400,24 @@ class AttentionCall:
         relative, nearest = self._relative()
         visible = self.visible(relative)
         if visible is None or self.every_query_attends:
-            return self._linear_bias(relative, visible, nearest, is_positive=is_positive), None
+            return self._linear_bias(relative, visible, nearest), None
         attends = xp.any(visible, axis=-1, keepdims=True)
-        hides_near_keys = self.mask is not None or self.q_segment_ids is not None or self.q_points is not None
-        if hides_near_keys and not self.is_empty:
-            nearest = self._nearest_visible(relative, visible, attends)
+        if (self.mask is not None or self.q_segment_ids is not None or self.q_points is not None) and not self.is_empty:
+            # Softmax ignores what is constant along a row, but where all keys are far, float32 would spend its digits
+            # on it. With slopes of two kinds in a row no one distance is worth the same everywhere.
+            nearest = self.nearest_visible(relative, visible)
+            if self.future_slopes is not None:
+                sides = (
+                    xp.any(xp.logical_and(visible, x), axis=-1, keepdims=True) for x in (relative < 0, relative > 0)
+                )
+                nearest = xp.where(xp.logical_and(*sides), 0, nearest)
         # A row that is masked as a whole is one of keys at no distance, all of them visible.
-        relative, nearest = (xp.where(attends, x, asarray(xp, 0, x.dtype, self.device)) for x in (relative, nearest))
+        relative, nearest = (xp.where(attends, x, 0) for x in (relative, nearest))
         visible = xp.logical_or(visible, xp.logical_not(attends))
-        bias = self._linear_bias(relative, visible, nearest, is_positive=is_positive)
+        bias = self._linear_bias(relative, visible, nearest)
         if self.added_key_bias is None and self.added_bias is None:
             return bias, attends
-        return xp.where(attends, bias, asarray(xp, 0.0, self.working_dtype, self.device)), attends
+        return xp.where(attends, bias, 0.0), attends
 
     @cached_property
     def bias_by_distance(self) -> Any:
@@ -450,8 +426,8 @@ class AttentionCall:
         ``[..., num_heads, q_len + kv_len - 1]`` in ``working_dtype``, from the farthest that a key is before a query to
         the farthest that one is after a query; -inf where direction or window hide it.
         """
-        farthest = self.q_offset + self.q_len - 1
-        relative = (arange(self.xp, self.q_len + self.kv_len - 1, self.device) - farthest)[None]
+        # mx.compile would write a number that is subtracted into the source of a kernel, a new one for each length.
+        relative = arange(self.xp, self.kv_len - self.q_offset, self.device, 1 - self.q_offset - self.q_len)[None]
         is_past = self.is_causal and self.window_size is None and self.q_offset >= self.kv_len - 1
         visible = None if is_past else self._all(self._rules_of_distance(relative))
         return self._linear_bias(relative, visible, None)[..., 0, :]
@@ -462,7 +438,7 @@ class AttentionCall:
         if self.q_points is None:
             q_positions, kv_positions = self.positions()
             relative = relative_positions(xp, q_positions, kv_positions)
-            nearest = self._outside(q_positions)[..., :, None]
+            nearest = self.distance_to_keys(q_positions)[..., :, None]
         else:
             points = self.q_points, self.kv_points
             relative = relative_points(xp, *points, self.distance, self.working_dtype, self.may_lack_points)
@@ -474,44 +450,22 @@ class AttentionCall:
                 nearest = xp.min(xp.abs(relative), axis=-1, keepdims=True)
         return (relative, nearest) if relative.ndim == 2 else (with_head_axis(relative), with_head_axis(nearest))
 
-    def _outside(self, positions: Any) -> Any:
-        """Return how far the keys as a whole are from each position, 0 among them."""
+    def distance_to_keys(self, positions: Any) -> Any:
+        """Return the distance of each position from the row of keys: 0 for a position among them."""
         beyond = positions - (self.kv_len - 1)
-        return self.xp.where(positions < 0, -positions, self.xp.where(beyond > 0, beyond, self.xp.zeros_like(beyond)))
+        return self.xp.where(positions < 0, -positions, self.xp.where(beyond > 0, beyond, 0))
 
-    def _linear_bias(
-        self, relative: Any, visible: Any | None, nearest: Any | None, *, is_positive: bool = False
-    ) -> Any:
-        bias = linear_bias(
-            self.xp,
-            self.slopes,
-            self.future_slopes,
-            relative,
-            visible,
-            is_causal=self.is_causal,
-            nearest=nearest,
-            is_positive=is_positive,
-            law=self.law,
-        )
+    def _linear_bias(self, relative: Any, visible: Any | None, nearest: Any | None) -> Any:
+        rates, is_causal = (self.slopes, self.future_slopes), self.is_causal
+        bias = linear_bias(self.xp, *rates, relative, visible, is_causal=is_causal, nearest=nearest, law=self.law)
         if self.added_key_bias is not None:
             bias = bias + self.added_key_bias[..., None, :]
         return bias if self.added_bias is None else bias + self.added_bias
 
-    def _nearest_visible(self, relative: Any, visible: Any, attends: Any) -> Any:
-        """Return the distance of each query's nearest visible key, ``[..., q_len, 1]``, to count distances from.
-
-        Softmax ignores what is constant along a row, but where all keys are far, float32 would spend its digits on it.
-        """
-        xp = self.xp
-        distance = xp.abs(relative)
-        farthest = checks.MAX_POSITION if distance.dtype == xp.int32 else 2**62  # as an integer or a float
-        far, none = (asarray(xp, x, distance.dtype, self.device) for x in (farthest, 0))
-        nearest = xp.where(attends, xp.min(xp.where(visible, distance, far), axis=-1, keepdims=True), none)
-        if self.future_slopes is None:
-            return nearest
-        # With slopes of two kinds in a row no one distance is worth the same everywhere.
-        sides = [xp.any(xp.logical_and(visible, x), axis=-1, keepdims=True) for x in (relative < 0, relative > 0)]
-        return xp.where(xp.logical_and(*sides), none, nearest)
+    def nearest_visible(self, relative: Any, visible: Any) -> Any:
+        """Return how far each query's nearest visible key is, ``[..., q_len, 1]``; a large one where there is none."""
+        far = checks.MAX_POSITION if self.q_points is None else 2**62  # int32, or int64 or floating
+        return self.xp.min(self.xp.where(visible, self.xp.abs(relative), far), axis=-1, keepdims=True)
 
 
 # What the axes of each array count besides those of the batch, which come first and may be missing.
@@ -711,7 +665,7 @@ def _q_offset(xp: Namespace, q_offset: Any, sizes: dict[str, Any]) -> Any:
     # softmax does not notice (a window of more than 2**30 tokens would). An error would have to wait for the values.
     offset = signed(xp, q_offset)
     if "uint" in str(q_offset.dtype):
-        offset = xp.where(offset < 0, asarray(xp, FARTHEST, offset.dtype, device_of(xp, offset)), offset)
+        offset = xp.where(offset < 0, FARTHEST, offset)
     return astype(xp, xp.clip(offset, -FARTHEST, FARTHEST), xp.int32)
 
 
