@@ -463,8 +463,11 @@ class AttentionCall:
         return bias if self.added_bias is None else bias + self.added_bias
 
     def nearest_visible(self, relative: Any, visible: Any) -> Any:
-        """Return how far each query's nearest visible key is, ``[..., q_len, 1]``; a large one where there is none."""
-        far = checks.MAX_POSITION if self.q_points is None else 2**62  # int32, or int64 or floating
+        """Return how far each query's nearest visible key is, ``[..., q_len, 1]``; MAX_POSITION or more for none."""
+        if self.q_points is None:
+            far: float = checks.MAX_POSITION
+        else:
+            far = 2**62 if is_kind(self.xp, relative.dtype, "integral") else math.inf
         return self.xp.min(self.xp.where(visible, self.xp.abs(relative), far), axis=-1, keepdims=True)
 
 
