@@ -88,8 +88,8 @@ def positions_fit(q_offset: int, q_len: int, kv_len: int) -> None:
 
 def positions_apart(q_positions: Any, kv_positions: Any) -> None:
     """Check that int64 holds the distances of positions, as far as values can be seen: they would wrap unnoticed."""
-    found = [host_values(x) for x in (q_positions, kv_positions) if "64" in str(x.dtype)]
-    found = [x for x in found if x is not None and x.size]
+    values = [host_values(x) for x in (q_positions, kv_positions) if "64" in str(x.dtype)]
+    found = [x for x in values if x is not None and x.size]
     if not found:
         return
     least, most = min(0.0, *(x.min() for x in found)), max(0.0, *(x.max() for x in found))
