@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from alibi_core.backend import LENGTH_FIRST, AttentionCall, explains_keywords
+from alibi_jax import _rows
 from alibi_jax._call import as_slopes, take_apart
 from alibi_jax._compatible import broadcasting
 from alibi_jax._dispatch import Implementation, attend, checked, dense, in_full
@@ -27,6 +28,9 @@ def attention(
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     window_size: int | None = None,
     mask: jax.Array | None = None,
+    positions: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    distance: str = "manhattan",
+    law: str = "linear",
     scale: float | None = None,
     tolerance: float | None = None,
     added_bias: jax.Array | None = None,
@@ -104,6 +108,9 @@ def attention(
         segment_ids=segment_ids,
         window_size=window_size,
         mask=mask,
+        positions=positions,
+        distance=distance,
+        law=law,
         scale=scale,
         tolerance=tolerance,
         added_bias=added_bias,
@@ -138,6 +145,13 @@ def run(
     """
     if call.is_empty:
         return jnp.zeros_like(query)
+    if not call.is_toeplitz and implementation != "dense":
+        if implementation not in (None, "tiled"):
+            raise NotImplementedError(
+                "implementation 'tpu' takes no positions and no law but the linear one; 'tiled' and 'dense' can run "
+                "this call"
+            )
+        return jnp.swapaxes(_rows.attention(call, *(jnp.swapaxes(x, -3, -2) for x in (query, key, value))), -3, -2)
     is_cache = key_norms is not None
     if implementation == "dense":
         heads_first = (key, value) if is_cache else (jnp.swapaxes(x, -3, -2) for x in (key, value))
