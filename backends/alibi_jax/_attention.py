@@ -7,7 +7,8 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from alibi_core.backend import LENGTH_FIRST, AttentionCall, explains_keywords
+from alibi_core.backend import LENGTH_FIRST, AttentionCall
+from alibi_core.backend.checks import explains_keywords
 from alibi_jax._call import as_slopes, take_apart
 from alibi_jax._compatible import broadcasting
 from alibi_jax._dispatch import Implementation, attend, checked, dense, in_full

@@ -6,7 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from alibi_core.backend import AttentionCall, Explanation, check_keywords, one_of
+from alibi_core.backend import AttentionCall, Explanation
+from alibi_core.backend.checks import check_keywords, one_of
 from alibi_mlx._attention import attention
 from alibi_mlx._dispatch import IMPLEMENTATIONS, choose, refusal
 

@@ -19,7 +19,7 @@ import pytest
 from alibi_core._arrays import checks
 from alibi_core._models.checkpoints import Checkpoint
 from alibi_core._models.encoders import ENCODERS
-from alibi_core.backend import POOLING
+from alibi_core.backend.models import POOLING
 from tests.support.checkpoints import drawn, write
 from tests.support.frameworks import LIBRARIES, Backend
 

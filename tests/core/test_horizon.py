@@ -16,7 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from alibi_core import horizon
-from alibi_core.backend import AttentionCall, ScoreBounds, key_ranges, nearest_keys
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import ScoreBounds, key_ranges, nearest_keys
 from alibi_core.conformance.testing import DATA, PER_BATCH, Attention, Case, Sizes, cases
 from tests.contracts.test_bad_input import NAN, bools, floats, ints
 from tests.support.frameworks import COMPILERS, DASK, FRAMEWORKS, JAX, MLX, NUMPY, STRICT, TORCH, Framework

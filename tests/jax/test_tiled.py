@@ -15,8 +15,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
 import alibi_jax  # noqa: E402
-from alibi_core._call import LENGTH_FIRST  # noqa: E402
-from alibi_core.backend import AttentionCall  # noqa: E402
+from alibi_core.backend import LENGTH_FIRST, AttentionCall  # noqa: E402
 from alibi_core.conformance.testing import DATA, LONGER, PER_BATCH, SIZES, Case, Sizes, cases  # noqa: E402
 from alibi_core.conformance.testing import assert_within_budget as assert_within  # noqa: E402
 from alibi_jax import _tiled  # noqa: E402

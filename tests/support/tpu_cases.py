@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import alibi_jax
-from alibi_core._call import LENGTH_FIRST
-from alibi_core.backend import AttentionCall
+from alibi_core.backend import LENGTH_FIRST, AttentionCall
 from alibi_core.conformance.testing import SMALLEST, UNIT_ROUNDOFF, Answer, Case, Sizes
 from alibi_core.conformance.testing import assert_within_budget as assert_within
 from alibi_jax._call.operands import Operands, Rules, take_apart

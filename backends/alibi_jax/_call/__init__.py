@@ -4,7 +4,7 @@ In goes an ``AttentionCall`` with its tensors. Out come rules, operands, and ran
 Every kernel starts from these.
 """
 
-from alibi_core.backend import norm_bounds as norm_bounds
+from alibi_core.backend.horizon import norm_bounds as norm_bounds
 from alibi_jax._call.operands import Operands as Operands
 from alibi_jax._call.operands import Rules as Rules
 from alibi_jax._call.operands import as_slopes as as_slopes

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from alibi_core.backend import ARRAY_AXES, AttentionCall, CallRules, checks, namespace_of, tolerance_of
+from alibi_core.backend import ARRAY_AXES, AttentionCall, CallRules, checks
+from alibi_core.backend.checks import namespace_of
+from alibi_core.backend.horizon import tolerance_of
 
 
 class Operands(NamedTuple):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from alibi_core.backend import MAX_POSITION
+from alibi_core.backend.checks import MAX_POSITION
 from alibi_jax._call import Operands, Rules, put_together
 from alibi_jax._tiled.tiles import Places, Sizes, arranged, cut
 

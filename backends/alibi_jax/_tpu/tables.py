@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from alibi_core.backend import MAX_POSITION
+from alibi_core.backend.checks import MAX_POSITION
 from alibi_jax._call import Operands, Rules, kv_axis, needed_keys
 from alibi_jax._tpu.blocks import FIELDS, LOG2_E
 from alibi_jax._tpu.shape import KernelShape

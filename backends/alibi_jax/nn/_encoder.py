@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from alibi_core.backend import POOLING, AlibiConfig, TextRows, check_config, checks, explains_keywords
+from alibi_core.backend import checks
+from alibi_core.backend.checks import explains_keywords
+from alibi_core.backend.models import POOLING, AlibiConfig, TextRows, check_config
 from alibi_jax.nn._transformer import AlibiTransformer, AttentionFactory, is_traced, norm_layer, scaled
 
 LEAST_PACKED = 64  # tokens: shorter rows of packed texts all share a program

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from alibi_core.backend import AlibiConfig, Generation, check_config, checks, explains_keywords
+from alibi_core.backend import checks
+from alibi_core.backend.checks import explains_keywords
+from alibi_core.backend.models import AlibiConfig, Generation, check_config
 from alibi_jax.nn._transformer import AlibiTransformer, AttentionFactory, is_traced, norm_layer, scaled
 
 

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from alibi_core.backend import LayerShape, checks, explains_keywords, namespace_of
+from alibi_core.backend import checks
+from alibi_core.backend.checks import explains_keywords, namespace_of
+from alibi_core.backend.models import LayerShape
 from alibi_jax._attention import attention
 from alibi_jax._call import floating_dtype
 from alibi_jax._dispatch import Implementation, checked

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from alibi_core.backend import AlibiConfig, check_config, check_input, explains_keywords
+from alibi_core.backend.checks import explains_keywords
+from alibi_core.backend.models import AlibiConfig, check_config, check_input
 from alibi_jax.nn._layer import AlibiAttention
 
 AttentionFactory = Callable[..., nnx.Module]

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from alibi_core.backend import score_rounding, tokens_beyond
+from alibi_core.backend.horizon import score_rounding
+from alibi_core.backend.sharding import tokens_beyond
 from alibi_jax._call import Operands, norm_bounds
 from alibi_jax._compatible import varying_over
 from alibi_jax._tiled import materialised

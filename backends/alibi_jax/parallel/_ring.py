@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from alibi_core.backend import HALO_SHARE, Shards
+from alibi_core.backend.sharding import HALO_SHARE, Shards
 from alibi_jax._call import Operands, Rules
 from alibi_jax._dispatch import Implementation, backward, forward
 

@@ -8,9 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from alibi_core.backend import (
-    AttentionCall,
-    KeyNorms,
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.caches import (
     RowTokens,
     cache_summary,
     check_indices,
@@ -18,11 +17,9 @@ from alibi_core.backend import (
     check_new_tokens,
     check_room,
     check_span,
-    explains_keywords,
-    non_negative_int,
-    one_of,
-    positive_int,
 )
+from alibi_core.backend.checks import explains_keywords, non_negative_int, one_of, positive_int
+from alibi_core.backend.horizon import KeyNorms
 from alibi_mlx import _attention
 from alibi_mlx._plan import norm_bounds
 

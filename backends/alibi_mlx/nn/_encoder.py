@@ -8,7 +8,9 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from alibi_core.backend import MOST_PACKED, POOLING, AlibiConfig, TextRows, check_config, checks, explains_keywords
+from alibi_core.backend import checks
+from alibi_core.backend.checks import explains_keywords
+from alibi_core.backend.models import MOST_PACKED, POOLING, AlibiConfig, TextRows, check_config
 from alibi_mlx.nn._transformer import AlibiTransformer, AttentionFactory, norm_layer, scaled
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core.backend import AlibiConfig, Generation, check_config, checks, explains_keywords, namespace_of
+from alibi_core.backend import checks
+from alibi_core.backend.checks import explains_keywords, namespace_of
+from alibi_core.backend.models import AlibiConfig, Generation, check_config
 from alibi_mlx.nn._transformer import AlibiTransformer, AttentionFactory, norm_layer, scaled
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core.backend import LayerShape, explains_keywords, is_int, namespace_of, one_of
+from alibi_core.backend.checks import explains_keywords, is_int, namespace_of, one_of
+from alibi_core.backend.models import LayerShape
 from alibi_mlx._attention import IMPLEMENTATIONS, attention
 from alibi_mlx.caches import KVCache
 

@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core.backend import AlibiConfig, check_config, check_input, explains_keywords
+from alibi_core.backend.checks import explains_keywords
+from alibi_core.backend.models import AlibiConfig, check_config, check_input
 from alibi_mlx.nn._layer import AlibiAttention, unless_refused
 
 AttentionFactory = Callable[[AlibiConfig], nn.Module]

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from alibi_core.backend import MOST_PACKED, POOLING, TextRows, check_config, checks, explains_keywords
+from alibi_core.backend import checks
+from alibi_core.backend.checks import explains_keywords
+from alibi_core.backend.models import MOST_PACKED, POOLING, TextRows, check_config
 from alibi_torch.nn._transformer import AlibiConfig, AlibiTransformer, AttentionFactory, looked_up, norm_layer, scaled
 
 

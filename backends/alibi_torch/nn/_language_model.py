@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alibi_core.backend import Generation, check_config, checks, explains_keywords
+from alibi_core.backend import checks
+from alibi_core.backend.checks import explains_keywords
+from alibi_core.backend.models import Generation, check_config
 from alibi_torch.nn._transformer import AlibiConfig, AlibiTransformer, AttentionFactory, looked_up, norm_layer, scaled
 
 

@@ -9,7 +9,8 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor, nn
 
-from alibi_core.backend import LayerShape, explains_keywords, one_of
+from alibi_core.backend.checks import explains_keywords, one_of
+from alibi_core.backend.models import LayerShape
 from alibi_torch._attention import IMPLEMENTATIONS, attention
 from alibi_torch.caches import KVCache, autocast_dtype
 from alibi_torch.nn._slopes import KeepsSlopes, register_layer_slopes

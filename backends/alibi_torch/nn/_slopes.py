@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from alibi_core.backend import LayerShape
+from alibi_core.backend.models import LayerShape
 
 
 def host_copy(slopes: Any) -> Tensor:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alibi_core.backend import AlibiConfig, check_config, check_input, explains_keywords
+from alibi_core.backend.checks import explains_keywords
+from alibi_core.backend.models import AlibiConfig, check_config, check_input
 from alibi_torch.caches import KVCache
 from alibi_torch.nn._layer import AlibiAttention
 
