@@ -24,18 +24,7 @@ def explain(
     """Say which implementation a call of :func:`alibi_mlx.attention` would use, and which keys its queries need.
 
     The arrays are evaluated and measured on the host, also where the call would not measure them; nothing is attended
-    to.
-
-    Args:
-        query: As for :func:`alibi_mlx.attention`, like all arguments.
-        key: Likewise.
-        value: Likewise.
-        slopes: Likewise.
-        implementation: Likewise.
-        **arguments: Likewise.
-
-    Returns:
-        The explanation, its arrays in NumPy.
+    to. The arguments are those of :func:`alibi_mlx.attention`; the arrays of the explanation are NumPy's.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As the call would.
