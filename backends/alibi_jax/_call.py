@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alibi_core.backend import AttentionCall, checks, namespace_of, tolerance_of
+from alibi_core.backend import AttentionCall, checks, join_call, namespace_of, split_call, tolerance_of
 
 
 def _flatten(call: AttentionCall) -> tuple[tuple[Any, ...], Any]:
-    arrays = call.arrays
-    return tuple(arrays.values()), (tuple(arrays), replace(call, **dict.fromkeys(arrays)))
+    static, arrays = split_call(call)
+    return tuple(arrays.values()), (static, tuple(arrays))
 
 
 def _unflatten(static: Any, arrays: tuple[Any, ...]) -> AttentionCall:
-    names, rest = static
-    return replace(rest, **dict(zip(names, arrays, strict=True)))
+    call, names = static
+    return join_call(call, dict(zip(names, arrays, strict=True)))
 
 
 jax.tree_util.register_pytree_node(AttentionCall, _flatten, _unflatten)

@@ -14,12 +14,13 @@ from alibi_core.backend import (
     AttentionCall,
     KeyNorms,
     Measured,
-    Measuring,
     ScoreBounds,
+    Tiling,
     by_block,
     by_query_head,
     key_ranges,
     measure,
+    nearest_keys,
     norm_bounds,
     score_rounding,
 )
@@ -41,7 +42,7 @@ def needed_keys(operands: Operands, q_tile: int, kv_tile: int) -> Needed:
     Memory is linear in the lengths, and nothing is read on the host. Norms are bounded for ``kv_tile`` or more keys
     together.
     """
-    call, bounds = operands.call, _score_bounds(operands, Measuring(q_block=q_tile, kv_block=kv_tile))
+    call, bounds = operands.call, _score_bounds(operands, Tiling(q_block=q_tile, kv_block=kv_tile))
     ranges = key_ranges(call, bounds, call.tolerance)
     # [batch, num_heads, q_blocks] becomes [batch, num_heads, tiles]: a block of queries is one tile or several.
     starts = jnp.arange(-(-call.q_len // q_tile), dtype=jnp.int32) * q_tile
@@ -69,13 +70,13 @@ def _shown_keys(call: AttentionCall) -> jax.Array:
     return jnp.broadcast_to(call.mask, (*call.mask.shape[:3], call.kv_len))[:, :, 0]
 
 
-def _score_bounds(operands: Operands, how: Measuring) -> ScoreBounds:
+def _score_bounds(operands: Operands, how: Tiling) -> ScoreBounds:
     call = operands.call
     if call.tolerance == 0:  # nothing to measure
-        return ScoreBounds.unmeasured(call, q_block=how.q_block_of(call), kv_block=call.kv_len)
+        return ScoreBounds.unmeasured(call, q_block=how.q_block_of(call.q_len), kv_block=call.kv_len)
     known = None
     if operands.key_norms is not None:  # bounds of blocks, joined where there are more blocks than are measured
-        block = replace(how, kv_block=NORM_BLOCK).kv_block_of(call)
+        block = replace(how, kv_block=NORM_BLOCK).kv_block_of(call.kv_len)
         known = KeyNorms(by_block(jnp, operands.key_norms, block // NORM_BLOCK).max(axis=-1), block)
     measured = measure(call, operands.query, operands.key, how, known)
     if operands.other_keys is not None and operands.other_keys.lower is not None:
@@ -95,43 +96,20 @@ def _of_centred_scores(operands: Operands, lower: jax.Array, measured: Measured)
 
 
 def _nearest_keys(call: AttentionCall) -> jax.Array:
-    """Return ``call.nearest_keys()`` in memory linear in the lengths.
+    """Return the distance of each query's nearest key, in memory linear in the lengths.
 
-    Where finding the nearest key would take more, a query whose own key is hidden counts as far from all keys, and its
-    block needs all keys that it sees.
+    Where finding it would take more, a query whose own key is hidden counts as far from all keys, and its block needs
+    all keys that it sees.
     """
-    if call.sees_own_key:
-        return jnp.zeros(call.q_len, jnp.int32)
-    if call.mask is None and call.q_segment_ids is None:
-        return call.nearest_keys()
+    is_padding = call.q_segment_ids is None and (call.mask is None or call.mask.shape[-2] == 1)
+    if call.sees_own_key or is_padding:
+        return nearest_keys(call, part_elements=1)
     queries = call.positions()[0].reshape(-1, 1, call.q_len)  # [batch or 1, 1, q_len]
     own = jnp.clip(queries, 0, call.kv_len - 1)
-    if call.q_segment_ids is None and call.mask.shape[-2] == 1:
-        return _nearest_shown_keys(call, queries, own)
     visible = queries == own
     if call.q_segment_ids is not None:
-        visible &= call.q_segment_ids[:, None] == _along_last(call.kv_segment_ids[:, None], own)
+        visible &= call.q_segment_ids[:, None] == jnp.take_along_axis(call.kv_segment_ids[:, None], own, axis=-1)
     if call.mask is not None:
         mask = jnp.broadcast_to(call.mask, (*call.mask.shape[:2], call.q_len, call.kv_len))
-        visible &= _along_last(mask, own[..., None])[..., 0]
+        visible &= jnp.take_along_axis(mask, own[..., None], axis=-1)[..., 0]
     return jnp.where(visible, 0, MAX_POSITION)
-
-
-def _nearest_shown_keys(call: AttentionCall, queries: jax.Array, own: jax.Array) -> jax.Array:
-    """Return the distance to the nearest key under a mask that is the same for all queries; -1 where there is none."""
-    shown, keys = _shown_keys(call), jnp.arange(call.kv_len, dtype=jnp.int32)
-    before = _along_last(jax.lax.cummax(jnp.where(shown, keys, -1), axis=2), own)
-    nearest = jnp.where((queries >= 0) & (before >= 0), queries - before, MAX_POSITION)
-    if not call.is_causal:
-        after = _along_last(jax.lax.cummin(jnp.where(shown, keys, MAX_POSITION), axis=2, reverse=True), own)
-        is_ahead = (queries < call.kv_len) & (after < MAX_POSITION)
-        nearest = jnp.minimum(nearest, jnp.where(is_ahead, after - queries, MAX_POSITION))
-    limit = MAX_POSITION - 1 if call.window_size is None else min(call.window_size, MAX_POSITION - 1)
-    return jnp.where(nearest <= limit, nearest, -1).astype(jnp.int32)
-
-
-def _along_last(array: jax.Array, index: jax.Array) -> jax.Array:
-    """``take_along_axis`` along the last axis, the others broadcast."""
-    axes = jnp.broadcast_shapes(array.shape[:-1], index.shape[:-1])
-    array = jnp.broadcast_to(array, (*axes, array.shape[-1]))
-    return jnp.take_along_axis(array, jnp.broadcast_to(index, (*axes, index.shape[-1])), axis=-1)
