@@ -37,7 +37,7 @@ def sharded_attention(
 
     Args:
         mesh: The mesh.
-        query: ``[batch, length, num_heads, head_dim]``. Padding is added if the devices do not divide the length.
+        query: ``[batch, length, num_heads, head_dim]``. The devices need not divide the length.
         key: ``[batch, length, num_kv_heads, head_dim]``.
         value: Of the shape of ``key``.
         slopes: ``[num_heads]``. Default: the canonical slopes.
