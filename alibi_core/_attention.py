@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from alibi_core._arrays import Array, Namespace, asarray, astype, explains_keywords, times
+from alibi_core._arrays import Array, Namespace, astype, explains_keywords, times
 from alibi_core._call import AttentionCall
 
 
@@ -134,7 +134,7 @@ def dense_attention(
         """Return ``[..., num_kv_heads, group, q_len, n]`` by heads, with zeros for queries that look nowhere."""
         array = xp.reshape(array, (*call.batch, call.num_heads, call.q_len, array.shape[-1]))
         if attends is not None:
-            array = xp.where(attends, array, asarray(xp, 0.0, call.working_dtype, call.device))
+            array = xp.where(attends, array, 0.0)
         return astype(xp, array, call.dtype)
 
     result = finished(xp.matmul(weights, value))

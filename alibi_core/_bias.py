@@ -149,7 +149,7 @@ def bias_from_positions(
         slopes: ``[num_heads]`` or ``[..., num_heads]``, or an int for that many canonical slopes.
         q_positions: ``[..., q_len]`` integers, in tokens.
         kv_positions: ``[..., kv_len]`` integers, in tokens. Leading axes broadcast. Distances of 32-bit positions are
-            exact, however far apart; those of 64-bit positions must be below ``2**63``.
+            exact, however far apart; 64-bit positions must be less than ``2**63`` apart, and from 0.
         q_segment_ids: ``[..., q_len]`` integers. Both ids are given, or neither.
         kv_segment_ids: ``[..., kv_len]`` integers.
         is_causal: Mask keys at later positions than the query.
@@ -195,6 +195,7 @@ def bias_from_positions(
     for name, array in named.items():
         if checks.integer_array(xp, name, array).ndim < 1:
             raise ValueError(f"{name} must have at least one axis (length), got shape {tuple(array.shape)}")
+    checks.positions_apart(q_positions, kv_positions)
     device = device_of(xp, q_positions)
     if device_of(xp, kv_positions) != device:
         raise ValueError(
@@ -411,7 +412,8 @@ class _Parts:
 
     def of_keys(self, kv_positions: Any) -> Any:
         """Return a key-only contract's bias, ``[..., num_heads, 1, kv_len]``, in the dtype that the model adds."""
-        counts = signed(self.xp, kv_positions)
+        # JAX without 64 bits would wrap uint32; PyTorch casts most unsigned integers to nothing but signed ones.
+        counts = kv_positions if lacks_64_bits(self.xp) else signed(self.xp, kv_positions)
         if self.rule.counts_from == "last key":
             counts = counts - (counts.shape[-1] - 1)
         return narrowed(self.xp, self.rule.row(self.xp, self.slopes, counts), self.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,6 @@ from alibi_core._arrays import (
     Namespace,
     adopted,
     arange,
-    asarray,
     astype,
     checks,
     device_of,
@@ -31,17 +30,6 @@ HEADS_FIRST = ("heads", "length", "head_dim")
 LENGTH_FIRST = ("length", "heads", "head_dim")
 TENSORS = ("query", "key", "value")
 SLOPES = ("slopes", "future_slopes")
-# The arrays of a call, and what their axes count besides those of the batch, which come first and may be missing.
-_AXES: dict[str, tuple[str, ...]] = {
-    "slopes": ("heads",),
-    "future_slopes": ("heads",),
-    "q_offset": (),
-    "q_segment_ids": ("queries",),
-    "kv_segment_ids": ("keys",),
-    "mask": ("heads", "queries", "keys"),
-    "added_key_bias": ("heads", "keys"),
-}
-ARRAY_AXES = {name: len(axes) for name, axes in _AXES.items()}
 FARTHEST = 2**30  # tokens that an offset in an array may be from the first key, so that int32 holds positions
 
 
@@ -82,20 +70,22 @@ class AttentionCall:
     dtype: DType  # of query, key, value and the result
     working_dtype: DType  # of products, softmax statistics and the bias: float32, or float64 for float64
     device: Device | None
-    slopes: Any  # [num_heads] or [*batch, num_heads], working_dtype
-    future_slopes: Any | None  # likewise; None means slopes
+    slopes: Any = field(metadata={"axes": ("heads",)})  # [num_heads] or [*batch, num_heads], working_dtype
+    future_slopes: Any | None = field(metadata={"axes": ("heads",)})  # likewise; None means slopes
     is_causal: bool
-    q_offset: Any  # int, or an int32 array [] or [*batch]
-    q_segment_ids: Any | None  # [..., q_len]
-    kv_segment_ids: Any | None  # [..., kv_len]
+    q_offset: Any = field(metadata={"axes": ()})  # int, or an int32 array [] or [*batch]
+    q_segment_ids: Any | None = field(metadata={"axes": ("queries",)})  # [..., q_len]
+    kv_segment_ids: Any | None = field(metadata={"axes": ("keys",)})  # [..., kv_len]
     window_size: int | None
-    mask: Any | None  # booleans that broadcast to [*batch, num_heads, q_len, kv_len]
+    # booleans that broadcast to [*batch, num_heads, q_len, kv_len]
+    mask: Any | None = field(metadata={"axes": ("heads", "queries", "keys")})
     scale: float
     tolerance: float | None
     shares_ids: bool = False  # whether the key at a query's position, where there is one, has the query's segment id
-    added_key_bias: Any | None = None  # [num_heads, kv_len] or [*batch, num_heads, kv_len], added to the linear bias
-    # What "dense" alone can do, and so is no part of `arrays` and `rules`, which compiled kernels are made of:
-    added_bias: Any | None = None  # finite, broadcasts to [*batch, num_heads, q_len, kv_len], added to the bias
+    # [num_heads, kv_len] or [*batch, num_heads, kv_len], added to the linear bias
+    added_key_bias: Any | None = field(default=None, metadata={"axes": ("heads", "keys")})
+    # "dense" alone has what follows. added_bias is finite and broadcasts to [*batch, num_heads, q_len, kv_len].
+    added_bias: Any | None = field(default=None, metadata={"axes": ("heads", "queries", "keys")})
     dropout: float = 0.0  # probability of zeroing a weight
     return_weights: bool = False
 
@@ -236,13 +226,13 @@ class AttentionCall:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """The arrays that the call has, by the names of its fields; ``replace(call, **arrays)`` puts others there."""
-        found = {name: getattr(self, name) for name in ARRAY_AXES}
+        """The arrays that the call has, by the names of its fields."""
+        found = {name: getattr(self, name) for name in _AXES}
         return {name: x for name, x in found.items() if x is not None and not checks.is_int(x)}
 
     def map_arrays(self, change: Callable[[Any, int], Any]) -> AttentionCall:
-        """Return the call with ``change(array, axes)`` in place of each array, ``axes`` as in ``ARRAY_AXES``."""
-        return replace(self, **{name: change(array, ARRAY_AXES[name]) for name, array in self.arrays.items()})
+        """Return the call with ``change(array, axes)`` for each array, which has so many axes besides the batch's."""
+        return replace(self, **{name: change(array, len(_AXES[name])) for name, array in self.arrays.items()})
 
     @property
     def dense_only(self) -> str | None:
@@ -284,32 +274,6 @@ class AttentionCall:
         queries, keys = (arange(self.xp, n, self.device) for n in (self.q_len, self.kv_len))
         offset = self.q_offset[..., None] if self.has_offset_array else self.q_offset
         return offset + queries, keys
-
-    def nearest_keys(self) -> Any:
-        """Return how far the nearest key that each query may look at is, in tokens; -1 for a query that has none.
-
-        int32, ``[q_len]``, or with the axes ``[..., num_heads or 1, q_len]`` before it that
-        it varies along. Only where there are a mask or segments does it take time and memory in proportion to
-        ``q_len * kv_len``.
-        """
-        xp = self.xp
-        positions, keys = self.positions()
-        none = asarray(xp, -1, xp.int32, self.device)
-        if (self.mask is None and self.q_segment_ids is None) or self.kv_len == 0:
-            nearest = self._outside(positions)
-            if self.window_size is not None:
-                nearest = xp.where(nearest > self.window_size, none, nearest)
-            if self.is_causal:
-                nearest = xp.where(positions < 0, none, nearest)
-            if self.kv_len == 0:
-                nearest = none + xp.zeros_like(nearest)
-            return nearest[..., None, :] if self.has_offset_array else nearest
-        relative = relative_positions(xp, positions, keys)
-        relative = with_head_axis(relative) if relative.ndim > 2 else relative
-        visible = self.visible(relative)
-        far = asarray(xp, checks.MAX_POSITION, xp.int32, self.device)
-        nearest = xp.min(xp.where(visible, xp.abs(relative), far), axis=-1)
-        return xp.where(nearest == far, none, nearest)
 
     def tile(self, *, batch: slice, heads: slice, queries: slice, keys: slice) -> AttentionCall:
         """Return the part of this call that concerns some batch entries, heads, queries and keys.
@@ -393,11 +357,8 @@ class AttentionCall:
             visible = rule if visible is None else self.xp.logical_and(visible, rule)
         return visible
 
-    def bias(self, *, is_positive: bool = False) -> tuple[Any, Any | None]:
+    def bias(self) -> tuple[Any, Any | None]:
         """Return the dense bias, masks included, in a form that no softmax turns into NaN or loses digits to.
-
-        Args:
-            is_positive: Whether the slopes are known to be positive constants, which saves a pass over the bias.
 
         Returns:
             bias: ``[..., num_heads, q_len, kv_len]`` in ``working_dtype``: ``-slopes * distance``, what is added to a
@@ -408,23 +369,29 @@ class AttentionCall:
         xp = self.xp
         q_positions, kv_positions = self.positions()
         relative = relative_positions(xp, q_positions, kv_positions)
-        nearest = self._outside(q_positions)[..., :, None]  # [..., q_len, 1]
+        nearest = self.distance_to_keys(q_positions)[..., :, None]  # [..., q_len, 1]
         if relative.ndim > 2:
             relative, nearest = with_head_axis(relative), with_head_axis(nearest)
         visible = self.visible(relative)
         if visible is None or self.every_query_attends:
-            return self._linear_bias(relative, visible, nearest, is_positive=is_positive), None
+            return self._linear_bias(relative, visible, nearest), None
         attends = xp.any(visible, axis=-1, keepdims=True)
         if (self.mask is not None or self.q_segment_ids is not None) and not self.is_empty:
-            nearest = self._nearest_visible(relative, visible, attends)
+            # Softmax ignores what is constant along a row, but where all keys are far, float32 would spend its digits
+            # on it. With slopes of two kinds in a row no one distance is worth the same everywhere.
+            nearest = self.nearest_visible(relative, visible)
+            if self.future_slopes is not None:
+                sides = (
+                    xp.any(xp.logical_and(visible, x), axis=-1, keepdims=True) for x in (relative < 0, relative > 0)
+                )
+                nearest = xp.where(xp.logical_and(*sides), 0, nearest)
         # A row that is masked as a whole is one of keys at no distance, all of them visible.
-        nothing = asarray(xp, 0, xp.int32, self.device)
-        relative, nearest = (xp.where(attends, x, nothing) for x in (relative, nearest))
+        relative, nearest = (xp.where(attends, x, 0) for x in (relative, nearest))
         visible = xp.logical_or(visible, xp.logical_not(attends))
-        bias = self._linear_bias(relative, visible, nearest, is_positive=is_positive)
+        bias = self._linear_bias(relative, visible, nearest)
         if self.added_key_bias is None and self.added_bias is None:
             return bias, attends
-        return xp.where(attends, bias, asarray(xp, 0.0, self.working_dtype, self.device)), attends
+        return xp.where(attends, bias, 0.0), attends
 
     @cached_property
     def bias_by_distance(self) -> Any:
@@ -433,48 +400,46 @@ class AttentionCall:
         ``[..., num_heads, q_len + kv_len - 1]`` in ``working_dtype``, from the farthest that a key is before a query to
         the farthest that one is after a query; -inf where direction or window hide it.
         """
-        farthest = self.q_offset + self.q_len - 1
-        relative = (arange(self.xp, self.q_len + self.kv_len - 1, self.device) - farthest)[None]
+        # mx.compile would write a number that is subtracted into the source of a kernel, a new one for each length.
+        relative = arange(self.xp, self.kv_len - self.q_offset, self.device, 1 - self.q_offset - self.q_len)[None]
         is_past = self.is_causal and self.window_size is None and self.q_offset >= self.kv_len - 1
         visible = None if is_past else self._all(self._rules_of_distance(relative))
         return self._linear_bias(relative, visible, None)[..., 0, :]
 
-    def _outside(self, positions: Any) -> Any:
-        """Return how far the keys as a whole are from each position, 0 among them."""
+    def distance_to_keys(self, positions: Any) -> Any:
+        """Return the distance of each position from the row of keys: 0 for a position among them."""
         beyond = positions - (self.kv_len - 1)
-        return self.xp.where(positions < 0, -positions, self.xp.where(beyond > 0, beyond, self.xp.zeros_like(beyond)))
+        return self.xp.where(positions < 0, -positions, self.xp.where(beyond > 0, beyond, 0))
 
-    def _linear_bias(
-        self, relative: Any, visible: Any | None, nearest: Any | None, *, is_positive: bool = False
-    ) -> Any:
-        bias = linear_bias(
-            self.xp,
-            self.slopes,
-            self.future_slopes,
-            relative,
-            visible,
-            is_causal=self.is_causal,
-            nearest=nearest,
-            is_positive=is_positive,
-        )
+    def _linear_bias(self, relative: Any, visible: Any | None, nearest: Any | None) -> Any:
+        rates, is_causal = (self.slopes, self.future_slopes), self.is_causal
+        bias = linear_bias(self.xp, *rates, relative, visible, is_causal=is_causal, nearest=nearest)
         if self.added_key_bias is not None:
             bias = bias + self.added_key_bias[..., None, :]
         return bias if self.added_bias is None else bias + self.added_bias
 
-    def _nearest_visible(self, relative: Any, visible: Any, attends: Any) -> Any:
-        """Return the distance of each query's nearest visible key, ``[..., q_len, 1]``, to count distances from.
+    def nearest_visible(self, relative: Any, visible: Any) -> Any:
+        """Return how far each query's nearest visible key is, ``[..., q_len, 1]``; MAX_POSITION where there is none."""
+        distance = self.xp.where(visible, self.xp.abs(relative), checks.MAX_POSITION)
+        return self.xp.min(distance, axis=-1, keepdims=True)
 
-        Softmax ignores what is constant along a row, but where all keys are far, float32 would spend its digits on it.
-        """
-        xp = self.xp
-        distance = xp.abs(relative)
-        far, none = (asarray(xp, x, distance.dtype, self.device) for x in (checks.MAX_POSITION, 0))
-        nearest = xp.where(attends, xp.min(xp.where(visible, distance, far), axis=-1, keepdims=True), none)
-        if self.future_slopes is None:
-            return nearest
-        # With slopes of two kinds in a row no one distance is worth the same everywhere.
-        sides = [xp.any(xp.logical_and(visible, x), axis=-1, keepdims=True) for x in (relative < 0, relative > 0)]
-        return xp.where(xp.logical_and(*sides), none, nearest)
+
+# What the axes of each array count besides those of the batch, which come first and may be missing.
+_AXES: dict[str, tuple[str, ...]] = {x.name: x.metadata["axes"] for x in fields(AttentionCall) if "axes" in x.metadata}
+ARRAY_AXES = {
+    name: len(axes) for name, axes in _AXES.items() if name != "added_bias"
+}  # of the arrays that kernels take
+
+
+def split_call(call: AttentionCall) -> tuple[AttentionCall, dict[str, Any]]:
+    """Return the call without its arrays, which is hashable, and its arrays by the names of their fields."""
+    absent: dict[str, Any] = dict.fromkeys(call.arrays)
+    return replace(call, **absent), call.arrays
+
+
+def join_call(static: AttentionCall, arrays: Mapping[str, Any]) -> AttentionCall:
+    """Return the call that :func:`split_call` took apart, with these arrays."""
+    return replace(static, **arrays)
 
 
 def _score_axes(sizes: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
@@ -620,7 +585,7 @@ def _q_offset(xp: Namespace, q_offset: Any, sizes: dict[str, Any]) -> Any:
     # softmax does not notice (a window of more than 2**30 tokens would). An error would have to wait for the values.
     offset = signed(xp, q_offset)
     if "uint" in str(q_offset.dtype):
-        offset = xp.where(offset < 0, asarray(xp, FARTHEST, offset.dtype, device_of(xp, offset)), offset)
+        offset = xp.where(offset < 0, FARTHEST, offset)
     return astype(xp, xp.clip(offset, -FARTHEST, FARTHEST), xp.int32)
 
 

@@ -240,10 +240,10 @@ class BaseLanguageModel(BaseTextModel):
             chosen = self._choose(self.read_out(hidden[:, -1]), rules, sources[index])  # [batch]
             return rules.next_tokens(astype(namespace_of(chosen), chosen, tokens.dtype)[:, None], ended)
 
-        return extended(self._xp, tokens, number, step)
+        return continued(self._xp, tokens, number, step)
 
 
-def extended(
+def continued(
     xp: Any, tokens: Any, number: int, step: Callable[[Any, Any, int], tuple[Any, Any]], *, may_stop: bool = True
 ) -> Any:
     """Return ``tokens``, ``[batch, length]``, and ``number`` more.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from alibi_core.backend import AttentionCall, Job, dense_attention, explains_keywords, one_of, tolerance_of
-from alibi_mlx import _tiled
+from alibi_core.backend import AttentionCall, Job, dense_attention, explains_keywords, one_of
+from alibi_mlx import _plan
 from alibi_mlx._dispatch import IMPLEMENTATIONS, attend, choose
-from alibi_mlx._tiled import KeyNorms
 
 
 @explains_keywords
@@ -110,11 +109,11 @@ def run(
     key: mx.array,
     value: mx.array,
     implementation: str | None,
-    norms: KeyNorms | None,
+    norms: _plan.Norms | None,
 ) -> mx.array:
     """Compute a checked call by the implementation named, or by the one that suits it.
 
-    Where ``norms`` of keys are not known, all keys are read once to measure them.
+    Without ``norms`` all keys are read once to measure them.
     """
     if call.is_empty or choose(call, implementation) == "dense":
         return dense_attention(call, query, key, value)
@@ -123,6 +122,6 @@ def run(
 
     def plan(call: AttentionCall, *tensors: mx.array) -> list[Job]:
         # The norms are of these keys: of a longer batch, which mx.vmap makes, they are measured.
-        return _tiled.jobs(call, *tensors, tolerance_of(call), norms if call.batch == flat.batch else None)
+        return _plan.jobs(call, *tensors, norms if call.batch == flat.batch else None)
 
     return attend(flat, *tensors, plan).reshape(query.shape)

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from alibi_core import horizon
-from alibi_core.backend import AttentionCall, ScoreBounds, key_ranges
+from alibi_core.backend import AttentionCall, ScoreBounds, key_ranges, nearest_keys
 from alibi_core.conformance.testing import DATA, PER_BATCH, Attention, Case, Sizes, cases
 from tests.contracts.test_bad_input import NAN, bools, floats, ints
 from tests.support.frameworks import COMPILERS, DASK, FRAMEWORKS, JAX, MLX, NUMPY, STRICT, TORCH, Framework
@@ -210,7 +210,7 @@ class Scene:
 
 
 def fields_of(call: AttentionCall, measured: Any, q_block: int, kv_block: int, tolerance: float) -> tuple[Any, ...]:
-    bounds = ScoreBounds.of_tokens(call, *measured, call.nearest_keys(), q_block=q_block, kv_block=kv_block)
+    bounds = ScoreBounds.of_tokens(call, *measured, nearest_keys(call), q_block=q_block, kv_block=kv_block)
     ranges = key_ranges(call, bounds, tolerance)
     assert ranges.q_block == q_block
     return tuple(getattr(ranges, name) for name in FIELDS)
@@ -418,7 +418,7 @@ def test_what_is_not_finite_drops_nothing(framework: Framework, bad: float, form
 def test_nearest_keys_are_the_nearest(case: Case) -> None:
     arrays, expected = case.arrays, Scene(case).nearest
     call = AttentionCall.check(arrays["query"], arrays["key"], arrays["value"], arrays["slopes"], **case.arguments)
-    nearest = call.nearest_keys()
+    nearest = nearest_keys(call)
     assert nearest.dtype == np.int32
     assert nearest.shape[-1] == case.sizes.lengths[0]
     assert np.array_equal(np.broadcast_to(nearest, expected.shape), expected)
@@ -429,8 +429,8 @@ def test_nearest_keys_are_the_nearest(case: Case) -> None:
 def test_nearest_keys_of_no_keys_are_none(arguments: dict[str, Any], is_causal: bool) -> None:
     key = floats(2, 3, 0, 4)
     call = AttentionCall.check(floats(2, 3, 5, 4), key, key, is_causal=is_causal, q_offset=-2, **arguments)
-    assert np.all(call.nearest_keys() == -1)
-    assert call.nearest_keys().shape[-1] == 5
+    assert np.all(nearest_keys(call) == -1)
+    assert nearest_keys(call).shape[-1] == 5
 
 
 # Every library
@@ -476,7 +476,7 @@ def in_libraries(items: list[Any], scenes: dict[Framework, list[int]]) -> list[A
 def test_plan_is_the_same_in_every_library(framework: Framework, scene: Scene) -> None:
     assert_same_plan(scene.plan(16, 16, 0.01, framework), scene.plan(16, 16, 0.01), 16)
     tensors = [framework.array(scene.case.arrays[name]) for name in ("query", "key", "key")]
-    nearest = AttentionCall.check(*tensors, **framework.placed(scene.arguments)).nearest_keys()
+    nearest = nearest_keys(AttentionCall.check(*tensors, **framework.placed(scene.arguments)))
     nearest = framework.numpy(nearest)
     assert np.array_equal(np.broadcast_to(nearest, scene.nearest.shape), scene.nearest)
 

@@ -72,6 +72,7 @@ def take_apart(call: AttentionCall, query: Any, key: Any, value: Any) -> tuple[R
 
     flat = flat.map_arrays(with_batch_axis)
     arrays = flat.arrays
+    arrays.pop("added_bias", None)  # "dense" adds it, which takes no operands
     if flat.shares_ids and flat.q_len == flat.kv_len:
         arrays.pop("kv_segment_ids", None)
     operands = Operands(*(x.reshape(batch, *x.shape[-3:]) for x in (query, key, value)), **arrays)

@@ -15,12 +15,13 @@ from alibi_core.backend import (
     KeyNorms,
     KeyRanges,
     Measured,
-    Measuring,
     ScoreBounds,
+    Tiling,
     by_block,
     by_query_head,
     key_ranges,
     measure,
+    nearest_keys,
     norm_bounds,
     score_rounding,
 )
@@ -69,15 +70,15 @@ def _shown_keys(call: AttentionCall) -> jax.Array:
 def ranges_of(rules: Rules, operands: Operands, q_tile: int, kv_tile: int) -> KeyRanges:
     """Return the core's plan for blocks of a multiple of ``q_tile`` queries, ``[batch, num_heads, q_blocks]``."""
     call = put_together(rules, operands)
-    bounds = _bounds(rules, operands, call, Measuring(q_block=q_tile, kv_block=kv_tile))
+    bounds = _bounds(rules, operands, call, Tiling(q_block=q_tile, kv_block=kv_tile))
     ranges = key_ranges(call, bounds, rules.tolerance)
     shape = (call.batch[0], call.num_heads, bounds.excess.shape[-1])
     return KeyRanges(bounds.q_block, *(jnp.broadcast_to(getattr(ranges, x), shape) for x in FIELDS))
 
 
-def _bounds(rules: Rules, operands: Operands, call: AttentionCall, how: Measuring) -> ScoreBounds:
+def _bounds(rules: Rules, operands: Operands, call: AttentionCall, how: Tiling) -> ScoreBounds:
     if call.tolerance == 0:  # nothing to measure
-        return ScoreBounds.unmeasured(call, q_block=how.q_block_of(call), kv_block=call.kv_len)
+        return ScoreBounds.unmeasured(call, q_block=how.q_block_of(call.q_len), kv_block=call.kv_len)
     query, key = jnp.swapaxes(operands.query, 1, 2), operands.key
     key = key if rules.kv_heads_first else jnp.swapaxes(key, 1, 2)
     measured = measure(call, query, key, how, _known_norms(call, operands, how))
@@ -86,11 +87,11 @@ def _bounds(rules: Rules, operands: Operands, call: AttentionCall, how: Measurin
     return measured.bounds(call, _nearest_keys(call))
 
 
-def _known_norms(call: AttentionCall, operands: Operands, how: Measuring) -> KeyNorms | None:
+def _known_norms(call: AttentionCall, operands: Operands, how: Tiling) -> KeyNorms | None:
     """Return what is known of keys' norms, of no more blocks than score bounds are held for."""
     if operands.key_norms is None:
         return None
-    block = replace(how, kv_block=NORM_BLOCK).kv_block_of(call)
+    block = replace(how, kv_block=NORM_BLOCK).kv_block_of(call.kv_len)
     return KeyNorms(by_block(jnp, operands.key_norms, block // NORM_BLOCK).max(axis=-1), block)
 
 
@@ -105,7 +106,7 @@ def _of_centred_scores(call: AttentionCall, query: jax.Array, lower: jax.Array, 
 
 
 def _nearest_keys(call: AttentionCall) -> jax.Array:
-    """Return ``call.nearest_keys()`` in memory that grows with the lengths alone.
+    """Return the distance of each query's nearest key in memory that grows with the lengths alone.
 
     A query whose own key is hidden counts as far from all keys, where it takes more than that to find the nearest:
     then its block needs all keys that it sees.
@@ -113,7 +114,7 @@ def _nearest_keys(call: AttentionCall) -> jax.Array:
     if call.sees_own_key:
         return jnp.zeros(call.q_len, jnp.int32)
     if call.mask is None and call.q_segment_ids is None:
-        return call.nearest_keys()
+        return nearest_keys(call)
     if call.q_segment_ids is None and call.mask.shape[-2] == 1:
         return _nearest_of_masked_keys(call)
     positions = call.positions()[0].reshape(-1, 1, call.q_len)  # [batch or 1, 1, q_len]

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from alibi_core.backend import AlibiConfig, BaseEncoder, TextRows
+from alibi_core.backend import AlibiConfig, models
 from alibi_jax.nn._transformer import AttentionFactory, Parts, is_traced
 
 LEAST_PACKED = 64  # tokens: shorter rows of packed texts all share a program
 
 
-class AlibiEncoder(nnx.Module, BaseEncoder):
+class AlibiEncoder(nnx.Module, models.BaseEncoder):
     """Embed texts of any length, as vectors.
 
     Tokens see those before and after them. ``config`` may ask for embeddings of token types, added to those of the
@@ -119,8 +119,8 @@ def _without_dropout(graph: Any, state: Any) -> AlibiEncoder:
 def _text_of(tokens: jax.Array, lengths: Any, mask: Any) -> jax.Array:
     """Return where text is, ``[batch, length]``, of a call where some values are not known."""
     if not is_traced(lengths, mask):
-        return jnp.asarray(TextRows.check(tokens.shape, lengths, mask).text)
-    TextRows.check_form(tokens.shape, lengths, mask)
+        return jnp.asarray(models.TextRows.check(tokens.shape, lengths, mask).text)
+    models.TextRows.check_form(tokens.shape, lengths, mask)
     if lengths is not None:
         return jnp.arange(tokens.shape[1]) < lengths[:, None]
     return mask.astype(bool)

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from alibi_core.backend import AlibiConfig, BaseLanguageModel, Generation, extended
+from alibi_core.backend import AlibiConfig, Generation, models
 from alibi_jax.nn._transformer import AttentionFactory, Parts, is_traced
 
 
-class AlibiLanguageModel(nnx.Module, BaseLanguageModel):
+class AlibiLanguageModel(nnx.Module, models.BaseLanguageModel):
     """Predict each next token from those before it, at any length.
 
     One matrix embeds the tokens and reads out the logits; ``config`` may ask for a head of its own.
@@ -76,7 +76,7 @@ class AlibiLanguageModel(nnx.Module, BaseLanguageModel):
             unread, ended, caches = extend(graph, state, unread, caches, rules, keys[index], ended)
             return unread, ended
 
-        return extended(jnp, tokens, number, step, may_stop=extend is _extend_in_place)
+        return models.continued(jnp, tokens, number, step, may_stop=extend is _extend_in_place)
 
 
 def _extended(

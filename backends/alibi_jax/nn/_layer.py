@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from alibi_core.backend import BaseAttention, explains_keywords
+from alibi_core.backend import explains_keywords, models
 from alibi_jax._attention import attention
 from alibi_jax._call import floating_dtype
 from alibi_jax._dispatch import Implementation, checked
 from alibi_jax.caches import KVCache
 
 
-class AlibiAttention(nnx.Module, BaseAttention):
+class AlibiAttention(nnx.Module, models.BaseAttention):
     """Multi-head self-attention whose only notion of position is ALiBi.
 
     Parameters (``nnx.Param``) are those of ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` (``nnx.Linear``);

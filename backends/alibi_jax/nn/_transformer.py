@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from alibi_core.backend import AlibiConfig, BaseActivation, BaseBlock, BaseParts, BaseTransformer
+from alibi_core.backend import AlibiConfig, models
 from alibi_jax.nn._layer import AlibiAttention
 
 AttentionFactory = Callable[..., nnx.Module]
@@ -22,7 +22,7 @@ ACTIVATIONS = {
 }
 
 
-class AlibiTransformer(nnx.Module, BaseTransformer):
+class AlibiTransformer(nnx.Module, models.BaseTransformer):
     """Transform vectors into vectors by blocks of ALiBi attention, each on normed input, then a final norm.
 
     Nothing else in the model knows of positions, so it takes inputs of any length: longer ones than
@@ -55,14 +55,14 @@ class AlibiTransformer(nnx.Module, BaseTransformer):
         self._build(Parts(config, attention, dtype=dtype, param_dtype=param_dtype, rngs=rngs))
 
 
-class Block(nnx.Module, BaseBlock):
+class Block(nnx.Module, models.BaseBlock):
     """Attention and a feed-forward layer."""
 
     def __init__(self, parts: Parts) -> None:
         self._build(parts)
 
 
-class Activation(nnx.Module, BaseActivation):
+class Activation(nnx.Module, models.BaseActivation):
     """An activation, gated or not."""
 
     def __init__(self, name: str, is_gated: bool) -> None:
@@ -73,7 +73,7 @@ class Activation(nnx.Module, BaseActivation):
         return ACTIVATIONS[self.name](x)
 
 
-class Parts(BaseParts):
+class Parts(models.BaseParts):
     """Makes Flax's modules for a model."""
 
     attention_layer = AlibiAttention

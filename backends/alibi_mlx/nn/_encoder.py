@@ -5,11 +5,11 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core.backend import MOST_PACKED, AlibiConfig, BaseEncoder
+from alibi_core.backend import AlibiConfig, models
 from alibi_mlx.nn._transformer import AttentionFactory, Parts
 
 
-class AlibiEncoder(nn.Module, BaseEncoder):
+class AlibiEncoder(nn.Module, models.BaseEncoder):
     """Embed texts of any length, as vectors.
 
     Tokens see those before and after them. ``config`` may ask for embeddings of token types, added to those of the
@@ -40,4 +40,4 @@ class AlibiEncoder(nn.Module, BaseEncoder):
         self._build(Parts(config, attention), vocab_size, is_causal=False)
 
     def _most_packed(self, tokens: mx.array) -> int:
-        return MOST_PACKED["cpu" if mx.default_device() == mx.cpu else "accelerator"]
+        return models.MOST_PACKED["cpu" if mx.default_device() == mx.cpu else "accelerator"]

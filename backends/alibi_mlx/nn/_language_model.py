@@ -8,11 +8,11 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core.backend import AlibiConfig, BaseLanguageModel, Generation, explains_keywords
+from alibi_core.backend import AlibiConfig, Generation, explains_keywords, models
 from alibi_mlx.nn._transformer import AttentionFactory, Parts
 
 
-class AlibiLanguageModel(nn.Module, BaseLanguageModel):
+class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
     """Predict each next token from those before it, at any length.
 
     One matrix embeds the tokens and reads out the logits; ``config`` may ask for a head of its own.

@@ -9,12 +9,12 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core.backend import BaseAttention, explains_keywords, is_int, one_of
+from alibi_core.backend import explains_keywords, is_int, models, one_of
 from alibi_mlx._attention import IMPLEMENTATIONS, attention
 from alibi_mlx.caches import KVCache
 
 
-class AlibiAttention(nn.Module, BaseAttention):
+class AlibiAttention(nn.Module, models.BaseAttention):
     """Multi-head self-attention whose only notion of position is ALiBi.
 
     Parameters are ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` (``nn.Linear``), under the same names in every

@@ -8,13 +8,13 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core.backend import AlibiConfig, BaseActivation, BaseBlock, BaseParts, BaseTransformer
+from alibi_core.backend import AlibiConfig, models
 from alibi_mlx.nn._layer import AlibiAttention
 
 AttentionFactory = Callable[[AlibiConfig], nn.Module]
 
 
-class AlibiTransformer(nn.Module, BaseTransformer):
+class AlibiTransformer(nn.Module, models.BaseTransformer):
     """Transform vectors into vectors by blocks of ALiBi attention, each on normed input, then a final norm.
 
     Nothing else in the model knows of positions, so it takes inputs of any length: longer ones than
@@ -42,7 +42,7 @@ class AlibiTransformer(nn.Module, BaseTransformer):
         return [block.attention.make_cache(batch_size, max_length) for block in self.blocks]
 
 
-class Block(nn.Module, BaseBlock):
+class Block(nn.Module, models.BaseBlock):
     """Attention and a feed-forward layer."""
 
     def __init__(self, parts: Parts) -> None:
@@ -50,7 +50,7 @@ class Block(nn.Module, BaseBlock):
         self._build(parts)
 
 
-class Activation(nn.Module, BaseActivation):
+class Activation(nn.Module, models.BaseActivation):
     """An activation, gated or not."""
 
     def __init__(self, function: Callable[[mx.array], mx.array], is_gated: bool) -> None:
@@ -58,7 +58,7 @@ class Activation(nn.Module, BaseActivation):
         self.function, self.is_gated = function, is_gated
 
 
-class Parts(BaseParts):
+class Parts(models.BaseParts):
     """Makes MLX's modules for a model."""
 
     attention_layer = AlibiAttention

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from alibi_core.backend import AttentionCall, Job, KeyNorms, score_rounding, seen_keys, tolerance_of
+from alibi_core.backend import AttentionCall, Job, KeyNorms, score_rounding, tolerance_of, visible_keys
 from alibi_torch._cpu.bias import Bias, DistanceRow
 from alibi_torch._cpu.plan import Limits, alike, norm_bounds, tiling, uses_norms
 from alibi_torch._internals import fused_forward
@@ -24,12 +24,12 @@ CAST = 2**18  # numbers of keys that are cast at once
 
 def is_step(call: AttentionCall) -> bool:
     """Whether a call has so few queries that kernel calls cost more than hidden scores."""
-    return call.q_len <= tiling().sizes.few
+    return call.q_len <= tiling().few
 
 
 def jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> list[Job]:
     """Return the rectangles of a part of a few queries: of some heads, whole groups, and the keys that they need."""
-    first, stop = seen_keys(call, 0, call.q_len)
+    first, stop = map(int, visible_keys(call, 0, call.q_len - 1))
     if first >= stop:
         first, stop = 0, 1  # queries that see nothing become zeros all the same
     group = call.num_heads // call.num_kv_heads
@@ -42,10 +42,10 @@ def jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None
     elif call.dtype == call.working_dtype and call.q_len == 1:
         return [Job(slice(0, call.batch[0]), slice(0, call.num_heads), 0, 1, 1, first, stop - first)]
     is_cast = call.dtype != call.working_dtype
-    most = [CAST // (call.batch[0] * call.head_dim), tiling().sizes.bias_elements // (call.q_len * group)]
+    most = [CAST // (call.batch[0] * call.head_dim), tiling().bias_elements // (call.q_len * group)]
     found = []
     # A thread reads some four numbers of a key in the time of a score.
-    for heads in alike(widths, 4 * tiling().sizes.call_scores / (call.batch[0] * call.head_dim)):
+    for heads in alike(widths, 4 * tiling().call_scores / (call.batch[0] * call.head_dim)):
         width = max(widths[heads])
         count = max(1, min(most[0] if is_cast else most[1], most[1]) // width)  # heads of keys at a time
         for head in range(heads.start, heads.stop, count):

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 from torch.nn.attention.flex_attention import flex_attention as attend
 
-from alibi_core.backend import AttentionCall
+from alibi_core.backend import AttentionCall, nearest_keys
 from alibi_torch._cpu import KeyNorms
 from alibi_torch._dispatch import needs_gradients
 from alibi_torch._flex.blocks import kernel_options
 from alibi_torch._flex.derivatives import twice_differentiable
-from alibi_torch._flex.mask import BLOCK, SHORT, are_few, block_mask, nearest_keys
+from alibi_torch._flex.mask import BLOCK, SHORT, are_few, block_mask
 
 LEAST_HEAD_DIM = 16  # of the kernels for GPUs, whose matrix units take no fewer
 CPU_KEYS, CPU_WIDE = 16, 24  # keys that a CPU's kernel takes at once, and the head size from which it stops at the last

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from alibi_core.backend import AttentionCall, KeyNorms, Measuring, ScoreBounds, key_ranges, measure, tolerance_of
+from alibi_core.backend import (
+    AttentionCall,
+    KeyNorms,
+    ScoreBounds,
+    Tiling,
+    key_ranges,
+    measure,
+    nearest_keys,
+    tolerance_of,
+)
 from alibi_torch._cpu import norm_bounds
 
 BLOCK = 128  # queries, and keys, in a block: the kernels' own tiles all divide it
@@ -17,7 +26,7 @@ SHORT = 128  # queries; fewer have a kernel of their own, which divides the keys
 # Blocks of scores. On a GPU to visit so many (half, under a causal mask) takes about as long as to measure which could
 # be left out: a guess from seven small kernels and 2**25 scores.
 FEW_BLOCKS = 2048
-MEASURING = Measuring(q_block=BLOCK, kv_block=BLOCK, most_blocks=None, norm_bounds=norm_bounds)
+MEASURING = Tiling(q_block=BLOCK, kv_block=BLOCK, most_blocks=None, norm_bounds=norm_bounds)
 
 
 def block_mask(
@@ -83,13 +92,6 @@ def are_few(call: AttentionCall) -> bool:
         return False
     scores = -(-call.q_len // BLOCK) * -(-call.kv_len // BLOCK)
     return math.prod(call.batch) * call.num_heads * scores <= FEW_BLOCKS
-
-
-def nearest_keys(call: AttentionCall) -> Tensor:
-    """Return :meth:`AttentionCall.nearest_keys`, at no cost where each query's own key is known to be visible."""
-    if call.sees_own_key:
-        return torch.zeros(call.q_len, dtype=torch.int32, device=call.device)
-    return call.nearest_keys()
 
 
 def needed_blocks(

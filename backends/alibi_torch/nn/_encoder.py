@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from alibi_core.backend import MOST_PACKED, BaseEncoder
+from alibi_core.backend import models
 from alibi_torch.nn._transformer import AlibiConfig, AttentionFactory, Parts, look_up
 
 
-class AlibiEncoder(nn.Module, BaseEncoder):
+class AlibiEncoder(nn.Module, models.BaseEncoder):
     """Embed texts of any length, as vectors.
 
     Tokens see those before and after them. ``config`` may ask for embeddings of token types, added to those of the
@@ -40,7 +40,7 @@ class AlibiEncoder(nn.Module, BaseEncoder):
         super().__init__()
         self._build(Parts(config, attention), vocab_size, is_causal=False)
 
-    forward = BaseEncoder.__call__
+    forward = models.BaseEncoder.__call__
 
     def _most_packed(self, tokens: Tensor) -> int:
-        return MOST_PACKED["cpu" if tokens.device.type == "cpu" else "accelerator"]
+        return models.MOST_PACKED["cpu" if tokens.device.type == "cpu" else "accelerator"]

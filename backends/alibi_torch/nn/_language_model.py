@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alibi_core.backend import BaseLanguageModel, Generation, explains_keywords
+from alibi_core.backend import Generation, explains_keywords, models
 from alibi_torch.nn._transformer import AlibiConfig, AttentionFactory, Parts, look_up
 
 
-class AlibiLanguageModel(nn.Module, BaseLanguageModel):
+class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
     """Predict each next token from those before it, at any length.
 
     One matrix embeds the tokens and reads out the logits; ``config`` may ask for a head of its own.
@@ -42,7 +42,7 @@ class AlibiLanguageModel(nn.Module, BaseLanguageModel):
         super().__init__()
         self._build(Parts(config, attention), vocab_size, is_causal=True)
 
-    forward = BaseLanguageModel.__call__
+    forward = models.BaseLanguageModel.__call__
 
     @explains_keywords
     @torch.no_grad()

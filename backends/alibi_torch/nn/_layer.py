@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alibi_core.backend import BaseAttention, explains_keywords, one_of
+from alibi_core.backend import explains_keywords, models, one_of
 from alibi_torch._attention import IMPLEMENTATIONS, attention
 from alibi_torch.caches import KVCache, autocast_dtype
 from alibi_torch.nn._slopes import KeepsSlopes
 
 
-class AlibiAttention(KeepsSlopes, BaseAttention):
+class AlibiAttention(KeepsSlopes, models.BaseAttention):
     """Multi-head self-attention whose only notion of position is ALiBi.
 
     Parameters are ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj`` (``nn.Linear``), under the same names in every
@@ -87,7 +87,7 @@ class AlibiAttention(KeepsSlopes, BaseAttention):
         self.dropout = nn.Dropout(dropout)
         self._register_slopes(self.out_proj.weight.device, learnable=learnable_slopes)
 
-    forward = BaseAttention.__call__
+    forward = models.BaseAttention.__call__
 
     def _attend_to(self, cache: KVCache, *arguments: Any) -> tuple[Tensor, None]:
         if not isinstance(cache, KVCache):

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from alibi_core.backend import AlibiConfig, BaseActivation, BaseBlock, BaseParts, BaseTransformer
+from alibi_core.backend import AlibiConfig, models
 from alibi_torch.nn._layer import AlibiAttention
 
 AttentionFactory = Callable[[AlibiConfig], nn.Module]
 
 
-class AlibiTransformer(nn.Module, BaseTransformer):
+class AlibiTransformer(nn.Module, models.BaseTransformer):
     """Transform vectors into vectors by blocks of ALiBi attention, each on normed input, then a final norm.
 
     Nothing else in the model knows of positions, so it takes inputs of any length: longer ones than
@@ -35,30 +35,30 @@ class AlibiTransformer(nn.Module, BaseTransformer):
         super().__init__()
         self._build(Parts(config, attention))
 
-    forward = BaseTransformer.__call__
+    forward = models.BaseTransformer.__call__
 
 
-class Block(nn.Module, BaseBlock):
+class Block(nn.Module, models.BaseBlock):
     """Attention and a feed-forward layer."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
         self._build(parts)
 
-    forward = BaseBlock.__call__
+    forward = models.BaseBlock.__call__
 
 
-class Activation(nn.Module, BaseActivation):
+class Activation(nn.Module, models.BaseActivation):
     """An activation, gated or not."""
 
     def __init__(self, function: nn.Module, is_gated: bool) -> None:
         super().__init__()
         self.function, self.is_gated = function, is_gated
 
-    forward = BaseActivation.__call__
+    forward = models.BaseActivation.__call__
 
 
-class Parts(BaseParts):
+class Parts(models.BaseParts):
     """Makes PyTorch's modules for a model."""
 
     attention_layer = AlibiAttention

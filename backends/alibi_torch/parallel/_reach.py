@@ -65,7 +65,7 @@ def _lower_bounds(
     for index in range(call.batch[0]):
         one = slice(index, index + 1)
         part = call.tile(batch=one, heads=slice(0, call.num_heads), queries=tokens, keys=tokens)
-        means = lower_bounds(part, query[one, :, tokens], key[one, :, tokens], centre[one], tiling().measuring)
+        means = lower_bounds(part, query[one, :, tokens], key[one, :, tokens], centre[one], tiling())
         if means is not None:
             lower[one] = torch.maximum(lower[one], means)
     return lower

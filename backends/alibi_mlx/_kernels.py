@@ -1,7 +1,7 @@
 """Tiles of attention and their gradients, by MLX's own operations.
 
 Going forward each tile is one call of ``mx.fast.scaled_dot_product_attention``. A tile holds all keys that its queries
-need, so that going backward its softmax is computed anew, and nothing is kept between the two.
+need, so that the backward pass computes its softmax anew, and nothing is kept between the two.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 import mlx.core as mx
 
 from alibi_core.backend import AttentionCall, Job
-from alibi_mlx._compatible import padded
-from alibi_mlx._tiled.biases import Biases
-from alibi_mlx._tiled.configuration import tiling
+from alibi_mlx._biases import Biases
+from alibi_mlx._plan import tiling
 
 COPIED_FOR = 8  # queries, at least, that keys are laid out anew for
 
@@ -219,7 +218,7 @@ class _KeySums:
         if job.tiles > 1:
             addend = _overlapped(addend, job)
         where = (job.batch.start, job.batch.stop, heads.start, heads.stop)
-        placed = padded(addend, 2, job.kv_start, self._call.kv_len - _kv_stop(job))
+        placed = _padded(addend, 2, job.kv_start, self._call.kv_len - _kv_stop(job))
         self._sums[where] = placed if where not in self._sums else self._sums[where] + placed
         return self._sums[where]
 
@@ -231,17 +230,26 @@ class _KeySums:
         return total.astype(self._like.dtype)
 
 
+def _padded(array: mx.array, axis: int, before: int, after: int) -> mx.array:
+    """Return ``mx.pad`` along one axis. MLX 0.29 has it, but ``mx.vmap`` there does not know it."""
+    if before == after == 0:
+        return array
+    zeros = [mx.zeros((*array.shape[:axis], n, *array.shape[axis:][1:]), array.dtype) for n in (before, after)]
+    pieces = [x for x in (zeros[0], array, zeros[1]) if x.shape[axis] > 0]
+    return mx.concatenate(pieces, axis=axis) if len(pieces) > 1 else array
+
+
 def _overlapped(addend: mx.array, job: Job) -> mx.array:
     """Return the sum of tiles' keys, ``[tiles, heads, kv_len, head_dim]``, each ``rows`` after the one before it."""
     tiles, heads, length, head_dim = addend.shape
     shifts = -(-length // job.rows)  # as many stretches of `rows` keys make up a tile
-    addend = padded(addend, 2, 0, shifts * job.rows - length)
+    addend = _padded(addend, 2, 0, shifts * job.rows - length)
     # The stretches at one place in all tiles do not overlap.
     stretches = addend.reshape(tiles, heads, shifts, job.rows, head_dim).transpose(2, 1, 0, 3, 4)
     stretches = stretches.reshape(shifts, heads, tiles * job.rows, head_dim)
     whole: Any = 0
     for shift in range(shifts):
-        whole = whole + padded(stretches[shift], 1, shift * job.rows, (shifts - 1 - shift) * job.rows)
+        whole = whole + _padded(stretches[shift], 1, shift * job.rows, (shifts - 1 - shift) * job.rows)
     return whole[None, :, : (tiles - 1) * job.rows + length]
 
 

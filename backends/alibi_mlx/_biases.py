@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -13,15 +12,12 @@ from alibi_core.backend import AttentionCall, Job
 
 
 class Biases:
-    """The biases of jobs. Where they follow from distance alone they are one line a head, read at different places.
-
-    A tile of such a bias is constant along its diagonals: each row is the one before it, shifted by one.
-    """
+    """The biases of jobs. Where distance alone decides, they are parts of one row a head."""
 
     def __init__(self, call: AttentionCall) -> None:
         self._call = call
         self._by_distance = call.mask is None and call.q_segment_ids is None
-        self._tiles: dict[tuple[int, ...], mx.array] = {}  # the last one made, under what it is made of
+        self._last: tuple[Any, Any] = None, None  # the last bias by distance, behind what it was made of
 
     def of(self, job: Job) -> tuple[mx.array, mx.array | None]:
         """Return a job's bias, ``[batch entries or 1, heads, rows, kv_len]``, and which queries see a key.
@@ -32,14 +28,14 @@ class Biases:
             tile = self._call.tile(batch=job.batch, heads=job.heads, queries=job.queries, keys=job.keys)
             bias, attends = replace(tile, q_offset=self._q_positions(job)[..., 0]).bias()
             return _four_axes(bias), None if attends is None else _four_axes(attends)
-        back = job.back + self._call.q_offset
-        of_each = self._line.shape[0] > 1  # batch entry; else one is for all
-        batch = (job.batch.start, job.batch.stop) if of_each else (0, 1)
-        made_of = (*batch, job.heads.start, job.heads.stop, job.rows, job.kv_len, back)
-        if made_of not in self._tiles:
-            part = _part_of_line(self._farthest, job, back)
-            self._tiles = {made_of: _toeplitz(self._line[slice(*batch), job.heads, part], job.rows)}
-        return self._tiles[made_of], None
+        batch = slice(0, 1) if self._row.shape[0] == 1 else job.batch
+        made_of = (batch, job.heads, job.rows, job.kv_len, job.back)
+        if self._last[0] != made_of:
+            # The row begins with the first key seen from the last query, this part with the job's own two.
+            start = self._call.q_len - job.back - job.rows
+            part = self._row[batch, job.heads, start : start + job.rows + job.kv_len - 1]
+            self._last = made_of, _toeplitz(part, job.rows)
+        return self._last[1], None
 
     def distances(self, job: Job) -> tuple[mx.array, mx.array | None]:
         """Return how far keys are before the query, and how far after it: tokens, float32, 0 on the other side.
@@ -73,14 +69,9 @@ class Biases:
         return (offset if offset.size == 1 else offset[job.batch])[..., None] + mx.arange(start, stop)
 
     @cached_property
-    def _line(self) -> mx.array:
-        """The biases of keys by their distance, from the farthest past on, ``[batch or 1, heads, distances]``."""
-        return _line_of(self._call, self._farthest, self._call.kv_len - 1 - max(self._call.q_offset, 0))
-
-    @property
-    def _farthest(self) -> int:
-        """How far a key is at most before a query that has a key at its own position."""
-        return min(self._call.q_offset + self._call.q_len, self._call.kv_len) - 1
+    def _row(self) -> mx.array:
+        """The biases of keys by their distance, ``[batch or 1, heads, q_len + kv_len - 1]``."""
+        return _four_axes(self._call.bias_by_distance[..., None, :])[:, :, 0]
 
     def _has_own_keys(self, job: Job) -> bool:
         """Whether each query's own key is known to be among a job's."""
@@ -90,43 +81,16 @@ class Biases:
         return bool(back >= 0 and back + job.rows <= job.kv_len)
 
 
-def _line_of(call: AttentionCall, past: int, after: int) -> Any:
-    """Return the biases of keys by their distance, from ``past`` tokens before the query to ``after`` tokens after it.
-
-    ``[batch or 1, heads, distances]``, in the library of the call.
-    """
-    # Of one query at 0, whose keys before it are those after it, seen in a mirror: no length is in its numbers.
-    one = {"q_len": 1, "q_offset": 0, "is_causal": False}
-    slopes = {"slopes": call.slopes, "future_slopes": call.future_slopes}
-    if call.future_slopes is not None:
-        slopes = dict(zip(slopes, call.xp.broadcast_arrays(*slopes.values()), strict=True))
-    line = replace(call, **one, **slopes | {"future_slopes": None, "kv_len": past + 1}).bias_by_distance[..., ::-1]
-    if after > 0 and call.is_causal:
-        hidden = call.xp.full((*line.shape[:-1], after), -math.inf, dtype=line.dtype)
-        line = call.xp.concatenate([line, hidden], axis=-1)
-    elif after > 0:
-        future = replace(call, **one, **slopes, kv_len=after + 1).bias_by_distance
-        line = call.xp.concatenate([line, future[..., 1:]], axis=-1)
-    return _four_axes(line[..., None, :])[:, :, 0]
-
-
-def _part_of_line(farthest: int, job: Job, back: int) -> slice:
-    """Return the part of a line, from ``farthest`` on, that a job's rows see."""
-    # The first row's first key is `back` before its query, and the last row's `rows - 1` further.
-    start = farthest + 1 - back - job.rows
-    return slice(start, start + job.rows + job.kv_len - 1)
-
-
-def _toeplitz(line: mx.array, rows: int) -> mx.array:
-    """Return a bias of so many rows from the part of the line that these see."""
+def _toeplitz(row: mx.array, rows: int) -> mx.array:
+    """Return ``[..., rows, kv_len]``, each row the one above shifted right, from ``[..., rows + kv_len - 1]``."""
+    *axes, width = row.shape
     if rows == 1:
-        return line[:, :, None]
-    # Of rows that follow one another, each one element less than a row later, row by row moves one to the right.
-    *axes, width = line.shape
-    copies = mx.broadcast_to(line[:, :, None], (*axes, rows, width)).reshape(*axes, rows * width)
+        return row[..., None, :]
+    # Copies end to end, read one element less at a time: [..., rows * width] -> [..., rows, width - 1].
+    copies = mx.broadcast_to(row[..., None, :], (*axes, rows, width)).reshape(*axes, rows * width)
     skewed = copies[..., rows - 1 : rows - 1 + rows * (width - 1)]
     return skewed.reshape(*axes, rows, width - 1)[..., : width + 1 - rows]
 
 
-def _four_axes(array: Any) -> Any:
+def _four_axes(array: mx.array) -> mx.array:
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
