@@ -11,16 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alibi_core.backend import (
-    AttentionCall,
-    checks,
-    dense_attention,
-    explains_keywords,
-    host_values,
-    non_negative_number,
-    one_of,
-)
-from alibi_core.backend import slopes as canonical
+from alibi_core import slopes as canonical
+from alibi_core.backend import AttentionCall, checks, dense_attention
+from alibi_core.backend.checks import explains_keywords, host_values, non_negative_number, one_of
 from alibi_torch import _cpu, _rows
 from alibi_torch._cpu import KeyNorms
 from alibi_torch._dispatch import IMPLEMENTATIONS, choose, no_autocast

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alibi_core.backend import AttentionCall, Job
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import Job
 
 DENSE = 256  # keys; of so few, queries and results together are larger than a bias in their order
 

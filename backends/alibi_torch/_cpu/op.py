@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alibi_core.backend import ARRAY_AXES, AttentionCall, CallRules, Job, KeyNorms, tolerance_of, working_dtype
+from alibi_core.backend import ARRAY_AXES, AttentionCall, CallRules
+from alibi_core.backend.horizon import Job, KeyNorms, tolerance_of
 from alibi_torch._cpu import kernel, step, vmap
 from alibi_torch._cpu.plan import Part, jobs, limits_of, split
 from alibi_torch._derivatives import dense_reference, pulled_back
@@ -190,7 +191,7 @@ torch.library.impl("alibi::attention", "cpu", _attend_on_cpu)
 
 @torch.library.register_fake("alibi::attention")
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    dtype, is_exact = working_dtype(xp, query.dtype), rest[-1]
+    dtype, is_exact = torch.promote_types(query.dtype, torch.float32), rest[-1]
     result = torch.empty_like(query, dtype=dtype if is_exact else query.dtype)
     return result, query.new_empty(query.shape[:-1], dtype=dtype)
 

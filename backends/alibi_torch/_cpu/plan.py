@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_core.backend import (
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.checks import namespace_of
+from alibi_core.backend.horizon import (
     ENDLESS,
     LARGEST_TOLERANCE,
-    AttentionCall,
     Job,
     KeyNorms,
     Tiling,
@@ -26,7 +27,6 @@ from alibi_core.backend import (
     entry_of,
     host_ranges,
     jobs_of_entry,
-    namespace_of,
     plain_jobs,
     reach,
     score_rounding,

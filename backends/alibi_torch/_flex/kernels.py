@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 from torch.nn.attention.flex_attention import flex_attention as attend
 
-from alibi_core.backend import AttentionCall, nearest_keys
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import nearest_keys
 from alibi_torch._cpu import KeyNorms
 from alibi_torch._dispatch import needs_gradients
 from alibi_torch._flex.blocks import kernel_options

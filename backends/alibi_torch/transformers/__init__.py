@@ -1,6 +1,6 @@
 """BLOOM, MPT and Falcon of ``transformers`` sped up in place; ALiBi for its other models."""
 
-from alibi_core.backend import install_hint as _install_hint
+from alibi_core.backend.checks import install_hint as _install_hint
 
 try:
     import transformers as _transformers  # noqa: F401

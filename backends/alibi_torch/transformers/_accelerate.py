@@ -9,7 +9,7 @@ from torch import nn
 from transformers.models.falcon.modeling_falcon import FalconModel
 from transformers.models.mpt.modeling_mpt import MptModel
 
-from alibi_core.backend import boolean, one_of
+from alibi_core.backend.checks import boolean, one_of
 from alibi_torch.transformers import _proof
 from alibi_torch.transformers._layers import AcceleratedAttention, Running
 from alibi_torch.transformers._models import (

@@ -13,7 +13,9 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
-from alibi_core.backend import LayerShape, host_values, slope_values
+import alibi_core
+from alibi_core.backend.checks import host_values
+from alibi_core.backend.models import LayerShape
 from alibi_torch.transformers._interface import NAME, is_cross_attention
 from alibi_torch.transformers._proof import measuring
 
@@ -138,7 +140,7 @@ def _check(root: Any, slopes: Any, future_slopes: Any) -> tuple[list[float], lis
     heads = config.num_attention_heads
     LayerShape.check(heads, heads, is_causal=is_causal, slopes=given[0], future_slopes=given[1])
     past, future = (None if x is None else host_values(x).tolist() for x in given)
-    return past or list(slope_values(heads)), future
+    return past or alibi_core.slopes(heads, dtype="float64").tolist(), future
 
 
 def _copy_configs(model: nn.Module, undo: contextlib.ExitStack) -> None:
