@@ -108,10 +108,9 @@ def test_the_index_holds_the_hash_of_every_file(golden: Path, index: dict[str, A
     assert files["FORMAT.md"].decode().splitlines() == index["about"]
 
 
-def test_inputs_are_exact_in_every_dtype(index: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
-    for case in (x for x in index["cases"] if x["kind"] in ("attention", "decode")):
-        for x in (tensors[case["inputs"][name]["tensor"]] for name in ("query", "key", "value")):
-            assert all(np.array_equal(x.astype(NUMPY[dtype]).astype(np.float64), x) for dtype in DTYPES)
+def test_inputs_are_exact_in_every_dtype(tensors: dict[str, np.ndarray]) -> None:
+    for x in (x for name, x in tensors.items() if name.endswith(("input/query", "input/key", "input/value"))):
+        assert all(np.array_equal(x.astype(NUMPY[dtype]).astype(np.float64), x) for dtype in DTYPES)
 
 
 def test_biases_and_slopes_are_the_librarys(index: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
@@ -172,17 +171,17 @@ def test_an_element_beyond_its_budget_fails_its_case(
     moved[at] += share * budget[at]
     report = check_golden(golden, write_results(tmp_path, {name: moved}, "float64", dtype="float32"))
     (judged,) = (x for x in report.cases if x.id == f"attention/{case}")
-    assert (judged.status, judged.worst.index) == (status, at)
-    assert judged.worst.ratio == pytest.approx(abs(share), rel=1e-3)
+    assert (judged.status, judged.worst.at) == (status, at)
+    assert (judged.worst.actual - judged.worst.expected) / judged.worst.budget == pytest.approx(share, rel=1e-3)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_fails_its_case_alone(golden: Path, tmp_path: Path, right: Any, value: float) -> None:
-    found = {name: x.copy() for name, x in right["float32"].items()}
-    found["attention/long/output"][0, 1, 2, 3] = value
-    report = check_golden(golden, write_results(tmp_path, found, "float32"))
-    assert list(failed(report)) == ["attention/long"]
-    assert "attention/long: failed, attention/long/output at (0, 1, 2, 3)" in str(report)
+def test_what_is_not_finite_fails_its_case_alone(golden: Path, tmp_path: Path, right: Any) -> None:
+    for value in (math.nan, math.inf):
+        found = {name: x.copy() for name, x in right["float32"].items()}
+        found["attention/long/output"][0, 1, 2, 3] = value
+        report = check_golden(golden, write_results(tmp_path, found, "float32"))
+        assert list(failed(report)) == ["attention/long"]
+    assert "attention/long: failed, attention/long/output, off by inf" in str(report)
 
 
 def test_a_mask_may_be_a_very_low_number_but_must_be_there(golden: Path, tmp_path: Path, right: Any) -> None:
@@ -250,13 +249,13 @@ def test_a_bad_list_of_results_is_refused(golden: Path, tmp_path: Path, right: A
     assert str(directory) in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000])
-def test_results_that_are_no_json_are_refused(golden: Path, tmp_path: Path, text: str) -> None:
+def test_results_that_are_no_json_are_refused(golden: Path, tmp_path: Path) -> None:
     with pytest.raises(GoldenError, match="no such file"):
         check_golden(golden, tmp_path)
-    (tmp_path / "results.json").write_text(text)
-    with pytest.raises(GoldenError, match="results.json: (is no valid JSON|format must be)"):
-        check_golden(golden, tmp_path)
+    for text in ("", "{", "[]", "[" * 100_000):
+        (tmp_path / "results.json").write_text(text)
+        with pytest.raises(GoldenError, match="results.json: (is no valid JSON|format must be)"):
+            check_golden(golden, tmp_path)
 
 
 @pytest.mark.parametrize(
