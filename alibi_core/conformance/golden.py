@@ -7,7 +7,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from alibi_core.conformance.caller import MASKED
 from alibi_core.conformance.case import FAR, Case, Sizes
 from alibi_core.conformance.oracle import SMALLEST, U32, UNIT_ROUNDOFF, Answer, excess, penalties
 from alibi_core.conformance.reference import TENSORS, Computation, Values
-from alibi_core.conformance.report import Counterexample, plain
+from alibi_core.conformance.report import Counterexample, LawReport, plain
 
 FORMAT, RESULTS_FORMAT, VERSION, RESULTS_VERSION = "alibi-golden", "alibi-golden-results", 2, 1
 INDEX, RESULTS_INDEX, ABOUT = "index.json", "results.json", "FORMAT.md"
@@ -323,18 +323,6 @@ def _results(case: Case, about: dict[str, Any]) -> dict[str, Result]:
 
 
 @dataclass(frozen=True)
-class CaseResult:
-    """What came of one case: its status, the element that is farthest off, and the results that are missing."""
-
-    id: str
-    description: str
-    status: str  # "passed", "failed" or "not offered"
-    worst: Counterexample | None = None
-    missing: tuple[str, ...] = ()
-    remark: str = ""
-
-
-@dataclass(frozen=True)
 class GoldenReport:
     """What came of all cases.
 
@@ -342,7 +330,7 @@ class GoldenReport:
         program: What the results say they are from.
         dtype: Whose budgets counted.
         golden_version: Of the golden vectors.
-        cases: In their order.
+        cases: What came of each: its id as name, its description as statement, and its worst element.
 
     Example:
         >>> report = GoldenReport("mine", "float32", 1, ())
@@ -353,7 +341,7 @@ class GoldenReport:
     program: str
     dtype: str
     golden_version: int
-    cases: tuple[CaseResult, ...]
+    cases: tuple[LawReport, ...]
 
     @property
     def passed(self) -> bool:
@@ -369,10 +357,8 @@ class GoldenReport:
     def __str__(self) -> str:
         counts = ", ".join(f"{n} {status}" for status, n in self.counts.items())
         lines = [f"{self.program}, {self.dtype}, golden vectors {self.golden_version}: {counts}"]
-        for case in self.cases:
-            if case.status == "failed":
-                lines.append(f"  {case.id}: failed, {case.remark or f'{case.worst.function}, {case.worst}'}")  # type: ignore[union-attr]
-        return "\n".join(lines)
+        failed = [x for x in self.cases if x.status == "failed"]
+        return "\n".join([*lines, *(f"  {x.name}: failed, {x.counterexample or x.reason}" for x in failed)])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report for JSON, which has no numbers that are not finite: they are strings."""
@@ -447,13 +433,15 @@ def check_golden(directory: str | Path, results: str | Path) -> GoldenReport:
 
 def _judged(
     case: dict[str, Any], golden: dict[str, Values], offered: dict[str, Values], dtype: str, failure: Any
-) -> CaseResult:
-    missing = tuple(name for name, x in case["expected"].items() if x["tensor"] not in offered)
-    known = case["id"], case["description"]
+) -> LawReport:
+    """Return what came of a case, with the element that is farthest off."""
+    found = [x for x in case["expected"].values() if x["tensor"] in offered]
+    missing = ", ".join(name for name, x in case["expected"].items() if x["tensor"] not in offered)
+    reason = f"there is no {missing}" if missing else ""
+    report = LawReport(case["id"], case["description"], "passed" if found else "not offered", reason)
     if failure is not None:
-        return CaseResult(*known, "failed", missing=missing, remark=str(failure)[:500])
-    worst, most = None, 0.0
-    for result in (x for x in case["expected"].values() if x["tensor"] in offered):
+        return replace(report, status="failed", reason=str(failure)[:500])
+    for result in found:
         expected, actual, limits = golden[result["tensor"]], offered[result["tensor"]], result["budgets"][dtype]
         if "tensor" in limits:
             budget = golden[limits["tensor"]]
@@ -461,10 +449,10 @@ def _judged(
             budget = np.abs(np.where(np.isfinite(expected), expected, 0)) * limits["relative"] + limits["absolute"]
         actual = np.where(np.isneginf(expected) & (actual <= MASKED), -np.inf, actual)
         share = float(excess(actual, Answer(expected, budget)).max(initial=0))
-        if share > most:
-            worst, most = Counterexample.worst(result["tensor"], "", actual, Answer(expected, budget)), share
-    status = "failed" if most > 1 else "passed"
-    return CaseResult(*known, "not offered" if len(missing) == len(case["expected"]) else status, worst, missing)
+        if share > report.share:
+            worst = Counterexample.worst(case["kind"], result["tensor"], actual, Answer(expected, budget))
+            report = replace(report, status="failed" if share > 1 else "passed", share=share, counterexample=worst)
+    return report
 
 
 def _file_in(directory: Path, name: object) -> bytes:
