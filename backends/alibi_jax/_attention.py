@@ -151,7 +151,7 @@ def run(
                 "implementation 'tpu' takes no positions and no law but the linear one; 'tiled' and 'dense' can run "
                 "this call"
             )
-        return jnp.swapaxes(_rows.attention(call, *(jnp.swapaxes(x, -3, -2) for x in (query, key, value))), -3, -2)
+        return _rows.attention(call, query, key, value)
     if implementation == "dense":
         return dense(call, query, key, value)
     return _attend(operands_of(call, query, key, value, key_norms), implementation).reshape(query.shape)
