@@ -23,9 +23,7 @@ from alibi_torch._cpu import norm_bounds
 
 BLOCK = 128  # queries, and keys, in a block: the kernels' own tiles all divide it
 SHORT = 128  # queries; fewer have a kernel of their own, which divides the keys among many multiprocessors
-# Blocks of scores. On a GPU to visit so many (half, under a causal mask) takes about as long as to measure which could
-# be left out: a guess from seven small kernels and 2**25 scores.
-FEW_BLOCKS = 2048
+FEW_BLOCKS = 2048  # Up to this many blocks of scores, a GPU visits all: to measure takes about as long (a guess).
 MEASURING = Tiling(q_block=BLOCK, kv_block=BLOCK, most_blocks=None, norm_bounds=norm_bounds)
 
 
@@ -86,8 +84,8 @@ def _by_keys(blocks: Tensor | None) -> tuple[Tensor, Tensor] | tuple[None, None]
     return count.contiguous(), torch.zeros_like(row).contiguous().scatter(-1, places.long(), row)
 
 
-def are_few(call: AttentionCall) -> bool:
-    """Whether all blocks that masks leave are visited sooner than measured, so that nothing is left out."""
+def visits_all(call: AttentionCall) -> bool:
+    """Whether a GPU visits all blocks that masks leave sooner than it measures which could be left out."""
     if call.device.type != "cuda":
         return False
     scores = -(-call.q_len // BLOCK) * -(-call.kv_len // BLOCK)
