@@ -40,7 +40,7 @@ def flex_attention(
 
 
 def _attend(norms: KeyNorms | None, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    learns, backward = needs_gradients(call.slopes, call.future_slopes), needs_gradients(query, key, value)
+    learns = needs_gradients(call.slopes, call.future_slopes)
     if visits_all(call):
         call = replace(call, tolerance=0.0)
     shape, call = query.shape, _one_batch_axis(call)
@@ -48,17 +48,18 @@ def _attend(norms: KeyNorms | None, call: AttentionCall, query: Tensor, key: Ten
     # In the backward kernels (2.9 to 2.13) the rows past the last query hold whatever a masked load leaves behind, as
     # their log-sum-exp too, and 0 * NaN is NaN. Padded to whole blocks there are no such rows. The forward kernels are
     # free of this, and while decoding a copy of all keys would cost more than the attention.
-    q_padding, kv_padding = (-n % BLOCK if backward else 0 for n in (call.q_len, call.kv_len))
+    block = BLOCK if needs_gradients(query, key, value) else 1
+    q_padding, kv_padding = -call.q_len % block, -call.kv_len % block
     width = 0 if query.device.type == "cpu" else max(0, LEAST_HEAD_DIM - call.head_dim)
     score_mods, mask_mod = _mods(call, q_padding, kv_padding)
     lengths = call.q_len + q_padding, call.kv_len + kv_padding
     with torch.no_grad():
-        mask = block_mask(call, query, key, mask_mod, norms, seq_lengths=lengths, backward=backward)
+        mask = block_mask(call, query, key, mask_mod, norms, lengths)
     query = F.pad(query, (0, width, 0, q_padding)) if width or q_padding else query
     key, value = (F.pad(x, (0, width, 0, kv_padding)) if width or kv_padding else x for x in (key, value))
     options = {"scale": call.scale, "enable_gqa": call.num_heads != call.num_kv_heads, "block_mask": mask}
     options |= {"return_aux": flex.AuxRequest(lse=True)} if learns else {}
-    kernel = _compiled() if query.device.type != "cpu" and not torch.compiler.is_compiling() else flex.flex_attention
+    kernel = _compiled() if query.device.type == "cuda" and not torch.compiler.is_compiling() else flex.flex_attention
     result = kernel(query, key, value, score_mod=score_mods["bias"], **options)
     if learns:
         result, auxiliary = result
