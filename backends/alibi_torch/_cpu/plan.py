@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from alibi_core.backend import AttentionCall
-from alibi_core.backend.checks import namespace_of
 from alibi_core.backend.horizon import (
     ENDLESS,
     LARGEST_TOLERANCE,
