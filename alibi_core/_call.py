@@ -35,18 +35,6 @@ FARTHEST = 2**30  # tokens that an offset in an array may be from the first key,
 
 
 @dataclass(frozen=True)
-class CallRules:
-    """The arguments of a call that are neither arrays nor sizes, which a compiler knows. Hashable."""
-
-    is_causal: bool
-    q_offset: int | None  # None where it is an array
-    window_size: int | None
-    scale: float
-    tolerance: float | None
-    shares_ids: bool = False
-
-
-@dataclass(frozen=True)
 class AttentionCall:
     """The arguments of one attention call, checked and resolved: *what* is to be computed.
 
@@ -201,49 +189,6 @@ class AttentionCall:
             dropout=checks.probability("dropout", dropout),
             return_weights=checks.boolean("return_weights", return_weights),
         )
-
-    @classmethod
-    def of_parts(
-        cls,
-        xp: Namespace,
-        shapes: tuple[tuple[int, ...], tuple[int, ...]],
-        dtype: DType,
-        rules: CallRules,
-        arrays: Mapping[str, Any],
-        device: Device | None = None,
-    ) -> AttentionCall:
-        """Return a checked call that was taken apart, as compilers ask for.
-
-        Args:
-            xp: Namespace of the arrays.
-            shapes: Of query and key, heads first.
-            dtype: Of both.
-            rules: From :attr:`rules`.
-            arrays: From :attr:`arrays`; what is absent may be None. The sizes of the batch may be others than before.
-            device: Of the arrays.
-        """
-        (*batch, num_heads, q_len, head_dim), (*_, num_kv_heads, kv_len, _) = shapes
-        own = {field.name: getattr(rules, field.name) for field in fields(CallRules)}  # a backend may have further ones
-        own = dict.fromkeys(ARRAY_AXES) | own | {name: array for name, array in arrays.items() if array is not None}
-        return cls(
-            xp=xp,
-            batch=tuple(batch),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            q_len=q_len,
-            kv_len=kv_len,
-            head_dim=head_dim,
-            dtype=dtype,
-            working_dtype=working_dtype(xp, dtype),
-            device=device,
-            **own,
-        )
-
-    @property
-    def rules(self) -> CallRules:
-        """The arguments of the call that are neither arrays nor sizes."""
-        offset = None if self.has_offset_array else self.q_offset
-        return CallRules(self.is_causal, offset, self.window_size, self.scale, self.tolerance, self.shares_ids)
 
     @property
     def arrays(self) -> dict[str, Any]:
