@@ -25,7 +25,8 @@ myst_heading_anchors = 4
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
-autodoc_default_options = {"members": True}
+# Methods that backends share are inherited from the core. Frameworks' own, and those of tuples, stay out.
+autodoc_default_options = {"members": True, "inherited-members": "Module,MultiheadAttention,ParallelStyle,tuple"}
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 88
 napoleon_numpy_docstring = False

@@ -35,17 +35,11 @@ MODULES = {letter: f"attention.{letter}_proj" for letter in QKV} | {
 
 @dataclass(frozen=True)
 class Source:
-    """Where a parameter, or some rows of it, come from.
+    """Where a parameter, or some rows of it, come from."""
 
-    Attributes:
-        tensor: Name of the checkpoint's tensor.
-        shape: Its shape.
-        take: Returns the rows from the tensor's values. None for a tensor taken whole.
-    """
-
-    tensor: str
+    tensor: str  # its name in the checkpoint
     shape: tuple[int, ...]
-    take: Callable[[Any], Any] | None = None
+    take: Callable[[Any], Any] | None = None  # returns the rows from the tensor's values; None for all of them
 
 
 Sources = dict[str, tuple[Source, ...]]
@@ -53,36 +47,15 @@ Sources = dict[str, tuple[Source, ...]]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose names, shapes and lengths have been checked, and whose values have yet to be read.
-
-    Attributes:
-        family: Whose it is and what that says of its attention.
-        config: Shape of the language model or encoder.
-        vocab_size: Number of its tokens.
-        sources: Where each parameter comes from, by its name in ``AlibiLanguageModel`` or ``AlibiEncoder``: its rows,
-            one source below the other.
-        tensors: What the files hold.
-    """
+    """A checkpoint whose names, shapes and lengths have been checked, and whose values have yet to be read."""
 
     family: Family
-    config: AlibiConfig
-    vocab_size: int
-    sources: Sources
+    sources: Sources  # of each parameter, by its name in a model here: its rows, one source below the other
     tensors: dict[str, StoredTensor]
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Checkpoint:
-        """Check a checkpoint.
-
-        Args:
-            directory: Where ``config.json`` and ``model.safetensors``, or its shards and their index, are.
-
-        Raises:
-            FileNotFoundError: If a file is missing.
-            TypeError: If an argument or an entry of the config is of the wrong kind.
-            ValueError: If it is no checkpoint of a model with ALiBi that can be loaded, is damaged, or does not hold
-                the tensors that its config describes.
-        """
+        """Check the checkpoint in a directory, as ``load_checkpoint`` of the backends describes it."""
         if not isinstance(directory, (str, os.PathLike)):
             raise TypeError(f"directory must be a path, got {type(directory).__name__}")
         path = Path(directory)
@@ -103,11 +76,21 @@ class Checkpoint:
                 f"number of layers in {place} must be that of the checkpoint, which holds "
                 f"{len(tensors)} tensors, got {family.config.num_layers}"
             )
-        layout = max((x.as_in(tensors) for x in family.layouts), key=lambda x: x.count_known(tensors))
+        layout = family.layout.as_in(tensors)
         sources = _sources(family, layout)
         _check_tensors(path, family, layout, sources, tensors)
         _check_stored_slopes(path, family.config, layout, tensors)
-        return cls(family, family.config, family.vocab_size, sources, tensors)
+        return cls(family, sources, tensors)
+
+    @property
+    def config(self) -> AlibiConfig:
+        """Shape of the language model or encoder."""
+        return self.family.config
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of its tokens."""
+        return self.family.vocab_size
 
     @property
     def dtype_name(self) -> str:

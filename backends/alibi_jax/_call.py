@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alibi_core.backend import AttentionCall, checks, join_call, namespace_of, split_call, tolerance_of
+from alibi_core.backend import AttentionCall, checks, join_call, split_call
+from alibi_core.backend.checks import namespace_of
+from alibi_core.backend.horizon import tolerance_of
 
 
 def _flatten(call: AttentionCall) -> tuple[tuple[Any, ...], Any]:

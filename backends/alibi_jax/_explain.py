@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from alibi_core.backend import LENGTH_FIRST, AttentionCall, Explanation, check_keywords
+from alibi_core.backend import LENGTH_FIRST, AttentionCall, Explanation
+from alibi_core.backend.checks import check_keywords
 from alibi_jax._attention import attention
 from alibi_jax._call import as_slopes, operands_of
 from alibi_jax._compatible import Target, broadcasting

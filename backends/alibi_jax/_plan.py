@@ -8,10 +8,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from alibi_core.backend import (
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.checks import MAX_POSITION
+from alibi_core.backend.horizon import (
     FIELDS,
-    MAX_POSITION,
-    AttentionCall,
     KeyNorms,
     Measured,
     ScoreBounds,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alibi_core.backend import AlibiConfig
+from alibi_core.backend.models import AlibiConfig
 from tests.support.frameworks import FRAMEWORK, NAMES
 from tests.support.full import once_in_jax, without_jax
 from tests.support.models import Model, lively_model, make_model, make_module
@@ -55,8 +55,6 @@ def test_config_has_the_customary_defaults() -> None:
     assert {name: getattr(config, name) for name in fields} == fields
     assert config.expansion_factor == 1
     assert (config.hidden_dim, dataclasses.replace(config, feed_forward_dim=300).hidden_dim) == (256, 300)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.num_layers = 2
 
 
 @pytest.mark.parametrize(
@@ -230,16 +228,12 @@ def test_untrained_model_knows_nothing(name: str) -> None:
 
 
 @EACH
-def test_language_model_refuses_an_encoder(name: str) -> None:
+def test_a_model_is_made_of_a_config_for_its_direction(name: str) -> None:
+    for kind in ("AlibiTransformer", "AlibiLanguageModel", "AlibiEncoder"):
+        with pytest.raises(TypeError, match=r"^config must be an AlibiConfig, got 13 \(int\)$"):
+            make_module(name, kind, 13, *([AlibiConfig()] if kind != "AlibiTransformer" else []))
     with pytest.raises(ValueError, match=r"^is_causal must be True for a language model, got False"):
         language_model(name, is_causal=False)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["AlibiTransformer", "AlibiLanguageModel", "AlibiEncoder"])
-def test_a_model_is_made_of_a_config(name: str, kind: str) -> None:
-    with pytest.raises(TypeError, match=r"^config must be an AlibiConfig, got 13 \(int\)$"):
-        make_module(name, kind, 13, *([AlibiConfig()] if kind != "AlibiTransformer" else []))
 
 
 @pytest.mark.parametrize("name", NAMES)

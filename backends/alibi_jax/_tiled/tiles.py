@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from alibi_core.backend import MAX_POSITION
+from alibi_core.backend.checks import MAX_POSITION
 from alibi_jax._call import Operands
 from alibi_jax._compatible import materialised
 from alibi_jax._plan import needed_keys

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from alibi_core.backend import MAX_POSITION, AttentionCall
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.checks import MAX_POSITION
 from alibi_jax._call import Operands
 from alibi_jax._plan import needed_keys
 from alibi_jax._tpu.blocks import LOG2_E

@@ -9,21 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alibi_core.backend import (
-    AttentionCall,
+from alibi_core.backend import AttentionCall, checks
+from alibi_core.backend.caches import (
     cache_summary,
     check_indices,
     check_lengths,
     check_new_tokens,
     check_room,
     check_span,
-    checks,
-    explains_keywords,
-    host_values,
-    non_negative_int,
-    norm_bounds,
-    positive_int,
 )
+from alibi_core.backend.checks import explains_keywords, host_values, non_negative_int, positive_int
+from alibi_core.backend.horizon import norm_bounds
 from alibi_jax._attention import run
 from alibi_jax._call import as_slopes, floating_dtype
 from alibi_jax._compatible import broadcasting

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from alibi_core.backend import LENGTH_FIRST, AttentionCall, Shards, check_shard_slopes, checks
-from alibi_core.backend import slopes as canonical_slopes
+from alibi_core import slopes as canonical_slopes
+from alibi_core.backend import LENGTH_FIRST, AttentionCall, checks
+from alibi_core.backend.sharding import Shards, check_shard_slopes
 from alibi_jax._call import operands_of
 from alibi_jax._compatible import varying, varying_alike
 from alibi_jax._dispatch import Implementation, checked, name_of

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
+from alibi_core import slopes as canonical_slopes
 from alibi_core.backend import checks
-from alibi_core.backend import slopes as canonical_slopes
 from alibi_jax.parallel._attention import attention
 
 TENSORS = ("query", "key", "value")

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from alibi_core.backend import HALO_SHARE, Shards, norm_bounds, score_rounding, tokens_beyond
+from alibi_core.backend.horizon import norm_bounds, score_rounding
+from alibi_core.backend.sharding import HALO_SHARE, Shards, tokens_beyond
 from alibi_jax._call import Operands, OtherKeys
 from alibi_jax._compatible import materialised, varying_alike, varying_over
 from alibi_jax._dispatch import Implementation, backward, forward, summed_as
