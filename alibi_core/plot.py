@@ -129,7 +129,7 @@ def explanation(explained: Any, *, entry: int = 0, heads: Sequence[int] | None =
         What ``explain`` of a backend returns, here written down by hand: 8 tokens in two blocks, and two heads, the
         second of which needs all visible keys.
 
-        >>> from alibi_core.backend import Explanation, KeySpans
+        >>> from alibi_core.backend.horizon import Explanation, KeySpans
         >>> visible = np.asarray([[[0, 4], [0, 8]]])
         >>> spans = KeySpans(np.asarray([0, 4, 8]), 8, visible, np.asarray([[[[0, 4], [4, 8]], visible[0]]]))
         >>> explained = Explanation("tiled", {}, 6e-8, 1e-7, np.asarray([[4.0, math.inf]]), 72, 60, spans)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import alibi_core
-from alibi_core.backend import Checkpoint
+from alibi_core.backend.models import Checkpoint
 from tests.support.checkpoints import load, run
 from tests.support.frameworks import FRAMEWORK
 from tests.support.full import once_in_jax

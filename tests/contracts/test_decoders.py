@@ -16,7 +16,7 @@ import pytest
 import alibi_core
 from alibi_core._cli import main
 from alibi_core._models.decoders import FAMILIES, family_of
-from alibi_core.backend import Checkpoint
+from alibi_core.backend.models import Checkpoint
 from tests.support.checkpoints import drawn, load, run, write
 from tests.support.frameworks import FRAMEWORK
 

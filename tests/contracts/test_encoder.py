@@ -18,7 +18,7 @@ import pytest
 
 from alibi_core._arrays import checks
 from alibi_core._models.encoders import ENCODERS
-from alibi_core.backend import POOLING, Checkpoint
+from alibi_core.backend.models import POOLING, Checkpoint
 from tests.support.checkpoints import drawn, write
 from tests.support.frameworks import LIBRARIES, Backend
 

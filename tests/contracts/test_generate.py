@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alibi_core.backend import AlibiConfig, Generation
+from alibi_core.backend.models import AlibiConfig, Generation
 from tests.support.frameworks import FRAMEWORK, FRAMEWORKS, NAMES, Framework
 from tests.support.full import once_in_jax, without_jax
 from tests.support.models import Model, lively_model, make_module

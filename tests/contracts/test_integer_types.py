@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alibi_core.backend import AlibiConfig
+from alibi_core.backend.models import AlibiConfig
 from tests.support.frameworks import BACKENDS, COMPILERS, FRAMEWORK, NAMES, Backend, Framework
 from tests.support.full import without_jax
 from tests.support.layers import make_module

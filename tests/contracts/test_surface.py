@@ -193,7 +193,7 @@ def test_a_config_reaches_the_attention_of_models(name: str, fields: dict[str, A
 def test_a_config_is_frozen_and_positional() -> None:
     import dataclasses
 
-    from alibi_core.backend import AlibiConfig
+    from alibi_core.backend.models import AlibiConfig
 
     config = AlibiConfig(3, 64)
     assert config == AlibiConfig(num_layers=3, embed_dim=64)

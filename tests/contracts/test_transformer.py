@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alibi_core.backend import AlibiConfig
+from alibi_core.backend.models import AlibiConfig
 from tests.support.frameworks import FRAMEWORK, NAMES
 from tests.support.full import once_in_jax, without_jax
 from tests.support.models import Model, lively_model, make_model, make_module

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from alibi_core.backend import AttentionCall, Job, tiled_as
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import Job, tiled_as
 from alibi_core.conformance.testing import DATA, LONGER, STEEP, UNIT_ROUNDOFF, Answer, Case, cases
 from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import TORCH, Backend
@@ -92,9 +93,10 @@ def planning(backend: Backend, case: Case) -> tuple[AttentionCall, list[Any]]:
 def jobs_of(backend: Backend, case: Case, tolerance: float = 2.0**-24) -> list[Job]:
     """Return the jobs that a call is made of."""
     call, tensors = planning(backend, case)
+    call = dataclasses.replace(call, tolerance=tolerance)
     if backend.framework is TORCH:
-        return list(room_of(backend).rectangles(dataclasses.replace(call, tolerance=tolerance), *tensors[:2], None))
-    return list(room_of(backend).jobs(dataclasses.replace(call, tolerance=tolerance), *tensors, None))
+        return [job for x in room_of(backend).plan_of(call, *tensors[:2], None) for job in x.jobs]
+    return list(room_of(backend).jobs(call, *tensors, None))
 
 
 def without_offsets_by_entry(case: Case) -> Case:

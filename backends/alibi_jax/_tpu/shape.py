@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from alibi_core.backend import checks
-from alibi_jax._call import Operands, Rules, kv_axis
+from alibi_jax._call import Operands
 
 LANES = 128  # of a vector register; blocks are multiples of it, because each is along the lanes of some matrix
 VMEM_LIMIT = 64 * 2**20  # bytes: what the smallest of the TPUs since v5 has in a core
@@ -49,7 +49,11 @@ class TPU:
 
 @dataclass(frozen=True)
 class KernelShape:
-    """All that the text of a kernel depends on. Lengths are in tokens; those of arrays are padded to whole blocks."""
+    """All that the text of a kernel depends on. Lengths are in tokens; those of arrays are padded to whole blocks.
+
+    Raises:
+        ValueError: If the blocks do not fit a TPU core's memory.
+    """
 
     batch: int
     num_heads: int
@@ -59,41 +63,43 @@ class KernelShape:
     kv_len: int
     q_block: int
     kv_block: int
-    rules: Rules
+    is_causal: bool
+    window_size: int | None
+    scale: float
     has_segments: bool  # or masked keys, which count as a segment of their own
+    has_other_keys: bool  # as Operands.other_keys says
     interpret: bool
     itemsize: int  # bytes
 
     @classmethod
-    def of(cls, rules: Rules, operands: Operands, options: TPU) -> KernelShape:
-        """Return what the kernels for a call are built for.
-
-        Raises:
-            ValueError: If the blocks do not fit a TPU core's memory.
-        """
-        batch, q_len, num_heads, head_dim = operands.query.shape
-        kv_len, num_kv_heads = operands.key.shape[kv_axis(rules)], operands.key.shape[3 - kv_axis(rules)]
-        shape = cls(
-            batch=batch,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            q_len=q_len,
-            kv_len=kv_len,
-            q_block=_block(q_len, options.q_block),
-            kv_block=_block(kv_len, options.kv_block),
-            rules=rules,
-            has_segments=operands.q_segment_ids is not None or operands.mask is not None,
+    def of(cls, operands: Operands, options: TPU) -> KernelShape:
+        """Return what the kernels for a call are built for."""
+        call = operands.call
+        return cls(
+            batch=call.batch[0],
+            num_heads=call.num_heads,
+            num_kv_heads=call.num_kv_heads,
+            head_dim=call.head_dim,
+            q_len=call.q_len,
+            kv_len=call.kv_len,
+            q_block=_block(call.q_len, options.q_block),
+            kv_block=_block(call.kv_len, options.kv_block),
+            is_causal=call.is_causal,
+            window_size=call.window_size,
+            scale=call.scale,
+            has_segments=call.q_segment_ids is not None or call.mask is not None,
+            has_other_keys=operands.other_keys is not None,
             interpret=options.interpret,
-            itemsize=jnp.dtype(operands.query.dtype).itemsize,
+            itemsize=jnp.dtype(call.dtype).itemsize,
         )
-        if shape.vmem_bytes > VMEM_LIMIT:
+
+    def __post_init__(self) -> None:
+        if self.vmem_bytes > VMEM_LIMIT:
             raise ValueError(
-                f"blocks must fit a TPU core's memory, {VMEM_LIMIT >> 20} MiB, got q_block {shape.q_block}, kv_block "
-                f"{shape.kv_block} and head_dim {head_dim}, which take about {shape.vmem_bytes >> 20} MiB; "
+                f"blocks must fit a TPU core's memory, {VMEM_LIMIT >> 20} MiB, got q_block {self.q_block}, kv_block "
+                f"{self.kv_block} and head_dim {self.head_dim}, which take about {self.vmem_bytes >> 20} MiB; "
                 f"use smaller blocks, such as TPU(q_block=512, kv_block=512)"
             )
-        return shape
 
     @property
     def group(self) -> int:

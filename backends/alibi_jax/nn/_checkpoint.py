@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from alibi_core.backend import Checkpoint
+from alibi_core.backend.models import Checkpoint
 from alibi_jax._call import floating_dtype
 from alibi_jax.nn._encoder import AlibiEncoder
 from alibi_jax.nn._language_model import AlibiLanguageModel

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from alibi_core.backend import AlibiConfig, models
+from alibi_core.backend import models
+from alibi_core.backend.models import AlibiConfig
 from alibi_jax.nn._transformer import AttentionFactory, Parts, is_traced
 
 LEAST_PACKED = 64  # tokens: shorter rows of packed texts all share a program

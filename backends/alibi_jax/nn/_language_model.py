@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from alibi_core.backend import AlibiConfig, Generation, models
+from alibi_core.backend import models
+from alibi_core.backend.models import AlibiConfig, Generation
 from alibi_jax.nn._transformer import AttentionFactory, Parts, is_traced
 
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from alibi_core.backend import explains_keywords, models
+from alibi_core.backend import models
+from alibi_core.backend.checks import explains_keywords
 from alibi_jax._attention import attention
 from alibi_jax._call import floating_dtype
 from alibi_jax._dispatch import Implementation, checked

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from alibi_core.backend import AlibiConfig, models
+from alibi_core.backend import models
+from alibi_core.backend.models import AlibiConfig
 from alibi_jax.nn._layer import AlibiAttention
 
 AttentionFactory = Callable[..., nnx.Module]

@@ -6,7 +6,9 @@ import os
 
 import mlx.core as mx
 
-from alibi_core.backend import Checkpoint, checks, namespace_of
+from alibi_core.backend import checks
+from alibi_core.backend.checks import namespace_of
+from alibi_core.backend.models import Checkpoint
 from alibi_mlx.nn._encoder import AlibiEncoder
 from alibi_mlx.nn._language_model import AlibiLanguageModel
 

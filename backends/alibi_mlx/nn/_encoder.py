@@ -5,7 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core.backend import AlibiConfig, models
+from alibi_core.backend import models
+from alibi_core.backend.models import AlibiConfig
 from alibi_mlx.nn._transformer import AttentionFactory, Parts
 
 

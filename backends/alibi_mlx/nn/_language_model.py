@@ -8,7 +8,9 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core.backend import AlibiConfig, Generation, explains_keywords, models
+from alibi_core.backend import models
+from alibi_core.backend.checks import explains_keywords
+from alibi_core.backend.models import AlibiConfig, Generation
 from alibi_mlx.nn._transformer import AttentionFactory, Parts
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core.backend import explains_keywords, is_int, models, one_of
+from alibi_core.backend import models
+from alibi_core.backend.checks import explains_keywords, is_int, one_of
 from alibi_mlx._attention import IMPLEMENTATIONS, attention
 from alibi_mlx.caches import KVCache
 

@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from alibi_core.backend import AlibiConfig, models
+from alibi_core.backend import models
+from alibi_core.backend.models import AlibiConfig
 from alibi_mlx.nn._layer import AlibiAttention
 
 AttentionFactory = Callable[[AlibiConfig], nn.Module]

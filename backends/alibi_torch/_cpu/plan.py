@@ -10,15 +10,17 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import array_api_compat.numpy as numpy_namespace
 import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_core.backend import (
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import (
     ENDLESS,
     LARGEST_TOLERANCE,
-    AttentionCall,
     Job,
     KeyNorms,
     Tiling,
@@ -26,7 +28,6 @@ from alibi_core.backend import (
     entry_of,
     host_ranges,
     jobs_of_entry,
-    namespace_of,
     plain_jobs,
     reach,
     score_rounding,
@@ -198,29 +199,29 @@ def jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None
     return found
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """How far the keys that matter to each head are, proved from the largest norms."""
 
     tokens: list[float]  # the distance from which on keys do not matter
     cutoff: Tensor  # [num_heads], the bias there, below 0
 
-    @classmethod
-    def of(cls, call: AttentionCall, excess: np.ndarray) -> Limits:
-        """Return the limits where scores exceed what bounds a row from below by no more than ``excess``, by head."""
-        share = min(tolerance_of(call), LARGEST_TOLERANCE) / (1 if call.is_causal else 2)
-        excess = np.where(excess < math.inf, excess, math.inf)  # of NaN, too
-        tokens, cutoff = np.zeros(call.num_heads), np.zeros(call.num_heads)
-        for rates in (call.slopes, None if call.is_causal else call.future_slopes):
-            if rates is not None:
-                slopes = rates.detach().double().numpy().reshape(-1, call.num_heads)
-                with np.errstate(all="ignore"):
-                    far = reach(namespace_of(slopes), slopes, excess[None], share)
-                    falls = np.where(far < math.inf, slopes * far, math.inf)
-                tokens, cutoff = np.maximum(tokens, far.max(axis=0)), np.maximum(cutoff, falls.max(axis=0))
-        return cls(np.minimum(tokens, ENDLESS).tolist(), -torch.from_numpy(cutoff).to(call.working_dtype))
+
+@np.errstate(all="ignore")  # norms may be NaN or infinite
+def horizons(call: AttentionCall, excess: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return slopes, and from which distance on keys do not matter, ``[batch or 1, num_heads]``, for each side.
+
+    Scores exceed what bounds a row from below by no more than ``excess``, ``[num_heads]``.
+    """
+    share = min(tolerance_of(call), LARGEST_TOLERANCE) / (1 if call.is_causal else 2)
+    excess, found = np.where(excess < math.inf, excess, math.inf), []  # of NaN, too
+    for rates in (call.slopes, None if call.is_causal else call.future_slopes):
+        if rates is not None:
+            slopes = rates.detach().double().numpy().reshape(-1, call.num_heads)
+            found.append((slopes, reach(numpy_namespace, slopes, excess[None], share)))
+    return found
 
 
+@np.errstate(all="ignore")
 def limits_of(call: AttentionCall, query: Tensor, key: Tensor) -> Limits | None:
     """Return the limits of a short part of a call; None where measuring saves nothing."""
     if not is_short(call) or tolerance_of(call) == 0 or call.kv_len < min(LEAST_MEASURED, tiling().short):
@@ -229,7 +230,10 @@ def limits_of(call: AttentionCall, query: Tensor, key: Tensor) -> Limits | None:
         return None
     norms = [norm_bounds(x, x.dtype).amax(dim=(0, 2)).double().numpy() for x in (query, key)]
     bound = norms[0] * norms[1].repeat(call.num_heads // call.num_kv_heads) * abs(call.scale)
-    return Limits.of(call, 2 * bound * (1 + 2 * score_rounding(call.head_dim)))
+    far = horizons(call, 2 * bound * (1 + 2 * score_rounding(call.head_dim)))
+    tokens = np.max([x.max(axis=0) for _, x in far], axis=0)
+    falls = [np.where(x < math.inf, slopes * x, math.inf).max(axis=0) for slopes, x in far]
+    return Limits(np.minimum(tokens, ENDLESS).tolist(), -torch.from_numpy(np.max(falls, axis=0)).to(call.working_dtype))
 
 
 def _blocks(call: AttentionCall, sizes: Tiling, limits: Limits | None) -> Iterator[Job]:

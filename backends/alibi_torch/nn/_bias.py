@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import alibi_core
-from alibi_core.backend import LayerShape, explains_keywords, non_negative_int
+from alibi_core.backend.checks import explains_keywords, non_negative_int
+from alibi_core.backend.models import LayerShape
 from alibi_torch.nn._slopes import KeepsSlopes
 
 

@@ -7,7 +7,8 @@ import os
 import array_api_compat.torch as xp
 import torch
 
-from alibi_core.backend import Checkpoint, checks
+from alibi_core.backend import checks
+from alibi_core.backend.models import Checkpoint
 from alibi_torch.nn._encoder import AlibiEncoder
 from alibi_torch.nn._language_model import AlibiLanguageModel
 

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alibi_core.backend import Generation, explains_keywords, models
+from alibi_core.backend import models
+from alibi_core.backend.checks import explains_keywords
+from alibi_core.backend.models import Generation
 from alibi_torch.nn._transformer import AlibiConfig, AttentionFactory, Parts, look_up
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alibi_core.backend import LayerShape, one_of
+from alibi_core.backend.checks import one_of
+from alibi_core.backend.models import LayerShape
 from alibi_torch._attention import IMPLEMENTATIONS, attention
 from alibi_torch._internals import in_transform
 from alibi_torch.nn._slopes import KeepsSlopes

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from alibi_core.backend import LayerShape
+from alibi_core.backend.models import LayerShape
 
 
 class KeepsSlopes(nn.Module):

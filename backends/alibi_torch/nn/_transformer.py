@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from alibi_core.backend import AlibiConfig, models
+from alibi_core.backend import models
+from alibi_core.backend.models import AlibiConfig
 from alibi_torch.nn._layer import AlibiAttention
 
 AttentionFactory = Callable[[AlibiConfig], nn.Module]
