@@ -25,7 +25,7 @@ from tests.support.frameworks import (
     Backend,
     Framework,
 )
-from tests.support.models import make_module
+from tests.support.layers import make_module
 
 NAN = float("nan")
 
