@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alibi_core.backend.horizon import KeyNorms
 from alibi_core.conformance.testing import DATA, LONGER, SIZES, STEEP, U32, UNIT_ROUNDOFF, Case, Sizes, cases, penalties
 from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import MLX, TORCH, Backend, param
@@ -30,7 +29,6 @@ from tests.support.tiles import (
     hostile,
     jobs_of,
     plain,
-    planning,
     within_tolerance,
     without_offsets_by_entry,
 )
@@ -297,41 +295,6 @@ def test_a_few_queries_over_many_keys(backend: Backend, q_len: int, data: str) -
             for tolerance in (2.0**-24, 0.01):
                 given = {} if known is None else {"max_key_norm": known}
                 assert_no_more_left_out(backend, case, tolerance, **given)
-
-
-@EACH
-@example(
-    case=plain(Sizes(1, 2, 3, (2, 260), 4)),
-    data="equal_keys",
-    tiling=Tiling(
-        rows=(1, 1), few=3, blocks=3, bias_elements=1, plan_elements=1, kernel_elements=1, call_scores=0, short=0
-    ),
-    block=1,
-    tolerance=0.3,
-)  # a few queries in several blocks
-@given(
-    case=ALL_SIZES,
-    data=ANY_DATA,
-    tiling=TILINGS,
-    block=st.sampled_from([1, 3, 64, 1000]),
-    tolerance=st.sampled_from(TOLERANCES),
-)
-def test_norms_by_block_leave_out_no_more(
-    backend: Backend, case: Case, data: str, tiling: Tiling, block: int, tolerance: float
-) -> None:
-    case = hostile(case, data, 1)
-    call, tensors = planning(backend, case)
-    norms = np.linalg.norm(np.float32(case.arrays["key"]), axis=-1) * (1 + 2.0**-20)
-    norms = np.pad(norms, [(0, 0), (0, 0), (0, -norms.shape[-1] % block)])
-    norms = backend.framework.array(norms.reshape(*norms.shape[:2], -1, block).max(axis=-1))
-    known = KeyNorms(norms, block)
-    call = replace(call, tolerance=tolerance)
-    with tiling.applied(backend):
-        if backend.framework is TORCH:
-            result = importlib.import_module("alibi_torch._cpu").attention(call, *tensors, known)
-        else:
-            result = importlib.import_module("alibi_mlx._attention").run(call, *tensors, "tiled", lambda: known)
-    assert_within(backend.framework.numpy(result), within_tolerance(case.exact("float32").output, case, tolerance))
 
 
 @EACH
