@@ -1,4 +1,4 @@
-"""The layers and models of all backends: configurations, what they compute, their checkpoints.
+"""The layers and models of all backends: configurations, forward passes, checkpoints.
 
 In goes a configuration, sub-modules that a backend makes, or a folder with a checkpoint. Out come the bases of each
 backend's classes, and weights by the names of this library's layers. No framework is imported.

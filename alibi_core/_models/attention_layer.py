@@ -1,4 +1,4 @@
-"""The attention layer of all backends: its checked sizes, its weights' names, and what it computes."""
+"""The attention layer of all backends: its sizes, checked, the names of its weights, and its forward pass."""
 
 from __future__ import annotations
 
@@ -126,12 +126,12 @@ else:
 
 
 class BaseAttention(Module):
-    """What the attention layers of all backends compute.
+    """Base of the attention layers of all backends.
 
     A backend's layer derives from its framework's module and from this class. It makes ``slopes``, ``future_slopes``,
     ``dropout`` and caches, and names its library, ``_xp``, and its attention function, ``_attention``. Models may clip
     (``clip_qkv``), norm (``q_norm``, ``k_norm``) and scale (``query_factor``) projected queries, keys and values. The
-    layer does it, not the projections, so that quantizers and adapters may replace those.
+    layer does it, so that quantizers and adapters may replace the projections.
     """
 
     _is_length_first = False  # whether attention takes [batch, length, heads, head_dim], not heads before length
@@ -251,9 +251,9 @@ def scaled(x: Any, factor: float) -> Any:
 def cache_lengths(caches: Iterable[Any]) -> list[tuple[Any, Any]]:
     """Return the caches that tokens are appended to in place, with their lengths, for :func:`truncate`.
 
-    JAX's caches are tuples, and are never changed; caches of other libraries have no ``truncate``.
+    JAX's caches are tuples, and are never changed; caches of other libraries lack ``truncate`` or ``lengths``.
     """
-    own = [cache for cache in caches if hasattr(cache, "truncate") and not isinstance(cache, tuple)]
+    own = [x for x in caches if hasattr(x, "truncate") and hasattr(x, "lengths") and not isinstance(x, tuple)]
     return [(cache, cache.length if cache.lengths is None else cache.lengths) for cache in own]
 
 

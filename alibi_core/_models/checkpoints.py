@@ -154,13 +154,15 @@ def _projections(
     of_module = {"feed_forward.0": config.has_up_bias, "feed_forward.2": config.feed_forward_bias}
     has_bias = of_module.get(MODULES[parts[0]], config.bias)
     for ending in ("weight", "bias") if has_bias else ("weight",):
-        is_turned = layout.is_turned and ending == "weight"
-        stored = shape[:1] if ending == "bias" else shape[::-1] if is_turned else shape
+        is_transposed = layout.is_transposed and ending == "weight"
+        stored = shape[:1] if ending == "bias" else shape[::-1] if is_transposed else shape
         for index, part in enumerate(parts):
-            take: Any = partial(_rows_of, start=sum(rows[:index]), stop=sum(rows[: index + 1]), is_turned=is_turned)
+            take: Any = partial(
+                _rows_of, start=sum(rows[:index]), stop=sum(rows[: index + 1]), is_transposed=is_transposed
+            )
             if layout.groups_qkv and parts == list(QKV):
                 take = partial(_part_of_groups, index=index, num_heads=config.num_heads, num_kv_heads=keys)
-            elif len(parts) == 1 and not is_turned:
+            elif len(parts) == 1 and not is_transposed:
                 take = None
             yield ending, part, Source(f"{module}.{ending}", stored, take)
 
@@ -212,9 +214,9 @@ def _check_stored_slopes(path: Path, config: AlibiConfig, layout: Layout, tensor
         )
 
 
-def _rows_of(tensor: Any, *, start: int, stop: int, is_turned: bool = False) -> Any:
-    """Return rows ``start`` until ``stop`` of a tensor; of one that is turned, those of its transpose."""
-    rows = tensor.T if is_turned else tensor
+def _rows_of(tensor: Any, *, start: int, stop: int, is_transposed: bool = False) -> Any:
+    """Return rows ``start`` until ``stop`` of a tensor; of one that is transposed, those of its transpose."""
+    rows = tensor.T if is_transposed else tensor
     return rows[start:stop].copy()  # a view would keep the other rows in memory
 
 

@@ -213,7 +213,7 @@ def jais(settings: Settings) -> Family:
         norm="transformer.ln_f",
         ignored=(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",),  # the causal mask
         stored_slopes="transformer.relative_pe.slopes",
-        is_turned=True,
+        is_transposed=True,
     )
     return Family(settings.values["model_type"], JAIS_BIAS, config, settings.size("vocab_size"), layout)
 

@@ -1,4 +1,4 @@
-"""The encoder of all backends: what it computes, and how texts are packed, so that no padding is computed."""
+"""The encoder of all backends: its forward pass, and how texts are packed, so that no padding is computed."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _on_host(value: Any) -> Numbers:
 
 
 class BaseEncoder(BaseTextModel):
-    """What the encoders of all backends compute. A backend defines ``_most_packed``, tokens that are packed at most."""
+    """Base of the encoders of all backends, which define ``_most_packed(tokens)``, how many are packed at most."""
 
     @explains_keywords
     def __call__(
@@ -198,18 +198,22 @@ class BaseEncoder(BaseTextModel):
 
     def _text_vectors(self, tokens: Any, token_types: Any | None, rows: TextRows) -> Any:
         """Return the vectors of the tokens that are text, ``[tokens of text, embed_dim]``, row by row."""
-        xp, device, width = namespace_of(tokens), device_of(namespace_of(tokens), tokens), self.config.embed_dim
+        xp, width = namespace_of(tokens), self.config.embed_dim
+
+        def placed(values: Numbers) -> Any:
+            return asarray(xp, values, None, device_of(xp, tokens))
+
         if rows.is_full:
             return self(tokens, token_types=token_types).reshape(-1, width)
         if rows.has_gaps:
-            text = asarray(xp, rows.text, xp.bool if hasattr(xp, "bool") else xp.bool_, device)
+            text = placed(rows.text)
             # Tables of embeddings need no row for the numbers that stand in padding.
             tokens, token_types = (None if x is None else x * astype(xp, text, x.dtype) for x in (tokens, token_types))
             hidden = self(tokens, mask=text[:, None, None], token_types=token_types)
-            return hidden.reshape(-1, width)[asarray(xp, rows.places, xp.int64, device)]
+            return hidden.reshape(-1, width)[placed(rows.places)]
         vectors = []
-        for pack in rows.packs(self._most_packed(tokens)):
-            places, segment_ids = asarray(xp, pack[0], xp.int64, device), asarray(xp, pack[1], xp.int32, device)
-            packed = (None if x is None else x.reshape(-1)[places][None] for x in (tokens, token_types))
-            vectors.append(self(next(packed), segment_ids=segment_ids[None], token_types=next(packed))[0])
+        for places, segment_ids in rows.packs(self._most_packed(tokens)):
+            index = placed(places)
+            packed, types = (None if x is None else x.reshape(-1)[index][None] for x in (tokens, token_types))
+            vectors.append(self(packed, segment_ids=placed(segment_ids)[None], token_types=types)[0])
         return self._xp.concatenate(vectors)

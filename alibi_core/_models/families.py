@@ -38,7 +38,7 @@ class Layout:
     # Whether a module of queries, keys and values holds, for each key/value head, its queries, its key, its value.
     # Otherwise all queries come first, then all keys, then all values.
     groups_qkv: bool = False
-    is_turned: bool = False  # whether the weights of blocks are [in, out], as GPT-2's are
+    is_transposed: bool = False  # whether the weights of blocks are [in, out], as GPT-2's are
     head_of_unit_rows: bool = False  # whether the rows of the head are divided by their norms
 
     def without_prefix(self) -> Layout:

@@ -1,4 +1,4 @@
-"""The language model of all backends: what it computes, and how it chooses the tokens that it goes on with."""
+"""The language model of all backends: its forward pass, and how it chooses the tokens that follow a text."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Generation:
 
 
 class BaseLanguageModel(BaseTextModel):
-    """What the language models of all backends compute.
+    """Base of the language models of all backends.
 
     The matrix that embeds the tokens and reads out the logits starts with a variance of ``1 / embed_dim``, which gives
     logits of unit variance; embeddings are multiplied by ``sqrt(embed_dim)``, which gives them the same.

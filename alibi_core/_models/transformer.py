@@ -1,4 +1,4 @@
-"""The transformer of all backends: of which sub-modules it is made, and what it computes from them."""
+"""The transformer of all backends: its sub-modules, and its forward pass."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from alibi_core._models.config import AlibiConfig, check_config
 class BaseParts(Module):
     """Makes the sub-modules of a model.
 
-    A backend says how its framework makes each kind: ``linear(features, to, bias)``, ``layer_norm(features)``,
-    ``rms_norm(features)``, ``activation()``, ``dropout()`` (None if there is none), ``embedding(count)``, drawn with a
-    variance of ``1 / embed_dim``, ``block()`` and ``transformer()``; ``listed(modules)``, and ``chained(modules)``,
-    which are called one after the other, or a list of them. ``attention_layer`` is its class.
+    A backend defines how its framework makes each kind: ``linear(features, to, bias)``, ``layer_norm(features)``,
+    ``rms_norm(features)``, ``activation()``, ``dropout()`` (or None), ``embedding(count)`` with a variance of
+    ``1 / embed_dim``, ``block()``, ``transformer()``, a list of modules, ``listed``, and a sequence of modules,
+    ``chained``, which may be a list. ``attention_layer`` is the class of its layer.
 
     Args:
         config: Shape of the model.
-        attention: Makes attention layers, called with ``config`` and the options. Default: ``attention_layer``.
+        attention: Called with ``config`` and the options, returns an attention layer. Default: ``attention_layer``.
         options: Further arguments of the framework's modules, such as JAX's ``rngs``.
     """
 
@@ -112,7 +112,10 @@ class BaseBlock(Module):
 
 
 class BaseTransformer(Module):
-    """What the transformers of all backends compute.
+    """Base of the transformers of all backends: blocks, each on normed input, then a final norm.
+
+    Nothing else in the model knows of positions, so it takes inputs of any length: longer ones than
+    ``config.max_len`` are the point. Post-norm blocks norm their output instead, and no norm follows them.
 
     References:
         Press, Smith, Lewis: Train Short, Test Long (arXiv 2108.12409). Xiong et al.: On Layer Normalization in the
@@ -179,7 +182,7 @@ class BaseTransformer(Module):
 
 
 class BaseTextModel(Module):
-    """What language models and encoders have in common: a transformer on the embeddings of tokens."""
+    """Base of language models and encoders: a transformer on the embeddings of tokens."""
 
     _xp: Any = None  # torch or mlx.core, if tokens must be arrays of it; JAX takes NumPy's, too
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from alibi_core.backend import LENGTH_FIRST, AttentionCall
 from alibi_core.backend.checks import explains_keywords
+from alibi_jax import _rows
 from alibi_jax._call import as_slopes, operands_of
 from alibi_jax._compatible import broadcasting
 from alibi_jax._dispatch import Implementation, attend, checked, dense, require_dense
@@ -26,6 +27,9 @@ def attention(
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     window_size: int | None = None,
     mask: jax.Array | None = None,
+    positions: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    distance: str = "manhattan",
+    law: str = "linear",
     scale: float | None = None,
     tolerance: float | None = None,
     added_bias: jax.Array | None = None,
@@ -103,6 +107,9 @@ def attention(
         segment_ids=segment_ids,
         window_size=window_size,
         mask=mask,
+        positions=positions,
+        distance=distance,
+        law=law,
         scale=scale,
         tolerance=tolerance,
         added_bias=added_bias,
@@ -138,6 +145,13 @@ def run(
     """
     if call.is_empty:
         return jnp.zeros_like(query)
+    if not call.is_toeplitz and implementation != "dense":
+        if implementation not in (None, "tiled"):
+            raise NotImplementedError(
+                "implementation 'tpu' takes no positions and no law but the linear one; 'tiled' and 'dense' can run "
+                "this call"
+            )
+        return _rows.attention(call, query, key, value)
     if implementation == "dense":
         return dense(call, query, key, value)
     return _attend(operands_of(call, query, key, value, key_norms), implementation).reshape(query.shape)

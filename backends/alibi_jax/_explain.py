@@ -27,16 +27,8 @@ def explain(
 ) -> Explanation:
     """Say which implementation a call of :func:`alibi_jax.attention` would use, and which keys its queries need.
 
-    The arrays are measured on the host; nothing is attended to. It answers for one device: where a compiler divides a
-    program among several by itself, ``"tiled"`` runs.
-
-    Args:
-        query: As for :func:`alibi_jax.attention`, like all arguments. Not traced.
-        key: Likewise.
-        value: Likewise.
-        slopes: Likewise.
-        implementation: Likewise.
-        **arguments: Likewise.
+    Arguments are those of :func:`alibi_jax.attention`, not traced. Arrays are measured on the host; nothing is attended
+    to. It answers for one device: where XLA divides a program among several by itself, ``"tiled"`` runs.
 
     Returns:
         The explanation, its arrays in NumPy.

@@ -7,7 +7,7 @@ import mlx.core as mx
 from alibi_core.backend import AttentionCall, dense_attention
 from alibi_core.backend.checks import explains_keywords, one_of
 from alibi_core.backend.horizon import Job
-from alibi_mlx import _plan
+from alibi_mlx import _plan, _rows
 from alibi_mlx._dispatch import IMPLEMENTATIONS, attend, choose
 
 
@@ -24,6 +24,9 @@ def attention(
     segment_ids: mx.array | tuple[mx.array, mx.array] | None = None,
     window_size: int | None = None,
     mask: mx.array | None = None,
+    positions: mx.array | tuple[mx.array, mx.array] | None = None,
+    distance: str = "manhattan",
+    law: str = "linear",
     scale: float | None = None,
     tolerance: float | None = None,
     added_bias: mx.array | None = None,
@@ -87,6 +90,9 @@ def attention(
         segment_ids=segment_ids,
         window_size=window_size,
         mask=mask,
+        positions=positions,
+        distance=distance,
+        law=law,
         scale=scale,
         tolerance=tolerance,
         added_bias=added_bias,
@@ -120,6 +126,8 @@ def run(
     """
     if call.is_empty or choose(call, implementation) == "dense":
         return dense_attention(call, query, key, value)
+    if not call.is_toeplitz:
+        return _rows.attention(call, query, key, value)
     flat = call.with_one_batch_axis()
     tensors = (x.reshape(*flat.batch, *x.shape[-3:]) for x in (query, key, value))
 

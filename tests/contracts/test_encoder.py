@@ -150,16 +150,8 @@ def test_arguments_that_do_not_fit_are_refused(backend: Backend, loaded: Any) ->
         (TypeError, "^lengths must be integers, got float64", {"lengths": [1.0, 2.0, 3.0]}),
         (TypeError, "^mask must be booleans, or integers, got float32", {"mask": np.ones((3, 70), np.float32)}),
         (ValueError, r"^mask must have the shape of tokens, \(3, 70\), got \(3, 69\)", {"mask": tokens[:, 1:] != 0}),
-        (
-            ValueError,
-            r"^token_types must have the shape of tokens, \(3, 70\), got \(1, 70\)",
-            {"token_types": tokens[:1]},
-        ),
-        (
-            TypeError,
-            "^token_types must have an integer dtype, got .*float32",
-            {"token_types": tokens.astype(np.float32)},
-        ),
+        (ValueError, r"^token_types must have the shape of tokens, \(3, 70\), got \(1,", {"token_types": tokens[:1]}),
+        (TypeError, "^token_types must have an integer dtype, got .*float32", {"token_types": tokens * np.float32(1)}),
     ):
         with pytest.raises(error, match=message):
             encode(backend, model, tokens, **options)

@@ -19,8 +19,8 @@ import pytest
 from alibi_core._cli import main
 from tests.support.frameworks import FRAMEWORK, NAMES
 from tests.support.full import in_full
-from tests.support.layers import load, save
-from tests.support.models import Model, make_module
+from tests.support.layers import load, make_module, save
+from tests.support.models import Model
 
 ROOT = Path(__file__).parents[2]
 API = Path(__file__).with_name("public_api.txt")

@@ -23,12 +23,11 @@ from alibi_jax._tpu import TPU
 def forward(
     operands: Operands, implementation: Implementation | None, *, with_log_sum_exps: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return attention's result, and its rows' log-sum-exps or None.
+    """Return attention's result, of the query's shape and dtype, and its rows' log-sum-exps or None.
 
-    Returns:
-        ``[batch, num_heads, q_len, head_dim]``, of the query's dtype; with log-sum-exps, of the working dtype.
-        ``[batch, num_heads, q_len]``, +inf for a query that sees no key. Only the backward pass of the same
-        implementation can use them; with ``other_keys``, they are natural logarithms, of distances from the query.
+    With log-sum-exps, ``[batch, num_heads, q_len]``, the result is of the working dtype. They are +inf for a query that
+    sees no key. Only the backward pass of the same implementation reads them; with ``other_keys``, they are natural
+    logarithms.
     """
     leaves, structure = jax.tree.flatten(operands)
     parameters = {"structure": structure, "implementation": implementation, "with_log_sum_exps": with_log_sum_exps}

@@ -23,10 +23,9 @@ from alibi_jax._tpu.tables import FIELDS, OFFSET, Inputs
 from alibi_jax._tpu.walk import query_specs, run, walk, walk_over_keys
 
 LOG_SUM_EXP, DELTA = 0, 1  # rows of the statistics
-# Of each query, some in each lane: score gradients times distances, weights times distances, and score gradients alone.
-SLOPE_SUMS = ("behind", "ahead", "mean_behind", "mean_ahead", "slip")
-# Of each query, some in each lane: weights, and the rounding errors of score gradients.
-ROUNDING_SUMS = ("weight", "excess")
+# Sums for each query, spread over lanes: of score gradients and of weights, both times distances, and of the former.
+SLOPE_SUMS = ("behind", "ahead", "mean_behind", "mean_ahead", "residual")
+ROUNDING_SUMS = ("weight", "excess")  # of weights, and of the rounding errors of score gradients
 
 
 def backward_of_keys(
@@ -34,13 +33,8 @@ def backward_of_keys(
 ) -> list[jax.Array]:
     """Return the gradients of keys and values, ``[batch * num_kv_heads, padded kv_len, head_dim]``.
 
-    Args:
-        shape: Of the kernel.
-        inputs: As of the forward pass.
-        turned: Which blocks of queries each block of keys needs, from ``queries_of_keys``.
-        statistics: ``[batch * num_heads, 2, padded q_len]`` float32: log-sum-exps, and the sums of cotangent times
-            result.
-        cotangent: ``[batch * num_heads, padded q_len, head_dim]``.
+    ``turned`` is from ``queries_of_keys``. ``statistics``, ``[batch * num_heads, 2, padded q_len]`` float32, are
+    log-sum-exps, and the sums of cotangent times result. The cotangent is laid out as the query.
     """
     batch_heads, _, head_dim = inputs.key.shape
     of_block = pl.BlockSpec((1, shape.kv_block, head_dim), lambda n, j, _: (n, j, 0))
@@ -61,7 +55,7 @@ def backward_of_keys(
         "statistics": (statistics, in_hbm),  # [batch * num_heads, 2, padded q_len]
     }
     if shape.has_segments:
-        of_ids = pl.BlockSpec((1, 1, shape.kv_block), lambda n, j, r: (quotient(n, shape.num_kv_heads), 0, j))
+        of_ids = pl.BlockSpec((1, 1, shape.kv_block), lambda n, j, r: (quotient(n, shape.call.num_kv_heads), 0, j))
         operands |= {"q_ids": (inputs.segment_ids[0], in_hbm), "kv_ids": (inputs.segment_ids[1], of_ids)}
     results = {f"out_{name}": (local(operands[name][0].shape, operands[name][0].dtype), of_block)
                for name in ("key", "value")}  # fmt: skip
@@ -104,14 +98,14 @@ def _kernel_of_keys(shape: KernelShape, refs: Any) -> None:
             (refs.statistics.at[head, :, at], refs.statistics_buffer),
         ]
         if shape.has_segments:
-            found.append((refs.q_ids.at[quotient(n, shape.num_kv_heads), :, at], refs.ids_buffer))
+            found.append((refs.q_ids.at[quotient(n, shape.call.num_kv_heads), :, at], refs.ids_buffer))
         return found
 
     def visit(of_query: Any, slot: Any) -> None:
         q_start = table[0, 0, table.shape[-1] + OFFSET] + of_query * shape.q_block
         needed, end, base = (table[0, 0, FIELDS * of_query + field] for field in range(FIELDS))
         place = Place(q_start, block * shape.kv_block, base)
-        limits = needed * shape.kv_block, jnp.minimum(end * shape.kv_block, shape.kv_len) - 1
+        limits = needed * shape.kv_block, jnp.minimum(end * shape.kv_block, shape.call.kv_len) - 1
         own = blocks.own_positions(shape, place, limits, (1, shape.q_block), 1)
 
         def attend(branch: Branch) -> None:
@@ -135,7 +129,7 @@ def _kernel_of_keys(shape: KernelShape, refs: Any) -> None:
 
     @pl.when(member == shape.group - 1)
     def _() -> None:
-        refs.out_key[0] = (refs.d_key[...] * shape.scale).astype(refs.out_key.dtype)
+        refs.out_key[0] = (refs.d_key[...] * shape.call.scale).astype(refs.out_key.dtype)
         refs.out_value[0] = refs.d_value[...].astype(refs.out_value.dtype)
 
 
@@ -151,7 +145,7 @@ def backward_of_queries(
     operands, of_block, scratch = query_specs(shape, inputs)
     of_head = pl.BlockSpec((1, 1, 1), lambda n, i: (quotient(n, shape.group), 0, 0), memory_space=pltpu.SMEM)
     operands |= {
-        "have_mean": (_have_mean(inputs.key, shape.kv_len), of_head),
+        "have_mean": (_have_mean(inputs.key, shape.call.kv_len), of_head),
         "cotangent": (cotangent, of_block),
         "statistics": (statistics, pl.BlockSpec((1, 2, shape.q_block), lambda n, i: (n, 0, i))),
     }
@@ -198,7 +192,7 @@ def _kernel_of_queries(shape: KernelShape, slopes_too: bool, refs: Any) -> None:
 
         @where_keys_have_a_mean
         def _() -> None:
-            # The gradients of a row's scores have the sum 0, but for rounding. Of a part of the keys they need not.
+            # The gradients of a row's scores have the sum 0, but for rounding. With other keys, they need not.
             excess = rounded.astype(jnp.float32)
             refs.excess[...] += _by_lane(excess - d_scores if shape.has_other_keys else excess)
             refs.weight[...] += _by_lane(weights)
@@ -207,12 +201,12 @@ def _kernel_of_queries(shape: KernelShape, slopes_too: bool, refs: Any) -> None:
 
         if slopes_too:
             behind = blocks.distances(shape, place, refs.own[...], 0)
-            refs.slip[...] += _by_lane(d_scores)
+            refs.residual[...] += _by_lane(d_scores)
             if branch.side != "future":
                 past = jnp.maximum(behind, 0)
                 refs.behind[...] -= _by_lane(d_scores * past)
                 refs.mean_behind[...] += _by_lane(weights * past)
-            if branch.side != "past" and not shape.is_causal:
+            if branch.side != "past" and not shape.call.is_causal:
                 future = jnp.minimum(behind, 0)
                 refs.ahead[...] += _by_lane(d_scores * future)
                 refs.mean_ahead[...] -= _by_lane(weights * future)
@@ -226,20 +220,19 @@ def _kernel_of_queries(shape: KernelShape, slopes_too: bool, refs: Any) -> None:
         weight, excess = (jnp.sum(x[...], axis=1)[:, None] for x in (refs.weight, refs.excess))
         refs.d_query[...] -= excess * (refs.mean_key[...] / jnp.where(weight == 0, ONE, weight))
 
-    refs.out_query[0] = (refs.d_query[...] * shape.scale).astype(refs.out_query.dtype)
+    refs.out_query[0] = (refs.d_query[...] * shape.call.scale).astype(refs.out_query.dtype)
     if slopes_too:
-        # The gradients of a row's scores have the sum 0, but for what delta, from a result that was rounded, is off by.
-        # All of them are off by that much of their weights, and distances make the most of it.
-        # Of a part of the keys the sum need not be 0.
-        slip = ZERO if shape.has_other_keys else jnp.sum(refs.slip[...], axis=1)[:, None]
-        slip = jnp.broadcast_to(slip, refs.slip.shape)
-        refs.out_behind[0] = jnp.sum(refs.behind[...] + slip * refs.mean_behind[...], axis=0, keepdims=True)
-        refs.out_ahead[0] = jnp.sum(refs.ahead[...] + slip * refs.mean_ahead[...], axis=0, keepdims=True)
+        # The gradients of a row's scores have the sum 0, but for rounding of delta, which shifts each by its weight,
+        # and which distances multiply. With other keys, the sum need not be 0.
+        residual = ZERO if shape.has_other_keys else jnp.sum(refs.residual[...], axis=1)[:, None]
+        residual = jnp.broadcast_to(residual, refs.residual.shape)
+        refs.out_behind[0] = jnp.sum(refs.behind[...] + residual * refs.mean_behind[...], axis=0, keepdims=True)
+        refs.out_ahead[0] = jnp.sum(refs.ahead[...] + residual * refs.mean_ahead[...], axis=0, keepdims=True)
 
 
 def _weights(shape: KernelShape, scores: Any, bias: Bias, log_sum_exps: Any) -> Any:
     """Return what softmax made of scores; ``log_sum_exps`` is a row, or ``[q_block, LANES]``."""
-    logits = scores * (shape.scale * LOG2_E) + bias.keys
+    logits = scores * (shape.call.scale * LOG2_E) + bias.keys
     subtracted = log_sum_exps if bias.queries is None else log_sum_exps - bias.queries
     if subtracted.shape[0] > 1:
         subtracted = lanes(subtracted, shape.kv_block)

@@ -54,13 +54,13 @@ def branches(shape: KernelShape, place: Place) -> list[Branch]:
     q_last, kv_last = place.q_start + shape.q_block - 1, place.kv_start + shape.kv_block - 1
     if shape.has_segments:
         return [Branch(True, "both", True)]
-    whole = kv_last < shape.kv_len
+    whole = kv_last < shape.call.kv_len
     past, future = kv_last <= place.q_start, place.kv_start >= q_last
-    if shape.window_size is not None:
-        past &= q_last - place.kv_start <= shape.window_size
-        future &= kv_last - place.q_start <= shape.window_size
+    if shape.call.window_size is not None:
+        past &= q_last - place.kv_start <= shape.call.window_size
+        future &= kv_last - place.q_start <= shape.call.window_size
     past &= whole
-    if shape.is_causal:
+    if shape.call.is_causal:
         return [Branch(past, "past", False), Branch(jnp.logical_not(past), "both", True)]
     future &= whole & jnp.logical_not(past)
     return [
@@ -81,7 +81,7 @@ def bias_of(
     """
     if branch.side == "both":
         behind = distances(shape, place, own, q_axis)
-        ahead = None if shape.is_causal else slopes[1] * behind
+        ahead = None if shape.call.is_causal else slopes[1] * behind
         biases = -slopes[0] * behind
         biases = biases if ahead is None else jnp.where(behind >= 0, biases, ahead)
         return Bias(biases, None, _visible(shape, place, q_axis, ids) if branch.is_masked else None)
@@ -116,12 +116,12 @@ def _visible(shape: KernelShape, place: Place, q_axis: int, ids: Any) -> Any:
     queries, keys = (jax.lax.broadcasted_iota(jnp.int32, size, axis) for axis in (q_axis, 1 - q_axis))
     behind = queries - keys  # but for where the block is
     shift = place.kv_start - place.q_start
-    visible = keys < shape.kv_len - place.kv_start
-    if shape.is_causal:
+    visible = keys < shape.call.kv_len - place.kv_start
+    if shape.call.is_causal:
         visible &= behind >= shift
-    if shape.window_size is not None:
+    if shape.call.window_size is not None:
         distance = behind - shift
-        visible &= (distance if shape.is_causal else jnp.abs(distance)) <= shape.window_size
+        visible &= (distance if shape.call.is_causal else jnp.abs(distance)) <= shape.call.window_size
     return visible if ids is None else visible & ids
 
 

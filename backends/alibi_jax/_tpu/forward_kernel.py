@@ -63,7 +63,7 @@ def _attend_to_all(shape: KernelShape, refs: Any) -> None:
 
     def attend(branch: Branch, place: Place, bias: Bias, keys: Any, values: Any) -> None:
         scores = product(refs.query[0], keys, (1, 1))  # [q_block, kv_block]
-        logits = scores * (shape.scale * LOG2_E) + bias.keys
+        logits = scores * (shape.call.scale * LOG2_E) + bias.keys
         if bias.visible is not None:
             logits = jnp.where(bias.visible, logits, HIDDEN)
         before = largest[...]

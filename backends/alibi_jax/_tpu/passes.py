@@ -23,9 +23,9 @@ def forward(operands: Operands, options: TPU, *, with_log_sum_exps: bool) -> lis
     """
     shape = KernelShape.of(operands, options)
     result, *rest = forward_kernel(shape, inputs_of(operands, shape), with_log_sum_exps)
-    sums = [x.reshape(shape.batch, shape.num_heads, -1)[..., : shape.q_len] for x in rest]
+    sums = [x.reshape(shape.call.batch[0], shape.call.num_heads, -1)[..., : shape.call.q_len] for x in rest]
     sums = [x * LN_2 for x in sums] if shape.has_other_keys else sums
-    return [without_padding(result, shape.num_heads, shape.q_len), *sums]
+    return [without_padding(result, shape.call.num_heads, shape.call.q_len), *sums]
 
 
 def backward(
@@ -44,7 +44,7 @@ def backward(
     products = jnp.sum(cotangent.astype(jnp.float32) * result.astype(jnp.float32), axis=-1)
     statistics = jnp.stack([log_sum_exps, products], axis=2)  # [batch, num_heads, 2, q_len]
     # Padding sees nothing: its log-sum-exps are inf, its products 0.
-    padding = shape.q_blocks * shape.q_block - shape.q_len
+    padding = shape.q_blocks * shape.q_block - shape.call.q_len
     statistics = jnp.pad(statistics, ((0, 0), (0, 0), (0, 0), (0, padding)), constant_values=jnp.inf)
     statistics = jnp.where(statistics == jnp.inf, jnp.asarray([[jnp.inf], [0.0]], jnp.float32), statistics)
     statistics = statistics.reshape(-1, *statistics.shape[2:])
@@ -54,10 +54,10 @@ def backward(
     cotangents = in_blocks(cotangent.astype(operands.query.dtype), shape.q_blocks * shape.q_block)
     turned = queries_of_keys(inputs.table, shape)
     d_query, *parts = backward_of_queries(shape, inputs, statistics, cotangents, slopes_too)
-    d_query = without_padding(d_query, shape.num_heads, shape.q_len)
+    d_query = without_padding(d_query, shape.call.num_heads, shape.call.q_len)
     d_query, cotangents = jax.lax.optimization_barrier((d_query, cotangents))
     of_keys = backward_of_keys(shape, inputs, turned, statistics, cotangents)
-    of_slopes = [x.sum(axis=(1, 2)).reshape(shape.batch, shape.num_heads) for x in parts]
+    of_slopes = [x.sum(axis=(1, 2)).reshape(shape.call.batch[0], shape.call.num_heads) for x in parts]
     if parts and operands.call.future_slopes is None:
         of_slopes = [of_slopes[0] + of_slopes[1]]
-    return [d_query, *(without_padding(x, shape.num_kv_heads, shape.kv_len) for x in of_keys), *of_slopes]
+    return [d_query, *(without_padding(x, shape.call.num_kv_heads, shape.call.kv_len) for x in of_keys), *of_slopes]

@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
 
 def inputs_of(operands: Operands, shape: KernelShape) -> Inputs:
     """Return what the kernels read."""
-    heads, call = (shape.batch, shape.num_heads), operands.call
+    heads, call = (shape.call.batch[0], shape.call.num_heads), operands.call
     tokens = shape.q_blocks * shape.q_block + shape.kv_blocks * shape.kv_block
     # Farther from all keys than this the offset makes no difference, and the positions of all blocks fit int32.
     most = MAX_POSITION - 2 * tokens
@@ -97,12 +97,12 @@ def _segment_ids(call: AttentionCall, shape: KernelShape) -> tuple[jax.Array, ja
     """Return segment ids in whole blocks, masked keys in a segment that no query is in."""
     q_ids, kv_ids = call.q_segment_ids, call.kv_segment_ids
     if q_ids is None:
-        q_ids, kv_ids = (jnp.zeros((1, n), jnp.int32) for n in (shape.q_len, shape.kv_len))
-    q_ids, kv_ids = (jnp.broadcast_to(ids, (shape.batch, ids.shape[1])) for ids in (q_ids, kv_ids))
+        q_ids, kv_ids = (jnp.zeros((1, n), jnp.int32) for n in (shape.call.q_len, shape.call.kv_len))
+    q_ids, kv_ids = (jnp.broadcast_to(ids, (shape.call.batch[0], ids.shape[1])) for ids in (q_ids, kv_ids))
     if call.mask is not None or max(ids.dtype.itemsize for ids in (q_ids, kv_ids)) > 4:
         q_ids, kv_ids = _ranks(q_ids, kv_ids)  # any numbers may be in use; ranks leave some free
     if call.mask is not None:
-        shown = jnp.broadcast_to(call.mask[:, 0, 0], (call.mask.shape[0], shape.kv_len))
+        shown = jnp.broadcast_to(call.mask[:, 0, 0], (call.mask.shape[0], shape.call.kv_len))
         kv_ids = jnp.where(shown, kv_ids, -2)
 
     def padded(ids: jax.Array, length: int) -> jax.Array:

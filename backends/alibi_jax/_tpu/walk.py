@@ -60,18 +60,10 @@ def walk(
 ) -> None:
     """Visit blocks ``first`` to ``stop``, each copied from HBM while the one before it is computed with.
 
-    The last visit overlaps with the copy of the first block that the grid's next program needs.
-
-    Args:
-        refs: ``semaphores``, two for each pair, and ``turn``, ``[1]`` int32 that lasts from program to program: which
-            of two buffers comes next.
-        first: The first block.
-        stop: The block after the last.
-        following: The same of the next program; an empty range where there is none.
-        is_first: Whether this program has to start its first copy by itself.
-        pairs: Takes a block, and whether it is the next program's; returns parts in HBM and the pairs of buffers for
-            them.
-        visit: Takes a block and the buffer it is in.
+    The last visit overlaps with the copy of the first block of ``following``, the next program's range, which is empty
+    where there is none. Only the program that ``is_first`` starts its own first copy. ``pairs`` takes a block, and
+    whether it is the next program's, and returns parts in HBM with double buffers for them; ``visit`` takes a block and
+    its slot. ``refs.turn`` keeps the next slot from program to program.
     """
     follows = following[0] < following[1]
 
@@ -110,7 +102,7 @@ def query_specs(shape: KernelShape, inputs: Inputs) -> tuple[Specs, pl.BlockSpec
         Operands; the block of an array of the query's shape; scratch memory.
     """
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    of_queries = pl.BlockSpec((1, shape.q_block, shape.head_dim), lambda n, i: (n, i, 0))
+    of_queries = pl.BlockSpec((1, shape.q_block, shape.call.head_dim), lambda n, i: (n, i, 0))
     tables = {"table": inputs.table, "slopes": inputs.slopes}  # [1, 1, length of the table] and [1, 1, 2]
     operands = {
         name: (x, pl.BlockSpec((1, 1, x.shape[-1]), lambda n, i: (n, 0, 0), memory_space=pltpu.SMEM))
@@ -122,12 +114,12 @@ def query_specs(shape: KernelShape, inputs: Inputs) -> tuple[Specs, pl.BlockSpec
         "value": (inputs.value, in_hbm),  # [batch * num_kv_heads, padded kv_len, head_dim]
     }
     if shape.has_segments:
-        of_ids = pl.BlockSpec((1, 1, shape.q_block), lambda n, i: (quotient(n, shape.num_heads), 0, i))
+        of_ids = pl.BlockSpec((1, 1, shape.q_block), lambda n, i: (quotient(n, shape.call.num_heads), 0, i))
         operands["q_ids"] = inputs.segment_ids[0], of_ids  # [1, 1, q_block]
         operands["kv_ids"] = inputs.segment_ids[1], in_hbm  # [batch, 1, padded kv_len]
     scratch = {
-        "key_buffer": pltpu.VMEM((2, shape.kv_block, shape.head_dim), inputs.key.dtype),
-        "value_buffer": pltpu.VMEM((2, shape.kv_block, shape.head_dim), inputs.value.dtype),
+        "key_buffer": pltpu.VMEM((2, shape.kv_block, shape.call.head_dim), inputs.key.dtype),
+        "value_buffer": pltpu.VMEM((2, shape.kv_block, shape.call.head_dim), inputs.value.dtype),
         "ids_buffer": pltpu.VMEM((2, 1, shape.kv_block if shape.has_segments else LANES), jnp.int32),
         "semaphores": pltpu.SemaphoreType.DMA((3, 2)),
         "turn": pltpu.SMEM((1,), jnp.int32),
@@ -145,7 +137,7 @@ def walk_over_keys(shape: KernelShape, refs: Any, attend: Callable[[Branch, Plac
     first, stop, base = (table[0, 0, FIELDS * block + field] for field in range(FIELDS))
     following = [table[0, 0, FIELDS * (block + 1) + field] for field in range(2)]
     q_start = table[0, 0, table.shape[-1] + OFFSET] + block * shape.q_block
-    limits = first * shape.kv_block, jnp.minimum(stop * shape.kv_block, shape.kv_len) - 1
+    limits = first * shape.kv_block, jnp.minimum(stop * shape.kv_block, shape.call.kv_len) - 1
     refs.own[...] = blocks.own_positions(shape, Place(q_start, 0, base), limits, (shape.q_block, LANES), 0)
 
     def pairs(of_keys: Any, _: bool) -> list[Any]:
@@ -153,7 +145,7 @@ def walk_over_keys(shape: KernelShape, refs: Any, attend: Callable[[Branch, Plac
         head = quotient(n, shape.group)
         found = [(refs.key.at[head, at], refs.key_buffer), (refs.value.at[head, at], refs.value_buffer)]
         if shape.has_segments:
-            found.append((refs.kv_ids.at[quotient(n, shape.num_heads), :, at], refs.ids_buffer))
+            found.append((refs.kv_ids.at[quotient(n, shape.call.num_heads), :, at], refs.ids_buffer))
         return found
 
     def visit(of_keys: Any, slot: Any) -> None:

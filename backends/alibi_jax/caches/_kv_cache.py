@@ -95,10 +95,9 @@ class KVCache(NamedTuple):
             fields = ", ".join(f"{name}={value!r}" for name, value in self._asdict().items())
             return f"KVCache({fields})"
         batch_size, num_kv_heads, max_length, head_dim = self.key.shape
-        sizes = batch_size, num_kv_heads, head_dim
-        longest = jnp.max(self.length) if getattr(self.length, "ndim", 0) else self.length
-        held = _concrete(longest)
-        return cache_summary("KVCache", sizes, "traced" if held is None else held, max_length, self.nbytes)
+        held = _concrete(jnp.max(self.length) if getattr(self.length, "ndim", 0) else self.length)
+        sizes, length = (batch_size, num_kv_heads, head_dim), "traced" if held is None else held
+        return cache_summary("KVCache", sizes, length, max_length, self.nbytes)
 
     def append(self, key: jax.Array, value: jax.Array, *, lengths: jax.Array | None = None) -> KVCache:
         """Return the cache with the keys and values of further tokens.
@@ -197,9 +196,8 @@ class KVCache(NamedTuple):
         # Checked beside the cache, which is too large to turn around.
         heads_first = jnp.swapaxes(checks.array("query", query), -3, -2) if len(query.shape) == 4 else query
         q_len = heads_first.shape[-2]
-        offset = self.length - (
-            q_len if lengths is None else _counts(lengths, self.key.shape[0], q_len, self.max_length)
-        )
+        counts = q_len if lengths is None else _counts(lengths, self.key.shape[0], q_len, self.max_length)
+        offset = self.length - counts
         call = AttentionCall.check(
             heads_first, self.key, self.value, as_slopes(slopes), q_offset=offset, tolerance=tolerance, xp=jnp, **rules
         )
@@ -235,12 +233,7 @@ class KVCache(NamedTuple):
         return self._replace(length=length, value=_of_first(self.value, length))
 
     def select_batch(self, indices: jax.Array) -> KVCache:
-        """Return the cache of the sequences at ``indices`` of the batch axis; one may be asked for repeatedly.
-
-        Beam search does so, as its candidates fall behind or branch.
-
-        Args:
-            indices: ``[batch]`` integers, for a batch size that may be another than before.
+        """Return the cache of the sequences at ``indices``, ``[new batch]`` integers, which may repeat.
 
         Raises:
             TypeError: If they are no integers.

@@ -53,7 +53,7 @@ def load_checkpoint(directory: str | os.PathLike[str], *, dtype: Any = None) -> 
     model = nnx.eval_shape(make)  # no numbers are drawn, to be thrown away
     parameters = named_parameters(model)
     for name, array in checkpoint.parameters():
-        parameter, is_turned = parameters.pop(name)
-        parameter.set_value(jnp.asarray(array.T if is_turned else array, dtype))
+        parameter, is_transposed = parameters.pop(name)
+        parameter.set_value(jnp.asarray(array.T if is_transposed else array, dtype))
     model.eval()
     return model

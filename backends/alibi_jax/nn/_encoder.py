@@ -18,10 +18,7 @@ LEAST_PACKED = 64  # tokens: shorter rows of packed texts all share a program
 
 
 class AlibiEncoder(nnx.Module, models.BaseEncoder):
-    """Embed texts of any length, as vectors.
-
-    Tokens see those before and after them. ``config`` may ask for embeddings of token types, added to those of the
-    tokens, and for a layer norm of the sum.
+    """Embed texts of any length, as vectors: each token sees those before and after it.
 
     ``encode`` packs texts into one row, filled up by an eighth, or to a multiple of 64 tokens: batches of other lengths
     mostly find their program compiled. Dropout is off in it. Where arrays are traced (under ``jax.jit`` or

@@ -24,19 +24,14 @@ ACTIVATIONS = {
 
 
 class AlibiTransformer(nnx.Module, models.BaseTransformer):
-    """Transform vectors into vectors by blocks of ALiBi attention, each on normed input, then a final norm.
-
-    Nothing else in the model knows of positions, so it takes inputs of any length: longer ones than
-    ``config.max_len`` are the point. Post-norm blocks norm their output instead, and no norm follows them.
+    """Transform ``[batch, length, embed_dim]`` by blocks of ALiBi attention, at any length.
 
     Args:
         config: Shape of the model.
         attention: Makes each block's attention layer from ``config`` and the options ``dtype``, ``param_dtype`` and
-            ``rngs``: a module called as ``layer(x, mask=..., segment_ids=..., cache=...)``, which returns the output,
-            or with a cache the pair of output and longer cache. Default ``alibi_jax.AlibiAttention``.
-        dtype: Dtype of the computation. Default: that of input and parameters, promoted.
-        param_dtype: Dtype of the parameters.
-        rngs: Where the initial parameters and dropout come from.
+            ``rngs``, called as ``layer(x, mask=..., segment_ids=..., cache=...)``; with a cache it returns the pair of
+            output and longer cache. Default ``alibi_jax.AlibiAttention``.
+        dtype, param_dtype, rngs: As for :class:`AlibiAttention`.
 
     Example:
         >>> model = AlibiTransformer(AlibiConfig(num_layers=1), rngs=nnx.Rngs(0))

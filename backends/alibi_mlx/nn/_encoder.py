@@ -11,10 +11,9 @@ from alibi_mlx.nn._transformer import AttentionFactory, Parts
 
 
 class AlibiEncoder(nn.Module, models.BaseEncoder):
-    """Embed texts of any length, as vectors.
+    """Embed texts of any length, as vectors: each token sees those before and after it.
 
-    Tokens see those before and after them. ``config`` may ask for embeddings of token types, added to those of the
-    tokens, and for a layer norm of the sum. ``encode`` is not for ``mx.compile``.
+    ``encode`` is not for ``mx.compile``.
 
     Args:
         config: Shape of the model; must not be causal.

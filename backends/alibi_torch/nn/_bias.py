@@ -47,10 +47,8 @@ class AlibiBias(KeepsSlopes):
             raise ValueError(f"scheme must be None when slopes are given, got {scheme!r}")
         if slopes is None:
             slopes = alibi_core.slopes(num_heads, scheme=scheme or "canonical")
-        self.shape, self.is_causal = (
-            LayerShape.check(num_heads, num_heads, is_causal=is_causal, slopes=slopes),
-            is_causal,
-        )
+        self.shape = LayerShape.check(num_heads, num_heads, is_causal=is_causal, slopes=slopes)
+        self.is_causal = is_causal
         self._register_slopes(slopes.device if isinstance(slopes, Tensor) else torch.get_default_device())
         self._built: tuple[Tensor, tuple[object, ...], Tensor] | None = None  # slopes, key, bias
 

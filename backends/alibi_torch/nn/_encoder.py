@@ -10,10 +10,7 @@ from alibi_torch.nn._transformer import AlibiConfig, AttentionFactory, Parts, lo
 
 
 class AlibiEncoder(nn.Module, models.BaseEncoder):
-    """Embed texts of any length, as vectors.
-
-    Tokens see those before and after them. ``config`` may ask for embeddings of token types, added to those of the
-    tokens, and for a layer norm of the sum.
+    """Embed texts of any length, as vectors: each token sees those before and after it.
 
     Args:
         config: Shape of the model; must not be causal.

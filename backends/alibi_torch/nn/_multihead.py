@@ -81,7 +81,7 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         for name, given in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
             if given:
                 raise ValueError(
-                    f"{name} must be False with ALiBi (a key that is no token has no position), got {given}"
+                    f"{name} must be False with ALiBi: a key that is no token has no position, got {given}"
                 )
         if implementation is not None:
             one_of("implementation", implementation, IMPLEMENTATIONS)
@@ -114,12 +114,10 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         """Attend from ``query`` to ``key``.
 
         Args:
-            query: ``[q_len, batch, embed_dim]``, or ``[batch, q_len, embed_dim]`` with ``batch_first``, or
-                ``[q_len, embed_dim]``.
-            key: Likewise, of ``kv_len`` and ``kdim``.
-            value: Likewise, of ``kv_len`` and ``vdim``.
-            key_padding_mask: ``[batch, kv_len]`` (``[kv_len]`` for a query of two axes): booleans, True where a key is
-                NOT attended to, or numbers to add to scores.
+            query, key, value: ``[q_len, batch, embed_dim]``, ``[kv_len, batch, kdim]`` and ``[kv_len, batch, vdim]``;
+                batch first with ``batch_first``; or all three without a batch.
+            key_padding_mask: ``[batch, kv_len]``: booleans, True where a key is NOT attended to, or numbers to add to
+                scores.
             need_weights: Return weights, too, which takes memory for all of them.
             attn_mask: ``[q_len, kv_len]`` or ``[batch * num_heads, q_len, kv_len]``: booleans, True where NOT to
                 attend, or numbers to add to scores.
@@ -131,9 +129,8 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
             segment_ids: ``[batch, length]`` integers for packed sequences, or a pair (queries, keys) of them.
 
         Returns:
-            The output, shaped as ``query``, and the weights: ``[batch, q_len, kv_len]`` if they are averaged,
-            ``[batch, num_heads, q_len, kv_len]`` if not, without ``batch`` for a query of two axes; None if they are
-            not needed.
+            The output, shaped as ``query``, and the weights, ``[batch, q_len, kv_len]``, or not averaged ``[batch,
+            num_heads, q_len, kv_len]``; None if they are not needed.
 
         Raises:
             TypeError: If an argument is of the wrong kind.

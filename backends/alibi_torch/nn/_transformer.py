@@ -15,14 +15,11 @@ AttentionFactory = Callable[[AlibiConfig], nn.Module]
 
 
 class AlibiTransformer(nn.Module, models.BaseTransformer):
-    """Transform vectors into vectors by blocks of ALiBi attention, each on normed input, then a final norm.
-
-    Nothing else in the model knows of positions, so it takes inputs of any length: longer ones than
-    ``config.max_len`` are the point. Post-norm blocks norm their output instead, and no norm follows them.
+    """Transform ``[batch, length, embed_dim]`` by blocks of ALiBi attention, at any length.
 
     Args:
         config: Shape of the model.
-        attention: Makes each block's attention layer, a module called as ``layer(x, mask=..., segment_ids=...,
+        attention: Makes each block's attention layer from ``config``, called as ``layer(x, mask=..., segment_ids=...,
             cache=...)``. Default ``alibi_torch.AlibiAttention``.
 
     Example:
