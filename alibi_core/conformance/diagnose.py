@@ -449,6 +449,8 @@ def slip_of(caller: Caller) -> Diagnosis | None:
     for name in TENSORS:
         if np.array_equal(output, caller.tensor(case.arrays[name])):
             return Diagnosis("not computed", f"The output is {name}, as it was given: no attention is computed.")
+    if not np.isfinite(output).any():
+        return Diagnosis("not computed", "The output is NaN or infinite throughout, in a plain causal call.")
     if not longer.any():
         return Diagnosis("not computed", "The output is 0 throughout: nothing is written to it.")
     share = 64 * max(caller.offer.tolerance, UNIT_ROUNDOFF[caller.offer.dtype])
