@@ -30,8 +30,8 @@ from alibi_core.conformance.trial import Trial
 
 Found = list[tuple[Mistake, str | None]]
 Answers = dict[str, Values]
-WORK = 60_000_000  # scores that a search may simulate, so that it ends on any machine with the same result
-CALL = 1_500  # as much work as a call takes besides its scores
+WORK = 45_000_000  # scores that a search may simulate, so that it ends on any machine with the same result
+CALL = 500  # as much work as a call takes besides its scores
 HEADS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 24, 32, 40, 71, 112)
 # Neither sorted nor powers of two, nor any that bfloat16 holds, so that no two ways to take them agree.
 STEEP, FLAT = (0.3, 0.061, 0.7, 0.11, 1.1, 0.023), (0.03, 0.007, 0.0011, 0.11, 0.3, 0.0023)
