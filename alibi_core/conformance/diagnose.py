@@ -38,7 +38,7 @@ STEEP, FLAT = (0.3, 0.061, 0.7, 0.11, 1.1, 0.023), (0.03, 0.007, 0.0011, 0.11, 0
 FUTURE = np.asarray([0.2, 0.5, 0.05, 0.9, 0.013, 0.33])
 _rng = np.random.default_rng(5)
 MASK = (_rng.random((2, 6, 7, 7)) < 0.6) | np.eye(7, dtype=bool)
-IDS = np.asarray(((0, 0, 0, 1, 1, 2, 2), (3, 3, 5, 5, 5, 5, 0)), np.int32)
+IDS = np.asarray(((0, 0, 0, 1, 1, 2, 2), (3, 3, -3, -3, 5, 5, 0)), np.int32)
 LONG_IDS = np.asarray(((0, 0, 0, 1, 1, 1, 2, 2, 2), (3, 3, 5, 5, 5, 5, 5, 0, 0)), np.int32)
 NOWHERE_IDS = tuple(np.asarray([x] * 2, np.int32) for x in ((0, 1, 1, 1, 4, 4, 4), (0, 0, 1, 1, 2, 2, 2)))
 
@@ -83,6 +83,7 @@ PROBES: tuple[tuple[str, tuple[int, int], dict[str, Any]], ...] = (
     ("segments lengths", (4, 9), {"segment_ids": (LONG_IDS[:, -4:], LONG_IDS)}),
     ("nowhere lengths", (9, 5), {}),
     ("nowhere offset", (7, 7), {"q_offset": -2}),
+    ("nowhere window offset", (7, 7), {"q_offset": 20, "window_size": 3}),
     ("nowhere mask", (7, 7), {"mask": np.broadcast_to(np.arange(7)[:, None] != 4, (2, 1, 7, 7))}),
     ("nowhere segments", (7, 7), {"segment_ids": NOWHERE_IDS}),
     ("lengths", (3, 511), _SHOWN | {"slopes": FLAT}),
