@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,6 @@ from alibi_core._arrays import (
     Namespace,
     adopted,
     arange,
-    asarray,
     astype,
     checks,
     device_of,
@@ -25,36 +24,14 @@ from alibi_core._arrays import (
     signed,
 )
 from alibi_core._bias import linear_bias, place_slopes, relative_positions, with_head_axis, working_dtype
+from alibi_core._distance import DISTANCES, LAWS, check_order, may_have_nan, points_of_call, relative_points
 from alibi_core._mask import check_mask, check_score_axes
 
 HEADS_FIRST = ("heads", "length", "head_dim")
 LENGTH_FIRST = ("length", "heads", "head_dim")
 TENSORS = ("query", "key", "value")
 SLOPES = ("slopes", "future_slopes")
-# The arrays of a call, and what their axes count besides those of the batch, which come first and may be missing.
-_AXES: dict[str, tuple[str, ...]] = {
-    "slopes": ("heads",),
-    "future_slopes": ("heads",),
-    "q_offset": (),
-    "q_segment_ids": ("queries",),
-    "kv_segment_ids": ("keys",),
-    "mask": ("heads", "queries", "keys"),
-    "added_key_bias": ("heads", "keys"),
-}
-ARRAY_AXES = {name: len(axes) for name, axes in _AXES.items()}
 FARTHEST = 2**30  # tokens that an offset in an array may be from the first key, so that int32 holds positions
-
-
-@dataclass(frozen=True)
-class CallRules:
-    """The arguments of a call that are neither arrays nor sizes, which a compiler knows. Hashable."""
-
-    is_causal: bool
-    q_offset: int | None  # None where it is an array
-    window_size: int | None
-    scale: float
-    tolerance: float | None
-    shares_ids: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,20 +59,29 @@ class AttentionCall:
     dtype: DType  # of query, key, value and the result
     working_dtype: DType  # of products, softmax statistics and the bias: float32, or float64 for float64
     device: Device | None
-    slopes: Any  # [num_heads] or [*batch, num_heads], working_dtype
-    future_slopes: Any | None  # likewise; None means slopes
+    slopes: Any = field(metadata={"axes": ("heads",)})  # [num_heads] or [*batch, num_heads], working_dtype
+    future_slopes: Any | None = field(metadata={"axes": ("heads",)})  # likewise; None means slopes
     is_causal: bool
-    q_offset: Any  # int, or an int32 array [] or [*batch]
-    q_segment_ids: Any | None  # [..., q_len]
-    kv_segment_ids: Any | None  # [..., kv_len]
+    q_offset: Any = field(metadata={"axes": ()})  # int, or an int32 array [] or [*batch]
+    q_segment_ids: Any | None = field(metadata={"axes": ("queries",)})  # [..., q_len]
+    kv_segment_ids: Any | None = field(metadata={"axes": ("keys",)})  # [..., kv_len]
     window_size: int | None
-    mask: Any | None  # booleans that broadcast to [*batch, num_heads, q_len, kv_len]
+    # booleans that broadcast to [*batch, num_heads, q_len, kv_len]
+    mask: Any | None = field(metadata={"axes": ("heads", "queries", "keys")})
     scale: float
     tolerance: float | None
     shares_ids: bool = False  # whether the key at a query's position, where there is one, has the query's segment id
-    added_key_bias: Any | None = None  # [num_heads, kv_len] or [*batch, num_heads, kv_len], added to the linear bias
-    # What "dense" alone can do, and so is no part of `arrays` and `rules`, which compiled kernels are made of:
-    added_bias: Any | None = None  # finite, broadcasts to [*batch, num_heads, q_len, kv_len], added to the bias
+    # [num_heads, kv_len] or [*batch, num_heads, kv_len], added to the linear bias
+    added_key_bias: Any | None = field(default=None, metadata={"axes": ("heads", "keys")})
+    # Positions of the caller's own, in place of an offset: [..., q_len, dims] and [..., kv_len, dims].
+    q_points: Any | None = field(default=None, metadata={"axes": ("queries", "dims")})
+    kv_points: Any | None = field(default=None, metadata={"axes": ("keys", "dims")})
+    shares_points: bool = False  # whether queries and keys are the same tokens
+    may_lack_points: bool = False  # whether a token may be without a position: NaN
+    distance: str = "manhattan"
+    law: str = "linear"
+    # "dense" alone has what follows. added_bias is finite and broadcasts to [*batch, num_heads, q_len, kv_len].
+    added_bias: Any | None = field(default=None, metadata={"axes": ("heads", "queries", "keys")})
     dropout: float = 0.0  # probability of zeroing a weight
     return_weights: bool = False
 
@@ -113,6 +99,9 @@ class AttentionCall:
         segment_ids: Array | tuple[Array, Array] | None = None,
         window_size: int | None = None,
         mask: Array | None = None,
+        positions: Array | tuple[Array, Array] | None = None,
+        distance: str = "manhattan",
+        law: str = "linear",
         scale: float | None = None,
         tolerance: float | None = None,
         added_bias: Array | None = None,
@@ -136,11 +125,12 @@ class AttentionCall:
             TypeError: If an argument is of the wrong kind, dtypes or namespaces differ.
             ValueError: If a value or a shape is wrong.
         """
-        q_ids, kv_ids = _pair(segment_ids)
+        q_ids, kv_ids = _pair("segment_ids", segment_ids)
+        q_positions, kv_positions = _pair("positions", positions)
         arrays = _arrays(
             {"query": query, "key": key, "value": value, "slopes": slopes, "future_slopes": future_slopes}
             | {"q_offset": q_offset, "segment_ids": q_ids, "segment_ids of keys": kv_ids, "mask": mask}
-            | {"added_bias": added_bias}
+            | {"added_bias": added_bias, "positions": q_positions, "positions of keys": kv_positions}
         )
         xp = namespace_of(*arrays.values(), xp=xp, names=tuple(arrays))
         sizes = _tensor_sizes(xp, query, key, value, layout)
@@ -158,6 +148,9 @@ class AttentionCall:
             )
         ]
         q_segment_ids, kv_segment_ids = _segment_ids(xp, segment_ids, sizes)
+        q_points, kv_points = _points(xp, positions, sizes, {"q_offset": q_offset, "window_size": window_size})
+        if q_points is not None:
+            check_order(q_points.shape[-1], is_causal, future_slopes)
         offset = _q_offset(xp, q_offset, sizes)
         if window_size is not None:
             window_size = min(checks.window(window_size), checks.MAX_POSITION)
@@ -185,64 +178,27 @@ class AttentionCall:
             mask=mask,
             scale=sizes["head_dim"] ** -0.5 if scale is None else checks.number_in(working, "scale", scale),
             tolerance=None if tolerance is None else checks.non_negative_number("tolerance", tolerance),
+            q_points=q_points,
+            kv_points=kv_points,
+            shares_points=q_positions is not None and q_positions is kv_positions,
+            may_lack_points=any(may_have_nan(xp, x) for x in (q_points, kv_points) if x is not None),
+            distance=checks.one_of("distance", distance, DISTANCES),
+            law=checks.one_of("law", law, LAWS),
             shares_ids=q_ids is not None and q_ids is kv_ids and checks.is_int(offset) and offset == 0,
             added_bias=added_bias,
             dropout=checks.probability("dropout", dropout),
             return_weights=checks.boolean("return_weights", return_weights),
         )
 
-    @classmethod
-    def of_parts(
-        cls,
-        xp: Namespace,
-        shapes: tuple[tuple[int, ...], tuple[int, ...]],
-        dtype: DType,
-        rules: CallRules,
-        arrays: Mapping[str, Any],
-        device: Device | None = None,
-    ) -> AttentionCall:
-        """Return a checked call that was taken apart, as compilers ask for.
-
-        Args:
-            xp: Namespace of the arrays.
-            shapes: Of query and key, heads first.
-            dtype: Of both.
-            rules: From :attr:`rules`.
-            arrays: From :attr:`arrays`; what is absent may be None. The sizes of the batch may be others than before.
-            device: Of the arrays.
-        """
-        (*batch, num_heads, q_len, head_dim), (*_, num_kv_heads, kv_len, _) = shapes
-        own = {field.name: getattr(rules, field.name) for field in fields(CallRules)}  # a backend may have further ones
-        own = dict.fromkeys(ARRAY_AXES) | own | {name: array for name, array in arrays.items() if array is not None}
-        return cls(
-            xp=xp,
-            batch=tuple(batch),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            q_len=q_len,
-            kv_len=kv_len,
-            head_dim=head_dim,
-            dtype=dtype,
-            working_dtype=working_dtype(xp, dtype),
-            device=device,
-            **own,
-        )
-
-    @property
-    def rules(self) -> CallRules:
-        """The arguments of the call that are neither arrays nor sizes."""
-        offset = None if self.has_offset_array else self.q_offset
-        return CallRules(self.is_causal, offset, self.window_size, self.scale, self.tolerance, self.shares_ids)
-
     @property
     def arrays(self) -> dict[str, Any]:
-        """The arrays that the call has, by the names of its fields; ``replace(call, **arrays)`` puts others there."""
-        found = {name: getattr(self, name) for name in ARRAY_AXES}
+        """The arrays that the call has, by the names of its fields."""
+        found = {name: getattr(self, name) for name in _AXES}
         return {name: x for name, x in found.items() if x is not None and not checks.is_int(x)}
 
     def map_arrays(self, change: Callable[[Any, int], Any]) -> AttentionCall:
-        """Return the call with ``change(array, axes)`` in place of each array, ``axes`` as in ``ARRAY_AXES``."""
-        return replace(self, **{name: change(array, ARRAY_AXES[name]) for name, array in self.arrays.items()})
+        """Return the call with ``change(array, axes)`` for each array, which has so many axes besides the batch's."""
+        return replace(self, **{name: change(array, len(_AXES[name])) for name, array in self.arrays.items()})
 
     @property
     def dense_only(self) -> str | None:
@@ -252,6 +208,11 @@ class AttentionCall:
         if self.dropout > 0:
             return "has no dropout of weights"
         return "returns no weights" if self.return_weights else None
+
+    @property
+    def is_toeplitz(self) -> bool:
+        """Whether the bias is a multiple of ``i - j``, which is what implementations without a dense bias rest on."""
+        return self.q_points is None and self.law == "linear"
 
     @property
     def is_empty(self) -> bool:
@@ -270,6 +231,8 @@ class AttentionCall:
             return not self.is_empty
         if self.mask is not None or self.q_segment_ids is not None or self.window_size is not None:
             return False
+        if self.q_points is not None:
+            return not self.is_causal or self.shares_points
         return not self.has_offset_array and (not self.is_causal or bool(self.q_offset >= 0))
 
     @property
@@ -277,6 +240,8 @@ class AttentionCall:
         """Whether each query is known, from the arguments' shapes alone, to see a key at its own position."""
         if self.mask is not None or self.has_offset_array or not (self.q_segment_ids is None or self.shares_ids):
             return False
+        if self.q_points is not None:
+            return self.shares_points
         return bool(self.q_offset >= 0 and self.q_offset + self.q_len <= self.kv_len)
 
     def positions(self) -> tuple[Any, Any]:
@@ -284,32 +249,6 @@ class AttentionCall:
         queries, keys = (arange(self.xp, n, self.device) for n in (self.q_len, self.kv_len))
         offset = self.q_offset[..., None] if self.has_offset_array else self.q_offset
         return offset + queries, keys
-
-    def nearest_keys(self) -> Any:
-        """Return how far the nearest key that each query may look at is, in tokens; -1 for a query that has none.
-
-        int32, ``[q_len]``, or with the axes ``[..., num_heads or 1, q_len]`` before it that
-        it varies along. Only where there are a mask or segments does it take time and memory in proportion to
-        ``q_len * kv_len``.
-        """
-        xp = self.xp
-        positions, keys = self.positions()
-        none = asarray(xp, -1, xp.int32, self.device)
-        if (self.mask is None and self.q_segment_ids is None) or self.kv_len == 0:
-            nearest = self._outside(positions)
-            if self.window_size is not None:
-                nearest = xp.where(nearest > self.window_size, none, nearest)
-            if self.is_causal:
-                nearest = xp.where(positions < 0, none, nearest)
-            if self.kv_len == 0:
-                nearest = none + xp.zeros_like(nearest)
-            return nearest[..., None, :] if self.has_offset_array else nearest
-        relative = relative_positions(xp, positions, keys)
-        relative = with_head_axis(relative) if relative.ndim > 2 else relative
-        visible = self.visible(relative)
-        far = asarray(xp, checks.MAX_POSITION, xp.int32, self.device)
-        nearest = xp.min(xp.where(visible, xp.abs(relative), far), axis=-1)
-        return xp.where(nearest == far, none, nearest)
 
     def tile(self, *, batch: slice, heads: slice, queries: slice, keys: slice) -> AttentionCall:
         """Return the part of this call that concerns some batch entries, heads, queries and keys.
@@ -323,7 +262,7 @@ class AttentionCall:
             queries: From ``start`` to ``stop``, both given, as in all of these.
             keys: Likewise.
         """
-        parts = {"heads": heads, "queries": queries, "keys": keys}
+        parts = {"heads": heads, "queries": queries, "keys": keys, "dims": slice(None)}
 
         def cut(name: str, array: Any) -> Any:
             slices = (batch, *(parts[axis] for axis in _AXES[name]))
@@ -393,11 +332,8 @@ class AttentionCall:
             visible = rule if visible is None else self.xp.logical_and(visible, rule)
         return visible
 
-    def bias(self, *, is_positive: bool = False) -> tuple[Any, Any | None]:
+    def bias(self) -> tuple[Any, Any | None]:
         """Return the dense bias, masks included, in a form that no softmax turns into NaN or loses digits to.
-
-        Args:
-            is_positive: Whether the slopes are known to be positive constants, which saves a pass over the bias.
 
         Returns:
             bias: ``[..., num_heads, q_len, kv_len]`` in ``working_dtype``: ``-slopes * distance``, what is added to a
@@ -406,25 +342,27 @@ class AttentionCall:
                 must be replaced by zeros; None if there are none.
         """
         xp = self.xp
-        q_positions, kv_positions = self.positions()
-        relative = relative_positions(xp, q_positions, kv_positions)
-        nearest = self._outside(q_positions)[..., :, None]  # [..., q_len, 1]
-        if relative.ndim > 2:
-            relative, nearest = with_head_axis(relative), with_head_axis(nearest)
+        relative, nearest = self._relative()
         visible = self.visible(relative)
         if visible is None or self.every_query_attends:
-            return self._linear_bias(relative, visible, nearest, is_positive=is_positive), None
+            return self._linear_bias(relative, visible, nearest), None
         attends = xp.any(visible, axis=-1, keepdims=True)
-        if (self.mask is not None or self.q_segment_ids is not None) and not self.is_empty:
-            nearest = self._nearest_visible(relative, visible, attends)
+        if (self.mask is not None or self.q_segment_ids is not None or self.q_points is not None) and not self.is_empty:
+            # Softmax ignores what is constant along a row, but where all keys are far, float32 would spend its digits
+            # on it. With slopes of two kinds in a row no one distance is worth the same everywhere.
+            nearest = self.nearest_visible(relative, visible)
+            if self.future_slopes is not None:
+                sides = (
+                    xp.any(xp.logical_and(visible, x), axis=-1, keepdims=True) for x in (relative < 0, relative > 0)
+                )
+                nearest = xp.where(xp.logical_and(*sides), 0, nearest)
         # A row that is masked as a whole is one of keys at no distance, all of them visible.
-        nothing = asarray(xp, 0, xp.int32, self.device)
-        relative, nearest = (xp.where(attends, x, nothing) for x in (relative, nearest))
+        relative, nearest = (xp.where(attends, x, 0) for x in (relative, nearest))
         visible = xp.logical_or(visible, xp.logical_not(attends))
-        bias = self._linear_bias(relative, visible, nearest, is_positive=is_positive)
+        bias = self._linear_bias(relative, visible, nearest)
         if self.added_key_bias is None and self.added_bias is None:
             return bias, attends
-        return xp.where(attends, bias, asarray(xp, 0.0, self.working_dtype, self.device)), attends
+        return xp.where(attends, bias, 0.0), attends
 
     @cached_property
     def bias_by_distance(self) -> Any:
@@ -433,48 +371,79 @@ class AttentionCall:
         ``[..., num_heads, q_len + kv_len - 1]`` in ``working_dtype``, from the farthest that a key is before a query to
         the farthest that one is after a query; -inf where direction or window hide it.
         """
-        farthest = self.q_offset + self.q_len - 1
-        relative = (arange(self.xp, self.q_len + self.kv_len - 1, self.device) - farthest)[None]
+        # mx.compile would write a number that is subtracted into the source of a kernel, a new one for each length.
+        relative = arange(self.xp, self.kv_len - self.q_offset, self.device, 1 - self.q_offset - self.q_len)[None]
         is_past = self.is_causal and self.window_size is None and self.q_offset >= self.kv_len - 1
         visible = None if is_past else self._all(self._rules_of_distance(relative))
         return self._linear_bias(relative, visible, None)[..., 0, :]
 
-    def _outside(self, positions: Any) -> Any:
-        """Return how far the keys as a whole are from each position, 0 among them."""
-        beyond = positions - (self.kv_len - 1)
-        return self.xp.where(positions < 0, -positions, self.xp.where(beyond > 0, beyond, self.xp.zeros_like(beyond)))
+    def _relative(self) -> tuple[Any, Any]:
+        """Return key minus query positions, and a distance ``[..., q_len, 1]`` that no key is nearer than, or None."""
+        xp = self.xp
+        if self.q_points is None:
+            q_positions, kv_positions = self.positions()
+            relative = relative_positions(xp, q_positions, kv_positions)
+            nearest = self.distance_to_keys(q_positions)[..., :, None]
+        else:
+            points = self.q_points, self.kv_points
+            relative = relative_points(xp, *points, self.distance, self.working_dtype, self.may_lack_points)
+            if self.is_empty:
+                nearest = xp.zeros_like(relative[..., :1])
+            elif self.sees_own_key or self.future_slopes is not None:
+                return with_head_axis(relative) if relative.ndim > 2 else relative, None
+            else:
+                nearest = xp.min(xp.abs(relative), axis=-1, keepdims=True)
+        return (relative, nearest) if relative.ndim == 2 else (with_head_axis(relative), with_head_axis(nearest))
 
-    def _linear_bias(
-        self, relative: Any, visible: Any | None, nearest: Any | None, *, is_positive: bool = False
-    ) -> Any:
-        bias = linear_bias(
-            self.xp,
-            self.slopes,
-            self.future_slopes,
-            relative,
-            visible,
-            is_causal=self.is_causal,
-            nearest=nearest,
-            is_positive=is_positive,
-        )
+    def distance_to_keys(self, positions: Any) -> Any:
+        """Return the distance of each position from the row of keys: 0 for a position among them."""
+        beyond = positions - (self.kv_len - 1)
+        return self.xp.where(positions < 0, -positions, self.xp.where(beyond > 0, beyond, 0))
+
+    def _linear_bias(self, relative: Any, visible: Any | None, nearest: Any | None) -> Any:
+        rates, is_causal = (self.slopes, self.future_slopes), self.is_causal
+        bias = linear_bias(self.xp, *rates, relative, visible, is_causal=is_causal, nearest=nearest, law=self.law)
         if self.added_key_bias is not None:
             bias = bias + self.added_key_bias[..., None, :]
         return bias if self.added_bias is None else bias + self.added_bias
 
-    def _nearest_visible(self, relative: Any, visible: Any, attends: Any) -> Any:
-        """Return the distance of each query's nearest visible key, ``[..., q_len, 1]``, to count distances from.
+    def nearest_visible(self, relative: Any, visible: Any) -> Any:
+        """Return how far each query's nearest visible key is, ``[..., q_len, 1]``; MAX_POSITION or more for none."""
+        if self.q_points is None:
+            far: float = checks.MAX_POSITION
+        else:
+            far = 2**62 if is_kind(self.xp, relative.dtype, "integral") else math.inf
+        return self.xp.min(self.xp.where(visible, self.xp.abs(relative), far), axis=-1, keepdims=True)
 
-        Softmax ignores what is constant along a row, but where all keys are far, float32 would spend its digits on it.
-        """
-        xp = self.xp
-        distance = xp.abs(relative)
-        far, none = (asarray(xp, x, distance.dtype, self.device) for x in (checks.MAX_POSITION, 0))
-        nearest = xp.where(attends, xp.min(xp.where(visible, distance, far), axis=-1, keepdims=True), none)
-        if self.future_slopes is None:
-            return nearest
-        # With slopes of two kinds in a row no one distance is worth the same everywhere.
-        sides = [xp.any(xp.logical_and(visible, x), axis=-1, keepdims=True) for x in (relative < 0, relative > 0)]
-        return xp.where(xp.logical_and(*sides), none, nearest)
+
+# What the axes of each array count besides those of the batch, which come first and may be missing.
+_AXES: dict[str, tuple[str, ...]] = {x.name: x.metadata["axes"] for x in fields(AttentionCall) if "axes" in x.metadata}
+ARRAY_AXES = {
+    name: len(axes) for name, axes in _AXES.items() if name not in ("added_bias", "q_points", "kv_points")
+}  # of the arrays that kernels take
+
+
+def axis_of(name: str, what: str, array: Any) -> int | None:
+    """Return the axis of a call's array that counts ``"heads"``, ``"queries"`` or ``"keys"``; None if none does.
+
+    An axis of length 1 that broadcasts counts nothing.
+    """
+    axes = _AXES[name]
+    if what not in axes:
+        return None
+    axis = array.ndim - len(axes) + axes.index(what)
+    return axis if axis >= 0 and array.shape[axis] != 1 else None
+
+
+def split_call(call: AttentionCall) -> tuple[AttentionCall, dict[str, Any]]:
+    """Return the call without its arrays, which is hashable, and its arrays by the names of their fields."""
+    absent: dict[str, Any] = dict.fromkeys(call.arrays)
+    return replace(call, **absent), call.arrays
+
+
+def join_call(static: AttentionCall, arrays: Mapping[str, Any]) -> AttentionCall:
+    """Return the call that :func:`split_call` took apart, with these arrays."""
+    return replace(static, **arrays)
 
 
 def _score_axes(sizes: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
@@ -495,12 +464,13 @@ def _split_off_mask(xp: Namespace, mask: Any | None, added_bias: Any) -> tuple[A
     return visible if mask is None else xp.logical_and(mask, visible), bias
 
 
-def _pair(segment_ids: Any) -> tuple[Any, Any]:
-    if not isinstance(segment_ids, (tuple, list)):
-        return segment_ids, segment_ids
-    if len(segment_ids) != 2:
-        raise ValueError(f"segment_ids must be one array or a pair (queries, keys), got {len(segment_ids)} arrays")
-    return segment_ids[0], segment_ids[1]
+def _pair(name: str, value: Any) -> tuple[Any, Any]:
+    """Return what is given for queries and for keys: two arrays, or one for both."""
+    if not isinstance(value, (tuple, list)):
+        return value, value
+    if len(value) != 2:
+        raise ValueError(f"{name} must be one array or a pair (queries, keys), got {len(value)} arrays")
+    return value[0], value[1]
 
 
 def _arrays(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -592,7 +562,7 @@ def _segment_ids(xp: Namespace, segment_ids: Any, sizes: dict[str, Any]) -> tupl
             f"segment_ids must be a pair (queries, keys) when q_len, {sizes['q_len']}, and kv_len, "
             f"{sizes['kv_len']}, differ; got one array"
         )
-    pair = _pair(segment_ids)
+    pair = _pair("segment_ids", segment_ids)
     for name, ids, length in zip(("q_len", "kv_len"), pair, (sizes["q_len"], sizes["kv_len"]), strict=True):
         shape = tuple(checks.integer_array(xp, "segment_ids", ids).shape)
         axes = ", ".join([*_batch_axes(sizes["batch"]), name])
@@ -602,6 +572,29 @@ def _segment_ids(xp: Namespace, segment_ids: Any, sizes: dict[str, Any]) -> tupl
     if not any("uint" in str(ids.dtype) for ids in pair):
         return pair
     return signed(xp, pair[0]), signed(xp, pair[1])  # PyTorch neither compares nor casts most unsigned ones
+
+
+def _points(xp: Namespace, positions: Any, sizes: dict[str, Any], excluded: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the points of queries and keys, ``[..., length, dims]``, or two Nones."""
+    if positions is None:
+        return None, None
+    for name, value in excluded.items():
+        if value is not None:
+            raise ValueError(f"{name} must be None with positions, which say where each token is, got {value}")
+    if not isinstance(positions, (tuple, list)) and sizes["q_len"] != sizes["kv_len"]:
+        raise ValueError(
+            f"positions must be a pair (queries, keys) when q_len, {sizes['q_len']}, and kv_len, {sizes['kv_len']}, "
+            "differ; got one array"
+        )
+    lengths = (("q_len", sizes["q_len"]), ("kv_len", sizes["kv_len"]))
+    pair = _pair("positions", positions)
+    q_points, kv_points = (
+        points_of_call(xp, x, sizes["batch"], *length) for x, length in zip(pair, lengths, strict=True)
+    )
+    if q_points.shape[-1] != kv_points.shape[-1]:
+        dims = f"{q_points.shape[-1]} (queries) and {kv_points.shape[-1]} (keys)"
+        raise ValueError(f"positions of queries and keys must have as many dims, got {dims}")
+    return q_points, kv_points
 
 
 def _q_offset(xp: Namespace, q_offset: Any, sizes: dict[str, Any]) -> Any:
@@ -620,7 +613,7 @@ def _q_offset(xp: Namespace, q_offset: Any, sizes: dict[str, Any]) -> Any:
     # softmax does not notice (a window of more than 2**30 tokens would). An error would have to wait for the values.
     offset = signed(xp, q_offset)
     if "uint" in str(q_offset.dtype):
-        offset = xp.where(offset < 0, asarray(xp, FARTHEST, offset.dtype, device_of(xp, offset)), offset)
+        offset = xp.where(offset < 0, FARTHEST, offset)
     return astype(xp, xp.clip(offset, -FARTHEST, FARTHEST), xp.int32)
 
 

@@ -1,38 +1,20 @@
-"""Folding: causal ALiBi as a few more features of query and key, for attention kernels that take no bias.
+"""Folding: causal ALiBi as further features of query and key, for attention kernels that take no bias.
 
 Softmax ignores what is constant along a row, so under a causal mask ``-slope * (i - j)`` may as well be
-``slope * (j - c)`` with any ``c``: a product of something of the query's head and something of the key. Both factors
-have more digits than a low-precision feature holds, so each is written as a sum of *limbs* that do fit, one feature
-for each pair of limbs. All that is inexact then is the kernel's own float32 sum.
+``slope * (j - c)`` with any ``c``: a product of a number of the query's head and a number of the key. Both have more
+digits than a low-precision feature holds, so each is a sum of *limbs* that do fit, one feature for each pair of them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from alibi_core._arrays import (
-    Array,
-    DType,
-    Namespace,
-    arange,
-    asarray,
-    astype,
-    brief,
-    checks,
-    floating_name,
-    host_values,
-    namespace_of,
-    times,
-)
+from alibi_core._arrays import Array, DType, arange, asarray, astype, brief, checks, floating_name, host_values, times
 from alibi_core._bias import slopes_of_any_sign
 from alibi_core._call import AttentionCall
 from alibi_core._contracts import power_below
 
-# Significant bits of a limb.
-BITS = {"float64": 53, "float32": 24, "bfloat16": 8, "float16": 11}
-
-LARGEST_FLOAT16 = 65504.0
-FLOAT16_POSITION_LIMBS = 2  # with a third, the first would have to be so large that it overflows
+BITS = {"float64": 53, "float32": 24, "bfloat16": 8, "float16": 11}  # significant bits of a limb
 LARGEST_EXPONENT = 63  # of slope / scale, as a power of two
 
 
@@ -76,31 +58,29 @@ def fold(
     References:
         Wu et al., "FlashBias", arXiv 2505.12044, for biases of low rank as features.
     """
-    for name, tensor in (("query", query), ("key", key)):
-        checks.array(name, tensor)
-    namespace_of(query, key)  # or two libraries' dtypes would be compared
-    if query.dtype != key.dtype:
-        raise TypeError(f"key must have the dtype of query, {query.dtype}, got {key.dtype}")
     call = AttentionCall.check(query, key, key, slopes, scale=scale, allow_negative_slopes=True)
     if call.scale == 0:
         raise ValueError("scale must not be 0 (slopes are divided by it), got 0")
-    xp, size = call.xp, call.head_dim + fold_size(call.kv_len, call.dtype)
+    xp, (bits, rate_limbs, position_limbs) = call.xp, _limbs(call.kv_len, call.dtype)
+    size = call.head_dim + rate_limbs * position_limbs
     head_dim = size if head_dim is None else checks.size("head_dim", head_dim)
     if head_dim < size:
-        raise ValueError(
-            f"head_dim must be at least {size} ({call.head_dim} features of query and {size - call.head_dim} for "
-            f"positions), got {head_dim}"
-        )
-    exponents = _exponents(call.dtype, call.kv_len)
-    _check_range(call, slopes)
-    rates = _split_rates(xp, times(xp, call.slopes, 1 / call.scale), call.dtype)
-    digits = [astype(xp, x, call.working_dtype) for x in _split_positions(call)]
-    for_query = xp.stack([rates[i] * 2.0**x for (i, _), (x, _) in exponents.items()], axis=-1)  # [..., num_heads, n]
-    for_key = xp.stack([digits[j] * 2.0**y for (_, j), (_, y) in exponents.items()], axis=-1)  # [kv_len, n]
-    return (
-        _append(call, query, for_query[..., None, :], head_dim),
-        _append(call, key, for_key, head_dim),
-    )
+        raise ValueError(f"head_dim must be at least {size}, those of query and of positions, got {head_dim}")
+    # A pair of limbs needs 2**((bits + 1) * (j - i)). The key takes 2**-14 to 2**4 of it, within float16's normal
+    # numbers; the query takes the rest, at best 2**4, within which rates from 2**-16 to 255 are.
+    pairs = [(i, j, (bits + 1) * (j - i)) for i in range(rate_limbs) for j in range(position_limbs)]
+    of_key = [min(max(power - 4, -14), 4) for *_, power in pairs]
+    of_query = [power - own for (*_, power), own in zip(pairs, of_key, strict=True)]
+    limit = 65504.0 / 2 ** max(of_query) if bits == BITS["float16"] else 2.0**LARGEST_EXPONENT
+    limit, values = limit * abs(call.scale), host_values(call.slopes)
+    if values is not None and values.size and abs(values).max() > limit:
+        raise ValueError(f"slopes must be at most {limit:.4g} in size to be folded in {call.dtype}, got {values}")
+    rates = _split_rates(call, times(xp, call.slopes, 1 / call.scale), bits, rate_limbs)
+    digits = _split_positions(call, bits, position_limbs)
+    for_query = xp.stack([rates[i] * 2.0**x for (i, *_), x in zip(pairs, of_query, strict=True)], axis=-1)
+    for_key = xp.stack([digits[j] * 2.0**x for (_, j, _), x in zip(pairs, of_key, strict=True)], axis=-1)
+    # [..., num_heads, 1, features] and [kv_len, features]
+    return _append(call, query, for_query[..., None, :], head_dim), _append(call, key, for_key, head_dim)
 
 
 def fold_size(kv_len: int, dtype: DType) -> int:
@@ -112,7 +92,8 @@ def fold_size(kv_len: int, dtype: DType) -> int:
         >>> fold_size(4096, "bfloat16"), fold_size(2048, "float16"), fold_size(4096, "float32")
         (6, 3, 1)
     """
-    return _num_rate_limbs(dtype) * _num_position_limbs(kv_len, dtype)
+    _, rate_limbs, position_limbs = _limbs(kv_len, dtype)
+    return rate_limbs * position_limbs
 
 
 def fold_error_bound(slopes: int | Array, kv_len: int, *, head_dim: int, dtype: DType, q_len: int | None = None) -> Any:
@@ -133,46 +114,31 @@ def fold_error_bound(slopes: int | Array, kv_len: int, *, head_dim: int, dtype: 
         >>> [f"{x:.1e}" for x in bound.tolist()]
         ['5.7e-03', '2.8e-03', '1.4e-03', '7.1e-04', '3.6e-04', '1.8e-04', '8.9e-05', '4.4e-05']
     """
-    head_dim, kv_len = checks.size("head_dim", head_dim), checks.non_negative_int("kv_len", kv_len)
-    features = fold_size(kv_len, dtype)
-    q_len = 1 if q_len is None else checks.non_negative_int("q_len", q_len)
-    bits = _bits(dtype)
-    roundoff = 2.0**-53 if bits == 53 else 2.0**-24
+    head_dim, (bits, rates, limbs) = checks.size("head_dim", head_dim), _limbs(kv_len, dtype)
     xp, placed = slopes_of_any_sign(slopes)
-    centre = _centre(q_len, kv_len)
+    centre = _centre(1 if q_len is None else checks.non_negative_int("q_len", q_len), kv_len)
     farthest = max(centre, kv_len - 1 - centre)
-    lower_limbs = sum(2 ** (bits + (bits + 1) * j) for j in range(_num_position_limbs(kv_len, dtype) - 1))
+    lower_limbs = sum(2 ** (bits + (bits + 1) * j) for j in range(limbs - 1))
     sizes = (1 + 2.0 ** (2 - bits)) * (farthest + 2 * lower_limbs)
-    additions, multiplications = head_dim + features - 1, 2 + (bits >= 24)
-    bound = ((additions + multiplications) * sizes + 3 * farthest) * roundoff
+    additions, multiplications = head_dim + rates * limbs - 1, 2 + (bits >= 24)
+    bound = ((additions + multiplications) * sizes + 3 * farthest) * (2.0**-53 if bits == 53 else 2.0**-24)
     return times(xp, xp.abs(placed), bound * (1 + 2.0**-16))  # for terms of second order, and the rounding of this
 
 
-def _bits(dtype: DType) -> int:
-    """Return how many significant bits numbers of a dtype have."""
-    name = floating_name(dtype)
+def _limbs(kv_len: int, dtype: DType) -> tuple[int, int, int]:
+    """Return the bits of a limb, and how many limbs hold a rate, and each integer up to ``kv_len - 1`` in size."""
+    name, kv_len = floating_name(dtype), checks.non_negative_int("kv_len", kv_len)
     if name is None:
         raise TypeError(f"dtype must be one of {', '.join(BITS)}, got {brief(dtype)}")
-    return BITS[name]
-
-
-def _num_rate_limbs(dtype: DType) -> int:
-    # Each limb but the first adds one bit more than it holds: its sign is free. Of 24 bits, 8 + 9 + 9 hold all, but
-    # 11 + 12 do not.
-    bits = _bits(dtype)
-    return 1 if bits >= 24 else 3
-
-
-def _num_position_limbs(kv_len: int, dtype: DType) -> int:
-    """Return how many limbs hold each integer up to ``kv_len - 1`` in size."""
-    kv_len, bits = checks.non_negative_int("kv_len", kv_len), _bits(dtype)
     checks.positions_fit(0, 0, kv_len)
-    limbs, largest = 1, kv_len - 1
+    bits, limbs, largest = BITS[name], 1, kv_len - 1
     while largest > 2**bits:
         limbs, largest = limbs + 1, (largest + 2**bits) >> (bits + 1)
-    if bits == BITS["float16"] and limbs > FLOAT16_POSITION_LIMBS:
+    if name == "float16" and limbs > 2:  # the first of three would have to be so large that it overflows
         raise ValueError(f"kv_len must be at most 8390656 to be folded in float16, got {kv_len}; bfloat16 has no limit")
-    return limbs
+    # Each limb but the first adds one bit more than it holds: its sign is free. Of 24 bits, 8 + 9 + 9 hold all, but
+    # 11 + 12 do not.
+    return bits, 1 if bits >= 24 else 3, limbs
 
 
 def _centre(q_len: int, kv_len: int) -> int:
@@ -180,45 +146,15 @@ def _centre(q_len: int, kv_len: int) -> int:
     return max(kv_len - 1 - min(q_len, kv_len) // 2, 0)
 
 
-def _exponents(dtype: DType, kv_len: int) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return, for each pair of a rate's and a position's limb, the powers of two that query and key hold them by.
-
-    The pair ``(i, j)`` needs ``2**((bits + 1) * (j - i))``. A key's limb takes ``2**-14`` to ``2**4`` of it, which
-    keeps it within float16's normal numbers; the query takes the rest, at best ``2**4``, which keeps rates from
-    ``2**-16`` to 255 within them.
-    """
-    step = _bits(dtype) + 1
-    pairs = {}
-    for i in range(_num_rate_limbs(dtype)):
-        for j in range(_num_position_limbs(kv_len, dtype)):
-            both = step * (j - i)
-            of_key = min(max(both - 4, -14), 4)
-            pairs[i, j] = both - of_key, of_key
-    return pairs
-
-
-def _check_range(call: AttentionCall, slopes: Any) -> None:
-    """Check that no feature of the query overflows, where slopes can be seen without waiting for them."""
-    values = host_values(call.slopes if slopes is None or checks.is_int(slopes) else slopes)
-    largest = 2.0**LARGEST_EXPONENT
-    if _bits(call.dtype) == BITS["float16"]:
-        largest = LARGEST_FLOAT16 / 2 ** max(x for x, _ in _exponents(call.dtype, call.kv_len).values())
-    limit = largest * abs(call.scale)
-    if values is not None and values.size and abs(values).max() > limit:
-        raise ValueError(
-            f"slopes must be at most {limit:.4g} in size to be folded in {call.dtype}, got {values.tolist()}"
-        )
-
-
-def _split_rates(xp: Namespace, rates: Any, dtype: DType) -> list[Any]:
+def _split_rates(call: AttentionCall, rates: Any, bits: int, count: int) -> list[Any]:
     """Return limbs of ``rates``, limb ``i`` times ``2**((bits + 1) * i)``, whose sum has the gradient of ``rates``.
 
     Limbs are made by ``round``: compilers may leave out a conversion to the dtype and back. Its gradient is zero in all
     libraries, so the remainder, which is 0, carries the gradient and goes back into the first limb.
     """
-    bits, count = _bits(dtype), _num_rate_limbs(dtype)
     if count == 1:
         return [rates]
+    xp = call.xp
     power, inverse = power_below(xp, rates, range(-LARGEST_EXPONENT, LARGEST_EXPONENT + 1))
     unit = power * 2.0 ** (1 - bits)
     limbs, rest = [], rates * inverse * 2.0 ** (bits - 1)  # 2**(bits - 1) <= rest < 2**bits
@@ -231,26 +167,21 @@ def _split_rates(xp: Namespace, rates: Any, dtype: DType) -> list[Any]:
     return limbs
 
 
-def _split_positions(call: AttentionCall) -> list[Any]:
-    """Return limbs of ``j - c`` as integers from ``-2**bits`` to ``2**bits``, ``[kv_len]`` each, lowest first."""
-    bits = _bits(call.dtype)
-    rest = arange(call.xp, call.kv_len, call.device) - _centre(call.q_len, call.kv_len)
-    limbs = []
-    for _ in range(_num_position_limbs(call.kv_len, call.dtype) - 1):
+def _split_positions(call: AttentionCall, bits: int, count: int) -> list[Any]:
+    """Return limbs of ``j - c``, whole numbers from ``-2**bits`` to ``2**bits``, ``[kv_len]`` each, lowest first."""
+    limbs, rest = [], arange(call.xp, call.kv_len, call.device) - _centre(call.q_len, call.kv_len)
+    for _ in range(count - 1):
         higher = (rest + 2**bits) >> (bits + 1)
         limbs.append(rest - (higher << (bits + 1)))
         rest = higher
-    return [*limbs, rest]
+    return [astype(call.xp, x, call.working_dtype) for x in (*limbs, rest)]
 
 
 def _append(call: AttentionCall, tensor: Any, features: Any, head_dim: int) -> Any:
     """Return ``tensor`` with ``features``, which broadcast to it but for their number, and zeros up to ``head_dim``."""
     xp, leading = call.xp, tensor.shape[:-1]
     # Broadcast first: the gradient of that is a sum over all tokens, which is to be formed in float32.
-    features = astype(xp, xp.broadcast_to(features, (*leading, features.shape[-1])), call.dtype)
-    parts = [tensor, features]
-    missing = head_dim - tensor.shape[-1] - features.shape[-1]
-    if missing:
-        zero = asarray(xp, 0.0, call.dtype, call.device)
-        parts.append(xp.broadcast_to(zero, (*leading, missing)))
+    parts = [tensor, astype(xp, xp.broadcast_to(features, (*leading, features.shape[-1])), call.dtype)]
+    if missing := head_dim - tensor.shape[-1] - features.shape[-1]:
+        parts.append(xp.broadcast_to(asarray(xp, 0.0, call.dtype, call.device), (*leading, missing)))
     return xp.concat(parts, axis=-1)

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from alibi_core._arrays import Namespace, broadcastable, broadcasts, is_exporting, is_kind, library_name
-
-_AS_BOOLEANS = {
-    "torch": "mask.bool()",
-    "mlx.core": "mask.astype(mx.bool_)",
-    "array_api_strict": "xp.astype(mask, xp.bool)",
-}
+from alibi_core._arrays import Namespace, boolean_hint, checks, is_exporting, is_kind
 
 
 def check_mask(xp: Namespace, mask: Any, batch: dict[str, int], scores: dict[str, int]) -> None:
     """Check that ``mask`` is boolean, and broadcasts to the scores in no other way than it may be meant."""
     if not is_kind(xp, mask.dtype, "bool"):
-        raise TypeError(f"mask must be boolean (True where a query may look), got {mask.dtype}; {_remedy(xp)}")
+        raise TypeError(
+            f"mask must be boolean (True where a query may look), got {mask.dtype}; an ALiBi bias is left out, and "
+            "numbers of sequences are segment_ids; if it is 1 where a query may look and 0 elsewhere, use "
+            f"{boolean_hint(xp)}; if it is 0 where a query may look and -inf or the like elsewhere, use mask == 0"
+        )
     check_score_axes("mask", mask, batch, scores)
 
 
@@ -48,10 +46,10 @@ def check_score_axes(name: str, array: Any, batch: dict[str, int], scores: dict[
         aligned = (1,) * (len(target) - len(shape)) + shape
         if len(shape) != len(own) or as_meant == aligned or shape[: len(batch)] != target[: len(batch)]:
             continue
-        if not broadcasts(as_meant, target):
+        if not checks.broadcasts(as_meant, target):
             continue
         meant = f"{name}[{', '.join([':'] * len(batch) + ['None'] * missing + [':'] * (missing == 2))}]"
-        if not broadcasts(shape, target):
+        if not checks.broadcasts(shape, target):
             raise ValueError(
                 f"{name} must broadcast to {target} ({listed}), got {shape}; of axes [{', '.join(own)}], use {meant}"
             )
@@ -60,13 +58,4 @@ def check_score_axes(name: str, array: Any, batch: dict[str, int], scores: dict[
             f"{name} must have axes that cannot be mistaken, got {shape} for scores of {target} ({listed}); use "
             f"{meant} if they are [{', '.join(own)}], or {plain} if they are [{', '.join(axes[-len(shape) :])}]"
         )
-    broadcastable(name, shape, target, listed)
-
-
-def _remedy(xp: Namespace) -> str:
-    """Return how to make booleans of a mask."""
-    as_booleans = _AS_BOOLEANS.get(library_name(xp), "mask.astype(bool)")
-    return (
-        "an ALiBi bias is left out, and numbers of sequences are segment_ids; if it is 1 where a query may look and 0 "
-        f"elsewhere, use {as_booleans}; if it is 0 where a query may look and -inf or the like elsewhere, use mask == 0"
-    )
+    checks.broadcastable(name, shape, target, listed)

@@ -16,6 +16,7 @@ from alibi_core._arrays import (
     astype,
     brief,
     checks,
+    constant_when_traced,
     explains_keywords,
     known_device,
     namespace_of,
@@ -125,17 +126,13 @@ def slope_values(
         raise ValueError(f"bias_max must be left at 8 with contract {contract!r}, which has none, got {bias_max}")
     if scheme == "linear" and bias_max != 8:
         raise ValueError(f"bias_max must be left at 8 with scheme 'linear', which does not use it, got {bias_max}")
-    # Of numbers that torch.compile holds as symbols, these two functions make constants; int and float do not.
+    # `operator.index` and `as_integer_ratio` turn torch.compile's symbolic numbers into constants; `int()` does not.
     return list(_constant_slope_values(operator.index(num_heads), rule.scheme or scheme, bias_max.as_integer_ratio()))
 
 
+@constant_when_traced  # for torch.compile can trace neither decimal arithmetic nor a cache
 def _constant_slope_values(num_heads: int, scheme: str, bias_max: tuple[int, int]) -> tuple[float, ...]:
     return _slope_values(num_heads, scheme, bias_max)
-
-
-# torch.compile calls a function with this mark while it traces and takes the result as a constant: it can trace
-# neither decimal arithmetic nor a cache. The mark is all that torch.compiler.assume_constant_result sets.
-_constant_slope_values._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=256)

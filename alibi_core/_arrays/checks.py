@@ -10,29 +10,24 @@ import numpy as np
 
 from alibi_core._arrays.namespace import (
     FLOATING,
+    DType,
+    Namespace,
     brief,
     floating_name,
     host_values,
     is_exporting,
     is_kind,
+    is_nested,
     lacks_64_bits,
     library_name,
     namespace_of,
 )
-from alibi_core._arrays.typing import DType, Namespace
+from alibi_core._arrays.namespace import is_int as is_int
 
 # isinstance takes tuples of types throughout, not unions: torch.compile of PyTorch 2.9 cannot trace those.
 
 MAX_POSITION = 2**31 - 1  # positions are int32, the one integer type that every library has by default
 LARGEST = {"float32": float(np.finfo(np.float32).max), "float64": sys.float_info.max}
-
-
-def is_int(value: Any) -> bool:
-    """Whether ``value`` is an integer of Python, of NumPy, or a symbolic one of ``torch.export``, but no bool."""
-    if isinstance(value, bool):
-        return False
-    torch = sys.modules.get("torch")
-    return isinstance(value, (int, np.integer)) or (torch is not None and isinstance(value, torch.SymInt))
 
 
 def integer(name: str, value: Any, or_else: str = "") -> int:
@@ -88,6 +83,19 @@ def positions_fit(q_offset: int, q_len: int, kv_len: int) -> None:
         raise ValueError(
             f"q_offset and lengths must stay within {MAX_POSITION} tokens, got q_offset {brief(q_offset)}, q_len "
             f"{brief(q_len)}, kv_len {brief(kv_len)}"
+        )
+
+
+def positions_apart(q_positions: Any, kv_positions: Any) -> None:
+    """Check that int64 holds the distances of positions, as far as values can be seen: they would wrap unnoticed."""
+    values = [host_values(x) for x in (q_positions, kv_positions) if "64" in str(x.dtype)]
+    found = [x for x in values if x is not None and x.size]
+    if not found:
+        return
+    least, most = min(0.0, *(x.min() for x in found)), max(0.0, *(x.max() for x in found))
+    if most - least >= 2.0**63:
+        raise ValueError(
+            f"q_positions and kv_positions must be less than 2**63 apart, and from 0, got {least:.6g} to {most:.6g}"
         )
 
 
@@ -152,8 +160,7 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
 
 def array(name: str, value: Any) -> Any:
     """Check that ``value`` looks like an array; its library is checked by ``namespace_of``."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor) and value.is_nested:  # which may have no shape
+    if is_nested(value):
         raise TypeError(
             f"{name} must be dense, got a nested tensor; give to_padded_tensor(0.0) of it and a mask, or texts packed "
             "into rows and segment_ids"

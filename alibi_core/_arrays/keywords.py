@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Each hint begins with the name of an argument. Only functions that have this argument give the hint.
-HINTS = {
+HEADS = ("num_heads", "slopes, which may be the number of heads")
+# Each hint begins with the name of an argument. A function gives the first hint whose argument it has.
+HINTS: dict[str, str | tuple[str, ...]] = {
     "alibi_slopes": "slopes",
     "attention_mask": "mask: (attention_mask == 1)[:, None, None, :], or as it is for encode",
     "attn_bias": "added_bias, floating numbers that are added beside ALiBi's own",
@@ -22,15 +23,15 @@ HINTS = {
     "dim": "embed_dim",
     "dropout_p": "dropout, a probability",
     "encoder_hidden_states": "context, of which keys and values are made",
-    "heads": "num_heads",
+    "heads": HEADS,
     "hidden_size": "embed_dim",
     "input_ids": "tokens",
     "key_padding_mask": "mask: ~key_padding_mask[:, None, None, :], True where a query may look",
-    "n_heads": "num_heads",
+    "n_heads": HEADS,
     "n_layer": "num_layers",
     "need_weights": "return_weights=True, which returns a pair",
-    "num_attention_heads": "num_heads",
-    "num_heads": "slopes, which may be the number of heads",
+    "num_attention_heads": HEADS,
+    "num_heads": HEADS,
     "num_hidden_layers": "num_layers",
     "num_key_value_heads": "num_kv_heads",
     "output_attentions": "return_weights=True, which returns a pair",
@@ -66,7 +67,8 @@ def check_keywords(function: Callable[..., Any], options: dict[str, Any]) -> Non
 def _check(function: Callable[..., Any], known: frozenset[str], options: dict[str, Any]) -> None:
     for name in options:
         if name not in known:
-            hint = HINTS.get(name, "")
+            hints = HINTS.get(name, ())
+            hints = (hints,) if isinstance(hints, str) else hints
             called = function.__qualname__.removesuffix(".__init__").removesuffix(".__call__")
-            advice = f"; give {hint}" if re.split(r"\W", hint)[0] in known else ""
+            advice = next((f"; give {hint}" for hint in hints if re.split(r"\W", hint)[0] in known), "")
             raise TypeError(f"{called}() got an unexpected keyword argument {name!r}{advice}")

@@ -1,24 +1,42 @@
-"""Array namespaces: finding them, and the few places where they differ from the standard.
+"""Array libraries: finding their namespaces, and every place where one of them differs from the standard.
 
 Everything that is special to one library is in this module. The rest of the core is written against the array API
-standard (data-apis.org/array-api) alone.
+standard of 2024.12 (data-apis.org/array-api) alone, whose functions take Python scalars beside arrays.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import array_api_compat
 import numpy as np
 
-from alibi_core._arrays.mlx import MLXNamespace
-from alibi_core._arrays.typing import Array, Device, DType, Namespace
+# A namespace is a module (or anything like one) with the functions of the array API standard. Modules have no
+# useful structural type, so the alias only says what is meant.
+Namespace = Any
+DType = Any
+Device = Any
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-NAMED = ("numpy", "torch", "jax.numpy", "mlx.core", "dask.array", "cupy", "array_api_strict")  # as strings, too
+# The names by which a namespace may be asked for: its module's, or that of the extra which installs the library.
+NAMED = {x: x for x in ("numpy", "torch", "jax.numpy", "mlx.core", "dask.array", "cupy", "array_api_strict")}
+NAMED |= {"pytorch": "torch", "jax": "jax.numpy", "mlx": "mlx.core"}
 FLOATING = ("float64", "float32", "bfloat16", "float16")  # the floating types that are computed with
+
+
+class Array(Protocol):
+    """The attributes by which an argument is recognised as an array of the array API standard."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def ndim(self) -> int: ...
+    @property
+    def dtype(self) -> DType: ...
 
 
 def namespace_of(*arrays: Array | None, xp: Namespace | None = None, names: Sequence[str] = ()) -> Namespace:
@@ -35,7 +53,7 @@ def namespace_of(*arrays: Array | None, xp: Namespace | None = None, names: Sequ
             to ``xp``.
     """
     if isinstance(xp, str) and xp in NAMED:
-        xp = sys.modules.get(xp) or _imported(xp)  # torch.compile cannot trace an import
+        xp = sys.modules.get(NAMED[xp]) or _imported(NAMED[xp])  # torch.compile cannot trace an import
     if xp is not None and not (hasattr(xp, "asarray") or hasattr(xp, "array")):
         raise TypeError(
             f"xp must be an array namespace such as numpy, torch or jax.numpy, or the name of one, got {brief(xp)}; "
@@ -83,6 +101,20 @@ def _namespace_of_one(array: Any) -> Namespace:
         raise TypeError("arrays must be plain, got a numpy.ma.MaskedArray, whose mask would be lost; pass its data")
     namespace = array_api_compat.array_namespace(array)
     return MLXNamespace(namespace) if _is_mlx(namespace) else namespace
+
+
+def is_int(value: Any) -> bool:
+    """Whether ``value`` is an integer of Python, of NumPy, or a symbolic one of ``torch.export``, but no bool."""
+    if isinstance(value, bool):
+        return False
+    torch = sys.modules.get("torch")
+    return isinstance(value, (int, np.integer)) or (torch is not None and isinstance(value, torch.SymInt))
+
+
+def is_nested(value: Any) -> bool:
+    """Whether a value is a nested tensor of PyTorch, which may have no shape."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor) and bool(value.is_nested)
 
 
 def brief(value: Any) -> str:
@@ -186,9 +218,9 @@ def asarray(xp: Namespace, values: Any, dtype: DType, device: Device | None) -> 
     return xp.asarray(values, dtype=dtype, **_placement(xp, device))
 
 
-def arange(xp: Namespace, stop: int, device: Device | None) -> Any:
-    """Return ``[0, 1, ..., stop - 1]`` as int32, the one integer type that every library has by default."""
-    return xp.arange(0, stop, 1, dtype=xp.int32, **_placement(xp, device))
+def arange(xp: Namespace, stop: int, device: Device | None, start: int = 0) -> Any:
+    """Return ``[start, ..., stop - 1]`` as int32, the one integer type that every library has by default."""
+    return xp.arange(start, stop, 1, dtype=xp.int32, **_placement(xp, device))
 
 
 def _placement(xp: Namespace, device: Device | None) -> dict[str, Device]:
@@ -227,12 +259,14 @@ def running_sum(xp: Namespace, array: Any) -> Any:
 
 
 def running_max(xp: Namespace, array: Any) -> Any:
-    """Return the largest so far along the last axis, which the standard has no function for."""
+    """Return the cumulative maximum along the last axis, which the standard has no function for."""
     if library_name(xp) == "torch":
         return xp.cummax(array, dim=-1).values
+    if _is_jax(xp):
+        return sys.modules["jax"].lax.cummax(array, axis=array.ndim - 1)
     if library_name(xp) == "numpy":
         return np.maximum.accumulate(array, axis=-1)
-    raise NotImplementedError(f"running_max must be given arrays of numpy or torch, got {library_name(xp)}")
+    raise NotImplementedError(f"running_max must be given arrays of numpy, torch or jax, got {library_name(xp)}")
 
 
 def along_axis(xp: Namespace, array: Any, index: Any, axis: int) -> Any:
@@ -244,8 +278,37 @@ def along_axis(xp: Namespace, array: Any, index: Any, axis: int) -> Any:
     return xp.take_along_axis(array, index, axis=axis)
 
 
+def at_most(xp: Namespace, array: Any, limit: Any) -> Any:
+    """Return the smaller of array and limit; the array's element where it cannot be compared."""
+    return array.clamp(max=limit) if _prefers_clamp(xp, array) else xp.where(array > limit, limit, array)
+
+
+def at_least(xp: Namespace, array: Any, limit: Any) -> Any:
+    """Return the larger of array and limit; the array's element where it cannot be compared."""
+    return array.clamp(min=limit) if _prefers_clamp(xp, array) else xp.where(array < limit, limit, array)
+
+
+def _prefers_clamp(xp: Namespace, array: Any) -> bool:
+    """Whether ``clamp`` must stand for a comparison and ``where``: for PyTorch's integers.
+
+    For GPUs its compiler computes an operation's arguments anew at each use. ``where`` uses them twice: twenty such
+    steps in a row became a hundred thousand. (It traces no ``xp.clip``.)
+    """
+    return library_name(xp) == "torch" and array.dtype in (xp.int32, xp.int64)
+
+
+def extended(xp: Namespace, array: Any, missing: int) -> Any:
+    """Return ``array`` with its last element ``missing`` more times along the last axis."""
+    length = array.shape[-1]
+    if library_name(xp) == "torch":  # whose compiler fuses reads by index with what reads them, but no concatenation
+        return xp.take(array, arange(xp, length + missing, array.device).clamp(max=length - 1), axis=-1)
+    return xp.concat([array, xp.broadcast_to(array[..., -1:], (*array.shape[:-1], missing))], axis=-1)
+
+
 def on_host(xp: Namespace, array: Any) -> np.ndarray[Any, Any]:
     """Return an array in NumPy, having waited for it."""
+    if library_name(xp) == "array_api_strict":  # of whose devices NumPy reads one
+        array = xp.asarray(array, device=xp.Device("CPU_DEVICE"))
     return np.asarray(array.detach().cpu() if library_name(xp) == "torch" else array)
 
 
@@ -253,6 +316,22 @@ def times(xp: Namespace, array: Any, factor: float) -> Any:
     """``array * factor``, to the precision of ``array``."""
     # MLX 0.29 rounds a Python number to float32, whatever it meets.
     return array * (asarray(xp, factor, array.dtype, None) if _is_mlx(xp) else factor)
+
+
+def boolean_hint(xp: Namespace) -> str:
+    """Return the code that makes booleans of a mask of ones and zeros."""
+    hints = {
+        "torch": "mask.bool()",
+        "mlx.core": "mask.astype(mx.bool_)",
+        "array_api_strict": "xp.astype(mask, xp.bool)",
+    }
+    return hints.get(library_name(xp), "mask.astype(bool)")
+
+
+def constant_when_traced(function: Function) -> Function:
+    """Return a function that ``torch.compile`` calls while it traces, to take the result as a constant."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result
+    return function
 
 
 def lacks_64_bits(xp: Namespace) -> bool:
@@ -300,3 +379,52 @@ def _is_lazy_or_far(array: Any) -> bool:
         return any(device.platform != "cpu" for device in array.devices())
     except Exception:
         return True
+
+
+class MLXNamespace:
+    """``mlx.core``, with the functions of the standard that the core uses and MLX 0.29 lacks, or computes less exactly.
+
+    One definition serves all releases, so that tests with a new MLX also cover old ones.
+    """
+
+    def __init__(self, core: Namespace) -> None:
+        self._core = core
+        self.__name__ = core.__name__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def asarray(self, values: Any, *, dtype: DType | None = None) -> Any:
+        # By way of NumPy: MLX 0.29 rounds Python floats to float32, also on their way to float64.
+        return self._core.array(np.asarray(values), dtype=dtype)
+
+    def astype(self, array: Any, dtype: DType) -> Any:
+        return array.astype(dtype)
+
+    def isdtype(self, dtype: DType, kind: str) -> bool:
+        if kind == "bool":
+            return bool(dtype == self._core.bool_)
+        category = {"real floating": self._core.floating, "integral": self._core.integer}[kind]
+        return bool(self._core.issubdtype(dtype, category))
+
+    def matrix_transpose(self, array: Any) -> Any:
+        return self._core.swapaxes(array, -1, -2)
+
+    def matmul(self, one: Any, other: Any) -> Any:
+        if one.size and other.size:
+            return self._core.matmul(one, other)
+        # MLX on the CPU, up to 0.32 at least, frees memory that it still writes to where a product has no rows.
+        batch = np.broadcast_shapes(one.shape[:-2], other.shape[:-2])
+        return self._core.zeros((*batch, one.shape[-2], other.shape[-1]), dtype=one.dtype)
+
+    def flip(self, array: Any, *, axis: int) -> Any:
+        return self._core.take(array, self._core.arange(array.shape[axis] - 1, -1, -1), axis=axis)
+
+    def cumulative_sum(self, array: Any, *, axis: int) -> Any:
+        return self._core.cumsum(array, axis=axis)
+
+    def exp(self, array: Any) -> Any:
+        # MLX computes the exponential of float64 in float32, up to 0.32 at least; its power is exact.
+        if array.dtype != self._core.float64:
+            return self._core.exp(array)
+        return self._core.power(self.asarray(math.e, dtype=self._core.float64), array)

@@ -12,15 +12,15 @@ import numpy as np
 
 from alibi_core._arrays import astype, on_host
 from alibi_core._call import AttentionCall
-from alibi_core._horizon.jobs import entry_of
-from alibi_core._horizon.measure import Measuring, measure, ranges_on_host
-from alibi_core._horizon.nearest import nearest_keys
-from alibi_core._horizon.ranges import ENDLESS, KeyRanges, ScoreBounds, tolerance_of
+from alibi_core._horizon.jobs import entry_of, visible_keys
+from alibi_core._horizon.measure import host_ranges
+from alibi_core._horizon.ranges import ENDLESS, KeyRanges, tolerance_of
+from alibi_core._horizon.tiling import Tiling
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MEASURING = Measuring(q_block=256, kv_block=128, part_elements=2**20, few=16, worthwhile=20)
+TILING = Tiling(q_block=256, kv_block=128, part_elements=2**20, few=16, worthwhile=20)
 
 
 class KeySpans(NamedTuple):
@@ -37,15 +37,6 @@ class KeySpans(NamedTuple):
     kv_len: int
     visible: Any
     needed: Any
-
-    @classmethod
-    def of(cls, entries: Sequence[AttentionCall], ranges: Sequence[KeyRanges]) -> KeySpans:
-        """Take them from the plans of batch entries, whose offsets are ints."""
-        call = entries[0]
-        edges = np.append(np.arange(0, call.q_len, ranges[0].q_block), call.q_len)
-        visible = [np.stack(visible_keys(entry, edges[:-1], edges[1:] - 1), axis=-1) for entry in entries]
-        needed = [np.stack([np.asarray(x.first), np.asarray(x.stop)], axis=-1) for x in ranges]
-        return cls(edges, call.kv_len, np.stack(visible), np.clip(np.stack(needed), 0, call.kv_len))
 
 
 @dataclass(frozen=True)
@@ -117,17 +108,20 @@ class Explanation:
         host = flat.map_arrays(lambda array, _: _read(call, "slopes, masks and offsets", array))
         host = replace(host, xp=numpy_namespace, working_dtype=dtype, device=None)
         entries = [entry_of(host, index) for index in range(host.batch[0])]
-        ranges = [_ranges(x, query[i : i + 1], key[i : i + 1], tolerance) for i, x in enumerate(entries)]
-        largest = float(np.abs(value).max())
+        ranges = [host_ranges(x, query[i, None], key[i, None], tolerance, TILING) for i, x in enumerate(entries)]
+        pairs = np.stack([_pairs(*each) for each in zip(entries, ranges, strict=True)]).sum(axis=0)
+        edges = np.append(np.arange(0, host.q_len, ranges[0].q_block), host.q_len)
+        visible = [np.stack(visible_keys(entry, edges[:-1], edges[1:] - 1), axis=-1) for entry in entries]
+        needed = np.stack([np.stack([x.first, x.stop], axis=-1) for x in ranges])
         return cls(
             implementation=implementation,
             refusals={name: reason for name, reason in refusals.items() if reason is not None},
             tolerance=tolerance,
-            error_bound=2 * tolerance * largest if tolerance else 0.0,
+            error_bound=2 * tolerance * float(np.abs(value).max()) if tolerance else 0.0,
             horizons=np.stack([_horizons(*each) for each in zip(entries, ranges, strict=True)]),
-            scores_visible=sum(entry.num_heads * visible_pairs(entry) for entry in entries),
-            scores_needed=sum(map(_needed_pairs, entries, ranges)),
-            spans=KeySpans.of(entries, ranges),
+            scores_visible=int(pairs[0]),
+            scores_needed=int(pairs[1]),
+            spans=KeySpans(edges, host.kv_len, np.stack(visible), np.clip(needed, 0, host.kv_len)),
         )
 
     @property
@@ -170,47 +164,19 @@ def _read(call: AttentionCall, name: str, array: Any) -> np.ndarray[Any, Any]:
         raise ValueError(f"{name} must hold values, which are measured, got {type(array).__name__}") from error
 
 
-def _ranges(entry: AttentionCall, query: Any, key: Any, tolerance: float) -> KeyRanges:
-    """Return the plan of one batch entry, in NumPy."""
-    with np.errstate(all="ignore"):  # sums of large numbers are infinite, and all keys are needed
-        if tolerance == 0:
-            bounds = ScoreBounds.unmeasured(entry, q_block=MEASURING.q_block_of(entry), kv_block=entry.kv_len)
-        else:
-            measured = measure(entry, query, key, MEASURING)
-            bounds = measured.bounds(entry, nearest_keys(entry, MEASURING.part_elements))
-        return ranges_on_host(entry, bounds, tolerance, MEASURING.part_elements)
-
-
-def _needed_pairs(entry: AttentionCall, ranges: KeyRanges) -> int:
-    """Return how many of the visible pairs of a query and a key its heads need."""
+def _pairs(entry: AttentionCall, ranges: KeyRanges) -> tuple[int, int]:
+    """Return how many pairs of a query and a key the heads of a batch entry see, and how many of these they need."""
     queries = np.arange(entry.q_len, dtype=np.int64)
     positions, block = queries + entry.q_offset, queries // ranges.q_block
-    seen, last = visible_keys(entry, queries, queries)
-    total = 0
-    for first, stop, past, future in zip(ranges.first, ranges.stop, ranges.past, ranges.future, strict=True):
-        lowest = np.maximum(np.maximum(first[block], positions - past[block] + 1), seen)
-        highest = np.minimum(np.minimum(stop[block], positions + future[block]), last)
-        total += int((highest - lowest).clip(0).sum())
-    return total
+    first, stop = visible_keys(entry, queries, queries)  # [q_len]
+    lowest = np.maximum(ranges.first[:, block], positions - ranges.past[:, block] + 1)  # [num_heads, q_len]
+    highest = np.minimum(ranges.stop[:, block], positions + ranges.future[:, block])
+    needed = (np.minimum(highest, stop) - np.maximum(lowest, first)).clip(0).sum()
+    return entry.num_heads * int((stop - first).clip(0).sum()), int(needed)
 
 
 def _horizons(entry: AttentionCall, ranges: KeyRanges) -> Any:
     """Return how far back the heads of a batch entry look, ``[num_heads]``."""
-    reach = np.asarray(ranges.past).max(axis=1).astype(np.float64)
+    farthest = ranges.past.max(axis=1).astype(np.float64)
     # No key is further back than the first is from the last query.
-    return np.where(reach >= min(ENDLESS, entry.q_offset + entry.q_len), math.inf, reach)
-
-
-def visible_pairs(call: AttentionCall) -> int:
-    """Return how many pairs of a query and a key causality and the window leave, a head, the offset being an int."""
-    queries = np.arange(call.q_len, dtype=np.int64)
-    first, stop = visible_keys(call, queries, queries)
-    return int((stop - first).clip(0).sum())
-
-
-def visible_keys(call: AttentionCall, lowest: Any, highest: Any) -> tuple[Any, Any]:
-    """Return which keys causality and the window let queries ``lowest`` to ``highest`` see: first, and last + 1."""
-    window = 2**40 if call.window_size is None else call.window_size
-    first = lowest + int(call.q_offset) - window
-    stop = highest + int(call.q_offset) + (1 if call.is_causal else window + 1)
-    return np.clip(first, 0, call.kv_len), np.clip(stop, 0, call.kv_len)
+    return np.where(farthest >= min(ENDLESS, entry.q_offset + entry.q_len), math.inf, farthest)

@@ -1,6 +1,6 @@
 """Which rectangles of the score matrix to compute, and in how few kernel calls.
 
-The plan (:func:`alibi_core.backend.key_ranges`) says which keys are needed. This module turns its ranges, on the host,
+The plan (:func:`key_ranges`) says which keys are needed. This module turns its ranges, on the host,
 into calls of a kernel that computes a rectangle with a given bias: PyTorch's attention on the CPU, MLX's on any device.
 """
 
@@ -14,28 +14,10 @@ from typing import Any
 import numpy as np
 
 from alibi_core._call import AttentionCall
-from alibi_core._horizon.ranges import KeyRanges
+from alibi_core._horizon.ranges import FIELDS, KeyRanges
+from alibi_core._horizon.tiling import Tiling
 
 Ints = np.ndarray[Any, Any]
-
-FIELDS = ("first", "stop", "past", "future")  # of KeyRanges
-
-
-@dataclass(frozen=True)
-class TileSizes:
-    """The sizes that suit a kernel.
-
-    Attributes:
-        rows: The least and the largest number of queries in a tile.
-        bias_elements: The most elements in the bias of one call. A single head may have more.
-        call_scores: The number of scores whose computation takes as long as a call's overhead.
-        few: The number of queries up to which a call is a decoding step, where calls cost more than scores.
-    """
-
-    rows: tuple[int, int]
-    bias_elements: int
-    call_scores: int
-    few: int
 
 
 @dataclass(frozen=True)
@@ -77,7 +59,7 @@ def entry_of(call: AttentionCall, index: int) -> AttentionCall:
     return replace(entry, q_offset=int(entry.q_offset.reshape(-1)[0] if call.has_offset_array else entry.q_offset))
 
 
-def plain_jobs(call: AttentionCall, sizes: TileSizes) -> Iterator[Job]:
+def plain_jobs(call: AttentionCall, tiling: Tiling) -> Iterator[Job]:
     """Yield jobs for all batch entries and heads at once, their keys whole but for what masks by position hide.
 
     Shapes alone decide: nothing is read of any array. Of an offset that is an array, all keys may be needed.
@@ -87,45 +69,49 @@ def plain_jobs(call: AttentionCall, sizes: TileSizes) -> Iterator[Job]:
     varies = max(1 if x is None else x.shape[0] for x in (call.mask, call.q_segment_ids, call.kv_segment_ids))
     for slopes in (call.slopes, call.future_slopes):
         varies = max(varies, 1 if slopes is None or slopes.ndim == 1 else slopes.shape[0])
-    rows = min(sizes.rows[1], call.q_len)
-    while rows > sizes.few and rows * call.kv_len > sizes.bias_elements:
+    rows = min(tiling.rows[1], call.q_len)
+    while rows > tiling.few and rows * call.kv_len > tiling.bias_elements:
         rows = -(-rows // 2)
-    limit = max(1, sizes.bias_elements // (rows * call.kv_len))
+    limit = max(1, tiling.bias_elements // (rows * call.kv_len))
     heads = max(n for n in range(1, min(at_once, limit) + 1) if at_once % n == 0)
     entries = max(1, call.batch[0] if varies == 1 else limit // heads)
     for index, head in itertools.product(range(0, call.batch[0], entries), range(0, call.num_heads, heads)):
         batch = slice(index, min(index + entries, call.batch[0]))
         for q_start in range(0, call.q_len, rows):
             count = min(rows, call.q_len - q_start)
-            first, stop = seen_keys(call, q_start, count)
+            first, stop = map(int, visible_keys(call, q_start, q_start + count - 1))
             if first >= stop:
                 first, stop = 0, 1  # rows that see nothing become zeros all the same
             yield Job(batch, slice(head, head + heads), q_start, count, 1, first, stop - first)
 
 
-def seen_keys(call: AttentionCall, q_start: int, rows: int) -> tuple[int, int]:
-    """Return the first key, and the one after the last, that masks by position let some of these queries see."""
+def visible_keys(call: AttentionCall, lowest: Any, highest: Any) -> tuple[Any, Any]:
+    """Return which keys direction and window let queries ``lowest`` to ``highest`` see: the first, and the last + 1.
+
+    Queries are counted from 0: ints, or arrays of NumPy. All keys may be seen where the offset is an array.
+    """
     if call.has_offset_array:
         return 0, call.kv_len
-    lowest, highest = q_start + call.q_offset, q_start + call.q_offset + rows - 1
-    window = call.kv_len + abs(call.q_offset) + call.q_len if call.window_size is None else call.window_size
-    return max(0, lowest - window), min(call.kv_len, highest + 1 + (0 if call.is_causal else window))
+    window = 2**40 if call.window_size is None else call.window_size
+    first = np.maximum(lowest + call.q_offset - window, 0)
+    stop = np.minimum(highest + call.q_offset + (1 if call.is_causal else window + 1), call.kv_len)
+    return np.minimum(first, call.kv_len), np.maximum(stop, 0)
 
 
-def jobs_of_entry(call: AttentionCall, ranges: KeyRanges, index: int, sizes: TileSizes) -> Iterator[Job]:
+def jobs_of_entry(call: AttentionCall, ranges: KeyRanges, index: int, tiling: Tiling) -> Iterator[Job]:
     """Yield the jobs of one batch entry, inside the ranges of keys that it needs.
 
     Args:
         call: From :func:`entry_of`. Its mask and segment ids are read on the host.
         ranges: The plan of it, as NumPy arrays ``[num_heads, q_blocks]``.
         index: Which entry it is.
-        sizes: Of tiles.
+        tiling: The sizes of tiles.
     """
-    if call.q_len <= sizes.few:
+    if call.q_len <= tiling.few:
         by_head = _few_jobs(call, ranges, index)
     else:
-        by_head = [_head_jobs(call, ranges, head, index, sizes) for head in range(call.num_heads)]
-    yield from _shared(by_head, call.num_heads // call.num_kv_heads, sizes.bias_elements)
+        by_head = [_head_jobs(call, ranges, head, index, tiling) for head in range(call.num_heads)]
+    yield from _shared(by_head, call.num_heads // call.num_kv_heads, tiling.bias_elements)
 
 
 def _few_jobs(call: AttentionCall, ranges: KeyRanges, index: int) -> list[list[Job]]:
@@ -159,19 +145,19 @@ def _needed(of_block: tuple[Ints, ...], lowest: Any, counts: Any) -> tuple[Ints,
     return np.where(nothing, 0, first), np.where(nothing, 1, stop)
 
 
-def _head_jobs(call: AttentionCall, ranges: KeyRanges, head: int, index: int, sizes: TileSizes) -> list[Job]:
+def _head_jobs(call: AttentionCall, ranges: KeyRanges, head: int, index: int, tiling: Tiling) -> list[Job]:
     """Return the jobs of one head of one batch entry.
 
-    Tiles that follow one another make up a run, one call, that sees as far back, and ahead, as the one that needs most.
+    Adjacent tiles share one kernel call with the widest key range that any of them needs.
     Another joins where that costs less than a call of its own, and where the keys exist.
     """
     fields = [getattr(ranges, name)[head].astype(np.int64) for name in FIELDS]
-    rows = _rows(call, int(np.median(fields[1] - fields[0])) - min(ranges.q_block, call.q_len), sizes)
+    rows = _rows(call, int(np.median(fields[1] - fields[0])) - min(ranges.q_block, call.q_len), tiling)
     starts = np.arange(0, call.q_len, rows)
     counts = np.minimum(rows, call.q_len - starts)
     block = starts // ranges.q_block
     first, stop = _needed(tuple(x[block] for x in fields), starts + call.q_offset, counts)
-    alike = (_untouched(call, starts, counts, first, stop) & (counts == rows)).tolist()
+    alike = (_depends_on_distance_alone(call, starts, counts, first, stop) & (counts == rows)).tolist()
     lowest = (starts + call.q_offset).tolist()
     backs, aheads = (starts + call.q_offset - first).tolist(), (stop - starts - call.q_offset).tolist()
     may_widen = call.mask is None and call.q_segment_ids is None  # else distance alone does not tell further keys
@@ -184,7 +170,7 @@ def _head_jobs(call: AttentionCall, ranges: KeyRanges, head: int, index: int, si
             if wider != needs or wider != (back, ahead):
                 extra = (last - tile + 1) * sum(wider) - (last - tile) * (back + ahead) - sum(needs)
                 exist = wider[0] <= lowest[tile] and lowest[last] + wider[1] <= call.kv_len
-                if not (may_widen and exist and extra * rows <= sizes.call_scores):
+                if not (may_widen and exist and extra * rows <= tiling.call_scores):
                     break
                 back, ahead = wider
             last += 1
@@ -195,20 +181,20 @@ def _head_jobs(call: AttentionCall, ranges: KeyRanges, head: int, index: int, si
     return result
 
 
-def _rows(call: AttentionCall, width: int, sizes: TileSizes) -> int:
+def _rows(call: AttentionCall, width: int, tiling: Tiling) -> int:
     """Return how many queries a tile is to have where each needs ``width`` keys.
 
     More make better use of the kernel, fewer waste less: a tile computes ``rows`` keys more than each query needs.
     """
-    rows = sizes.rows[0]
-    while rows < sizes.rows[1] and 4 * rows < width:
+    rows = tiling.rows[0]
+    while rows < tiling.rows[1] and 4 * rows < width:
         rows *= 2
-    while rows > sizes.few and rows * (width + rows) > sizes.bias_elements:
+    while rows > tiling.few and rows * (width + rows) > tiling.bias_elements:
         rows //= 2
     return min(rows, call.q_len)
 
 
-def _untouched(call: AttentionCall, starts: Ints, counts: Ints, first: Ints, stop: Ints) -> Ints:
+def _depends_on_distance_alone(call: AttentionCall, starts: Ints, counts: Ints, first: Ints, stop: Ints) -> Ints:
     """Return for which tiles the bias depends on nothing but how far queries and keys are apart."""
     lowest = starts + call.q_offset
     result: Ints = (lowest >= 0) & (lowest + counts <= call.kv_len)

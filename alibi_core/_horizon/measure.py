@@ -7,7 +7,6 @@ Arrays are of any library, and stay on their device. A backend that reads them, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,76 +19,25 @@ from alibi_core._arrays import (
     arange,
     asarray,
     astype,
+    at_least,
+    at_most,
     device_of,
-    floating_name,
+    is_numpy,
     namespace_of,
     on_host,
 )
 from alibi_core._bias import working_dtype
 from alibi_core._call import AttentionCall
-from alibi_core._horizon.jobs import FIELDS
-from alibi_core._horizon.nearest import parts_of
+from alibi_core._horizon.nearest import nearest_keys, parts_of
 from alibi_core._horizon.ranges import (
+    FIELDS,
     KeyRanges,
     ScoreBounds,
     by_block,
     key_ranges,
-    least,
     log_sum_exp_of_mean,
-    nonnegative,
-    or_endless,
 )
-
-LIMITS = {"float32": (2.0**-23, 2.0**-126), "float64": (2.0**-52, 2.0**-1022)}  # spacing at 1, least normal number
-
-
-def norm_bounds(vectors: Any) -> Any:
-    """Return what no norm of ``[..., head_dim]`` exceeds, however sums of squares are rounded: float32 or float64.
-
-    It is infinite for a vector that holds a NaN, or whose squares overflow. A NaN would not do: the maxima of some
-    compilers pass over it.
-    """
-    xp, head_dim = namespace_of(vectors), vectors.shape[-1]
-    eps, tiny = LIMITS[str(floating_name(vectors.dtype))]
-    # Each addition may round down, so may the root (of a GPU, by some units); the square of what is tiny may vanish.
-    rounding, vanishing = (head_dim + 8) * eps, (head_dim * tiny) ** 0.5
-    return or_endless(xp, xp.sqrt(xp.sum(vectors * vectors, axis=-1)) * (1 + rounding) + vanishing)
-
-
-@dataclass(frozen=True)
-class Measuring:
-    """How finely a backend measures, and by which function.
-
-    Attributes:
-        q_block: The number of queries that share a score bound, or a divisor of that number.
-        kv_block: The same for keys.
-        most_blocks: The most blocks of queries, and of keys. None for any number.
-        part_elements: Of queries or keys, so many are measured at a time, that no copy of either is ever whole. None
-            for all at once.
-        few: Queries. For so few the mean of keys, and those of some, are not worth a pass over all keys.
-        worthwhile: What slope times distance must be at least, about, for a head's denominators to be bounded by means
-            of keys. None for no such bounds: they read the slopes on the host.
-        norm_bounds: As :func:`norm_bounds`. Keys that are not centred it gets in a dtype of their own.
-    """
-
-    q_block: int
-    kv_block: int
-    most_blocks: int | None = 512
-    part_elements: int | None = None
-    few: int = 0
-    worthwhile: float | None = None
-    norm_bounds: Callable[[Any], Any] = norm_bounds
-
-    def q_block_of(self, call: AttentionCall) -> int:
-        """Return how many queries of a call have one bound."""
-        return self._multiple(self.q_block, call.q_len)
-
-    def kv_block_of(self, call: AttentionCall) -> int:
-        """Return how many keys of a call have one bound, where their norms are unknown."""
-        return self._multiple(self.kv_block, call.kv_len)
-
-    def _multiple(self, block: int, length: int) -> int:
-        return block if self.most_blocks is None else block * max(1, -(-length // (block * self.most_blocks)))
+from alibi_core._horizon.tiling import Tiling
 
 
 @dataclass(frozen=True)
@@ -127,7 +75,7 @@ class Measured:
 
         Args:
             call: Whose queries and keys they are.
-            nearest: From :meth:`AttentionCall.nearest_keys`.
+            nearest: From :func:`nearest_keys`.
         """
         heads = (*self.key_norms.shape[:-2], call.num_kv_heads, self.key_norms.shape[-1])
         return ScoreBounds.of_tokens(
@@ -142,49 +90,49 @@ class Measured:
         )
 
 
-def measure(call: AttentionCall, query: Any, key: Any, how: Measuring, known: KeyNorms | None = None) -> Measured:
+def measure(call: AttentionCall, query: Any, key: Any, tiling: Tiling, known: KeyNorms | None = None) -> Measured:
     """Measure queries and keys.
 
     Args:
         call: With one batch axis. Its arrays may be of another namespace than the tensors, if its offset is an int.
         query: ``[batch, num_heads, q_len, head_dim]``.
         key: ``[batch, num_kv_heads, kv_len, head_dim]``.
-        how: How finely.
+        tiling: How finely.
         known: Bounds of the norms of keys, which are not measured then.
     """
     xp, dtype, centre = namespace_of(query), _statistics(query), None
     if known is None:
-        kv_block = how.kv_block_of(call)
-        parts = list(parts_of(call.kv_len, call.num_kv_heads * call.head_dim, how.part_elements))
-        if call.q_len > how.few:
+        kv_block = tiling.kv_block_of(call.kv_len)
+        parts = list(parts_of(call.kv_len, call.num_kv_heads * call.head_dim, tiling.part_elements))
+        if call.q_len > tiling.few:
             # Softmax does not notice a vector taken from every key; without their mean they are smaller.
             cast = parts if key.dtype != dtype else [slice(0, call.kv_len)]
             sums = [xp.sum(astype(xp, key[:, :, part], dtype), axis=-2, keepdims=True) for part in cast]
             centre = sum(sums[1:], sums[0]) / call.kv_len
-        norms = [how.norm_bounds(_centred(xp, key[:, :, part], centre)) for part in parts]
+        norms = [tiling.norm_bounds(_centred(xp, key[:, :, part], centre)) for part in parts]
         key_norms = xp.max(by_block(xp, _joined(xp, norms), kv_block), axis=-1)
     else:
         kv_block, key_norms = known.block, astype(xp, known.values, dtype)
     q_norms, own_scores = [], []
-    for part in parts_of(call.q_len, call.num_heads * call.head_dim, how.part_elements):
+    for part in parts_of(call.q_len, call.num_heads * call.head_dim, tiling.part_elements):
         queries = astype(xp, query[:, :, part], dtype)
-        q_norms.append(how.norm_bounds(queries))
+        q_norms.append(tiling.norm_bounds(queries))
         own = _centred(xp, _own_keys(xp, call, key, part), centre)
         grouped = xp.reshape(queries, (queries.shape[0], call.num_kv_heads, -1, *queries.shape[2:]))
         scores = xp.sum(grouped * astype(xp, own, dtype)[:, :, None], axis=-1)
         own_scores.append(xp.reshape(scores, queries.shape[:3]))
     return Measured(
-        how.q_block_of(call),
+        tiling.q_block_of(call.q_len),
         kv_block,
         _joined(xp, q_norms) * abs(call.scale),
         _joined(xp, own_scores) * call.scale,
         key_norms,
         centre,
-        lower_bounds(call, query, key, centre, how),
+        lower_bounds(call, query, key, centre, tiling),
     )
 
 
-def lower_bounds(call: AttentionCall, query: Any, key: Any, centre: Any | None, how: Measuring) -> Any | None:
+def lower_bounds(call: AttentionCall, query: Any, key: Any, centre: Any | None, tiling: Tiling) -> Any | None:
     """Return lower bounds of log-sum-exps, ``[1, num_heads, q_len]``, each from the mean of the keys some way back.
 
     Args:
@@ -192,12 +140,12 @@ def lower_bounds(call: AttentionCall, query: Any, key: Any, centre: Any | None, 
         query: ``[1, num_heads, q_len, head_dim]``.
         key: ``[1, num_kv_heads, kv_len, head_dim]``.
         centre: As in :class:`Measured`.
-        how: As for :func:`measure`.
+        tiling: As for :func:`measure`.
 
     Returns:
         None where that would not shorten horizons, or the keys back there are not known to be visible.
     """
-    if how.worthwhile is None or call.mask is not None or call.q_segment_ids is not None or call.q_len <= how.few:
+    if tiling.worthwhile is None or call.mask is not None or call.q_segment_ids is not None or call.q_len <= tiling.few:
         return None
     slopes = call.xp.broadcast_to(call.slopes, (1, call.num_heads))[0].tolist()
     if call.q_offset < 0 or call.q_offset + call.q_len > call.kv_len or min(slopes) < 0:
@@ -206,15 +154,17 @@ def lower_bounds(call: AttentionCall, query: Any, key: Any, centre: Any | None, 
     nothing = xp.broadcast_to(asarray(xp, -math.inf, dtype, device_of(xp, query)), (call.q_len,))
     found = []
     for head, slope in enumerate(slopes):
-        # Their number grows with count, their weight falls with slope * distance: the best is between.
+        # More keys add log(count) but lie farther away; 0.7 / slope is near the best.
         count = 2 ** round(math.log2(min(max(0.7 / max(slope, 1e-6), 1), 512)))
         visible = call.window_size is None or 2 * count <= call.window_size
         # Of steep heads it would shorten little, of those that reach farther than the sequence nothing.
-        if count < 16 or slope * call.kv_len < how.worthwhile or not visible:
+        if count < 16 or slope * call.kv_len < tiling.worthwhile or not visible:
             found.append(nothing)
             continue
         middle = None if centre is None else centre[0, head // group]
-        found.append(_bound_by_means(call, query[0, head], key[0, head // group], middle, nothing, slope, count, how))
+        found.append(
+            _bound_by_means(call, query[0, head], key[0, head // group], middle, nothing, slope, count, tiling)
+        )
     return None if all(x is nothing for x in found) else xp.stack(found)[None]
 
 
@@ -226,7 +176,7 @@ def _bound_by_means(
     nothing: Any,
     slope: float,
     count: int,
-    how: Measuring,
+    tiling: Tiling,
 ) -> Any:
     """Return one head's bounds, each from the ``count`` keys that end where the query's block of as many begins.
 
@@ -237,7 +187,7 @@ def _bound_by_means(
     before, shift = divmod(call.q_offset, count)  # blocks of keys that end at or before the first query
     skipped = min(count, call.q_len) if before == 0 else 0  # queries without such a block
     found = [nothing[:skipped]]
-    for part in parts_of(-(-(call.q_len - skipped) // count), count * call.head_dim, how.part_elements):  # of blocks
+    for part in parts_of(-(-(call.q_len - skipped) // count), count * call.head_dim, tiling.part_elements):  # of blocks
         blocks, start = part.stop - part.start, skipped + part.start * count
         queries = astype(xp, query[start : start + blocks * count], dtype)
         length = queries.shape[0]
@@ -255,19 +205,31 @@ def _bound_by_means(
     return xp.where(bounds < math.inf, bounds, nothing)
 
 
-def ranges_on_host(
-    call: AttentionCall, bounds: ScoreBounds, tolerance: float, part_elements: int | None = None
+def host_ranges(
+    call: AttentionCall, query: Any, key: Any, tolerance: float, tiling: Tiling, known: KeyNorms | None = None
 ) -> KeyRanges:
     """Return the plan of one batch entry, as NumPy arrays ``[num_heads, q_blocks]``.
 
-    It is made a few heads at a time: that of all could take more memory than the attention itself.
+    The arguments are those of :func:`measure`. It is made for groups of heads: the plan of all could take more memory
+    than the attention itself.
     """
-    parts = []
-    for heads in parts_of(call.num_heads, bounds.excess.shape[-1] * bounds.key_norm.shape[-1], part_elements):
-        part = call.tile(batch=slice(0, 1), heads=heads, queries=slice(0, call.q_len), keys=slice(0, call.kv_len))
-        parts.append(key_ranges(part, bounds.of_heads(heads), tolerance))
+    q_block, parts = tiling.q_block_of(call.q_len), []
+    with np.errstate(all="ignore"):  # sums of large numbers are infinite, and all keys are needed
+        if tolerance == 0:
+            bounds = ScoreBounds.unmeasured(call, q_block=q_block, kv_block=call.kv_len)
+        else:
+            measured = measure(call, query, key, tiling, known)
+            if is_numpy(call.slopes):
+                xp = namespace_of(query)
+                read: dict[str, Any] = {name: on_host(xp, x) for name, x in measured.arrays.items()}
+                measured = replace(measured, **read)
+            bounds = measured.bounds(call, nearest_keys(call, tiling.part_elements))
+        width = bounds.excess.shape[-1] * bounds.key_norm.shape[-1]
+        for heads in parts_of(call.num_heads, width, tiling.part_elements):
+            part = call.tile(batch=slice(0, 1), heads=heads, queries=slice(0, call.q_len), keys=slice(0, call.kv_len))
+            parts.append(key_ranges(part, bounds.of_heads(heads), tolerance))
     whole = {name: np.concatenate([on_host(call.xp, getattr(part, name))[0] for part in parts]) for name in FIELDS}
-    return KeyRanges(bounds.q_block, **whole)
+    return KeyRanges(q_block, **whole)
 
 
 def by_query_head(call: AttentionCall, of_keys: Any) -> Any:
@@ -285,7 +247,7 @@ def _own_keys(xp: Namespace, call: AttentionCall, key: Any, queries: slice) -> A
         return key[:, :, call.q_offset + queries.start : call.q_offset + queries.stop]
     offset = call.q_offset[..., None] if call.has_offset_array else call.q_offset
     positions = arange(xp, queries.stop - queries.start, device_of(xp, key)) + (offset + queries.start)
-    positions = least(xp, nonnegative(xp, positions), call.kv_len - 1)  # torch.compile traces no xp.clip
+    positions = at_most(xp, at_least(xp, positions, 0), call.kv_len - 1)
     return along_axis(xp, key, xp.reshape(positions, (-1, 1, queries.stop - queries.start, 1)), -2)
 
 

@@ -1,37 +1,42 @@
-"""How far each query's nearest key is, in memory that grows with the lengths alone."""
+"""The distance of each query's nearest visible key, where possible in memory that grows with the lengths alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from alibi_core._arrays import MAX_POSITION, asarray, astype, running_max
+from alibi_core._arrays import along_axis, astype, checks, running_max
+from alibi_core._bias import relative_positions, with_head_axis
 from alibi_core._call import AttentionCall
 
 
 def nearest_keys(call: AttentionCall, part_elements: int | None = None) -> Any:
-    """Return ``call.nearest_keys()`` for one batch entry whose offset is an int.
+    """Return the distance of each query's nearest visible key, in tokens; -1 for a query that sees none.
 
-    Where there are segments, or a mask of queries and keys, it takes time in proportion to ``q_len * kv_len``.
+    With segments, or a mask that differs by query, it takes time in proportion to ``q_len * kv_len``.
 
     Args:
-        call: With one batch axis, of length 1.
-        part_elements: Of what is as large as ``q_len * kv_len``, how much may be held at a time.
+        call: With one batch axis, if ``part_elements`` is given.
+        part_elements: How many of ``q_len * kv_len`` elements may be held at a time; None for all of them.
+
+    Returns:
+        int32, ``[q_len]``, or with the axes ``[..., num_heads or 1, q_len]`` along which it varies.
     """
     xp = call.xp
     if call.sees_own_key:
         return xp.zeros_like(call.positions()[0])
-    if call.mask is None and call.q_segment_ids is None:
-        return call.nearest_keys()
-    if call.q_segment_ids is None and call.mask is not None and call.mask.shape[-2] == 1:
-        return _under_one_mask(call, call.mask)
-    heads, keys = slice(0, call.num_heads), slice(0, call.kv_len)
-    width = call.kv_len * (1 if call.mask is None else call.mask.shape[1])
-    parts = [
-        call.tile(batch=slice(0, 1), heads=heads, queries=part, keys=keys).nearest_keys()
-        for part in parts_of(call.q_len, width, part_elements)
-    ]
-    return xp.concat(parts, axis=-1)
+    if (call.mask is None and call.q_segment_ids is None) or call.kv_len == 0:
+        return _by_position(call)
+    mask = call.mask
+    is_padding = call.q_segment_ids is None and mask is not None and mask.ndim > 1 and mask.shape[-2] == 1
+    if is_padding and part_elements is not None:
+        return _under_padding(call, mask)
+    if part_elements is None:
+        return _by_pair(call)
+    batch, heads, keys = slice(0, call.batch[0]), slice(0, call.num_heads), slice(0, call.kv_len)
+    width = call.kv_len * (1 if mask is None or mask.ndim < 3 else mask.shape[-3])
+    parts = parts_of(call.q_len, width, part_elements)
+    return xp.concat([_by_pair(call.tile(batch=batch, heads=heads, queries=x, keys=keys)) for x in parts], axis=-1)
 
 
 def parts_of(length: int, elements: int, part_elements: int | None) -> Iterator[slice]:
@@ -42,22 +47,46 @@ def parts_of(length: int, elements: int, part_elements: int | None) -> Iterator[
     return (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 
-def _under_one_mask(call: AttentionCall, mask: Any) -> Any:
+def _by_position(call: AttentionCall) -> Any:
+    """Return the distances where direction and window alone hide keys."""
+    xp, positions = call.xp, call.positions()[0]
+    nearest = call.distance_to_keys(positions)
+    if call.window_size is not None:
+        nearest = xp.where(nearest > call.window_size, -1, nearest)
+    if call.is_causal:
+        nearest = xp.where(positions < 0, -1, nearest)
+    if call.kv_len == 0:
+        nearest = xp.full_like(nearest, -1)
+    return nearest[..., None, :] if call.has_offset_array else nearest
+
+
+def _by_pair(call: AttentionCall) -> Any:
+    """Return the distances from those of all pairs of a query and a key."""
+    relative = relative_positions(call.xp, *call.positions())
+    relative = with_head_axis(relative) if relative.ndim > 2 else relative
+    nearest = call.nearest_visible(relative, call.visible(relative))[..., 0]
+    return call.xp.where(nearest == checks.MAX_POSITION, -1, nearest)
+
+
+def _under_padding(call: AttentionCall, mask: Any) -> Any:
     """Return the distances under a mask that is one for all queries, as padding is: from running maxima."""
-    xp = call.xp
+    xp, last = call.xp, call.kv_len - 1
     queries, keys = call.positions()
-    far, none = (asarray(xp, n, xp.int32, call.device) for n in (MAX_POSITION, -1))  # farther than any key is; nothing
-    shown = xp.broadcast_to(mask, (*mask.shape[:-1], call.kv_len))[:, :, 0, :]  # [1, heads or 1, kv_len]
-    inside = xp.clip(queries, 0, call.kv_len - 1)
-    before = xp.take(running_max(xp, xp.where(shown, keys, none)), inside, axis=-1)
-    nearest = xp.where((queries >= 0) & (before >= 0), queries - before, far)
-    if not call.is_causal:
-        # Of the reversed row, the key before is the one after.
-        last = call.kv_len - 1
-        ahead = running_max(xp, xp.where(xp.flip(shown, axis=-1), keys, none))
-        after = xp.take(ahead, last - inside, axis=-1)
-        is_ahead = (queries <= last) & (after >= 0)
-        distance = xp.where(is_ahead, last - after - queries, far)
-        nearest = xp.where(distance < nearest, distance, nearest)
-    limit = MAX_POSITION - 1 if call.window_size is None else min(call.window_size, MAX_POSITION - 1)
-    return astype(xp, xp.where(nearest <= limit, nearest, none), xp.int32)
+    queries = queries[..., None, :] if call.has_offset_array else queries  # [q_len] or [*batch, 1, q_len]
+    shown = xp.broadcast_to(mask, (*mask.shape[:-1], call.kv_len))[..., 0, :]  # [..., heads or 1, kv_len]
+    inside = xp.clip(queries, 0, last)
+
+    def nearest_before(shown: Any, places: Any) -> Any:
+        """Return the last shown key up to each place, -1 where there is none."""
+        found = running_max(xp, xp.where(shown, keys, -1))
+        places = xp.reshape(places, (*[1] * (found.ndim - places.ndim), *places.shape))
+        return along_axis(xp, found, places, -1)
+
+    before = nearest_before(shown, inside)
+    nearest = xp.where((queries >= 0) & (before >= 0), queries - before, checks.MAX_POSITION)
+    if not call.is_causal:  # in the reversed row, the key after is the key before
+        after = nearest_before(xp.flip(shown, axis=-1), last - inside)
+        ahead = xp.where((queries <= last) & (after >= 0), last - after - queries, checks.MAX_POSITION)
+        nearest = xp.where(ahead < nearest, ahead, nearest)
+    window = checks.MAX_POSITION if call.window_size is None else call.window_size
+    return astype(xp, xp.where(nearest <= min(window, checks.MAX_POSITION - 1), nearest, -1), xp.int32)

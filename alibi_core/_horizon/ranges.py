@@ -21,10 +21,12 @@ from alibi_core._arrays import (
     arange,
     asarray,
     astype,
+    at_least,
+    at_most,
     checks,
     device_of,
+    extended,
     floating_name,
-    library_name,
     running_sum,
 )
 from alibi_core._bias import slopes_of_any_sign, with_head_axis
@@ -33,8 +35,10 @@ from alibi_core._call import AttentionCall
 # Of the dtypes of queries and keys: the unit roundoff, below which a change is lost in the result's own rounding.
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
-LARGEST_TOLERANCE = 0.5  # so that the key that a bound is measured by is never left out
-ENDLESS = 2**30  # tokens; what is further, or infinite, counts as this, so that int32 holds a position plus a reach
+FIELDS = ("first", "stop", "past", "future")  # of KeyRanges
+
+LARGEST_TOLERANCE = 0.5  # above 0.5 the key that the bound refers to could itself be dropped
+ENDLESS = 2**30  # tokens; larger distances are clipped to this, so that position + distance fits int32
 
 
 def tolerance_of(call: AttentionCall) -> float:
@@ -107,15 +111,14 @@ def reach(xp: Namespace, slopes: Any, excess: Any, tolerance: float) -> Any:
         slopes: ``[...]``; what is not positive reaches to infinity.
         excess: By how much a score may exceed what bounds the row's log-sum-exp from below; broadcasts to ``slopes``.
     """
-    zero, one, endless = (asarray(xp, x, slopes.dtype, device_of(xp, slopes)) for x in (0.0, 1.0, math.inf))
     falls = slopes > 0
     if tolerance == 0:
-        return endless + xp.zeros_like(slopes * excess)
-    rates = xp.where(falls, slopes, one)
+        return xp.full_like(slopes * excess, math.inf)
+    rates = xp.where(falls, slopes, 1.0)
     tail = -xp.log(-xp.expm1(-rates)) - math.log(tolerance)
     heavier = excess + tail  # in logarithms, than may be left out
     tokens = xp.ceil(heavier / rates * (1 + 2.0**-20))  # a little further: the quotient itself is rounded, perhaps to 0
-    return xp.where(falls, xp.where(heavier <= 0, zero, _most(xp, tokens, one)), endless)
+    return xp.where(falls, xp.where(heavier <= 0, 0.0, at_least(xp, tokens, 1.0)), math.inf)
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class ScoreBounds:
 
         >>> call = AttentionCall.check(*[np.ones((1, 1, 8, 2))] * 3)
         >>> q_norms, own_scores, key_norms = (np.full((1, 1, 8), x) for x in (2.0, -6.0, 3.0))
-        >>> tokens = q_norms, own_scores, key_norms, call.nearest_keys()
+        >>> tokens = q_norms, own_scores, key_norms, np.zeros(8, np.int32)  # each query sees its own key
         >>> ScoreBounds.of_tokens(call, *tokens, q_block=4, kv_block=4).excess.round(3).tolist()
         [[[12.0, 12.0]]]
     """
@@ -175,7 +178,7 @@ class ScoreBounds:
                 the queries concerned need every key that they may look at.
             key_norms: ``[..., num_heads, kv_len]``, or fewer columns, each a bound for ``kv_block`` keys. A vector may
                 have been subtracted from all keys, here and in ``own_scores``: softmax does not notice.
-            nearest: From :meth:`AttentionCall.nearest_keys`.
+            nearest: From :func:`nearest_keys`.
             lower: ``[..., num_heads, q_len]``: lower bounds of the queries' log-sum-exps that are known besides, such
                 as :func:`log_sum_exp_of_mean`; -inf where there is none, inf for a query that needs no key.
             q_block: Queries in a block.
@@ -183,30 +186,29 @@ class ScoreBounds:
         """
         xp = call.xp
         rounding = score_rounding(call.head_dim)  # here and in what was measured
-        # Before any maximum is taken: those of some compilers pass over a NaN.
-        q_norms, key_norms = (or_endless(xp, x) for x in (q_norms, key_norms))
+        # Replace NaN by inf first: max() ignores NaN under some compilers.
+        q_norms, key_norms = (nan_to_inf(xp, x) for x in (q_norms, key_norms))
         if key_norms.shape[-1] == call.kv_len:
             key_norms = xp.max(by_block(xp, key_norms, kv_block), axis=-1)
         largest = xp.max(key_norms, axis=-1, keepdims=True)
-        bound = or_endless(xp, q_norms * largest)
-        endless = asarray(xp, math.inf, bound.dtype, call.device)
+        bound = nan_to_inf(xp, q_norms * largest)
         slopes = call.slopes if call.future_slopes is None else xp.maximum(call.slopes, call.future_slopes)
-        # Of a query far from all keys only differences of distances count, and those are rounded a dozen times.
+        # For queries far from all keys the penalty is rounded about 12 times; 1 + 2**-20 covers that.
         lowest = -bound - slopes[..., None] * astype(xp, nearest, slopes.dtype) * (1 + 2.0**-20)
         anchors = xp.where(nearest == 0, own_scores, lowest)
         needs_none = nearest < 0
         if lower is not None:
-            anchors = _most(xp, anchors, lower)
-            needs_none = needs_none | (lower == endless)
+            anchors = at_least(xp, anchors, lower)
+            needs_none = needs_none | (lower == math.inf)
         anchors = anchors - rounding * bound
         if call.added_key_bias is not None and call.kv_len > 0:  # which may help any key, and harm that of the anchor
             spread = xp.max(call.added_key_bias, axis=-1) - xp.min(call.added_key_bias, axis=-1)
             anchors = anchors - spread[..., None]
         # Where bounds are infinite, differences of them are NaN: nothing is known.
-        anchors = xp.where((bound < endless) & (xp.abs(anchors) < endless), anchors, -endless)
-        # Nothing exceeds the anchor of a query that needs no key.
-        excess = xp.where(needs_none, -endless, (1 + rounding) * bound - anchors)
-        anchors = xp.where(needs_none, endless, anchors)
+        anchors = xp.where((bound < math.inf) & (xp.abs(anchors) < math.inf), anchors, -math.inf)
+        # A query that sees no key gets excess -inf, and so needs none.
+        excess = xp.where(needs_none, -math.inf, (1 + rounding) * bound - anchors)
+        anchors = xp.where(needs_none, math.inf, anchors)
         return cls(
             q_block=q_block,
             kv_block=kv_block,
@@ -244,7 +246,7 @@ class KeyRanges:
 
         >>> call = AttentionCall.check(*[np.ones((1, 1, 4096, 2))] * 3, np.asarray([0.5]))
         >>> norms = np.ones((1, 1, 4096))
-        >>> tokens = norms, norms, norms, call.nearest_keys()
+        >>> tokens = norms, norms, norms, np.zeros(4096, np.int32)
         >>> bounds = ScoreBounds.of_tokens(call, *tokens, q_block=1024, kv_block=64)
         >>> ranges = key_ranges(call, bounds, tolerance=2.0**-24)
         >>> ranges.past[0, 0].tolist(), ranges.first[0, 0].tolist(), ranges.stop[0, 0].tolist()
@@ -287,7 +289,7 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> Ke
     side = tolerance if call.is_causal else tolerance / 2
     q_starts, kv_starts = arange(xp, q_blocks, device) * bounds.q_block, arange(xp, kv_blocks, device) * bounds.kv_block
     q_ends, kv_ends = (
-        least(xp, starts + block, asarray(xp, n, starts.dtype, device)) - 1  # of the last token
+        at_most(xp, starts + block, n) - 1  # of the last token
         for starts, block, n in ((q_starts, bounds.q_block, call.q_len), (kv_starts, bounds.kv_block, call.kv_len))
     )
     offset = call.q_offset[..., None, None] if call.has_offset_array else call.q_offset  # [*batch, 1 (heads), 1] or int
@@ -301,32 +303,32 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> Ke
     if side > 0:
         past = _tokens(xp, reach(xp, slopes, bounds.excess, side))
         weight = _block_weights(call, bounds) - math.log(side)
-        behind = nonnegative(xp, lowest[..., :, None] - kv_ends)
+        behind = at_least(xp, lowest[..., :, None] - kv_ends, 0)
         first = _blocks_to_drop(xp, weight, slopes[..., None], behind, bounds.kv_block) * bounds.kv_block
     if call.is_causal:
         past_stop = highest + 1
-        stop, future = least(xp, stop, past_stop), first * 0 + 1
+        stop, future = at_most(xp, stop, past_stop), first * 0 + 1
     elif side > 0:
         future = _tokens(xp, reach(xp, future_slopes, bounds.excess, side))
-        ahead = nonnegative(xp, kv_starts - highest[..., :, None])
+        ahead = at_least(xp, kv_starts - highest[..., :, None], 0)
         dropped = _blocks_to_drop(
             xp, xp.flip(weight, axis=-1), future_slopes[..., None], xp.flip(ahead, axis=-1), bounds.kv_block
         )
-        stop = least(xp, stop, (kv_blocks - dropped) * bounds.kv_block)
+        stop = at_most(xp, stop, (kv_blocks - dropped) * bounds.kv_block)
     # All keys of a query that is ENDLESS tokens or more from them are still within an endless reach.
-    past = _most(xp, past, xp.where(past < ENDLESS, past, highest + 1))
-    future = _most(xp, future, xp.where(future < ENDLESS, future, call.kv_len - lowest))
+    past = at_least(xp, past, xp.where(past < ENDLESS, past, highest + 1))
+    future = at_least(xp, future, xp.where(future < ENDLESS, future, call.kv_len - lowest))
     if call.window_size is not None:
         within = min(call.window_size, checks.MAX_POSITION - 1) + 1
-        past, future = (least(xp, x, within) for x in (past, future))
+        past, future = (at_most(xp, x, within) for x in (past, future))
     if call.q_segment_ids is not None:
         blocks = _blocks_of_segments(call, bounds)
-        first = _most(xp, first, blocks[0] * bounds.kv_block)
-        stop = least(xp, stop, blocks[1] * bounds.kv_block)
-    first = _most(xp, first, _most(xp, lowest, -ENDLESS) - past + 1)
-    stop = _most(xp, least(xp, stop, least(xp, highest, ENDLESS - 1) + future), 0)
-    first = least(xp, first, stop)
-    # An offset of 64 bits has made them so.
+        first = at_least(xp, first, blocks[0] * bounds.kv_block)
+        stop = at_most(xp, stop, blocks[1] * bounds.kv_block)
+    first = at_least(xp, first, at_least(xp, lowest, -ENDLESS) - past + 1)
+    stop = at_least(xp, at_most(xp, stop, at_most(xp, highest, ENDLESS - 1) + future), 0)
+    first = at_most(xp, first, stop)
+    # A 64-bit offset promotes these to int64.
     return KeyRanges(bounds.q_block, *(astype(xp, x, xp.int32) for x in (first, stop, past, future)))
 
 
@@ -352,7 +354,7 @@ def _block_weights(call: AttentionCall, bounds: ScoreBounds) -> Any:
     # Two bounds. The first knows which query has which anchor, the second does not suffer from a single large key.
     one = bounds.excess[..., None] - bounds.q_least[..., None] * (largest - norms)
     other = bounds.q_most[..., None] * norms - bounds.anchor[..., None]
-    return least(xp, one, other)
+    return at_most(xp, one, other)
 
 
 def _blocks_to_drop(xp: Namespace, weights: Any, slopes: Any, distance: Any, block: int) -> Any:
@@ -363,14 +365,13 @@ def _blocks_to_drop(xp: Namespace, weights: Any, slopes: Any, distance: Any, blo
         slopes: ``[..., 1]``.
         distance: ``[..., blocks]``, tokens to the nearest key of each block.
     """
-    one, size, endless = (asarray(xp, x, slopes.dtype, device_of(xp, slopes)) for x in (1.0, block, math.inf))
     falls = slopes > 0
-    series = -1 / xp.expm1(-xp.where(falls, slopes, one))  # of the bias alone, over all keys beyond the nearest
-    keys = xp.where(falls & (series < size), series, size)
+    series = -1 / xp.expm1(-xp.where(falls, slopes, 1.0))  # of the bias alone, over all keys beyond the nearest
+    keys = xp.where(falls & (series < block), series, float(block))
     logarithms = weights - slopes * astype(xp, distance, slopes.dtype) + xp.log(keys)
-    logarithms = xp.where(slopes < 0, endless, logarithms)
+    logarithms = xp.where(slopes < 0, math.inf, logarithms)
     # exp of what is far above 1 need not be exact, and must not overflow. A NaN compares as too heavy.
-    total = running_sum(xp, xp.exp(least(xp, logarithms, one)))
+    total = running_sum(xp, xp.exp(at_most(xp, logarithms, 1.0)))
     return astype(xp, xp.sum(astype(xp, total <= 1, xp.int32), axis=-1), xp.int32)
 
 
@@ -383,10 +384,8 @@ def _blocks_of_segments(call: AttentionCall, bounds: ScoreBounds) -> tuple[Any, 
     kv_least, kv_most = xp.min(keys, axis=-1)[..., None, :], xp.max(keys, axis=-1)[..., None, :]
     meet = with_head_axis((kv_most >= q_least) & (kv_least <= q_most))  # [..., 1, q_blocks, kv_blocks]
     index = arange(xp, meet.shape[-1], call.device)
-    none = asarray(xp, meet.shape[-1], xp.int32, call.device)
-    first = xp.min(xp.where(meet, index, none), axis=-1)
-    last = xp.max(xp.where(meet, index, -1 + 0 * none), axis=-1)
-    return first, last + 1
+    first = xp.min(xp.where(meet, index, meet.shape[-1]), axis=-1)
+    return first, xp.max(xp.where(meet, index, -1), axis=-1) + 1
 
 
 def by_block(xp: Namespace, array: Any, block: int) -> Any:
@@ -396,45 +395,15 @@ def by_block(xp: Namespace, array: Any, block: int) -> Any:
     """
     if 0 < array.shape[-1] < block:
         return array[..., None, :]
-    missing = -array.shape[-1] % block
-    if missing and library_name(xp) == "torch":  # whose compiler joins reading at places to what reads, and no copies
-        places = least(xp, arange(xp, array.shape[-1] + missing, device_of(xp, array)), array.shape[-1] - 1)
-        array = xp.take(array, places, axis=-1)
-    elif missing:
-        filling = xp.broadcast_to(array[..., -1:], (*array.shape[:-1], missing))
-        array = xp.concat([array, filling], axis=-1)
+    if missing := -array.shape[-1] % block:
+        array = extended(xp, array, missing)
     return xp.reshape(array, (*array.shape[:-1], array.shape[-1] // block, block))
 
 
 def _tokens(xp: Namespace, reach: Any) -> Any:
     """Return whole numbers, or infinity, or NaN for what is not known, as int32."""
-    endless = asarray(xp, ENDLESS, reach.dtype, device_of(xp, reach))
-    return astype(xp, xp.where(reach < endless, reach, endless), xp.int32)
+    return astype(xp, xp.where(reach < ENDLESS, reach, float(ENDLESS)), xp.int32)
 
 
-def or_endless(xp: Namespace, sizes: Any) -> Any:
-    """Return sizes, infinity for a NaN."""
-    endless = asarray(xp, math.inf, sizes.dtype, device_of(xp, sizes))
-    return xp.where(sizes < endless, sizes, endless)
-
-
-def least(xp: Namespace, one: Any, other: Any) -> Any:
-    """Return the smaller; ``one`` where that cannot be told."""
-    return one.clamp(max=other) if _is_clamped(xp, one) else xp.where(one > other, other, one)
-
-
-def _most(xp: Namespace, one: Any, other: Any) -> Any:
-    return one.clamp(min=other) if _is_clamped(xp, one) else xp.where(one < other, other, one)
-
-
-def nonnegative(xp: Namespace, array: Any) -> Any:
-    return array.clamp(min=0) if _is_clamped(xp, array) else xp.where(array < 0, xp.zeros_like(array), array)
-
-
-def _is_clamped(xp: Namespace, array: Any) -> bool:
-    """Whether an array is compared by one operation, of PyTorch's integers.
-
-    For GPUs its compiler works out an operation's arguments anew for each time that they are used. Compared and then
-    chosen from they are used twice: of twenty such steps, one behind the other, it made a hundred thousand.
-    """
-    return library_name(xp) == "torch" and array.dtype in (xp.int32, xp.int64)
+def nan_to_inf(xp: Namespace, sizes: Any) -> Any:
+    return xp.where(sizes < math.inf, sizes, math.inf)

@@ -6,6 +6,7 @@ PyTorch's dispatcher that compilers take. All were seen in PyTorch 2.9 to 2.13.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ FLASH_BACKWARD = _found("ops.aten._scaled_dot_product_flash_attention_for_cpu_ba
 # The innermost transform of torch.func, None outside of all.
 _INTERPRETER = _found("_C._functorch.peek_interpreter_stack")
 _DISPATCH_MODES = _found("_C._len_torch_dispatch_stack")  # how many are active
+# Whether a tensor is one of a batch of gradients that torch.autograd computes at once, which is no transform.
+_IS_BATCH_OF_GRADIENTS = _found("_C._functorch.is_legacy_batchedtensor")
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -65,6 +68,13 @@ def fused_backward(
     return by_score @ key, by_score.mT @ query, weights.mT @ grad
 
 
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16, so that a cast takes longer than it saves; without the name, False."""
+    is_supported = _found("ops.mkldnn._is_mkldnn_bf16_supported")
+    return is_supported is not None and torch.backends.mkldnn.is_available() and bool(is_supported())
+
+
 def in_transform() -> bool:
     """Whether a transform of ``torch.func`` is active; without the name to ask by, True, as what follows is safe."""
     return _INTERPRETER is None or _INTERPRETER() is not None
@@ -91,7 +101,8 @@ def is_watched(*tensors: Tensor) -> bool:
         or in_transform()
         or torch.jit.is_tracing()
         or has_dispatch_mode()
-        or any(type(x) not in PLAIN or x.is_meta for x in tensors)
+        or _IS_BATCH_OF_GRADIENTS is None
+        or any(type(x) not in PLAIN or x.is_meta or _IS_BATCH_OF_GRADIENTS(x) for x in tensors)
     )
 
 

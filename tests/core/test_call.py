@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alibi_core._horizon import entry_of
-from alibi_core.backend import AttentionCall
+from alibi_core.backend import AttentionCall, join_call, split_call
+from alibi_core.backend.horizon import entry_of
 
 IDS = np.asarray([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 4]])
 
@@ -18,16 +18,16 @@ def call_of(**rules: Any) -> AttentionCall:
     return AttentionCall.check(query, key, key, **rules)
 
 
-def parted(call: AttentionCall) -> AttentionCall:
-    """Take a call apart, and put it together again."""
-    shapes = [(*call.batch, n, m, call.head_dim) for n, m in ((call.num_heads, call.q_len), (3, call.kv_len))]
-    return AttentionCall.of_parts(call.xp, tuple(shapes), call.dtype, call.rules, call.arrays, call.device)
-
-
 def test_queries_with_the_ids_of_keys_see_their_own_key_in_every_form_of_the_call() -> None:
     call = call_of(segment_ids=IDS)
     whole = {"batch": slice(0, 2), "heads": slice(0, 3), "keys": slice(2, 7)}
-    forms = [call, call.with_one_batch_axis(), entry_of(call, 1), parted(call), call.map_arrays(lambda x, _: x.copy())]
+    forms = [
+        call,
+        call.with_one_batch_axis(),
+        entry_of(call, 1),
+        join_call(*split_call(call)),
+        call.map_arrays(lambda x, _: x.copy()),
+    ]
     forms.append(call.tile(queries=slice(2, 5), **whole))
     for form in forms:
         assert form.sees_own_key
@@ -68,3 +68,11 @@ def test_a_shift_of_positions_hides_no_mistake_of_ids() -> None:
         if attends is not None:
             seen = seen | ~attends  # rows that see nothing of the tile
         assert np.array_equal(np.isfinite(np.broadcast_to(tile, expected.shape)), seen)
+
+
+def test_a_call_without_its_arrays_is_hashable() -> None:
+    (one, arrays), (other, _) = (split_call(call_of(segment_ids=IDS, added_bias=np.zeros(7))) for _ in range(2))
+    assert sorted(arrays) == ["added_bias", "kv_segment_ids", "mask", "q_segment_ids", "slopes"]
+    assert hash(one) == hash(other)
+    assert one == other
+    assert join_call(one, arrays).slopes is arrays["slopes"]

@@ -197,11 +197,11 @@ def test_gradients_are_those_of_scores_with_a_bias(framework: Framework) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"key": np.ones((2, 7, 4))}, "key must have the dtype of query, float32, got float64"),
+        ({"key": np.ones((2, 7, 4))}, "query, key and value must have one dtype, got query float32, key float64"),
         ({"slopes": 3}, "slopes must count the heads of query, 2, got 3"),
         ({"slopes": np.float32([0.5, 1e20])}, "slopes must be at most 4.612e.18 in size .* float32"),
         ({"scale": 0}, "scale must not be 0"),
-        ({"head_dim": 4}, r"head_dim must be at least 5 \(4 features of query and 1 for positions\), got 4"),
+        ({"head_dim": 4}, "head_dim must be at least 5, those of query and of positions, got 4"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], message: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 from alibi_mlx import AlibiAttention, KVCache  # noqa: E402
-from alibi_mlx._tiled.configuration import norm_bounds  # noqa: E402
+from alibi_mlx._plan import norm_bounds  # noqa: E402
 from alibi_mlx.caches import _kv_cache as _cache  # noqa: E402
 from tests.support.frameworks import MLX  # noqa: E402
 from tests.support.mlx import assert_close, normal  # noqa: E402

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from alibi_core._horizon.tiling import tiled_as
-from alibi_core.backend import AttentionCall, Job, TileSizes
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import Job, tiled_as
 from alibi_core.conformance.testing import DATA, LONGER, STEEP, UNIT_ROUNDOFF, Answer, Case, cases
 from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import TORCH, Backend
@@ -45,19 +45,18 @@ class Tiling:
     short: int = 0
 
     def applied(self, backend: Backend) -> contextlib.AbstractContextManager[None]:
-        default = room_of(backend, ".configuration").tiling()
+        default = room_of(backend).tiling()
         blocks = {"q_block": self.rows[1], "kv_block": 1, "most_blocks": self.blocks}
-        measuring = dataclasses.replace(
-            default.measuring, **blocks, part_elements=self.plan_elements, few=self.few, worthwhile=0
-        )
-        sizes = TileSizes(self.rows, self.bias_elements, self.call_scores, self.few)
-        changes = {"sizes": sizes, "measuring": measuring, "kernel_elements": self.kernel_elements}
-        return tiled_as(dataclasses.replace(default, short=self.short, **changes))
+        sizes = {
+            name: getattr(self, name) for name in ("rows", "few", "bias_elements", "kernel_elements", "call_scores")
+        }
+        changes = blocks | sizes | {"part_elements": self.plan_elements, "worthwhile": 0, "short": self.short}
+        return tiled_as(dataclasses.replace(default, **changes))
 
 
-def room_of(backend: Backend, of_mlx: str = "") -> Any:
+def room_of(backend: Backend) -> Any:
     """Return the module that cuts up a backend's calls."""
-    return importlib.import_module("alibi_torch._cpu" if backend.framework is TORCH else f"alibi_mlx._tiled{of_mlx}")
+    return importlib.import_module("alibi_torch._cpu" if backend.framework is TORCH else "alibi_mlx._plan")
 
 
 def planned_from(keys: int) -> contextlib.AbstractContextManager[None]:
@@ -94,9 +93,10 @@ def planning(backend: Backend, case: Case) -> tuple[AttentionCall, list[Any]]:
 def jobs_of(backend: Backend, case: Case, tolerance: float = 2.0**-24) -> list[Job]:
     """Return the jobs that a call is made of."""
     call, tensors = planning(backend, case)
+    call = dataclasses.replace(call, tolerance=tolerance)
     if backend.framework is TORCH:
-        return list(room_of(backend).rectangles(dataclasses.replace(call, tolerance=tolerance), *tensors[:2], None))
-    return list(room_of(backend).jobs(call, *tensors, tolerance, None))
+        return [job for x in room_of(backend).plan_of(call, *tensors[:2], None) for job in x.jobs]
+    return list(room_of(backend).jobs(call, *tensors, None))
 
 
 def without_offsets_by_entry(case: Case) -> Case:

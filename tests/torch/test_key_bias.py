@@ -51,8 +51,9 @@ def by_hand(tensors: list[torch.Tensor], mask: torch.Tensor | None = None) -> to
     return torch.nan_to_num(scores.softmax(dim=-1)) @ value
 
 
-def test_added_bias_with_padding() -> None:
-    tensors = arguments_of(600, 600, torch.float32)
+@pytest.mark.parametrize("q_len", [1, 5, 600])
+def test_added_bias_with_padding(q_len: int) -> None:
+    tensors = arguments_of(q_len, 600, torch.float32)
     mask = (torch.arange(600) >= torch.tensor([[0], [150]]))[:, None, None, :]
     actual = result_of("tiled", tensors, mask=mask)
     assert torch.allclose(actual.double(), by_hand(tensors, mask), rtol=0, atol=2.0**-16)
@@ -71,3 +72,21 @@ def test_gradients_under_an_added_bias(dtype: torch.dtype, length: int) -> None:
     tolerance = 2.0**-14 if dtype == torch.float32 else 2.0**-6
     for one, other in zip(actual, expected, strict=True):
         assert (one - other).abs().max() <= tolerance * other.abs().max()
+
+
+def test_the_bias_of_packed_rows_is_counted_from_where_each_sequence_begins() -> None:
+    # MPT counts from the end of a row: what begins after 10,000 tokens has biases of -2,500, where scores lose digits.
+    transformers = pytest.importorskip("transformers")
+    from alibi_torch.transformers import accelerate
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 16_384}
+    model = transformers.MptForCausalLM(transformers.MptConfig(**sizes)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model, tokens = accelerate(model, contract="model"), torch.randint(3, 50, (1, 10_030))
+    positions = torch.cat([torch.arange(10_000), torch.arange(30)])[None]
+    with torch.no_grad():
+        packed = model(tokens, position_ids=positions).logits[:, 10_000:]
+        alone = model(tokens[:, 10_000:]).logits
+    assert (packed - alone).abs().max() <= 2.0**-18 * alone.abs().max()

@@ -9,11 +9,8 @@ torch = pytest.importorskip("torch")
 
 import array_api_compat.torch as xp  # noqa: E402
 
-from alibi_core.backend import (  # noqa: E402
-    AttentionCall,
-    entry_of,
-    lower_bounds,
-)
+from alibi_core.backend import AttentionCall  # noqa: E402
+from alibi_core.backend.horizon import entry_of, lower_bounds  # noqa: E402
 from alibi_core.conformance.testing import DATA, LONGER, Case  # noqa: E402
 from alibi_torch import _cpu  # noqa: E402
 from tests.support.frameworks import TORCH, Backend  # noqa: E402
@@ -48,7 +45,7 @@ def assert_lower_bounds(case: Case, tiling: Tiling) -> None:
     with tiling.applied(TILED):
         for index in range(case.sizes.batch):
             one = slice(index, index + 1)
-            bounds = lower_bounds(entry_of(call, index), query[one], key[one], middle[one], _cpu.tiling().measuring)
+            bounds = lower_bounds(entry_of(call, index), query[one], key[one], middle[one], _cpu.tiling())
             if bounds is not None:
                 rounding = 2.0**-20 * (1 + np.abs(np.where(np.isfinite(scores), scores, 0)).max())
                 assert np.all(TORCH.numpy(bounds)[0] <= actual[index] + rounding)
@@ -59,6 +56,6 @@ def test_lower_bounds_shorten_horizons() -> None:
     query, key = torch.ones(1, 1, 150, 4), torch.ones(1, 1, 150, 4)
     call = AttentionCall.check(query, key, key, torch.tensor([0.03]), xp=xp)
     with Tiling().applied(TILED):
-        bounds = lower_bounds(call, query, key, key.mean(dim=2, keepdim=True), _cpu.tiling().measuring)
+        bounds = lower_bounds(call, query, key, key.mean(dim=2, keepdim=True), _cpu.tiling())
     assert (bounds[..., 32:] > np.log(32) - 0.03 * 64).all()
     assert (bounds[..., :16] == -torch.inf).all()

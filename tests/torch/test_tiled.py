@@ -373,16 +373,11 @@ def test_derivatives_of_derivatives_are_those_of_dense_attention(
             assert (one - other).abs().max() <= 2.0**-40 * other.abs().max()
 
 
-@pytest.mark.parametrize("short", [0, 1024])
-def test_derivatives_of_derivatives_are_those_of_small_steps(short: int) -> None:
-    inputs = [x.requires_grad_() for x in tensors((3, 4), batch=1, heads=(2, 1), head_dim=1, dtype=torch.float64)]
-    slopes = torch.tensor([0.5, 0.1], dtype=torch.float64, requires_grad=True)
-    with Tiling(short=short).applied(TILED):
-        for arguments in (inputs, [*inputs, slopes]):
-            assert torch.autograd.gradgradcheck(tiled, arguments)
-        # All rows of the matrix at once, as a batch of gradients.
+def test_a_batch_of_gradients_is_computed_at_once() -> None:
+    inputs = tuple(tensors((3, 4), batch=1, heads=(2, 1), head_dim=1, dtype=torch.float64))
+    with Tiling().applied(TILED):
         by_row, at_once = (
-            torch.autograd.functional.hessian(lambda *x: tiled(*x).square().sum(), tuple(inputs), vectorize=vectorize)
+            torch.autograd.functional.hessian(lambda *x: tiled(*x).square().sum(), inputs, vectorize=vectorize)
             for vectorize in (False, True)
         )
     torch.testing.assert_close(by_row, at_once, rtol=2.0**-40, atol=2.0**-40)
@@ -422,14 +417,6 @@ def test_a_hessian_of_a_sum_whose_gradient_is_one_number_in_memory(short: int) -
         torch.testing.assert_close(hessian(None), hessian("dense"), rtol=2.0**-40, atol=2.0**-40)
 
 
-def test_forward_mode_twice_by_slopes() -> None:
-    query, key, value = tensors((5, 5), batch=1, dtype=torch.float64)
-    slopes = torch.tensor([1.0, 0.3, 0.1, 0.05], dtype=torch.float64)
-    function = lambda x: alibi_torch.attention(query, key, value, x).square().sum()  # noqa: E731
-    found, expected = (twice(twice(function))(slopes) for twice in (torch.func.jacfwd, torch.func.jacrev))
-    torch.testing.assert_close(found, expected, rtol=2.0**-40, atol=2.0**-40)
-
-
 @pytest.mark.parametrize("by", ["query", "slopes"])
 @pytest.mark.parametrize("way", ["forward_ad", "jvp", "jacfwd"])
 def test_forward_mode_is_dense_or_refused(way: str, by: str) -> None:
@@ -459,19 +446,6 @@ def test_forward_mode_is_dense_or_refused(way: str, by: str) -> None:
     for name in ("tiled", "sdpa", "flex"):
         with pytest.raises(NotImplementedError, match=f"'{name}' has no derivatives in forward mode; 'dense' can run"):
             derivative(name)
-
-
-def test_forward_mode_of_what_is_mapped() -> None:
-    query, key, value = (x.unflatten(0, (2, 1)) for x in tensors((7, 11), batch=2))
-    tangent = torch.ones_like(query)
-
-    def derivative(implementation: str | None) -> torch.Tensor:
-        attend = torch.func.vmap(lambda *x: alibi_torch.attention(*x, implementation=implementation))
-        return torch.func.jvp(lambda x: attend(x, key, value), (query,), (tangent,))[1]
-
-    assert torch.equal(derivative(None), derivative("dense"))
-    with pytest.raises(NotImplementedError, match="'tiled' has no derivatives in forward mode"):
-        derivative("tiled")
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -527,15 +501,6 @@ def test_inference_mode_and_no_grad() -> None:
     assert torch.equal(result, expected)
     assert torch.equal(own, expected)
     assert torch.equal(plain, expected)
-
-
-def test_gradients_of_offsets_by_entry_under_autocast_to_another_dtype() -> None:
-    inputs = [x.requires_grad_() for x in tensors((7, 11), batch=2, dtype=torch.float16)]
-    offsets = torch.tensor([2, 4])
-    expected = torch.autograd.grad(alibi_torch.attention(*inputs, q_offset=offsets).sum(), inputs)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = torch.autograd.grad(alibi_torch.attention(*inputs, q_offset=offsets).sum(), inputs)
-    assert all(map(torch.equal, found, expected))
 
 
 def test_autocast_leaves_tiles_alone() -> None:
@@ -616,7 +581,7 @@ def test_gradients_of_slopes_of_far_keys(
         assert (by_slopes("tiled", torch.float32, q_offset=offset) - right).abs().max() <= allowed
 
 
-FUSED = dict.fromkeys(("FLASH", "FLASH_BACKWARD", "_INTERPRETER", "_DISPATCH_MODES"))
+FUSED = ("FLASH", "FLASH_BACKWARD", "_INTERPRETER", "_DISPATCH_MODES", "_IS_BATCH_OF_GRADIENTS")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from alibi_core.backend import (
-    AttentionCall,
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.caches import (
     RowTokens,
     cache_summary,
     check_indices,
@@ -17,16 +17,14 @@ from alibi_core.backend import (
     check_new_tokens,
     check_room,
     check_span,
-    explains_keywords,
-    non_negative_int,
-    one_of,
-    positive_int,
 )
+from alibi_core.backend.checks import explains_keywords, non_negative_int, one_of, positive_int
+from alibi_core.backend.horizon import KeyNorms
 from alibi_mlx import _attention
-from alibi_mlx._tiled import norm_bounds
+from alibi_mlx._plan import norm_bounds
 
 STEP = 256  # tokens; the cache grows by as many at a time, so that it is not copied with each token
-BLOCK = 128  # keys that one bound of their norms is kept for
+BLOCK = 128  # keys that one bound of their norms is for
 
 
 class KVCache:
@@ -70,40 +68,33 @@ class KVCache:
         """Store the keys and values of further tokens and return those of all tokens so far.
 
         Args:
-            key: ``[batch, num_kv_heads, new, head_dim]``.
+            key: ``[batch, num_kv_heads, new, head_dim]``; so is what is returned, of all tokens.
             value: Likewise; its ``head_dim`` may be another.
             lengths: ``[batch]`` integers: how many of the new tokens of each row count, where prompts of different
                 lengths are padded behind. What comes next goes behind those. Default: all.
-
-        Returns:
-            Keys and values, ``[batch, num_kv_heads, length, head_dim]`` each.
 
         Raises:
             TypeError: If an argument is no floating MLX array of four axes.
             ValueError: If there is no room, or what is held is of another batch size, shape or dtype.
         """
         if self.offset == 0:
-            self._forget()  # whatever once was held decides nothing
-        check_appended(key, value, self.keys, self.values, self.batch_size)
-        self._check_offset()
-        if lengths is not None or self.lengths is not None:
-            return self._append_by_row(key, value, _counts(lengths, *key.shape[:3:2]))
+            self._forget()  # the sizes of earlier tokens, now forgotten, decide nothing
+        self._check_new(key, value)
         start, end = self.offset, self.offset + key.shape[-2]
-        keys, values = self._with_room(key, value, end)
-        keys[..., start:end, :] = key
-        values[..., start:end, :] = value
-        self.offset = end
-        self._measured = min(self._measured, start)
-        return keys[..., :end, :], values[..., :end, :]
-
-    def _append_by_row(self, key: mx.array, value: mx.array, counts: np.ndarray[Any, Any]) -> tuple[mx.array, mx.array]:
+        if lengths is None and self.lengths is None:
+            keys, values = self._with_room(key, value, end)
+            keys[..., start:end, :] = key
+            values[..., start:end, :] = value
+            self.offset, self._measured = end, min(self._measured, start)
+            return keys[..., :end, :], values[..., :end, :]
+        counts = _counts(lengths, *key.shape[:3:2])
         tokens = RowTokens.of(self._held(counts.size), counts)
         end = int(tokens.ends.max(initial=0))
         keys, values = self._with_room(key, value, end)
-        if end > self.offset:  # a shorter row's places are read, too: of NaN, a weight of 0 makes NaN
-            keys[..., self.offset : end, :] = values[..., self.offset : end, :] = 0.0
-        rows, columns, slots = (mx.array(x.astype(np.int32)) for x in (tokens.rows, tokens.columns, tokens.slots))
+        # The places behind a shorter row are read, too: of a NaN there, a weight of 0 makes NaN.
+        keys[..., start:end, :] = values[..., start:end, :] = 0.0
         if tokens.rows.size:
+            rows, columns, slots = (mx.array(x.astype(np.int32)) for x in (tokens.rows, tokens.columns, tokens.slots))
             keys[rows, :, slots] = key[rows, :, columns]
             values[rows, :, slots] = value[rows, :, columns]
         self._hold(tokens.ends)
@@ -114,18 +105,16 @@ class KVCache:
     def key_norms(self) -> mx.array | None:
         """What no norm of each 128 keys exceeds, ``[batch, num_kv_heads, blocks]``, float32; None if there are none.
 
-        Asking for it is what measures the keys that came since the last time, so other models never pay for it.
+        Asking for it measures the keys that came since the last time, so other models never pay for it.
         """
-        if self.keys is None:
-            return None
-        if self._measured < self.offset:
-            first = self._measured // BLOCK  # the first block that is not known, or not all of it
+        if self.keys is not None and self._measured < self.offset:
+            first = self._measured // BLOCK  # the first block that is not measured as a whole
             norms = norm_bounds(self.keys[..., first * BLOCK : self.offset, :])
             norms = mx.pad(norms, [(0, 0), (0, 0), (0, -norms.shape[-1] % BLOCK)])
             norms = mx.unflatten(norms, -1, (-1, BLOCK)).max(axis=-1)
-            known = [] if self._norms is None else [self._norms[..., :first]]
-            self._norms, self._measured = mx.concatenate([*known, norms], axis=-1), self.offset
-        return None if self._norms is None else self._norms[..., : -(-self.offset // BLOCK)]
+            before = [] if self._norms is None else [self._norms[..., :first]]
+            self._norms, self._measured = mx.concatenate([*before, norms], axis=-1), self.offset
+        return None if self.keys is None or self._norms is None else self._norms[..., : -(-self.offset // BLOCK)]
 
     @explains_keywords
     def attend(
@@ -143,19 +132,14 @@ class KVCache:
     ) -> mx.array:
         """Return the causal attention of the last tokens held over all tokens held.
 
-        It equals :func:`alibi_mlx.attention` on what :meth:`append` returned, but need not read all keys to
-        find out how large they are.
+        It equals :func:`alibi_mlx.attention` on what :meth:`append` returned, whose arguments these are, but need not
+        read all keys to find out how large they are.
 
         Args:
-            query: ``[batch, num_heads, q_len, head_dim]``, of the last ``q_len`` tokens.
-            slopes, window_size, scale, tolerance, implementation: As for :func:`alibi_mlx.attention`.
-            mask: Over all tokens held, likewise.
-            segment_ids: A pair (queries, all tokens held).
+            query: ``[batch, num_heads, q_len, head_dim]``, of the last ``q_len`` tokens, as is the result.
+            mask: Over all tokens held; of ``segment_ids``, a pair, the second is.
             lengths: ``[batch]`` integers: how many of the queries of each row count, as :meth:`append` was told of
                 its tokens; the others' results mean nothing. Default: all.
-
-        Returns:
-            ``[batch, num_heads, q_len, head_dim]``.
 
         Raises:
             TypeError: If an argument is of the wrong kind.
@@ -175,47 +159,34 @@ class KVCache:
         call = AttentionCall.check(query, key, value, slopes, scale=scale, tolerance=tolerance, xp=mx, **rules)
         if not call.has_offset_array:
             check_span(self.offset, query.shape[2])
-        return _attention.run(call, query, key, value, implementation, _NormsOf(self))
+        # Norms that were computed and not used would hold on to the keys, which the next token then had to copy.
+        return _attention.run(call, query, key, value, implementation, lambda: KeyNorms(self.key_norms, BLOCK))
 
     def truncate(self, length: int | mx.array) -> None:
         """Forget all tokens but the first ``length`` of each row: a number, or ``[batch]`` integers.
 
         So rows go on from where they differ, as after tokens that were guessed.
-
-        Raises:
-            TypeError: If ``length`` is of another kind.
-            ValueError: If it is negative, or of another shape.
         """
         if isinstance(length, mx.array):
             batch_size = length.size if self.keys is None else self.keys.shape[0]
-            most = np.asarray(check_lengths(mx, "length", length, batch_size))
-            self._keep(np.minimum(self._held(batch_size), most))
-            return
-        self.offset = min(self.offset, non_negative_int("length", length))
-        if self.lengths is not None:
-            self._hold(np.minimum(self._held(), self.offset))
+            self._keep(np.asarray(check_lengths(mx, "length", length, batch_size)))
+        elif self.lengths is not None:
+            self._keep(np.asarray(non_negative_int("length", length)))
+        else:
+            self.offset = min(self.offset, non_negative_int("length", length))
 
     def select_batch(self, indices: mx.array) -> None:
         """Keep the sequences at ``indices`` of the batch axis, in that order; one may be asked for repeatedly.
 
-        Beam search does so, as its candidates fall behind or branch.
-
-        Args:
-            indices: ``[batch]`` integers, for a batch size that may be another than before.
-
-        Raises:
-            TypeError: If they are no integer array of MLX.
-            IndexError: If there is no such sequence.
+        Beam search does so. ``indices`` are integers, of any number; IndexError if there is no such sequence.
         """
         if self.keys is not None:
             check_indices(mx, indices, self.keys.shape[0])
-        held = None if self.lengths is None else self._held()[np.asarray(indices)]
-        if self.keys is not None:
             self.keys, self.values = (mx.take(x, indices, axis=0) for x in (self.keys, self.values))
         self._norms = None if self._norms is None else mx.take(self._norms, indices, axis=0)
         self.batch_size = None if self.batch_size is None else len(indices)
-        if held is not None:
-            self._hold(held)
+        if self.lengths is not None:
+            self._hold(self._held()[np.asarray(indices)])
 
     @property
     def length(self) -> int:
@@ -228,7 +199,7 @@ class KVCache:
             sizes = self.keys.shape[0], self.keys.shape[1], self.keys.shape[3]
         return cache_summary(type(self).__name__, sizes, self.length, self.max_length, self.nbytes)
 
-    # What mlx-lm asks of a cache.
+    # --- The protocol of mlx-lm ---------------------------------------------------------------------------------------
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store further tokens and return all, as :meth:`append` does."""
@@ -242,7 +213,7 @@ class KVCache:
 
         What is set may be the state of mlx-lm's own ``KVCache``, or keys and values alone.
         """
-        if self.keys is None or self.values is None:
+        if self.keys is None:
             return ()
         own = () if self.lengths is None else (self.lengths,)
         return self.keys[..., : self.offset, :], self.values[..., : self.offset, :], self.offset, *own
@@ -288,38 +259,31 @@ class KVCache:
 
     def trim(self, n: int) -> int:
         """Forget the last ``n`` tokens, or all if there are fewer, and return how many those were."""
-        before = self.offset
-        if self.lengths is not None:
-            self._keep(np.maximum(self._held() - non_negative_int("n", n), 0))
-        self.truncate(max(before - non_negative_int("n", n), 0))
+        before, n = self.offset, non_negative_int("n", n)
+        if self.lengths is None:
+            self.offset = max(before - n, 0)
+        else:
+            self._keep(np.maximum(self._held() - n, 0))
         return before - self.offset
 
     def make_mask(self, length: int, *, return_array: bool = False, window_size: int | None = None) -> Any:
-        """Return the causal mask for so many tokens to come, as the models of mlx-lm hand it to their attention.
+        """Return mlx-lm's mask of ``length`` tokens to come: ``[length, offset + length]``, None or ``"causal"``.
 
-        Args:
-            length: Tokens to come.
-            return_array: Whether the mask of several must be an array.
-            window_size: Tokens that one sees, itself included.
-
-        Returns:
-            Booleans ``[length, offset + length]``; without a window, None for one token, which sees everything, and
-            ``"causal"`` for several where it need not be an array.
+        In ``window_size`` a token itself counts. It is None for one token, which sees everything without a window, and
+        ``"causal"`` for several where it need not be an array.
         """
+        from mlx_lm.models.cache import create_attention_mask
+
         if self.lengths is not None:
             raise ValueError("cache must have rows of one length for a mask that all share, got lengths; see attend")
-        kv_len = self.offset + length
-        if window_size is None and length == 1:
-            return None
-        if window_size is None and not return_array:
-            return "causal"
-        distance = mx.arange(self.offset, kv_len)[:, None] - mx.arange(kv_len)
-        return (distance >= 0) & (distance < (kv_len if window_size is None else window_size))
+        return create_attention_mask(length, self.offset, return_array, window_size)
+
+    # --- What is held -------------------------------------------------------------------------------------------------
 
     def _forget(self) -> None:
         self.keys: mx.array | None = None
-        self.lengths: mx.array | None = None
         self.values: mx.array | None = None
+        self.lengths: mx.array | None = None
         self.offset = 0
         self._norms: mx.array | None = None
         self._measured = 0  # tokens, from the first on, whose norms are known
@@ -331,13 +295,24 @@ class KVCache:
     def _hold(self, lengths: np.ndarray[Any, Any]) -> None:
         self.lengths, self.offset = mx.array(lengths.astype(np.int32)), int(lengths.max(initial=0))
 
-    def _keep(self, lengths: np.ndarray[Any, Any]) -> None:
-        """Forget all tokens but so many of each row, whose places remain among those that are read."""
-        forgotten = RowTokens.of(lengths, self._held(lengths.size) - lengths)
-        if forgotten.rows.size and self.keys is not None and self.values is not None:
+    def _keep(self, most: np.ndarray[Any, Any]) -> None:
+        """Forget all tokens but ``most`` of each row; their places remain among those that are read."""
+        held = self._held(most.size)
+        lengths = np.minimum(held, most)
+        forgotten = RowTokens.of(lengths, held - lengths)
+        if forgotten.rows.size and self.keys is not None:
             rows, slots = (mx.array(x.astype(np.int32)) for x in (forgotten.rows, forgotten.slots))
             self.keys[rows, :, slots] = self.values[rows, :, slots] = 0.0
         self._hold(lengths)
+
+    def _check_new(self, key: mx.array, value: mx.array) -> None:
+        """Check that keys and values fit each other and those that are held, in all but their number."""
+        like = (key, value) if self.keys is None else (self.keys, self.values)
+        sizes = (0, 0, 0, 0)  # of no array of four axes: it is refused before they are looked at
+        if all(len(getattr(x, "shape", ())) == 4 for x in like):
+            sizes = (self.batch_size or like[0].shape[0], like[0].shape[1], like[0].shape[3], like[1].shape[3])
+        check_new_tokens(mx, key, value, sizes, getattr(like[0], "dtype", None))
+        self._check_offset()
 
     def _check_offset(self) -> None:
         capacity = 0 if self.keys is None else self.keys.shape[2]
@@ -347,7 +322,7 @@ class KVCache:
     def _with_room(self, key: mx.array, value: mx.array, end: int) -> tuple[mx.array, mx.array]:
         """Make room for ``end`` tokens, if there is none yet, and return the keys and values that are held."""
         check_room(end - self.offset, math.inf if self.max_length is None else self.max_length, self.offset)
-        if self.keys is None or self.values is None or end > self.keys.shape[-2]:
+        if self.keys is None or end > self.keys.shape[-2]:
             capacity = min(-(-end // STEP) * STEP, self.max_length or math.inf)
             longer = []
             for held, new in ((self.keys, key), (self.values, value)):
@@ -362,32 +337,3 @@ def _counts(lengths: mx.array | None, batch_size: int, new: int) -> np.ndarray[A
     if lengths is None:
         return np.full(batch_size, new)
     return np.asarray(check_lengths(mx, "lengths", lengths, batch_size, new)).astype(np.int64)
-
-
-class _NormsOf:
-    """The norms of a cache's keys, as :class:`KeyNorms`, measured only if somebody asks for them.
-
-    Were they computed and then not used, they would hold on to the keys, which the next token then had to copy.
-    """
-
-    block = BLOCK
-
-    def __init__(self, cache: KVCache) -> None:
-        self._cache = cache
-
-    @property
-    def values(self) -> mx.array | None:
-        return self._cache.key_norms
-
-
-def check_appended(
-    key: mx.array, value: mx.array, held_key: mx.array | None, held_value: mx.array | None, batch_size: int | None
-) -> None:
-    """Check that keys and values fit each other and those that a cache holds, in all but their number."""
-    like_key, like_value = key if held_key is None else held_key, value if held_value is None else held_value
-    if len(getattr(like_key, "shape", ())) == len(getattr(like_value, "shape", ())) == 4:
-        batch = batch_size or like_key.shape[0]
-        sizes = (batch, like_key.shape[1], like_key.shape[3], like_value.shape[3])
-    else:
-        sizes = (0, 0, 0, 0)  # of no array: it is refused before they are looked at
-    check_new_tokens(mx, key, value, sizes, getattr(like_key, "dtype", None))

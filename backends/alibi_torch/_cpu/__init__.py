@@ -4,12 +4,9 @@ In go a call and its tensors. Out come results and gradients, computed in as few
 allow.
 """
 
-from alibi_core.backend import KeyNorms as KeyNorms
+from alibi_core.backend.horizon import KeyNorms as KeyNorms
 from alibi_torch._cpu.op import attention as attention
-from alibi_torch._cpu.op import attention_with_sums as attention_with_sums
-from alibi_torch._cpu.op import rectangles as rectangles
-from alibi_torch._cpu.plan import SIZES as SIZES
-from alibi_torch._cpu.plan import needed_keys as needed_keys
+from alibi_torch._cpu.op import plan_of as plan_of
 from alibi_torch._cpu.plan import norm_bounds as norm_bounds
 from alibi_torch._cpu.plan import tiling as tiling
 from alibi_torch._cpu.plan import uses_norms as uses_norms

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alibi_core.backend import AttentionCall, Job
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import Job
 
-DENSE = 256  # keys; of so few, queries and results together are larger than a bias in their order
+DENSE = 128  # Up to this many keys, a bias in the order of queries is no larger than reversed queries and results.
 
 
 class Bias(NamedTuple):
@@ -56,9 +57,8 @@ class DistanceRow:
         """Return the biases of the keys up to a query, and of those behind it, each with its sign."""
         if self.call.is_causal:
             return [(self, 1)]
-        past, future = self.values.clone(), self.values.clone()
-        past[..., self.back + 1 :], future[..., : self.back + 1] = -math.inf, -math.inf
-        return [(replace(self, values=x, side=sign), sign) for x, sign in ((past, 1), (future, -1))]
+        relative = torch.arange(self.values.shape[-1], device=self.call.device) - self.back
+        return [(replace(self, values=_one_side(self.values, relative, x), side=x), x) for x in (1, -1)]
 
     def bias_of(self, job: Job) -> Bias:
         """Return the bias of a rectangle."""
@@ -71,8 +71,8 @@ class DistanceRow:
         back = job.back + call.q_offset
         if _has_own_keys(call, job):
             first = self.back - back - job.rows + 1  # of the last query, which has the most keys before it
-            row = self.values[job.batch if len(self.values) > 1 else slice(None), job.heads]
-            row = row[..., first : first + job.kv_len + job.rows - 1]
+            entries = job.batch if len(self.values) > 1 else slice(None)
+            row = self.values[entries, job.heads, first : first + job.kv_len + job.rows - 1]
             # Each row of the view begins one key after the row above: [batch or 1, heads, rows, kv_len].
             view = row.unfold(-1, job.kv_len, 1)
             if 1 < job.rows <= job.kv_len <= DENSE:
@@ -82,8 +82,6 @@ class DistanceRow:
         if call.window_size is None and back >= job.kv_len - 1:
             # Queries behind all keys: softmax does not notice that all distances are larger than from the last key.
             row = distance_row(part, job.kv_len - 1, 1)
-            if self.side < 0:  # none of these keys is behind its query
-                row.fill_(-math.inf)
             return Bias(row[:, :, None].expand(-1, -1, job.rows, -1))
         return self._dense(replace(part, mask=None, q_segment_ids=None, kv_segment_ids=None), job)
 
@@ -95,8 +93,13 @@ class DistanceRow:
             bias.masked_fill_(bias < lowest, -math.inf)
         if self.side:
             queries, keys = part.positions()
-            bias = bias.masked_fill((keys - queries[:, None]) * self.side > (0 if self.side > 0 else -1), -math.inf)
+            bias = _one_side(bias, keys - queries[:, None], self.side)
         return Bias(bias, attends=None if attends is None or bool(attends.all()) else attends)
+
+
+def _one_side(bias: Tensor, relative: Tensor, side: int) -> Tensor:
+    """Return a bias that hides the keys on the other side, of key minus query positions ``relative``."""
+    return bias.masked_fill(relative > 0 if side > 0 else relative <= 0, -math.inf)
 
 
 def distance_row(call: AttentionCall, back: int, ahead: int) -> Tensor:
@@ -104,7 +107,7 @@ def distance_row(call: AttentionCall, back: int, ahead: int) -> Tensor:
 
     ``[batch or 1, num_heads, back + ahead]``, in memory of its own.
     """
-    relative = torch.arange(-back, ahead, device=call.device)  # integers, which the product rounds to its dtype once
+    relative = torch.arange(-back, ahead, device=call.device).to(call.working_dtype)
     if call.is_causal:
         row = call.slopes[..., None] * relative
         if ahead > 1:

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alibi_core.backend import AttentionCall, Job
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import Job
 from alibi_torch._cpu.bias import Bias, DistanceRow
-from alibi_torch._cpu.plan import tiling
-from alibi_torch._internals import fused_backward, fused_forward
+from alibi_torch._cpu.plan import is_short, tiling
+from alibi_torch._internals import fused_backward, fused_forward, multiplies_bfloat16
 
 # Larger scores are rounded so much that their log-sum-exp, rounded as well, makes no weights of them whose sum is 1.
 LARGE_SCORES = {dtype: 2.0**-14 / torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
@@ -31,34 +32,46 @@ def forward(
     key: Tensor,
     value: Tensor,
     jobs: Sequence[Job],
-    cutoff: Tensor | None,
+    row: DistanceRow,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Compute the rectangles that make up a part of a call: its result, in ``dtype``, and the log-sum-exp of queries.
 
     That is ``[batch, num_heads, q_len]``, infinite for a query that sees nothing.
     """
-    row = DistanceRow.of(call, jobs, cutoff)
+    of_kernel = dtype if _takes_bfloat16(call, dtype, query, key) else call.working_dtype
     if len(jobs) == 1 and jobs[0].tiles == 1:
-        return _attend(call, jobs[0], row.bias_of(jobs[0]), query, key, value)
+        return _attend(call, jobs[0], row.bias_of(jobs[0]), query, key, value, of_kernel)
     result = torch.empty_like(query, dtype=dtype)
     logsumexp = query.new_empty(query.shape[:-1], dtype=call.working_dtype)
     for job in jobs:
         bias = row.bias_of(job)
         for part in _parts(job, 3 * job.rows * call.head_dim):  # queries, results, and both in the order of the bias
-            out, lse = _attend(call, part, bias, _queries_of(query, part), key, value)
+            out, lse = _attend(call, part, bias, _queries_of(query, part), key, value, of_kernel)
             _queries_of(result, part).copy_(out)
             _queries_of(logsumexp, part).copy_(lse)
     return result, logsumexp
 
 
+def _takes_bfloat16(call: AttentionCall, dtype: torch.dtype, query: Tensor, key: Tensor) -> bool:
+    """Whether the kernel is to compute a short call's result in bfloat16, which some CPUs do in half the time.
+
+    Weights are rounded then, by which the result changes no more than by its own rounding. Where factors are large,
+    infinite scores would become zeros, not NaN, and denormal numbers in the other factor would be lost.
+    """
+    if dtype != torch.bfloat16 or not is_short(call) or not multiplies_bfloat16():
+        return False
+    if abs(call.scale) * call.head_dim > 2**20:
+        return False
+    return all(bool(torch.linalg.vector_norm(x, math.inf) < 2**50) for x in (query, key))
+
+
 def _attend(
-    call: AttentionCall, job: Job, bias: Bias, query: Tensor, key: Tensor, value: Tensor
+    call: AttentionCall, job: Job, bias: Bias, query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return what one call of the kernel makes of a job's queries and of its part of the keys."""
-    # In low precision the kernel would round the weights to it: a rectangle at a time is cast.
-    query = bias.in_order(query.to(call.working_dtype))
-    out, lse = fused_forward(query, *_keys_of(call, job, key, value), bias.values, call.scale)
+    """Return what one call of the kernel, in ``dtype``, makes of a job's queries and of its part of the keys."""
+    keys, values = _keys_of(call, job, dtype, key, value)
+    out, lse = fused_forward(bias.in_order(query.to(dtype)), keys, values, bias.values, call.scale)
     out, lse = bias.in_order(out), bias.in_order(lse)
     if bias.attends is not None:
         out = torch.where(bias.attends, out, 0.0)
@@ -86,7 +99,7 @@ class Totals(NamedTuple):
     slopes: Tensor | None  # [2, batch, num_heads], float64, for the keys on each side of the query; None for neither
 
 
-def backward(call: AttentionCall, saved: Saved, jobs: Sequence[Job], cutoff: Tensor | None, totals: Totals) -> None:
+def backward(call: AttentionCall, saved: Saved, jobs: Sequence[Job], row: DistanceRow, totals: Totals) -> None:
     """Add the gradients of ``sum(result * grad)`` by query, key, value and slopes to ``totals``."""
     query, key, value, grad, result, logsumexp = saved
     dtype, head_dim = call.working_dtype, totals.query.shape[-1]
@@ -95,15 +108,14 @@ def backward(call: AttentionCall, saved: Saved, jobs: Sequence[Job], cutoff: Ten
     if shift is not None:
         is_small &= shift.abs() <= LARGE_SCORES[dtype]
     are_small = bool(is_small.all())
-    row = DistanceRow.of(call, jobs, cutoff)
     sides = [] if totals.slopes is None else row.sides()
     for job in jobs:
         bias, biases = row.bias_of(job), [(side.bias_of(job), sign) for side, sign in sides]
         for part in _parts(job, 2 * job.kv_len * call.head_dim):
-            keys, values = _keys_of(call, part, key, value)
+            keys, values = _keys_of(call, part, dtype, key, value)
             lse = _queries_of(logsumexp, part)
             if centre is not None and shift is not None:
-                (common,) = _keys_of(call, replace(part, kv_start=0, kv_len=1, tiles=1), centre)
+                (common,) = _keys_of(call, replace(part, kv_start=0, kv_len=1, tiles=1), dtype, centre)
                 keys, lse = keys - common, lse - _queries_of(shift, part)
             of_queries = (_queries_of(x, part).to(dtype) for x in (grad, query, result))
             tile = Tile(*of_queries, lse, keys, values, bias, call.scale)
@@ -202,8 +214,9 @@ def _with_slopes(
     by_query = torch.zeros_like(wide.query)
     by_key, by_value = torch.zeros_like(wide.key), torch.zeros_like(wide.value)
     totals = [wide.query.new_zeros(wide.query.shape[:-1], dtype=torch.float64) for _ in range(2)]
-    edges = min(max(lowest + job.rows, 0), job.kv_len), min(max(lowest, 0), job.kv_len)
-    spans = slice(0, edges[0] if len(biases) > 1 else job.kv_len), slice(edges[1], job.kv_len)  # past, future
+    # Keys up to some query, and keys behind some query.
+    edges = min(max(lowest + job.rows, 0), job.kv_len), min(max(lowest + 1, 0), job.kv_len)
+    spans = slice(0, edges[0] if len(biases) > 1 else job.kv_len), slice(edges[1], job.kv_len)
     for (bias, sign), some, total in zip(biases, spans, totals, strict=False):
         if some.start == some.stop:
             continue
@@ -237,15 +250,15 @@ def _queries_of(tensor: Tensor, job: Job) -> Tensor:
     return _windows(tensor[job.batch.start, job.heads], job, job.q_start, job.rows)
 
 
-def _keys_of(call: AttentionCall, job: Job, *tensors: Tensor) -> list[Tensor]:
-    """Return a job's keys, or values, in the working dtype: ``[batch entries or tiles, heads, kv_len, ...]``.
+def _keys_of(call: AttentionCall, job: Job, dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
+    """Return a job's keys, or values, in ``dtype``: ``[batch entries or tiles, heads, kv_len, ...]``.
 
     Tiles overlap in memory, and heads that share their keys are one.
     """
     found, count, heads = [], job.heads.stop - job.heads.start, _kv_heads(call, job)
     for tensor in tensors:
         keys = tensor[job.batch, heads, job.kv_start : job.kv_start + (job.tiles - 1) * job.rows + job.kv_len]
-        keys = keys.to(call.working_dtype)
+        keys = keys.to(dtype)
         if job.tiles > 1:
             keys = _windows(keys[0], job, 0, job.kv_len)
         shared = keys.shape[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alibi_core.backend import ARRAY_AXES, AttentionCall, CallRules, Job, KeyNorms, tolerance_of, working_dtype
+from alibi_core.backend import ARRAY_AXES, AttentionCall
+from alibi_core.backend.horizon import Job, KeyNorms, tolerance_of
 from alibi_torch._cpu import kernel, step, vmap
+from alibi_torch._cpu.bias import DistanceRow
 from alibi_torch._cpu.plan import Part, jobs, limits_of, split
 from alibi_torch._derivatives import dense_reference, pulled_back
 from alibi_torch._dispatch import needs_gradients, no_autocast
@@ -31,28 +34,13 @@ def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, no
         return attention(flat, *tensors, norms).reshape(query.shape)
     is_recorded = needs_gradients(query, key, value, call.slopes, call.future_slopes)
     if not (is_recorded or is_watched(query, key, value)):  # an operator's dispatch takes longer than a short call
-        return _compute(call, query, key, value, norms, call.dtype)[0]
+        return _compute(call, query, key, value, plan_of(call, query, key, norms), call.dtype)[0]
     is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    is_recorded = is_recorded or (not is_traced and in_transform())
-    attend = _Attention.apply if is_recorded and not is_traced else _attend
-    # Without gradients there is no use for more digits than those of the dtype; a trace is to serve either.
-    is_exact = is_recorded or torch.jit.is_tracing()
-    return attend(query, key, value, *Packed.of(call, norms), is_exact)[0].to(call.dtype)
-
-
-def attention_with_sums(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return attention without gradients, and each softmax's log-sum-exp, both in the working dtype.
-
-    The call has one batch axis.
-    """
-    result: tuple[Tensor, Tensor] = _attend(query, key, value, *Packed.of(call, None), True)
-    return result
-
-
-def rectangles(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> list[Job]:
-    """Return the rectangles of scores that :func:`attention` computes of a call with one batch axis."""
-    parts = split(call, norms)
-    return [job for x in parts for job in _planned(x, *x.of_queries(query), *x.of_keys(key))[0]]
+    # Without gradients there is no use for more digits than those of the dtype; a trace serves calls of either kind.
+    is_exact = is_recorded or (not is_traced and in_transform()) or torch.jit.is_tracing()
+    arguments = query, key, value, *Packed.of(call, norms), is_exact
+    result = _Attention.apply(*arguments, []) if is_exact and not is_traced else _attend(*arguments)
+    return result[0].to(call.dtype)
 
 
 class Packed(NamedTuple):
@@ -77,17 +65,21 @@ class Packed(NamedTuple):
     @classmethod
     def of(cls, call: AttentionCall, norms: KeyNorms | None) -> Packed:
         """Pack a call with one batch axis."""
-        arrays, rules = dict.fromkeys(ARRAY_AXES) | call.arrays, call.rules
+        arrays = dict.fromkeys(ARRAY_AXES) | call.arrays
         arrays["key_norms"], block = (None, 0) if norms is None else (norms.values, norms.block)
-        numbers = block, rules.q_offset or 0, rules.is_causal, rules.window_size, rules.scale, tolerance_of(call)
-        return cls(*arrays.values(), *numbers, rules.shares_ids)
+        numbers = block, 0 if call.has_offset_array else call.q_offset, call.is_causal, call.window_size, call.scale
+        return cls(*arrays.values(), *numbers, tolerance_of(call), call.shares_ids)
 
     def unpacked(self, query: Tensor, key: Tensor) -> tuple[AttentionCall, KeyNorms | None]:
         """Return the call of these tensors, and what is known of its keys."""
-        offset = self.first_position if self.q_offset is None else None
-        rules = CallRules(self.is_causal, offset, self.window_size, self.scale, self.tolerance, self.shares_ids)
-        arrays = {name: getattr(self, name) for name in ARRAY_AXES}
-        call = AttentionCall.of_parts(xp, (query.shape, key.shape), query.dtype, rules, arrays, query.device)
+        rules = ("is_causal", "window_size", "scale", "tolerance", "shares_ids")
+        fields = {name: getattr(self, name) for name in (*ARRAY_AXES, *rules)}
+        fields["q_offset"] = self.first_position if self.q_offset is None else self.q_offset
+        fields |= {"num_kv_heads": key.shape[1], "kv_len": key.shape[2], "dtype": query.dtype, "device": query.device}
+        batch, num_heads, q_len, head_dim = query.shape
+        sizes = {"batch": (batch,), "num_heads": num_heads, "q_len": q_len, "head_dim": head_dim}
+        working_dtype = torch.promote_types(query.dtype, torch.float32)
+        call = AttentionCall(xp=xp, working_dtype=working_dtype, **sizes, **fields)
         return call, None if self.key_norms is None else KeyNorms(self.key_norms, self.norms_block)
 
 
@@ -97,27 +89,44 @@ TENSORS = 1 + Packed._fields.index("key_norms")  # of its fields, the first
 # --- What they compute -----------------------------------------------------------------------------------------------
 
 
-def _planned(part: Part, query: Tensor, key: Tensor) -> tuple[list[Job], Tensor | None]:
-    """Return the rectangles of one part of a call, and the bias below which keys are left out."""
-    if step.is_step(part.call):
-        return step.jobs(part.call, query, key, part.norms), None
-    limits = limits_of(part.call, query, key)
-    return jobs(part.call, query, key, part.norms, limits), None if limits is None else limits.cutoff
+class Planned(NamedTuple):
+    """What to compute of a part of a call."""
+
+    part: Part
+    jobs: list[Job]  # its rectangles
+    row: DistanceRow  # their biases, but for what keys have added
+
+
+def plan_of(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> list[Planned]:
+    """Return what to compute of a call with one batch axis."""
+    found = []
+    for part in split(call, norms):
+        tensors = *part.of_queries(query), *part.of_keys(key)
+        if step.is_step(part.call):
+            rectangles, cutoff = step.jobs(part.call, *tensors, part.norms), None
+        else:
+            limits = limits_of(part.call, *tensors)
+            rectangles, cutoff = (
+                jobs(part.call, *tensors, part.norms, limits),
+                None if limits is None else limits.cutoff,
+            )
+        own = part.call if part.call.added_key_bias is None else replace(part.call, added_key_bias=None)
+        found.append(Planned(part, rectangles, DistanceRow.of(own, rectangles, cutoff)))
+    return found
 
 
 def _compute(
-    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None, dtype: torch.dtype
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, planned: list[Planned], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return the result, in ``dtype``, and the log-sum-exp of each query."""
     query, key, value = _dense(query, key, value)
     found = []
-    for part in split(call, norms):
+    for part, rectangles, row in planned:
         tensors = *part.of_queries(query), *part.of_keys(key, value)
-        planned, cutoff = _planned(part, *tensors[:2])
         if step.is_step(part.call):
-            results = step.forward(part.call, *tensors, planned)
+            results = step.forward(part.call, *tensors, rectangles, row)
         else:
-            results = kernel.forward(*_with_key_bias(part.call, *tensors), planned, cutoff, dtype)
+            results = kernel.forward(*_with_key_bias(part.call, *tensors), rectangles, row, dtype)
         if not part.is_cut:
             return results[0][..., : call.head_dim].to(dtype), results[1]
         found.append((part, results))
@@ -173,14 +182,20 @@ _attend = torch.ops.alibi.attention.default
 _attend_backward = torch.ops.alibi.attention_backward.default
 
 
-def _attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _attend_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, *rest: Any, plans: list[list[Planned]] | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the result, ``[batch, num_heads, q_len, head_dim]``, and each softmax's log-sum-exp.
 
     Gradients of scores are differences from means that follow from the result: where it is to be differentiated,
-    ``is_exact`` asks for it in the working dtype, as the log-sum-exp is.
+    ``is_exact``, the last argument, asks for it in the working dtype, as the log-sum-exp is. The plan is added to
+    ``plans``.
     """
     call, norms = Packed(*rest[:-1]).unpacked(query, key)
-    result, logsumexp = _compute(call, query, key, value, norms, call.working_dtype if rest[-1] else call.dtype)
+    planned = plan_of(call, query, key, norms)
+    if plans is not None:
+        plans.append(planned)
+    result, logsumexp = _compute(call, query, key, value, planned, call.working_dtype if rest[-1] else call.dtype)
     like = torch.empty_like(query, dtype=result.dtype)  # of strides that compilers have been told
     return result if result.stride() == like.stride() else like.copy_(result), logsumexp.contiguous()
 
@@ -190,44 +205,43 @@ torch.library.impl("alibi::attention", "cpu", _attend_on_cpu)
 
 @torch.library.register_fake("alibi::attention")
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    dtype, is_exact = working_dtype(xp, query.dtype), rest[-1]
+    dtype, is_exact = torch.promote_types(query.dtype, torch.float32), rest[-1]
     result = torch.empty_like(query, dtype=dtype if is_exact else query.dtype)
     return result, query.new_empty(query.shape[:-1], dtype=dtype)
 
 
-@torch.library.impl("alibi::attention_backward", "cpu")
-def _(*arguments: Any) -> tuple[Tensor, ...]:
+def _backward_on_cpu(*arguments: Any, plans: Sequence[list[Planned]] = ()) -> tuple[Tensor, ...]:
     """Return the gradients by query, key, value, slopes and future slopes (zeros if ``by_slopes`` is False)."""
-    packed, by_slopes = Packed(*arguments[6:-1]), arguments[-1]
-    grad, query, key, value, result, logsumexp = arguments[:6]
+    (grad, query, key, value, result, logsumexp), packed = arguments[:6], Packed(*arguments[6:-1])
     call, norms = packed.unpacked(query, key)
-    like = call.slopes if call.future_slopes is None else call.future_slopes
-    parts = split(call, norms)
-    by_query = torch.zeros_like(query)  # some queries may be in no part
+    planned = plans[0] if plans else plan_of(call, query, key, norms)
+    by_query = (torch.zeros_like if planned[0].part.is_cut else torch.empty_like)(query)  # some may be in no part
     by_key, by_value = (torch.zeros_like(x, dtype=call.working_dtype) for x in (key, value))
-    sums = query.new_zeros((2, *call.batch, call.num_heads), dtype=torch.float64) if by_slopes else None
+    sums = query.new_zeros((2, *call.batch, call.num_heads), dtype=torch.float64) if arguments[-1] else None
     grad, query, key, value, result = _dense(grad, query, key, value, result)
     with no_autocast("cpu"):  # gradients may be asked for where it is on
-        for part in parts:
-            planned, cutoff = _planned(part, *part.of_queries(query), *part.of_keys(key))
+        for part, rectangles, row in planned:
             own, *tensors = _with_key_bias(part.call, *part.of_queries(query), *part.of_keys(key, value))
             wider = tensors[0].shape[-1] - call.head_dim
             of_result = (F.pad(x, (0, wider)) if wider else x for x in part.of_queries(grad, result))
             known = kernel.Saved(*tensors, *of_result, *part.of_queries(logsumexp))
             by_slope = None if sums is None else sums[:, part.batch]
             totals = kernel.Totals(*part.of_queries(by_query), *part.of_keys(by_key, by_value), by_slope)
-            kernel.backward(own, known, planned, cutoff, totals)
+            kernel.backward(own, known, rectangles, row, totals)
+    return by_query, by_key.to(call.dtype), by_value.to(call.dtype), *_by_rates(call, sums)
+
+
+def _by_rates(call: AttentionCall, sums: Tensor | None) -> list[Tensor]:
+    """Return the gradients by slopes and future slopes from those of each entry and side, ``[2, batch, num_heads]``."""
+    rates = call.slopes, call.slopes if call.future_slopes is None else call.future_slopes
     if sums is None:
-        by_rates = [torch.zeros_like(call.slopes), torch.zeros_like(like)]
-    else:
-        past, future = sums
-        if call.future_slopes is None and not call.is_causal:
-            past = past + future
-        by_rates = [
-            (x.sum(dim=0) if of.ndim == 1 else x.sum_to_size(of.shape)).to(of.dtype, copy=True)
-            for x, of in ((past, call.slopes), (future, like))
-        ]
-    return by_query, by_key.to(call.dtype), by_value.to(call.dtype), *by_rates
+        return [torch.zeros_like(x) for x in rates]
+    if call.future_slopes is None and not call.is_causal:
+        sums = torch.stack([sums[0] + sums[1], sums[1]])
+    return [x.sum_to_size(rate.shape).to(rate.dtype, copy=True) for x, rate in zip(sums, rates, strict=True)]
+
+
+torch.library.impl("alibi::attention_backward", "cpu", _backward_on_cpu)
 
 
 @torch.library.register_fake("alibi::attention_backward")
@@ -247,11 +261,17 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        return (_attend if is_watched(*arguments[:3]) else _attend_on_cpu)(*arguments)
+        *arguments, plans = arguments
+        if is_watched(*arguments[:3]):
+            return _attend(*arguments)
+        return _attend_on_cpu(*arguments, plans=plans)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        tensors, ctx.numbers = inputs[: 3 + TENSORS], inputs[3 + TENSORS : -1]
+        """Save what the backward pass needs; the operator has all inputs but the last, the list of plans."""
+        count = 3 + len(Packed._fields)
+        tensors, ctx.numbers = inputs[: 3 + TENSORS], inputs[3 + TENSORS : count]
+        ctx.plans = [*inputs[count + 1 :], []][0]
         ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
         ctx.by_slopes = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
         ctx.mark_non_differentiable(output[1])
@@ -263,8 +283,13 @@ class _Attention(torch.autograd.Function):
         if grad is None:
             return (None,) * len(needed)
         is_recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        gradients = _Gradients.apply if is_recorded else _attend_backward
-        found = gradients(grad, *ctx.saved_tensors, *ctx.numbers, ctx.by_slopes)
+        arguments = grad, *ctx.saved_tensors, *ctx.numbers, ctx.by_slopes
+        if is_recorded:
+            found = _Gradients.apply(*arguments)
+        elif is_watched(*arguments[:4]):
+            found = _attend_backward(*arguments)
+        else:
+            found = _backward_on_cpu(*arguments, plans=ctx.plans)
         wanted = [x if is_needed else None for x, is_needed in zip(found, needed, strict=False)]
         return *wanted, *(None,) * (len(needed) - len(wanted))
 

@@ -10,36 +10,31 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import array_api_compat.numpy as numpy_namespace
 import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_core.backend import (
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import (
     ENDLESS,
     LARGEST_TOLERANCE,
-    AttentionCall,
     Job,
     KeyNorms,
-    KeyRanges,
-    ScoreBounds,
-    TileSizes,
     Tiling,
     current_tiling,
     entry_of,
+    host_ranges,
     jobs_of_entry,
-    measure,
-    namespace_of,
-    nearest_keys,
     plain_jobs,
-    ranges_on_host,
     reach,
     score_rounding,
     tolerance_of,
 )
 
 SHORT = 2048  # keys; of so few, the largest norms of a head are measured, beyond, those of each block
-SIZES = TileSizes(rows=(64, 256), bias_elements=2**22, call_scores=15_000, few=16)
 BLOCK_ROWS = 192  # queries in a block of a short call: more compute hidden scores, fewer take more kernel calls
 LEAST_MEASURED = 256  # keys; of fewer, biases hardly fall so far that weights are denormal numbers
 LONG = 2**21  # numbers in the keys of a few queries; of fewer, all are read
@@ -51,8 +46,16 @@ def _fast_norm_bounds(vectors: Tensor) -> Tensor:
     return norm_bounds(vectors, vectors.dtype)
 
 
-DEFAULT = replace(
-    Tiling.of_sizes(SIZES, kv_block=128, norm_bounds=_fast_norm_bounds, kernel_elements=2**20, part_elements=2**18),
+DEFAULT = Tiling(
+    q_block=256,
+    kv_block=128,
+    part_elements=2**18,
+    worthwhile=20,
+    norm_bounds=_fast_norm_bounds,
+    few=16,
+    rows=(64, 256),
+    bias_elements=2**22,
+    call_scores=15_000,
     short=SHORT,
 )
 
@@ -176,70 +179,64 @@ def is_short(call: AttentionCall) -> bool:
 
 def uses_norms(call: AttentionCall) -> bool:
     """Whether the plan of a call asks for the norms of its keys, where somebody knows them."""
-    if call.q_len <= tiling().sizes.few:
+    if call.q_len <= tiling().few:
         return call.num_kv_heads * math.prod(call.batch) * call.kv_len * call.head_dim >= LONG * tiling().short // SHORT
     return not is_short(call) and call.mask is None and call.q_segment_ids is None  # which may split the call
 
 
 def jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None, limits: Limits | None) -> list[Job]:
     """Return the rectangles of a part of several queries, ``[batch, heads, length, head_dim]``."""
-    sizes = tiling().sizes
+    sizes = tiling()
     if is_short(call):
         return list(_blocks(call, sizes, limits))
     found: list[Job] = []
     for index in range(call.batch[0]):
         entry, one = entry_of(call, index), slice(index, index + 1)
         known = None if norms is None else norms.of_entries(one)
-        found += jobs_of_entry(entry, needed_keys(entry, query[one], key[one], known), index, sizes)
+        found += jobs_of_entry(
+            entry, host_ranges(entry, query[one], key[one], tolerance_of(call), sizes, known), index, sizes
+        )
     return found
 
 
-def needed_keys(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None = None) -> KeyRanges:
-    """Return the core's plan for one batch entry, as NumPy arrays ``[num_heads, q_blocks]``."""
-    measuring, tolerance = tiling().measuring, tolerance_of(call)
-    if tolerance == 0:  # nothing to measure
-        bounds = ScoreBounds.unmeasured(call, q_block=measuring.q_block_of(call), kv_block=call.kv_len)
-    else:
-        measured = measure(call, query, key, measuring, norms)
-        bounds = measured.bounds(call, nearest_keys(call, measuring.part_elements))
-    return ranges_on_host(call, bounds, tolerance, measuring.part_elements)
-
-
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """How far the keys that matter to each head are, proved from the largest norms."""
 
     tokens: list[float]  # the distance from which on keys do not matter
     cutoff: Tensor  # [num_heads], the bias there, below 0
 
-    @classmethod
-    def of(cls, call: AttentionCall, excess: np.ndarray) -> Limits:
-        """Return the limits where scores exceed what bounds a row from below by no more than ``excess``, by head."""
-        share = min(tolerance_of(call), LARGEST_TOLERANCE) / (1 if call.is_causal else 2)
-        excess = np.where(excess < math.inf, excess, math.inf)  # of NaN, too
-        tokens, cutoff = np.zeros(call.num_heads), np.zeros(call.num_heads)
-        for rates in (call.slopes, None if call.is_causal else call.future_slopes):
-            if rates is not None:
-                slopes = rates.detach().double().numpy().reshape(-1, call.num_heads)
-                with np.errstate(all="ignore"):
-                    far = reach(namespace_of(slopes), slopes, excess[None], share)
-                    falls = np.where(far < math.inf, slopes * far, math.inf)
-                tokens, cutoff = np.maximum(tokens, far.max(axis=0)), np.maximum(cutoff, falls.max(axis=0))
-        return cls(np.minimum(tokens, ENDLESS).tolist(), -torch.from_numpy(cutoff).to(call.working_dtype))
+
+@np.errstate(all="ignore")  # norms may be NaN or infinite
+def horizons(call: AttentionCall, excess: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return slopes, and from which distance on keys do not matter, ``[batch or 1, num_heads]``, for each side.
+
+    Scores exceed what bounds a row from below by no more than ``excess``, ``[num_heads]``.
+    """
+    share = min(tolerance_of(call), LARGEST_TOLERANCE) / (1 if call.is_causal else 2)
+    excess, found = np.where(excess < math.inf, excess, math.inf), []  # of NaN, too
+    for rates in (call.slopes, None if call.is_causal else call.future_slopes):
+        if rates is not None:
+            slopes = rates.detach().double().numpy().reshape(-1, call.num_heads)
+            found.append((slopes, reach(numpy_namespace, slopes, excess[None], share)))
+    return found
 
 
+@np.errstate(all="ignore")
 def limits_of(call: AttentionCall, query: Tensor, key: Tensor) -> Limits | None:
     """Return the limits of a short part of a call; None where measuring saves nothing."""
     if not is_short(call) or tolerance_of(call) == 0 or call.kv_len < min(LEAST_MEASURED, tiling().short):
         return None
-    if call.q_len <= tiling().sizes.few or call.added_key_bias is not None:
+    if call.q_len <= tiling().few or call.added_key_bias is not None:
         return None
     norms = [norm_bounds(x, x.dtype).amax(dim=(0, 2)).double().numpy() for x in (query, key)]
     bound = norms[0] * norms[1].repeat(call.num_heads // call.num_kv_heads) * abs(call.scale)
-    return Limits.of(call, 2 * bound * (1 + 2 * score_rounding(call.head_dim)))
+    far = horizons(call, 2 * bound * (1 + 2 * score_rounding(call.head_dim)))
+    tokens = np.max([x.max(axis=0) for _, x in far], axis=0)
+    falls = [np.where(x < math.inf, slopes * x, math.inf).max(axis=0) for slopes, x in far]
+    return Limits(np.minimum(tokens, ENDLESS).tolist(), -torch.from_numpy(np.max(falls, axis=0)).to(call.working_dtype))
 
 
-def _blocks(call: AttentionCall, sizes: TileSizes, limits: Limits | None) -> Iterator[Job]:
+def _blocks(call: AttentionCall, sizes: Tiling, limits: Limits | None) -> Iterator[Job]:
     """Yield blocks of queries, and of heads that look about as far, for all batch entries."""
     is_view = call.mask is None and call.q_segment_ids is None  # a bias that takes no memory
     rows = sizes.rows[0], min(BLOCK_ROWS, sizes.rows[1])

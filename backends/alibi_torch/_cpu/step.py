@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_core.backend import AttentionCall, Job, KeyNorms, score_rounding, seen_keys, tolerance_of
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import Job, KeyNorms, score_rounding, tolerance_of, visible_keys
 from alibi_torch._cpu.bias import Bias, DistanceRow
-from alibi_torch._cpu.plan import Limits, alike, norm_bounds, tiling, uses_norms
+from alibi_torch._cpu.plan import alike, horizons, norm_bounds, tiling, uses_norms
 from alibi_torch._internals import fused_forward
 
 LONG_UNMEASURED = 2**23  # numbers in all keys of low precision; of fewer, norms that nobody knows are not measured
@@ -24,12 +26,12 @@ CAST = 2**18  # numbers of keys that are cast at once
 
 def is_step(call: AttentionCall) -> bool:
     """Whether a call has so few queries that kernel calls cost more than hidden scores."""
-    return call.q_len <= tiling().sizes.few
+    return call.q_len <= tiling().few
 
 
 def jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> list[Job]:
     """Return the rectangles of a part of a few queries: of some heads, whole groups, and the keys that they need."""
-    first, stop = seen_keys(call, 0, call.q_len)
+    first, stop = map(int, visible_keys(call, 0, call.q_len - 1))
     if first >= stop:
         first, stop = 0, 1  # queries that see nothing become zeros all the same
     group = call.num_heads // call.num_kv_heads
@@ -42,10 +44,10 @@ def jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None
     elif call.dtype == call.working_dtype and call.q_len == 1:
         return [Job(slice(0, call.batch[0]), slice(0, call.num_heads), 0, 1, 1, first, stop - first)]
     is_cast = call.dtype != call.working_dtype
-    most = [CAST // (call.batch[0] * call.head_dim), tiling().sizes.bias_elements // (call.q_len * group)]
+    most = [CAST // (call.batch[0] * call.head_dim), tiling().bias_elements // (call.q_len * group)]
     found = []
     # A thread reads some four numbers of a key in the time of a score.
-    for heads in alike(widths, 4 * tiling().sizes.call_scores / (call.batch[0] * call.head_dim)):
+    for heads in alike(widths, 4 * tiling().call_scores / (call.batch[0] * call.head_dim)):
         width = max(widths[heads])
         count = max(1, min(most[0] if is_cast else most[1], most[1]) // width)  # heads of keys at a time
         for head in range(heads.start, heads.stop, count):
@@ -54,29 +56,31 @@ def jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None
     return found
 
 
+@np.errstate(all="ignore")  # norms may be NaN or infinite
 def _widths(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms, most: int) -> list[int]:
     """Return how many of the last keys, of ``most``, matter to a query at the last of them, by head of keys."""
     if call.q_len != 1 or not call.sees_own_key or call.added_key_bias is not None or tolerance_of(call) == 0:
         return [most] * call.num_kv_heads
     if not call.is_causal and call.q_offset < call.kv_len - 1:
         return [most] * call.num_kv_heads
-    group = call.num_heads // call.num_kv_heads
-    rows = query.double().unflatten(1, (call.num_kv_heads, group))[:, :, :, 0]  # [batch, num_kv_heads, group, head_dim]
-    own = key[:, :, call.q_offset, None].double()
-    bound = rows.norm(dim=-1) * (norms.values.amax(dim=-1, keepdim=True).double() * abs(call.scale))
+    # [batch, num_kv_heads, heads of a group or 1, head_dim], float64
+    shape = query.shape[0], call.num_kv_heads, -1, call.head_dim
+    rows, own = (x.double().numpy() for x in (query.detach().reshape(shape), key[:, :, call.q_offset, None].detach()))
+    largest = norms.values.detach().double().numpy().max(axis=-1, keepdims=True)  # [batch or 1, num_kv_heads or 1, 1]
+    squares, scores = (np.einsum("...d,...d", rows, x) for x in (rows, own))  # [batch, num_kv_heads, heads of a group]
     # The own key's score is rounded, and so are the others.
-    excess = bound * (1 + 2 * score_rounding(call.head_dim)) - (rows * own).sum(dim=-1) * call.scale
-    tokens = Limits.of(call, excess.amax(dim=0).flatten().numpy()).tokens
-    needed = [max(tokens[head : head + group]) for head in range(0, len(tokens), group)]
-    return [min(most, NEAR * max(1, math.ceil(x / NEAR))) for x in needed]
+    bound = np.sqrt(squares) * largest * (abs(call.scale) * (1 + 2 * score_rounding(call.head_dim)))
+    excess = (bound - scores * call.scale).max(axis=0).reshape(-1)
+    tokens = np.max([x.max(axis=0) for _, x in horizons(call, excess)], axis=0)
+    blocks = np.ceil(np.minimum(tokens, most).reshape(call.num_kv_heads, -1).max(axis=1) / NEAR)
+    return [min(most, NEAR * max(1, int(x))) for x in blocks]
 
 
 def forward(
-    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, planned: Sequence[Job]
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, rectangles: Sequence[Job], row: DistanceRow
 ) -> tuple[Tensor, Tensor]:
     """Return the result of a few queries, in the working dtype, and the log-sum-exp of each."""
-    row = DistanceRow.of(call, planned, None)
-    found = [_attend(call, job, row.bias_of(job), query, key, value) for job in planned]
+    found = [_attend(call, job, row.bias_of(job), query, key, value) for job in rectangles]
     return found[0] if len(found) == 1 else tuple(torch.cat(x, dim=1) for x in zip(*found, strict=True))
 
 
@@ -85,8 +89,10 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return what one call of the kernel makes of a job."""
     group, dtype, values = call.num_heads // call.num_kv_heads, call.working_dtype, bias.in_order(bias.values)
-    query, keys = query[:, job.heads], slice(job.heads.start // group, job.heads.stop // group)
-    key, value = (x[:, keys, job.keys].to(dtype) for x in (key, value))
+    if job.kv_len < key.shape[2] or job.heads.stop - job.heads.start < query.shape[1]:
+        query, keys = query[:, job.heads], slice(job.heads.start // group, job.heads.stop // group)
+        key, value = key[:, keys, job.keys], value[:, keys, job.keys]
+    key, value = key.to(dtype), value.to(dtype)
     if call.added_key_bias is not None:
         values = values + call.added_key_bias.expand(call.batch[0], -1, -1)[:, job.heads, None, job.keys]
     rows, sizes = query.to(dtype), query.shape

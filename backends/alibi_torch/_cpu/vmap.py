@@ -1,7 +1,8 @@
-"""What torch.func.vmap makes of the tiled operators: the mapped axis becomes a part of the batch."""
+"""What torch.func.vmap makes of the operators: the mapped axis becomes a part of the batch axis."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,66 +10,47 @@ from torch import Tensor
 
 from alibi_core.backend import ARRAY_AXES
 
-# Axes of an operator's tensors besides the batch axis, in their order.
-INPUTS = {"query": 3, "key": 3, "value": 3}
-RULES = ARRAY_AXES | {"key_norms": 2}
-OF_FORWARD = (*INPUTS.values(), *RULES.values())
-OF_BACKWARD = (3, *INPUTS.values(), 3, 2, *RULES.values())
+# The axes of each tensor behind the batch axis, in the order of the operators' arguments.
+_RULES = (*ARRAY_AXES.values(), 2)  # the last are norms of keys
+FORWARD = (3, 3, 3, *_RULES)  # query, key, value
+BACKWARD = (3, 3, 3, 3, 3, 2, *_RULES)  # gradient, query, key, value, result, log-sum-exp
 
 
-def register(forward: Any, backward: Any) -> None:
+def register(forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
     """Teach both operators to be mapped."""
 
     def map_forward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
-        batch = _batch(arguments[0], in_dims[0])
-        merged = _merge(info.batch_size, batch, in_dims, arguments, OF_FORWARD)
-        return _split(forward(*merged), info.batch_size), (0, 0)
+        merged = _merged(info.batch_size, in_dims, arguments, FORWARD)
+        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in forward(*merged)), (0, 0)
 
     def map_backward(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
-        batch = _batch(arguments[1], in_dims[1])
-        merged = _merge(info.batch_size, batch, in_dims, arguments, OF_BACKWARD)
-        first = len(OF_BACKWARD) - len(RULES)
-        shared = []
-        for index in (first, first + 1):  # slopes: each mapped entry is to have a gradient of its own
-            slopes = arguments[index]
-            lacks_batch = slopes is not None and slopes.ndim - (in_dims[index] is not None) == 1
-            if slopes is not None and merged[index].ndim == 1:
-                merged[index] = merged[index].expand(info.batch_size * batch, -1)
-            shared.append(lacks_batch)
-        *tensors, past, future = _split(backward(*merged), info.batch_size)
-        of_future = shared[0] if arguments[first + 1] is None else shared[1]
-        slopes = [x.sum(dim=1) if is_shared else x for x, is_shared in ((past, shared[0]), (future, of_future))]
-        return (*tensors, *slopes), (0,) * 5
+        size, first = info.batch_size, len(BACKWARD) - len(_RULES)
+        merged = _merged(size, in_dims, arguments, BACKWARD)
+        summed = []  # whether slopes have no batch axis, so that their gradient is a sum over it
+        for index in (first, first + 1):
+            slopes, dim = arguments[index], in_dims[index]
+            if slopes is None:  # the gradient by future slopes is then of the shape of that by slopes
+                summed.append(summed[0])
+                continue
+            summed.append(slopes.ndim - (dim is not None) == 1)
+            merged[index] = merged[index].expand(len(merged[0]), -1)  # each mapped entry has a gradient of its own
+        *tensors, past, future = (x.unflatten(0, (size, -1)) for x in backward(*merged))
+        rates = [x.sum(dim=1) if is_summed else x for x, is_summed in zip((past, future), summed, strict=True)]
+        return (*tensors, *rates), (0,) * 5
 
     torch.library.register_vmap(forward, map_forward)
     torch.library.register_vmap(backward, map_backward)
 
 
-def _batch(tensor: Tensor, dim: int | None) -> int:
-    return (tensor if dim is None else tensor.movedim(dim, 0)[0]).shape[0]
-
-
-def _merge(
-    size: int, batch: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...], axes: tuple[int, ...]
-) -> list[Any]:
+def _merged(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...], axes: tuple[int, ...]) -> list[Any]:
     """Return the arguments, the mapped axis of each tensor merged with its batch axis."""
-    merged = [
-        _merge_one(size, batch, dim, argument, rest) if isinstance(argument, Tensor) else argument
-        for argument, dim, rest in zip(arguments, in_dims, axes, strict=False)
-    ]
-    return [*merged, *arguments[len(axes) :]]
-
-
-def _merge_one(size: int, batch: int, dim: int | None, tensor: Tensor, axes: int) -> Tensor:
-    if dim is None:
-        if tensor.ndim <= axes or tensor.shape[0] == 1 < batch:
-            return tensor  # the same for all
-        return tensor.expand(size, *tensor.shape).flatten(0, 1)
-    tensor = tensor.movedim(dim, 0)
-    rest = tensor.shape[1:]
-    rest = (1,) * (axes + 1 - len(rest)) + rest  # [batch or 1, ...]
-    return tensor.reshape(size, *rest).expand(size, batch, *rest[1:]).flatten(0, 1)
-
-
-def _split(results: tuple[Tensor, ...], size: int) -> tuple[Tensor, ...]:
-    return tuple(x.unflatten(0, (size, -1)) for x in results)
+    query, dim = arguments[1], in_dims[1]  # or the key
+    batch = query.shape[0] if dim is None else query.movedim(dim, 0).shape[1]
+    merged = list(arguments)
+    for index, (x, dim, rest) in enumerate(zip(arguments, in_dims, axes, strict=False)):
+        if not isinstance(x, Tensor) or (dim is None and (x.ndim <= rest or x.shape[0] == 1 < batch)):
+            continue  # the same for all entries
+        x = x[None] if dim is None else x.movedim(dim, 0)
+        x = x.reshape(len(x), *(1,) * (rest + 2 - x.ndim), *x.shape[1:])  # [size or 1, batch or 1, ...]
+        merged[index] = x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
+    return merged

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from alibi_core.backend import AttentionCall, KeyNorms, Measuring, ScoreBounds, key_ranges, measure, tolerance_of
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import KeyNorms, ScoreBounds, Tiling, key_ranges, measure, nearest_keys, tolerance_of
 from alibi_torch._cpu import norm_bounds
 
 BLOCK = 128  # queries, and keys, in a block: the kernels' own tiles all divide it
 SHORT = 128  # queries; fewer have a kernel of their own, which divides the keys among many multiprocessors
-# Blocks of scores. On a GPU to visit so many (half, under a causal mask) takes about as long as to measure which could
-# be left out: a guess from seven small kernels and 2**25 scores.
-FEW_BLOCKS = 2048
-MEASURING = Measuring(q_block=BLOCK, kv_block=BLOCK, most_blocks=None, norm_bounds=norm_bounds)
+FEW_BLOCKS = 2048  # Up to this many blocks of scores, a GPU visits all: to measure takes about as long (a guess).
+MEASURING = Tiling(q_block=BLOCK, kv_block=BLOCK, most_blocks=None, norm_bounds=norm_bounds)
 
 
 def block_mask(
@@ -25,16 +24,13 @@ def block_mask(
     query: Tensor,
     key: Tensor,
     mask_mod: Callable[..., Tensor],
-    norms: KeyNorms | None = None,
-    *,
+    norms: KeyNorms | None,
     seq_lengths: tuple[int, int],
-    backward: bool,
 ) -> BlockMask:
     """Return the blocks that the queries need, those where every key is visible to every query apart.
 
     Everything happens on the device of ``query``, and nothing is read from it. Where it varies within a block whether a
-    query may see a key, ``mask_mod`` says so; ``seq_lengths`` count padding, too. The kernel for gradients, if it is to
-    run (``backward``), reads the blocks by keys.
+    query may see a key, ``mask_mod`` says so; ``seq_lengths`` count padding, too.
     """
     first, stop = needed_blocks(call, query, key, norms)
     q_blocks, kv_blocks = (-(-n // BLOCK) for n in (call.q_len, call.kv_len))
@@ -44,52 +40,27 @@ def block_mask(
         """Return consecutive blocks from ``starts [..., q_blocks]`` on; how many of them count is said elsewhere."""
         return (starts[..., None] + step).clamp(max=kv_blocks - 1).to(torch.int32).contiguous()
 
+    counts: list[Tensor | None] = [stop - first, None]
+    indices: list[Tensor | None] = [run(first), None]
     # A mask or segments would have to be looked through for whole blocks. The kernel for few queries divides the keys
     # that these need evenly among its parts where it knows of no whole blocks, and else all keys, needed or not.
-    is_needed = (step >= first[..., None]) & (step < stop[..., None]) if backward else None
-    if call.mask is not None or call.q_segment_ids is not None or seq_lengths[0] < SHORT:
-        lists = (stop - first).to(torch.int32).contiguous(), run(first), None, None
-        lists += (*_by_keys(is_needed), None, None)
-    else:
+    if call.mask is None and call.q_segment_ids is None and seq_lengths[0] >= SHORT:
         full_first, full_stop = _full_blocks(call, first, stop, q_blocks)
-        full_count = full_stop - full_first
+        counts = [stop - first - (full_stop - full_first), full_stop - full_first]
         # The others lie on either side of the full ones.
         before = (full_first - first)[..., None]
-        indices = torch.where(step < before, run(first), run(full_stop - before[..., 0]))
-        lists = (stop - first - full_count).to(torch.int32).contiguous(), indices
-        lists += full_count.to(torch.int32).contiguous(), run(full_first)
-        is_full = (step >= full_first[..., None]) & (step < full_stop[..., None]) if backward else None
-        lists += *_by_keys(is_needed & ~is_full if backward else None), *_by_keys(is_full)
-    return BlockMask(seq_lengths, *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod)
+        indices = [torch.where(step < before, run(first), run(full_stop - before[..., 0])), run(full_first)]
+    partial, full = (None if x is None else x.to(torch.int32).contiguous() for x in counts)
+    lists = partial, indices[0], full, indices[1]
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=seq_lengths)
 
 
-def _by_keys(blocks: Tensor | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Return for each block of keys how many blocks of queries visit it, and which, then those that do not.
-
-    ``blocks`` are ``[..., q_blocks, kv_blocks]`` booleans. PyTorch would sort them.
-    """
-    if blocks is None:
-        return None, None
-    visits = blocks.mT
-    row = torch.arange(visits.shape[-1], dtype=torch.int32, device=blocks.device).expand(visits.shape)
-    ranks, count = visits.cumsum(dim=-1, dtype=torch.int32), visits.sum(dim=-1, dtype=torch.int32)
-    places = torch.where(visits, ranks - 1, count[..., None] + row - ranks)
-    return count.contiguous(), torch.zeros_like(row).contiguous().scatter(-1, places.long(), row)
-
-
-def are_few(call: AttentionCall) -> bool:
-    """Whether all blocks that masks leave are visited sooner than measured, so that nothing is left out."""
+def visits_all(call: AttentionCall) -> bool:
+    """Whether a GPU visits all blocks that masks leave sooner than it measures which could be left out."""
     if call.device.type != "cuda":
         return False
     scores = -(-call.q_len // BLOCK) * -(-call.kv_len // BLOCK)
     return math.prod(call.batch) * call.num_heads * scores <= FEW_BLOCKS
-
-
-def nearest_keys(call: AttentionCall) -> Tensor:
-    """Return :meth:`AttentionCall.nearest_keys`, at no cost where each query's own key is known to be visible."""
-    if call.sees_own_key:
-        return torch.zeros(call.q_len, dtype=torch.int32, device=call.device)
-    return call.nearest_keys()
 
 
 def needed_blocks(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_core.backend import (
+from alibi_core.backend.caches import (
     RowTokens,
     cache_summary,
     check_indices,
@@ -17,12 +17,8 @@ from alibi_core.backend import (
     check_new_tokens,
     check_room,
     check_span,
-    explains_keywords,
-    floating_dtype,
-    non_negative_int,
-    one_of,
-    positive_int,
 )
+from alibi_core.backend.checks import explains_keywords, floating_dtype, non_negative_int, one_of, positive_int
 from alibi_torch._attention import checked, run
 from alibi_torch._cpu import NEAR, KeyNorms, norm_bounds, uses_norms
 from alibi_torch._dispatch import IMPLEMENTATIONS
@@ -123,7 +119,7 @@ class KVCache:
             TypeError: If an argument is no floating tensor of four axes.
             ValueError: If the cache is full, or holds another batch, dtype or device.
         """
-        check_appended(key, value, self.key)
+        _check_appended(key, value, self.key)
         if lengths is not None or self.lengths is not None:
             return self._append_by_row(key, value, self._counts(lengths, key.shape[2]))
         check_room(key.shape[2], self.max_length, self.length)
@@ -208,28 +204,22 @@ class KVCache:
         """
         if implementation is not None:
             one_of("implementation", implementation, IMPLEMENTATIONS)
-        names = "mask", "segment_ids", "window_size", "scale", "tolerance"
-        given = zip(names, (mask, segment_ids, window_size, scale, tolerance), strict=True)
-        rules: dict[str, Any] = {name: rule for name, rule in given if rule is not None}
+        given = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size, "scale": scale}
+        rules: dict[str, Any] = {name: x for name, x in (given | {"tolerance": tolerance}).items() if x is not None}
         if lengths is not None or self.lengths is not None:
             offsets = self._held() - self._counts(lengths, query.shape[2])
             check_span(self.length, self.length - int(offsets.min()))
             rules["q_offset"] = torch.from_numpy(offsets).to(self.key.device)
-        key, value = self._held_tensors()
-        if "q_offset" in rules:
-            call = checked(query, key, value, slopes, **rules)
         else:
             check_span(self.length, query.shape[2] if query.ndim == 4 else self.length)
-            if mask is None and segment_ids is None:
-                call = checked(query, self.key, self.value, slopes, used=self.length, **rules)
-            else:
-                call = checked(query, key, value, slopes, **rules)
+        call = checked(query, self.key, self.value, slopes, used=self.length, **rules)
+        key, value = self._held_tensors()
         norms = None
         if self.key.device.type != "cpu" or torch.compiler.is_compiling():  # which cannot ask how calls are cut up
             norms = self._norms(0)
         elif uses_norms(call):
             norms = self._norms(NEAR if call.q_len == 1 and implementation in (None, "tiled") else 0)
-        return guarded(run(call, query, key, value, implementation, norms), [self.key])
+        return _guarded(run(call, query, key, value, implementation, norms), self.key)
 
     def truncate(self, length: int | Tensor) -> None:
         """Forget all tokens but the first ``length`` of each row: a number, or ``[batch_size]`` integers.
@@ -266,16 +256,12 @@ class KVCache:
             TypeError: If they are no integer tensor.
             IndexError: If there is no such sequence.
         """
-        indices = self._sequences(indices)
+        indices = check_indices(xp, indices, self.key.shape[0]).to(self.key.device, torch.long)
+        indices = torch.where(indices < 0, indices + self.key.shape[0], indices)  # index_select takes no negative ones
         self.key, self.value = (x.index_select(0, indices) for x in (self.key, self.value))
         self._norms_by_block = self._norms_by_block.index_select(0, indices)
         if self.lengths is not None:
             self._hold(self._held()[indices.cpu().numpy()])
-
-    def _sequences(self, indices: Tensor) -> Tensor:
-        """Return ``indices``, checked, as index_select takes them: counted from the first sequence."""
-        indices = check_indices(xp, indices, self.key.shape[0]).to(self.key.device, torch.long)
-        return torch.where(indices < 0, indices + self.key.shape[0], indices)
 
 
 def autocast_dtype(place: str) -> torch.dtype | None:
@@ -285,16 +271,14 @@ def autocast_dtype(place: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(place)
 
 
-def guarded(result: Tensor, held: list[Tensor]) -> Tensor:
-    """Return a result, whose backward pass refuses to run where the keys ``held`` have been changed in place since."""
-    if not result.requires_grad or torch.compiler.is_compiling():
+def _guarded(result: Tensor, key: Tensor) -> Tensor:
+    """Return a result whose backward pass refuses to run where the cache's keys have been changed in place since."""
+    if not result.requires_grad or torch.compiler.is_compiling() or in_transform():  # which has no hooks
         return result
-    if in_transform():  # which has no hooks
-        return result
-    versions = [x._version for x in held]
+    version = key._version
 
     def check(gradient: Tensor) -> None:
-        if [x._version for x in held] != versions:
+        if key._version != version:
             raise RuntimeError(
                 "a backward pass through a cache must come before further tokens are appended to it, which changes in "
                 "place what the pass needs; decode under torch.no_grad(), and train on whole sequences, without a cache"
@@ -304,7 +288,7 @@ def guarded(result: Tensor, held: list[Tensor]) -> Tensor:
     return result
 
 
-def check_appended(key: Tensor, value: Tensor, like: Tensor) -> None:
+def _check_appended(key: Tensor, value: Tensor, like: Tensor) -> None:
     """Check that keys and values fit those that a cache holds, in all but their number."""
     batch_size, num_kv_heads, _, head_dim = like.shape
     if type(key) is type(value) is Tensor and key.shape == value.shape and key.ndim == 4:

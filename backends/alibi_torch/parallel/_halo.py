@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alibi_core.backend import Shards
+from alibi_core.backend.sharding import Shards
 from alibi_torch.parallel._group import Place
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """Tokens from ``first`` to ``stop`` of neighbouring key/value heads, which the queries of a process see."""
+class Stretch(NamedTuple):
+    """Tokens from ``first`` to ``stop`` of neighbouring key/value heads."""
 
     heads: slice
     first: int
     stop: int
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """The tokens of a stretch that one process holds."""
 
     stretch: int  # index among the stretches of the process that sees it
@@ -60,10 +58,9 @@ class Halo:
 
     @cached_property
     def outgoing(self) -> dict[int, list[Piece]]:
-        """What this process holds of what others see."""
+        """What this process holds of what each process sees, this one included."""
         here = self.place.rank
-        others = (rank for rank in range(self.place.size) if rank != here)
-        return {rank: pieces for rank in others if (pieces := self._pieces(rank, here))}
+        return {rank: pieces for rank in range(self.place.size) if (pieces := self._pieces(rank, here))}
 
     def _stretches(self, rank: int) -> list[Stretch]:
         """Return what a process sees; nothing if it holds padding alone."""
@@ -87,28 +84,46 @@ class Halo:
                 found.append(Piece(index, seen.heads, first, stop))
         return found
 
-    def held(self, tensor: Tensor, piece: Piece) -> Tensor:
-        """Return a piece of this process's own ``[batch, heads, shard_len, features]``, a view."""
+    def held(self, tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
+        """Return views of pieces of this process's own ``[batch, heads, shard_len, features]``."""
         start = self.place.rank * self.shards.shard_len
-        return tensor[:, piece.heads, piece.first - start : piece.stop - start]
+        return [x[:, piece.heads, piece.first - start : piece.stop - start] for piece in pieces for x in tensors]
 
-    def seen(self, tensor: Tensor, piece: Piece) -> Tensor:
-        """Return a piece of what a stretch sees, ``[batch, heads of the stretch, its length, features]``, a view."""
-        first = self.stretches[piece.stretch].first
-        return tensor[:, :, piece.first - first : piece.stop - first]
+    def seen(self, tensors: Sequence[Sequence[Tensor]], pieces: Sequence[Piece]) -> list[Tensor]:
+        """Return views of pieces of what stretches see, ``[batch, heads of the stretch, its length, features]``."""
+        firsts = [seen.first for seen in self.stretches]
+        return [
+            x[piece.stretch][:, :, piece.first - firsts[piece.stretch] : piece.stop - firsts[piece.stretch]]
+            for piece in pieces
+            for x in tensors
+        ]
 
-    def exchanged(self, outgoing: dict[int, Tensor], incoming: dict[int, int], like: Tensor) -> dict[int, Tensor]:
-        """Send flat tensors to processes, and return those received, of these numbers of elements."""
-        arrived = {peer: like.new_empty(size) for peer, size in incoming.items()}
-        group, tag = self.place.group, self.place.tag
+    def exchanged(
+        self, outgoing: dict[int, list[Tensor]], incoming: dict[int, list[Tensor]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Send tensors to processes, a message for each process, and receive others.
+
+        Returns:
+            Pairs of one of ``incoming``, which may be views and of another dtype, and the tensor that has arrived for
+            it; what a process sends to itself is among them, and first.
+        """
+        if not outgoing:  # this process holds padding alone
+            return []
+        here, group, tag = self.place.rank, self.place.group, self.place.tag
+        sent = {peer: torch.cat([x.flatten() for x in parts]) for peer, parts in outgoing.items() if peer != here}
+        sizes = {peer: [x.numel() for x in parts] for peer, parts in incoming.items() if peer != here}
+        arrived = {peer: outgoing[here][0].new_empty(sum(of_peer)) for peer, of_peer in sizes.items()}
         operations = [
-            dist.P2POp(call, tensor, dist.get_global_rank(group, peer), group, tag)
-            for call, messages in ((dist.irecv, arrived), (dist.isend, outgoing))
-            for peer, tensor in messages.items()
+            dist.P2POp(call, message, dist.get_global_rank(group, peer), group, tag)
+            for call, messages in ((dist.irecv, arrived), (dist.isend, sent))
+            for peer, message in messages.items()
         ]
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
-        return arrived
+        found = {here: outgoing[here]} | {peer: message.split(sizes[peer]) for peer, message in arrived.items()}
+        return [
+            (part, x.view(part.shape)) for peer in found for part, x in zip(incoming[peer], found[peer], strict=True)
+        ]
 
 
 def gathered(halo: Halo, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[list[Tensor]]:
@@ -116,13 +131,6 @@ def gathered(halo: Halo, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[
 
     That is ``[batch, heads of the stretch, its length, features]``, in ``dtype``.
     """
-    tensors, here = [tensor.detach() for tensor in tensors], halo.place.rank
-    outgoing = {
-        peer: torch.cat([halo.held(tensor, piece).flatten() for piece in pieces for tensor in tensors])
-        for peer, pieces in halo.outgoing.items()
-    }
-    incoming = {peer: sum(_sizes(tensors, pieces)) for peer, pieces in halo.incoming.items() if peer != here}
-    arrived = halo.exchanged(outgoing, incoming, tensors[0])
     results = [
         [
             x.new_empty((len(x), seen.heads.stop - seen.heads.start, seen.stop - seen.first, x.shape[-1]), dtype=dtype)
@@ -130,11 +138,10 @@ def gathered(halo: Halo, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[
         ]
         for x in tensors
     ]
-    for peer, pieces in halo.incoming.items():
-        parts = _parts(tensors, pieces, arrived[peer]) if peer in arrived else None
-        for piece, (index, tensor) in itertools.product(pieces, enumerate(tensors)):
-            part = halo.held(tensor, piece) if parts is None else next(parts)
-            halo.seen(results[index][piece.stretch], piece).copy_(part)
+    outgoing = {peer: halo.held([x.detach() for x in tensors], pieces) for peer, pieces in halo.outgoing.items()}
+    incoming = {peer: halo.seen(results, pieces) for peer, pieces in halo.incoming.items()}
+    for part, arrived in halo.exchanged(outgoing, incoming):
+        part.copy_(arrived)
     return results
 
 
@@ -165,44 +172,16 @@ class ReturnHalo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, halo: Halo, shape: torch.Size, dtype: torch.dtype, *grads: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients by this process's keys, and by its values, summed over processes."""
-        ctx.halo, ctx.dtype = halo, grads[0].dtype
-        count, here = len(halo.stretches), halo.place.rank
+        ctx.halo, ctx.dtype, count = halo, grads[0].dtype, len(halo.stretches)
+        totals = [grads[0].new_zeros(shape, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(2)]
         by_stretch = grads[:count], grads[count:]
-        totals = [grads[0].new_zeros(shape, dtype=torch.promote_types(dtype, torch.float32)) for _ in by_stretch]
-        back = {
-            peer: torch.cat([halo.seen(x[piece.stretch], piece).flatten() for piece in pieces for x in by_stretch])
-            for peer, pieces in halo.incoming.items()
-            if peer != here
-        }
-        sizes = {peer: sum(_sizes(totals, pieces)) for peer, pieces in halo.outgoing.items()}
-        arrived = halo.exchanged(back, sizes, grads[0])
-        for piece, (stretches, total) in itertools.product(
-            halo.incoming.get(here, []), zip(by_stretch, totals, strict=True)
-        ):
-            halo.held(total, piece).add_(halo.seen(stretches[piece.stretch], piece))
-        for peer, pieces in halo.outgoing.items():
-            parts = _parts(totals, pieces, arrived[peer])
-            for piece, total in itertools.product(pieces, totals):
-                halo.held(total, piece).add_(next(parts))
+        outgoing = {peer: halo.seen(by_stretch, pieces) for peer, pieces in halo.incoming.items()}
+        incoming = {peer: halo.held(totals, pieces) for peer, pieces in halo.outgoing.items()}
+        for total, arrived in halo.exchanged(outgoing, incoming):
+            total.add_(arrived)
         return tuple(total.to(dtype) for total in totals)
 
     @staticmethod
     def backward(ctx: Any, by_key: Tensor, by_value: Tensor) -> tuple[Any, ...]:
         """Return what stretches see of second derivatives by keys and values."""
         return None, None, None, *GatherHalo.apply(by_key, by_value, ctx.halo, ctx.dtype)
-
-
-def _shapes(tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of the parts of a message."""
-    for piece, tensor in itertools.product(pieces, tensors):
-        yield len(tensor), piece.heads.stop - piece.heads.start, piece.stop - piece.first, tensor.shape[-1]
-
-
-def _sizes(tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> list[int]:
-    return [torch.Size(shape).numel() for shape in _shapes(tensors, pieces)]
-
-
-def _parts(tensors: Sequence[Tensor], pieces: Sequence[Piece], message: Tensor) -> Iterator[Tensor]:
-    """Yield the parts of a message."""
-    parts = message.split(_sizes(tensors, pieces))
-    return (part.view(shape) for part, shape in zip(parts, _shapes(tensors, pieces), strict=True))

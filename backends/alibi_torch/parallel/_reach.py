@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alibi_core.backend import HALO_SHARE, AttentionCall, Shards, lower_bounds, score_rounding, tokens_beyond
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import lower_bounds, score_rounding
+from alibi_core.backend.sharding import HALO_SHARE, Shards, tokens_beyond
 from alibi_torch._cpu import norm_bounds, tiling
 from alibi_torch.parallel._group import Place
 
@@ -65,7 +67,7 @@ def _lower_bounds(
     for index in range(call.batch[0]):
         one = slice(index, index + 1)
         part = call.tile(batch=one, heads=slice(0, call.num_heads), queries=tokens, keys=tokens)
-        means = lower_bounds(part, query[one, :, tokens], key[one, :, tokens], centre[one], tiling().measuring)
+        means = lower_bounds(part, query[one, :, tokens], key[one, :, tokens], centre[one], tiling())
         if means is not None:
             lower[one] = torch.maximum(lower[one], means)
     return lower

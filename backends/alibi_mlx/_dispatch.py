@@ -1,0 +1,135 @@
+"""Which implementation runs a call, and attention and its gradients as functions that MLX's transformations know.
+
+What computes attention, or its gradients, takes a call with one batch axis. Here it becomes a custom function of all
+arrays concerned, of which ``mx.vmap`` makes a longer batch, so that nothing below has to know how to be mapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from alibi_core.backend import ARRAY_AXES, AttentionCall, join_call
+from alibi_core.backend.horizon import Job
+from alibi_mlx import _kernels
+
+IMPLEMENTATIONS = ("tiled", "dense")
+
+
+def choose(call: AttentionCall, implementation: str | None) -> str:
+    """Return the implementation that runs a call: the one named, or else the first that can.
+
+    Raises:
+        NotImplementedError: If the one named cannot run the call.
+    """
+    if implementation is None:
+        return next(name for name in IMPLEMENTATIONS if refusal(name, call) is None)
+    if (reason := refusal(implementation, call)) is not None:
+        able = [repr(name) for name in IMPLEMENTATIONS if refusal(name, call) is None]
+        raise NotImplementedError(f"implementation {implementation!r} {reason}; {' and '.join(able)} can run this call")
+    return implementation
+
+
+def refusal(name: str, call: AttentionCall) -> str | None:
+    """Return why an implementation cannot run a call, as the rest of a sentence that begins with its name."""
+    if name == "dense":
+        return None
+    if call.dense_only is not None:
+        return call.dense_only
+    if call.dtype == mx.float64:
+        return "cannot compute in float64 (MLX's attention takes its scale and exponential in float32)"
+    return None
+
+
+# Returns the tiles that make up a call with one batch axis, given query, key and value.
+Plan = Callable[[AttentionCall, mx.array, mx.array, mx.array], list[Job]]
+
+
+def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, plan: Plan) -> mx.array:
+    """Return the attention of a call with one batch axis, differentiable in memory that grows with the lengths alone.
+
+    Nothing is kept for the backward pass but the arguments: scores are computed anew.
+    """
+    operands = call.arrays
+    planned: dict[tuple[int, ...], list[Job]] = {}  # once for both passes, and once more for a longer batch
+
+    def jobs(call: AttentionCall, *tensors: mx.array) -> list[Job]:
+        if call.batch not in planned:
+            planned[call.batch] = plan(call, *tensors)
+        return planned[call.batch]
+
+    def of_arrays(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> mx.array:
+        this = join_call(call, dict(zip(operands, arrays, strict=True)))
+        return _kernels.forward(this, query, key, value, jobs(this, query, key, value))
+
+    function = mx.custom_function(of_arrays)
+
+    @function.jvp
+    def push_forward(primals: Any, tangents: Any) -> mx.array:
+        filled = [mx.zeros_like(x) if dx is None else dx for x, dx in zip(primals, tangents, strict=True)]
+        return mx.jvp(of_arrays, primals, filled)[1][0]
+
+    @function.vjp
+    def differentiate(primals: Any, grad: mx.array, result: mx.array) -> Any:
+        query, key, value, *arrays = primals
+        this = join_call(call, dict(zip(operands, arrays, strict=True)))
+        *by_tensors, past, future = _gradients(this, query, key, value, grad, jobs)
+        by_slopes = {"slopes": past, "future_slopes": future}
+        if this.future_slopes is None:
+            by_slopes["slopes"] = past + future
+        grads = {n: _of_shape(getattr(this, n).shape, x) for n, x in by_slopes.items() if n in operands}
+        return *by_tensors, *map(grads.get, operands)
+
+    @function.vmap
+    def mapped(operands: Any, axes: Any) -> tuple[mx.array, int]:
+        size, longer, tensors = _as_longer_batch(call, operands, axes, 3)
+        return attend(longer, *tensors, plan).reshape(size, *call.batch, *tensors[0].shape[1:]), 0
+
+    return function(query, key, value, *operands.values())
+
+
+def _gradients(
+    call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, grad: mx.array, plan: Plan
+) -> tuple[mx.array, ...]:
+    """Return the gradients by query, key, value, and by the slopes of each batch entry, past and future."""
+    operands = call.arrays
+
+    @mx.custom_function
+    def function(query: mx.array, key: mx.array, value: mx.array, grad: mx.array, *arrays: mx.array) -> Any:
+        this = join_call(call, dict(zip(operands, arrays, strict=True)))
+        return _kernels.backward(this, (query, key, value), grad, plan(this, query, key, value))
+
+    @function.vmap
+    def mapped(operands: Any, axes: Any) -> tuple[tuple[mx.array, ...], tuple[int, ...]]:
+        size, longer, tensors = _as_longer_batch(call, operands, axes, 4)
+        grads = _gradients(longer, *tensors, plan)
+        return tuple(x.reshape(size, *call.batch, *x.shape[1:]) for x in grads), (0,) * len(grads)
+
+    return tuple(function(query, key, value, grad, *operands.values()))
+
+
+def _of_shape(shape: tuple[int, ...], by_entry: mx.array) -> mx.array:
+    """Return gradients of each batch entry, ``[batch, num_heads]``, summed if the entries share what they are of."""
+    return by_entry if by_entry.shape == shape else mx.sum(by_entry, axis=0).reshape(shape)
+
+
+def _as_longer_batch(
+    call: AttentionCall, operands: Any, axes: Any, count: int
+) -> tuple[int, AttentionCall, list[mx.array]]:
+    """Return how many were mapped, and the call and the first ``count`` operands with that axis part of the batch."""
+    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    tensors = []
+    for x, axis in zip(operands[:count], axes[:count], strict=True):
+        whole = mx.broadcast_to(x, (size, *x.shape)) if axis is None else mx.moveaxis(x, axis, 0)
+        tensors.append(whole.reshape(size * whole.shape[1], *whole.shape[2:]))
+    arrays = {}
+    for name, x, axis in zip(call.arrays, operands[count:], axes[count:], strict=True):
+        if axis is not None:
+            x = mx.moveaxis(x, axis, 0)
+            missing = 2 + ARRAY_AXES[name] - x.ndim  # axes that are the same for all of the batch
+            x = x.reshape(size, *[1] * missing, *x.shape[1:])
+        arrays[name] = x
+    return size, replace(call, batch=(size, *call.batch), **arrays).with_one_batch_axis(), tensors

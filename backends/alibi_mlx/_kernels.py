@@ -1,0 +1,240 @@
+"""Tiles of attention and their gradients, by MLX's own operations.
+
+Going forward each tile is one call of ``mx.fast.scaled_dot_product_attention``. A tile holds all keys that its queries
+need, so that the backward pass computes its softmax anew, and nothing is kept between the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import Job
+from alibi_mlx._biases import Biases
+from alibi_mlx._plan import tiling
+
+COPIED_FOR = 8  # queries, at least, that keys are laid out anew for
+
+
+def forward(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, jobs: Iterable[Job]) -> mx.array:
+    """Return the result of the jobs that make up a call with one batch axis, of the shape and dtype of ``query``."""
+    result = mx.zeros(query.shape, query.dtype)
+    biases = Biases(call)
+    before: list[mx.array] = []
+    for job in jobs:
+        bias, attends = biases.of(job)
+        for part in _parts(job, call.head_dim):
+            tensors = (queries_of(query, part), keys_of(key, part, call), keys_of(value, part, call))
+            # MLX rounds the bias to the dtype of the tensors, which must therefore be float32.
+            wide = [_float32(x) for x in tensors]
+            wide[0], wide[1] = _after(wide[0], before), for_scores(wide[1], part)
+            out = mx.fast.scaled_dot_product_attention(*wide, scale=call.scale, mask=bias)
+            if attends is not None:
+                out = mx.where(attends, out, 0.0)
+            out = out.astype(query.dtype)
+            if out.shape == query.shape and part.tiles == 1:  # one tile is all there is
+                return out
+            if not before:
+                # MLX before 0.32.2 crashes where mx.jvp meets an assignment of whose two sides one varies: let both.
+                result = _after(result, [out])
+            put_queries(result, part, out)
+            before = [out]
+    return result
+
+
+def backward(
+    call: AttentionCall,
+    tensors: tuple[mx.array, mx.array, mx.array],
+    grad: mx.array,
+    jobs: Iterable[Job],
+) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
+    """Return the gradients of ``sum(attention * grad)`` by query, key, value, slopes and future slopes.
+
+    Those by slopes are ``[batch, num_heads]``, for the keys on one side of the query each.
+    """
+    query, key, value = tensors
+    by_query = mx.zeros(query.shape, query.dtype)
+    by_key, by_value = mx.zeros(key.shape), mx.zeros(value.shape)  # float32, until they are complete
+    by_slopes = [mx.zeros((*call.batch, call.num_heads)) for _ in range(2)]
+    biases = Biases(call)
+    before: list[mx.array] = []
+    for job in jobs:
+        bias, attends = biases.of(job)
+        distances = biases.distances(job)
+        for part in _parts(job, 2 * call.head_dim):
+            queries, grads = (_float32(queries_of(x, part)) for x in (query, grad))
+            keys, values = (_float32(keys_of(x, part, call)) for x in (key, value))
+            if attends is not None:
+                grads = mx.where(attends, grads, 0.0)
+            queries, grads = (_after(x, before) for x in (queries * call.scale, grads))
+            # [batch entries or tiles, heads, rows, kv_len]; the heads of a job share their keys or are ungrouped
+            weights = _softmax(queries @ for_scores(keys, part).swapaxes(-1, -2) + bias)
+            by_weight = grads @ for_scores(values, part).swapaxes(-1, -2)
+            # Not from the result: it was rounded to the dtype of the tensors, which slopes' gradients do not forgive.
+            mean = mx.sum(weights * by_weight, axis=-1, keepdims=True)
+            by_score = weights * (by_weight - mean)
+            # A row's sum to 0; what rounding leaves is multiplied by what keys, or distances, have in common.
+            by_score = by_score - weights * mx.sum(by_score, axis=-1, keepdims=True)
+            by_queries = ((by_score @ keys) * call.scale).astype(query.dtype)
+            put_queries(by_query, part, by_queries)
+            before = [
+                by_queries,
+                _add_keys(by_key, part, call, by_score.swapaxes(-1, -2) @ queries),
+                _add_keys(by_value, part, call, weights.swapaxes(-1, -2) @ grads),
+                *(
+                    _add_by_head(x, part, by_score * y)
+                    for x, y in zip(by_slopes, distances, strict=True)
+                    if y is not None
+                ),
+            ]
+    return by_query, by_key.astype(key.dtype), by_value.astype(value.dtype), *by_slopes
+
+
+def _softmax(scores: mx.array) -> mx.array:
+    """Return the softmax along the last axis, of float32."""
+    if mx.default_device().type == mx.gpu:
+        return mx.softmax(scores, axis=-1)
+    # On the CPU MLX's power takes a third of the time of its exponential.
+    weights = mx.power(2.0, (scores - mx.max(scores, axis=-1, keepdims=True)) * math.log2(math.e))
+    return weights / mx.sum(weights, axis=-1, keepdims=True)
+
+
+def _after(array: mx.array, before: list[mx.array]) -> mx.array:
+    """Return ``array``, to be computed once all that is ``before`` has been.
+
+    Left to its own order, MLX might compute the scores of all tiles first, and hold them all. (``mx.depends`` does the
+    same, but ``mx.vmap`` does not know it.)
+    """
+    return _first(array, *before) if before else array
+
+
+@mx.custom_function
+def _first(array: mx.array, *others: mx.array) -> mx.array:
+    return array
+
+
+@_first.vmap
+def _(operands: Any, axes: Any) -> Any:
+    if axes[0] is not None:
+        return operands[0], axes[0]
+    # MLX unflattens along the wrong axis what is said not to be mapped.
+    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    return mx.broadcast_to(operands[0], (size, *operands[0].shape)), 0
+
+
+def _parts(job: Job, head_dim: int) -> Iterator[Job]:
+    """Yield a job as jobs of so few tiles that what is computed of them stays small."""
+    heads = job.heads.stop - job.heads.start
+    elements = heads * max(job.rows * job.kv_len, (job.rows + job.kv_len) * head_dim)
+    step = max(1, tiling().kernel_elements // elements)
+    if step >= job.tiles:
+        yield job
+        return
+    for tile in range(0, job.tiles, step):
+        shift = tile * job.rows
+        tiles = min(step, job.tiles - tile)
+        yield replace(job, q_start=job.q_start + shift, kv_start=job.kv_start + shift, tiles=tiles)
+
+
+def _float32(array: mx.array) -> mx.array:
+    return array.astype(mx.float32)
+
+
+# --- Pieces of tensors --------------------------------------------------------------------------------------------
+
+
+def queries_of(tensor: mx.array, job: Job) -> mx.array:
+    """Return a job's queries: ``[batch entries or tiles, heads, rows, head_dim]``."""
+    if job.tiles == 1:
+        return _cut(tensor, job.batch, job.heads, job.queries)
+    stretch = tensor[job.batch, job.heads, job.q_start : job.q_start + job.tiles * job.rows]
+    return mx.squeeze(mx.unflatten(stretch, 2, (job.tiles, job.rows)), axis=0).swapaxes(0, 1)
+
+
+def _cut(tensor: mx.array, batch: slice, heads: slice, tokens: slice) -> mx.array:
+    """Return a part of a tensor; where that is all of it, without an operation."""
+    sizes = batch.stop - batch.start, heads.stop - heads.start, tokens.stop - tokens.start
+    return tensor if sizes == tensor.shape[:3] else tensor[batch, heads, tokens]
+
+
+def put_queries(tensor: mx.array, job: Job, values: mx.array) -> None:
+    """Put what is shaped like a job's queries in their place in ``tensor``."""
+    if job.tiles > 1:  # [tiles, heads, rows, head_dim] -> [1, heads, tiles * rows, head_dim]
+        values = values.swapaxes(0, 1).reshape(1, values.shape[1], job.tiles * job.rows, -1)
+    tensor[job.batch, job.heads, job.q_start : job.q_start + job.tiles * job.rows] = values
+
+
+def kv_heads_of(job: Job, call: AttentionCall) -> slice:
+    """Return the key/value heads that a job's heads read."""
+    group = call.num_heads // call.num_kv_heads
+    return slice(job.heads.start // group, (job.heads.stop - 1) // group + 1)
+
+
+def keys_of(tensor: mx.array, job: Job, call: AttentionCall) -> mx.array:
+    """Return a job's keys, or values: ``[batch entries or tiles, kv heads, kv_len, head_dim]``; tiles may overlap."""
+    heads = kv_heads_of(job, call)
+    if job.tiles == 1:
+        return _cut(tensor, job.batch, heads, job.keys)
+    stretch = mx.contiguous(tensor[job.batch, heads, job.kv_start : _kv_stop(job)])
+    _, count, length, head_dim = stretch.shape
+    strides = (job.rows * head_dim, length * head_dim, head_dim, 1)
+    return mx.as_strided(stretch, (job.tiles, count, job.kv_len, head_dim), strides)
+
+
+def for_scores(keys: mx.array, job: Job) -> mx.array:
+    """Return the same keys, laid out as the product with a job's queries is fastest.
+
+    On the CPU that is one feature after the other: MLX's BLAS takes a third longer for a transposed factor.
+    """
+    if mx.default_device().type == mx.gpu or job.rows < COPIED_FOR:
+        return keys
+    return mx.contiguous(keys.swapaxes(-1, -2)).swapaxes(-1, -2)
+
+
+def _kv_stop(job: Job) -> int:
+    """Return the key after the last one of the last tile."""
+    return job.kv_start + (job.tiles - 1) * job.rows + job.kv_len
+
+
+def _add_keys(total: mx.array, job: Job, call: AttentionCall, addend: mx.array) -> mx.array:
+    """Add ``[batch entries or tiles, heads, kv_len, head_dim]`` to the keys' gradient, and return their new one."""
+    heads = kv_heads_of(job, call)
+    if addend.shape[1] > heads.stop - heads.start:  # these heads share their keys
+        addend = mx.sum(addend, axis=1, keepdims=True)
+    if job.tiles > 1:
+        addend = _overlapped(addend, job)
+    where = job.batch, heads, slice(job.kv_start, _kv_stop(job))
+    total[where] = summed = total[where] + addend
+    return summed
+
+
+def _overlapped(addend: mx.array, job: Job) -> mx.array:
+    """Return the sum of tiles' keys, ``[tiles, heads, kv_len, head_dim]``, each ``rows`` after the one before it."""
+    tiles, heads, length, head_dim = addend.shape
+    whole = mx.zeros((1, heads, (tiles - 1) * job.rows + length, head_dim))
+    for start in range(0, length, job.rows):  # the keys at one place in all tiles do not overlap
+        count = min(job.rows, length - start)
+        part = addend[:, :, start : start + count]  # [tiles, heads, count, head_dim]
+        if count < job.rows:
+            part = mx.concatenate([part, mx.zeros((tiles, heads, job.rows - count, head_dim))], axis=2)
+        part = part.swapaxes(0, 1).reshape(1, heads, tiles * job.rows, head_dim)
+        stop = min(start + tiles * job.rows, whole.shape[2])
+        whole[:, :, start:stop] = whole[:, :, start:stop] + part[:, :, : stop - start]
+    return whole
+
+
+def _add_by_head(total: mx.array, job: Job, products: mx.array) -> mx.array:
+    """Add a job's part of the gradient by slopes, minus distance times the gradient by each score, and return the sum.
+
+    Were the sums of no use but to each other, ``mx.compile`` would make kernels of as many of them as there are jobs.
+    """
+    by_head = mx.sum(products, axis=(-2, -1))  # [batch entries or tiles, heads]
+    if job.tiles > 1:
+        by_head = mx.sum(by_head, axis=0, keepdims=True)
+    total[job.batch, job.heads] = summed = total[job.batch, job.heads] - by_head
+    return summed

@@ -1,0 +1,81 @@
+"""What the parts of one accelerated model share, and a count of the passes that the library computed."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+LIBRARY = "alibi_torch"
+
+
+@dataclass
+class State:
+    """What the base model and the attention layers of one accelerated model share.
+
+    Attributes:
+        contract: ``"model"`` for the model's own rounding of the bias, ``"exact"`` for none.
+        strict: Whether a call that the library does not compute is an error.
+        calls: How many passes ``"alibi_torch"`` computed, and how many the model's own code, by the reason why.
+        tokens: The ``Tokens`` of the pass under way, for layers whose mask has lost them: in compiled code, and where
+            masks are moved between devices.
+    """
+
+    contract: str
+    strict: bool
+    calls: Counter[str] = field(default_factory=Counter)
+    tokens: Any = None
+
+    def count(self, model: Any, reason: str | None) -> None:
+        """Count a pass by the library, or by the model's own code for a reason; warn of the first of those.
+
+        Raises:
+            ValueError: If there is a reason, and the model is ``strict``.
+        """
+        if reason is not None and self.strict:
+            raise ValueError(f"{reason}; make the model with accelerate(model, strict=False), or undo with restore")
+        if torch.compiler.is_compiling():
+            return
+        if reason is not None and not self.calls.keys() - {LIBRARY}:
+            warnings.warn(
+                f"{type(model).__name__} computes this call by its own attention, which forms a score for every query "
+                f"and key: {reason}. Further calls like it do so without a warning; paths(model) counts them",
+                stacklevel=2,
+            )
+        self.calls[reason or LIBRARY] += 1
+
+
+def paths(model: Any) -> dict[str, int]:
+    """Return how many forward passes of an accelerated model the library computed, and how many the model's own code.
+
+    Passes inside ``torch.compile`` are not counted.
+
+    Args:
+        model: The model that ``accelerate`` returned.
+
+    Returns:
+        The number of passes for ``"alibi_torch"`` and for each reason why the model's own attention was needed.
+
+    Raises:
+        ValueError: If the model is not accelerated.
+
+    Example:
+        >>> from transformers import BloomConfig, BloomForCausalLM
+        >>> from alibi_torch.transformers import accelerate
+        >>> model = accelerate(BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=4)).eval())
+        >>> _ = model(torch.tensor([[7, 8, 9]]))
+        >>> paths(model)
+        {'alibi_torch': 1}
+    """
+    found = next((vars(x)["alibi_state"] for x in model.modules() if "alibi_state" in vars(x)), None)
+    if found is None:
+        raise not_accelerated(model)
+    return dict(found.calls)
+
+
+def not_accelerated(model: Any) -> ValueError:
+    """Return the error for a model that must be accelerated, and is not."""
+    return ValueError(f"model must be accelerated, got {type(model).__name__}; see alibi_torch.transformers.accelerate")
