@@ -180,7 +180,8 @@ def is_short(call: AttentionCall) -> bool:
 def uses_norms(call: AttentionCall) -> bool:
     """Whether the plan of a call asks for the norms of its keys, where somebody knows them."""
     if call.q_len <= tiling().few:
-        return call.num_kv_heads * math.prod(call.batch) * call.kv_len * call.head_dim >= LONG * tiling().short // SHORT
+        numbers = call.num_kv_heads * math.prod(call.batch) * call.kv_len * call.head_dim
+        return call.q_len == 1 and numbers >= LONG * tiling().short // SHORT
     return not is_short(call) and call.mask is None and call.q_segment_ids is None  # which may split the call
 
 
