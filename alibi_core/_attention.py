@@ -22,6 +22,9 @@ def attention(
     segment_ids: Array | tuple[Array, Array] | None = None,
     window_size: int | None = None,
     mask: Array | None = None,
+    positions: Array | tuple[Array, Array] | None = None,
+    distance: str = "manhattan",
+    law: str = "linear",
     scale: float | None = None,
     added_bias: Array | None = None,
     return_weights: bool = False,
@@ -51,6 +54,13 @@ def attention(
         mask: Booleans, True where a query may look, that broadcast to ``[..., num_heads, q_len, kv_len]``. A mask of
             tokens, ``[batch, kv_len]``, is ``mask[:, None, None, :]``. Where sizes agree so that a mask of two or three
             axes might be meant as one of ``[batch, kv_len]`` or ``[batch, q_len, kv_len]``, it is refused.
+        positions: Positions of the caller's own, integer or floating: one array for queries and keys alike, or a pair
+            ``(queries, keys)``, ``[..., length]`` on a line or ``[..., length, dims]`` in space. NaN is for a token
+            without a position: its distance to every token is 0. Causal attention is by position, on a line only, and
+            a query sees the keys at its own position. In place of ``q_offset`` and ``window_size``.
+        distance: Between points: ``"manhattan"``, ``"euclidean"`` or ``"chebyshev"``. On a line all are the same.
+        law: How the penalty grows with the distance d: ``"linear"``, d; ``"log"``, ``log(1 + d)``; ``"sqrt"``,
+            ``sqrt(d)``.
         scale: Factor of the scores. Default ``head_dim ** -0.5``. The bias is not scaled.
         added_bias: Floating numbers to add to the scaled scores beside ALiBi's bias, of axes as ``mask`` has them. -inf
             hides a key, as a mask does.
@@ -89,6 +99,9 @@ def attention(
         segment_ids=segment_ids,
         window_size=window_size,
         mask=mask,
+        positions=positions,
+        distance=distance,
+        law=law,
         scale=scale,
         added_bias=added_bias,
         return_weights=return_weights,

@@ -18,14 +18,17 @@ from alibi_core._arrays import (
     computes_eagerly_without_gradients,
     device_of,
     explains_keywords,
+    is_kind,
     is_numpy,
     known_device,
     lacks_64_bits,
+    library_name,
     namespace_of,
     narrowed,
     signed,
 )
 from alibi_core._contracts import Contract
+from alibi_core._distance import LAWS, as_points, check_positions, penalty, relative_points
 from alibi_core._slopes import slope_values
 
 
@@ -39,6 +42,7 @@ def bias(
     is_causal: bool = True,
     future_slopes: Array | None = None,
     allow_negative_slopes: bool = False,
+    law: str = "linear",
     contract: str = "exact",
     xp: Namespace | None = None,
     dtype: DType | None = None,
@@ -88,6 +92,9 @@ def bias(
             Default ``slopes``, which is symmetric; zeros give the form that clamps future distances to 0.
         allow_negative_slopes: Let slopes be negative, so that distance is rewarded. In a compiled program their values
             are not known, so none are refused.
+        law: How the penalty grows with the distance d: ``"linear"``, d; ``"log"``, ``log(1 + d)``; ``"sqrt"``,
+            ``sqrt(d)``. The same bits in every array library with ``"linear"``; with the others, within two units in
+            the last place.
         contract: Whose bias: ``"exact"`` (as above), or ``"bloom"``, ``"falcon"``, ``"mpt"`` or ``"geometric"``, with
             which ``slopes`` must be the number of heads; the first three of these are causal.
         xp: Array namespace of the result, or its name: ``torch``, ``"torch"``. Default that of ``slopes``, else NumPy.
@@ -120,7 +127,7 @@ def bias(
     traced = ", or give bias_from_positions the positions, which may be traced"
     q_offset = kv_len - q_len if q_offset is None else checks.integer("q_offset", q_offset, traced)
     checks.positions_fit(q_offset, q_len, kv_len)
-    made_of = _Parts.check(contract, slopes, future_slopes, is_causal, allow_negative_slopes, xp, dtype, device)
+    made_of = _Parts.check(contract, slopes, future_slopes, is_causal, allow_negative_slopes, xp, dtype, device, law)
     queries, keys = (arange(made_of.xp, length, made_of.device) for length in (q_len, kv_len))
     return made_of.between(relative_positions(made_of.xp, queries + q_offset, keys), keys)
 
@@ -136,25 +143,34 @@ def bias_from_positions(
     is_causal: bool = True,
     future_slopes: Array | None = None,
     allow_negative_slopes: bool = False,
+    distance: str | None = None,
+    law: str = "linear",
     contract: str = "exact",
     dtype: DType | None = None,
 ) -> Any:
-    """Return the ALiBi bias between explicit positions: ``-slopes[h] * |q_positions[i] - kv_positions[j]|``.
+    """Return the ALiBi bias between explicit positions, ``-slopes[h] * law(distance(q_position, kv_position))``.
 
-    For packed sequences and padded batches, whose positions restart, and for anything else that knows its positions
-    better than its lengths. A key is masked (-inf) when it lies after the query (if causal) or when its segment id
-    differs from the query's.
+    For packed sequences and padded batches, whose positions restart, for times, for points in the plane or in space,
+    and for anything else that knows its positions better than its lengths. A key is masked (-inf) when it lies after
+    the query (if causal) or when its segment id differs from the query's. A token whose position is NaN has none: its
+    distance to every token is 0, and no token is after it or before it.
 
     Args:
         slopes: ``[num_heads]`` or ``[..., num_heads]``, or an int for that many canonical slopes.
-        q_positions: ``[..., q_len]`` integers, in tokens.
-        kv_positions: ``[..., kv_len]`` integers, in tokens. Leading axes broadcast. Distances of 32-bit positions are
-            exact, however far apart; 64-bit positions must be less than ``2**63`` apart, and from 0.
+        q_positions: ``[..., q_len]``, positions on a line, integer or floating; with ``distance``, points:
+            ``[..., q_len, dims]``, or ``[q_len]`` for a line.
+        kv_positions: ``[..., kv_len]`` or ``[..., kv_len, dims]``. Leading axes broadcast. Distances of 32-bit integers
+            are exact, however far apart; those of 64-bit integers must be below ``2**63``.
         q_segment_ids: ``[..., q_len]`` integers. Both ids are given, or neither.
         kv_segment_ids: ``[..., kv_len]`` integers.
-        is_causal: Mask keys at later positions than the query.
-        future_slopes: As for :func:`bias`.
+        is_causal: Mask keys at later positions than the query. On a line only: False in space.
+        future_slopes: As for :func:`bias`. On a line only.
         allow_negative_slopes: Let slopes be negative, so that distance is rewarded.
+        distance: Of points: ``"manhattan"``, the sum of the differences along each dimension; ``"euclidean"``, the
+            root of the sum of their squares; ``"chebyshev"``, the largest of them.
+        law: As for :func:`bias`. The same bits in every array library for integers (32-bit ones less than 2**24 apart)
+            with ``"linear"``, on a line or with ``"manhattan"`` or ``"chebyshev"``; else within two units in the last
+            place.
         contract: As for :func:`bias`. BLOOM and Falcon count positions by the padding mask (1 for text, 0 for padding),
             ``(cumsum(mask) - 1) * mask``, and the mask serves as segment ids. Not ``"mpt"``, which counts columns:
             its bias is :func:`bias`'s with any padding.
@@ -183,6 +199,12 @@ def bias_from_positions(
         >>> contract = {"q_segment_ids": mask, "kv_segment_ids": mask, "contract": "bloom"}
         >>> bias_from_positions(8, positions, positions, **contract)[0].tolist()
         [[0.0, -inf, -inf], [-inf, 0.0, -inf], [-inf, 0.0, 0.5]]
+
+        Three patches in the plane:
+
+        >>> patches = np.array([[0, 0], [0, 1], [3, 4]])
+        >>> bias_from_positions(slopes, patches, patches, distance="euclidean", is_causal=False)[0, 0].tolist()
+        [0.0, -0.5, -2.5]
     """
     if (q_segment_ids is None) != (kv_segment_ids is None):
         raise ValueError("q_segment_ids and kv_segment_ids must be given together, got one of them")
@@ -193,26 +215,34 @@ def bias_from_positions(
         checks.array(name, array)
     xp = namespace_of(*named.values())
     for name, array in named.items():
-        if checks.integer_array(xp, name, array).ndim < 1:
+        check = check_positions if name.endswith("positions") else checks.integer_array
+        if check(xp, name, array).ndim < 1:
             raise ValueError(f"{name} must have at least one axis (length), got shape {tuple(array.shape)}")
-    checks.positions_apart(q_positions, kv_positions)
+    q_points, kv_points = as_points(q_positions, kv_positions, distance, is_causal, future_slopes)
+    if all(is_kind(xp, x.dtype, "integral") for x in (q_positions, kv_positions)):
+        checks.positions_apart(q_positions, kv_positions)
     device = device_of(xp, q_positions)
     if device_of(xp, kv_positions) != device:
         raise ValueError(
             f"kv_positions must be on the device of q_positions, {device}, got {device_of(xp, kv_positions)}"
         )
-    made_of = _Parts.check(contract, slopes, future_slopes, is_causal, allow_negative_slopes, xp, dtype, device)
+    made_of = _Parts.check(contract, slopes, future_slopes, is_causal, allow_negative_slopes, xp, dtype, device, law)
+    if made_of.rule.is_key_only and not (q_points.shape[-1] == 1 and is_kind(xp, kv_points.dtype, "integral")):
+        raise ValueError(f"positions must be integers on a line with contract {contract!r}, which counts tokens")
     if made_of.rule.counts_from == "last key":
         raise ValueError(
             f"contract must be one that knows positions, got {contract!r}, which counts columns; bias takes it, with "
             "any padding"
         )
-    leading = {name: array.shape[:-1] for name, array in named.items()}
+    leading = {name: tuple(array.shape[:-1]) for name, array in named.items()}
+    leading |= {"q_positions": q_points.shape[:-2], "kv_positions": kv_points.shape[:-2]}
     batch = _leading_shape(leading | {"slopes": made_of.slopes.shape[:-1]})
     if q_segment_ids is not None and kv_segment_ids is not None:
-        checks.broadcastable("q_segment_ids", q_segment_ids.shape, (*batch, q_positions.shape[-1]), "..., q_len")
-        checks.broadcastable("kv_segment_ids", kv_segment_ids.shape, (*batch, kv_positions.shape[-1]), "..., kv_len")
-    relative, same = with_head_axis(_relative_to_any(xp, q_positions, kv_positions)), None
+        checks.broadcastable("q_segment_ids", q_segment_ids.shape, (*batch, q_points.shape[-2]), "..., q_len")
+        checks.broadcastable("kv_segment_ids", kv_segment_ids.shape, (*batch, kv_points.shape[-2]), "..., kv_len")
+    precise = xp.float64 if _has_float64(xp) else xp.float32
+    relative = with_head_axis(relative_points(xp, q_points, kv_points, distance or "manhattan", precise))
+    same = None
     if q_segment_ids is not None and kv_segment_ids is not None:
         q_ids, kv_ids = (signed(xp, ids) for ids in (q_segment_ids, kv_segment_ids))  # PyTorch compares no others
         same = with_head_axis(q_ids[..., :, None] == kv_ids[..., None, :])
@@ -274,27 +304,6 @@ def relative_positions(xp: Namespace, q_positions: Any, kv_positions: Any) -> An
     return signed(xp, kv_positions)[..., None, :] - signed(xp, q_positions)[..., :, None]
 
 
-def _relative_to_any(xp: Namespace, q_positions: Any, kv_positions: Any) -> Any:
-    """Return :func:`relative_positions` of integers of 32 bits without wrapping, in int64 where the library has it.
-
-    JAX without 64-bit types has none: the result is float32 there, rounded once, so that its sign is right.
-    """
-    if not lacks_64_bits(xp):
-        return relative_positions(xp, *(astype(xp, x, xp.int64) for x in (q_positions, kv_positions)))
-    # Halves of 16 bits: float32 holds the differences of each, and only their sum is rounded.
-    high, low = (
-        astype(xp, kv, xp.float32)[..., None, :] - astype(xp, q, xp.float32)[..., :, None]
-        for q, kv in zip(_halves(xp, q_positions), _halves(xp, kv_positions), strict=True)
-    )
-    return high * 2.0**16 + low
-
-
-def _halves(xp: Namespace, positions: Any) -> tuple[Any, Any]:
-    """Return the upper and the lower 16 bits of integers that have up to 32."""
-    wide = positions if positions.dtype == xp.uint32 else astype(xp, positions, xp.int32)
-    return wide >> 16, wide & 0xFFFF
-
-
 def linear_bias(
     xp: Namespace,
     slopes: Any,
@@ -305,24 +314,29 @@ def linear_bias(
     is_causal: bool,
     nearest: Any | None = None,
     is_positive: bool = False,
+    law: str = "linear",
 ) -> Any:
-    """Return ``-slopes * (|relative| - nearest)``, with -inf where ``visible`` is False, in the dtype of ``slopes``.
+    """Return ``-slopes * (law(|relative|) - law(nearest))``, -inf where ``visible`` is False, in ``slopes``' dtype.
 
     Args:
         xp: The arrays' namespace.
         slopes: ``[..., num_heads]``, in the dtype the product is to be formed in.
         future_slopes: As ``slopes``, for ``relative > 0``; None to use ``slopes`` there too.
-        relative: Whole numbers that broadcast against ``[..., num_heads, q_len, kv_len]``.
+        relative: Key minus query positions, which broadcast against ``[..., num_heads, q_len, kv_len]``.
         visible: Booleans that broadcast likewise, or None where nothing is masked.
         is_causal: Whether ``visible`` is False wherever ``relative > 0``.
-        nearest: Integers that broadcast likewise, from which distances are counted; None for 0.
+        nearest: Distances that broadcast likewise, from which the others are counted; None for 0.
         is_positive: Whether the slopes are known to be positive constants.
+        law: How the penalty grows with the distance.
     """
     rates = slopes[..., None, None]  # [..., num_heads, 1, 1]
     if future_slopes is not None:
         rates = xp.where(relative > 0, future_slopes[..., None, None], rates)
-    # What is ahead is to be masked anyway, if causal: a pass saved. And not -abs: its float 0 would be -0.0.
-    reach = relative if is_causal else 0 - xp.abs(relative)
+    if law != "linear":
+        relative = 0 - _penalty_of(xp, xp.abs(relative), law, slopes.dtype)
+        nearest = None if nearest is None else _penalty_of(xp, nearest, law, slopes.dtype)
+    # Keys ahead are masked anyway, if causal: a pass saved. And not -abs: its float 0 would be -0.0.
+    reach = relative if is_causal or law != "linear" else 0 - xp.abs(relative)
     reach = astype(xp, reach if nearest is None else reach + nearest, slopes.dtype)
     if visible is None:
         return rates * reach
@@ -332,6 +346,16 @@ def linear_bias(
         # respect to the slopes would multiply by this infinity.
         return rates * xp.where(visible, reach, minus_inf)
     return rates * xp.where(visible, reach, zero) + xp.where(visible, zero, minus_inf)
+
+
+def _penalty_of(xp: Namespace, distance: Any, law: str, dtype: DType) -> Any:
+    """Return ``law(distance)`` of integers or floats; in float64 for float64 distances, else in ``dtype``."""
+    is_wide = "float64" in str(distance.dtype) or (is_kind(xp, distance.dtype, "integral") and _has_float64(xp))
+    return penalty(xp, astype(xp, distance, xp.float64 if is_wide else dtype), law)
+
+
+def _has_float64(xp: Namespace) -> bool:
+    return not (lacks_64_bits(xp) or library_name(xp) == "mlx.core")
 
 
 @dataclass(frozen=True)
@@ -346,6 +370,7 @@ class _Parts:
     is_positive: bool  # whether the slopes are known to be positive constants
     dtype: DType
     device: Device | None
+    law: str
 
     @classmethod
     def check(
@@ -358,8 +383,12 @@ class _Parts:
         xp: Namespace | None,
         dtype: DType | None,
         device: Device | None,
+        law: str = "linear",
     ) -> _Parts:
+        checks.one_of("law", law, LAWS)
         rule = Contract.check(contract, slopes, future_slopes, is_causal, allow_negative)
+        if rule.is_key_only and law != "linear":
+            raise ValueError(f"law must be 'linear' with contract {contract!r}, got {law!r}")
         checks.direction(is_causal, future_slopes)
         checks.boolean("allow_negative_slopes", allow_negative)
         given = {"slopes": slopes} | ({} if future_slopes is None else {"future_slopes": future_slopes})
@@ -396,7 +425,7 @@ class _Parts:
                 raise ValueError(
                     f"future_slopes must have the shape of slopes, {tuple(past.shape)}, got {tuple(future.shape)}"
                 )
-        return cls(xp, rule, past, future, is_causal, checks.is_int(slopes) and future is None, dtype, device)
+        return cls(xp, rule, past, future, is_causal, checks.is_int(slopes) and future is None, dtype, device, law)
 
     def between(self, relative: Any, kv_positions: Any, same: Any | None = None) -> Any:
         """Return the bias of every query and key, given where their segments are the same; None for everywhere."""
@@ -407,7 +436,7 @@ class _Parts:
         if self.rule.is_key_only:
             row = self.of_keys(kv_positions)
             return xp.where(visible, row, asarray(xp, float("-inf"), row.dtype, device_of(xp, row)))
-        rules = {"is_causal": self.is_causal, "is_positive": self.is_positive}
+        rules: dict[str, Any] = {"is_causal": self.is_causal, "is_positive": self.is_positive, "law": self.law}
         return narrowed(xp, linear_bias(xp, self.slopes, self.future_slopes, relative, visible, **rules), self.dtype)
 
     def of_keys(self, kv_positions: Any) -> Any:

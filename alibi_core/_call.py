@@ -24,6 +24,7 @@ from alibi_core._arrays import (
     signed,
 )
 from alibi_core._bias import linear_bias, place_slopes, relative_positions, with_head_axis, working_dtype
+from alibi_core._distance import DISTANCES, LAWS, check_order, may_have_nan, points_of_call, relative_points
 from alibi_core._mask import check_mask, check_score_axes
 
 HEADS_FIRST = ("heads", "length", "head_dim")
@@ -31,18 +32,6 @@ LENGTH_FIRST = ("length", "heads", "head_dim")
 TENSORS = ("query", "key", "value")
 SLOPES = ("slopes", "future_slopes")
 FARTHEST = 2**30  # tokens that an offset in an array may be from the first key, so that int32 holds positions
-
-
-@dataclass(frozen=True)
-class CallRules:
-    """The arguments of a call that are neither arrays nor sizes, which a compiler knows. Hashable."""
-
-    is_causal: bool
-    q_offset: int | None  # None where it is an array
-    window_size: int | None
-    scale: float
-    tolerance: float | None
-    shares_ids: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +73,13 @@ class AttentionCall:
     shares_ids: bool = False  # whether the key at a query's position, where there is one, has the query's segment id
     # [num_heads, kv_len] or [*batch, num_heads, kv_len], added to the linear bias
     added_key_bias: Any | None = field(default=None, metadata={"axes": ("heads", "keys")})
+    # Positions of the caller's own, in place of an offset: [..., q_len, dims] and [..., kv_len, dims].
+    q_points: Any | None = field(default=None, metadata={"axes": ("queries", "dims")})
+    kv_points: Any | None = field(default=None, metadata={"axes": ("keys", "dims")})
+    shares_points: bool = False  # whether queries and keys are the same tokens
+    may_lack_points: bool = False  # whether a token may be without a position: NaN
+    distance: str = "manhattan"
+    law: str = "linear"
     # "dense" alone has what follows. added_bias is finite and broadcasts to [*batch, num_heads, q_len, kv_len].
     added_bias: Any | None = field(default=None, metadata={"axes": ("heads", "queries", "keys")})
     dropout: float = 0.0  # probability of zeroing a weight
@@ -103,6 +99,9 @@ class AttentionCall:
         segment_ids: Array | tuple[Array, Array] | None = None,
         window_size: int | None = None,
         mask: Array | None = None,
+        positions: Array | tuple[Array, Array] | None = None,
+        distance: str = "manhattan",
+        law: str = "linear",
         scale: float | None = None,
         tolerance: float | None = None,
         added_bias: Array | None = None,
@@ -126,11 +125,12 @@ class AttentionCall:
             TypeError: If an argument is of the wrong kind, dtypes or namespaces differ.
             ValueError: If a value or a shape is wrong.
         """
-        q_ids, kv_ids = _pair(segment_ids)
+        q_ids, kv_ids = _pair("segment_ids", segment_ids)
+        q_positions, kv_positions = _pair("positions", positions)
         arrays = _arrays(
             {"query": query, "key": key, "value": value, "slopes": slopes, "future_slopes": future_slopes}
             | {"q_offset": q_offset, "segment_ids": q_ids, "segment_ids of keys": kv_ids, "mask": mask}
-            | {"added_bias": added_bias}
+            | {"added_bias": added_bias, "positions": q_positions, "positions of keys": kv_positions}
         )
         xp = namespace_of(*arrays.values(), xp=xp, names=tuple(arrays))
         sizes = _tensor_sizes(xp, query, key, value, layout)
@@ -148,6 +148,9 @@ class AttentionCall:
             )
         ]
         q_segment_ids, kv_segment_ids = _segment_ids(xp, segment_ids, sizes)
+        q_points, kv_points = _points(xp, positions, sizes, {"q_offset": q_offset, "window_size": window_size})
+        if q_points is not None:
+            check_order(q_points.shape[-1], is_causal, future_slopes)
         offset = _q_offset(xp, q_offset, sizes)
         if window_size is not None:
             window_size = min(checks.window(window_size), checks.MAX_POSITION)
@@ -175,54 +178,17 @@ class AttentionCall:
             mask=mask,
             scale=sizes["head_dim"] ** -0.5 if scale is None else checks.number_in(working, "scale", scale),
             tolerance=None if tolerance is None else checks.non_negative_number("tolerance", tolerance),
+            q_points=q_points,
+            kv_points=kv_points,
+            shares_points=q_positions is not None and q_positions is kv_positions,
+            may_lack_points=any(may_have_nan(xp, x) for x in (q_points, kv_points) if x is not None),
+            distance=checks.one_of("distance", distance, DISTANCES),
+            law=checks.one_of("law", law, LAWS),
             shares_ids=q_ids is not None and q_ids is kv_ids and checks.is_int(offset) and offset == 0,
             added_bias=added_bias,
             dropout=checks.probability("dropout", dropout),
             return_weights=checks.boolean("return_weights", return_weights),
         )
-
-    @classmethod
-    def of_parts(
-        cls,
-        xp: Namespace,
-        shapes: tuple[tuple[int, ...], tuple[int, ...]],
-        dtype: DType,
-        rules: CallRules,
-        arrays: Mapping[str, Any],
-        device: Device | None = None,
-    ) -> AttentionCall:
-        """Return a checked call that was taken apart, as compilers ask for.
-
-        Args:
-            xp: Namespace of the arrays.
-            shapes: Of query and key, heads first.
-            dtype: Of both.
-            rules: From :attr:`rules`.
-            arrays: From :attr:`arrays`; what is absent may be None. The sizes of the batch may be others than before.
-            device: Of the arrays.
-        """
-        (*batch, num_heads, q_len, head_dim), (*_, num_kv_heads, kv_len, _) = shapes
-        own = {field.name: getattr(rules, field.name) for field in fields(CallRules)}  # a backend may have further ones
-        own = dict.fromkeys(ARRAY_AXES) | own | {name: array for name, array in arrays.items() if array is not None}
-        return cls(
-            xp=xp,
-            batch=tuple(batch),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            q_len=q_len,
-            kv_len=kv_len,
-            head_dim=head_dim,
-            dtype=dtype,
-            working_dtype=working_dtype(xp, dtype),
-            device=device,
-            **own,
-        )
-
-    @property
-    def rules(self) -> CallRules:
-        """The arguments of the call that are neither arrays nor sizes."""
-        offset = None if self.has_offset_array else self.q_offset
-        return CallRules(self.is_causal, offset, self.window_size, self.scale, self.tolerance, self.shares_ids)
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -244,6 +210,11 @@ class AttentionCall:
         return "returns no weights" if self.return_weights else None
 
     @property
+    def is_toeplitz(self) -> bool:
+        """Whether the bias is a multiple of ``i - j``, which is what implementations without a dense bias rest on."""
+        return self.q_points is None and self.law == "linear"
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is nothing to compute, which makes the result zeros."""
         return 0 in (*self.batch, self.q_len, self.kv_len)
@@ -260,6 +231,8 @@ class AttentionCall:
             return not self.is_empty
         if self.mask is not None or self.q_segment_ids is not None or self.window_size is not None:
             return False
+        if self.q_points is not None:
+            return not self.is_causal or self.shares_points
         return not self.has_offset_array and (not self.is_causal or bool(self.q_offset >= 0))
 
     @property
@@ -267,6 +240,8 @@ class AttentionCall:
         """Whether each query is known, from the arguments' shapes alone, to see a key at its own position."""
         if self.mask is not None or self.has_offset_array or not (self.q_segment_ids is None or self.shares_ids):
             return False
+        if self.q_points is not None:
+            return self.shares_points
         return bool(self.q_offset >= 0 and self.q_offset + self.q_len <= self.kv_len)
 
     def positions(self) -> tuple[Any, Any]:
@@ -287,7 +262,7 @@ class AttentionCall:
             queries: From ``start`` to ``stop``, both given, as in all of these.
             keys: Likewise.
         """
-        parts = {"heads": heads, "queries": queries, "keys": keys}
+        parts = {"heads": heads, "queries": queries, "keys": keys, "dims": slice(None)}
 
         def cut(name: str, array: Any) -> Any:
             slices = (batch, *(parts[axis] for axis in _AXES[name]))
@@ -367,16 +342,12 @@ class AttentionCall:
                 must be replaced by zeros; None if there are none.
         """
         xp = self.xp
-        q_positions, kv_positions = self.positions()
-        relative = relative_positions(xp, q_positions, kv_positions)
-        nearest = self.distance_to_keys(q_positions)[..., :, None]  # [..., q_len, 1]
-        if relative.ndim > 2:
-            relative, nearest = with_head_axis(relative), with_head_axis(nearest)
+        relative, nearest = self._relative()
         visible = self.visible(relative)
         if visible is None or self.every_query_attends:
             return self._linear_bias(relative, visible, nearest), None
         attends = xp.any(visible, axis=-1, keepdims=True)
-        if (self.mask is not None or self.q_segment_ids is not None) and not self.is_empty:
+        if (self.mask is not None or self.q_segment_ids is not None or self.q_points is not None) and not self.is_empty:
             # Softmax ignores what is constant along a row, but where all keys are far, float32 would spend its digits
             # on it. With slopes of two kinds in a row no one distance is worth the same everywhere.
             nearest = self.nearest_visible(relative, visible)
@@ -406,6 +377,24 @@ class AttentionCall:
         visible = None if is_past else self._all(self._rules_of_distance(relative))
         return self._linear_bias(relative, visible, None)[..., 0, :]
 
+    def _relative(self) -> tuple[Any, Any]:
+        """Return key minus query positions, and a distance ``[..., q_len, 1]`` that no key is nearer than, or None."""
+        xp = self.xp
+        if self.q_points is None:
+            q_positions, kv_positions = self.positions()
+            relative = relative_positions(xp, q_positions, kv_positions)
+            nearest = self.distance_to_keys(q_positions)[..., :, None]
+        else:
+            points = self.q_points, self.kv_points
+            relative = relative_points(xp, *points, self.distance, self.working_dtype, self.may_lack_points)
+            if self.is_empty:
+                nearest = xp.zeros_like(relative[..., :1])
+            elif self.sees_own_key or self.future_slopes is not None:
+                return with_head_axis(relative) if relative.ndim > 2 else relative, None
+            else:
+                nearest = xp.min(xp.abs(relative), axis=-1, keepdims=True)
+        return (relative, nearest) if relative.ndim == 2 else (with_head_axis(relative), with_head_axis(nearest))
+
     def distance_to_keys(self, positions: Any) -> Any:
         """Return the distance of each position from the row of keys: 0 for a position among them."""
         beyond = positions - (self.kv_len - 1)
@@ -413,22 +402,37 @@ class AttentionCall:
 
     def _linear_bias(self, relative: Any, visible: Any | None, nearest: Any | None) -> Any:
         rates, is_causal = (self.slopes, self.future_slopes), self.is_causal
-        bias = linear_bias(self.xp, *rates, relative, visible, is_causal=is_causal, nearest=nearest)
+        bias = linear_bias(self.xp, *rates, relative, visible, is_causal=is_causal, nearest=nearest, law=self.law)
         if self.added_key_bias is not None:
             bias = bias + self.added_key_bias[..., None, :]
         return bias if self.added_bias is None else bias + self.added_bias
 
     def nearest_visible(self, relative: Any, visible: Any) -> Any:
-        """Return how far each query's nearest visible key is, ``[..., q_len, 1]``; MAX_POSITION where there is none."""
-        distance = self.xp.where(visible, self.xp.abs(relative), checks.MAX_POSITION)
-        return self.xp.min(distance, axis=-1, keepdims=True)
+        """Return how far each query's nearest visible key is, ``[..., q_len, 1]``; MAX_POSITION or more for none."""
+        if self.q_points is None:
+            far: float = checks.MAX_POSITION
+        else:
+            far = 2**62 if is_kind(self.xp, relative.dtype, "integral") else math.inf
+        return self.xp.min(self.xp.where(visible, self.xp.abs(relative), far), axis=-1, keepdims=True)
 
 
 # What the axes of each array count besides those of the batch, which come first and may be missing.
 _AXES: dict[str, tuple[str, ...]] = {x.name: x.metadata["axes"] for x in fields(AttentionCall) if "axes" in x.metadata}
 ARRAY_AXES = {
-    name: len(axes) for name, axes in _AXES.items() if name != "added_bias"
+    name: len(axes) for name, axes in _AXES.items() if name not in ("added_bias", "q_points", "kv_points")
 }  # of the arrays that kernels take
+
+
+def axis_of(name: str, what: str, array: Any) -> int | None:
+    """Return the axis of a call's array that counts ``"heads"``, ``"queries"`` or ``"keys"``; None if none does.
+
+    An axis of length 1 that broadcasts counts nothing.
+    """
+    axes = _AXES[name]
+    if what not in axes:
+        return None
+    axis = array.ndim - len(axes) + axes.index(what)
+    return axis if axis >= 0 and array.shape[axis] != 1 else None
 
 
 def split_call(call: AttentionCall) -> tuple[AttentionCall, dict[str, Any]]:
@@ -460,12 +464,13 @@ def _split_off_mask(xp: Namespace, mask: Any | None, added_bias: Any) -> tuple[A
     return visible if mask is None else xp.logical_and(mask, visible), bias
 
 
-def _pair(segment_ids: Any) -> tuple[Any, Any]:
-    if not isinstance(segment_ids, (tuple, list)):
-        return segment_ids, segment_ids
-    if len(segment_ids) != 2:
-        raise ValueError(f"segment_ids must be one array or a pair (queries, keys), got {len(segment_ids)} arrays")
-    return segment_ids[0], segment_ids[1]
+def _pair(name: str, value: Any) -> tuple[Any, Any]:
+    """Return what is given for queries and for keys: two arrays, or one for both."""
+    if not isinstance(value, (tuple, list)):
+        return value, value
+    if len(value) != 2:
+        raise ValueError(f"{name} must be one array or a pair (queries, keys), got {len(value)} arrays")
+    return value[0], value[1]
 
 
 def _arrays(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -557,7 +562,7 @@ def _segment_ids(xp: Namespace, segment_ids: Any, sizes: dict[str, Any]) -> tupl
             f"segment_ids must be a pair (queries, keys) when q_len, {sizes['q_len']}, and kv_len, "
             f"{sizes['kv_len']}, differ; got one array"
         )
-    pair = _pair(segment_ids)
+    pair = _pair("segment_ids", segment_ids)
     for name, ids, length in zip(("q_len", "kv_len"), pair, (sizes["q_len"], sizes["kv_len"]), strict=True):
         shape = tuple(checks.integer_array(xp, "segment_ids", ids).shape)
         axes = ", ".join([*_batch_axes(sizes["batch"]), name])
@@ -567,6 +572,29 @@ def _segment_ids(xp: Namespace, segment_ids: Any, sizes: dict[str, Any]) -> tupl
     if not any("uint" in str(ids.dtype) for ids in pair):
         return pair
     return signed(xp, pair[0]), signed(xp, pair[1])  # PyTorch neither compares nor casts most unsigned ones
+
+
+def _points(xp: Namespace, positions: Any, sizes: dict[str, Any], excluded: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the points of queries and keys, ``[..., length, dims]``, or two Nones."""
+    if positions is None:
+        return None, None
+    for name, value in excluded.items():
+        if value is not None:
+            raise ValueError(f"{name} must be None with positions, which say where each token is, got {value}")
+    if not isinstance(positions, (tuple, list)) and sizes["q_len"] != sizes["kv_len"]:
+        raise ValueError(
+            f"positions must be a pair (queries, keys) when q_len, {sizes['q_len']}, and kv_len, {sizes['kv_len']}, "
+            "differ; got one array"
+        )
+    lengths = (("q_len", sizes["q_len"]), ("kv_len", sizes["kv_len"]))
+    pair = _pair("positions", positions)
+    q_points, kv_points = (
+        points_of_call(xp, x, sizes["batch"], *length) for x, length in zip(pair, lengths, strict=True)
+    )
+    if q_points.shape[-1] != kv_points.shape[-1]:
+        dims = f"{q_points.shape[-1]} (queries) and {kv_points.shape[-1]} (keys)"
+        raise ValueError(f"positions of queries and keys must have as many dims, got {dims}")
+    return q_points, kv_points
 
 
 def _q_offset(xp: Namespace, q_offset: Any, sizes: dict[str, Any]) -> Any:

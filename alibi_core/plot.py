@@ -90,20 +90,23 @@ def bias(
     if not -values.shape[1] <= checks.integer("query", query) < values.shape[1]:
         raise ValueError(f"query must be one of {values.shape[1]}, got {query}")
     query %= values.shape[1]
-    columns, finite = len(shown), values[shown][np.isfinite(values[shown])]
-    least = float(np.clip(finite.min(initial=0.0), LEAST_SHOWN, -1.0))
-    figure = _Picture(figsize=(1.2 + 2.0 * columns, 3.9), layout="constrained")
-    axes = figure.subplots(2, columns, squeeze=False, sharex=True, sharey="row", height_ratios=[2, 1])
-    for column, head in enumerate(shown):
-        above, below = axes[:, column]
-        image = _draw_bias(above, values[head], query, least)
+    lowest = values[shown].min(where=np.isfinite(values[shown]), initial=0.0)
+    least = float(np.clip(lowest, LEAST_SHOWN, -1.0))
+    colours = ListedColormap([(0.0, 0.447, 0.698, 0.1 + 0.9 * (1 - x)) for x in np.linspace(0, 1, 256)])
+    figure = _Picture(figsize=(1.2 + 2.0 * len(shown), 3.9), layout="constrained")
+    axes = figure.subplots(2, len(shown), squeeze=False, sharex=True, sharey="row", height_ratios=[2, 1])
+    for (above, below), head in zip(axes.T, shown, strict=True):
+        masked = np.ma.masked_where(~np.isfinite(values[head]), values[head])
+        image = above.imshow(masked, cmap=colours, vmin=least, vmax=0, aspect="auto", interpolation="nearest")
+        above.axhspan(query - 0.5, query + 0.5, fill=False, edgecolor=ORANGE, linewidth=1)
         above.set_title(f"head {head}", fontsize=10)
-        below.stairs(_weights(values[head, query]), np.arange(values.shape[2] + 1) - 0.5, fill=True, color=BLUE)
+        weights = np.exp(values[head, query] - max(values[head, query].max(), np.finfo(np.float32).min))
+        below.stairs(weights / max(weights.sum(), 1.0), np.arange(values.shape[2] + 1) - 0.5, fill=True, color=BLUE)
         below.set_xlabel("key")
-        _whole_numbers(below.xaxis)
+        _whole_numbers(above.yaxis, below.xaxis)
     axes[0, 0].set_ylabel("query")
     axes[1, 0].set_ylabel(f"weight for\nquery {query}")
-    figure.colorbar(image, ax=axes[0], label="bias", extend="min" if finite.min(initial=0.0) < least else "neither")
+    figure.colorbar(image, ax=axes[0], label="bias", extend="min" if lowest < least else "neither")
     return figure
 
 
@@ -129,7 +132,7 @@ def explanation(explained: Any, *, entry: int = 0, heads: Sequence[int] | None =
         What ``explain`` of a backend returns, here written down by hand: 8 tokens in two blocks, and two heads, the
         second of which needs all visible keys.
 
-        >>> from alibi_core.backend import Explanation, KeySpans
+        >>> from alibi_core.backend.horizon import Explanation, KeySpans
         >>> visible = np.asarray([[[0, 4], [0, 8]]])
         >>> spans = KeySpans(np.asarray([0, 4, 8]), 8, visible, np.asarray([[[[0, 4], [4, 8]], visible[0]]]))
         >>> explained = Explanation("tiled", {}, 6e-8, 1e-7, np.asarray([[4.0, math.inf]]), 72, 60, spans)
@@ -149,12 +152,12 @@ def explanation(explained: Any, *, entry: int = 0, heads: Sequence[int] | None =
     axes = panels.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     for ax in axes.flat[len(shown) :]:
         ax.set_visible(False)
-    visible = spans.visible[entry]
     for ax, head in zip(axes.flat, shown, strict=False):
-        needed = spans.needed[entry, head]
-        for (first, stop), colour in ((visible.T, PALE), (needed.T, BLUE)):
+        pairs = []
+        for (first, stop), colour in ((spans.visible[entry].T, PALE), (spans.needed[entry, head].T, BLUE)):
             ax.stairs(stop, spans.edges, baseline=first, orientation="horizontal", fill=True, color=colour)
-        ax.set_title(f"head {head}: {_share(spans.edges, needed, visible):.0%}", fontsize=10)
+            pairs.append(float((np.diff(spans.edges) * (stop - first)).sum()))
+        ax.set_title(f"head {head}: {pairs[1] / max(pairs[0], 1.0):.0%}", fontsize=10)
         ax.set_xlim(0, spans.kv_len)
         ax.set_ylim(spans.edges[-1], 0)
         _whole_numbers(ax.xaxis, ax.yaxis)
@@ -176,33 +179,6 @@ def _chosen(heads: Sequence[int] | None, num_heads: int) -> list[int]:
     if not chosen or not all(0 <= head < num_heads for head in chosen):
         raise ValueError(f"heads must be some of {num_heads}, from 0, got {chosen}")
     return chosen
-
-
-def _draw_bias(ax: Axes, values: np.ndarray[Any, Any], query: int, least: float) -> Any:
-    """Draw the bias of one head in shades down to ``least``, and mark a query."""
-    colours = ListedColormap([(0.0, 0.447, 0.698, 0.1 + 0.9 * (1 - x)) for x in np.linspace(0, 1, 256)])
-    masked = np.ma.masked_where(~np.isfinite(values), values)
-    image = ax.imshow(masked, cmap=colours, vmin=least, vmax=0, aspect="auto", interpolation="nearest")
-    ax.axhspan(query - 0.5, query + 0.5, fill=False, edgecolor=ORANGE, linewidth=1)
-    _whole_numbers(ax.xaxis, ax.yaxis)
-    return image
-
-
-def _weights(row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the softmax of a row of biases: zeros where all is masked."""
-    largest = row.max()
-    if not np.isfinite(largest):
-        return np.zeros_like(row)
-    weights = np.exp(row - largest)
-    result: np.ndarray[Any, Any] = weights / weights.sum()
-    return result
-
-
-def _share(edges: Any, needed: Any, visible: Any) -> float:
-    """Return which part of the visible keys is needed, over blocks of queries."""
-    rows = np.diff(edges)
-    total = float((rows * (visible[:, 1] - visible[:, 0])).sum())
-    return float((rows * (needed[:, 1] - needed[:, 0])).sum()) / max(total, 1.0)
 
 
 def _draw_horizons(ax: Axes, horizons: np.ndarray[Any, Any], heads: Sequence[int], kv_len: int) -> None:

@@ -25,7 +25,7 @@ myst_heading_anchors = 4
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
-autodoc_default_options = {"members": True}
+autodoc_default_options = {"members": True, "inherited-members": True}
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
@@ -51,6 +51,13 @@ def prepare(app, page, source):
         source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
 
 
+def skip_foreign(app, what, name, member, skip, options):
+    """Leave out members that classes inherit from their framework; those that they inherit from the core are theirs."""
+    module = getattr(getattr(member, "fget", member), "__module__", None) or ""
+    return True if what == "class" and not module.startswith("alibi_") else None
+
+
 def setup(app):
     """Connect with Sphinx."""
     app.connect("source-read", prepare)
+    app.connect("autodoc-skip-member", skip_foreign)

@@ -88,9 +88,11 @@ def positions_fit(q_offset: int, q_len: int, kv_len: int) -> None:
 
 def positions_apart(q_positions: Any, kv_positions: Any) -> None:
     """Check that int64 holds the distances of positions, as far as values can be seen: they would wrap unnoticed."""
-    found = [host_values(x) for x in (q_positions, kv_positions) if "64" in str(x.dtype)]
-    values = np.concatenate([x.ravel() for x in found if x is not None] or [np.zeros(1)])
-    least, most = values.min(initial=0), values.max(initial=0)
+    values = [host_values(x) for x in (q_positions, kv_positions) if "64" in str(x.dtype)]
+    found = [x for x in values if x is not None and x.size]
+    if not found:
+        return
+    least, most = min(0.0, *(x.min() for x in found)), max(0.0, *(x.max() for x in found))
     if most - least >= 2.0**63:
         raise ValueError(
             f"q_positions and kv_positions must be less than 2**63 apart, and from 0, got {least:.6g} to {most:.6g}"

@@ -25,13 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(arguments)
         finally:
             sys.stdout.flush()
-    except OSError as error:
-        # Python would write what is left once more when it ends, and complain.
+    except BrokenPipeError:  # as with "| head -1". Python would write the rest when it ends, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):  # as with "| head -1": who reads has seen enough
-            return BROKEN_PIPE
-        print(f"alibi-core: the output cannot be written: {error}", file=sys.stderr)
-        return 2
+        return BROKEN_PIPE
 
 
 def _run(arguments: Sequence[str] | None) -> int:

@@ -13,23 +13,10 @@ class UnusableError(Exception):
 
 @contextmanager
 def waiting(words: str) -> Iterator[None]:
-    """Say on standard error what takes time, until it is done: a spinner where rich is installed, else plain text.
-
-    Where standard error is no terminal, nothing is printed.
-    """
-    if not sys.stderr.isatty():
-        yield
-        return
+    """Say on standard error, where that is a terminal, what takes time, until it is done."""
+    line = f"{words} ..." if sys.stderr.isatty() else ""
+    print(line, end="", file=sys.stderr, flush=True)
     try:
-        from rich.console import Console
-        from rich.markup import escape
-    except ModuleNotFoundError:
-        line = f"{words} ..."
-        print(line, end="", file=sys.stderr, flush=True)
-        try:
-            yield
-        finally:
-            print(f"\r{' ' * len(line)}\r", end="", file=sys.stderr, flush=True)
-    else:
-        with Console(stderr=True).status(escape(f"{words} …")):
-            yield
+        yield
+    finally:
+        print(f"\r{' ' * len(line)}\r" if line else "", end="", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """Which rectangles of the score matrix to compute, and in how few kernel calls.
 
-The plan (:func:`alibi_core.backend.key_ranges`) says which keys are needed. This module turns its ranges, on the host,
+The plan (:func:`key_ranges`) says which keys are needed. This module turns its ranges, on the host,
 into calls of a kernel that computes a rectangle with a given bias: PyTorch's attention on the CPU, MLX's on any device.
 """
 

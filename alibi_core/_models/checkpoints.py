@@ -35,17 +35,11 @@ MODULES = {letter: f"attention.{letter}_proj" for letter in QKV} | {
 
 @dataclass(frozen=True)
 class Source:
-    """Where a parameter, or some rows of it, come from.
+    """Where a parameter, or some rows of it, come from."""
 
-    Attributes:
-        tensor: Name of the checkpoint's tensor.
-        shape: Its shape.
-        take: Returns the rows from the tensor's values. None for a tensor taken whole.
-    """
-
-    tensor: str
+    tensor: str  # its name in the checkpoint
     shape: tuple[int, ...]
-    take: Callable[[Any], Any] | None = None
+    take: Callable[[Any], Any] | None = None  # returns the rows from the tensor's values; None for all of them
 
 
 Sources = dict[str, tuple[Source, ...]]
@@ -53,36 +47,15 @@ Sources = dict[str, tuple[Source, ...]]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose names, shapes and lengths have been checked, and whose values have yet to be read.
-
-    Attributes:
-        family: Whose it is and what that says of its attention.
-        config: Shape of the language model or encoder.
-        vocab_size: Number of its tokens.
-        sources: Where each parameter comes from, by its name in ``AlibiLanguageModel`` or ``AlibiEncoder``: its rows,
-            one source below the other.
-        tensors: What the files hold.
-    """
+    """A checkpoint whose names, shapes and lengths have been checked, and whose values have yet to be read."""
 
     family: Family
-    config: AlibiConfig
-    vocab_size: int
-    sources: Sources
+    sources: Sources  # of each parameter, by its name in a model here: its rows, one source below the other
     tensors: dict[str, StoredTensor]
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Checkpoint:
-        """Check a checkpoint.
-
-        Args:
-            directory: Where ``config.json`` and ``model.safetensors``, or its shards and their index, are.
-
-        Raises:
-            FileNotFoundError: If a file is missing.
-            TypeError: If an argument or an entry of the config is of the wrong kind.
-            ValueError: If it is no checkpoint of a model with ALiBi that can be loaded, is damaged, or does not hold
-                the tensors that its config describes.
-        """
+        """Check the checkpoint in a directory, as ``load_checkpoint`` of the backends describes it."""
         if not isinstance(directory, (str, os.PathLike)):
             raise TypeError(f"directory must be a path, got {type(directory).__name__}")
         path = Path(directory)
@@ -103,11 +76,21 @@ class Checkpoint:
                 f"number of layers in {place} must be that of the checkpoint, which holds "
                 f"{len(tensors)} tensors, got {family.config.num_layers}"
             )
-        layout = max((x.as_in(tensors) for x in family.layouts), key=lambda x: x.count_known(tensors))
+        layout = family.layout.as_in(tensors)
         sources = _sources(family, layout)
         _check_tensors(path, family, layout, sources, tensors)
         _check_stored_slopes(path, family.config, layout, tensors)
-        return cls(family, family.config, family.vocab_size, sources, tensors)
+        return cls(family, sources, tensors)
+
+    @property
+    def config(self) -> AlibiConfig:
+        """Shape of the language model or encoder."""
+        return self.family.config
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of its tokens."""
+        return self.family.vocab_size
 
     @property
     def dtype_name(self) -> str:
@@ -171,13 +154,15 @@ def _projections(
     of_module = {"feed_forward.0": config.has_up_bias, "feed_forward.2": config.feed_forward_bias}
     has_bias = of_module.get(MODULES[parts[0]], config.bias)
     for ending in ("weight", "bias") if has_bias else ("weight",):
-        is_turned = layout.is_turned and ending == "weight"
-        stored = shape[:1] if ending == "bias" else shape[::-1] if is_turned else shape
+        is_transposed = layout.is_transposed and ending == "weight"
+        stored = shape[:1] if ending == "bias" else shape[::-1] if is_transposed else shape
         for index, part in enumerate(parts):
-            take: Any = partial(_rows_of, start=sum(rows[:index]), stop=sum(rows[: index + 1]), is_turned=is_turned)
+            take: Any = partial(
+                _rows_of, start=sum(rows[:index]), stop=sum(rows[: index + 1]), is_transposed=is_transposed
+            )
             if layout.groups_qkv and parts == list(QKV):
                 take = partial(_part_of_groups, index=index, num_heads=config.num_heads, num_kv_heads=keys)
-            elif len(parts) == 1 and not is_turned:
+            elif len(parts) == 1 and not is_transposed:
                 take = None
             yield ending, part, Source(f"{module}.{ending}", stored, take)
 
@@ -229,9 +214,9 @@ def _check_stored_slopes(path: Path, config: AlibiConfig, layout: Layout, tensor
         )
 
 
-def _rows_of(tensor: Any, *, start: int, stop: int, is_turned: bool = False) -> Any:
-    """Return rows ``start`` until ``stop`` of a tensor; of one that is turned, those of its transpose."""
-    rows = tensor.T if is_turned else tensor
+def _rows_of(tensor: Any, *, start: int, stop: int, is_transposed: bool = False) -> Any:
+    """Return rows ``start`` until ``stop`` of a tensor; of one that is transposed, those of its transpose."""
+    rows = tensor.T if is_transposed else tensor
     return rows[start:stop].copy()  # a view would keep the other rows in memory
 
 

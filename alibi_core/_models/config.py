@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from alibi_core._arrays import checks, explains_keywords
-from alibi_core._models.layer_shape import LayerShape
+from alibi_core._models.attention_layer import LayerShape
 
 POST_NORM_BLOCKS = ("post_norm", "double_post_norm")
 BLOCKS = ("sequential", "normed_residual", "parallel", "shared_norm", *POST_NORM_BLOCKS)
@@ -207,19 +207,3 @@ def check_config(config: Any, *, is_causal: bool | None = None) -> AlibiConfig:
     if is_causal is not None and config.is_causal is not is_causal:
         raise ValueError(_WRONG_WAY[is_causal])
     return config
-
-
-def check_input(config: AlibiConfig, x: Any, caches: Any, num_blocks: int) -> None:
-    """Check what the blocks of a model are called with: ``[batch, length, embed_dim]``, and one cache each, or None.
-
-    Raises:
-        TypeError: If ``x`` is no array, or ``caches`` are no sequence.
-        ValueError: If ``x`` has another shape, or there is not one cache a block.
-    """
-    if len(checks.array("x", x).shape) != 3 or x.shape[-1] != config.embed_dim:
-        raise ValueError(f"x must have shape (batch, length, embed_dim {config.embed_dim}), got {tuple(x.shape)}")
-    # JAX's caches are tuples themselves.
-    if caches is not None and (hasattr(caches, "attend") or not isinstance(caches, Sequence)):
-        raise TypeError(f"caches must be a list of one a block ({num_blocks}), got {type(caches).__name__}")
-    if caches is not None and len(caches) != num_blocks:
-        raise ValueError(f"caches must be one a block ({num_blocks}), got {len(caches)}")

@@ -70,7 +70,7 @@ def baichuan(settings: Settings) -> Family:
     is_second = vocab_size == VOCABULARY_OF_2 or "z_loss_weight" in settings.values
     if is_second and config.tied_head:
         raise settings.refuse("tie_word_embeddings", "false", "the rows of Baichuan2's head have norms of 1")
-    return Family("baichuan", BAICHUAN_BIAS, config, vocab_size, (replace(BAICHUAN, head_of_unit_rows=is_second),))
+    return Family("baichuan", BAICHUAN_BIAS, config, vocab_size, replace(BAICHUAN, head_of_unit_rows=is_second))
 
 
 # --- BLOOM, as ``transformers`` has it.
@@ -109,7 +109,7 @@ def bloom(settings: Settings) -> Family:
         embedding_norm=True,
         **settings.common(width),
     )
-    return Family("bloom", named("bloom"), config, settings.size("vocab_size"), (BLOOM,))
+    return Family("bloom", named("bloom"), config, settings.size("vocab_size"), BLOOM)
 
 
 # --- Falcon, as ``transformers`` has it.
@@ -149,7 +149,7 @@ def falcon(settings: Settings) -> Family:
         **settings.common(width, settings.size("ffn_hidden_size", default=4 * width)),
     )
     layout = replace(FALCON, block=norms | FALCON.block)
-    return Family("falcon", named("falcon"), config, settings.size("vocab_size"), (layout,))
+    return Family("falcon", named("falcon"), config, settings.size("vocab_size"), layout)
 
 
 def _falcon_block(settings: Settings, grouped: bool) -> tuple[str, dict[str, str]]:
@@ -213,9 +213,9 @@ def jais(settings: Settings) -> Family:
         norm="transformer.ln_f",
         ignored=(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",),  # the causal mask
         stored_slopes="transformer.relative_pe.slopes",
-        is_turned=True,
+        is_transposed=True,
     )
-    return Family(settings.values["model_type"], JAIS_BIAS, config, settings.size("vocab_size"), (layout,))
+    return Family(settings.values["model_type"], JAIS_BIAS, config, settings.size("vocab_size"), layout)
 
 
 def _jais_scale(settings: Settings, head_dim: int) -> float:
@@ -308,7 +308,7 @@ def mpt(settings: Settings) -> Family:
         logit_scale=_mpt_logit_scale(settings, width),
         **fields | {"max_len": settings.size("max_seq_len")},
     )
-    return Family("mpt", named("mpt"), config, settings.size("vocab_size"), (replace(MPT, block=block),))
+    return Family("mpt", named("mpt"), config, settings.size("vocab_size"), replace(MPT, block=block))
 
 
 def _mpt_feed_forward(settings: Settings, width: int) -> tuple[dict[str, Any], dict[str, str]]:
@@ -361,16 +361,7 @@ FAMILIES: dict[str, Callable[[Settings], Family]] = {
 
 
 def family_of(values: dict[str, Any], path: Path) -> Family:
-    """Return what a ``config.json`` describes.
-
-    Args:
-        values: Its content.
-        path: Where it is, for messages.
-
-    Raises:
-        TypeError: If an entry is of the wrong kind.
-        ValueError: If it describes no model with ALiBi, or one with parts that no language model here has.
-    """
+    """Return what the content of a ``config.json`` describes; ``path`` is for messages."""
     settings = Settings(values, str(path))
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:

@@ -28,25 +28,16 @@ MODEL_TYPE = "bert"  # of all families
 
 @dataclass(frozen=True)
 class EncoderFacts:
-    """What the original code of a family does, and what its checkpoints call things.
+    """What the original code of a family does, and what its checkpoints call things."""
 
-    Attributes:
-        original: The class that defines it, and models of that class.
-        bias: How it forms its bias. Attention here adds the exact one, which is the same to rounding in float32.
-        block: As for ``AlibiConfig``.
-        modules: Names of a block's modules, and what their weights hold, as for ``Layout``.
-        activation: Entry of ``config.json`` that names the activation, or None for ``"gelu"``, always.
-        up_bias: Whether the first projection of the feed-forward layer has a bias.
-        says_alibi: Whether ``config.json`` must say ``position_embedding_type: alibi``; without it, models of the class
-            have embeddings of positions. Otherwise the class has nothing but ALiBi, whatever the entry says.
-    """
-
-    original: str
-    bias: Contract
-    block: str
-    modules: dict[str, str]
-    activation: str | None
-    up_bias: bool = False
+    original: str  # the class that defines it, and models of that class
+    bias: Contract  # how it forms its bias; the exact one, which is used here, is the same to rounding in float32
+    block: str  # as for AlibiConfig
+    modules: dict[str, str]  # of a block, as for Layout
+    activation: str | None  # entry of config.json that names the activation; None for "gelu", always
+    up_bias: bool = False  # whether the first projection of the feed-forward layer has a bias
+    # Whether config.json must say "position_embedding_type": "alibi", as other models of the class have embeddings of
+    # positions. Otherwise the class has nothing but ALiBi, whatever the entry says.
     says_alibi: bool = True
 
     @property
@@ -126,16 +117,7 @@ def encoder_of(values: dict[str, Any], path: Path, tensors: Collection[str]) -> 
     """Return what a ``config.json`` and the names of a checkpoint's tensors say of an encoder.
 
     Configs of these families look alike, and may lack what would tell them apart. So the names of the first block's
-    modules decide, and the config must agree.
-
-    Args:
-        values: Content of ``config.json``.
-        path: Where it is, for messages.
-        tensors: Names of the checkpoint's tensors.
-
-    Raises:
-        TypeError: If an entry is of the wrong kind.
-        ValueError: If they are of no encoder with ALiBi, or of one with parts that none here has.
+    modules decide, and the config must agree. ``path`` is for messages.
     """
     settings = Settings(values, str(path))
     name, facts = max(ENCODERS.items(), key=lambda entry: entry[1].layout.as_in(tensors).count_known(tensors))
@@ -167,7 +149,7 @@ def encoder_of(values: dict[str, Any], path: Path, tensors: Collection[str]) -> 
         token_types=settings.size("type_vocab_size"),
         future_slopes=_saved_slopes(settings, "alibi_future_slopes"),
     )
-    return Family(name, facts.bias, config, settings.size("vocab_size"), (facts.layout,))
+    return Family(name, facts.bias, config, settings.size("vocab_size"), facts.layout)
 
 
 def _activation(settings: Settings, facts: EncoderFacts) -> str:

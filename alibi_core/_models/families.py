@@ -23,36 +23,23 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """What a checkpoint calls its modules, and which of this library's are in each.
+    """What a checkpoint calls its modules, and which of this library's are in each."""
 
-    Attributes:
-        embedding: Name of the matrix of embeddings.
-        blocks: Name of the list of blocks.
-        block: By the name of a module in a block, what its weight holds, one below the other: ``attention_norm``,
-            ``q``, ``k``, ``v``, ``out``, ``feed_forward_norm``, ``gate``, ``up`` or ``down``; or the name of another
-            norm here.
-        norm: Name of the norm after the last block, if there is one.
-        embedding_norm: Name of the embeddings' norm.
-        token_type_embedding: Name of the matrix of token types' embeddings.
-        ignored: Regular expressions of tensors that are not needed.
-        stored_slopes: Name of a tensor that holds the slopes, ``[num_heads, 1]``, if the checkpoint has it.
-        groups_qkv: Whether a module of queries, keys and values holds, for each key/value head, its queries, its key,
-            its value. Otherwise all queries come first, then all keys, then all values.
-        is_turned: Whether the weights of blocks are ``[in, out]``, as GPT-2's are.
-        head_of_unit_rows: Whether the rows of the head are divided by their norms.
-    """
-
-    embedding: str
-    blocks: str
+    embedding: str  # the matrix of embeddings
+    blocks: str  # the list of blocks
+    # By the name of a module in a block, the contents of its weight, one below the other: attention_norm, q, k, v, out,
+    # feed_forward_norm, gate, up or down; or the name of another norm of this library.
     block: dict[str, str]
-    norm: str | None
+    norm: str | None  # the norm after the last block
     embedding_norm: str | None = None
     token_type_embedding: str | None = None
-    ignored: tuple[str, ...] = ()
-    stored_slopes: str | None = None
+    ignored: tuple[str, ...] = ()  # regular expressions of tensors that are not needed
+    stored_slopes: str | None = None  # a tensor of the slopes, [num_heads, 1], that a checkpoint may have
+    # Whether a module of queries, keys and values holds, for each key/value head, its queries, its key, its value.
+    # Otherwise all queries come first, then all keys, then all values.
     groups_qkv: bool = False
-    is_turned: bool = False
-    head_of_unit_rows: bool = False
+    is_transposed: bool = False  # whether the weights of blocks are [in, out], as GPT-2's are
+    head_of_unit_rows: bool = False  # whether the rows of the head are divided by their norms
 
     def without_prefix(self) -> Layout:
         """Return the names in the checkpoint of a model that was saved without its head."""
@@ -73,21 +60,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Family:
-    """What is known of a checkpoint from its ``config.json``.
+    """A model as its ``config.json`` describes it."""
 
-    Attributes:
-        name: That of its ``model_type``, or of an encoder's entry in the catalogue.
-        bias: How the family's own code forms its bias.
-        config: Shape of the language model or encoder.
-        vocab_size: Number of its tokens.
-        layouts: What its tensors may be called; the first that a checkpoint fits counts.
-    """
-
-    name: str
-    bias: Contract
+    name: str  # the model_type, or the entry of an encoder in the catalogue
+    bias: Contract  # how the family's own code forms its bias
     config: AlibiConfig
     vocab_size: int
-    layouts: tuple[Layout, ...]
+    layout: Layout
 
 
 class Settings:
@@ -171,9 +150,7 @@ class Settings:
     def common(self, width: int, hidden: int | None = None) -> dict[str, Any]:
         """Return the fields of ``AlibiConfig`` that the configs of most families say in the same words.
 
-        Args:
-            width: Features a token.
-            hidden: Width of the feed-forward layers. Default ``4 * width``.
+        ``width`` is that of the model, ``hidden`` that of the feed-forward layers (default ``4 * width``).
         """
         return {
             "embed_dim": width,

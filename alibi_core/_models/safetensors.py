@@ -19,19 +19,12 @@ _NUMPY_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is, and what it is.
-
-    Attributes:
-        path: Its file.
-        dtype: As the format calls it, ``"F32"`` or ``"BF16"``, say.
-        shape: Its shape.
-        offset: Its first byte in the file.
-    """
+    """Where a tensor is, and what it is."""
 
     path: Path
-    dtype: str
+    dtype: str  # as the format calls it: "F32", "BF16", ...
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # its first byte in the file
 
     def check_dtype(self, name: str) -> None:
         """Check that a tensor of this name holds floating numbers that can be read."""
@@ -50,12 +43,7 @@ class StoredTensor:
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a model, by name, from one file or as many as an index lists.
-
-    Raises:
-        FileNotFoundError: If a file is missing.
-        ValueError: If a file is cut short or not what it should be.
-    """
+    """Return the tensors of a model, by name, from one file or as many as an index lists."""
     if (directory / WHOLE).is_file():
         return _header(directory / WHOLE)
     if not (directory / INDEX).is_file():

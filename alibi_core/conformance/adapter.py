@@ -28,7 +28,7 @@ FEATURES = {
     "mask": "mask, booleans [batch or 1, num_heads or 1, q_len or 1, kv_len]",
     "batch_slopes": "slopes [batch, num_heads]",
     "scale": "scale",
-    "nowhere": "zeros for a query that may look nowhere",
+    "nowhere": "zeros for a query that sees no key",
     "empty": "lengths of 0",
     "slope_gradients": "the gradient of slopes",
     "some_gradients": "wrt, the names of the arguments whose gradients are asked for",
@@ -119,21 +119,14 @@ class Adapter(Protocol):
 
 @dataclass(frozen=True)
 class Offer:
-    """An adapter, checked and resolved.
-
-    Attributes:
-        adapter: The object itself.
-        name, dtype, contract, tolerance: As declared, or their defaults.
-        declared: The features it declares; None if they are to be found out.
-        functions: Its functions, by name.
-    """
+    """An adapter, checked and resolved: its attributes, or their defaults, and its functions by name."""
 
     adapter: Any
     name: str
     dtype: str
     contract: str
     tolerance: float
-    declared: frozenset[str] | None
+    declared: frozenset[str] | None  # features; None if they are to be found out
     functions: Mapping[str, Callable[..., Any]]
 
     @classmethod
@@ -151,8 +144,7 @@ class Offer:
             raise TypeError(f"adapter must have one of the functions {', '.join(FUNCTIONS)}, got {adapter!r}")
         if inspect.isclass(adapter) and any("self" in (_parameters(x) or ()) for x in functions.values()):
             raise TypeError(f"adapter must be an instance where its functions take self, got the class {adapter!r}")
-        default = getattr(adapter, "__name__", type(adapter).__name__)
-        name = getattr(adapter, "name", default)
+        name = getattr(adapter, "name", getattr(adapter, "__name__", type(adapter).__name__))
         if not isinstance(name, str):
             raise TypeError(f"name of an adapter must be a string, got {type(name).__name__}")
         dtype = checks.one_of("dtype", getattr(adapter, "dtype", "float32"), tuple(UNIT_ROUNDOFF))
@@ -167,16 +159,16 @@ class Offer:
         return cls(adapter, name, dtype, contract, tolerance, declared, functions)
 
     @property
-    def unknown(self) -> list[str]:
-        """Names of the parameters of the function that is judged which the kit never passes."""
-        known = {*_BASE, *_PARAMETERS.values(), "query", "key", "value", "cache", "wrt", "num_heads", "q_len", "kv_len"}
-        parameters = _parameters(self.functions.get(self.judged)) or {}
-        return [name for name, x in parameters.items() if x.default is not x.empty and name not in known]
-
-    @property
     def judged(self) -> str:
         """The function whose parameters and calls tell what it offers."""
         return next((x for x in ("attention", "attention_grad", "bias") if x in self.functions), "decode_step")
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names of the parameters of that function which the kit never passes."""
+        known = {*_BASE, *_PARAMETERS.values(), "query", "key", "value", "cache", "wrt", "num_heads", "q_len", "kv_len"}
+        parameters = _parameters(self.functions.get(self.judged)) or {}
+        return [name for name, x in parameters.items() if x.default is not x.empty and name not in known]
 
     @property
     def possible(self) -> frozenset[str]:
@@ -184,10 +176,9 @@ class Offer:
         found = set(FEATURES if self.declared is None else self.declared)
         if "wrt" not in (_parameters(self.functions.get("attention_grad")) or {}):
             found.discard("some_gradients")  # which those that take any argument mean not to offer
-        if self.declared is not None:
-            return frozenset(found)
-        found -= TO_DECLARE
-        found -= {feature for feature, parameter in _PARAMETERS.items() if not self.takes(self.judged, parameter)}
+        if self.declared is None:
+            found -= TO_DECLARE
+            found -= {feature for feature, parameter in _PARAMETERS.items() if not self.takes(self.judged, parameter)}
         return frozenset(found)
 
     def offered_by(self, function: str, features: frozenset[str]) -> frozenset[str]:
@@ -195,19 +186,18 @@ class Offer:
         parameters = _parameters(self.functions.get(function))
         if self.declared is not None or function not in ("attention_grad", "bias") or parameters is None:
             return features
-        if any(x.kind in (x.VAR_KEYWORD, x.VAR_POSITIONAL) for x in parameters.values()):
+        if _takes_any(parameters):
             return features  # it takes what attention does
         return features - {feature for feature, parameter in _PARAMETERS.items() if parameter not in parameters}
 
     def takes(self, function: str, parameter: str) -> bool:
-        """Return whether a function has a parameter of that name."""
+        """Return whether a function has a parameter of that name, or may have it."""
         if function not in self.functions:
             return False
         parameters = _parameters(self.functions[function])
-        if parameters is None:
+        if parameters is None or parameter in parameters:
             return True
-        takes_any = any(x.kind in (x.VAR_KEYWORD, x.VAR_POSITIONAL) for x in parameters.values())
-        return parameter in parameters or (takes_any and (self.declared is not None or parameter in _BASE))
+        return _takes_any(parameters) and (self.declared is not None or parameter in _BASE)
 
     def arranged(self, function: str, options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return options as further arguments by position, for a function that takes them no other way, and by name."""
@@ -224,6 +214,10 @@ class Offer:
         return any(self.takes(function, "slopes") for function in ("attention", "attention_grad", "decode_step"))
 
 
+def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(x.kind in (x.VAR_KEYWORD, x.VAR_POSITIONAL) for x in parameters.values())
+
+
 def _parameters(function: Callable[..., Any] | None) -> Mapping[str, inspect.Parameter] | None:
     """Return a function's parameters; None for one that does not tell, as built-in functions may."""
     if function is None:
@@ -232,18 +226,3 @@ def _parameters(function: Callable[..., Any] | None) -> Mapping[str, inspect.Par
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
         return None
-
-
-def slip_of_shape(found: tuple[int, ...], expected: tuple[int, ...], kv_len: int) -> str:
-    """Return what an output of a wrong shape most likely is, ``[batch, heads, length, head_dim]`` being expected.
-
-    Empty where that is not plain.
-    """
-    batch, heads, length, head_dim = expected
-    if found == (batch, length, heads, head_dim):
-        return "it is [batch, length, heads, head_dim]; swap axes 1 and 2"
-    if found == (batch, length, heads * head_dim):
-        return "its heads are merged; make it [batch, heads, length, head_dim] again"
-    if found == (batch, heads, length, kv_len):
-        return "these are the weights; multiply them by value"
-    return ""

@@ -8,25 +8,24 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from alibi_core.conformance.adapter import Offer, slip_of_shape
-from alibi_core.conformance.case import TENSORS, Case
-from alibi_core.conformance.oracle import Answer, Values, rounded
+from alibi_core.conformance.adapter import Offer
+from alibi_core.conformance.case import Case
+from alibi_core.conformance.oracle import Answer, rounded
+from alibi_core.conformance.reference import TENSORS, Values
 
 MASKED = -30_000.0  # a bias this low is as good as minus infinity; float16 reaches no lower than -65504
 
 
 class CallError(Exception):
-    """A call that came to nothing: it raised, took too long, or returned what is no result.
+    """A call that came to nothing.
 
-    Attributes:
-        kind: ``"refused"`` where it raised NotImplementedError, TypeError or ValueError, which say that something is
-            not offered; ``"crashed"`` where it raised anything else; ``"hung"``, ``"returned"``, or ``"misshapen"``
-            where it is plain what was returned instead.
-        inputs: Of the call, in words.
+    ``kind`` is ``"refused"`` where it raised NotImplementedError, TypeError or ValueError, which say that something is
+    not offered, ``"crashed"`` where it raised anything else, ``"hung"``, ``"returned"`` where it returned no result, or
+    ``"misshapen"`` where it is plain what was returned instead; ``inputs`` are those of the call, in words.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -36,21 +35,11 @@ class CallError(Exception):
 
 @dataclass(eq=False)
 class DepartureError(AssertionError):
-    """A result that is not what it should be.
-
-    Attributes:
-        function: Of the adapter.
-        inputs: Of the call, in words.
-        actual: What was returned, float64; None if nothing was.
-        expected: The exact answer.
-        case: What the call was made from, where it was a case.
-        part: Which of several results this is.
-        remark: What is wrong, where that is no number.
-    """
+    """A result that is not what it should be: of which function, part of it, and case, and a remark in place of it."""
 
     function: str
-    inputs: str
-    actual: Values | None
+    inputs: str  # in words
+    actual: Values | None  # None if nothing was returned
     expected: Answer
     case: Case | None = None
     part: str = ""
@@ -60,29 +49,12 @@ class DepartureError(AssertionError):
         return self.remark or "outside its budget"
 
 
-class Decoded(NamedTuple):
-    """What came of one step of decoding.
-
-    Attributes:
-        number: Of the sequence.
-        start, end: Of the new tokens.
-        output: Of these tokens.
-        steps: The lengths of the sequence's steps so far, this one included.
-    """
-
-    number: int
-    start: int
-    end: int
-    output: Values
-    steps: Sequence[int]
-
-
 @dataclass
 class Caller:
     """Calls an adapter's functions with NumPy arrays and returns float64.
 
-    All calls are made by one thread of their own, so that one that never returns can be given up. What an adapter does
-    that it should not, though its results be right, is kept in ``offences``, each in one sentence.
+    A thread makes all calls, so that one that never returns can be given up. ``offences`` says what the adapter does
+    that it should not, though its results be right, each in one sentence.
     """
 
     offer: Offer
@@ -113,10 +85,8 @@ class Caller:
         """Return the adapter's answer to a case."""
         shape, kv_len = case.arrays["query"].shape, case.sizes.lengths[1]
         result = self._call("attention", *self._tensors(case), **self._options(case))
-        found = tuple(np.shape(result)) if isinstance(result, np.ndarray) else shape
-        slip = "" if found == shape else slip_of_shape(found, shape, kv_len)
-        if slip:
-            raise CallError("misshapen", f"attention returned shape {found}, expected {shape}: {slip}")
+        if isinstance(result, np.ndarray) and (slip := _slip_of_shape(result.shape, shape, kv_len)):
+            raise CallError("misshapen", f"attention returned shape {result.shape}, expected {shape}: {slip}")
         return self._array("attention", result, shape)
 
     def gradients(self, case: Case) -> dict[str, Values]:
@@ -265,8 +235,14 @@ class Caller:
             self._tasks.put(None)
 
 
-def decoded(caller: Any, cases: Sequence[Case], steps: Sequence[Sequence[int]]) -> Iterator[Decoded]:
-    """Decode sequences by turns, each in steps of so many tokens, and yield what comes of every step."""
+def decoded(
+    caller: Any, cases: Sequence[Case], steps: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, int, int, Values, Sequence[int]]]:
+    """Decode sequences by turns, each in steps of so many tokens.
+
+    Yield the number of the sequence, the first of its new tokens and the one after the last, their output, and the
+    lengths of its steps so far.
+    """
     caches: list[Any] = [None] * len(cases)
     for turn, number in itertools.product(range(max(map(len, steps))), range(len(cases))):
         case, own = cases[number], steps[number][: turn + 1]
@@ -274,7 +250,7 @@ def decoded(caller: Any, cases: Sequence[Case], steps: Sequence[Sequence[int]]) 
             start, end = sum(own[:-1]), sum(own)
             tensors = {name: case.arrays[name][:, :, start:end] for name in TENSORS}
             output, caches[number] = caller.decode_step(tensors, case.arrays["slopes"], caches[number])
-            yield Decoded(number, start, end, output, own)
+            yield number, start, end, output, own
 
 
 def _work(tasks: queue.SimpleQueue[Any], results: queue.SimpleQueue[Any]) -> None:
@@ -302,3 +278,15 @@ def _are_equal(one: list[Values], other: list[Values]) -> bool:
         x.dtype == y.dtype and np.array_equal(x, y, equal_nan=x.dtype.kind == "f")
         for x, y in zip(one, other, strict=True)
     )
+
+
+def _slip_of_shape(found: tuple[int, ...], expected: tuple[int, ...], kv_len: int) -> str:
+    """Return what an output of a wrong shape most likely is; empty where that is not plain."""
+    batch, heads, length, head_dim = expected
+    slips = {
+        (batch, heads, length, kv_len): "these are the weights; multiply them by value",
+        (batch, length, heads * head_dim): "its heads are merged; make it [batch, heads, length, head_dim] again",
+        (batch, length, heads, head_dim): "it is [batch, length, heads, head_dim]; swap axes 1 and 2",
+        expected: "",
+    }
+    return slips.get(found, "")

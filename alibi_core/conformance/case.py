@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from alibi_core.conformance.data import DATA, STEEP
-from alibi_core.conformance.oracle import Answer, Attention, Rules, Values, penalties, rounded, summed_over_batch
+from alibi_core.conformance.oracle import Answer, Attention, Rules, penalties, rounded, summed_over_batch
+from alibi_core.conformance.reference import TENSORS, Values
 
-TENSORS = ("query", "key", "value")
 FAR, PER_BATCH = 1_000_000, -1_000_000
 FORMS = ("causal", "symmetric", "asymmetric", "clamped")
 COTANGENTS = ("random", "ones", "zeros", "one row", "one element")
@@ -53,7 +53,7 @@ class Case:
 
         >>> case = Case(Sizes(1, 2, 1, (3, 3), 4), window_size=1)
         >>> print(case)
-        batch 1, 2 heads of 4, 3 queries, 3 keys, causal, window_size 1, slopes [1.0, 0.30000001192092896], seed 0
+        batch 1, 2 heads of 4 features, 3 queries, 3 keys, causal, window_size 1, slopes [1.0, 0.3], seed 0
         >>> case.exact("float32").weights[0, 0, 2, 0].tolist()
         0.0
     """
@@ -73,9 +73,9 @@ class Case:
 
     def __str__(self) -> str:
         size, (q_len, kv_len) = self.sizes, self.sizes.lengths
-        heads = _count(self.num_heads, "head") + (f" over {size.num_kv_heads}" if size.group > 1 else "")
-        queries = "1 query" if q_len == 1 else f"{q_len} queries"
-        words = [f"batch {size.batch}, {heads} of {size.head_dim}, {queries}, {_count(kv_len, 'key')}, {self.form}"]
+        heads = count(self.num_heads, "head") + (f" over {size.num_kv_heads}" if size.group > 1 else "")
+        lengths = f"{count(q_len, 'query', 'queries')}, {count(kv_len, 'key')}"
+        words = [f"batch {size.batch}, {heads} of {count(size.head_dim, 'feature')}, {lengths}, {self.form}"]
         for name, value in self.arguments.items():
             if isinstance(value, np.ndarray) and value.size <= 8:
                 words.append(f"{name} {value.tolist()}")
@@ -84,7 +84,7 @@ class Case:
             elif name != "is_causal":
                 words.append(f"{name} {value}")
         slopes = self.arrays["slopes"]
-        words += [f"slopes {slopes.tolist()}"] if slopes.size <= 8 else []
+        words += [f"slopes {np.round(slopes, 7).tolist()}"] if slopes.size <= 8 else []
         words += [f"{self.data} data"] if self.data != "normal" else []
         words += [f"grad_output of {self.cotangent}"] if self.cotangent != "random" else []
         words += [f"gradients of {' and '.join(self.wrt)} alone"] if self.wrt is not None else []
@@ -209,8 +209,14 @@ class Case:
         tensors = {name: rounded(self.arrays[name], dtype) for name in TENSORS}
         slopes = rounded(self.arrays["slopes"], "float64" if dtype == "float64" else "float32")
         rules, shape = self.rules(slopes), (self.sizes.batch, self.num_heads, *self.sizes.lengths)
-        reach = rules.reach(*shape) if counted_from_anywhere else None
-        return Attention(**tensors, bias=penalties(rules, *shape), scale=self.scale, dtype=dtype, reach=reach)
+        largest = rules.largest_bias(*shape) if counted_from_anywhere else None
+        return Attention(**tensors, bias=penalties(rules, *shape), scale=self.scale, dtype=dtype, largest_bias=largest)
+
+    def call(self, dtype: str) -> dict[str, Any]:
+        """Return the arguments of the reference, rounded to ``dtype``."""
+        tensors = {name: rounded(self.arrays[name], dtype) for name in TENSORS}
+        slopes = rounded(self.arrays["slopes"], "float64" if dtype == "float64" else "float32")
+        return {**tensors, "slopes": slopes, "grad_output": rounded(self.arrays["cotangent"], dtype), **self.arguments}
 
     def gradients(self, dtype: str, share: float = 0.0, *, problem: Attention | None = None) -> dict[str, Answer]:
         """Return the exact gradients by query, key, value and both kinds of slopes.
@@ -231,8 +237,9 @@ class Case:
         return answers
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
+def count(number: int, noun: str, plural: str = "") -> str:
+    """Return a number of things, in words."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def _structured(kind: str, cotangent: Values) -> Values:
@@ -248,97 +255,58 @@ def _structured(kind: str, cotangent: Values) -> Values:
     return kept
 
 
-OFFSETS, ALL_OFFSETS = (-3, 0, 4, 13), tuple(range(-3, 14))  # before the first key, at it, among keys, beyond the last
-WINDOWS, ALL_WINDOWS = (0, 1, 4), tuple(range(7))
-SCALES = (0.25, 1.0, 2.0**-5, 0.0)
 SMALL = 64  # elements of a case; below, more seeds are tried, for a slope of 0 or a single key hides mistakes
-_BY_FEATURE = ("q_offset", "window_size", "packing", "masking", "scaling", "slopes_per_batch")
-CANDIDATES = 40  # of which the best is the next case of a design
+# By option of a case: the feature that it needs, its values, and those that thorough checks draw from.
+OPTIONS: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
+    "q_offset": ("offset", (-3, 0, 4, 13), tuple(range(-3, 14))),  # before the first key to beyond the last
+    "window_size": ("window", (0, 1, 4), tuple(range(7))),
+    "packing": ("segments", ("pair", "same", "one row"), ("pair", "same", "one row")),
+    "masking": ("mask", ("by query", "by key", "by head"), ("by query", "by key", "by head")),
+    "scaling": ("scale", (0.25, 1.0, 2.0**-5, 0.0), (0.25, 1.0, 2.0**-5, 0.0)),
+    "slopes_per_batch": ("batch_slopes", (True,), (True,)),
+}
+Choose = Callable[[Sequence[Any]], Any]
 
 
-@dataclass(frozen=True)
-class Family:
-    """Cases of these sizes, forms and data that use no features but these (of the kit's ``FEATURES``).
+def option_values(features: Collection[str], *, is_dense: bool = False) -> dict[str, tuple[Any, ...]]:
+    """Return the values of the options that these features allow."""
+    found = {name: dense if is_dense else few for name, (feature, few, dense) in OPTIONS.items() if feature in features}
+    if "q_offset" in found:
+        found["q_offset"] += (FAR,) * ("far" in features) + (PER_BATCH,) * ("batch_offsets" in features)
+    return found
 
-    Attributes:
-        sizes: Of the cases.
-        forms: Of the cases.
-        uses: Features.
-        data: Names of data.
-        asked: Names of the arguments whose gradients are asked for.
-        cotangents: Kinds of ``grad_output``.
+
+def draw_case(
+    choose: Choose,
+    sizes: Sequence[Sizes],
+    forms: Sequence[str],
+    features: Collection[str],
+    *,
+    is_dense: bool = False,
+    **more: Sequence[Any],
+) -> Case:
+    """Draw a case: half of the options that features allow, and one value each of ``more``."""
+    options = {"form": choose(forms)} | {name: choose(values) for name, values in more.items()}
+    for name, values in option_values(features, is_dense=is_dense).items():
+        if choose((False, True)):
+            options[name] = choose(values)
+    return Case(choose(sizes), **options)
+
+
+def design(draw: Callable[[Choose], Case], number: int, seed: int) -> list[Case]:
+    """Return at most so many cases, the smallest first, in which as many pairs of options as possible meet.
+
+    Compilers need long for each new combination of shapes and options: a design needs fewer than cases at random.
     """
-
-    sizes: tuple[Sizes, ...]
-    forms: tuple[str, ...] = ("causal",)
-    uses: frozenset[str] = frozenset()
-    data: tuple[str, ...] = ("normal",)
-    asked: tuple[tuple[str, ...] | None, ...] = (None,)
-    cotangents: tuple[str, ...] = ("random",)
-
-    def options(self, size: Sizes, *, dense: bool = False) -> dict[str, tuple[Any, ...]]:
-        """Return the values that each option takes with these sizes, the simplest first."""
-        offsets: tuple[int, ...] = ALL_OFFSETS if dense else OFFSETS
-        offsets += (FAR,) * ("far" in self.uses) + (PER_BATCH,) * ("batch_offsets" in self.uses)
-        is_square = size.lengths[0] == size.lengths[1]
-        values = {
-            "q_offset": ("offset", offsets),
-            "window_size": ("window", ALL_WINDOWS if dense else WINDOWS),
-            "packing": ("segments", ("pair", *(("same", "one row") if is_square else ()))),
-            "masking": ("mask", ("by query", "by key", "by head")),
-            "scaling": ("scale", SCALES),
-            "slopes_per_batch": ("batch_slopes", (True,)),
-        }
-        options: dict[str, tuple[Any, ...]] = {"form": self.forms}
-        for name, (feature, x) in values.items():
-            options[name] = (False if name == "slopes_per_batch" else None, *(x if feature in self.uses else ()))
-        return options | {"data": self.data, "wrt": self.asked, "cotangent": self.cotangents}
-
-    def every(self) -> Iterator[Case]:
-        """Yield cases with every value of the options, the smallest sizes first.
-
-        Small sizes meet every combination; the combinations are dealt out among the other sizes, for compilers' sake.
-        """
-        sizes = sorted(self.sizes, key=lambda size: size.elements)
-        small = [size for size in sizes if size.elements <= SMALL]
-        for size in small:
-            yield from self._combinations(size)
-        dealt = [list(self._combinations(size)) for size in sizes[len(small) :]]
-        for i in range(max([len(dealt), *map(len, dealt)]) if dealt else 0):
-            cases = dealt[i % len(dealt)]
-            yield cases[i % len(cases)]
-
-    def _combinations(self, size: Sizes) -> Iterator[Case]:
-        options = self.options(size)
-        used = {name: x[1:] if name in _BY_FEATURE and len(x) > 1 else x for name, x in options.items()}
-        for values in itertools.product(*used.values()):
-            yield Case(size, **dict(zip(used, values, strict=True)))
-
-    def draw(self, rng: random.Random, *, dense: bool = False) -> Case:
-        """Return a case with options drawn at random."""
-        size = rng.choice(self.sizes)
-        return Case(size, **{name: rng.choice(values) for name, values in self.options(size, dense=dense).items()})
-
-    def design(self, number: int, seed: int) -> list[Case]:
-        """Return at most so many cases, the smallest first, in which as many pairs of options as possible meet.
-
-        Compilers need long for each new combination of shapes and options: a design needs fewer than cases at random.
-        """
-        rng, met = random.Random(seed), set[tuple[Any, ...]]()
-        design: dict[Case, None] = {}
-        for _ in range(number):
-            best = max((self.draw(rng) for _ in range(CANDIDATES)), key=lambda case: len(_pairs(case) - met))
-            met |= _pairs(best)
-            design[best] = None
-        return sorted(design, key=lambda case: case.sizes.elements)
+    rng, met, found = random.Random(seed), set[Any](), dict[Case, None]()
+    for _ in range(number):
+        tries = {case: _pairs(case) for case in (draw(rng.choice) for _ in range(40))}
+        best = max(tries, key=lambda case: len(tries[case] - met))
+        met |= tries[best]
+        found[best] = None
+    return sorted(found, key=lambda case: case.sizes.elements)
 
 
-_OPTIONS = tuple(x.name for x in dataclasses.fields(Case) if x.name not in ("seed", "wrt", "cotangent"))
-
-
-def _pairs(case: Case) -> set[tuple[Any, ...]]:
-    """Return the options of a case two by two."""
-    options = [(name, getattr(case, name)) for name in _OPTIONS]
-    if (case.wrt, case.cotangent) != (None, "random"):
-        options += [("wrt", case.wrt), ("cotangent", case.cotangent)]
+def _pairs(case: Case) -> set[Any]:
+    options = [(x.name, getattr(case, x.name)) for x in dataclasses.fields(case) if x.name != "seed"]
     return set(itertools.combinations(options, 2))

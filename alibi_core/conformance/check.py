@@ -66,57 +66,53 @@ def check(
     if isinstance(laws, str):
         raise TypeError(f"laws must be a collection of names, got the string {laws!r}")
     by_name = {law.name: law for law in LAWS}
-    chosen = LAWS if laws is None else [by_name[checks.one_of("laws", name, tuple(by_name))] for name in laws]
+    names = tuple(by_name) if laws is None else [checks.one_of("laws", name, tuple(by_name)) for name in laws]
     start = time.monotonic()
     caller = Caller(offer, checks.positive_number("time_limit", min(time_limit, threading.TIMEOUT_MAX)))
     # The exact answers underflow as they should, whatever the user's NumPy makes of that; the adapter's thread has its
     # own settings.
     with np.errstate(all="ignore"), contextlib.closing(caller):
         features, refusals = find_features(caller)
-        reports: list[LawReport] = []
-        failures: dict[str, list[tuple[int, str, DepartureError | CallError]]] = {}
-        for law in chosen:
+        reports: dict[str, LawReport] = {}
+        failures: dict[str, list[tuple[Law, DepartureError | CallError]]] = {}
+        for name in names:
             if on_law is not None:
-                on_law(law.name, None)
+                on_law(name, None)
+            law = by_name[name]
             trial = Trial(caller, offer.offered_by(law.function, features), examples, seed)
-            report, error = try_law(law, trial, refusals)
+            reports[name], error = try_law(law, trial, refusals)
             if error is not None:
-                failures.setdefault(law.function, []).append((len(reports), law.statement, error))
-            reports.append(report)
+                failures.setdefault(law.function, []).append((law, error))
             if on_law is not None:
-                on_law(law.name, report)
+                on_law(name, reports[name])
         for function, broken in failures.items():
-            errors = [(statement, error) for _, statement, error in broken]
+            errors = [(law.statement, error) for law, error in broken]
             found = diagnose(caller, function, offer.offered_by(function, features), errors)
-            for index, *_ in broken:
-                reports[index] = replace(reports[index], diagnoses=found)
-    seconds = time.monotonic() - start
-    ordered = tuple(sorted(features))
-    return Report(offer.name, offer.dtype, offer.contract, ordered, profile, seed, tuple(reports), seconds)
+            reports |= {law.name: replace(reports[law.name], diagnoses=found) for law, _ in broken}
+    seconds, ordered = time.monotonic() - start, tuple(sorted(features))
+    return Report(offer.name, offer.dtype, offer.contract, ordered, profile, seed, tuple(reports.values()), seconds)
 
 
 def try_law(law: Law, trial: Trial, refusals: dict[str, str]) -> tuple[LawReport, DepartureError | CallError | None]:
     """Return what came of a law, and the error of the first case that breaks it."""
-    offer = trial.offer
+    offer, report = trial.offer, LawReport(law.name, law.statement, "not offered")
     if law.function != "any" and law.function not in offer.functions:
-        reason = f"the adapter has no {law.function}"
-        return LawReport(law.name, law.statement, "not offered", reason), None
-    missing = sorted(law.needs - trial.features)
-    if missing:
+        return replace(report, reason=f"the adapter has no {law.function}"), None
+    if missing := sorted(law.needs - trial.features):
         unless_refused = "not declared: {0}" if offer.declared is not None else "{1} has no parameter for {2}"
-        reason = "; ".join(refusals.get(x, unless_refused.format(x, law.function, FEATURES[x])) for x in missing)
-        return LawReport(law.name, law.statement, "not offered", reason), None
+        reasons = (refusals.get(x, unless_refused.format(x, law.function, FEATURES[x])) for x in missing)
+        return replace(report, reason="; ".join(reasons)), None
     if trial.caller.hung and law.function != "any":
-        return LawReport(law.name, law.statement, "not run", f"earlier, {trial.caller.hung}"), None
+        return replace(report, status="not run", reason=f"earlier, {trial.caller.hung}"), None
     start, calls, error = time.monotonic(), trial.caller.calls, None
     try:
         law.check(trial)
     except (DepartureError, CallError) as raised:
         error = raised.with_traceback(None)  # which keeps the arrays of its frames
-    seconds, calls = time.monotonic() - start, trial.caller.calls - calls
-    example = None if error is None else Counterexample.of(error)
-    status: Any = "passed" if error is None else "failed"
-    return LawReport(law.name, law.statement, status, "", calls, trial.share, seconds, example), error
+    report = replace(report, calls=trial.caller.calls - calls, share=trial.share, seconds=time.monotonic() - start)
+    if error is None:
+        return replace(report, status="passed"), None
+    return replace(report, status="failed", counterexample=Counterexample.of(error)), error
 
 
 def find_features(caller: Caller) -> tuple[frozenset[str], dict[str, str]]:
@@ -125,34 +121,34 @@ def find_features(caller: Caller) -> tuple[frozenset[str], dict[str, str]]:
     An adapter offers what it declares. One that declares nothing offers what its parameters allow and what a call does
     not refuse; a call that crashes is a law's to report.
     """
-    offer, possible = caller.offer, caller.offer.possible
+    offer, found = caller.offer, set(caller.offer.possible)
     others = f"; it has {', '.join(offer.unknown)}, which the kit never passes" if offer.unknown else ""
     refusals = {
         feature: f"not declared: {feature}"
         if offer.declared is not None or feature in TO_DECLARE
-        else f"{offer.judged} has no parameter for {FEATURES[feature]}{others}"
-        for feature in set(FEATURES) - possible
+        else f"{offer.judged} has no parameter for {words}{others}"
+        for feature, words in FEATURES.items()
+        if feature not in found
     }
     if offer.declared is None or "some_gradients" in offer.declared:
         refusals |= {"some_gradients": "attention_grad has no parameter wrt"} if "some_gradients" in refusals else {}
-    if offer.declared is not None:
-        return possible, refusals
-    found, trial = set(possible), Trial(caller, possible, 1, 0)
-    for feature in sorted(possible & set(_PROBES)):
+    trial = Trial(caller, frozenset(found))
+    calls: dict[str, Callable[[Case], Any]] = {
+        "attention": caller.attention,
+        "attention_grad": caller.gradients,
+        "bias": lambda case: caller.bias(case.num_heads, *case.sizes.lengths, case.arguments.get("is_causal", True)),
+    }
+    for feature in sorted(found & set(_PROBES)) if offer.declared is None and offer.judged in calls else ():
         case = trial.fitted(_PROBES[feature])
-        (q_len, kv_len), is_causal = case.sizes.lengths, case.arguments.get("is_causal", True)
+        if offer.judged == "bias" and 0 in case.sizes.lengths:
+            continue
         try:
-            if offer.judged == "attention":
-                caller.attention(case)
-            elif offer.judged == "attention_grad":
-                caller.gradients(case)
-            elif offer.judged == "bias" and kv_len > 0:
-                caller.bias(case.num_heads, q_len, kv_len, is_causal)
+            calls[offer.judged](case)
         except CallError as error:
             if error.kind == "refused":
                 found.discard(feature)
                 refusals[feature] = str(error)
-    if "symmetric" not in found:
+    if offer.declared is None and "symmetric" not in found:
         found.discard("asymmetric")
     return frozenset(found), refusals
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from alibi_core.conformance.oracle import Values
+from alibi_core.conformance.reference import Values
 
 STEEP = np.asarray([4.0, 1.0, 0.3, 0.0625, 0.03, 2.0**-16, 0.0], np.float32)
 

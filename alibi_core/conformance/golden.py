@@ -7,7 +7,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ from safetensors.numpy import save
 
 import alibi_core
 from alibi_core._slopes import slope_values
+from alibi_core.conformance.adapter import FEATURES
 from alibi_core.conformance.caller import MASKED
-from alibi_core.conformance.case import FAR, TENSORS, Case, Sizes
-from alibi_core.conformance.oracle import SMALLEST, U32, UNIT_ROUNDOFF, Answer, Values, excess, penalties
-from alibi_core.conformance.report import plain
+from alibi_core.conformance.case import FAR, Case, Sizes
+from alibi_core.conformance.oracle import SMALLEST, U32, UNIT_ROUNDOFF, Answer, excess, penalties
+from alibi_core.conformance.reference import TENSORS, Computation, Values
+from alibi_core.conformance.report import Counterexample, LawReport, plain
 
 FORMAT, RESULTS_FORMAT, VERSION, RESULTS_VERSION = "alibi-golden", "alibi-golden-results", 2, 1
 INDEX, RESULTS_INDEX, ABOUT = "index.json", "results.json", "FORMAT.md"
@@ -120,15 +122,10 @@ class GoldenError(ValueError):
 
 # --- Written ----------------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Entry:
-    """A case as it is written: its line of the index, its inputs and results, and the budgets of these by dtype."""
-
-    about: dict[str, Any]
-    inputs: dict[str, Values]
-    expected: dict[str, Values]
-    budgets: dict[str, dict[str, Values | tuple[float, float]]]
+# A case as it is written: its line of the index, its inputs, and its results, each with the budgets by dtype: arrays,
+# or a relative and an absolute one.
+Result = tuple[Values, dict[str, Any]]
+Entry = tuple[dict[str, Any], dict[str, Values], dict[str, Result]]
 
 
 def write_golden(directory: str | Path) -> Path:
@@ -164,7 +161,7 @@ def write_golden(directory: str | Path) -> Path:
         _read_json(directory / INDEX, FORMAT, range(1, VERSION + 1))
     about = Path(__file__).with_name(ABOUT).read_text(encoding="utf-8")
     tensors: dict[str, dict[str, Values]] = {}
-    lines = [_stored(entry, tensors.setdefault(entry.about["file"], {})) for entry in _entries()]
+    lines = [_line(*entry, tensors.setdefault(entry[0]["file"], {})) for entry in _entries()]
     files = {ABOUT: about.encode()} | {name: save(found, {"format": FORMAT}) for name, found in tensors.items()}
     index = {
         "format": FORMAT,
@@ -185,33 +182,32 @@ def write_golden(directory: str | Path) -> Path:
     return directory
 
 
-def _stored(entry: Entry, tensors: dict[str, Values]) -> dict[str, Any]:
+def _line(
+    about: dict[str, Any], inputs: dict[str, Values], results: dict[str, Result], tensors: dict[str, Values]
+) -> dict[str, Any]:
     """Return the line of the index of a case, whose tensors are added to those of its file."""
 
     def stored(name: str, array: Values) -> dict[str, Any]:
-        tensors[f"{entry.about['id']}/{name}"] = np.ascontiguousarray(array)
-        return {"tensor": f"{entry.about['id']}/{name}", "shape": list(array.shape)}
+        tensors[f"{about['id']}/{name}"] = np.ascontiguousarray(array)
+        return {"tensor": f"{about['id']}/{name}", "shape": list(array.shape)}
 
-    def budget(name: str, dtype: str) -> dict[str, Any]:
-        found = entry.budgets[name][dtype]
+    def budget(name: str, found: Any) -> dict[str, Any]:
         if isinstance(found, tuple):
             return {"relative": found[0], "absolute": found[1]}
-        return {"tensor": stored(f"budget/{dtype}/{name}", found)["tensor"]}
+        return {"tensor": stored(name, found)["tensor"]}
 
     names = {np.dtype(own): name for name, own in (FLOATING | OTHERS).items() if name != "BF16"}
-    return entry.about | {
-        "inputs": {name: stored(f"input/{name}", x) | {"dtype": names[x.dtype]} for name, x in entry.inputs.items()},
-        "expected": {
-            name: stored(name, x) | {"budgets": {dtype: budget(name, dtype) for dtype in DTYPES}}
-            for name, x in entry.expected.items()
-        },
+    expected = {
+        name: stored(name, x) | {"budgets": {dtype: budget(f"budget/{dtype}/{name}", y) for dtype, y in by.items()}}
+        for name, (x, by) in results.items()
     }
+    given = {name: stored(f"input/{name}", x) | {"dtype": names[x.dtype]} for name, x in inputs.items()}
+    return about | {"inputs": given, "expected": expected}
 
 
 def _entries() -> Iterator[Entry]:
     for name, (scheme, contract, units) in RULES.items():
         rows = [slope_values(n, scheme=scheme, contract=contract) for n in range(1, MOST_HEADS + 1)]
-        is_exact = contract in ("exact", "geometric")  # the others are float32's by definition
         about = {
             "id": f"slopes/{name}",
             "kind": "slopes",
@@ -222,23 +218,30 @@ def _entries() -> Iterator[Entry]:
             "default_slopes": name == "canonical",
             "arguments": {"scheme": scheme, "contract": contract, "most_heads": MOST_HEADS},
         }
-        yield Entry(about, {}, {"slopes": np.concatenate(rows)}, {"slopes": _relative(units, is_exact=is_exact)})
+        is_exact = contract in ("exact", "geometric")  # the others are float32's by definition
+        yield about, {}, {"slopes": (np.concatenate(rows), _relative(units, is_exact=is_exact))}
     for name, description, case, slopes in BIASES:
         case = _exact_in_all_dtypes(name, case, slopes)
         rules, shape = case.rules(case.arrays["slopes"]), (case.sizes.batch, case.num_heads, *case.sizes.lengths)
         about = _about("bias", name, description, case, contract="exact")
-        yield Entry(about, _options(case), {"bias": penalties(rules, *shape) + 0.0}, {"bias": _relative(1)})
+        yield about, _options(case), {"bias": (penalties(rules, *shape) + 0.0, _relative(1))}
     for contract, (num_heads, kv_len) in KEY_ONLY.items():
-        sizes, own = Sizes(1, num_heads, 1, (5, kv_len), 1), slope_values(num_heads, contract=contract)
-        case = _exact_in_all_dtypes(contract, Case(sizes), tuple(own))
+        own = tuple(slope_values(num_heads, contract=contract))
+        case = _exact_in_all_dtypes(contract, Case(Sizes(1, num_heads, 1, (5, kv_len), 1)), own)
         description = f"the bias of {contract}'s checkpoints, as alibi_core.bias documents it"
         about = _about("bias", contract, description, case, contract=contract) | {"default_slopes": True}
         bias = alibi_core.bias(num_heads, 5, kv_len, contract=contract)[None].astype(np.float64)
-        yield Entry(about, _options(case), {"bias": bias}, {"bias": _relative(RULES[contract][2] + 1, is_exact=False)})
+        yield about, _options(case), {"bias": (bias, _relative(RULES[contract][2] + 1, is_exact=False))}
     for name, description, case, slopes in ATTENTION:
-        yield _attention("attention", name, description, _exact_in_all_dtypes(name, case, slopes))
+        case = _exact_in_all_dtypes(name, case, slopes)
+        about = _about("attention", name, description, case)
+        inputs = {x: case.arrays[x] for x in TENSORS} | _options(case) | {"grad_output": case.arrays["cotangent"]}
+        yield about, inputs, _results(case, about)
     for name, description, case, slopes, steps in DECODES:
-        yield _attention("decode", name, description, _exact_in_all_dtypes(name, case, slopes), steps=steps)
+        case = _exact_in_all_dtypes(name, case, slopes)
+        about = _about("decode", name, description, case, steps=steps)
+        inputs = {x: case.arrays[x] for x in TENSORS} | _options(case)
+        yield about, inputs, {"output": _results(case, about)["output"]}
 
 
 def _relative(units: float, *, is_exact: bool = True) -> dict[str, Any]:
@@ -263,43 +266,33 @@ def _exact_in_all_dtypes(name: str, case: Case, slopes: tuple[float, ...] | None
 
 def _options(case: Case) -> dict[str, Values]:
     """Return the arguments of a case that are arrays, slopes always."""
-    known = case.arguments
     options = {"slopes": case.arrays["slopes"].astype(np.float32)}
-    options |= {name: known[name] for name in ("future_slopes", "mask") if name in known}
-    if isinstance(known.get("q_offset"), np.ndarray):
-        options["q_offset"] = known["q_offset"]
-    if "segment_ids" in known:
+    options |= {
+        name: x
+        for name, x in case.arguments.items()
+        if name in ("future_slopes", "mask", "q_offset") and isinstance(x, np.ndarray)
+    }
+    if "segment_ids" in case.arguments:
         options["q_segment_ids"], options["kv_segment_ids"] = case.segment_ids
     return options
 
 
 def _about(kind: str, name: str, description: str, case: Case, **further: Any) -> dict[str, Any]:
     """Return the line of the index of a case, without its tensors."""
-    known, size, (q_len, kv_len) = case.arguments, case.sizes, case.sizes.lengths
-    offset = known.get("q_offset", kv_len - q_len)
+    given, size, (q_len, kv_len) = case.arguments, case.sizes, case.sizes.lengths
+    offset = given.get("q_offset", kv_len - q_len)
     is_array = isinstance(offset, np.ndarray)
     bias = penalties(case.rules(case.arrays["slopes"]), size.batch, case.num_heads, q_len, kv_len)
-    features = {
-        "lengths": q_len != kv_len,
-        "offset": is_array or offset != kv_len - q_len,
-        "batch_offsets": is_array,
-        "far": not is_array and abs(offset) >= FAR,
-        "symmetric": case.form != "causal",
-        "asymmetric": "future_slopes" in known,
-        "grouped": size.group > 1,
-        "window": "window_size" in known,
-        "segments": "segment_ids" in known,
-        "mask": "mask" in known,
-        "batch_slopes": case.slopes_per_batch,
-        "scale": "scale" in known,
-        # A bias says nothing of a query that may look nowhere but that it may not.
-        "nowhere": kind != "bias" and bias.size > 0 and not bool(np.isfinite(bias).any(axis=-1).all()),
-        "empty": 0 in (q_len, kv_len),
-    }
+    features = Computation((), {}, **case.call("float64")).conditions & set(FEATURES)
+    features |= {"offset", "batch_offsets"} if is_array else {"far"} if abs(offset) >= FAR else set()
+    # A bias says nothing of a query that may look nowhere but that it may not.
+    if kind != "bias" and bias.size > 0 and not np.isfinite(bias).any(axis=-1).all():
+        features |= {"nowhere"}
+    features |= {"empty"} if 0 in (q_len, kv_len) else set()
     arguments = {
         "is_causal": case.form == "causal",
         "q_offset": None if is_array else offset,
-        "window_size": known.get("window_size"),
+        "window_size": given.get("window_size"),
         **{"batch": size.batch, "num_heads": case.num_heads, "q_len": q_len, "kv_len": kv_len},
     }
     if kind != "bias":
@@ -308,57 +301,25 @@ def _about(kind: str, name: str, description: str, case: Case, **further: Any) -
         "id": f"{kind}/{name}",
         "kind": kind,
         "description": description,
-        "features": sorted(name for name, is_used in features.items() if is_used),
+        "features": sorted(features),
         "default_slopes": case.arrays["slopes"].tolist() == slope_values(case.num_heads),
         "arguments": arguments | further,
         "file": f"{kind}.safetensors",
     }
 
 
-def _attention(kind: str, name: str, description: str, case: Case, **further: Any) -> Entry:
-    about = _about(kind, name, description, case, **further)
-    inputs = {name: case.arrays[name] for name in TENSORS} | _options(case)
-    inputs |= {"grad_output": case.arrays["cotangent"]} if kind == "attention" else {}
+def _results(case: Case, about: dict[str, Any]) -> dict[str, Result]:
+    """Return the output and the gradients of a case, with their budgets."""
     by_dtype: dict[str, dict[str, Answer]] = {}
     for dtype in DTYPES:
         problem = case.exact(dtype, counted_from_anywhere="far" not in about["features"])
-        by_dtype[dtype] = {"output": problem.output}
-        if kind == "attention":
-            found = case.gradients(dtype, problem=problem)
-            by_dtype[dtype] |= {f"gradient/{name}": x for name, x in found.items()}
-    expected = {name: x.value for name, x in by_dtype["float64"].items()}
-    return Entry(about, inputs, expected, {x: {y: by_dtype[y][x].budget for y in DTYPES} for x in expected})
+        gradients = case.gradients(dtype, problem=problem)
+        by_dtype[dtype] = {"output": problem.output} | {f"gradient/{name}": x for name, x in gradients.items()}
+    exact = by_dtype["float64"]
+    return {name: (x.value, {y: by_dtype[y][name].budget for y in DTYPES}) for name, x in exact.items()}
 
 
 # --- Checked ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Worst:
-    """The element of a case's results that used up most of its budget; ``ratio`` is the share."""
-
-    tensor: str
-    index: tuple[int, ...]
-    expected: float
-    actual: float
-    budget: float
-    ratio: float
-
-    def __str__(self) -> str:
-        within = f" within {self.budget:.3g}, off by {self.ratio:.3g} times that" if np.isfinite(self.ratio) else ""
-        return f"{self.tensor} at {self.index}: {self.actual!r}, expected {self.expected!r}{within}"
-
-
-@dataclass(frozen=True)
-class CaseResult:
-    """What came of one case: passed, failed or not offered; its worst element; the results that were missing."""
-
-    id: str
-    description: str
-    status: str
-    worst: Worst | None = None
-    missing: tuple[str, ...] = ()
-    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -369,7 +330,7 @@ class GoldenReport:
         program: What the results say they are from.
         dtype: Whose budgets counted.
         golden_version: Of the golden vectors.
-        cases: In their order.
+        cases: What came of each: its id as name, its description as statement, and its worst element.
 
     Example:
         >>> report = GoldenReport("mine", "float32", 1, ())
@@ -380,7 +341,7 @@ class GoldenReport:
     program: str
     dtype: str
     golden_version: int
-    cases: tuple[CaseResult, ...]
+    cases: tuple[LawReport, ...]
 
     @property
     def passed(self) -> bool:
@@ -395,13 +356,13 @@ class GoldenReport:
 
     def __str__(self) -> str:
         counts = ", ".join(f"{n} {status}" for status, n in self.counts.items())
-        failed = [f"  {x.id}: failed, {x.remark or x.worst}" for x in self.cases if x.status == "failed"]
-        return "\n".join([f"{self.program}, {self.dtype}, golden vectors {self.golden_version}: {counts}", *failed])
+        lines = [f"{self.program}, {self.dtype}, golden vectors {self.golden_version}: {counts}"]
+        failed = [x for x in self.cases if x.status == "failed"]
+        return "\n".join([*lines, *(f"  {x.name}: failed, {x.counterexample or x.reason}" for x in failed)])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report for JSON, which has no numbers that are not finite: they are strings."""
-        known: dict[str, Any] = plain(asdict(self))
-        return known | {"passed": self.passed, "counts": self.counts}
+        return {**plain(asdict(self)), "passed": self.passed, "counts": self.counts}
 
 
 def check_golden(directory: str | Path, results: str | Path) -> GoldenReport:
@@ -440,61 +401,58 @@ def check_golden(directory: str | Path, results: str | Path) -> GoldenReport:
             golden |= _tensors(directory / entry["name"], content)
     path = results / RESULTS_INDEX
     about = _read_json(path, RESULTS_FORMAT, range(RESULTS_VERSION, RESULTS_VERSION + 1))
+
+    def require(holds: object, rule: str) -> None:
+        if not holds:
+            raise GoldenError(f"{path}: {rule}")
+
     kinds = {"golden_version": int, "dtype": str, "program": str, "files": list, "failures": dict}
     for name, kind in kinds.items():
-        if not isinstance(about.setdefault(name, {}), kind):
-            raise GoldenError(f"{path}: {name} must be {kind.__name__}, got {str(about[name])[:200]!r}")
-    if about["golden_version"] != VERSION:
-        raise GoldenError(f"{path}: golden_version must be {VERSION}, got {about['golden_version']}")
-    if about["dtype"] not in DTYPES:
-        raise GoldenError(f"{path}: dtype must be one of {', '.join(DTYPES)}, got {about['dtype']!r}")
-    if unknown := set(about["failures"]) - {case["id"] for case in index["cases"]}:
-        raise GoldenError(f"{path}: failures must be of golden cases, got {min(unknown)!r}")
-    offered: dict[str, tuple[str, Values]] = {}
-    for name in about["files"]:
-        found = _tensors(results / str(name), _file_in(results, name))
-        if twice := found.keys() & offered.keys():
-            raise GoldenError(f"{results / name}: {min(twice)!r} is in another file, too")
-        offered |= found
+        given = about.setdefault(name, {})
+        require(isinstance(given, kind), f"{name} must be {kind.__name__}, got {str(given)[:200]!r}")
+    version, dtype = about["golden_version"], about["dtype"]
+    require(version == VERSION, f"golden_version must be {VERSION}, got {version}")
+    require(dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    unknown = set(about["failures"]) - {case["id"] for case in index["cases"]}
+    require(not unknown, f"failures must be of golden cases, got {min(unknown, default='')!r}")
+    offered: dict[str, Values] = {}
     known = {x["tensor"] for case in index["cases"] for x in case["expected"].values()}
-    for name, (kind_of, array) in offered.items():
-        if name not in known:
-            raise GoldenError(f"{path}: {name!r} is no result of the golden vectors")
-        if kind_of not in FLOATING:
-            raise GoldenError(f"{path}: {name!r} must have one of the dtypes {', '.join(FLOATING)}, got {kind_of}")
-        if array.shape != golden[name][1].shape:
-            raise GoldenError(f"{path}: {name!r} must have shape {golden[name][1].shape}, got {array.shape}")
-    if not offered and not about["failures"]:
-        raise GoldenError(f"{path}: must offer some result, got none")
-    exact, actual = ({name: x for name, (_, x) in tensors.items()} for tensors in (golden, offered))
-    judged = (
-        _judged(case, exact, actual, about["dtype"], about["failures"].get(case["id"])) for case in index["cases"]
-    )
-    return GoldenReport(about["program"], about["dtype"], VERSION, tuple(judged))
+    for file in about["files"]:
+        for name, (kind_of, array) in _tensors(results / str(file), _file_in(results, file)).items():
+            require(name not in offered, f"{name!r} is in another file, too")
+            require(name in known, f"{name!r} is no result of the golden vectors")
+            require(kind_of in FLOATING, f"{name!r} must have one of the dtypes {', '.join(FLOATING)}, got {kind_of}")
+            shape = golden[name][1].shape
+            require(array.shape == shape, f"{name!r} must have shape {shape}, got {array.shape}")
+            offered[name] = array
+    require(offered or about["failures"], "must offer some result, got none")
+    exact = {name: x for name, (_, x) in golden.items()}
+    judged = (_judged(case, exact, offered, dtype, about["failures"].get(case["id"])) for case in index["cases"])
+    return GoldenReport(about["program"], dtype, VERSION, tuple(judged))
 
 
 def _judged(
     case: dict[str, Any], golden: dict[str, Values], offered: dict[str, Values], dtype: str, failure: Any
-) -> CaseResult:
-    missing = tuple(name for name, x in case["expected"].items() if x["tensor"] not in offered)
-    known = case["id"], case["description"]
+) -> LawReport:
+    """Return what came of a case, with the element that is farthest off."""
+    found = [x for x in case["expected"].values() if x["tensor"] in offered]
+    missing = ", ".join(name for name, x in case["expected"].items() if x["tensor"] not in offered)
+    reason = f"there is no {missing}" if missing else ""
+    report = LawReport(case["id"], case["description"], "passed" if found else "not offered", reason)
     if failure is not None:
-        return CaseResult(*known, "failed", missing=missing, remark=str(failure)[:500])
-    if len(missing) == len(case["expected"]):
-        return CaseResult(*known, "not offered", missing=missing)
-    worst = None
-    for result in (x for x in case["expected"].values() if x["tensor"] in offered):
+        return replace(report, status="failed", reason=str(failure)[:500])
+    for result in found:
         expected, actual, limits = golden[result["tensor"]], offered[result["tensor"]], result["budgets"][dtype]
         if "tensor" in limits:
             budget = golden[limits["tensor"]]
         else:
             budget = np.abs(np.where(np.isfinite(expected), expected, 0)) * limits["relative"] + limits["absolute"]
-        ratio = excess(np.where(np.isneginf(expected) & (actual <= MASKED), -np.inf, actual), Answer(expected, budget))
-        if ratio.size and (worst is None or ratio.max() > worst.ratio):
-            index = tuple(int(i) for i in np.unravel_index(ratio.argmax(), ratio.shape))
-            worst = Worst(result["tensor"], index, *(float(x[index]) for x in (expected, actual, budget, ratio)))
-    status = "passed" if worst is None or worst.ratio <= 1 else "failed"
-    return CaseResult(*known, status, worst, missing)
+        actual = np.where(np.isneginf(expected) & (actual <= MASKED), -np.inf, actual)
+        share = float(excess(actual, Answer(expected, budget)).max(initial=0))
+        if share > report.share:
+            worst = Counterexample.worst(case["kind"], result["tensor"], actual, Answer(expected, budget))
+            report = replace(report, status="failed" if share > 1 else "passed", share=share, counterexample=worst)
+    return report
 
 
 def _file_in(directory: Path, name: object) -> bytes:

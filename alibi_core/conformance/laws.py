@@ -1,4 +1,4 @@
-"""The laws of ALiBi: each a family of cases in which an implementation must be exact to rounding.
+"""The laws of ALiBi: each a family of cases, the smallest first, in which an implementation must be exact to rounding.
 
 Laws of a single feature find little that ``combined`` would not. They are apart so that a report says which feature is
 wrong and which are right, from counterexamples that have nothing else in them.
@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,10 @@ import alibi_core
 from alibi_core._slopes import slope_values
 from alibi_core.conformance.adapter import MOST_TOKENS
 from alibi_core.conformance.caller import CallError, DepartureError, decoded
-from alibi_core.conformance.case import COTANGENTS, FORMS, PER_BATCH, TENSORS, Case, Family, Sizes
+from alibi_core.conformance.case import COTANGENTS, FORMS, PER_BATCH, SMALL, Case, Sizes, draw_case, option_values
 from alibi_core.conformance.data import DATA
 from alibi_core.conformance.oracle import UNIT_ROUNDOFF, Answer, Rules, penalties
+from alibi_core.conformance.reference import TENSORS
 from alibi_core.conformance.trial import Trial
 
 # Few, for compilers need long for each; in most, each axis has a length of its own. The smallest come first.
@@ -49,30 +50,40 @@ BIAS_SIZES = (
 )
 
 
+Check = Callable[[Trial], None]
+Cases = Callable[[Trial], Iterable[Case]]
+
+
 @dataclass(frozen=True)
 class Law:
-    """A family of cases.
-
-    Attributes:
-        name: As reports call it.
-        statement: What is true of an implementation that passes.
-        function: Of the adapter; it is held to the law if it offers this, and
-        needs: these features.
-        check: Raises if the law is broken.
-    """
+    """A statement, and the check of an adapter that has this function and offers these features."""
 
     name: str
     statement: str
     function: str
     needs: frozenset[str]
-    check: Callable[[Trial], None]
+    check: Check
 
 
-def law(function: str, *needs: str) -> Callable[[Callable[[Trial], None]], Law]:
+def law(function: str, *needs: str) -> Callable[[Check], Law]:
     """Make a check a law, with the name of the check, and with its docstring for a statement."""
 
-    def made(check: Callable[[Trial], None]) -> Law:
+    def made(check: Check) -> Law:
         return Law(check.__name__, (check.__doc__ or "").rstrip("."), function, frozenset(needs), check)
+
+    return made
+
+
+def law_of_cases(hold: Callable[[Trial, Case], None], function: str, *needs: str) -> Callable[[Cases], Law]:
+    """Make a law of the cases that an adapter is held to."""
+
+    def made(cases: Cases) -> Law:
+        @functools.wraps(cases)
+        def check(trial: Trial) -> None:
+            for case in cases(trial):
+                hold(trial, case)
+
+        return law(function, *needs)(check)
 
     return made
 
@@ -140,48 +151,14 @@ def symmetric_bias(trial: Trial) -> None:
 
 # --- Attention, feature by feature ------------------------------------------------------------------------------------
 
+attention_law = functools.partial(law_of_cases, Trial.attention, "attention")
+nowhere_law = functools.partial(law_of_cases, functools.partial(Trial.attention, nowhere=True), "attention")
+
 
 def forms_of(trial: Trial) -> tuple[str, ...]:
     """Return the forms of attention that are offered."""
     forms = FORMS if "asymmetric" in trial.features else FORMS[:2]
     return forms if "symmetric" in trial.features else FORMS[:1]
-
-
-def check_feature(
-    trial: Trial,
-    *,
-    feature: str,
-    sizes: tuple[Sizes, ...],
-    forms: tuple[str, ...],
-    more: Callable[[Trial], None] | None,
-) -> None:
-    """Hold attention to all values of one option, in these forms, as far as they are offered."""
-    forms = tuple(form for form in forms if form in forms_of(trial))
-    uses = {feature} | (trial.features & {"batch_offsets", "far"} if feature == "offset" else set())
-    sizes += UNEQUAL if "lengths" in trial.features and feature not in ("causal", "grouped", "lengths") else ()
-    trial.every(Family(sizes, forms, frozenset(uses)).every(), trial.attention)
-    if more is not None:
-        more(trial)
-
-
-def more_slopes(trial: Trial) -> None:
-    """Hold attention to heads without a slope among others."""
-    trial.attention(Case(SQUARE).with_arrays(slopes=np.asarray([0.0, 0.25, 0.0])))
-
-
-def more_offsets(trial: Trial) -> None:
-    """Hold attention to offsets before all keys, of 0, and by batch entry."""
-    trial.attention(Case(SQUARE, q_offset=-3))
-    if "batch_offsets" in trial.features:
-        trial.attention(Case(SQUARE, q_offset=PER_BATCH))
-    if "lengths" in trial.features:  # 0 is an offset like any other
-        trial.attention(Case(FEWER, q_offset=0))
-
-
-def more_segments(trial: Trial) -> None:
-    """Hold attention to segments with any ids, that go on after others."""
-    for form in forms_of(trial)[:2]:
-        trial.attention(packed(Case(SQUARE, seed=1), form, (2, -7, -7, 2, 40, 40, -7)))
 
 
 def packed(case: Case, form: str, ids: tuple[int, ...]) -> Case:
@@ -192,66 +169,93 @@ def packed(case: Case, form: str, ids: tuple[int, ...]) -> Case:
     return case.with_arguments(form, {"segment_ids": rows, **is_causal})
 
 
-def more_masks(trial: Trial) -> None:
-    """Hold attention to a key that scores 30,000 or so more than others, and is hidden."""
+def further_cases(feature: str, trial: Trial) -> Iterator[Case]:
+    """Yield the cases of a feature that no option of a case makes."""
     case = Case(SQUARE)
-    query, key = case.arrays["query"] + 16, case.arrays["key"].copy()
-    shown = np.ones((2, 1, 1, 7), dtype=bool)
-    key[:, :, 3], shown[..., 3] = 1000, False
-    trial.attention(case.with_arguments("causal", {"mask": shown}).with_arrays(query=query, key=key))
+    if feature == "causal":  # heads without a slope among others
+        yield case.with_arrays(slopes=np.asarray([0.0, 0.25, 0.0]))
+    if feature == "offset":  # before all keys, by batch entry, and 0, which is an offset like any other
+        yield Case(SQUARE, q_offset=-3)
+        yield from [Case(SQUARE, q_offset=PER_BATCH)] * ("batch_offsets" in trial.features)
+        yield from [Case(FEWER, q_offset=0)] * ("lengths" in trial.features)
+    if feature == "segments":  # any ids, that go on after others
+        yield from (packed(Case(SQUARE, seed=1), form, (2, -7, -7, 2, 40, 40, -7)) for form in forms_of(trial)[:2])
+    if feature == "mask":  # a key that scores 30,000 or so more than others, and is hidden
+        query, key = case.arrays["query"] + 16, case.arrays["key"].copy()
+        shown = np.ones((2, 1, 1, 7), dtype=bool)
+        key[:, :, 3], shown[..., 3] = 1000, False
+        yield case.with_arguments("causal", {"mask": shown}).with_arrays(query=query, key=key)
 
 
-BOTH, AHEAD = FORMS[:2], FORMS[2:]
-# Feature, statement, sizes, forms, and what else is tried. The features that are needed, too, but for "causal".
-BY_FEATURE: dict[str, tuple[str, tuple[Sizes, ...], tuple[str, ...], Callable[[Trial], None] | None]] = {
-    "causal": ("Causal attention is exact to rounding", PLAIN, FORMS[:1], more_slopes),
-    "lengths": ("The last query is at the last key, however many there are of each", UNEQUAL, FORMS[:1], None),
-    "offset": ("A query's position is q_offset plus its index", PLAIN, FORMS[:1], more_offsets),
-    "symmetric": ("Without a causal mask, distance counts on both sides alike", PLAIN, FORMS[1:2], None),
-    "asymmetric": ("Keys to come have slopes of their own, which may be 0", PLAIN, AHEAD, None),
-    "grouped": ("Query head h reads key/value head h // (num_heads // num_kv_heads)", GROUPED, FORMS[:1], None),
-    "window": ("Keys farther away than window_size are hidden, on either side, and no others", PLAIN, BOTH, None),
-    "segments": (
-        "A query sees the keys of its own segment, and no others, whatever the ids and wherever it goes on",
-        *(PLAIN, BOTH, more_segments),
-    ),
-    "mask": (
-        "What is hidden by a mask counts nothing, however large, and what is not, is not moved",
-        *(PLAIN, BOTH, more_masks),
-    ),
-    "batch_slopes": ("Each batch entry has slopes of its own", PLAIN, FORMS[:1], None),
-    "scale": ("Scores are multiplied by the scale, and the bias is not", PLAIN, FORMS[:1], None),
-}
+CAUSAL, SYMMETRIC, AHEAD = FORMS[:1], FORMS[1:2], FORMS[2:]
+BOTH = CAUSAL + SYMMETRIC
 
 
-def feature_law(feature: str) -> Law:
-    """Return the law of a row of the table."""
-    statement, sizes, forms, more = BY_FEATURE[feature]
+def feature_law(
+    feature: str,
+    statement: str,
+    sizes: tuple[Sizes, ...] = PLAIN,
+    forms: tuple[str, ...] = CAUSAL,
+) -> Law:
+    """Return the law of a feature, which needs it, unless it is ``"causal"``: all values of one option."""
+
+    def cases(trial: Trial) -> Iterator[Case]:
+        own = {feature} | (trial.features & {"batch_offsets", "far"} if feature == "offset" else set())
+        options = option_values(own) or {"seed": (0,)}
+        offered = [form for form in forms if form in forms_of(trial)]
+        values = [{"form": form, name: x} for form in offered for name, found in options.items() for x in found]
+        has_unequal = "lengths" in trial.features and feature not in ("causal", "grouped", "lengths")
+        ordered = sorted(sizes + UNEQUAL * has_unequal, key=lambda x: x.elements)
+        # Small sizes meet every value; the values are dealt out among the other sizes, for compilers' sake.
+        small, large = ([x for x in ordered if (x.elements <= SMALL) is is_small] for is_small in (True, False))
+        yield from trial.seeded(Case(size, **x) for size in small for x in values)
+        number = max(len(large), len(values))
+        yield from trial.seeded(Case(large[i % len(large)], **values[i % len(values)]) for i in range(number))
+        yield from further_cases(feature, trial)
+
+    cases.__name__, cases.__doc__ = feature, statement
     needs = {feature} - {"causal"} | ({"symmetric"} if feature == "asymmetric" else set())
-    check = functools.partial(check_feature, feature=feature, sizes=sizes, forms=forms, more=more)
-    return Law(feature, statement, "attention", frozenset(needs), check)
+    return attention_law(*needs)(cases)
 
 
-@law("attention")
-def combined(trial: Trial) -> None:
-    """All that is offered works together."""
+# fmt: off
+FEATURE_LAWS = (
+    feature_law("causal", "Causal attention is exact to rounding"),
+    feature_law("lengths", "The last query is at the last key, however many there are of each", UNEQUAL),
+    feature_law("offset", "A query's position is q_offset plus its index"),
+    feature_law("symmetric", "Without a causal mask, distance counts on both sides alike", forms=SYMMETRIC),
+    feature_law("asymmetric", "Future keys have the slopes future_slopes, which may be 0", forms=AHEAD),
+    feature_law("grouped", "Query head h reads key/value head h // (num_heads // num_kv_heads)", GROUPED),
+    feature_law("window", "Keys farther away than window_size are hidden, on either side, and no others", forms=BOTH),
+    feature_law("segments", "A query sees the keys of its own segment, and no others, whatever the ids and wherever it "
+                "goes on", forms=BOTH),
+    feature_law("mask", "Masked keys weigh nothing, however large their scores, and no other key is affected",
+                forms=BOTH),
+    feature_law("batch_slopes", "Each batch entry has slopes of its own"),
+    feature_law("scale", "Scores are multiplied by the scale, and the bias is not"),
+)
+# fmt: on
+
+
+@attention_law()
+def combined(trial: Trial) -> Iterator[Case]:
+    """All features that are offered work together."""
     sizes = PLAIN[1:] + UNEQUAL[1:] * ("lengths" in trial.features) + GROUPED[1:] * ("grouped" in trial.features)
     sizes += UNEQUAL_GROUPED * ({"lengths", "grouped"} <= trial.features)
-    trial.family(Family(sizes, forms_of(trial), trial.features), trial.attention)
-    # Whatever hides keys, two by two: they are hidden by either.
+    yield from trial.drawn(sizes, forms_of(trial), trial.features)
+    # Two things that hide keys: a key is hidden by either.
     hiding: dict[str, dict[str, Any]] = {
         "window": {"window_size": 3},
         "segments": {"packing": "pair"},
         "mask": {"masking": "by query"},
     }
-    for pair in itertools.combinations([options for name, options in hiding.items() if name in trial.features], 2):
+    for one, other in itertools.combinations([x for name, x in hiding.items() if name in trial.features], 2):
         for form in forms_of(trial)[:2]:
-            options: dict[str, Any] = pair[0] | pair[1]
-            trial.attention(Case(Sizes(2, 3, 1, (13, 13), 5), form, **options))
+            yield Case(Sizes(2, 3, 1, (13, 13), 5), form, **(one | other))
     if {"grouped", "mask"} <= trial.features:
-        trial.attention(Case(GROUPED[-1], masking="by head"))
+        yield Case(GROUPED[-1], masking="by head")
     # All axes alike, for those who tell them by their lengths.
-    trial.attention(Case(Sizes(3, 3, 1, (3, 3), 3), masking="by head" if "mask" in trial.features else None))
+    yield Case(Sizes(3, 3, 1, (3, 3), 3), masking="by head" if "mask" in trial.features else None)
 
 
 # --- Attention where it is hard ---------------------------------------------------------------------------------------
@@ -270,36 +274,34 @@ def even_case(trial: Trial, form: str = "causal", **options: Any) -> Case:
     return case.with_arrays(query=case.arrays["query"] / 10, slopes=slopes)
 
 
-@law("attention")
-def long(trial: Trial) -> None:
-    """Rows of several blocks are exact, whichever keys weigh most, and however far away those are."""
-    uses = trial.features & {"offset", "segments"}
+@attention_law()
+def long(trial: Trial) -> Iterator[Case]:
+    """Rows of several blocks are exact, however far away the keys that weigh most are."""
     for n in (63, 64, 65, 127, 128, 129):  # about the ends of blocks
-        trial.attention(large_case(Sizes(1, 1, 1, (n, n), 4), trial.seed))
-    for name in DATA:
-        trial.attention(Case(LONG, data=name))
-    for sizes in long_sizes(trial)[1:]:
-        trial.attention(Case(sizes))
+        yield large_case(Sizes(1, 1, 1, (n, n), 4), trial.seed)
+    yield from (Case(LONG, data=name) for name in DATA)
+    yield from (Case(sizes) for sizes in long_sizes(trial)[1:])
     if "segments" in trial.features:  # some queries see nothing of the first blocks, others of those between
-        trial.attention(Case(LONG, packing="same"))
-        trial.attention(packed(even_case(trial), "causal", (5, -1, 5)))
+        yield Case(LONG, packing="same")
+        yield packed(even_case(trial), "causal", (5, -1, 5))
     if "scale" in trial.features:
-        trial.attention(Case(LONG, scaling=0.0625, seed=trial.seed))
+        yield Case(LONG, scaling=0.0625, seed=trial.seed)
     # Masks and windows go on behind the first block, too. No key is too far away to count.
     for form in forms_of(trial)[:2]:
         for name in ("by query", "by key", "by head") if "mask" in trial.features else ():
-            trial.attention(even_case(trial, form, masking=name))
+            yield even_case(trial, form, masking=name)
         for window_size in (63, 64, 100) if "window" in trial.features else ():
-            trial.attention(even_case(trial, form, window_size=window_size))
+            yield even_case(trial, form, window_size=window_size)
     # All scores are around -200: a weight underflows, unless it is taken relative to the row's highest.
     case = Case(LONG)
-    trial.attention(case.with_arrays(query=case.arrays["query"] / 10 + 10, key=case.arrays["key"] / 10 - 10))
-    trial.family(Family(long_sizes(trial), forms_of(trial), uses, ("normal", *DATA)), trial.attention, share=0.5)
+    yield case.with_arrays(query=case.arrays["query"] / 10 + 10, key=case.arrays["key"] / 10 - 10)
+    uses = trial.features & {"offset", "segments"}
+    yield from trial.drawn(long_sizes(trial), forms_of(trial), uses, 0.5, data=("normal", *DATA))
 
 
 # Kernels have other paths, and tables other pages, beyond 8, 16, 32, 64 heads or batch entries, 64, 128, 256 features,
-# 256, 512, 1024, 2048 tokens, and with few queries: some case is beyond each, and few are, for compilers' sake. They
-# have others where blocks come out even, which is what most people use, and where features do not fill the last one.
+# 256, 512, 1024, 2048 tokens, and with few queries: a case is beyond each, and there are few, for compilers' sake.
+# Other paths are for blocks that come out even, which most people use, and for features that do not fill the last one.
 LARGE = (
     Sizes(9, 9, 1, (20, 20), 75),
     Sizes(1, 2, 9, (300, 300), 139),
@@ -340,47 +342,45 @@ def large_case(sizes: Sizes, seed: int, form: str = "causal") -> Case:
     return case.with_arrays(**tensors, slopes=slopes.astype(np.float32).astype(np.float64))
 
 
-@law("attention")
-def large(trial: Trial) -> None:
+@attention_law()
+def large(trial: Trial) -> Iterator[Case]:
     """Attention is exact to rounding with many batch entries, heads, features or tokens, too."""
-    for case in large_cases(trial, LARGE + (LARGEST,) * trial.is_thorough):
-        trial.attention(case)
+    yield from large_cases(trial, LARGE + (LARGEST,) * trial.is_thorough)
     form = "symmetric" if "symmetric" in trial.features else "causal"
-    trial.attention(large_case(LARGE_GRADIENTS[-1], trial.seed, form))
+    yield large_case(LARGE_GRADIENTS[-1], trial.seed, form)
     if "mask" in trial.features:  # padding may be left out text by text, or texts of one length together
-        trial.attention(Case(Sizes(3, 1, 1, (1400, 1400), 4), form, masking="padding", seed=trial.seed))
+        yield Case(Sizes(3, 1, 1, (1400, 1400), 4), form, masking="padding", seed=trial.seed)
 
 
-@law("attention")
-def precision(trial: Trial) -> None:
+@attention_law()
+def precision(trial: Trial) -> Iterator[Case]:
     """A step of the bias counts at any distance: positions, distances, bias and sums have float32's digits at least."""
-    for seed in range(2):
-        trial.attention(Case(Sizes(1, 1, 1, (600, 600), 4), seed=seed, data="no_queries"))
-    # Scores rise by 0.30078125, a number that bfloat16 holds, with each token back, and the bias falls by 0.3.
     case = Case(Sizes(1, 1, 1, (600, 600), 4))
+    yield from (dataclasses.replace(case, seed=seed, data="no_queries") for seed in range(2))
+    # Scores rise by 0.30078125, a number that bfloat16 holds, with each token back, and the bias falls by 0.3.
     back = np.arange(600.0)[:, None]
     key = np.concatenate([-(back // 256) * 256, -(back % 256), back * 0, back * 0], axis=1)
     halves = np.repeat(back // 300, 4, axis=1)
     tensors = {"query": np.full((1, 1, 600, 4), 2 * 0.30078125), "key": key[None, None], "value": halves[None, None]}
-    trial.attention(case.with_arrays(**tensors, slopes=np.asarray([np.float32(0.3)], np.float64)))
+    yield case.with_arrays(**tensors, slopes=np.asarray([np.float32(0.3)], np.float64))
     # Products of features add up to 256 before they cancel, and the rest, which counts, is small.
     case = Case(Sizes(1, 1, 1, (40, 40), 64), seed=1)
     key = np.concatenate([case.arrays["key"][..., :32] / 8 + 4, case.arrays["key"][..., 32:] / 8 - 4], axis=-1)
     tensors = {"query": case.arrays["query"] * 0 + 2, "key": key, "value": np.resize([0.0, 1.0], key.shape)}
-    trial.attention(case.with_arrays(**tensors, slopes=np.zeros(1)))
+    yield case.with_arrays(**tensors, slopes=np.zeros(1))
     if {"lengths", "offset"} <= trial.features:
         # Neighbours among far keys weigh the same if a step of the bias is lost, where exp(1/2) should be between.
         value = np.resize([0.0, 1.0], 4096)[None, None, :, None]
         tensors = {"query": np.zeros((1, 1, 1, 1)), "key": value * 0, "value": value}
         far = Case(Sizes(1, 1, 1, (1, 4096), 1)).with_arguments("causal", {"q_offset": 40_000})
-        trial.attention(far.with_arrays(**tensors, slopes=np.asarray([0.5])))
+        yield far.with_arrays(**tensors, slopes=np.asarray([0.5]))
         # A sum of many small parts stands still where it has few digits.
-        trial.attention(far.with_arrays(**tensors | {"value": value * 0 + 1}, slopes=np.zeros(1)))
+        yield far.with_arrays(**tensors | {"value": value * 0 + 1}, slopes=np.zeros(1))
 
 
-@law("attention", "nowhere")
-def nowhere(trial: Trial) -> None:
-    """A query that may look nowhere gives zeros."""
+@nowhere_law("nowhere")
+def nowhere(trial: Trial) -> Iterator[Case]:
+    """A query that sees no key gives zeros."""
     cases: list[tuple[dict[str, Any], Sizes]] = []
     if "lengths" in trial.features:
         cases += [({}, Sizes(1, 1, 1, (2, 1), 1)), ({}, MORE)]
@@ -390,35 +390,32 @@ def nowhere(trial: Trial) -> None:
         shown = np.ones((2, 1, 7, 7), dtype=bool)
         shown[0, :, 3] = shown[1] = False
         cases.append(({"mask": shown}, SQUARE))
-    for arguments, sizes in cases:
-        case = Case(sizes, seed=1).with_arguments("causal", arguments)
-        trial.attention(case, nowhere=True)
+    yield from (Case(sizes, seed=1).with_arguments("causal", arguments) for arguments, sizes in cases)
 
 
-@law("attention", "empty")
-def empty(trial: Trial) -> None:
-    """Where there are no queries or no keys, there is nothing, or zeros, of the right shape."""
-    for q_len, kv_len in ((0, 0), (0, 5), (3, 0)):
-        if q_len == kv_len or "lengths" in trial.features:
-            case = Case(Sizes(2, 3, 1, (q_len, kv_len), 5))
-            trial.attention(case, nowhere=True)
+@nowhere_law("empty")
+def empty(trial: Trial) -> Iterator[Case]:
+    """Without queries the output is empty, without keys it is zeros, of the right shape."""
+    for lengths in ((0, 0), (0, 5), (3, 0)):
+        if lengths == (0, 0) or "lengths" in trial.features:
+            yield Case(Sizes(2, 3, 1, lengths, 5))
 
 
 @law("attention")
 def independent(trial: Trial) -> None:
-    """No call depends on those before it: not on their slopes, their form or their data."""
-    # Sizes that no other law has.
-    plain, options = Case(Sizes(2, 3, 1, (8, 8), 4), seed=trial.seed), trial.features & {"window", "scale", "offset"}
-    pairs = [(plain, dataclasses.replace(plain, seed=trial.seed + 1))]
-    pairs += [(plain, dataclasses.replace(plain, form=form)) for form in forms_of(trial)[1:]]
-    for feature, name, values in (
-        *(("window", "window_size", (1, 4)), ("scale", "scaling", (0.25, 1.0)), ("offset", "q_offset", (2, 5))),
-    ):
-        if feature in options:
-            first, second = (dataclasses.replace(plain, **{name: value}) for value in values)  # type: ignore[arg-type]
-            pairs += [(plain, first), (first, second), (second, plain)]
-    rng, design = random.Random(trial.seed), Family((plain.sizes,), forms_of(trial), options).design(10, trial.seed)
-    pairs += [(rng.choice(design), rng.choice(design)) for _ in range(trial.examples // 2)]
+    """No call depends on earlier calls: not on their slopes, their form or their data."""
+    plain = Case(Sizes(2, 3, 1, (8, 8), 4), seed=trial.seed)  # sizes that no other law has
+    changes: list[tuple[str, tuple[Any, Any], str]] = [("form", (x, x), "symmetric") for x in forms_of(trial)[1:]]
+    changes += [("window_size", (1, 4), "window"), ("scaling", (0.25, 1.0), "scale"), ("q_offset", (2, 5), "offset")]
+    pairs = [(plain, plain)]
+    for name, values, feature in changes:
+        if feature in trial.features:
+            one, other = (dataclasses.replace(plain, **{name: value}) for value in values)
+            pairs += [(plain, one), (one, other), (other, plain)]
+    rng = random.Random(trial.seed)
+    options = trial.features & {"window", "scale", "offset"}
+    drawn = [draw_case(rng.choice, (plain.sizes,), forms_of(trial), options) for _ in range(10)]
+    pairs += [(rng.choice(drawn), rng.choice(drawn)) for _ in range(trial.examples // 2)]
     for number, pair in enumerate(pairs):
         cases = [dataclasses.replace(case, seed=trial.seed + 2 * number + i) for i, case in enumerate(pair)]
         for case in (*cases, cases[0]):
@@ -432,81 +429,86 @@ def independent(trial: Trial) -> None:
 # --- Gradients --------------------------------------------------------------------------------------------------------
 
 
-def gradient_cases(trial: Trial, **options: Any) -> Family:
-    """Return the family of short cases whose gradients are tried."""
-    sizes = PLAIN[1:] + (FEWER,) * ("lengths" in trial.features) + GROUPED[-1:] * ("grouped" in trial.features)
-    return Family(sizes, forms_of(trial), trial.features - {"empty", "far"}, **options)
-
-
 def all_gradients(trial: Trial) -> tuple[str, ...]:
     """Return the names of the gradients that are offered."""
     has_slopes = "slope_gradients" in trial.features and trial.offer.takes("attention_grad", "slopes")
     return (*TENSORS, "slopes", "future_slopes") if has_slopes else TENSORS
 
 
-def check_gradients(trial: Trial, names: tuple[str, ...]) -> None:
-    """Hold the gradients of these names to short cases."""
-    trial.every([Case(size) for size in PLAIN[1:]], lambda case: trial.gradients(case, names))
-    # Where some gradients may be asked for, another law tries as many cases again.
-    share = 0.5 if "some_gradients" in trial.features else 1
-    trial.family(gradient_cases(trial), lambda case: trial.gradients(case, names), share=share)
+def hold_gradients(trial: Trial, case: Case) -> None:
+    """Hold all gradients that are offered to a case."""
+    trial.gradients(case, all_gradients(trial))
 
 
-@law("attention_grad")
-def gradients(trial: Trial) -> None:
+def gradients_of(*names: str) -> Callable[[Trial, Case], None]:
+    """Return what holds the gradients of these names to a case."""
+    return lambda trial, case: trial.gradients(case, names)
+
+
+gradient_law = functools.partial(law_of_cases, hold_gradients, "attention_grad")
+
+
+def drawn_gradients(trial: Trial, share: float, **more: Any) -> Iterator[Case]:
+    """Yield short cases whose gradients are tried."""
+    sizes = PLAIN[1:] + (FEWER,) * ("lengths" in trial.features) + GROUPED[-1:] * ("grouped" in trial.features)
+    yield from trial.drawn(sizes, forms_of(trial), trial.features - {"far"}, share, **more)
+
+
+def short_gradients(trial: Trial) -> Iterator[Case]:
+    """Yield plain cases, then drawn ones: half as many where another law asks for some gradients of as many again."""
+    yield from trial.seeded(Case(size) for size in PLAIN[1:])
+    yield from drawn_gradients(trial, 0.5 if "some_gradients" in trial.features else 1)
+
+
+@law_of_cases(gradients_of(*TENSORS), "attention_grad")
+def gradients(trial: Trial) -> Iterator[Case]:
     """The gradients of query, key and value are exact to rounding."""
-    check_gradients(trial, TENSORS)
+    yield from short_gradients(trial)
     for masking in ("by query", "by key") if "mask" in trial.features else ():
-        trial.gradients(Case(SQUARE, masking=masking, seed=1), TENSORS)
+        yield Case(SQUARE, masking=masking, seed=1)
 
 
-@law("attention_grad", "slope_gradients")
-def slope_gradients(trial: Trial) -> None:
+@law_of_cases(gradients_of("slopes", "future_slopes"), "attention_grad", "slope_gradients")
+def slope_gradients(trial: Trial) -> Iterator[Case]:
     """The gradients of slopes, on both sides, are exact to rounding."""
-    check_gradients(trial, ("slopes", "future_slopes"))
+    yield from short_gradients(trial)
     if "batch_slopes" in trial.features:
-        trial.gradients(Case(SQUARE, slopes_per_batch=True), ("slopes",))
+        yield Case(SQUARE, slopes_per_batch=True)
 
 
-@law("attention_grad")
-def long_gradients(trial: Trial) -> None:
+@gradient_law()
+def long_gradients(trial: Trial) -> Iterator[Case]:
     """All gradients are exact to rounding in rows of several blocks, too."""
-    family, names = Family(long_sizes(trial), forms_of(trial), data=("normal", *DATA)), all_gradients(trial)
-    for name in DATA:
-        trial.gradients(Case(LONG, data=name), names)
-    trial.family(family, lambda case: trial.gradients(case, names), share=0.5)
+    yield from (Case(LONG, data=name) for name in DATA)
+    yield from trial.drawn(long_sizes(trial), forms_of(trial), (), 0.5, data=("normal", *DATA))
 
 
-@law("attention_grad")
-def large_gradients(trial: Trial) -> None:
+@gradient_law()
+def large_gradients(trial: Trial) -> Iterator[Case]:
     """All gradients are exact to rounding with many batch entries, heads, features or tokens, too."""
-    for case in large_cases(trial, LARGE_GRADIENTS):
-        trial.gradients(case, all_gradients(trial))
+    yield from large_cases(trial, LARGE_GRADIENTS)
 
 
 ASKED = Sizes(2, 2, 1, (150, 150), 8)  # rows of several blocks, which compilers may treat otherwise than short ones
 
 
-@law("attention_grad")
-def cotangents(trial: Trial) -> None:
+@gradient_law()
+def cotangents(trial: Trial) -> Iterator[Case]:
     """All gradients are exact to rounding where grad_output is ones or zeros, or nothing but one row or one element."""
-    for cotangent in COTANGENTS:
-        case = Case(ASKED, seed=trial.seed, cotangent=cotangent)
-        trial.gradients(case, all_gradients(trial))
+    yield from (Case(ASKED, seed=trial.seed, cotangent=cotangent) for cotangent in COTANGENTS)
 
 
-@law("attention_grad", "some_gradients")
-def some_gradients(trial: Trial) -> None:
+@gradient_law("some_gradients")
+def some_gradients(trial: Trial) -> Iterator[Case]:
     """The gradients of some arguments alone are exact to rounding, whatever grad_output is."""
     names = all_gradients(trial)[:4]
     asked = (*((name,) for name in names), *itertools.combinations(names, 2), TENSORS)
     for wrt in asked:
         for cotangent in ("ones", "random", "one row", "one element") if len(wrt) == 1 else ("ones",):
-            trial.gradients(Case(ASKED, seed=trial.seed, cotangent=cotangent, wrt=wrt), wrt)
+            yield Case(ASKED, seed=trial.seed, cotangent=cotangent, wrt=wrt)
     if "asymmetric" in trial.features and "slopes" in names:
-        trial.gradients(Case(SQUARE, "asymmetric", seed=trial.seed, wrt=("future_slopes",)), ("future_slopes",))
-    family = gradient_cases(trial, asked=asked, cotangents=COTANGENTS)
-    trial.family(family, lambda case: trial.gradients(case, names), share=0.25)
+        yield Case(SQUARE, "asymmetric", seed=trial.seed, wrt=("future_slopes",))
+    yield from drawn_gradients(trial, 0.25, wrt=asked, cotangent=COTANGENTS)
 
 
 # --- Decoding ---------------------------------------------------------------------------------------------------------
@@ -526,14 +528,13 @@ def decodes_groups(trial: Trial) -> bool:
 
 @law("decode_step")
 def decoding(trial: Trial) -> None:
-    """Decoding in steps equals attention to the whole, and sequences do not get into each other."""
+    """Decoding in steps equals attention to the whole, and sequences do not mix."""
     whole = ((7,), (3, 4), (4, 3), (1, 3, 3), (3, 1, 1, 1, 1), (1,) * 7)
     tries = [(PLAIN[1], steps) for steps in ((2,), (1, 1))] + [(SQUARE, steps) for steps in whole]
     tries += [(GROUPED[-1], steps) for steps in whole[1:]] if decodes_groups(trial) else []
     for sizes, steps in tries:
         for seed in (0, 2 + trial.seed):
-            both = [Sequence.of(trial, Case(sizes, seed=seed + i)) for i in range(2)]
-            decode(trial, both, [steps, steps])
+            decode(trial, [Case(sizes, seed=seed + i) for i in range(2)], [steps, steps])
 
 
 # A single step, a few tokens, a page, and a prefill that ends within one. Few, for compilers make a program of each.
@@ -545,48 +546,33 @@ def long_decoding(trial: Trial) -> None:
     """Decoding equals attention to the whole after several hundred tokens, too, however many come at a time."""
     heads = (2, 2) if decodes_groups(trial) else (3, 1)
     sizes = Sizes(2, *heads, (MOST_TOKENS, MOST_TOKENS), 32)
-    usual, recalling = (Sequence.of(trial, x) for x in (Case(sizes, seed=trial.seed), recalled(sizes, trial.seed)))
-    rng = random.Random(trial.seed)
+    usual, recalling, rng = Case(sizes, seed=trial.seed), recalled(sizes, trial.seed), random.Random(trial.seed)
     decode(trial, [recalling], [(1,) * MOST_TOKENS])
-    decode(
-        trial,
-        [recalling, usual],
-        [filled_steps((64, 64, 1, 64), rng), filled_steps((100, 1, 17, 100, 17, 100, 64, 100, 17), rng)],
-    )
+    firsts: list[tuple[int, ...]] = [(64, 64, 1, 64), (100, 1, 17, 100, 17, 100, 64, 100, 17)]
+    decode(trial, [recalling, usual], [filled_steps(first, rng) for first in firsts])
     for _ in range(round(trial.examples / 20) if trial.is_thorough else 0):
         decode(trial, [usual, recalling], [filled_steps((), rng) for _ in range(2)])
 
 
 @law("decode_step", "continuations")
 def continuations(trial: Trial) -> None:
-    """Two sequences may go on from one cache, as in a search of several beams."""
+    """Two sequences may continue from one cache, as in beam search."""
     for ends in ((1, 2, 3), (3, 5, 6), (30, 31, 50)):  # of what is shared, and of two steps by turns
-        both = [Sequence.of(trial, x) for x in continued(Case(at_length(SQUARE, ends[-1])), ends[0])]
+        first, other = (Case(dataclasses.replace(SQUARE, lengths=(ends[-1],) * 2), seed=seed) for seed in (0, 1))
+        shared = {
+            name: np.concatenate([first.arrays[name][:, :, : ends[0]], other.arrays[name][:, :, ends[0] :]], axis=2)
+            for name in TENSORS
+        }
+        both = [trial.fitted(x) for x in (first, other.with_arrays(**shared, slopes=first.arrays["slopes"]))]
+        answers = [trial.answer(x) for x in both]
         caches: list[Any] = [None, None]
         for start, end in itertools.pairwise((0, *ends)):
-            for number, sequence in enumerate(both):
-                if start or number == 0:
-                    tensors = {name: sequence.case.arrays[name][:, :, start:end] for name in TENSORS}
-                    step = trial.caller.decode_step(tensors, sequence.case.arrays["slopes"], caches[number])
-                    output, caches[number] = step
-                    inputs = f"{sequence.case}, tokens {start} to {end - 1}; two sequences share the first {ends[0]}"
-                    trial.compare("decode_step", inputs, output, sequence.part(start, end), sequence.case)
+            for number, case in enumerate(both if start else both[:1]):
+                tensors = {name: case.arrays[name][:, :, start:end] for name in TENSORS}
+                output, caches[number] = trial.caller.decode_step(tensors, case.arrays["slopes"], caches[number])
+                inputs = f"{case}, tokens {start} to {end - 1}; two sequences share the first {ends[0]}"
+                trial.compare("decode_step", inputs, output, tokens_of(answers[number], start, end), case)
             caches = caches if start else [caches[0], caches[0]]
-
-
-def at_length(sizes: Sizes, length: int) -> Sizes:
-    """Return the sizes with rows of that many tokens."""
-    return dataclasses.replace(sizes, lengths=(length, length))
-
-
-def continued(case: Case, shared: int) -> tuple[Case, Case]:
-    """Return two sequences of which so many tokens are the same."""
-    other = dataclasses.replace(case, seed=case.seed + 1)
-    arrays = {
-        name: np.concatenate([case.arrays[name][:, :, :shared], other.arrays[name][:, :, shared:]], axis=2)
-        for name in TENSORS
-    }
-    return case, other.with_arrays(**arrays, slopes=case.arrays["slopes"])
 
 
 def recalled(sizes: Sizes, seed: int) -> Case:
@@ -614,32 +600,21 @@ def filled_steps(first: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
     return tuple(steps)
 
 
-@dataclass(frozen=True)
-class Sequence:
-    """A sequence to be decoded, and the exact answer to the whole."""
-
-    case: Case
-    answer: Answer
-
-    @classmethod
-    def of(cls, trial: Trial, case: Case) -> Sequence:
-        """Return the sequence of a case."""
-        case = trial.fitted(case)
-        return cls(case, trial.exact(case).output_without(trial.offer.tolerance))
-
-    def part(self, start: int, end: int) -> Answer:
-        """Return the answer to some of the tokens."""
-        return Answer(self.answer.value[:, :, start:end], self.answer.budget[:, :, start:end])
+def tokens_of(answer: Answer, start: int, end: int) -> Answer:
+    """Return the answer to some of the tokens."""
+    return Answer(answer.value[:, :, start:end], answer.budget[:, :, start:end])
 
 
-def decode(trial: Trial, sequences: list[Sequence], steps: list[tuple[int, ...]]) -> None:
-    """Decode sequences in these steps of each, by turns, and hold what comes of each step to the answer."""
-    for number, start, end, actual, own in decoded(trial.caller, [x.case for x in sequences], steps):
-        case = sequences[number].case
+def decode(trial: Trial, cases: list[Case], steps: list[tuple[int, ...]]) -> None:
+    """Decode sequences in these steps of each, by turns, and hold what comes of each step to the exact answer."""
+    cases = [trial.fitted(case) for case in cases]
+    answers = [trial.answer(case) for case in cases]
+    for number, start, end, actual, own in decoded(trial.caller, cases, steps):
         runs = ((step, len(list(same))) for step, same in itertools.groupby(own))
         words = " + ".join(f"{count} x {step}" if count > 1 else str(step) for step, count in runs)
-        inputs = f"{case}, tokens {start} to {end - 1} of sequence {number}, in steps of {words}"
-        trial.compare("decode_step", inputs, actual, sequences[number].part(start, end), case, f"tokens {start}:{end}")
+        inputs = f"{cases[number]}, tokens {start} to {end - 1} of sequence {number}, in steps of {words}"
+        answer = tokens_of(answers[number], start, end)
+        trial.compare("decode_step", inputs, actual, answer, cases[number], f"tokens {start}:{end}")
 
 
 # --- Conduct ----------------------------------------------------------------------------------------------------------
@@ -653,7 +628,7 @@ def is_answered(trial: Trial, function: str, seed: int) -> bool:
         "bias": lambda: trial.caller.bias(case.num_heads, *case.sizes.lengths, is_causal=True),
         "attention": lambda: trial.attention(case),
         "attention_grad": lambda: trial.gradients(case, TENSORS),
-        "decode_step": lambda: decode(trial, [Sequence.of(trial, case)], [(3, 4)]),
+        "decode_step": lambda: decode(trial, [case], [(3, 4)]),
     }
     with contextlib.suppress(DepartureError):  # that is for other laws
         calls[function]()
@@ -663,7 +638,7 @@ def is_answered(trial: Trial, function: str, seed: int) -> bool:
 
 @law("any")
 def conduct(trial: Trial) -> None:
-    """Calls take arrays however they lie in memory, leave them as they are, and return NumPy's of their dtype."""
+    """Calls accept arrays of any strides, leave them unchanged, and return NumPy arrays of their dtype."""
     caller = trial.caller
     for name in () if caller.hung else trial.offer.functions:
         if not is_answered(trial, name, trial.seed) or name in ("slopes", "bias"):
@@ -679,7 +654,7 @@ def conduct(trial: Trial) -> None:
 
 LAWS = (
     *(slopes, causal_bias, symmetric_bias),
-    *map(feature_law, BY_FEATURE),
+    *FEATURE_LAWS,
     *(combined, long, large, precision, nowhere, empty, independent),
     *(gradients, slope_gradients, long_gradients, large_gradients, cotangents, some_gradients),
     *(decoding, long_decoding, continuations, conduct),

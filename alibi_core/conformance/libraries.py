@@ -12,8 +12,7 @@ import numpy as np
 
 import alibi_core
 from alibi_core.conformance.adapter import FEATURES, MOST_TOKENS
-from alibi_core.conformance.case import TENSORS
-from alibi_core.conformance.oracle import Values
+from alibi_core.conformance.reference import TENSORS, Values
 
 ENTRY_POINTS = "alibi_core.conformance"
 
@@ -89,19 +88,19 @@ class BackendAdapter:
             self._cached = cached
             self.decode_step = self._decode_step
 
+    @property
+    def _wide(self) -> dict[str, Any]:
+        xp = self._library.xp
+        return {"xp": xp, "dtype": xp.float64 if self.dtype == "float64" else xp.float32}
+
     def slopes(self, num_heads: int) -> Values:
         """Return the core's slopes, made in the library."""
-        xp = self._library.xp
-        dtype = xp.float64 if self.dtype == "float64" else xp.float32
-        return self._library.numpy(alibi_core.slopes(num_heads, xp=xp, dtype=dtype))
+        return self._library.numpy(alibi_core.slopes(num_heads, **self._wide))
 
     def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Values:
         """Return the core's bias, made in the library."""
-        xp = self._library.xp
-        dtype = xp.float64 if self.dtype == "float64" else xp.float32
-        arguments = {"is_causal": is_causal, "xp": xp, "dtype": dtype}
-        function = functools.partial(alibi_core.bias, num_heads, q_len, kv_len, **arguments)
-        return self._library.numpy(self._library.compiled(function)())
+        bias = functools.partial(alibi_core.bias, num_heads, q_len, kv_len, is_causal=is_causal, **self._wide)
+        return self._library.numpy(self._library.compiled(bias)())
 
     def attention(self, query: Values, key: Values, value: Values, slopes: Values, **arguments: Any) -> Values:
         """Return the function's result."""
@@ -128,11 +127,10 @@ class BackendAdapter:
         weight = float(grad_output.flat[0]) if is_constant else self._tensor(grad_output)
         assert self._library.gradients is not None
         found = self._library.gradients(self._attention, inputs, wrt, weight)
-        results = {}
-        for name, gradient in zip(wrt, found, strict=True):
-            values = self._library.numpy(gradient) if "slopes" in name else self._result(gradient, inputs[name])
-            results[name] = values
-        return results
+        return {
+            name: self._library.numpy(x) if "slopes" in name else self._result(x, inputs[name])
+            for name, x in zip(wrt, found, strict=True)
+        }
 
     def _decode_step(self, query: Values, key: Values, value: Values, slopes: Values, cache: Any) -> tuple[Values, Any]:
         """Return what the library's cache attends to."""
@@ -157,12 +155,11 @@ class BackendAdapter:
     def _arguments(self, query: Values, key: Values, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments in the library's arrays; those that have their default value are left to it."""
         defaults = {"is_causal": True, "q_offset": key.shape[2] - query.shape[2]}
-        placed = {}
-        for name, value in arguments.items():
-            if name in defaults and not isinstance(value, np.ndarray) and value == defaults[name]:
-                continue
-            placed[name] = self._place(value)
-        return placed
+        return {
+            name: self._place(x)
+            for name, x in arguments.items()
+            if name not in defaults or isinstance(x, np.ndarray) or x != defaults[name]
+        }
 
 
 def installed_adapters(*, dtypes: Iterable[str] | None = ("float32",)) -> list[Any]:

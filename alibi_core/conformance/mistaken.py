@@ -1,16 +1,28 @@
-"""Mistakes of the table run as an adapter."""
+"""Mistakes of the table run: as an adapter, and in float64 for the diagnosis."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
-from alibi_core.conformance import reference
 from alibi_core.conformance.adapter import FEATURES, FUNCTIONS
+from alibi_core.conformance.case import Case
 from alibi_core.conformance.mistakes import CATALOGUE
-from alibi_core.conformance.oracle import Values, rounded
+from alibi_core.conformance.oracle import rounded
+from alibi_core.conformance.reference import (
+    CONDITIONS,
+    TENSORS,
+    Active,
+    Computation,
+    Values,
+    attend,
+    decode_step,
+    differentiate,
+    make_bias,
+    make_slopes,
+)
 
 
 class Mistaken:
@@ -39,8 +51,8 @@ class Mistaken:
     ) -> None:
         if unknown := set(mistakes) - set(CATALOGUE):
             raise ValueError(f"mistakes must be names of MISTAKES, got {', '.join(sorted(unknown))}")
-        if where is not None and where not in reference.CONDITIONS:
-            raise ValueError(f"where must be one of {', '.join(reference.CONDITIONS)}, got {where!r}")
+        if where is not None and where not in CONDITIONS:
+            raise ValueError(f"where must be one of {', '.join(CONDITIONS)}, got {where!r}")
         self.name, self.dtype, self.features = " and ".join(mistakes) or "right", dtype, features
         if features is None:
             self.features = frozenset(FEATURES) - ({"far"} if dtype == "float64" else set())
@@ -51,19 +63,18 @@ class Mistaken:
 
     def slopes(self, num_heads: int) -> Values:
         """Return ``[num_heads]``."""
-        return reference.make_slopes(self._made["slopes"], num_heads).astype(self._own)
+        return make_slopes(self._made["slopes"], num_heads).astype(self._own)
 
     def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Values:
         """Return ``[num_heads, q_len, kv_len]``, -inf where masked."""
-        slopes = reference.make_slopes(self._made["bias"], num_heads)
-        return reference.make_bias(self._made["bias"], slopes, q_len, kv_len, is_causal).astype(self._own)
+        slopes = make_slopes(self._made["bias"], num_heads)
+        return make_bias(self._made["bias"], slopes, q_len, kv_len, is_causal).astype(self._own)
 
     def attention(self, query: Values, key: Values, value: Values, slopes: Values, **arguments: Any) -> Values:
         """Return ``[batch, num_heads, q_len, head_dim]``."""
-        arguments = reference.arguments_of(query, key, value, slopes, **arguments)
+        made, state = self._made["attention"], self._state
         with np.errstate(all="ignore"):  # a mistake may overflow, or divide by zero
-            output = reference.attend(reference.Computation(self._made["attention"], self._state, **arguments))
-        return self._stored(output)
+            return self._stored(attend(Computation(made, state, query, key, value, slopes, **arguments)))
 
     def attention_grad(
         self,
@@ -71,16 +82,13 @@ class Mistaken:
         key: Values,
         value: Values,
         slopes: Values,
-        *,
-        grad_output: Values,
         wrt: tuple[str, ...] | None = None,
         **arguments: Any,
     ) -> dict[str, Values]:
         """Return gradients by name."""
-        arguments = reference.arguments_of(query, key, value, slopes, **arguments, grad_output=grad_output)
+        made, state = self._made["attention_grad"], self._state
         with np.errstate(all="ignore"):
-            computation = reference.Computation(self._made["attention_grad"], self._state, **arguments)
-            found = reference.differentiate(computation)
+            found = differentiate(Computation(made, state, query, key, value, slopes, **arguments))
         kept = {name: x for name, x in found.items() if wrt is None or name in wrt}
         return {name: x.astype(self._own) if "slopes" in name else self._stored(x) for name, x in kept.items()}
 
@@ -88,8 +96,36 @@ class Mistaken:
         """Return the output of some more tokens, and all keys and values so far."""
         with np.errstate(all="ignore"):
             made, state = self._made["decode_step"], self._state
-            output, cache = reference.decode_step(made, state, query, key, value, slopes, cache)
+            output, cache = decode_step(made, state, query, key, value, slopes, cache)
         return self._stored(output), cache
 
     def _stored(self, values: Values) -> Values:
         return rounded(values, self.dtype).astype({"float16": np.float16}.get(self.dtype, self._own))
+
+
+class Simulation:
+    """Mistakes in float64, asked as a caller asks an adapter of this dtype and contract."""
+
+    def __init__(self, mistakes: Active, dtype: str, contract: str) -> None:
+        self.mistakes, self.dtype, self.contract, self.state = mistakes, dtype, contract, dict[Any, Any]()
+
+    def slopes(self, num_heads: int) -> Values:
+        """Return ``[num_heads]``."""
+        return make_slopes(self.mistakes, num_heads, self.contract)
+
+    def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Values:
+        """Return ``[num_heads, q_len, kv_len]``, -inf where masked."""
+        return make_bias(self.mistakes, self.slopes(num_heads), q_len, kv_len, is_causal)
+
+    def attention(self, case: Case) -> Values:
+        """Return ``[batch, num_heads, q_len, head_dim]``."""
+        return attend(Computation(self.mistakes, self.state, **case.call(self.dtype)))
+
+    def gradients(self, case: Case) -> dict[str, Values]:
+        """Return gradients by name."""
+        return differentiate(Computation(self.mistakes, self.state, **case.call(self.dtype)))
+
+    def decode_step(self, tensors: Mapping[str, Values], slopes: Values, cache: Any) -> tuple[Values, Any]:
+        """Return the output of some more tokens, and all keys and values so far."""
+        query, key, value = (rounded(tensors[name], self.dtype) for name in TENSORS)
+        return decode_step(self.mistakes, self.state, query, key, value, slopes, cache)

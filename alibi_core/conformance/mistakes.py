@@ -6,14 +6,14 @@ One table names what an implementation does, runs it (:class:`Mistaken`), and is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from alibi_core._slopes import slope_values
-from alibi_core.conformance.oracle import Values, rounded
-from alibi_core.conformance.reference import Change, Mistake, softmax
+from alibi_core.conformance.oracle import rounded
+from alibi_core.conformance.reference import Change, Mistake, Values, softmax
 
 LN2 = math.log(2)
 BLOCKS = (8, 16, 32, 64, 128, 256)
@@ -58,12 +58,6 @@ def power_below(n: int) -> int:
     return 1 << (n.bit_length() - 1)
 
 
-def from_one(n: int) -> Values:
-    """Return slopes of which those of the largest power of two of heads start at 1."""
-    p = power_below(n)
-    return np.concatenate([2.0 ** (-8 * np.arange(p) / p), canonical(n)[p:]])
-
-
 def starts(ids: Values) -> Values:
     """Return at every place the index where its segment's run begins."""
     is_first = np.concatenate([np.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)
@@ -76,11 +70,6 @@ def restarted(c: Any, x: Values) -> Values:
         return x
     own = np.arange(c.q_len)[:, None] - starts(c.segment_ids[0])[:, None, :, None]
     return np.asarray(c.k_positions - starts(c.segment_ids[1])[:, None, None] - own)
-
-
-def pairs(ids: Sequence[Values]) -> tuple[Values, Values]:
-    """Return the ids of queries and of keys in shapes that broadcast."""
-    return ids[0][:, None, :, None], ids[1][:, None, None]
 
 
 def unseen(c: Any) -> Values:
@@ -98,29 +87,11 @@ def nowhere(name: str, sentence: str, weights: Callable[[Any], Any]) -> None:
     )
 
 
-def exponentials(c: Any) -> Values:
-    """Return exponentials of scores less the largest of the row."""
-    highest = c.hidden.max(axis=-1, keepdims=True, initial=-np.inf)
-    return np.asarray(np.exp(c.hidden - np.where(np.isfinite(highest), highest, 0.0)))
-
-
 def never_rescaled(c: Any, size: int) -> Values:
-    """Return exponentials of scores less the largest of all blocks of keys so far, their own included."""
+    """Return exponentials of scores less the highest of all blocks of keys so far, their own included."""
     ends = np.minimum((np.arange(c.kv_len) // size + 1) * size, c.kv_len) - 1
     highest = np.maximum.accumulate(c.hidden, axis=-1)[..., ends]
     return np.asarray(np.exp(c.hidden - np.where(np.isfinite(highest), highest, 0.0)))
-
-
-def ratio(one: Values, other: Values) -> Values:
-    """Return weights, of which the sum is another's."""
-    total = other.sum(axis=-1, keepdims=True)
-    return np.asarray(one / np.where(total > 0, total, 1.0))
-
-
-def without_maximum(c: Any, x: Values) -> Values:
-    """Return weights in float32, of exponentials that may overflow."""
-    weights = np.exp(c.hidden.astype(np.float32))
-    return np.asarray(weights / weights.sum(axis=-1, keepdims=True))
 
 
 def padded(c: Any, x: Values, n: int) -> Values:
@@ -128,21 +99,6 @@ def padded(c: Any, x: Values, n: int) -> Values:
     if c.mask is not None or c.segment_ids is not None:
         return x
     return np.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % n), (0, 0)))
-
-
-def products(c: Any, n: int) -> Values:
-    """Return products of the first features alone."""
-    return np.asarray(c.query[..., :n] @ c.keys_by_head[..., :n].swapaxes(-1, -2))
-
-
-def of_group(c: Any, x: Values, which: int) -> Values:
-    """Return gradients by head, those of one head of each group alone."""
-    return np.asarray(x * (np.arange(c.num_heads) % c.group == which % c.group)[:, None, None])
-
-
-def interleaved(c: Any, x: Values) -> Values:
-    """Return gradients by head, in the order by which sums over groups are those of interleaved ones."""
-    return np.asarray(x[:, np.argsort(np.arange(c.num_heads) % c.num_kv_heads, kind="stable")])
 
 
 def appended(c: Any) -> bool:
@@ -163,7 +119,7 @@ mistake("canonical slopes", "The slopes given are ignored: it uses the canonical
 listed("closest power above", "For head counts that are no power of two, slopes are the first of those for the next "
        "power of two.", lambda n: canonical(1 << (n - 1).bit_length())[:n])
 listed("canonical slopes from 1", "Slopes of the largest power of two of heads start at 1: the head index is off by "
-       "one.", from_one)
+       "one.", lambda n: np.concatenate([2.0 ** (-8 * np.arange(p := power_below(n)) / p), canonical(n)[p:]]))
 listed("repeated beyond the power of two", "Heads beyond the largest power of two have the first slopes again.",
        lambda n: np.resize(canonical(power_below(n)), n))
 mistake("negated slopes", "They are negative: distance would be rewarded, where -slope * distance is added.",
@@ -258,9 +214,9 @@ mistake("segment positions restart", "Positions restart with each segment, of qu
 # --- What a query sees ------------------------------------------------------------------------------------------------
 
 mistake("causal hides own key", "The causal mask hides each query's own key: it must hide j > i, not j >= i.",
-        causal=lambda c, x: c.causal_ahead < 0)
+        causal=lambda c, x: c.k_positions < c.q_positions)
 mistake("causal sees the next key", "The causal mask lets each query see one key too many, the next.",
-        causal=lambda c, x: c.causal_ahead <= 1)
+        causal=lambda c, x: c.k_positions <= c.q_positions + 1)
 mistake("causal ignored", "There is no causal mask: future keys are seen.", is_causal=lambda c, x: False)
 mistake("always causal", "Attention is causal although is_causal=False.", is_causal=lambda c, x: True)
 mistake("finite where hidden", "Where keys are hidden, the bias is -1000 instead of minus infinity, which a steep "
@@ -274,20 +230,20 @@ mistake("window 0 as none", "A window_size of 0 is ignored, as if no window were
 mistake("window halved", "window_size is divided by two: it is the reach of each side, not the sum.",
         window_size=lambda c, x: x // 2)
 mistake("window on past side only", "The window limits past keys only: its future side is ignored.",
-        window=lambda c, x: -c.window_ahead <= c.window_size)
+        window=lambda c, x: c.q_positions - c.k_positions <= c.window_size)
 mistake("window hides the future", "With a window nothing ahead is seen: it is made for causal attention.",
-        window=lambda c, x: x & (c.window_ahead <= 0))
+        window=lambda c, x: x & (c.k_positions <= c.q_positions))
 mistake("window or segments", "Window and segments are joined by or: a key must be in both.",
-        window=lambda c, x: x if c.segment_ids is None else x | np.equal(*pairs(c.segment_ids)),
+        window=lambda c, x: x if c.segment_ids is None else x | (c.q_ids == c.kv_ids),
         segments=lambda c, x: x if c.window_size is None else c.window)
 mistake("segments ignored", "segment_ids are ignored: packed sequences see one another.",
         segment_ids=lambda c, x: None)
 mistake("segments see earlier ones", "Segments see earlier ones too: ids must be equal.",
-        segments=lambda c, x: np.greater_equal(*pairs(c.segment_ids)))
+        segments=lambda c, x: c.q_ids >= c.kv_ids)
 mistake("segments of first batch", "All batch entries have the first one's segment_ids.",
         segment_ids=lambda c, x: (x[0][:1] + 0 * x[0], x[1][:1] + 0 * x[1]))
 mistake("negative segments are padding", "Segments with negative ids are hidden, as if they were padding.",
-        segments=lambda c, x: x & (pairs(c.segment_ids)[1] >= 0))
+        segments=lambda c, x: x & (c.kv_ids >= 0))
 mistake("mask ignored", "mask is ignored.", mask=lambda c, x: None)
 mistake("mask inverted", "mask is inverted: True must let a key be seen.", mask=lambda c, x: ~x)
 mistake("mask added", "mask is added to the scores as numbers 0 and 1: turn False into minus infinity.",
@@ -299,11 +255,11 @@ mistake("mask of first head", "All heads have the first one's mask.", mask=lambd
 each((10, 100, 1000, 10_000), "mask finite: {}", "What the mask hides is not hidden: its score is lowered by {}, which "
      "large scores outweigh. Use minus infinity.", masked=lambda c, x, n: np.ones_like(x),
      scores=lambda c, x, n: x if c.mask is None else x - n * ~c.mask)
-nowhere("mean where nowhere to look", "Queries that may look nowhere get the mean of all values.",
+nowhere("mean where nowhere to look", "Queries that see no key get the mean of all values.",
         lambda c: 1 / max(c.kv_len, 1))
-nowhere("NaN where nowhere to look", "Queries that may look nowhere get NaN: the softmax divides 0 by 0.",
+nowhere("NaN where nowhere to look", "Queries that see no key get NaN: the softmax divides 0 by 0.",
         lambda c: np.nan)
-nowhere("masks dropped where nowhere to look", "Queries that may look nowhere look everywhere: the mask is a finite "
+nowhere("masks dropped where nowhere to look", "Queries that see no key see all of them: the mask is a finite "
         "number, the same for all keys.", lambda c: softmax(c.scores))
 
 # --- Heads, the scale, the softmax ------------------------------------------------------------------------------------
@@ -329,17 +285,18 @@ mistake("softmax in base 2", "The softmax is in base 2: multiply scores and bias
         scores=lambda c, x: x * LN2)
 mistake("extra 1 in softmax", "The softmax has an extra 1 in its denominator (a sink that takes weight): weights do "
         "not sum to 1.",
-        weights=lambda c, x: x / (1 + 1 / np.exp(np.minimum(c.hidden, 700)).sum(axis=-1, keepdims=True)))
+        total=lambda c, x: x + np.exp(-c.highest))
 mistake("not normalised", "Weights are not divided by their sum.",
-        weights=lambda c, x: np.exp(np.minimum(c.hidden, 700)))
+        highest=lambda c, x: 0 * x, total=lambda c, x: 0 * x)
 mistake("no maximum in softmax", "The softmax does not subtract the row's largest score: it overflows, or divides 0 by "
-        "0.", weights=without_maximum)
+        "0.", exponentials=lambda c, x: np.exp(c.hidden.astype(np.float32)),
+        weights=lambda c, x: c.exponentials / c.total)
 mistake("softmax over queries", "The softmax runs over queries instead of keys.",
         weights=lambda c, x: softmax(c.hidden, axis=-2))
 each(BLOCKS, "values not rescaled: {}", "The online softmax does not rescale its sum of values when a later block of "
-     "{} keys scores higher.", weights=lambda c, x, n: ratio(never_rescaled(c, n), exponentials(c)))
+     "{} keys scores higher.", weights=lambda c, x, n: never_rescaled(c, n) / np.where(c.total > 0, c.total, 1))
 each(BLOCKS, "denominator not rescaled: {}", "The online softmax does not rescale its denominator when a later block "
-     "of {} keys scores higher.", weights=lambda c, x, n: ratio(exponentials(c), never_rescaled(c, n)))
+     "of {} keys scores higher.", total=lambda c, x, n: never_rescaled(c, n).sum(axis=-1, keepdims=True))
 
 # --- The keys that take part, and sizes beyond which something is wrong -----------------------------------------------
 
@@ -358,9 +315,10 @@ each((128, 256, 512, 1024, 2048), "key lost beyond: {}", "In rows of more than {
 each(BLOCKS, "padding counted: {}", "Keys are padded with zeros to a multiple of {}, and these count.", key=padded,
      value=padded)
 each((64, 128, 256), "features beyond: {}", "Results are wrong with more than {} features a head: the rest is left out "
-     "of scores.", products=lambda c, x, n: products(c, n))
+     "of scores.", products=lambda c, x, n: c.query[..., :n] @ c.keys_by_head[..., :n].swapaxes(-1, -2))
 mistake("features beyond a multiple of 8", "Features beyond a multiple of 8 are left out of scores.",
-        products=lambda c, x: products(c, c.head_dim // 8 * 8 or c.head_dim))
+        products=lambda c, x: x if c.head_dim < 8 else
+        c.query[..., : c.head_dim // 8 * 8] @ c.keys_by_head[..., : c.head_dim // 8 * 8].swapaxes(-1, -2))
 each((8, 16, 64), "batch entries beyond: {}", "Results are wrong with more than {} batch entries: these read the keys "
      "of those before.", key=lambda c, x, n: x[np.arange(c.batch) % n])
 for _dtype in ("bfloat16", "float16"):  # sums are rounded, whose order nobody knows
@@ -389,15 +347,16 @@ for _name in ("query", "key"):
         mistake(f"{_name} gradient {_how}", f"The gradient of {_name} is {_what}.", **{f"d_{_name}": _change})
 mistake("delta missing", "The row mean (delta, sum of output times its gradient) is not subtracted from the gradient "
         "of weights.", delta=lambda c, x: 0 * x)
-mistake("NaN gradient where nowhere to look", "The gradient of queries that may look nowhere is NaN, and spreads.",
+mistake("NaN gradient where nowhere to look", "The gradient of queries that see no key is NaN, and spreads.",
         d_scores=lambda c, x: np.where(unseen(c), np.nan, x))
 for _name, _what, _change in (
     ("group's first gradient", "those of the group's first query head: sum them over the group",
-     lambda c, x: of_group(c, x, 0)),
+     lambda c, x: x * (np.arange(c.num_heads) % c.group == 0)[:, None, None]),
     ("group's last gradient", "those of the group's last query head, which overwrites the others: sum them",
-     lambda c, x: of_group(c, x, -1)),
+     lambda c, x: x * (np.arange(c.num_heads) % c.group == c.group - 1)[:, None, None]),
     ("group's mean gradient", "averaged over the group's query heads instead of summed", lambda c, x: x / c.group),
-    ("group's gradients interleaved", "summed over the wrong query heads, as if groups were interleaved", interleaved),
+    ("group's gradients interleaved", "summed over the wrong query heads, as if groups were interleaved",
+     lambda c, x: x[:, np.argsort(np.arange(c.num_heads) % c.num_kv_heads, kind="stable")]),
 ):
     mistake(_name, f"Gradients of key and value are {_what}.", d_key_by_head=_change, d_value_by_head=_change)
 

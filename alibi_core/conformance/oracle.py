@@ -1,4 +1,4 @@
-"""What ALiBi is, in float64 NumPy, written without a look at the code that it judges, and how far rounding may move it.
+"""What ALiBi is, in float64 NumPy, and how far rounding may move it.
 
 Shapes: query ``[batch, heads, q_len, head_dim]``, key and value ``[batch, kv_heads, kv_len, head_dim]``, slopes
 ``[heads]`` or ``[batch, heads]``.
@@ -7,13 +7,13 @@ Shapes: query ``[batch, heads, q_len, head_dim]``, key and value ``[batch, kv_he
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-Values = np.ndarray[Any, Any]
+from alibi_core.conformance.reference import Computation, Values, compute_bias, softmax
 
 U32 = 2.0**-24  # unit roundoff of float32
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": U32, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -35,8 +35,8 @@ def rounded(values: Any, dtype: str) -> Values:
         result = result.astype(np.float16)
     if dtype == "bfloat16":  # NumPy has none: its bits are float32's upper half
         bits = np.ascontiguousarray(result).view(np.uint32)
-        last_kept = (bits >> np.uint32(16)) & np.uint32(1)
-        upper = (bits + np.uint32(0x7FFF) + last_kept) & np.uint32(0xFFFF0000)
+        is_odd = (bits >> np.uint32(16)) & np.uint32(1)
+        upper = (bits + np.uint32(0x7FFF) + is_odd) & np.uint32(0xFFFF0000)
         result = np.where(np.isfinite(result), upper.view(np.float32).reshape(result.shape), result)
     return result.astype(np.float64)
 
@@ -54,43 +54,36 @@ class Rules:
     window_size: int | None = None
     mask: Values | None = None  # broadcasts to [batch, heads, q_len, kv_len]
 
-    def reach(self, batch: int, heads: int, q_len: int, kv_len: int) -> Values:
-        """Return how large a bias may be that is counted from whichever token of the row, ``[batch, heads, 1, 1]``."""
+    def largest_bias(self, batch: int, heads: int, q_len: int, kv_len: int) -> Values:
+        """Return how large a bias may be that is counted from any token of the row, ``[batch, heads, 1, 1]``."""
         offsets = [0, *np.ravel(self.q_offset).tolist()]
         tokens = max(kv_len, max(offsets) + q_len) - min(offsets)
         steepest = self.slopes if self.future_slopes is None else np.maximum(self.slopes, self.future_slopes)
         return np.asarray(np.broadcast_to(steepest, (batch, heads))[..., None, None].astype(np.float64) * tokens)
 
+    def steps(self, batch: int, heads: int, q_len: int, kv_len: int) -> Computation:
+        """Return the steps of the reference up to the bias."""
+        query, key = (np.zeros((batch, heads, n, 0)) for n in (q_len, kv_len))
+        ids = None if self.q_segment_ids is None else (self.q_segment_ids, self.kv_segment_ids)
+        names = ("q_offset", "is_causal", "future_slopes", "window_size", "mask")
+        arguments = {name: getattr(self, name) for name in names}
+        computation = Computation((), {}, query, key, key, self.slopes, segment_ids=ids, **arguments)
+        compute_bias(computation)
+        return computation
+
     def distances(self, batch: int, heads: int, q_len: int, kv_len: int) -> dict[str, Values]:
-        """Return what each kind of slopes is multiplied by, ``[batch, heads, q_len, kv_len]``; 0 where masked."""
-        ones, zeros = np.ones(heads), np.zeros(heads)
-        if self.future_slopes is None:
-            sides = {"slopes": replace(self, slopes=ones)}  # with a slope of 1, the bias is a distance
-        else:  # slopes then count backwards only
-            sides = {"slopes": replace(self, slopes=ones, future_slopes=zeros)}
-            sides["future_slopes"] = replace(self, slopes=zeros, future_slopes=ones)
-        found = {name: -penalties(side, batch, heads, q_len, kv_len) for name, side in sides.items()}
-        return {name: np.where(np.isfinite(x), x, 0.0) for name, x in found.items()}
+        """Return what each kind of slopes is multiplied by, ``[batch, heads or 1, q_len, kv_len]``; 0 where masked."""
+        c = self.steps(batch, heads, q_len, kv_len)
+        sides = {"slopes": c.visible}
+        if self.future_slopes is not None:
+            sides = {"slopes": c.visible & (c.ahead <= 0), "future_slopes": c.visible & (c.ahead > 0)}
+        return {name: side * c.distance for name, side in sides.items()}
 
 
 def penalties(rules: Rules, batch: int, heads: int, q_len: int, kv_len: int) -> Values:
     """Return the bias ``[batch, heads, q_len, kv_len]``, -inf where masked."""
-    offsets = np.broadcast_to(rules.q_offset, (batch,))[:, None, None, None]
-    ahead = np.arange(kv_len) - (offsets + np.arange(q_len)[:, None])  # how many tokens a key lies after the query
-    past = np.broadcast_to(rules.slopes, (batch, heads))[..., None, None].astype(np.float64)
-    future = past if rules.future_slopes is None else np.broadcast_to(rules.future_slopes, (batch, heads))
-    future = np.reshape(future, (batch, heads, 1, 1)).astype(np.float64)
-    visible = np.ones((batch, heads, q_len, kv_len), dtype=bool)
-    if rules.is_causal:
-        visible &= ahead <= 0
-    if rules.window_size is not None:
-        visible &= np.abs(ahead) <= rules.window_size
-    if rules.q_segment_ids is not None and rules.kv_segment_ids is not None:
-        q_ids, kv_ids = (np.broadcast_to(x, (batch, x.shape[-1])) for x in (rules.q_segment_ids, rules.kv_segment_ids))
-        visible &= (q_ids[:, :, None] == kv_ids[:, None, :])[:, None]
-    if rules.mask is not None:
-        visible &= rules.mask
-    return np.where(visible, -np.where(ahead > 0, future, past) * np.abs(ahead), -np.inf)
+    c = rules.steps(batch, heads, q_len, kv_len)
+    return np.where(c.visible, c.bias, -np.inf)
 
 
 @dataclass(frozen=True)
@@ -103,19 +96,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Terms:
-    """Sums of products, and what the errors of these follow from, whatever the dtype.
-
-    Attributes:
-        value: The sums.
-        by_score: Sums of the sizes of terms, each times how far its row's scores are off, in units of roundoff.
-        by_size: Sums of the sizes of terms.
-        tiny: By what the smallest number is multiplied, where that is lost.
-    """
+    """Sums of products, and what their errors follow from, whatever the dtype."""
 
     value: Values
-    by_score: Values
-    by_size: Values
-    tiny: Values
+    by_score: Values  # sums of the terms' sizes, each times the error of its row's scores, in units of roundoff
+    by_size: Values  # sums of the terms' sizes
+    tiny: Values  # the factor of the smallest number, where that is lost
 
     def map(self, function: Callable[[Values], Values]) -> Terms:
         """Return the same after an operation that is linear, and positive."""
@@ -153,7 +139,7 @@ class Attention:
     scale: float
     dtype: str
     # How large a bias may be, [batch, heads, 1, 1], if it is not counted from the nearest key.
-    reach: Values | None = field(default=None, kw_only=True)
+    largest_bias: Values | None = field(default=None, kw_only=True)
 
     @property
     def group(self) -> int:
@@ -182,12 +168,8 @@ class Attention:
 
     @cached_property
     def weights(self) -> Values:
-        """What each key weighs; nothing, in a row that may look nowhere."""
-        scores = self.scale * (self.query @ self.keys.swapaxes(-1, -2)) + (self.bias - self._highest)
-        highest = scores.max(axis=-1, keepdims=True, initial=-np.inf)
-        weights = np.exp(scores - np.where(highest > -np.inf, highest, 0))
-        total = weights.sum(axis=-1, keepdims=True)
-        return np.asarray(weights / np.where(total > 0, total, 1))
+        """The weight of each key; zeros in a row that sees no key."""
+        return softmax(self.scale * (self.query @ self.keys.swapaxes(-1, -2)) + (self.bias - self._highest))
 
     @cached_property
     def _score_error(self) -> Values:
@@ -197,7 +179,7 @@ class Attention:
         along the row must be.
         """
         falls = np.where(self._visible, self._highest - np.where(self._visible, self.bias, 0), 0)
-        falls = falls if self.reach is None else np.maximum(falls, self.reach)
+        falls = falls if self.largest_bias is None else np.maximum(falls, self.largest_bias)
         products = abs(self.scale) * (abs(self.query) @ abs(self.keys).swapaxes(-1, -2))
         sizes = (self.query.shape[-1] + 3) * products + 3 * falls
         return np.asarray(np.where(self._visible, sizes, 0).max(axis=-1, keepdims=True, initial=0))
@@ -207,18 +189,13 @@ class Attention:
         # A tiny weight is off by half the spacing of subnormal numbers rather than by a share of itself.
         return Terms(self.weights, self._score_error * self.weights, self.weights, self._visible * 1)
 
-    @cached_property
-    def output_terms(self) -> Terms:
-        """What makes up the result."""
-        return self._weight_terms.times(self.values)
-
     @property
     def output(self) -> Answer:
         """The result, ``[batch, heads, q_len, head_dim]``."""
-        return self.answer("output", self.output_terms)
+        return self._answer("output", self._weight_terms.times(self.values))
 
-    def answer(self, name: str, terms: Terms) -> Answer:
-        """Return the result of that name, ``"output"`` or a gradient, from what makes it up."""
+    def _answer(self, name: str, terms: Terms) -> Answer:
+        """Return the result of that name, ``"output"`` or a gradient, from its terms."""
         (q_len, head_dim), kv_len = self.query.shape[2:], self.key.shape[2]
         if name == "output":
             # Scores (their error twice), exp (4 u), the sum of weights, the division; then the sum of values.
@@ -238,23 +215,6 @@ class Attention:
         largest = np.abs(self.values).max(axis=(2, 3), keepdims=True, initial=0) * 1.01
         return Answer(answer.value, answer.budget + 2 * share * largest)
 
-    def gradient_terms(self, cotangent: Values, distances: Values) -> dict[str, Terms]:
-        """Return what makes up the gradients; as for :meth:`gradients`."""
-        w, values = self.weights, self.values.swapaxes(-1, -2)
-        d_weights, d_sizes = cotangent @ values, abs(cotangent) @ abs(values)
-        d_scores = w * (d_weights - (w * d_weights).sum(axis=-1, keepdims=True))
-        sizes = w * (d_sizes + (w * d_sizes).sum(axis=-1, keepdims=True))
-        # Tiny weights are off, which the products below carry on, and the two products that are stored, where tiny.
-        tiny = self._visible * (2 + d_sizes + d_sizes.sum(axis=-1, keepdims=True))
-        by_score = Terms(d_scores, self._score_error * sizes, sizes, tiny)
-        by_key = self._weight_terms.map(_transposed).times(cotangent)
-        return {
-            "query": by_score.times(self.keys).map(lambda x: self.scale * x),
-            "key": by_score.map(_transposed).times(self.query).map(lambda x: self.scale * self._per_kv_head(x)),
-            "value": by_key.map(self._per_kv_head),
-            "slopes": by_score.map(lambda x: (x * distances).sum(axis=-1).sum(axis=-1)),
-        }
-
     def gradients(self, cotangent: Values, distances: Values) -> dict[str, Answer]:
         """Return the gradients of ``sum(output * cotangent)`` by query, key, value and slopes ``[batch, heads]``.
 
@@ -262,7 +222,20 @@ class Attention:
             cotangent: ``[batch, heads, q_len, head_dim]``.
             distances: What each bias element is the negated multiple of, per slope: ``[q_len, kv_len]``.
         """
-        return {name: self.answer(name, x) for name, x in self.gradient_terms(cotangent, distances).items()}
+        w, values = self.weights, self.values.swapaxes(-1, -2)
+        d_weights, d_sizes = cotangent @ values, abs(cotangent) @ abs(values)
+        d_scores = w * (d_weights - (w * d_weights).sum(axis=-1, keepdims=True))
+        sizes = w * (d_sizes + (w * d_sizes).sum(axis=-1, keepdims=True))
+        # Tiny weights are off, which the products below carry on, and the two products that are stored, where tiny.
+        tiny = self._visible * (2 + d_sizes + d_sizes.sum(axis=-1, keepdims=True))
+        by_score = Terms(d_scores, self._score_error * sizes, sizes, tiny)
+        terms = {
+            "query": by_score.times(self.keys).map(lambda x: self.scale * x),
+            "key": by_score.map(_transposed).times(self.query).map(lambda x: self.scale * self._per_kv_head(x)),
+            "value": self._weight_terms.map(_transposed).times(cotangent).map(self._per_kv_head),
+            "slopes": by_score.map(lambda x: (x * distances).sum(axis=-1).sum(axis=-1)),
+        }
+        return {name: self._answer(name, x) for name, x in terms.items()}
 
     def gradients_without(self, share: float, cotangent: Values, distances: Values) -> dict[str, Answer]:
         """Return the gradients, where keys may be left out that weigh this share of their row, together.

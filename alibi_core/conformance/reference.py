@@ -9,22 +9,15 @@ from typing import Any
 import numpy as np
 
 from alibi_core._slopes import slope_values
-from alibi_core.conformance.case import TENSORS, Case
-from alibi_core.conformance.oracle import Values, rounded
 
-Change = Callable[[Any, Any], Any]  # of the computation so far and the right value of a step, to what becomes of it
+Values = np.ndarray[Any, Any]
+Change = Callable[[Any, Any], Any]  # (computation, right value of a step) -> what becomes of the value
+TENSORS = ("query", "key", "value")
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """Steps of the reference, by name, and what becomes of their values.
-
-    Attributes:
-        name: By which it is known.
-        sentence: What is done instead and, where it is not plain, what to do about it.
-        changes: By step.
-        is_noisy: Whether it rounds sums whose order nobody knows, so that results are only nearly those.
-    """
+    """A sentence, and what becomes of the values of some steps; ``is_noisy`` if sums are rounded in unknown order."""
 
     name: str
     sentence: str
@@ -32,80 +25,111 @@ class Mistake:
     is_noisy: bool = False
 
 
-# What may be true of some calls only: how the name of a mistake ends there, and how its sentence begins.
+# What may be true of some calls alone, in words. Most are features of an adapter.
 CONDITIONS = {
-    "one query": ("with a single query", "With a single query"),
-    "square": ("with equal lengths", "With as many queries as keys"),
-    "lengths": ("with unequal lengths", "With more or fewer queries than keys"),
-    "offset": ("with q_offset", "Where q_offset is not kv_len - q_len"),
-    "batch offsets": ("with q_offset by batch entry", "With q_offset as an array"),
-    "causal": ("when causal", "With is_causal=True"),
-    "symmetric": ("when symmetric", "With is_causal=False"),
-    "asymmetric": ("with future slopes", "With future_slopes"),
-    "grouped": ("with grouped heads", "With fewer key/value heads than query heads"),
-    "window": ("with a window", "With window_size"),
-    "segments": ("with segments", "With segment_ids"),
-    "mask": ("where keys are masked", "Where keys are masked"),
-    "batch slopes": ("with slopes by batch entry", "With slopes for each batch entry"),
-    "scale": ("with scale", "Where scale is given"),
-    "long": ("in long rows", "In long rows"),
-    "first step": ("in the first step", "In the first step"),
-    "later steps": ("in later steps", "In steps after the first"),
-    "single steps": ("in steps of one token", "In later steps of a single token"),
-    "chunks": ("in steps of several tokens", "In later steps of several tokens"),
+    "one query": "with a single query",
+    "square": "with as many queries as keys",
+    "lengths": "with more or fewer queries than keys",
+    "offset": "where q_offset is not kv_len - q_len",
+    "batch_offsets": "with q_offset as an array",
+    "causal": "with is_causal=True",
+    "symmetric": "with is_causal=False",
+    "asymmetric": "with future_slopes",
+    "grouped": "with fewer key/value heads than query heads",
+    "window": "with window_size",
+    "segments": "with segment_ids",
+    "mask": "where keys are masked",
+    "batch_slopes": "with slopes for each batch entry",
+    "scale": "where scale is given",
+    "long": "in long rows",
+    "first step": "in the first step",
+    "later steps": "in steps after the first",
+    "single steps": "in later steps of a single token",
+    "chunks": "in later steps of several tokens",
 }
 LONG = 65  # keys, from which on a row is long
 Active = Sequence[tuple[Mistake, str | None]]  # mistakes, each with the condition under which it is made
 
 
 class Computation:
-    """One call: its arguments, then the value of each step, all as attributes.
+    """One call: its arguments in float64, then the value of each step, all as attributes.
 
-    Args:
-        mistakes: Those that are made.
-        state: What is kept from call to call.
-        arguments: As those of ``attention``, in float64; ``before`` is the number of tokens in a cache, None for none.
+    ``state`` is kept from call to call; ``before`` is the number of tokens in a cache, None where there is no cache.
     """
 
-    def __init__(self, mistakes: Active, state: dict[Any, Any], **arguments: Any) -> None:
-        self.state, self.before = state, None
-        self.__dict__.update(arguments)
-        self.batch, self.num_heads, self.q_len, self.head_dim = self.query.shape
-        self.num_kv_heads, self.kv_len = self.key.shape[1:3]
-        self.given_len = self.kv_len
-        self.group = self.num_heads // max(self.num_kv_heads, 1)
-        self.conditions = self._conditions()
-        self._changes = [x.changes for x, where in mistakes if where is None or where in self.conditions]
-
+    slopes: Any
+    given_slopes: Any
     scale: Any
+    q_ids: Values
+    kv_ids: Values
     keys_by_head: Values
     values_by_head: Values
+
+    def __init__(
+        self,
+        mistakes: Active,
+        state: dict[Any, Any],
+        query: Any,
+        key: Any,
+        value: Any,
+        slopes: Any,
+        *,
+        is_causal: bool = True,
+        q_offset: Any = None,
+        future_slopes: Any = None,
+        window_size: int | None = None,
+        segment_ids: Any = None,
+        mask: Any = None,
+        scale: float | None = None,
+        grad_output: Any = None,
+        before: int | None = None,
+    ) -> None:
+        self.query, self.key, self.value = (np.asarray(x, np.float64) for x in (query, key, value))
+        self.batch, self.num_heads, self.q_len, self.head_dim = self.query.shape
+        self.num_kv_heads, self.kv_len = self.key.shape[1:3]
+        self.given_len, self.group = self.kv_len, self.num_heads // max(self.num_kv_heads, 1)
+        shape = (self.batch, self.num_heads)
+        self.slopes, self.future_slopes = (
+            None if x is None else np.broadcast_to(x, shape).astype(np.float64) for x in (slopes, future_slopes)
+        )
+        self.given_slopes, self.shares_slopes = self.slopes, np.ndim(slopes) == 1
+        offset = self.kv_len - self.q_len if q_offset is None else q_offset
+        self.q_offset = np.broadcast_to(offset, shape[:1]).astype(np.int64)[:, None, None, None]
+        if segment_ids is not None:
+            pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+            segment_ids = tuple(np.broadcast_to(x, (self.batch, np.shape(x)[-1])) for x in pair)
+        self.is_causal, self.window_size, self.segment_ids, self.scale = is_causal, window_size, segment_ids, scale
+        self.mask = None if mask is None else np.reshape(mask, (1,) * (4 - np.ndim(mask)) + np.shape(mask))
+        self.grad_output, self.state, self.before = grad_output, state, before
+        self.conditions = self._conditions()
+        self._changes = [x.changes for x, where in mistakes if where is None or where in self.conditions]
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"there is no step {name!r} before this one")
 
     def _conditions(self) -> frozenset[str]:
-        default = self.kv_len - self.q_len
-        found = {
-            "one query": self.q_len == 1 and self.kv_len > 1,
-            "square": self.q_len == self.kv_len,
-            "lengths": self.q_len != self.kv_len,
-            "offset": self.before is None and bool(np.any(self.q_offset != default)),
-            "batch offsets": self.before is None and bool(np.any(self.q_offset != self.q_offset[:1])),
-            "causal": bool(self.is_causal),
-            "symmetric": not self.is_causal,
-            "asymmetric": self.future_slopes is not None,
-            "grouped": self.group > 1,
-            "window": self.window_size is not None,
-            "segments": self.segment_ids is not None,
-            "mask": self.mask is not None,
-            "batch slopes": not self.shares_slopes,
-            "scale": self.scale is not None,
-            "long": self.kv_len >= LONG,
-        }
         if self.before is not None:
-            found = {"grouped": self.group > 1, "first step": self.before == 0, "later steps": self.before > 0}
-            found |= {"single steps": self.before > 0 and self.q_len == 1, "chunks": self.before > 0 and self.q_len > 1}
+            later = self.before > 0
+            found = {"grouped": self.group > 1, "first step": not later, "later steps": later}
+            found |= {"single steps": later and self.q_len == 1, "chunks": later and self.q_len > 1}
+        else:
+            found = {
+                "one query": self.q_len == 1 and self.kv_len > 1,
+                "square": self.q_len == self.kv_len,
+                "lengths": self.q_len != self.kv_len,
+                "offset": bool(np.any(self.q_offset != self.kv_len - self.q_len)),
+                "batch_offsets": bool(np.any(self.q_offset != self.q_offset[:1])),
+                "causal": bool(self.is_causal),
+                "symmetric": not self.is_causal,
+                "asymmetric": self.future_slopes is not None,
+                "grouped": self.group > 1,
+                "window": self.window_size is not None,
+                "segments": self.segment_ids is not None,
+                "mask": self.mask is not None,
+                "batch_slopes": not self.shares_slopes,
+                "scale": self.scale is not None,
+                "long": self.kv_len >= LONG,
+            }
         return frozenset(name for name, holds in found.items() if holds)
 
     def changed(self, name: str, value: Any) -> Any:
@@ -133,15 +157,14 @@ def compute_bias(c: Computation) -> None:
     c.step("future", past if c.future_slopes is None else c.future_slopes[..., None, None])
     c.step("rate", np.where(c.ahead > 0, c.future, past))
     c.step("bias", -c.rate * c.distance)
-    c.step("causal_ahead", c.k_positions - c.q_positions)
-    c.step("causal", c.causal_ahead <= 0)
+    c.step("causal", c.k_positions <= c.q_positions)
     visible = c.causal if c.step("is_causal", c.is_causal) else np.ones_like(c.causal)
-    c.step("window_ahead", c.k_positions - c.q_positions)
+    if c.step("segment_ids", c.segment_ids) is not None:  # [batch, 1, q_len, 1], [batch, 1, 1, kv_len]
+        c.q_ids, c.kv_ids = c.segment_ids[0][:, None, :, None], c.segment_ids[1][:, None, None]
     if c.step("window_size", c.window_size) is not None:
-        visible = visible & c.step("window", np.abs(c.window_ahead) <= c.window_size)
-    if c.step("segment_ids", c.segment_ids) is not None:
-        q_ids, kv_ids = c.segment_ids[0][:, None, :, None], c.segment_ids[1][:, None, None]
-        visible = visible & c.step("segments", q_ids == kv_ids)
+        visible = visible & c.step("window", np.abs(c.k_positions - c.q_positions) <= c.window_size)
+    if c.segment_ids is not None:
+        visible = visible & c.step("segments", c.q_ids == c.kv_ids)
     if c.step("mask", c.mask) is not None:
         visible = visible & c.step("masked", c.mask)
     c.step("visible", visible & c.step("keys", np.ones(c.kv_len, bool)))
@@ -159,14 +182,22 @@ def attend(c: Computation) -> Values:
     c.step("products", c.query @ c.keys_by_head.swapaxes(-1, -2))
     c.step("scores", c.scale * c.products + c.bias)
     c.step("hidden", np.where(c.visible, c.scores, -np.inf))
-    c.step("weights", softmax(c.hidden))
+    c.step("highest", highest_of(c.hidden))
+    c.step("exponentials", np.exp(c.hidden - c.highest))
+    c.step("total", c.exponentials.sum(axis=-1, keepdims=True))
+    c.step("weights", c.exponentials / np.where(c.total > 0, c.total, 1))
     return np.asarray(c.step("output", c.weights @ c.values_by_head))
+
+
+def highest_of(scores: Values, axis: int = -1) -> Values:
+    """Return the highest scores; 0 where all are minus infinity."""
+    highest = scores.max(axis=axis, keepdims=True, initial=-np.inf)
+    return np.where(np.isfinite(highest), highest, 0.0)
 
 
 def softmax(scores: Values, axis: int = -1) -> Values:
     """Return weights of scores; zeros where all are minus infinity."""
-    highest = scores.max(axis=axis, keepdims=True, initial=-np.inf)
-    weights = np.exp(scores - np.where(np.isfinite(highest), highest, 0))
+    weights = np.exp(scores - highest_of(scores, axis))
     total = weights.sum(axis=axis, keepdims=True)
     return np.asarray(weights / np.where(total > 0, total, 1))
 
@@ -185,9 +216,9 @@ def differentiate(c: Computation) -> dict[str, Values]:
         "value": c.step("d_value", by_kv_head(c, c.step("d_value_by_head", d_value))),
     }
     found |= {name: found[name][:, :, : c.given_len] for name in ("key", "value")}  # without padding
-    both = c.future_slopes is None
-    sides = {"slopes": c.ahead <= 0 if not both else np.ones_like(c.ahead, bool)}
-    sides |= {} if both else {"future_slopes": c.ahead > 0}
+    sides = {"slopes": np.ones_like(c.ahead, bool)}
+    if c.future_slopes is not None:
+        sides = {"slopes": c.ahead <= 0, "future_slopes": c.ahead > 0}
     for name, side in sides.items():
         along = c.changed("bias", -(side * c.distance))  # the bias of slopes of 1 on this side
         gradient = (c.d_scores * along).sum(axis=(2, 3))
@@ -214,52 +245,6 @@ def _to_given_slopes(c: Computation, gradient: Values) -> Values:
     return found
 
 
-def arguments_of(
-    query: Any,
-    key: Any,
-    value: Any,
-    slopes: Any,
-    *,
-    is_causal: bool = True,
-    q_offset: Any = None,
-    future_slopes: Any = None,
-    window_size: int | None = None,
-    segment_ids: Any = None,
-    mask: Any = None,
-    scale: float | None = None,
-    **more: Any,
-) -> dict[str, Any]:
-    """Return the arguments of an attention call as a computation takes them."""
-    (batch, heads, q_len, _), kv_len = query.shape, key.shape[2]
-    wide = [None if x is None else np.broadcast_to(x, (batch, heads)) * 1.0 for x in (slopes, future_slopes)]
-    offset = kv_len - q_len if q_offset is None else q_offset
-    if segment_ids is not None:
-        pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-        segment_ids = tuple(np.broadcast_to(x, (batch, np.shape(x)[-1])) for x in pair)
-    return {
-        **{name: np.asarray(x, np.float64) for name, x in zip(TENSORS, (query, key, value), strict=True)},
-        "slopes": wide[0],
-        "given_slopes": wide[0],
-        "future_slopes": wide[1],
-        "shares_slopes": np.ndim(slopes) == 1,
-        "is_causal": is_causal,
-        "q_offset": np.broadcast_to(offset, (batch,)).astype(np.int64)[:, None, None, None],
-        "window_size": window_size,
-        "segment_ids": segment_ids,
-        "mask": None if mask is None else np.reshape(mask, (1,) * (4 - np.ndim(mask)) + np.shape(mask)),
-        "scale": scale,
-        **more,
-    }
-
-
-def call_of(case: Case, dtype: str) -> dict[str, Any]:
-    """Return the arguments of a case, as they are once rounded to a dtype."""
-    query, key, value = (rounded(case.arrays[name], dtype) for name in TENSORS)
-    slopes = rounded(case.arrays["slopes"], "float64" if dtype == "float64" else "float32")
-    cotangent = rounded(case.arrays["cotangent"], dtype)
-    return arguments_of(query, key, value, slopes, grad_output=cotangent, **case.arguments)
-
-
 def make_slopes(mistakes: Active, num_heads: int, contract: str = "exact") -> Values:
     """Return the slopes of so many heads, ``[num_heads]``."""
     found = np.asarray(slope_values(num_heads, contract=contract))
@@ -272,11 +257,9 @@ def make_slopes(mistakes: Active, num_heads: int, contract: str = "exact") -> Va
 def make_bias(mistakes: Active, slopes: Values, q_len: int, kv_len: int, is_causal: bool) -> Values:
     """Return the bias, ``[num_heads, q_len, kv_len]``, -inf where masked."""
     query, key = (np.zeros((1, len(slopes), n, 1)) for n in (q_len, kv_len))
-    c = Computation(mistakes, {}, **arguments_of(query, key, key, slopes, is_causal=is_causal))
-    c.scale = 1.0
+    c = Computation(mistakes, {}, query, key, key, slopes, is_causal=is_causal, scale=1.0)
     compute_bias(c)
-    hidden = c.step("list_bias", np.where(c.visible, c.bias, -np.inf))
-    return np.asarray(np.broadcast_to(hidden, (1, len(slopes), q_len, kv_len))[0])
+    return np.asarray(c.step("list_bias", np.where(c.visible, c.bias, -np.inf))[0])
 
 
 def decode_step(
@@ -284,44 +267,10 @@ def decode_step(
 ) -> tuple[Values, Any]:
     """Return the output of some more tokens, and all keys and values so far."""
     before = 0 if cache is None else cache[0].shape[2]
-    new = Computation(mistakes, state, **arguments_of(query, key, value, slopes), before=before)
+    new = Computation(mistakes, state, query, key, value, slopes, before=before)
     held = new.step("held", (key[:, :, :0], value[:, :, :0]) if cache is None else cache)
     keys, values = (np.concatenate(pair, axis=2) for pair in zip(held, (key, value), strict=True))
-    c = Computation(mistakes, state, **arguments_of(query, keys, values, slopes), before=held[0].shape[2])
+    c = Computation(mistakes, state, query, keys, values, slopes, before=held[0].shape[2])
     output = attend(c)
     state["cache"] = tuple(c.changed("kept", x) for x in (keys, values))
     return output, state["cache"]
-
-
-class Simulation:
-    """Mistakes in float64, asked as a caller asks an adapter.
-
-    Args:
-        mistakes: Those that are made, each with its condition.
-        dtype: To which tensors are rounded before.
-        contract: Whose slopes are right.
-    """
-
-    def __init__(self, mistakes: Active, dtype: str, contract: str) -> None:
-        self.mistakes, self.dtype, self.contract, self.state = mistakes, dtype, contract, dict[Any, Any]()
-
-    def slopes(self, num_heads: int) -> Values:
-        """Return ``[num_heads]``."""
-        return make_slopes(self.mistakes, num_heads, self.contract)
-
-    def bias(self, num_heads: int, q_len: int, kv_len: int, is_causal: bool) -> Values:
-        """Return ``[num_heads, q_len, kv_len]``, -inf where masked."""
-        return make_bias(self.mistakes, self.slopes(num_heads), q_len, kv_len, is_causal)
-
-    def attention(self, case: Case) -> Values:
-        """Return ``[batch, num_heads, q_len, head_dim]``."""
-        return attend(Computation(self.mistakes, self.state, **call_of(case, self.dtype)))
-
-    def gradients(self, case: Case) -> dict[str, Values]:
-        """Return gradients by name."""
-        return differentiate(Computation(self.mistakes, self.state, **call_of(case, self.dtype)))
-
-    def decode_step(self, tensors: Mapping[str, Values], slopes: Values, cache: Any) -> tuple[Values, Any]:
-        """Return the output of some more tokens, and all keys and values so far."""
-        query, key, value = (rounded(tensors[name], self.dtype) for name in TENSORS)
-        return decode_step(self.mistakes, self.state, query, key, value, slopes, cache)

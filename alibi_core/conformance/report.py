@@ -9,7 +9,8 @@ from typing import Any, Literal
 import numpy as np
 
 from alibi_core.conformance.caller import CallError, DepartureError
-from alibi_core.conformance.oracle import excess
+from alibi_core.conformance.oracle import Answer, excess
+from alibi_core.conformance.reference import Values
 
 Status = Literal["passed", "failed", "not offered", "not run"]
 
@@ -61,6 +62,15 @@ class Counterexample:
     budget: float | None = None
 
     @classmethod
+    def worst(cls, function: str, inputs: str, actual: Values, answer: Answer, remark: str = "") -> Counterexample:
+        """Return the element that is farthest off, relative to its budget."""
+        shares = excess(actual, answer)
+        worst = np.unravel_index(int(shares.argmax()), shares.shape)
+        problem = remark or f"off by {shares[worst]:.3g} times what rounding explains"
+        numbers = (float(x[worst]) for x in (answer.value, actual, answer.budget))
+        return cls(function, inputs, problem, tuple(int(x) for x in worst), *numbers)
+
+    @classmethod
     def of(cls, error: DepartureError | CallError) -> Counterexample:
         """Return what an error shows."""
         if isinstance(error, CallError):
@@ -68,14 +78,10 @@ class Counterexample:
         name = f"{error.function}, {error.part}" if error.part else error.function
         if error.actual is None:
             return cls(name, error.inputs, error.remark)
-        shares = excess(error.actual, error.expected)
-        worst = np.unravel_index(int(shares.argmax()), shares.shape)
-        problem = error.remark or f"off by {shares[worst]:.3g} times what rounding explains"
-        numbers = (float(x[worst]) for x in (error.expected.value, error.actual, error.expected.budget))
-        return cls(name, error.inputs, problem, tuple(int(x) for x in worst), *numbers)
+        return cls.worst(name, error.inputs, error.actual, error.expected, error.remark)
 
     def __str__(self) -> str:
-        where = "" if self.at is None else f" at {list(self.at)}: {self.actual!r}, expected {self.expected!r}"
+        where = "" if self.at is None else f" at {list(self.at)}: {self.actual:.8g}, expected {self.expected:.8g}"
         within = "" if self.budget is None else f" within {self.budget:.2g}"
         return f"{self.problem}{where}{within}; {self.inputs}" if self.inputs else f"{self.problem}{where}{within}"
 
@@ -111,22 +117,6 @@ class LawReport:
     seconds: float = 0.0
     counterexample: Counterexample | None = None
     diagnoses: tuple[Diagnosis, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
-        known: dict[str, Any] = plain(asdict(self))
-        return known
-
-    @classmethod
-    def from_dict(cls, known: dict[str, Any]) -> LawReport:
-        """Return the report of a law from the dictionary that :meth:`to_dict` made."""
-        example = known["counterexample"]
-        if example is not None:
-            numbers = {x: None if example[x] is None else float(example[x]) for x in ("expected", "actual", "budget")}
-            at = None if example["at"] is None else tuple(example["at"])
-            example = Counterexample(**example | numbers | {"at": at})
-        diagnoses = tuple(Diagnosis(**x) for x in known["diagnoses"])
-        return cls(**known | {"counterexample": example, "diagnoses": diagnoses})
 
 
 @dataclass(frozen=True)
@@ -205,19 +195,11 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON takes it."""
-        known: dict[str, Any] = plain(asdict(self))
-        return {"passed": self.passed} | known
+        return {"passed": self.passed, **plain(asdict(self))}
 
     def to_json(self) -> str:
         """Return the report as JSON."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
-
-    @classmethod
-    def from_dict(cls, known: dict[str, Any]) -> Report:
-        """Return the report from the dictionary that :meth:`to_dict` made."""
-        others = {name: x for name, x in known.items() if name not in ("passed", "laws", "features")}
-        laws = tuple(LawReport.from_dict(law) for law in known["laws"])
-        return cls(**others, laws=laws, features=tuple(known["features"]))
 
     def __str__(self) -> str:
         verdict = ("passed", "FAILED", "nothing to check")[self.exit_status]

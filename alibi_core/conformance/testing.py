@@ -10,10 +10,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from alibi_core._extras import install_hint
-from alibi_core.conformance.case import COTANGENTS, FAR, FORMS, PER_BATCH, Case, Sizes
+from alibi_core.conformance.case import COTANGENTS, FAR, FORMS, PER_BATCH, Case, Sizes, draw_case
 from alibi_core.conformance.data import DATA, STEEP
 from alibi_core.conformance.laws import LONGER
 from alibi_core.conformance.oracle import (
@@ -23,11 +27,11 @@ from alibi_core.conformance.oracle import (
     Answer,
     Attention,
     Rules,
-    Values,
     penalties,
     rounded,
     summed_over_batch,
 )
+from alibi_core.conformance.reference import Values
 
 try:
     from hypothesis import settings
@@ -61,6 +65,7 @@ _ANY_SIZES = st.builds(
     lengths=st.tuples(st.integers(1, 17), st.integers(1, 17)),
     head_dim=st.integers(1, 11),
 )
+_FEATURES = {"offset", "far", "batch_offsets", "window", "segments", "mask", "batch_slopes"}
 
 
 @st.composite
@@ -75,16 +80,12 @@ def cases(draw: st.DrawFn, *, forms: tuple[str, ...] = FORMS, sizes: Sizes | Non
     """
     if sizes is None:
         sizes = draw(_ANY_SIZES if settings().max_examples > 100 else st.sampled_from(SIZES))
-    return Case(
-        sizes=sizes,
-        form=draw(st.sampled_from(forms)),
-        q_offset=None if plain else draw(st.none() | st.integers(-3, 13) | st.sampled_from([FAR, PER_BATCH])),
-        window_size=None if plain else draw(st.none() | st.integers(0, 6)),
-        packing=None if plain else draw(st.sampled_from([None, None, "same", "pair", "one row"])),
-        masking=None if plain else draw(st.sampled_from([None, None, "by query", "by key", "by head"])),
-        slopes_per_batch=draw(st.booleans()),
-        seed=draw(st.integers(0, 2**16)),
-    )
+
+    def choose(values: Sequence[Any]) -> Any:
+        return draw(st.sampled_from(values))
+
+    case = draw_case(choose, (sizes,), forms, {"batch_slopes"} if plain else _FEATURES, is_dense=True)
+    return dataclasses.replace(case, seed=draw(st.integers(0, 2**16)))
 
 
 def assert_within_budget(actual: Values, answer: Answer) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,27 +14,20 @@ import alibi_core
 from alibi_core._contracts import named
 from alibi_core.conformance.adapter import Offer
 from alibi_core.conformance.caller import Caller, CallError, DepartureError
-from alibi_core.conformance.case import SMALL, Case, Family
-from alibi_core.conformance.oracle import Answer, Attention, Values, excess
+from alibi_core.conformance.case import SMALL, Case, Choose, Sizes, design, draw_case
+from alibi_core.conformance.oracle import Answer, Attention, excess
+from alibi_core.conformance.reference import Values
 
 
 @dataclass
 class Trial:
-    """An adapter, and what a law needs to know of it.
-
-    Attributes:
-        caller: Calls the adapter.
-        features: Those that it offers.
-        examples: How many cases a law tries where it has a choice.
-        seed: Of the cases.
-        share: The largest part of an error budget that was used up.
-    """
+    """An adapter's caller, the features that it offers, how many cases a law tries, and from which seed."""
 
     caller: Caller
     features: frozenset[str]
-    examples: int
-    seed: int
-    share: float = 0.0
+    examples: int = 1
+    seed: int = 0
+    share: float = 0.0  # the largest part of an error budget that was used up
 
     @property
     def is_thorough(self) -> bool:
@@ -46,29 +39,33 @@ class Trial:
         """The adapter, resolved."""
         return self.caller.offer
 
-    def every(self, cases: Iterable[Case], body: Callable[[Case], None]) -> None:
-        """Run ``body`` on cases with several seeds each, more where they are small."""
+    def seeded(self, cases: Iterable[Case]) -> Iterator[Case]:
+        """Yield cases with several seeds each, more where they are small."""
         for case in cases:
-            seeds = range(4 if case.sizes.elements <= SMALL else 2)
-            for seed in seeds:
-                body(dataclasses.replace(case, seed=seed and seed + self.seed))
+            for seed in range(4 if case.sizes.elements <= SMALL else 2):
+                yield dataclasses.replace(case, seed=seed and seed + self.seed)
 
-    def family(self, family: Family, body: Callable[[Case], None], *, share: float = 1) -> None:
-        """Run ``body`` on the design of a family, and on as many cases at random as a thorough profile has."""
-        self.every(family.design(max(1, round(min(self.examples, 20) * share / 2)), self.seed), body)
+    def drawn(
+        self, sizes: Sequence[Sizes], forms: Sequence[str], features: Iterable[str], share: float = 1, **more: Any
+    ) -> Iterator[Case]:
+        """Yield a share of the profile's cases: a design, and as many at random as a thorough profile has."""
+        features = frozenset(features)
+
+        def draw(choose: Choose) -> Case:
+            return draw_case(choose, sizes, forms, features, **more)
+
+        yield from self.seeded(design(draw, max(1, round(min(self.examples, 20) * share / 2)), self.seed))
         rng = random.Random(self.seed)
         for _ in range(round(self.examples * share) if self.is_thorough else 0):
-            case = family.draw(rng, dense=True)
-            body(dataclasses.replace(case, seed=rng.randrange(2**16)))
+            case = draw_case(rng.choice, sizes, forms, features, is_dense=True, **more)
+            yield dataclasses.replace(case, seed=rng.randrange(2**16))
 
-    @contextlib.contextmanager
-    def told(self, case: Case) -> Iterator[None]:
-        """Let an error of a call say by which case it came."""
-        try:
-            yield
-        except CallError as error:
-            error.inputs = error.inputs or str(case)
-            raise
+    def fitted(self, case: Case) -> Case:
+        """Return the case with the slopes that the adapter has, if it takes none."""
+        if self.offer.has_slopes:
+            return case
+        own = np.asarray(alibi_core.slopes(case.num_heads, contract=self.offer.contract), np.float64)
+        return case.with_arrays(slopes=own)
 
     def exact(self, case: Case) -> Attention:
         """Return the exact answer to a case, and how far off it may be by the adapter's dtype and contract."""
@@ -83,19 +80,14 @@ class Trial:
         bias = np.where(visible, np.where(visible, bias, 0).astype(np.float64) * factor, -np.inf)
         return dataclasses.replace(problem, bias=bias)
 
-    def fitted(self, case: Case) -> Case:
-        """Return the case with the slopes that the adapter has, if it takes none."""
-        if self.offer.has_slopes:
-            return case
-        own = np.asarray(alibi_core.slopes(case.num_heads, contract=self.offer.contract), np.float64)
-        return case.with_arrays(slopes=own)
+    def answer(self, case: Case) -> Answer:
+        """Return the exact output of a case, which may leave out what the adapter's tolerance allows."""
+        return self.exact(case).output_without(self.offer.tolerance)
 
     def attention(self, case: Case, *, nowhere: bool = False) -> None:
-        """Hold the adapter's attention to a case; with ``nowhere``, also the queries that may look nowhere."""
+        """Hold the adapter's attention to a case; with ``nowhere``, also the queries that see no key."""
         case = self.fitted(case)
-        problem = self.exact(case)
-        with self.told(case):
-            actual = self.caller.attention(case)
+        actual, problem = self._called("attention", case), self.exact(case)
         if not nowhere:
             sees = np.isfinite(problem.bias).any(axis=-1, keepdims=True)
             actual = np.where(sees, actual, 0.0)
@@ -107,27 +99,37 @@ class Trial:
         problem = self.exact(case)
         if "nowhere" not in self.features and not np.isfinite(problem.bias).any(axis=-1).all():
             return
-        with self.told(case):
-            actual = self.caller.gradients(case)
+        actual = self._called("gradients", case)
         answers = case.gradients(self.offer.dtype, self.offer.tolerance, problem=problem)
-        names = tuple(x for x in names if x in answers and (case.wrt is None or x in case.wrt))
-        for name in (x for x in names if self.offer.has_slopes or "slopes" not in x):
+        for name in names:
+            if name not in answers or (case.wrt and name not in case.wrt):
+                continue
+            if "slopes" in name and not self.offer.has_slopes:
+                continue
             if name not in actual:
                 remark = f"attention_grad returned no gradient of {name}"
                 raise DepartureError("attention_grad", str(case), None, answers[name], case, name, remark)
             self.compare("attention_grad", str(case), actual[name], answers[name], case, name)
 
+    def _called(self, function: str, case: Case) -> Any:
+        try:
+            return getattr(self.caller, function)(case)
+        except CallError as error:
+            error.inputs = error.inputs or str(case)
+            raise
+
     def compare(
         self, function: str, inputs: str, actual: Values, answer: Answer, case: Case | None = None, part: str = ""
     ) -> None:
         """Raise :class:`DepartureError` unless a result is within the budget of the exact answer."""
-        finite = np.isfinite(answer.value)
+        finite, found = np.isfinite(answer.value), np.isfinite(actual)
         remark = ""
         if np.isnan(actual).any():
             remark = "NaN"
-        elif not np.array_equal(np.isfinite(actual), finite):
-            hides = bool((~np.isfinite(actual) & finite).any())
-            remark = "infinite where it should not be" if hides else "finite where it should be minus infinity"
+        elif (~found & finite).any():
+            remark = "infinite where it should not be"
+        elif (found & ~finite).any():
+            remark = "finite where it should be minus infinity"
         share = float(excess(actual, answer).max(initial=0))
         if remark or share > 1:
             raise DepartureError(function, inputs, actual, answer, case, part, remark)

@@ -1,14 +1,16 @@
 """Checks in a process of their own, so that a hang or crash of an adapter does not take the caller down.
 
-Run as a program, this file is that process: it writes JSON objects to its standard output, one a line.
+Run as a program, this file is that process: it writes pickled events, dictionaries, to its standard output.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -71,12 +73,11 @@ def supervised(source: str, settings: Settings, show: Callable[[str], None] = la
             seen |= event
             done = [] if "about" in event else done
             if "law_report" in event:
-                done.append(LawReport.from_dict(event["law_report"]))
-            show(
-                f"{seen['about']['name'] or source} ({seen['about']['dtype']}) {seen['law']} … ({len(done)} laws done)"
-            )
+                done.append(event["law_report"])
+            about = seen["about"]
+            show(f"{about['name'] or source} ({about['dtype']}) {seen['law']} … ({len(done)} laws done)")
             if "report" in event:
-                yield Outcome(source, Report.from_dict(event["report"]))
+                yield Outcome(source, event["report"])
                 first += 1
         count = seen.get("count", 1)
         if "missing" in seen:
@@ -95,12 +96,13 @@ def _events(source: str, settings: Settings, first: int) -> Iterator[dict[str, A
     command = [sys.executable, "-m", "alibi_core.conformance.worker", request]
     event: dict[str, Any] = {}
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
         assert process.stdout is not None
         try:
-            for line in process.stdout:
-                event = json.loads(line)
-                yield event
+            with contextlib.suppress(EOFError, pickle.UnpicklingError):  # of a process that is dead
+                while True:
+                    event = pickle.load(process.stdout)
+                    yield event
             process.wait()
         finally:
             process.kill()
@@ -141,15 +143,16 @@ def load(source: str) -> list[Any]:
 
 def main(request: dict[str, Any]) -> None:
     """Check the adapters of one source, from the first that has not been looked at."""
-    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    events = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what the adapter prints is no event
     threading.Thread(target=_watch, args=(request["time_limit"] + PATIENCE,), daemon=True).start()
 
     def tell(**event: Any) -> None:
-        print(json.dumps(event), file=events, flush=True)
+        pickle.dump(event, events)
+        events.flush()
 
     def on_law(name: str, report: LawReport | None) -> None:
-        tell(**({"law": name} if report is None else {"law_report": report.to_dict()}))
+        tell(**({"law": name} if report is None else {"law_report": report}))
 
     sys.path.insert(0, os.getcwd())
     try:
@@ -162,7 +165,7 @@ def main(request: dict[str, Any]) -> None:
     chosen = {name: request[name] for name in ("profile", "seed", "time_limit")} | {"laws": request["laws"] or None}
     for offer in offers[request["first"] :]:
         tell(about={name: getattr(offer, name) for name in ("name", "dtype", "contract")})
-        tell(report=check(offer, **chosen, on_law=on_law).to_dict())
+        tell(report=check(offer, **chosen, on_law=on_law))
     tell(done=True)
 
 

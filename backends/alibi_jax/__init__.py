@@ -1,6 +1,6 @@
 """ALiBi attention for JAX, and layers for Flax."""
 
-from alibi_core.backend import install_hint as _install_hint
+from alibi_core.backend.checks import install_hint as _install_hint
 
 try:
     import flax as _flax  # noqa: F401

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 
-from alibi_core.backend import LENGTH_FIRST, AttentionCall, explains_keywords
-from alibi_jax._call import as_slopes, take_apart
+from alibi_core.backend import LENGTH_FIRST, AttentionCall
+from alibi_core.backend.checks import explains_keywords
+from alibi_jax import _rows
+from alibi_jax._call import as_slopes, operands_of
 from alibi_jax._compatible import broadcasting
-from alibi_jax._dispatch import Implementation, attend, checked, dense, in_full
+from alibi_jax._dispatch import Implementation, attend, checked, dense, require_dense
 
 
 @explains_keywords
@@ -27,6 +27,9 @@ def attention(
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     window_size: int | None = None,
     mask: jax.Array | None = None,
+    positions: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    distance: str = "manhattan",
+    law: str = "linear",
     scale: float | None = None,
     tolerance: float | None = None,
     added_bias: jax.Array | None = None,
@@ -104,6 +107,9 @@ def attention(
         segment_ids=segment_ids,
         window_size=window_size,
         mask=mask,
+        positions=positions,
+        distance=distance,
+        law=law,
         scale=scale,
         tolerance=tolerance,
         added_bias=added_bias,
@@ -117,10 +123,12 @@ def attention(
         raise ValueError("dropout_key must be given with a dropout above 0, got None; jax.random.key makes one")
     if dropout_key is not None and not hasattr(dropout_key, "dtype"):
         raise TypeError(f"dropout_key must be a key, got {dropout_key!r}; jax.random.key makes one")
+    tensors = [jnp.swapaxes(x, -3, -2) for x in (query, key, value)]
     if call.dense_only is None:
-        return run(call, query, key, value, checked(implementation))
-    in_full(call, checked(implementation))
-    return dense(call, *(jnp.swapaxes(x, -3, -2) for x in (query, key, value)), dropout_key=dropout_key)
+        return jnp.swapaxes(run(call, *tensors, checked(implementation)), -3, -2)
+    require_dense(call, checked(implementation))
+    found = dense(call, *tensors, dropout_key=dropout_key)
+    return (jnp.swapaxes(found[0], -3, -2), found[1]) if call.return_weights else jnp.swapaxes(found, -3, -2)
 
 
 def run(
@@ -131,21 +139,23 @@ def run(
     implementation: Implementation | None,
     key_norms: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute a call that is checked, of tensors and an implementation as for :func:`attention`.
+    """Compute a checked call on tensors ``[*batch, heads, length, head_dim]``.
 
-    ``key_norms``, ``[batch, num_kv_heads, blocks]``, are what no norm of each 128 keys exceeds. Then key and value are
-    a cache's, ``[batch, num_kv_heads, kv_len, head_dim]``. Default: norms are measured.
+    ``key_norms``, ``[batch, num_kv_heads, blocks]``, are upper bounds of the norms of each 128 keys. Default: measured.
     """
     if call.is_empty:
         return jnp.zeros_like(query)
-    is_cache = key_norms is not None
+    if not call.is_toeplitz and implementation != "dense":
+        if implementation not in (None, "tiled"):
+            raise NotImplementedError(
+                "implementation 'tpu' takes no positions and no law but the linear one; 'tiled' and 'dense' can run "
+                "this call"
+            )
+        return _rows.attention(call, query, key, value)
     if implementation == "dense":
-        heads_first = (key, value) if is_cache else (jnp.swapaxes(x, -3, -2) for x in (key, value))
-        return dense(call, jnp.swapaxes(query, -3, -2), *heads_first)
-    rules, operands = take_apart(call, query, key, value)
-    rules = replace(rules, kv_heads_first=is_cache)
-    return _attend(rules, implementation, operands._replace(key_norms=key_norms)).reshape(query.shape)
+        return dense(call, query, key, value)
+    return _attend(operands_of(call, query, key, value, key_norms), implementation).reshape(query.shape)
 
 
-# Outside of jax.jit, too, it is compiled as one: tiles are loops.
-_attend = jax.jit(attend, static_argnums=(0, 1))
+# Compiled outside of jax.jit, too: tiles are loops.
+_attend = jax.jit(attend, static_argnums=1)

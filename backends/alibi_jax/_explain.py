@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from alibi_core.backend import LENGTH_FIRST, AttentionCall, Explanation, check_keywords
+from alibi_core.backend import LENGTH_FIRST, AttentionCall, Explanation
+from alibi_core.backend.checks import check_keywords
 from alibi_jax._attention import attention
-from alibi_jax._call import as_slopes, take_apart
-from alibi_jax._compatible import broadcasting
-from alibi_jax._dispatch import IMPLEMENTATIONS, Implementation, Target, checked, choose, in_full, name_of, refusal
+from alibi_jax._call import as_slopes, operands_of
+from alibi_jax._compatible import Target, broadcasting
+from alibi_jax._dispatch import IMPLEMENTATIONS, Implementation, checked, choose, name_of, refusal, require_dense
 
 
 @broadcasting
@@ -26,16 +27,8 @@ def explain(
 ) -> Explanation:
     """Say which implementation a call of :func:`alibi_jax.attention` would use, and which keys its queries need.
 
-    The arrays are measured on the host; nothing is attended to. It answers for one device: where a compiler divides a
-    program among several by itself, ``"tiled"`` runs.
-
-    Args:
-        query: As for :func:`alibi_jax.attention`, like all arguments. Not traced.
-        key: Likewise.
-        value: Likewise.
-        slopes: Likewise.
-        implementation: Likewise.
-        **arguments: Likewise.
+    Arguments are those of :func:`alibi_jax.attention`, not traced. Arrays are measured on the host; nothing is attended
+    to. It answers for one device: where XLA divides a program among several by itself, ``"tiled"`` runs.
 
     Returns:
         The explanation, its arrays in NumPy.
@@ -60,14 +53,14 @@ def explain(
         arguments["future_slopes"] = as_slopes(arguments["future_slopes"])
     call = AttentionCall.check(query, key, value, as_slopes(slopes), layout=LENGTH_FIRST, xp=jnp, **arguments)
     if call.dense_only is not None:
-        implementation = in_full(call, implementation)
+        require_dense(call, implementation)
+        implementation = "dense"
     if call.is_empty:
         return Explanation.of_nothing(call)
-    _, operands = take_apart(call, query, key, value)
-    target = Target(_platform(query))
+    tensors = tuple(jnp.swapaxes(x, -3, -2) for x in (query, key, value))
+    operands, target = operands_of(call, *tensors), Target(_platform(query))
     chosen = name_of(choose(implementation, target, operands))
     reasons = {name: call.dense_only or refusal(name, target, operands) for name in IMPLEMENTATIONS if name != chosen}
-    tensors = tuple(jnp.swapaxes(x, -3, -2) for x in (query, key, value))
     return Explanation.of(call, tensors, chosen, reasons, leaves_out=chosen != "dense")
 
 

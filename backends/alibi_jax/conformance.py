@@ -17,7 +17,7 @@ from alibi_jax.caches import KVCache
 __all__ = ["adapters"]
 
 DTYPES = ("float32", "float16", "bfloat16")
-Fixed = tuple[tuple[str, bool | int | float], ...]
+Static = tuple[tuple[str, bool | int | float], ...]
 
 
 def adapters() -> list[BackendAdapter]:
@@ -52,9 +52,9 @@ def _numpy(array: jax.Array) -> np.ndarray[Any, Any]:
 
 
 def _attention(implementation: str, *tensors: jax.Array, **arguments: Any) -> jax.Array:
-    """Attend as one program: each operation by itself would be compiled for each shape."""
-    fixed, arrays = _parted(arguments)
-    result: jax.Array = _program(implementation, fixed, tensors, arrays)
+    """Attend as one program: operations by themselves would be compiled for each shape."""
+    static, arrays = _split(arguments)
+    result: jax.Array = _program(implementation, static, tensors, arrays)
     return result
 
 
@@ -66,37 +66,32 @@ def _gradients(
     weight: jax.Array | float,
 ) -> Sequence[jax.Array]:
     """Differentiate in one program, forward and backward, in which a weight that is a number is a constant."""
-    fixed, arrays = _parted(arguments)
-    asked = [arrays.pop(name) for name in wrt]
+    static, arrays = _split(arguments)
+    asked = {name: arrays.pop(name) for name in wrt}
     constant, weight = (None, weight) if isinstance(weight, jax.Array) else (weight, None)
-    gradients: Sequence[jax.Array] = _gradient_program(implementation, fixed, wrt, constant, asked, arrays, weight)
-    return gradients
+    found = _gradient_program(implementation, static, constant, asked, arrays, weight)
+    return [found[name] for name in wrt]
 
 
-def _parted(arguments: Mapping[str, Any]) -> tuple[Fixed, dict[str, Any]]:
-    """Return the arguments that a program is made for, and those that it is called with."""
-    fixed = {name: x for name, x in arguments.items() if isinstance(x, bool | int | float)}
-    return tuple(sorted(fixed.items())), {name: x for name, x in arguments.items() if name not in fixed}
+def _split(arguments: Mapping[str, Any]) -> tuple[Static, dict[str, Any]]:
+    """Return the arguments that a program is compiled for, and those that it is called with."""
+    static = {name: x for name, x in arguments.items() if isinstance(x, bool | int | float)}
+    return tuple(sorted(static.items())), {name: x for name, x in arguments.items() if name not in static}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _program(implementation: str, fixed: Fixed, tensors: Any, arrays: Any) -> jax.Array:
-    return attention(*tensors, **arrays, **dict(fixed), implementation=implementation)
+def _program(implementation: str, static: Static, tensors: Any, arrays: Any) -> jax.Array:
+    return attention(*tensors, **arrays, **dict(static), implementation=implementation)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _gradient_program(
-    implementation: str, fixed: Fixed, wrt: tuple[str, ...], constant: float | None, *arrays: Any
-) -> Sequence[jax.Array]:
-    """Return the gradients by what ``wrt`` names: of a function of those, of the other arrays and of the weight."""
-    asked, others, weight = arrays
-
-    def function(*asked: jax.Array) -> jax.Array:
-        arguments = {**others, **dict(fixed), **dict(zip(wrt, asked, strict=True))}
-        return attention(**arguments, implementation=implementation)
-
-    result, pull_back = jax.vjp(function, *asked)
-    found: Sequence[jax.Array] = pull_back(jnp.full_like(result, constant) if weight is None else weight)
+    implementation: str, static: Static, constant: float | None, asked: Any, others: Any, weight: Any
+) -> dict[str, jax.Array]:
+    result, pull_back = jax.vjp(
+        lambda asked: attention(**asked, **others, **dict(static), implementation=implementation), asked
+    )
+    found: dict[str, jax.Array] = pull_back(jnp.full_like(result, constant) if weight is None else weight)[0]
     return found
 
 
@@ -114,8 +109,7 @@ def _decode_step(
 def _step(
     implementation: str, query: jax.Array, key: jax.Array, value: jax.Array, slopes: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, KVCache]:
-    """Decode as users do, with one program for all steps of as many tokens."""
+    """Decode as users do, with one program for all steps of the same number of tokens."""
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-    longer = cache.append(key, value)
-    result = longer.attend(query, slopes, implementation=implementation)
-    return jnp.swapaxes(result, 1, 2), longer
+    cache = cache.append(key, value)
+    return jnp.swapaxes(cache.attend(query, slopes, implementation=implementation), 1, 2), cache

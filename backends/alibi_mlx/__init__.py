@@ -1,6 +1,6 @@
 """ALiBi attention, layers and models for MLX."""
 
-from alibi_core.backend import install_hint as _install_hint
+from alibi_core.backend.checks import install_hint as _install_hint
 
 try:
     import mlx.core as _mlx  # noqa: F401

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from alibi_core.backend import AttentionCall, Job, dense_attention, explains_keywords, one_of
-from alibi_mlx import _plan
+from alibi_core.backend import AttentionCall, dense_attention
+from alibi_core.backend.checks import explains_keywords, one_of
+from alibi_core.backend.horizon import Job
+from alibi_mlx import _plan, _rows
 from alibi_mlx._dispatch import IMPLEMENTATIONS, attend, choose
 
 
@@ -22,6 +24,9 @@ def attention(
     segment_ids: mx.array | tuple[mx.array, mx.array] | None = None,
     window_size: int | None = None,
     mask: mx.array | None = None,
+    positions: mx.array | tuple[mx.array, mx.array] | None = None,
+    distance: str = "manhattan",
+    law: str = "linear",
     scale: float | None = None,
     tolerance: float | None = None,
     added_bias: mx.array | None = None,
@@ -36,7 +41,8 @@ def attention(
     Differentiable in ``query``, ``key``, ``value``, ``slopes`` and ``future_slopes``, in memory that grows with the
     lengths alone, forwards and backwards; no bias of ``q_len * kv_len`` is ever held. Keys that are proved to weigh
     less than the tolerance together are left out. To prove it, the call evaluates the tensors where there are more
-    than 1,024 keys; ``tolerance=0`` leaves it lazy. ``mx.vmap`` makes a longer batch. Under ``mx.compile``
+    than 1,024 keys; ``tolerance=0`` leaves it lazy. Slopes of MLX are evaluated in any case, to be checked; NumPy's or
+    none are not. ``mx.vmap`` makes a longer batch. Under ``mx.compile``
     nothing can be read, so all visible keys are computed. Lengths decide what that is: ``shapeless=True`` is not for
     it, and MLX refuses it, but where ``"dense"`` was traced with a single key.
 
@@ -84,6 +90,9 @@ def attention(
         segment_ids=segment_ids,
         window_size=window_size,
         mask=mask,
+        positions=positions,
+        distance=distance,
+        law=law,
         scale=scale,
         tolerance=tolerance,
         added_bias=added_bias,
@@ -117,6 +126,8 @@ def run(
     """
     if call.is_empty or choose(call, implementation) == "dense":
         return dense_attention(call, query, key, value)
+    if not call.is_toeplitz:
+        return _rows.attention(call, query, key, value)
     flat = call.with_one_batch_axis()
     tensors = (x.reshape(*flat.batch, *x.shape[-3:]) for x in (query, key, value))
 

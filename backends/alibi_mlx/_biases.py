@@ -8,7 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from alibi_core.backend import AttentionCall, Job
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import Job
 
 
 class Biases:

@@ -12,7 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from alibi_core.backend import ARRAY_AXES, AttentionCall, Job, join_call, split_call
+from alibi_core.backend import ARRAY_AXES, AttentionCall, join_call
+from alibi_core.backend.horizon import Job
 from alibi_mlx import _kernels
 
 IMPLEMENTATIONS = ("tiled", "dense")
@@ -52,7 +53,7 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
 
     Nothing is kept for the backward pass but the arguments: scores are computed anew.
     """
-    static, operands = split_call(call)
+    operands = call.arrays
     planned: dict[tuple[int, ...], list[Job]] = {}  # once for both passes, and once more for a longer batch
 
     def jobs(call: AttentionCall, *tensors: mx.array) -> list[Job]:
@@ -61,7 +62,7 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
         return planned[call.batch]
 
     def of_arrays(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> mx.array:
-        this = join_call(static, dict(zip(operands, arrays, strict=True)))
+        this = join_call(call, dict(zip(operands, arrays, strict=True)))
         return _kernels.forward(this, query, key, value, jobs(this, query, key, value))
 
     function = mx.custom_function(of_arrays)
@@ -74,7 +75,7 @@ def attend(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array,
     @function.vjp
     def differentiate(primals: Any, grad: mx.array, result: mx.array) -> Any:
         query, key, value, *arrays = primals
-        this = join_call(static, dict(zip(operands, arrays, strict=True)))
+        this = join_call(call, dict(zip(operands, arrays, strict=True)))
         *by_tensors, past, future = _gradients(this, query, key, value, grad, jobs)
         by_slopes = {"slopes": past, "future_slopes": future}
         if this.future_slopes is None:
@@ -94,11 +95,11 @@ def _gradients(
     call: AttentionCall, query: mx.array, key: mx.array, value: mx.array, grad: mx.array, plan: Plan
 ) -> tuple[mx.array, ...]:
     """Return the gradients by query, key, value, and by the slopes of each batch entry, past and future."""
-    static, operands = split_call(call)
+    operands = call.arrays
 
     @mx.custom_function
     def function(query: mx.array, key: mx.array, value: mx.array, grad: mx.array, *arrays: mx.array) -> Any:
-        this = join_call(static, dict(zip(operands, arrays, strict=True)))
+        this = join_call(call, dict(zip(operands, arrays, strict=True)))
         return _kernels.backward(this, (query, key, value), grad, plan(this, query, key, value))
 
     @function.vmap

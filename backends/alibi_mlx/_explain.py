@@ -6,7 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from alibi_core.backend import AttentionCall, Explanation, check_keywords, one_of
+from alibi_core.backend import AttentionCall, Explanation
+from alibi_core.backend.checks import check_keywords, one_of
 from alibi_mlx._attention import attention
 from alibi_mlx._dispatch import IMPLEMENTATIONS, choose, refusal
 
@@ -23,18 +24,7 @@ def explain(
     """Say which implementation a call of :func:`alibi_mlx.attention` would use, and which keys its queries need.
 
     The arrays are evaluated and measured on the host, also where the call would not measure them; nothing is attended
-    to.
-
-    Args:
-        query: As for :func:`alibi_mlx.attention`, like all arguments.
-        key: Likewise.
-        value: Likewise.
-        slopes: Likewise.
-        implementation: Likewise.
-        **arguments: Likewise.
-
-    Returns:
-        The explanation, its arrays in NumPy.
+    to. The arguments are those of :func:`alibi_mlx.attention`; the arrays of the explanation are NumPy's.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As the call would.

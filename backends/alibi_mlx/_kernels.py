@@ -13,7 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from alibi_core.backend import AttentionCall, Job
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import Job
 from alibi_mlx._biases import Biases
 from alibi_mlx._plan import tiling
 
@@ -58,7 +59,7 @@ def backward(
     """
     query, key, value = tensors
     by_query = mx.zeros(query.shape, query.dtype)
-    by_key, by_value = _KeySums(call, key), _KeySums(call, value)
+    by_key, by_value = mx.zeros(key.shape), mx.zeros(value.shape)  # float32, until they are complete
     by_slopes = [mx.zeros((*call.batch, call.num_heads)) for _ in range(2)]
     biases = Biases(call)
     before: list[mx.array] = []
@@ -83,15 +84,15 @@ def backward(
             put_queries(by_query, part, by_queries)
             before = [
                 by_queries,
-                by_key.add(part, by_score.swapaxes(-1, -2) @ queries),
-                by_value.add(part, weights.swapaxes(-1, -2) @ grads),
+                _add_keys(by_key, part, call, by_score.swapaxes(-1, -2) @ queries),
+                _add_keys(by_value, part, call, weights.swapaxes(-1, -2) @ grads),
                 *(
                     _add_by_head(x, part, by_score * y)
                     for x, y in zip(by_slopes, distances, strict=True)
                     if y is not None
                 ),
             ]
-    return by_query, by_key.total(), by_value.total(), *by_slopes
+    return by_query, by_key.astype(key.dtype), by_value.astype(value.dtype), *by_slopes
 
 
 def _softmax(scores: mx.array) -> mx.array:
@@ -200,57 +201,31 @@ def _kv_stop(job: Job) -> int:
     return job.kv_start + (job.tiles - 1) * job.rows + job.kv_len
 
 
-class _KeySums:
-    """A gradient by keys, or values, that grows by what each job adds to it: float32 until it is complete.
-
-    Arrays are never changed in place, so each head's gradient is a sum of its own.
-    """
-
-    def __init__(self, call: AttentionCall, like: mx.array) -> None:
-        self._call, self._like = call, like
-        self._sums: dict[tuple[int, int, int, int], mx.array] = {}  # by batch entries and heads
-
-    def add(self, job: Job, addend: mx.array) -> mx.array:
-        """Add ``[batch entries or tiles, heads, kv_len, head_dim]`` and return the sum that it went into."""
-        heads = kv_heads_of(job, self._call)
-        if addend.shape[1] > heads.stop - heads.start:  # these heads share their keys
-            addend = mx.sum(addend, axis=1, keepdims=True)
-        if job.tiles > 1:
-            addend = _overlapped(addend, job)
-        where = (job.batch.start, job.batch.stop, heads.start, heads.stop)
-        placed = _padded(addend, 2, job.kv_start, self._call.kv_len - _kv_stop(job))
-        self._sums[where] = placed if where not in self._sums else self._sums[where] + placed
-        return self._sums[where]
-
-    def total(self) -> mx.array:
-        """Return the gradient, of the shape and dtype of the keys."""
-        total = mx.zeros(self._like.shape, mx.float32)
-        for (entry, end, head, last), addend in self._sums.items():
-            total[entry:end, head:last] = total[entry:end, head:last] + addend
-        return total.astype(self._like.dtype)
-
-
-def _padded(array: mx.array, axis: int, before: int, after: int) -> mx.array:
-    """Return ``mx.pad`` along one axis. MLX 0.29 has it, but ``mx.vmap`` there does not know it."""
-    if before == after == 0:
-        return array
-    zeros = [mx.zeros((*array.shape[:axis], n, *array.shape[axis:][1:]), array.dtype) for n in (before, after)]
-    pieces = [x for x in (zeros[0], array, zeros[1]) if x.shape[axis] > 0]
-    return mx.concatenate(pieces, axis=axis) if len(pieces) > 1 else array
+def _add_keys(total: mx.array, job: Job, call: AttentionCall, addend: mx.array) -> mx.array:
+    """Add ``[batch entries or tiles, heads, kv_len, head_dim]`` to the keys' gradient, and return their new one."""
+    heads = kv_heads_of(job, call)
+    if addend.shape[1] > heads.stop - heads.start:  # these heads share their keys
+        addend = mx.sum(addend, axis=1, keepdims=True)
+    if job.tiles > 1:
+        addend = _overlapped(addend, job)
+    where = job.batch, heads, slice(job.kv_start, _kv_stop(job))
+    total[where] = summed = total[where] + addend
+    return summed
 
 
 def _overlapped(addend: mx.array, job: Job) -> mx.array:
     """Return the sum of tiles' keys, ``[tiles, heads, kv_len, head_dim]``, each ``rows`` after the one before it."""
     tiles, heads, length, head_dim = addend.shape
-    shifts = -(-length // job.rows)  # as many stretches of `rows` keys make up a tile
-    addend = _padded(addend, 2, 0, shifts * job.rows - length)
-    # The stretches at one place in all tiles do not overlap.
-    stretches = addend.reshape(tiles, heads, shifts, job.rows, head_dim).transpose(2, 1, 0, 3, 4)
-    stretches = stretches.reshape(shifts, heads, tiles * job.rows, head_dim)
-    whole: Any = 0
-    for shift in range(shifts):
-        whole = whole + _padded(stretches[shift], 1, shift * job.rows, (shifts - 1 - shift) * job.rows)
-    return whole[None, :, : (tiles - 1) * job.rows + length]
+    whole = mx.zeros((1, heads, (tiles - 1) * job.rows + length, head_dim))
+    for start in range(0, length, job.rows):  # the keys at one place in all tiles do not overlap
+        count = min(job.rows, length - start)
+        part = addend[:, :, start : start + count]  # [tiles, heads, count, head_dim]
+        if count < job.rows:
+            part = mx.concatenate([part, mx.zeros((tiles, heads, job.rows - count, head_dim))], axis=2)
+        part = part.swapaxes(0, 1).reshape(1, heads, tiles * job.rows, head_dim)
+        stop = min(start + tiles * job.rows, whole.shape[2])
+        whole[:, :, start:stop] = whole[:, :, start:stop] + part[:, :, : stop - start]
+    return whole
 
 
 def _add_by_head(total: mx.array, job: Job, products: mx.array) -> mx.array:

@@ -13,8 +13,8 @@ import array_api_compat.numpy as xp
 import mlx.core as mx
 import numpy as np
 
-from alibi_core.backend import (
-    AttentionCall,
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import (
     Job,
     KeyNorms,
     Tiling,
@@ -25,7 +25,7 @@ from alibi_core.backend import (
     plain_jobs,
     tolerance_of,
 )
-from alibi_core.backend import norm_bounds as bounds_of
+from alibi_core.backend.horizon import norm_bounds as bounds_of
 
 # Numbers in the keys of one batch entry, times those of a short call; measured on a CPU.
 SOON_READ = 2**11

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from alibi_core.backend import install_hint as _install_hint
+from alibi_core.backend.checks import install_hint as _install_hint
 
 try:
     import torch as _torch  # noqa: F401

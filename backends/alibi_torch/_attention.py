@@ -11,20 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alibi_core.backend import (
-    AttentionCall,
-    checks,
-    dense_attention,
-    explains_keywords,
-    host_values,
-    non_negative_number,
-    one_of,
-)
-from alibi_core.backend import slopes as canonical
-from alibi_torch import _cpu
+from alibi_core import slopes as canonical
+from alibi_core.backend import AttentionCall, checks, dense_attention
+from alibi_core.backend.checks import explains_keywords, host_values, non_negative_number, one_of
+from alibi_torch import _cpu, _rows
 from alibi_torch._cpu import KeyNorms
 from alibi_torch._dispatch import IMPLEMENTATIONS, choose, no_autocast
 from alibi_torch._internals import is_watched
+from alibi_torch._rows import sdpa
 
 
 @explains_keywords
@@ -40,6 +34,9 @@ def attention(
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
     window_size: int | None = None,
     mask: Tensor | None = None,
+    positions: Tensor | tuple[Tensor, Tensor] | None = None,
+    distance: str = "manhattan",
+    law: str = "linear",
     scale: float | None = None,
     tolerance: float | None = None,
     max_key_norm: float | Tensor | None = None,
@@ -73,6 +70,11 @@ def attention(
         window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
         mask: Booleans, True where a query may look, that broadcast to ``[batch, num_heads, q_len, kv_len]``: of
             ``[batch, kv_len]``, ``mask[:, None, None, :]``.
+        positions: Positions of the caller's own, in place of ``q_offset`` and ``window_size``: ``[batch, length]`` on a
+            line or ``[batch, length, dims]`` in space, integer or floating, NaN for a token without a position; one for
+            queries and keys alike, or a pair. They have no gradients.
+        distance: Between points: ``"manhattan"``, ``"euclidean"`` or ``"chebyshev"``.
+        law: How the penalty grows with the distance d: ``"linear"``; ``"log"``, ``log(1 + d)``; ``"sqrt"``.
         scale: Factor of the scores. Default ``head_dim ** -0.5``. The bias is not scaled.
         tolerance: The share of softmax weight that may be left out, which moves the result by at most ``2 * tolerance
             * max|value|``. Default: the rounding error of the dtype. 0 computes every score.
@@ -118,6 +120,9 @@ def attention(
         segment_ids=segment_ids,
         window_size=window_size,
         mask=mask,
+        positions=_without_gradient(positions),
+        distance=distance,
+        law=law,
         scale=scale,
         tolerance=tolerance,
         added_bias=added_bias,
@@ -129,7 +134,14 @@ def attention(
     return run(call, query, key, value, implementation, norms)
 
 
-NUMBERS = (bool, int, float, type(None))
+def _without_gradient(positions: Any) -> Any:
+    """Return positions, one tensor or a pair, detached from autograd."""
+    if isinstance(positions, (tuple, list)):
+        return tuple(_without_gradient(x) for x in positions)
+    return positions.detach() if isinstance(positions, Tensor) else positions
+
+
+PLAIN = (bool, int, float, str, type(None))
 
 
 def checked(
@@ -147,7 +159,7 @@ def checked(
     """
     tensors = query, key, value
     arrays = tensors if slopes is None else (*tensors, slopes)
-    is_plain = all(type(x) in NUMBERS for x in arguments.values()) and not is_watched(*arrays)
+    is_plain = all(type(x) in PLAIN for x in arguments.values()) and not is_watched(*arrays)
     is_plain = is_plain and not any(_is_special(x, query.device) for x in arrays)
     if slopes is not None:
         is_plain = is_plain and slopes.is_floating_point() and query.ndim > 2 and slopes.shape == query.shape[-3:-2]
@@ -198,6 +210,8 @@ def run(
     implementation = choose(call, query, key, value, implementation)
     # Autocast would round the bias to its own low precision. Whatever it had to cast, it has cast before.
     with no_autocast(query.device.type):
+        if implementation == "tiled" and not call.is_toeplitz:
+            return _rows.attention(call, query, key, value)
         if implementation == "tiled":
             return _cpu.attention(call, query, key, value, norms)
         if implementation == "flex":
@@ -206,7 +220,7 @@ def run(
             return flex_attention(call, query, key, value, norms)
         if implementation == "dense":
             return dense_attention(call, query, key, value, drop=lambda weights: F.dropout(weights, call.dropout))
-        return _sdpa(call, query, key, value)
+        return sdpa(call, query, key, value)
 
 
 def norms_of(call: AttentionCall, max_key_norm: float | Tensor) -> KeyNorms:
@@ -225,17 +239,3 @@ def norms_of(call: AttentionCall, max_key_norm: float | Tensor) -> KeyNorms:
     else:
         values = torch.full((1, 1, 1), non_negative_number("max_key_norm", max_key_norm), device=call.device)
     return KeyNorms(values, max(call.kv_len, 1))
-
-
-def _sdpa(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    bias, attends = call.bias()
-    if query.device.type != "cpu":
-        # Only the CPU kernels take a float32 bias beside low-precision tensors; elsewhere it would be rounded to them.
-        query, key, value = (x.to(call.working_dtype) for x in (query, key, value))
-    # The fused CPU kernel takes a mask of as many axes as the tensors have, and no fewer.
-    bias = bias.reshape((1,) * (query.ndim - bias.ndim) + bias.shape)
-    grouped = {"enable_gqa": True} if call.num_kv_heads != call.num_heads else {}
-    result = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=call.scale, **grouped)
-    if attends is not None:
-        result = torch.where(attends, result, 0.0)
-    return result.to(call.dtype)

@@ -37,7 +37,7 @@ def refusal(name: str, call: AttentionCall, query: Tensor, key: Tensor, value: T
         return call.dense_only
     if name != "dense" and has_tangent(query, key, value, call.slopes, call.future_slopes):
         return "has no derivatives in forward mode"
-    if name == "tiled" and device not in ("cpu", "meta"):
+    if name == "tiled" and device not in ("cpu", "meta") and call.is_toeplitz:
         return f"runs on the CPU alone, got {device}"
     if name == "flex":
         return _refusal_of_flex(call, query, key, value)
@@ -46,6 +46,8 @@ def refusal(name: str, call: AttentionCall, query: Tensor, key: Tensor, value: T
 
 def _refusal_of_flex(call: AttentionCall, *tensors: Tensor) -> str | None:
     device = tensors[0].device.type
+    if not call.is_toeplitz:
+        return "takes no positions and no law but the linear one"
     if device not in ("cuda", "cpu"):
         return f"runs on cuda and cpu, got {device}"
     if call.dtype == torch.float64:

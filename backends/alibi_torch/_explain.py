@@ -8,7 +8,8 @@ import array_api_compat.torch as xp
 import torch
 from torch import Tensor
 
-from alibi_core.backend import AttentionCall, Explanation, check_keywords, one_of
+from alibi_core.backend import AttentionCall, Explanation
+from alibi_core.backend.checks import check_keywords, one_of
 from alibi_torch._attention import attention, norms_of
 from alibi_torch._dispatch import IMPLEMENTATIONS, choose, refusal
 

@@ -25,7 +25,7 @@ from tests.support.frameworks import (
     Backend,
     Framework,
 )
-from tests.support.models import make_module
+from tests.support.layers import make_module
 
 NAN = float("nan")
 
@@ -116,6 +116,21 @@ ATTENTION = [
     ),
     Bad({"mask": bools(1, 2, 6, 5, 7)}, ValueError, "mask must broadcast to"),
     Bad({"mask": bools()}, ValueError, r"mask must have at least the axis kv_len, got shape \(\)"),
+    Bad({"positions": ints(2, 7)}, ValueError, "positions must be a pair .* when q_len, 5, and kv_len, 7, differ"),
+    Bad({"positions": (ints(2, 5), ints(2, 6))}, ValueError, r"positions must have axes \[batch, kv_len\] or .*dims"),
+    Bad({"positions": (ints(2, 5, 2), ints(2, 7, 3)), "is_causal": False}, ValueError, "as many dims, got 2 .* and 3"),
+    Bad({"positions": (ints(5, 2), ints(7, 2))}, ValueError, "is_causal must be False for positions with 2 dims"),
+    Bad(
+        {"positions": (ints(5, 2), ints(7, 2)), "is_causal": False, "future_slopes": floats(6)},
+        ValueError,
+        "future_slopes must be None for positions with 2 dims",
+    ),
+    Bad({"positions": (ints(5), ints(7)), "q_offset": 2}, ValueError, "q_offset must be None with positions"),
+    Bad({"positions": (ints(5), ints(7)), "window_size": 2}, ValueError, "window_size must be None with positions"),
+    Bad({"positions": (floats(5) * np.inf, ints(7))}, ValueError, "positions must be finite", is_about_values=True),
+    Bad({"positions": (bools(5), ints(7))}, TypeError, "positions must have an integer or a real floating dtype"),
+    Bad({"distance": "cosine"}, ValueError, "distance must be one of 'manhattan', .*, got 'cosine'"),
+    Bad({"law": "square"}, ValueError, "law must be one of 'linear', 'log', 'sqrt', got 'square'"),
 ]
 BACKEND_ONLY = [
     Bad({"tolerance": -1e-3}, ValueError, "tolerance must not be negative"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import alibi_core
-from alibi_core._models.checkpoints import Checkpoint
+from alibi_core.backend.models import Checkpoint
 from tests.support.checkpoints import load, run
 from tests.support.frameworks import FRAMEWORK
 from tests.support.full import once_in_jax
@@ -215,25 +215,6 @@ def test_configs_of_other_versions_say_the_same(
     assert again.config == Checkpoint.open(directory).config
 
 
-# --- Caches --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("backend", "variant"), once_in_jax(BACKENDS, ["bloom"], keep=0))
-def test_parts_through_caches_give_the_logits_of_the_whole(saved: Any, backend: str, variant: str) -> None:
-    checkpoint = saved(variant)
-    logits, budget = expected(checkpoint.model, tokens())
-    model = load(backend, checkpoint.directory)
-    caches = model.transformer.make_caches(2, LENGTH)
-    with torch.no_grad():
-        parts = []
-        for ids in np.split(tokens(), [11], axis=1):
-            result = model(FRAMEWORK[backend].array(ids), caches=caches)
-            if backend == "jax":
-                result, caches = result
-            parts.append(FRAMEWORK[backend].numpy(result))
-    assert np.abs(np.concatenate(parts, axis=1) - logits).max() <= budget
-
-
 # --- The same text -------------------------------------------------------------------------------------------------
 
 
@@ -262,7 +243,6 @@ WQKV, NORM = "transformer.blocks.1.attn.Wqkv.weight", "transformer.norm_f.weight
     ("variant", "config", "error", "message"),
     [
         ("bloom", {"model_type": "llama"}, ValueError, "^model_type in .* 'jais', 'mpt', got 'llama'"),
-        ("bloom", {"model_type": None}, ValueError, "^model_type in .* 'jais', 'mpt', got None"),
         ("bloom", {"hidden_size": None}, ValueError, "config.json must say hidden_size, got no such entry"),
         ("bloom", {"n_layer": "2"}, TypeError, "n_layer in .* must be an integer, got '2'"),
         ("bloom", {"n_head": 5}, ValueError, r"n_head in .* must divide the model's width, 48, got 5"),
@@ -272,22 +252,16 @@ WQKV, NORM = "transformer.blocks.1.attn.Wqkv.weight", "transformer.norm_f.weight
         ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, ValueError, "^slow_but_exact in .* false, got"),
         ("bloom", {"tie_word_embeddings": 1}, TypeError, "tie_word_embeddings in .* must be True or False, got 1"),
         ("falcon, groups", {"alibi": False}, ValueError, "^alibi in .* must be true, got False; .*rotary"),
-        ("falcon, groups", {"activation": "tanh"}, ValueError, "^activation in .* must be one of 'gelu', .*got 'tanh'"),
         ("falcon, groups", {"parallel_attn": False}, ValueError, "^parallel_attn in .* must be true with new_dec"),
         ("falcon, one key/value head", {"num_ln_in_parallel_attn": 2}, ValueError, "^num_ln_in_parallel_attn in .* 2"),
         ("falcon, groups", {"num_kv_heads": 4}, ValueError, r"^num_kv_heads must divide num_heads, 6, got 4"),
         ("mpt", {"attn_config": [1]}, TypeError, "^attn_config in .* must be an object, got list"),
         ("mpt", {"attn_config": {"alibi": False}}, ValueError, "^alibi in attn_config in .* must be true, got False"),
-        ("mpt", {"attn_config": {"prefix_lm": True}}, ValueError, "^prefix_lm in attn_config in .* must be false, got"),
         ("mpt", {"attn_config": {"qk_ln": True}}, ValueError, "^qk_ln in attn_config in .* must be false, got True"),
         ("mpt", {"attn_config": {"attn_type": "linear_attention"}}, ValueError, "^attn_type in attn_config in"),
         ("mpt", {"attn_config": {"clip_qkv": -1}}, ValueError, "^clip_qkv in attn_config in .* positive, got -1"),
-        ("mpt", {"attn_config": {"softmax_scale": 0}}, ValueError, "^softmax_scale in attn_.* .* positive, got 0"),
         ("mpt", {"attn_config": {"sliding_window_size": -2}}, ValueError, "^sliding_window_size in attn_config .* -2"),
-        ("falcon, groups", {"num_kv_heads": 0}, ValueError, "^num_kv_heads in .*config.json must be at least 1, got 0"),
-        ("mpt", {"d_model": None, "hidden_size": "48"}, TypeError, "^hidden_size in .* must be an integer, got '48'"),
         ("mpt", {"norm_type": "rmsnorm"}, ValueError, "^norm_type in .* must be a layer norm where norm_eps is absent"),
-        ("mpt", {"norm_type": "batchnorm"}, ValueError, "^norm_type in .* must be one of 'layernorm', .*'batchnorm'"),
         ("mpt", {"n_layers": 3}, ValueError, r"got \['transformer.blocks.2.attn..*missing and none"),
         ("mpt", {"n_layers": 1}, ValueError, r"got none missing and \['transformer.blocks.1.* and 2 more unknown"),
         ("mpt", {"vocab_size": 38}, ValueError, r"^transformer.wte.weight in .* \(38, 48\) .*got \(37, 48\)"),

@@ -15,18 +15,16 @@ import pytest
 
 import alibi_core
 from alibi_core._cli import main
-from alibi_core._models.checkpoints import Checkpoint
 from alibi_core._models.decoders import FAMILIES, family_of
+from alibi_core.backend.models import Checkpoint
 from tests.support.checkpoints import drawn, load, run, write
 from tests.support.frameworks import FRAMEWORK
-from tests.support.full import once_in_jax
 
 pytest.importorskip("safetensors")
 
 RECORD = json.loads(Path(__file__).with_name("decoders.json").read_text())
 MODELS, TOKENS, POSITIONS = RECORD["models"], np.asarray(RECORD["tokens"], np.int32), RECORD["positions"]
 BACKENDS = list(FRAMEWORK)
-NEW_TOKENS = 4
 
 
 def tensors_of(model: str) -> dict[str, np.ndarray]:
@@ -65,14 +63,6 @@ def check_logits(backend: str, model: Any, name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_the_originals(saved: Any, name: str, backend: str) -> None:
     check_logits(backend, load(backend, saved(name)), name)
-
-
-@pytest.mark.parametrize(("backend", "name"), once_in_jax(BACKENDS, ["baichuan2", "jais"]))
-def test_generated_text_is_that_without_a_cache(saved: Any, name: str, backend: str) -> None:
-    model, text = load(backend, saved(name)), TOKENS[:, :9]
-    generated = FRAMEWORK[backend].numpy(model.generate(FRAMEWORK[backend].array(text), NEW_TOKENS))
-    whole = run(backend, model, generated[:, :-1])
-    assert np.array_equal(whole[:, 8:].argmax(-1), generated[:, 9:])
 
 
 # --- What the core alone decides -------------------------------------------------------------------------------------
@@ -138,7 +128,7 @@ def test_a_head_of_unit_rows_is_baichuan2s(tmp_path: Path) -> None:
     stored = heads[False].astype(np.float64)
     np.testing.assert_allclose(heads[True], stored / np.linalg.norm(stored, axis=1, keepdims=True), rtol=1e-12)
     other = MODELS["baichuan"]["config"] | {"vocab_size": 125_696}
-    assert family_of(other, tmp_path).layouts[0].head_of_unit_rows
+    assert family_of(other, tmp_path).layout.head_of_unit_rows
 
 
 ROTARY = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}
@@ -150,7 +140,6 @@ ROTARY = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}
         ("baichuan", {"tensors": ROTARY}, r"baichuan language model .* none missing and \[.*inv_freq'\] unknown"),
         ("baichuan", {"max_position_embeddings": 4096}, "^max_position_embeddings in .* must be absent, .*rotary"),
         ("baichuan", {"hidden_act": "swiglu"}, "^hidden_act in .* must be one of 'gelu', .*, got 'swiglu'"),
-        ("baichuan", {"hidden_act": ["silu"]}, r"^hidden_act in .* must be one of 'gelu', .*, got \['silu'\]"),
         ("baichuan", {"tie_word_embeddings": True}, "^lm_head.weight in .* must equal model.embed_tokens.weight"),
         ("baichuan2", {"tie_word_embeddings": True}, "^tie_word_embeddings in .* must be false, got True; .*Baichuan2"),
         ("jais", {"position_embedding_type": "learned"}, "^position_embedding_type in .* must be 'alibi'"),
@@ -161,8 +150,6 @@ ROTARY = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}
         ("mpt, groups and gates", {"norm_eps": None}, "^norm_type in .* must be a layer norm where norm_eps"),
         ("mpt, groups and gates", {"attention_bias": True}, "^attention_bias in .* must be False with no_bias True"),
         ("mpt, groups and gates", {"head_dim": 16}, "^head_dim in .* must be null, got 16"),
-        ("mpt, groups and gates", {"final_logit_softcapping": 30.0}, "^final_logit_softcapping in .* must be null"),
-        ("mpt, groups and gates", {"residual_modification": "layer"}, "^residual_modification in .* must be null"),
         ("mpt, groups and gates", {"attn_config": {"attn_temperature_tuning": {"attn_scale": 1}}}, "^attn_scale in .*"),
         ("mpt, window and biases", {"no_bias": True, "attention_bias": None}, r"missing and \[.*bias'.* unknown"),
     ],

@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 
 from alibi_core._arrays import checks
-from alibi_core._models.checkpoints import Checkpoint
 from alibi_core._models.encoders import ENCODERS
-from alibi_core.backend import POOLING
+from alibi_core.backend.models import POOLING, Checkpoint
 from tests.support.checkpoints import drawn, write
 from tests.support.frameworks import LIBRARIES, Backend
 
@@ -151,21 +150,8 @@ def test_arguments_that_do_not_fit_are_refused(backend: Backend, loaded: Any) ->
         (TypeError, "^lengths must be integers, got float64", {"lengths": [1.0, 2.0, 3.0]}),
         (TypeError, "^mask must be booleans, or integers, got float32", {"mask": np.ones((3, 70), np.float32)}),
         (ValueError, r"^mask must have the shape of tokens, \(3, 70\), got \(3, 69\)", {"mask": tokens[:, 1:] != 0}),
-        (
-            ValueError,
-            "^token_types must have the shape of tokens",
-            {"token_types": tokens[:, 1:], "lengths": [3, 4, 5]},
-        ),
-        (
-            ValueError,
-            r"^token_types must have the shape of tokens, \(3, 70\), got \(1, 70\)",
-            {"token_types": tokens[:1]},
-        ),
-        (
-            TypeError,
-            "^token_types must have an integer dtype, got .*float32",
-            {"token_types": tokens.astype(np.float32)},
-        ),
+        (ValueError, r"^token_types must have the shape of tokens, \(3, 70\), got \(1,", {"token_types": tokens[:1]}),
+        (TypeError, "^token_types must have an integer dtype, got .*float32", {"token_types": tokens * np.float32(1)}),
     ):
         with pytest.raises(error, match=message):
             encode(backend, model, tokens, **options)
@@ -229,14 +215,11 @@ GATE = "encoder.layer.1.mlp.gated_layers.weight"
         ({"num_hidden_layers": 3}, {}, ValueError, r"got \['encoder.layer.2.attention.*missing"),
         ({"position_embedding_type": "absolute"}, {}, ValueError, "^position_embedding_type in .* 'alibi', got 'abso"),
         ({"feed_forward_type": "swiglu"}, {}, ValueError, "^feed_forward_type in .* 'geglu', 'reglu', got 'swiglu'"),
-        ({"feed_forward_type": ["geglu"]}, {}, ValueError, "^feed_forward_type in .* must be one of"),
         ({"is_decoder": True}, {}, ValueError, "^is_decoder in .* must be false, got True"),
         ({"num_attention_heads": 7}, {}, ValueError, "^num_attention_heads in .* must divide .* 24, got 7"),
-        ({"hidden_size": None}, {}, ValueError, "must say hidden_size, got no such entry"),
         ({"alibi_slopes": 1}, {}, TypeError, "^alibi_slopes in .* must be a list of numbers, got int"),
         ({"alibi_slopes": [1.0]}, {}, ValueError, r"^slopes must have shape"),
         ({"alibi_slopes": [-1.0]}, {}, ValueError, "^alibi_slopes in .* must not be negative, got -1.0"),
-        ({"alibi_slopes": []}, {}, ValueError, r"^slopes must have shape"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name(

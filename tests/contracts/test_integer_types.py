@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alibi_core.backend import AlibiConfig
+from alibi_core.backend.models import AlibiConfig
 from tests.support.frameworks import BACKENDS, COMPILERS, FRAMEWORK, NAMES, Backend, Framework
 from tests.support.full import without_jax
-from tests.support.models import make_module
+from tests.support.layers import make_module
 
 SLOPES = np.asarray([0.5, 0.02])
 FAR = 10**6  # tokens, as good as any number that all keys are far from

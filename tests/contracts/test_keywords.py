@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import alibi_core
-from alibi_core.backend import AlibiConfig
+from alibi_core.backend.models import AlibiConfig
 from tests.support.frameworks import FRAMEWORK, NAMES
 from tests.support.layers import make_layer
 

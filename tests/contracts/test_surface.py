@@ -19,8 +19,8 @@ import pytest
 from alibi_core._cli import main
 from tests.support.frameworks import FRAMEWORK, NAMES
 from tests.support.full import in_full
-from tests.support.layers import load, save
-from tests.support.models import Model, make_module
+from tests.support.layers import load, make_module, save
+from tests.support.models import Model
 
 ROOT = Path(__file__).parents[2]
 API = Path(__file__).with_name("public_api.txt")
@@ -193,7 +193,7 @@ def test_a_config_reaches_the_attention_of_models(name: str, fields: dict[str, A
 def test_a_config_is_frozen_and_positional() -> None:
     import dataclasses
 
-    from alibi_core.backend import AlibiConfig
+    from alibi_core.backend.models import AlibiConfig
 
     config = AlibiConfig(3, 64)
     assert config == AlibiConfig(num_layers=3, embed_dim=64)

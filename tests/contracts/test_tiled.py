@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from alibi_core.backend import KeyNorms
+from alibi_core.backend.horizon import KeyNorms
 from alibi_core.conformance.testing import DATA, LONGER, SIZES, STEEP, U32, UNIT_ROUNDOFF, Case, Sizes, cases, penalties
 from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import MLX, TORCH, Backend, param

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alibi_core._horizon import entry_of
 from alibi_core.backend import AttentionCall, join_call, split_call
+from alibi_core.backend.horizon import entry_of
 
 IDS = np.asarray([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 4]])
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from alibi_core.backend import install_hint
+from alibi_core.backend.checks import install_hint
 from tests.support.full import in_full
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import alibi_core
-from alibi_core.backend import Explanation, KeySpans
+from alibi_core.backend import Explanation
+from alibi_core.backend.horizon import KeySpans
 
 pytest.importorskip("matplotlib")
 from alibi_core import plot

@@ -102,14 +102,6 @@ def test_transformations_keep_attention_exact(implementation: str, transformatio
 
 
 @IMPLEMENTATIONS
-def test_slopes_may_be_mapped_over(implementation: str) -> None:
-    qkv, sets = tensors(), np.stack([SLOPES, SLOPES[::-1], SLOPES * 2])
-    attend = functools.partial(alibi_jax.attention, *map(jnp.asarray, qkv), implementation=implementation)
-    for result, slopes in zip(jax.vmap(attend)(jnp.asarray(sets)), sets, strict=True):
-        assert_within(np.asarray(result, np.float64), exact(*qkv, rules=Rules(slopes, q_offset=4)))
-
-
-@IMPLEMENTATIONS
 @pytest.mark.parametrize("per_entry", first_of([True, False]))
 def test_a_traced_offset_serves_all_positions_with_one_compilation(implementation: str, per_entry: bool) -> None:
     qkv = tensors(q_len=2)
@@ -142,11 +134,10 @@ def test_a_query_with_nothing_to_look_at_makes_no_nan_on_the_way(implementation:
 
 @pytest.mark.parametrize("transformation", first_of([jax.grad, jax.jit]), ids=lambda x: x.__name__)
 def test_jax_debug_nans_names_attention_where_a_nan_appears(transformation: Callable[..., Any]) -> None:
-    x = jnp.ones((1, 4, 2, 4))
-    query = x.at[0, 1].set(jnp.nan)
+    x = jnp.full((1, 4, 2, 4), 1e30)  # whose products overflow
     attend = transformation(lambda query: jnp.sum(alibi_jax.attention(query, x, x, implementation="tiled")))
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"\(nan\) encountered in alibi_attention"):
-        attend(query)
+        attend(x)
 
 
 # --- arguments
@@ -274,13 +265,6 @@ def test_traced_slopes_are_refused() -> None:
 
 
 @pytest.mark.full
-def test_a_layer_can_be_made_inside_jit() -> None:
-    made, eager = nnx.jit(make_layer)(), make_layer()
-    np.testing.assert_array_equal(made.slopes, eager.slopes)
-    assert made(jnp.ones((1, 2, EMBED_DIM))).shape == (1, 2, EMBED_DIM)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("options", [{"dtype": jnp.bfloat16}, {"param_dtype": jnp.bfloat16}], ids=str)
 def test_dtypes_of_a_model_are_those_asked_for(options: dict[str, type]) -> None:
     config = alibi_jax.AlibiConfig(num_layers=1, embed_dim=28, num_heads=4, num_kv_heads=2, bias=True)
@@ -289,14 +273,6 @@ def test_dtypes_of_a_model_are_those_asked_for(options: dict[str, type]) -> None
     assert {x.dtype for x in parameters} == {jnp.dtype(options.get("param_dtype", jnp.float32))}
     assert model(tokens).dtype == jnp.bfloat16
     assert model.generate(tokens, 2).shape == (1, 6)
-
-
-@pytest.mark.full
-def test_generation_is_mapped_over_without_a_warning() -> None:
-    config = alibi_jax.AlibiConfig(num_layers=1, embed_dim=8, num_heads=2)
-    model, tokens = alibi_jax.AlibiLanguageModel(config, 11, rngs=nnx.Rngs(0)), jnp.asarray([[3, 1, 4], [1, 5, 9]])
-    mapped = jax.vmap(lambda tokens: model.generate(tokens[None], 3)[0])(tokens)
-    np.testing.assert_array_equal(mapped, model.generate(tokens, 3))
 
 
 # --- the cache
@@ -346,54 +322,12 @@ def test_decoding_equals_prefill(decode: Callable[..., Any], window_size: int | 
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("x64")
-def test_decoding_works_where_float64_is_enabled() -> None:
-    x, layer = inputs(TOTAL), identity_layer()
-    output, cache = decode_scanned(layer, jnp.asarray(x), layer.make_cache(BATCH, TOTAL))
-    assert_within(np.asarray(output, np.float64), exact_layer(x, Rules(SLOPES, q_offset=0)))
-    assert (output.dtype, cache.length.dtype) == (jnp.float32, jnp.int32)
-
-
-@pytest.mark.full
 def test_layers_decode_under_vmap() -> None:
     x, layer = inputs(TOTAL), identity_layer()
     caches = jax.vmap(lambda _: layer.make_cache(1, MAX_LENGTH))(jnp.arange(BATCH))
     output, caches = jax.vmap(functools.partial(decode_scanned, layer))(jnp.asarray(x)[:, None], caches)
     assert_within(np.asarray(output[:, 0], np.float64), exact_layer(x, Rules(SLOPES, q_offset=0)))
     np.testing.assert_array_equal(caches.length, [TOTAL] * BATCH)
-
-
-@pytest.mark.full
-def test_left_padded_sequences_decode_as_they_would_alone() -> None:
-    x, layer = inputs(TOTAL), identity_layer()
-    is_real = np.arange(MAX_LENGTH) >= np.asarray([[0], [3]])  # the second sequence begins after 3 tokens of padding
-    mask = jnp.asarray(is_real[:, None, None, :])
-    output, cache = layer(jnp.asarray(x[:, :PROMPT]), cache=layer.make_cache(BATCH, MAX_LENGTH), mask=mask)
-    step = nnx.jit(lambda layer, x, cache: layer(x, cache=cache, mask=mask))
-    rest, cache = decode_with(functools.partial(step, layer), jnp.asarray(x[:, PROMPT:]), cache)
-    alone = exact_layer(x[:, 3:], Rules(SLOPES, q_offset=0))
-    together = np.concatenate([output, rest], axis=1).astype(np.float64)
-    assert_within(together[1:, 3:], Answer(alone.value[1:], alone.budget[1:]))
-
-
-@pytest.mark.full
-def test_an_overflow_that_can_be_seen_is_an_error() -> None:
-    layer = make_layer()
-    _, cache = layer(jnp.asarray(inputs(5)), cache=layer.make_cache(BATCH, 6))
-    with pytest.raises(ValueError, match="room for 2 more tokens, got max_length 6 with 5 in use"):
-        layer(jnp.asarray(inputs(2)), cache=cache)
-    with pytest.raises(ValueError, match="room for 7 more tokens, got max_length 6"):
-        jax.eval_shape(lambda cache: layer(jnp.asarray(inputs(7)), cache=cache), layer.make_cache(BATCH, 6))
-
-
-@ALL_DECODERS
-def test_an_overflow_that_cannot_be_seen_poisons_all_that_follows(decode: Callable[..., Any]) -> None:
-    x, layer = inputs(TOTAL), identity_layer()
-    output, cache = decode(layer, jnp.asarray(x), layer.make_cache(BATCH, 10))
-    assert_within(np.asarray(output[:, :10], np.float64), rows(exact_layer(x, Rules(SLOPES, q_offset=0)), 0, 10))
-    assert np.all(np.isnan(output[:, 10:]))
-    with pytest.raises(ValueError, match=f"got max_length 10 with {TOTAL} in use"):
-        layer(jnp.asarray(x[:, :1]), cache=cache)
 
 
 def test_what_is_no_cache_is_refused() -> None:
@@ -669,11 +603,6 @@ def test_errors_name_the_argument_and_the_fix(name: str) -> None:
         call()
 
 
-def test_rows_of_a_batch_are_chosen_by_a_list() -> None:
-    cache = alibi_jax.KVCache.make(2, 2, 8, 4)
-    assert cache.select_batch([1, 0, 1]).key.shape[0] == 3
-
-
 DERIVATIVES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "hessian": jax.hessian,
     "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
@@ -704,16 +633,6 @@ def test_derivatives_of_any_order_and_mode(kind: str, by: str) -> None:
 
     found, expected = jax.jit(both)(x, mapped)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, expected)
-
-
-def test_second_derivatives_are_traced_and_first_ones_after_them() -> None:
-    x = jnp.ones((1, 3, 2, 2))
-
-    def loss(slopes: jax.Array) -> jax.Array:
-        return jnp.sum(alibi_jax.attention(x, x, x, slopes) ** 2)
-
-    shapes = [jax.eval_shape(f(loss), jnp.ones(2)).shape for f in (jax.hessian, jax.grad, jax.jacfwd)]
-    assert shapes == [(2, 2), (2,), (2,)]
 
 
 @pytest.mark.full
@@ -843,12 +762,6 @@ def test_slopes_of_numpy_are_slopes(is_causal: bool) -> None:
             alibi_jax.attention(query, query, query, bad)
     with pytest.raises(TypeError, match="slopes must have a real floating dtype"):
         alibi_jax.attention(query, query, query, slopes.astype(str))
-
-
-def test_caches_take_slopes_of_numpy() -> None:
-    slopes, token = np.asarray([2.0, 1.0], np.float32), jnp.ones((1, 1, 2, 4))
-    cache = alibi_jax.KVCache.make(1, 2, 8, 4).append(token, token)
-    assert np.array_equal(cache.attend(token, slopes), cache.attend(token, jnp.asarray(slopes)))
 
 
 @pytest.mark.parametrize("pooling", first_of(["mean", "cls"]))

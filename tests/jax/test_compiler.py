@@ -1,4 +1,4 @@
-"""What XLA's compiler makes of repeated numbers in products, which `alibi_jax._tiled.materialised` works around."""
+"""What XLA makes of repeated numbers in products, which `alibi_jax._compatible.materialised` works around."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ import sys
 import pytest
 
 jax = pytest.importorskip("jax")
-
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-
-from alibi_jax._tiled.materialised import materialised  # noqa: E402
 
 FIRST_WRONG = (0, 10, 2)
 
@@ -43,35 +38,6 @@ def test_the_compiler_still_needs_the_workaround() -> None:
         return
     assert plain, (
         f"JAX {jax.__version__} computes the reduced program right: name the versions that do not in "
-        "alibi_jax/_tiled/materialised.py, and when none of them is supported any more, the workaround there can go"
+        "alibi_jax/_compatible.py, and when none of them is supported any more, the workaround there can go"
     )
-    assert behind_barrier, "a barrier would do in place of the selection in alibi_jax/_tiled/materialised.py"
-
-
-@pytest.mark.parametrize("kind", ["ones", "zeros", "a traced number", "a number for each head"])
-def test_a_materialised_operand_is_right_beside_a_sum(kind: str) -> None:
-    numbers = jnp.asarray([0.5, 2.0, -3.0])
-
-    def operand(numbers: jax.Array) -> jax.Array:
-        whole = (3, 32, 64)
-        return {
-            "ones": jnp.ones(whole),
-            "zeros": jnp.zeros(whole),
-            "a traced number": jnp.broadcast_to(numbers[2], whole),
-            "a number for each head": jnp.broadcast_to(numbers[:, None, None], whole),
-        }[kind]
-
-    rows = np.random.default_rng(0).standard_normal((3, 64, 32), np.float32)
-    found = jax.jit(lambda x, numbers: (x @ materialised(operand(numbers))).sum(1))(rows, numbers)
-    expected = (rows.astype(np.float64) @ np.asarray(operand(numbers))).sum(1)
-    np.testing.assert_allclose(found, expected, atol=3 * 2.0**-24 * 64 * 32 * 4)  # of 64 * 32 numbers up to 4 or so
-
-
-def test_materialised_is_the_identity_with_its_derivatives() -> None:
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3), np.float32))
-    x = x.at[0, 0].set(jnp.nan).at[1, 1].set(-jnp.inf)
-    for compiled in (materialised, jax.jit(materialised), jax.vmap(materialised), jax.jit(jax.vmap(materialised))):
-        np.testing.assert_array_equal(compiled(x), x)
-    _, tangent = jax.jit(lambda x: jax.jvp(materialised, (x,), (2 * x,)))(x)
-    np.testing.assert_array_equal(tangent, 2 * x)
-    np.testing.assert_array_equal(jax.jit(lambda x: jax.vjp(materialised, x)[1](x))(x)[0], x)
+    assert behind_barrier, "a barrier would do in place of the selection in alibi_jax/_compatible.py"

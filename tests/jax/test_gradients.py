@@ -1,7 +1,7 @@
 """Gradients as users ask for them: some of them alone, of sums and means, under the compiler's own flags.
 
 With a cotangent that is one number repeated, and where nothing but one gradient is asked for, the compiler makes other
-programs than of random cotangents and all gradients at once (see `alibi_jax._tiled.materialised`).
+programs than of random cotangents and all gradients at once (see `alibi_jax._compatible.materialised`).
 """
 
 from __future__ import annotations

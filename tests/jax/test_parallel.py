@@ -23,8 +23,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from alibi_jax import attention, parallel
-from alibi_jax._call.operands import Operands, Rules
-from alibi_jax._call.plan import needed_keys
 from tests.support.full import first_of
 
 NAMES = (
@@ -78,31 +76,6 @@ def test_devices_give_the_exact_answer_and_gradients(name: str) -> None:
 @pytest.mark.parametrize("name", first_of(OTHERS))
 def test_other_programs_on_several_devices(name: str) -> None:
     assert_no_problem(name)
-
-
-@pytest.mark.full
-def test_keys_are_left_out_by_what_is_known_of_a_row_from_elsewhere() -> None:
-    # Queries that follow 4,096 keys after a gap, so that all but these keys are elsewhere.
-    length, kv_len, slopes, tolerance = 128, 4096, np.asarray([0.02, 0.008]), 1e-6
-    random = np.random.default_rng(0)
-    query, key = (random.normal(size=(n, 2, 16)) for n in (length, kv_len))
-    key += 3  # that all keys have this in common makes no difference
-    scores = np.einsum("qhd,khd->hqk", query, key) / 4
-    distances = np.arange(length)[:, None] + kv_len - np.arange(kv_len)
-    logits = scores - slopes[:, None, None] * distances
-    lower = np.log(np.exp(logits).sum(axis=-1)) + 8
-    tensors = [jnp.asarray(x[None], jnp.float32) for x in (query, key)]
-    rules = Rules(is_causal=True, q_offset=kv_len, window_size=None, scale=0.25, tolerance=tolerance, is_part=True)
-    operands = Operands(tensors[0], tensors[1], tensors[1], jnp.asarray(slopes[None], jnp.float32))
-    keys = jax.jit(needed_keys, static_argnums=(0, 2, 3))
-    without = keys(rules, operands, length, 64)
-    needed = keys(rules, operands._replace(lower=jnp.asarray(lower[None], jnp.float32)), length, 64)
-    first = np.asarray(needed.first)[0, :, 0]
-    assert np.all(first > np.asarray(without.first)[0, :, 0])
-    left_out = np.where(np.arange(kv_len) < first[:, None, None], np.exp(logits - lower[..., None]), 0).sum(axis=-1)
-    assert np.all(left_out <= tolerance)
-    # The bound is no farther off than by the sizes of queries and keys, which it knows instead of scores.
-    assert np.all(left_out.max(axis=-1) > tolerance * np.exp(-2 * 0.25 * 8 * 8))
 
 
 # --- What TPUs would send ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 import alibi_core  # noqa: E402
-from alibi_core.backend import namespace_of  # noqa: E402
+from alibi_core.backend.checks import namespace_of  # noqa: E402
 from alibi_mlx import AlibiAttention, attention  # noqa: E402
 from tests.support.frameworks import MLX  # noqa: E402
 from tests.support.mlx import assert_close, normal  # noqa: E402

@@ -11,14 +11,21 @@ import numpy as np
 from tests.support.frameworks import FRAMEWORK
 
 
+def make_module(name: str, kind: str, *arguments: Any, **options: Any) -> Any:
+    """Return a module of a backend, made from the random numbers that seed 0 gives."""
+    package = importlib.import_module(f"alibi_{name}")
+    if name == "jax":
+        options["rngs"] = importlib.import_module("flax.nnx").Rngs(0)
+    elif name == "torch":
+        importlib.import_module("torch").manual_seed(0)
+    elif name == "mlx":
+        importlib.import_module("mlx.core").random.seed(0)
+    return getattr(package, kind)(*arguments, **options)
+
+
 def make_layer(name: str, **arguments: Any) -> Any:
     """Return an ``AlibiAttention`` of the framework called ``name``, with weights of its own making."""
-    layer_class = importlib.import_module(f"alibi_{name}").AlibiAttention
-    if name == "jax":
-        from flax import nnx
-
-        arguments["rngs"] = nnx.Rngs(0)
-    return layer_class(arguments.pop("embed_dim"), arguments.pop("num_heads"), **arguments)
+    return make_module(name, "AlibiAttention", **arguments)
 
 
 def save(name: str, layer: Any, path: Path) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from tests.support.frameworks import FRAMEWORK
+from tests.support.layers import load, make_module, save
 
 
 @dataclass
@@ -37,31 +41,17 @@ class Model:
 
     @property
     def weights(self) -> dict[str, np.ndarray]:
-        """All parameters, by PyTorch's names and in its layout."""
-        numpy = FRAMEWORK[self.name].numpy32
-        if self.name == "torch":
-            return {name: numpy(x) for name, x in self.inner.state_dict(keep_vars=True).items() if x.requires_grad}
-        if self.name == "mlx":
-            from mlx.utils import tree_flatten
-
-            return {name: numpy(x) for name, x in tree_flatten(self.inner.trainable_parameters())}
-        return {name: numpy(x[...]).T if turned else numpy(x[...]) for name, (x, turned) in self._of_flax().items()}
+        """All parameters, by the names and in the layout of files."""
+        with TemporaryDirectory() as folder:
+            save(self.name, self.inner, Path(folder) / "weights.safetensors")
+            return load_file(Path(folder) / "weights.safetensors")
 
     @weights.setter
     def weights(self, values: dict[str, np.ndarray]) -> None:
-        array = FRAMEWORK[self.name].array
-        if self.name == "torch":
-            self.inner.load_state_dict({name: array(x) for name, x in values.items()}, strict=False)
-        elif self.name == "mlx":
-            self.inner.load_weights([(name, array(x)) for name, x in values.items()], strict=False)
-        else:
-            parameters = self._of_flax()
-            for name, x in values.items():
-                parameter, is_turned = parameters[name]
-                parameter[...] = array(x.T if is_turned else x)
-
-    def _of_flax(self) -> Any:
-        return importlib.import_module("alibi_jax.nn._weights").named_parameters(self.inner)
+        values = {name: np.ascontiguousarray(x) for name, x in (self.weights | values).items()}
+        with TemporaryDirectory() as folder:
+            save_file(values, Path(folder) / "weights.safetensors")
+            load(self.name, self.inner, Path(folder) / "weights.safetensors")
 
     def gradients(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """Return the gradient of each parameter, of the mean log-probability of the tokens that come next."""
@@ -89,18 +79,6 @@ class Model:
             return jax.numpy.take_along_axis(jax.nn.log_softmax(model(given)[:, :-1]), given[:, 1:, None], -1).mean()
 
         return {".".join(map(str, path)): numpy(x[...]) for path, x in nnx.to_flat_state(gradient(self.inner))}
-
-
-def make_module(name: str, kind: str, *arguments: Any, **options: Any) -> Any:
-    """Return a module of a backend, made from the random numbers that seed 0 gives."""
-    package = importlib.import_module(f"alibi_{name}")
-    if name == "jax":
-        options["rngs"] = importlib.import_module("flax.nnx").Rngs(0)
-    elif name == "torch":
-        importlib.import_module("torch").manual_seed(0)
-    elif name == "mlx":
-        importlib.import_module("mlx.core").random.seed(0)
-    return getattr(package, kind)(*arguments, **options)
 
 
 def make_model(name: str, kind: str, *arguments: Any, **options: Any) -> Model:

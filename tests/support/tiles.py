@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from alibi_core.backend import AttentionCall, Job, tiled_as
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import Job, tiled_as
 from alibi_core.conformance.testing import DATA, LONGER, STEEP, UNIT_ROUNDOFF, Answer, Case, cases
 from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import TORCH, Backend

@@ -1,30 +1,27 @@
-"""Cases for the TPU kernel: long enough for several blocks of 128, and what JAX and the oracle make of them."""
+"""Cases long enough for several tiles, and what `alibi_jax.attention` and the oracle make of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import alibi_jax
-from alibi_core._call import LENGTH_FIRST
-from alibi_core.backend import AttentionCall
 from alibi_core.conformance.testing import SMALLEST, UNIT_ROUNDOFF, Answer, Case, Sizes
 from alibi_core.conformance.testing import assert_within_budget as assert_within
-from alibi_jax._call.operands import Operands, Rules, take_apart
-from alibi_jax._call.plan import Needed, needed_keys
-from alibi_jax._tpu.shape import TPU, KernelShape
-from alibi_jax._tpu.tables import Inputs, inputs_of, queries_of_keys
+from alibi_jax import TPU
 from tests.support.frameworks import JAX
+from tests.support.full import first_of
 
 INTERPRETED = TPU(128, 128, interpret=True)
 QUICKLY = {"xla_backend_optimization_level": 0}  # kernels take seconds to compile, and moments to run
 TENSORS = ("query", "key", "value")
 STEEP = (4.0, 1.0, 0.3, 0.0625, 0.03, 2.0**-16, 0.0)
+BOTH = pytest.mark.parametrize("implementation", first_of(["tiled", INTERPRETED]), ids=["tiled", "tpu"])
 
 
 def replaced(case: Case, *, arguments: dict[str, Any] | None = None, **arrays: np.ndarray) -> Case:
@@ -97,9 +94,11 @@ def computed(
     return {name: JAX.numpy(x) if "slopes" in name else np.swapaxes(JAX.numpy(x), 1, 2) for name, x in found.items()}
 
 
-def assert_exact(case: Case, dtype: str = "float32", *, tolerance: float | None = None) -> dict[str, np.ndarray]:
+def assert_exact(
+    case: Case, dtype: str = "float32", *, tolerance: float | None = None, implementation: Any = INTERPRETED
+) -> dict[str, np.ndarray]:
     """Assert that result and gradients are exact to rounding, and to the tolerance."""
-    found = computed(case, dtype, tolerance=tolerance)
+    found = computed(case, dtype, tolerance=tolerance, implementation=implementation)
     share = UNIT_ROUNDOFF[dtype] if tolerance is None else tolerance
     for name, answer in answers(case, dtype, share).items():
         try:
@@ -107,37 +106,3 @@ def assert_exact(case: Case, dtype: str = "float32", *, tolerance: float | None 
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from None
     return found
-
-
-# --- What the kernels are called with -------------------------------------------------------------------------------
-
-
-class Plan(NamedTuple):
-    """What the kernels of a case are built for and called with."""
-
-    shape: KernelShape
-    inputs: Inputs
-    needed: Needed
-    turned: jax.Array  # the table, from the keys' side
-
-
-def planned(case: Case, dtype: str = "float32", *, tolerance: float | None = None, options: TPU = INTERPRETED) -> Plan:
-    tensors = tensors_of(case, dtype)
-    arguments = JAX.placed(case.arguments) | {"scale": case.scale}
-    query, key, value, slopes = (tensors[name] for name in (*TENSORS, "slopes"))
-    call = AttentionCall.check(query, key, value, slopes, **arguments, tolerance=tolerance, layout=LENGTH_FIRST, xp=jnp)
-    rules, operands = take_apart(call, query, key, value)
-    return Plan(KernelShape.of(rules, operands, options), *_inputs(rules, operands, options))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2), compiler_options=QUICKLY)
-def _inputs(rules: Rules, operands: Operands, options: TPU) -> Any:
-    shape = KernelShape.of(rules, operands, options)
-    inputs = inputs_of(rules, operands, shape)
-    return inputs, needed_keys(rules, operands, shape.q_block, shape.kv_block), queries_of_keys(inputs.table, shape)
-
-
-def ranges_of(inputs: Inputs, shape: KernelShape) -> np.ndarray:
-    """Return the blocks of keys that blocks of queries visit: ``[batch * num_heads, q_blocks, 2]``."""
-    table = np.asarray(inputs.table)[:, 0, : 3 * shape.q_blocks]
-    return table.reshape(-1, shape.q_blocks, 3)[..., :2]

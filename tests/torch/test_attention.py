@@ -42,6 +42,21 @@ def test_layer_compiles_whole_with_its_gradients() -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_models_compile_whole_and_export_for_any_length() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    sizes = {"num_layers": 1, "embed_dim": 16, "num_heads": 4, "dropout": 0.0}
+    model = alibi_torch.AlibiLanguageModel(alibi_torch.AlibiConfig(**sizes, gated=True, qk_norm=True, clip_qkv=1.0), 31)
+    config = alibi_torch.AlibiConfig(**sizes, is_causal=False, token_types=2, block="double_post_norm")
+    encoder, tokens = alibi_torch.AlibiEncoder(config, 31), torch.randint(0, 31, (2, 9))
+    for module in (model, encoder):
+        compiled = torch.compile(module, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(tokens), module(tokens), rtol=0, atol=2e-6)
+    shapes = {"tokens": {1: torch.export.Dim("length")}}
+    exported, longer = torch.export.export(encoder, (tokens,), dynamic_shapes=shapes).module(), tokens.repeat(1, 3)
+    torch.testing.assert_close(exported(longer), encoder(longer), rtol=0, atol=2e-6)
+
+
 @pytest.mark.full
 def test_one_compiled_function_serves_varying_sizes() -> None:
     torch._dynamo.reset()

@@ -9,11 +9,8 @@ torch = pytest.importorskip("torch")
 
 import array_api_compat.torch as xp  # noqa: E402
 
-from alibi_core.backend import (  # noqa: E402
-    AttentionCall,
-    entry_of,
-    lower_bounds,
-)
+from alibi_core.backend import AttentionCall  # noqa: E402
+from alibi_core.backend.horizon import entry_of, lower_bounds  # noqa: E402
 from alibi_core.conformance.testing import DATA, LONGER, Case  # noqa: E402
 from alibi_torch import _cpu  # noqa: E402
 from tests.support.frameworks import TORCH, Backend  # noqa: E402

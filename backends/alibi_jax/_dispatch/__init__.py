@@ -1,17 +1,13 @@
-"""Which implementation runs a call, and how it is differentiated, mapped and divided among devices.
-
-In go rules and operands. Out comes attention, as primitives of JAX that choose a kernel when they are compiled.
-"""
+"""Which implementation runs a call, and how it is differentiated, mapped and divided among devices."""
 
 from alibi_jax._dispatch.choice import IMPLEMENTATIONS as IMPLEMENTATIONS
 from alibi_jax._dispatch.choice import Implementation as Implementation
-from alibi_jax._dispatch.choice import Target as Target
 from alibi_jax._dispatch.choice import checked as checked
 from alibi_jax._dispatch.choice import choose as choose
-from alibi_jax._dispatch.choice import in_full as in_full
 from alibi_jax._dispatch.choice import name_of as name_of
 from alibi_jax._dispatch.choice import refusal as refusal
-from alibi_jax._dispatch.dense import dense as dense
+from alibi_jax._dispatch.choice import require_dense as require_dense
+from alibi_jax._dispatch.derivatives import dense as dense
 from alibi_jax._dispatch.derivatives import summed_as as summed_as
 from alibi_jax._dispatch.primitive import backward as backward
 from alibi_jax._dispatch.primitive import forward as forward

@@ -1,47 +1,67 @@
 """Derivatives of attention's primitives.
 
-A first derivative in reverse mode is the backward primitive, in memory that grows with the lengths alone: attention's
-tangent is a primitive of its own, linear in the tangents of tensors and slopes, and the backward primitive is its
-transpose. Where the tangent itself is computed, in forward mode, and where either is differentiated again, JAX
-differentiates attention spelled out, in memory for all scores.
+A first derivative in reverse mode is the backward primitive, in memory linear in the lengths: attention's tangent is a
+primitive of its own, linear in the tangents of tensors and slopes, and its transpose is the backward primitive. JAX
+differentiates dense attention, in memory for all scores, where the tangent itself is computed, in forward mode, and
+where either is differentiated again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
-from alibi_jax._call import Operands, Rules, put_together
-from alibi_jax._compatible import without_mesh
-from alibi_jax._dispatch.dense import dense
-from alibi_jax._dispatch.primitive import backward, backward_primitive, forward_primitive
-
-FIRST = 5  # operands that have derivatives: query, key, value, slopes, future slopes, the first leaves of a call
-
-
-def _spelled_out(rules: Rules, operands: Operands, *first: jax.Array) -> jax.Array:
-    """Return attention as a function of those operands that have derivatives, and are there."""
-    operands = operands._replace(**dict(zip(Operands._fields, first, strict=False)))
-    heads_first = operands if rules.kv_heads_first else _turned(operands)
-    call = put_together(rules, operands)
-    return dense(call, jnp.swapaxes(operands.query, 1, 2), heads_first.key, heads_first.value)
+from alibi_core.backend import AttentionCall, dense_attention
+from alibi_jax._call import Operands
+from alibi_jax._compatible import broadcasting, is_zero, materialised, new_primitive, set_rules, zero
+from alibi_jax._dispatch.primitive import (
+    backward,
+    backward_primitive,
+    forward_primitive,
+    map_backward,
+    map_forward,
+    unpacked,
+)
 
 
-def _turned(operands: Operands) -> Operands:
-    """Exchange the axes of tokens and heads of keys and values."""
-    return operands._replace(key=jnp.swapaxes(operands.key, 1, 2), value=jnp.swapaxes(operands.value, 1, 2))
+@broadcasting
+def dense(call: AttentionCall, *tensors: jax.Array, dropout_key: jax.Array | None = None) -> Any:
+    """Compute a call on heads-first tensors, in operations that JAX differentiates any number of times."""
+
+    def drop(weights: jax.Array) -> jax.Array:
+        kept = jax.random.bernoulli(dropout_key, 1 - call.dropout, weights.shape)
+        return jnp.where(kept, weights / (1 - call.dropout), 0)
+
+    # JAX's softmax takes the maximum for a constant. Its derivative asks which scores are equal to it: none are if
+    # the compiler computes them twice, rounded in two ways, and then it divides by zero.
+    found = dense_attention(call, *map(materialised, tensors), softmax=jax.nn.softmax, drop=drop)
+    # The result is materialised for the sake of its cotangent.
+    return (materialised(found[0]), found[1]) if call.return_weights else materialised(found)
 
 
-def _pushed(function: Callable[..., Any], primals: Any, tangents: Any) -> Any:
-    """Return the tangents of what a function returns, differentiated where tangents are no symbolic zeros alone."""
-    moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+def _dense_of_leaves(structure: Any, *leaves: Any) -> jax.Array:
+    operands = unpacked(structure, leaves)
+    result: jax.Array = dense(operands.call, *operands[:3])
+    return result
+
+
+def _refuse_other_keys(structure: Any, leaves: Any) -> None:
+    if unpacked(structure, leaves).other_keys is not None:
+        raise NotImplementedError("alibi_jax.parallel.attention has first derivatives, in reverse mode, alone")
+
+
+def _num_differentiable(operands: Operands) -> int:
+    """Return how many leaves have derivatives: query, key, value, slopes and future slopes, which come first."""
+    return 4 if operands.call.future_slopes is None else 5
+
+
+def _moving_jvp(function: Callable[..., Any], primals: Any, tangents: Any) -> Any:
+    """Return the tangents of a function's results, differentiated by those arguments whose tangents are not zero."""
+    moving = [i for i, tangent in enumerate(tangents) if not is_zero(tangent)]
 
     def of_moving(*values: Any) -> Any:
         given = dict(zip(moving, values, strict=True))
@@ -50,115 +70,93 @@ def _pushed(function: Callable[..., Any], primals: Any, tangents: Any) -> Any:
     return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
 
 
-def _refuse_parts(rules: Rules) -> None:
-    if rules.is_part:
-        raise NotImplementedError("alibi_jax.parallel.attention has first derivatives, in reverse mode, alone")
-
-
-# --- Of the forward pass --------------------------------------------------------------------------------------------
-
-
-def _forward_jvp(leaves: Any, tangents: Any, *, with_log_sum_exps: bool, **parameters: Any) -> tuple[Any, Any]:
-    _refuse_parts(parameters["rules"])
-    # A score's gradient is a difference from a mean, which follows from the result. Of a rounded one it is off by as
-    # much in all scores of a row: times what keys, or queries, or distances have in common, that may be anything.
-    exact, log_sum_exps = forward_primitive.bind(*leaves, **parameters, with_log_sum_exps=True)
-    operands = jax.tree.unflatten(parameters["structure"], leaves)
-    first = FIRST if operands.future_slopes is not None else FIRST - 1
-    wanted = tuple(i for i, tangent in enumerate(tangents[:first]) if type(tangent) is not ad.Zero)
-    dtype = exact.dtype if with_log_sum_exps else operands.query.dtype
-    result = exact.astype(dtype)
-    tangent = ad.Zero(jax.typeof(result))
-    if wanted:
-        given = (exact, log_sum_exps, *leaves, *(tangents[i] for i in wanted))
-        tangent = _tangent.bind(*given, **parameters, wanted=wanted).astype(dtype)
-    # Log-sum-exps are for the backward pass, whose derivatives take them for what they follow from.
-    both = [result, log_sum_exps], [tangent, ad.Zero(jax.typeof(log_sum_exps))]
-    return both if with_log_sum_exps else tuple(x[:1] for x in both)
-
-
-def _tangent_of(result: Any, _: Any, *leaves: Any, rules: Rules, structure: Any, wanted: Any, **__: Any) -> Any:
-    leaves, tangents = leaves[: structure.num_leaves], leaves[structure.num_leaves :]
-    operands = jax.tree.unflatten(structure, leaves)
-
-    def function(*moving: Any) -> Any:
-        given = dict(zip(wanted, moving, strict=True))
-        return _spelled_out(rules, operands, *(given.get(i, operands[i]) for i in range(FIRST)))
-
-    # Slopes that all entries share may have tangents for each.
-    primals = [jnp.broadcast_to(operands[i], tangent.shape) for i, tangent in zip(wanted, tangents, strict=True)]
-    return jax.jvp(function, primals, list(tangents))[1].astype(result.dtype)
-
-
-def _tangent_jvp(primals: Any, tangents: Any, **parameters: Any) -> tuple[Any, Any]:
-    return _tangent.bind(*primals, **parameters), _pushed(partial(_tangent_of, **parameters), primals, tangents)
-
-
-def _tangent_transpose(
-    cotangent: Any, result: Any, log_sum_exps: Any, *leaves: Any, rules: Rules, structure: Any, **parameters: Any
-) -> list[Any]:
-    leaves, tangents = leaves[: structure.num_leaves], leaves[structure.num_leaves :]
-    others = [None] * (2 + len(leaves))
-    if type(cotangent) is ad.Zero:
-        return others + [ad.Zero(x.aval) for x in tangents]
-    operands = jax.tree.unflatten(structure, leaves)
-    is_cache = rules.kv_heads_first  # which is seldom differentiated: a copy will do
-    if is_cache:
-        rules, operands = replace(rules, kv_heads_first=False), _turned(operands)
-    wanted = parameters["wanted"]
-    found = Operands(
-        *backward(
-            rules,
-            operands,
-            result,
-            log_sum_exps,
-            cotangent.astype(operands.query.dtype),
-            parameters["implementation"],
-            slopes_too=any(i >= Operands._fields.index("slopes") for i in wanted),
-        )
-    )
-    found = _turned(found) if is_cache else found
-    return others + [summed_as(found[i], x.aval) for i, x in zip(wanted, tangents, strict=True)]
-
-
 def summed_as(gradient: jax.Array, operand: Any) -> jax.Array:
     """Return the gradient of an operand that all batch entries may share, as slopes."""
     return gradient if operand.shape[0] == gradient.shape[0] else jnp.sum(gradient, axis=0, keepdims=True)
 
 
-# --- Of the backward pass -------------------------------------------------------------------------------------------
+# --- The forward pass -----------------------------------------------------------------------------------------------
+
+
+def _forward_jvp(leaves: Any, tangents: Any, *, with_log_sum_exps: bool, **parameters: Any) -> tuple[Any, Any]:
+    _refuse_other_keys(parameters["structure"], leaves)
+    # The gradient of a score is a difference from a mean, which follows from the result. A rounded result shifts it by
+    # the same amount in all scores of a row; summed over keys, the shift grows without bound. So use the unrounded one.
+    exact, log_sum_exps = forward_primitive.bind(*leaves, **parameters, with_log_sum_exps=True)
+    operands = unpacked(parameters["structure"], leaves)
+    result = exact.astype(exact.dtype if with_log_sum_exps else operands.query.dtype)
+    wanted = tuple(i for i in range(_num_differentiable(operands)) if not is_zero(tangents[i]))
+    tangent = zero(jax.typeof(result))
+    if wanted:
+        given = (exact, log_sum_exps, *leaves, *(tangents[i] for i in wanted))
+        tangent = tangent_primitive.bind(*given, **parameters, wanted=wanted)[0].astype(result.dtype)
+    if not with_log_sum_exps:
+        return [result], [tangent]
+    # The backward pass treats log-sum-exps as functions of the operands, so their own tangent is zero.
+    return [result, log_sum_exps], [tangent, zero(jax.typeof(log_sum_exps))]
+
+
+# --- The tangent ----------------------------------------------------------------------------------------------------
+
+
+def _run_tangent(_: Any, result: Any, __: Any, *leaves: Any, structure: Any, wanted: Any, **___: Any) -> list[Any]:
+    leaves, tangents = leaves[: structure.num_leaves], leaves[structure.num_leaves :]
+
+    def function(*moving: Any) -> Any:
+        given = dict(zip(wanted, moving, strict=True))
+        return _dense_of_leaves(structure, *(given.get(i, leaf) for i, leaf in enumerate(leaves)))
+
+    # Slopes that all entries share may have tangents for each.
+    primals = [jnp.broadcast_to(leaves[i], tangent.shape) for i, tangent in zip(wanted, tangents, strict=True)]
+    return [jax.jvp(function, primals, list(tangents))[1].astype(result.dtype)]
+
+
+def _map_tangent(leaves: Any, axes: Any, **parameters: Any) -> Any:
+    return jax.vmap(partial(_run_tangent, None, **parameters), in_axes=tuple(axes))(*leaves), [0]
+
+
+def _tangent_jvp(primals: Any, tangents: Any, **parameters: Any) -> tuple[Any, Any]:
+    found = tangent_primitive.bind(*primals, **parameters)
+    return found, _moving_jvp(partial(_run_tangent, None, **parameters), primals, tangents)
+
+
+def _tangent_transpose(
+    cotangents: Any, result: Any, log_sum_exps: Any, *leaves: Any, structure: Any, wanted: Any, implementation: Any
+) -> list[Any]:
+    leaves, tangents = leaves[: structure.num_leaves], leaves[structure.num_leaves :]
+    others, (cotangent,) = [None] * (2 + len(leaves)), cotangents
+    if is_zero(cotangent):
+        return others + [zero(x.aval) for x in tangents]
+    operands = unpacked(structure, leaves)
+    cotangent = cotangent.astype(operands.query.dtype)
+    slopes_too = any(i >= 3 for i in wanted)
+    found = backward(operands, result, log_sum_exps, cotangent, implementation, slopes_too=slopes_too)
+    return others + [summed_as(found[i], x.aval) for i, x in zip(wanted, tangents, strict=True)]
+
+
+# --- The backward pass ----------------------------------------------------------------------------------------------
 
 
 def _backward_jvp(primals: Any, tangents: Any, **parameters: Any) -> tuple[Any, Any]:
-    _refuse_parts(parameters["rules"])
+    _refuse_other_keys(parameters["structure"], primals[3:])
     found = backward_primitive.bind(*primals, **parameters)
-    return found, _pushed(partial(_gradients_of, **parameters), primals, tangents)
+    return found, _moving_jvp(partial(_dense_gradients, **parameters), primals, tangents)
 
 
-def _gradients_of(
-    _: Any, __: Any, cotangent: Any, *leaves: Any, rules: Rules, structure: Any, slopes_too: bool, **___: Any
+def _dense_gradients(
+    _: Any, __: Any, cotangent: Any, *leaves: Any, structure: Any, slopes_too: bool, **___: Any
 ) -> list[Any]:
-    operands = jax.tree.unflatten(structure, leaves)
-    first = [x for x in operands[:FIRST] if x is not None]
-    first[3:] = [jnp.broadcast_to(x, (operands.query.shape[0], x.shape[1])) for x in first[3:]]
-    gradients = jax.vjp(partial(_spelled_out, rules, operands), *first)[1](cotangent)
+    operands = unpacked(structure, leaves)
+    count = _num_differentiable(operands)
+    slopes = [jnp.broadcast_to(x, operands.query.shape[:2]) for x in leaves[3:count]]
+    function = lambda *first: _dense_of_leaves(structure, *first, *leaves[count:])  # noqa: E731
+    gradients = jax.vjp(function, *leaves[:3], *slopes)[1](cotangent)
     return list(gradients if slopes_too else gradients[:3])
 
 
-_tangent = Primitive("alibi_attention_tangent")
-_tangent.def_impl(_tangent_of)
-_tangent.def_abstract_eval(lambda result, *_, **__: result)
-mlir.register_lowering(
-    _tangent,
-    lambda context, *leaves, **parameters: mlir.lower_fun(partial(_tangent_of, **parameters), multiple_results=False)(
-        without_mesh(context), *leaves
-    ),
+tangent_primitive = new_primitive(
+    "alibi_attention_tangent", _run_tangent, lambda result, *_, **__: [result.update(weak_type=False)]
 )
-batching.primitive_batchers[_tangent] = lambda leaves, axes, **parameters: (
-    jax.vmap(partial(_tangent_of, **parameters), in_axes=tuple(axes))(*leaves),
-    0,
-)
-ad.primitive_jvps[_tangent] = _tangent_jvp
-ad.primitive_transposes[_tangent] = _tangent_transpose
-ad.primitive_jvps[forward_primitive] = _forward_jvp
-ad.primitive_jvps[backward_primitive] = _backward_jvp
+set_rules(forward_primitive, vmap=map_forward, jvp=_forward_jvp)
+set_rules(backward_primitive, vmap=map_backward, jvp=_backward_jvp)
+set_rules(tangent_primitive, vmap=_map_tangent, jvp=_tangent_jvp, transpose=_tangent_transpose)

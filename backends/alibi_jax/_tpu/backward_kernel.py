@@ -17,16 +17,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from alibi_jax._compatible import local
 from alibi_jax._tpu import blocks
-from alibi_jax._tpu.blocks import FIELDS, LOG2_E, OFFSET, ONE, ZERO, Bias, Branch, Place, lanes, product, quotient
-from alibi_jax._tpu.rows import layout, walk_over_keys
+from alibi_jax._tpu.blocks import LOG2_E, ONE, ZERO, Bias, Branch, Place, lanes, product, quotient
 from alibi_jax._tpu.shape import LANES, KernelShape
-from alibi_jax._tpu.tables import Inputs
+from alibi_jax._tpu.tables import FIELDS, OFFSET, Inputs
+from alibi_jax._tpu.walk import query_specs, run, walk, walk_over_keys
 
 LOG_SUM_EXP, DELTA = 0, 1  # rows of the statistics
-# Of each query, some in each lane: score gradients times distances, weights times distances, and score gradients alone.
-SLOPE_SUMS = ("behind", "ahead", "mean_behind", "mean_ahead", "slip")
-# Of each query, some in each lane: weights, and the rounding errors of score gradients.
-ROUNDING_SUMS = ("weight", "excess")
+# Sums for each query, spread over lanes: of score gradients and of weights, both times distances, and of the former.
+SLOPE_SUMS = ("behind", "ahead", "mean_behind", "mean_ahead", "residual")
+ROUNDING_SUMS = ("weight", "excess")  # of weights, and of the rounding errors of score gradients
 
 
 def backward_of_keys(
@@ -34,13 +33,8 @@ def backward_of_keys(
 ) -> list[jax.Array]:
     """Return the gradients of keys and values, ``[batch * num_kv_heads, padded kv_len, head_dim]``.
 
-    Args:
-        shape: Of the kernel.
-        inputs: As of the forward pass.
-        turned: Which blocks of queries each block of keys needs, from ``queries_of_keys``.
-        statistics: ``[batch * num_heads, 2, padded q_len]`` float32: log-sum-exps, and the sums of cotangent times
-            result.
-        cotangent: ``[batch * num_heads, padded q_len, head_dim]``.
+    ``turned`` is from ``queries_of_keys``. ``statistics``, ``[batch * num_heads, 2, padded q_len]`` float32, are
+    log-sum-exps, and the sums of cotangent times result. The cotangent is laid out as the query.
     """
     batch_heads, _, head_dim = inputs.key.shape
     of_block = pl.BlockSpec((1, shape.kv_block, head_dim), lambda n, j, _: (n, j, 0))
@@ -51,17 +45,17 @@ def backward_of_keys(
         return array, pl.BlockSpec((1, 1, array.shape[-1]), index, memory_space=pltpu.SMEM)
 
     operands = {
-        "turned": in_smem(turned, False),
-        "table": in_smem(inputs.table, True),
-        "slopes": in_smem(inputs.slopes, True),
-        "key": (inputs.key, of_block),
-        "value": (inputs.value, of_block),
-        "query": (inputs.query, in_hbm),
-        "cotangent": (cotangent, in_hbm),
-        "statistics": (statistics, in_hbm),
+        "turned": in_smem(turned, False),  # [1, 1, 2 * (kv_blocks * group + 1)]
+        "table": in_smem(inputs.table, True),  # [1, 1, length of the table]
+        "slopes": in_smem(inputs.slopes, True),  # [1, 1, 2]
+        "key": (inputs.key, of_block),  # [1, kv_block, head_dim]
+        "value": (inputs.value, of_block),  # [1, kv_block, head_dim]
+        "query": (inputs.query, in_hbm),  # [batch * num_heads, padded q_len, head_dim]
+        "cotangent": (cotangent, in_hbm),  # [batch * num_heads, padded q_len, head_dim]
+        "statistics": (statistics, in_hbm),  # [batch * num_heads, 2, padded q_len]
     }
     if shape.has_segments:
-        of_ids = pl.BlockSpec((1, 1, shape.kv_block), lambda n, j, r: (quotient(n, shape.num_kv_heads), 0, j))
+        of_ids = pl.BlockSpec((1, 1, shape.kv_block), lambda n, j, r: (quotient(n, shape.call.num_kv_heads), 0, j))
         operands |= {"q_ids": (inputs.segment_ids[0], in_hbm), "kv_ids": (inputs.segment_ids[1], of_ids)}
     results = {f"out_{name}": (local(operands[name][0].shape, operands[name][0].dtype), of_block)
                for name in ("key", "value")}  # fmt: skip
@@ -79,7 +73,7 @@ def backward_of_keys(
     aliases = {"key": "out_key", "value": "out_value"}
     grid = batch_heads, shape.kv_blocks, shape.group
     kernel = partial(_kernel_of_keys, shape)
-    return blocks.run("alibi_backward_of_keys", kernel, shape, grid, operands, results, scratch, aliases)
+    return run("alibi_backward_of_keys", kernel, shape, grid, operands, results, scratch, aliases)
 
 
 def _kernel_of_keys(shape: KernelShape, refs: Any) -> None:
@@ -93,25 +87,25 @@ def _kernel_of_keys(shape: KernelShape, refs: Any) -> None:
         for sums in (refs.d_key, refs.d_value):
             sums[...] = jnp.zeros_like(sums)
 
-    def copies(of_query: Any, slot: Any, of_next: bool) -> list[Any]:
+    def pairs(of_query: Any, of_next: bool) -> list[Any]:
         at = pl.ds(pl.multiple_of(of_query * shape.q_block, LANES), shape.q_block)
         # The next program is of the next head that shares these keys, or of the first with the next block of keys.
         own = member if not of_next else jnp.where(member + 1 == shape.group, 0, member + 1)
         head = n * shape.group + own
-        pairs = [
+        found = [
             (refs.query.at[head, at], refs.query_buffer),
             (refs.cotangent.at[head, at], refs.cotangent_buffer),
             (refs.statistics.at[head, :, at], refs.statistics_buffer),
         ]
         if shape.has_segments:
-            pairs.append((refs.q_ids.at[quotient(n, shape.num_kv_heads), :, at], refs.ids_buffer))
-        return blocks.copies(pairs, refs.semaphores, slot)
+            found.append((refs.q_ids.at[quotient(n, shape.call.num_kv_heads), :, at], refs.ids_buffer))
+        return found
 
     def visit(of_query: Any, slot: Any) -> None:
         q_start = table[0, 0, table.shape[-1] + OFFSET] + of_query * shape.q_block
         needed, end, base = (table[0, 0, FIELDS * of_query + field] for field in range(FIELDS))
         place = Place(q_start, block * shape.kv_block, base)
-        limits = needed * shape.kv_block, jnp.minimum(end * shape.kv_block, shape.kv_len) - 1
+        limits = needed * shape.kv_block, jnp.minimum(end * shape.kv_block, shape.call.kv_len) - 1
         own = blocks.own_positions(shape, place, limits, (1, shape.q_block), 1)
 
         def attend(branch: Branch) -> None:
@@ -131,11 +125,11 @@ def _kernel_of_keys(shape: KernelShape, refs: Any) -> None:
         for branch in blocks.branches(shape, place):
             pl.when(branch.applies)(partial(attend, branch))
 
-    blocks.walk(first, stop, tuple(following), item == 0, refs.turn, copies, visit)
+    walk(refs, first, stop, following, item == 0, pairs, visit)
 
     @pl.when(member == shape.group - 1)
     def _() -> None:
-        refs.out_key[0] = (refs.d_key[...] * shape.rules.scale).astype(refs.out_key.dtype)
+        refs.out_key[0] = (refs.d_key[...] * shape.call.scale).astype(refs.out_key.dtype)
         refs.out_value[0] = refs.d_value[...].astype(refs.out_value.dtype)
 
 
@@ -148,10 +142,10 @@ def backward_of_queries(
     each, whose sums are the gradients of the slopes.
     """
     batch_heads, _, head_dim = inputs.query.shape
-    operands, of_block, scratch = layout(shape, inputs)
+    operands, of_block, scratch = query_specs(shape, inputs)
     of_head = pl.BlockSpec((1, 1, 1), lambda n, i: (quotient(n, shape.group), 0, 0), memory_space=pltpu.SMEM)
     operands |= {
-        "have_mean": (_have_mean(inputs.key, shape.kv_len), of_head),
+        "have_mean": (_have_mean(inputs.key, shape.call.kv_len), of_head),
         "cotangent": (cotangent, of_block),
         "statistics": (statistics, pl.BlockSpec((1, 2, shape.q_block), lambda n, i: (n, 0, i))),
     }
@@ -165,7 +159,7 @@ def backward_of_queries(
         of_parts = pl.BlockSpec((1, 1, LANES), lambda n, i: (n, 0, i))
         results |= dict.fromkeys(("out_behind", "out_ahead"), (parts, of_parts))
     kernel, grid = partial(_kernel_of_queries, shape, slopes_too), (batch_heads, shape.q_blocks)
-    return blocks.run("alibi_backward_of_queries", kernel, shape, grid, operands, results, scratch, {})
+    return run("alibi_backward_of_queries", kernel, shape, grid, operands, results, scratch, {})
 
 
 def _have_mean(key: jax.Array, kv_len: int) -> jax.Array:
@@ -198,21 +192,21 @@ def _kernel_of_queries(shape: KernelShape, slopes_too: bool, refs: Any) -> None:
 
         @where_keys_have_a_mean
         def _() -> None:
-            # The gradients of a row's scores have the sum 0, but for rounding. Of a part of the keys they need not.
+            # The gradients of a row's scores have the sum 0, but for rounding. With other keys, they need not.
             excess = rounded.astype(jnp.float32)
-            refs.excess[...] += _by_lane(excess - d_scores if shape.rules.is_part else excess)
+            refs.excess[...] += _by_lane(excess - d_scores if shape.has_other_keys else excess)
             refs.weight[...] += _by_lane(weights)
             low = jnp.bfloat16  # has digits enough for a mean that is multiplied by a rounding error
             refs.mean_key[...] += product(weights.astype(low), keys.astype(low), (1, 0))
 
         if slopes_too:
             behind = blocks.distances(shape, place, refs.own[...], 0)
-            refs.slip[...] += _by_lane(d_scores)
+            refs.residual[...] += _by_lane(d_scores)
             if branch.side != "future":
                 past = jnp.maximum(behind, 0)
                 refs.behind[...] -= _by_lane(d_scores * past)
                 refs.mean_behind[...] += _by_lane(weights * past)
-            if branch.side != "past" and not shape.rules.is_causal:
+            if branch.side != "past" and not shape.call.is_causal:
                 future = jnp.minimum(behind, 0)
                 refs.ahead[...] += _by_lane(d_scores * future)
                 refs.mean_ahead[...] -= _by_lane(weights * future)
@@ -226,20 +220,19 @@ def _kernel_of_queries(shape: KernelShape, slopes_too: bool, refs: Any) -> None:
         weight, excess = (jnp.sum(x[...], axis=1)[:, None] for x in (refs.weight, refs.excess))
         refs.d_query[...] -= excess * (refs.mean_key[...] / jnp.where(weight == 0, ONE, weight))
 
-    refs.out_query[0] = (refs.d_query[...] * shape.rules.scale).astype(refs.out_query.dtype)
+    refs.out_query[0] = (refs.d_query[...] * shape.call.scale).astype(refs.out_query.dtype)
     if slopes_too:
-        # The gradients of a row's scores have the sum 0, but for what delta, from a result that was rounded, is off by.
-        # All of them are off by that much of their weights, and distances make the most of it.
-        # Of a part of the keys the sum need not be 0.
-        slip = ZERO if shape.rules.is_part else jnp.sum(refs.slip[...], axis=1)[:, None]
-        slip = jnp.broadcast_to(slip, refs.slip.shape)
-        refs.out_behind[0] = jnp.sum(refs.behind[...] + slip * refs.mean_behind[...], axis=0, keepdims=True)
-        refs.out_ahead[0] = jnp.sum(refs.ahead[...] + slip * refs.mean_ahead[...], axis=0, keepdims=True)
+        # The gradients of a row's scores have the sum 0, but for rounding of delta, which shifts each by its weight,
+        # and which distances multiply. With other keys, the sum need not be 0.
+        residual = ZERO if shape.has_other_keys else jnp.sum(refs.residual[...], axis=1)[:, None]
+        residual = jnp.broadcast_to(residual, refs.residual.shape)
+        refs.out_behind[0] = jnp.sum(refs.behind[...] + residual * refs.mean_behind[...], axis=0, keepdims=True)
+        refs.out_ahead[0] = jnp.sum(refs.ahead[...] + residual * refs.mean_ahead[...], axis=0, keepdims=True)
 
 
 def _weights(shape: KernelShape, scores: Any, bias: Bias, log_sum_exps: Any) -> Any:
     """Return what softmax made of scores; ``log_sum_exps`` is a row, or ``[q_block, LANES]``."""
-    logits = scores * (shape.rules.scale * LOG2_E) + bias.keys
+    logits = scores * (shape.call.scale * LOG2_E) + bias.keys
     subtracted = log_sum_exps if bias.queries is None else log_sum_exps - bias.queries
     if subtracted.shape[0] > 1:
         subtracted = lanes(subtracted, shape.kv_block)

@@ -1,4 +1,4 @@
-"""What the TPU kernels share: walking over the blocks that are needed, and one block's bias and mask.
+"""The bias and the mask of one block of scores.
 
 Scores are in powers of two: ``log2(e)`` is part of the scale and the slopes, because a TPU's exponential is ``2**x``.
 
@@ -11,15 +11,11 @@ distance formed for each pair.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from alibi_jax._tpu.shape import LANES, KernelShape
 
@@ -27,105 +23,6 @@ LOG2_E = 1.4426950408889634
 # Numbers that are float32 also where float64 is enabled, which the kernels' compiler lacks.
 HIDDEN = np.float32(-1e30)  # the score of a masked key: finite, so that differences of two are no NaN
 ZERO, ONE = np.float32(0), np.float32(1)
-FIELDS = 3  # of a block of queries in a table: first block of keys, the one after the last, base
-OFFSET = -1  # of a table: where the position of the first query stands
-
-
-def run(
-    name: str,
-    kernel: Callable[[Any], None],
-    shape: KernelShape,
-    grid: tuple[int, ...],
-    operands: dict[str, tuple[Any, pl.BlockSpec]],
-    results: dict[str, tuple[Any, pl.BlockSpec]],
-    scratch: dict[str, Any],
-    aliases: dict[str, str],
-) -> list[jax.Array]:
-    """Run a kernel, which knows operands, results and scratch memory by their names, and return the results."""
-    names = *operands, *results, *scratch
-    places = {list(operands).index(x): list(results).index(y) for x, y in aliases.items()}
-    semantics = "parallel", *("arbitrary",) * (len(grid) - 1)
-    return pl.pallas_call(
-        lambda *refs: kernel(SimpleNamespace(**dict(zip(names, refs, strict=True)))),
-        grid=grid,
-        in_specs=[spec for _, spec in operands.values()],
-        out_specs=[spec for _, spec in results.values()],
-        out_shape=[kind for kind, _ in results.values()],
-        scratch_shapes=list(scratch.values()),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=shape.vmem_limit),
-        input_output_aliases=places,
-        interpret=shape.interpret,
-        name=name,
-    )(*(array for array, _ in operands.values()))
-
-
-def copies(pairs: Sequence[tuple[Any, Any]], semaphores: Any, slot: Any) -> list[Any]:
-    """Return copies from HBM to one of two buffers each."""
-    return [
-        pltpu.make_async_copy(part, buffer.at[slot], semaphores.at[index, slot])
-        for index, (part, buffer) in enumerate(pairs)
-    ]
-
-
-def walk(
-    first: Any,
-    stop: Any,
-    following: tuple[Any, Any],
-    is_first: Any,
-    turn_ref: Any,
-    copies: Callable[[Any, Any, bool], Sequence[Any]],
-    visit: Callable[[Any, Any], None],
-) -> None:
-    """Visit blocks ``first`` to ``stop``, each copied from HBM while the one before it is computed with.
-
-    The last visit overlaps with the copy of the first block that the grid's next program needs.
-
-    Args:
-        first: The first block.
-        stop: The block after the last.
-        following: The same of the next program; an empty range where there is none.
-        is_first: Whether this program has to start its first copy by itself.
-        turn_ref: ``[1]`` int32 that lasts from program to program: which of two buffers comes next.
-        copies: Takes a block, a buffer, and whether it is of the next program; returns copies to start or wait for.
-        visit: Takes a block and the buffer it is in.
-    """
-    follows = following[0] < following[1]
-
-    def start(block: Any, slot: Any, of_next: bool) -> None:
-        for copy in copies(block, slot, of_next):
-            copy.start()
-
-    @pl.when(is_first)
-    def _() -> None:
-        turn_ref[0] = 0
-
-    turn = turn_ref[0]
-
-    @pl.when(is_first & (first < stop))
-    def _() -> None:
-        start(first, turn, False)
-
-    @pl.when((first >= stop) & follows)
-    def _() -> None:
-        start(following[0], turn, True)
-
-    def step(block: Any, _: None) -> None:
-        slot = jax.lax.rem(turn + block - first, jnp.int32(2))
-
-        @pl.when(block + 1 < stop)
-        def _() -> None:
-            start(block + 1, 1 - slot, False)
-
-        @pl.when((block + 1 == stop) & follows)
-        def _() -> None:
-            start(following[0], 1 - slot, True)
-
-        for copy in copies(block, slot, False):
-            copy.wait()
-        visit(block, slot)
-
-    jax.lax.fori_loop(first, stop, step, None)
-    turn_ref[0] = jax.lax.rem(turn + jnp.maximum(stop - first, 0), jnp.int32(2))
 
 
 class Place(NamedTuple):
@@ -157,13 +54,13 @@ def branches(shape: KernelShape, place: Place) -> list[Branch]:
     q_last, kv_last = place.q_start + shape.q_block - 1, place.kv_start + shape.kv_block - 1
     if shape.has_segments:
         return [Branch(True, "both", True)]
-    whole = kv_last < shape.kv_len
+    whole = kv_last < shape.call.kv_len
     past, future = kv_last <= place.q_start, place.kv_start >= q_last
-    if shape.rules.window_size is not None:
-        past &= q_last - place.kv_start <= shape.rules.window_size
-        future &= kv_last - place.q_start <= shape.rules.window_size
+    if shape.call.window_size is not None:
+        past &= q_last - place.kv_start <= shape.call.window_size
+        future &= kv_last - place.q_start <= shape.call.window_size
     past &= whole
-    if shape.rules.is_causal:
+    if shape.call.is_causal:
         return [Branch(past, "past", False), Branch(jnp.logical_not(past), "both", True)]
     future &= whole & jnp.logical_not(past)
     return [
@@ -184,7 +81,7 @@ def bias_of(
     """
     if branch.side == "both":
         behind = distances(shape, place, own, q_axis)
-        ahead = None if shape.rules.is_causal else slopes[1] * behind
+        ahead = None if shape.call.is_causal else slopes[1] * behind
         biases = -slopes[0] * behind
         biases = biases if ahead is None else jnp.where(behind >= 0, biases, ahead)
         return Bias(biases, None, _visible(shape, place, q_axis, ids) if branch.is_masked else None)
@@ -199,7 +96,7 @@ def own_positions(shape: KernelShape, place: Place, limits: tuple[Any, Any], siz
     nearest of them: the rest of the way is the same for all, unless there are other keys besides.
     """
     positions = jax.lax.broadcasted_iota(jnp.int32, size, axis) + place.q_start
-    positions = positions if shape.rules.is_part else jnp.clip(positions, *limits)
+    positions = positions if shape.has_other_keys else jnp.clip(positions, *limits)
     return (positions - place.base).astype(jnp.float32)
 
 
@@ -219,12 +116,12 @@ def _visible(shape: KernelShape, place: Place, q_axis: int, ids: Any) -> Any:
     queries, keys = (jax.lax.broadcasted_iota(jnp.int32, size, axis) for axis in (q_axis, 1 - q_axis))
     behind = queries - keys  # but for where the block is
     shift = place.kv_start - place.q_start
-    visible = keys < shape.kv_len - place.kv_start
-    if shape.rules.is_causal:
+    visible = keys < shape.call.kv_len - place.kv_start
+    if shape.call.is_causal:
         visible &= behind >= shift
-    if shape.rules.window_size is not None:
+    if shape.call.window_size is not None:
         distance = behind - shift
-        visible &= (distance if shape.rules.is_causal else jnp.abs(distance)) <= shape.rules.window_size
+        visible &= (distance if shape.call.is_causal else jnp.abs(distance)) <= shape.call.window_size
     return visible if ids is None else visible & ids
 
 

@@ -11,28 +11,28 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from alibi_jax._compatible import local
-from alibi_jax._tpu.blocks import HIDDEN, LOG2_E, ONE, ZERO, Bias, Branch, Place, lanes, product, run
-from alibi_jax._tpu.rows import layout, walk_over_keys
+from alibi_jax._tpu.blocks import HIDDEN, LOG2_E, ONE, ZERO, Bias, Branch, Place, lanes, product
 from alibi_jax._tpu.shape import LANES, KernelShape
 from alibi_jax._tpu.tables import Inputs
+from alibi_jax._tpu.walk import query_specs, run, walk_over_keys
 
 
-def forward(shape: KernelShape, inputs: Inputs, with_log_sum_exps: bool) -> tuple[jax.Array, jax.Array | None]:
+def forward(shape: KernelShape, inputs: Inputs, with_log_sum_exps: bool) -> list[jax.Array]:
     """Return the result ``[batch * num_heads, padded q_len, head_dim]`` and its rows' log-sum-exps.
 
     These are ``[batch * num_heads, 1, padded q_len]`` float32, in powers of two, of logits as the kernels form them;
-    +inf for a query that sees no key. None unless they are asked for: they take memory. With them, for a backward pass,
+    +inf for a query that sees no key; only if asked for, as they take memory. With them, for a backward pass,
     the result is float32.
     """
     batch_heads, q_padded, head_dim = inputs.query.shape
-    operands, of_block, scratch = layout(shape, inputs)
+    operands, of_queries, scratch = query_specs(shape, inputs)
     scratch |= {name: pltpu.VMEM((shape.q_block, LANES), jnp.float32) for name in ("largest", "total")}
     scratch["sums"] = pltpu.VMEM((shape.q_block, head_dim), jnp.float32)
     dtype = jnp.float32 if with_log_sum_exps else inputs.query.dtype
-    results = {"result": (local(inputs.query.shape, dtype), of_block)}
+    results = {"result": (local(inputs.query.shape, dtype), of_queries)}  # [1, q_block, head_dim]
     if with_log_sum_exps:
         of_rows = pl.BlockSpec((1, 1, shape.q_block), lambda n, i: (n, 0, i))
-        results["log_sum_exps"] = local((batch_heads, 1, q_padded), jnp.float32), of_rows
+        results["log_sum_exps"] = local((batch_heads, 1, q_padded), jnp.float32), of_rows  # [1, 1, q_block]
 
     def kernel(refs: Any) -> None:
         _attend_to_all(shape, refs)
@@ -47,8 +47,7 @@ def forward(shape: KernelShape, inputs: Inputs, with_log_sum_exps: bool) -> tupl
     # pass, nothing else does either.
     aliases = {} if with_log_sum_exps else {"query": "result"}
     grid = batch_heads, shape.q_blocks
-    result, *rest = run("alibi_forward", kernel, shape, grid, operands, results, scratch, aliases)
-    return result, rest[0] if rest else None
+    return run("alibi_forward", kernel, shape, grid, operands, results, scratch, aliases)
 
 
 def _attend_to_all(shape: KernelShape, refs: Any) -> None:
@@ -64,7 +63,7 @@ def _attend_to_all(shape: KernelShape, refs: Any) -> None:
 
     def attend(branch: Branch, place: Place, bias: Bias, keys: Any, values: Any) -> None:
         scores = product(refs.query[0], keys, (1, 1))  # [q_block, kv_block]
-        logits = scores * (shape.rules.scale * LOG2_E) + bias.keys
+        logits = scores * (shape.call.scale * LOG2_E) + bias.keys
         if bias.visible is not None:
             logits = jnp.where(bias.visible, logits, HIDDEN)
         before = largest[...]
@@ -75,9 +74,8 @@ def _attend_to_all(shape: KernelShape, refs: Any) -> None:
         subtracted = now if bias.queries is None else now - bias.queries
         weights = jnp.exp2(logits - lanes(subtracted, shape.kv_block))
         if bias.visible is not None:
-            weights = jnp.where(
-                bias.visible, weights, ZERO
-            )  # in a row that has seen nothing yet, all logits are HIDDEN
+            # In a row that has seen nothing yet, all logits are HIDDEN, and their weights 1.
+            weights = jnp.where(bias.visible, weights, ZERO)
         decay = jnp.exp2(before - now)
         # Rounded before they are summed, too, or what all values have in common would not come back whole.
         rounded = weights.astype(values.dtype)

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
-from alibi_jax._call import Operands, Rules
+from alibi_jax._call import Operands
 from alibi_jax._tpu.backward_kernel import backward_of_keys, backward_of_queries
 from alibi_jax._tpu.forward_kernel import forward as forward_kernel
 from alibi_jax._tpu.shape import TPU, KernelShape
-from alibi_jax._tpu.tables import by_head, by_token, inputs_of, queries_of_keys
+from alibi_jax._tpu.tables import in_blocks, inputs_of, queries_of_keys, without_padding
+
+LN_2 = math.log(2)
 
 
-def forward(
-    rules: Rules, operands: Operands, options: TPU, *, with_log_sum_exps: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    """Return the result, ``[batch, q_len, num_heads, head_dim]``, and log-sum-exps for the backward pass or None."""
-    shape = KernelShape.of(rules, operands, options)
-    result, log_sum_exps = forward_kernel(shape, inputs_of(rules, operands, shape), with_log_sum_exps)
-    if log_sum_exps is not None:
-        log_sum_exps = log_sum_exps.reshape(shape.batch, shape.num_heads, -1)[..., : shape.q_len]
-    return by_token(result, shape.num_heads, shape.q_len), log_sum_exps
+def forward(operands: Operands, options: TPU, *, with_log_sum_exps: bool) -> list[jax.Array]:
+    """Return the result, ``[batch, num_heads, q_len, head_dim]``, and log-sum-exps for the backward pass if asked for.
+
+    Those are in powers of two, as the kernels have them, but natural logarithms where queries have other keys.
+    """
+    shape = KernelShape.of(operands, options)
+    result, *rest = forward_kernel(shape, inputs_of(operands, shape), with_log_sum_exps)
+    sums = [x.reshape(shape.call.batch[0], shape.call.num_heads, -1)[..., : shape.call.q_len] for x in rest]
+    sums = [x * LN_2 for x in sums] if shape.has_other_keys else sums
+    return [without_padding(result, shape.call.num_heads, shape.call.q_len), *sums]
 
 
 def backward(
-    rules: Rules,
     operands: Operands,
     result: jax.Array,
     log_sum_exps: jax.Array,
@@ -32,32 +36,28 @@ def backward(
     options: TPU,
     *,
     slopes_too: bool,
-) -> tuple[jax.Array | None, ...]:
-    """Return the gradients of query, key, value, and ``[batch, num_heads]`` of slopes and future slopes, or None."""
-    shape = KernelShape.of(rules, operands, options)
-    inputs = inputs_of(rules, operands, shape)
+) -> list[jax.Array]:
+    """Return the gradients of query, key, value and, if asked for, ``[batch, num_heads]`` of the slopes there are."""
+    shape = KernelShape.of(operands, options)
+    inputs = inputs_of(operands, shape)
+    log_sum_exps = log_sum_exps / LN_2 if shape.has_other_keys else log_sum_exps
     products = jnp.sum(cotangent.astype(jnp.float32) * result.astype(jnp.float32), axis=-1)
-    statistics = jnp.stack([log_sum_exps, jnp.swapaxes(products, 1, 2)], axis=2)  # [batch, num_heads, 2, q_len]
-    # A query that is not there sees nothing.
-    padding = shape.q_blocks * shape.q_block - shape.q_len
+    statistics = jnp.stack([log_sum_exps, products], axis=2)  # [batch, num_heads, 2, q_len]
+    # Padding sees nothing: its log-sum-exps are inf, its products 0.
+    padding = shape.q_blocks * shape.q_block - shape.call.q_len
     statistics = jnp.pad(statistics, ((0, 0), (0, 0), (0, 0), (0, padding)), constant_values=jnp.inf)
     statistics = jnp.where(statistics == jnp.inf, jnp.asarray([[jnp.inf], [0.0]], jnp.float32), statistics)
     statistics = statistics.reshape(-1, *statistics.shape[2:])
-    # One thing after the other, so that few tensors are in memory together: what is read as it was given, then copied
-    # with its heads first, then a kernel whose result is on its way before the next one starts.
+    # One after the other, so that few tensors are in memory together: copies of what is read, then a kernel whose
+    # result is on its way before the next kernel starts.
     statistics, cotangent = jax.lax.optimization_barrier((statistics, cotangent))
-    cotangents = by_head(cotangent.astype(operands.query.dtype), shape.q_blocks * shape.q_block)
+    cotangents = in_blocks(cotangent.astype(operands.query.dtype), shape.q_blocks * shape.q_block)
     turned = queries_of_keys(inputs.table, shape)
     d_query, *parts = backward_of_queries(shape, inputs, statistics, cotangents, slopes_too)
-    d_query = by_token(d_query, shape.num_heads, shape.q_len)
+    d_query = without_padding(d_query, shape.call.num_heads, shape.call.q_len)
     d_query, cotangents = jax.lax.optimization_barrier((d_query, cotangents))
-    d_key, d_value = backward_of_keys(shape, inputs, turned, statistics, cotangents)
-    by_slopes = [x.sum(axis=(1, 2)).reshape(shape.batch, shape.num_heads) for x in parts] or [None, None]
-    if parts and operands.future_slopes is None:
-        by_slopes = [by_slopes[0] + by_slopes[1], None]
-    return (
-        d_query,
-        by_token(d_key, shape.num_kv_heads, shape.kv_len),
-        by_token(d_value, shape.num_kv_heads, shape.kv_len),
-        *by_slopes,
-    )
+    of_keys = backward_of_keys(shape, inputs, turned, statistics, cotangents)
+    of_slopes = [x.sum(axis=(1, 2)).reshape(shape.call.batch[0], shape.call.num_heads) for x in parts]
+    if parts and operands.call.future_slopes is None:
+        of_slopes = [of_slopes[0] + of_slopes[1]]
+    return [d_query, *(without_padding(x, shape.call.num_kv_heads, shape.call.kv_len) for x in of_keys), *of_slopes]

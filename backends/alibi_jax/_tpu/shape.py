@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from alibi_core.backend import checks
-from alibi_jax._call import Operands, Rules, kv_axis
+from alibi_core.backend import AttentionCall, checks, split_call
+from alibi_jax._call import Operands
 
 LANES = 128  # of a vector register; blocks are multiples of it, because each is along the lanes of some matrix
 VMEM_LIMIT = 64 * 2**20  # bytes: what the smallest of the TPUs since v5 has in a core
@@ -49,72 +49,55 @@ class TPU:
 
 @dataclass(frozen=True)
 class KernelShape:
-    """All that the text of a kernel depends on. Lengths are in tokens; those of arrays are padded to whole blocks."""
+    """All that the text of a kernel depends on. Hashable. Arrays are padded to whole blocks of tokens.
 
-    batch: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    q_len: int
-    kv_len: int
+    Raises:
+        ValueError: If the blocks do not fit a TPU core's memory.
+    """
+
+    call: AttentionCall  # without arrays
     q_block: int
     kv_block: int
-    rules: Rules
     has_segments: bool  # or masked keys, which count as a segment of their own
+    has_other_keys: bool  # as Operands.other_keys says
     interpret: bool
-    itemsize: int  # bytes
 
     @classmethod
-    def of(cls, rules: Rules, operands: Operands, options: TPU) -> KernelShape:
-        """Return what the kernels for a call are built for.
+    def of(cls, operands: Operands, options: TPU) -> KernelShape:
+        """Return what the kernels for a call are built for."""
+        call = operands.call
+        blocks = _block(call.q_len, options.q_block), _block(call.kv_len, options.kv_block)
+        has_segments = call.q_segment_ids is not None or call.mask is not None
+        return cls(split_call(call)[0], *blocks, has_segments, operands.other_keys is not None, options.interpret)
 
-        Raises:
-            ValueError: If the blocks do not fit a TPU core's memory.
-        """
-        batch, q_len, num_heads, head_dim = operands.query.shape
-        kv_len, num_kv_heads = operands.key.shape[kv_axis(rules)], operands.key.shape[3 - kv_axis(rules)]
-        shape = cls(
-            batch=batch,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            q_len=q_len,
-            kv_len=kv_len,
-            q_block=_block(q_len, options.q_block),
-            kv_block=_block(kv_len, options.kv_block),
-            rules=rules,
-            has_segments=operands.q_segment_ids is not None or operands.mask is not None,
-            interpret=options.interpret,
-            itemsize=jnp.dtype(operands.query.dtype).itemsize,
-        )
-        if shape.vmem_bytes > VMEM_LIMIT:
+    def __post_init__(self) -> None:
+        if self.vmem_bytes > VMEM_LIMIT:
             raise ValueError(
-                f"blocks must fit a TPU core's memory, {VMEM_LIMIT >> 20} MiB, got q_block {shape.q_block}, kv_block "
-                f"{shape.kv_block} and head_dim {head_dim}, which take about {shape.vmem_bytes >> 20} MiB; "
+                f"blocks must fit a TPU core's memory, {VMEM_LIMIT >> 20} MiB, got q_block {self.q_block}, kv_block "
+                f"{self.kv_block} and head_dim {self.call.head_dim}, which take about {self.vmem_bytes >> 20} MiB; "
                 f"use smaller blocks, such as TPU(q_block=512, kv_block=512)"
             )
-        return shape
 
     @property
     def group(self) -> int:
         """How many query heads share a key/value head."""
-        return self.num_heads // self.num_kv_heads
+        return self.call.num_heads // self.call.num_kv_heads
 
     @property
     def q_blocks(self) -> int:
         """How many blocks the queries make up."""
-        return -(-self.q_len // self.q_block)
+        return -(-self.call.q_len // self.q_block)
 
     @property
     def kv_blocks(self) -> int:
         """How many blocks the keys make up."""
-        return -(-self.kv_len // self.kv_block)
+        return -(-self.call.kv_len // self.kv_block)
 
     @property
     def vmem_bytes(self) -> int:
         """About how much of a core's memory the hungriest of the kernels takes, in bytes."""
-        row = _round_up(self.head_dim, LANES)
-        blocks = 6 * (self.q_block + self.kv_block) * row * self.itemsize  # each held twice, for what comes next
+        row, itemsize = _round_up(self.call.head_dim, LANES), jnp.dtype(self.call.dtype).itemsize
+        blocks = 6 * (self.q_block + self.kv_block) * row * itemsize  # each held twice, for what comes next
         sums = 2 * max(self.q_block, self.kv_block) * (row + 5 * LANES) * 4
         return blocks + sums + TILES * self.q_block * self.kv_block * 4
 

@@ -9,24 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alibi_core.backend import (
-    AttentionCall,
+from alibi_core.backend import AttentionCall, checks
+from alibi_core.backend.caches import (
     cache_summary,
     check_indices,
     check_lengths,
     check_new_tokens,
     check_room,
     check_span,
-    checks,
-    explains_keywords,
-    host_values,
-    non_negative_int,
-    positive_int,
 )
+from alibi_core.backend.checks import explains_keywords, host_values, non_negative_int, positive_int
+from alibi_core.backend.horizon import norm_bounds
 from alibi_jax._attention import run
-from alibi_jax._call import NORM_BLOCK, as_slopes, floating_dtype, norm_bounds
+from alibi_jax._call import as_slopes, floating_dtype
 from alibi_jax._compatible import broadcasting
 from alibi_jax._dispatch import Implementation, checked
+from alibi_jax._plan import NORM_BLOCK
 
 
 class KVCache(NamedTuple):
@@ -76,7 +74,8 @@ class KVCache(NamedTuple):
             TypeError: If an argument is of the wrong kind.
             ValueError: If a size is less than 1.
         """
-        shape = cache_shape(batch_size, num_kv_heads, max_length, head_dim)
+        sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "max_length": max_length, "head_dim": head_dim}
+        shape = tuple(positive_int(name, n) for name, n in sizes.items())
         dtype = floating_dtype("dtype", dtype)
         norms = jnp.zeros((*shape[:2], -(-shape[2] // NORM_BLOCK)), np.promote_types(dtype, np.float32))
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), norms, jnp.zeros((), jnp.int32))
@@ -89,16 +88,16 @@ class KVCache(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Memory of keys and values, room for more included."""
-        return bytes_of(self.key) + bytes_of(self.value)
+        return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in (self.key, self.value))
 
     def __repr__(self) -> str:
         if len(getattr(self.key, "shape", ())) != 4:  # a tree of what goes with a cache: shardings, say
             fields = ", ".join(f"{name}={value!r}" for name, value in self._asdict().items())
             return f"KVCache({fields})"
         batch_size, num_kv_heads, max_length, head_dim = self.key.shape
-        sizes = batch_size, num_kv_heads, head_dim
-        longest = jnp.max(self.length) if getattr(self.length, "ndim", 0) else self.length
-        return cache_summary("KVCache", sizes, known(longest, "traced"), max_length, self.nbytes)
+        held = _concrete(jnp.max(self.length) if getattr(self.length, "ndim", 0) else self.length)
+        sizes, length = (batch_size, num_kv_heads, head_dim), "traced" if held is None else held
+        return cache_summary("KVCache", sizes, length, max_length, self.nbytes)
 
     def append(self, key: jax.Array, value: jax.Array, *, lengths: jax.Array | None = None) -> KVCache:
         """Return the cache with the keys and values of further tokens.
@@ -124,7 +123,7 @@ class KVCache(NamedTuple):
         new = key.shape[1]
         if lengths is not None or jnp.ndim(self.length):
             return self._append_by_row(key, value, _counts(lengths, batch_size, new, max_length))
-        check_room(new, max_length, known(self.length))
+        check_room(new, max_length, _concrete(self.length))
         key, value = (jnp.swapaxes(x, 1, 2) for x in (key, value))
         norms = norm_bounds(key.astype(self.key_norms.dtype))  # [batch, num_kv_heads, new]
         blocks = (self.length + jnp.arange(new)) // NORM_BLOCK
@@ -137,7 +136,7 @@ class KVCache(NamedTuple):
 
     def _append_by_row(self, key: jax.Array, value: jax.Array, counts: jax.Array) -> KVCache:
         length = self.length + counts  # [batch]
-        held, most = known(jnp.max(self.length)), known(jnp.max(length))
+        held, most = _concrete(jnp.max(self.length)), _concrete(jnp.max(length))
         if held is not None and most is not None:
             check_room(most - held, self.max_length, held)
         # jax.vmap asks that rows divided among devices be divided alike in all that it maps over.
@@ -197,16 +196,16 @@ class KVCache(NamedTuple):
         # Checked beside the cache, which is too large to turn around.
         heads_first = jnp.swapaxes(checks.array("query", query), -3, -2) if len(query.shape) == 4 else query
         q_len = heads_first.shape[-2]
-        offset = self.length - (
-            q_len if lengths is None else _counts(lengths, self.key.shape[0], q_len, self.max_length)
-        )
+        counts = q_len if lengths is None else _counts(lengths, self.key.shape[0], q_len, self.max_length)
+        offset = self.length - counts
         call = AttentionCall.check(
             heads_first, self.key, self.value, as_slopes(slopes), q_offset=offset, tolerance=tolerance, xp=jnp, **rules
         )
-        held = known(self.length) if offset.ndim == 0 else None
+        held = _concrete(self.length) if offset.ndim == 0 else None
         if held is not None and held <= self.max_length:
             check_span(held, call.q_len)
-        result = run(call, query, self.key, self.value, implementation, self.key_norms)
+        result = run(call, heads_first, self.key, self.value, implementation, self.key_norms)
+        result = jnp.swapaxes(result, 1, 2)
         if held is not None and held <= self.max_length:
             return result
         is_right = (self.length <= self.max_length) & (offset >= 0)
@@ -222,38 +221,36 @@ class KVCache(NamedTuple):
             ValueError: If it is negative, or of another shape.
         """
         if getattr(length, "ndim", 0):
-            length = check_lengths(jnp, "length", length, self.key.shape[0]).astype(jnp.int32)
-        else:
-            length = whole_number(length)
+            length = check_lengths(jnp, "length", length, self.key.shape[0])
+        elif not isinstance(length, jax.Array) or host_values(checks.integer_array(jnp, "length", length)) is not None:
+            length = min(
+                non_negative_int("length", int(length) if isinstance(length, jax.Array) else length),
+                checks.MAX_POSITION,
+            )
+        length = jnp.asarray(length, jnp.int32)
         kept = jnp.where(length < 0, self.max_length + 1, jnp.minimum(self.length, length))  # negative: it is traced
         length = jnp.where(self.length > self.max_length, self.length, kept)
-        return self._replace(length=length, value=of_first(self.value, length))
+        return self._replace(length=length, value=_of_first(self.value, length))
 
     def select_batch(self, indices: jax.Array) -> KVCache:
-        """Return the cache of the sequences at ``indices`` of the batch axis; one may be asked for repeatedly.
-
-        Beam search does so, as its candidates fall behind or branch.
-
-        Args:
-            indices: ``[batch]`` integers, for a batch size that may be another than before.
+        """Return the cache of the sequences at ``indices``, ``[new batch]`` integers, which may repeat.
 
         Raises:
             TypeError: If they are no integers.
             IndexError: If there is no such sequence, as far as values can be seen.
         """
         indices = check_indices(jnp, jnp.asarray(indices), self.key.shape[0])
-        names = ("key", "value", "key_norms", "length")
-        return self._replace(**{x: rows_at(getattr(self, x), indices) for x in names if jnp.ndim(getattr(self, x))})
 
+        def chosen(array: jax.Array) -> jax.Array:
+            """Return rows of an array, divided among devices as its type says."""
+            array = jnp.asarray(array)
+            return array.at[indices].get(out_sharding=jax.typeof(array).sharding) if array.ndim else array
 
-def rows_at(array: jax.Array, indices: jax.Array) -> jax.Array:
-    """Return rows of an array, divided among devices as it is, as far as its type says how."""
-    array = jnp.asarray(array)
-    return array.at[indices].get(out_sharding=jax.typeof(array).sharding)
+        return KVCache(*map(chosen, self))
 
 
 @broadcasting
-def of_first(values: jax.Array, length: jax.Array) -> jax.Array:
+def _of_first(values: jax.Array, length: jax.Array) -> jax.Array:
     """Return values with zeros from ``length``, ``[]`` or ``[batch]``, on.
 
     Attention gives those a weight of 0, which would make NaN of what is not finite.
@@ -270,34 +267,9 @@ def _counts(lengths: jax.Array | None, batch_size: int, new: int, max_length: in
     return jnp.where((lengths >= 0) & (lengths <= new), lengths.astype(jnp.int32), max_length + 1)
 
 
-def cache_shape(batch_size: int, num_kv_heads: int, max_length: int, head_dim: int) -> tuple[int, int, int, int]:
-    """Return the shape of a cache's keys, its sizes checked."""
-    return (
-        positive_int("batch_size", batch_size),
-        positive_int("num_kv_heads", num_kv_heads),
-        positive_int("max_length", max_length),
-        positive_int("head_dim", head_dim),
-    )
-
-
-def bytes_of(array: Any) -> int:
-    """Return the memory of an array, or of one whose shape alone is known."""
-    return math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
-
-
-def known(number: Any, otherwise: Any = None) -> Any:
-    """Return an integer of a cache, or ``otherwise`` if it is traced."""
+def _concrete(number: Any) -> int | None:
+    """Return an integer of a cache, or None if it is traced."""
     try:
         return int(number)
-    except (jax.errors.ConcretizationTypeError, TypeError):  # TypeError: no scalar, as jax.vmap leaves it
-        return otherwise
-
-
-def whole_number(length: Any) -> jax.Array:
-    """Return a length, checked as far as it is known, as int32."""
-    if isinstance(length, jax.Array):
-        values = host_values(checks.integer_array(jnp, "length", length))
-        if values is None:
-            return length.astype(jnp.int32)
-        length = int(values)
-    return jnp.asarray(min(non_negative_int("length", length), checks.MAX_POSITION), jnp.int32)
+    except (jax.errors.ConcretizationTypeError, TypeError):  # TypeError: not a scalar, inside jax.vmap
+        return None

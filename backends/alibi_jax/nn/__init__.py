@@ -3,7 +3,7 @@
 In go configurations, arrays and checkpoints. Out come modules with trainable parameters.
 """
 
-from alibi_core.backend import AlibiConfig
+from alibi_core.backend.models import AlibiConfig
 from alibi_jax.nn._attention_fn import attention_fn
 from alibi_jax.nn._checkpoint import load_checkpoint
 from alibi_jax.nn._encoder import AlibiEncoder

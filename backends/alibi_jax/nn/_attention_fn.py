@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from alibi_core.backend import broadcastable, is_int
+from alibi_core.backend.checks import broadcastable, is_int
 from alibi_jax._attention import attention
 from alibi_jax._dispatch import Implementation, checked
 

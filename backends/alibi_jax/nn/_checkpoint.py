@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from alibi_core.backend import Checkpoint
+from alibi_core.backend.models import Checkpoint
 from alibi_jax._call import floating_dtype
 from alibi_jax.nn._encoder import AlibiEncoder
 from alibi_jax.nn._language_model import AlibiLanguageModel
@@ -18,14 +18,8 @@ from alibi_jax.nn._weights import named_parameters
 def load_checkpoint(directory: str | os.PathLike[str], *, dtype: Any = None) -> AlibiLanguageModel | AlibiEncoder:
     """Return a model with the weights of a checkpoint: a language model for decoders, an encoder for encoders.
 
-    Known decoders are BLOOM, Falcon and MPT of ``transformers``, MPT of llm-foundry (Replit-code, too), Baichuan-13B,
-    Baichuan2-13B, BTLM and Jais. Known encoders are Jina-embeddings-v2, its kin for code, MosaicBERT and DNABERT-2.
-
-    The model has ALiBi with the slopes that it was trained with, exactly. The checkpoint's own code computes the same
-    in float32, to rounding, with two exceptions: Falcon rounds slopes, positions and their product to bfloat16, and
-    MPT of ``transformers`` reads neither ``alibi_bias_max`` nor ``logit_scale``.
-
-    The model is in evaluation mode and has no dropout. Nothing is downloaded, and nothing in the files is executed.
+    ``docs/checkpoints.md`` lists the families, and how exactly they are reproduced. The model is in evaluation mode and
+    has no dropout. Nothing is downloaded, and nothing in the files is executed.
 
     Args:
         directory: Where ``config.json`` and ``model.safetensors`` are, or several such files and
@@ -45,7 +39,6 @@ def load_checkpoint(directory: str | os.PathLike[str], *, dtype: Any = None) -> 
     Example:
         >>> model = load_checkpoint("models/bloom-560m")  # doctest: +SKIP
         >>> model.generate(jnp.asarray([[5, 7, 11]]), max_new_tokens=20)  # doctest: +SKIP
-        >>> load_checkpoint("models/jina-embeddings-v2-small-en").encode(tokens)  # doctest: +SKIP
         >>> load_checkpoint("no/such/place")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         FileNotFoundError: directory must be one that holds a checkpoint, got 'no/such/place'; nothing is ...
@@ -60,7 +53,7 @@ def load_checkpoint(directory: str | os.PathLike[str], *, dtype: Any = None) -> 
     model = nnx.eval_shape(make)  # no numbers are drawn, to be thrown away
     parameters = named_parameters(model)
     for name, array in checkpoint.parameters():
-        parameter, is_turned = parameters.pop(name)
-        parameter.set_value(jnp.asarray(array.T if is_turned else array, dtype))
+        parameter, is_transposed = parameters.pop(name)
+        parameter.set_value(jnp.asarray(array.T if is_transposed else array, dtype))
     model.eval()
     return model

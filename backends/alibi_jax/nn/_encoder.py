@@ -10,17 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from alibi_core.backend import POOLING, AlibiConfig, TextRows, check_config, checks, explains_keywords
-from alibi_jax.nn._transformer import AlibiTransformer, AttentionFactory, is_traced, norm_layer, scaled
+from alibi_core.backend import models
+from alibi_core.backend.models import AlibiConfig
+from alibi_jax.nn._transformer import AttentionFactory, Parts, is_traced
 
 LEAST_PACKED = 64  # tokens: shorter rows of packed texts all share a program
 
 
-class AlibiEncoder(nnx.Module):
-    """Embed texts of any length, as vectors.
+class AlibiEncoder(nnx.Module, models.BaseEncoder):
+    """Embed texts of any length, as vectors: each token sees those before and after it.
 
-    Tokens see those before and after them. ``config`` may ask for embeddings of token types, added to those of the
-    tokens, and for a layer norm of the sum.
+    ``encode`` packs texts into one row, filled up by an eighth, or to a multiple of 64 tokens: batches of other lengths
+    mostly find their program compiled. Dropout is off in it. Where arrays are traced (under ``jax.jit`` or
+    ``jax.grad``, say), nobody knows where padding is: all of it is computed and masked there, and dropout is as the
+    model has it.
 
     Args:
         config: Shape of the model; must not be causal.
@@ -50,90 +53,20 @@ class AlibiEncoder(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.config = check_config(config, is_causal=False)
-        drawn = {"embedding_init": nnx.initializers.normal(config.embed_dim**-0.5)}
-        vocab_size = checks.positive_int("vocab_size", vocab_size)
-        self.embedding = nnx.Embed(vocab_size, config.embed_dim, **drawn, **options)
-        if config.token_types:
-            self.token_type_embedding = nnx.Embed(config.token_types, config.embed_dim, **drawn, **options)
-        if config.embedding_norm:
-            self.embedding_norm = norm_layer(config, **options)
-        self.transformer = AlibiTransformer(config, attention=attention, **options)
+        parts = Parts(config, attention, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self._build(parts, vocab_size, is_causal=False)
 
-    def __call__(
-        self,
-        tokens: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        token_types: jax.Array | None = None,
+    @property
+    def _vocab_size(self) -> int:
+        return self.embedding.num_embeddings
+
+    def _encode(
+        self, tokens: jax.Array, token_types: jax.Array | None, lengths: Any, mask: Any, pooling: str
     ) -> jax.Array:
-        """Return a vector for each token.
-
-        Args:
-            tokens: ``[batch, length]`` integers below ``vocab_size``.
-            mask, segment_ids: As for :class:`AlibiTransformer`. All of ``tokens`` are computed, padding too; see
-                :meth:`encode`.
-            token_types: ``[batch, length]`` integers below ``config.token_types``. Default: all 0.
-
-        Returns:
-            ``[batch, length, embed_dim]``.
-
-        Raises:
-            ValueError: If ``token_types`` have another shape, or are given to a model without such embeddings.
-        """
-        return self.transformer(self.embed(tokens, token_types=token_types), mask=mask, segment_ids=segment_ids)
-
-    def embed(self, tokens: jax.Array, *, token_types: jax.Array | None = None) -> jax.Array:
-        """Return what the transformer is given for ``tokens``: ``[batch, length, embed_dim]``."""
-        token_types = checks.token_types(token_types, checks.tokens(tokens), self.config.token_types)
-        x = scaled(self.embedding(tokens), self.config.embedding_factor)
-        if self.config.token_types:
-            x = x + self.token_type_embedding(jnp.zeros_like(tokens) if token_types is None else token_types)
-        return self.embedding_norm(x) if self.config.embedding_norm else x
-
-    @explains_keywords
-    def encode(
-        self,
-        tokens: jax.Array,
-        *,
-        lengths: jax.Array | Any | None = None,
-        mask: jax.Array | Any | None = None,
-        token_types: jax.Array | None = None,
-        pooling: str = "mean",
-    ) -> jax.Array:
-        """Return a vector for each text.
-
-        Padding is not computed: texts of several lengths are packed into one row, and cost what their tokens cost.
-        The row is filled up by an eighth, or to a multiple of 64 tokens: batches of other lengths mostly find their
-        program compiled. Padding between tokens of one text counts in the distances and is computed. Dropout is off.
-        Where arrays are traced (under ``jax.jit`` or ``jax.grad``, say), nobody knows where padding is: all of it is
-        computed and masked there, and dropout is as the model has it.
-
-        Args:
-            tokens: ``[batch, length]`` integers below ``vocab_size``; those of padding may be any.
-            lengths: ``[batch]`` integers, how many tokens of each row are text, from the first on.
-            mask: ``[batch, length]`` booleans or integers, 0 for padding, in place of lengths.
-            token_types: As for :meth:`__call__`.
-            pooling: ``"mean"``: the mean of the vectors of a text's tokens. ``"cls"``: that of its first token.
-
-        Returns:
-            ``[batch, embed_dim]``, in float32 at least: zeros for a row without text.
-
-        Raises:
-            TypeError: If an argument is of the wrong kind.
-            ValueError: If both ``lengths`` and ``mask`` are given, an argument does not fit ``tokens``, or the model
-                has no embedding of a token of text.
-        """
-        checks.one_of("pooling", pooling, POOLING)
-        checks.token_types(token_types, checks.tokens(tokens), self.config.token_types)
         arrays = {"tokens": tokens, "token_types": token_types}
         if is_traced(nnx.state(self), lengths, mask, tokens):
             return self._encode_padded(arrays, _text_of(tokens, lengths, mask), pooling)
-        rows = TextRows.check(tuple(tokens.shape), _on_host(lengths), _on_host(mask))
-        rows.check_in_table("tokens", tokens, self.embedding.num_embeddings)
-        rows.check_in_table("token_types", token_types, self.config.token_types)
+        rows = self._text_rows(tokens, token_types, lengths, mask)
         graph, state = nnx.split(self)
         if rows.is_full or rows.has_gaps:
             return _encode_padded(graph, state, arrays, jnp.asarray(rows.text), pooling)
@@ -141,7 +74,7 @@ class AlibiEncoder(nnx.Module):
         spare = _filled(count) - count
         places = np.pad(rows.places, (0, spare), constant_values=rows.places[0] if count else 0)
         arrays = {name: None if x is None else x.reshape(-1)[places][None] for name, x in arrays.items()}
-        segment_ids = np.pad(rows.row_of_place, (0, spare), constant_values=batch)  # of nobody
+        segment_ids = np.pad(rows.row_of_place, (0, spare), constant_values=batch)  # of no text
         return _encode_packed(graph, state, arrays, jnp.asarray(segment_ids), batch, pooling)
 
     def _encode_padded(self, arrays: dict[str, Any], text: jax.Array, pooling: str) -> jax.Array:
@@ -184,8 +117,8 @@ def _without_dropout(graph: Any, state: Any) -> AlibiEncoder:
 def _text_of(tokens: jax.Array, lengths: Any, mask: Any) -> jax.Array:
     """Return where text is, ``[batch, length]``, of a call where some values are not known."""
     if not is_traced(lengths, mask):
-        return jnp.asarray(TextRows.check(tokens.shape, _on_host(lengths), _on_host(mask)).text)
-    TextRows.check_form(tokens.shape, lengths, mask)
+        return jnp.asarray(models.TextRows.check(tokens.shape, lengths, mask).text)
+    models.TextRows.check_form(tokens.shape, lengths, mask)
     if lengths is not None:
         return jnp.arange(tokens.shape[1]) < lengths[:, None]
     return mask.astype(bool)
@@ -199,7 +132,3 @@ def _filled(count: int) -> int:
 
 def _at_least_float32(hidden: jax.Array) -> jax.Array:
     return hidden.astype(np.promote_types(hidden.dtype, np.float32))  # JAX may be told to promote nothing
-
-
-def _on_host(value: Any) -> Any:
-    return np.asarray(value) if isinstance(value, jax.Array) else value

@@ -40,7 +40,10 @@ def save_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
     parameters = _named(module)
     if any(_is_shape_alone(parameter) for parameter, _ in parameters.values()):
         raise ValueError("module must have numbers to save, got shapes of nnx.eval_shape; load_weights sets them")
-    arrays = {name: _turned(np.asarray(parameter[...]), turned) for name, (parameter, turned) in parameters.items()}
+    arrays = {
+        name: _transposed(np.asarray(parameter[...]), transposed)
+        for name, (parameter, transposed) in parameters.items()
+    }
     save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
 
 
@@ -85,14 +88,14 @@ def load_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
             f"{os.fspath(path)} must hold the module's parameters, got {missing or 'none'} missing and "
             f"{unknown or 'none'} unknown; give the module the bias and learnable_slopes it was saved with"
         )
-    for name, (parameter, turned) in parameters.items():
-        expected = parameter.shape[::-1] if turned else parameter.shape
+    for name, (parameter, transposed) in parameters.items():
+        expected = parameter.shape[::-1] if transposed else parameter.shape
         if arrays[name].shape != expected:
             raise ValueError(f"{name} in {os.fspath(path)} must have shape {expected}, got {arrays[name].shape}")
         if not jnp.issubdtype(arrays[name].dtype, jnp.floating):
             raise ValueError(f"{name} in {os.fspath(path)} must be of floating numbers, got {arrays[name].dtype}")
-    for name, (parameter, turned) in parameters.items():
-        array = _turned(arrays[name], turned).astype(parameter.dtype)
+    for name, (parameter, transposed) in parameters.items():
+        array = _transposed(arrays[name], transposed).astype(parameter.dtype)
         if _is_shape_alone(parameter):
             parameter.set_value(array)
         else:
@@ -100,7 +103,7 @@ def load_weights(module: nnx.Module, path: str | os.PathLike[str]) -> None:
 
 
 def named_parameters(module: nnx.Module) -> dict[str, tuple[nnx.Param, bool]]:
-    """Return a module's parameters by their names in files, and whether they are ``[in, out]``, turned there."""
+    """Return a module's parameters by their names in files, and whether they are ``[in, out]``, transposed there."""
     named = {}
     for path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         *modules, leaf = map(str, path)
@@ -119,6 +122,6 @@ def _is_shape_alone(parameter: nnx.Param) -> bool:
     return isinstance(jax.tree.leaves(parameter)[0], jax.ShapeDtypeStruct)
 
 
-def _turned(array: Any, turned: bool) -> Any:
+def _transposed(array: Any, transposed: bool) -> Any:
     """Exchange ``[in, out]``, as Flax has it, and ``[out, in]``, as files have it, where they differ."""
-    return array.T if turned else array
+    return array.T if transposed else array

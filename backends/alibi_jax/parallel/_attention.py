@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from alibi_core.backend import LENGTH_FIRST, AttentionCall, Shards, check_shard_slopes, checks
-from alibi_core.backend import slopes as canonical_slopes
-from alibi_jax._call import take_apart
+from alibi_core import slopes as canonical_slopes
+from alibi_core.backend import LENGTH_FIRST, AttentionCall, checks
+from alibi_core.backend.sharding import Shards, check_shard_slopes
+from alibi_jax._call import operands_of
 from alibi_jax._compatible import varying, varying_alike
 from alibi_jax._dispatch import Implementation, checked, name_of
-from alibi_jax.parallel._loop import ring_attention
-from alibi_jax.parallel._ring import Ring
+from alibi_jax.parallel._ring import Ring, ring_attention
 
 ABLE = ("tpu", "tiled")  # the implementations that can tell log-sum-exps
 
@@ -40,27 +39,23 @@ def attention(
 ) -> jax.Array:
     """Return this device's part of ALiBi self-attention over a sequence that is divided along a mesh axis.
 
-    To be called inside ``jax.shard_map``, with local shards. The result is that of :func:`alibi_jax.attention` on the
-    whole sequence, to rounding, with gradients of query, key, value and slopes; gradients of keys travel as float32.
-    First derivatives, in reverse mode, alone: others raise.
+    Call it inside ``jax.shard_map``, with local shards. The result is that of :func:`alibi_jax.attention` on the whole
+    sequence, to rounding. Query, key, value and slopes have first derivatives in reverse mode; other derivatives raise.
 
-    Keys and values of whole shards go from device to device until no device needs more, which devices decide together
-    from norms of queries and keys. Where horizons are shorter than a shard, that is one hop.
-
-    Padding at the end of the sequence, of which ``length`` tells, is not looked at, and its results are zeros.
+    Shards of keys and values go from device to device until no device needs more, which devices decide together from
+    norms of queries and keys. Where horizons are shorter than a shard, that is one hop.
 
     Arguments that are not listed are those of :func:`alibi_jax.attention`.
 
-    - ``query``: ``[batch, shard_len, num_heads, head_dim]``, this device's shard: tokens that follow those of the
-      device before, and this device's heads. ``key``, ``value`` and ``segment_ids`` (``[batch, shard_len]``) are of the
-      same tokens.
+    - ``query``: ``[batch, shard_len, num_heads, head_dim]``, the tokens that follow those of the device before.
+      ``key``, ``value`` and ``segment_ids`` (``[batch, shard_len]``) are of the same tokens.
     - ``slopes``, ``future_slopes``: ``[num_heads]``, those of *all* devices' heads, the same on every device. Default:
-      the canonical slopes of as many heads as all devices have together; not if the query is divided along a further
-      axis, which may be that of the batch, and there is no ``head_axis``.
+      canonical slopes; they must be given where the query is divided along a further mesh axis and ``head_axis`` is
+      None.
     - ``axis_name``: The mesh axis that tokens are divided along.
     - ``head_axis``: The mesh axis that heads are divided along; None if they are not.
-    - ``length``: Tokens of the sequence. Default: those of all shards.
-    - ``tolerance``: The share of softmax weight that may be left out, by what is not sent and not computed together.
+    - ``length``: Tokens of the sequence, the rest being padding, whose results are zeros. Default: those of all shards.
+    - ``tolerance``: The share of softmax weight that may be left out, by keys that are not sent or not computed.
     - ``implementation``: ``"tpu"``, :class:`alibi_jax.TPU` or ``"tiled"``.
 
     Returns:
@@ -85,7 +80,8 @@ def attention(
         Press, Smith, Lewis, "Train Short, Test Long", arXiv 2108.12409; Liu, Zaharia, Abbeel, "Ring Attention with
         Blockwise Transformers", arXiv 2310.01889.
     """
-    num_shards, head_shards = _axis_sizes(axis_name, head_axis)
+    num_shards = _axis_size(axis_name, "axis_name")
+    head_shards = 1 if head_axis is None else _axis_size(head_axis, "head_axis")
     for name, array in (("query", query), ("key", key)):
         if checks.array(name, array).ndim != 4:
             raise ValueError(f"{name} must have shape (batch, shard_len, heads, head_dim), got {array.shape}")
@@ -115,20 +111,14 @@ def attention(
         )
     if call.is_empty:
         return jnp.zeros_like(query)
-    rules, operands = take_apart(call, query, key, value)
+    operands = operands_of(call, *(jnp.swapaxes(x, 1, 2) for x in (query, key, value)))
     mesh = jax.sharding.get_abstract_mesh()
     axes = tuple(name for name in mesh.axis_names if name in mesh.manual_axes)
-    ring = Ring(replace(rules, q_offset=None), shards, axis_name, axes, implementation)
-    return _attend(ring, varying_alike(operands))
+    return jnp.swapaxes(_attend(Ring(shards, axis_name, axes, implementation), varying_alike(operands)), 1, 2)
 
 
 # Outside of jax.jit, too, it is compiled as one.
 _attend = jax.jit(ring_attention, static_argnums=0)
-
-
-def _axis_sizes(axis_name: Any, head_axis: Any = None) -> tuple[int, int]:
-    """Return the sizes of the mesh axes that tokens and heads are divided along."""
-    return _axis_size(axis_name, "axis_name"), 1 if head_axis is None else _axis_size(head_axis, "head_axis")
 
 
 def _axis_size(axis_name: Any, argument: str) -> int:

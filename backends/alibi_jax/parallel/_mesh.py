@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
+from alibi_core import slopes as canonical_slopes
 from alibi_core.backend import checks
-from alibi_core.backend import slopes as canonical_slopes
 from alibi_jax.parallel._attention import attention
 
 TENSORS = ("query", "key", "value")
@@ -37,7 +37,7 @@ def sharded_attention(
 
     Args:
         mesh: The mesh.
-        query: ``[batch, length, num_heads, head_dim]``. Padding is added if the devices do not divide the length.
+        query: ``[batch, length, num_heads, head_dim]``. The devices need not divide the length.
         key: ``[batch, length, num_kv_heads, head_dim]``.
         value: Of the shape of ``key``.
         slopes: ``[num_heads]``. Default: the canonical slopes.

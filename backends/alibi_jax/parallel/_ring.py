@@ -1,17 +1,22 @@
-"""One device's shard of a sequence, and attention of its queries to the keys of one shard at a time."""
+"""Sequence-parallel attention on one device: shards of keys go round until no device needs more of them."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
-from alibi_core.backend import HALO_SHARE, Shards
-from alibi_jax._call import Operands, Rules
-from alibi_jax._dispatch import Implementation, backward, forward
+from alibi_core.backend.horizon import norm_bounds, score_rounding
+from alibi_core.backend.sharding import HALO_SHARE, Shards, tokens_beyond
+from alibi_jax._call import Operands, OtherKeys
+from alibi_jax._compatible import materialised, varying_alike, varying_over
+from alibi_jax._dispatch import Implementation, backward, forward, summed_as
 
 OWN_SHARE = 0.5  # of the tolerance of kernels: for the shard's own keys, the rest for keys of other shards
 
@@ -20,20 +25,10 @@ OWN_SHARE = 0.5  # of the tolerance of kernels: for the shard's own keys, the re
 class Ring:
     """What is known of sequence-parallel attention when it is traced. Hashable."""
 
-    rules: Rules  # of the whole sequence, with the whole tolerance
     shards: Shards
     axis_name: str  # the mesh axis that tokens are divided along
-    all_axes: tuple[str, ...]  # the mesh axes along which all devices make as many hops
+    all_axes: tuple[str, ...]  # the mesh axes along which all devices make the same number of hops
     implementation: Implementation | None
-
-    @property
-    def halo_tolerance(self) -> float:
-        """The share of softmax weight on one side of a query that may be left out by not sending it."""
-        return HALO_SHARE * self.rules.tolerance * (1.0 if self.rules.is_causal else 0.5)
-
-    def part_rules(self, share: float, **changes: Any) -> Rules:
-        """Return the rules of a part that may leave out this share of the tolerance of kernels."""
-        return replace(self.rules, tolerance=(1 - HALO_SHARE) * self.rules.tolerance * share, is_part=True, **changes)
 
     def is_token(self, distance: int | jax.Array = 0) -> jax.Array:
         """Return which tokens exist of the shard that is ``distance`` shards before this one: ``[shard_len]``."""
@@ -51,88 +46,257 @@ class Ring:
 class Sums(NamedTuple):
     """Attention to the keys so far."""
 
-    result: jax.Array  # [batch, shard_len, num_heads, head_dim], working dtype
-    log_sum_exps: jax.Array  # [batch, num_heads, shard_len]
+    result: jax.Array  # [batch, num_heads, shard_len, head_dim], working dtype
+    log_sum_exps: jax.Array  # [batch, num_heads, shard_len]; -inf for a query that sees no key
 
 
 class Visitors(NamedTuple):
     """Keys and values that go round the ring."""
 
-    key: jax.Array  # [batch, shard_len, num_kv_heads, head_dim]
-    value: jax.Array
-    ids: jax.Array | None  # [batch, shard_len]: their segments
+    key: jax.Array  # [batch, num_kv_heads, shard_len, head_dim]
+    value: jax.Array  # [batch, num_kv_heads, shard_len, head_dim]
+    ids: jax.Array | None  # [batch or 1, shard_len]: their segments
 
 
 class Part(NamedTuple):
     """The keys of one shard, and the queries that may see them."""
 
-    rules: Rules
     operands: Operands
-    rows: jax.Array  # [shard_len]: the queries that may see these keys
+    rows: jax.Array  # [shard_len]: whether a query may see these keys
+
+    @classmethod
+    def own(cls, ring: Ring, local: Operands) -> Part:
+        """Return the part of the shard's own keys."""
+        tolerance = (1 - HALO_SHARE) * OWN_SHARE * local.call.tolerance
+        call = replace(local.call, q_offset=0, tolerance=tolerance)
+        return cls(local._replace(call=call, other_keys=OtherKeys()), ring.is_token())
+
+    @classmethod
+    def visiting(cls, ring: Ring, local: Operands, visitors: Visitors, hops: Any, sign: int, lower: jax.Array) -> Part:
+        """Return the part of the keys of the shard that is ``hops`` before this one (``sign`` 1) or after it (-1).
+
+        ``lower``, ``[batch, num_heads, shard_len]``, are lower bounds of log-sum-exps.
+        """
+        distance, is_past, call = sign * hops, sign > 0, local.call
+        source = ring.is_token(distance)
+        rows = ring.is_token() & source[0]
+        call = replace(
+            call,
+            is_causal=is_past,
+            future_slopes=None if is_past else call.future_slopes,
+            q_offset=(distance * ring.shards.shard_len).astype(jnp.int32).reshape(1),
+            kv_segment_ids=visitors.ids,
+            mask=None if call.mask is None or is_past else source[None, None, None],
+            tolerance=(1 - HALO_SHARE) * (1 - OWN_SHARE) / ring.shards.num_shards * call.tolerance,
+            shares_ids=False,
+        )
+        # An infinite lower bound makes every key negligible for queries that may not see these keys.
+        others = OtherKeys(jnp.where(rows, lower, jnp.inf))
+        return cls(Operands(local.query, visitors.key, visitors.value, call, other_keys=others), rows)
+
+    def attended(self, ring: Ring) -> Sums:
+        """Return attention to this part alone."""
+        result, logs = forward(self.operands, ring.implementation, with_log_sum_exps=True)
+        return Sums(result, jnp.where(self.rows & (logs != jnp.inf), logs, -jnp.inf))
+
+    def added(self, ring: Ring, sums: Sums) -> Sums:
+        """Return attention to the keys so far and to those of this part."""
+        both = sums, self.attended(ring)
+        highest = jnp.maximum(*(x.log_sum_exps for x in both))
+        highest = jnp.where(jnp.isneginf(highest), 0, highest)
+        weights = [jnp.exp(x.log_sum_exps - highest) for x in both]  # [batch, num_heads, shard_len]
+        total = weights[0] + weights[1]
+        shares = [(x / jnp.where(total == 0, 1, total))[..., None] for x in weights]
+        return Sums(both[0].result * shares[0] + both[1].result * shares[1], highest + jnp.log(total))
+
+    def gradients(self, ring: Ring, sums: Sums, cotangent: jax.Array, slopes_too: bool) -> list[jax.Array]:
+        """Return what this part adds to the gradients of its operands, of the attention ``sums`` to all parts."""
+        logs = jnp.where(self.rows & ~jnp.isneginf(sums.log_sum_exps), sums.log_sum_exps, jnp.inf)
+        arguments = sums.result, logs, cotangent, ring.implementation
+        return backward(self.operands, *arguments, slopes_too=slopes_too)
 
 
-def local_operands(ring: Ring, operands: Operands) -> Operands:
-    """Return the operands of a shard with zeros in place of padding."""
-    query, key, value, mask = *operands[:3], None
+# --- The passes -----------------------------------------------------------------------------------------------------
+
+
+def ring_attention(ring: Ring, operands: Operands) -> jax.Array:
+    """Return this device's ``[batch, num_heads, shard_len, head_dim]``, of the dtype of the query.
+
+    The operands are those of this device, along all axes that any of them varies over.
+    """
+    call = operands.call
+    differentiable = *operands[:3], call.slopes, call.future_slopes
+    others = operands._replace(query=None, key=None, value=None, call=replace(call, slopes=None, future_slopes=None))
+    return _differentiated(ring, differentiable, others)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiated(ring: Ring, differentiable: Any, others: Operands) -> jax.Array:
+    return _result(ring, differentiable, _attended_to_all(ring, _local_operands(ring, differentiable, others))[0])
+
+
+def _result(ring: Ring, differentiable: Any, sums: Sums) -> jax.Array:
+    result = sums.result
+    if ring.shards.has_padding:
+        result = jnp.where(ring.is_token()[:, None], result, 0)
+    return result.astype(differentiable[0].dtype)
+
+
+def _forward(ring: Ring, differentiable: Any, others: Any) -> tuple[jax.Array, Any]:
+    # None or True, so that the structure of the residuals says whether slopes have gradients.
+    slopes_too = any(x is not None and x.perturbed for x in differentiable[3:]) or None
+    differentiable, others = jax.tree.map(
+        lambda x: x.value, (differentiable, others), is_leaf=lambda x: hasattr(x, "perturbed")
+    )
+    sums, hops = _attended_to_all(ring, _local_operands(ring, differentiable, others))
+    # The residual is the result before it is rounded: see alibi_jax._dispatch.derivatives.
+    return _result(ring, differentiable, sums), (differentiable, others, sums, hops, slopes_too)
+
+
+def _backward(ring: Ring, residuals: Any, cotangent: Any) -> tuple[Any, None]:
+    differentiable, others, sums, hops, slopes_too = residuals
+    if isinstance(cotangent, SymbolicZero):
+        return None, None
+    dtype = differentiable[0].dtype
+    local = _local_operands(ring, differentiable, others)
+    tensors, slopes = _gradients(ring, local, sums, cotangent.astype(dtype), hops, slopes_too is not None)
+    given = [x for x in differentiable[3:] if x is not None]
+    # Gradients of slopes that nobody asks for are zeros: JAX wants one structure.
+    found = (
+        [summed_as(*pair) for pair in zip(slopes, given, strict=True)] if slopes else list(map(jnp.zeros_like, given))
+    )
+    return (*(x.astype(dtype) for x in tensors), *found, *[None] * (2 - len(given))), None
+
+
+_differentiated.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _local_operands(ring: Ring, differentiable: Any, others: Operands) -> Operands:
+    """Return the operands of a shard, with zeros in place of padding."""
+    *tensors, slopes, future_slopes = differentiable
+    call = replace(others.call, slopes=slopes, future_slopes=future_slopes)
     if ring.shards.has_padding:
         tokens = ring.is_token()
-        query, key, value = (jnp.where(tokens[:, None, None], x, 0).astype(x.dtype) for x in (query, key, value))
+        tensors = [jnp.where(tokens[:, None], x, 0).astype(x.dtype) for x in tensors]
         # Causal queries that are tokens do not see padding, which follows them.
-        mask = None if ring.rules.is_causal else tokens[None, None, None]
-    ids = operands.q_segment_ids
-    ids = None if ids is None else jnp.broadcast_to(ids, query.shape[:2])
-    return operands._replace(query=query, key=key, value=value, q_segment_ids=ids, mask=mask)
+        call = replace(call, mask=None if call.is_causal else tokens[None, None, None])
+    return Operands(*tensors, call)
 
 
-def own_part(ring: Ring, local: Operands) -> Part:
-    """Return the part of the shard's own keys."""
-    return Part(ring.part_rules(OWN_SHARE, q_offset=0), local, ring.is_token())
+def _attended_to_all(ring: Ring, local: Operands) -> tuple[Sums, jax.Array]:
+    """Return attention to all keys, and how many hops it took for keys before, and after: int32 ``[2]``."""
+    sums, hops = Part.own(ring, local).attended(ring), jnp.zeros(2, jnp.int32)
+    if ring.shards.num_shards == 1:
+        return sums, hops
+    measured = Measured.of(ring, local)
+    lower = measured.lower(sums.log_sum_exps)
+    hops = _hops_needed(ring, local, lower, measured)
+    for sign, count in _directions(local, hops):
+
+        def step(hop: jax.Array, state: Any, sign: int = sign) -> Any:
+            visitors, sums = state
+            visitors = ring.passed_on(visitors, sign)
+            return visitors, Part.visiting(ring, local, visitors, hop + 1, sign, lower).added(ring, sums)
+
+        # All that goes round varies over the mesh axes that anything varies over.
+        state = varying_alike((_visitors(local), sums, local))[:2]
+        with jax.named_scope("alibi_ring"):
+            sums = lax.fori_loop(0, count, step, state)[1]
+    return sums, hops
 
 
-def visiting_part(ring: Ring, local: Operands, visitors: Visitors, hops: jax.Array, sign: int, lower: Any) -> Part:
-    """Return the part of the keys of the shard that is ``hops`` before this one (``sign`` 1) or after it (-1).
+def _gradients(
+    ring: Ring, local: Operands, sums: Sums, cotangent: jax.Array, hops: jax.Array, slopes_too: bool
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Return the gradients of query, key and value, in the working dtype, and, if asked for, of each entry's slopes."""
+    of_query, of_key, of_value, *of_slopes = Part.own(ring, local).gradients(ring, sums, cotangent, slopes_too)
+    if ring.shards.num_shards == 1:
+        return [of_query, of_key, of_value], of_slopes
+    lower = Measured.of(ring, local).lower(sums.log_sum_exps)
+    for sign, count in _directions(local, hops):
 
-    ``lower``, ``[batch, num_heads, shard_len]``, are lower bounds of log-sum-exps.
+        def step(hop: jax.Array, state: Any, sign: int = sign) -> Any:
+            visitors, of_visitors, of_own = state  # the gradients of keys travel with them
+            visitors, of_visitors = ring.passed_on((visitors, of_visitors), sign)
+            part = Part.visiting(ring, local, visitors, hop + 1, sign, lower)
+            by_query, by_key, by_value, *by_slopes = part.gradients(ring, sums, cotangent, slopes_too)
+            # Keys before the queries have no gradient by future slopes.
+            of_own = [x + y for x, y in itertools.zip_longest(of_own, [by_query, *by_slopes], fillvalue=0)]
+            return visitors, [of_visitors[0] + by_key, of_visitors[1] + by_value], of_own
+
+        def home(_: jax.Array, of_visitors: Any, sign: int = sign) -> Any:
+            return ring.passed_on(of_visitors, -sign)
+
+        zeros = [jnp.zeros_like(x) for x in (of_key, of_value)]
+        state = varying_alike((_visitors(local), zeros, [of_query, *of_slopes], local, sums, cotangent))[:3]
+        with jax.named_scope("alibi_ring"):
+            _, of_visitors, (of_query, *of_slopes) = lax.fori_loop(0, count, step, state)
+        with jax.named_scope("alibi_ring_back"):
+            of_visitors = lax.fori_loop(0, count, home, of_visitors)
+        of_key, of_value = of_key + of_visitors[0], of_value + of_visitors[1]
+    return [of_query, of_key, of_value], of_slopes
+
+
+def _directions(local: Operands, hops: jax.Array) -> list[tuple[int, jax.Array]]:
+    """Return the directions that keys come from, 1 for before and -1 for after, and how many hops each takes."""
+    return [(1, hops[0])] if local.call.is_causal else [(1, hops[0]), (-1, hops[1])]
+
+
+def _visitors(local: Operands) -> Visitors:
+    """Return what goes round, where it starts."""
+    return Visitors(local.key, local.value, local.call.kv_segment_ids)
+
+
+# --- The number of hops ---------------------------------------------------------------------------------------------
+
+
+class Measured(NamedTuple):
+    """What is known of a shard's queries and of all keys of the sequence: ``[batch, num_heads, shard_len]``."""
+
+    bound: jax.Array  # no score with a centred key is larger in size
+    shift: jax.Array  # the score with the centre
+    margin: jax.Array  # how far a log-sum-exp may be off for rounding
+
+    @classmethod
+    def of(cls, ring: Ring, local: Operands) -> Measured:
+        """Measure them. All devices along the sequence have to take part."""
+        call, dtype = local.call, local.call.working_dtype
+        keys, query = local.key.astype(dtype), local.query.astype(dtype)
+        # Softmax ignores a vector taken from every key; without their mean they are smaller. Padding is zeros, which
+        # add nothing to the sum but may be far from the mean.
+        centre = lax.psum(jnp.sum(keys, axis=2), ring.axis_name) / ring.shards.length  # [batch, num_kv_heads, head_dim]
+        tokens = ring.is_token()
+        largest = [jnp.max(jnp.where(tokens, norm_bounds(x), 0), axis=2) for x in (keys - centre[:, :, None], keys)]
+        sizes = centre, *lax.pmax(jnp.stack(largest), ring.axis_name)
+        group = call.num_heads // call.num_kv_heads
+        centre, centred, plain = (jnp.repeat(x, group, axis=1) for x in sizes)  # [batch, num_heads, ...]
+        shift = jnp.einsum("bhqd,bhd->bhq", query, materialised(centre), precision="highest")
+        norms, rounding = norm_bounds(query) * abs(call.scale), score_rounding(call.head_dim)
+        bound, margin = norms * centred[..., None] * (1 + rounding), norms * plain[..., None] * 2 * rounding
+        return cls(bound, shift * call.scale, margin)
+
+    def lower(self, log_sum_exps: jax.Array) -> jax.Array:
+        """Return lower bounds of log-sum-exps, given those of a part of the keys."""
+        return log_sum_exps - self.margin
+
+
+def _hops_needed(ring: Ring, local: Operands, lower: jax.Array, measured: Measured) -> jax.Array:
+    """Return how many shards before its own any device's queries need, and after: int32 ``[2]``, the same everywhere.
+
+    ``lower`` are lower bounds of log-sum-exps.
     """
-    distance, is_past = sign * hops, sign > 0
-    source = ring.is_token(distance)
-    rows = ring.is_token() & source[0]
-    operands = Operands(
-        local.query,
-        visitors.key,
-        visitors.value,
-        local.slopes,
-        None if is_past else local.future_slopes,
-        q_offset=(distance * ring.shards.shard_len).astype(jnp.int32).reshape(1),
-        q_segment_ids=local.q_segment_ids,
-        kv_segment_ids=visitors.ids,
-        mask=None if local.mask is None or is_past else source[None, None, None],
-        # An infinite lower bound makes every key negligible for queries that may not see these keys.
-        lower=jnp.where(rows, lower, jnp.inf),
-    )
-    rules = ring.part_rules((1 - OWN_SHARE) / ring.shards.num_shards, is_causal=is_past, q_offset=None)
-    return Part(rules, operands, rows)
-
-
-def attended(ring: Ring, part: Part) -> Sums:
-    """Return attention to a part alone."""
-    result, logs = forward(part.rules, part.operands, ring.implementation, with_log_sum_exps=True)
-    return Sums(result, jnp.where(part.rows, logs, -jnp.inf))
-
-
-def add(ring: Ring, sums: Sums, part: Part) -> Sums:
-    """Return attention to the keys so far and to those of another part."""
-    both = sums, attended(ring, part)
-    highest = jnp.maximum(*(x.log_sum_exps for x in both))
-    highest = jnp.where(jnp.isneginf(highest), 0, highest)
-    weights = [jnp.exp(x.log_sum_exps - highest) for x in both]  # [batch, num_heads, shard_len]
-    total = weights[0] + weights[1]
-    shares = [jnp.swapaxes(x / jnp.where(total == 0, 1, total), 1, 2)[..., None] for x in weights]
-    return Sums(both[0].result * shares[0] + both[1].result * shares[1], highest + jnp.log(total))
-
-
-def gradients(ring: Ring, part: Part, sums: Sums, cotangent: jax.Array, slopes_too: bool) -> tuple[Any, ...]:
-    """Return what a part adds to the gradients of its own operands, of the attention ``sums`` to all parts."""
-    logs = jnp.where(part.rows & ~jnp.isneginf(sums.log_sum_exps), sums.log_sum_exps, jnp.inf)
-    arguments = sums.result, logs, cotangent, ring.implementation
-    return backward(part.rules, part.operands, *arguments, slopes_too=slopes_too)
+    call, shards, size = local.call, ring.shards, ring.shards.shard_len
+    shard, index = lax.axis_index(ring.axis_name), jnp.arange(size, dtype=jnp.int32)
+    excess = measured.bound - (lower - measured.shift)  # [batch, num_heads, shard_len]
+    # A score that cannot be bounded may exceed everything.
+    excess = jnp.where(jnp.abs(excess) < jnp.inf, excess, jnp.asarray(jnp.inf, excess.dtype))
+    future = call.slopes if call.future_slopes is None else call.future_slopes
+    tolerance = HALO_SHARE * call.tolerance * (1.0 if call.is_causal else 0.5)  # on one side of a query
+    before, after = shard * size, jnp.maximum(shards.length - (shard + 1) * size, 0)  # tokens that exist
+    needs = []
+    for slopes, inside, exist in ((call.slopes, index, before), (future, size - 1 - index, after)):
+        limit = exist if call.window_size is None else jnp.minimum(exist, call.window_size)
+        far = tokens_beyond(jnp, slopes[..., None], excess, tolerance, inside, limit).astype(jnp.int32)
+        needs.append(jnp.max(jnp.where(ring.is_token(), far, 0)))
+    hops = -(-jnp.stack(needs) // size)
+    return lax.pmax(varying_over(hops, ring.all_axes), ring.all_axes)

@@ -8,9 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from alibi_core.backend import (
-    AttentionCall,
-    KeyNorms,
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.caches import (
     RowTokens,
     cache_summary,
     check_indices,
@@ -18,11 +17,9 @@ from alibi_core.backend import (
     check_new_tokens,
     check_room,
     check_span,
-    explains_keywords,
-    non_negative_int,
-    one_of,
-    positive_int,
 )
+from alibi_core.backend.checks import explains_keywords, non_negative_int, one_of, positive_int
+from alibi_core.backend.horizon import KeyNorms
 from alibi_mlx import _attention
 from alibi_mlx._plan import norm_bounds
 
@@ -71,13 +68,10 @@ class KVCache:
         """Store the keys and values of further tokens and return those of all tokens so far.
 
         Args:
-            key: ``[batch, num_kv_heads, new, head_dim]``.
+            key: ``[batch, num_kv_heads, new, head_dim]``; so is what is returned, of all tokens.
             value: Likewise; its ``head_dim`` may be another.
             lengths: ``[batch]`` integers: how many of the new tokens of each row count, where prompts of different
                 lengths are padded behind. What comes next goes behind those. Default: all.
-
-        Returns:
-            Keys and values, ``[batch, num_kv_heads, length, head_dim]`` each.
 
         Raises:
             TypeError: If an argument is no floating MLX array of four axes.
@@ -138,19 +132,14 @@ class KVCache:
     ) -> mx.array:
         """Return the causal attention of the last tokens held over all tokens held.
 
-        It equals :func:`alibi_mlx.attention` on what :meth:`append` returned, but need not read all keys to
-        find out how large they are.
+        It equals :func:`alibi_mlx.attention` on what :meth:`append` returned, whose arguments these are, but need not
+        read all keys to find out how large they are.
 
         Args:
-            query: ``[batch, num_heads, q_len, head_dim]``, of the last ``q_len`` tokens.
-            slopes, window_size, scale, tolerance, implementation: As for :func:`alibi_mlx.attention`.
-            mask: Over all tokens held, likewise.
-            segment_ids: A pair (queries, all tokens held).
+            query: ``[batch, num_heads, q_len, head_dim]``, of the last ``q_len`` tokens, as is the result.
+            mask: Over all tokens held; of ``segment_ids``, a pair, the second is.
             lengths: ``[batch]`` integers: how many of the queries of each row count, as :meth:`append` was told of
                 its tokens; the others' results mean nothing. Default: all.
-
-        Returns:
-            ``[batch, num_heads, q_len, head_dim]``.
 
         Raises:
             TypeError: If an argument is of the wrong kind.
@@ -177,10 +166,6 @@ class KVCache:
         """Forget all tokens but the first ``length`` of each row: a number, or ``[batch]`` integers.
 
         So rows go on from where they differ, as after tokens that were guessed.
-
-        Raises:
-            TypeError: If ``length`` is of another kind.
-            ValueError: If it is negative, or of another shape.
         """
         if isinstance(length, mx.array):
             batch_size = length.size if self.keys is None else self.keys.shape[0]
@@ -193,14 +178,7 @@ class KVCache:
     def select_batch(self, indices: mx.array) -> None:
         """Keep the sequences at ``indices`` of the batch axis, in that order; one may be asked for repeatedly.
 
-        Beam search does so, as its candidates fall behind or branch.
-
-        Args:
-            indices: ``[batch]`` integers, for a batch size that may be another than before.
-
-        Raises:
-            TypeError: If they are no integer array of MLX.
-            IndexError: If there is no such sequence.
+        Beam search does so. ``indices`` are integers, of any number; IndexError if there is no such sequence.
         """
         if self.keys is not None:
             check_indices(mx, indices, self.keys.shape[0])
@@ -289,16 +267,10 @@ class KVCache:
         return before - self.offset
 
     def make_mask(self, length: int, *, return_array: bool = False, window_size: int | None = None) -> Any:
-        """Return the causal mask for so many tokens to come, as mlx-lm makes it for its own caches.
+        """Return mlx-lm's mask of ``length`` tokens to come: ``[length, offset + length]``, None or ``"causal"``.
 
-        Args:
-            length: Tokens to come.
-            return_array: Whether the mask of several must be an array.
-            window_size: Tokens that one sees, itself included.
-
-        Returns:
-            Booleans ``[length, offset + length]``; without a window, None for one token, which sees everything, and
-            ``"causal"`` for several where it need not be an array.
+        In ``window_size`` a token itself counts. It is None for one token, which sees everything without a window, and
+        ``"causal"`` for several where it need not be an array.
         """
         from mlx_lm.models.cache import create_attention_mask
 

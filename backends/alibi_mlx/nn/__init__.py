@@ -3,7 +3,7 @@
 In go configurations, arrays and checkpoints. Out come modules with trainable parameters.
 """
 
-from alibi_core.backend import AlibiConfig
+from alibi_core.backend.models import AlibiConfig
 from alibi_mlx.nn._checkpoint import load_checkpoint
 from alibi_mlx.nn._encoder import AlibiEncoder
 from alibi_mlx.nn._language_model import AlibiLanguageModel

@@ -4,7 +4,7 @@ In go a call and its tensors. Out come results and gradients, computed in as few
 allow.
 """
 
-from alibi_core.backend import KeyNorms as KeyNorms
+from alibi_core.backend.horizon import KeyNorms as KeyNorms
 from alibi_torch._cpu.op import attention as attention
 from alibi_torch._cpu.op import plan_of as plan_of
 from alibi_torch._cpu.plan import norm_bounds as norm_bounds

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alibi_core.backend import AttentionCall, Job
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import Job
 
 DENSE = 128  # Up to this many keys, a bias in the order of queries is no larger than reversed queries and results.
 

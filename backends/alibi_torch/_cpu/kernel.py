@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alibi_core.backend import AttentionCall, Job
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import Job
 from alibi_torch._cpu.bias import Bias, DistanceRow
 from alibi_torch._cpu.plan import is_short, tiling
 from alibi_torch._internals import fused_backward, fused_forward, multiplies_bfloat16

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alibi_core.backend import ARRAY_AXES, AttentionCall, CallRules, Job, KeyNorms, tolerance_of, working_dtype
+from alibi_core.backend import ARRAY_AXES, AttentionCall
+from alibi_core.backend.horizon import Job, KeyNorms, tolerance_of
 from alibi_torch._cpu import kernel, step, vmap
 from alibi_torch._cpu.bias import DistanceRow
 from alibi_torch._cpu.plan import Part, jobs, limits_of, split
@@ -64,17 +65,21 @@ class Packed(NamedTuple):
     @classmethod
     def of(cls, call: AttentionCall, norms: KeyNorms | None) -> Packed:
         """Pack a call with one batch axis."""
-        arrays, rules = dict.fromkeys(ARRAY_AXES) | call.arrays, call.rules
+        arrays = dict.fromkeys(ARRAY_AXES) | call.arrays
         arrays["key_norms"], block = (None, 0) if norms is None else (norms.values, norms.block)
-        numbers = block, rules.q_offset or 0, rules.is_causal, rules.window_size, rules.scale, tolerance_of(call)
-        return cls(*arrays.values(), *numbers, rules.shares_ids)
+        numbers = block, 0 if call.has_offset_array else call.q_offset, call.is_causal, call.window_size, call.scale
+        return cls(*arrays.values(), *numbers, tolerance_of(call), call.shares_ids)
 
     def unpacked(self, query: Tensor, key: Tensor) -> tuple[AttentionCall, KeyNorms | None]:
         """Return the call of these tensors, and what is known of its keys."""
-        offset = self.first_position if self.q_offset is None else None
-        rules = CallRules(self.is_causal, offset, self.window_size, self.scale, self.tolerance, self.shares_ids)
-        arrays = {name: getattr(self, name) for name in ARRAY_AXES}
-        call = AttentionCall.of_parts(xp, (query.shape, key.shape), query.dtype, rules, arrays, query.device)
+        rules = ("is_causal", "window_size", "scale", "tolerance", "shares_ids")
+        fields = {name: getattr(self, name) for name in (*ARRAY_AXES, *rules)}
+        fields["q_offset"] = self.first_position if self.q_offset is None else self.q_offset
+        fields |= {"num_kv_heads": key.shape[1], "kv_len": key.shape[2], "dtype": query.dtype, "device": query.device}
+        batch, num_heads, q_len, head_dim = query.shape
+        sizes = {"batch": (batch,), "num_heads": num_heads, "q_len": q_len, "head_dim": head_dim}
+        working_dtype = torch.promote_types(query.dtype, torch.float32)
+        call = AttentionCall(xp=xp, working_dtype=working_dtype, **sizes, **fields)
         return call, None if self.key_norms is None else KeyNorms(self.key_norms, self.norms_block)
 
 
@@ -213,7 +218,7 @@ torch.library.impl("alibi::attention", "cpu", _attend_on_cpu)
 
 @torch.library.register_fake("alibi::attention")
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    dtype, is_exact = working_dtype(xp, query.dtype), rest[-1]
+    dtype, is_exact = torch.promote_types(query.dtype, torch.float32), rest[-1]
     result = torch.empty_like(query, dtype=dtype if is_exact else query.dtype)
     return result, query.new_empty(query.shape[:-1], dtype=dtype)
 

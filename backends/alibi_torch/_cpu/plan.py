@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_core.backend import (
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import (
     ENDLESS,
     LARGEST_TOLERANCE,
-    AttentionCall,
     Job,
     KeyNorms,
     Tiling,

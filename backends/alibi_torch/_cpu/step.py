@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_core.backend import AttentionCall, Job, KeyNorms, score_rounding, tolerance_of, visible_keys
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import Job, KeyNorms, score_rounding, tolerance_of, visible_keys
 from alibi_torch._cpu.bias import Bias, DistanceRow, distance_row
 from alibi_torch._cpu.plan import alike, horizons, norm_bounds, tiling, uses_norms
 from alibi_torch._internals import fused_forward

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from alibi_core.backend import AttentionCall, nearest_keys
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import nearest_keys
 from alibi_torch._cpu import KeyNorms
 from alibi_torch._dispatch import needs_gradients
 from alibi_torch._flex.derivatives import twice_differentiable

@@ -9,16 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from alibi_core.backend import (
-    AttentionCall,
-    KeyNorms,
-    ScoreBounds,
-    Tiling,
-    key_ranges,
-    measure,
-    nearest_keys,
-    tolerance_of,
-)
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import KeyNorms, ScoreBounds, Tiling, key_ranges, measure, nearest_keys, tolerance_of
 from alibi_torch._cpu import norm_bounds
 
 BLOCK = 128  # queries, and keys, in a block: the kernels' own tiles all divide it

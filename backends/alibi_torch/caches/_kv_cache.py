@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_core.backend import (
+from alibi_core.backend.caches import (
     RowTokens,
     cache_summary,
     check_indices,
@@ -17,12 +17,8 @@ from alibi_core.backend import (
     check_new_tokens,
     check_room,
     check_span,
-    explains_keywords,
-    floating_dtype,
-    non_negative_int,
-    one_of,
-    positive_int,
 )
+from alibi_core.backend.checks import explains_keywords, floating_dtype, non_negative_int, one_of, positive_int
 from alibi_torch._attention import checked, run
 from alibi_torch._cpu import NEAR, KeyNorms, norm_bounds, uses_norms
 from alibi_torch._dispatch import IMPLEMENTATIONS

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 import alibi_core
-from alibi_core.backend import LayerShape, explains_keywords, fixed_or_scheme_slopes, non_negative_int
-from alibi_torch.nn._slopes import KeepsSlopes, host_copy
+from alibi_core.backend.checks import explains_keywords, non_negative_int
+from alibi_core.backend.models import LayerShape
+from alibi_torch.nn._slopes import KeepsSlopes
 
 
 class AlibiBias(KeepsSlopes):
@@ -42,11 +43,13 @@ class AlibiBias(KeepsSlopes):
         self, num_heads: int, *, is_causal: bool = True, slopes: Any | None = None, scheme: str | None = None
     ) -> None:
         super().__init__()
-        slopes = fixed_or_scheme_slopes(num_heads, slopes, scheme)
-        LayerShape.check(num_heads, num_heads, is_causal=is_causal, slopes=slopes)
+        if slopes is not None and scheme is not None:
+            raise ValueError(f"scheme must be None when slopes are given, got {scheme!r}")
+        if slopes is None:
+            slopes = alibi_core.slopes(num_heads, scheme=scheme or "canonical")
+        self.shape = LayerShape.check(num_heads, num_heads, is_causal=is_causal, slopes=slopes)
         self.is_causal = is_causal
-        place = slopes.device if isinstance(slopes, Tensor) else torch.get_default_device()
-        self.register_slopes("slopes", host_copy(slopes), place)
+        self._register_slopes(slopes.device if isinstance(slopes, Tensor) else torch.get_default_device())
         self._built: tuple[Tensor, tuple[object, ...], Tensor] | None = None  # slopes, key, bias
 
     def forward(self, q_len: int, kv_len: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:

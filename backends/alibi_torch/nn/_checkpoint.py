@@ -7,7 +7,8 @@ import os
 import array_api_compat.torch as xp
 import torch
 
-from alibi_core.backend import Checkpoint, checks
+from alibi_core.backend import checks
+from alibi_core.backend.models import Checkpoint
 from alibi_torch.nn._encoder import AlibiEncoder
 from alibi_torch.nn._language_model import AlibiLanguageModel
 
@@ -20,14 +21,8 @@ def load_checkpoint(
 ) -> AlibiLanguageModel | AlibiEncoder:
     """Return a model with the weights of a checkpoint: a language model for decoders, an encoder for encoders.
 
-    Known decoders are BLOOM, Falcon and MPT of ``transformers``, MPT of llm-foundry (Replit-code, too), Baichuan-13B,
-    Baichuan2-13B, BTLM and Jais. Known encoders are Jina-embeddings-v2, its kin for code, MosaicBERT and DNABERT-2.
-
-    The model has ALiBi with the slopes that it was trained with, exactly. The checkpoint's own code computes the same
-    in float32, to rounding, with two exceptions: Falcon rounds slopes, positions and their product to bfloat16, and
-    MPT of ``transformers`` reads neither ``alibi_bias_max`` nor ``logit_scale``.
-
-    The model is in evaluation mode and has no dropout. Nothing is downloaded, and nothing in the files is executed.
+    ``docs/checkpoints.md`` lists the families, and how exactly they are reproduced. The model is in evaluation mode and
+    has no dropout. Nothing is downloaded, and nothing in the files is executed.
 
     Args:
         directory: Where ``config.json`` and ``model.safetensors`` are, or several such files and
@@ -47,7 +42,6 @@ def load_checkpoint(
     Example:
         >>> model = load_checkpoint("models/bloom-560m")  # doctest: +SKIP
         >>> model.generate(torch.tensor([[5, 7, 11]]), max_new_tokens=20)  # doctest: +SKIP
-        >>> load_checkpoint("models/jina-embeddings-v2-small-en").encode(tokens)  # doctest: +SKIP
         >>> load_checkpoint("no/such/place")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         FileNotFoundError: directory must be one that holds a checkpoint, got 'no/such/place'; nothing is ...

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alibi_core.backend import LayerShape, one_of
+from alibi_core.backend.checks import one_of
+from alibi_core.backend.models import LayerShape
 from alibi_torch._attention import IMPLEMENTATIONS, attention
 from alibi_torch._internals import in_transform
-from alibi_torch.nn._slopes import KeepsSlopes, register_layer_slopes
+from alibi_torch.nn._slopes import KeepsSlopes
 
 
 class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
@@ -28,23 +29,11 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
     ``is_causal=True`` in a call or here makes it causal.
 
     Args:
-        embed_dim: Features of queries and output.
-        num_heads: Heads.
-        dropout: Probability of zeroing a weight while training.
-        bias: Give the projections a bias term.
+        embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: As for ``nn.MultiheadAttention``.
         add_bias_kv: False: a key that is no token has no position.
         add_zero_attn: False, likewise.
-        kdim: Features of keys. Default ``embed_dim``.
-        vdim: Features of values. Default ``embed_dim``.
-        batch_first: Whether tensors are ``[batch, length, features]``, or ``[length, batch, features]``.
-        device: Where the parameters live.
-        dtype: Of the parameters.
         is_causal: Let no query see keys after it, whatever masks say.
-        slopes: ``[num_heads]`` slopes, a PyTorch or NumPy array. Default: the canonical ones.
-        future_slopes: ``[num_heads]`` slopes for keys after the query.
-        learnable_slopes: Train the slopes, starting from ``slopes``, as the parameter ``log_slopes``.
-        window_size: Mask keys farther than this many tokens: with 4 a query sees 5 keys, its own among them.
-        implementation: As for :func:`alibi_torch.attention`.
+        slopes, future_slopes, learnable_slopes, window_size, implementation: As for :class:`AlibiAttention`.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -56,9 +45,6 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         >>> layer(torch.randn(3, 10, 64)).shape
         torch.Size([3, 10, 64])
     """
-
-    slopes: Tensor | None
-    future_slopes: Tensor | None
 
     def __init__(
         self,
@@ -95,14 +81,15 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         for name, given in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
             if given:
                 raise ValueError(
-                    f"{name} must be False with ALiBi (a key that is no token has no position), got {given}"
+                    f"{name} must be False with ALiBi: a key that is no token has no position, got {given}"
                 )
         if implementation is not None:
             one_of("implementation", implementation, IMPLEMENTATIONS)
         options: dict[str, Any] = {"kdim": kdim, "vdim": vdim, "batch_first": batch_first}
         super().__init__(embed_dim, num_heads, dropout, bias, **options, device=device, dtype=dtype)
         self.is_causal, self.window_size, self.implementation = is_causal, window_size, implementation
-        register_layer_slopes(self, shape, slopes, future_slopes, learnable=learnable_slopes)
+        self.shape = shape
+        self._register_slopes(self.out_proj.weight.device, learnable=learnable_slopes)
 
     def _reset_parameters(self) -> None:
         self._qkv_same_embed_dim = self.in_proj_weight is not None
@@ -127,12 +114,10 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         """Attend from ``query`` to ``key``.
 
         Args:
-            query: ``[q_len, batch, embed_dim]``, or ``[batch, q_len, embed_dim]`` with ``batch_first``, or
-                ``[q_len, embed_dim]``.
-            key: Likewise, of ``kv_len`` and ``kdim``.
-            value: Likewise, of ``kv_len`` and ``vdim``.
-            key_padding_mask: ``[batch, kv_len]`` (``[kv_len]`` for a query of two axes): booleans, True where a key is
-                NOT attended to, or numbers to add to scores.
+            query, key, value: ``[q_len, batch, embed_dim]``, ``[kv_len, batch, kdim]`` and ``[kv_len, batch, vdim]``;
+                batch first with ``batch_first``; or all three without a batch.
+            key_padding_mask: ``[batch, kv_len]``: booleans, True where a key is NOT attended to, or numbers to add to
+                scores.
             need_weights: Return weights, too, which takes memory for all of them.
             attn_mask: ``[q_len, kv_len]`` or ``[batch * num_heads, q_len, kv_len]``: booleans, True where NOT to
                 attend, or numbers to add to scores.
@@ -144,23 +129,25 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
             segment_ids: ``[batch, length]`` integers for packed sequences, or a pair (queries, keys) of them.
 
         Returns:
-            The output, shaped as ``query``, and the weights: ``[batch, q_len, kv_len]`` if they are averaged,
-            ``[batch, num_heads, q_len, kv_len]`` if not, without ``batch`` for a query of two axes; None if they are
-            not needed.
+            The output, shaped as ``query``, and the weights, ``[batch, q_len, kv_len]``, or not averaged ``[batch,
+            num_heads, q_len, kv_len]``; None if they are not needed.
 
         Raises:
             TypeError: If an argument is of the wrong kind.
             ValueError: If a value or shape is wrong.
         """
+        options: Any = need_weights, attn_mask, average_attn_weights, is_causal
+        places: dict[str, Any] = {"q_offset": q_offset, "segment_ids": segment_ids}
         is_self = query is key is value
         if query.is_nested and is_self and key_padding_mask is None:
-            rest = attn_mask, average_attn_weights, is_causal
-            return self._nested(query, need_weights, *rest, q_offset=q_offset, segment_ids=segment_ids)
+            return self._nested(query, *options, **places)
         self._check_inputs(query=query, key=key, value=value)
-        is_batched = query.ndim == 3
-        batch_axis = 0 if self.batch_first else 1
-        if not is_batched:
-            query, key, value = (x.unsqueeze(batch_axis) for x in (query, key, value))
+        if query.ndim == 2:
+            batch_axis = 0 if self.batch_first else 1
+            tensors = (x.unsqueeze(batch_axis) for x in (query, key, value))
+            padding = None if key_padding_mask is None else key_padding_mask[None]
+            output, weights = self(*tensors, padding, *options, **places)
+            return output.squeeze(batch_axis), None if weights is None else weights.squeeze(0)
         heads_first = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)
         q, k, v = (
             x.unflatten(-1, (self.num_heads, self.head_dim)).permute(heads_first)  # [batch, heads, length, head_dim]
@@ -169,30 +156,25 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         causal = self.is_causal or is_causal
         if is_causal and q.shape[2] == k.shape[2]:
             attn_mask = None
-        mask, added_bias = self._masks(key_padding_mask, attn_mask, (*q.shape[:3], k.shape[2]), is_batched)
+        mask, added_bias = self._masks(key_padding_mask, attn_mask, (*q.shape[:3], k.shape[2]))
         result = attention(
             q,
             k,
             v,
-            self.current_slopes,
+            self._current_slopes,
             is_causal=causal,
             future_slopes=None if causal else self.future_slopes,
-            q_offset=q_offset,
-            segment_ids=segment_ids,
             window_size=self.window_size,
             mask=mask,
             added_bias=added_bias,
             dropout=self.dropout if self.training else 0.0,
             return_weights=need_weights,
             implementation=self.implementation,
+            **places,
         )
         attended, weights = result if need_weights else (result, None)
         output = self.out_proj(attended.permute((0, 2, 1, 3) if self.batch_first else (2, 0, 1, 3)).flatten(2))
-        if weights is not None and average_attn_weights:
-            weights = weights.mean(dim=1)
-        if is_batched:
-            return output, weights
-        return output.squeeze(batch_axis), None if weights is None else weights.squeeze(0)
+        return output, weights.mean(dim=1) if weights is not None and average_attn_weights else weights
 
     def _nested(self, sequences: Tensor, *options: Any, **places: Any) -> tuple[Tensor, Tensor | None]:
         """Attend within each sequence of a nested tensor, which nn.TransformerEncoder makes of padded ones."""
@@ -236,11 +218,10 @@ class AlibiMultiheadAttention(KeepsSlopes, nn.MultiheadAttention):
         key_padding_mask: Tensor | None,
         attn_mask: Tensor | None,
         sizes: tuple[int, int, int, int],
-        is_batched: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return what hides keys, True where they are seen, and what is added to scores, ``sizes`` being those."""
+        """Return a mask, True where keys are seen, and a bias to add to scores, whose shape is ``sizes``."""
         batch, num_heads, q_len, kv_len = sizes
-        by_key = [((batch, kv_len) if is_batched else (kv_len,), (batch, 1, 1, kv_len))]
+        by_key = [((batch, kv_len), (batch, 1, 1, kv_len))]
         by_score = [((q_len, kv_len), (1, 1, q_len, kv_len)), ((batch * num_heads, q_len, kv_len), sizes)]
         mask = added_bias = None
         for name, given, shapes in (("key_padding_mask", key_padding_mask, by_key), ("attn_mask", attn_mask, by_score)):

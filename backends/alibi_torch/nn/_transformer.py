@@ -1,76 +1,25 @@
-"""A transformer whose only sense of position is ALiBi, and a language model on top of it."""
+"""A transformer whose only sense of position is ALiBi."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from alibi_core.backend import AlibiConfig, check_config, check_input, explains_keywords
-from alibi_torch.caches import KVCache
+from alibi_core.backend import models
+from alibi_core.backend.models import AlibiConfig
 from alibi_torch.nn._layer import AlibiAttention
 
 AttentionFactory = Callable[[AlibiConfig], nn.Module]
 
 
-def alibi_attention(config: AlibiConfig) -> AlibiAttention:
-    """Return the attention layer that ``config`` describes, which clips, norms and scales if that says so."""
-    layer = AlibiAttention(**config.attention_options)
-    layer.clip_qkv, layer.query_factor = config.clip_qkv, config.query_factor
-    if config.qk_norm:
-        layer.q_norm, layer.k_norm = (norm_layer(config, x.out_features) for x in (layer.q_proj, layer.k_proj))
-    return layer
-
-
-def scaled(x: Tensor, factor: float) -> Tensor:
-    """Return ``x`` multiplied by ``factor``."""
-    return x if factor == 1 else x * factor
-
-
-def looked_up(table: nn.Module, numbers: Tensor) -> Tensor:
-    """Return a table's rows for integers of any dtype; PyTorch's embeddings take two."""
-    return table(numbers if numbers.dtype in (torch.int32, torch.int64) else numbers.long())
-
-
-def norm_layer(config: AlibiConfig, features: int | None = None) -> nn.Module:
-    """Return a norm of so many features (default ``embed_dim``) as ``config`` describes it."""
-    features = features or config.embed_dim
-    if config.norm == "rms_norm":
-        return nn.RMSNorm(features, eps=config.norm_epsilon)
-    return nn.LayerNorm(features, eps=config.norm_epsilon, bias=config.norm_bias)
-
-
-class Gated(nn.Module):
-    """The activation of the first half of the features, times the second half."""
-
-    def __init__(self, activation: nn.Module) -> None:
-        super().__init__()
-        self.activation = activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``[..., hidden]`` of ``x``, ``[..., 2 * hidden]``."""
-        gate, up = x.chunk(2, dim=-1)
-        return self.activation(gate) * up
-
-
-def activation_layer(config: AlibiConfig) -> nn.Module:
-    """Return the activation of feed-forward layers, gated if ``config`` says so."""
-    makers = {"gelu": nn.GELU, "gelu_tanh": lambda: nn.GELU("tanh"), "silu": nn.SiLU, "relu": nn.ReLU}
-    activation = makers[config.activation]()
-    return Gated(activation) if config.gated else activation
-
-
-class AlibiTransformer(nn.Module):
-    """Transform vectors into vectors by blocks of ALiBi attention, each on normed input, then a final norm.
-
-    Nothing else in the model knows of positions, so it takes inputs of any length: longer ones than
-    ``config.max_len`` are the point. Post-norm blocks norm their output instead, and no norm follows them.
+class AlibiTransformer(nn.Module, models.BaseTransformer):
+    """Transform ``[batch, length, embed_dim]`` by blocks of ALiBi attention, at any length.
 
     Args:
         config: Shape of the model.
-        attention: Makes each block's attention layer, a module called as ``layer(x, mask=..., segment_ids=...,
+        attention: Makes each block's attention layer from ``config``, called as ``layer(x, mask=..., segment_ids=...,
             cache=...)``. Default ``alibi_torch.AlibiAttention``.
 
     Example:
@@ -78,94 +27,72 @@ class AlibiTransformer(nn.Module):
         >>> model = AlibiTransformer(AlibiConfig(num_layers=1))
         >>> model(torch.randn(8, 100, 256)).shape
         torch.Size([8, 100, 256])
-
-    References:
-        Press, Smith, Lewis: Train Short, Test Long (arXiv 2108.12409). Xiong et al.: On Layer Normalization in the
-        Transformer Architecture (arXiv 2002.04745), for pre-norm.
     """
 
     def __init__(self, config: AlibiConfig, *, attention: AttentionFactory | None = None) -> None:
         super().__init__()
-        self.config = check_config(config)
-        self.blocks = nn.ModuleList(Block(config, attention or alibi_attention) for _ in range(config.num_layers))
-        self.norm = nn.Identity() if config.is_post_norm else norm_layer(config)
+        self._build(Parts(config, attention))
 
-    @explains_keywords
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        mask: Tensor | None = None,
-        segment_ids: Tensor | None = None,
-        caches: Sequence[Any] | None = None,
-    ) -> Tensor:
-        """Return ``x`` transformed.
-
-        Args:
-            x: ``[batch, length, embed_dim]``.
-            mask: Booleans that broadcast to ``[batch, num_heads, length, kv_len]``, True where a query may attend.
-            segment_ids: ``[batch, length]`` integers; tokens attend only where theirs are equal.
-            caches: One key-value cache a block, as :meth:`make_caches` returns them.
-
-        Returns:
-            ``[batch, length, embed_dim]``, of the dtype of ``x``.
-
-        Raises:
-            TypeError: If ``x`` is no array, or ``caches`` are no sequence.
-            ValueError: If ``x`` has another shape, or there is not one cache a block.
-        """
-        check_input(self.config, x, caches, len(self.blocks))
-        held = [
-            (cache, cache.length if cache.lengths is None else cache.lengths)
-            for cache in caches or ()
-            if isinstance(cache, KVCache)
-        ]
-        try:
-            for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
-                x = block(x, mask=mask, segment_ids=segment_ids, cache=cache)
-        except Exception:
-            for cache, length in held:
-                cache.truncate(length)  # what one block refused is not to stay in the caches of those before it
-            raise
-        return self.norm(x)
-
-    def make_caches(self, batch_size: int, max_length: int) -> list[Any]:
-        """Return an empty key-value cache for each block, with room for ``max_length`` tokens a sequence."""
-        return [block.attention.make_cache(batch_size, max_length) for block in self.blocks]
+    forward = models.BaseTransformer.__call__
 
 
-class Block(nn.Module):
-    """Add to each token what attention finds among the others, and what a feed-forward layer makes of that."""
+class Block(nn.Module, models.BaseBlock):
+    """Attention and a feed-forward layer."""
 
-    def __init__(self, config: AlibiConfig, attention: AttentionFactory) -> None:
+    def __init__(self, parts: Parts) -> None:
         super().__init__()
-        self.kind = config.block
-        self.attention_norm = norm_layer(config)
-        self.attention = attention(config)
-        if self.kind != "shared_norm":
-            self.feed_forward_norm = norm_layer(config)
-        if self.kind == "double_post_norm":
-            self.second_attention_norm = norm_layer(config)
-        self.feed_forward = nn.Sequential(
-            nn.Linear(config.embed_dim, config.up_dim, bias=config.has_up_bias),
-            activation_layer(config),
-            nn.Linear(config.hidden_dim, config.embed_dim, bias=config.feed_forward_bias),
-            nn.Dropout(config.dropout),
-        )
+        self._build(parts)
 
-    def forward(self, x: Tensor, *, mask: Tensor | None, segment_ids: Tensor | None, cache: Any | None) -> Tensor:
-        """Return ``x``, ``[batch, length, embed_dim]``, with both layers' contributions added."""
-        if self.kind in ("post_norm", "double_post_norm"):
-            attended = self.attention_norm(x + self.attention(x, mask=mask, segment_ids=segment_ids, cache=cache))
-            if self.kind == "double_post_norm":
-                attended = self.second_attention_norm(x + attended)
-            return self.feed_forward_norm(attended + self.feed_forward(attended))
-        normed = self.attention_norm(x)
-        attended = self.attention(normed, mask=mask, segment_ids=segment_ids, cache=cache)
-        if self.kind == "shared_norm":
-            return x + attended + self.feed_forward(normed)
-        if self.kind == "parallel":
-            return x + attended + self.feed_forward(self.feed_forward_norm(x))
-        x = (normed if self.kind == "normed_residual" else x) + attended
-        normed = self.feed_forward_norm(x)
-        return (normed if self.kind == "normed_residual" else x) + self.feed_forward(normed)
+    forward = models.BaseBlock.__call__
+
+
+class Activation(nn.Module, models.BaseActivation):
+    """An activation, gated or not."""
+
+    def __init__(self, function: nn.Module, is_gated: bool) -> None:
+        super().__init__()
+        self.function, self.is_gated = function, is_gated
+
+    forward = models.BaseActivation.__call__
+
+
+class Parts(models.BaseParts):
+    """Makes PyTorch's modules for a model."""
+
+    attention_layer = AlibiAttention
+    listed = nn.ModuleList
+
+    def linear(self, features: int, to: int, bias: bool) -> nn.Module:
+        return nn.Linear(features, to, bias=bias)
+
+    def layer_norm(self, features: int) -> nn.Module:
+        return nn.LayerNorm(features, eps=self.config.norm_epsilon, bias=self.config.norm_bias)
+
+    def rms_norm(self, features: int) -> nn.Module:
+        return nn.RMSNorm(features, eps=self.config.norm_epsilon)
+
+    def activation(self) -> nn.Module:
+        makers = {"gelu": nn.GELU, "gelu_tanh": lambda: nn.GELU("tanh"), "silu": nn.SiLU, "relu": nn.ReLU}
+        return Activation(makers[self.config.activation](), self.config.gated)
+
+    def dropout(self) -> nn.Module:
+        return nn.Dropout(self.config.dropout)
+
+    def embedding(self, count: int) -> nn.Module:
+        table = nn.Embedding(count, self.config.embed_dim)
+        nn.init.normal_(table.weight, std=self.config.embed_dim**-0.5)
+        return table
+
+    def block(self) -> Block:
+        return Block(self)
+
+    def transformer(self) -> AlibiTransformer:
+        return AlibiTransformer(self.config, attention=self.factory)
+
+    def chained(self, modules: list[nn.Module]) -> nn.Module:
+        return nn.Sequential(*modules)
+
+
+def look_up(table: nn.Module, numbers: Tensor) -> Tensor:
+    """Return a table's rows for integers of any dtype; PyTorch's embeddings take two."""
+    return table(numbers if numbers.dtype in (torch.int32, torch.int64) else numbers.long())

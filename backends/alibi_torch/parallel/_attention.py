@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from alibi_core.backend import HALO_SHARE, LARGEST_TOLERANCE, AttentionCall, Shards, checks, tolerance_of
-from alibi_core.backend import slopes as canonical_slopes
+from alibi_core import slopes as canonical_slopes
+from alibi_core.backend import AttentionCall, checks
+from alibi_core.backend.horizon import LARGEST_TOLERANCE, tolerance_of
+from alibi_core.backend.sharding import HALO_SHARE, Shards
 from alibi_torch._attention import run
 from alibi_torch._dispatch import IMPLEMENTATIONS
 from alibi_torch._internals import in_transform

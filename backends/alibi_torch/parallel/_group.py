@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from alibi_core.backend import check_shard_slopes
+from alibi_core.backend.sharding import check_shard_slopes
 
 LARGEST_TAG = 2**24
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alibi_core.backend import Shards
+from alibi_core.backend.sharding import Shards
 from alibi_torch.parallel._group import Place
 
 

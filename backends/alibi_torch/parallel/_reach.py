@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alibi_core.backend import HALO_SHARE, AttentionCall, Shards, lower_bounds, score_rounding, tokens_beyond
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.horizon import lower_bounds, score_rounding
+from alibi_core.backend.sharding import HALO_SHARE, Shards, tokens_beyond
 from alibi_torch._cpu import norm_bounds, tiling
 from alibi_torch.parallel._group import Place
 

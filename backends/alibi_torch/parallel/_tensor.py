@@ -65,14 +65,17 @@ class TensorParallelAttention(ParallelStyle):
         parallelize_module(module, device_mesh, plan | {"out_proj": RowwiseParallel()})
         heads = module.shape.num_heads // size
         mine = slice(rank * heads, (rank + 1) * heads)
-        for name, slopes in list(module.host_slopes.items()):
-            if slopes is not None:
-                module.register_slopes(name, slopes[mine].clone(), getattr(module, name).device)
+        for name in ("slopes", "future_slopes"):
+            if (slopes := getattr(module, name)) is not None:
+                setattr(module, name, slopes[mine].clone())
         if module.log_slopes is not None:
             whole = module.log_slopes
             divided = distribute_tensor(whole.detach(), device_mesh, [Shard(0)])
             module.log_slopes = nn.Parameter(divided, requires_grad=whole.requires_grad)
-        module.shape = replace(module.shape, num_heads=heads, num_kv_heads=module.shape.num_kv_heads // size)
+        shape = module.shape
+        future_slopes = None if shape.future_slopes is None else shape.future_slopes[mine]
+        fields = {"slopes": shape.slopes[mine], "future_slopes": future_slopes}
+        module.shape = replace(shape, num_heads=heads, num_kv_heads=shape.num_kv_heads // size, **fields)
         module.__class__ = ShardedAttention
         return module
 

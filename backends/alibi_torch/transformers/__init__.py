@@ -1,6 +1,6 @@
 """BLOOM, MPT and Falcon of ``transformers`` sped up in place; ALiBi for its other models."""
 
-from alibi_core.backend import install_hint as _install_hint
+from alibi_core.backend.checks import install_hint as _install_hint
 
 try:
     import transformers as _transformers  # noqa: F401
@@ -11,7 +11,7 @@ except ModuleNotFoundError as error:
 
 from alibi_torch.transformers._accelerate import accelerate, restore
 from alibi_torch.transformers._cache import AlibiCache
-from alibi_torch.transformers._paths import paths
+from alibi_torch.transformers._state import paths
 from alibi_torch.transformers._with_alibi import with_alibi
 
 __all__ = ["AlibiCache", "accelerate", "paths", "restore", "with_alibi"]

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
+from transformers.models.bloom.modeling_bloom import BloomModel
 from transformers.models.falcon.modeling_falcon import FalconModel
 from transformers.models.mpt.modeling_mpt import MptModel
 
-from alibi_core.backend import boolean, one_of
+from alibi_core import slopes as canonical_slopes
+from alibi_core.backend.checks import boolean, one_of
 from alibi_torch.transformers import _proof
-from alibi_torch.transformers._layers import AcceleratedAttention, Running
-from alibi_torch.transformers._models import (
-    FAMILIES,
-    LAYERS,
-    MODELS,
-    AcceleratedModel,
-    padding_of_all_places,
-    prepare_call,
-)
+from alibi_torch.transformers._layers import FALCON_ADDITIONS, AcceleratedAttention
+from alibi_torch.transformers._models import FAMILIES, MODELS, AcceleratedModel, padding_of_all_places, prepare_call
 from alibi_torch.transformers._names import positional_names
-from alibi_torch.transformers._paths import Paths
+from alibi_torch.transformers._state import State, not_accelerated
 
 CONTRACTS = ("model", "exact")
 
@@ -73,44 +70,32 @@ def accelerate(model: nn.Module, *, contract: str = "model", strict: bool = Fals
     """
     one_of("contract", contract, CONTRACTS)
     boolean("prove", prove)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if any(isinstance(x, AcceleratedModel) for x in model.modules()):
-        raise ValueError("model must not be accelerated yet; undo with restore first")
-    bases = [x for x in model.modules() if type(x) in MODELS]
-    if not bases:
-        other = next((x for x in model.modules() if isinstance(x, tuple(MODELS))), None)
-        if other is not None:
-            own = next(kind for kind in MODELS if isinstance(other, kind))
-            raise ValueError(f"base model must be {own.__name__} itself, got {type(other).__name__}, a subclass of it")
-        raise ValueError(
-            f"model must contain a BLOOM, MPT or Falcon model of transformers, got {type(model).__name__}; encoders "
-            "without ALiBi get it by with_alibi, and alibi_torch.load_checkpoint reads models with code of their own"
-        )
-    slopes = {layer: found for base in bases for layer, found in _slopes_by_layer(base, contract).items()}
-    proofs = {base: _own_results(base) for base in bases} if prove and contract == "model" else {}
-    running, paths = Running(), Paths(boolean("strict", strict))
-    for layer, found in slopes.items():
-        layer.alibi_slopes, layer.alibi_contract, layer.alibi_running = found, contract, running
-        _become(layer, LAYERS[type(layer)])
+    state = State(contract, boolean("strict", strict))
+    bases = _bases_of(model)
+    layers = {base: _checked_layers(base) for base in bases}
+    proofs = {base: _proof.own_results(base, layers[base]) for base in bases} if prove and contract == "model" else {}
     for base in bases:
-        base.alibi_running, base.alibi_paths = running, paths
-        _become(base, MODELS[type(base)])
+        kind, slopes = MODELS[type(base)], _slopes_of(base, contract)
+        for layer in layers[base]:
+            layer.alibi_slopes, layer.alibi_state = slopes, state
+            _become(layer, kind.alibi_layer)
+        base.alibi_layers, base.alibi_state = layers[base], state
+        _become(base, kind)
         if isinstance(base, FalconModel):
             base.use_alibi = False
     for outer in _models_around(model):
         if "alibi_hook" not in vars(outer):  # of a base model that was restored by itself
-            outer.alibi_names = positional_names(type(outer).forward)
-            outer.alibi_hook = outer.register_forward_pre_hook(prepare_call, with_kwargs=True)
+            hook = functools.partial(prepare_call, names=positional_names(type(outer).forward))
+            outer.alibi_hook = outer.register_forward_pre_hook(hook, with_kwargs=True)
             outer.create_masks_for_generate = padding_of_all_places
     try:
         for base, proof in proofs.items():
             if proof is not None:
-                _proof.check(base, *proof)
+                _proof.check(base, proof)
     except ValueError:
         restore(model)
         raise
-    paths.calls.clear()
+    state.calls.clear()
     return model
 
 
@@ -136,57 +121,79 @@ def restore(model: nn.Module) -> nn.Module:
     layers = [x for x in model.modules() if isinstance(x, AcceleratedAttention)]
     outers = [x for x in _models_around(model) if "alibi_hook" in vars(x)]
     if not bases and not layers and not outers:  # those around a base model that was restored by itself stay hooked
-        raise ValueError(
-            f"model must be accelerated, got {type(model).__name__}; see alibi_torch.transformers.accelerate"
-        )
+        raise not_accelerated(model)
     for layer in layers:
-        _become(layer, _own_class(layer, LAYERS))
-        del layer.alibi_slopes, layer.alibi_contract, layer.alibi_running
+        _become(layer, layer.alibi_own)
+        del layer.alibi_slopes, layer.alibi_state
     for base in bases:
-        _become(base, _own_class(base, MODELS))
-        del base.alibi_running, base.alibi_paths
+        _become(base, base.alibi_own)
+        del base.alibi_layers, base.alibi_state
         if isinstance(base, FalconModel):
             base.use_alibi = True
     for outer in outers:
         outer.alibi_hook.remove()
-        del outer.alibi_hook, outer.alibi_names, outer.create_masks_for_generate
+        del outer.alibi_hook, outer.create_masks_for_generate
     return model
+
+
+def _bases_of(model: Any) -> list[Any]:
+    """Return the base models to be accelerated, or say why there are none."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    found = [x for x in model.modules() if isinstance(x, tuple(MODELS))]
+    if not found:
+        raise ValueError(
+            f"model must contain a BLOOM, MPT or Falcon model of transformers, got {type(model).__name__}; encoders "
+            "without ALiBi get it by with_alibi, and alibi_torch.load_checkpoint reads models with code of their own"
+        )
+    for base in found:
+        if isinstance(base, AcceleratedModel):
+            raise ValueError("model must not be accelerated yet; undo with restore first")
+        if type(base) not in MODELS:
+            own = next(kind for kind in MODELS if isinstance(base, kind))
+            raise ValueError(f"base model must be {own.__name__} itself, got {type(base).__name__}, a subclass of it")
+    return found
 
 
 def _models_around(model: nn.Module) -> list[Any]:
     """Return the models with a head around a base model, such as ``BloomForCausalLM``."""
-    kinds = (*MODELS, AcceleratedModel)
-    return [x for x in model.modules() if isinstance(x, FAMILIES) and not isinstance(x, kinds)]
+    return [x for x in model.modules() if isinstance(x, FAMILIES) and not isinstance(x, tuple(MODELS))]
 
 
-def _slopes_by_layer(base: Any, contract: str) -> dict[Any, tuple[float, ...]]:
-    """Return the slopes of each attention layer; raise a ValueError for a layer or setting that is not supported."""
+def _checked_layers(base: Any) -> tuple[Any, ...]:
+    """Return the attention layers; raise a ValueError for a layer or a setting that is not supported."""
+    config, own = base.config, MODELS[type(base)].alibi_layer.alibi_own
     if isinstance(base, FalconModel) and not base.use_alibi:
         raise ValueError("model must have ALiBi, got a Falcon model with alibi=False in its config (rotary positions)")
-    if isinstance(base, MptModel) and not base.config.attn_config.alibi:
+    if isinstance(base, FalconModel) and config._attn_implementation not in FALCON_ADDITIONS:
+        raise ValueError(
+            "attn_implementation must be 'sdpa' or 'eager' for a Falcon model with ALiBi, "
+            f"got {config._attn_implementation!r}"
+        )
+    if isinstance(base, MptModel) and not config.attn_config.alibi:
         raise ValueError("attn_config.alibi must be True for a model to be accelerated, got False")
-    own = next(kind for family, kind in zip(MODELS, LAYERS, strict=True) if isinstance(base, family))
-    layers = [x for x in base.modules() if isinstance(x, own)]
+    layers = tuple(x for x in base.modules() if isinstance(x, own))
     for layer in layers:
         if type(layer) is not own or ("forward" in vars(layer) and "_old_forward" not in vars(layer)):
             raise ValueError(
                 f"attention of the model must be {own.__name__}'s own, got {type(layer).__name__} with a forward of "
                 "its own; accelerate first, or leave the model as it is"
             )
-    return {layer: LAYERS[own].slopes_of(layer, base.config, contract) for layer in layers}
+        if isinstance(base, BloomModel) and layer.beta != 1:
+            raise ValueError(f"beta must be 1 for a model to be accelerated, got {layer.beta}")
+    return layers
 
 
-def _own_results(base: Any) -> Any:
-    """Return what a base model gives on the probe, and what rounding allows; None with a warning if it cannot run."""
-    try:
-        return _proof.own_results(base)
-    except _proof.NotProvenError as reason:
-        _proof.warn_unproven(reason)
-        return None
-
-
-def _own_class(module: Any, accelerated: dict[type, Any]) -> type:
-    return next(own for own, kind in accelerated.items() if type(module) is kind)
+def _slopes_of(base: Any, contract: str) -> tuple[float, ...]:
+    """Return by what a base model's bias falls with each token, by head."""
+    if contract == "exact":
+        # transformers' own builder knows no maximum but 8.
+        bias_max = base.config.attn_config.alibi_bias_max if isinstance(base, MptModel) else 8
+        return tuple(canonical_slopes(base.num_heads, bias_max=bias_max, dtype="float64").tolist())
+    device = next((x.device for x in base.parameters() if not x.is_meta), torch.device("cpu"))
+    two = torch.ones(1, 2, dtype=torch.long, device=device)
+    row = MODELS[type(base)].alibi_layer.build(two, base.num_heads, torch.float32).double()[0]
+    return tuple((row[:, 1] - row[:, 0]).tolist())
 
 
 def _become(module: Any, kind: type) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from alibi_torch._internals import in_transform
+from alibi_torch.transformers._state import not_accelerated
 
 SPARE_TOKENS = 16  # A buffer has room for this many further tokens, or a quarter of its tokens if that is more.
 COPIED_BYTES = 2**17  # Up to this many bytes of keys, copying all of them takes less time than looking for room.
@@ -20,6 +21,8 @@ class GrowingLayer(DynamicLayer):
     Its ``keys`` and ``values`` hold all tokens, as those of a ``DynamicLayer`` do, and may be replaced.
     """
 
+    alibi_buffer: _Buffer | None = None
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values, and return those of all tokens."""
         needs_gradients = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
@@ -28,11 +31,9 @@ class GrowingLayer(DynamicLayer):
         if needs_gradients or is_traced or not self.is_initialized or self.keys.nbytes < COPIED_BYTES:
             self.alibi_buffer = None
             return super().update(key_states, value_states, *args, **kwargs)
-        buffer, length = getattr(self, "alibi_buffer", None), self.get_seq_length()
-        if buffer is None or not buffer.continues(self.keys, self.values, length) or not buffer.fits(key_states):
-            buffer = _Buffer(self.keys, self.values, key_states, length)
-        self.alibi_buffer = buffer
-        self.keys, self.values = buffer.append(key_states, value_states)
+        if self.alibi_buffer is None or not self.alibi_buffer.takes(self.keys, self.values, key_states):
+            self.alibi_buffer = _Buffer(self.keys, self.values, key_states)
+        self.keys, self.values = self.alibi_buffer.append(key_states, value_states)
         return self.keys, self.values
 
     def reset(self) -> None:
@@ -48,25 +49,26 @@ class _Buffer:
     Two caches may share one after a copy. The one that appends second finds ``length`` changed, and takes a new buffer.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, new: Tensor, length: int) -> None:
-        batch, heads, new_length, head_dim = new.shape
-        self.capacity = length + new_length + max(SPARE_TOKENS, (length + new_length) // 4)
+    def __init__(self, keys: Tensor, values: Tensor, new: Tensor) -> None:
+        self.length = keys.shape[2]
+        needed = self.length + new.shape[2]
+        shape = *new.shape[:2], needed + max(SPARE_TOKENS, needed // 4), new.shape[3]
         dtype = torch.promote_types(keys.dtype, new.dtype)  # as torch.cat
-        self.tensors = [new.new_empty(batch, heads, self.capacity, head_dim, dtype=dtype) for _ in range(2)]
+        self.tensors = [new.new_empty(shape, dtype=dtype) for _ in range(2)]
         for tensor, held in zip(self.tensors, (keys, values), strict=True):
-            tensor[:, :, :length] = held
-        self.length = length
+            tensor[:, :, : self.length] = held
 
-    def continues(self, keys: Tensor, values: Tensor, length: int) -> bool:
-        """Whether these tensors are this buffer's tokens, no other cache has appended to it, and it may be written."""
-        is_frozen = self.tensors[0].is_inference() and not torch.is_inference_mode_enabled()
-        starts = [x.data_ptr() for x in self.tensors] == [x.data_ptr() for x in (keys, values)]
-        return not is_frozen and starts and self.length == length and keys.shape[:2] == self.tensors[0].shape[:2]
-
-    def fits(self, new: Tensor) -> bool:
-        """Whether there is room for these keys, in a dtype that does not round them."""
-        dtype = self.tensors[0].dtype
-        return self.length + new.shape[2] <= self.capacity and torch.promote_types(dtype, new.dtype) == dtype
+    def takes(self, keys: Tensor, values: Tensor, new: Tensor) -> bool:
+        """Whether these tensors are this buffer's tokens, and new keys fit behind them."""
+        buffer = self.tensors[0]
+        is_ours = [x.data_ptr() for x in self.tensors] == [x.data_ptr() for x in (keys, values)]
+        is_ours = is_ours and keys.shape[:3] == (*buffer.shape[:2], self.length)  # and no other cache's by now
+        is_frozen = buffer.is_inference() and not torch.is_inference_mode_enabled()
+        fits = (
+            self.length + new.shape[2] <= buffer.shape[2]
+            and torch.promote_types(buffer.dtype, new.dtype) == buffer.dtype
+        )
+        return is_ours and fits and not is_frozen
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values behind the tokens in use, and return views of all."""
@@ -103,9 +105,7 @@ class AlibiCache(Cache):
     def __init__(self, model: Any) -> None:
         layers = [x for x in model.modules() if hasattr(x, "alibi_slopes")]
         if not layers:
-            raise ValueError(
-                f"model must be accelerated, got {type(model).__name__}; see alibi_torch.transformers.accelerate"
-            )
+            raise not_accelerated(model)
         if [x.layer_idx for x in layers] != list(range(len(layers))):
             raise ValueError(
                 f"model must hold the layers of one accelerated model, in order, got {len(layers)} that are numbered "
@@ -120,16 +120,14 @@ def append(cache: Any, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tens
     # An offloaded cache moves the tensors themselves; a buffer behind them would stay on the device.
     if type(layer) is DynamicLayer and not torch.compiler.is_compiling() and not getattr(cache, "offloading", False):
         layer.__class__ = GrowingLayer
-    keys, values = cache.update(key, value, layer_idx)
-    return keys, values
+    return cache.update(key, value, layer_idx)
 
 
 def unknown_cache(cache: Any) -> str | None:
     """Return the name of a cache whose keys may not be those of all tokens, in order; None for one whose are."""
     if not isinstance(cache, Cache):
         return type(cache).__name__
-    kinds = [type(layer) for layer in cache.layers] or [cache.layer_class_to_replicate]
-    for kind in kinds:
+    for kind in [type(layer) for layer in cache.layers] or [cache.layer_class_to_replicate]:
         if kind not in (DynamicLayer, GrowingLayer, StaticLayer):
             return f"{type(cache).__name__} with {getattr(kind, '__name__', kind)}"
     return None

@@ -13,7 +13,7 @@ Keys beyond the end of a mask are room of a static cache that no token fills yet
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils import output_capturing
-from transformers.utils.import_utils import is_tracing
 
 from alibi_torch._attention import attention
+from alibi_torch.transformers._tokens import is_unreadable
 
 NAME = "alibi"
 OTHER_SCORES = ("position_bias", "softcap", "s_aux", "cache")  # arguments that change scores, or hold paged keys
@@ -44,20 +44,11 @@ def alibi_attention(
 
     Slopes are ``alibi_slopes`` and ``alibi_future_slopes`` of the layer's config, or the canonical ones. Attention to
     another sequence has no distances, and gets no bias. Weights that are asked for or dropped out are computed densely.
-
-    Args:
-        module: The attention layer.
-        query: ``[batch, num_heads, q_len, head_dim]``.
-        key: ``[batch, num_kv_heads, kv_len, head_dim]``.
-        value: Of the shape of ``key``.
-        attention_mask: A form of mask above, or floating numbers to add to the scores.
-        dropout: Probability of dropping a weight.
-        scaling: Factor of the scores. Default ``head_dim ** -0.5``.
-        is_causal: Default: the layer's.
-        **kwargs: ``position_ids`` that restart begin another sequence in an encoder's row.
+    The mask has a form above, or floating numbers to add to the scores. ``position_ids`` that restart begin another
+    sequence in an encoder's row.
 
     Returns:
-        ``[batch, q_len, num_heads, head_dim]``, and ``[batch, num_heads, q_len, kv_len]`` or None.
+        ``[batch, q_len, num_heads, head_dim]``, and weights ``[batch, num_heads, q_len, kv_len]`` or None.
 
     Raises:
         NotImplementedError: If the layer's scores are of another kind.
@@ -110,7 +101,7 @@ def alibi_mask(
     """
     pattern, sequences = (None, None) if use_vmap else _pattern_of(mask_function)
     has_room, both_directions = False, "allow_is_bidirectional_skip" in kwargs
-    if isinstance(q_offset, Tensor) and is_tracing(q_offset):
+    if isinstance(q_offset, Tensor) and is_unreadable(q_offset):
         pattern = None  # a compiled program learns how much room there is when it runs
     elif not both_directions:
         filled = int(q_offset) + q_length - kv_offset
@@ -124,7 +115,7 @@ def alibi_mask(
     if attention_mask is not None:
         text = attention_mask[:, kv_offset : kv_offset + kv_length]  # [batch, kv_length] or shorter
         text = nn.functional.pad(text, (0, kv_length - text.shape[1]))
-        if has_room or not _has_values(text) or not bool(text.all()):
+        if has_room or is_unreadable(text) or not bool(text.all()):
             return text[:, None, None, :]
     return torch.ones(batch_size, 1, 1, kv_length, dtype=torch.bool, device=device) if has_room else None
 
@@ -175,7 +166,9 @@ def _mask_options(mask: Any, is_causal: bool, query: Tensor, key: Tensor, positi
         return options
     if mask.dtype != torch.bool:
         return options | {"segment_ids": mask[:, 0, 0]}
-    if is_causal and query.shape[2] == 1 and is_tracing(mask):  # the query is the last token that fills its row's room
+    if (
+        is_causal and query.shape[2] == 1 and is_unreadable(mask)
+    ):  # the query is the last token that fills its row's room
         options["q_offset"] = key.shape[2] - 1 - mask[:, 0, 0].flip(-1).to(torch.uint8).argmax(-1)
     return options | {"mask": mask}
 
@@ -197,7 +190,7 @@ def _sequences_of(position_ids: Any, mask: Tensor | None, query: Tensor) -> Tens
     latest = torch.where(text, columns, -1).cummax(dim=-1).values  # the last text token up to each token
     before = nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
     begins = text & (before >= 0) & (positions <= positions.gather(-1, before.clamp(min=0)))
-    if _has_values(begins) and not bool(begins.any()):
+    if not is_unreadable(begins) and not bool(begins.any()):
         return None
     return torch.where(text, 1 + begins.cumsum(dim=-1), 0)
 
@@ -208,28 +201,17 @@ def _pattern_of(mask_function: Callable[..., Any]) -> tuple[str | None, Tensor |
         return "causal" if mask_function is causal_mask_function else "bidirectional", None
     if torch.compiler.is_compiling():  # which does not see what functions close over
         return None, None
-    sequences = None
-    for part, variables in _parts_of(mask_function):
-        sequences = variables.get("packed_sequence_mask", sequences)
-        is_causal = causal_mask_function in (part, variables.get("mask_function"))
-        if not is_causal and "packed_sequence_mask" not in variables:
+    parts, sequences = [mask_function], None
+    while parts:  # the function is their intersection
+        part = parts.pop()
+        variables = inspect.getclosurevars(part).nonlocals
+        if part.__qualname__.startswith("and_masks."):
+            parts += variables["mask_functions"]
+        elif "packed_sequence_mask" in variables:
+            sequences = variables["packed_sequence_mask"]
+        elif causal_mask_function not in (part, variables.get("mask_function")):
             return None, None
     return "causal", sequences
-
-
-def _parts_of(mask_function: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], Any]]:
-    """Yield the functions whose intersection a mask function is, each with the variables that it closes over."""
-    variables = inspect.getclosurevars(mask_function).nonlocals
-    if mask_function.__qualname__.startswith("and_masks."):
-        for part in variables["mask_functions"]:
-            yield from _parts_of(part)
-    else:
-        yield mask_function, variables
-
-
-def _has_values(tensor: Tensor) -> bool:
-    """Whether a tensor's values may be looked at: no compiler, tracer or vmap stands for them."""
-    return not (is_tracing(tensor) or tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 AttentionInterface.register(NAME, alibi_attention)

@@ -1,4 +1,4 @@
-"""Names that ``transformers`` changes from version to version, in one place."""
+"""Names of arguments: the cache's, which ``transformers`` changes from version to version, and those of a method."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-# 5.24 renamed ``past_key_values`` to ``cache``; blocks and some attention modules have always said ``layer_past``.
+# 5.24 renamed ``past_key_values`` to ``cache``; blocks and the attention of BLOOM and Falcon say ``layer_past``.
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")
 
 
@@ -15,12 +15,9 @@ def cache_of(given: Any) -> Any:
     return next((given[name] for name in CACHE_NAMES if name in given and given[name] is not None), None)
 
 
-def with_cache_name(names: tuple[str, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments with a cache under the name that a method takes, whichever it was given by."""
-    own = next((name for name in CACHE_NAMES if name in names), None)
-    return {
-        own if own is not None and name in CACHE_NAMES and name not in names else name: x for name, x in kwargs.items()
-    }
+def cache_name(names: tuple[str, ...]) -> str | None:
+    """Return the name that a method with arguments of these names has for the cache; None if it takes none."""
+    return next((name for name in CACHE_NAMES if name in names), None)
 
 
 def positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:
@@ -31,14 +28,15 @@ def positional_names(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 def by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return a call's arguments by name."""
-    return dict(zip(names, args, strict=False)) | kwargs
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if len(given) < len(args) + len(kwargs):
+        raise TypeError(f"arguments must be given once each, got {len(args)} of {names} and {', '.join(kwargs)}")
+    return given
 
 
-def with_argument(
-    names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call's arguments with one of them replaced, in the place where it was given; else by name."""
-    place = names.index(name)
-    if place < len(args):
-        return (*args[:place], value, *args[place + 1 :]), kwargs
-    return args, kwargs | {name: value}
+def with_own_cache_name(names: tuple[str, ...], given: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments with the cache under the name that a method with arguments of these names has for it."""
+    own = cache_name(names)
+    if own is None or own in given:
+        return given
+    return {own if name in CACHE_NAMES else name: x for name, x in given.items()}

@@ -4,61 +4,55 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-from alibi_torch.transformers._models import LAYERS
-from alibi_torch.transformers._names import CACHE_NAMES, cache_of, positional_names
-from alibi_torch.transformers._paths import LIBRARY
+from alibi_torch.transformers._names import cache_name, cache_of, positional_names
+from alibi_torch.transformers._state import LIBRARY
 
 PROMPT, PADDING, STEPS = 13, 4, 3  # tokens
 # Two ways to compute attention round about four times each (products of scores, the bias, weights, their sum) where
 # the perturbed run rounds once.
 ROUNDINGS = 8
+VERSIONS = f"PyTorch {torch.__version__} and transformers {transformers.__version__}"
+
+Proof = dict[str, tuple[Tensor, float]]  # by part of the probe: the model's own result, and what rounding allows
 
 
-class NotProvenError(Exception):
-    """The model cannot be run on the probe."""
+def own_results(base: Any, layers: Iterable[nn.Module]) -> Proof | None:
+    """Return what a base model's own code gives on the probe, and by how much rounding may change it.
 
+    Rounding is measured on the model itself: the probe is run once more, each attention layer's result off by one unit
+    of rounding. So the allowance grows with the depth and the conditioning of the model, as rounding does.
 
-Parts = dict[str, Tensor]
-
-
-def own_results(base: Any) -> tuple[Parts, dict[str, float]]:
-    """Return what a base model's own code gives on the probe, by part, and by how much rounding may change each.
-
-    Rounding is measured on the model itself: the probe is run once more, each attention layer's result perturbed by one
-    unit of rounding. So the allowance grows with the depth and the conditioning of the model, as rounding does.
-
-    Raises:
-        NotProvenError: If the model cannot be run.
+    Returns:
+        None, with a warning, if the model cannot be run.
     """
     if any(x.is_meta for x in base.parameters()):
-        raise NotProvenError("some of its weights are on the meta device")
+        return _warn_unproven("some of its weights are on the meta device")
     try:
         expected = _results(base)
     except Exception as error:
-        raise NotProvenError(f"its own code raised {type(error).__name__}: {error}") from error
+        return _warn_unproven(f"its own code raised {type(error).__name__}: {error}")
     # BLOOM's and MPT's own code adds two lowest numbers where padding sees no text, which float64 alone cannot hold.
     expected = {name: x for name, x in expected.items() if bool(x.isfinite().all())}
     if not expected:
-        raise NotProvenError("its own code gives numbers that are not finite")
-    with _perturbed(base):
-        perturbed = _results(base)
-    return expected, {name: ROUNDINGS * _difference(x, perturbed[name]) for name, x in expected.items()}
+        return _warn_unproven("its own code gives numbers that are not finite")
+    with perturbed(layers):
+        other = _results(base)
+    return {name: (x, ROUNDINGS * difference(x, other[name])) for name, x in expected.items()}
 
 
-def check(base: Any, expected: Parts, allowed: dict[str, float]) -> None:
+def check(base: Any, proof: Proof) -> None:
     """Check that an accelerated base model gives the same.
 
     Raises:
         ValueError: If it does not.
     """
-    versions = f"torch {torch.__version__} and transformers {transformers.__version__}"
     advice = "the model is as it was; leave it so, or take versions that the page on transformers names"
     try:
         with warnings.catch_warnings():
@@ -66,31 +60,68 @@ def check(base: Any, expected: Parts, allowed: dict[str, float]) -> None:
             results = _results(base)
     except Exception as error:
         raise ValueError(
-            f"model must run by the library as by its own code, got {type(error).__name__} ({error}) with {versions}; "
+            f"model must run by the library as by its own code, got {type(error).__name__} ({error}) with {VERSIONS}; "
             f"{advice}"
         ) from error
-    for name, wanted in expected.items():
-        difference = _difference(results[name], wanted)
-        if not difference <= allowed[name]:  # or is NaN
+    for name, (expected, allowed) in proof.items():
+        found = difference(results[name], expected)
+        if not found <= allowed:  # or is NaN
             raise ValueError(
-                f"model must give by the library what its own code gives, got a difference of {difference:.2g} "
-                f"{name}, where rounding explains {allowed[name]:.2g} and the largest number is "
-                f"{float(wanted.abs().max()):.2g}, with {versions}; {advice}"
+                f"model must give by the library what its own code gives, got a difference of {found:.2g} "
+                f"{name}, where rounding explains {allowed:.2g} and the largest number is "
+                f"{float(expected.abs().max()):.2g}, with {VERSIONS}; {advice}"
             )
-    for reason in base.alibi_paths.calls.keys() - {LIBRARY}:
-        warn_unproven(f"its own code computes the probe, as {reason}")
+    for reason in base.alibi_state.calls.keys() - {LIBRARY}:
+        _warn_unproven(f"its own code computes the probe, as {reason}")
 
 
-def warn_unproven(reason: object) -> None:
-    """Warn that nothing was proven."""
+def _warn_unproven(reason: str) -> None:
     warnings.warn(
         f"nothing was proven of the accelerated model: {reason}. Compare its results with those of its own code",
-        stacklevel=3,
+        stacklevel=4,
     )
 
 
-def _difference(first: Tensor, second: Tensor) -> float:
+def difference(first: Tensor, second: Tensor) -> float:
+    """Return the largest difference."""
     return float((first - second).abs().max())
+
+
+def _results(base: Any) -> dict[str, Tensor]:
+    """Return the last hidden states of a prompt, of a batch with padding on the left, and of cached steps."""
+    length, device = PROMPT + STEPS, next(base.parameters()).device
+    tokens = torch.arange(1, 2 * length + 1, device=device).reshape(2, length) % base.config.vocab_size
+    cache = cache_name(positional_names(type(base).forward)) or "cache"
+    mask = torch.ones_like(tokens)
+    mask[1, :PADDING] = 0
+    with measuring(base):
+        results = {"in a prompt": base(input_ids=tokens[:1, :PROMPT], return_dict=True)[0]}
+        output = base(input_ids=tokens[:, :PROMPT], attention_mask=mask[:, :PROMPT], use_cache=True, return_dict=True)
+        results["in a batch with padding"] = output[0][:, PADDING:]
+        for step in range(PROMPT, length):
+            seen = {"attention_mask": mask[:, : step + 1], cache: cache_of(output)}
+            output = base(input_ids=tokens[:, step : step + 1], use_cache=True, return_dict=True, **seen)
+            results[f"in cached step {step - PROMPT + 1}"] = output[0]
+    return {name: x.double() for name, x in results.items()}
+
+
+@contextlib.contextmanager
+def perturbed(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Let the result of each attention layer be off by one unit of rounding."""
+
+    def perturb(layer: nn.Module, args: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
+        result = output[0]
+        signs = 1 - 2 * (torch.arange(result.numel(), device=result.device) % 7 % 2).reshape(result.shape)
+        # The models' softmax is float32 in float64, too.
+        unit = max(torch.finfo(x).eps for x in (result.dtype, torch.float32)) * result.abs().amax(dim=-1, keepdim=True)
+        return (result + signs * unit, *output[1:])
+
+    handles = [x.register_forward_hook(perturb) for x in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextlib.contextmanager
@@ -115,8 +146,7 @@ def measuring(model: nn.Module) -> Iterator[None]:
                 parameter.data = halves.pop(parameter)
 
     owned = {module: parameters for module, parameters in _units(model) if parameters}
-    handles = [x.register_forward_pre_hook(cast) for x in owned]
-    handles += [x.register_forward_hook(put_back) for x in owned]
+    handles = [x.register_forward_pre_hook(cast) for x in owned] + [x.register_forward_hook(put_back) for x in owned]
     model.eval()
     try:
         with torch.no_grad(), torch.autocast(next(model.parameters()).device.type, enabled=False):
@@ -138,40 +168,3 @@ def _units(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
     yield module, list(module.parameters(recurse=False))
     for child in module.children():
         yield from _units(child)
-
-
-def _results(base: Any) -> Parts:
-    """Return the last hidden states of a prompt, of a batch with padding on the left, and of cached steps."""
-    length, device = PROMPT + STEPS, next(base.parameters()).device
-    tokens = torch.arange(1, 2 * length + 1, device=device).reshape(2, length) % base.config.vocab_size
-    cache_name = next((x for x in CACHE_NAMES if x in positional_names(type(base).forward)), CACHE_NAMES[0])
-    mask = torch.ones_like(tokens)
-    mask[1, :PADDING] = 0
-    with measuring(base):
-        results = {"in a prompt": base(input_ids=tokens[:1, :PROMPT], return_dict=True)[0]}
-        output = base(input_ids=tokens[:, :PROMPT], attention_mask=mask[:, :PROMPT], use_cache=True, return_dict=True)
-        results["in a batch with padding"] = output[0][:, PADDING:]
-        for step in range(PROMPT, length):
-            seen = {"attention_mask": mask[:, : step + 1], cache_name: cache_of(output)}
-            output = base(input_ids=tokens[:, step : step + 1], use_cache=True, return_dict=True, **seen)
-            results[f"in cached step {step - PROMPT + 1}"] = output[0]
-    return {name: x.double() for name, x in results.items()}
-
-
-@contextlib.contextmanager
-def _perturbed(base: nn.Module) -> Iterator[None]:
-    """Let the result of each attention layer be off by one unit of rounding."""
-
-    def perturb(layer: nn.Module, args: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
-        result = output[0]
-        signs = 1 - 2 * (torch.arange(result.numel(), device=result.device) % 7 % 2).reshape(result.shape)
-        # The models' softmax is float32 in float64, too.
-        unit = max(torch.finfo(x).eps for x in (result.dtype, torch.float32)) * result.abs().amax(dim=-1, keepdim=True)
-        return (result + signs * unit, *output[1:])
-
-    handles = [x.register_forward_hook(perturb) for x in base.modules() if type(x) in LAYERS]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
-from alibi_core.backend import LayerShape, host_values, slope_values
+import alibi_core
+from alibi_core.backend.checks import host_values
+from alibi_core.backend.models import LayerShape
 from alibi_torch.transformers._interface import NAME, is_cross_attention
-from alibi_torch.transformers._proof import measuring
+from alibi_torch.transformers._proof import ROUNDINGS, VERSIONS, difference, measuring, perturbed
 
 POSITIONS = ("position_embeddings", "position_embedding", "embed_positions", "wpe")  # names of embeddings
 CONFIG_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")  # of attention weights
@@ -138,7 +139,7 @@ def _check(root: Any, slopes: Any, future_slopes: Any) -> tuple[list[float], lis
     heads = config.num_attention_heads
     LayerShape.check(heads, heads, is_causal=is_causal, slopes=given[0], future_slopes=given[1])
     past, future = (None if x is None else host_values(x).tolist() for x in given)
-    return past or list(slope_values(heads)), future
+    return past or alibi_core.slopes(heads, dtype="float64").tolist(), future
 
 
 def _copy_configs(model: nn.Module, undo: contextlib.ExitStack) -> None:
@@ -215,43 +216,32 @@ def _prove(root: Any) -> None:
         return
     try:
         with measuring(root):
-            for what, difference, rounding in _differences(root):
-                if not difference <= rounding:  # NaN is no less
+            for what, found, rounding in _differences(root):
+                if not found <= rounding:  # NaN is no less
                     raise RuntimeError(
                         f"{what} must change nothing in a model whose positions are ALiBi's alone, got a difference of "
-                        f"{difference:.3g} in the last hidden states of a {name}, where rounding explains "
-                        f"{rounding:.3g} (PyTorch {torch.__version__}, transformers {transformers.__version__}); the "
-                        "model is as it was: use another version of transformers, or prove=False if this is meant"
+                        f"{found:.3g} in the last hidden states of a {name}, where rounding explains {rounding:.3g} "
+                        f"({VERSIONS}); the model is as it was: use another version of transformers, or prove=False if "
+                        "this is meant"
                     )
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
         raise ValueError(f"model must run without its own positions, got a {name}: {error}") from error
 
 
 def _differences(root: Any) -> Iterator[tuple[str, float, float]]:
-    """Yield what should change nothing, the difference that it makes, and that which rounding explains."""
-    embeddings, layers = root.get_input_embeddings(), _layers_of(root)
+    """Yield what should change nothing, the difference that it makes, and the difference that rounding explains."""
+    layers = _layers_of(root)
     config, generator = layers[0].config, torch.Generator().manual_seed(0)
-    tokens = torch.randint(1, config.vocab_size, (1, PROBE_LEN), generator=generator).to(embeddings.weight.device)
+    tokens = torch.randint(1, config.vocab_size, (1, PROBE_LEN), generator=generator)
+    tokens = tokens.to(root.get_input_embeddings().weight.device)
     text, positions = torch.ones_like(tokens), torch.arange(PROBE_LEN, device=tokens.device)[None]
 
     def run(tokens: Tensor, **kwargs: Any) -> Tensor:
         return root.base_model(tokens, **kwargs).last_hidden_state
 
-    def perturb(_: Any, __: Any, embedded: Tensor) -> Tensor:
-        signs = torch.randint(0, 2, embedded.shape, generator=generator).to(embedded) * 2 - 1
-        return embedded * (1 + torch.finfo(embedded.dtype).eps * signs)
-
-    def difference(got: Tensor, expected: Tensor) -> float:
-        return float((got - expected).abs().max())
-
     alone = run(tokens)
-    hook = embeddings.register_forward_hook(perturb)
-    perturbed = run(tokens)
-    hook.remove()
-    # A layer rounds some 16 times, each as much as the perturbation did. Independent errors add by the root of their
-    # number.
-    least = torch.finfo(alone.dtype).eps * float(alone.abs().max())
-    rounding = (16 * (1 + len(layers))) ** 0.5 * max(difference(perturbed, alone), least)
+    with perturbed(layers):
+        rounding = ROUNDINGS * difference(run(tokens), alone)
     for side, pads in (("left", (PROBE_PADDING, 0)), ("right", (0, PROBE_PADDING))):
         padded = nn.functional.pad(tokens, pads, value=config.pad_token_id or 0)
         mask = torch.cat([nn.functional.pad(text, pads), torch.ones_like(padded)])
@@ -264,7 +254,7 @@ def _differences(root: Any) -> Iterator[tuple[str, float, float]]:
     if any(slopes[0]) and torch.equal(plain, alone):
         raise RuntimeError(
             f"slopes must change the last hidden states, got the same with and without them in a {type(root).__name__} "
-            f"(PyTorch {torch.__version__}, transformers {transformers.__version__}); use another version of the latter"
+            f"({VERSIONS}); use another version of the latter"
         )
     if layers[0].is_causal:  # with the mask, for without it transformers takes gaps for the ends of sequences
         got = run(tokens, attention_mask=text, position_ids=2 * positions)

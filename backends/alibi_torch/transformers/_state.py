@@ -1,4 +1,4 @@
-"""Which code computed an accelerated model's attention, call by call."""
+"""What the parts of one accelerated model share, and a count of the passes that the library computed."""
 
 from __future__ import annotations
 
@@ -13,43 +13,39 @@ LIBRARY = "alibi_torch"
 
 
 @dataclass
-class Paths:
-    """The forward passes of one accelerated model so far.
+class State:
+    """What the base model and the attention layers of one accelerated model share.
 
     Attributes:
+        contract: ``"model"`` for the model's own rounding of the bias, ``"exact"`` for none.
         strict: Whether a call that the library does not compute is an error.
         calls: How many passes ``"alibi_torch"`` computed, and how many the model's own code, by the reason why.
+        tokens: The ``Tokens`` of the pass under way, for layers whose mask has lost them: in compiled code, and where
+            masks are moved between devices.
     """
 
+    contract: str
     strict: bool
     calls: Counter[str] = field(default_factory=Counter)
+    tokens: Any = None
 
-    def by_library(self) -> None:
-        """Count a pass that the library computes."""
-        if not torch.compiler.is_compiling():
-            self.calls[LIBRARY] += 1
-
-    def by_model(self, model: Any, reason: str) -> None:
-        """Count a pass that the model's own code computes, and warn of the first.
-
-        Args:
-            model: The model whose code computes it.
-            reason: Why, as a sentence that begins with the argument's name.
+    def count(self, model: Any, reason: str | None) -> None:
+        """Count a pass by the library, or by the model's own code for a reason; warn of the first of those.
 
         Raises:
-            ValueError: If ``strict``.
+            ValueError: If there is a reason, and the model is ``strict``.
         """
-        if self.strict:
+        if reason is not None and self.strict:
             raise ValueError(f"{reason}; make the model with accelerate(model, strict=False), or undo with restore")
         if torch.compiler.is_compiling():
             return
-        if not self.calls.keys() - {LIBRARY}:
+        if reason is not None and not self.calls.keys() - {LIBRARY}:
             warnings.warn(
                 f"{type(model).__name__} computes this call by its own attention, which forms a score for every query "
                 f"and key: {reason}. Further calls like it do so without a warning; paths(model) counts them",
                 stacklevel=2,
             )
-        self.calls[reason] += 1
+        self.calls[reason or LIBRARY] += 1
 
 
 def paths(model: Any) -> dict[str, int]:
@@ -74,9 +70,12 @@ def paths(model: Any) -> dict[str, int]:
         >>> paths(model)
         {'alibi_torch': 1}
     """
-    found = next((vars(x)["alibi_paths"] for x in model.modules() if "alibi_paths" in vars(x)), None)
+    found = next((vars(x)["alibi_state"] for x in model.modules() if "alibi_state" in vars(x)), None)
     if found is None:
-        raise ValueError(
-            f"model must be accelerated, got {type(model).__name__}; see alibi_torch.transformers.accelerate"
-        )
+        raise not_accelerated(model)
     return dict(found.calls)
+
+
+def not_accelerated(model: Any) -> ValueError:
+    """Return the error for a model that must be accelerated, and is not."""
+    return ValueError(f"model must be accelerated, got {type(model).__name__}; see alibi_torch.transformers.accelerate")

@@ -1,0 +1,188 @@
+"""The distance between two tokens, on a line or in space, and the law by which a bias grows with it.
+
+``bias = -slope * law(distance(q_position, kv_position))``. Everything else here works with *relative positions*: key
+minus query, so that their size is the distance and their sign the direction. In space there is no direction, and a
+relative position is minus the distance: a key in space is never after the query.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from alibi_core._arrays import DType, Namespace, astype, checks, host_values, is_kind, lacks_64_bits
+
+DISTANCES = ("manhattan", "euclidean", "chebyshev")
+LAWS = ("linear", "log", "sqrt")
+
+
+def penalty(xp: Namespace, distance: Any, law: str) -> Any:
+    """Return ``law(distance)``: the distance d itself, ``log(1 + d)`` or ``sqrt(d)``. Takes floats, unless linear."""
+    if law == "linear":
+        return distance
+    return xp.log1p(distance) if law == "log" else xp.sqrt(distance)
+
+
+def check_positions(xp: Namespace, name: str, positions: Any) -> Any:
+    """Check for integers, or for floating numbers none of which is infinite, as far as values can be seen."""
+    dtype = checks.array(name, positions).dtype
+    if is_kind(xp, dtype, "integral"):
+        return positions
+    if not is_kind(xp, dtype, "real floating"):
+        raise TypeError(f"{name} must have an integer or a real floating dtype, got {dtype}")
+    values = host_values(positions)
+    if values is not None and np.any(np.isinf(values)):
+        raise ValueError(f"{name} must be finite, or NaN for a token without a position, got an infinite one")
+    return positions
+
+
+def as_points(
+    q_positions: Any, kv_positions: Any, distance: str | None, is_causal: bool, future_slopes: Any | None
+) -> tuple[Any, Any]:
+    """Return positions as points, ``[..., length, dims]``: those on a line have one dimension.
+
+    They are on a line if ``distance`` is None, or if both have one axis.
+    """
+    if distance is not None:
+        checks.one_of("distance", distance, DISTANCES)
+    if distance is None or q_positions.ndim == kv_positions.ndim == 1:
+        return q_positions[..., None], kv_positions[..., None]
+    for name, positions in (("q_positions", q_positions), ("kv_positions", kv_positions)):
+        if positions.ndim < 2 or positions.shape[-1] < 1:
+            raise ValueError(f"{name} must have axes [..., length, dims] with distance=, got {tuple(positions.shape)}")
+    if q_positions.shape[-1] != kv_positions.shape[-1]:
+        raise ValueError(
+            f"kv_positions must have as many dims as q_positions, {q_positions.shape[-1]}, got {kv_positions.shape[-1]}"
+        )
+    check_order(q_positions.shape[-1], is_causal, future_slopes)
+    return q_positions, kv_positions
+
+
+def points_of_call(xp: Namespace, positions: Any, batch: tuple[int, ...], name: str, length: int) -> Any:
+    """Return positions as ``[..., length, dims]``, given ``[..., length]`` or ``[..., length, dims]``.
+
+    Args:
+        xp: Namespace of the array.
+        positions: Of queries or of keys.
+        batch: Batch axes of the call; leading axes of positions broadcast to them.
+        name: Of the length, ``q_len`` or ``kv_len``.
+        length: In tokens.
+    """
+    shape = tuple(check_positions(xp, "positions", positions).shape)
+    axes = ", ".join([*(["batch"] if batch else []), name])
+    on_line = shape[-1:] == (length,) and checks.broadcasts(shape[:-1], batch)
+    in_space = shape[-2:-1] == (length,) and shape[-1] > 0 and checks.broadcasts(shape[:-2], batch)
+    if on_line and in_space:
+        raise ValueError(
+            f"positions must have axes that cannot be mistaken, got {shape} for {length} tokens; use positions[..., "
+            f"None] if they are [{axes}], or positions[None] if they are [{name}, dims]"
+        )
+    if not (on_line or in_space):
+        raise ValueError(f"positions must have axes [{axes}] or [{axes}, dims], {(*batch, length)}, got {shape}")
+    return positions[..., None] if on_line else positions
+
+
+def check_order(dims: int, is_causal: bool, future_slopes: Any | None) -> None:
+    """Check that nothing asks which of two points with several dimensions is later."""
+    if dims == 1:
+        return
+    if is_causal:
+        raise ValueError(f"is_causal must be False for positions with {dims} dims, which have no order, got True")
+    if future_slopes is not None:
+        raise ValueError(f"future_slopes must be None for positions with {dims} dims, which have no order")
+
+
+def may_have_nan(xp: Namespace, points: Any) -> bool:
+    """Whether a token may be without a position, as far as values can be seen."""
+    if is_kind(xp, points.dtype, "integral"):
+        return False
+    values = host_values(points)
+    return values is None or bool(np.any(np.isnan(values)))
+
+
+def relative_points(
+    xp: Namespace, q_points: Any, kv_points: Any, distance: str, dtype: DType, may_have_nan: bool = True
+) -> Any:
+    """Return relative positions, ``[..., q_len, kv_len]``: integers for integers, but for Euclidean distances in space.
+
+    A token without a position is at the position of every other one.
+
+    Args:
+        xp: Namespace of the arrays.
+        q_points: ``[..., q_len, dims]``, integer or floating; NaN in any dimension for a token without a position.
+        kv_points: ``[..., kv_len, dims]``.
+        distance: One of :data:`DISTANCES`; on a line (``dims == 1``) all are the same.
+        dtype: Floating dtype to compute in; with float64 positions that is float64.
+        may_have_nan: Whether a token may be without a position.
+    """
+    if any("float64" in str(x.dtype) for x in (q_points, kv_points)):
+        dtype = xp.float64
+    q_nowhere = kv_nowhere = None
+    if may_have_nan:
+        (q_points, q_nowhere), (kv_points, kv_nowhere) = (_without_nan(xp, x) for x in (q_points, kv_points))
+    # Dimension by dimension, so that no array has q_len, kv_len and dims.
+    steps = [relative_on_line(xp, q_points[..., d], kv_points[..., d], dtype) for d in range(q_points.shape[-1])]
+    relative = steps[0] if len(steps) == 1 else 0 - _norm(xp, steps, distance, dtype)
+    if q_nowhere is not None:
+        relative = xp.where(q_nowhere[..., :, None], xp.zeros_like(relative), relative)
+    if kv_nowhere is not None:
+        relative = xp.where(kv_nowhere[..., None, :], xp.zeros_like(relative), relative)
+    return relative
+
+
+def relative_on_line(xp: Namespace, q_positions: Any, kv_positions: Any, dtype: DType) -> Any:
+    """Return ``kv_positions[j] - q_positions[i]``, ``[..., q_len, kv_len]``.
+
+    Integers of 32 bits do not wrap: the result is int64 where the library has it. In JAX without 64-bit types it is
+    float32, rounded once, so that its sign is right. Where either is floating, the result is of ``dtype``.
+    """
+    if not all(is_kind(xp, x.dtype, "integral") for x in (q_positions, kv_positions)):
+        return _difference(astype(xp, q_positions, dtype), astype(xp, kv_positions, dtype))
+    if not lacks_64_bits(xp):
+        return _difference(astype(xp, q_positions, xp.int64), astype(xp, kv_positions, xp.int64))
+    # Halves of 16 bits: float32 holds the differences of each, and only their sum is rounded.
+    high, low = (
+        _difference(astype(xp, q, xp.float32), astype(xp, kv, xp.float32))
+        for q, kv in zip(_halves(xp, q_positions), _halves(xp, kv_positions), strict=True)
+    )
+    return high * 2.0**16 + low
+
+
+def _norm(xp: Namespace, steps: list[Any], distance: str, dtype: DType) -> Any:
+    """Return the length of a step in space, given along each dimension."""
+    if distance == "euclidean":
+        steps = [astype(xp, step, dtype) if is_kind(xp, step.dtype, "integral") else step for step in steps]
+        return xp.sqrt(_sum([step * step for step in steps]))
+    sizes = [xp.abs(step) for step in steps]
+    if distance == "manhattan":
+        return _sum(sizes)
+    largest = sizes[0]
+    for size in sizes[1:]:
+        largest = xp.where(size > largest, size, largest)
+    return largest
+
+
+def _without_nan(xp: Namespace, points: Any) -> tuple[Any, Any | None]:
+    """Return points with 0 for NaN, and where a token has any NaN, ``[..., length]``: None for integers."""
+    if is_kind(xp, points.dtype, "integral"):
+        return points, None
+    missing = xp.isnan(points)
+    return xp.where(missing, xp.zeros_like(points), points), xp.any(missing, axis=-1)
+
+
+def _sum(arrays: list[Any]) -> Any:
+    total = arrays[0]
+    for array in arrays[1:]:
+        total = total + array
+    return total
+
+
+def _difference(q_positions: Any, kv_positions: Any) -> Any:
+    return kv_positions[..., None, :] - q_positions[..., :, None]
+
+
+def _halves(xp: Namespace, positions: Any) -> tuple[Any, Any]:
+    """Return the upper and the lower 16 bits of integers that have up to 32."""
+    wide = positions if positions.dtype == xp.uint32 else astype(xp, positions, xp.int32)
+    return wide >> 16, wide & 0xFFFF

@@ -1,0 +1,263 @@
+"""The attention layer of all backends: its sizes, checked, the names of its weights, and its forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from alibi_core._arrays import Namespace, checks, explains_keywords, namespace_of
+from alibi_core._slopes import slope_values
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The sizes and slopes of a multi-head self-attention layer, checked.
+
+    The projections map ``embed_dim`` to ``num_heads * head_dim`` (queries) and ``num_kv_heads * head_dim`` (keys,
+    values) features, and back. In a safetensors file they are ``q_proj.weight``, ``k_proj.weight``, ``v_proj.weight``
+    and ``out_proj.weight``, each ``[out, in]``, their ``.bias`` where there is one, and ``log_slopes`` ``[num_heads]``
+    if the slopes are learnable. Slopes here are Python numbers, rounded to float32: no cast of a module reaches them.
+    """
+
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    slopes: tuple[float, ...]
+    future_slopes: tuple[float, ...] | None = None
+
+    @classmethod
+    def check(
+        cls,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        is_causal: bool = True,
+        slopes: Any | None = None,
+        future_slopes: Any | None = None,
+        learnable_slopes: bool = False,
+        window_size: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = False,
+    ) -> LayerShape:
+        """Check a layer's arguments and fill in its sizes and slopes."""
+        embed_dim = checks.positive_int("embed_dim", embed_dim)
+        num_heads = checks.positive_int("num_heads", num_heads)
+        num_kv_heads = num_heads if num_kv_heads is None else checks.positive_int("num_kv_heads", num_kv_heads)
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads, {num_heads}, got {num_kv_heads}")
+        if head_dim is None:
+            if embed_dim % num_heads:
+                raise ValueError(f"num_heads must divide embed_dim, {embed_dim}, got {num_heads}; or give head_dim")
+            head_dim = embed_dim // num_heads
+        head_dim = checks.positive_int("head_dim", head_dim)
+        checks.direction(is_causal, future_slopes)
+        checks.boolean("learnable_slopes", learnable_slopes)
+        checks.boolean("bias", bias)
+        if learnable_slopes and future_slopes is not None:
+            raise ValueError("future_slopes must be None when learnable_slopes=True, whose slopes serve both sides")
+        past = _float32_values("slopes", slopes, num_heads)
+        future = _float32_values("future_slopes", future_slopes, num_heads)
+        if learnable_slopes and past is not None and 0 in past:
+            raise ValueError(f"slopes must be positive to be learned (as logarithms), got {list(past)}")
+        if window_size is not None:
+            checks.window(window_size)
+        checks.probability("dropout", dropout)
+        if past is None:
+            past = tuple(np.asarray(slope_values(num_heads), np.float32).tolist())
+        return cls(embed_dim, num_heads, num_kv_heads, head_dim, past, future)
+
+    def source_of_keys(self, x: Any, xp: Namespace, *, context: Any, q_offset: Any, cache: Any, lengths: Any) -> Any:
+        """Return the tokens that give keys and values, ``[batch, length, embed_dim]``: the context, or else the input.
+
+        Both are checked, and that the layer's arguments do not exclude each other.
+        """
+        self._check_input("x", x, xp)
+        if lengths is not None and cache is None:
+            raise ValueError("lengths must be None without a cache: padding behind a row changes nothing before it")
+        if context is None:
+            if q_offset is not None:
+                raise ValueError("q_offset must be None without a context: x and its keys have the same positions")
+            return x
+        if cache is not None:
+            raise ValueError("cache must be None with a context, whose tokens are all given in each call")
+        self._check_input("context", context, xp)
+        if context.shape[0] != x.shape[0]:
+            raise ValueError(f"context must have the batch of x, {x.shape[0]}, got {context.shape[0]}")
+        return context
+
+    def _check_input(self, name: str, x: Any, xp: Namespace) -> None:
+        checks.floating_array(namespace_of(checks.array(name, x), xp=xp, names=(name,)), name, x)
+        shape = tuple(x.shape)
+        if len(shape) != 3 or shape[-1] != self.embed_dim:
+            raise ValueError(f"{name} must have shape (batch, length, {self.embed_dim}), got {shape}")
+
+
+def _float32_values(name: str, slopes: Any | None, num_heads: int) -> tuple[float, ...] | None:
+    """Return the values of an array of slopes, of any library, rounded to float32."""
+    if slopes is None:
+        return None
+    xp = namespace_of(checks.array(name, slopes))
+    checks.slopes_shape(name, checks.floating_array(xp, name, slopes), num_heads)
+    checks.slopes_values(name, slopes, allow_negative=False, working="float32")
+    try:
+        values = slopes.tolist()
+    except Exception:  # each library raises an error of its own
+        raise ValueError(
+            f"{name} must be known when the layer is made, got a traced array or one without values; give a NumPy array"
+        ) from None
+    return tuple(np.asarray(values, np.float32).tolist())
+
+
+if TYPE_CHECKING:
+
+    class Module:
+        """A framework's module, which holds sub-modules and parameters as attributes."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    Module = object
+
+
+class BaseAttention(Module):
+    """Base of the attention layers of all backends.
+
+    A backend's layer derives from its framework's module and from this class. It makes ``slopes``, ``future_slopes``,
+    ``dropout`` and caches, and names its library, ``_xp``, and its attention function, ``_attention``. Models may clip
+    (``clip_qkv``), norm (``q_norm``, ``k_norm``) and scale (``query_factor``) projected queries, keys and values. The
+    layer does it, so that quantizers and adapters may replace the projections.
+    """
+
+    _is_length_first = False  # whether attention takes [batch, length, heads, head_dim], not heads before length
+
+    def _build(
+        self, linear: Callable[[int, int], Any], implementation: Any, *sizes: Any, is_causal: bool, **options: Any
+    ) -> None:
+        """Check the layer's arguments, and make its projections by ``linear``, called with features in and out."""
+        self.shape = shape = LayerShape.check(*sizes, is_causal=is_causal, **options)
+        self.is_causal, self.window_size, self.implementation = is_causal, options["window_size"], implementation
+        width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.q_proj = linear(shape.embed_dim, width)
+        self.k_proj = linear(shape.embed_dim, kv_width)
+        self.v_proj = linear(shape.embed_dim, kv_width)
+        self.out_proj = linear(width, shape.embed_dim)
+
+    @explains_keywords
+    def __call__(
+        self,
+        x: Any,
+        *,
+        mask: Any | None = None,
+        segment_ids: Any | None = None,
+        cache: Any | None = None,
+        context: Any | None = None,
+        q_offset: Any | None = None,
+        lengths: Any | None = None,
+    ) -> Any:
+        """Attend within ``x``, from ``x`` to the tokens in ``cache`` and ``x``, or from ``x`` to those of ``context``.
+
+        Args:
+            x: ``[batch, length, embed_dim]``.
+            mask: Booleans, True where a query may look, that broadcast to ``[batch, num_heads, length, kv_len]``,
+                where ``kv_len`` counts the cached tokens too. (In JAX it is the cache's ``max_length``: all slots.)
+            segment_ids: ``[batch, length]`` integers, for packed sequences; with a cache, a pair (of ``x``, of all
+                ``kv_len`` tokens).
+            cache: From :meth:`make_cache`; the tokens of ``x`` are appended to it. Causal layers only.
+            context: ``[batch, kv_len, embed_dim]``, another sequence that keys and values are made of, where it is not
+                ``x``. Distances are those of ``alibi_core.bias(length, kv_len)``: by default the last tokens of both
+                have one position. No cache goes with it.
+            q_offset: With a ``context``, the position of the first token of ``x``, as for ``attention``.
+            lengths: With a ``cache``, ``[batch]`` integers: how many tokens of each row of ``x`` count, where prompts
+                of different lengths are padded behind.
+
+        Returns:
+            ``[batch, length, embed_dim]``, of the dtype of the projections' output. (In JAX, whose caches are values,
+            with a cache the pair of that and the longer cache.)
+
+        Raises:
+            TypeError: If an argument is of the wrong kind.
+            ValueError: If a shape is wrong, the cache is full or does not fit, or a layer that is not causal gets one.
+        """
+        xp, sizes = self._xp, self.shape
+        source = sizes.source_of_keys(x, xp, context=context, q_offset=q_offset, cache=cache, lengths=lengths)
+        query, key, value = self._heads(x, source)
+        rules = {"mask": mask, "segment_ids": segment_ids, "window_size": self.window_size}
+        rules["implementation"] = self.implementation
+        longer = None
+        if cache is None:
+            direction = {"is_causal": self.is_causal, "future_slopes": self.future_slopes, "q_offset": q_offset}
+            attended = self._attention(query, key, value, self._current_slopes, **direction, **rules)
+        elif not self.is_causal:
+            raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")
+        else:
+            counts = {} if lengths is None else {"lengths": lengths}
+            attended, longer = self._attend_to(cache, query, key, value, rules, counts)
+        if not self._is_length_first:
+            attended = attended.swapaxes(1, 2)  # [batch, length, num_heads, head_dim]
+        output = self.out_proj(attended.reshape(*x.shape[:2], sizes.num_heads * sizes.head_dim))
+        if self.dropout is not None:
+            output = self.dropout(output)
+        return output if longer is None else (output, longer)
+
+    @property
+    def _current_slopes(self) -> Any:
+        """The slopes in use, ``[num_heads]``, fixed or learned."""
+        return self.slopes
+
+    def _heads(self, x: Any, source: Any) -> Iterator[Any]:
+        """Yield query, key and value, ``[batch, heads, length, head_dim]`` or length first."""
+        parts = (
+            (x, self.q_proj, self.q_norm, self.query_factor),
+            (source, self.k_proj, self.k_norm, 1.0),
+            (source, self.v_proj, None, 1.0),
+        )
+        for tokens, proj, norm, factor in parts:
+            y = proj(tokens)
+            if self.clip_qkv is not None:
+                y = self._xp.clip(y, -self.clip_qkv, self.clip_qkv)
+            if norm is not None:
+                y = norm(y)
+            y = scaled(y, factor)
+            y = y.reshape(*y.shape[:2], y.shape[-1] // self.shape.head_dim, self.shape.head_dim)
+            yield y if self._is_length_first else y.swapaxes(1, 2)
+
+    def _attend_to(
+        self, cache: Any, query: Any, key: Any, value: Any, rules: dict[str, Any], counts: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Return attention to a cache with further tokens, and None; JAX returns the longer cache instead.
+
+        ``counts`` holds the ``lengths`` of rows, if they differ.
+        """
+        before = cache_lengths([cache])
+        try:
+            cache.append(key, value, **counts)
+            return cache.attend(query, self._current_slopes, **rules, **counts), None
+        except Exception:
+            truncate(before)  # a refused call leaves no tokens behind
+            raise
+
+
+def scaled(x: Any, factor: float) -> Any:
+    """Return ``x`` multiplied by ``factor``."""
+    return x if factor == 1 else x * factor
+
+
+def cache_lengths(caches: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Return the caches that tokens are appended to in place, with their lengths, for :func:`truncate`.
+
+    JAX's caches are tuples, and are never changed; caches of other libraries lack ``truncate`` or ``lengths``.
+    """
+    own = [x for x in caches if hasattr(x, "truncate") and hasattr(x, "lengths") and not isinstance(x, tuple)]
+    return [(cache, cache.length if cache.lengths is None else cache.lengths) for cache in own]
+
+
+def truncate(lengths: list[tuple[Any, Any]]) -> None:
+    """Remove the tokens that a refused call has appended to caches."""
+    for cache, length in lengths:
+        cache.truncate(length)

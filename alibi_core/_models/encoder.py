@@ -1,0 +1,219 @@
+"""The encoder of all backends: its forward pass, and how texts are packed, so that no padding is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from alibi_core._arrays import asarray, astype, checks, device_of, explains_keywords, host_values, namespace_of
+from alibi_core._bias import working_dtype
+from alibi_core._models.transformer import BaseTextModel
+
+Numbers = np.ndarray[Any, Any]
+POOLING = ("mean", "cls")
+# Tokens that are packed together at most: so few that a CPU's caches and its allocator do well, or so many that an
+# accelerator is busy.
+MOST_PACKED = {"cpu": 2048, "accelerator": 65_536}
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """Which tokens of a batch are text."""
+
+    text: Numbers  # [batch, length] booleans, False for padding
+
+    @classmethod
+    def check(cls, shape: tuple[int, ...], lengths: Any | None, mask: Any | None) -> TextRows:
+        """Check the ``lengths`` or the ``mask`` of tokens of a shape, as lists or arrays, which are waited for."""
+        lengths, mask = (None if x is None else _on_host(x) for x in (lengths, mask))
+        cls.check_form(shape, lengths, mask)
+        if lengths is not None:
+            if lengths.size and not 0 <= lengths.min() <= lengths.max() <= shape[1]:
+                raise ValueError(f"lengths must be from 0 to the length of tokens, {shape[1]}, got {lengths.tolist()}")
+            return cls(np.arange(shape[1]) < lengths[:, None])
+        return cls(np.ones(shape, bool) if mask is None else mask != 0)
+
+    @staticmethod
+    def check_form(shape: tuple[int, ...], lengths: Any | None, mask: Any | None) -> None:
+        """Check what :meth:`check` does, but for values: of arrays of any library that has NumPy's dtypes."""
+        if len(shape) != 2:
+            raise ValueError(f"tokens must have shape (batch, length), got {shape}")
+        if lengths is not None and mask is not None:
+            raise ValueError("lengths must be None where a mask is given, got both")
+        for name, given, kinds, words in (
+            ("lengths", lengths, "iu", "integers"),
+            ("mask", mask, "biu", "booleans, or integers"),
+        ):
+            # Of an empty list, the kind says nothing.
+            if given is not None and given.size and given.dtype.kind not in kinds:
+                raise TypeError(f"{name} must be {words}, got {given.dtype}")
+        if lengths is not None and lengths.shape != shape[:1]:
+            raise ValueError(f"lengths must have shape (batch {shape[0]},), got {lengths.shape}")
+        if mask is not None and mask.shape != shape:
+            raise ValueError(f"mask must have the shape of tokens, {shape}, got {mask.shape}")
+
+    def check_in_table(self, name: str, numbers: Any, size: int) -> None:
+        """Check that a table of ``size`` embeddings has a row for each number of text; those of padding may be any.
+
+        JAX would make NaN of others, MLX would read memory that is something else. Numbers on an accelerator are not
+        checked, as the host would have to wait for them.
+        """
+        values = None if numbers is None or not self.text.any() else host_values(numbers)
+        checks.in_table(name, None if values is None else values[self.text], size)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no padding."""
+        return bool(self.text.all())
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether padding stands between text somewhere, where distances count it: such rows cannot be packed."""
+        starts = np.diff(self.text.astype(np.int8), prepend=0, axis=1) == 1
+        return bool((starts.sum(axis=1) > 1).any())
+
+    @property
+    def counts(self) -> list[int]:
+        """How many tokens of each row are text."""
+        return [int(count) for count in self.text.sum(axis=1)]
+
+    @property
+    def places(self) -> Numbers:
+        """Where text stands in the batch, ``[tokens of text]``, rows counted through."""
+        return np.flatnonzero(self.text)
+
+    @property
+    def row_of_place(self) -> Numbers:
+        """The row of each token of text, ``[tokens of text]`` int32: segment ids where rows are packed."""
+        return np.nonzero(self.text)[0].astype(np.int32)
+
+    def packs(self, most: int) -> Iterator[tuple[Numbers, Numbers]]:
+        """Yield ``places`` and ``row_of_place`` in parts: as many rows as have ``most`` tokens together, or one row."""
+        starts, size = [0], 0
+        for row, count in enumerate(self.counts):
+            if size > 0 and size + count > most:
+                starts.append(row)
+                size = 0
+            size += count
+        edges = np.searchsorted(self.row_of_place, [*starts[1:]])
+        yield from zip(np.split(self.places, edges), np.split(self.row_of_place, edges), strict=True)
+
+
+def _on_host(value: Any) -> Numbers:
+    return np.asarray(value.cpu() if hasattr(value, "cpu") else value)  # PyTorch's tensors may be on a GPU
+
+
+class BaseEncoder(BaseTextModel):
+    """Base of the encoders of all backends, which define ``_most_packed(tokens)``, how many are packed at most."""
+
+    @explains_keywords
+    def __call__(
+        self,
+        tokens: Any,
+        *,
+        mask: Any | None = None,
+        segment_ids: Any | None = None,
+        token_types: Any | None = None,
+    ) -> Any:
+        """Return a vector for each token.
+
+        Args:
+            tokens: ``[batch, length]`` integers below ``vocab_size``.
+            mask, segment_ids: As for :class:`AlibiTransformer`. All of ``tokens`` are computed, padding too;
+                see :meth:`encode`.
+            token_types: ``[batch, length]`` integers below ``config.token_types``. Default: all 0.
+
+        Returns:
+            ``[batch, length, embed_dim]``.
+
+        Raises:
+            ValueError: If ``token_types`` have another shape, or are given to a model without such embeddings.
+        """
+        return self.transformer(self.embed(tokens, token_types=token_types), mask=mask, segment_ids=segment_ids)
+
+    def embed(self, tokens: Any, *, token_types: Any | None = None) -> Any:
+        """Return the transformer's input for ``tokens``, ``[batch, length]``: ``[batch, length, embed_dim]``."""
+        self._check(tokens, token_types)
+        return self._embed(tokens, token_types)
+
+    @explains_keywords
+    def encode(
+        self,
+        tokens: Any,
+        *,
+        lengths: Any | None = None,
+        mask: Any | None = None,
+        token_types: Any | None = None,
+        pooling: str = "mean",
+    ) -> Any:
+        """Return a vector for each text.
+
+        Padding is not computed: texts of several lengths are packed into rows, and cost what their tokens cost.
+        Padding between tokens of one text counts in the distances and is computed. The host has to know where padding
+        is, so an accelerator waits once.
+
+        Args:
+            tokens: ``[batch, length]`` integers below ``vocab_size``; those of padding may be any.
+            lengths: ``[batch]`` integers, how many tokens of each row are text, from the first on.
+            mask: ``[batch, length]`` booleans or integers, 0 for padding, in place of lengths.
+            token_types: ``[batch, length]`` integers below ``config.token_types``. Default: all 0.
+            pooling: ``"mean"``: the mean of the vectors of a text's tokens. ``"cls"``: that of its first token.
+
+        Returns:
+            ``[batch, embed_dim]``, in float32 at least: zeros for a row without text.
+
+        Raises:
+            TypeError: If an argument is of the wrong kind.
+            ValueError: If both ``lengths`` and ``mask`` are given, an argument does not fit ``tokens``, or the model
+                has no embedding of a token of text.
+        """
+        checks.one_of("pooling", pooling, POOLING)
+        self._check(tokens, token_types)
+        return self._encode(tokens, token_types, lengths, mask, pooling)
+
+    def _check(self, tokens: Any, token_types: Any | None) -> None:
+        checks.token_types(token_types, checks.tokens(tokens, self._xp), self.config.token_types, self._xp)
+
+    def _text_rows(self, tokens: Any, token_types: Any | None, lengths: Any | None, mask: Any | None) -> TextRows:
+        rows = TextRows.check(tuple(tokens.shape), lengths, mask)
+        rows.check_in_table("tokens", tokens, self._vocab_size)
+        rows.check_in_table("token_types", token_types, self.config.token_types)
+        return rows
+
+    def _encode(self, tokens: Any, token_types: Any | None, lengths: Any, mask: Any, pooling: str) -> Any:
+        """Return the vectors of texts, ``[batch, embed_dim]``; JAX compiles this."""
+        rows = self._text_rows(tokens, token_types, lengths, mask)
+        vectors = self._text_vectors(tokens, token_types, rows)  # [tokens of text, embed_dim]
+        xp = namespace_of(vectors)
+        vectors = astype(xp, vectors, working_dtype(xp, vectors.dtype))
+        pooled, start = [], 0
+        for count in rows.counts:
+            text = vectors[start : start + count]
+            pooled.append(text[0] if pooling == "cls" and count else text.sum(axis=0) / max(count, 1))
+            start += count
+        return xp.stack(pooled) if pooled else vectors
+
+    def _text_vectors(self, tokens: Any, token_types: Any | None, rows: TextRows) -> Any:
+        """Return the vectors of the tokens that are text, ``[tokens of text, embed_dim]``, row by row."""
+        xp, width = namespace_of(tokens), self.config.embed_dim
+
+        def placed(values: Numbers) -> Any:
+            return asarray(xp, values, None, device_of(xp, tokens))
+
+        if rows.is_full:
+            return self(tokens, token_types=token_types).reshape(-1, width)
+        if rows.has_gaps:
+            text = placed(rows.text)
+            # Tables of embeddings need no row for the numbers that stand in padding.
+            tokens, token_types = (None if x is None else x * astype(xp, text, x.dtype) for x in (tokens, token_types))
+            hidden = self(tokens, mask=text[:, None, None], token_types=token_types)
+            return hidden.reshape(-1, width)[placed(rows.places)]
+        vectors = []
+        for places, segment_ids in rows.packs(self._most_packed(tokens)):
+            index = placed(places)
+            packed, types = (None if x is None else x.reshape(-1)[index][None] for x in (tokens, token_types))
+            vectors.append(self(packed, segment_ids=placed(segment_ids)[None], token_types=types)[0])
+        return self._xp.concatenate(vectors)

@@ -1,0 +1,270 @@
+"""The language model of all backends: its forward pass, and how it chooses the tokens that follow a text."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from alibi_core._arrays import (
+    asarray,
+    astype,
+    checks,
+    device_of,
+    explains_keywords,
+    host_values,
+    namespace_of,
+    running_sum,
+)
+from alibi_core._models.attention_layer import scaled
+from alibi_core._models.transformer import BaseTextModel, as_tuple
+
+_LEAST_TEMPERATURE = 2.0**-126  # the least normal number of float32, which logits are divided in
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How tokens are chosen from logits, and when a row has ended; checked. Hashable, as compilers ask for.
+
+    Attributes:
+        temperature: What logits are divided by before tokens are drawn; 0 takes the likeliest token.
+        top_k: How many of the likeliest tokens may be drawn; None for all.
+        top_p: The share of probability that the likeliest tokens, those that may be drawn, have to reach; None for all.
+        eos_token_ids: The tokens that end a row.
+        pad_token_id: What follows them; None if there are none.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+
+    @classmethod
+    def check(
+        cls,
+        tokens: Any,
+        max_new_tokens: Any,
+        vocab_size: int,
+        *,
+        temperature: Any = 0.0,
+        top_k: Any = None,
+        top_p: Any = None,
+        eos_token_id: Any = None,
+        pad_token_id: Any = None,
+    ) -> Generation:
+        """Check the arguments that ``generate`` has in all backends."""
+        checks.non_negative_int("max_new_tokens", max_new_tokens)
+        temperature = checks.non_negative_number("temperature", temperature)
+        for name, given in (("top_k", top_k), ("top_p", top_p)):
+            if given is not None and temperature == 0:
+                raise ValueError(
+                    f"{name} must be None with temperature=0, which takes the likeliest token, got {given}"
+                )
+        if top_k is not None:
+            top_k = min(checks.positive_int("top_k", top_k), vocab_size)
+        if top_p is not None and not 0 < checks.real_number("top_p", top_p) <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
+        if 0 in checks.tokens(tokens).shape:
+            raise ValueError(f"tokens must have shape (batch, length), neither of them 0, got {tuple(tokens.shape)}")
+        if vocab_size - 1 > _most(tokens.dtype):
+            raise ValueError(
+                f"tokens must have a dtype that holds all tokens, up to {vocab_size - 1}, got {tokens.dtype}; "
+                "cast them to int32"
+            )
+        checks.in_table("tokens", host_values(tokens), vocab_size)
+        ends = () if eos_token_id is None else eos_token_id
+        ends = tuple(ends) if isinstance(ends, Sequence) else (ends,)
+        named = {"eos_token_id": ends, "pad_token_id": () if pad_token_id is None else (pad_token_id,)}
+        for name, ids in named.items():
+            for token in ids:
+                if checks.non_negative_int(name, token) >= vocab_size:
+                    raise ValueError(f"{name} must be below vocab_size, {vocab_size}, got {token}")
+        if pad_token_id is not None and not ends:
+            raise ValueError(
+                f"pad_token_id must be None without an eos_token_id, after which it comes, got {pad_token_id}"
+            )
+        pads = (*named["pad_token_id"], *ends)
+        return cls(
+            temperature=max(temperature, _LEAST_TEMPERATURE) if temperature > 0 else 0.0,
+            top_k=None if top_k == vocab_size else top_k,
+            top_p=None if top_p is None or top_p == 1 else float(top_p),
+            eos_token_ids=tuple(map(int, ends)),
+            pad_token_id=int(pads[0]) if pads else None,
+        )
+
+    def filter_logits(self, logits: Any) -> Any:
+        """Return the logits, ``[..., vocab_size]`` float32, of the tokens that may be drawn; the largest is 0.
+
+        Tokens that are not drawn have -inf. First come those that are not among the ``top_k`` likeliest, then of the
+        rest, those that come after the likeliest ones have reached ``top_p``. Tokens as likely as the last of these are
+        drawn as well.
+        """
+        xp = namespace_of(logits)
+        logits = astype(xp, logits, xp.float32)
+        # From the maximum down, so that a small temperature gives large negative numbers and no infinite ones.
+        logits = (logits - xp.max(logits, axis=-1, keepdims=True)) / self.temperature
+        if self.top_k is None and self.top_p is None:
+            return logits
+        none = asarray(xp, -math.inf, xp.float32, device_of(xp, logits))
+        ordered = -xp.sort(-logits, axis=-1)
+        if self.top_k is not None:
+            least = ordered[..., self.top_k - 1 : self.top_k]
+            logits, ordered = (xp.where(x < least, none, x) for x in (logits, ordered))
+        if self.top_p is not None:
+            weights = xp.exp(ordered)
+            before = running_sum(xp, weights) - weights
+            is_drawn = before < self.top_p * xp.sum(weights, axis=-1, keepdims=True)
+            logits = xp.where(logits < xp.min(xp.where(is_drawn, ordered, -none), axis=-1, keepdims=True), none, logits)
+        return logits
+
+    def next_tokens(self, chosen: Any, ended: Any | None) -> tuple[Any, Any | None]:
+        """Return the tokens that follow, the pad token in rows that had ended, and which rows have ended with them.
+
+        ``chosen`` is the model's choice, a token a row; ``ended``, of its shape, is None if no row can have ended.
+        """
+        if not self.eos_token_ids:
+            return chosen, None
+        xp = namespace_of(chosen)
+        if ended is not None:
+            chosen = xp.where(ended, asarray(xp, self.pad_token_id, chosen.dtype, device_of(xp, chosen)), chosen)
+        for token in self.eos_token_ids:
+            ended = chosen == token if ended is None else xp.logical_or(ended, chosen == token)
+        return chosen, ended
+
+
+class BaseLanguageModel(BaseTextModel):
+    """Base of the language models of all backends.
+
+    The matrix that embeds the tokens and reads out the logits starts with a variance of ``1 / embed_dim``, which gives
+    logits of unit variance; embeddings are multiplied by ``sqrt(embed_dim)``, which gives them the same.
+
+    A backend defines ``_tied_head(hidden)``, the logits by that matrix, ``_sources(key, number)``, a source of random
+    numbers for each step, and ``_choose(logits, rules, source)``, a token a row, ``[batch]``.
+    """
+
+    @explains_keywords
+    def __call__(
+        self,
+        tokens: Any,
+        *,
+        mask: Any | None = None,
+        segment_ids: Any | None = None,
+        caches: Sequence[Any] | None = None,
+    ) -> Any:
+        """Return the logits of the token after each of ``tokens``.
+
+        Args:
+            tokens: ``[batch, length]`` integers below ``vocab_size``.
+            mask, segment_ids, caches: As for :class:`AlibiTransformer`.
+
+        Returns:
+            ``[batch, length, vocab_size]``. In JAX, with caches, the pair of that and the longer caches.
+        """
+        result = self.transformer(self.embed(tokens), mask=mask, segment_ids=segment_ids, caches=caches)
+        hidden, *longer = as_tuple(result)
+        return (self.read_out(hidden), *longer) if longer else self.read_out(hidden)
+
+    def embed(self, tokens: Any) -> Any:
+        """Return the transformer's input for ``tokens``, ``[batch, length]``: ``[batch, length, embed_dim]``."""
+        return self._embed(checks.tokens(tokens, self._xp))
+
+    def read_out(self, hidden: Any) -> Any:
+        """Return the logits, ``[..., vocab_size]``, of the transformer's output, ``[..., embed_dim]``."""
+        logits = self._tied_head(hidden) if self.config.tied_head else self.head(hidden)
+        return scaled(logits, self.config.logit_scale)
+
+    @explains_keywords
+    def generate(
+        self,
+        tokens: Any,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        key: Any | None = None,
+    ) -> Any:
+        """Return ``tokens`` and ``max_new_tokens`` more, each predicted from all before it. Dropout is off meanwhile.
+
+        Args:
+            tokens: ``[batch, length]`` integers, the prompts, of at least one token.
+            max_new_tokens: How many tokens to add to each; may be 0.
+            temperature: 0 takes the likeliest token. Otherwise tokens are drawn, with the logits divided by this: 1 is
+                the model's own distribution, less is more cautious.
+            top_k: Draw from this many of the likeliest tokens alone.
+            top_p: Then draw from the likeliest of those alone, as many as it takes for their share of the probability
+                to reach this.
+            eos_token_id: A token, or several, that ends a row.
+            pad_token_id: What a row that has ended is filled with. Default ``eos_token_id``, the first of several.
+            key: The framework's random key, from which the draws follow. Default MLX's global one; JAX has none.
+
+        Returns:
+            ``[batch, length + max_new_tokens]``, of the dtype of ``tokens``.
+
+        Raises:
+            TypeError: If an argument is of the wrong kind.
+            ValueError: If a number is out of range, ``top_k`` or ``top_p`` come without a temperature, JAX's key is
+                missing, or ``tokens`` is not ``[batch, length]`` with a token in each row, or has one that the model
+                has no embedding of.
+        """
+        draws = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        ends = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+        rules = Generation.check(tokens, max_new_tokens, self._vocab_size, **draws, **ends)
+        return self._generate(tokens, max_new_tokens, rules, key)
+
+    def _generate(self, tokens: Any, number: int, rules: Generation, source: Any) -> Any:
+        if number == 0:
+            return self._xp.concatenate([tokens], axis=1)
+        before = [(module, module.training) for module in self.modules()]  # parents first
+        self.eval()
+        try:
+            return self._extend(tokens, number, rules, source)
+        finally:
+            for module, training in before:
+                module.train(training)
+
+    def _extend(self, tokens: Any, number: int, rules: Generation, source: Any) -> Any:
+        """Return ``tokens`` and ``number`` more; JAX compiles the steps."""
+        batch_size, length = tokens.shape
+        # The last token is never fed back, so the caches need no room for it.
+        caches = self.transformer.make_caches(batch_size, length + number - 1)
+        sources = self._sources(source, number)
+
+        def step(unread: Any, ended: Any, index: int) -> tuple[Any, Any]:
+            hidden = self.transformer(self.embed(unread), caches=caches)
+            chosen = self._choose(self.read_out(hidden[:, -1]), rules, sources[index])  # [batch]
+            return rules.next_tokens(astype(namespace_of(chosen), chosen, tokens.dtype)[:, None], ended)
+
+        return continued(self._xp, tokens, number, step)
+
+
+def continued(
+    xp: Any, tokens: Any, number: int, step: Callable[[Any, Any, int], tuple[Any, Any]], *, may_stop: bool = True
+) -> Any:
+    """Return ``tokens``, ``[batch, length]``, and ``number`` more.
+
+    ``step`` takes the tokens that the model has not read, which rows have ended before, and the number of the step. It
+    returns the tokens that follow, ``[batch, 1]``, and which rows have ended with them. If all have, and that can be
+    read, generation stops.
+    """
+    found, unread, ended = [tokens], tokens, None
+    for index in range(number):
+        had_ended = ended
+        unread, ended = step(unread, ended, index)
+        found.append(unread)
+        # The ends of the step before need not be waited for. All that follows them is the pad token, as now.
+        if may_stop and had_ended is not None and bool(had_ended.all()):
+            found += [unread] * (number - index - 1)
+            break
+    return xp.concatenate(found, axis=1)
+
+
+def _most(dtype: Any) -> int:
+    """Return the largest number of any library's integer dtype."""
+    unsigned, bits = re.findall(r"(u?)int(\d+)$", str(dtype))[0]
+    return int(2 ** (int(bits) - (not unsigned))) - 1

@@ -1,0 +1,217 @@
+"""The transformer of all backends: its sub-modules, and its forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from alibi_core._arrays import checks, explains_keywords
+from alibi_core._models.attention_layer import Module, cache_lengths, scaled, truncate
+from alibi_core._models.config import AlibiConfig, check_config
+
+
+class BaseParts(Module):
+    """Makes the sub-modules of a model.
+
+    A backend defines how its framework makes each kind: ``linear(features, to, bias)``, ``layer_norm(features)``,
+    ``rms_norm(features)``, ``activation()``, ``dropout()`` (or None), ``embedding(count)`` with a variance of
+    ``1 / embed_dim``, ``block()``, ``transformer()``, a list of modules, ``listed``, and a sequence of modules,
+    ``chained``, which may be a list. ``attention_layer`` is the class of its layer.
+
+    Args:
+        config: Shape of the model.
+        attention: Called with ``config`` and the options, returns an attention layer. Default: ``attention_layer``.
+        options: Further arguments of the framework's modules, such as JAX's ``rngs``.
+    """
+
+    def __init__(self, config: AlibiConfig, attention: Callable[..., Any] | None = None, **options: Any) -> None:
+        self.config, self.factory, self.options = config, attention, options
+
+    def attention(self) -> Any:
+        """Return an attention layer; the backend's own clips, norms and scales if ``config`` says so."""
+        config = self.config
+        if self.factory is not None:
+            return self.factory(config, **self.options)
+        layer = self.attention_layer(**config.attention_options, **self.options)
+        layer.clip_qkv, layer.query_factor = config.clip_qkv, config.query_factor
+        if config.qk_norm:
+            shape = layer.shape
+            layer.q_norm, layer.k_norm = (self.norm(n * shape.head_dim) for n in (shape.num_heads, shape.num_kv_heads))
+        return layer
+
+    def norm(self, features: int | None = None) -> Any:
+        """Return a norm of ``features`` (default ``embed_dim``)."""
+        make = self.rms_norm if self.config.norm == "rms_norm" else self.layer_norm
+        return make(features or self.config.embed_dim)
+
+    def feed_forward(self) -> Any:
+        """Return a feed-forward layer: two projections, an activation between them, and dropout."""
+        config = self.config
+        modules = [
+            self.linear(config.embed_dim, config.up_dim, config.has_up_bias),
+            self.activation(),
+            self.linear(config.hidden_dim, config.embed_dim, config.feed_forward_bias),
+            self.dropout(),
+        ]
+        return self.chained([module for module in modules if module is not None])
+
+
+class BaseActivation(Module):
+    """An activation; if gated, that of the first half of the features, times the second half."""
+
+    def __call__(self, x: Any) -> Any:
+        """Return ``[..., hidden]`` of ``x``, ``[..., hidden]`` or, gated, ``[..., 2 * hidden]``."""
+        if not self.is_gated:
+            return self.function(x)
+        hidden = x.shape[-1] // 2
+        return self.function(x[..., :hidden]) * x[..., hidden:]
+
+
+class BaseBlock(Module):
+    """Add to each token what attention finds among the others, and what a feed-forward layer makes of that."""
+
+    def _build(self, parts: BaseParts) -> None:
+        self.kind = parts.config.block
+        self.attention_norm = parts.norm()
+        self.attention = parts.attention()
+        if self.kind != "shared_norm":
+            self.feed_forward_norm = parts.norm()
+        if self.kind == "double_post_norm":
+            self.second_attention_norm = parts.norm()
+        self.feed_forward = parts.feed_forward()
+
+    def __call__(self, x: Any, *, mask: Any, segment_ids: Any, cache: Any) -> Any:
+        """Return ``x``, ``[batch, length, embed_dim]``, with both contributions added; in JAX a longer cache, too."""
+        is_post_norm = self.kind in ("post_norm", "double_post_norm")
+        normed = x if is_post_norm else self.attention_norm(x)
+        attended, *longer = as_tuple(self.attention(normed, mask=mask, segment_ids=segment_ids, cache=cache))
+        y = self._post_norm(x, attended) if is_post_norm else self._pre_norm(x, normed, attended)
+        return (y, *longer) if longer else y
+
+    def _pre_norm(self, x: Any, normed: Any, attended: Any) -> Any:
+        if self.kind == "shared_norm":
+            return x + attended + self._fed_forward(normed)
+        if self.kind == "parallel":
+            return x + attended + self._fed_forward(self.feed_forward_norm(x))
+        x = (normed if self.kind == "normed_residual" else x) + attended
+        normed = self.feed_forward_norm(x)
+        return (normed if self.kind == "normed_residual" else x) + self._fed_forward(normed)
+
+    def _post_norm(self, x: Any, attended: Any) -> Any:
+        attended = self.attention_norm(x + attended)
+        if self.kind == "double_post_norm":
+            attended = self.second_attention_norm(x + attended)
+        return self.feed_forward_norm(attended + self._fed_forward(attended))
+
+    def _fed_forward(self, x: Any) -> Any:
+        if callable(self.feed_forward):
+            return self.feed_forward(x)
+        for layer in self.feed_forward:
+            x = layer(x)
+        return x
+
+
+class BaseTransformer(Module):
+    """Base of the transformers of all backends: blocks, each on normed input, then a final norm.
+
+    Nothing else in the model knows of positions, so it takes inputs of any length: longer ones than
+    ``config.max_len`` are the point. Post-norm blocks norm their output instead, and no norm follows them.
+
+    References:
+        Press, Smith, Lewis: Train Short, Test Long (arXiv 2108.12409). Xiong et al.: On Layer Normalization in the
+        Transformer Architecture (arXiv 2002.04745), for pre-norm.
+    """
+
+    def _build(self, parts: BaseParts) -> None:
+        self.config = check_config(parts.config)
+        self.blocks = parts.listed([parts.block() for _ in range(self.config.num_layers)])
+        if not self.config.is_post_norm:
+            self.norm = parts.norm()
+
+    @explains_keywords
+    def __call__(
+        self, x: Any, *, mask: Any | None = None, segment_ids: Any | None = None, caches: Sequence[Any] | None = None
+    ) -> Any:
+        """Return ``x`` transformed.
+
+        Args:
+            x: ``[batch, length, embed_dim]``.
+            mask: Booleans that broadcast to ``[batch, num_heads, length, kv_len]``, True where a query may attend;
+                with JAX's caches, ``kv_len`` is their ``max_length``.
+            segment_ids: ``[batch, length]`` integers; tokens attend only where theirs are equal. With caches, a pair
+                (of ``x``, of all ``kv_len`` tokens).
+            caches: One key-value cache a block, from :meth:`make_caches`. JAX's are values: give those that the call
+                before returned.
+
+        Returns:
+            ``[batch, length, embed_dim]``, of the dtype of ``x``. In JAX, with caches, the pair of that and the longer
+            caches.
+
+        Raises:
+            TypeError: If ``x`` is no array, or ``caches`` are no sequence.
+            ValueError: If ``x`` has another shape, or there is not one cache a block.
+        """
+        self._check_input(x, caches)
+        given = [None] * len(self.blocks) if caches is None else caches
+        before = cache_lengths(given)
+        longer: list[Any] = []
+        try:
+            for block, cache in zip(self.blocks, given, strict=True):
+                x, *rest = as_tuple(block(x, mask=mask, segment_ids=segment_ids, cache=cache))
+                longer += rest
+        except Exception:
+            truncate(before)  # tokens that one block refuses must not stay in the caches of those before it
+            raise
+        if not self.config.is_post_norm:
+            x = self.norm(x)
+        return (x, longer) if longer else x
+
+    def make_caches(self, batch_size: int, max_length: int) -> list[Any]:
+        """Return an empty key-value cache for each block, with room for ``max_length`` tokens a sequence."""
+        return [block.attention.make_cache(batch_size, max_length) for block in self.blocks]
+
+    def _check_input(self, x: Any, caches: Any) -> None:
+        width, count = self.config.embed_dim, len(self.blocks)
+        if len(checks.array("x", x).shape) != 3 or x.shape[-1] != width:
+            raise ValueError(f"x must have shape (batch, length, embed_dim {width}), got {tuple(x.shape)}")
+        # JAX's caches are tuples themselves.
+        if caches is not None and (hasattr(caches, "attend") or not isinstance(caches, Sequence)):
+            raise TypeError(f"caches must be a list of one a block ({count}), got {type(caches).__name__}")
+        if caches is not None and len(caches) != count:
+            raise ValueError(f"caches must be one a block ({count}), got {len(caches)}")
+
+
+class BaseTextModel(Module):
+    """Base of language models and encoders: a transformer on the embeddings of tokens."""
+
+    _xp: Any = None  # torch or mlx.core, if tokens must be arrays of it; JAX takes NumPy's, too
+
+    def _build(self, parts: BaseParts, vocab_size: int, *, is_causal: bool) -> None:
+        config = self.config = check_config(parts.config, is_causal=is_causal)
+        self.embedding = parts.embedding(checks.positive_int("vocab_size", vocab_size))
+        if config.token_types and not is_causal:
+            self.token_type_embedding = parts.embedding(config.token_types)
+        if config.embedding_norm:
+            self.embedding_norm = parts.norm()
+        self.transformer = parts.transformer()
+        if is_causal and not config.tied_head:
+            self.head = parts.linear(config.embed_dim, vocab_size, False)
+
+    def _embed(self, tokens: Any, token_types: Any | None = None) -> Any:
+        x = scaled(self._look_up(self.embedding, tokens), self.config.embedding_factor)
+        if self.config.token_types and not self.config.is_causal:
+            x = x + self._look_up(self.token_type_embedding, tokens * 0 if token_types is None else token_types)
+        return self.embedding_norm(x) if self.config.embedding_norm else x
+
+    def _look_up(self, table: Any, numbers: Any) -> Any:
+        """Return a table's rows for integers of any dtype."""
+        return table(numbers)
+
+    @property
+    def _vocab_size(self) -> int:
+        return int(self.embedding.weight.shape[0])
+
+
+def as_tuple(result: Any) -> tuple[Any, ...]:
+    """Return a module's result as a tuple: with JAX's caches, which are values, it is one."""
+    return result if isinstance(result, tuple) else (result,)

@@ -1,0 +1,16 @@
+"""Checks of the arguments of public functions: "{argument} must {rule}, got {value}; {fix}"."""
+
+from alibi_core._arrays import check_keywords as check_keywords
+from alibi_core._arrays import checks as _checks
+from alibi_core._arrays import explains_keywords as explains_keywords
+from alibi_core._arrays import host_values as host_values
+from alibi_core._arrays import is_int as is_int
+from alibi_core._arrays import namespace_of as namespace_of
+from alibi_core._extras import install_hint as install_hint
+
+MAX_POSITION = _checks.MAX_POSITION
+array, boolean, broadcastable, one_of = _checks.array, _checks.boolean, _checks.broadcastable, _checks.one_of
+floating_dtype, integer_array = _checks.floating_dtype, _checks.integer_array
+non_negative_int, positive_int = _checks.non_negative_int, _checks.positive_int
+non_negative_number, slopes_values = _checks.non_negative_number, _checks.slopes_values
+token_types, tokens = _checks.token_types, _checks.tokens

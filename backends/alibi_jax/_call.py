@@ -1,0 +1,83 @@
+"""A checked call and its tensors as one pytree, which JAX traces, maps and differentiates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from alibi_core.backend import AttentionCall, checks, join_call, split_call
+from alibi_core.backend.checks import namespace_of
+from alibi_core.backend.horizon import tolerance_of
+
+
+def _flatten(call: AttentionCall) -> tuple[tuple[Any, ...], Any]:
+    static, arrays = split_call(call)
+    return tuple(arrays.values()), (static, tuple(arrays))
+
+
+def _unflatten(static: Any, arrays: tuple[Any, ...]) -> AttentionCall:
+    call, names = static
+    return join_call(call, dict(zip(names, arrays, strict=True)))
+
+
+jax.tree_util.register_pytree_node(AttentionCall, _flatten, _unflatten)
+
+
+class OtherKeys(NamedTuple):
+    """Keys of a query that are not among the operands. Distances are then counted from the query, not a nearer place.
+
+    The result and log-sum-exps of such operands are of their keys alone; gradients are what these keys add.
+    """
+
+    lower: Any = None  # [batch or 1, num_heads, q_len]: lower bounds of the log-sum-exps of all keys; None: unknown
+
+
+class Operands(NamedTuple):
+    """What attention computes with. Heads come before tokens."""
+
+    query: Any  # [batch, num_heads, q_len, head_dim]
+    key: Any  # [batch, num_kv_heads, kv_len, head_dim]
+    value: Any  # [batch, num_kv_heads, kv_len, head_dim]
+    call: AttentionCall  # its arrays have one batch axis, of the whole batch, or of length 1 for all entries alike
+    key_norms: Any = None  # [batch or 1, num_kv_heads, blocks]: upper bounds of the norms of each 128 keys, if known
+    other_keys: OtherKeys | None = None
+
+    def fitted(self) -> Operands:
+        """Return the operands with the call's sizes made those of the tensors, after jax.vmap or jax.shard_map."""
+        (batch, num_heads), num_kv_heads = self.query.shape[:2], self.key.shape[1]
+        call = replace(self.call, batch=(batch,), num_heads=num_heads, num_kv_heads=num_kv_heads)
+        return self._replace(call=call)
+
+
+def operands_of(call: AttentionCall, query: Any, key: Any, value: Any, key_norms: Any = None) -> Operands:
+    """Return the operands of a call that is not empty; tensors are ``[*batch, heads, length, head_dim]``."""
+    flat = call.with_one_batch_axis()
+    batch = flat.batch[0]
+
+    def with_batch_axis(array: Any, axes: int) -> Any:
+        array = array.reshape((1,) * (axes + 1 - array.ndim) + array.shape)
+        return array if array.shape[0] in (1, batch) else jnp.broadcast_to(array, (batch, *array.shape[1:]))
+
+    flat = replace(flat.map_arrays(with_batch_axis), tolerance=tolerance_of(flat), device=None)
+    return Operands(*(x.reshape(batch, *x.shape[-3:]) for x in (query, key, value)), flat, key_norms)
+
+
+def floating_dtype(name: str, dtype: Any) -> Any:
+    """Return the floating dtype that an argument names, checked."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"{name} must be a floating dtype such as jnp.float32, got {dtype!r}") from None
+    return checks.floating_dtype(namespace_of(xp=jnp), name, found)
+
+
+def as_slopes(slopes: Any) -> Any:
+    """Return slopes with NumPy arrays made JAX arrays."""
+    if type(slopes) is not np.ndarray or not np.issubdtype(slopes.dtype, np.number):
+        return slopes
+    with np.errstate(over="ignore"):  # infinite slopes are refused later
+        return jnp.asarray(slopes)

@@ -1,0 +1,115 @@
+"""The keys that each tile of queries needs, computed on the device from norms of queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from alibi_core.backend import AttentionCall
+from alibi_core.backend.checks import MAX_POSITION
+from alibi_core.backend.horizon import (
+    FIELDS,
+    KeyNorms,
+    Measured,
+    ScoreBounds,
+    Tiling,
+    by_block,
+    by_query_head,
+    key_ranges,
+    measure,
+    nearest_keys,
+    norm_bounds,
+    score_rounding,
+)
+from alibi_jax._call import Operands
+
+NORM_BLOCK = 128  # keys that one of Operands.key_norms bounds
+
+
+class Needed(NamedTuple):
+    """The keys that tiles of queries need: int32 ``[batch, num_heads, tiles]``. None where first == stop."""
+
+    first: jax.Array
+    stop: jax.Array
+
+
+def needed_keys(operands: Operands, q_tile: int, kv_tile: int) -> Needed:
+    """Return which keys each tile of ``q_tile`` queries needs; the others weigh no more than the tolerance.
+
+    Memory is linear in the lengths, and nothing is read on the host. Norms are bounded for ``kv_tile`` or more keys
+    together.
+    """
+    call, bounds = operands.call, _score_bounds(operands, Tiling(q_block=q_tile, kv_block=kv_tile))
+    ranges = key_ranges(call, bounds, call.tolerance)
+    # [batch, num_heads, q_blocks] becomes [batch, num_heads, tiles]: a block of queries is one tile or several.
+    starts = jnp.arange(-(-call.q_len // q_tile), dtype=jnp.int32) * q_tile
+    shape = (*call.batch, call.num_heads, bounds.excess.shape[-1])
+    first, stop, past, future = (
+        jnp.broadcast_to(getattr(ranges, x), shape)[..., starts // ranges.q_block] for x in FIELDS
+    )
+    offset = call.q_offset[:, None, None] if call.has_offset_array else call.q_offset
+    lowest = starts + offset
+    highest = jnp.minimum(starts + q_tile, call.q_len) - 1 + offset
+    # max(first, lowest - past + 1) and min(stop, highest + future), written so that int32 does not overflow.
+    first = lowest + jnp.maximum(first - lowest, 1 - past)
+    stop = highest + jnp.minimum(stop - highest, future)
+    if call.mask is not None and call.mask.shape[-2] == 1:  # from the first to the last key that is not padding
+        shown = _shown_keys(call)
+        some = jnp.any(shown, axis=-1, keepdims=True)
+        first = jnp.maximum(first, jnp.where(some, jnp.argmax(shown, axis=-1, keepdims=True), 0).astype(jnp.int32))
+        last = call.kv_len - jnp.argmax(jnp.flip(shown, axis=-1), axis=-1, keepdims=True).astype(jnp.int32)
+        stop = jnp.minimum(stop, jnp.where(some, last, 0))
+    return Needed(jnp.minimum(first, jnp.maximum(stop, 0)), jnp.maximum(stop, 0))
+
+
+def _shown_keys(call: AttentionCall) -> jax.Array:
+    """Return a mask that is the same for all queries, such as padding: ``[batch or 1, heads or 1, kv_len]``."""
+    return jnp.broadcast_to(call.mask, (*call.mask.shape[:3], call.kv_len))[:, :, 0]
+
+
+def _score_bounds(operands: Operands, how: Tiling) -> ScoreBounds:
+    call = operands.call
+    if call.tolerance == 0:  # nothing to measure
+        return ScoreBounds.unmeasured(call, q_block=how.q_block_of(call.q_len), kv_block=call.kv_len)
+    known = None
+    if operands.key_norms is not None:  # bounds of blocks, joined where there are more blocks than are measured
+        block = replace(how, kv_block=NORM_BLOCK).kv_block_of(call.kv_len)
+        known = KeyNorms(by_block(jnp, operands.key_norms, block // NORM_BLOCK).max(axis=-1), block)
+    measured = measure(call, operands.query, operands.key, how, known)
+    if operands.other_keys is not None and operands.other_keys.lower is not None:
+        measured = replace(measured, lower=_of_centred_scores(operands, operands.other_keys.lower, measured))
+    return measured.bounds(call, _nearest_keys(call))
+
+
+def _of_centred_scores(operands: Operands, lower: jax.Array, measured: Measured) -> jax.Array:
+    """Return lower bounds of log-sum-exps of scores with centred keys, given those of scores with keys as they are."""
+    if measured.centre is None:
+        return lower
+    call = operands.call
+    centre = by_query_head(call, measured.centre[:, :, 0])  # [batch, num_heads, head_dim]
+    shift = jnp.sum(operands.query.astype(centre.dtype) * centre[:, :, None], axis=-1) * call.scale
+    rounding = score_rounding(call.head_dim) * measured.q_norms * norm_bounds(centre)[..., None]
+    return lower - shift - rounding
+
+
+def _nearest_keys(call: AttentionCall) -> jax.Array:
+    """Return the distance of each query's nearest key, in memory linear in the lengths.
+
+    Where finding it would take more, a query whose own key is hidden counts as far from all keys, and its block needs
+    all keys that it sees.
+    """
+    is_padding = call.q_segment_ids is None and (call.mask is None or call.mask.shape[-2] == 1)
+    if call.sees_own_key or is_padding:
+        return nearest_keys(call, part_elements=1)
+    queries = call.positions()[0].reshape(-1, 1, call.q_len)  # [batch or 1, 1, q_len]
+    own = jnp.clip(queries, 0, call.kv_len - 1)
+    visible = queries == own
+    if call.q_segment_ids is not None:
+        visible &= call.q_segment_ids[:, None] == jnp.take_along_axis(call.kv_segment_ids[:, None], own, axis=-1)
+    if call.mask is not None:
+        mask = jnp.broadcast_to(call.mask, (*call.mask.shape[:2], call.q_len, call.kv_len))
+        visible &= jnp.take_along_axis(mask, own[..., None], axis=-1)[..., 0]
+    return jnp.where(visible, 0, MAX_POSITION)

@@ -1,0 +1,55 @@
+"""Attention a block of queries at a time: for positions of the caller's own, and for laws other than the linear one.
+
+No row of distances serves all queries there. A block's bias is made from its own positions, the distances once for all
+heads, and is gone with the block: memory grows with the lengths alone, also with gradients, which compute each block
+once more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from alibi_core.backend import AttentionCall, axis_of, dense_attention, join_call, split_call
+
+BIAS_ELEMENTS = 2**21  # of the bias of a block of queries: 8 MiB of float32
+
+
+def attention(call: AttentionCall, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Return attention, ``[*batch, num_heads, q_len, head_dim]``, of heads-first tensors."""
+    shape, call = query.shape, call.with_one_batch_axis()
+    query, key, value = (x.reshape(*call.batch, *x.shape[-3:]) for x in (query, key, value))
+    rows = min(max(16, BIAS_ELEMENTS // (call.batch[0] * call.num_heads * call.kv_len)), call.q_len)
+    return _by_blocks(*split_call(replace(call, q_len=rows)), query, key, value).reshape(shape)
+
+
+@partial(jax.jit, static_argnums=0)
+def _by_blocks(
+    static: AttentionCall, arrays: dict[str, jax.Array], query: jax.Array, key: jax.Array, value: jax.Array
+) -> jax.Array:
+    """Return attention by blocks of ``static.q_len`` queries."""
+    rows = static.q_len
+    axes = {name: axis_of(name, "queries", array) for name, array in arrays.items()}
+    cut = {name: _blocks(arrays[name], axis, rows) for name, axis in axes.items() if axis is not None}
+    fixed = {name: array for name, array in arrays.items() if axes[name] is None}
+
+    @jax.checkpoint
+    def block(of_queries: tuple[jax.Array, dict[str, jax.Array]]) -> jax.Array:
+        query, own = of_queries
+        own = {name: jnp.moveaxis(x, 0, axes[name]) for name, x in own.items()}
+        # [batch, num_heads, rows, head_dim], queries first as they were cut
+        return jnp.moveaxis(dense_attention(join_call(static, fixed | own), query, key, value), 2, 0)
+
+    result = jax.lax.map(block, (jnp.moveaxis(_blocks(query, 2, rows), 1, 3), cut))  # [blocks, rows, batch, heads, ...]
+    return jnp.moveaxis(result.reshape(-1, *result.shape[2:])[: query.shape[2]], 0, 2)
+
+
+def _blocks(array: jax.Array, axis: int, rows: int) -> jax.Array:
+    """Return an array by blocks of queries, ``[blocks, rows, ...]``; the last one is filled up with its last query."""
+    array = jnp.moveaxis(array, axis, 0)
+    missing = -array.shape[0] % rows
+    array = jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1), mode="edge")
+    return array.reshape(-1, rows, *array.shape[1:])

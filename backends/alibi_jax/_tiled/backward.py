@@ -1,0 +1,117 @@
+"""The backward pass of tiled attention: weights are computed again, block by block, from the log-sum-exps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from alibi_jax._call import Operands
+from alibi_jax._tiled.tiles import Rows, Tiles, as_matrices, full_precision
+
+
+def backward(
+    operands: Operands,
+    result: jax.Array,
+    log_sum_exps: jax.Array,
+    cotangent: jax.Array,
+    *,
+    all_heads: bool,
+    slopes_too: bool,
+) -> list[jax.Array]:
+    """Return the gradients of ``sum(result * cotangent)`` by query, key, value and, if asked for, the slopes there are.
+
+    Result and log-sum-exps are those of the forward pass, in the working dtype, as are gradients but the query's. Those
+    of slopes are ``[batch, num_heads]``.
+    """
+    with full_precision(operands):
+        tiles = Tiles(operands, all_heads)
+        means = jnp.sum(cotangent.astype(tiles.dtype) * result.astype(tiles.dtype), axis=-1)
+        log_sum_exps = tiles.of_queries(log_sum_exps, fill=jnp.inf)  # padding has weights of 0
+        grad, means = tiles.of_queries(cotangent), tiles.of_queries(means)
+        # With other keys, the gradients of a row's scores need not have the sum 0.
+        is_centred = jnp.bool_(False) if tiles.has_other_keys else _have_mean(tiles.key.astype(tiles.dtype))
+
+        def step(index: jax.Array, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            rows = tiles.rows(index)
+            return _add_rows(
+                tiles, rows, *(tiles.cut(x, rows.starts) for x in (grad, means, log_sum_exps)), is_centred, sums
+            )
+
+        sums = {"query": jnp.zeros(tiles.query.shape, operands.query.dtype)}
+        sums |= {"key": jnp.zeros(tiles.key.shape, tiles.dtype), "value": jnp.zeros(tiles.key.shape, tiles.dtype)}
+        slopes = {"slopes": tiles.slopes, "future_slopes": tiles.future_slopes} if slopes_too else {}
+        shape = *tiles.sizes.whole[:3], 1, 1
+        sums |= {name: jnp.zeros(shape, tiles.dtype) for name, x in slopes.items() if x is not None}
+        found = lax.fori_loop(0, len(tiles.jobs.index), step, sums)
+    of_tensors = [tiles.of_heads(found["query"]), *(found[x].reshape(operands.key.shape) for x in ("key", "value"))]
+    return of_tensors + [found[x].reshape(operands.query.shape[:2]) for x in ("slopes", "future_slopes") if x in found]
+
+
+def _have_mean(key: jax.Array) -> jax.Array:
+    """Return whether the mean of all keys is a good part of the keys of any head, from ``[b, h, 1, 1, k, d]``."""
+    mean = jnp.mean(key, axis=4)
+    squares = jnp.mean(jnp.sum(key * key, axis=-1), axis=4)
+    return jnp.any(4 * jnp.sum(mean * mean, axis=-1) > squares)  # not if any is NaN
+
+
+def _add_rows(
+    tiles: Tiles,
+    rows: Rows,
+    grad: jax.Array,
+    means: jax.Array,
+    log_sum_exps: jax.Array,
+    is_centred: jax.Array,
+    sums: dict[str, jax.Array],
+) -> dict[str, jax.Array]:
+    """Add a step's gradients, of a cotangent ``[b, h, g, q, 1, d]`` and ``means``, its products with the result.
+
+    With ``is_centred``, what a row's keys have in common is multiplied by exactly 0 in the gradient of its query.
+    """
+    scale = tiles.call.scale
+    grad = as_matrices(grad.astype(tiles.dtype))  # [b, h, g * q, d]
+
+    def add(index: jax.Array, found: dict[str, Any]) -> dict[str, Any]:
+        block = tiles.block(rows, index)
+        # No weight exceeds 1, but scores beyond 2**24 are whole numbers, and not the same in each order of summation.
+        weights = jnp.exp(jnp.minimum(block.scores - log_sum_exps, 0))  # [b, h, g, q, k]
+        by_weight = jnp.einsum("bhrd,bhkd->bhrk", grad, block.value).reshape(weights.shape)
+        by_score = weights * (by_weight - means)
+        matrix = as_matrices(by_score)  # [b, h, g * q, k]
+
+        def add_mean(mean_key: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+            mean_key = mean_key + jnp.einsum("bhrk,bhkd->bhrd", as_matrices(weights), block.key)
+            return mean_key, residual + jnp.sum(matrix, axis=-1, keepdims=True)
+
+        both = found["mean_key"], found["residual"]
+        found["mean_key"], found["residual"] = lax.cond(is_centred, add_mean, lambda *same: same, *both)
+        found["query"] = found["query"] + jnp.einsum("bhrk,bhkd->bhrd", matrix, block.key)
+        by_key = jnp.einsum("bhrk,bhrd->bhkd", matrix, rows.query) * scale
+        by_value = jnp.einsum("bhrk,bhrd->bhkd", as_matrices(weights), grad)
+        for name, part in (("key", by_key), ("value", by_value)):
+            found[name] = tiles.put(found[name], part, block.starts, add=True)
+        if "slopes" in found:
+            by_slope, axes = by_score * block.reach, (3, 4)
+            if "future_slopes" in found:
+                ahead = jnp.where(block.is_ahead, by_slope, 0)
+                found["future_slopes"] = found["future_slopes"] + jnp.sum(ahead, axis=axes, keepdims=True)
+                by_slope = by_slope - ahead
+            found["slopes"] = found["slopes"] + jnp.sum(by_slope, axis=axes, keepdims=True)
+        return found
+
+    # Sums by key and value go on from step to step; those of queries and slopes begin anew.
+    start = sums | dict.fromkeys(("query", "mean_key"), jnp.zeros_like(rows.query))
+    start["residual"] = jnp.zeros_like(rows.query[..., :1])
+    slopes = [name for name in ("slopes", "future_slopes") if name in sums]
+    heads = *rows.query.shape[:2], tiles.sizes.tile[2], 1, 1
+    start |= {name: jnp.zeros(heads, tiles.dtype) for name in slopes}
+    found = lax.fori_loop(0, rows.blocks, add, start)
+    # The gradients of a row's scores have the sum 0, but for rounding: the residual. Remove its product with the mean
+    # key, which may be large.
+    by_query = (found["query"] - found.pop("residual") * found.pop("mean_key")) * scale
+    found["query"] = tiles.put(sums["query"], by_query, rows.starts)
+    for name in slopes:
+        found[name] = tiles.put(sums[name], found[name], rows.starts, add=True)
+    return found

@@ -1,0 +1,165 @@
+"""How the TPU kernels run: programs that walk over the blocks that they need, copied from HBM one ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from alibi_jax._tpu import blocks
+from alibi_jax._tpu.blocks import Bias, Branch, Place, quotient
+from alibi_jax._tpu.shape import LANES, KernelShape
+from alibi_jax._tpu.tables import FIELDS, OFFSET, Inputs
+
+Specs = dict[str, tuple[Any, pl.BlockSpec]]  # arrays, or their types, with the blocks that a program sees, by name
+
+
+def run(
+    name: str,
+    kernel: Callable[[Any], None],
+    shape: KernelShape,
+    grid: tuple[int, ...],
+    operands: Specs,
+    results: Specs,
+    scratch: dict[str, Any],
+    aliases: dict[str, str],
+) -> list[jax.Array]:
+    """Run a kernel, which knows operands, results and scratch memory by their names, and return the results."""
+    names = *operands, *results, *scratch
+    found: list[jax.Array] = pl.pallas_call(
+        lambda *refs: kernel(SimpleNamespace(**dict(zip(names, refs, strict=True)))),
+        grid=grid,
+        in_specs=[spec for _, spec in operands.values()],
+        out_specs=[spec for _, spec in results.values()],
+        out_shape=[kind for kind, _ in results.values()],
+        scratch_shapes=list(scratch.values()),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", *("arbitrary",) * (len(grid) - 1)), vmem_limit_bytes=shape.vmem_limit
+        ),
+        input_output_aliases={list(operands).index(x): list(results).index(y) for x, y in aliases.items()},
+        interpret=shape.interpret,
+        name=name,
+    )(*(array for array, _ in operands.values()))
+    return found
+
+
+def walk(
+    refs: Any,
+    first: Any,
+    stop: Any,
+    following: Sequence[Any],
+    is_first: Any,
+    pairs: Callable[[Any, bool], Sequence[tuple[Any, Any]]],
+    visit: Callable[[Any, Any], None],
+) -> None:
+    """Visit blocks ``first`` to ``stop``, each copied from HBM while the one before it is computed with.
+
+    The last visit overlaps with the copy of the first block of ``following``, the next program's range, which is empty
+    where there is none. Only the program that ``is_first`` starts its own first copy. ``pairs`` takes a block, and
+    whether it is the next program's, and returns parts in HBM with double buffers for them; ``visit`` takes a block and
+    its slot. ``refs.turn`` keeps the next slot from program to program.
+    """
+    follows = following[0] < following[1]
+
+    def copies(block: Any, slot: Any, of_next: bool) -> list[Any]:
+        found = enumerate(pairs(block, of_next))
+        return [pltpu.make_async_copy(x, buffer.at[slot], refs.semaphores.at[i, slot]) for i, (x, buffer) in found]
+
+    def start(block: Any, slot: Any, of_next: bool) -> None:
+        for copy in copies(block, slot, of_next):
+            copy.start()
+
+    @pl.when(is_first)
+    def _() -> None:
+        refs.turn[0] = 0
+
+    turn = refs.turn[0]
+    pl.when(is_first & (first < stop))(lambda: start(first, turn, False))
+    pl.when((first >= stop) & follows)(lambda: start(following[0], turn, True))
+
+    def step(block: Any, _: None) -> None:
+        slot = jax.lax.rem(turn + block - first, jnp.int32(2))
+        pl.when(block + 1 < stop)(lambda: start(block + 1, 1 - slot, False))
+        pl.when((block + 1 == stop) & follows)(lambda: start(following[0], 1 - slot, True))
+        for copy in copies(block, slot, False):
+            copy.wait()
+        visit(block, slot)
+
+    jax.lax.fori_loop(first, stop, step, None)
+    refs.turn[0] = jax.lax.rem(turn + jnp.maximum(stop - first, 0), jnp.int32(2))
+
+
+def query_specs(shape: KernelShape, inputs: Inputs) -> tuple[Specs, pl.BlockSpec, dict[str, Any]]:
+    """Return what programs of one block of queries share, in a grid of batch * heads times blocks of queries.
+
+    Returns:
+        Operands; the block of an array of the query's shape; scratch memory.
+    """
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    of_queries = pl.BlockSpec((1, shape.q_block, shape.call.head_dim), lambda n, i: (n, i, 0))
+    tables = {"table": inputs.table, "slopes": inputs.slopes}  # [1, 1, length of the table] and [1, 1, 2]
+    operands = {
+        name: (x, pl.BlockSpec((1, 1, x.shape[-1]), lambda n, i: (n, 0, 0), memory_space=pltpu.SMEM))
+        for name, x in tables.items()
+    }
+    operands |= {
+        "query": (inputs.query, of_queries),  # [1, q_block, head_dim]
+        "key": (inputs.key, in_hbm),  # [batch * num_kv_heads, padded kv_len, head_dim]
+        "value": (inputs.value, in_hbm),  # [batch * num_kv_heads, padded kv_len, head_dim]
+    }
+    if shape.has_segments:
+        of_ids = pl.BlockSpec((1, 1, shape.q_block), lambda n, i: (quotient(n, shape.call.num_heads), 0, i))
+        operands["q_ids"] = inputs.segment_ids[0], of_ids  # [1, 1, q_block]
+        operands["kv_ids"] = inputs.segment_ids[1], in_hbm  # [batch, 1, padded kv_len]
+    scratch = {
+        "key_buffer": pltpu.VMEM((2, shape.kv_block, shape.call.head_dim), inputs.key.dtype),
+        "value_buffer": pltpu.VMEM((2, shape.kv_block, shape.call.head_dim), inputs.value.dtype),
+        "ids_buffer": pltpu.VMEM((2, 1, shape.kv_block if shape.has_segments else LANES), jnp.int32),
+        "semaphores": pltpu.SemaphoreType.DMA((3, 2)),
+        "turn": pltpu.SMEM((1,), jnp.int32),
+        "own": pltpu.VMEM((shape.q_block, LANES), jnp.float32),  # positions of the queries, less the base
+    }
+    return operands, of_queries, scratch
+
+
+def walk_over_keys(shape: KernelShape, refs: Any, attend: Callable[[Branch, Place, Bias, Any, Any], None]) -> None:
+    """Call ``attend`` for each block of keys that this program's queries need.
+
+    It takes how the block is treated, where it is, its bias, and its keys and values, ``[kv_block, head_dim]``.
+    """
+    n, block, table = pl.program_id(0), pl.program_id(1), refs.table
+    first, stop, base = (table[0, 0, FIELDS * block + field] for field in range(FIELDS))
+    following = [table[0, 0, FIELDS * (block + 1) + field] for field in range(2)]
+    q_start = table[0, 0, table.shape[-1] + OFFSET] + block * shape.q_block
+    limits = first * shape.kv_block, jnp.minimum(stop * shape.kv_block, shape.call.kv_len) - 1
+    refs.own[...] = blocks.own_positions(shape, Place(q_start, 0, base), limits, (shape.q_block, LANES), 0)
+
+    def pairs(of_keys: Any, _: bool) -> list[Any]:
+        at = pl.ds(pl.multiple_of(of_keys * shape.kv_block, LANES), shape.kv_block)
+        head = quotient(n, shape.group)
+        found = [(refs.key.at[head, at], refs.key_buffer), (refs.value.at[head, at], refs.value_buffer)]
+        if shape.has_segments:
+            found.append((refs.kv_ids.at[quotient(n, shape.call.num_heads), :, at], refs.ids_buffer))
+        return found
+
+    def visit(of_keys: Any, slot: Any) -> None:
+        place = Place(q_start, of_keys * shape.kv_block, base)
+
+        def treat(branch: Branch) -> None:
+            same = None
+            if shape.has_segments:
+                same = blocks.lanes(blocks.column_of(refs.q_ids[0]), shape.kv_block) == refs.ids_buffer[slot]
+            slopes = refs.slopes[0, 0, 0], refs.slopes[0, 0, 1]
+            bias = blocks.bias_of(shape, branch, place, slopes, refs.own[...], same, 0)
+            attend(branch, place, bias, refs.key_buffer[slot], refs.value_buffer[slot])
+
+        for branch in blocks.branches(shape, place):
+            pl.when(branch.applies)(partial(treat, branch))
+
+    walk(refs, first, stop, following, block == 0, pairs, visit)

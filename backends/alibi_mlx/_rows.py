@@ -1,0 +1,42 @@
+"""Attention a block of queries at a time: for positions of the caller's own, and for laws other than the linear one.
+
+No row of distances serves all queries there. A block's bias is made from its own positions, the distances once for all
+heads, and is gone with the block: memory grows with the lengths alone, also with gradients, which compute each block
+once more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+
+from alibi_core.backend import AttentionCall
+
+BIAS_ELEMENTS = 2**21  # of the bias of a block of queries: 8 MiB of float32
+RATES = ("slopes", "future_slopes")
+
+
+def attention(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array) -> mx.array:
+    """Return attention, ``[*batch, num_heads, q_len, head_dim]``."""
+    shape, call = query.shape, call.with_one_batch_axis()
+    query, key, value = (x.reshape(*call.batch, *x.shape[-3:]).astype(mx.float32) for x in (query, key, value))
+    rows = max(16, BIAS_ELEMENTS // (call.batch[0] * call.num_heads * call.kv_len))
+    everything = {"batch": slice(0, call.batch[0]), "heads": slice(0, call.num_heads), "keys": slice(0, call.kv_len)}
+    blocks = []
+    for start in range(0, call.q_len, rows):
+        queries = slice(start, min(start + rows, call.q_len))
+        blocks.append(_block(call.tile(queries=queries, **everything), query[:, :, queries], key, value))
+    return mx.concatenate(blocks, axis=2).reshape(shape).astype(call.dtype)
+
+
+def _block(call: AttentionCall, query: mx.array, key: mx.array, value: mx.array) -> mx.array:
+    """Return the attention of a block of queries, which its gradients compute once more."""
+    names = [name for name in RATES if getattr(call, name) is not None]
+
+    def compute(query: mx.array, key: mx.array, value: mx.array, *rates: mx.array) -> mx.array:
+        bias, attends = replace(call, **dict(zip(names, rates, strict=True))).bias()
+        result = mx.fast.scaled_dot_product_attention(query, key, value, scale=call.scale, mask=bias)
+        return result if attends is None else mx.where(attends, result, 0)
+
+    return mx.checkpoint(compute)(query, key, value, *(getattr(call, name) for name in names))

@@ -1,0 +1,102 @@
+"""Attention with a bias in memory: for all queries at once ("sdpa"), or for a block of queries at a time.
+
+Positions of the caller's own, and laws other than the linear one, have no row of distances that serves all queries. A
+block's bias is made from its own positions, the distances once for all heads, and is gone with the block: memory grows
+with the lengths alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from alibi_core.backend import AttentionCall
+from alibi_torch._derivatives import RATES, dense_reference, pulled_back
+from alibi_torch._internals import in_transform
+
+BIAS_ELEMENTS = 2**21  # of the bias of a block of queries: 8 MiB of float32
+COMPILED_BLOCKS = 8  # a compiler unrolls the loop over blocks, so that there are no more of them than that
+
+
+def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return attention, computed a block of queries at a time."""
+    batch = call.batch
+    call, shape = call.with_one_batch_axis(), query.shape
+    tensors = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
+    rates = [getattr(call, name) for name in RATES if getattr(call, name) is not None]
+    # torch.func takes no Function that has no rule for vmap.
+    result = _by_blocks(call, *tensors) if in_transform() else _Rows.apply(call, *tensors, *rates)
+    return result.reshape(shape) if len(batch) != 1 else result
+
+
+def sdpa(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return attention by PyTorch's fused function, with the call's bias as its mask."""
+    bias, attends = call.bias()
+    if query.device.type != "cpu":
+        # Only the CPU kernels take a float32 bias beside low-precision tensors; elsewhere it would be rounded to them.
+        query, key, value = (x.to(call.working_dtype) for x in (query, key, value))
+    # The fused CPU kernel takes a mask of as many axes as the tensors have, and no fewer.
+    bias = bias.reshape((1,) * (query.ndim - bias.ndim) + bias.shape)
+    grouped = {"enable_gqa": True} if call.num_kv_heads != call.num_heads else {}
+    result = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=call.scale, **grouped)
+    if attends is not None:
+        result = torch.where(attends, result, 0.0)
+    return result.to(call.dtype)
+
+
+def _blocks(call: AttentionCall) -> Iterator[tuple[slice, AttentionCall]]:
+    """Yield blocks of queries, each with its part of the call."""
+    rows = max(16, BIAS_ELEMENTS // (call.batch[0] * call.num_heads * call.kv_len))
+    if torch.compiler.is_compiling():
+        rows = max(rows, -(-call.q_len // COMPILED_BLOCKS))
+    everything = {"batch": slice(0, call.batch[0]), "heads": slice(0, call.num_heads), "keys": slice(0, call.kv_len)}
+    for start in range(0, call.q_len, rows):
+        queries = slice(start, min(start + rows, call.q_len))
+        yield queries, call.tile(queries=queries, **everything)
+
+
+def _by_blocks(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return torch.cat([sdpa(part, query[:, :, rows], key, value) for rows, part in _blocks(call)], dim=2)
+
+
+class _Rows(torch.autograd.Function):
+    """Attention by blocks of queries, each computed once more where gradients are asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, *rates: Tensor) -> Tensor:
+        ctx.call = replace(call, **dict.fromkeys(RATES))
+        ctx.save_for_backward(query, key, value, *rates)
+        return _by_blocks(call, query, key, value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *rates = ctx.saved_tensors
+        call = replace(ctx.call, **dict(zip(RATES, rates, strict=False)))
+        if torch.is_grad_enabled():  # gradients of gradients: of attention spelled out, in memory for all scores
+            inputs = (query, key, value, *rates)
+            return None, *pulled_back(lambda *x: dense_reference(call, *x).to(call.dtype), inputs, grad)
+        wanted = [x for x, needed in zip(RATES, ctx.needs_input_grad[4:], strict=False) if needed]
+        by_query = torch.empty_like(query)
+        sums = [torch.zeros_like(x, dtype=call.working_dtype) for x in (key, value)]
+        sums += [torch.zeros_like(getattr(call, name)) for name in wanted]
+        for rows, part in _blocks(call):
+            with torch.enable_grad():
+                own = [x.detach().requires_grad_() for x in (query[:, :, rows], key, value)]
+                learned = [getattr(part, name).detach().requires_grad_() for name in wanted]
+                result = sdpa(replace(part, **dict(zip(wanted, learned, strict=True))), *own)
+            by_query[:, :, rows], *found = torch.autograd.grad(result, own + learned, grad[:, :, rows])
+            for total, x in zip(sums, found, strict=True):
+                total += x.reshape(total.shape)  # a part of a call may have one more axis, of length 1
+        by_rates = iter(sums[2:])
+        needed = ctx.needs_input_grad[4:]
+        return (
+            None,
+            by_query,
+            *(x.to(call.dtype) for x in sums[:2]),
+            *(next(by_rates) if is_needed else None for is_needed in needed),
+        )

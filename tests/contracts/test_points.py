@@ -1,0 +1,182 @@
+"""Positions of the caller's own: points, times, tokens without a place, and laws of distance, in every framework."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import alibi_core
+from alibi_core.conformance.testing import Attention, assert_within_budget
+from tests.support.frameworks import BACKENDS, DIFFERENTIABLE, FRAMEWORKS, LIBRARIES, Backend, Framework
+
+BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 3, 5
+LAWS = {"linear": lambda d: d, "log": np.log1p, "sqrt": np.sqrt}
+NORMS = {
+    "manhattan": lambda steps: np.abs(steps).sum(axis=-1),
+    "euclidean": lambda steps: np.sqrt((steps**2).sum(axis=-1)),
+    "chebyshev": lambda steps: np.abs(steps).max(axis=-1),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An attention problem between points."""
+
+    lengths: tuple[int, int]
+    dims: int
+    distance: str
+    law: str
+    kind: str  # of positions
+    is_causal: bool
+    has_segments: bool
+    has_mask: bool
+    seed: int
+
+    @property
+    def rng(self) -> np.random.Generator:
+        return np.random.default_rng(self.seed)
+
+    def positions(self) -> Any:
+        """Return one array for queries and keys alike where lengths are equal, else a pair."""
+        rng = self.rng
+        found = []
+        for length in self.lengths:
+            shape = (BATCH, length) if self.dims == 1 else (BATCH, length, self.dims)
+            if self.kind == "integers":
+                found.append(rng.integers(-9, 9, shape).astype(np.int32))  # with ties
+                continue
+            found.append(rng.normal(0, 9, shape).astype(np.float32))
+            if self.kind == "without a place":
+                found[-1][:, :: max(2, length // 2)] = np.nan
+        return found[0] if self.lengths[0] == self.lengths[1] else tuple(found)
+
+    def arguments(self) -> dict[str, Any]:
+        rng, arguments = self.rng, {"positions": self.positions(), "is_causal": self.is_causal}
+        if self.has_segments:
+            arguments["segment_ids"] = tuple(rng.integers(0, 2, (BATCH, n)).astype(np.int32) for n in self.lengths)
+        if self.has_mask:
+            arguments["mask"] = rng.random((BATCH, 1, *self.lengths)) < 0.6
+        return arguments | {"distance": self.distance, "law": self.law}
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        rng = self.rng
+        sizes = {"query": (HEADS, self.lengths[0]), "key": (KV_HEADS, self.lengths[1])}
+        sizes["value"] = sizes["key"]
+        tensors = {name: rng.normal(size=(BATCH, *size, HEAD_DIM)).astype(np.float32) for name, size in sizes.items()}
+        return tensors | {"slopes": rng.uniform(0, 1, (BATCH, HEADS)).astype(np.float32)}
+
+    def exact(self) -> tuple[Attention, np.ndarray]:
+        """Return the problem in float64, and what each element of the bias is the negated multiple of."""
+        arguments, tensors, pair = self.arguments(), self.tensors(), self.positions()
+        pair = pair if isinstance(pair, tuple) else (pair, pair)
+        queries, keys = (x[..., None] if self.dims == 1 else x for x in pair)
+        steps = keys[:, None].astype(np.float64) - queries[:, :, None].astype(
+            np.float64
+        )  # [batch, q_len, kv_len, dims]
+        penalty = LAWS[self.law](np.where(np.isnan(steps).any(axis=-1), 0, NORMS[self.distance](steps)))[:, None]
+        visible = ~((steps[..., 0] > 0) & self.is_causal)[:, None]
+        if self.has_segments:
+            q_ids, kv_ids = arguments["segment_ids"]
+            visible = visible & (q_ids[:, None, :, None] == kv_ids[:, None, None, :])
+        visible = visible & arguments.get("mask", True)
+        bias = np.where(visible, -tensors["slopes"][:, :, None, None].astype(np.float64) * penalty, -np.inf)
+        three = {name: tensors[name].astype(np.float64) for name in ("query", "key", "value")}
+        return Attention(**three, bias=bias, scale=HEAD_DIM**-0.5, dtype="float32"), penalty
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    dims = draw(st.sampled_from([1, 2, 3]))
+    return Case(
+        lengths=draw(st.sampled_from([(1, 1), (7, 7), (5, 11), (13, 3)])),
+        dims=dims,
+        distance=draw(st.sampled_from(sorted(NORMS))),
+        law=draw(st.sampled_from(sorted(LAWS))),
+        kind=draw(st.sampled_from(["integers", "reals", "without a place"])),
+        is_causal=dims == 1 and draw(st.booleans()),
+        has_segments=draw(st.booleans()),
+        has_mask=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=12)  # JAX compiles each
+@given(case=cases())
+def test_attention_between_points_is_exact(backend: Backend, case: Case) -> None:
+    problem, _ = case.exact()
+    tensors = case.tensors()
+    result = backend.attention(**tensors, dtype="float32", **case.arguments())
+    assert_within_budget(result, problem.output)
+
+
+@pytest.mark.parametrize("backend", [x for x in DIFFERENTIABLE if x.values[0].module != "alibi_core"])
+@settings(max_examples=12)
+@given(case=cases())
+def test_gradients_between_points_are_exact(backend: Backend, case: Case) -> None:
+    problem, penalty = case.exact()
+    cotangent = case.rng.normal(size=problem.query.shape).astype(np.float32)
+    found = backend.gradients(case.tensors(), cotangent, dtype="float32", **case.arguments())
+    for name, answer in problem.gradients(cotangent.astype(np.float64), penalty).items():
+        assert_within_budget(found[name], answer)
+
+
+@pytest.mark.parametrize("backend", [x for x in BACKENDS if x.values[0].implementation == "tiled"])
+def test_blocks_of_queries_fit_together(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{backend.module}._rows.BIAS_ELEMENTS", 1)  # blocks of 16 queries
+    case = Case((37, 37), 2, "euclidean", "linear", "without a place", False, True, True, seed=0)
+    problem, penalty = case.exact()
+    assert_within_budget(backend.attention(**case.tensors(), dtype="float32", **case.arguments()), problem.output)
+    cotangent = case.rng.normal(size=problem.query.shape).astype(np.float32)
+    found = backend.gradients(case.tensors(), cotangent, dtype="float32", **case.arguments())
+    for name, answer in problem.gradients(cotangent.astype(np.float64), penalty).items():
+        assert_within_budget(found[name], answer)
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+@pytest.mark.parametrize("law", ["log", "sqrt"])
+def test_a_law_needs_no_positions(backend: Backend, law: str) -> None:
+    case = Case((7, 7), 1, "manhattan", law, "integers", False, False, False, seed=1)
+    tensors, places = case.tensors(), np.arange(7, dtype=np.int32)
+    for arguments in ({"is_causal": True}, {"is_causal": False}):
+        by_position = backend.attention(**tensors, dtype="float32", positions=places, law=law, **arguments)
+        np.testing.assert_array_equal(backend.attention(**tensors, dtype="float32", law=law, **arguments), by_position)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@given(case=cases())
+def test_the_bias_between_whole_points_has_the_same_bits_everywhere(framework: Framework, case: Case) -> None:
+    case = dataclasses.replace(case, kind="integers", law="linear")
+    distance = "manhattan" if case.distance == "euclidean" else case.distance
+    pair = case.positions()
+    pair = pair if isinstance(pair, tuple) else (pair, pair)
+    slopes, rules = (
+        case.tensors()["slopes"],
+        {"distance": distance if case.dims > 1 else None, "is_causal": case.is_causal},
+    )
+    expected = alibi_core.bias_from_positions(slopes, *pair, **rules)
+    found = alibi_core.bias_from_positions(*(framework.array(x) for x in (slopes, *pair)), **rules)
+    np.testing.assert_array_equal(framework.bits(found), expected.view(np.int32))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@given(case=cases())
+def test_the_bias_is_right_to_two_units_in_the_last_place(framework: Framework, case: Case) -> None:
+    problem, _ = case.exact()
+    pair = case.positions()
+    pair = pair if isinstance(pair, tuple) else (pair, pair)
+    rules = {"distance": case.distance if case.dims > 1 else None, "law": case.law, "is_causal": case.is_causal}
+    arrays = (framework.array(x) for x in (case.tensors()["slopes"], *pair))
+    found = framework.numpy(alibi_core.bias_from_positions(*arrays, **rules))
+    if not (case.has_segments or case.has_mask):
+        expected = problem.bias.astype(np.float32)
+        shown = expected > -np.inf
+        np.testing.assert_array_equal(found > -np.inf, shown)
+        found, expected = found[shown], expected[shown]
+        assert np.all(np.abs(found - expected) <= 2 * np.spacing(np.abs(expected)))
