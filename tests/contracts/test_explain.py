@@ -104,6 +104,7 @@ def test_horizons_are_the_cores_and_spans_hold_what_queries_need(backend: Backen
     assert result.scores_needed < 0.5 * result.scores_visible
     windowed = explain(backend, query, key, value, slopes, window_size=20, implementation="dense")
     assert (windowed.horizons == 21).all()  # a key 20 tokens back is seen, one 21 back is not
+    assert windowed.scores_visible == windowed.scores_needed == 2 * 4 * 1100 * 21
 
 
 @EACH

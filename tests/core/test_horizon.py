@@ -403,10 +403,11 @@ def test_what_is_not_finite_drops_nothing(framework: Framework, bad: float, form
 def test_nearest_keys_are_the_nearest(case: Case) -> None:
     arrays, expected = case.arrays, Scene(case).nearest
     call = AttentionCall.check(arrays["query"], arrays["key"], arrays["value"], arrays["slopes"], **case.arguments)
-    nearest = nearest_keys(call)
-    assert nearest.dtype == np.int32
-    assert nearest.shape[-1] == case.sizes.lengths[0]
-    assert np.array_equal(np.broadcast_to(nearest, expected.shape), expected)
+    for part_elements in (None, 40):
+        nearest = nearest_keys(call, part_elements)
+        assert nearest.dtype == np.int32
+        assert nearest.shape[-1] == case.sizes.lengths[0]
+        assert np.array_equal(np.broadcast_to(nearest, expected.shape), expected)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"mask": bools(5, 0)}, {"segment_ids": (ints(5), ints(0))}])
