@@ -104,7 +104,7 @@ def _conformance(options: argparse.Namespace) -> int:
         console = Console(width=None if sys.stdout.isatty() else 120)
         with console.capture() as printed:  # written by print, for broken pipes end every command alike
             console.print(_summary(outcomes))
-            console.print("of budget: the largest error, as a share of what rounding may cause; 100% is the limit")
+            console.print("of budget: the largest error that passed, as a share of what rounding may cause")
             for outcome in outcomes:
                 if len(outcomes) == 1 or not outcome.passed:
                     console.print(_details(outcome, every_law=len(outcomes) == 1))
