@@ -340,12 +340,11 @@ def linear_bias(
     reach = astype(xp, reach if nearest is None else reach + nearest, slopes.dtype)
     if visible is None:
         return rates * reach
-    zero, minus_inf = (asarray(xp, x, slopes.dtype, device_of(xp, relative)) for x in (0.0, float("-inf")))
     if is_positive or (computes_eagerly_without_gradients(xp) and bool(xp.all(rates > 0))):
         # One pass over the large array in place of two. Not for slopes of 0 (0 * inf) nor where a gradient with
         # respect to the slopes would multiply by this infinity.
-        return rates * xp.where(visible, reach, minus_inf)
-    return rates * xp.where(visible, reach, zero) + xp.where(visible, zero, minus_inf)
+        return rates * xp.where(visible, reach, float("-inf"))
+    return rates * xp.where(visible, reach, 0.0) + xp.where(visible, xp.zeros_like(reach), float("-inf"))
 
 
 def _penalty_of(xp: Namespace, distance: Any, law: str, dtype: DType) -> Any:
@@ -435,7 +434,7 @@ class _Parts:
             visible = same if visible is None else xp.logical_and(visible, same)  # as in AttentionCall.visible
         if self.rule.is_key_only:
             row = self.of_keys(kv_positions)
-            return xp.where(visible, row, asarray(xp, float("-inf"), row.dtype, device_of(xp, row)))
+            return xp.where(visible, row, float("-inf"))
         rules: dict[str, Any] = {"is_causal": self.is_causal, "is_positive": self.is_positive, "law": self.law}
         return narrowed(xp, linear_bias(xp, self.slopes, self.future_slopes, relative, visible, **rules), self.dtype)
 

@@ -30,6 +30,7 @@ def test_a_foreign_name_is_told_the_name_here(name: str) -> None:
         (alibi_core.slopes, "n_heads", "give num_heads"),
         (lambda **options: alibi_core.bias(2, **options), "query_length", "give q_len"),
         (alibi_core.bias, "num_heads", "give slopes, which may be the number of heads"),
+        (lambda **options: package.attention(tensor, tensor, tensor, **options), "heads", "give slopes, which may be"),
         (alibi_core.bias, "attn_mask", None),  # which is no argument of bias under any name
         (alibi_core.bias, "wings", None),
     ):

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alibi_core.backend.horizon import KeyNorms
-from alibi_core.conformance.testing import DATA, LONGER, SIZES, STEEP, U32, UNIT_ROUNDOFF, Case, Sizes, cases, penalties
+from alibi_core.conformance.testing import DATA, LONGER, SIZES, STEEP, U32, UNIT_ROUNDOFF, Case, Sizes, cases
 from alibi_core.conformance.testing import assert_within_budget as assert_within
 from tests.support.frameworks import MLX, TORCH, Backend, param
 from tests.support.full import first_of
@@ -30,9 +29,7 @@ from tests.support.tiles import (
     hostile,
     jobs_of,
     plain,
-    planning,
     within_tolerance,
-    without_offsets_by_entry,
 )
 
 BACKENDS = [param(Backend(f, f"alibi_{f.name}", "tiled"), f.name, f) for f in (TORCH, MLX)]
@@ -300,41 +297,6 @@ def test_a_few_queries_over_many_keys(backend: Backend, q_len: int, data: str) -
 
 
 @EACH
-@example(
-    case=plain(Sizes(1, 2, 3, (2, 260), 4)),
-    data="equal_keys",
-    tiling=Tiling(
-        rows=(1, 1), few=3, blocks=3, bias_elements=1, plan_elements=1, kernel_elements=1, call_scores=0, short=0
-    ),
-    block=1,
-    tolerance=0.3,
-)  # a few queries in several blocks
-@given(
-    case=ALL_SIZES,
-    data=ANY_DATA,
-    tiling=TILINGS,
-    block=st.sampled_from([1, 3, 64, 1000]),
-    tolerance=st.sampled_from(TOLERANCES),
-)
-def test_norms_by_block_leave_out_no_more(
-    backend: Backend, case: Case, data: str, tiling: Tiling, block: int, tolerance: float
-) -> None:
-    case = hostile(case, data, 1)
-    call, tensors = planning(backend, case)
-    norms = np.linalg.norm(np.float32(case.arrays["key"]), axis=-1) * (1 + 2.0**-20)
-    norms = np.pad(norms, [(0, 0), (0, 0), (0, -norms.shape[-1] % block)])
-    norms = backend.framework.array(norms.reshape(*norms.shape[:2], -1, block).max(axis=-1))
-    known = KeyNorms(norms, block)
-    call = replace(call, tolerance=tolerance)
-    with tiling.applied(backend):
-        if backend.framework is TORCH:
-            result = importlib.import_module("alibi_torch._cpu").attention(call, *tensors, known)
-        else:
-            result = importlib.import_module("alibi_mlx._attention").run(call, *tensors, "tiled", lambda: known)
-    assert_within(backend.framework.numpy(result), within_tolerance(case.exact("float32").output, case, tolerance))
-
-
-@EACH
 @pytest.mark.parametrize("number", [3e38, -1e30])
 def test_huge_keys_are_seen_from_afar_without_a_warning(backend: Backend, number: float) -> None:
     query, key, value = np.ones((3, 1, 1, 1500, 4))
@@ -428,47 +390,6 @@ def test_keys_that_cannot_be_measured_are_attended_to_whole(backend: Backend, ke
 
 
 @EACH
-@given(case=cases(), tiling=TILINGS, tolerance=st.sampled_from([0.0, 2.0**-24]))
-def test_each_query_is_in_one_job_that_has_all_it_may_see(
-    backend: Backend, case: Case, tiling: Tiling, tolerance: float
-) -> None:
-    batch, heads, (q_len, kv_len) = case.sizes.batch, case.num_heads, case.sizes.lengths
-    case = without_offsets_by_entry(case)
-    with tiling.applied(backend):
-        planned = jobs_of(backend, case, tolerance)
-    computed = np.zeros((batch, heads, q_len, kv_len), dtype=int)
-    times = np.zeros((batch, heads, q_len), dtype=int)
-    for job, tile in ((x, tile) for x in planned for tile in range(x.tiles)):
-        start, kv_start = job.q_start + tile * job.rows, job.kv_start + tile * job.rows
-        assert 0 <= start < start + job.rows <= q_len
-        assert 0 <= kv_start < kv_start + job.kv_len <= kv_len
-        assert job.tiles == 1 or len(range(batch)[job.batch]) == 1
-        times[job.batch, job.heads, start : start + job.rows] += 1
-        computed[job.batch, job.heads, start : start + job.rows, kv_start : kv_start + job.kv_len] = 1
-    assert np.all(times == 1)
-    if tolerance == 0:
-        visible = np.isfinite(penalties(case.rules(case.arrays["slopes"]), batch, heads, q_len, kv_len))
-        assert np.all(computed[visible] == 1)
-
-
-@EACH
-def test_no_job_is_larger_than_it_may_be(backend: Backend) -> None:
-    case = plain(Sizes(1, 2, 2, (64, 64), 5)).with_arrays(slopes=np.zeros(4))
-    for limit in (300, 2000, 10**6):
-        with Tiling(rows=(4, 16), bias_elements=limit).applied(backend):
-            sizes = [(x.heads.stop - x.heads.start, x.rows * x.kv_len) for x in jobs_of(backend, case)]
-        assert all(heads == 1 or heads * bias <= limit for heads, bias in sizes)
-    assert max(heads for heads, _ in sizes) == 2  # those of a group
-    hole = (np.arange(64) != 5)[None, None, None]  # for without a mask, a short call's bias is one row in PyTorch
-    case = plain(Sizes(11, 2, 2, (64, 64), 5), mask=hole).with_arrays(slopes=np.zeros((11, 4)))
-    for limit in (300, 2000, 4 * 64 * 64, 10**6):
-        with Tiling(rows=(4, 16), bias_elements=limit, short=1024).applied(backend):
-            planned = jobs_of(backend, case)
-        biases = [(x.heads.stop - x.heads.start) * len(range(11)[x.batch]) for x in planned]
-        assert all(n == 1 or n * x.rows * x.kv_len <= limit for n, x in zip(biases, planned, strict=True))
-
-
-@EACH
 def test_horizons_save_work(backend: Backend) -> None:
     length, rows = 4096, {"torch": 64, "mlx": 16}[backend.framework.name]
     rng = np.random.default_rng(0)
@@ -490,21 +411,6 @@ def test_horizons_save_work(backend: Backend) -> None:
     assert triangle <= flat <= 1.1 * triangle
     # Runs of tiles in one call each: not a call for every tile.
     assert len([job for job in jobs_of(backend, case) if job.heads.start == 0]) < length / rows / 4
-
-
-@EACH
-def test_heads_alike_share_calls(backend: Backend) -> None:
-    case = plain(Sizes(1, 4, 1, (128, 128), 5))
-    case = case.with_arrays(**{name: case.arrays[name][:, :1].repeat(4, axis=1) for name in ("query", "key")})
-    with Tiling(rows=(8, 8)).applied(backend):
-        same, apart = (
-            jobs_of(backend, case.with_arrays(slopes=np.asarray(slopes)), 0.01)
-            for slopes in ([0.5] * 4, [4.0, 0.0, 4.0, 4.0])
-        )
-    assert all(job.heads == slice(0, 4) for job in same)
-    assert any(job.heads == slice(2, 4) for job in apart)
-    for head in range(4):
-        assert sum(job.tiles * job.rows for job in apart if job.heads.start <= head < job.heads.stop) == 128
 
 
 @EACH

@@ -212,6 +212,9 @@ def test_positions_beyond_int32_are_refused_rather_than_wrapped() -> None:
             alibi_core.bias(np.ones(1), 2, 2, **arguments)
     with pytest.raises(ValueError, match="must stay within"):
         alibi_core.key_bias(np.ones(1), 2**31)
+    for apart in (np.asarray([2**63 - 1, -5]), np.asarray([2**64 - 1], np.uint64)):
+        with pytest.raises(ValueError, match=r"q_positions and kv_positions must be less than 2\*\*63 apart"):
+            alibi_core.bias_from_positions(np.ones(1), apart, apart)
     far = np.asarray([2**32 - 1], dtype=np.uint32)
     np.testing.assert_array_equal(alibi_core.bias_from_positions(np.ones(1), far, far * 0), [[[-(2.0**32 - 1)]]])
 
@@ -253,9 +256,13 @@ def test_namespace_and_dtype_are_those_of_the_slopes(framework: Framework) -> No
         assert result.dtype == framework.xp.float32
 
 
+EXTRAS = {"torch": "pytorch", "jax": "jax", "mlx": "mlx"}  # which install the library
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_namespace_and_dtype_may_be_given_by_name(framework: Framework) -> None:
     xp, name = framework.xp, framework.xp.__name__
+    assert type(alibi_core.slopes(4, xp=EXTRAS.get(framework.name, name))) is type(alibi_core.slopes(4, xp=xp))
     by_name = alibi_core.bias(4, 3, xp=name, dtype="float32")
     assert type(by_name) is type(alibi_core.bias(4, 3, xp=xp))
     assert by_name.dtype == alibi_core.slopes(4, xp=name, dtype="float32").dtype == xp.float32

@@ -194,6 +194,15 @@ def test_biases_have_the_same_bits_everywhere_and_are_rounded_last(
         np.testing.assert_array_equal(framework.numpy32(actual).view(np.int32), expected.view(np.int32))
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("contract", ["bloom", "falcon"])
+def test_unsigned_positions_do_not_wrap(framework: Framework, contract: str) -> None:
+    far = np.asarray([7, 2**31, 3_000_000_001, 2**32 - 1], np.uint32)
+    found = alibi_core.bias_from_positions(2, *framework.placed((far, far)), contract=contract)
+    expected = alibi_core.bias_from_positions(2, *[far.astype(np.int64)] * 2, contract=contract)
+    np.testing.assert_array_equal(framework.bits(found), expected.view(np.int32))
+
+
 def test_float64_models_add_the_float32_product() -> None:
     for contract in ("bloom", "falcon"):
         actual = alibi_core.key_bias(12, 700, contract=contract, dtype=np.float64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import alibi_core
-from alibi_core._slopes import slope_values
 from tests.support.frameworks import FRAMEWORKS, Framework
+
+
+def slope_values(num_heads: int, **rule: Any) -> list[float]:
+    return alibi_core.slopes(num_heads, **rule, dtype=np.float64).tolist()
 
 
 def canonical_exponents(num_heads: int, bias_max: Fraction) -> list[Fraction]:

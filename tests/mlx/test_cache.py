@@ -12,15 +12,10 @@ import pytest
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 from alibi_mlx import AlibiAttention, KVCache  # noqa: E402
-from alibi_mlx._plan import norm_bounds  # noqa: E402
-from alibi_mlx.caches import _kv_cache as _cache  # noqa: E402
 from tests.support.frameworks import MLX  # noqa: E402
 from tests.support.mlx import assert_close, normal  # noqa: E402
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 5
-SCALE = HEAD_DIM**-0.5
-STEEP = (4.0, 2.5, 1.0, 0.7)
-MIXED = (1.0, 0.125, 0.0, 3.0)  # a head that keeps everything, and one that must for the other of its group
 
 
 def zeros(new: int, batch: int = BATCH, heads: int = KV_HEADS) -> tuple[Any, Any]:
@@ -43,24 +38,6 @@ def test_caches_can_be_copied(copied: Any) -> None:
     cache = KVCache()
     cache.append(key, key)
     assert mx.array_equal(copied(cache).attend(key), cache.attend(key))
-
-
-def test_a_further_token_has_one_block_measured_and_who_does_not_ask_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x, measured = layer_of(), normal(BATCH, 1202, EMBED_DIM), []
-
-    def watched(vectors: mx.array) -> mx.array:
-        measured.append(vectors.shape[-2])
-        return norm_bounds(vectors)
-
-    monkeypatch.setattr(_cache, "norm_bounds", watched)
-    cache = layer.make_cache()
-    mx.eval(layer(x[:, :40], cache=cache))  # so few that attention does not ask
-    assert measured == []
-    mx.eval(layer(x[:, 40:1201], cache=cache))
-    assert cache.key_norms.shape == (BATCH, KV_HEADS, 10)
-    assert_close(layer(x[:, 1201:], cache=cache), layer(x)[:, -1:], terms=HEADS * HEAD_DIM)
-    assert cache.key_norms.shape == (BATCH, KV_HEADS, 10)
-    assert measured == [1201, 1202 - 9 * 128]
 
 
 def test_nothing_is_read_while_tokens_are_stored() -> None:
@@ -126,21 +103,15 @@ def test_a_cache_is_trimmed_measured_and_emptied() -> None:
     assert np.array_equal(MLX.numpy(cache.update_and_fetch(keys, keys)[0]), MLX.numpy(keys))
 
 
-@pytest.mark.parametrize("window_size", [None, 1, 3, 50])
+@pytest.mark.parametrize("window_size", [None, 3])
 @pytest.mark.parametrize("length", [1, 4])
-@pytest.mark.parametrize("held", [0, 5])
-def test_masks_for_the_models_of_mlx_lm(held: int, length: int, window_size: int | None) -> None:
-    cache = KVCache()
-    cache.update_and_fetch(*zeros(held))
-    distance = np.arange(held, held + length)[:, None] - np.arange(held + length)
-    seen = (distance >= 0) & (distance < (window_size or 100))
+def test_masks_are_those_of_the_caches_of_mlx_lm(length: int, window_size: int | None) -> None:
+    theirs, ours = pytest.importorskip("mlx_lm.models.cache").KVCache(), KVCache()
+    for cache in (theirs, ours):
+        cache.update_and_fetch(*zeros(5))
     for return_array in (False, True):
-        mask = cache.make_mask(length, return_array=return_array, window_size=window_size)
-        if window_size is None and (length == 1 or not return_array):
-            assert mask == (None if length == 1 else "causal")
-        else:
-            assert mask.dtype == mx.bool_
-            assert np.array_equal(np.array(mask), seen)
+        masks = (x.make_mask(length, return_array=return_array, window_size=window_size) for x in (ours, theirs))
+        np.testing.assert_array_equal(*map(np.asarray, masks))
 
 
 def test_a_cache_travels_through_a_file_and_goes_on(tmp_path: Any) -> None:
