@@ -106,10 +106,8 @@ def plan_of(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | N
             rectangles, cutoff = step.jobs(part.call), None
         else:
             limits = limits_of(part.call, *tensors)
-            rectangles, cutoff = (
-                jobs(part.call, *tensors, part.norms, limits),
-                None if limits is None else limits.cutoff,
-            )
+            cutoff = None if limits is None else limits.cutoff
+            rectangles = jobs(part.call, *tensors, part.norms, limits)
         own = part.call if part.call.added_key_bias is None else replace(part.call, added_key_bias=None)
         found.append(Planned(part, rectangles, DistanceRow.of(own, rectangles, cutoff)))
     return found
