@@ -30,6 +30,11 @@ class ModelExplanation:
         look_back: The median distance, in tokens: half of the weight is on keys no farther.
         on_first: Share of the weight that is on the first token of the text.
         on_own: Share that is on the query's own token.
+
+    Example:
+        >>> said = ModelExplanation(np.ones((1, 2)), np.asarray([[1.0, 0.25]]), np.zeros((1, 2)))
+        >>> said.blind
+        {'first': [(0, 0)], 'own': []}
     """
 
     look_back: Any
