@@ -401,7 +401,8 @@ class AttentionCall:
         return self.xp.where(positions < 0, -positions, self.xp.where(beyond > 0, beyond, 0))
 
     def _linear_bias(self, relative: Any, visible: Any | None, nearest: Any | None) -> Any:
-        rates, is_causal = (self.slopes, self.future_slopes), self.is_causal
+        is_in_space = self.q_points is not None and self.q_points.shape[-1] > 1  # where no key is after a query
+        rates, is_causal = (self.slopes, self.future_slopes), self.is_causal or is_in_space
         bias = linear_bias(self.xp, *rates, relative, visible, is_causal=is_causal, nearest=nearest, law=self.law)
         if self.added_key_bias is not None:
             bias = bias + self.added_key_bias[..., None, :]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,11 @@ def add_commands(commands: Any) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="whether a query sees no key after it (default yes)",
+    )
+    explain.add_argument(
+        "--tokens",
+        metavar="FILE",
+        help="numbers of tokens, with white space between: what each head of DIR looks at in this text (needs PyTorch)",
     )
     explain.set_defaults(run=_explain, refused=REFUSED)
     for parser in (slopes, explain):
@@ -86,6 +93,8 @@ def _explain(options: argparse.Namespace) -> None:
         scale = config.head_dim**-0.5 if config.scale is None else config.scale
         score_range = _score_range(options, 2 * config.head_dim * scale)
         print("\n".join(f"{name:8}{words}" for name, words in _facts(checkpoint, sides).items()), end="\n\n")
+        if options.tokens is not None:
+            print(_looked_at(options.target, options.tokens), end="\n\n")
     horizons = [_horizons(side, score_range, options.tolerance, is_causal=is_causal) for side in sides]
     is_even = len(sides) == 1 or np.array_equal(*sides)
     columns = ["slope", "horizon"] if is_even else ["slope", "horizon", "slope ahead", "horizon"]
@@ -108,6 +117,16 @@ def _opened(directory: str) -> Checkpoint:
         return Checkpoint.open(directory)
     except OSError as error:  # about the files; an error of printing is another
         raise UnusableError(str(error)) from None
+
+
+def _looked_at(directory: str, file: str) -> str:
+    """Return what the heads of a checkpoint look at in a text, by PyTorch."""
+    try:
+        torch, alibi_torch = (importlib.import_module(name) for name in ("torch", "alibi_torch"))
+    except ModuleNotFoundError as error:
+        raise UnusableError(str(error)) from None
+    numbers = torch.tensor([[int(word) for word in Path(file).read_text(encoding="utf-8").split()]])
+    return str(alibi_torch.explain_model(alibi_torch.load_checkpoint(directory), numbers))
 
 
 def _sides(checkpoint: Checkpoint) -> list[Any]:

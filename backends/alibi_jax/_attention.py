@@ -10,7 +10,7 @@ from alibi_core.backend.checks import explains_keywords
 from alibi_jax import _rows
 from alibi_jax._call import as_slopes, operands_of
 from alibi_jax._compatible import broadcasting
-from alibi_jax._dispatch import Implementation, attend, checked, dense, require_dense
+from alibi_jax._dispatch import Implementation, attend, checked, dense, is_by_rows, require_dense
 
 
 @explains_keywords
@@ -145,12 +145,7 @@ def run(
     """
     if call.is_empty:
         return jnp.zeros_like(query)
-    if not call.is_toeplitz and implementation != "dense":
-        if implementation not in (None, "tiled"):
-            raise NotImplementedError(
-                "implementation 'tpu' takes no positions and no law but the linear one; 'tiled' and 'dense' can run "
-                "this call"
-            )
+    if is_by_rows(call, implementation):
         return _rows.attention(call, query, key, value)
     if implementation == "dense":
         return dense(call, query, key, value)

@@ -12,7 +12,16 @@ from alibi_core.backend.checks import check_keywords
 from alibi_jax._attention import attention
 from alibi_jax._call import as_slopes, operands_of
 from alibi_jax._compatible import Target, broadcasting
-from alibi_jax._dispatch import IMPLEMENTATIONS, Implementation, checked, choose, name_of, refusal, require_dense
+from alibi_jax._dispatch import (
+    IMPLEMENTATIONS,
+    Implementation,
+    checked,
+    choose,
+    is_by_rows,
+    name_of,
+    refusal,
+    require_dense,
+)
 
 
 @broadcasting
@@ -57,6 +66,8 @@ def explain(
         implementation = "dense"
     if call.is_empty:
         return Explanation.of_nothing(call)
+    if is_by_rows(call, implementation):
+        implementation = "tiled"
     tensors = tuple(jnp.swapaxes(x, -3, -2) for x in (query, key, value))
     operands, target = operands_of(call, *tensors), Target(_platform(query))
     chosen = name_of(choose(implementation, target, operands))

@@ -12,6 +12,7 @@ except ModuleNotFoundError as error:
 
 from alibi_torch._attention import attention
 from alibi_torch._explain import Explanation, explain
+from alibi_torch._explain_model import ModelExplanation, explain_model
 from alibi_torch.caches import KVCache
 from alibi_torch.nn import (
     AlibiAttention,
@@ -34,8 +35,10 @@ __all__ = [
     "AlibiTransformer",
     "Explanation",
     "KVCache",
+    "ModelExplanation",
     "attention",
     "explain",
+    "explain_model",
     "load_checkpoint",
 ]
 

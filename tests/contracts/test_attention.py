@@ -60,6 +60,19 @@ def test_batch_axes_fold_with_all_that_belongs_to_them(backend: Backend) -> None
 
 
 @EACH_IMPLEMENTATION
+def test_two_runs_give_the_same_bits(backend: Backend) -> None:
+    rng = np.random.default_rng(2)
+    given = dict(zip(("query", "key", "value"), (rng.standard_normal((2, 4, 300, 16)) for _ in range(3)), strict=True))
+    given["slopes"] = np.asarray([0.5, 0.25, 0.125, 0.0625])
+    runs = []
+    for _ in range(2):
+        gradients = backend.gradients(given, np.sin(given["query"]), dtype="float32", is_causal=False)
+        runs.append({"output": backend.attention(**given, dtype="float32", is_causal=False)} | gradients)
+    for name, found in runs[0].items():
+        np.testing.assert_array_equal(found, runs[1][name], err_msg=name)
+
+
+@EACH_IMPLEMENTATION
 @pytest.mark.parametrize("batch", [(), (0,), (2, 0)])
 def test_any_number_of_batch_axes(backend: Backend, batch: tuple[int, ...]) -> None:
     query, key, value = tensors(*batch)

@@ -218,3 +218,11 @@ def test_a_law_holds_in_caches(name: str) -> None:
     placed, places, cache = FRAMEWORK[name].array(x), FRAMEWORK[name].array(np.arange(9)), layer.make_cache(2, 9)
     with pytest.raises(ValueError, match="cache must be None with positions"):
         layer(placed, cache=cache, positions=places)
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_explain_says_that_points_leave_out_no_key(backend: Backend) -> None:
+    case = Case((7, 7), 2, "euclidean", "linear", "integers", False, False, False, seed=2)
+    said = backend.explain(**case.tensors(), dtype="float32", positions=case.positions(), is_causal=False)
+    assert (said.implementation, said.share, said.scores_visible) == ("tiled", 1, BATCH * HEADS * 49)
+    assert np.all(np.isinf(said.horizons))

@@ -134,6 +134,18 @@ def write_baichuan(directory: Path, num_heads: int) -> Path:
     return directory
 
 
+def test_explain_says_what_the_heads_of_a_checkpoint_look_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "text").write_text("3 1 4\n1 5 9 2 6")
+    assert main(["explain", str(write_baichuan(tmp_path, 6)), "--tokens", str(tmp_path / "text")]) == 0
+    said = capsys.readouterr().out
+    assert "layer: median distance (share on the first token) of each head\n0: 1 (" in said
+    assert "heads that see only the first token, as layer.head: none" in said
+    assert main(["explain", str(tmp_path), "--tokens", "nowhere"]) == 2
+
+
 def test_a_checkpoint_is_explained_by_the_core_alone(tmp_path: Path) -> None:
     result = alone("explain", str(write_baichuan(tmp_path, 6)))
     assert (result.returncode, result.stderr) == (0, "")

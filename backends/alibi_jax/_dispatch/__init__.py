@@ -4,6 +4,7 @@ from alibi_jax._dispatch.choice import IMPLEMENTATIONS as IMPLEMENTATIONS
 from alibi_jax._dispatch.choice import Implementation as Implementation
 from alibi_jax._dispatch.choice import checked as checked
 from alibi_jax._dispatch.choice import choose as choose
+from alibi_jax._dispatch.choice import is_by_rows as is_by_rows
 from alibi_jax._dispatch.choice import name_of as name_of
 from alibi_jax._dispatch.choice import refusal as refusal
 from alibi_jax._dispatch.choice import require_dense as require_dense

@@ -29,6 +29,21 @@ def require_dense(call: AttentionCall, implementation: Implementation | None) ->
         raise NotImplementedError(f"implementation {name!r} {call.dense_only}; 'dense' can run this call")
 
 
+def is_by_rows(call: AttentionCall, implementation: Implementation | None) -> bool:
+    """Whether a call is computed by blocks of queries, as positions of the caller's own and other laws ask for.
+
+    Raises:
+        NotImplementedError: If the TPU kernel is named for such a call.
+    """
+    if call.is_toeplitz or implementation == "dense":
+        return False
+    if implementation not in (None, "tiled"):
+        raise NotImplementedError(
+            "implementation 'tpu' takes no positions and the linear law alone; 'tiled' and 'dense' can run this call"
+        )
+    return True
+
+
 def name_of(implementation: Implementation) -> str:
     """Return the name of an implementation."""
     return "tpu" if isinstance(implementation, TPU) else implementation
