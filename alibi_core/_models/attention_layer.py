@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from alibi_core._arrays import Namespace, checks, explains_keywords, namespace_of
+from alibi_core._distance import DISTANCES, LAWS
 from alibi_core._slopes import slope_values
 
 
@@ -44,6 +45,8 @@ class LayerShape:
         window_size: int | None = None,
         dropout: float = 0.0,
         bias: bool = False,
+        distance: str = "manhattan",
+        law: str = "linear",
     ) -> LayerShape:
         """Check a layer's arguments and fill in its sizes and slopes."""
         embed_dim = checks.positive_int("embed_dim", embed_dim)
@@ -68,6 +71,8 @@ class LayerShape:
         if window_size is not None:
             checks.window(window_size)
         checks.probability("dropout", dropout)
+        checks.one_of("distance", distance, DISTANCES)
+        checks.one_of("law", law, LAWS)
         if past is None:
             past = tuple(np.asarray(slope_values(num_heads), np.float32).tolist())
         return cls(embed_dim, num_heads, num_kv_heads, head_dim, past, future)
@@ -142,6 +147,7 @@ class BaseAttention(Module):
         """Check the layer's arguments, and make its projections by ``linear``, called with features in and out."""
         self.shape = shape = LayerShape.check(*sizes, is_causal=is_causal, **options)
         self.is_causal, self.window_size, self.implementation = is_causal, options["window_size"], implementation
+        self.distance, self.law = options["distance"], options["law"]
         width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.q_proj = linear(shape.embed_dim, width)
         self.k_proj = linear(shape.embed_dim, kv_width)
@@ -159,6 +165,7 @@ class BaseAttention(Module):
         context: Any | None = None,
         q_offset: Any | None = None,
         lengths: Any | None = None,
+        positions: Any | None = None,
     ) -> Any:
         """Attend within ``x``, from ``x`` to the tokens in ``cache`` and ``x``, or from ``x`` to those of ``context``.
 
@@ -175,6 +182,8 @@ class BaseAttention(Module):
             q_offset: With a ``context``, the position of the first token of ``x``, as for ``attention``.
             lengths: With a ``cache``, ``[batch]`` integers: how many tokens of each row of ``x`` count, where prompts
                 of different lengths are padded behind.
+            positions: ``[batch, length]`` or ``[batch, length, dims]``, positions of the caller's own, as for
+                ``attention``; with a ``context``, a pair (of ``x``, of the context). No cache goes with them.
 
         Returns:
             ``[batch, length, embed_dim]``, of the dtype of the projections' output. (In JAX, whose caches are values,
@@ -186,12 +195,15 @@ class BaseAttention(Module):
         """
         xp, sizes = self._xp, self.shape
         source = sizes.source_of_keys(x, xp, context=context, q_offset=q_offset, cache=cache, lengths=lengths)
+        if positions is not None and cache is not None:
+            raise ValueError("cache must be None with positions: a cache counts tokens")
         query, key, value = self._heads(x, source)
         rules = {"mask": mask, "segment_ids": segment_ids, "window_size": self.window_size}
-        rules["implementation"] = self.implementation
+        rules |= {"implementation": self.implementation, "law": self.law}
         longer = None
         if cache is None:
             direction = {"is_causal": self.is_causal, "future_slopes": self.future_slopes, "q_offset": q_offset}
+            direction |= {"positions": positions, "distance": self.distance}
             attended = self._attention(query, key, value, self._current_slopes, **direction, **rules)
         elif not self.is_causal:
             raise ValueError("cache must be None when is_causal=False (earlier tokens would have to look again)")

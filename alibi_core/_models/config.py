@@ -84,6 +84,9 @@ class AlibiConfig:
         learnable_slopes: Whether slopes are trained, starting from ``slopes``.
         window_size: Keys farther than this many tokens are masked: with 4 a query sees 5 keys, its own among them.
             Default: none are.
+        distance: Between points, where ``positions`` in space are given: ``"manhattan"``, ``"euclidean"`` or
+            ``"chebyshev"``.
+        law: How the penalty grows with the distance: ``"linear"``, ``"log"`` or ``"sqrt"``.
         implementation: As for the backend's ``attention``, which checks it.
 
     Raises:
@@ -125,6 +128,8 @@ class AlibiConfig:
     future_slopes: tuple[float, ...] | None = None
     learnable_slopes: bool = False
     window_size: int | None = None
+    distance: str = "manhattan"
+    law: str = "linear"
     implementation: Any = None
 
     def __post_init__(self) -> None:
@@ -189,7 +194,7 @@ class AlibiConfig:
             for name, values in (("slopes", self.slopes), ("future_slopes", self.future_slopes))
         }
         names = ("embed_dim", "num_heads", "num_kv_heads", "bias", "is_causal", "learnable_slopes", "window_size")
-        return arrays | {name: getattr(self, name) for name in (*names, "dropout", "implementation")}
+        return arrays | {name: getattr(self, name) for name in (*names, "dropout", "distance", "law", "implementation")}
 
 
 AlibiConfig.__init__ = explains_keywords(AlibiConfig.__init__)  # type: ignore[method-assign]

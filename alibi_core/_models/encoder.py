@@ -117,12 +117,13 @@ class BaseEncoder(BaseTextModel):
         mask: Any | None = None,
         segment_ids: Any | None = None,
         token_types: Any | None = None,
+        positions: Any | None = None,
     ) -> Any:
         """Return a vector for each token.
 
         Args:
             tokens: ``[batch, length]`` integers below ``vocab_size``.
-            mask, segment_ids: As for :class:`AlibiTransformer`. All of ``tokens`` are computed, padding too;
+            mask, segment_ids, positions: As for :class:`AlibiTransformer`. All of ``tokens`` are computed, padding too;
                 see :meth:`encode`.
             token_types: ``[batch, length]`` integers below ``config.token_types``. Default: all 0.
 
@@ -132,7 +133,8 @@ class BaseEncoder(BaseTextModel):
         Raises:
             ValueError: If ``token_types`` have another shape, or are given to a model without such embeddings.
         """
-        return self.transformer(self.embed(tokens, token_types=token_types), mask=mask, segment_ids=segment_ids)
+        x = self.embed(tokens, token_types=token_types)
+        return self.transformer(x, mask=mask, segment_ids=segment_ids, positions=positions)
 
     def embed(self, tokens: Any, *, token_types: Any | None = None) -> Any:
         """Return the transformer's input for ``tokens``, ``[batch, length]``: ``[batch, length, embed_dim]``."""

@@ -8,7 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from alibi_core._arrays import (
+    along_axis,
+    arange,
     asarray,
     astype,
     checks,
@@ -19,6 +23,7 @@ from alibi_core._arrays import (
     running_sum,
 )
 from alibi_core._models.attention_layer import scaled
+from alibi_core._models.encoder import TextRows
 from alibi_core._models.transformer import BaseTextModel, as_tuple
 
 _LEAST_TEMPERATURE = 2.0**-126  # the least normal number of float32, which logits are divided in
@@ -54,8 +59,9 @@ class Generation:
         top_p: Any = None,
         eos_token_id: Any = None,
         pad_token_id: Any = None,
+        is_padded: bool = False,
     ) -> Generation:
-        """Check the arguments that ``generate`` has in all backends."""
+        """Check the arguments that ``generate`` has in all backends; ``is_padded`` if prompts differ in length."""
         checks.non_negative_int("max_new_tokens", max_new_tokens)
         temperature = checks.non_negative_number("temperature", temperature)
         for name, given in (("top_k", top_k), ("top_p", top_p)):
@@ -82,9 +88,9 @@ class Generation:
             for token in ids:
                 if checks.non_negative_int(name, token) >= vocab_size:
                     raise ValueError(f"{name} must be below vocab_size, {vocab_size}, got {token}")
-        if pad_token_id is not None and not ends:
+        if pad_token_id is not None and not ends and not is_padded:
             raise ValueError(
-                f"pad_token_id must be None without an eos_token_id, after which it comes, got {pad_token_id}"
+                f"pad_token_id must be None without an eos_token_id or lengths, which it follows, got {pad_token_id}"
             )
         pads = (*named["pad_token_id"], *ends)
         return cls(
@@ -153,17 +159,19 @@ class BaseLanguageModel(BaseTextModel):
         mask: Any | None = None,
         segment_ids: Any | None = None,
         caches: Sequence[Any] | None = None,
+        positions: Any | None = None,
     ) -> Any:
         """Return the logits of the token after each of ``tokens``.
 
         Args:
             tokens: ``[batch, length]`` integers below ``vocab_size``.
-            mask, segment_ids, caches: As for :class:`AlibiTransformer`.
+            mask, segment_ids, caches, positions: As for :class:`AlibiTransformer`.
 
         Returns:
             ``[batch, length, vocab_size]``. In JAX, with caches, the pair of that and the longer caches.
         """
-        result = self.transformer(self.embed(tokens), mask=mask, segment_ids=segment_ids, caches=caches)
+        rules = {"mask": mask, "segment_ids": segment_ids, "positions": positions}
+        result = self.transformer(self.embed(tokens), caches=caches, **rules)
         hidden, *longer = as_tuple(result)
         return (self.read_out(hidden), *longer) if longer else self.read_out(hidden)
 
@@ -182,6 +190,8 @@ class BaseLanguageModel(BaseTextModel):
         tokens: Any,
         max_new_tokens: int,
         *,
+        lengths: Any | None = None,
+        mask: Any | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -191,16 +201,22 @@ class BaseLanguageModel(BaseTextModel):
     ) -> Any:
         """Return ``tokens`` and ``max_new_tokens`` more, each predicted from all before it. Dropout is off meanwhile.
 
+        Prompts may differ in length. Each goes on as it would alone: the new tokens follow its own, and padding comes
+        last.
+
         Args:
             tokens: ``[batch, length]`` integers, the prompts, of at least one token.
             max_new_tokens: How many tokens to add to each; may be 0.
+            lengths: ``[batch]`` integers, how many tokens of each prompt count; padding follows them.
+            mask: ``[batch, length]`` booleans or integers, 0 for padding, on either side, in place of lengths.
             temperature: 0 takes the likeliest token. Otherwise tokens are drawn, with the logits divided by this: 1 is
                 the model's own distribution, less is more cautious.
             top_k: Draw from this many of the likeliest tokens alone.
             top_p: Then draw from the likeliest of those alone, as many as it takes for their share of the probability
                 to reach this.
             eos_token_id: A token, or several, that ends a row.
-            pad_token_id: What a row that has ended is filled with. Default ``eos_token_id``, the first of several.
+            pad_token_id: What a row is filled with that has ended, or is shorter than others. Default
+                ``eos_token_id``, the first of several, or 0.
             key: The framework's random key, from which the draws follow. Default MLX's global one; JAX has none.
 
         Returns:
@@ -214,45 +230,93 @@ class BaseLanguageModel(BaseTextModel):
         """
         draws = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         ends = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
-        rules = Generation.check(tokens, max_new_tokens, self._vocab_size, **draws, **ends)
-        return self._generate(tokens, max_new_tokens, rules, key)
+        prompts = Prompts.check(checks.tokens(tokens, self._xp), lengths, mask)
+        is_padded = prompts.lengths is not None
+        rules = Generation.check(prompts.tokens, max_new_tokens, self._vocab_size, **draws, **ends, is_padded=is_padded)
+        return prompts.followed_by(self._generate(prompts, max_new_tokens, rules, key), rules.pad_token_id or 0)
 
-    def _generate(self, tokens: Any, number: int, rules: Generation, source: Any) -> Any:
+    def _generate(self, prompts: Prompts, number: int, rules: Generation, source: Any) -> list[Any]:
+        """Return the tokens that follow, ``[batch, 1]`` each."""
         if number == 0:
-            return self._xp.concatenate([tokens], axis=1)
+            return []
         before = [(module, module.training) for module in self.modules()]  # parents first
         self.eval()
         try:
-            return self._extend(tokens, number, rules, source)
+            return self._extend(prompts, number, rules, source)
         finally:
             for module, training in before:
                 module.train(training)
 
-    def _extend(self, tokens: Any, number: int, rules: Generation, source: Any) -> Any:
-        """Return ``tokens`` and ``number`` more; JAX compiles the steps."""
-        batch_size, length = tokens.shape
+    def _extend(self, prompts: Prompts, number: int, rules: Generation, source: Any) -> list[Any]:
+        """Return the ``number`` tokens that follow; JAX compiles the steps."""
+        batch_size, length = prompts.tokens.shape
         # The last token is never fed back, so the caches need no room for it.
         caches = self.transformer.make_caches(batch_size, length + number - 1)
         sources = self._sources(source, number)
 
         def step(unread: Any, ended: Any, index: int) -> tuple[Any, Any]:
-            hidden = self.transformer(self.embed(unread), caches=caches)
-            chosen = self._choose(self.read_out(hidden[:, -1]), rules, sources[index])  # [batch]
-            return rules.next_tokens(astype(namespace_of(chosen), chosen, tokens.dtype)[:, None], ended)
+            lengths = prompts.lengths if index == 0 else None
+            hidden = last_tokens(self.transformer(self.embed(unread), caches=caches, lengths=lengths), lengths)
+            chosen = self._choose(self.read_out(hidden), rules, sources[index])  # [batch]
+            return rules.next_tokens(astype(namespace_of(chosen), chosen, unread.dtype)[:, None], ended)
 
-        return continued(self._xp, tokens, number, step)
+        return following(prompts.tokens, number, step)
 
 
-def continued(
-    xp: Any, tokens: Any, number: int, step: Callable[[Any, Any, int], tuple[Any, Any]], *, may_stop: bool = True
-) -> Any:
-    """Return ``tokens``, ``[batch, length]``, and ``number`` more.
+@dataclass(frozen=True)
+class Prompts:
+    """Texts to go on with, padded behind."""
+
+    tokens: Any  # [batch, length]
+    lengths: Any | None  # [batch] int32: how many tokens of each row count; None for all
+
+    @classmethod
+    def check(cls, tokens: Any, lengths: Any | None, mask: Any | None) -> Prompts:
+        """Check the ``lengths`` or the ``mask`` of tokens, which are waited for, and move padding behind text."""
+        if lengths is None and mask is None:
+            return cls(tokens, None)
+        rows, xp = TextRows.check(tuple(tokens.shape), lengths, mask), namespace_of(tokens)
+        if 0 in rows.counts:
+            raise ValueError(f"tokens must have a token of text in each row, got lengths {rows.counts}")
+        order, device = np.argsort(~rows.text, axis=1, kind="stable"), device_of(xp, tokens)
+        tokens = along_axis(xp, tokens, asarray(xp, order.astype(np.int32), xp.int32, device), 1)
+        lengths = asarray(xp, rows.counts, xp.int32, device)
+        is_padding = arange(xp, tokens.shape[1], device)[None] >= lengths[:, None]
+        return cls(xp.where(is_padding, xp.zeros_like(tokens), tokens), lengths)  # padding may be no token of the model
+
+    def followed_by(self, new: list[Any], pad: int) -> Any:
+        """Return each prompt with its new tokens, then padding: ``[batch, length + len(new)]``."""
+        xp = namespace_of(self.tokens)
+        joined = xp.concat([self.tokens, *new], axis=1)
+        if self.lengths is None:
+            return joined
+        length, device = self.tokens.shape[1], device_of(xp, self.tokens)
+        places, ends = arange(xp, length + len(new), device)[None], self.lengths[:, None]
+        is_new, is_padding = places >= ends, places >= ends + len(new)
+        # Where to find the token of each place: in its prompt, or among the new ones.
+        source = xp.where(is_padding, 0, xp.where(is_new, places - ends + length, places + 0 * ends))
+        found = along_axis(xp, joined, source, 1)
+        return xp.where(is_padding, xp.full_like(found, pad), found)
+
+
+def last_tokens(hidden: Any, lengths: Any | None) -> Any:
+    """Return what stands at the last token of each row, ``[batch, features]``, of ``[batch, length, features]``."""
+    if lengths is None:
+        return hidden[:, -1]
+    return along_axis(namespace_of(hidden), hidden, lengths[:, None, None] - 1, 1)[:, 0]
+
+
+def following(
+    tokens: Any, number: int, step: Callable[[Any, Any, int], tuple[Any, Any]], *, may_stop: bool = True
+) -> list[Any]:
+    """Return the ``number`` tokens that follow ``tokens``, ``[batch, length]``, each ``[batch, 1]``.
 
     ``step`` takes the tokens that the model has not read, which rows have ended before, and the number of the step. It
     returns the tokens that follow, ``[batch, 1]``, and which rows have ended with them. If all have, and that can be
     read, generation stops.
     """
-    found, unread, ended = [tokens], tokens, None
+    found: list[Any] = []
+    unread, ended = tokens, None
     for index in range(number):
         had_ended = ended
         unread, ended = step(unread, ended, index)
@@ -261,7 +325,7 @@ def continued(
         if may_stop and had_ended is not None and bool(had_ended.all()):
             found += [unread] * (number - index - 1)
             break
-    return xp.concatenate(found, axis=1)
+    return found
 
 
 def _most(dtype: Any) -> int:

@@ -80,11 +80,11 @@ class BaseBlock(Module):
             self.second_attention_norm = parts.norm()
         self.feed_forward = parts.feed_forward()
 
-    def __call__(self, x: Any, *, mask: Any, segment_ids: Any, cache: Any) -> Any:
+    def __call__(self, x: Any, *, cache: Any, **rules: Any) -> Any:
         """Return ``x``, ``[batch, length, embed_dim]``, with both contributions added; in JAX a longer cache, too."""
         is_post_norm = self.kind in ("post_norm", "double_post_norm")
         normed = x if is_post_norm else self.attention_norm(x)
-        attended, *longer = as_tuple(self.attention(normed, mask=mask, segment_ids=segment_ids, cache=cache))
+        attended, *longer = as_tuple(self.attention(normed, cache=cache, **rules))
         y = self._post_norm(x, attended) if is_post_norm else self._pre_norm(x, normed, attended)
         return (y, *longer) if longer else y
 
@@ -130,7 +130,14 @@ class BaseTransformer(Module):
 
     @explains_keywords
     def __call__(
-        self, x: Any, *, mask: Any | None = None, segment_ids: Any | None = None, caches: Sequence[Any] | None = None
+        self,
+        x: Any,
+        *,
+        mask: Any | None = None,
+        segment_ids: Any | None = None,
+        caches: Sequence[Any] | None = None,
+        positions: Any | None = None,
+        lengths: Any | None = None,
     ) -> Any:
         """Return ``x`` transformed.
 
@@ -142,6 +149,9 @@ class BaseTransformer(Module):
                 (of ``x``, of all ``kv_len`` tokens).
             caches: One key-value cache a block, from :meth:`make_caches`. JAX's are values: give those that the call
                 before returned.
+            positions: ``[batch, length]`` or ``[batch, length, dims]``, positions of the caller's own, as for
+                ``attention``. No caches go with them.
+            lengths: With ``caches``, ``[batch]`` integers: how many tokens of each row of ``x`` count.
 
         Returns:
             ``[batch, length, embed_dim]``, of the dtype of ``x``. In JAX, with caches, the pair of that and the longer
@@ -155,9 +165,12 @@ class BaseTransformer(Module):
         given = [None] * len(self.blocks) if caches is None else caches
         before = cache_lengths(given)
         longer: list[Any] = []
+        rules = {"mask": mask, "segment_ids": segment_ids}
+        # A layer of the caller's own knows these only where they are given.
+        rules |= {name: x for name, x in (("positions", positions), ("lengths", lengths)) if x is not None}
         try:
             for block, cache in zip(self.blocks, given, strict=True):
-                x, *rest = as_tuple(block(x, mask=mask, segment_ids=segment_ids, cache=cache))
+                x, *rest = as_tuple(block(x, cache=cache, **rules))
                 longer += rest
         except Exception:
             truncate(before)  # tokens that one block refuses must not stay in the caches of those before it

@@ -256,7 +256,8 @@ def decoded(
 def _work(tasks: queue.SimpleQueue[Any], results: queue.SimpleQueue[Any]) -> None:
     while (function := tasks.get()) is not None:
         try:
-            results.put((function(), None))
+            with np.errstate(all="ignore"):  # results are judged; OpenBLAS raises flags for lanes that nobody reads
+                results.put((function(), None))
         except BaseException as error:  # whatever it is, even SystemExit, it is the adapter's and to be told
             results.put((None, error))
 

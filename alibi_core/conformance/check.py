@@ -69,8 +69,7 @@ def check(
     names = tuple(by_name) if laws is None else [checks.one_of("laws", name, tuple(by_name)) for name in laws]
     start = time.monotonic()
     caller = Caller(offer, checks.positive_number("time_limit", min(time_limit, threading.TIMEOUT_MAX)))
-    # The exact answers underflow as they should, whatever the user's NumPy makes of that; the adapter's thread has its
-    # own settings.
+    # The exact answers underflow as they should, whatever the user's NumPy makes of that.
     with np.errstate(all="ignore"), contextlib.closing(caller):
         features, refusals = find_features(caller)
         reports: dict[str, LawReport] = {}

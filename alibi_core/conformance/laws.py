@@ -179,7 +179,7 @@ def further_cases(feature: str, trial: Trial) -> Iterator[Case]:
         yield from [Case(SQUARE, q_offset=PER_BATCH)] * ("batch_offsets" in trial.features)
         yield from [Case(FEWER, q_offset=0)] * ("lengths" in trial.features)
     if feature == "segments":  # any ids, that go on after others
-        yield from (packed(Case(SQUARE, seed=1), form, (2, -7, -7, 2, 40, 40, -7)) for form in forms_of(trial)[:2])
+        yield from (packed(Case(SQUARE, seed=1), form, (2, -7, -7, 2, 7, 40, -7)) for form in forms_of(trial)[:2])
     if feature == "mask":  # a key that scores 30,000 or so more than others, and is hidden
         query, key = case.arrays["query"] + 16, case.arrays["key"].copy()
         shown = np.ones((2, 1, 1, 7), dtype=bool)
@@ -227,8 +227,8 @@ FEATURE_LAWS = (
     feature_law("asymmetric", "Future keys have the slopes future_slopes, which may be 0", forms=AHEAD),
     feature_law("grouped", "Query head h reads key/value head h // (num_heads // num_kv_heads)", GROUPED),
     feature_law("window", "Keys farther away than window_size are hidden, on either side, and no others", forms=BOTH),
-    feature_law("segments", "A query sees the keys of its own segment, and no others, whatever the ids and wherever it "
-                "goes on", forms=BOTH),
+    feature_law("segments", "A query sees the keys of its own segment, and no others, whatever the ids, also where a "
+                "segment continues after others", forms=BOTH),
     feature_law("mask", "Masked keys weigh nothing, however large their scores, and no other key is affected",
                 forms=BOTH),
     feature_law("batch_slopes", "Each batch entry has slopes of its own"),
@@ -386,6 +386,7 @@ def nowhere(trial: Trial) -> Iterator[Case]:
         cases += [({}, Sizes(1, 1, 1, (2, 1), 1)), ({}, MORE)]
     if "offset" in trial.features:
         cases += [({"q_offset": -2}, PLAIN[0]), ({"q_offset": -9}, SQUARE)]
+        cases += [({"q_offset": 20, "window_size": 3}, SQUARE)] * ("window" in trial.features)
     if "mask" in trial.features:
         shown = np.ones((2, 1, 7, 7), dtype=bool)
         shown[0, :, 3] = shown[1] = False

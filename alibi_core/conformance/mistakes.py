@@ -205,6 +205,8 @@ mistake("first batch offset", "Queries are placed by the first batch entry's q_o
         q_offset=lambda c, x: x[:1] + 0 * x)
 mistake("negative offset cut", "Queries are placed at 0 where q_offset is negative.",
         q_offset=lambda c, x: np.maximum(x, 0))
+mistake("large offset cut", "Queries are placed right behind the last key where q_offset is larger.",
+        q_offset=lambda c, x: np.minimum(x, c.kv_len))
 mistake("offset 0 as none", "Queries are aligned to the bottom right where q_offset is 0: 0 counts as not given.",
         q_offset=lambda c, x: np.where(x == 0, c.kv_len - c.q_len, x))
 mistake("segment positions restart", "Positions restart with each segment, of queries and of keys, so that a segment's "
@@ -242,6 +244,8 @@ mistake("segments see earlier ones", "Segments see earlier ones too: ids must be
         segments=lambda c, x: c.q_ids >= c.kv_ids)
 mistake("segments of first batch", "All batch entries have the first one's segment_ids.",
         segment_ids=lambda c, x: (x[0][:1] + 0 * x[0], x[1][:1] + 0 * x[1]))
+mistake("segments without sign", "Segment ids are told apart by their absolute values.",
+        segments=lambda c, x: np.abs(c.q_ids) == np.abs(c.kv_ids))
 mistake("negative segments are padding", "Segments with negative ids are hidden, as if they were padding.",
         segments=lambda c, x: x & (c.kv_ids >= 0))
 mistake("mask ignored", "mask is ignored.", mask=lambda c, x: None)

@@ -352,7 +352,6 @@ def exits(result: Any, query: Any) -> Any:
         (exits, "causal", "attention raised SystemExit: 3"),
         (lambda result, query: result[:, :1], "causal", "attention returned shape (2, 1, 7, 5), expected (2, 3, 7, 5)"),
         (lambda result, query: result.tolist(), "causal", "attention returned list, expected a NumPy array"),
-        (lambda result, query: None, "causal", "attention returned NoneType, expected a NumPy array"),
         (lambda result, query: result.astype(np.int32), "causal", "attention returned int32, expected float32"),
         (lambda result, query: result * np.nan, "causal", "NaN"),
         (lambda result, query: result + np.inf, "causal", "infinite where it should not be"),
@@ -373,13 +372,14 @@ def test_misbehaviour_is_reported_and_is_no_crash(change: Any, law: str, message
     [
         (lambda result, query: query, "The output is query, as it was given: no attention is computed."),
         (lambda result, query: 0 * result, "The output is 0 throughout: nothing is written to it."),
+        (lambda result, query: np.nan * result, "The output is NaN or infinite throughout, in a plain causal call."),
         (lambda result, query: np.ones((*query.shape[:3], query.shape[2])), "these are the weights; multiply them by"),
         (lambda result, query: result.swapaxes(1, 2), "; swap axes 1 and 2"),
         (lambda result, query: result.swapaxes(1, 2).reshape(*query.shape[::2], -1), "its heads are merged; make it ["),
         (lambda result, query: (None, result), "returned tuple, expected a NumPy array; return the output"),
         (lambda result, query: None, "returned NoneType, expected a NumPy array; it lacks a return"),
     ],
-    ids=["query", "zeros", "weights", "layout", "merged", "pair", "nothing"],
+    ids=["query", "zeros", "NaN", "weights", "layout", "merged", "pair", "nothing"],
 )
 def test_the_report_says_what_the_adapter_returned_instead(change: Any, sentence: str) -> None:
     report = check(misbehaving(change), laws=["causal"])

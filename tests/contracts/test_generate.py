@@ -158,3 +158,28 @@ def test_jax_asks_for_a_key() -> None:
     pytest.importorskip("flax")
     with pytest.raises(ValueError, match="^key must be given with a temperature above 0, got None"):
         generated("jax", prompts(1, 1), 1, temperature=1.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_of_several_lengths_go_on_as_each_would_alone(name: str) -> None:
+    prompt, lengths, new = prompts(4, 7), [3, 7, 1, 5], 6
+    alone = [model_of(name).generate(prompt[i : i + 1, :n], new)[0] for i, n in enumerate(lengths)]
+    expected = np.full((4, 7 + new), 0)
+    for row, text in zip(expected, alone, strict=True):
+        row[: len(text)] = text
+    padded = prompt.copy()
+    padded[np.arange(7) >= np.asarray(lengths)[:, None]] = -100
+    assert np.array_equal(model_of(name).generate(padded, new, lengths=lengths), expected)
+    to_the_right = np.stack([np.roll(row, 7 - n) for row, n in zip(padded, lengths, strict=True)])
+    for text, mask in ((padded, padded >= 0), (to_the_right, (to_the_right >= 0).astype(np.int32))):
+        assert np.array_equal(model_of(name).generate(text, new, mask=FRAMEWORK[name].array(mask)), expected)
+    ends = {"eos_token_id": int(alone[0][4]), "pad_token_id": 7}
+    with_end = model_of(name).generate(padded, new, lengths=lengths, **ends)
+    for row, (i, n) in zip(with_end, enumerate(lengths), strict=True):
+        one = model_of(name).generate(prompt[i : i + 1, :n], new, **ends)[0]
+        assert np.array_equal(row, np.append(one, [7] * (7 - n)))
+    assert np.array_equal(model_of(name).generate(padded, 0, lengths=lengths), expected[:, :7] * (padded >= 0))
+    with pytest.raises(ValueError, match="tokens must have a token of text in each row"):
+        model_of(name).generate(prompt, new, lengths=[3, 0, 1, 1])
+    with pytest.raises(ValueError, match="lengths must be None where a mask is given"):
+        model_of(name).generate(prompt, new, lengths=lengths, mask=FRAMEWORK[name].array(padded >= 0))

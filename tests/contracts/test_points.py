@@ -12,8 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import alibi_core
+from alibi_core.backend.models import AlibiConfig
 from alibi_core.conformance.testing import Attention, assert_within_budget
-from tests.support.frameworks import BACKENDS, DIFFERENTIABLE, FRAMEWORKS, LIBRARIES, Backend, Framework
+from tests.support.frameworks import (
+    BACKENDS,
+    DIFFERENTIABLE,
+    FRAMEWORK,
+    FRAMEWORKS,
+    LIBRARIES,
+    NAMES,
+    Backend,
+    Framework,
+)
+from tests.support.layers import apply, decode, make_layer
+from tests.support.models import make_model
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 6, 3, 5
 LAWS = {"linear": lambda d: d, "log": np.log1p, "sqrt": np.sqrt}
@@ -180,3 +192,29 @@ def test_the_bias_is_right_to_two_units_in_the_last_place(framework: Framework, 
         np.testing.assert_array_equal(found > -np.inf, shown)
         found, expected = found[shown], expected[shown]
         assert np.all(np.abs(found - expected) <= 2 * np.spacing(np.abs(expected)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_encoder_of_points_knows_nothing_of_their_order(name: str) -> None:
+    config = AlibiConfig(
+        num_layers=2, embed_dim=16, num_heads=4, is_causal=False, dropout=0.0, distance="euclidean", law="sqrt"
+    )
+    model, rng = make_model(name, "AlibiTransformer", config), np.random.default_rng(0)
+    x, points = (rng.normal(0, 3, (2, 11, n)).astype(np.float32) for n in (16, 2))
+    order = rng.permutation(11)
+    result = model(x, positions=points)
+    np.testing.assert_allclose(model(x[:, order], positions=points[:, order]), result[:, order], atol=1e-5)
+    assert np.abs(model(x, positions=points[:, order]) - result).max() > 1e-2
+    with pytest.raises(ValueError, match="is_causal must be False for positions with 2 dims"):
+        make_model(name, "AlibiTransformer", AlibiConfig(num_layers=1, embed_dim=16, num_heads=4))(x, positions=points)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_law_holds_in_caches(name: str) -> None:
+    layer = make_layer(name, embed_dim=16, num_heads=4, num_kv_heads=2, law="log")
+    x = np.random.default_rng(0).normal(size=(2, 9, 16)).astype(np.float32)
+    in_steps, _ = decode(name, layer, x, layer.make_cache(2, 9), [4, 1, 3, 1])
+    np.testing.assert_allclose(in_steps, apply(name, layer, x), atol=1e-5)
+    placed, places, cache = FRAMEWORK[name].array(x), FRAMEWORK[name].array(np.arange(9)), layer.make_cache(2, 9)
+    with pytest.raises(ValueError, match="cache must be None with positions"):
+        layer(placed, cache=cache, positions=places)

@@ -201,35 +201,15 @@ def test_a_backward_pass_through_a_cache_says_when_it_comes_too_late() -> None:
         layer(x[:, :1], cache=cache)
 
 
-def test_a_step_sees_what_becomes_of_keys_and_values() -> None:
-    key, value, query = torch.randn(3, 1, 4, 6, 8).unbind()
-    query, cache = query[:, :, :1], KVCache(1, 4, 10, 8)
-    held = cache.append(key, value)[0]
-    cache.attend(query)
-    held.mul_(2)
-    held.transpose_(1, 2)
-    torch.testing.assert_close(cache.attend(query), attention(query, 2 * key, value))
-    cache.key.data = 3 * cache.key
-    torch.testing.assert_close(cache.attend(query), attention(query, 6 * key, value))
-    cache.select_batch(torch.tensor([0, 0]))
-    torch.testing.assert_close(cache.attend(query.expand(2, -1, -1, -1))[1:], attention(query, 6 * key, value))
-    cache.key.requires_grad_()
-    assert cache.attend(query.expand(2, -1, -1, -1)).requires_grad
-
-
-def test_a_cache_that_was_attended_to_is_pickled_and_copied_once() -> None:
+def test_a_cache_may_be_pickled_and_copied() -> None:
     cache, query = KVCache(1, 4, 64, 8), torch.randn(1, 4, 1, 8)
     cache.append(torch.randn(1, 4, 60, 8), torch.randn(1, 4, 60, 8))
-    sizes = [len(pickle.dumps(cache))]
-    results = [cache.attend(query) for _ in range(2)]
-    copies = pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)
-    sizes.append(len(pickle.dumps(cache)))
-    assert sizes[1] == sizes[0]
-    for other in copies:
+    expected = cache.attend(query)
+    for other in (pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)):
         other.append(*torch.randn(2, 1, 4, 1, 8).unbind())
         other.truncate(60)
-        torch.testing.assert_close(other.attend(query), results[0], rtol=0, atol=0)
-    torch.testing.assert_close(cache.attend(query), results[1], rtol=0, atol=0)
+        assert torch.equal(other.attend(query), expected)
+    assert torch.equal(cache.attend(query), expected)
 
 
 @pytest.mark.full

@@ -173,6 +173,7 @@ class KVCache(NamedTuple):
         tolerance: float | None = None,
         implementation: Implementation | None = None,
         lengths: jax.Array | None = None,
+        law: str = "linear",
     ) -> jax.Array:
         """Return the causal attention of the last tokens held over all tokens held, reading no more than they need.
 
@@ -192,7 +193,7 @@ class KVCache(NamedTuple):
             ValueError: If fewer tokens are held than queries are given, or a value or a shape is wrong.
         """
         checked(implementation)
-        rules = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size, "scale": scale}
+        rules = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size, "scale": scale, "law": law}
         # Checked beside the cache, which is too large to turn around.
         heads_first = jnp.swapaxes(checks.array("query", query), -3, -2) if len(query.shape) == 4 else query
         q_len = heads_first.shape[-2]

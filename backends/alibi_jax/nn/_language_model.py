@@ -57,15 +57,18 @@ class AlibiLanguageModel(nnx.Module, models.BaseLanguageModel):
     def _tied_head(self, hidden: jax.Array) -> jax.Array:
         return self.embedding.attend(hidden)
 
-    def _generate(self, tokens: jax.Array, number: int, rules: Generation, key: jax.Array | None) -> jax.Array:
+    def _generate(
+        self, prompts: models.Prompts, number: int, rules: Generation, key: jax.Array | None
+    ) -> list[jax.Array]:
         if rules.temperature > 0 and key is None:
             raise ValueError("key must be given with a temperature above 0, got None; jax.random.key makes one")
         if number == 0:
-            return tokens
+            return []
         # A copy of the modules, to turn dropout off in.
         model = nnx.merge(*nnx.split(self))
         model.eval()
         graph, state = nnx.split(model)
+        tokens = prompts.tokens
         batch_size, length = tokens.shape
         # The last token is never fed back, so the caches need no room for it.
         caches = self.transformer.make_caches(batch_size, length + number - 1)
@@ -74,10 +77,14 @@ class AlibiLanguageModel(nnx.Module, models.BaseLanguageModel):
 
         def step(unread: jax.Array, ended: jax.Array | None, index: int) -> tuple[jax.Array, jax.Array | None]:
             nonlocal caches
-            unread, ended, caches = extend(graph, state, unread, caches, rules, keys[index], ended)
+            # Of rows of several lengths, the empty caches have one length and those that follow have many: no donation.
+            is_first = index == 0 and prompts.lengths is not None
+            unread, ended, caches = (_extend if is_first else extend)(
+                graph, state, unread, caches, rules, keys[index], ended, prompts.lengths if is_first else None
+            )
             return unread, ended
 
-        return models.continued(jnp, tokens, number, step, may_stop=extend is _extend_in_place)
+        return models.following(tokens, number, step, may_stop=extend is _extend_in_place)
 
 
 def _extended(
@@ -88,11 +95,12 @@ def _extended(
     rules: Generation,
     key: jax.Array | None,
     ended: jax.Array | None,
+    lengths: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None, list[Any]]:
     """Return the tokens, ``[batch, 1]``, that follow ``tokens``, which rows end, and the caches with ``tokens``."""
     model = nnx.merge(graph, state)
-    hidden, caches = model.transformer(model.embed(tokens), caches=caches)
-    logits = model.read_out(hidden[:, -1])  # [batch, vocab_size]
+    hidden, caches = model.transformer(model.embed(tokens), caches=caches, lengths=lengths)
+    logits = model.read_out(models.last_tokens(hidden, lengths))  # [batch, vocab_size]
     if rules.temperature == 0:
         chosen = logits.argmax(axis=-1)
     else:

@@ -31,8 +31,8 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
     cache's length is traced (under ``jax.jit``, say), so there, an overflow makes the output NaN, then and ever after.
 
     Args:
-        embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes, window_size, dropout: As fields of
-            :class:`AlibiConfig`.
+        embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes, window_size, dropout, distance, law: As
+            fields of :class:`AlibiConfig`.
         head_dim: Features a head. Default ``embed_dim // num_heads``.
         slopes: ``[num_heads]`` slopes, from NumPy or JAX, known when the layer is made. Default: the canonical ones.
             A tensor-parallel shard passes its slice of the global ones, ``alibi_core.slopes(n)[first:last]``.
@@ -80,6 +80,8 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
         learnable_slopes: bool = False,
         window_size: int | None = None,
         dropout: float = 0.0,
+        distance: str = "manhattan",
+        law: str = "linear",
         implementation: Implementation | None = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -106,6 +108,8 @@ class AlibiAttention(nnx.Module, models.BaseAttention):
             window_size=window_size,
             dropout=dropout,
             bias=bias,
+            distance=distance,
+            law=law,
         )
         self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout > 0 else None
         self.log_slopes = nnx.Param(jnp.log(jnp.asarray(self.shape.slopes, jnp.float32))) if learnable_slopes else None

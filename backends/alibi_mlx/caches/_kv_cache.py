@@ -129,6 +129,7 @@ class KVCache:
         tolerance: float | None = None,
         implementation: str | None = None,
         lengths: mx.array | None = None,
+        law: str = "linear",
     ) -> mx.array:
         """Return the causal attention of the last tokens held over all tokens held.
 
@@ -150,7 +151,7 @@ class KVCache:
         self._check_offset()
         if self.keys is None:
             raise ValueError("cache must hold the tokens that query is of, got an empty one; see append")
-        rules: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size}
+        rules: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size, "law": law}
         key, value = self.state[:2]
         if lengths is not None or self.lengths is not None:
             offsets = self._held(query.shape[0]) - _counts(lengths, *query.shape[:3:2])

@@ -54,12 +54,13 @@ class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
         segment_ids: mx.array | tuple[mx.array, mx.array] | None = None,
         caches: Sequence[Any] | None = None,
         cache: Sequence[Any] | None = None,
+        positions: mx.array | None = None,
     ) -> mx.array:
         """Return the logits of the token after each of ``tokens``.
 
         Args:
             tokens: ``[batch, length]`` integers below ``vocab_size``.
-            mask, segment_ids, caches: As for :class:`AlibiTransformer`.
+            mask, segment_ids, caches, positions: As for :class:`AlibiTransformer`.
             cache: The same as ``caches``, in the words of mlx-lm.
 
         Returns:
@@ -71,7 +72,7 @@ class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
         if cache is not None and caches is not None:
             raise ValueError("cache must be None where caches are given: both mean one cache a block")
         caches = caches if cache is None else cache
-        return super().__call__(tokens, mask=mask, segment_ids=segment_ids, caches=caches)
+        return super().__call__(tokens, mask=mask, segment_ids=segment_ids, caches=caches, positions=positions)
 
     @property
     def layers(self) -> list[Any]:

@@ -26,8 +26,8 @@ class AlibiAttention(nn.Module, models.BaseAttention):
     A cache may be any object with ``offset`` and ``update_and_fetch`` as mlx-lm's ``KVCache`` has them.
 
     Args:
-        embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes, window_size, dropout: As fields of
-            :class:`AlibiConfig`.
+        embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes, window_size, dropout, distance, law: As
+            fields of :class:`AlibiConfig`.
         head_dim: Features a head. Default ``embed_dim // num_heads``.
         slopes: ``[num_heads]`` slopes, an MLX or NumPy array. Default: the canonical ones. A tensor-parallel shard
             passes its slice of the global ones, ``alibi_core.slopes(n)[first:last]``.
@@ -62,6 +62,8 @@ class AlibiAttention(nn.Module, models.BaseAttention):
         learnable_slopes: bool = False,
         window_size: int | None = None,
         dropout: float = 0.0,
+        distance: str = "manhattan",
+        law: str = "linear",
         implementation: str | None = None,
     ) -> None:
         super().__init__()
@@ -81,6 +83,8 @@ class AlibiAttention(nn.Module, models.BaseAttention):
             window_size=window_size,
             dropout=dropout,
             bias=bias,
+            distance=distance,
+            law=law,
         )
         self.clip_qkv, self.query_factor, self.q_norm, self.k_norm = None, 1.0, None, None
         self.dropout = nn.Dropout(dropout)

@@ -63,7 +63,7 @@ def _takes_bfloat16(call: AttentionCall, dtype: torch.dtype, query: Tensor, key:
         return False
     if abs(call.scale) * call.head_dim > 2**20:
         return False
-    return all(bool(torch.linalg.vector_norm(x, math.inf) < 2**50) for x in (query, key))
+    return all(bool(torch.linalg.vector_norm(x, dtype=call.working_dtype) < 2**50) for x in (query, key))
 
 
 def _attend(

@@ -34,7 +34,7 @@ def attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, no
         return attention(flat, *tensors, norms).reshape(query.shape)
     is_recorded = needs_gradients(query, key, value, call.slopes, call.future_slopes)
     if not (is_recorded or is_watched(query, key, value)):  # an operator's dispatch takes longer than a short call
-        return _compute(call, query, key, value, plan_of(call, query, key, norms), call.dtype)[0]
+        return _without_gradients(call, query, key, value, norms)[0]
     is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     # Without gradients there is no use for more digits than those of the dtype; a trace serves calls of either kind.
     is_exact = is_recorded or (not is_traced and in_transform()) or torch.jit.is_tracing()
@@ -103,7 +103,7 @@ def plan_of(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | N
     for part in split(call, norms):
         tensors = *part.of_queries(query), *part.of_keys(key)
         if step.is_step(part.call):
-            rectangles, cutoff = step.jobs(part.call, *tensors, part.norms), None
+            rectangles, cutoff = step.jobs(part.call), None
         else:
             limits = limits_of(part.call, *tensors)
             rectangles, cutoff = (
@@ -113,6 +113,16 @@ def plan_of(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | N
         own = part.call if part.call.added_key_bias is None else replace(part.call, added_key_bias=None)
         found.append(Planned(part, rectangles, DistanceRow.of(own, rectangles, cutoff)))
     return found
+
+
+def _without_gradients(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None
+) -> tuple[Tensor, Tensor]:
+    """Return the result, in the dtype of the call, and the log-sum-exp of each query."""
+    if step.is_last_query(call):
+        result, logsumexp = step.attend_last_query(call, *_dense(query, key, value), norms)
+        return result.to(call.dtype), logsumexp
+    return _compute(call, query, key, value, plan_of(call, query, key, norms), call.dtype)
 
 
 def _compute(
@@ -192,10 +202,13 @@ def _attend_on_cpu(
     ``plans``.
     """
     call, norms = Packed(*rest[:-1]).unpacked(query, key)
-    planned = plan_of(call, query, key, norms)
-    if plans is not None:
-        plans.append(planned)
-    result, logsumexp = _compute(call, query, key, value, planned, call.working_dtype if rest[-1] else call.dtype)
+    if rest[-1]:
+        planned = plan_of(call, query, key, norms)
+        if plans is not None:
+            plans.append(planned)
+        result, logsumexp = _compute(call, query, key, value, planned, call.working_dtype)
+    else:
+        result, logsumexp = _without_gradients(call, query, key, value, norms)
     like = torch.empty_like(query, dtype=result.dtype)  # of strides that compilers have been told
     return result if result.stride() == like.stride() else like.copy_(result), logsumexp.contiguous()
 

@@ -180,7 +180,8 @@ def is_short(call: AttentionCall) -> bool:
 def uses_norms(call: AttentionCall) -> bool:
     """Whether the plan of a call asks for the norms of its keys, where somebody knows them."""
     if call.q_len <= tiling().few:
-        return call.num_kv_heads * math.prod(call.batch) * call.kv_len * call.head_dim >= LONG * tiling().short // SHORT
+        numbers = call.num_kv_heads * math.prod(call.batch) * call.kv_len * call.head_dim
+        return call.q_len == 1 and numbers >= LONG * tiling().short // SHORT
     return not is_short(call) and call.mask is None and call.q_segment_ids is None  # which may split the call
 
 
@@ -221,7 +222,6 @@ def horizons(call: AttentionCall, excess: np.ndarray) -> list[tuple[np.ndarray, 
     return found
 
 
-@np.errstate(all="ignore")
 def limits_of(call: AttentionCall, query: Tensor, key: Tensor) -> Limits | None:
     """Return the limits of a short part of a call; None where measuring saves nothing."""
     if not is_short(call) or tolerance_of(call) == 0 or call.kv_len < min(LEAST_MEASURED, tiling().short):
@@ -229,11 +229,13 @@ def limits_of(call: AttentionCall, query: Tensor, key: Tensor) -> Limits | None:
     if call.q_len <= tiling().few or call.added_key_bias is not None:
         return None
     norms = [norm_bounds(x, x.dtype).amax(dim=(0, 2)).double().numpy() for x in (query, key)]
-    bound = norms[0] * norms[1].repeat(call.num_heads // call.num_kv_heads) * abs(call.scale)
-    far = horizons(call, 2 * bound * (1 + 2 * score_rounding(call.head_dim)))
-    tokens = np.max([x.max(axis=0) for _, x in far], axis=0)
-    falls = [np.where(x < math.inf, slopes * x, math.inf).max(axis=0) for slopes, x in far]
-    return Limits(np.minimum(tokens, ENDLESS).tolist(), -torch.from_numpy(np.max(falls, axis=0)).to(call.working_dtype))
+    rounding = 1 + 2 * score_rounding(call.head_dim)
+    with np.errstate(all="ignore"):  # norms may be NaN or infinite
+        bound = norms[0] * norms[1].repeat(call.num_heads // call.num_kv_heads) * (2 * abs(call.scale) * rounding)
+        far = horizons(call, bound)
+        tokens = np.max([x.max(axis=0) for _, x in far], axis=0)
+        falls = np.max([np.where(x < math.inf, slopes * x, math.inf).max(axis=0) for slopes, x in far], axis=0)
+    return Limits(np.minimum(tokens, ENDLESS).tolist(), -torch.from_numpy(falls).to(call.working_dtype))
 
 
 def _blocks(call: AttentionCall, sizes: Tiling, limits: Limits | None) -> Iterator[Job]:

@@ -1,4 +1,4 @@
-"""A few queries, as in a step of decoding: all keys, or the last ones that known norms leave.
+"""A few queries, as in a step of decoding: all keys or, of one query, the last ones that known norms leave.
 
 Heads that share their keys become rows of one, so that nothing is copied for them. Keys in low precision are cast some
 heads at a time: in new memory, which is to be small enough for a cache of the CPU.
@@ -7,7 +7,7 @@ heads at a time: in new memory, which is to be small enough for a cache of the C
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from alibi_core.backend import AttentionCall
 from alibi_core.backend.horizon import Job, KeyNorms, score_rounding, tolerance_of, visible_keys
-from alibi_torch._cpu.bias import Bias, DistanceRow
+from alibi_torch._cpu.bias import Bias, DistanceRow, distance_row
 from alibi_torch._cpu.plan import alike, horizons, norm_bounds, tiling, uses_norms
 from alibi_torch._internals import fused_forward
 
@@ -29,59 +29,101 @@ def is_step(call: AttentionCall) -> bool:
     return call.q_len <= tiling().few
 
 
-def jobs(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None) -> list[Job]:
-    """Return the rectangles of a part of a few queries: of some heads, whole groups, and the keys that they need."""
-    first, stop = map(int, visible_keys(call, 0, call.q_len - 1))
-    if first >= stop:
-        first, stop = 0, 1  # queries that see nothing become zeros all the same
+def is_last_query(call: AttentionCall) -> bool:
+    """Whether a call has one query, at the last of its keys, which differ in nothing but their distance from it."""
+    is_plain = call.mask is None and call.q_segment_ids is None and call.added_key_bias is None
+    return call.q_len == 1 and is_plain and not call.has_offset_array and bool(call.q_offset == call.kv_len - 1)
+
+
+# --- One query at the last of its keys -------------------------------------------------------------------------------
+
+
+def attend_last_query(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, norms: KeyNorms | None
+) -> tuple[Tensor, Tensor]:
+    """Return the result, ``[batch, num_heads, 1, head_dim]``, in the working dtype, and the log-sum-exp."""
+    kv_len, dtype, shape = call.kv_len, call.working_dtype, query.shape
+    most = kv_len if call.window_size is None else min(kv_len, call.window_size + 1)
+    row = distance_row(call, most - 1, 1)  # [batch or 1, num_heads, most]
+    if call.num_kv_heads < call.num_heads:
+        query = query.reshape(shape[0], call.num_kv_heads, -1, shape[3])  # the heads of a group are rows
+    bias = row.reshape(len(row), call.num_kv_heads, -1, most)
+    found, widths = [], _widths(call, query, key, norms, most)
+    for heads, width in _groups(call, widths):
+        rows, keys, values, biases = query, key, value, bias
+        if width < kv_len or heads.stop - heads.start < call.num_kv_heads:
+            rows, biases = query[:, heads], bias[:, heads, :, most - width :]
+            keys, values = key[:, heads, kv_len - width :], value[:, heads, kv_len - width :]
+        found.append(fused_forward(rows.to(dtype), keys.to(dtype), values.to(dtype), biases, call.scale))
+    result, logsumexp = _joined(found)
+    return result.reshape(shape), logsumexp.reshape(shape[:3])
+
+
+def _groups(call: AttentionCall, widths: Sequence[int]) -> Iterator[tuple[slice, int]]:
+    """Yield the heads of keys that are computed together, and how many keys they need, of ``widths`` by head."""
+    if call.dtype == call.working_dtype and call.q_len == 1 and min(widths) == max(widths):
+        yield slice(0, len(widths)), widths[0]
+        return
     group = call.num_heads // call.num_kv_heads
-    widths = [stop - first] * call.num_kv_heads
-    numbers = call.batch[0] * (stop - first) * call.num_kv_heads * call.head_dim  # in the keys
-    if norms is None and call.dtype != call.working_dtype and numbers >= LONG_UNMEASURED:
-        norms = KeyNorms(norm_bounds(key, key.dtype).amax(dim=-1, keepdim=True), call.kv_len)
-    if norms is not None and uses_norms(call):
-        widths = _widths(call, query, key, norms, stop - first)
-    elif call.dtype == call.working_dtype and call.q_len == 1:
-        return [Job(slice(0, call.batch[0]), slice(0, call.num_heads), 0, 1, 1, first, stop - first)]
-    is_cast = call.dtype != call.working_dtype
-    most = [CAST // (call.batch[0] * call.head_dim), tiling().bias_elements // (call.q_len * group)]
-    found = []
+    most = tiling().bias_elements // (call.q_len * group)  # keys of all heads at a time
+    if call.dtype != call.working_dtype:
+        most = min(most, CAST // (call.batch[0] * call.head_dim))
     # A thread reads some four numbers of a key in the time of a score.
     for heads in alike(widths, 4 * tiling().call_scores / (call.batch[0] * call.head_dim)):
         width = max(widths[heads])
-        count = max(1, min(most[0] if is_cast else most[1], most[1]) // width)  # heads of keys at a time
+        count = max(1, most // width)
         for head in range(heads.start, heads.stop, count):
-            some = slice(head * group, min(head + count, heads.stop) * group)
-            found.append(Job(slice(0, call.batch[0]), some, 0, call.q_len, 1, stop - width, width))
-    return found
+            yield slice(head, min(head + count, heads.stop)), width
 
 
-@np.errstate(all="ignore")  # norms may be NaN or infinite
-def _widths(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms, most: int) -> list[int]:
+def _widths(call: AttentionCall, query: Tensor, key: Tensor, norms: KeyNorms | None, most: int) -> list[int]:
     """Return how many of the last keys, of ``most``, matter to a query at the last of them, by head of keys."""
-    if call.q_len != 1 or not call.sees_own_key or call.added_key_bias is not None or tolerance_of(call) == 0:
+    numbers = call.batch[0] * most * call.num_kv_heads * call.head_dim  # in the keys
+    if norms is None and call.dtype != call.working_dtype and numbers >= LONG_UNMEASURED:
+        norms = KeyNorms(norm_bounds(key, key.dtype).amax(dim=-1, keepdim=True), call.kv_len)
+    if norms is None or not uses_norms(call) or tolerance_of(call) == 0:
         return [most] * call.num_kv_heads
-    if not call.is_causal and call.q_offset < call.kv_len - 1:
-        return [most] * call.num_kv_heads
-    # [batch, num_kv_heads, heads of a group or 1, head_dim], float64
-    shape = query.shape[0], call.num_kv_heads, -1, call.head_dim
-    rows, own = (x.double().numpy() for x in (query.detach().reshape(shape), key[:, :, call.q_offset, None].detach()))
-    largest = norms.values.detach().double().numpy().max(axis=-1, keepdims=True)  # [batch or 1, num_kv_heads or 1, 1]
-    squares, scores = (np.einsum("...d,...d", rows, x) for x in (rows, own))  # [batch, num_kv_heads, heads of a group]
-    # The own key's score is rounded, and so are the others.
-    bound = np.sqrt(squares) * largest * (abs(call.scale) * (1 + 2 * score_rounding(call.head_dim)))
-    excess = (bound - scores * call.scale).max(axis=0).reshape(-1)
-    tokens = np.max([x.max(axis=0) for _, x in horizons(call, excess)], axis=0)
-    blocks = np.ceil(np.minimum(tokens, most).reshape(call.num_kv_heads, -1).max(axis=1) / NEAR)
-    return [min(most, NEAR * max(1, int(x))) for x in blocks]
+    # [batch, num_kv_heads, heads of a group or 1, head_dim]
+    tensors = query.reshape(*key.shape[:2], -1, call.head_dim), key[:, :, -1:], norms.values
+    rows, own, bounds = (x.detach().double().numpy() for x in tensors)
+    with np.errstate(all="ignore"):  # norms may be NaN or infinite
+        squares, scores = (np.einsum("...d,...d", rows, x) for x in (rows, own))
+        # The own key's score is rounded, and so are the others.
+        scale = abs(call.scale) * (1 + 2 * score_rounding(call.head_dim))
+        excess = np.sqrt(squares) * bounds.max(axis=-1, keepdims=True) * scale - scores * call.scale
+    far = horizons(call, excess.max(axis=0).reshape(-1))
+    tokens = np.minimum(np.max([x.max(axis=0) for _, x in far], axis=0), most).reshape(call.num_kv_heads, -1)
+    return [min(most, NEAR * max(1, int(x))) for x in np.ceil(tokens.max(axis=1) / NEAR)]
+
+
+def _joined(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return the results of some heads each as those of all."""
+    if len(found) == 1:
+        return found[0]
+    results, logsumexps = zip(*found, strict=True)
+    return torch.cat(results, dim=1), torch.cat(logsumexps, dim=1)
+
+
+# --- A few queries ---------------------------------------------------------------------------------------------------
+
+
+def jobs(call: AttentionCall) -> list[Job]:
+    """Return the rectangles of a part of a few queries: of some heads, whole groups, and all keys that they see."""
+    first, stop = map(int, visible_keys(call, 0, call.q_len - 1))
+    if first >= stop:
+        first, stop = 0, 1  # queries that see nothing become zeros all the same
+    group, width = call.num_heads // call.num_kv_heads, stop - first
+    return [
+        Job(slice(0, call.batch[0]), slice(some.start * group, some.stop * group), 0, call.q_len, 1, first, width)
+        for some, _ in _groups(call, [width] * call.num_kv_heads)
+    ]
 
 
 def forward(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, rectangles: Sequence[Job], row: DistanceRow
 ) -> tuple[Tensor, Tensor]:
     """Return the result of a few queries, in the working dtype, and the log-sum-exp of each."""
-    found = [_attend(call, job, row.bias_of(job), query, key, value) for job in rectangles]
-    return found[0] if len(found) == 1 else tuple(torch.cat(x, dim=1) for x in zip(*found, strict=True))
+    return _joined([_attend(call, job, row.bias_of(job), query, key, value) for job in rectangles])
 
 
 def _attend(
@@ -89,10 +131,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return what one call of the kernel makes of a job."""
     group, dtype, values = call.num_heads // call.num_kv_heads, call.working_dtype, bias.in_order(bias.values)
-    if job.kv_len < key.shape[2] or job.heads.stop - job.heads.start < query.shape[1]:
-        query, keys = query[:, job.heads], slice(job.heads.start // group, job.heads.stop // group)
-        key, value = key[:, keys, job.keys], value[:, keys, job.keys]
-    key, value = key.to(dtype), value.to(dtype)
+    query, keys = query[:, job.heads], slice(job.heads.start // group, job.heads.stop // group)
+    key, value = (x[:, keys, job.keys].to(dtype) for x in (key, value))
     if call.added_key_bias is not None:
         values = values + call.added_key_bias.expand(call.batch[0], -1, -1)[:, job.heads, None, job.keys]
     rows, sizes = query.to(dtype), query.shape

@@ -177,6 +177,7 @@ class KVCache:
         tolerance: float | None = None,
         implementation: str | None = None,
         lengths: Tensor | None = None,
+        law: str = "linear",
     ) -> Tensor:
         """Return the causal attention of the last tokens held over all tokens held.
 
@@ -194,6 +195,7 @@ class KVCache:
             implementation: As there.
             lengths: ``[batch_size]`` integers: how many of the queries of each row count, as :meth:`append` was told of
                 its tokens; the others' results mean nothing. Default: all.
+            law: As there.
 
         Returns:
             ``[batch_size, num_heads, q_len, head_dim]``.
@@ -205,6 +207,7 @@ class KVCache:
         if implementation is not None:
             one_of("implementation", implementation, IMPLEMENTATIONS)
         given = {"mask": mask, "segment_ids": segment_ids, "window_size": window_size, "scale": scale}
+        given |= {"law": None if law == "linear" else law}
         rules: dict[str, Any] = {name: x for name, x in (given | {"tolerance": tolerance}).items() if x is not None}
         if lengths is not None or self.lengths is not None:
             offsets = self._held() - self._counts(lengths, query.shape[2])

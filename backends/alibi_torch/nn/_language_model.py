@@ -53,6 +53,8 @@ class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
         tokens: Tensor,
         max_new_tokens: int,
         *,
+        lengths: Tensor | Sequence[int] | None = None,
+        mask: Tensor | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -62,14 +64,20 @@ class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
     ) -> Tensor:
         """Return ``tokens`` and ``max_new_tokens`` more, each predicted from all before it. Dropout is off meanwhile.
 
+        Prompts may differ in length. Each goes on as it would alone: the new tokens follow its own, and padding comes
+        last.
+
         Args:
             tokens: ``[batch, length]`` integers, the prompts, of at least one token.
             max_new_tokens: How many tokens to add to each; may be 0.
+            lengths: ``[batch]`` integers, how many tokens of each prompt count; padding follows them.
+            mask: ``[batch, length]`` booleans or integers, 0 for padding, on either side, in place of lengths.
             temperature: 0 takes the likeliest token. Otherwise tokens are drawn, with the logits divided by this.
             top_k: Draw from this many of the likeliest tokens alone.
             top_p: Then draw from the likeliest of those alone that reach this share of their probability together.
             eos_token_id: A token, or several, that ends a row.
-            pad_token_id: What a row that has ended is filled with. Default ``eos_token_id``, the first of several.
+            pad_token_id: What a row is filled with that has ended, or is shorter than others. Default
+                ``eos_token_id``, the first of several, or 0.
             generator: Source of the draws, on the device of ``tokens``. Default PyTorch's global one.
 
         Returns:
@@ -82,7 +90,7 @@ class AlibiLanguageModel(nn.Module, models.BaseLanguageModel):
         """
         rules = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         ends = {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
-        return super().generate(tokens, max_new_tokens, **rules, **ends, key=generator)
+        return super().generate(tokens, max_new_tokens, lengths=lengths, mask=mask, **rules, **ends, key=generator)
 
     def _tied_head(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.embedding.weight)

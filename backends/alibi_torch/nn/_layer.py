@@ -24,8 +24,8 @@ class AlibiAttention(KeepsSlopes, models.BaseAttention):
     does. Both stay float32 when the module is cast to a lower precision.
 
     Args:
-        embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes, window_size, dropout: As fields of
-            :class:`AlibiConfig`.
+        embed_dim, num_heads, num_kv_heads, bias, is_causal, learnable_slopes, window_size, dropout, distance, law: As
+            fields of :class:`AlibiConfig`.
         head_dim: Features a head. Default ``embed_dim // num_heads``.
         slopes: ``[num_heads]`` slopes, a PyTorch or NumPy array. Default: the canonical ones. A tensor-parallel shard
             passes its slice of the global ones, ``alibi_core.slopes(n)[first:last]``.
@@ -62,6 +62,8 @@ class AlibiAttention(KeepsSlopes, models.BaseAttention):
         learnable_slopes: bool = False,
         window_size: int | None = None,
         dropout: float = 0.0,
+        distance: str = "manhattan",
+        law: str = "linear",
         implementation: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -83,6 +85,8 @@ class AlibiAttention(KeepsSlopes, models.BaseAttention):
             window_size=window_size,
             dropout=dropout,
             bias=bias,
+            distance=distance,
+            law=law,
         )
         self.clip_qkv, self.query_factor, self.q_norm, self.k_norm = None, 1.0, None, None
         self.dropout = nn.Dropout(dropout)
