@@ -30,7 +30,7 @@ from alibi_core.conformance.trial import Trial
 
 Found = list[tuple[Mistake, str | None]]
 Answers = dict[str, Values]
-WORK = 45_000_000  # scores that a search may simulate, so that it ends on any machine with the same result
+WORK = 45_000_000  # scores that a search for pairs may simulate, twice as many for single mistakes, on any machine
 CALL = 500  # as much work as a call takes besides its scores
 HEADS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 24, 32, 40, 71, 112)
 # Neither sorted nor powers of two, nor any that bfloat16 holds, so that no two ways to take them agree.
@@ -333,17 +333,17 @@ def _best(
 ) -> Found | None:
     """Return the mistakes found so far and one or two more, which explain a probe and all explained before it."""
 
-    def is_spent() -> bool:
-        return sum(x.work_done for x in probes) > WORK
+    def is_spent(limit: int) -> bool:
+        return sum(x.work_done for x in probes) > limit
 
     probe, later = probes[number], probes[number + 1 :]
     plain = probe.answers(found)
-    relevant = [x for x in catalogue if not is_spent() and not _same(probe.answers([*found, (x, None)]), plain)]
+    relevant = [x for x in catalogue if not is_spent(2 * WORK) and not _same(probe.answers([*found, (x, None)]), plain)]
     failing = sum(not x.fits(found) for x in later)
     for size in (1, 2):
         options: list[Found] = []
         for chosen in itertools.combinations(relevant, size):
-            if is_spent():
+            if size > 1 and is_spent(WORK):
                 break
             if size > 1 and not probe.fits([*found, *((x, None) for x in chosen)]):
                 continue

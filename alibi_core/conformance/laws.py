@@ -32,7 +32,7 @@ from alibi_core.conformance.trial import Trial
 PLAIN = (Sizes(1, 1, 1, (1, 1), 1), Sizes(1, 1, 1, (2, 2), 1), Sizes(2, 3, 1, (7, 7), 5))
 SQUARE = PLAIN[-1]
 FEWER, MORE = Sizes(2, 2, 1, (5, 11), 3), Sizes(2, 3, 1, (11, 5), 3)
-UNEQUAL = (Sizes(1, 1, 1, (1, 2), 1), Sizes(1, 5, 1, (1, 13), 2), FEWER, MORE)
+UNEQUAL = (Sizes(1, 1, 1, (1, 2), 1), Sizes(2, 5, 1, (1, 13), 2), FEWER, MORE)
 GROUPED = (Sizes(1, 2, 2, (2, 2), 1), Sizes(2, 1, 2, (7, 7), 3), Sizes(1, 3, 2, (7, 7), 8))
 UNEQUAL_GROUPED = (Sizes(2, 3, 2, (5, 11), 3),)
 # Long enough for keys in several blocks, 64 each at least, and for horizons to end within the row.
@@ -179,7 +179,9 @@ def further_cases(feature: str, trial: Trial) -> Iterator[Case]:
         yield from [Case(SQUARE, q_offset=PER_BATCH)] * ("batch_offsets" in trial.features)
         yield from [Case(FEWER, q_offset=0)] * ("lengths" in trial.features)
     if feature == "segments":  # any ids, that go on after others
-        yield from (packed(Case(SQUARE, seed=1), form, (2, -7, -7, 2, 7, 40, -7)) for form in forms_of(trial)[:2])
+        yield from (
+            packed(Case(SQUARE, seed=1), form, (2, -7, -7, 2, 7, 2 + 2**16, -7)) for form in forms_of(trial)[:2]
+        )
     if feature == "mask":  # a key that scores 30,000 or so more than others, and is hidden
         query, key = case.arrays["query"] + 16, case.arrays["key"].copy()
         shown = np.ones((2, 1, 1, 7), dtype=bool)
@@ -481,6 +483,9 @@ def slope_gradients(trial: Trial) -> Iterator[Case]:
 def long_gradients(trial: Trial) -> Iterator[Case]:
     """All gradients are exact to rounding in rows of several blocks, too."""
     yield from (Case(LONG, data=name) for name in DATA)
+    yield from [Case(LONG, masking="by query")] * ("mask" in trial.features)
+    yield from [Case(LONG, window_size=64)] * ("window" in trial.features)
+    yield from [Case(LONG, packing="same")] * ("segments" in trial.features)
     yield from trial.drawn(long_sizes(trial), forms_of(trial), (), 0.5, data=("normal", *DATA))
 
 
