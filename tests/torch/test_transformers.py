@@ -906,6 +906,9 @@ def test_arguments_that_are_refused() -> None:
     with pytest.raises(ValueError, match="model must be accelerated"):
         AlibiCache(bloom())
     model = accelerate(mpt())
+    for x in (model, model.transformer):
+        with pytest.raises(TypeError, match="arguments must be given once each, got 1 of .* and input_ids"):
+            x(tokens_of(1, 5), input_ids=tokens_of(1, 5), position_ids=torch.arange(5)[None])
     with pytest.raises(ValueError, match="use_cache must be True with an AlibiCache, got False"):
         model.generate(tokens_of(1, 5), use_cache=False, max_new_tokens=2, **{CACHE: AlibiCache(model)})
 
