@@ -44,7 +44,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``alibi_torch.transformers`` when it is asked for: it needs more than PyTorch."""
-    if name == "transformers":
-        return importlib.import_module("alibi_torch.transformers")
+    """Import a module that needs more than PyTorch when it is asked for."""
+    if name in ("transformers", "sentence_transformers"):
+        return importlib.import_module(f"alibi_torch.{name}")
     raise AttributeError(f"module 'alibi_torch' has no attribute {name!r}")

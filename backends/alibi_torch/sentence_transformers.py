@@ -1,0 +1,164 @@
+"""Encoders with ALiBi in ``sentence-transformers``: ``SentenceTransformer(modules=[AlibiEmbedding.of(folder)])``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alibi_core.backend.checks import install_hint, one_of
+from alibi_core.backend.models import POOLING
+from alibi_torch.nn import AlibiConfig, AlibiEncoder, load_checkpoint
+
+try:
+    from safetensors.torch import load_file, save_file
+    from sentence_transformers.base.modules import InputModule
+    from transformers import AutoTokenizer
+except ModuleNotFoundError as error:
+    hint = install_hint("sentence-transformers")
+    raise ModuleNotFoundError(
+        f"alibi_torch.sentence_transformers needs {error.name}; {hint}", name=error.name
+    ) from error
+
+__all__ = ["AlibiEmbedding"]
+
+OWN_CONFIG, WEIGHTS = "alibi_embedding.json", "model.safetensors"
+
+
+class AlibiEmbedding(InputModule):
+    """Embed texts of any length by an :class:`AlibiEncoder`, padding-free: tokenizer, encoder, pooling, normalisation.
+
+    It is the only module that a ``SentenceTransformer`` needs. Texts of several lengths cost what their tokens cost.
+    Vectors of single tokens (``output_value="token_embeddings"``) are not offered. A saved model loads by :meth:`of`
+    again, or by ``SentenceTransformer(folder, trust_remote_code=True)``, which ``sentence-transformers`` asks for every
+    class that is not its own: no code in the folder is executed.
+
+    Args:
+        encoder: The encoder.
+        tokenizer: A tokenizer of ``transformers``.
+        pooling: ``"mean"`` or ``"cls"``, as for :meth:`AlibiEncoder.encode`.
+        normalize: Whether vectors are divided by their norm.
+        max_seq_length: Tokens that a text is cut to. Default: texts are not cut.
+
+    Example:
+        >>> from sentence_transformers import SentenceTransformer  # doctest: +SKIP
+        >>> from alibi_torch.sentence_transformers import AlibiEmbedding
+        >>> module = AlibiEmbedding.of("models/jina-embeddings-v2-small-en")  # doctest: +SKIP
+        >>> model = SentenceTransformer(modules=[module])  # doctest: +SKIP
+        >>> model.encode(["How far is it to Jena?", "Jena lies in Thuringia."]).shape  # doctest: +SKIP
+        (2, 512)
+    """
+
+    save_in_root = True
+
+    def __init__(
+        self,
+        encoder: AlibiEncoder,
+        tokenizer: Any,
+        *,
+        pooling: str = "mean",
+        normalize: bool = False,
+        max_seq_length: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.encoder, self.tokenizer = encoder, tokenizer
+        self.pooling, self.normalize = one_of("pooling", pooling, POOLING), normalize
+        self.max_seq_length = max_seq_length
+
+    @classmethod
+    def of(cls, folder: str | Path, *, dtype: torch.dtype | None = torch.float32, **options: Any) -> AlibiEmbedding:
+        """Return the module of a local checkpoint of Jina-embeddings-v2, MosaicBERT or DNABERT-2, or of a saved module.
+
+        Pooling, normalisation and the length of texts are those of the folder's ``modules.json``,
+        ``1_Pooling/config.json`` and ``sentence_bert_config.json``, if there are any. Nothing in the files is executed.
+
+        Args:
+            folder: With ``config.json``, safetensors and the tokenizer's files.
+            dtype: Of the parameters; None for that of the file.
+            **options: ``pooling``, ``normalize`` and ``max_seq_length``, in place of the folder's.
+
+        Raises:
+            FileNotFoundError: If a file is missing.
+            ValueError: If the checkpoint is of a decoder or of another family.
+        """
+        folder = Path(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if (folder / OWN_CONFIG).exists():
+            saved = _read(folder / OWN_CONFIG)
+            encoder = AlibiEncoder(_config(saved.pop("config")), saved.pop("vocab_size"))
+            encoder.load_state_dict(load_file(folder / WEIGHTS))
+            return cls(encoder if dtype is None else encoder.to(dtype), tokenizer, **saved | options).eval()
+        encoder = load_checkpoint(folder, dtype=dtype)
+        if not isinstance(encoder, AlibiEncoder):
+            raise ValueError(f"folder must hold the checkpoint of an encoder, got that of a decoder, {str(folder)!r}")
+        return cls(encoder, tokenizer, **_options_of(folder) | options).eval()
+
+    @classmethod
+    def load(cls, model_name_or_path: str, subfolder: str = "", **options: Any) -> AlibiEmbedding:
+        """Return the module that ``SentenceTransformer.save`` wrote; ``sentence-transformers`` calls this."""
+        names = ("token", "cache_folder", "revision", "local_files_only")
+        where = {name: options[name] for name in names if name in options}
+        folder = cls.load_dir_path(model_name_or_path, subfolder=subfolder, **where)
+        return cls.of(folder, dtype=None)
+
+    def preprocess(self, inputs: Sequence[str], prompt: str | None = None, **_: Any) -> dict[str, Tensor]:
+        """Return the tokens of texts, each behind the prompt: ``[batch, length]``, and a mask of text."""
+        texts = [(prompt or "") + text for text in inputs]
+        cut: dict[str, Any] = {"truncation": True, "max_length": self.max_seq_length} if self.max_seq_length else {}
+        return dict(self.tokenizer(texts, padding=True, return_tensors="pt", **cut))
+
+    def forward(self, features: dict[str, Any], **_: Any) -> dict[str, Any]:
+        """Add ``sentence_embedding``, ``[batch, embed_dim]``, to the tokens."""
+        types = features.get("token_type_ids") if self.encoder.config.token_types else None
+        rules = {"mask": features["attention_mask"], "token_types": types, "pooling": self.pooling}
+        vectors = self.encoder.encode(features["input_ids"], **rules)
+        features["sentence_embedding"] = torch.nn.functional.normalize(vectors, dim=-1) if self.normalize else vectors
+        return features
+
+    def get_embedding_dimension(self) -> int:
+        """Return the number of features of a vector."""
+        return self.encoder.config.embed_dim
+
+    def save(self, output_path: str, *_: Any, **__: Any) -> None:
+        """Write the encoder's shape and weights, and the tokenizer, to a folder."""
+        folder = Path(output_path)
+        shape = {"config": asdict(self.encoder.config), "vocab_size": self.encoder.embedding.num_embeddings}
+        options = {name: getattr(self, name) for name in ("pooling", "normalize", "max_seq_length")}
+        (folder / OWN_CONFIG).write_text(json.dumps(shape | options, indent=2), encoding="utf-8")
+        save_file({name: x.contiguous() for name, x in self.encoder.state_dict().items()}, folder / WEIGHTS)
+        self.save_tokenizer(output_path)
+
+
+def _options_of(folder: Path) -> dict[str, Any]:
+    """Return what the files of ``sentence-transformers`` say about pooling, normalisation and length."""
+    options: dict[str, Any] = {}
+    modules = _read(folder / "modules.json") or []
+    for module in modules:
+        kind, place = module["type"].rpartition(".")[2], folder / module["path"]
+        if kind == "Pooling":
+            options["pooling"] = _pooling(_read(place / "config.json") or {})
+        elif kind == "Normalize":
+            options["normalize"] = True
+    length = (_read(folder / "sentence_bert_config.json") or {}).get("max_seq_length")
+    return options | ({} if length is None else {"max_seq_length": length})
+
+
+def _pooling(config: dict[str, Any]) -> str:
+    """Return the pooling of a module's config, which has had two forms."""
+    names = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+    chosen = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
+    mode = config.get("pooling_mode") or "+".join(names.get(name, name) for name in chosen) or "mean"
+    return one_of("pooling mode", mode, POOLING)
+
+
+def _config(fields: dict[str, Any]) -> AlibiConfig:
+    return AlibiConfig(**{name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()})
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
