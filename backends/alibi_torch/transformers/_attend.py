@@ -111,7 +111,7 @@ def attend(rules: Rules, query: Tensor, key: Tensor, value: Tensor, tokens: Toke
 def make_plan(rules: Rules, tokens: Tokens, query: Tensor, key: Tensor, value: Tensor, is_dense: bool) -> Plan:
     """Return what layers with these rules, and tensors of these shapes, share in a pass."""
     q_len, device = query.shape[2], query.device
-    tokens = tokens.on(device)
+    tokens = tokens.beside(key)
     text, blind = tokens.text, None
     if text is not None:
         queries = (tokens.past + torch.arange(q_len, device=device)).clamp(max=tokens.kv_len - 1)

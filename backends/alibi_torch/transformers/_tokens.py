@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.utils.import_utils import is_tracing
 
@@ -49,10 +50,19 @@ class Tokens:
             origins = (mask != 0).int().argmax(dim=-1, keepdim=True)
         return Tokens(past, kv_len, mask, origins, sequences)
 
-    def on(self, device: torch.device) -> Tokens:
-        """Return the same on another device."""
-        tensors = (x if x is None else x.to(device) for x in (self.mask, self.origins, self.sequences))
-        return Tokens(self.past, self.kv_len, *tensors)
+    def beside(self, key: Tensor) -> Tokens:
+        """Return the same on the device of keys ``[batch, num_kv_heads, kv_len, head_dim]``, and as long."""
+        kv_len = key.shape[2]
+
+        def fitted(rows: Tensor | None) -> Tensor | None:
+            if rows is None or not torch.compiler.is_compiling():
+                return None if rows is None else rows.to(key.device)
+            # A compiler may know the two lengths as different symbols, which no check would find equal.
+            return F.pad(rows, (0, max(kv_len - rows.shape[-1], 0)))[:, :kv_len]
+
+        origins = self.origins if self.sequences is None else fitted(self.origins)
+        origins = None if origins is None else origins.to(key.device)
+        return Tokens(self.past, kv_len, fitted(self.mask), origins, fitted(self.sequences))
 
     @property
     def text(self) -> Tensor | None:
