@@ -37,7 +37,7 @@ def visible(length: int) -> Values:
 
 def acp(query: Values, key: Values, slopes: Values, tolerance: float) -> Values:
     """Return the blocks that ACP keeps: those whose largest decay is above ``ln(tolerance) - ln(length) - 2 U``."""
-    heads, length, head_dim = query.shape
+    length, head_dim = query.shape[1:]
     norms = [np.linalg.norm(x, axis=-1).max(axis=-1) for x in (query, key)]  # [heads]
     threshold = math.log(tolerance) - math.log(length) - 2 * head_dim**-0.5 * norms[0] * norms[1]
     starts = np.arange(0, length, BLOCK)
