@@ -53,7 +53,7 @@ def explains_keywords(function: Function) -> Function:
     @functools.wraps(function)
     def checked(*values: Any, **options: Any) -> Any:
         if not known.issuperset(options):
-            _check(function, known, options)
+            _check(function, known, options, values)
         return function(*values, **options)
 
     return checked  # type: ignore[return-value]
@@ -64,11 +64,15 @@ def check_keywords(function: Callable[..., Any], options: dict[str, Any]) -> Non
     _check(function, frozenset(inspect.signature(function).parameters), options)
 
 
-def _check(function: Callable[..., Any], known: frozenset[str], options: dict[str, Any]) -> None:
+def _check(
+    function: Callable[..., Any], known: frozenset[str], options: dict[str, Any], values: tuple[Any, ...] = ()
+) -> None:
     for name in options:
         if name not in known:
             hints = HINTS.get(name, ())
             hints = (hints,) if isinstance(hints, str) else hints
-            called = function.__qualname__.removesuffix(".__init__").removesuffix(".__call__")
+            owner, _, method = function.__qualname__.rpartition(".")
+            owner = type(values[0]).__name__ if owner and values else owner  # not the base class of all backends
+            called = f"{owner}.{method}".removesuffix(".__init__").removesuffix(".__call__").removeprefix(".")
             advice = next((f"; give {hint}" for hint in hints if re.split(r"\W", hint)[0] in known), "")
             raise TypeError(f"{called}() got an unexpected keyword argument {name!r}{advice}")

@@ -81,8 +81,8 @@ def horizon(
         [64.0, 129.0, 263.0, 536.0, 1092.0, 2228.0, 4543.0, 9263.0]
 
     References:
-        Press, Smith, Lewis, "Train Short, Test Long", section 3, arXiv 2108.12409, for the slopes; the bound is this
-        library's own.
+        Press, Smith, Lewis, "Train Short, Test Long", section 3, arXiv 2108.12409, for the slopes. Bounds of this
+        kind: RazorAttention, arXiv 2407.15891; Adaptive Computation Pruning, arXiv 2504.06949.
     """
     checks.boolean("is_causal", is_causal)
     tolerance = 2.0**-24 if tolerance is None else checks.non_negative_number("tolerance", tolerance)

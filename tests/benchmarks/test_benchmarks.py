@@ -29,6 +29,8 @@ QUICK = {
     "attention jax": ("--quick", "--backend", "jax", "--device", "cpu"),
     "attention mlx": ("--quick", "--backend", "mlx", "--device", "cpu"),
     "bias": ("--quick",),
+    "bounds": ("--length", "256"),
+    "patches": ("--quick",),
     "gpu": ("--dry-run",),
     "models": ("--quick",),
     "parallel": ("--quick",),
