@@ -28,6 +28,7 @@ FEATURES = {
     "mask": "mask, booleans [batch or 1, num_heads or 1, q_len or 1, kv_len]",
     "batch_slopes": "slopes [batch, num_heads]",
     "scale": "scale",
+    "points": "positions, a pair of arrays [batch, length] or [batch, length, dims], with distance and law",
     "nowhere": "zeros for a query that sees no key",
     "empty": "lengths of 0",
     "slope_gradients": "the gradient of slopes",
@@ -42,6 +43,7 @@ _PARAMETERS = {
     "segments": "segment_ids",
     "mask": "mask",
     "scale": "scale",
+    "points": "positions",
 }
 _BASE = ("slopes", "grad_output", "is_causal", "q_offset")
 # No signature shows these, and an implementation without them is wrong rather than raises: they must be declared.
@@ -92,8 +94,9 @@ class Adapter(Protocol):
 
         Query, key and value are passed by position, the rest by name.
 
-        Parameters ``future_slopes``, ``window_size``, ``segment_ids``, ``mask`` and ``scale`` are passed, by name, to
-        one that has them and offers the feature, in cases that need them. One without ``slopes`` has its contract's.
+        Parameters ``future_slopes``, ``window_size``, ``segment_ids``, ``mask``, ``scale`` and ``positions`` (with
+        ``distance`` and ``law``) are passed, by name, to one that has them and offers the feature, in cases that need
+        them. One without ``slopes`` has its contract's.
         """
 
     def attention_grad(
@@ -167,6 +170,7 @@ class Offer:
     def unknown(self) -> list[str]:
         """Names of the parameters of that function which the kit never passes."""
         known = {*_BASE, *_PARAMETERS.values(), "query", "key", "value", "cache", "wrt", "num_heads", "q_len", "kv_len"}
+        known |= {"distance", "law"}
         parameters = _parameters(self.functions.get(self.judged)) or {}
         return [name for name, x in parameters.items() if x.default is not x.empty and name not in known]
 

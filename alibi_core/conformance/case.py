@@ -18,6 +18,16 @@ from alibi_core.conformance.reference import TENSORS, Values
 
 FAR, PER_BATCH = 1_000_000, -1_000_000
 FORMS = ("causal", "symmetric", "asymmetric", "clamped")
+# Positions of the caller's own: how they are drawn, of a shape.
+POINTS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], Any]] = {
+    "line": lambda rng, shape: rng.integers(-9, 9, shape).astype(np.int32),  # with ties
+    "times": lambda rng, shape: rng.normal(0, 9, shape).astype(np.float32),
+    "grid": lambda rng, shape: rng.integers(-5, 5, (*shape, 2)).astype(np.int32),
+    "space": lambda rng, shape: rng.normal(0, 4, (*shape, 3)).astype(np.float32),
+    "class token": lambda rng, shape: np.where(
+        np.arange(shape[1])[:, None] == 0, np.nan, rng.normal(0, 4, (*shape, 2))
+    ).astype(np.float32),
+}
 COTANGENTS = ("random", "ones", "zeros", "one row", "one element")
 
 
@@ -65,6 +75,7 @@ class Case:
     packing: str | None = None
     masking: str | None = None
     slopes_per_batch: bool = False
+    points: tuple[str, str, str] | None = None  # one of POINTS, a distance, and a law
     seed: int = 0
     data: str = "normal"  # or the name of one of DATA, with slopes from steep to none
     scaling: float | None = None  # the scale, where it is not the default
@@ -164,6 +175,9 @@ class Case:
             arguments["window_size"] = self.window_size
         if self.scaling is not None:
             arguments["scale"] = self.scaling
+        if self.points is not None:
+            kind, arguments["distance"], arguments["law"] = self.points
+            arguments["positions"] = tuple(POINTS[kind](rng, (batch, n)) for n in (q_len, kv_len))
         if self.packing is not None:
             ids = np.sort(rng.integers(0, 3, size=(batch, q_len + kv_len)), axis=-1).astype(np.int32)
             if self.packing == "one row":

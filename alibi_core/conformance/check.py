@@ -168,5 +168,6 @@ _PROBES = {
     "segments": _probe(SQUARE, segment_ids=(_IDS, _IDS)),
     "mask": _probe(SQUARE, mask=np.ones((2, 1, 7, 7), dtype=bool)),
     "scale": _probe(SQUARE, scale=0.25),
+    "points": _probe(SQUARE, positions=(np.zeros((2, 7), np.int32),) * 2, distance="manhattan", law="linear"),
     "empty": _probe(Sizes(2, 3, 1, (0, 0), 5)),
 }

@@ -42,6 +42,9 @@ IDS = np.asarray(((0, 0, 0, 1, 1, 2, 2), (3, 3, -3, -3, 5, 5, 0)), np.int32)
 LONG_IDS = np.asarray(((0, 0, 0, 1, 1, 1, 2, 2, 2), (3, 3, 5, 5, 5, 5, 5, 0, 0)), np.int32)
 NOWHERE_IDS = tuple(np.asarray([x] * 2, np.int32) for x in ((0, 1, 1, 1, 4, 4, 4), (0, 0, 1, 1, 2, 2, 2)))
 
+TIMES = np.cumsum(_rng.uniform(0, 4, (2, 7)), axis=1).astype(np.float32)
+PATCHES = _rng.uniform(-3, 3, (2, 7, 2)).astype(np.float32)
+
 # Which features a probe needs, its lengths, and what is special.
 _SHOWN: dict[str, Any] = {"shown": True, "size": 0.0}
 HIDING: tuple[tuple[str, tuple[int, int], dict[str, Any]], ...] = (
@@ -94,6 +97,18 @@ PROBES: tuple[tuple[str, tuple[int, int], dict[str, Any]], ...] = (
     ("", (65, 65), {"slopes": FLAT}),
     ("", (130, 130), {"slopes": FLAT}),
     ("symmetric", (130, 130), {"slopes": FLAT}),
+    *(
+        (f"points{' symmetric' * (points.ndim > 2)}", (7, 7), {"positions": (points, points), "distance": x, "law": y})
+        for points, x, y in (
+            (TIMES, "manhattan", "linear"),
+            (TIMES, "manhattan", "log"),
+            (TIMES, "manhattan", "sqrt"),
+            (PATCHES, "manhattan", "linear"),
+            (PATCHES, "euclidean", "linear"),
+            (PATCHES, "chebyshev", "linear"),
+            (np.where(np.arange(7)[:, None] == 2, np.nan, PATCHES).astype(np.float32), "euclidean", "linear"),
+        )
+    ),
     ("far offset", (5, 11), {"q_offset": 1_000_000}),
 )
 BIASES = ((7, 7), (4, 11), (11, 5), (1, 9), (130, 130), (2, 511))

@@ -189,6 +189,17 @@ def further_cases(feature: str, trial: Trial) -> Iterator[Case]:
         yield case.with_arguments("causal", {"mask": shown}).with_arrays(query=query, key=key)
 
 
+POINT_CASES = (
+    ("line", "manhattan", "linear"),
+    ("times", "manhattan", "log"),
+    ("times", "manhattan", "sqrt"),
+    ("grid", "manhattan", "linear"),
+    ("grid", "euclidean", "linear"),
+    ("grid", "chebyshev", "log"),
+    ("space", "euclidean", "sqrt"),
+    ("class token", "euclidean", "linear"),
+    ("class token", "chebyshev", "linear"),
+)
 CAUSAL, SYMMETRIC, AHEAD = FORMS[:1], FORMS[1:2], FORMS[2:]
 BOTH = CAUSAL + SYMMETRIC
 
@@ -237,6 +248,26 @@ FEATURE_LAWS = (
     feature_law("scale", "Scores are multiplied by the scale, and the bias is not"),
 )
 # fmt: on
+
+
+@attention_law("points")
+def points(trial: Trial) -> Iterator[Case]:
+    """Between positions, slopes multiply the law of the distance, and a token without a position is near all others."""
+    yield from trial.seeded(point_cases(trial))
+
+
+def point_cases(trial: Trial) -> Iterator[Case]:
+    """Yield cases of positions of the caller's own: each kind, distance and law, the plainest first."""
+    symmetric = forms_of(trial)[:2][-1:]  # the only form there is in space
+    for kind, distance, law in POINT_CASES:
+        is_on_line = kind in ("line", "times")
+        for form in CAUSAL + symmetric if is_on_line else symmetric:
+            if is_on_line or form != "causal":
+                yield Case(SQUARE, form, points=(kind, distance, law))
+    if "lengths" in trial.features:
+        yield Case(FEWER, points=("times", "manhattan", "linear"))
+    if "mask" in trial.features:
+        yield Case(SQUARE, points=("times", "manhattan", "linear"), masking="by query")
 
 
 @attention_law()
@@ -489,6 +520,12 @@ def long_gradients(trial: Trial) -> Iterator[Case]:
     yield from trial.drawn(long_sizes(trial), forms_of(trial), (), 0.5, data=("normal", *DATA))
 
 
+@gradient_law("points")
+def point_gradients(trial: Trial) -> Iterator[Case]:
+    """All gradients are exact to rounding between positions of the caller's own, which have none."""
+    yield from point_cases(trial)
+
+
 @gradient_law()
 def large_gradients(trial: Trial) -> Iterator[Case]:
     """All gradients are exact to rounding with many batch entries, heads, features or tokens, too."""
@@ -661,7 +698,7 @@ def conduct(trial: Trial) -> None:
 LAWS = (
     *(slopes, causal_bias, symmetric_bias),
     *FEATURE_LAWS,
-    *(combined, long, large, precision, nowhere, empty, independent),
-    *(gradients, slope_gradients, long_gradients, large_gradients, cotangents, some_gradients),
+    *(points, combined, long, large, precision, nowhere, empty, independent),
+    *(gradients, slope_gradients, point_gradients, long_gradients, large_gradients, cotangents, some_gradients),
     *(decoding, long_decoding, continuations, conduct),
 )

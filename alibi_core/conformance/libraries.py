@@ -57,6 +57,7 @@ class BackendAdapter:
         cached: Makes a decoding step: ``cached(query, key, value, slopes, cache)`` returns ``(output, cache)``, heads
             first, for sequences of at most ``MAX_LENGTH`` tokens. Default, none.
         continuations: Whether caches stay as they are when tokens are appended.
+        points: Whether the function takes positions of the caller's own.
 
     Example:
         >>> from alibi_core.conformance import check
@@ -78,9 +79,11 @@ class BackendAdapter:
         length_first: bool = False,
         cached: Callable[..., tuple[Any, Any]] | None = None,
         continuations: bool = False,
+        points: bool = True,
     ) -> None:
         self.name, self.dtype = name, dtype
-        self.features = frozenset(FEATURES) - (set() if continuations else {"continuations"})
+        offered = {"continuations": continuations, "points": points}
+        self.features = frozenset(FEATURES) - {feature for feature, is_offered in offered.items() if not is_offered}
         self._library, self._attention, self._length_first = library, attention, length_first
         if library.gradients is not None:
             self.attention_grad = self._attention_grad

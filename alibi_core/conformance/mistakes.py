@@ -13,7 +13,7 @@ import numpy as np
 
 from alibi_core._slopes import slope_values
 from alibi_core.conformance.oracle import rounded
-from alibi_core.conformance.reference import Change, Mistake, Values, softmax
+from alibi_core.conformance.reference import LAWS, Change, Mistake, Values, softmax
 
 LN2 = math.log(2)
 BLOCKS = (8, 16, 32, 64, 128, 256)
@@ -223,6 +223,17 @@ mistake("causal ignored", "There is no causal mask: future keys are seen.", is_c
 mistake("always causal", "Attention is causal although is_causal=False.", is_causal=lambda c, x: True)
 mistake("finite where hidden", "Where keys are hidden, the bias is -1000 instead of minus infinity, which a steep "
         "slope reaches.", list_bias=lambda c, x: np.maximum(x, -1000.0))
+mistake("index in place of position", "Tokens stand at their index: positions are ignored.",
+        positions=lambda c, x: tuple(np.zeros((*t.shape[:2], 1)) + np.arange(t.shape[1])[:, None] for t in x))
+mistake("axes of points swapped", "Dimensions of the queries' positions are in the opposite order to the keys'.",
+        positions=lambda c, x: (x[0][..., ::-1], x[1]))
+mistake("squared distance", "The Euclidean distance is squared: its root is missing.",
+        distance=lambda c, x: x**2 if c.positions is not None and c.metric == "euclidean" else x)
+mistake("NaN of a token without a position", "A token whose position is NaN spreads it: its distance to others is 0.",
+        nowhere=lambda c, x: np.zeros_like(x))
+mistake("law after the slope", "The law is taken of the slope times the distance: it is the distance's alone.",
+        bias=lambda c, x: x if c.law == "linear" else -LAWS[c.law](c.rate * c.distance))
+mistake("law ignored", "The law is ignored: the penalty is linear in the distance.", penalty=lambda c, x: c.distance)
 mistake("window ignored", "window_size is ignored.", window_size=lambda c, x: None)
 mistake("window one less", "The window is one key too short: distances up to window_size are to be seen, window_size "
         "included.", window_size=lambda c, x: x - 1)

@@ -53,6 +53,9 @@ class Rules:
     kv_segment_ids: Values | None = None
     window_size: int | None = None
     mask: Values | None = None  # broadcasts to [batch, heads, q_len, kv_len]
+    positions: tuple[Values, Values] | None = None  # of queries and keys, [batch, length] or [batch, length, dims]
+    distance: str = "manhattan"
+    law: str = "linear"
 
     def largest_bias(self, batch: int, heads: int, q_len: int, kv_len: int) -> Values:
         """Return how large a bias may be that is counted from any token of the row, ``[batch, heads, 1, 1]``."""
@@ -65,7 +68,7 @@ class Rules:
         """Return the steps of the reference up to the bias."""
         query, key = (np.zeros((batch, heads, n, 0)) for n in (q_len, kv_len))
         ids = None if self.q_segment_ids is None else (self.q_segment_ids, self.kv_segment_ids)
-        names = ("q_offset", "is_causal", "future_slopes", "window_size", "mask")
+        names = ("q_offset", "is_causal", "future_slopes", "window_size", "mask", "positions", "distance", "law")
         arguments = {name: getattr(self, name) for name in names}
         computation = Computation((), {}, query, key, key, self.slopes, segment_ids=ids, **arguments)
         compute_bias(computation)
@@ -77,7 +80,7 @@ class Rules:
         sides = {"slopes": c.visible}
         if self.future_slopes is not None:
             sides = {"slopes": c.visible & (c.ahead <= 0), "future_slopes": c.visible & (c.ahead > 0)}
-        return {name: side * c.distance for name, side in sides.items()}
+        return {name: side * c.penalty for name, side in sides.items()}
 
 
 def penalties(rules: Rules, batch: int, heads: int, q_len: int, kv_len: int) -> Values:

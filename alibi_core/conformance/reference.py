@@ -41,12 +41,19 @@ CONDITIONS = {
     "mask": "where keys are masked",
     "batch_slopes": "with slopes for each batch entry",
     "scale": "where scale is given",
+    "points": "where positions are given",
     "long": "in long rows",
     "first step": "in the first step",
     "later steps": "in steps after the first",
     "single steps": "in later steps of a single token",
     "chunks": "in later steps of several tokens",
 }
+NORMS: dict[str, Callable[[Values], Values]] = {
+    "manhattan": lambda steps: np.abs(steps).sum(axis=-1),
+    "euclidean": lambda steps: np.sqrt((steps**2).sum(axis=-1)),
+    "chebyshev": lambda steps: np.abs(steps).max(axis=-1),
+}
+LAWS: dict[str, Callable[[Values], Values]] = {"linear": lambda x: x, "log": np.log1p, "sqrt": np.sqrt}
 LONG = 65  # keys, from which on a row is long
 Active = Sequence[tuple[Mistake, str | None]]  # mistakes, each with the condition under which it is made
 
@@ -81,6 +88,9 @@ class Computation:
         segment_ids: Any = None,
         mask: Any = None,
         scale: float | None = None,
+        positions: Any = None,
+        distance: str = "manhattan",
+        law: str = "linear",
         grad_output: Any = None,
         before: int | None = None,
     ) -> None:
@@ -100,6 +110,12 @@ class Computation:
             segment_ids = tuple(np.broadcast_to(x, (self.batch, np.shape(x)[-1])) for x in pair)
         self.is_causal, self.window_size, self.segment_ids, self.scale = is_causal, window_size, segment_ids, scale
         self.mask = None if mask is None else np.reshape(mask, (1,) * (4 - np.ndim(mask)) + np.shape(mask))
+        if positions is not None:  # [batch, length, dims] each
+            positions = tuple(
+                np.asarray(x, np.float64)[..., None] if np.ndim(x) == 2 else np.asarray(x, np.float64)
+                for x in positions
+            )
+        self.positions, self.metric, self.law = positions, distance, law
         self.grad_output, self.state, self.before = grad_output, state, before
         self.conditions = self._conditions()
         self._changes = [x.changes for x, where in mistakes if where is None or where in self.conditions]
@@ -128,6 +144,7 @@ class Computation:
                 "mask": self.mask is not None,
                 "batch_slopes": not self.shares_slopes,
                 "scale": self.scale is not None,
+                "points": self.positions is not None,
                 "long": self.kv_len >= LONG,
             }
         return frozenset(name for name, holds in found.items() if holds)
@@ -151,13 +168,17 @@ def compute_bias(c: Computation) -> None:
     c.step("q_offset", c.q_offset)
     c.step("q_positions", c.q_offset + np.arange(c.q_len)[:, None])
     c.step("k_positions", np.arange(c.kv_len)[None, None, None])
-    c.step("ahead", c.k_positions - c.q_positions)
-    c.step("distance", np.abs(c.ahead).astype(np.float64))
+    if c.step("positions", c.positions) is None:
+        c.step("ahead", c.k_positions - c.q_positions)
+        c.step("distance", np.abs(c.ahead).astype(np.float64))
+    else:
+        place_points(c)
+    c.step("penalty", LAWS[c.law](c.distance))
     past = c.slopes[..., None, None]
     c.step("future", past if c.future_slopes is None else c.future_slopes[..., None, None])
     c.step("rate", np.where(c.ahead > 0, c.future, past))
-    c.step("bias", -c.rate * c.distance)
-    c.step("causal", c.k_positions <= c.q_positions)
+    c.step("bias", -c.rate * c.penalty)
+    c.step("causal", c.k_positions <= c.q_positions if c.positions is None else c.ahead <= 0)
     visible = c.causal if c.step("is_causal", c.is_causal) else np.ones_like(c.causal)
     if c.step("segment_ids", c.segment_ids) is not None:  # [batch, 1, q_len, 1], [batch, 1, 1, kv_len]
         c.q_ids, c.kv_ids = c.segment_ids[0][:, None, :, None], c.segment_ids[1][:, None, None]
@@ -168,6 +189,17 @@ def compute_bias(c: Computation) -> None:
     if c.step("mask", c.mask) is not None:
         visible = visible & c.step("masked", c.mask)
     c.step("visible", visible & c.step("keys", np.ones(c.kv_len, bool)))
+
+
+def place_points(c: Computation) -> None:
+    """Compute distances between positions of the caller's own, and how far keys are ahead on a line."""
+    queries, keys = c.positions
+    keys = keys[:, np.minimum(np.arange(c.kv_len), keys.shape[1] - 1)]  # a mistake may add keys, or leave some out
+    c.step("steps", keys[:, None, None] - queries[:, None, :, None])  # [batch, 1, q_len, kv_len, dims]
+    c.step("nowhere", np.isnan(c.steps).any(axis=-1))
+    c.step("distance", np.where(c.nowhere, 0.0, NORMS[c.metric](c.steps)))
+    is_on_line = c.steps.shape[-1] == 1
+    c.step("ahead", np.where(c.nowhere, 0.0, c.steps[..., 0]) if is_on_line else -c.distance)
 
 
 def attend(c: Computation) -> Values:
@@ -220,7 +252,7 @@ def differentiate(c: Computation) -> dict[str, Values]:
     if c.future_slopes is not None:
         sides = {"slopes": c.ahead <= 0, "future_slopes": c.ahead > 0}
     for name, side in sides.items():
-        along = c.changed("bias", -(side * c.distance))  # the bias of slopes of 1 on this side
+        along = c.changed("bias", -(side * c.penalty))  # the bias of slopes of 1 on this side
         gradient = (c.d_scores * along).sum(axis=(2, 3))
         gradient = c.step("d_slopes", _to_given_slopes(c, gradient))  # [batch, num_heads]
         found[name] = c.step("d_shared_slopes", gradient.sum(axis=0)) if c.shares_slopes else gradient

@@ -17,7 +17,7 @@ from alibi_jax.caches import KVCache
 __all__ = ["adapters"]
 
 DTYPES = ("float32", "float16", "bfloat16")
-Static = tuple[tuple[str, bool | int | float], ...]
+Static = tuple[tuple[str, bool | int | float | str], ...]
 
 
 def adapters() -> list[BackendAdapter]:
@@ -37,6 +37,7 @@ def adapters() -> list[BackendAdapter]:
             length_first=True,
             cached=functools.partial(_decode_step, name),
             continuations=True,
+            points=name != "tpu",
         )
         for name in names
         for dtype in DTYPES
@@ -75,7 +76,7 @@ def _gradients(
 
 def _split(arguments: Mapping[str, Any]) -> tuple[Static, dict[str, Any]]:
     """Return the arguments that a program is compiled for, and those that it is called with."""
-    static = {name: x for name, x in arguments.items() if isinstance(x, bool | int | float)}
+    static = {name: x for name, x in arguments.items() if isinstance(x, bool | int | float | str)}
     return tuple(sorted(static.items())), {name: x for name, x in arguments.items() if name not in static}
 
 

@@ -44,6 +44,7 @@ def _adapter(implementation: str, dtype: str, device: str) -> BackendAdapter:
         functools.partial(attention, implementation=implementation),
         dtype=dtype,
         cached=functools.partial(_decode_step, implementation),
+        points=implementation != "flex",
     )
 
 
