@@ -115,6 +115,7 @@ def fold_error_bound(slopes: int | Array, kv_len: int, *, head_dim: int, dtype: 
         ['5.7e-03', '2.8e-03', '1.4e-03', '7.1e-04', '3.6e-04', '1.8e-04', '8.9e-05', '4.4e-05']
     """
     head_dim, (bits, rates, limbs) = checks.size("head_dim", head_dim), _limbs(kv_len, dtype)
+    kv_len = int(kv_len)  # of NumPy's integers, small ones would wrap
     xp, placed = slopes_of_any_sign(slopes)
     centre = _centre(1 if q_len is None else checks.non_negative_int("q_len", q_len), kv_len)
     farthest = max(centre, kv_len - 1 - centre)

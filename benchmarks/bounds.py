@@ -23,8 +23,7 @@ import alibi_core
 from alibi_core.backend import AttentionCall
 from alibi_core.backend.horizon import Tiling, host_ranges
 from benchmarks import harness
-from benchmarks.extrapolation.__main__ import QUICK, standard_library, train
-from benchmarks.extrapolation.models import build
+from benchmarks.extrapolation import QUICK, build, standard_library, train
 
 BLOCK, TOLERANCES = 128, {"2**-24": 2.0**-24, "e**-10": math.exp(-10)}
 Values = np.ndarray[Any, Any]
