@@ -88,7 +88,8 @@ def positions_fit(q_offset: int, q_len: int, kv_len: int) -> None:
 
 def positions_apart(q_positions: Any, kv_positions: Any) -> None:
     """Check that int64 holds the distances of positions, as far as values can be seen: they would wrap unnoticed."""
-    values = [host_values(x) for x in (q_positions, kv_positions) if "64" in str(x.dtype)]
+    pair = (q_positions, kv_positions)
+    values = [host_values(x) for x in pair] if any("64" in str(x.dtype) for x in pair) else []
     found = [x for x in values if x is not None and x.size]
     if not found:
         return

@@ -379,7 +379,7 @@ for _name, _what, _change in (
 
 mistake("previous keys forgotten", "New tokens see one another alone: the cache is not used.",
         keys=lambda c, x: x if c.before is None else x & (np.arange(c.kv_len) >= c.before))
-each((5, 64, 256), "cache holds the last: {}", "The cache holds the last {} tokens.",
+each((5, 64, 128), "cache holds the last: {}", "The cache holds the last {} tokens.",
      kept=lambda c, x, n: x[:, :, -n:])
 mistake("token lost as the cache grows", "The cache grows by eight tokens at a time, and loses the last one that it "
         "held.", kept=lambda c, x: np.delete(x, c.before - 1, axis=2) if appended(c) else x)
