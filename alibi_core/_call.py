@@ -415,7 +415,7 @@ class AttentionCall:
         return bias if self.added_bias is None else bias + self.added_bias
 
     def nearest_visible(self, relative: Any, visible: Any) -> Any:
-        """Return the distance to each query's nearest visible key, ``[..., q_len, 1]``; if none, MAX_POSITION or more."""
+        """Return the distance of each query's nearest visible key, ``[..., q_len, 1]``, or MAX_POSITION and more."""
         if self.q_points is None:
             far: float = checks.MAX_POSITION
         else:
