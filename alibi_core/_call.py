@@ -415,7 +415,10 @@ class AttentionCall:
         return bias if self.added_bias is None else bias + self.added_bias
 
     def nearest_visible(self, relative: Any, visible: Any) -> Any:
-        """Return the distance of each query's nearest visible key, ``[..., q_len, 1]``, or MAX_POSITION and more."""
+        """Return the distance of each query's nearest visible key, ``[..., q_len, 1]``.
+
+        It is at least MAX_POSITION for a fully masked query.
+        """
         if self.q_points is None:
             far: float = checks.MAX_POSITION
         else:
