@@ -130,6 +130,7 @@ def bias(
     q_offset = kv_len - q_len if q_offset is None else checks.integer("q_offset", q_offset, traced)
     checks.positions_fit(q_offset, q_len, kv_len)
     made_of = _Parts.check(contract, slopes, future_slopes, is_causal, allow_negative_slopes, xp, dtype, device, law)
+    # [q_len] and [kv_len], int32
     queries, keys = (arange(made_of.xp, length, made_of.device) for length in (q_len, kv_len))
     return made_of.between(relative_positions(made_of.xp, queries + q_offset, keys), keys)
 
@@ -236,6 +237,7 @@ def bias_from_positions(
             f"contract must be one that knows positions, got {contract!r}, which counts columns; bias takes it, with "
             "any padding"
         )
+    # Leading axes of positions, segment ids and slopes broadcast against each other.
     leading = {name: tuple(array.shape[:-1]) for name, array in named.items()}
     leading |= {"q_positions": q_points.shape[:-2], "kv_positions": kv_points.shape[:-2]}
     batch = _leading_shape(leading | {"slopes": made_of.slopes.shape[:-1]})
@@ -243,11 +245,13 @@ def bias_from_positions(
         checks.broadcastable("q_segment_ids", q_segment_ids.shape, (*batch, q_points.shape[-2]), "..., q_len")
         checks.broadcastable("kv_segment_ids", kv_segment_ids.shape, (*batch, kv_points.shape[-2]), "..., kv_len")
     precise = xp.float64 if _has_float64(xp) else xp.float32
+    # [..., 1, q_len, kv_len]
     relative = with_head_axis(relative_points(xp, q_points, kv_points, distance or "manhattan", precise))
     same = None
     if q_segment_ids is not None and kv_segment_ids is not None:
         # PyTorch does not compare most unsigned integers.
         q_ids, kv_ids = (signed(xp, ids) for ids in (q_segment_ids, kv_segment_ids))
+        # [..., 1, q_len, kv_len]
         same = with_head_axis(q_ids[..., :, None] == kv_ids[..., None, :])
     return made_of.between(relative, kv_positions, same)
 
@@ -337,11 +341,13 @@ def linear_bias(
     if future_slopes is not None:
         rates = xp.where(relative > 0, future_slopes[..., None, None], rates)
     if law != "linear":
+        # From here on "relative" is minus the penalty.
         relative = 0 - _penalty_of(xp, xp.abs(relative), law, slopes.dtype)
         nearest = None if nearest is None else _penalty_of(xp, nearest, law, slopes.dtype)
     # If causal, future keys are masked later, so abs() is not needed. `0 - abs(x)` avoids the -0.0 of `-abs(x)`.
     reach = relative if is_causal or law != "linear" else 0 - xp.abs(relative)
     reach = astype(xp, reach if nearest is None else reach + nearest, slopes.dtype)
+    # No mask, so no -inf: one product.
     if visible is None:
         return rates * reach
     if is_positive or (computes_eagerly_without_gradients(xp) and bool(xp.all(rates > 0))):
@@ -411,6 +417,7 @@ class _Parts:
             dtype = next((value.dtype for value in arrays.values()), xp.float32)
         dtype = checks.floating_dtype(xp, named, dtype)
         rule.check_dtype(xp, dtype)
+        # Key-only contracts compute in float32, whatever the dtype of the result.
         working = xp.float32 if rule.is_key_only else working_dtype(xp, dtype)
         for name, value in arrays.items():
             checks.slopes_values(name, value, allow_negative=allow_negative, working=working)
@@ -419,6 +426,7 @@ class _Parts:
             device = place if device is None else device
             if place is not None and str(place) != str(device):
                 raise ValueError(f"{name} must be on the device of the result, {device}, got {place}")
+        # An int means canonical slopes, or the slopes of the contract.
         past, future = place_slopes(xp, slopes, working, device, contract=rule.name), None
         if future_slopes is not None:
             if checks.is_int(future_slopes):
@@ -436,6 +444,7 @@ class _Parts:
         visible = relative <= 0 if self.is_causal else None
         if same is not None:
             visible = same if visible is None else xp.logical_and(visible, same)  # as in AttentionCall.visible
+        # One row a head for all queries: [..., num_heads, 1, kv_len], masked by position and segment.
         if self.rule.is_key_only:
             row = self.of_keys(kv_positions)
             return xp.where(visible, row, float("-inf"))

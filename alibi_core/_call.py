@@ -129,6 +129,7 @@ class AttentionCall:
         """
         q_ids, kv_ids = _pair("segment_ids", segment_ids)
         q_positions, kv_positions = _pair("positions", positions)
+        # All arrays must share one namespace and one device; errors name the argument.
         arrays = _arrays(
             {"query": query, "key": key, "value": value, "slopes": slopes, "future_slopes": future_slopes}
             | {"q_offset": q_offset, "segment_ids": q_ids, "segment_ids of keys": kv_ids, "mask": mask}
@@ -151,6 +152,7 @@ class AttentionCall:
             )
         ]
         q_segment_ids, kv_segment_ids = _segment_ids(xp, segment_ids, sizes)
+        # Explicit positions exclude an offset and a window.
         q_points, kv_points = _points(xp, positions, sizes, {"q_offset": q_offset, "window_size": window_size})
         if q_points is not None:
             check_order(q_points.shape[-1], is_causal, future_slopes)
@@ -164,6 +166,7 @@ class AttentionCall:
                 raise TypeError(f"added_bias must be floating, got {added_bias.dtype}; booleans are a mask")
             checks.floating_array(xp, "added_bias", added_bias)
             check_score_axes("added_bias", added_bias, *_score_axes(sizes))
+            # Backends expect a finite added_bias: its -inf become part of the mask.
             mask, added_bias = _split_off_mask(xp, mask, astype(xp, added_bias, working))
         return cls(
             xp=xp,
@@ -268,12 +271,14 @@ class AttentionCall:
         parts = {"heads": heads, "queries": queries, "keys": keys, "dims": slice(None)}
 
         def cut(name: str, array: Any) -> Any:
+            # Arrays have the batch axis first; broadcast axes of length 1 are not sliced.
             slices = (batch, *(parts[axis] for axis in _AXES[name]))
             if array.ndim < len(slices):  # not indexing with None: mx.vmap puts several new axes in the wrong places
                 array = self.xp.reshape(array, (*[1] * (len(slices) - array.ndim), *array.shape))
             return array[tuple(slice(None) if n == 1 else x for x, n in zip(slices, array.shape, strict=True))]
 
         arrays = {name: cut(name, array) for name, array in self.arrays.items()}
+        # Positions count from the tile's first key.
         arrays["q_offset"] = arrays.get("q_offset", self.q_offset) + queries.start - keys.start
         num_heads = heads.stop - heads.start
         group = self.num_heads // self.num_kv_heads
@@ -301,8 +306,10 @@ class AttentionCall:
             if array.ndim <= axes:
                 return array
             own = array.shape[array.ndim - axes :]
+            # Equal for all batch entries: keep one broadcast batch axis.
             if all(n == 1 for n in array.shape[: array.ndim - axes]):
                 return xp.reshape(array, (1, *own))
+            # [*batch, *own] -> [prod(batch), *own]
             return xp.reshape(xp.broadcast_to(array, (*batch, *own)), (math.prod(batch), *own))
 
         return replace(self.map_arrays(merged), batch=(math.prod(batch),))
@@ -318,13 +325,14 @@ class AttentionCall:
         """
         rules = self._rules_of_distance(relative)
         if self.q_segment_ids is not None and self.kv_segment_ids is not None:
+            # [..., q_len, 1] == [..., 1, kv_len]
             rules.append(with_head_axis(self.q_segment_ids[..., :, None] == self.kv_segment_ids[..., None, :]))
         if self.mask is not None:
             rules.append(self.mask)
         return self._all(rules)
 
     def _rules_of_distance(self, relative: Any) -> list[Any]:
-        """Return the masks by direction and by window, as a list of the ones that apply."""
+        """Return the masks by direction and by window, as a list of up to two."""
         rules = [relative <= 0] if self.is_causal else []
         return rules if self.window_size is None else [*rules, self.xp.abs(relative) <= self.window_size]
 
@@ -350,6 +358,7 @@ class AttentionCall:
         visible = self.visible(relative)
         if visible is None or self.every_query_attends:
             return self._linear_bias(relative, visible, nearest), None
+        # [..., q_len, 1]: False for fully masked rows
         attends = xp.any(visible, axis=-1, keepdims=True)
         if (self.mask is not None or self.q_segment_ids is not None or self.q_points is not None) and not self.is_empty:
             # Count distances from the nearest visible key: softmax ignores a constant along a row, but if all keys are
@@ -379,6 +388,7 @@ class AttentionCall:
         # Start arange at the offset instead of subtracting it: mx.compile would write the number into a kernel's source
         # and compile a new kernel for each length.
         relative = arange(self.xp, self.kv_len - self.q_offset, self.device, 1 - self.q_offset - self.q_len)[None]
+        # If all relative positions are <= 0, a causal mask hides no key.
         is_past = self.is_causal and self.window_size is None and self.q_offset >= self.kv_len - 1
         visible = None if is_past else self._all(self._rules_of_distance(relative))
         return self._linear_bias(relative, visible, None)[..., 0, :]
@@ -396,6 +406,7 @@ class AttentionCall:
             if self.is_empty:
                 nearest = xp.zeros_like(relative[..., :1])
             elif self.sees_own_key or self.future_slopes is not None:
+                # A key at distance 0, or two slopes in a row: nothing to subtract.
                 return with_head_axis(relative) if relative.ndim > 2 else relative, None
             else:
                 nearest = xp.min(xp.abs(relative), axis=-1, keepdims=True)
@@ -524,6 +535,7 @@ def _tensor_sizes(xp: Namespace, query: Any, key: Any, value: Any, layout: tuple
     batch = shapes["query"][:-3]
     if shapes["key"][:-3] != batch:
         raise ValueError(f"key must have the batch axes of query, {batch}, got {shapes['key'][:-3]}")
+    # Sizes are compared by axis name, whatever the layout.
     if kv["head_dim"] != q["head_dim"]:
         raise ValueError(f"key must have the head_dim of query, {q['head_dim']}, got {kv['head_dim']}")
     if q["head_dim"] < 1:
@@ -572,6 +584,7 @@ def _segment_ids(xp: Namespace, segment_ids: Any, sizes: dict[str, Any]) -> tupl
             f"segment_ids must be a pair (queries, keys) when q_len, {sizes['q_len']}, and kv_len, "
             f"{sizes['kv_len']}, differ; got one array"
         )
+    # Each array is [..., length] and broadcasts to [*batch, length].
     pair = _pair("segment_ids", segment_ids)
     for name, ids, length in zip(("q_len", "kv_len"), pair, (sizes["q_len"], sizes["kv_len"]), strict=True):
         shape = tuple(checks.integer_array(xp, "segment_ids", ids).shape)
@@ -623,6 +636,7 @@ def _q_offset(xp: Namespace, q_offset: Any, sizes: dict[str, Any]) -> Any:
     # the same distance, which softmax ignores (a window of more than 2**30 tokens would change).
     offset = signed(xp, q_offset)
     if "uint" in str(q_offset.dtype):
+        # A negative number here is an unsigned offset that wrapped around.
         offset = xp.where(offset < 0, FARTHEST, offset)
     return astype(xp, xp.clip(offset, -FARTHEST, FARTHEST), xp.int32)
 

@@ -105,9 +105,11 @@ def power_below(xp: Namespace, values: Any, exponents: range) -> tuple[Any, Any]
 
     Only powers with ``exponents`` are considered; smaller values get the smallest of them.
     """
+    # Tables instead of log2: exact in every library.
     powers, inverses = (
         asarray(xp, [2.0 ** (sign * e) for e in exponents], values.dtype, device_of(xp, values)) for sign in (1, -1)
     )
+    # [..., number of powers]
     reached = xp.abs(values)[..., None] >= powers
     power = xp.max(xp.where(reached, powers, powers[:1]), axis=-1)
     return power, xp.min(xp.where(reached, inverses, inverses[:1]), axis=-1)

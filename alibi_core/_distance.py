@@ -71,6 +71,7 @@ def points_of_call(xp: Namespace, positions: Any, batch: tuple[int, ...], name: 
     """
     shape = tuple(check_positions(xp, "positions", positions).shape)
     axes = ", ".join([*(["batch"] if batch else []), name])
+    # Shapes that fit both readings are refused: [batch, length] or [length, dims].
     on_line = shape[-1:] == (length,) and checks.broadcasts(shape[:-1], batch)
     in_space = shape[-2:-1] == (length,) and shape[-1] > 0 and checks.broadcasts(shape[:-2], batch)
     if on_line and in_space:
@@ -116,6 +117,7 @@ def relative_points(
         dtype: Floating dtype to compute in; float64 positions are computed in float64.
         may_have_nan: Whether a token may be without a position.
     """
+    # Do not lose digits of float64 positions.
     if any("float64" in str(x.dtype) for x in (q_points, kv_points)):
         dtype = xp.float64
     q_nowhere = kv_nowhere = None
@@ -123,6 +125,7 @@ def relative_points(
         (q_points, q_nowhere), (kv_points, kv_nowhere) = (_without_nan(xp, x) for x in (q_points, kv_points))
     # One dimension at a time: no array [q_len, kv_len, dims] is allocated.
     steps = [relative_on_line(xp, q_points[..., d], kv_points[..., d], dtype) for d in range(q_points.shape[-1])]
+    # On a line keep the sign; in space the relative position is minus the distance.
     relative = steps[0] if len(steps) == 1 else 0 - _norm(xp, steps, distance, dtype)
     if q_nowhere is not None:
         relative = xp.where(q_nowhere[..., :, None], xp.zeros_like(relative), relative)
@@ -151,12 +154,14 @@ def relative_on_line(xp: Namespace, q_positions: Any, kv_positions: Any, dtype: 
 
 def _norm(xp: Namespace, steps: list[Any], distance: str, dtype: DType) -> Any:
     """Return the distance in space from the differences along each dimension, ``steps``."""
+    # Squares of integers may overflow: compute in floating point.
     if distance == "euclidean":
         steps = [astype(xp, step, dtype) if is_kind(xp, step.dtype, "integral") else step for step in steps]
         return xp.sqrt(_sum([step * step for step in steps]))
     sizes = [xp.abs(step) for step in steps]
     if distance == "manhattan":
         return _sum(sizes)
+    # Chebyshev: the elementwise maximum over dimensions.
     largest = sizes[0]
     for size in sizes[1:]:
         largest = xp.where(size > largest, size, largest)

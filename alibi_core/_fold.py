@@ -69,14 +69,17 @@ def fold(
     # A pair of limbs needs the factor 2**((bits + 1) * (j - i)). The key takes 2**-14 to 2**4 of it, within float16's
     # normal numbers; the query takes the rest, at best 2**4, for rates from 2**-16 to 255.
     pairs = [(i, j, (bits + 1) * (j - i)) for i in range(rate_limbs) for j in range(position_limbs)]
+    # Split each power of two between key and query.
     of_key = [min(max(power - 4, -14), 4) for *_, power in pairs]
     of_query = [power - own for (*_, power), own in zip(pairs, of_key, strict=True)]
     limit = 65504.0 / 2 ** max(of_query) if bits == BITS["float16"] else 2.0**LARGEST_EXPONENT
     limit, values = limit * abs(call.scale), host_values(call.slopes)
     if values is not None and values.size and abs(values).max() > limit:
         raise ValueError(f"slopes must be at most {limit:.4g} in size to be folded in {call.dtype}, got {values}")
+    # The kernel multiplies by the scale, so slopes are divided by it.
     rates = _split_rates(call, times(xp, call.slopes, 1 / call.scale), bits, rate_limbs)
     digits = _split_positions(call, bits, position_limbs)
+    # [..., num_heads, features] and [kv_len, features]: one feature for each pair of limbs
     for_query = xp.stack([rates[i] * 2.0**x for (i, *_), x in zip(pairs, of_query, strict=True)], axis=-1)
     for_key = xp.stack([digits[j] * 2.0**x for (_, j, _), x in zip(pairs, of_key, strict=True)], axis=-1)
     # [..., num_heads, 1, features] and [kv_len, features]
@@ -120,6 +123,7 @@ def fold_error_bound(slopes: int | Array, kv_len: int, *, head_dim: int, dtype: 
     head_dim, (bits, rates, limbs) = checks.size("head_dim", head_dim), _limbs(kv_len, dtype)
     xp, placed = slopes_of_any_sign(slopes)
     centre = _centre(1 if q_len is None else checks.non_negative_int("q_len", q_len), kv_len)
+    # The largest |j - c|.
     farthest = max(centre, kv_len - 1 - centre)
     lower_limbs = sum(2 ** (bits + (bits + 1) * j) for j in range(limbs - 1))
     sizes = (1 + 2.0 ** (2 - bits)) * (farthest + 2 * lower_limbs)
@@ -135,6 +139,7 @@ def _limbs(kv_len: int, dtype: DType) -> tuple[int, int, int]:
         raise TypeError(f"dtype must be one of {', '.join(BITS)}, got {brief(dtype)}")
     checks.positions_fit(0, 0, kv_len)
     bits, limbs, largest = BITS[name], 1, kv_len - 1
+    # One limb holds integers up to 2**bits; each further limb adds bits + 1 bits.
     while largest > 2**bits:
         limbs, largest = limbs + 1, (largest + 2**bits) >> (bits + 1)
     if name == "float16" and limbs > 2:  # the first of three limbs would overflow
@@ -159,6 +164,7 @@ def _split_rates(call: AttentionCall, rates: Any, bits: int, count: int) -> list
         return [rates]
     xp = call.xp
     power, inverse = power_below(xp, rates, range(-LARGEST_EXPONENT, LARGEST_EXPONENT + 1))
+    # Value of the last bit of the first limb.
     unit = power * 2.0 ** (1 - bits)
     limbs, rest = [], rates * inverse * 2.0 ** (bits - 1)  # 2**(bits - 1) <= rest < 2**bits
     for i in range(count):

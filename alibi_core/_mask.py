@@ -42,6 +42,7 @@ def check_score_axes(name: str, array: Any, batch: dict[str, int], scores: dict[
     listed = ", ".join(axes)
     for missing in () if is_exporting() else (2, 1):  # without num_heads and q_len, or without num_heads
         own = [*batch, *axes[len(batch) + missing :]]
+        # The shape if batch axes come first, and the shape as broadcasting reads it.
         as_meant = shape[: len(batch)] + (1,) * missing + shape[len(batch) :]
         aligned = (1,) * (len(target) - len(shape)) + shape
         if len(shape) != len(own) or as_meant == aligned or shape[: len(batch)] != target[: len(batch)]:
@@ -49,10 +50,12 @@ def check_score_axes(name: str, array: Any, batch: dict[str, int], scores: dict[
         if not checks.broadcasts(as_meant, target):
             continue
         meant = f"{name}[{', '.join([':'] * len(batch) + ['None'] * missing + [':'] * (missing == 2))}]"
+        # Broadcasting fails, but batch axes first would fit: suggest the fix.
         if not checks.broadcasts(shape, target):
             raise ValueError(
                 f"{name} must broadcast to {target} ({listed}), got {shape}; of axes [{', '.join(own)}], use {meant}"
             )
+        # Both readings fit: refuse, and give the spelling of each.
         plain = f"{name}[{', '.join(['None'] * (len(target) - len(shape)))}]"
         raise ValueError(
             f"{name} must have axes that cannot be mistaken, got {shape} for scores of {target} ({listed}); use "

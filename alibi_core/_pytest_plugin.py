@@ -41,7 +41,7 @@ def _has_adapter(metafunc: pytest.Metafunc) -> bool:
 
 @pytest.fixture
 def alibi_adapter() -> Any:
-    """Fail: every project has adapters of its own."""
+    """Fail, because every project must define its own adapter."""
     pytest.fail(
         "alibi_adapter must be a fixture of yours that returns an adapter, got none; write, here or in conftest.py,\n\n"
         "    @pytest.fixture\n    def alibi_adapter():\n        return MyAdapter()",

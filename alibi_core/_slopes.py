@@ -137,6 +137,7 @@ def _constant_slope_values(num_heads: int, scheme: str, bias_max: tuple[int, int
 @lru_cache(maxsize=256)
 def _slope_values(num_heads: int, scheme: str, bias_max: tuple[int, int]) -> tuple[float, ...]:
     if scheme == "linear":
+        # From 0.05 to 0.5; a single head gets 0.05.
         step = Fraction(45, 100) / max(num_heads - 1, 1)
         return tuple(float(Fraction(5, 100) + step * head) for head in range(num_heads))
     b = Fraction(*bias_max)
@@ -144,10 +145,12 @@ def _slope_values(num_heads: int, scheme: str, bias_max: tuple[int, int]) -> tup
         return tuple(float(_power_of_two(-b * (head + 1) / num_heads)) for head in range(num_heads))
     if scheme == "mpt":
         return _mpt_slopes(num_heads, b)
+    # Falcon rounds BLOOM's float32 slopes once more, to bfloat16.
     if scheme in ("bloom", "falcon"):
         bits = FLOAT32_BITS if scheme == "bloom" else BFLOAT16_BITS
         return tuple(_rounded(Fraction(slope), bits) for slope in _bloom_slopes(num_heads))
     p = 1 << (num_heads.bit_length() - 1)
+    # Canonical: p slopes in geometric progression, then every other slope of 2 * p heads.
     first = [-b * (head + 1) / p for head in range(p)]
     between = [-b * (2 * head + 1) / (2 * p) for head in range(num_heads - p)]
     return tuple(float(_power_of_two(exponent)) for exponent in first + between)
@@ -162,6 +165,7 @@ def _bloom_slopes(num_heads: int) -> list[float]:
 
 def _mpt_slopes(num_heads: int, bias_max: Fraction) -> tuple[float, ...]:
     above = 1 << (num_heads - 1).bit_length()
+    # transformers computes arange(1, n' + 1) * (bias_max / n') in float32.
     step = Fraction(_rounded(bias_max / above, FLOAT32_BITS))
     exponents = [Fraction(_rounded(step * (head + 1), FLOAT32_BITS)) for head in range(above)]
     slopes = [_reciprocal_of_power(exponent) for exponent in exponents]

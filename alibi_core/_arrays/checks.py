@@ -24,7 +24,7 @@ from alibi_core._arrays.namespace import (
 )
 from alibi_core._arrays.namespace import is_int as is_int
 
-# isinstance takes tuples of types throughout, not unions: torch.compile of PyTorch 2.9 cannot trace those.
+# isinstance takes tuples of types throughout, not unions: torch.compile of PyTorch 2.9 cannot trace unions.
 
 MAX_POSITION = 2**31 - 1  # positions are int32, the one integer type that every library has by default
 LARGEST = {"float32": float(np.finfo(np.float32).max), "float64": sys.float_info.max}

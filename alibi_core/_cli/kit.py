@@ -17,7 +17,7 @@ DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
 def add_commands(commands: Any) -> None:
-    """Add the commands of this file to those of a parser."""
+    """Add the commands of this file to a parser."""
     check = commands.add_parser("conformance", help="hold implementations to the laws of ALiBi")
     check.add_argument(
         "--adapter",

@@ -23,7 +23,7 @@ REFUSED = (TypeError, ValueError, FileNotFoundError)  # errors that the library 
 
 
 def add_commands(commands: Any) -> None:
-    """Add the commands of this file to those of a parser."""
+    """Add the commands of this file to a parser."""
     slopes = commands.add_parser("slopes", help="print slopes and horizons, a line a head")
     slopes.add_argument("num_heads", type=int, metavar="NUM_HEADS")
     slopes.set_defaults(run=_slopes, refused=REFUSED)

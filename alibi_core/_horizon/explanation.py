@@ -122,9 +122,11 @@ class Explanation:
             refusals={name: reason for name, reason in refusals.items() if reason is not None},
             tolerance=tolerance,
             error_bound=2 * tolerance * float(np.abs(value).max()) if tolerance else 0.0,
+            # [batch, num_heads]
             horizons=np.stack([_horizons(*each) for each in zip(entries, ranges, strict=True)]),
             scores_visible=int(pairs[0]),
             scores_needed=int(pairs[1]),
+            # [batch, blocks, 2] and [batch, num_heads, blocks, 2]
             spans=KeySpans(edges, host.kv_len, np.stack(visible), np.clip(needed, 0, host.kv_len)),
         )
 
@@ -176,6 +178,7 @@ def _pairs(entry: AttentionCall, ranges: KeyRanges) -> tuple[int, int]:
     first, stop = visible_keys(entry, queries, queries)  # [q_len]
     lowest = np.maximum(ranges.first[:, block], positions - ranges.past[:, block] + 1)  # [num_heads, q_len]
     highest = np.minimum(ranges.stop[:, block], positions + ranges.future[:, block])
+    # The overlap of needed and visible keys, [num_heads, q_len].
     needed = (np.minimum(highest, stop) - np.maximum(lowest, first)).clip(0).sum()
     return entry.num_heads * int((stop - first).clip(0).sum()), int(needed)
 

@@ -66,16 +66,20 @@ def plain_jobs(call: AttentionCall, tiling: Tiling) -> Iterator[Job]:
     Shapes alone decide: no array is read. If the offset is an array, each job gets all keys.
     """
     group = call.num_heads // call.num_kv_heads
+    # A kernel call takes all heads, or the heads of one group, which share keys.
     at_once = call.num_heads if group == 1 else group
     # Above 1 if masks, ids or slopes differ between batch entries: then entries cannot all share one bias.
     varies = max(1 if x is None else x.shape[0] for x in (call.mask, call.q_segment_ids, call.kv_segment_ids))
     for slopes in (call.slopes, call.future_slopes):
         varies = max(varies, 1 if slopes is None or slopes.ndim == 1 else slopes.shape[0])
     rows = min(tiling.rows[1], call.q_len)
+    # Halve tiles until the bias of one head is small enough.
     while rows > tiling.few and rows * call.kv_len > tiling.bias_elements:
         rows = -(-rows // 2)
     limit = max(1, tiling.bias_elements // (rows * call.kv_len))
+    # The most heads whose biases fit, as a divisor, so that no job is smaller.
     heads = max(n for n in range(1, min(at_once, limit) + 1) if at_once % n == 0)
+    # Batch entries that share one bias cost no more memory.
     entries = max(1, call.batch[0] if varies == 1 else limit // heads)
     for index, head in itertools.product(range(0, call.batch[0], entries), range(0, call.num_heads, heads)):
         batch = slice(index, min(index + entries, call.batch[0]))
@@ -94,6 +98,7 @@ def visible_keys(call: AttentionCall, lowest: Any, highest: Any) -> tuple[Any, A
     """
     if call.has_offset_array:
         return 0, call.kv_len
+    # 2**40: more than any distance.
     window = 2**40 if call.window_size is None else call.window_size
     first = np.maximum(lowest + call.q_offset - window, 0)
     stop = np.minimum(highest + call.q_offset + (1 if call.is_causal else window + 1), call.kv_len)
@@ -119,6 +124,7 @@ def jobs_of_entry(call: AttentionCall, ranges: KeyRanges, index: int, tiling: Ti
 def _few_jobs(call: AttentionCall, ranges: KeyRanges, index: int) -> list[list[Job]]:
     """Return one job for each head of one batch entry: with few queries, calls cost more time than scores."""
     first, stop, past, future = (getattr(ranges, name).astype(np.int64) for name in FIELDS)
+    # [num_heads]: the union over all blocks of queries
     widest = first.min(axis=1), stop.max(axis=1), past.max(axis=1), future.max(axis=1)
     first, stop = _needed(widest, call.q_offset, call.q_len)
     # Round widths up to powers of sqrt(2), so that heads with similar widths share one call.
@@ -154,6 +160,7 @@ def _head_jobs(call: AttentionCall, ranges: KeyRanges, head: int, index: int, ti
     extra scores cost less than another call, and if the wider ranges lie inside the sequence.
     """
     fields = [getattr(ranges, name)[head].astype(np.int64) for name in FIELDS]
+    # The median width of ranges, without the width of the block itself.
     rows = _rows(call, int(np.median(fields[1] - fields[0])) - min(ranges.q_block, call.q_len), tiling)
     starts = np.arange(0, call.q_len, rows)
     counts = np.minimum(rows, call.q_len - starts)
@@ -161,6 +168,7 @@ def _head_jobs(call: AttentionCall, ranges: KeyRanges, head: int, index: int, ti
     first, stop = _needed(tuple(x[block] for x in fields), starts + call.q_offset, counts)
     alike = (_depends_on_distance_alone(call, starts, counts, first, stop) & (counts == rows)).tolist()
     lowest = (starts + call.q_offset).tolist()
+    # Keys before and after the tile's first position.
     backs, aheads = (starts + call.q_offset - first).tolist(), (stop - starts - call.q_offset).tolist()
     may_widen = call.mask is None and call.q_segment_ids is None  # otherwise further keys need a mask of their own
     result, tile = [], 0
@@ -170,6 +178,7 @@ def _head_jobs(call: AttentionCall, ranges: KeyRanges, head: int, index: int, ti
             needs = backs[last], aheads[last]
             wider = max(back, needs[0]), max(ahead, needs[1])
             if wider != needs or wider != (back, ahead):  # a range must widen: weigh extra scores against a call
+                # Extra keys, summed over the tiles of the call.
                 extra = (last - tile + 1) * sum(wider) - (last - tile) * (back + ahead) - sum(needs)
                 exist = wider[0] <= lowest[tile] and lowest[last] + wider[1] <= call.kv_len
                 if not (may_widen and exist and extra * rows <= tiling.call_scores):
@@ -204,14 +213,17 @@ def _depends_on_distance_alone(call: AttentionCall, starts: Ints, counts: Ints, 
         q_ids, kv_ids = (np.asarray(ids[0]) for ids in (call.q_segment_ids, call.kv_segment_ids))
         # All ids in the tile are equal: number the runs of equal ids, and compare the first and the last element.
         q_changes, kv_changes = (np.concatenate([[0], np.cumsum(ids[1:] != ids[:-1])]) for ids in (q_ids, kv_ids))
+        # Queries of one run, keys of one run, and the same id.
         result &= q_changes[starts] == q_changes[starts + counts - 1]
         result &= kv_changes[first] == kv_changes[stop - 1]
         result &= q_ids[starts] == kv_ids[first]
     if call.mask is not None:
+        # A mask that differs by query is never Toeplitz.
         if call.mask.shape[-2] > 1:
             return np.zeros_like(result)
         shown: Ints = np.all(np.asarray(call.mask[0]), axis=0)[0]  # [kv_len or 1], True where visible to all heads
         shown = np.broadcast_to(shown, (call.kv_len,))
+        # hidden[n]: masked keys among the first n; equal at both ends of a range without any.
         hidden = np.concatenate([[0], np.cumsum(~shown)])
         result &= hidden[stop] == hidden[first]
     return result

@@ -109,6 +109,7 @@ def measure(call: AttentionCall, query: Any, key: Any, tiling: Tiling, known: Ke
             # Center keys on their mean: softmax is invariant to it, and norms become smaller. Sum in parts if keys
             # must be cast, to avoid a full copy.
             cast = parts if key.dtype != dtype else [slice(0, call.kv_len)]
+            # [batch, num_kv_heads, 1, head_dim]
             sums = [xp.sum(astype(xp, key[:, :, part], dtype), axis=-2, keepdims=True) for part in cast]
             centre = sum(sums[1:], sums[0]) / call.kv_len
         norms = [tiling.norm_bounds(_centred(xp, key[:, :, part], centre)) for part in parts]
@@ -119,6 +120,7 @@ def measure(call: AttentionCall, query: Any, key: Any, tiling: Tiling, known: Ke
     for part in parts_of(call.q_len, call.num_heads * call.head_dim, tiling.part_elements):
         queries = astype(xp, query[:, :, part], dtype)
         q_norms.append(tiling.norm_bounds(queries))
+        # [batch, num_kv_heads, part, head_dim]
         own = _centred(xp, _own_keys(xp, call, key, part), centre)
         # [batch, num_kv_heads, group, part, head_dim]
         grouped = xp.reshape(queries, (queries.shape[0], call.num_kv_heads, -1, *queries.shape[2:]))
@@ -150,6 +152,7 @@ def lower_bounds(call: AttentionCall, query: Any, key: Any, centre: Any | None, 
     """
     if tiling.worthwhile is None or call.mask is not None or call.q_segment_ids is not None or call.q_len <= tiling.few:
         return None
+    # Read on the host: branches below depend on each slope.
     slopes = call.xp.broadcast_to(call.slopes, (1, call.num_heads))[0].tolist()
     if call.q_offset < 0 or call.q_offset + call.q_len > call.kv_len or min(slopes) < 0:
         return None
@@ -159,6 +162,7 @@ def lower_bounds(call: AttentionCall, query: Any, key: Any, centre: Any | None, 
     for head, slope in enumerate(slopes):
         # More keys add log(count) but lie farther away; 0.7 / slope is near the best.
         count = 2 ** round(math.log2(min(max(0.7 / max(slope, 1e-6), 1), 512)))
+        # A query is up to 2 * count - 1 tokens after the first key of the block before its own.
         visible = call.window_size is None or 2 * count <= call.window_size
         # Skip heads with steep slopes, whose horizons are short anyway, and heads whose horizon exceeds the sequence.
         if count < 16 or slope * call.kv_len < tiling.worthwhile or not visible:
@@ -200,9 +204,11 @@ def _bound_by_means(
             queries = xp.concat([queries, filling], axis=0)
         first = shift + (start // count + before - 1) * count
         keys = xp.reshape(astype(xp, key[first : first + blocks * count], dtype), (blocks, count, -1))
+        # [blocks, head_dim]
         means = _centred(xp, xp.sum(keys, axis=1) / count, centre)
         # [blocks, count, head_dim] @ [blocks, head_dim, 1]: the mean score is the score of the mean key.
         scores = xp.matmul(xp.reshape(queries, (blocks, count, -1)), means[..., None])
+        # Mean distance from a query to the keys of the block before its own.
         distance = astype(xp, arange(xp, length, device_of(xp, query)) % count, dtype) + (count + 1) / 2
         found.append(log_sum_exp_of_mean(slope, xp.reshape(scores, (-1,))[:length] * call.scale, distance, count))
     bounds = _joined(xp, found)
@@ -220,15 +226,18 @@ def host_ranges(
     """
     q_block, parts = tiling.q_block_of(call.q_len), []
     with np.errstate(all="ignore"):  # sums of large numbers overflow to inf; then all keys are needed
+        # Masks alone decide, so nothing is measured.
         if tolerance == 0:
             bounds = ScoreBounds.unmeasured(call, q_block=q_block, kv_block=call.kv_len)
         else:
             measured = measure(call, query, key, tiling, known)
+            # The call is on the host: copy the measurements there, too.
             if is_numpy(call.slopes):
                 xp = namespace_of(query)
                 read: dict[str, Any] = {name: on_host(xp, x) for name, x in measured.arrays.items()}
                 measured = replace(measured, **read)
             bounds = measured.bounds(call, nearest_keys(call, tiling.part_elements))
+        # Elements a head in key_ranges: q_blocks * kv_blocks.
         width = bounds.excess.shape[-1] * bounds.key_norm.shape[-1]
         for heads in parts_of(call.num_heads, width, tiling.part_elements):
             part = call.tile(batch=slice(0, 1), heads=heads, queries=slice(0, call.q_len), keys=slice(0, call.kv_len))
@@ -241,6 +250,7 @@ def by_query_head(call: AttentionCall, of_keys: Any) -> Any:
     """Return ``[..., num_kv_heads, n]`` as ``[..., num_heads, n]``: each query head gets its key head's row."""
     if call.num_heads == call.num_kv_heads:
         return of_keys
+    # [*batch, num_kv_heads, 1, n] -> [*batch, num_kv_heads, group, n] -> [*batch, num_heads, n]
     *batch, heads, length = of_keys.shape
     repeated = call.xp.broadcast_to(of_keys[..., None, :], (*batch, heads, call.num_heads // heads, length))
     return call.xp.reshape(repeated, (*batch, call.num_heads, length))
@@ -252,6 +262,7 @@ def _own_keys(xp: Namespace, call: AttentionCall, key: Any, queries: slice) -> A
         return key[:, :, call.q_offset + queries.start : call.q_offset + queries.stop]
     offset = call.q_offset[..., None] if call.has_offset_array else call.q_offset
     positions = arange(xp, queries.stop - queries.start, device_of(xp, key)) + (offset + queries.start)
+    # Indices must be valid, also for queries without a key at their position.
     positions = at_most(xp, at_least(xp, positions, 0), call.kv_len - 1)
     return along_axis(xp, key, xp.reshape(positions, (-1, 1, queries.stop - queries.start, 1)), -2)
 

@@ -28,6 +28,7 @@ def nearest_keys(call: AttentionCall, part_elements: int | None = None) -> Any:
     if (call.mask is None and call.q_segment_ids is None) or call.kv_len == 0:
         return _by_position(call)
     mask = call.mask
+    # A mask with one row for all queries needs no [q_len, kv_len] array.
     is_padding = call.q_segment_ids is None and mask is not None and mask.ndim > 1 and mask.shape[-2] == 1
     if is_padding and part_elements is not None:
         return _under_padding(call, mask)
@@ -51,6 +52,7 @@ def _by_position(call: AttentionCall) -> Any:
     """Return the distances if only direction and window mask keys."""
     xp, positions = call.xp, call.positions()[0]
     nearest = call.distance_to_keys(positions)
+    # Without a mask the nearest key is at the range's end, or the query's own.
     if call.window_size is not None:
         nearest = xp.where(nearest > call.window_size, -1, nearest)
     if call.is_causal:
@@ -73,12 +75,14 @@ def _under_padding(call: AttentionCall, mask: Any) -> Any:
     xp, last = call.xp, call.kv_len - 1
     queries, keys = call.positions()
     queries = queries[..., None, :] if call.has_offset_array else queries  # [q_len] or [*batch, 1, q_len]
+    # Drop the query axis, which has length 1.
     shown = xp.broadcast_to(mask, (*mask.shape[:-1], call.kv_len))[..., 0, :]  # [..., heads or 1, kv_len]
     inside = xp.clip(queries, 0, last)
 
     def nearest_before(shown: Any, places: Any) -> Any:
         """Return the index of the last unmasked key up to each place, -1 if there is none."""
         found = running_max(xp, xp.where(shown, keys, -1))
+        # Add leading axes to match the mask.
         places = xp.reshape(places, (*[1] * (found.ndim - places.ndim), *places.shape))
         return along_axis(xp, found, places, -1)
 

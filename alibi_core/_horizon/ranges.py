@@ -191,13 +191,19 @@ class ScoreBounds:
         # Replace NaN by inf first: max() ignores NaN under some compilers.
         q_norms, key_norms = (nan_to_inf(xp, x) for x in (q_norms, key_norms))
         if key_norms.shape[-1] == call.kv_len:
+            # [..., num_heads, kv_blocks]
             key_norms = xp.max(by_block(xp, key_norms, kv_block), axis=-1)
+        # [..., num_heads, 1]
         largest = xp.max(key_norms, axis=-1, keepdims=True)
+        # Cauchy-Schwarz: no scaled score of the query exceeds this in size.
         bound = nan_to_inf(xp, q_norms * largest)
+        # The nearest key may lie on either side: take the steeper slope.
         slopes = call.slopes if call.future_slopes is None else xp.maximum(call.slopes, call.future_slopes)
         # For queries far from all keys the penalty is rounded about 12 times; 1 + 2**-20 covers that.
         lowest = -bound - slopes[..., None] * astype(xp, nearest, slopes.dtype) * (1 + 2.0**-20)
+        # nearest == 0: the key at the query's own position is visible.
         anchors = xp.where(nearest == 0, own_scores, lowest)
+        # -1 marks fully masked queries.
         needs_none = nearest < 0
         if lower is not None:
             anchors = at_least(xp, anchors, lower)
@@ -288,6 +294,7 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> Ke
     xp, device = call.xp, call.device
     q_blocks, kv_blocks = bounds.excess.shape[-1], bounds.key_norm.shape[-1]
     tolerance = min(tolerance, LARGEST_TOLERANCE)
+    # Keys on both sides share the tolerance.
     side = tolerance if call.is_causal else tolerance / 2
     q_starts, kv_starts = arange(xp, q_blocks, device) * bounds.q_block, arange(xp, kv_blocks, device) * bounds.kv_block
     q_ends, kv_ends = (
@@ -303,16 +310,21 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> Ke
     stop = first + call.kv_len
     past = future = first + ENDLESS
     if side > 0:
+        # The horizon of each block of queries, from its excess.
         past = _tokens(xp, reach(xp, slopes, bounds.excess, side))
+        # By key block: drop leading blocks while their total weight stays within the tolerance.
         weight = _block_weights(call, bounds) - math.log(side)
+        # [..., q_blocks, kv_blocks]: distance to each block's nearest key
         behind = at_least(xp, lowest[..., :, None] - kv_ends, 0)
         first = _blocks_to_drop(xp, weight, slopes[..., None], behind, bounds.kv_block) * bounds.kv_block
     if call.is_causal:
+        # No key after the last query of the block is visible.
         past_stop = highest + 1
         stop, future = at_most(xp, stop, past_stop), first * 0 + 1
     elif side > 0:
         future = _tokens(xp, reach(xp, future_slopes, bounds.excess, side))
         ahead = at_least(xp, kv_starts - highest[..., :, None], 0)
+        # The same from the end: reversed, trailing blocks come first.
         dropped = _blocks_to_drop(
             xp, xp.flip(weight, axis=-1), future_slopes[..., None], xp.flip(ahead, axis=-1), bounds.kv_block
         )
@@ -321,9 +333,11 @@ def key_ranges(call: AttentionCall, bounds: ScoreBounds, tolerance: float) -> Ke
     past = at_least(xp, past, xp.where(past < ENDLESS, past, highest + 1))
     future = at_least(xp, future, xp.where(future < ENDLESS, future, call.kv_len - lowest))
     if call.window_size is not None:
+        # A window hides keys at distances above window_size.
         within = min(call.window_size, checks.MAX_POSITION - 1) + 1
         past, future = (at_most(xp, x, within) for x in (past, future))
     if call.q_segment_ids is not None:
+        # Skip blocks whose ids cannot match.
         blocks = _blocks_of_segments(call, bounds)
         first = at_least(xp, first, blocks[0] * bounds.kv_block)
         stop = at_most(xp, stop, blocks[1] * bounds.kv_block)
@@ -351,6 +365,7 @@ def log_sum_exp_of_mean(slopes: Any, mean_score: Any, mean_distance: Any, count:
 def _block_weights(call: AttentionCall, bounds: ScoreBounds) -> Any:
     """Return the most by which scores exceed anchors, ``[..., num_heads, q_blocks, kv_blocks]``."""
     xp = call.xp
+    # [..., num_heads, 1, kv_blocks]
     norms = bounds.key_norm[..., None, :]
     largest = xp.max(norms, axis=-1, keepdims=True)
     # The smaller of two bounds: the first pairs each query with its own anchor, the second is not raised by a single
@@ -385,6 +400,7 @@ def _blocks_of_segments(call: AttentionCall, bounds: ScoreBounds) -> tuple[Any, 
     xp = call.xp
     queries = by_block(xp, call.q_segment_ids, bounds.q_block)
     keys = by_block(xp, call.kv_segment_ids, bounds.kv_block)
+    # Ids of a block as an interval: two blocks may match only if their intervals overlap.
     q_least, q_most = xp.min(queries, axis=-1)[..., :, None], xp.max(queries, axis=-1)[..., :, None]
     kv_least, kv_most = xp.min(keys, axis=-1)[..., None, :], xp.max(keys, axis=-1)[..., None, :]
     meet = with_head_axis((kv_most >= q_least) & (kv_least <= q_most))  # [..., 1, q_blocks, kv_blocks]
@@ -400,6 +416,7 @@ def by_block(xp: Namespace, array: Any, block: int) -> Any:
     """
     if 0 < array.shape[-1] < block:
         return array[..., None, :]
+    # Repeating the last element does not change a minimum or a maximum.
     if missing := -array.shape[-1] % block:
         array = extended(xp, array, missing)
     return xp.reshape(array, (*array.shape[:-1], array.shape[-1] // block, block))

@@ -381,7 +381,7 @@ def sentence_of(mistake: Mistake, where: str | None) -> Diagnosis:
     return Diagnosis(f"{mistake.name} {condition}", f"{condition[0].upper()}{condition[1:]}, {words}")
 
 
-# --- What is said -----------------------------------------------------------------------------------------------------
+# --- Sentences --------------------------------------------------------------------------------------------------------
 
 
 def diagnose(

@@ -157,7 +157,7 @@ nowhere_law = functools.partial(law_of_cases, functools.partial(Trial.attention,
 
 
 def forms_of(trial: Trial) -> tuple[str, ...]:
-    """Return the forms of attention that the adapter offers."""
+    """Return the forms of attention that the adapter offers: causal, symmetric and so on."""
     forms = FORMS if "asymmetric" in trial.features else FORMS[:2]
     return forms if "symmetric" in trial.features else FORMS[:1]
 

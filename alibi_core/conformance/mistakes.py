@@ -192,7 +192,7 @@ each(("bfloat16", "float16"), "{} key-only bias", "The bias is in key-only form,
 mistake("float32 bias far away", "The bias is formed in float32 at its full size and loses its digits far away: count "
         "distances from the row's nearest key.", bias=lambda c, x: rounded(x, "float32"))
 
-# --- Where queries stand ----------------------------------------------------------------------------------------------
+# --- Positions of queries ---------------------------------------------------------------------------------------------
 
 mistake("top-left", "Queries are aligned to the top left (the first query at the first key), whatever q_offset says; a "
         "KV cache needs kv_len - q_len.", q_offset=lambda c, x: 0 * x)
@@ -214,7 +214,7 @@ mistake("segment positions restart", "Positions restart with each segment, of qu
         "first query stands at its first key whatever q_offset says.",
         ahead=restarted)
 
-# --- What a query sees ------------------------------------------------------------------------------------------------
+# --- Visibility of keys -----------------------------------------------------------------------------------------------
 
 mistake("causal hides own key", "The causal mask hides each query's own key: it must hide j > i, not j >= i.",
         causal=lambda c, x: c.k_positions < c.q_positions)
@@ -365,7 +365,7 @@ for _name, _what, _change in (
 ):
     mistake(_name, f"Gradients of key and value are {_what}.", d_key_by_head=_change, d_value_by_head=_change)
 
-# --- Caches, and what is kept from call to call -----------------------------------------------------------------------
+# --- Caches, and state between calls ----------------------------------------------------------------------------------
 
 mistake("previous keys forgotten", "New tokens see one another alone: the cache is not used.",
         keys=lambda c, x: x if c.before is None else x & (np.arange(c.kv_len) >= c.before))
