@@ -139,7 +139,9 @@ def dense_attention(
     # queries [..., num_kv_heads, group, q_len, head_dim], keys [..., num_kv_heads, 1, kv_len, head_dim]
     query = _split_heads(xp, astype(xp, query, call.working_dtype), call.num_kv_heads, group)
     key, value = (astype(xp, x, call.working_dtype)[..., :, None, :, :] for x in (key, value))
+    # bias [..., num_heads, q_len, kv_len]; attends [..., q_len, 1], or None if every query sees a key
     bias, attends = call.bias()
+    # [..., num_kv_heads, group, q_len, kv_len]
     scores = times(xp, xp.matmul(query, xp.matrix_transpose(key)), call.scale)
     scores = scores + _split_heads(xp, bias, call.num_kv_heads, group)
     weights = _softmax(xp, scores) if softmax is None else softmax(scores)
@@ -161,6 +163,7 @@ def dense_attention(
 def _softmax(xp: Namespace, scores: Any) -> Any:
     if 0 in scores.shape:  # max() of an empty axis would raise
         return scores
+    # No row is all -inf (see AttentionCall.bias), so the maximum is finite.
     weights = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
     return weights / xp.sum(weights, axis=-1, keepdims=True)
 

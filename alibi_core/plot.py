@@ -91,6 +91,7 @@ def bias(
         raise ValueError(f"query must be one of {values.shape[1]}, got {query}")
     query %= values.shape[1]
     lowest = values[shown].min(where=np.isfinite(values[shown]), initial=0.0)
+    # The colour scale ends at the lowest bias, but not below LEAST_SHOWN.
     least = float(np.clip(lowest, LEAST_SHOWN, -1.0))
     colours = ListedColormap([(0.0, 0.447, 0.698, 0.1 + 0.9 * (1 - x)) for x in np.linspace(0, 1, 256)])
     figure = _Picture(figsize=(1.2 + 2.0 * len(shown), 3.9), layout="constrained")

@@ -92,6 +92,7 @@ def positions_apart(q_positions: Any, kv_positions: Any) -> None:
     found = [x for x in values if x is not None and x.size]
     if not found:
         return
+    # Positions must also be less than 2**63 away from 0.
     least, most = min(0.0, *(x.min() for x in found)), max(0.0, *(x.max() for x in found))
     if most - least >= 2.0**63:
         raise ValueError(
@@ -179,6 +180,7 @@ def array(name: str, value: Any) -> Any:
 
 def floating_dtype(xp: Namespace, name: str, dtype: DType) -> DType:
     """Return a floating dtype of the library ``xp``; ``dtype`` may also be its name."""
+    # By name: the namespace has an attribute for each floating dtype.
     if isinstance(dtype, str) and dtype in FLOATING:
         dtype = getattr(xp, dtype, dtype)
     if not is_kind(xp, dtype, "real floating"):
@@ -278,6 +280,7 @@ def slopes_values(name: str, slopes: Any, *, allow_negative: bool, working: DTyp
     if not np.all(np.isfinite(values)):
         raise ValueError(f"{name} must be finite, got {values.tolist()}")
     kind = floating_name(working) or "float64"
+    # A larger slope times the largest distance overflows.
     most = LARGEST[kind] / (MAX_POSITION + 1)
     if np.any(np.abs(values) > most):
         raise ValueError(
@@ -292,6 +295,7 @@ def slopes_values(name: str, slopes: Any, *, allow_negative: bool, working: DTyp
 
 
 def broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    # Align the last axes, as broadcasting does.
     padded = (1,) * (len(target) - len(shape)) + tuple(shape)
     return len(shape) <= len(target) and all(n in (1, m) for n, m in zip(padded, target, strict=True))
 

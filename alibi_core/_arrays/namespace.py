@@ -59,18 +59,21 @@ def namespace_of(*arrays: Array | None, xp: Namespace | None = None, names: Sequ
             f"xp must be an array namespace such as numpy, torch or jax.numpy, or the name of one, got {brief(xp)}; "
             f"names are {', '.join(map(repr, NAMED))}"
         )
+    # Compare names: torch and its compat wrapper are two modules of one library.
     found = [_namespace_of_one(array) for array in arrays if array is not None]
     libraries = {library_name(namespace) for namespace in found} | (set() if xp is None else {library_name(xp)})
     if len(libraries) > 1:
         listed = " and ".join(sorted(libraries))
         how = "convert them to one"
         if xp is not None:
+            # Name the arguments that belong to another library than xp.
             strange = [x for x, of in zip(names, found, strict=False) if library_name(of) != library_name(xp)]
             which, listed_names = ("these", f": {', '.join(strange)}") if strange else ("the others", "")
             how = f"make {which} arrays of {library_name(xp)}, by {_maker(xp)}{listed_names}"
         raise TypeError(f"arrays must belong to one array namespace, got {listed}; {how}")
     if found:
         return found[0]
+    # Without arrays the namespace is found from xp itself.
     if xp is not None and _is_mlx(xp):
         return MLXNamespace(xp)
     return _namespace_of_one((np if xp is None else xp).asarray(0))
@@ -89,6 +92,7 @@ def _namespace_of_one(array: Any) -> Namespace:
         # Not array_api_compat.array_namespace: it is cached, and torch.compile warns when it traces through a cache.
         import array_api_compat.torch as namespace
 
+        # Sparse tensors would fail later, with an unclear error.
         if array.layout != torch.strided:
             raise TypeError(f"arrays must be dense, got a tensor of layout {array.layout}; to_dense makes it one")
         return namespace
@@ -147,6 +151,7 @@ def adopted(xp: Namespace, slopes: Any, device: Device | None) -> Any:
         return slopes
     name = "float32" if name == "float64" and lacks_64_bits(xp) else name
     with np.errstate(over="ignore"):  # slopes that overflow to inf are refused later
+        # Through NumPy and float32 (or float64): every library can read these.
         values = np.array(slopes, np.float64 if name == "float64" else np.float32, order="C")
     return asarray(xp, values, getattr(xp, name), device)
 
@@ -359,6 +364,7 @@ def host_values(array: Any) -> np.ndarray[Any, Any] | None:
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
+        # Reading would wait for an accelerator, and fail under a compiler.
         if torch.compiler.is_compiling() or array.device.type != "cpu" or array.is_complex():
             return None
         array = array.detach().double()
@@ -371,11 +377,13 @@ def host_values(array: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _is_lazy_or_far(array: Any) -> bool:
+    # Dask arrays are lazy; CuPy arrays are on a GPU.
     if array_api_compat.is_dask_array(array) or array_api_compat.is_cupy_array(array):
         return True
     if not array_api_compat.is_jax_array(array):
         return False
     try:
+        # devices() raises for a traced array.
         return any(device.platform != "cpu" for device in array.devices())
     except Exception:
         return True
@@ -414,6 +422,7 @@ class MLXNamespace:
         if one.size and other.size:
             return self._core.matmul(one, other)
         # MLX on the CPU (0.32 and before) writes to freed memory if a matrix product is empty.
+        # [*batch, rows, columns] of zeros
         batch = np.broadcast_shapes(one.shape[:-2], other.shape[:-2])
         return self._core.zeros((*batch, one.shape[-2], other.shape[-1]), dtype=one.dtype)
 

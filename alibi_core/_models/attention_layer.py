@@ -65,6 +65,7 @@ class LayerShape:
         checks.boolean("bias", bias)
         if learnable_slopes and future_slopes is not None:
             raise ValueError("future_slopes must be None when learnable_slopes=True, whose slopes serve both sides")
+        # Slopes become Python floats, so they must have values now.
         past = _float32_values("slopes", slopes, num_heads)
         future = _float32_values("future_slopes", future_slopes, num_heads)
         if learnable_slopes and past is not None and 0 in past:
@@ -199,6 +200,7 @@ class BaseAttention(Module):
         source = sizes.source_of_keys(x, xp, context=context, q_offset=q_offset, cache=cache, lengths=lengths)
         if positions is not None and cache is not None:
             raise ValueError("cache must be None with positions: a cache counts tokens")
+        # [batch, heads, length, head_dim], or length first
         query, key, value = self._heads(x, source)
         rules = {"mask": mask, "segment_ids": segment_ids, "window_size": self.window_size}
         rules |= {"implementation": self.implementation, "law": self.law}

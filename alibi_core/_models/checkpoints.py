@@ -71,6 +71,7 @@ class Checkpoint:
         else:
             family = family_of(values, place)
             tensors = stored_tensors(path)
+        # A wrong number of layers would otherwise build a huge table of names.
         if family.config.num_layers > len(tensors):
             raise ValueError(
                 f"number of layers in {place} must be that of the checkpoint, which holds "
@@ -147,6 +148,7 @@ def _projections(
     config: AlibiConfig, layout: Layout, module: str, parts: list[str]
 ) -> Iterator[tuple[str, str, Source]]:
     """Yield (ending, part, source) for weight and bias of a module, and each projection that it holds."""
+    # Rows of each part of a fused module.
     width, hidden, keys = config.embed_dim, config.hidden_dim, (config.num_kv_heads or config.num_heads)
     sizes = {"q": width, "k": keys * config.head_dim, "v": keys * config.head_dim, "out": width, "down": width}
     rows = [sizes.get(part, hidden) for part in parts]
@@ -178,6 +180,7 @@ def _check_tensors(
     )
     if missing or unknown:
         kind = "language model" if family.config.is_causal else "encoder"
+        # A common prefix of unknown names suggests a wrapped model.
         ends = [name.partition(missing[0])[0] for name in unknown if missing and name.endswith(f".{missing[0]}")]
         how = f"names begin with {ends[0]!r}, as those of a wrapped model: save the model inside; " if ends else ""
         raise ValueError(
@@ -207,6 +210,7 @@ def _check_stored_slopes(path: Path, config: AlibiConfig, layout: Layout, tensor
     tensors[name].check_dtype(name)
     rule = np.asarray(slope_values(config.num_heads))
     stored = np.asarray(tensors[name].read(), np.float64).reshape(-1)
+    # At least the unit roundoff of the stored dtype.
     rounding = {"BF16": 2.0**-8, "F16": 2.0**-10}.get(tensors[name].dtype, 2.0**-22)
     if stored.shape != rule.shape or not (np.abs(stored - rule) <= rounding * rule).all():
         raise ValueError(

@@ -72,6 +72,7 @@ class TextRows:
     @property
     def has_gaps(self) -> bool:
         """Whether a row has padding between tokens of text. Distances count it, so the batch cannot be packed."""
+        # True where a run of text starts; more than one run in a row is a gap.
         starts = np.diff(self.text.astype(np.int8), prepend=0, axis=1) == 1
         return bool((starts.sum(axis=1) > 1).any())
 
@@ -98,6 +99,7 @@ class TextRows:
                 starts.append(row)
                 size = 0
             size += count
+        # Row indices are sorted, so each pack is a slice.
         edges = np.searchsorted(self.row_of_place, [*starts[1:]])
         yield from zip(np.split(self.places, edges), np.split(self.row_of_place, edges), strict=True)
 
@@ -190,6 +192,7 @@ class BaseEncoder(BaseTextModel):
         rows = self._text_rows(tokens, token_types, lengths, mask)
         vectors = self._text_vectors(tokens, token_types, rows)  # [tokens of text, embed_dim]
         xp = namespace_of(vectors)
+        # Means are computed in float32 at least.
         vectors = astype(xp, vectors, working_dtype(xp, vectors.dtype))
         pooled, start = [], 0
         for count in rows.counts:
@@ -205,17 +208,20 @@ class BaseEncoder(BaseTextModel):
         def placed(values: Numbers) -> Any:
             return asarray(xp, values, None, device_of(xp, tokens))
 
+        # Without padding, one call on the batch as it is.
         if rows.is_full:
             return self(tokens, token_types=token_types).reshape(-1, width)
         if rows.has_gaps:
             text = placed(rows.text)
             # Ids in padding may be out of range: replace them by 0.
             tokens, token_types = (None if x is None else x * astype(xp, text, x.dtype) for x in (tokens, token_types))
+            # Gaps count in distances, so rows are computed with a padding mask.
             hidden = self(tokens, mask=text[:, None, None], token_types=token_types)
             return hidden.reshape(-1, width)[placed(rows.places)]
         vectors = []
         for places, segment_ids in rows.packs(self._most_packed(tokens)):
             index = placed(places)
+            # [1, tokens of text]: one packed row
             packed, types = (None if x is None else x.reshape(-1)[index][None] for x in (tokens, token_types))
             vectors.append(self(packed, segment_ids=placed(segment_ids)[None], token_types=types)[0])
         return self._xp.concatenate(vectors)

@@ -116,10 +116,12 @@ class Generation:
         none = asarray(xp, -math.inf, xp.float32, device_of(xp, logits))
         ordered = -xp.sort(-logits, axis=-1)
         if self.top_k is not None:
+            # [..., 1]: the smallest logit of the top_k likeliest tokens
             least = ordered[..., self.top_k - 1 : self.top_k]
             logits, ordered = (xp.where(x < least, none, x) for x in (logits, ordered))
         if self.top_p is not None:
             weights = xp.exp(ordered)
+            # Weight of all likelier tokens; a token is drawn if that is below top_p.
             before = running_sum(xp, weights) - weights
             is_drawn = before < self.top_p * xp.sum(weights, axis=-1, keepdims=True)
             logits = xp.where(logits < xp.min(xp.where(is_drawn, ordered, -none), axis=-1, keepdims=True), none, logits)
@@ -241,6 +243,7 @@ class BaseLanguageModel(BaseTextModel):
         """Return a list of the ``number`` new tokens, ``[batch, 1]`` each."""
         if number == 0:
             return []
+        # Restored afterwards: the caller may be training.
         before = [(module, module.training) for module in self.modules()]  # parents first
         self.eval()
         try:
@@ -258,6 +261,7 @@ class BaseLanguageModel(BaseTextModel):
 
         def step(unread: Any, ended: Any, index: int) -> tuple[Any, Any]:
             lengths = prompts.lengths if index == 0 else None
+            # Only the first step reads whole prompts, of different lengths; later steps read one token.
             hidden = last_tokens(self.transformer(self.embed(unread), caches=caches, lengths=lengths), lengths)
             chosen = self._choose(self.read_out(hidden), rules, sources[index])  # [batch]
             return rules.next_tokens(astype(namespace_of(chosen), chosen, unread.dtype)[:, None], ended)
@@ -280,6 +284,7 @@ class Prompts:
         rows, xp = TextRows.check(tuple(tokens.shape), lengths, mask), namespace_of(tokens)
         if 0 in rows.counts:
             raise ValueError(f"tokens must have a token of text in each row, got lengths {rows.counts}")
+        # A stable sort keeps the order of text tokens: padding goes last.
         order, device = np.argsort(~rows.text, axis=1, kind="stable"), device_of(xp, tokens)
         tokens = along_axis(xp, tokens, asarray(xp, order.astype(np.int32), xp.int32, device), 1)
         lengths = asarray(xp, rows.counts, xp.int32, device)
@@ -293,6 +298,7 @@ class Prompts:
         if self.lengths is None:
             return joined
         length, device = self.tokens.shape[1], device_of(xp, self.tokens)
+        # [1, length + new] and [batch, 1]
         places, ends = arange(xp, length + len(new), device)[None], self.lengths[:, None]
         is_new, is_padding = places >= ends, places >= ends + len(new)
         # Index of each place's token in `joined`: in the prompt, or among the new tokens.
@@ -305,6 +311,7 @@ def last_tokens(hidden: Any, lengths: Any | None) -> Any:
     """Return the features of each row's last token, ``[batch, features]``, from ``[batch, length, features]``."""
     if lengths is None:
         return hidden[:, -1]
+    # Gather along the length axis with an index [batch, 1, 1].
     return along_axis(namespace_of(hidden), hidden, lengths[:, None, None] - 1, 1)[:, 0]
 
 

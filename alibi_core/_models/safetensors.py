@@ -38,6 +38,7 @@ class StoredTensor:
         """Return a copy of the values in memory, bfloat16 as float32."""
         stored = np.memmap(self.path, _NUMPY_DTYPES[self.dtype], mode="r", offset=self.offset, shape=self.shape)
         if self.dtype == "BF16":
+            # bfloat16's bits are the upper half of a float32.
             return (stored.astype(np.uint32) << 16).view(np.float32)
         return np.array(stored)
 
@@ -92,6 +93,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
         raise FileNotFoundError(f"{path.parent} must hold {path.name}, which its index names")
     size = path.stat().st_size
     with path.open("rb") as file:
+        # Format: 8 bytes of header length, the JSON header, then the data.
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER):
             raise _damaged(path, f"{size} bytes, too few for its header")

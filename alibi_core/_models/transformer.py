@@ -84,6 +84,7 @@ class BaseBlock(Module):
 
     def __call__(self, x: Any, *, cache: Any, **rules: Any) -> Any:
         """Return the block's output, ``[batch, length, embed_dim]``; in JAX, with a cache, the updated cache, too."""
+        # Post-norm attends to the input itself, pre-norm to its norm.
         is_post_norm = self.kind in ("post_norm", "double_post_norm")
         normed = x if is_post_norm else self.attention_norm(x)
         attended, *longer = as_tuple(self.attention(normed, cache=cache, **rules))
@@ -106,6 +107,7 @@ class BaseBlock(Module):
         return self.feed_forward_norm(attended + self._fed_forward(attended))
 
     def _fed_forward(self, x: Any) -> Any:
+        # A framework's Sequential, or a list of layers.
         if callable(self.feed_forward):
             return self.feed_forward(x)
         for layer in self.feed_forward:
@@ -215,6 +217,7 @@ class BaseTextModel(Module):
     def _embed(self, tokens: Any, token_types: Any | None = None) -> Any:
         x = scaled(self._look_up(self.embedding, tokens), self.config.embedding_factor)
         if self.config.token_types and not self.config.is_causal:
+            # Default: all tokens have type 0.
             x = x + self._look_up(self.token_type_embedding, tokens * 0 if token_types is None else token_types)
         return self.embedding_norm(x) if self.config.embedding_norm else x
 

@@ -46,6 +46,7 @@ class RowTokens:
     @classmethod
     def of(cls, held: Any, counts: np.ndarray[Any, Any]) -> RowTokens:
         """Return the indices of the first ``counts`` new tokens of each row; the cache holds ``held`` tokens a row."""
+        # One index pair for each token without padding, row by row.
         rows, columns = np.nonzero(np.arange(counts.max(initial=0)) < counts[:, None])
         starts = np.broadcast_to(np.asarray(held, np.int64), counts.shape)
         return cls(rows, columns, starts[rows] + columns, starts + counts)

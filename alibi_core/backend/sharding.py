@@ -63,6 +63,7 @@ def tokens_beyond(xp: Namespace, slopes: Any, excess: Any, tolerance: float, ins
     log-sum-exp. On that side each query has ``inside``, ``[shard_len]``, tokens in its shard and at most ``limit``
     beyond it.
     """
+    # Needed distances end at horizon - 1; tokens inside the shard are there already.
     far = reach(xp, slopes, excess, tolerance) - 1 - inside
     far = xp.where(far < 0, xp.zeros_like(far), far)
     return xp.where(far < limit, far, limit)  # a NaN compares as too far

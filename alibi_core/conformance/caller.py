@@ -198,17 +198,20 @@ class Caller:
     # --- The call ---
 
     def _call(self, name: str, *arrays: Any, **options: Any) -> Any:
+        # The thread is still busy with a call that never returned.
         if self.hung:
             raise CallError("hung", self.hung)
         self.calls += 1
         inputs = {**dict(zip(TENSORS, arrays, strict=False)), **options}
         inputs = {key: x for key, x in inputs.items() if key != "cache"}
         before = {key: _copies(x) for key, x in inputs.items()}
+        # Some functions take arguments by position only.
         more, named = self.offer.arranged(name, options)
         result = self._within_limit(name, lambda: self.offer.functions[name](*arrays, *more, **named))
         if self._last is not None and not _are_equal(_copies(self._last[1]), self._last[2]):
             self.offences.setdefault(f"{name} buffer", f"the next call overwrote what {self._last[0]} returned")
         self._last = (name, result, _copies(result)) if isinstance(result, np.ndarray) else None
+        # Inputs must be unchanged after the call.
         changed = [key for key, x in inputs.items() if not _are_equal(_copies(x), before[key])]
         if changed:
             self.offences.setdefault(f"{name} inputs", f"{name} changed its input {' and '.join(changed)}")

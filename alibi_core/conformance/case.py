@@ -147,6 +147,7 @@ class Case:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of ``attention``, as NumPy arrays."""
+        # Another stream than the arrays'.
         rng = np.random.default_rng(self.seed + 1)
         batch, (q_len, kv_len) = self.sizes.batch, self.sizes.lengths
         arguments: dict[str, Any] = {}
@@ -165,6 +166,7 @@ class Case:
         if self.scaling is not None:
             arguments["scale"] = self.scaling
         if self.packing is not None:
+            # Sorted ids make contiguous segments.
             ids = np.sort(rng.integers(0, 3, size=(batch, q_len + kv_len)), axis=-1).astype(np.int32)
             if self.packing == "one row":
                 ids = ids[0]
@@ -302,6 +304,7 @@ def design(draw: Callable[[Choose], Case], number: int, seed: int) -> list[Case]
     rng, met, found = random.Random(seed), set[Any](), dict[Case, None]()
     for _ in range(number):
         tries = {case: _pairs(case) for case in (draw(rng.choice) for _ in range(40))}
+        # Greedy: of 40 drawn cases, keep the one with the most new pairs.
         best = max(tries, key=lambda case: len(tries[case] - met))
         met |= tries[best]
         found[best] = None

@@ -101,6 +101,7 @@ def try_law(law: Law, trial: Trial, refusals: dict[str, str]) -> tuple[LawReport
         unless_refused = "not declared: {0}" if offer.declared is not None else "{1} has no parameter for {2}"
         reasons = (refusals.get(x, unless_refused.format(x, law.function, FEATURES[x])) for x in missing)
         return replace(report, reason="; ".join(reasons)), None
+    # After a hang no further call is possible.
     if trial.caller.hung and law.function != "any":
         return replace(report, status="not run", reason=f"earlier, {trial.caller.hung}"), None
     start, calls, error = time.monotonic(), trial.caller.calls, None

@@ -339,11 +339,13 @@ def _best(
 
     probe, later = probes[number], probes[number + 1 :]
     plain = probe.answers(found)
+    # Only mistakes that change this probe's answer can explain it.
     relevant = [x for x in catalogue if not is_spent(2 * WORK) and not _same(probe.answers([*found, (x, None)]), plain)]
     failing = sum(not x.fits(found) for x in later)
     for size in (1, 2):
         options: list[Found] = []
         for chosen in itertools.combinations(relevant, size):
+            # Stop pairs at a fixed amount of work, the same on every machine.
             if size > 1 and is_spent(WORK):
                 break
             if size > 1 and not probe.fits([*found, *((x, None) for x in chosen)]):
@@ -353,6 +355,7 @@ def _best(
                 if probe.fits(tried) and all(x.fits(tried) for x in before):
                     options.append(tried)
                     break
+        # Prefer unconditional mistakes, then those that explain the most later probes.
         best, most = None, -1
         for tried in sorted(options, key=lambda x: sum(where is not None for _, where in x)):
             count = sum(x.fits(tried) for x in later)

@@ -449,6 +449,7 @@ def _judged(
             budget = golden[limits["tensor"]]
         else:
             budget = np.abs(np.where(np.isfinite(expected), expected, 0)) * limits["relative"] + limits["absolute"]
+        # Very low numbers count as -inf where -inf is expected.
         actual = np.where(np.isneginf(expected) & (actual <= MASKED), -np.inf, actual)
         share = float(excess(actual, Answer(expected, budget)).max(initial=0))
         if share > report.share:

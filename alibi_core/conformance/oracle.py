@@ -36,6 +36,7 @@ def rounded(values: Any, dtype: str) -> Values:
     if dtype == "bfloat16":  # NumPy lacks it: its bits are float32's upper half
         bits = np.ascontiguousarray(result).view(np.uint32)
         is_odd = (bits >> np.uint32(16)) & np.uint32(1)
+        # Round half to even: add just below half, plus 1 if the last kept bit is odd.
         upper = (bits + np.uint32(0x7FFF) + is_odd) & np.uint32(0xFFFF0000)
         result = np.where(np.isfinite(result), upper.view(np.float32).reshape(result.shape), result)
     return result.astype(np.float64)
@@ -57,6 +58,7 @@ class Rules:
     def largest_bias(self, batch: int, heads: int, q_len: int, kv_len: int) -> Values:
         """Return the largest size of a bias counted from any token of the row, ``[batch, heads, 1, 1]``."""
         offsets = [0, *np.ravel(self.q_offset).tolist()]
+        # From the first to the last position of any token.
         tokens = max(kv_len, max(offsets) + q_len) - min(offsets)
         steepest = self.slopes if self.future_slopes is None else np.maximum(self.slopes, self.future_slopes)
         return np.asarray(np.broadcast_to(steepest, (batch, heads))[..., None, None].astype(np.float64) * tokens)
@@ -178,9 +180,11 @@ class Attention:
         Errors that are constant along the row do not count, because softmax ignores them: only the differences of
         biases along the row must be exact.
         """
+        # How far each bias lies below the row's largest.
         falls = np.where(self._visible, self._highest - np.where(self._visible, self.bias, 0), 0)
         falls = falls if self.largest_bias is None else np.maximum(falls, self.largest_bias)
         products = abs(self.scale) * (abs(self.query) @ abs(self.keys).swapaxes(-1, -2))
+        # Roundings of a scaled product of head_dim terms, and of the bias.
         sizes = (self.query.shape[-1] + 3) * products + 3 * falls
         return np.asarray(np.where(self._visible, sizes, 0).max(axis=-1, keepdims=True, initial=0))
 
@@ -257,6 +261,7 @@ class Attention:
         return {name: Answer(x.value, x.budget + moved[name]) for name, x in exact.items()}
 
     def _per_kv_head(self, x: Values) -> Values:
+        # [batch, kv_heads, group, ...]
         by_group = x.reshape(x.shape[0], x.shape[1] // self.group, self.group, *x.shape[2:])
         return np.asarray(by_group.sum(axis=2))
 

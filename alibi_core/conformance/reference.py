@@ -94,6 +94,7 @@ class Computation:
         )
         self.given_slopes, self.shares_slopes = self.slopes, np.ndim(slopes) == 1
         offset = self.kv_len - self.q_len if q_offset is None else q_offset
+        # [batch, 1, 1, 1]
         self.q_offset = np.broadcast_to(offset, shape[:1]).astype(np.int64)[:, None, None, None]
         if segment_ids is not None:
             pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
@@ -208,6 +209,7 @@ def differentiate(c: Computation) -> dict[str, Values]:
     c.step("d_weights", c.grad_output @ c.values_by_head.swapaxes(-1, -2))
     c.step("delta", (c.weights * c.d_weights).sum(axis=-1, keepdims=True))
     c.step("d_scores", c.weights * (c.d_weights - c.delta))
+    # [batch, num_heads, kv_len, head_dim]; summed over groups below
     d_key = c.scale * (c.d_scores.swapaxes(-1, -2) @ c.query)
     d_value = c.weights.swapaxes(-1, -2) @ c.grad_output
     found = {
@@ -239,6 +241,7 @@ def _to_given_slopes(c: Computation, gradient: Values) -> Values:
     """Return the gradient by the given slopes, from the gradient by the slopes in use, which mistakes may change."""
     given, found = c.given_slopes, np.zeros_like(gradient)
     for head in range(c.num_heads):
+        # A central difference, exact for changes that are linear in the slopes.
         step = np.arange(c.num_heads) == head
         used = [np.broadcast_to(c.changed("slopes", given + sign * step), given.shape) for sign in (1, -1)]
         found[:, head] = (gradient * (used[0] - used[1])).sum(axis=1) / 2

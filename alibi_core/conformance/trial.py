@@ -88,6 +88,7 @@ class Trial:
         """Check the adapter's attention in a case; fully masked queries are checked only with ``nowhere``."""
         case = self.fitted(case)
         actual, problem = self._called("attention", case), self.exact(case)
+        # Ignore results of fully masked queries.
         if not nowhere:
             sees = np.isfinite(problem.bias).any(axis=-1, keepdims=True)
             actual = np.where(sees, actual, 0.0)
@@ -122,6 +123,7 @@ class Trial:
         self, function: str, inputs: str, actual: Values, answer: Answer, case: Case | None = None, part: str = ""
     ) -> None:
         """Raise :class:`DepartureError` unless a result is within the budget of the exact answer."""
+        # Exact biases hold -inf; all other exact values are finite.
         finite, found = np.isfinite(answer.value), np.isfinite(actual)
         remark = ""
         if np.isnan(actual).any():

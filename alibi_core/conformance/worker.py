@@ -136,6 +136,7 @@ def load(source: str) -> list[Any]:
     def is_adapter() -> bool:
         return any(callable(getattr(found, function, None)) for function in FUNCTIONS)
 
+    # A class, or a function that returns adapters: call it.
     if isinstance(found, type) or (callable(found) and not is_adapter()):
         found = found()
     return [found] if is_adapter() or not isinstance(found, Iterable) else list(found)
