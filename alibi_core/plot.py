@@ -97,10 +97,12 @@ def bias(
     figure = _Picture(figsize=(1.2 + 2.0 * len(shown), 3.9), layout="constrained")
     axes = figure.subplots(2, len(shown), squeeze=False, sharex=True, sharey="row", height_ratios=[2, 1])
     for (above, below), head in zip(axes.T, shown, strict=True):
+        # Masked elements stay white.
         masked = np.ma.masked_where(~np.isfinite(values[head]), values[head])
         image = above.imshow(masked, cmap=colours, vmin=least, vmax=0, aspect="auto", interpolation="nearest")
         above.axhspan(query - 0.5, query + 0.5, fill=False, edgecolor=ORANGE, linewidth=1)
         above.set_title(f"head {head}", fontsize=10)
+        # Softmax of one row; a fully masked row gives zeros, not NaN.
         weights = np.exp(values[head, query] - max(values[head, query].max(), np.finfo(np.float32).min))
         below.stairs(weights / max(weights.sum(), 1.0), np.arange(values.shape[2] + 1) - 0.5, fill=True, color=BLUE)
         below.set_xlabel("key")
@@ -155,11 +157,13 @@ def explanation(explained: Any, *, entry: int = 0, heads: Sequence[int] | None =
         ax.set_visible(False)
     for ax, head in zip(axes.flat, shown, strict=False):
         pairs = []
+        # Pale first, so that blue is drawn on top of it.
         for (first, stop), colour in ((spans.visible[entry].T, PALE), (spans.needed[entry, head].T, BLUE)):
             ax.stairs(stop, spans.edges, baseline=first, orientation="horizontal", fill=True, color=colour)
             pairs.append(float((np.diff(spans.edges) * (stop - first)).sum()))
         ax.set_title(f"head {head}: {pairs[1] / max(pairs[0], 1.0):.0%}", fontsize=10)
         ax.set_xlim(0, spans.kv_len)
+        # The first query is at the top, as in a matrix.
         ax.set_ylim(spans.edges[-1], 0)
         _whole_numbers(ax.xaxis, ax.yaxis)
     panels.supxlabel("key", fontsize=10)

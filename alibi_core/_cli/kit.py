@@ -76,6 +76,7 @@ def _conformance(options: argparse.Namespace) -> int:
         raise UnusableError(message) from error
     from alibi_core.conformance import ENTRY_POINTS, LAWS, Outcome, Settings, supervised
 
+    # Refuse unknown names before any adapter is loaded.
     unknown = set(options.law or ()) - {law.name for law in LAWS}
     if unknown:
         known = ", ".join(law.name for law in LAWS)
@@ -85,6 +86,7 @@ def _conformance(options: argparse.Namespace) -> int:
     if options.json is not None:
         Path(options.json).touch()  # raises for an unwritable file before anything is checked
     registered = sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name)
+    # Default: every registered backend, in float32.
     sources = options.adapter or [entry.value for entry in registered]
     dtypes = options.dtype or (["all"] if options.adapter else ["float32"])
     settings = Settings(
@@ -110,6 +112,7 @@ def _conformance(options: argparse.Namespace) -> int:
                     console.print(_details(outcome, every_law=len(outcomes) == 1))
         encoding = sys.stdout.encoding or "utf-8"  # some encodings lack the arrow
         print(printed.get().encode(encoding, "replace").decode(encoding), end="")
+    # A backend that is not installed is reported; a missing --adapter is an error, below.
     for outcome in () if options.adapter else missing:
         print(f"Not checked: {outcome.source} ({outcome.missing}).")
     _write_json(options.json, {"passed": all(x.passed for x in outcomes), "reports": [x.to_dict() for x in outcomes]})

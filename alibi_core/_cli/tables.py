@@ -96,6 +96,7 @@ def _explain(options: argparse.Namespace) -> None:
         if options.tokens is not None:
             print(_looked_at(options.target, options.tokens), end="\n\n")
     horizons = [_horizons(side, score_range, options.tolerance, is_causal=is_causal) for side in sides]
+    # Equal slopes on both sides need one pair of columns.
     is_even = len(sides) == 1 or np.array_equal(*sides)
     columns = ["slope", "horizon"] if is_even else ["slope", "horizon", "slope ahead", "horizon"]
     rows, totals = [], [0.0] * len(lengths)
@@ -141,6 +142,7 @@ def _sides(checkpoint: Checkpoint) -> list[Any]:
 def _facts(checkpoint: Checkpoint, sides: list[Any]) -> dict[str, str]:
     """Return the lines above the table of a checkpoint, by title."""
     config, family, bias = checkpoint.config, checkpoint.family, checkpoint.family.bias
+    # Count each tensor once: fused tensors have several sources.
     sources = {source.tensor: source.shape for parts in checkpoint.sources.values() for source in parts}
     size = sum(math.prod(shape) for shape in sources.values())
     keys = "" if config.num_kv_heads in (None, config.num_heads) else f" ({config.num_kv_heads} for keys and values)"
@@ -180,10 +182,12 @@ def _needed(length: int, horizons: Sequence[float], window: int | None) -> float
 
     def pairs(farthest: Sequence[int]) -> int:
         """Return the number of query-key pairs within these distances, one distance a side."""
+        # Each query itself, and up to x keys a side, fewer at the end of the text.
         inside = [min(x, length - 1) for x in farthest]
         return length + sum(x * length - x * (x + 1) // 2 for x in inside)
 
     visible = [length if window is None else window] * len(horizons)
+    # Keys at distances below the horizon are needed: the last is at horizon - 1.
     needed = [y if math.isinf(x) else min(y, max(int(x) - 1, 0)) for x, y in zip(horizons, visible, strict=True)]
     return pairs(needed) / pairs(visible)
 

@@ -149,6 +149,7 @@ class AlibiConfig:
         for name, check in _OPTIONAL.items():
             if getattr(self, name) is not None:
                 check(name, getattr(self, name))
+        # The attention layer checks its own arguments; the backend checks the implementation.
         options = self.attention_options
         del options["implementation"]
         LayerShape.check(**options)

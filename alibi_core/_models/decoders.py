@@ -67,6 +67,7 @@ def baichuan(settings: Settings) -> Family:
         },
     )
     vocab_size = settings.size("vocab_size")
+    # Baichuan2: only its code writes z_loss_weight.
     is_second = vocab_size == VOCABULARY_OF_2 or "z_loss_weight" in settings.values
     if is_second and config.tied_head:
         raise settings.refuse("tie_word_embeddings", "false", "the rows of Baichuan2's head have norms of 1")
@@ -129,6 +130,7 @@ def falcon(settings: Settings) -> Family:
     width = settings.size("hidden_size", "n_embed")
     num_heads = settings.heads(width, "num_attention_heads", "n_head")
     grouped = settings.switch("new_decoder_architecture", default=False)
+    # Default of transformers: one key/value head.
     num_kv_heads = 1 if settings.switch("multi_query", default=True) else num_heads
     if grouped:
         num_kv_heads = settings.size("num_kv_heads", default=num_heads)
@@ -222,6 +224,7 @@ def _jais_scale(settings: Settings, head_dim: int) -> float:
     """Return the factor of the scores."""
     if not settings.switch("scale_attn_weights", default=True):
         return 1.0
+    # muP divides scores by head_dim, not by its square root.
     power = -1.0 if settings.switch("scale_qk_dot_by_d", "mup_scale_qk_dot_by_d", default=False) else -0.5
     return float(head_dim**power)
 
@@ -285,6 +288,7 @@ def mpt(settings: Settings) -> Family:
     bias_max = attention.number("alibi_bias_max", default=8)
     feed_forward, block = _mpt_feed_forward(settings, width)
     if not attention.switch("fused_qkv", default=True):
+        # Separate matrices for queries, keys and values.
         block = MPT_APART | {name: ours for name, ours in block.items() if name != "attn.Wqkv"}
     has_bias = not settings.switch("no_bias", default=True)
     if settings.switch("attention_bias", default=has_bias) != has_bias:

@@ -120,6 +120,7 @@ def encoder_of(values: dict[str, Any], path: Path, tensors: Collection[str]) -> 
     must agree. ``path`` is for messages.
     """
     settings = Settings(values, str(path))
+    # The family with the most module names in the checkpoint.
     name, facts = max(ENCODERS.items(), key=lambda entry: entry[1].layout.as_in(tensors).count_known(tensors))
     if facts.says_alibi and values.get("position_embedding_type") != "alibi":
         raise settings.refuse("position_embedding_type", "'alibi'", "a BERT with embeddings of positions is not loaded")

@@ -43,6 +43,7 @@ class Layout:
 
     def without_prefix(self) -> Layout:
         """Return the layout of a model that was saved without its head: names lack their first component."""
+        # For example "transformer." or "bert.".
         prefix = self.embedding.partition(".")[0] + "."
         names = ("embedding", "blocks", "norm", "embedding_norm", "token_type_embedding", "stored_slopes")
         given = {name: getattr(self, name) for name in names}

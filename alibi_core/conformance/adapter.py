@@ -172,6 +172,7 @@ class Offer:
     def unknown(self) -> list[str]:
         """Names of that function's optional parameters that the kit never passes."""
         known = {*_BASE, *_PARAMETERS.values(), "query", "key", "value", "cache", "wrt", "num_heads", "q_len", "kv_len"}
+        # Parameters with a default: the kit may leave them out.
         parameters = _parameters(self.functions.get(self.judged)) or {}
         return [name for name, x in parameters.items() if x.default is not x.empty and name not in known]
 
@@ -182,6 +183,7 @@ class Offer:
         if "wrt" not in (_parameters(self.functions.get("attention_grad")) or {}):
             found.discard("some_gradients")  # **kwargs does not count as a parameter wrt
         if self.declared is None:
+            # Without a declaration: no silent features, and no features without a parameter.
             found -= TO_DECLARE
             found -= {feature for feature, parameter in _PARAMETERS.items() if not self.takes(self.judged, parameter)}
         return frozenset(found)
@@ -208,6 +210,7 @@ class Offer:
         """Return options split into positional arguments, for parameters without names, and keyword arguments."""
         parameters = _parameters(self.functions[function]) or {}
         kinds = {x.kind for x in parameters.values()}
+        # Positional-only parameters, as of some built-in functions.
         by_position = [name for name, x in parameters.items() if x.kind == x.POSITIONAL_ONLY and name in options]
         if inspect.Parameter.VAR_POSITIONAL in kinds and inspect.Parameter.VAR_KEYWORD not in kinds:
             by_position += [name for name in (*_BASE, "cache") if name in options and name not in parameters]

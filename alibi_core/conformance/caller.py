@@ -101,6 +101,7 @@ class Caller:
             if not isinstance(result, (tuple, list)):
                 what = type(result).__name__
                 raise CallError("returned", f"attention_grad returned {what}, expected a dict or a tuple of arrays")
+            # A tuple: in the order of wrt, or of the parameters.
             result = dict(zip(case.wrt or (*TENSORS, "slopes", "future_slopes"), result, strict=False))
         unknown = [str(name) for name in result if name not in (*TENSORS, "slopes", "future_slopes")]
         wanted = case.wrt or TENSORS
@@ -151,6 +152,7 @@ class Caller:
 
     def _options(self, case: Case, function: str = "attention") -> dict[str, Any]:
         q_len, kv_len = case.sizes.lengths
+        # Always pass the base arguments; other arguments only in cases that need them.
         options = {"q_offset": kv_len - q_len, "is_causal": True} | case.arguments
         options["slopes"] = self.slopes_array(case.arrays["slopes"])
         if "future_slopes" in options:
@@ -220,6 +222,7 @@ class Caller:
     def _within_limit(self, name: str, function: Callable[[], Any]) -> Any:
         if self._thread is None:
             arguments = (self._tasks, self._results)
+            # A daemon: a hung call must not keep the program alive.
             self._thread = threading.Thread(target=_work, args=arguments, daemon=True, name="alibi adapter")
             self._thread.start()
         self._tasks.put(function)
@@ -229,6 +232,7 @@ class Caller:
             self.hung = f"{name} did not return within {self.time_limit:g} s"
             raise CallError("hung", self.hung) from None
         if error is not None:
+            # These three say that something is not supported.
             kind = "refused" if isinstance(error, NotImplementedError | TypeError | ValueError) else "crashed"
             raise CallError(kind, f"{name} raised {type(error).__name__}: {_first_line(error)}") from error
         return result

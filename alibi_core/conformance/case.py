@@ -168,6 +168,7 @@ class Case:
         if self.packing is not None:
             # Sorted ids make contiguous segments.
             ids = np.sort(rng.integers(0, 3, size=(batch, q_len + kv_len)), axis=-1).astype(np.int32)
+            # The same ids for all batch entries, [length].
             if self.packing == "one row":
                 ids = ids[0]
             is_one_array = self.packing == "same" and q_len == kv_len

@@ -84,6 +84,7 @@ def check(
                 failures.setdefault(law.function, []).append((law, error))
             if on_law is not None:
                 on_law(name, reports[name])
+        # One diagnosis for each function, from all laws that it breaks.
         for function, broken in failures.items():
             errors = [(law.statement, error) for law, error in broken]
             found = diagnose(caller, function, offer.offered_by(function, features), errors)
@@ -133,6 +134,7 @@ def find_features(caller: Caller) -> tuple[frozenset[str], dict[str, str]]:
     if offer.declared is None or "some_gradients" in offer.declared:
         refusals |= {"some_gradients": "attention_grad has no parameter wrt"} if "some_gradients" in refusals else {}
     trial = Trial(caller, frozenset(found))
+    # Try one call for each feature that is not declared.
     calls: dict[str, Callable[[Case], Any]] = {
         "attention": caller.attention,
         "attention_grad": caller.gradients,

@@ -124,6 +124,7 @@ def make_case(
     arrays = {name: drawn.arrays[name] / drawn.arrays[name].std() for name in (*TENSORS, "cotangent")}
     arrays |= {"query": arrays["query"] * size, "slopes": own.astype(np.float64)}
     if shown:
+        # In long rows batch entry i shows the weights of keys 64 * i to 64 * i + 63.
         first = np.arange(batch)[:, None] * head_dim * (kv_len > head_dim)
         eye = np.arange(kv_len)[:, None] == (first + np.arange(head_dim))[:, None]
         arrays["value"] = np.broadcast_to(eye[:, None] * 1.0, arrays["value"].shape).copy()
@@ -223,6 +224,7 @@ class Prober:
                 continue
             if not self.features.issuperset(needs.split()) or (not offer.has_slopes and "slopes" in options):
                 continue
+            # Without that feature, probe the same options in square form.
             if lengths[0] != lengths[1] and "lengths" not in self.features:
                 lengths = (11, 11)
             probes += self.of_cases(function, make_case(offer, needs, lengths, **options))
@@ -414,6 +416,7 @@ def _named(prober: Prober, function: str, failures: Sequence[tuple[str, Departur
     states: list[Probe] = []
     if function == "attention":
         states = prober.states()
+        # Right at first, wrong later: look for state between calls before anything else.
         if any(not x.fits([]) and x.is_close(x.found["0"], x.answers([])["0"]) for x in states):
             found = search(states, candidates(function))
             if any(x.name.startswith("stale ") for x, _ in found):
@@ -479,8 +482,10 @@ def off_by(prober: Prober, function: str, law: str, failure: DepartureError) -> 
         share = float(excess(failure.actual, failure.expected).max(initial=0))
         error = float(np.nanmax(np.abs(failure.actual - expected), initial=0))
         largest = float(np.nanmax(np.abs(np.where(np.isfinite(expected), expected, 0)), initial=0))
+        # Relative to the largest element, if there is one.
         error, of_what = (error / largest, "of the largest") if largest else (error, "where 0 is right")
         amount = f"off by up to {error:.2g} {of_what}, {share:.3g} times what rounding explains"
+        # An error of about one unit of a lower precision suggests rounding to it.
         low = [x for x in ("float16", "bfloat16") if 0.4 < error / UNIT_ROUNDOFF[x] < 4]
         if low and dtype in ("float32", "float64"):
             amount += f", about as much as rounding to {low[0]}"

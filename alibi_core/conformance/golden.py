@@ -231,6 +231,7 @@ def _entries() -> Iterator[Entry]:
         case = _exact_in_all_dtypes(contract, Case(Sizes(1, num_heads, 1, (5, kv_len), 1)), own)
         description = f"the bias of {contract}'s checkpoints, as alibi_core.bias documents it"
         about = _about("bias", contract, description, case, contract=contract) | {"default_slopes": True}
+        # The core's own numbers: contracts are defined by their rounding.
         bias = alibi_core.bias(num_heads, 5, kv_len, contract=contract)[None].astype(np.float64)
         yield about, _options(case), {"bias": (bias, _relative(RULES[contract][2] + 1, is_exact=False))}
     for name, description, case, slopes in ATTENTION:
@@ -399,6 +400,7 @@ def check_golden(directory: str | Path, results: str | Path) -> GoldenReport:
         content = _file_in(directory, entry["name"])
         if hashlib.sha256(content).hexdigest() != entry["sha256"]:
             raise GoldenError(f"{directory / entry['name']}: must have the SHA-256 {entry['sha256']}")
+        # FORMAT.md is checked by its hash alone.
         if entry["name"].endswith(".safetensors"):
             golden |= _tensors(directory / entry["name"], content)
     path = results / RESULTS_INDEX

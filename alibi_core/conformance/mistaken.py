@@ -57,6 +57,7 @@ class Mistaken:
         self.name, self.dtype, self.features = " and ".join(mistakes) or "right", dtype, features
         if features is None:
             self.features = frozenset(FEATURES) - ({"far"} if dtype == "float64" else set())
+        # By function: the mistakes that it makes.
         made = [(CATALOGUE[name], where) for name in mistakes]
         self._made = {function: made if function in functions else [] for function in FUNCTIONS}
         self._own = np.float64 if dtype == "float64" else np.float32

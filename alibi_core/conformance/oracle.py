@@ -209,6 +209,7 @@ class Attention:
             scores, sums, stored = 6, 3 * (kv_len + 8) + 2 * head_dim + 2 * kv_len + q_len * self.group + 16, 7
         unit, tiny = UNIT_ROUNDOFF[self.dtype], SMALLEST[self.dtype]
         u = min(U32, unit)  # unit roundoff of scores and sums
+        # Sums round in float32 (or float64), stored tensors in their dtype.
         by_size = (sums * u + stored * unit) * terms.by_size
         value = -terms.value if name == "slopes" else terms.value
         return Answer(value, scores * u * terms.by_score + by_size + tiny * (terms.tiny + 1))
@@ -216,6 +217,7 @@ class Attention:
     def output_without(self, share: float) -> Answer:
         """Return the result, with a budget for leaving out keys that together hold ``share`` of a row's weight."""
         answer = self.output
+        # The factor 1.01 is a margin for rounding.
         largest = np.abs(self.values).max(axis=(2, 3), keepdims=True, initial=0) * 1.01
         return Answer(answer.value, answer.budget + 2 * share * largest)
 
@@ -251,6 +253,7 @@ class Attention:
         d_weights = np.abs(cotangent @ self.values.swapaxes(-1, -2))
         by_row = 6.1 * share * np.where(np.isfinite(self.bias), d_weights, 0).max(axis=-1, initial=0)
         by_key = (by_row[..., None] * np.abs(self.query)).sum(axis=2, keepdims=True)
+        # By output: how far the gradient moves if keys are left out.
         moved = {
             "query": abs(self.scale) * by_row[..., None] * np.abs(self.keys).max(axis=2, keepdims=True, initial=0),
             "key": abs(self.scale) * self._per_kv_head(by_key),

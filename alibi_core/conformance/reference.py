@@ -218,6 +218,7 @@ def differentiate(c: Computation) -> dict[str, Values]:
         "value": c.step("d_value", by_kv_head(c, c.step("d_value_by_head", d_value))),
     }
     found |= {name: found[name][:, :, : c.given_len] for name in ("key", "value")}  # without padding
+    # The bias is -(slope * distance) on each side: its derivative is -distance there.
     sides = {"slopes": np.ones_like(c.ahead, bool)}
     if c.future_slopes is not None:
         sides = {"slopes": c.ahead <= 0, "future_slopes": c.ahead > 0}
@@ -270,6 +271,7 @@ def decode_step(
 ) -> tuple[Values, Any]:
     """Return the output of the next tokens, and all keys and values so far."""
     before = 0 if cache is None else cache[0].shape[2]
+    # First the conditions and the cache of this step, then attention to all tokens.
     new = Computation(mistakes, state, query, key, value, slopes, before=before)
     held = new.step("held", (key[:, :, :0], value[:, :, :0]) if cache is None else cache)
     keys, values = (np.concatenate(pair, axis=2) for pair in zip(held, (key, value), strict=True))

@@ -83,6 +83,7 @@ def supervised(source: str, settings: Settings, show: Callable[[str], None] = la
         if "missing" in seen:
             yield Outcome(source, missing=seen["missing"])
             return
+        # Report the crash, then start a new worker at the next adapter.
         if "crash" in seen:
             crash = seen["crash"] + (f" in law {seen['law']}" if seen["law"] else "")
             known = {"features": (), "laws": tuple(done), "profile": settings.profile, "seed": settings.seed}
@@ -144,6 +145,7 @@ def load(source: str) -> list[Any]:
 
 def main(request: dict[str, Any]) -> None:
     """Check the adapters of one source, from index ``request["first"]`` on."""
+    # Keep a copy of standard output for events only.
     events = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # send prints of the adapter to standard error, away from the events
     threading.Thread(target=_watch, args=(request["time_limit"] + PATIENCE,), daemon=True).start()
@@ -161,6 +163,7 @@ def main(request: dict[str, Any]) -> None:
     except (Exception, SystemExit) as error:
         tell(missing=f"{type(error).__name__}: {error}", done=True)
         return
+    # Filter before indexing: "first" counts the chosen adapters.
     offers = [offer for offer in offers if not request["dtypes"] or offer.dtype in request["dtypes"]]
     tell(count=len(offers))
     chosen = {name: request[name] for name in ("profile", "seed", "time_limit")} | {"laws": request["laws"] or None}
