@@ -633,7 +633,7 @@ def _q_offset(xp: Namespace, q_offset: Any, sizes: dict[str, Any]) -> Any:
         raise ValueError(f"q_offset must have shape (){batch}, got {shape}")
     checks.positions_fit(FARTHEST, sizes["q_len"], sizes["kv_len"])
     # Clip offsets instead of raising: an error would have to wait for the values. Clipping moves all keys of a row by
-    # the same distance, which softmax ignores (a window of more than 2**30 tokens would change).
+    # the same distance, which softmax ignores. Only a window of more than 2**30 tokens would see other keys.
     offset = signed(xp, q_offset)
     if "uint" in str(q_offset.dtype):
         # A negative number here is an unsigned offset that wrapped around.

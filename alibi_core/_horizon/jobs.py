@@ -170,7 +170,7 @@ def _head_jobs(call: AttentionCall, ranges: KeyRanges, head: int, index: int, ti
     lowest = (starts + call.q_offset).tolist()
     # Keys before and after the tile's first position.
     backs, aheads = (starts + call.q_offset - first).tolist(), (stop - starts - call.q_offset).tolist()
-    may_widen = call.mask is None and call.q_segment_ids is None  # otherwise further keys need a mask of their own
+    may_widen = call.mask is None and call.q_segment_ids is None  # otherwise further keys need their own mask
     result, tile = [], 0
     while tile < len(lowest):
         back, ahead, last = backs[tile], aheads[tile], tile + 1

@@ -188,7 +188,7 @@ class ScoreBounds:
         """
         xp = call.xp
         rounding = score_rounding(call.head_dim)  # of the products here and of the measured scores
-        # Replace NaN by inf first: max() ignores NaN under some compilers.
+        # Replace NaN by inf first: max() ignores NaN under XLA on CPUs.
         q_norms, key_norms = (nan_to_inf(xp, x) for x in (q_norms, key_norms))
         if key_norms.shape[-1] == call.kv_len:
             # [..., num_heads, kv_blocks]

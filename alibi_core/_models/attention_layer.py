@@ -114,7 +114,7 @@ def _float32_values(name: str, slopes: Any | None, num_heads: int) -> tuple[floa
     checks.slopes_values(name, slopes, allow_negative=False, working="float32")
     try:
         values = slopes.tolist()
-    except Exception:  # each library raises an error of its own
+    except Exception:  # each library raises another error
         raise ValueError(
             f"{name} must be known when the layer is made, got a traced array or one without values; give a NumPy array"
         ) from None

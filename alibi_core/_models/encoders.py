@@ -5,7 +5,7 @@ Each entry of ``ENCODERS`` describes the original code of a family. All families
 - embeddings: the embeddings of the token and of its type are added, then a layer norm follows; none of positions;
 - scores ``query @ key.mT / sqrt(head_dim) - slope * |i - j|``: the bias is symmetric, counted from the query's own
   position, and not scaled; keys that are padding get a large negative number;
-- the canonical slopes: if the number of heads is no power of 2, the rest are every other slope of twice as many heads;
+- the canonical slopes; heads beyond a power of 2 have every other slope of twice as many heads;
 - post-norm: the output of a layer is added to its input, and the sum is normed; no norm follows the last block;
 - biases of the projections and of the feed-forward layer's output.
 """

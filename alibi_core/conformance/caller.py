@@ -175,7 +175,7 @@ class Caller:
             self.offences.setdefault(f"{name} type", sentence)
         try:
             values, found = np.asarray(result), tuple(result.shape)
-        except Exception as error:  # each library raises an error of its own
+        except Exception as error:  # each library raises another error
             what = f"{type(result).__name__}, which NumPy cannot read"
             raise CallError("returned", f"{name} returned {what}: {_first_line(error)}") from None
         if found != shape:

@@ -144,7 +144,7 @@ def write_golden(directory: str | Path) -> Path:
         GoldenError: If the directory holds anything else.
 
     Example:
-        It takes some seconds, and replaces nothing but golden vectors:
+        Writing takes seconds, and replaces only golden vectors:
 
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
