@@ -339,7 +339,7 @@ class AttentionCall:
     def _all(self, rules: list[Any]) -> Any | None:
         visible = None
         for rule in rules:
-            # Not `&`: under mx.vmap its result has the shape of the first operand and ignores the second's.
+            # Not `&`: under mx.vmap its result has the shape of the first operand, not the broadcast shape.
             visible = rule if visible is None else self.xp.logical_and(visible, rule)
         return visible
 

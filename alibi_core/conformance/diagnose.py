@@ -357,7 +357,7 @@ def _best(
                 if probe.fits(tried) and all(x.fits(tried) for x in before):
                     options.append(tried)
                     break
-        # Prefer unconditional mistakes, then those that explain the most later probes.
+        # Prefer mistakes that explain most of the later probes; unconditional ones come first among equals.
         best, most = None, -1
         for tried in sorted(options, key=lambda x: sum(where is not None for _, where in x)):
             count = sum(x.fits(tried) for x in later)
